@@ -1,0 +1,960 @@
+"""The definition of every FastPPO operation in plain PyTorch.
+
+Written to be read, and fast enough to train with on a CPU. Nothing here builds an autograd graph:
+PPO's loss is a weighted sum whose weights are known beforehand, so the gradient of a row of logits
+is known as soon as its softmax is, and is written out by hand below. `fastppo.ops` turns these
+functions into differentiable operators.
+
+Notation, for one row of logits `x` (V entries), sampled token `y` and temperature `T`:
+
+    z_j    = logit_scale · x_j,  or  cap · tanh(logit_scale · x_j / cap)  with a soft-cap
+    t_j    = (z_j − max z) / T          shifted: no offset of the row costs digits
+    log_sum = log Σ_j e^{t_j}
+    log p_j = t_j − log_sum                        logprob = log p_y
+    entropy = log_sum − Σ_j p_j t_j
+    full KL = Σ_j p_j (log p_j − log q_j)          q: the reference's softmax, same temperature
+
+With upstream gradients g_l (logprob), g_h (entropy) and g_k (full KL), the row's gradient is
+
+    dz_j = (1/T) · { g_l·[j=y]
+                     + p_j·( −g_l − g_h·(log p_j + entropy) + g_k·(log p_j − log q_j − KL) ) }
+    dx_j = logit_scale · (1 − (z_j/cap)²) · dz_j
+
+Arithmetic is fp32 for bf16, fp16 and fp32 logits and fp64 for fp64 logits. Rows are taken in chunks
+that stay in cache, so the extra memory is a chunk's and never an fp32 copy of the logits.
+
+Shapes: `logits [N, V]`, or `[B, T, V]` with any strides and a dense last axis (`logits[:, :-1]` is
+not copied), N = B·T; everything per token is `[N]`. Rows whose weight is 0 are never read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+"""|logprob − old_logprob| is clamped here before the exponential: e^20 ≈ 5e8 is far outside any
+clip range and still finite in fp32, even squared."""
+
+LOWEST = -1e30
+"""Stands in for −inf in `t`: e^LOWEST is exactly 0 and 0·LOWEST is 0, where 0·(−inf) is NaN."""
+
+ROW_CHUNK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
+"""Logits handled at once: 2 MiB of fp32 on a CPU (its second-level cache), 256 MiB on a GPU."""
+
+LINEAR_CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**29}
+"""Logits of one chunk of the fused lm-head: 32 MiB of fp32 on a CPU. On a GPU 1 GiB of bf16, which
+keeps the chunk at 4096 rows or more up to V = 131072: each chunk rewrites the fp32 dW once."""
+
+SUMS = (
+    "loss",  # Σ w · token loss
+    "policy_loss",  # Σ w · policy term (with importance weights)
+    "tokens",  # from here on unweighted sums over the tokens with w ≠ 0
+    "entropy",
+    "kl",
+    "approx_kl",  # k3 of the policy against the old policy
+    "ratio",
+    "ratio_squared",
+    "above_positive",  # ratio > 1 + ε_high and A > 0: clipped, no gradient
+    "below_positive",  # ratio < 1 − ε_low  and A > 0: pulled back
+    "above_negative",  # ratio > 1 + ε_high and A < 0: pushed back
+    "below_negative",  # ratio < 1 − ε_low  and A < 0: clipped, no gradient
+    "dual_clipped",  # A < 0 and ratio beyond the dual clip: no gradient
+    "ratio_max",  # the one entry that combines by max
+)
+"""Order of the `sums` vector. Sums add up over chunks, microbatches and ranks; ratio_max maxes."""
+
+
+def combine_sums(total: Tensor, part: Tensor) -> Tensor:
+    """Joins the `sums` [len(SUMS)] of two disjoint sets of tokens."""
+    joined = total + part
+    joined[-1] = torch.maximum(total[-1], part[-1])
+    return joined
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32 for every dtype but fp64, which is kept (it is the oracle's)."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _chunks(rows: int, elements_per_row: int, device: torch.device) -> Iterator[slice]:
+    budget = ROW_CHUNK_ELEMENTS.get(device.type, ROW_CHUNK_ELEMENTS["cuda"])
+    step = max(1, budget // max(1, elements_per_row))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def linear_chunk_size(rows: int, vocab: int, device: torch.device) -> int:
+    """Rows of logits that the fused lm-head holds at once, from a memory budget."""
+    budget = LINEAR_CHUNK_ELEMENTS.get(device.type, LINEAR_CHUNK_ELEMENTS["cuda"])
+    return max(1, min(rows, max(128, budget // max(1, vocab))))
+
+
+def _take(x: Tensor, rows: slice | Tensor) -> Tensor:
+    """Rows of [N, V], or of [B, T, V] counted through B·T without flattening it (a copy)."""
+    return x[rows] if x.dim() == 2 else x[_unravel(x, rows)]
+
+
+def _put(x: Tensor, rows: slice | Tensor, values: Tensor | float) -> None:
+    x[rows if x.dim() == 2 else _unravel(x, rows)] = values
+
+
+def _unravel(x: Tensor, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
+    index = (
+        torch.arange(rows.start, rows.stop, device=x.device) if isinstance(rows, slice) else rows
+    )
+    return index // x.shape[1], index % x.shape[1]
+
+
+# ------------------------------------------------------------------------------------- row maths
+
+
+class _Softmax(NamedTuple):
+    """What a chunk of rows is turned into; `shifted` and `exp` are [n, V], the rest [n]."""
+
+    shifted: Tensor  # t
+    exp: Tensor | None  # e^t, when it was formed
+    row_max: Tensor  # max x, or max z with a soft-cap
+    log_sum: Tensor
+    slope: Tensor | None  # dz/dx / logit_scale, only with a soft-cap
+
+
+def _temperature_column(temperature: float | Tensor, rows: slice | Tensor) -> float | Tensor:
+    return temperature[rows].unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
+
+
+def _shift(
+    x: Tensor,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    row_max: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(t, row maximum, soft-cap slope). Subtracting before scaling keeps t exact at any offset."""
+    x = x.to(accumulation_dtype(x.dtype))
+    if softcap is None:
+        row_max = x.amax(-1) if row_max is None else row_max
+        shifted = (x - row_max.unsqueeze(-1)).mul_(logit_scale / temperature)
+        return shifted.clamp_(min=LOWEST), row_max, None
+    tanh = torch.tanh(x * (logit_scale / softcap))
+    slope = 1 - tanh * tanh
+    z = tanh.mul_(softcap)
+    row_max = z.amax(-1) if row_max is None else row_max
+    return z.sub_(row_max.unsqueeze(-1)).div_(temperature), row_max, slope
+
+
+def _softmax(
+    x: Tensor, temperature: float | Tensor, logit_scale: float, softcap: float | None
+) -> _Softmax:
+    shifted, row_max, slope = _shift(x, temperature, logit_scale, softcap, None)
+    exp = torch.exp(shifted)
+    return _Softmax(shifted, exp, row_max, exp.sum(-1).log_(), slope)
+
+
+def _row_gradient(
+    soft: _Softmax,
+    reference: _Softmax | None,
+    tokens: Tensor,
+    entropy: Tensor,
+    kl: Tensor,
+    g_logprob: Tensor,
+    g_entropy: Tensor | None,
+    g_kl: Tensor | None,
+    scale: float | Tensor,
+) -> Tensor:
+    """dL/dx [n, V] in the accumulation dtype; the formula in the module's docstring.
+
+    `g_entropy` and `g_kl` are None where the term is absent, which saves a pass over the chunk.
+    """
+    if soft.exp is None:
+        probs = torch.exp(soft.shifted - soft.log_sum.unsqueeze(-1))
+    else:
+        probs = soft.exp.mul_(torch.exp(-soft.log_sum).unsqueeze(-1))
+    constant = -g_logprob
+    if g_entropy is not None:
+        constant = constant + g_entropy * (soft.log_sum - entropy)
+    if g_kl is not None:
+        constant = constant - g_kl * (soft.log_sum + kl)
+    if g_entropy is None and g_kl is None:
+        grad = probs.mul_(constant.unsqueeze(-1))
+    else:
+        linear = torch.zeros_like(constant)
+        if g_entropy is not None:
+            linear = linear - g_entropy
+        if g_kl is not None:
+            linear = linear + g_kl
+        factor = torch.addcmul(constant.unsqueeze(-1), soft.shifted, linear.unsqueeze(-1))
+        if g_kl is not None:
+            assert reference is not None
+            log_q = reference.shifted - reference.log_sum.unsqueeze(-1)
+            factor.addcmul_(log_q, g_kl.unsqueeze(-1), value=-1)
+        grad = probs.mul_(factor)
+    grad.scatter_add_(1, tokens.unsqueeze(-1), g_logprob.unsqueeze(-1))
+    grad.mul_(scale)
+    if soft.slope is not None:
+        grad.mul_(soft.slope)
+    return grad
+
+
+def _full_kl(soft: _Softmax, reference: _Softmax) -> Tensor:
+    """Σ p (log p − log q) per row, exact; +inf where q is 0 and p is not."""
+    assert soft.exp is not None
+    q_is_zero = reference.shifted <= LOWEST
+    gap = soft.shifted - reference.shifted
+    gap = torch.where(q_is_zero & (soft.exp > 0), math.inf, gap)
+    gap = torch.where(soft.exp > 0, gap, 0.0)
+    mean_gap = torch.linalg.vecdot(soft.exp, gap) / torch.exp(soft.log_sum)
+    return mean_gap - soft.log_sum + reference.log_sum
+
+
+class TokenStats(NamedTuple):
+    """All [N] but the normalizers [N, 2]: (row maximum, log Σ e^t), which backward needs."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    kl: Tensor
+    normalizer: Tensor
+    ref_normalizer: Tensor
+
+
+def token_stats(
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    ref_logits: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> TokenStats:
+    """Logprob of the token, entropy and (given `ref_logits` [N, V]) the full KL of each row.
+
+    Args:
+        logits: [N, V]; tokens: [N] int64; temperature: a float or [N] in the accumulation dtype.
+    """
+    n, vocab = logits.shape[:-1].numel(), logits.shape[-1]
+    dtype = accumulation_dtype(logits.dtype)
+    logprobs, entropy, kl = (logits.new_zeros(n, dtype=dtype) for _ in range(3))
+    normalizer, ref_normalizer = (logits.new_zeros((n, 2), dtype=dtype) for _ in range(2))
+    for rows in _chunks(n, vocab, logits.device):
+        t = _temperature_column(temperature, rows)
+        soft = _softmax(_take(logits, rows), t, logit_scale, softcap)
+        assert soft.exp is not None
+        at_token = soft.shifted.gather(1, tokens[rows].unsqueeze(-1)).squeeze(-1)
+        logprobs[rows] = at_token - soft.log_sum
+        mean_shifted = torch.linalg.vecdot(soft.exp, soft.shifted) / torch.exp(soft.log_sum)
+        entropy[rows] = soft.log_sum - mean_shifted
+        normalizer[rows, 0] = soft.row_max
+        normalizer[rows, 1] = soft.log_sum
+        if ref_logits is not None:
+            reference = _softmax(_take(ref_logits, rows), t, logit_scale, softcap)
+            kl[rows] = _full_kl(soft, reference)
+            ref_normalizer[rows, 0] = reference.row_max
+            ref_normalizer[rows, 1] = reference.log_sum
+    return TokenStats(logprobs, entropy, kl, normalizer, ref_normalizer)
+
+
+def token_stats_backward(
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    grad_kl: Tensor | None,
+    logits: Tensor,
+    tokens: Tensor,
+    stats: TokenStats,
+    *,
+    ref_logits: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """dL/dlogits in the logits' shape and dtype, from one more read of the rows with a gradient."""
+    grad = torch.zeros_like(logits, memory_format=torch.contiguous_format)
+    asked = grad_logprobs != 0
+    for upstream in (grad_entropy, grad_kl):
+        asked = asked if upstream is None else asked | (upstream != 0)
+    kept = asked.nonzero().squeeze(-1)
+    for chunk in _chunks(kept.numel(), logits.shape[-1], logits.device):
+        rows = kept[chunk]
+        t = _temperature_column(temperature, rows)
+        shifted, row_max, slope = _shift(
+            _take(logits, rows), t, logit_scale, softcap, stats.normalizer[rows, 0]
+        )
+        soft = _Softmax(shifted, None, row_max, stats.normalizer[rows, 1], slope)
+        reference = None
+        if grad_kl is not None:
+            assert ref_logits is not None
+            ref_shifted, ref_max, _ = _shift(
+                _take(ref_logits, rows), t, logit_scale, softcap, stats.ref_normalizer[rows, 0]
+            )
+            reference = _Softmax(ref_shifted, None, ref_max, stats.ref_normalizer[rows, 1], None)
+        row_grad = _row_gradient(
+            soft,
+            reference,
+            tokens[rows],
+            stats.entropy[rows],
+            stats.kl[rows],
+            grad_logprobs[rows],
+            None if grad_entropy is None else grad_entropy[rows],
+            None if grad_kl is None else grad_kl[rows],
+            logit_scale / t,
+        )
+        _put(grad, rows, row_grad.to(grad.dtype))
+    return grad
+
+
+# ----------------------------------------------------------------------------------- token losses
+
+
+def policy_term(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(−min(ratio·A, clip(ratio)·A), its derivative by the logprob, the ratio), elementwise.
+
+    The derivative is −ratio·A where the unclipped branch is the smaller one and 0 where a clip is
+    active. `clip_low = clip_high = inf` is no clipping. Source: Schulman et al. 2017, eq. 7; the
+    dual clip, Ye et al. 2020, eq. 3.
+    """
+    difference = logprobs - old_logprobs
+    ratio = torch.exp(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    surrogate = torch.minimum(unclipped, clipped)
+    active = (unclipped <= clipped) & (difference.abs() <= LOG_RATIO_LIMIT)
+    if dual_clip is not None:
+        floor = dual_clip * advantages
+        dual = (advantages < 0) & (surrogate < floor)
+        surrogate = torch.where(dual, floor, surrogate)
+        active &= ~dual
+    return -surrogate, torch.where(active, -unclipped, 0.0), ratio
+
+
+def sampled_kl(difference: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
+    """(estimate, derivative by the logprob) from d = logprob − ref_logprob.
+
+    k1 = d, k2 = ½d², k3 = e^{−d} − 1 + d. Source: Schulman 2020, "Approximating KL divergence".
+    """
+    if estimator == "k1":
+        return difference, torch.ones_like(difference)
+    if estimator == "k2":
+        return 0.5 * difference * difference, difference
+    if estimator == "k3":
+        inverse = torch.exp((-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+        # expm1 keeps the digits that e^{−d} − 1 loses near d = 0, where training lives.
+        value = torch.expm1((-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + difference
+        inside = difference.abs() <= LOG_RATIO_LIMIT
+        return value, 1 - torch.where(inside, inverse, 0.0)
+    raise ValueError(f"kl_estimator must be k1, k2, k3 or full, got {estimator!r}")
+
+
+class TokenLoss(NamedTuple):
+    """kl [N]; derivatives of the summed loss by each statistic, None where absent; sums."""
+
+    kl: Tensor
+    g_logprob: Tensor
+    g_entropy: Tensor | None
+    g_kl: Tensor | None
+    sums: Tensor
+
+
+def token_loss(
+    logprobs: Tensor,
+    entropy: Tensor,
+    full_kl: Tensor | None,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    importance_weights: Tensor | None,
+    ref_logprobs: Tensor | None,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    kl_coef: float,
+    kl_estimator: str,
+    entropy_coef: float,
+) -> TokenLoss:
+    """w·(policy term·importance weight + kl_coef·KL − entropy_coef·entropy) and its derivatives.
+
+    Tokens of weight 0 count for nothing, whatever stands there.
+    """
+    policy, g_policy, ratio = policy_term(
+        logprobs,
+        old_logprobs,
+        advantages,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
+    if importance_weights is not None:
+        policy, g_policy = policy * importance_weights, g_policy * importance_weights
+    g_logprob, g_kl = g_policy, None
+    kl = torch.zeros_like(logprobs)
+    if kl_estimator == "full":
+        if full_kl is not None:
+            kl = full_kl
+            g_kl = weights * kl_coef if kl_coef else None
+    elif ref_logprobs is not None:
+        kl, slope = sampled_kl(logprobs - ref_logprobs, kl_estimator)
+        g_logprob = g_logprob + kl_coef * slope
+    loss = policy - entropy_coef * entropy + (kl_coef * kl if kl_coef else 0.0)
+    approx_kl, _ = sampled_kl(old_logprobs - logprobs, "k3")
+    above, below = ratio > 1 + clip_high, ratio < 1 - clip_low
+    positive, negative = advantages > 0, advantages < 0
+    dual = negative & (ratio > dual_clip) if dual_clip is not None else torch.zeros_like(negative)
+    terms = (
+        weights * loss,
+        weights * policy,
+        torch.ones_like(loss),
+        entropy,
+        kl,
+        approx_kl,
+        ratio,
+        ratio * ratio,
+        above & positive,
+        below & positive,
+        above & negative,
+        below & negative,
+        dual,
+    )
+    valid = weights != 0
+    kept = [torch.where(valid, term.to(loss.dtype), 0.0) for term in (*terms, ratio)]
+    sums = torch.stack([term.sum() for term in kept[:-1]] + [_max_or_zero(kept[-1])])
+    return TokenLoss(
+        torch.where(valid, kl, 0.0),
+        torch.where(valid, weights * g_logprob, 0.0),
+        -entropy_coef * weights if entropy_coef else None,
+        g_kl,
+        sums,
+    )
+
+
+def _max_or_zero(x: Tensor) -> Tensor:
+    return x.max() if x.numel() else x.new_zeros(())
+
+
+class PPORows(NamedTuple):
+    """sums [len(SUMS)]; logprobs, entropy, kl [N], 0 where the weight is 0; grad [N, V] or None."""
+
+    sums: Tensor
+    logprobs: Tensor
+    entropy: Tensor
+    kl: Tensor
+    grad: Tensor | None
+
+
+def ppo_loss(
+    logits: Tensor,
+    tokens: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    importance_weights: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    ref_logits: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
+    entropy_coef: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    need_grad: bool = True,
+    inplace: bool = False,
+) -> PPORows:
+    """Clipped PPO loss of every row, its statistics, and its gradient in the same pass.
+
+        L = Σ_t w_t · ( policy_t·iw_t + kl_coef·KL_t − entropy_coef·H_t )
+
+    `inplace=True` writes dL/dlogits over the logits. `ref_logits` is read for `kl_estimator="full"`
+    alone. Sources: Schulman et al. 2017, eq. 7; Ziegler et al. 2019; Ye et al. 2020 (dual clip).
+    """
+    n, vocab = logits.shape[:-1].numel(), logits.shape[-1]
+    dtype = accumulation_dtype(logits.dtype)
+    logprobs, entropy, kl = (logits.new_zeros(n, dtype=dtype) for _ in range(3))
+    sums = logits.new_zeros(len(SUMS), dtype=dtype)
+    valid = weights != 0
+    every_row = bool(valid.all())
+    kept = None if every_row else valid.nonzero().squeeze(-1)
+    grad = None
+    if need_grad:
+        grad = (
+            logits if inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
+        )
+        if not every_row:
+            _put(grad, (~valid).nonzero().squeeze(-1), 0.0)
+    if kl_estimator != "full":
+        ref_logits = None
+    for chunk in _chunks(n if kept is None else kept.numel(), vocab, logits.device):
+        rows = chunk if kept is None else kept[chunk]
+        t = _temperature_column(temperature, rows)
+        soft = _softmax(_take(logits, rows), t, logit_scale, softcap)
+        assert soft.exp is not None
+        reference = None
+        if ref_logits is not None:
+            reference = _softmax(_take(ref_logits, rows), t, logit_scale, softcap)
+        row_tokens = tokens[rows]
+        row_logprobs = soft.shifted.gather(1, row_tokens.unsqueeze(-1)).squeeze(-1) - soft.log_sum
+        mean_shifted = torch.linalg.vecdot(soft.exp, soft.shifted) / torch.exp(soft.log_sum)
+        row_entropy = soft.log_sum - mean_shifted
+        token = token_loss(
+            row_logprobs,
+            row_entropy,
+            None if reference is None else _full_kl(soft, reference),
+            old_logprobs[rows],
+            advantages[rows],
+            weights[rows],
+            importance_weights=None if importance_weights is None else importance_weights[rows],
+            ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows],
+            clip_low=clip_low,
+            clip_high=clip_high,
+            dual_clip=dual_clip,
+            kl_coef=kl_coef,
+            kl_estimator=kl_estimator,
+            entropy_coef=entropy_coef,
+        )
+        logprobs[rows], entropy[rows], kl[rows] = row_logprobs, row_entropy, token.kl
+        sums = combine_sums(sums, token.sums)
+        if grad is not None:
+            row_grad = _row_gradient(
+                soft,
+                reference,
+                row_tokens,
+                row_entropy,
+                token.kl,
+                token.g_logprob,
+                token.g_entropy,
+                token.g_kl,
+                logit_scale / t,
+            )
+            _put(grad, rows, row_grad.to(grad.dtype))
+    return PPORows(sums, logprobs, entropy, kl, grad)
+
+
+# ------------------------------------------------------------------------------- the fused lm-head
+
+
+class LinearPPORows(NamedTuple):
+    """As PPORows; grad_hidden [N, H], grad_weight [V, H], grad_bias [V], each None if not asked."""
+
+    sums: Tensor
+    logprobs: Tensor
+    entropy: Tensor
+    kl: Tensor
+    grad_hidden: Tensor | None
+    grad_weight: Tensor | None
+    grad_bias: Tensor | None
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+class _HeadGradients:
+    """dX, dW and dbias, gathered chunk by chunk.
+
+    GEMMs run in `compute_dtype`; dW and dbias add up in fp32 (fp64 for fp64) and are cast once.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        need: tuple[bool, bool, bool],
+    ) -> None:
+        wide = accumulation_dtype(weight.dtype)
+        self.hidden = torch.zeros_like(hidden) if need[0] else None
+        self.weight = torch.zeros_like(weight, dtype=wide) if need[1] else None
+        self.bias = torch.zeros_like(bias, dtype=wide) if need[2] and bias is not None else None
+
+    def add(self, rows: slice | Tensor, grad: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        if self.hidden is not None:
+            self.hidden[rows] = (grad @ weight).to(self.hidden.dtype)
+        if self.weight is not None:
+            if grad.dtype == self.weight.dtype:
+                self.weight.addmm_(grad.T, hidden)
+            elif grad.is_cuda:
+                self.weight += torch.mm(grad.T, hidden, out_dtype=self.weight.dtype)
+            else:
+                self.weight += grad.T @ hidden
+        if self.bias is not None:
+            self.bias += grad.sum(0, dtype=self.bias.dtype)
+
+
+def linear_ppo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ref_hidden: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    kl_estimator: str = "k3",
+    chunk_size: int | None = None,
+    compute_dtype: torch.dtype | None = None,
+    need: tuple[bool, bool, bool] = (True, True, True),
+    **loss_options: float | None,
+) -> LinearPPORows:
+    """`ppo_loss` of `hidden [N, H] @ weight [V, H].T + bias`, holding `chunk_size` rows of logits.
+
+    Per chunk: one GEMM for the logits, the row pass in place, one GEMM for dX and one for dW. That
+    is 6·N·H·V FLOP in all; recomputing the logits in a backward pass would make it 8·N·H·V.
+
+    Args:
+        need: gradients wanted of (hidden, weight, bias). With none, only the first GEMM runs.
+        compute_dtype: dtype of the GEMMs and of the logits; default that of `hidden`.
+    """
+    n, vocab = hidden.shape[0], weight.shape[0]
+    dtype = compute_dtype or hidden.dtype
+    kept = (weights != 0).nonzero().squeeze(-1)
+    step = chunk_size or linear_chunk_size(kept.numel(), vocab, hidden.device)
+    head, head_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    ref_head = None if ref_weight is None else ref_weight.to(dtype)
+    ref_head_bias = None if ref_bias is None else ref_bias.to(dtype)
+    wide = accumulation_dtype(dtype)
+    logprobs, entropy, kl = (hidden.new_zeros(n, dtype=wide) for _ in range(3))
+    sums = hidden.new_zeros(len(SUMS), dtype=wide)
+    grads = _HeadGradients(hidden, weight, bias, need)
+    for start in range(0, kept.numel(), step):
+        rows = kept[start : start + step]
+        x = hidden[rows].to(dtype)
+        ref_logits = None
+        if ref_hidden is not None and ref_head is not None and kl_estimator == "full":
+            ref_logits = _linear(ref_hidden[rows].to(dtype), ref_head, ref_head_bias)
+        chunk = ppo_loss(
+            _linear(x, head, head_bias),
+            tokens[rows],
+            old_logprobs[rows],
+            advantages[rows],
+            weights[rows],
+            importance_weights=None if importance_weights is None else importance_weights[rows],
+            ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows],
+            ref_logits=ref_logits,
+            temperature=temperature[rows] if isinstance(temperature, Tensor) else temperature,
+            kl_estimator=kl_estimator,
+            need_grad=any(need),
+            inplace=True,
+            **loss_options,  # type: ignore[arg-type]
+        )
+        logprobs[rows], entropy[rows], kl[rows] = chunk.logprobs, chunk.entropy, chunk.kl
+        sums = combine_sums(sums, chunk.sums)
+        if chunk.grad is not None:
+            grads.add(rows, chunk.grad, x, head)
+    grad_weight = None if grads.weight is None else grads.weight.to(weight.dtype)
+    grad_bias = None if grads.bias is None or bias is None else grads.bias.to(bias.dtype)
+    return LinearPPORows(sums, logprobs, entropy, kl, grads.hidden, grad_weight, grad_bias)
+
+
+def linear_token_stats(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> TokenStats:
+    """`token_stats` of `hidden @ weight.T + bias` without holding more than a chunk of logits."""
+    n, vocab = hidden.shape[0], weight.shape[0]
+    dtype = compute_dtype or hidden.dtype
+    wide = accumulation_dtype(dtype)
+    head, head_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    logprobs, entropy = (hidden.new_zeros(n, dtype=wide) for _ in range(2))
+    normalizer = hidden.new_zeros((n, 2), dtype=wide)
+    step = chunk_size or linear_chunk_size(n, vocab, hidden.device)
+    for start in range(0, n, step):
+        rows = slice(start, min(start + step, n))
+        stats = token_stats(
+            _linear(hidden[rows].to(dtype), head, head_bias),
+            tokens[rows],
+            temperature=temperature[rows] if isinstance(temperature, Tensor) else temperature,
+            logit_scale=logit_scale,
+            softcap=softcap,
+        )
+        logprobs[rows], entropy[rows], normalizer[rows] = stats[0], stats[1], stats.normalizer
+    return TokenStats(
+        logprobs, entropy, torch.zeros_like(entropy), normalizer, torch.zeros_like(normalizer)
+    )
+
+
+def linear_token_stats_backward(
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    stats: TokenStats,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+    compute_dtype: torch.dtype | None = None,
+    need: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dX, dW, dbias). The upstream gradient is arbitrary, so logits are formed again."""
+    n, vocab = hidden.shape[0], weight.shape[0]
+    dtype = compute_dtype or hidden.dtype
+    head, head_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    grads = _HeadGradients(hidden, weight, bias, need)
+    step = chunk_size or linear_chunk_size(n, vocab, hidden.device)
+    for start in range(0, n, step):
+        rows = slice(start, min(start + step, n))
+        x = hidden[rows].to(dtype)
+        grad = token_stats_backward(
+            grad_logprobs[rows],
+            None if grad_entropy is None else grad_entropy[rows],
+            None,
+            _linear(x, head, head_bias),
+            tokens[rows],
+            TokenStats(*(part[rows] for part in stats)),
+            temperature=temperature[rows] if isinstance(temperature, Tensor) else temperature,
+            logit_scale=logit_scale,
+            softcap=softcap,
+        )
+        grads.add(rows, grad, x, head)
+    grad_weight = None if grads.weight is None else grads.weight.to(weight.dtype)
+    grad_bias = None if grads.bias is None or bias is None else grads.bias.to(bias.dtype)
+    return grads.hidden, grad_weight, grad_bias
+
+
+# -------------------------------------------------------------------------------------- advantages
+
+
+def gae_loop(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float | Tensor,
+    lam: float | Tensor,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """GAE by the textbook loop backwards over time: the oracle for `gae`, and slow.
+
+        δ_t = r_t + γ·V_next − V_t,   A_t = δ_t + γλ·A_next,   return_t = A_t + V_t
+
+    "next" is the next token with mask True; behind the last one stands `bootstrap` [B], else 0.
+
+    Args:
+        rewards, values, mask: [B, T]; gamma, lam: floats or [B].
+
+    Source: Schulman et al. 2016, eq. 11, 12 and 16.
+    """
+    dtype = accumulation_dtype(values.dtype)
+    rewards, values = rewards.to(dtype), values.to(dtype)
+    batch, length = values.shape
+    next_value = values.new_zeros(batch) if bootstrap is None else bootstrap.to(dtype)
+    next_advantage = values.new_zeros(batch)
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    for t in reversed(range(length)):
+        here = mask[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = delta + gamma * lam * next_advantage
+        advantages[:, t] = torch.where(here, advantage, 0.0)
+        returns[:, t] = torch.where(here, advantage + values[:, t], 0.0)
+        next_value = torch.where(here, values[:, t], next_value)
+        next_advantage = torch.where(here, advantage, next_advantage)
+    return advantages, returns
+
+
+SCAN_BLOCK = 64
+"""Steps of the blocked scan: blocks of 64 make log₆₄(N) levels of 64 vector operations each."""
+
+
+def _reverse_scan(decay: Tensor, x: Tensor) -> Tensor:
+    """y_t = x_t + decay_t · y_{t+1} over flat [N] tensors, in blocks that are scanned side by side.
+
+    Each block is scanned as if nothing followed it, keeping the product of its decays; the blocks'
+    carries are the same recurrence, one block per step, and are found by recursion.
+    """
+    n = x.numel()
+    if n <= SCAN_BLOCK:
+        y = x.clone()
+        for t in reversed(range(n - 1)):
+            y[t] += decay[t] * y[t + 1]
+        return y
+    blocks = -(-n // SCAN_BLOCK)
+    padding = (0, blocks * SCAN_BLOCK - n)
+    # [SCAN_BLOCK, blocks]: a step of the scan is one contiguous row.
+    a = torch.nn.functional.pad(decay, padding).view(blocks, SCAN_BLOCK).T.contiguous()
+    y = torch.nn.functional.pad(x, padding).view(blocks, SCAN_BLOCK).T.contiguous()
+    for t in reversed(range(SCAN_BLOCK - 1)):
+        y[t].addcmul_(a[t], y[t + 1])
+        a[t].mul_(a[t + 1])
+    first = _reverse_scan(a[0], y[0])  # y at the first token of each block, carries included
+    carry = torch.cat([first[1:], first.new_zeros(1)])
+    y.addcmul_(a, carry)
+    return y.T.reshape(-1)[:n]
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    gamma: float | Tensor = 1.0,
+    lam: float | Tensor = 0.95,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(advantages, returns) as `gae_loop` gives them, with no loop over time or over the batch.
+
+    The tokens that count are cut out of their gaps and laid end to end; with the decay set to 0
+    behind each sequence the whole batch is one linear recurrence. So a row with gaps gives the same
+    bits as the row without them, and packed rows the same bits as padded ones. Sums run in fp64.
+
+    Args:
+        rewards, values, mask: [B, T], or [total] with `cu_seqlens` [B + 1] int32 or int64.
+        gamma, lam: floats or [B]. bootstrap: [B], the value behind a sequence's last token.
+    """
+    dtype = accumulation_dtype(values.dtype)
+    sequence = sequence_index(values, cu_seqlens)
+    valid = torch.ones_like(sequence, dtype=torch.bool) if mask is None else mask.reshape(-1)
+    index = valid.nonzero().squeeze(-1)
+    sequence = sequence[index]
+    r, v = (x.reshape(-1)[index].double() for x in (rewards, values))
+    is_last = torch.ones_like(sequence, dtype=torch.bool)
+    is_last[:-1] = sequence[1:] != sequence[:-1]
+    end_value = 0.0 if bootstrap is None else bootstrap.double()[sequence]
+    next_value = torch.where(is_last, end_value, torch.cat([v[1:], v.new_zeros(1)])[: v.numel()])
+    discount = gamma.double()[sequence] if isinstance(gamma, Tensor) else gamma
+    smoothing = lam.double()[sequence] if isinstance(lam, Tensor) else lam
+    decay = torch.where(is_last, 0.0, torch.ones_like(v) * discount * smoothing)
+    found = _reverse_scan(decay, r + discount * next_value - v)
+    advantages, returns = (values.new_zeros(values.numel(), dtype=dtype) for _ in range(2))
+    advantages[index] = found.to(dtype)
+    returns[index] = (found + v).to(dtype)
+    return advantages.view(values.shape), returns.view(values.shape)
+
+
+def sequence_index(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The sequence that each token of [B, T] or packed [total] belongs to: flat int64."""
+    if cu_seqlens is None:
+        batch, length = x.shape
+        return torch.arange(batch, device=x.device).repeat_interleave(length)
+    lengths = cu_seqlens.diff().long()
+    return torch.arange(lengths.numel(), device=x.device).repeat_interleave(
+        lengths, output_size=x.numel()
+    )
+
+
+def whitening_moments(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """(count, Σx, Σx²) over the mask, fp64 [3]: they add up over ranks before `whiten`."""
+    kept = (x if mask is None else x[mask]).double().reshape(-1)
+    count = torch.full((), kept.numel(), dtype=torch.float64, device=x.device)
+    return torch.stack([count, kept.sum(), (kept * kept).sum()])
+
+
+WHITEN_EPSILON = 1e-8
+"""Added to the variance (Ziegler et al. 2019)."""
+
+
+def whiten(
+    x: Tensor,
+    mask: Tensor | None = None,
+    *,
+    shift_mean: bool = True,
+    moments: Tensor | None = None,
+) -> Tensor:
+    """(x − mean)·rsqrt(var + 1e-8) over the mask, Bessel-corrected; 0 where masked.
+
+    `shift_mean=False` puts the mean back. `moments` are those of the whole global batch.
+    """
+    count, total, squares = whitening_moments(x, mask) if moments is None else moments
+    mean = total / count.clamp(min=1)
+    variance = ((squares - count * mean * mean) / (count - 1).clamp(min=1)).clamp(min=0)
+    white = (x.double() - mean) * torch.rsqrt(variance + WHITEN_EPSILON)
+    if not shift_mean:
+        white = white + mean
+    if mask is not None:
+        white = torch.where(mask, white, 0.0)
+    return white.to(accumulation_dtype(x.dtype))
+
+
+class Advantages(NamedTuple):
+    """advantages, returns: like the values, fp32, 0 where masked; kl [B] fp32, nats, the sum over
+    each sequence; moments [3] fp64 of the advantages before whitening."""
+
+    advantages: Tensor
+    returns: Tensor
+    kl: Tensor
+    moments: Tensor
+
+
+def shaped_advantages(
+    scores: Tensor,
+    values: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    mask: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    kl_coef: float = 0.0,
+    kl_estimator: str = "k1",
+    gamma: float | Tensor = 1.0,
+    lam: float | Tensor = 0.95,
+    bootstrap: Tensor | None = None,
+    score_clip: float | None = None,
+    token_rewards: Tensor | None = None,
+) -> Advantages:
+    """Shaped rewards r_t = −β·KL_t, plus the score on the last token, then GAE; no whitening.
+
+    Args:
+        scores: [B]; values, logprobs, ref_logprobs, mask, token_rewards: [B, T] or packed [total].
+        score_clip: scores are clamped to ±score_clip first.
+        token_rewards: added to the shaped rewards (partial or per-step rewards).
+
+    Source: Ziegler et al. 2019, eq. 2; Stiennon et al. 2020, section 3.4.
+    """
+    dtype = accumulation_dtype(values.dtype)
+    scores = scores.to(dtype)
+    if score_clip is not None:
+        scores = scores.clamp(-score_clip, score_clip)
+    token_kl = torch.zeros_like(values, dtype=dtype)
+    if ref_logprobs is not None:
+        token_kl = sampled_kl((logprobs - ref_logprobs).to(dtype), kl_estimator)[0]
+        token_kl = torch.where(mask, token_kl, 0.0)
+    rewards = -kl_coef * token_kl
+    if token_rewards is not None:
+        rewards = rewards + torch.where(mask, token_rewards.to(dtype), 0.0)
+    sequence = sequence_index(values, cu_seqlens)
+    index = mask.reshape(-1).nonzero().squeeze(-1)
+    owner = sequence[index]
+    is_last = torch.ones_like(owner, dtype=torch.bool)
+    is_last[:-1] = owner[1:] != owner[:-1]
+    flat = rewards.reshape(-1).clone()
+    flat[index[is_last]] += scores[owner[is_last]]
+    kl = torch.zeros_like(scores).index_add_(0, sequence, token_kl.reshape(-1))
+    advantages, returns = gae(
+        flat.view(values.shape),
+        values,
+        mask,
+        cu_seqlens=cu_seqlens,
+        gamma=gamma,
+        lam=lam,
+        bootstrap=bootstrap,
+    )
+    return Advantages(advantages, returns, kl, whitening_moments(advantages, mask))

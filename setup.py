@@ -1,0 +1,12 @@
+"""Where the packages are: `fastppo` here, `fastppo_kernels` inside the plain folder `kernels/`.
+
+`kernels/` itself is no package: Hugging Face publishes one of that name, and transformers imports
+it.
+"""
+
+from setuptools import setup
+
+setup(
+    packages=["fastppo", "fastppo.recipes", "fastppo.rollout", "fastppo_kernels"],
+    package_dir={"fastppo_kernels": "kernels/fastppo_kernels"},
+)
