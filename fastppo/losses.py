@@ -36,6 +36,8 @@ class PPOLoss(NamedTuple):
     kl: Tensor
     metrics: dict[str, Tensor]
     """Detached 0-d tensors on the device; see `loss_metrics`."""
+    sums: Tensor
+    """What the metrics are made of. Those of several calls join with `combine_sums`."""
 
 
 class TokenStats(NamedTuple):
@@ -378,7 +380,7 @@ def ppo_loss(
             rows, ref_rows, need_grad, inplace, options, *per_token
         )
     logprobs, entropy, kl = (x.view(shape) for x in stats)
-    return PPOLoss(loss, logprobs, entropy, kl, loss_metrics(sums))
+    return PPOLoss(loss, logprobs, entropy, kl, loss_metrics(sums), sums)
 
 
 def _ppo_loss_by_statistics(
@@ -544,7 +546,7 @@ def linear_ppo_loss(
         rows, weight, bias, need, chunk_size, dtype, options, *per_token, *reference_head
     )
     logprobs, entropy, kl = (x.view(shape) for x in stats)
-    return PPOLoss(loss, logprobs, entropy, kl, loss_metrics(sums))
+    return PPOLoss(loss, logprobs, entropy, kl, loss_metrics(sums), sums)
 
 
 def _check_tokens_argument(tokens: Tensor, shape: torch.Size, like: Tensor) -> Tensor:

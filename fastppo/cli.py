@@ -1,0 +1,176 @@
+"""The command line: `fastppo demo`, `fastppo train`, `fastppo report`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+DESCRIPTION = "PPO for language models: the loss in one pass over the logits, or with no logits."
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line. `train` has one flag per option of `PPOConfig`."""
+    import fastppo
+
+    parser = argparse.ArgumentParser(prog="fastppo", description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"fastppo {fastppo.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    defaults = argparse.ArgumentDefaultsHelpFormatter
+
+    demo = commands.add_parser(
+        "demo",
+        formatter_class=defaults,
+        help="the whole pipeline on a built-in task: SFT, reward model, PPO",
+        description="Supervised fine-tuning, a reward model and PPO on a small synthetic language. "
+        "Two to three minutes on two CPU cores; nothing is downloaded.",
+    )
+    demo.add_argument("--output_dir", default="runs/demo", help="directory of the run")
+    demo.add_argument("--seed", type=int, default=0, help="seed of data, models and sampling")
+    demo.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda")
+    demo.add_argument(
+        "--iterations", type=int, default=None, help="PPO iterations; None means the recipe's 40"
+    )
+    demo.set_defaults(run=_demo)
+
+    train = commands.add_parser(
+        "train",
+        add_help=False,
+        help="PPO on your model, prompts and rewards",
+        description="PPO on your model, prompts and rewards.",
+    )
+    train.set_defaults(run=_train)
+
+    report = commands.add_parser(
+        "report",
+        formatter_class=defaults,
+        help="rebuild the HTML report of a run",
+        description="Rebuilds report.html from the records of a run directory.",
+    )
+    report.add_argument("run", metavar="RUN", help="run directory, say runs/ppo")
+    report.set_defaults(run=_report)
+    return parser
+
+
+def train_parser() -> Any:
+    """The parser of `fastppo train`: `--config FILE` and a flag per option."""
+    from transformers import HfArgumentParser
+
+    from fastppo.config import PPOConfig
+
+    parser = HfArgumentParser(
+        PPOConfig,  # type: ignore[arg-type]
+        prog="fastppo train",
+        usage="fastppo train [--config FILE] [--OPTION VALUE ...]",
+        description="PPO on your model, prompts and rewards. Options come from a YAML file, from "
+        "flags, or from both; flags win.",
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of `option: value` lines")
+    for action in parser._actions:
+        if action.default in ("", []):  # nothing stands in for what a person must give
+            action.default = argparse.SUPPRESS
+    return parser
+
+
+def parse_train(arguments: Sequence[str]) -> Any:
+    """The PPOConfig of `fastppo train`'s arguments.
+
+    A YAML file is read as the flags that it stands for, so both are parsed and checked alike.
+    """
+    from fastppo.config import read_yaml
+
+    parser = train_parser()
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument("--config")
+    file = first.parse_known_args(arguments)[0].config
+    flags = _as_flags(read_yaml(file)) if file else []
+    config, namespace = parser.parse_args_into_dataclasses([*flags, *arguments])
+    del namespace  # holds --config alone
+    for name in ("model", "prompts", "rewards"):
+        if not getattr(config, name):
+            parser.error(f"--{name} is missing: give it as a flag or in --config FILE")
+    return config
+
+
+def _as_flags(options: dict[str, Any]) -> list[str]:
+    flags: list[str] = []
+    for name, value in options.items():
+        if isinstance(value, list):
+            flags += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            flags.append(f"--{name}={value}")
+    return flags
+
+
+def _demo(options: argparse.Namespace, rest: list[str]) -> None:
+    from fastppo.demo import run_demo
+
+    run_demo(
+        options.output_dir,
+        seed=options.seed,
+        device=options.device,
+        iterations=options.iterations,
+    )
+
+
+def _train(options: argparse.Namespace, rest: list[str]) -> None:
+    config = parse_train(rest)
+    from fastppo.trainer import PPOTrainer
+
+    trainer = PPOTrainer(config)
+    trainer.train()
+    trainer.console.print(f"report  {config.output_dir}/report.html")
+    trainer.console.print(f"policy  {config.output_dir}/policy")
+
+
+def _report(options: argparse.Namespace, rest: list[str]) -> None:
+    from fastppo.report import write_report
+
+    print(write_report(options.run))
+
+
+def _calm_libraries() -> None:
+    """Progress and results, not the libraries' chatter, are what a person sees."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="torch.utils.data")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point. Errors that a person can mend are one sentence, not a traceback.
+
+    FASTPPO_DEBUG=1 shows the traceback all the same.
+    """
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.command != "train":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    from fastppo.data import DataError
+    from fastppo.rewards import RewardError
+
+    _calm_libraries()
+    try:
+        options.run(options, rest)
+    except (DataError, RewardError, ValueError, ImportError, OSError) as error:
+        if os.environ.get("FASTPPO_DEBUG"):
+            raise
+        print(f"fastppo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(
+            "fastppo: interrupted; `--resume true` goes on from the newest checkpoint",
+            file=sys.stderr,
+        )
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""Prompts from JSONL, Parquet, a saved `datasets` directory or a hub name.
+
+A dataset is a list of rows; one column holds the prompt, a string or a list of chat messages
+(rendered with the tokenizer's chat template), and the other columns go to the rewards. Rows are
+visited in a shuffled order that follows from the seed and the epoch alone, so a position is a
+number and a run can go on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Rows = list[dict[str, Any]]
+
+
+class DataError(ValueError):
+    """A dataset cannot be used: says where and why."""
+
+
+def load_rows(source: str, split: str = "train") -> Rows:
+    """All rows of a JSONL or Parquet file, a directory of `save_to_disk`, or a hub dataset.
+
+    Raises:
+        DataError: nothing there, an empty dataset, or a malformed line, with its number.
+    """
+    path = Path(source)
+    if path.suffix in (".jsonl", ".json", ".ndjson"):
+        rows = _load_jsonl(path)
+    elif path.suffix == ".parquet":
+        if not path.is_file():
+            raise DataError(f"{source}: no such file")
+        from datasets import Dataset
+
+        rows = Dataset.from_parquet(str(path)).to_list()
+    else:
+        rows = _load_datasets(source, split)
+    if not rows:
+        raise DataError(f"{source}: the dataset is empty")
+    return rows
+
+
+def _load_jsonl(path: Path) -> Rows:
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    rows: Rows = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno})"
+                ) from error
+            if not isinstance(row, dict):
+                raise DataError(
+                    f'{path}, line {number}: want an object like {{"prompt": …}}, '
+                    f"got {type(row).__name__}"
+                )
+            rows.append(row)
+    return rows
+
+
+def _load_datasets(source: str, split: str) -> Rows:
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
+    path = Path(source)
+    markers = ("state.json", "dataset_dict.json")  # what save_to_disk writes
+    if path.is_dir() and any((path / marker).exists() for marker in markers):
+        dataset = load_from_disk(source)
+        if isinstance(dataset, DatasetDict):
+            if split not in dataset:
+                raise DataError(f"{source}: no split {split!r}; it has {', '.join(dataset)}")
+            dataset = dataset[split]
+        return dataset.to_list()
+    try:
+        return load_dataset(source, split=split).to_list()
+    except Exception as error:  # the library raises many kinds; each is told on with its cause
+        raise DataError(
+            f"{source}: neither a .jsonl or .parquet file, nor a directory of save_to_disk, "
+            f"nor a hub dataset that loads ({type(error).__name__}: {error})"
+        ) from error
+
+
+@dataclass(slots=True)
+class Prompts:
+    """Tokenised prompts with what the rewards see of them."""
+
+    prompts: list[Any]
+    """As in the dataset: strings, or lists of chat messages."""
+    token_ids: list[list[int]]
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def select(self, rows: Sequence[int]) -> Prompts:
+        return Prompts(
+            [self.prompts[i] for i in rows],
+            [self.token_ids[i] for i in rows],
+            {name: [column[i] for i in rows] for name, column in self.columns.items()},
+        )
+
+    def at(self, start: int, count: int, seed: int) -> Prompts:
+        """`count` prompts from position `start` of the endless shuffled sequence of epochs."""
+        rows: list[int] = []
+        while len(rows) < count:
+            epoch, offset = divmod(start + len(rows), len(self))
+            order = shuffled(len(self), seed, epoch)
+            rows += order[offset : offset + count - len(rows)]
+        return self.select(rows)
+
+
+def shuffled(count: int, seed: int, epoch: int) -> list[int]:
+    """A permutation of range(count) that depends on (seed, epoch) alone."""
+    # Seeds of neighbouring runs and epochs must not meet: 1_000_003 is a prime beyond any epoch.
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(count, generator=generator).tolist()
+
+
+def encode_prompts(
+    rows: Rows,
+    tokenizer: Any,
+    *,
+    column: str = "prompt",
+    max_prompt_tokens: int,
+    source: str = "prompts",
+) -> Prompts:
+    """Tokenises the prompt column.
+
+    Args:
+        max_prompt_tokens: longest prompt that leaves the context room for a response, tokens.
+
+    Raises:
+        DataError: a row without the column, an empty prompt, one of another type, or one that is
+            too long, each with the row's number.
+    """
+    if column not in rows[0]:
+        raise DataError(f"{source}: no column {column!r}; there are {', '.join(rows[0])}")
+    prompts = Prompts([], [])
+    names = [name for name in rows[0] if name != column]
+    columns: dict[str, list[Any]] = {name: [] for name in names}
+    for number, row in enumerate(rows, 1):
+        prompt = row.get(column)
+        ids = _encode(prompt, tokenizer, f"{source}, row {number}")
+        if len(ids) > max_prompt_tokens:
+            raise DataError(
+                f"{source}, row {number}: the prompt has {len(ids)} tokens; at most "
+                f"{max_prompt_tokens} leave the context room for max_new_tokens"
+            )
+        prompts.prompts.append(prompt)
+        prompts.token_ids.append(ids)
+        for name in names:
+            columns[name].append(row.get(name))
+    prompts.columns = columns
+    return prompts
+
+
+def _encode(prompt: Any, tokenizer: Any, where: str) -> list[int]:
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    elif is_chat(prompt):
+        if tokenizer.chat_template is None:
+            raise DataError(f"{where}: chat messages, but the tokenizer has no chat template")
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        raise DataError(
+            f"{where}: a prompt is a string or a list of {{role, content}} messages, "
+            f"got {type(prompt).__name__}"
+        )
+    if not ids:
+        raise DataError(f"{where}: the prompt is empty")
+    return list(ids)
+
+
+def is_chat(value: Any) -> bool:
+    """A non-empty list of messages with a role and a content."""
+    return (
+        isinstance(value, Iterable)
+        and not isinstance(value, (str, dict))
+        and len(list(value)) > 0
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+    )

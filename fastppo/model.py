@@ -1,0 +1,287 @@
+"""One trunk, two heads: a causal LM of transformers with a value head on the same hidden states.
+
+The trunk runs once per microbatch and gives the hidden states of the positions that predict
+response tokens, `[N, H]`, already behind the model's final norm. Both heads read those: the
+policy's is the model's own lm-head (tied or not), applied by `fastppo.linear_ppo_loss` without
+forming all logits; the value's is one linear layer in fp32. What a model does to its logits behind
+the lm-head, a scale or a soft-cap, is read off its config, and `check_heads` refuses a model for
+which that is not all.
+
+Dropout is off everywhere: with it the ratio of the first update would not be 1.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from fastppo.batch import Sequences
+from fastppo.losses import linear_token_logprobs
+
+
+class Head(NamedTuple):
+    """The lm-head as the losses take it: z = softcap·tanh(logit_scale·(h Wᵀ + b)/softcap)."""
+
+    weight: Tensor
+    bias: Tensor | None
+    logit_scale: float
+    softcap: float | None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., V) logits before scale and soft-cap, which the loss applies itself."""
+        return nn.functional.linear(hidden, self.weight, self.bias)
+
+    def finished_logits(self, hidden: Tensor) -> Tensor:
+        """(..., V) logits as the model's own forward pass returns them."""
+        z = self.logits(hidden).float() * self.logit_scale
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+
+
+def _logit_transform(config: Any) -> tuple[float, float | None]:
+    """(logit_scale, softcap) by the names that transformers' configs use for them."""
+    text = config.get_text_config()
+    scale = 1.0
+    for name in ("logit_scale", "lm_head_multiplier"):  # Cohere; Falcon-H1
+        scale *= getattr(text, name, None) or 1.0
+    scale /= getattr(text, "logits_scaling", None) or 1.0  # Granite
+    return float(scale), getattr(text, "final_logit_softcapping", None)  # Gemma
+
+
+class LanguageModel(nn.Module):
+    """A causal LM seen as trunk and head. `causal_lm` may carry PEFT adapters (`peft`)."""
+
+    def __init__(self, causal_lm: PreTrainedModel, peft: Any = None) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self._peft = [peft]  # in a list, so that its modules are not registered a second time
+        self.logit_scale, self.softcap = _logit_transform(causal_lm.config)
+        switch_dropout_off(causal_lm)
+        self.eval()
+
+    @property
+    def peft(self) -> Any:
+        return self._peft[0]
+
+    @property
+    def config(self) -> Any:
+        return self.causal_lm.config
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.causal_lm.parameters()).device
+
+    @property
+    def head(self) -> Head:
+        """The lm-head; its tensors are the model's own parameters."""
+        layer = self.causal_lm.get_output_embeddings()
+        return Head(layer.weight, getattr(layer, "bias", None), self.logit_scale, self.softcap)
+
+    def hidden(self, sequences: Sequences, positions: tuple[Tensor, Tensor]) -> Tensor:
+        """Final hidden states [N, H] at the (row, column) positions."""
+        output = self.causal_lm.base_model(
+            input_ids=sequences.input_ids,
+            attention_mask=sequences.attention_mask,
+            use_cache=False,
+        )
+        return output.last_hidden_state[positions]
+
+    @torch.no_grad()
+    def response_logprobs(
+        self, sequences: Sequences, temperature: float = 1.0, backend: str = "auto"
+    ) -> Tensor:
+        """[N] fp32, nats: logprobs of the response tokens."""
+        head = self.head
+        return linear_token_logprobs(
+            self.hidden(sequences, sequences.predicting_positions),
+            head.weight,
+            sequences.response_tokens,
+            bias=head.bias,
+            logit_scale=head.logit_scale,
+            softcap=head.softcap,
+            temperature=temperature,
+            backend=backend,
+        )
+
+    @contextmanager
+    def adapters_off(self) -> Iterator[LanguageModel]:
+        """The model without its adapters: the reference, with no second copy in memory."""
+        with self.peft.disable_adapter():
+            yield self
+
+    def check_heads(self) -> None:
+        """Compares trunk + head with the model's own logits on a small batch.
+
+        Raises:
+            ValueError: they differ: the model does something to its logits that is not known here.
+        """
+        vocab = self.head.weight.shape[0]
+        length = min(8, getattr(self.config.get_text_config(), "max_position_embeddings", 8))
+        ids = (torch.arange(2 * length, device=self.device).view(2, length) * 7 + 3) % vocab
+        with torch.no_grad():
+            # Two paths through the same matmuls, so they agree to rounding; what is looked for, a
+            # scale or a cap or a second norm, shows in the first digit.
+            own = self.causal_lm(input_ids=ids, use_cache=False).logits.float()
+            trunk = self.causal_lm.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            ours = self.head.finished_logits(trunk)
+        tolerance = 1e-3 if trunk.dtype == torch.float32 else 5e-2
+        worst = (own - ours).abs().max().item() if own.shape == ours.shape else float("inf")
+        if not worst <= tolerance * (1 + own.abs().max().item()):
+            raise ValueError(
+                f"{type(self.causal_lm).__name__}: the lm-head on the final hidden states differs "
+                f"from the model's own logits by {worst:.3g} (logits up to "
+                f"{own.abs().max().item():.3g}). The model changes its logits in a way that is not "
+                f"known here; FastPPO applies logit_scale={self.logit_scale:g} and "
+                f"softcap={self.softcap}."
+            )
+
+
+class ActorCritic(LanguageModel):
+    """Policy and value function on one trunk: one call gives what both heads need."""
+
+    def __init__(self, causal_lm: PreTrainedModel, peft: Any = None) -> None:
+        super().__init__(causal_lm, peft)
+        width = self.head.weight.shape[1]
+        # fp32 whatever the trunk is: values are regressed to a few digits. Zero at the start: no
+        # opinion before the first returns are seen.
+        self.value_head = nn.Linear(width, 1, device=self.device, dtype=torch.float32)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """[N] fp32 values of hidden states [N, H]."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.value_head(hidden.float()).squeeze(-1)
+
+    def forward(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """(hidden [N, H], values [N]) at the positions that predict response tokens."""
+        hidden = self.hidden(sequences, sequences.predicting_positions)
+        return hidden, self.values(hidden)
+
+    def set_training(self, gradient_checkpointing: bool) -> None:
+        """transformers checkpoints activations in training mode only; dropout is off in both."""
+        self.train(gradient_checkpointing)
+
+    def save_policy(self, directory: str | Path) -> None:
+        """Writes the policy alone, adapters merged, for `AutoModelForCausalLM.from_pretrained`."""
+        merged = _merged_state(self.causal_lm) if self.peft is not None else None
+        self.causal_lm.save_pretrained(directory, state_dict=merged)
+
+    def save_value_head(self, path: str | Path) -> None:
+        save_file({k: v.contiguous() for k, v in self.value_head.state_dict().items()}, path)
+
+    def load_value_head(self, path: str | Path) -> None:
+        self.value_head.load_state_dict(load_file(path))
+
+
+def _merged_state(causal_lm: PreTrainedModel) -> dict[str, Tensor]:
+    """State of the plain model with each adapter's weights added in; the model is left as it is."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers: dict[str, Any] = {
+        name: m for name, m in causal_lm.named_modules() if isinstance(m, BaseTunerLayer)
+    }
+    state = {}
+    for name, value in causal_lm.state_dict().items():
+        owner = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+        if owner is None:
+            state[name] = value
+        elif name.startswith(f"{owner}.base_layer."):
+            leaf = name.removeprefix(f"{owner}.base_layer.")
+            if leaf == "weight":
+                layer = layers[owner]
+                for adapter in layer.active_adapters:
+                    delta = layer.get_delta_weight(adapter)
+                    value = value + delta.to(value.dtype)
+            state[f"{owner}.{leaf}"] = value
+    return state
+
+
+def switch_dropout_off(model: nn.Module) -> None:
+    """Sets every dropout probability in the model to 0, modules and plain attributes alike."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and "drop" in name:
+                setattr(module, name, 0.0)
+
+
+def attention_implementation(choice: str) -> str:
+    """`auto` is flash-attn where it is installed and a GPU is there, else SDPA."""
+    if choice != "auto":
+        return choice
+    flash = importlib.util.find_spec("flash_attn") is not None and torch.cuda.is_available()
+    return "flash_attention_2" if flash else "sdpa"
+
+
+def load_causal_lm(
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str = "auto",
+    device: torch.device | str = "cpu",
+) -> PreTrainedModel:
+    """A causal LM of a directory or hub name.
+
+    Raises:
+        ValueError: it is no causal LM (an encoder–decoder, or a directory without a config).
+    """
+    if Path(name).is_dir() and not (Path(name) / "config.json").exists():
+        raise ValueError(f"{name}: no config.json there; want what save_pretrained wrote")
+    config = AutoConfig.from_pretrained(name)
+    if config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder–decoder ({config.model_type}); want a causal LM")
+    implementation = attention_implementation(attn_implementation)
+    if implementation == "flash_attention_2" and dtype == torch.float32:
+        if attn_implementation == "auto":
+            implementation = "sdpa"  # flash-attn has no fp32; weights stay fp32 under autocast
+        else:
+            raise ValueError(
+                "attn_implementation=flash_attention_2 needs param_dtype=bfloat16, got float32"
+            )
+    model = AutoModelForCausalLM.from_pretrained(
+        name, dtype=dtype, attn_implementation=implementation
+    )
+    return model.to(device)  # type: ignore[arg-type]
+
+
+def add_adapters(
+    causal_lm: PreTrainedModel, rank: int, alpha: float, target_modules: list[str] | None
+) -> Any:
+    """LoRA adapters on the model, in place: returns the PEFT model around it.
+
+    Raises:
+        ImportError: peft is not installed.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ImportError("lora_rank > 0 needs peft: pip install 'fastppo[peft]'") from error
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]
+        lora_dropout=0.0,
+        target_modules=target_modules or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(causal_lm, config)
+
+
+def frozen_copy(model: LanguageModel) -> LanguageModel:
+    """A reference: the same weights, without gradients."""
+    reference = LanguageModel(copy.deepcopy(model.causal_lm))
+    return reference.requires_grad_(False)
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> Any:
+    """bf16 autocast on the device, or nothing for None."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)

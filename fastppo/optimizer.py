@@ -1,0 +1,51 @@
+"""AdamW over trunk and value head, and the learning rate as a function of the step's number."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fastppo.config import PPOConfig
+from fastppo.model import ActorCritic
+
+
+def make_optimizer(model: ActorCritic, config: PPOConfig) -> torch.optim.Optimizer:
+    """AdamW; weight decay on the trunk's matrices alone, a rate of its own for the value head.
+
+    Each group keeps its peak rate under `peak_lr`, so a schedule needs only the step's number.
+    """
+    trunk = [p for p in model.causal_lm.parameters() if p.requires_grad]
+    value_rate = config.value_learning_rate or config.learning_rate
+    groups = [
+        ([p for p in trunk if p.dim() >= 2], config.learning_rate, config.weight_decay),
+        ([p for p in trunk if p.dim() < 2], config.learning_rate, 0.0),
+        (list(model.value_head.parameters()), value_rate, 0.0),
+    ]
+    return torch.optim.AdamW(
+        [
+            {"params": parameters, "lr": rate, "peak_lr": rate, "weight_decay": decay}
+            for parameters, rate, decay in groups
+            if parameters
+        ],
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: PPOConfig) -> float:
+    """Sets every group's rate for optimiser step `step`; returns the trunk's."""
+    factor = schedule(config.lr_schedule, step, config.warmup_steps, config.optimizer_steps)
+    for group in optimizer.param_groups:
+        group["lr"] = factor * group["peak_lr"]
+    return factor * config.learning_rate
+
+
+def schedule(name: str, step: int, warmup: int, total: int) -> float:
+    """Factor of the peak learning rate at `step`: linear warm-up, then constant or decay to 0."""
+    if step < warmup:
+        return (step + 1) / warmup
+    if name == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    return 1.0 - progress if name == "linear" else 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,90 @@
+"""A run directory's records: `metrics.jsonl`, `samples.jsonl`, TensorBoard events, W&B if asked.
+
+One line of JSON per iteration, so that a run can be read with any tool while it is going. After a
+resume the lines past the checkpoint are cut off: they are about to be written again.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fastppo.config import PPOConfig
+
+
+class RunLog:
+    """Appends to the records of `directory`, from `first_iteration` on."""
+
+    def __init__(self, directory: str | Path, config: PPOConfig, first_iteration: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        config.save(self.directory / "config.yaml")
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            _cut(self.directory / name, first_iteration)
+        self._writer = SummaryWriter(
+            str(self.directory / "tensorboard"), purge_step=first_iteration or None
+        )
+        self._wandb: Any = None
+        if config.wandb_project is not None:
+            try:
+                import wandb
+            except ImportError as error:
+                raise ImportError(
+                    "wandb_project needs wandb: pip install 'fastppo[wandb]'"
+                ) from error
+            self._wandb = wandb.init(
+                project=config.wandb_project,
+                name=self.directory.name,
+                dir=str(self.directory),
+                config=config.to_dict(),
+            )
+
+    def metrics(self, iteration: int, metrics: dict[str, float]) -> None:
+        """One line of metrics.jsonl, and the same numbers as TensorBoard scalars."""
+        _append(self.directory / "metrics.jsonl", [{"iteration": iteration, **metrics}])
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, iteration)
+        self._writer.flush()
+        if self._wandb is not None:
+            self._wandb.log(metrics, step=iteration)
+
+    def samples(self, iteration: int, samples: list[dict[str, Any]]) -> None:
+        """Lines of samples.jsonl: prompt, completion, each reward term, KL."""
+        _append(
+            self.directory / "samples.jsonl",
+            [{"iteration": iteration, **sample} for sample in samples],
+        )
+
+    def close(self) -> None:
+        self._writer.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a JSONL file; a last line that was cut off while being written is left out."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def _append(path: Path, records: list[dict[str, Any]]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        for record in records:
+            file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+
+
+def _cut(path: Path, first_iteration: int) -> None:
+    kept = [record for record in read_jsonl(path) if record["iteration"] < first_iteration]
+    path.unlink(missing_ok=True)
+    _append(path, kept)

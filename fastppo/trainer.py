@@ -1,0 +1,766 @@
+"""The PPO trainer: the algorithm, top to bottom.
+
+One iteration (`PPOTrainer.iterate`) is
+
+    generate    responses to a batch of prompts, with the policy as it is
+    score       each response with the rewards
+    appraise    old and reference logprobs, values; shaped rewards, GAE, whitening
+    update      mini-epochs over shuffled minibatches of microbatches
+    log
+
+`train()` runs iterations with checkpoints and records; `step(prompts, responses, scores)` is an
+appraisal and an update for people who generate and score by themselves. One forward pass of the
+trunk feeds both heads, and only hidden states that predict response tokens reach them. All that
+changes during a run is in the model, the optimiser and `RunState`, so a checkpoint is those three.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+from fastppo import checkpoint
+from fastppo.advantages import AdaptiveKL, FixedKL, PenaltyKL, compute_advantages, sampled_kl
+from fastppo.batch import Experience, Sequences
+from fastppo.config import PPOConfig
+from fastppo.data import Prompts, Rows, encode_prompts, load_rows
+from fastppo.losses import (
+    PPOLoss,
+    aggregation_weights,
+    linear_ppo_loss,
+    linear_token_logprobs,
+    ppo_loss,
+    value_loss,
+)
+from fastppo.metrics import Clock, Meter, explained_variance, to_floats
+from fastppo.model import (
+    ActorCritic,
+    LanguageModel,
+    add_adapters,
+    autocast,
+    frozen_copy,
+    load_causal_lm,
+)
+from fastppo.optimizer import make_optimizer, set_learning_rate
+from fastppo.report import write_report
+from fastppo.rewards import Reward, RewardTerm, make_terms, score
+from fastppo.rollout import TRUNCATED, Rollout, RolloutEngine, Sampling
+from fastppo.rollout.hf import HFEngine
+from fastppo.run_log import RunLog
+
+MAX_SKIPPED_STEPS = 5
+"""Optimiser steps in a row that may be skipped for a non-finite gradient before the run stops."""
+
+
+@dataclass(slots=True)
+class RunState:
+    """The counters of a run; the schedules and the place in the prompts follow from them."""
+
+    iteration: int = 0
+    optimizer_step: int = 0
+    prompts_seen: int = 0
+    kl_coef: float = 0.0
+    skipped_steps: int = 0
+
+
+class Scores(NamedTuple):
+    """Rewards of a batch of responses: [B] each, in the prompts' order."""
+
+    total: Tensor
+    """What is trained on: the weighted sum, less the penalty for a missing EOS."""
+    terms: dict[str, list[float]]
+    """Each trained term, unweighted."""
+    monitors: dict[str, list[float]]
+    """Each monitored reward."""
+
+
+class PPOTrainer:
+    """PPO on one device.
+
+    Args:
+        config: the options.
+        model, tokenizer: instead of loading `config.model`.
+        prompts: rows with a prompt column, instead of loading `config.prompts`.
+        rewards, monitor_rewards: callables or specs, instead of those of the config.
+        reference: a model for the KL, instead of a frozen copy of the policy as it starts.
+        engine: a rollout engine, instead of Hugging Face `generate` on the policy.
+        console: where progress is shown.
+
+    Raises:
+        ValueError: the parts do not fit: a tokenizer larger than the vocabulary, a prompt longer
+            than the context, a model whose logits FastPPO does not know how to form.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        *,
+        model: PreTrainedModel | None = None,
+        tokenizer: Any = None,
+        prompts: Rows | None = None,
+        rewards: Sequence[str | Reward] | None = None,
+        monitor_rewards: Sequence[str | Reward] | None = None,
+        reference: PreTrainedModel | None = None,
+        engine: RolloutEngine | None = None,
+        console: Console | None = None,
+    ) -> None:
+        self.config = config
+        self.console = console or Console(stderr=True)
+        self.device = choose_device(config.device)
+        self.autocast_dtype = _autocast_dtype(config.precision, self.device)
+        torch.manual_seed(config.seed)
+
+        if model is None and not config.model:
+            raise ValueError("model must be a directory or hub name, got nothing")
+        self.tokenizer = tokenizer or AutoTokenizer.from_pretrained(config.model)
+        causal_lm = model if model is not None else self._load(config.model)
+        causal_lm = causal_lm.to(self.device)  # type: ignore[arg-type]
+        self.pad_token_id = _pad_token_id(self.tokenizer, causal_lm)
+        self.stop_token_ids = _stop_token_ids(config, self.tokenizer, causal_lm)
+        peft = None
+        if config.lora_rank > 0:
+            peft = add_adapters(
+                causal_lm, config.lora_rank, config.lora_alpha, config.lora_target_modules
+            )
+        self.model = ActorCritic(causal_lm, peft)
+        self._check_vocabulary()
+        self.model.check_heads()
+        self._reference = self._make_reference(reference)
+        if config.gradient_checkpointing:
+            causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model.set_training(config.gradient_checkpointing)
+
+        self.sampling = Sampling(
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            stop_token_ids=self.stop_token_ids,
+        )
+        self.engine: RolloutEngine = engine or HFEngine(
+            causal_lm,
+            self.pad_token_id,
+            batch_size=config.generate_batch_size,
+            autocast_dtype=self.autocast_dtype,
+        )
+        self.prompts = self._load_prompts(prompts)
+        self.rewards = self._load_rewards(rewards or config.rewards, config.reward_weights)
+        self.monitors = self._load_rewards(monitor_rewards or config.monitor_rewards, None)
+        self.optimizer = make_optimizer(self.model, config)
+        self.kl_controller = _kl_controller(config)
+        self.state = RunState(kl_coef=config.kl_coef)
+        self._skipped_in_a_row = 0
+
+    # ------------------------------------------------------------------------------ the algorithm
+
+    def train(self) -> dict[str, float]:
+        """Runs to `config.iterations` and writes the policy and the report; the last metrics."""
+        if self.prompts is None or not self.rewards:
+            raise ValueError("train() needs prompts and at least one reward; step() needs neither")
+        run_dir = Path(self.config.output_dir)
+        if self.config.resume:
+            self._resume(run_dir)
+        self.self_check(self.prompts)
+        log = RunLog(run_dir, self.config, self.state.iteration)
+        metrics: dict[str, float] = {}
+        with self._progress() as advance:
+            while self.state.iteration < self.config.iterations:
+                metrics = self.iterate(log)
+                advance(metrics)
+                interval = self.config.checkpoint_interval
+                if interval and self.state.iteration % interval == 0:
+                    self.save_checkpoint()
+        log.close()
+        self.save_checkpoint()
+        self.save_policy(run_dir / "policy")
+        write_report(run_dir)
+        return metrics
+
+    def iterate(self, log: RunLog) -> dict[str, float]:
+        """One PPO iteration; returns its metrics."""
+        assert self.prompts is not None
+        clock = Clock()
+        prompts = self.prompts.at(
+            self.state.prompts_seen, self.config.rollout_batch_size, self.config.seed
+        )
+        rollout = self.engine.generate(prompts.token_ids, self.sampling)
+        clock.lap("generate")
+        scores = self.score(prompts, rollout)
+        clock.lap("score")
+        sequences = Sequences.pack(
+            prompts.token_ids, rollout.tokens, self.pad_token_id, self.device
+        )
+        experience, metrics = self.appraise(sequences, scores.total, rollout.finish_reasons)
+        clock.lap("appraise")
+        metrics |= self.update(experience)
+        clock.lap("update")
+        metrics |= score_metrics(scores, rollout) | clock.metrics(sum(rollout.lengths))
+
+        iteration = self.state.iteration
+        log.metrics(iteration, metrics)
+        if iteration % self.config.log_interval == 0:
+            log.samples(iteration, self._samples(prompts, rollout, scores, experience))
+        self.state.prompts_seen += len(prompts)
+        self._finish_iteration(metrics, len(prompts))
+        return metrics
+
+    def step(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        responses: Sequence[str | Sequence[int]],
+        scores: Sequence[float] | Tensor,
+        finish_reasons: Sequence[str] | None = None,
+    ) -> dict[str, float]:
+        """One PPO update on responses of your own; returns its metrics.
+
+        Args:
+            prompts, responses: texts, or lists of token ids. The responses should be the current
+                policy's: old logprobs are computed from it here.
+            scores: [B], the reward of each response.
+            finish_reasons: `stop` or `length` per response; by default, whether the last token is a
+                stop token.
+
+        Raises:
+            ValueError: lengths disagree, a prompt or response is empty, or a score is not finite.
+        """
+        prompt_ids = [self._token_ids(prompt) for prompt in prompts]
+        response_ids = [self._token_ids(response, special_tokens=False) for response in responses]
+        total = torch.as_tensor(scores, dtype=torch.float32, device=self.device)
+        if total.shape != (len(prompt_ids),):
+            raise ValueError(f"scores must be [{len(prompt_ids)}], got {list(total.shape)}")
+        if not total.isfinite().all():
+            raise ValueError(f"scores must be finite, got {total.tolist()}")
+        for row, response in enumerate(response_ids):
+            if not response:
+                raise ValueError(f"response {row} is empty")
+        if finish_reasons is None:
+            stop = set(self.stop_token_ids)
+            finish_reasons = ["stop" if r[-1] in stop else TRUNCATED for r in response_ids]
+        sequences = Sequences.pack(prompt_ids, response_ids, self.pad_token_id, self.device)
+        experience, metrics = self.appraise(sequences, total, finish_reasons)
+        metrics |= self.update(experience)
+        metrics["reward"] = total.mean().item()
+        self._finish_iteration(metrics, len(prompt_ids))
+        return metrics
+
+    def score(self, prompts: Prompts, rollout: Rollout) -> Scores:
+        """Rewards of the responses' texts, without special tokens."""
+        texts = self.tokenizer.batch_decode(rollout.tokens, skip_special_tokens=True)
+        failures = Path(self.config.output_dir) / "failed_reward.json"
+        terms = {
+            term.name: score(term, prompts.prompts, texts, prompts.columns, failures)
+            for term in self.rewards
+        }
+        monitors = {
+            term.name: score(term, prompts.prompts, texts, prompts.columns, failures)
+            for term in self.monitors
+        }
+        total = torch.zeros(len(texts), device=self.device)
+        for term in self.rewards:
+            total += term.weight * torch.tensor(terms[term.name], device=self.device)
+        if self.config.missing_eos_penalty is not None:
+            total -= self.config.missing_eos_penalty * self._truncated(rollout.finish_reasons)
+        return Scores(total, terms, monitors)
+
+    @torch.no_grad()
+    def appraise(
+        self, sequences: Sequences, scores: Tensor, finish_reasons: Sequence[str]
+    ) -> tuple[Experience, dict[str, float]]:
+        """Old logprobs, reference logprobs and values of the responses; then their advantages."""
+        config = self.config
+        parts = [self._evaluate(part) for part in sequences.split(config.microbatch_size)]
+        logprobs = torch.cat([part.logprobs for part in parts])
+        values = torch.cat([part.values for part in parts])
+        ref_logprobs = None
+        if parts[0].ref_logprobs is not None:
+            ref_logprobs = torch.cat([part.ref_logprobs for part in parts])  # type: ignore[misc]
+        bootstrap = None
+        if config.bootstrap_truncated:
+            final_values = torch.cat([part.final_values for part in parts])
+            bootstrap = final_values * self._truncated(finish_reasons)
+        result = compute_advantages(
+            scores,
+            values,
+            logprobs,
+            ref_logprobs,
+            torch.ones_like(values, dtype=torch.bool),
+            cu_seqlens=sequences.cu_seqlens,
+            kl_coef=self.state.kl_coef if ref_logprobs is not None else 0.0,
+            kl_estimator=config.kl_estimator,
+            gamma=config.gamma,
+            lam=config.lam,
+            whiten=config.whiten_advantages,
+            bootstrap=bootstrap,
+            score_clip=config.score_clip,
+            backend=config.backend,
+        )
+        experience = Experience(
+            sequences, logprobs, values, result.advantages, result.returns, ref_logprobs
+        )
+        lengths = sequences.response_lengths.float()
+        metrics = {
+            "score": scores.mean(),
+            "response_length": lengths.mean(),
+            "value": values.mean(),
+            "return": result.returns.mean(),
+            "explained_variance": explained_variance(result.returns, values),
+        }
+        if ref_logprobs is not None:
+            metrics["kl"] = result.kl.mean()
+            metrics["kl_per_token"] = result.kl.sum() / lengths.sum().clamp(min=1)
+        found = to_floats(metrics)
+        if ref_logprobs is not None:
+            found["kl_coef"] = self.state.kl_coef
+        return experience, found
+
+    def update(self, experience: Experience) -> dict[str, float]:
+        """Mini-epochs of clipped updates on one batch of experience; returns their mean metrics."""
+        config = self.config
+        meter = Meter()
+        for _ in range(config.ppo_epochs):
+            order = torch.randperm(len(experience)).to(self.device)
+            for rows in order.tensor_split(min(config.minibatches, len(experience))):
+                self._optimizer_step(experience.select(rows), meter)
+        return meter.metrics()
+
+    def _optimizer_step(self, minibatch: Experience, meter: Meter) -> None:
+        """Accumulates the gradient of one minibatch over its microbatches and takes a step."""
+        config = self.config
+        learning_rate = set_learning_rate(self.optimizer, self.state.optimizer_step, config)
+        # The weights are those of the whole minibatch, so how it is split does not matter.
+        minibatch.weights = token_weights(minibatch.sequences.response_lengths, config.aggregation)
+        self.optimizer.zero_grad(set_to_none=True)
+        for micro in minibatch.split(config.microbatch_size):
+            with autocast(self.device, self.autocast_dtype):
+                hidden, values = self.model(micro.sequences)
+                policy = self._policy_loss(hidden, micro)
+                value = value_loss(
+                    values,
+                    micro.returns,
+                    old_values=micro.values,
+                    clip_ratio=config.value_clip,
+                    weights=micro.weights,
+                )
+            (policy.loss + config.vf_coef * value).backward()
+            meter.microbatch(policy.sums, value.detach())
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm).item()
+        if math.isfinite(norm):
+            self.optimizer.step()
+            self._skipped_in_a_row = 0
+        else:
+            self._skip_step(norm)
+        self.state.optimizer_step += 1
+        meter.minibatch(grad_norm=norm, learning_rate=learning_rate)
+
+    def _policy_loss(self, hidden: Tensor, micro: Experience) -> PPOLoss:
+        """The policy's loss from the hidden states that predict the response tokens."""
+        config, head = self.config, self.model.head
+        options: dict[str, Any] = {
+            "clip_ratio": config.clip_range,
+            "dual_clip": config.dual_clip,
+            "ref_logprobs": micro.ref_logprobs,
+            "kl_coef": config.kl_loss_coef,
+            "kl_estimator": config.kl_loss_estimator,
+            "entropy_coef": config.entropy_coef,
+            "temperature": config.temperature,
+            "weights": micro.weights,
+            "logit_scale": head.logit_scale,
+            "softcap": head.softcap,
+            "backend": config.backend,
+        }
+        ref_hidden, ref_head = None, None
+        if config.kl_loss_coef and config.kl_loss_estimator == "full":
+            with torch.no_grad(), self.reference() as reference:
+                assert reference is not None
+                ref_head = reference.head
+                ref_hidden = reference.hidden(micro.sequences, micro.sequences.predicting_positions)
+        tokens = micro.sequences.response_tokens
+        if config.loss_path == "logits":
+            if ref_head is not None:
+                options["ref_logits"] = ref_head.logits(ref_hidden)  # type: ignore[arg-type]
+            logits = head.logits(hidden)
+            # Nobody else reads these logits: their memory can hold the gradient.
+            return ppo_loss(
+                logits, tokens, micro.logprobs, micro.advantages, inplace=True, **options
+            )
+        if ref_head is not None:
+            options |= {"ref_hidden": ref_hidden, "ref_weight": ref_head.weight}
+            options["ref_bias"] = ref_head.bias
+        return linear_ppo_loss(
+            hidden,
+            head.weight,
+            tokens,
+            micro.logprobs,
+            micro.advantages,
+            bias=head.bias,
+            **options,
+        )
+
+    # ------------------------------------------------------------------------------------- phases
+
+    class _Evaluation(NamedTuple):
+        logprobs: Tensor
+        values: Tensor
+        ref_logprobs: Tensor | None
+        final_values: Tensor
+
+    def _evaluate(self, sequences: Sequences) -> _Evaluation:
+        """Forward passes of policy and reference over one microbatch."""
+        with torch.no_grad(), autocast(self.device, self.autocast_dtype):
+            row, column = sequences.predicting_positions
+            final_row, final_column = sequences.final_positions
+            both = torch.cat([row, final_row]), torch.cat([column, final_column])
+            hidden = self.model.hidden(sequences, both)
+            values = self.model.values(hidden)
+            head = self.model.head
+            logprobs = linear_token_logprobs(
+                hidden[: len(row)],
+                head.weight,
+                sequences.response_tokens,
+                bias=head.bias,
+                logit_scale=head.logit_scale,
+                softcap=head.softcap,
+                temperature=self.config.temperature,
+                backend=self.config.backend,
+            )
+            ref_logprobs = None
+            with self.reference() as reference:
+                if reference is not None:
+                    ref_logprobs = reference.response_logprobs(
+                        sequences, self.config.temperature, self.config.backend
+                    )
+        return self._Evaluation(logprobs, values[: len(row)], ref_logprobs, values[len(row) :])
+
+    @contextlib.contextmanager
+    def reference(self) -> Iterator[LanguageModel | None]:
+        """The reference policy: a frozen model, or the trunk with its adapters off, or none."""
+        if self._reference is None and self.model.peft is not None:
+            with self.model.adapters_off() as model:
+                yield model
+        else:
+            yield self._reference
+
+    def evaluate(self, prompts: Prompts, sampling: Sampling | None = None) -> dict[str, Any]:
+        """Samples and scores responses to `prompts` without learning from them.
+
+        Returns:
+            dict: reward, each reward term and monitor, kl (nats per sequence), entropy (nats per
+            token), response_length, eos_rate: means; `completions`, the texts; `scores`.
+        """
+        with _random_state_kept(self.device):
+            torch.manual_seed(self.config.seed)
+            rollout = self.engine.generate(prompts.token_ids, sampling or self.sampling)
+        scores = self.score(prompts, rollout)
+        sequences = Sequences.pack(
+            prompts.token_ids, rollout.tokens, self.pad_token_id, self.device
+        )
+        entropy, kl = 0.0, 0.0
+        for part in sequences.split(self.config.microbatch_size):
+            evaluation = self._evaluate(part)
+            if evaluation.ref_logprobs is not None:
+                kl += sampled_kl(evaluation.logprobs, evaluation.ref_logprobs).sum().item()
+            with torch.no_grad(), autocast(self.device, self.autocast_dtype):
+                hidden, head = self.model(part)[0], self.model.head
+                _, part_entropy = linear_token_logprobs(
+                    hidden,
+                    head.weight,
+                    part.response_tokens,
+                    bias=head.bias,
+                    logit_scale=head.logit_scale,
+                    softcap=head.softcap,
+                    temperature=self.config.temperature,
+                    return_entropy=True,
+                )
+            entropy += part_entropy.sum().item()
+        tokens = int(sequences.response_lengths.sum())
+        return {
+            **score_metrics(scores, rollout),
+            "kl": kl / len(sequences),
+            "entropy": entropy / max(tokens, 1),
+            "response_length": tokens / len(sequences),
+            "completions": self.tokenizer.batch_decode(rollout.tokens, skip_special_tokens=True),
+            "scores": scores,
+        }
+
+    def self_check(self, prompts: Prompts) -> None:
+        """Before the first step: the sampler's logprobs are the learner's, and KL to a fresh
+        reference is 0. Otherwise the ratio of the first update would not be 1.
+
+        Raises:
+            RuntimeError: says which of the two fails, and by how much.
+        """
+        with _random_state_kept(self.device):
+            few = prompts.select(range(min(4, len(prompts))))
+            sampling = Sampling(
+                max_new_tokens=min(8, self.sampling.max_new_tokens),
+                temperature=self.sampling.temperature,
+                top_k=self.sampling.top_k,
+                top_p=self.sampling.top_p,
+                stop_token_ids=self.sampling.stop_token_ids,
+            )
+            rollout = self.engine.generate(few.token_ids, sampling)
+        sequences = Sequences.pack(few.token_ids, rollout.tokens, self.pad_token_id, self.device)
+        found = self._evaluate(sequences)
+        sampled = torch.cat(rollout.logprobs).to(self.device)
+        # Sampler and learner run the same weights with other paddings, so they agree to the
+        # rounding of the compute dtype summed over the layers: 2⁻²³ or 2⁻⁸ a step.
+        full = self.autocast_dtype is None and self.config.param_dtype == "float32"
+        tolerance = 1e-3 if full else 0.1
+        self._compare("the sampler's logprobs", sampled, found.logprobs, tolerance)
+        if found.ref_logprobs is not None and self.state.optimizer_step == 0:
+            self._compare(
+                "the fresh reference's logprobs", found.ref_logprobs, found.logprobs, tolerance
+            )
+
+    def _compare(self, what: str, theirs: Tensor, ours: Tensor, tolerance: float) -> None:
+        worst = (theirs - ours).abs().max().item() if ours.numel() else 0.0
+        if not worst <= tolerance:
+            raise RuntimeError(
+                f"self-check: {what} differ from the policy's by up to {worst:.3g} nats (tolerance "
+                f"{tolerance:g}), so the first update would not be on-policy. Look for dropout, "
+                f"position ids under padding, a logit transform, or another model as the reference."
+            )
+
+    # ------------------------------------------------------------------------- saving and resuming
+
+    def save_checkpoint(self) -> Path:
+        """Writes a checkpoint of the run as it is now."""
+        return checkpoint.save(
+            self.config.output_dir,
+            self.state.iteration,
+            self.model,
+            self.optimizer,
+            asdict(self.state),
+            keep=self.config.checkpoint_limit,
+        )
+
+    def save_policy(self, directory: str | Path) -> None:
+        """Writes the policy, its tokenizer and generation config; the value head beside it."""
+        directory = Path(directory)
+        self.model.save_policy(directory)
+        self.tokenizer.save_pretrained(directory)
+        self.model.save_value_head(directory.parent / "value_head.safetensors")
+
+    def _resume(self, run_dir: Path) -> None:
+        found = checkpoint.checkpoints(run_dir)
+        if not found:
+            self.console.print(f"no checkpoint in {run_dir}: starting from the beginning")
+            return
+        self.state = RunState(**checkpoint.load(found[-1], self.model, self.optimizer))
+        self.kl_controller.coef = self.state.kl_coef
+        self.console.print(f"resuming from {found[-1]}")
+
+    # --------------------------------------------------------------------------------------- parts
+
+    def _load(self, name: str) -> PreTrainedModel:
+        return load_causal_lm(
+            name,
+            dtype=getattr(torch, self.config.param_dtype),
+            attn_implementation=self.config.attn_implementation,
+            device=self.device,
+        )
+
+    def _make_reference(self, reference: PreTrainedModel | None) -> LanguageModel | None:
+        if reference is not None:
+            reference.to(self.device)  # type: ignore[arg-type]
+            return LanguageModel(reference).requires_grad_(False)
+        wanted = self.config.kl_coef > 0 or self.config.kl_loss_coef > 0
+        if self.model.peft is not None or not wanted:
+            return None
+        return frozen_copy(self.model)
+
+    def _load_prompts(self, rows: Rows | None) -> Prompts | None:
+        config = self.config
+        if rows is None and not config.prompts:
+            return None
+        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        room = (context or 2**31) - config.max_new_tokens
+        if room < 1:
+            raise ValueError(
+                f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in the "
+                f"model's context of {context} tokens"
+            )
+        return encode_prompts(
+            load_rows(config.prompts, config.split) if rows is None else rows,
+            self.tokenizer,
+            column=config.prompt_column,
+            max_prompt_tokens=room,
+            source=config.prompts or "prompts",
+        )
+
+    def _load_rewards(
+        self, rewards: Sequence[str | Reward], weights: list[float] | None
+    ) -> list[RewardTerm]:
+        return make_terms(
+            rewards,
+            weights,
+            device=self.device,
+            batch_size=self.config.reward_batch_size,
+            max_length=self.config.reward_max_length,
+        )
+
+    def _skip_step(self, norm: float) -> None:
+        self.state.skipped_steps += 1
+        self._skipped_in_a_row += 1
+        self.console.print(
+            f"[yellow]optimiser step {self.state.optimizer_step}: gradient norm {norm}, skipped"
+        )
+        if self._skipped_in_a_row >= MAX_SKIPPED_STEPS:
+            raise FloatingPointError(
+                f"{MAX_SKIPPED_STEPS} optimiser steps in a row had a non-finite gradient; lower "
+                f"the learning rate, or look for inf in the rewards or logits"
+            )
+
+    def _finish_iteration(self, metrics: dict[str, float], sequences: int) -> None:
+        if "kl" in metrics:
+            self.kl_controller.update(metrics["kl"], sequences)
+            self.state.kl_coef = self.kl_controller.coef
+        self.state.iteration += 1
+
+    def _truncated(self, finish_reasons: Sequence[str]) -> Tensor:
+        return torch.tensor(
+            [float(reason == TRUNCATED) for reason in finish_reasons], device=self.device
+        )
+
+    def _token_ids(self, text: str | Sequence[int], special_tokens: bool = True) -> list[int]:
+        if isinstance(text, str):
+            return self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
+        return list(text)
+
+    def _check_vocabulary(self) -> None:
+        rows = self.model.head.weight.shape[0]
+        if len(self.tokenizer) > rows:
+            raise ValueError(
+                f"vocabulary mismatch: the tokenizer has {len(self.tokenizer)} tokens and the "
+                f"model {rows}; this is another model's tokenizer"
+            )
+
+    def _samples(
+        self, prompts: Prompts, rollout: Rollout, scores: Scores, experience: Experience
+    ) -> list[dict[str, Any]]:
+        count = min(self.config.log_samples, len(prompts))
+        texts = self.tokenizer.batch_decode(rollout.tokens[:count], skip_special_tokens=True)
+        token_kl = None
+        if experience.ref_logprobs is not None:
+            difference = sampled_kl(experience.logprobs, experience.ref_logprobs)
+            token_kl = difference.split(experience.sequences.response_lengths.tolist())
+        return [
+            {
+                "prompt": prompts.prompts[i],
+                "completion": texts[i],
+                "reward": scores.total[i].item(),
+                "rewards": {name: values[i] for name, values in scores.terms.items()},
+                "monitors": {name: values[i] for name, values in scores.monitors.items()},
+                "kl": None if token_kl is None else token_kl[i].sum().item(),
+                "tokens": len(rollout.tokens[i]),
+                "finish_reason": rollout.finish_reasons[i],
+            }
+            for i in range(count)
+        ]
+
+    @contextlib.contextmanager
+    def _progress(self) -> Iterator[Any]:
+        """A progress bar over the iterations, with the numbers that people watch."""
+        columns = (
+            TextColumn("PPO"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self.console) as progress:
+            task = progress.add_task(
+                "ppo",
+                total=self.config.iterations,
+                completed=self.state.iteration,
+                status="starting",
+            )
+
+            def advance(metrics: dict[str, float]) -> None:
+                shown = [f"reward {metrics['reward']:.3f}"]
+                shown += [f"KL {metrics['kl']:.2f}"] if "kl" in metrics else []
+                shown += [f"entropy {metrics['entropy']:.2f}"]
+                progress.update(task, advance=1, status="  ".join(shown))
+
+            yield advance
+
+
+# ------------------------------------------------------------------------------------------ helpers
+
+
+def token_weights(lengths: Tensor, aggregation: str) -> Tensor:
+    """[N] fp32 weights of packed response tokens, from their sequences' lengths [B]."""
+    longest = int(lengths.max()) if lengths.numel() else 0
+    mask = torch.arange(longest, device=lengths.device) < lengths.unsqueeze(1)
+    return aggregation_weights(mask, aggregation)[mask]
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is a GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def _autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
+    if precision == "bf16" or (precision == "auto" and device.type == "cuda"):
+        return torch.bfloat16
+    return None
+
+
+def _pad_token_id(tokenizer: Any, model: PreTrainedModel) -> int:
+    """Any token will do, since masks come from lengths."""
+    for value in (tokenizer.pad_token_id, model.config.pad_token_id, tokenizer.eos_token_id):
+        if isinstance(value, int):
+            return value
+    return 0
+
+
+def _stop_token_ids(config: PPOConfig, tokenizer: Any, model: PreTrainedModel) -> tuple[int, ...]:
+    if config.stop_token_ids is not None:
+        return tuple(config.stop_token_ids)
+    found: list[int] = []
+    for value in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys(found))
+
+
+def _kl_controller(config: PPOConfig) -> FixedKL | AdaptiveKL | PenaltyKL:
+    if config.kl_controller == "adaptive":
+        return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
+    if config.kl_controller == "penalty":
+        return PenaltyKL(config.kl_coef, config.kl_target)
+    return FixedKL(config.kl_coef)
+
+
+def score_metrics(scores: Scores, rollout: Rollout) -> dict[str, float]:
+    """Means of the rewards over a batch, and the share of responses that ended by themselves."""
+    stopped = sum(reason != TRUNCATED for reason in rollout.finish_reasons)
+    metrics = {
+        "reward": scores.total.mean().item(),
+        "reward_std": scores.total.std(correction=0).item(),
+        "eos_rate": stopped / max(1, len(rollout.finish_reasons)),
+    }
+    for name, values in scores.terms.items():
+        metrics[f"reward/{name}"] = sum(values) / len(values)
+    for name, values in scores.monitors.items():
+        metrics[f"monitor/{name}"] = sum(values) / len(values)
+    return metrics
+
+
+@contextlib.contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    """Random draws inside leave no trace outside."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
