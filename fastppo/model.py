@@ -64,6 +64,11 @@ class LanguageModel(nn.Module):
         self.causal_lm = causal_lm
         self._peft = [peft]  # in a list, so that its modules are not registered a second time
         self.logit_scale, self.softcap = _logit_transform(causal_lm.config)
+        if hasattr(causal_lm.get_output_embeddings(), "base_layer"):
+            raise ValueError(
+                "adapters on the lm_head are not supported: the losses read its weight directly; "
+                "leave it out of lora_target_modules"
+            )
         switch_dropout_off(causal_lm)
         self.eval()
 
@@ -215,12 +220,27 @@ def switch_dropout_off(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def attention_implementation(choice: str) -> str:
-    """`auto` is flash-attn where it is installed and a GPU is there, else SDPA."""
-    if choice != "auto":
-        return choice
-    flash = importlib.util.find_spec("flash_attn") is not None and torch.cuda.is_available()
-    return "flash_attention_2" if flash else "sdpa"
+def checkpoint_activations(causal_lm: PreTrainedModel) -> None:
+    """Recomputes activations in the backward pass, in training mode."""
+    # The method's name changed in the course of transformers 5.
+    enable = getattr(causal_lm, "activation_checkpointing_enable", None)
+    (enable or causal_lm.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+def attention_implementation(choice: str, dtype: torch.dtype) -> str | None:
+    """What transformers is asked for. `auto` is flash-attn where it is installed and can run (a
+    GPU, half-precision weights), else None: transformers then takes SDPA if the model allows it.
+
+    Raises:
+        ValueError: flash-attn is asked for with fp32 weights, which it has no kernels for.
+    """
+    if choice == "auto":
+        installed = importlib.util.find_spec("flash_attn") is not None
+        usable = installed and torch.cuda.is_available() and dtype != torch.float32
+        return "flash_attention_2" if usable else None
+    if choice.startswith("flash") and dtype == torch.float32:
+        raise ValueError(f"attn_implementation={choice} needs param_dtype=bfloat16, got float32")
+    return choice
 
 
 def load_causal_lm(
@@ -240,16 +260,10 @@ def load_causal_lm(
     config = AutoConfig.from_pretrained(name)
     if config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder–decoder ({config.model_type}); want a causal LM")
-    implementation = attention_implementation(attn_implementation)
-    if implementation == "flash_attention_2" and dtype == torch.float32:
-        if attn_implementation == "auto":
-            implementation = "sdpa"  # flash-attn has no fp32; weights stay fp32 under autocast
-        else:
-            raise ValueError(
-                "attn_implementation=flash_attention_2 needs param_dtype=bfloat16, got float32"
-            )
     model = AutoModelForCausalLM.from_pretrained(
-        name, dtype=dtype, attn_implementation=implementation
+        name,
+        dtype=dtype,
+        attn_implementation=attention_implementation(attn_implementation, dtype),
     )
     return model.to(device)  # type: ignore[arg-type]
 

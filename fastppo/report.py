@@ -121,7 +121,10 @@ def _plot(panel: Panel, records: list[dict[str, Any]]) -> str | None:
     if not names:
         return None
     with plt.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}):
-        figure, axes = plt.subplots(figsize=(4.4, 2.5), layout="constrained")
+        # Fixed margins: fitting them to the labels would draw each plot twice.
+        figure = plt.figure(figsize=(4.4, 2.5))
+        axes = figure.add_axes((0.16, 0.19, 0.81, 0.76))
+        axes.locator_params(nbins=5)
         for name, colour in zip(names, COLOURS * len(names), strict=False):
             points = [(r["iteration"], r[name]) for r in records if name in r]
             x, y = zip(*points, strict=True)

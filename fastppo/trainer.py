@@ -48,6 +48,7 @@ from fastppo.model import (
     LanguageModel,
     add_adapters,
     autocast,
+    checkpoint_activations,
     frozen_copy,
     load_causal_lm,
 )
@@ -137,7 +138,7 @@ class PPOTrainer:
         self.model.check_heads()
         self._reference = self._make_reference(reference)
         if config.gradient_checkpointing:
-            causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(causal_lm)
         self.model.set_training(config.gradient_checkpointing)
 
         self.sampling = Sampling(
@@ -168,6 +169,7 @@ class PPOTrainer:
         if self.prompts is None or not self.rewards:
             raise ValueError("train() needs prompts and at least one reward; step() needs neither")
         run_dir = Path(self.config.output_dir)
+        torch.manual_seed(self.config.seed)
         if self.config.resume:
             self._resume(run_dir)
         self.self_check(self.prompts)

@@ -328,7 +328,8 @@ def policy_term(
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     surrogate = torch.minimum(unclipped, clipped)
-    active = (unclipped <= clipped) & (difference.abs() <= LOG_RATIO_LIMIT)
+    # Written so that a NaN counts as active: it must reach the gradient, where it is noticed.
+    active = ~(unclipped > clipped) & ~(difference.abs() > LOG_RATIO_LIMIT)
     if dual_clip is not None:
         floor = dual_clip * advantages
         dual = (advantages < 0) & (surrogate < floor)

@@ -1,0 +1,133 @@
+"""Tiny models with random weights, of every architecture that the trainer is tested on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+WORDS = 40
+VOCABULARY = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>"])}
+VOCABULARY |= {f"w{i}": i + 3 for i in range(WORDS)}
+CONTEXT = 64
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}w{{ loop.index }} {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}w0{% endif %}"
+)
+
+
+def tokenizer(*, pad_is_eos: bool = False, chat: bool = False) -> PreTrainedTokenizerFast:
+    """One token per word: w0 … w39."""
+    words = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token="<eos>" if pad_is_eos else "<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        chat_template=CHAT_TEMPLATE if chat else None,
+    )
+
+
+def _common(**more: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": CONTEXT,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        **more,
+    }
+
+
+def _decoder(**more: Any) -> dict[str, Any]:
+    return _common(intermediate_size=48, num_key_value_heads=2, **more)
+
+
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_decoder()),
+    "qwen2": lambda: Qwen2Config(**_decoder(tie_word_embeddings=True)),
+    "qwen3": lambda: Qwen3Config(**_decoder(head_dim=8)),
+    "mistral": lambda: MistralConfig(**_decoder(sliding_window=None)),
+    # Caps of this size bite on random weights too, so a path that forgets them is seen.
+    "gemma2": lambda: Gemma2Config(**_decoder(head_dim=8, final_logit_softcapping=0.3)),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=len(VOCABULARY),
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=CONTEXT,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+    ),
+    "opt": lambda: OPTConfig(**_common(ffn_dim=48, word_embed_proj_dim=24, dropout=0.3)),
+    "cohere": lambda: CohereConfig(**_decoder(logit_scale=0.25)),
+    "granite": lambda: GraniteConfig(**_decoder(logits_scaling=3.0)),
+}
+TRAINED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "opt")
+"""Architectures that the trainer is run on; the rest are for the heads alone."""
+
+
+def model(architecture: str = "llama", seed: int = 0) -> Any:
+    """A causal LM with random weights, large enough for logits to differ visibly."""
+    torch.manual_seed(seed)
+    causal_lm = AutoModelForCausalLM.from_config(CONFIGS[architecture]())
+    with torch.no_grad():
+        for parameter in causal_lm.parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(3.0)
+    return causal_lm
+
+
+def saved_model(directory: Path, architecture: str = "llama", **options: Any) -> str:
+    """A directory of `save_pretrained`: model and tokenizer."""
+    model(architecture).save_pretrained(directory)
+    tokenizer(**options).save_pretrained(directory)
+    return str(directory)
+
+
+PROMPTS = [{"prompt": f"w{i} w{(i * 7 + 1) % WORDS}", "wanted": f"w{i % 5}"} for i in range(24)]
+
+
+def count_w7(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
+    """A reward that is easy to learn: the share of w7 among eight words."""
+    return [completion.split().count("w7") / 8 for completion in completions]
+
+
+def options(directory: Path, **more: Any) -> dict[str, Any]:
+    """Options of a run that takes a second or two."""
+    return {
+        "rollout_batch_size": 16,
+        "max_new_tokens": 8,
+        "iterations": 2,
+        "ppo_epochs": 2,
+        "minibatches": 2,
+        "microbatch_size": 8,
+        "learning_rate": 1e-3,
+        "output_dir": str(directory / "run"),
+        "checkpoint_interval": 0,
+        "device": "cpu",
+        **more,
+    }
