@@ -270,19 +270,22 @@ def _empty_rows(x: Tensor, tokens: Tensor) -> list[Tensor]:
     "fastppo::ppo_loss_inplace",
     mutates_args=("logits",),
     schema=_schema(
+        # Four tensors and no list: torch.compile functionalises no mutation beside a list.
         f"(Tensor(a!) logits, {PER_TOKEN}, Tensor? ref_logits, bool need_grad, *, {LOSS})"
-        " -> Tensor[]"
+        " -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
-def ppo_loss_inplace_op(logits: Tensor, *per_token: Any, **options: Any) -> list[Tensor]:
-    """[sums, logprobs, entropy, kl]; the gradient is written over the logits."""
+def ppo_loss_inplace_op(
+    logits: Tensor, *per_token: Any, **options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(sums, logprobs, entropy, kl); the gradient is written over the logits."""
     rows = _ppo_rows(logits, *per_token, inplace=True, options=options)
-    return [rows.sums, rows.logprobs, rows.entropy, rows.kl]
+    return rows.sums, rows.logprobs, rows.entropy, rows.kl
 
 
 @ppo_loss_inplace_op.register_fake
-def _(logits: Tensor, tokens: Tensor, *args: Any, **options: Any) -> list[Tensor]:
-    return _empty_rows(logits, tokens)
+def _(logits: Tensor, tokens: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+    return tuple(_empty_rows(logits, tokens))
 
 
 class PPOLoss(torch.autograd.Function):
