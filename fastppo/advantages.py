@@ -283,6 +283,7 @@ class PenaltyKL:
 def sampled_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -> Tensor:
     """k1 = d, k2 = d²/2 or k3 = e^{−d} − 1 + d of d = logprob − ref_logprob: (...) fp32, nats."""
     validation.choice("estimator", estimator, validation.KL_ESTIMATORS[:3])
+    validation.tensor("logprobs", logprobs)
     validation.tensor("ref_logprobs", ref_logprobs, shape=logprobs.shape, like=logprobs)
     wide = reference.accumulation_dtype(logprobs.dtype)
     return reference.sampled_kl(logprobs.to(wide) - ref_logprobs.to(wide), estimator)[0]

@@ -195,10 +195,11 @@ def _loss_arguments(
     }
     flat: dict[str, Tensor | None] = {}
     for name, value in floats.items():
-        if value is None:
+        if value is None and name in ("importance_weights", "ref_logprobs"):
             flat[name] = None
             continue
         validation.tensor(name, value, shape=shape, like=x, wants="one per token")
+        assert value is not None
         flat[name] = value.detach().to(wide).reshape(-1)
     validation.choice("kl_estimator", kl_estimator, validation.KL_ESTIMATORS)
     validation.finite("kl_coef", kl_coef)
@@ -766,8 +767,8 @@ def policy_loss(
 
     Source: Schulman et al. 2017, eq. 7.
     """
-    shape = logprobs.shape
     validation.tensor("logprobs", logprobs)
+    shape = logprobs.shape
     for name, value in (("old_logprobs", old_logprobs), ("advantages", advantages)):
         validation.tensor(name, value, shape=shape, like=logprobs)
     wide = reference.accumulation_dtype(logprobs.dtype)
@@ -813,8 +814,8 @@ def value_loss(
 
     Source: Schulman et al. 2017, eq. 9; the clipping, the PPO code of OpenAI baselines.
     """
-    shape = values.shape
     validation.tensor("values", values)
+    shape = values.shape
     validation.tensor("returns", returns, shape=shape, like=values)
     wide = reference.accumulation_dtype(values.dtype)
     w = _weights(shape, values, mask, aggregation, denominator, weights)
@@ -845,6 +846,7 @@ def entropy(
     backend: str = "auto",
 ) -> Tensor:
     """Mean entropy of `softmax(z/T)` over the unmasked rows of (..., V): a 0-d tensor, nats."""
+    validation.tensor("logits", logits)
     tokens = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     stats = token_stats(
         logits,
