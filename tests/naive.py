@@ -144,14 +144,17 @@ class Batch(NamedTuple):
 def batch(
     shape: tuple[int, ...], vocab: int, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> Batch:
-    """old_logprobs lie N(0, 0.5²) nats from the logprobs, so half of the ratios are clipped."""
+    """Of six tokens four lie outside the clip range, one in each corner of (ratio, sign of A)."""
     g = torch.Generator().manual_seed(seed)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     logits = torch.randn(*shape, vocab, generator=g, dtype=torch.float64).mul(2).to(dtype)
     tokens = torch.randint(vocab, shape, generator=g)
     logprobs = distribution(logits).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    noise = 0.5 * torch.randn(shape, generator=g, dtype=torch.float64)
-    advantages = torch.randn(shape, generator=g, dtype=torch.float64)
+    draw, advantages = torch.randn(2, *shape, generator=g, dtype=torch.float64)
+    place = torch.arange(tokens.numel()).view(shape) % 6
+    outside = (0.35 + 0.3 * draw.abs()) * torch.where(place < 2, -1.0, 1.0)
+    noise = torch.where(place < 4, outside, 0.05 * draw)
+    advantages = advantages.abs().add(0.1) * torch.where(place % 2 == 0, -1.0, 1.0)
     return Batch(logits, tokens, (logprobs + noise).to(wide), advantages.to(wide))
 
 
