@@ -72,7 +72,7 @@ def _discount(
         return 0.0, validation.tensor(
             name, value, shape=(batch,), like=like, wants="one per sequence"
         )
-    if not 0 <= value <= 1:
+    if not 0 <= validation.number(name, value) <= 1:
         raise ValueError(f"{name} must be in [0, 1], got {value!r}")
     return float(value), None
 
@@ -170,6 +170,7 @@ def compute_advantages(
 
     Source: Ziegler et al. 2019, eq. 2; Stiennon et al. 2020, section 3.4.
     """
+    validation.tensor("mask", mask, dtypes=(torch.bool,))
     batch = _sequences(values, mask, cu_seqlens)
     validation.tensor("scores", scores, shape=(batch,), like=values, wants="one per sequence")
     validation.tensor("logprobs", logprobs, shape=values.shape, like=values)
@@ -282,6 +283,7 @@ class PenaltyKL:
 def sampled_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -> Tensor:
     """k1 = d, k2 = d²/2 or k3 = e^{−d} − 1 + d of d = logprob − ref_logprob: (...) fp32, nats."""
     validation.choice("estimator", estimator, validation.KL_ESTIMATORS[:3])
+    validation.tensor("logprobs", logprobs)
     validation.tensor("ref_logprobs", ref_logprobs, shape=logprobs.shape, like=logprobs)
     wide = reference.accumulation_dtype(logprobs.dtype)
     return reference.sampled_kl(logprobs.to(wide) - ref_logprobs.to(wide), estimator)[0]

@@ -49,7 +49,11 @@ class TokenStats(NamedTuple):
 
 
 def aggregation_weights(
-    mask: Tensor, aggregation: str = "token-mean", denominator: float | Tensor | None = None
+    mask: Tensor,
+    aggregation: str = "token-mean",
+    denominator: float | Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The weight w_t of each token, so that `loss = Σ w_t · token_loss_t`.
 
@@ -65,13 +69,24 @@ def aggregation_weights(
 
     Args:
         mask: (...) bool; for the seq modes its last axis runs along a sequence, (..., T).
-        denominator: a number or 0-d tensor that replaces the default.
+        denominator: a number > 0 or a 0-d tensor that replaces the default.
+        dtype: fp32, or fp64 for a loss in fp64: 1/D rounded to fp32 is off by 3e-8.
 
     Returns:
-        (...) fp32, 0 where masked; all 0 if nothing is unmasked.
+        (...) of `dtype`, 0 where masked; all 0 if nothing is unmasked.
+
+    Raises:
+        ValueError, TypeError: a mask that is not bool, an unknown mode, a denominator that is not
+            positive or not 0-d; a seq mode without an axis of sequences.
     """
     validation.choice("aggregation", aggregation, validation.AGGREGATIONS)
-    weights = mask.float()
+    validation.tensor("mask", mask, dtypes=(torch.bool,))
+    if isinstance(denominator, Tensor):
+        validation.tensor("denominator", denominator, shape=(), dtypes=validation.NUMBERS)
+        denominator = denominator.detach()
+    elif denominator is not None:
+        validation.at_least("denominator", denominator, 0.0, strictly=True)
+    weights = mask.to(dtype)
     by_sequence = aggregation.startswith("seq-")
     if by_sequence and mask.dim() < 2:
         raise ValueError(
@@ -100,16 +115,18 @@ def _weights(
 ) -> Tensor:
     if mask is not None:
         validation.tensor("mask", mask, shape=shape, like=like, dtypes=(torch.bool,))
+    wide = reference.accumulation_dtype(like.dtype)
     if weights is None:
         if mask is None:
             mask = torch.ones(shape, dtype=torch.bool, device=like.device)
-        return aggregation_weights(mask, aggregation, denominator)
+        return aggregation_weights(mask, aggregation, denominator, dtype=wide)
     if denominator is not None or aggregation != "token-mean":
         raise ValueError(
             "weights already fix the aggregation: leave aggregation and denominator out"
         )
     validation.tensor("weights", weights, shape=shape, like=like)
-    return weights.float() if mask is None else weights.float() * mask
+    weights = weights.detach().to(wide)
+    return weights if mask is None else torch.where(mask, weights, 0.0)
 
 
 def loss_metrics(sums: Tensor) -> dict[str, Tensor]:
@@ -180,10 +197,11 @@ def _loss_arguments(
     }
     flat: dict[str, Tensor | None] = {}
     for name, value in floats.items():
-        if value is None:
+        if value is None and name in ("importance_weights", "ref_logprobs"):
             flat[name] = None
             continue
         validation.tensor(name, value, shape=shape, like=x, wants="one per token")
+        assert value is not None
         flat[name] = value.detach().to(wide).reshape(-1)
     validation.choice("kl_estimator", kl_estimator, validation.KL_ESTIMATORS)
     validation.finite("kl_coef", kl_coef)
@@ -195,7 +213,7 @@ def _loss_arguments(
         )
     if kl_estimator != "full" and kl_coef and ref_logprobs is None and not has_full_reference:
         raise ValueError(f"kl_coef={kl_coef} with kl_estimator={kl_estimator!r} needs ref_logprobs")
-    w = _weights(shape, x, mask, aggregation, denominator, weights).detach()
+    w = _weights(shape, x, mask, aggregation, denominator, weights)
     clip_low, clip_high = validation.clip_range(clip_ratio)
     softmax, temperatures = _softmax_options(shape, x, temperature, logit_scale, softcap, backend)
     options = ops.LossOptions(
@@ -211,7 +229,7 @@ def _loss_arguments(
         tokens.reshape(-1),
         flat["old_logprobs"],
         flat["advantages"],
-        w.to(wide).reshape(-1),
+        w.reshape(-1),
         flat["importance_weights"],
         flat["ref_logprobs"],
         temperatures,
@@ -228,6 +246,7 @@ def _softmax_options(
     backend: str,
 ) -> tuple[ops.SoftmaxOptions, Tensor | None]:
     validation.at_least("logit_scale", logit_scale, 0.0, strictly=True)
+    validation.finite("logit_scale", logit_scale)
     if softcap is not None:
         validation.at_least("softcap", softcap, 0.0, strictly=True)
     temperatures = None
@@ -263,6 +282,14 @@ def _rows_view(name: str, logits: Tensor) -> Tensor:
     if logits.dim() == 3 and logits.stride(0) != logits.shape[1] * logits.stride(1):
         return logits
     return logits.reshape(-1, logits.shape[-1])
+
+
+def _counted_tokens(tokens: Tensor, mask: Tensor | None, weights: Tensor | None) -> Tensor:
+    """`tokens` with 0 in place of those that count for nothing, which may be anything."""
+    for counts in (mask, None if weights is None else weights != 0):
+        if counts is not None:
+            tokens = torch.where(counts, tokens, 0)
+    return tokens
 
 
 def _is_asked(tensor: Tensor | None) -> bool:
@@ -342,7 +369,7 @@ def ppo_loss(
             if ref_logprobs is None:
                 ref_logprobs = token_logprobs(
                     ref_logits.detach(),
-                    tokens if mask is None else torch.where(mask, tokens, 0),
+                    _counted_tokens(tokens, mask, weights),
                     temperature=temperature,
                     logit_scale=logit_scale,
                     softcap=softcap,
@@ -390,21 +417,67 @@ def _ppo_loss_by_statistics(
     options: ops.LossOptions,
 ) -> tuple[Tensor, ...]:
     """The same loss with the logits' gradient formed in the backward pass, after the loss scale."""
-    tokens, *floats, temperatures = per_token
-    weights = floats[2]
+    tokens, *_, temperatures = per_token
+    valid = _counts(per_token)
     assert tokens is not None
+    logprobs, entropy, full_kl = ops.TokenStats.apply(
+        rows, torch.where(valid, tokens, 0), ref_rows, temperatures, _softmax_of(options)
+    )
+    return _loss_of_statistics(
+        logprobs, entropy, None if ref_rows is None else full_kl, per_token, options
+    )
+
+
+def _linear_ppo_loss_by_statistics(
+    head: tuple[Tensor, Tensor, Tensor | None],
+    need: tuple[bool, bool, bool],
+    chunk_size: int | None,
+    dtype: torch.dtype,
+    per_token: tuple[Tensor | None, ...],
+    options: ops.LossOptions,
+) -> tuple[Tensor, ...]:
+    """The same of `linear_ppo_loss`: 8·N·H·V FLOP, because backward forms the logits again."""
+    hidden, weight, bias = head
+    tokens, *_, temperatures = per_token
+    valid = _counts(per_token)
+    assert tokens is not None
+    logprobs, entropy = ops.LinearTokenStats.apply(
+        torch.where(valid.unsqueeze(-1), hidden, 0.0),  # 0·NaN would reach the weight's gradient
+        weight,
+        bias,
+        torch.where(valid, tokens, 0),
+        temperatures,
+        need,
+        chunk_size,
+        dtype,
+        _softmax_of(options),
+    )
+    return _loss_of_statistics(logprobs, entropy, None, per_token, options)
+
+
+def _counts(per_token: tuple[Tensor | None, ...]) -> Tensor:
+    """[N] bool, True where the weight is not 0."""
+    weights = per_token[3]
     assert weights is not None
-    softmax = ops.SoftmaxOptions(
+    return weights != 0
+
+
+def _softmax_of(options: ops.LossOptions) -> ops.SoftmaxOptions:
+    return ops.SoftmaxOptions(
         options.temperature, options.logit_scale, options.softcap, options.backend
     )
-    logprobs, entropy, full_kl = ops.TokenStats.apply(
-        rows, torch.where(weights != 0, tokens, 0), ref_rows, temperatures, softmax
-    )
-    loss, sums, kl = ops.TokenLoss.apply(
-        logprobs, entropy, None if ref_rows is None else full_kl, options, tokens, *floats
-    )
-    valid = weights != 0
-    stats = (torch.where(valid, x.detach(), 0.0) for x in (logprobs, entropy))
+
+
+def _loss_of_statistics(
+    logprobs: Tensor,
+    entropy: Tensor,
+    full_kl: Tensor | None,
+    per_token: tuple[Tensor | None, ...],
+    options: ops.LossOptions,
+) -> tuple[Tensor, ...]:
+    """(loss, sums, logprobs, entropy, kl), as the fused operators return them."""
+    loss, sums, kl = ops.TokenLoss.apply(logprobs, entropy, full_kl, options, *per_token[:-1])
+    stats = (torch.where(_counts(per_token), x.detach(), 0.0) for x in (logprobs, entropy))
     return (loss, sums, *stats, kl)
 
 
@@ -427,6 +500,8 @@ def _head_arguments(
     if bias is not None:
         validation.tensor("bias", bias, shape=(weight.shape[0],), like=hidden)
     if chunk_size is not None:
+        if not isinstance(chunk_size, int):
+            raise TypeError(f"chunk_size must be an int, got {type(chunk_size).__name__}")
         validation.at_least("chunk_size", chunk_size, 1)
     dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
@@ -479,7 +554,9 @@ def linear_ppo_loss(
             bias, for `kl_estimator="full"`. No gradient.
         The other keywords are those of `ppo_loss`.
 
-    Under autocast the GEMMs run in the autocast dtype, else in that of `hidden`.
+    Under autocast the GEMMs run in the autocast dtype, else in that of `hidden`. In fp16 the
+    gradient waits for the loss scale: backward forms the logits again, and `kl_estimator="full"`
+    is refused.
 
     Returns:
         PPOLoss, as `ppo_loss` does; the loss is differentiable by hidden, weight and bias.
@@ -492,6 +569,8 @@ def linear_ppo_loss(
     reference_head: list[Tensor | None] = [None, None, None]
     if (ref_hidden is None) != (ref_weight is None):
         raise ValueError("ref_hidden and ref_weight go together: pass both or neither")
+    if ref_bias is not None and ref_weight is None:
+        raise ValueError("ref_bias needs ref_hidden and ref_weight, got None")
     if ref_hidden is not None and ref_weight is not None:
         validation.tensor("ref_weight", ref_weight, like=hidden)
         if ref_weight.dim() != 2 or ref_weight.shape[0] != weight.shape[0]:
@@ -508,7 +587,7 @@ def linear_ppo_loss(
             ref_logprobs = linear_token_logprobs(
                 ref_hidden,
                 ref_weight,
-                tokens if mask is None else torch.where(mask, tokens, 0),
+                _counted_tokens(tokens, mask, weights),
                 bias=ref_bias,
                 chunk_size=chunk_size,
                 temperature=temperature,
@@ -542,9 +621,19 @@ def linear_ppo_loss(
         softcap=softcap,
         backend=backend,
     )
-    loss, sums, *stats = ops.LinearPPOLoss.apply(
-        rows, weight, bias, need, chunk_size, dtype, options, *per_token, *reference_head
-    )
+    if dtype == torch.float16 and any(need):
+        if reference_head[0] is not None:
+            raise ValueError(
+                "kl_estimator='full' is not supported in fp16, where its gradient would underflow: "
+                "got GEMMs in float16, use bfloat16 or float32, or ppo_loss on the logits"
+            )
+        loss, sums, *stats = _linear_ppo_loss_by_statistics(
+            (rows, weight, bias), need, chunk_size, dtype, per_token, options
+        )
+    else:
+        loss, sums, *stats = ops.LinearPPOLoss.apply(
+            rows, weight, bias, need, chunk_size, dtype, options, *per_token, *reference_head
+        )
     logprobs, entropy, kl = (x.view(shape) for x in stats)
     return PPOLoss(loss, logprobs, entropy, kl, loss_metrics(sums), sums)
 
@@ -680,12 +769,12 @@ def policy_loss(
 
     Source: Schulman et al. 2017, eq. 7.
     """
-    shape = logprobs.shape
     validation.tensor("logprobs", logprobs)
+    shape = logprobs.shape
     for name, value in (("old_logprobs", old_logprobs), ("advantages", advantages)):
         validation.tensor(name, value, shape=shape, like=logprobs)
     wide = reference.accumulation_dtype(logprobs.dtype)
-    w = _weights(shape, logprobs, mask, aggregation, denominator, weights).to(wide)
+    w = _weights(shape, logprobs, mask, aggregation, denominator, weights)
     clip_low, clip_high = validation.clip_range(clip_ratio)
     difference = logprobs.to(wide) - old_logprobs.detach().to(wide)
     # Masked entries may hold anything: cut them out before the exponential, not after.
@@ -727,22 +816,24 @@ def value_loss(
 
     Source: Schulman et al. 2017, eq. 9; the clipping, the PPO code of OpenAI baselines.
     """
-    shape = values.shape
     validation.tensor("values", values)
+    shape = values.shape
     validation.tensor("returns", returns, shape=shape, like=values)
     wide = reference.accumulation_dtype(values.dtype)
-    w = _weights(shape, values, mask, aggregation, denominator, weights).to(wide)
-    returns = returns.detach().to(wide)
-    error = (values.to(wide) - returns) ** 2
+    w = _weights(shape, values, mask, aggregation, denominator, weights)
+    # Masked entries may hold anything: cut them out before the square, whose derivative is theirs.
+    values = torch.where(w != 0, values.to(wide), 0.0)
+    returns = torch.where(w != 0, returns.detach().to(wide), 0.0)
+    error = (values - returns) ** 2
     if clip_ratio is not None:
         validation.at_least("clip_ratio", clip_ratio, 0.0, strictly=True)
         if old_values is None:
             raise ValueError("clip_ratio needs old_values, the values of the rollout")
         validation.tensor("old_values", old_values, shape=shape, like=values)
-        old = old_values.detach().to(wide)
-        clipped = old + (values.to(wide) - old).clamp(-clip_ratio, clip_ratio)
+        old = torch.where(w != 0, old_values.detach().to(wide), 0.0)
+        clipped = old + (values - old).clamp(-clip_ratio, clip_ratio)
         error = torch.maximum(error, (clipped - returns) ** 2)
-    return 0.5 * (torch.where(w != 0, error, 0.0) * w).sum()
+    return 0.5 * (error * w).sum()
 
 
 def entropy(
@@ -757,6 +848,7 @@ def entropy(
     backend: str = "auto",
 ) -> Tensor:
     """Mean entropy of `softmax(z/T)` over the unmasked rows of (..., V): a 0-d tensor, nats."""
+    validation.tensor("logits", logits)
     tokens = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     stats = token_stats(
         logits,
@@ -767,7 +859,7 @@ def entropy(
         backend=backend,
     )
     w = _weights(tokens.shape, logits, mask, aggregation, denominator, None)
-    return (torch.where(w != 0, stats.entropy, 0.0) * w.to(stats.entropy.dtype)).sum()
+    return (torch.where(w != 0, stats.entropy, 0.0) * w).sum()
 
 
 def total_loss(
@@ -801,6 +893,8 @@ def total_loss(
 
     Source: Schulman et al. 2017, eq. 9.
     """
+    validation.finite("vf_coef", vf_coef)
+    validation.finite("entropy_coef", entropy_coef)
     shared: dict[str, Any] = {"aggregation": aggregation, "denominator": denominator}
     policy = policy_loss(
         logprobs,

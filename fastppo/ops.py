@@ -7,7 +7,8 @@ the Triton kernel or the plain-PyTorch definition, and is made differentiable by
 
 PPO's gradient is formed in the forward pass; the backward pass scales it by the incoming gradient.
 fp16 is the exception: its loss scale is known in the backward pass only, and a gradient rounded to
-fp16 before the scaling would underflow, so `fastppo.losses` takes the statistics' path there.
+fp16 before the scaling would underflow, so `fastppo.losses` takes the statistics' path there,
+from logits and from hidden states alike.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def _scaled(grad: Tensor, by: Tensor) -> Tensor:
     """grad·by. On a CPU in eager mode a factor of exactly 1 costs no pass over memory."""
     if not torch.compiler.is_compiling() and by.device.type == "cpu" and by.item() == 1.0:
         return grad
-    return grad * by.to(grad.dtype)
+    return grad * by
 
 
 def _kernel_options(options: dict[str, Any], temperatures: Tensor | None) -> dict[str, Any]:
@@ -269,19 +270,22 @@ def _empty_rows(x: Tensor, tokens: Tensor) -> list[Tensor]:
     "fastppo::ppo_loss_inplace",
     mutates_args=("logits",),
     schema=_schema(
+        # Four tensors and no list: torch.compile functionalises no mutation beside a list.
         f"(Tensor(a!) logits, {PER_TOKEN}, Tensor? ref_logits, bool need_grad, *, {LOSS})"
-        " -> Tensor[]"
+        " -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
-def ppo_loss_inplace_op(logits: Tensor, *per_token: Any, **options: Any) -> list[Tensor]:
-    """[sums, logprobs, entropy, kl]; the gradient is written over the logits."""
+def ppo_loss_inplace_op(
+    logits: Tensor, *per_token: Any, **options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(sums, logprobs, entropy, kl); the gradient is written over the logits."""
     rows = _ppo_rows(logits, *per_token, inplace=True, options=options)
-    return [rows.sums, rows.logprobs, rows.entropy, rows.kl]
+    return rows.sums, rows.logprobs, rows.entropy, rows.kl
 
 
 @ppo_loss_inplace_op.register_fake
-def _(logits: Tensor, tokens: Tensor, *args: Any, **options: Any) -> list[Tensor]:
-    return _empty_rows(logits, tokens)
+def _(logits: Tensor, tokens: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+    return tuple(_empty_rows(logits, tokens))
 
 
 class PPOLoss(torch.autograd.Function):
@@ -464,8 +468,10 @@ class LinearPPOLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        # A leaf takes a gradient that nothing else holds for its own and adds to it in place, so
+        # the saved one is never handed out: it would be spoilt for a second backward.
         grads = [
-            _scaled(grad, upstream[0]) if asked else None
+            grad * upstream[0] if asked else None
             for grad, asked in zip(ctx.saved_tensors, ctx.need, strict=True)
         ]
         return (*grads, *(None,) * (4 + PER_TOKEN_COUNT + 3))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import numbers
 
 import torch
 from torch import Tensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NUMBERS = (*FLOATS, torch.int32, torch.int64)
 KL_ESTIMATORS = ("k1", "k2", "k3", "full")
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum")
 
@@ -43,13 +45,22 @@ def choice(name: str, value: str, choices: tuple[str, ...]) -> str:
     return value
 
 
+def number(name: str, value: object) -> float:
+    """A Python or NumPy number. A tensor would have to be read, which waits for a GPU."""
+    if not isinstance(value, (int, float, numbers.Real)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    return value  # type: ignore[return-value]
+
+
 def at_least(name: str, value: float, low: float, *, strictly: bool = False) -> float:
+    number(name, value)
     if not (value > low if strictly else value >= low):
         raise ValueError(f"{name} must be {'>' if strictly else '>='} {low:g}, got {value!r}")
     return value
 
 
 def finite(name: str, value: float) -> float:
+    number(name, value)
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value!r}")
     return value
@@ -65,13 +76,15 @@ def clip_range(clip_ratio: float | tuple[float, float] | None) -> tuple[float, f
         low, high = clip_ratio
     else:
         low = high = clip_ratio
+    number("clip_ratio", low)
+    number("clip_ratio", high)
     if not (low >= 0 and high >= 0):
         raise ValueError(f"clip_ratio must not be negative, got {clip_ratio!r}")
     return float(low), float(high)
 
 
 def dual_clip(value: float | None) -> float | None:
-    if value is not None and not value > 1:
+    if value is not None and not number("dual_clip", value) > 1:
         raise ValueError(f"dual_clip must be > 1 (it bounds ratio·A from below), got {value!r}")
     return value
 

@@ -936,7 +936,7 @@ def shaped_advantages(
         scores = scores.clamp(-score_clip, score_clip)
     token_kl = torch.zeros_like(values, dtype=dtype)
     if ref_logprobs is not None:
-        token_kl = sampled_kl((logprobs - ref_logprobs).to(dtype), kl_estimator)[0]
+        token_kl = sampled_kl(logprobs.to(dtype) - ref_logprobs.to(dtype), kl_estimator)[0]
         token_kl = torch.where(mask, token_kl, 0.0)
     rewards = -kl_coef * token_kl
     if token_rewards is not None:

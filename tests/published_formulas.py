@@ -1,0 +1,127 @@
+"""The published formulas, transcribed from the papers in fp64 NumPy. Slow, and plain on purpose.
+
+Sums are written as the papers write them (GAE as the explicit sum over future residuals, a softmax
+as a quotient of exponentials), so that no trick of the implementation is shared with it. Losses are
+negated objectives: the papers maximise.
+
+    GAE        Schulman et al. 2016, "High-dimensional continuous control using generalized
+               advantage estimation", eq. 11-16
+    PPO        Schulman et al. 2017, "Proximal policy optimization algorithms", eq. 6, 7, 9, sec. 4
+    shaping    Ziegler et al. 2019, "Fine-tuning language models from human preferences", eq. 2,
+               sec. 2.2 (adaptive β) and its code (whitening); Stiennon et al. 2020, "Learning to
+               summarize from human feedback", sec. 3.4
+    KL         Schulman 2020, "Approximating KL divergence" (k1, k2, k3)
+    dual clip  Ye et al. 2020, "Mastering complex control in MOBA games", eq. 3
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+Array = np.ndarray
+
+
+def softmax(logits: Array, temperature: float | Array = 1.0) -> Array:
+    z = np.asarray(logits, np.float64) / np.expand_dims(temperature, -1)
+    e = np.exp(z - z.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def token_logprobs(logits: Array, tokens: Array, temperature: float | Array = 1.0) -> Array:
+    z = np.asarray(logits, np.float64) / np.expand_dims(temperature, -1)
+    peak = z.max(-1, keepdims=True)
+    log_p = z - peak - np.log(np.exp(z - peak).sum(-1, keepdims=True))
+    return np.take_along_axis(log_p, tokens[..., None], -1)[..., 0]
+
+
+def entropy(logits: Array, temperature: float | Array = 1.0) -> Array:
+    """S[π] = −Σ_j p_j log p_j, with 0·log 0 = 0."""
+    p = softmax(logits, temperature)
+    return -(p * np.log(np.where(p > 0, p, 1.0))).sum(-1)
+
+
+def full_kl(logits: Array, ref_logits: Array, temperature: float | Array = 1.0) -> Array:
+    """KL[p, q] = Σ_j p_j log(p_j / q_j)."""
+    p, q = softmax(logits, temperature), softmax(ref_logits, temperature)
+    return (p * np.log(p / q)).sum(-1)
+
+
+def sampled_kl(logprobs: Array, ref_logprobs: Array, estimator: str) -> Array:
+    """With r = q(x)/p(x) for x ~ p: k1 = −log r, k2 = (log r)²/2, k3 = (r − 1) − log r."""
+    log_r = ref_logprobs - logprobs
+    return {"k1": -log_r, "k2": log_r**2 / 2, "k3": np.exp(log_r) - 1 - log_r}[estimator]
+
+
+def clipped_surrogate(
+    logprobs: Array,
+    old_logprobs: Array,
+    advantages: Array,
+    clip: tuple[float, float] = (0.2, 0.2),
+    dual_clip: float | None = None,
+) -> Array:
+    """L^CLIP of each token: min(r·A, clip(r, 1−ε, 1+ε)·A); if A < 0 at least c·A (dual clip)."""
+    ratio = np.exp(logprobs) / np.exp(old_logprobs)
+    surrogate = np.minimum(
+        ratio * advantages, np.clip(ratio, 1 - clip[0], 1 + clip[1]) * advantages
+    )
+    if dual_clip is None:
+        return surrogate
+    return np.where(advantages < 0, np.maximum(surrogate, dual_clip * advantages), surrogate)
+
+
+def value_error(
+    values: Array, returns: Array, old_values: Array | None = None, clip: float | None = None
+) -> Array:
+    """L^VF of each token, (V − V_targ)²; clipped as in the code of OpenAI baselines."""
+    error = (values - returns) ** 2
+    if clip is None:
+        return error
+    near = np.clip(values, old_values - clip, old_values + clip)
+    return np.maximum(error, (near - returns) ** 2)
+
+
+def total_loss(
+    surrogate: Array, error: Array, entropies: Array, c1: float, c2: float, mask: Array
+) -> float:
+    """−E[L^CLIP − c1·L^VF + c2·S] over the tokens of the mask (eq. 9)."""
+    return -float((surrogate - c1 * error + c2 * entropies)[mask].mean())
+
+
+def gae(
+    rewards: Array, values: Array, gamma: float, lam: float, end_value: float = 0.0
+) -> tuple[Array, Array]:
+    """Of one sequence: A_t = Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γV(s_{t+1}) − V(s_t); targets A+V."""
+    length = len(values)
+    following = np.append(values[1:], end_value)[:length]
+    delta = rewards + gamma * following - values
+    advantages = np.array(
+        [sum((gamma * lam) ** (u - t) * delta[u] for u in range(t, length)) for t in range(length)],
+        dtype=np.float64,
+    )
+    return advantages, advantages + values
+
+
+def shaped_rewards(
+    score: float, logprobs: Array, ref_logprobs: Array, beta: float, estimator: str = "k1"
+) -> Array:
+    """R(x, y) = r(x, y) − β·log(π(y|x)/ρ(y|x)), spread over the tokens of one response."""
+    rewards = -beta * sampled_kl(logprobs, ref_logprobs, estimator)
+    rewards[-1] += score
+    return rewards
+
+
+def whiten(x: Array, shift_mean: bool = True) -> Array:
+    """(x − mean)/sqrt(var + 1e-8), var with Bessel's correction; not shifted, the mean put back."""
+    white = (x - x.mean()) / np.sqrt(x.var(ddof=1) + 1e-8)
+    return white if shift_mean else white + x.mean()
+
+
+def adaptive_beta(beta: float, kl: float, target: float, n: int, horizon: float) -> float:
+    error = np.clip((kl - target) / target, -0.2, 0.2)
+    return beta * (1 + error * n / horizon)
+
+
+def penalty_beta(beta: float, kl: float, target: float) -> float:
+    if kl < target / 1.5:
+        return beta / 2
+    return beta * 2 if kl > target * 1.5 else beta
