@@ -285,6 +285,8 @@ def add_adapters(
         lora_alpha=alpha,  # type: ignore[arg-type]
         lora_dropout=0.0,
         target_modules=target_modules or "all-linear",
+        # GPT-2 keeps its weights transposed, and PEFT wants to be told.
+        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in causal_lm.modules()),
         task_type="CAUSAL_LM",
     )
     return get_peft_model(causal_lm, config)

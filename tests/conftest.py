@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+# The tensors here are small: on a busy machine a second thread costs far more than it gives.
+torch.set_num_threads(1)
+
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is decorated, so it must stand before the first import of
     # triton. Without a GPU the kernels run in Triton's interpreter: slow, and the same arithmetic.
