@@ -600,6 +600,24 @@ def test_masked_entries_may_hold_anything(
         assert torch.equal(value, wanted.metrics[name])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_masked_hidden_states_do_not_reach_the_head_s_gradient(dtype: torch.dtype) -> None:
+    """A row of NaN times a gradient of 0 would be NaN in all of dW."""
+    data = naive.batch((N,), V)
+    mask = torch.tensor([True, False, True, True, False, True])
+    hidden, weight, bias = head((N,), V, H, dtype)
+
+    def gradients(x: Tensor) -> tuple[Tensor, ...]:
+        x = x.detach().requires_grad_()
+        out = fastppo.linear_ppo_loss(x, weight, *data[1:], mask, bias=bias, entropy_coef=0.1)
+        return torch.autograd.grad(out.loss, (x, weight, bias))
+
+    wanted = gradients(hidden)
+    found = gradients(torch.where(mask.unsqueeze(1), hidden, float("nan")))
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf")])
 def test_masked_entries_of_the_tutorial_losses_may_hold_anything(garbage: float) -> None:
     mask = torch.tensor([True, False, True, False])
@@ -686,6 +704,7 @@ def test_metrics_are_those_of_a_loop_over_the_tokens(
     path: str, clip_ratio: float | tuple[float, float] | None, dual_clip: float | None
 ) -> None:
     data = naive.batch((200,), V)
+    data.advantages[::7] = 0.0  # moves nothing, so counts as clipped on neither side
     keywords: dict[str, Any] = {
         "clip_ratio": clip_ratio,
         "dual_clip": dual_clip,
