@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--iterations", type=int, default=None, help="PPO iterations; None means the recipe's 40"
     )
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(handler=_demo)
 
     train = commands.add_parser(
         "train",
@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="PPO on your model, prompts and rewards",
         description="PPO on your model, prompts and rewards.",
     )
-    train.set_defaults(run=_train)
+    train.set_defaults(handler=_train)
 
     report = commands.add_parser(
         "report",
@@ -52,8 +52,17 @@ def build_parser() -> argparse.ArgumentParser:
         description="Rebuilds report.html from the records of a run directory.",
     )
     report.add_argument("run", metavar="RUN", help="run directory, say runs/ppo")
-    report.set_defaults(run=_report)
+    report.set_defaults(handler=_report)
     return parser
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Help with defaults, where there is one to tell."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in ("", []):
+            return action.help
+        return super()._get_help_string(action)
 
 
 def train_parser() -> Any:
@@ -64,15 +73,13 @@ def train_parser() -> Any:
 
     parser = HfArgumentParser(
         PPOConfig,  # type: ignore[arg-type]
+        formatter_class=_Formatter,
         prog="fastppo train",
         usage="fastppo train [--config FILE] [--OPTION VALUE ...]",
         description="PPO on your model, prompts and rewards. Options come from a YAML file, from "
         "flags, or from both; flags win.",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of `option: value` lines")
-    for action in parser._actions:
-        if action.default in ("", []):  # nothing stands in for what a person must give
-            action.default = argparse.SUPPRESS
     return parser
 
 
@@ -100,7 +107,7 @@ def _as_flags(options: dict[str, Any]) -> list[str]:
     flags: list[str] = []
     for name, value in options.items():
         if isinstance(value, list):
-            flags += [f"--{name}", *map(str, value)]
+            flags += [f"--{name}", *map(str, value)] if value else []
         elif value is not None:
             flags.append(f"--{name}={value}")
     return flags
@@ -157,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     _calm_libraries()
     try:
-        options.run(options, rest)
+        options.handler(options, rest)
     except (DataError, RewardError, ValueError, ImportError, OSError) as error:
         if os.environ.get("FASTPPO_DEBUG"):
             raise

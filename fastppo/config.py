@@ -103,7 +103,7 @@ class PPOConfig:
         "k3", "Estimator of the KL in the loss; full is exact and runs the reference in the update"
     )
     gamma: float = _option(1.0, "Discount per token")
-    lam: float = _option(0.95, "λ of GAE")
+    lam: float = _option(0.95, "λ of GAE, per token")
     whiten_advantages: bool = _option(True, "Normalise advantages to mean 0, variance 1")
     bootstrap_truncated: bool = _option(
         False, "Behind a truncated response stands its last value, not 0"

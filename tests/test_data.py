@@ -44,7 +44,7 @@ def test_a_source_that_is_not_there_is_refused(tmp_path) -> None:
     for name in ("absent.jsonl", "absent.parquet"):
         with pytest.raises(DataError, match="no such file"):
             load_rows(str(tmp_path / name))
-    with pytest.raises(DataError, match="neither a .jsonl or .parquet file"):
+    with pytest.raises(DataError, match=r"neither a \.jsonl or \.parquet file"):
         load_rows(str(tmp_path / "absent"))
     DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "splits"))
     with pytest.raises(DataError, match="no split 'test'; it has train"):

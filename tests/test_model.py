@@ -103,7 +103,7 @@ def test_a_model_with_an_unknown_logit_transform_is_refused() -> None:
         return output
 
     causal_lm.forward = shifted
-    with pytest.raises(ValueError, match="LlamaForCausalLM: the lm-head .* differs"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM: the lm-head .* differs"):
         LanguageModel(causal_lm).check_heads()
 
 

@@ -134,7 +134,7 @@ def test_the_self_check_sees_a_sampler_of_another_policy(tmp_path: Path) -> None
 
     trainer = make_trainer(tmp_path)
     trainer.engine = Stale(trainer.engine)
-    with pytest.raises(RuntimeError, match="the sampler's logprobs differ .* by up to 0.5 nats"):
+    with pytest.raises(RuntimeError, match=r"the sampler's logprobs differ .* by up to 0\.5 nats"):
         trainer.train()
 
 

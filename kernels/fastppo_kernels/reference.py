@@ -948,7 +948,12 @@ def shaped_advantages(
     is_last[:-1] = owner[1:] != owner[:-1]
     flat = rewards.reshape(-1).clone()
     flat[index[is_last]] += scores[owner[is_last]]
-    kl = torch.zeros_like(scores).index_add_(0, sequence, token_kl.reshape(-1))
+    if cu_seqlens is None:
+        kl = token_kl.sum(-1)
+    else:
+        # Differences of one running sum, in fp64: an indexed add would be atomic on a GPU.
+        running = torch.nn.functional.pad(token_kl.double().cumsum(0), (1, 0))
+        kl = running[cu_seqlens.long()].diff().to(dtype)
     advantages, returns = gae(
         flat.view(values.shape),
         values,

@@ -1,0 +1,150 @@
+"""The command line: every option with its default, YAML and flags alike, errors in a sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import tiny
+
+from fastppo import cli
+from fastppo.config import PPOConfig, read_yaml
+from fastppo.run_log import read_jsonl
+
+REQUIRED = ("model", "prompts", "rewards")
+
+
+def _help(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*arguments, "--help"])
+    assert stopped.value.code == 0
+    return re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+def test_help_names_every_option_of_train_with_its_default(capsys) -> None:
+    text = _help(capsys, "train")
+    for field in fields(PPOConfig):
+        assert f"--{field.name} " in text, field.name
+        help_text = field.metadata["help"]
+        assert help_text.replace("%", "%%") in text, field.name
+        assert len(help_text) >= 10
+    assert "(default: 1e-05)" in text
+    assert "(default: 0.2)" in text
+    for unit in ("tokens", "nats", "sequences", "reward units", "optimiser steps"):
+        assert unit in text, unit
+
+
+@pytest.mark.parametrize("command", ["demo", "report"])
+def test_each_subcommand_has_help(command: str, capsys) -> None:
+    assert f"fastppo {command}" in _help(capsys, command)
+
+
+def test_the_top_level_help_names_the_subcommands(capsys) -> None:
+    text = _help(capsys)
+    for command in ("demo", "train", "report"):
+        assert command in text
+
+
+def test_flags_and_yaml_mean_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: m\nprompts: p.jsonl\nrewards: [a.py:f, rm]\nreward_weights: [1, -0.5]\n"
+        "learning_rate: 1e-6\nkl_coef: 0\nwhiten_advantages: false\nclip_ratio_high: 0.28\n"
+    )
+    from_file = cli.parse_train(["--config", str(file)])
+    given = "--model=m --prompts=p.jsonl --rewards a.py:f rm --reward_weights 1 -0.5 "
+    given += "--learning_rate=1e-6 --kl_coef=0 --whiten_advantages=false --clip_ratio_high=0.28"
+    flags = given.split()
+    assert from_file == cli.parse_train(flags)
+    assert from_file.learning_rate == 1e-6
+    assert from_file.reward_weights == [1.0, -0.5]
+    assert from_file.whiten_advantages is False
+
+
+def test_a_flag_wins_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\nprompts: p\nrewards: [r]\nseed: 3\n")
+    assert cli.parse_train(["--config", str(file), "--seed", "5"]).seed == 5
+
+
+def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
+    config = PPOConfig(model="m", prompts="p", rewards=["a:b"], clip_ratio_high=0.3)
+    config.save(tmp_path / "config.yaml")
+    assert PPOConfig(**read_yaml(tmp_path / "config.yaml")) == config
+    assert cli.parse_train(["--config", str(tmp_path / "config.yaml")]) == config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train"], "--model is missing"),
+        (["train", "--model", "m", "--prompts", "p"], "--rewards is missing"),
+        (["train", "--learning_rate", "fast"], "invalid float value: 'fast'"),
+        (["train", "--kl_estimator", "k9"], "invalid choice: 'k9'"),
+        (["demo", "--speed", "9"], "unrecognized arguments: --speed 9"),
+    ],
+)
+def test_a_wrong_flag_is_refused(arguments: list[str], says: str, capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("learning_rat: 1", "no option 'learning_rat'; did you mean learning_rate?"),
+        ("- a\n- b", "want `option: value` lines, got list"),
+        ("model: m\nprompts: p\nrewards: [r]\ngamma: 1.5", "gamma must be in [0, 1], got 1.5"),
+        (
+            "model: m\nprompts: p\nrewards: [r]\nrollout_batch_size: 10\nminibatches: 4",
+            "rollout_batch_size must be a multiple of minibatches, got 10 and 4",
+        ),
+    ],
+)
+def test_a_wrong_config_is_refused_in_a_sentence(content, says, tmp_path: Path, capsys) -> None:
+    (tmp_path / "run.yaml").write_text(content)
+    assert cli.main(["train", "--config", str(tmp_path / "run.yaml")]) == 1
+    message = capsys.readouterr().err
+    assert says in message
+    assert "Traceback" not in message
+
+
+def test_a_malformed_line_of_the_prompts_is_named(tmp_path: Path, capsys) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "w1"}\n{"prompt": \n')
+    flags = ["--model", tiny.saved_model(tmp_path / "sft"), "--prompts", str(tmp_path / "p.jsonl")]
+    flags += ["--rewards", "tiny:count_w7", "--max_new_tokens", "8"]
+    assert cli.main(["train", *flags]) == 1
+    assert "p.jsonl, line 2: not valid JSON" in capsys.readouterr().err
+
+
+def test_train_and_report_from_the_command_line(tmp_path: Path, capsys) -> None:
+    """Flags alone: a model directory, prompts of a file, a function of a file with a column."""
+    (tmp_path / "reward.py").write_text(
+        "def wanted_word(prompts, completions, wanted):\n"
+        "    return [c.split().count(w) for c, w in zip(completions, wanted)]\n"
+    )
+    rows = "".join(json.dumps(row) + "\n" for row in tiny.PROMPTS)
+    (tmp_path / "prompts.jsonl").write_text(rows)
+    options = tiny.options(tmp_path, model=tiny.saved_model(tmp_path / "sft"))
+    options["prompts"] = tmp_path / "prompts.jsonl"
+    options["rewards"] = f"{tmp_path / 'reward.py'}:wanted_word"
+    flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    assert cli.main(["train", *flags]) == 0
+    records = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert records[0]["rewards"].keys() == {"wanted_word"}
+
+    (tmp_path / "run" / "report.html").unlink()
+    capsys.readouterr()
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "run" / "report.html")
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_report_of_nothing_is_refused(tmp_path: Path, capsys) -> None:
+    assert cli.main(["report", str(tmp_path)]) == 1
+    assert "no metrics there; is it a run directory?" in capsys.readouterr().err
