@@ -167,16 +167,17 @@ def _locate(
 
 @triton.jit
 def _discounts(sequence, gammas_ptr, lams_ptr, gamma, lam):
-    """(γ, λ) of a sequence: its own, or the batch's."""
+    """(γ in fp64, γλ, γ(1−λ)) of a sequence; the products are rounded to fp32 once."""
     if gammas_ptr is not None:
-        discount = tl.load(gammas_ptr + sequence).to(tl.float32)
+        discount = tl.load(gammas_ptr + sequence).to(tl.float64)
     else:
-        discount = tl.full((), gamma, tl.float32)
+        discount = tl.full((), gamma, tl.float64)
     if lams_ptr is not None:
-        smoothing = tl.load(lams_ptr + sequence).to(tl.float32)
+        smoothing = tl.load(lams_ptr + sequence).to(tl.float64)
     else:
-        smoothing = tl.full((), lam, tl.float32)
-    return discount, smoothing
+        smoothing = tl.full((), lam, tl.float64)
+    decay = discount * smoothing
+    return discount, decay.to(tl.float32), (discount * (1.0 - smoothing)).to(tl.float32)
 
 
 @triton.jit
@@ -215,17 +216,19 @@ def _load_block(
 
 
 @triton.jit
-def _scan_block(valid, value, reward, discount, smoothing):
+def _scan_block(valid, value, reward, decay, weight):
     """Maps composed from the block's last token down to each lane's; lanes run backwards in time.
+
+    A token's map is (γλ, γλ·r + γ(1−λ)·V): `decay` is γλ and `weight` γ(1−λ).
 
     A forward scan over lanes that hold descending tokens, not `reverse=True`: that one turns the
     lanes round by shuffles before and after the scan. And a descending address keeps the lowering
     from packing neighbours into one thread where the alignment allows it, which would change the
     order of the sums between a padded batch and a packed one.
     """
-    decay = tl.where(valid, discount * smoothing, 1.0)
-    drive = discount * tl.fma(reward, smoothing + tl.zeros_like(reward), (1.0 - smoothing) * value)
-    return tl.associative_scan((decay, tl.where(valid, drive, 0.0)), 0, _compose)
+    a = tl.where(valid, decay, 1.0)
+    b = tl.fma(reward, tl.zeros_like(reward) + decay, weight * value)  # 0 where r and V are
+    return tl.associative_scan((a, b), 0, _compose)
 
 
 @triton.jit
@@ -280,7 +283,7 @@ def _aggregate_kernel(
     if chunk > 0:
         # Negative in an unused slot: no blocks, and an identity that nothing reads.
         blocks = (tl.minimum(tokens - chunk * CHUNK, CHUNK) + BLOCK - 1) // BLOCK
-        discount, smoothing = _discounts(sequence, gammas_ptr, lams_ptr, gamma, lam)
+        _discount, decay, weight = _discounts(sequence, gammas_ptr, lams_ptr, gamma, lam)
         lane = tl.arange(0, BLOCK)
         a = tl.full((), 1.0, tl.float64)
         b = tl.full((), 0.0, tl.float64)
@@ -298,7 +301,7 @@ def _aggregate_kernel(
                 tl.full((), kl_coef, tl.float32),
                 KL_ESTIMATOR,
             )
-            lane_a, lane_b = _scan_block(valid, value, reward, discount, smoothing)
+            lane_a, lane_b = _scan_block(valid, value, reward, decay, weight)
             a_block, b_block = _whole_block(lane_a, lane_b, lane, BLOCK)
             a, b = _compose(a, b, a_block, b_block)
         tl.store(maps_ptr + slot.to(tl.int64) * 2, a)
@@ -339,12 +342,12 @@ def _apply_kernel(
     sequence, chunk, start, tokens = _locate(
         slot, cu_seqlens_ptr, total, batch, length, row_chunks, search_steps, CHUNK
     )
-    discount, smoothing = _discounts(sequence, gammas_ptr, lams_ptr, gamma, lam)
+    discount, decay, weight = _discounts(sequence, gammas_ptr, lams_ptr, gamma, lam)
 
     # U behind the sequence, then behind this chunk.
     u = tl.full((), 0.0, tl.float64)
     if bootstrap_ptr is not None:
-        u = discount.to(tl.float64) * tl.load(bootstrap_ptr + sequence).to(tl.float64)
+        u = discount * tl.load(bootstrap_ptr + sequence).to(tl.float64)
     if scores_ptr is not None:
         score = tl.load(scores_ptr + sequence).to(tl.float64)
         # Comparisons, where minimum and maximum would turn a NaN into a number.
@@ -379,7 +382,7 @@ def _apply_kernel(
             tl.full((), kl_coef, tl.float32),
             KL_ESTIMATOR,
         )
-        a, b = _scan_block(valid, value, reward, discount, smoothing)
+        a, b = _scan_block(valid, value, reward, decay, weight)
         # The map of the tokens behind a lane's own is the lane before's.
         a_next = tl.where(lane == 0, 1.0, tl.gather(a, previous_lane, 0))
         b_next = tl.where(lane == 0, 0.0, tl.gather(b, previous_lane, 0))
