@@ -74,6 +74,10 @@ CHUNK_BLOCKS = 16
 NUM_WARPS = 4
 """With 512 tokens in a block, 4 tokens per thread: registers for four programs on an SM."""
 
+MAX_REGISTERS = 128
+"""Still four programs on an SM. Without a limit some versions of ptxas aim for fewer registers and
+spill one or two to get there."""
+
 _ENABLE_FP_FUSION = False
 """Where a multiply and an add become one is written in the kernels. Left to the compiler, it could
 be chosen one way for packed rows and another for padded ones."""
@@ -641,6 +645,7 @@ def _scan(
             returns_ptr=returns,
             sums_ptr=chunk_sums,
             COLUMNS=min(BLOCK, 32 * NUM_WARPS),
+            maxnreg=MAX_REGISTERS,
         )
         if chunk_sums is None or one_slot:
             return advantages, returns, chunk_sums
