@@ -643,7 +643,7 @@ def test_the_same_bits_every_run() -> None:
 
 
 def test_vectorised_reference_is_ten_times_faster_than_the_loop() -> None:
-    """At B = 64, T = 4096, without a gap: measured at 15 on one idle core.
+    """At B = 64, T = 4096, without a gap: measured at 25 on one idle core.
 
     Processor time on one thread, the two in turns, and the fastest run of each: what else the
     machine does can only slow a run down. More rounds are taken while the ratio falls short, so
@@ -669,7 +669,7 @@ def test_vectorised_reference_is_ten_times_faster_than_the_loop() -> None:
                 break
     finally:
         torch.set_num_threads(threads)
-    assert min(slow) >= 10 * min(fast)
+    assert min(slow) >= 10 * min(fast), (min(slow), min(fast))
 
 
 # ------------------------------------------------------------------------------ what needs a device

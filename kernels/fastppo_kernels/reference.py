@@ -796,11 +796,14 @@ def _reverse_scan(decay: Tensor, x: Tensor) -> Tensor:
         for t in reversed(range(n - 1)):
             y[t] += decay[t] * y[t + 1]
         return y
-    blocks = -(-n // SCAN_BLOCK) | 1  # odd: rows a power of two apart would share cache sets
-    padding = (0, blocks * SCAN_BLOCK - n)
+    # At least one column of padding, and odd: rows a power of two apart would share cache sets.
+    blocks = (n // SCAN_BLOCK + 1) | 1
     # [SCAN_BLOCK, blocks]: a step of the scan is one contiguous row.
-    a = torch.nn.functional.pad(decay, padding).view(blocks, SCAN_BLOCK).T.contiguous()
-    y = torch.nn.functional.pad(x, padding).view(blocks, SCAN_BLOCK).T.contiguous()
+    a, y = x.new_zeros((2, SCAN_BLOCK, blocks))
+    full = n // SCAN_BLOCK
+    for columns, flat in ((a.T, decay), (y.T, x)):
+        columns[:full] = flat[: full * SCAN_BLOCK].view(full, SCAN_BLOCK)
+        columns[full, : n - full * SCAN_BLOCK] = flat[full * SCAN_BLOCK :]
     for t in reversed(range(SCAN_BLOCK - 1)):
         y[t].addcmul_(a[t], y[t + 1])
         a[t].mul_(a[t + 1])
