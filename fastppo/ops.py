@@ -13,7 +13,9 @@ from logits and from hidden states alike.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -64,12 +66,32 @@ def _schema(text: str) -> str:
     return " ".join(text.split())
 
 
-def choose_backend(backend: str, x: Tensor) -> str:
-    """The backend, "torch" or "triton", that runs on the device of `x`."""
+def choose_backend(backend: str, x: Tensor, *, has_kernel: bool = False) -> str:
+    """The backend, "torch" or "triton", that runs an operation on `x`.
+
+    Args:
+        has_kernel: whether there is a Triton kernel for the operation.
+
+    Raises:
+        ValueError: "triton" where it cannot run: no kernel, fp64, or a CPU without the interpreter.
+    """
     validation.choice("backend", backend, BACKENDS)
+    if backend == "auto":
+        runs = has_kernel and x.is_cuda and x.dtype != torch.float64
+        return "triton" if runs and importlib.util.find_spec("triton") else "torch"
     if backend == "triton":
-        raise ValueError("backend='triton': no Triton kernel for this operation; use 'auto'")
-    return "torch"
+        if not has_kernel:
+            raise ValueError("backend='triton': no Triton kernel for this operation; use 'auto'")
+        if x.dtype == torch.float64:
+            raise ValueError(
+                "backend='triton' computes in fp32, got float64; use 'auto' or 'torch'"
+            )
+        if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(
+                f"backend='triton' needs CUDA tensors, got {x.device}; for Triton's (slow) "
+                "interpreter set TRITON_INTERPRET=1 before the first import of triton"
+            )
+    return backend
 
 
 def _check_tokens(tokens: Tensor, vocab: int, weights: Tensor | None = None) -> None:
@@ -590,6 +612,15 @@ class LinearTokenStats(torch.autograd.Function):
 # -------------------------------------------------------------------------------------- advantages
 
 
+def _advantage_kernels(backend: str) -> ModuleType:
+    """gae, shaped_advantages and whiten of a backend; Triton is imported only where it is used."""
+    if backend == "torch":
+        return reference
+    from fastppo_kernels import advantages
+
+    return advantages
+
+
 @custom_op(
     "fastppo::gae",
     mutates_args=(),
@@ -610,7 +641,7 @@ def gae_op(
     lam: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    return reference.gae(
+    return _advantage_kernels(backend).gae(
         rewards,
         values,
         mask,
@@ -657,7 +688,7 @@ def shaped_advantages_op(
 ) -> list[Tensor]:
     """[advantages, returns, kl [B], moments [3]], not yet whitened."""
     return list(
-        reference.shaped_advantages(
+        _advantage_kernels(backend).shaped_advantages(
             scores,
             values,
             logprobs,
@@ -696,7 +727,7 @@ def _(scores: Tensor, values: Tensor, *args: Any, **options: Any) -> list[Tensor
 def whiten_op(
     x: Tensor, mask: Tensor | None, moments: Tensor | None, *, shift_mean: bool, backend: str
 ) -> Tensor:
-    return reference.whiten(x, mask, shift_mean=shift_mean, moments=moments)
+    return _advantage_kernels(backend).whiten(x, mask, shift_mean=shift_mean, moments=moments)
 
 
 @whiten_op.register_fake

@@ -797,11 +797,14 @@ def _reverse_scan(decay: Tensor, x: Tensor) -> Tensor:
         for t in reversed(range(n - 1)):
             y[t] += decay[t] * y[t + 1]
         return y
-    blocks = -(-n // SCAN_BLOCK)
-    padding = (0, blocks * SCAN_BLOCK - n)
+    # At least one column of padding, and odd: rows a power of two apart would share cache sets.
+    blocks = (n // SCAN_BLOCK + 1) | 1
     # [SCAN_BLOCK, blocks]: a step of the scan is one contiguous row.
-    a = torch.nn.functional.pad(decay, padding).view(blocks, SCAN_BLOCK).T.contiguous()
-    y = torch.nn.functional.pad(x, padding).view(blocks, SCAN_BLOCK).T.contiguous()
+    a, y = x.new_zeros((2, SCAN_BLOCK, blocks))
+    full = n // SCAN_BLOCK
+    for columns, flat in ((a.T, decay), (y.T, x)):
+        columns[:full] = flat[: full * SCAN_BLOCK].view(full, SCAN_BLOCK)
+        columns[full, : n - full * SCAN_BLOCK] = flat[full * SCAN_BLOCK :]
     for t in reversed(range(SCAN_BLOCK - 1)):
         y[t].addcmul_(a[t], y[t + 1])
         a[t].mul_(a[t + 1])
@@ -835,19 +838,19 @@ def gae(
     sequence = sequence_index(values, cu_seqlens)
     valid = torch.ones_like(sequence, dtype=torch.bool) if mask is None else mask.reshape(-1)
     index = valid.nonzero().squeeze(-1)
-    sequence = sequence[index]
-    r, v = (x.reshape(-1)[index].double() for x in (rewards, values))
+    sequence = sequence.index_select(0, index)
+    r, v = (x.reshape(-1).index_select(0, index).double() for x in (rewards, values))
     is_last = torch.ones_like(sequence, dtype=torch.bool)
-    is_last[:-1] = sequence[1:] != sequence[:-1]
-    end_value = 0.0 if bootstrap is None else bootstrap.double()[sequence]
-    next_value = torch.where(is_last, end_value, torch.cat([v[1:], v.new_zeros(1)])[: v.numel()])
+    torch.ne(sequence[1:], sequence[:-1], out=is_last[:-1])
+    next_value = torch.cat([v[1:], v.new_zeros(1)])[: v.numel()]
+    next_value[is_last] = 0.0 if bootstrap is None else bootstrap.double()[sequence[is_last]]
     discount = gamma.double()[sequence] if isinstance(gamma, Tensor) else gamma
     smoothing = lam.double()[sequence] if isinstance(lam, Tensor) else lam
-    decay = torch.where(is_last, 0.0, torch.ones_like(v) * discount * smoothing)
-    found = _reverse_scan(decay, r + discount * next_value - v)
+    decay = torch.ones_like(v).mul_(discount * smoothing).masked_fill_(is_last, 0.0)
+    found = _reverse_scan(decay, next_value.mul_(discount).add_(r).sub_(v))
     advantages, returns = (values.new_zeros(values.numel(), dtype=dtype) for _ in range(2))
-    advantages[index] = found.to(dtype)
-    returns[index] = (found + v).to(dtype)
+    advantages.index_copy_(0, index, found.to(dtype))
+    returns.index_copy_(0, index, found.add_(v).to(dtype))
     return advantages.view(values.shape), returns.view(values.shape)
 
 
