@@ -26,6 +26,7 @@ from torch.library import custom_op
 
 from fastppo import validation
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 BACKENDS = ("auto", "triton", "torch")
 
 
@@ -78,7 +79,7 @@ def choose_backend(backend: str, x: Tensor, *, has_kernel: bool = False) -> str:
     validation.choice("backend", backend, BACKENDS)
     if backend == "auto":
         runs = has_kernel and x.is_cuda and x.dtype != torch.float64
-        return "triton" if runs and importlib.util.find_spec("triton") else "torch"
+        return "triton" if runs and HAS_TRITON else "torch"
     if backend == "triton":
         if not has_kernel:
             raise ValueError("backend='triton': no Triton kernel for this operation; use 'auto'")

@@ -370,3 +370,18 @@ def test_sampled_estimators_average_to_the_exact_kl() -> None:
     assert (kl_control.sampled_kl(p, q, "k3") >= 0).all()
     near = kl_control.sampled_kl(p, p - 1e-6, "k3")
     torch.testing.assert_close(near, torch.full_like(near, 5e-13), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_nan_stays_in_its_sequence(packed: bool) -> None:
+    """It reaches the tokens before it, and no other sequence."""
+    rewards, values = torch.randn(3, 5), torch.randn(3, 5)
+    rewards[1, 2] = float("nan")
+    clean = fastppo.gae(rewards[[0, 2]], values[[0, 2]])[0]
+    if packed:
+        ends = torch.tensor([0, 5, 10, 15])
+        found = fastppo.gae(rewards.flatten(), values.flatten(), cu_seqlens=ends)[0].view(3, 5)
+    else:
+        found = fastppo.gae(rewards, values)[0]
+    assert torch.equal(found[[0, 2]], clean)
+    assert found[1].isnan().tolist() == [True, True, True, False, False]

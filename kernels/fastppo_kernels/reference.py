@@ -847,7 +847,15 @@ def gae(
     discount = gamma.double()[sequence] if isinstance(gamma, Tensor) else gamma
     smoothing = lam.double()[sequence] if isinstance(lam, Tensor) else lam
     decay = torch.ones_like(v).mul_(discount * smoothing).masked_fill_(is_last, 0.0)
-    found = _reverse_scan(decay, next_value.mul_(discount).add_(r).sub_(v))
+    delta = next_value.mul_(discount).add_(r).sub_(v)
+    broken = ~delta.isfinite()
+    if broken.any():
+        # 0·NaN is NaN: the scan would carry it over the end of a sequence into the one before.
+        found = _reverse_scan(decay, delta.masked_fill(broken, 0.0))
+        reached = _reverse_scan((~is_last).double(), broken.double()) > 0
+        found.masked_fill_(reached, math.nan)
+    else:
+        found = _reverse_scan(decay, delta)
     advantages, returns = (values.new_zeros(values.numel(), dtype=dtype) for _ in range(2))
     advantages.index_copy_(0, index, found.to(dtype))
     returns.index_copy_(0, index, found.add_(v).to(dtype))
@@ -951,12 +959,14 @@ def shaped_advantages(
     is_last[:-1] = owner[1:] != owner[:-1]
     flat = rewards.reshape(-1).clone()
     flat[index[is_last]] += scores[owner[is_last]]
+    # Differences of one running sum, in fp64: the same for both layouts, since masked tokens add 0,
+    # and an indexed add would be atomic on a GPU.
+    running = torch.nn.functional.pad(token_kl.double().reshape(-1).cumsum(0), (1, 0))
     if cu_seqlens is None:
-        kl = token_kl.sum(-1)
+        ends = torch.arange(values.shape[0] + 1, device=values.device) * values.shape[1]
     else:
-        # Differences of one running sum, in fp64: an indexed add would be atomic on a GPU.
-        running = torch.nn.functional.pad(token_kl.double().cumsum(0), (1, 0))
-        kl = running[cu_seqlens.long()].diff().to(dtype)
+        ends = cu_seqlens.long()
+    kl = running[ends].diff().to(dtype)
     advantages, returns = gae(
         flat.view(values.shape),
         values,
