@@ -73,7 +73,7 @@ def write_report(run_dir: str | Path) -> Path:
         files("fastppo").joinpath("report.html.jinja").read_text(encoding="utf-8")
     )
     html = template.render(
-        name=run_dir.name,
+        name="/".join(run_dir.resolve().parts[-2:]),
         iterations=len(records),
         summary=summary(records),
         plots=[(panel, svg) for panel in PANELS if (svg := _plot(panel, records)) is not None],
