@@ -12,7 +12,9 @@ fp16 before the scaling would underflow, so `fastppo.losses` takes the statistic
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -63,12 +65,41 @@ def _schema(text: str) -> str:
     return " ".join(text.split())
 
 
-def choose_backend(backend: str, x: Tensor) -> str:
-    """The backend, "torch" or "triton", that runs on the device of `x`."""
+def choose_backend(backend: str, x: Tensor, *, has_kernel: bool = False) -> str:
+    """The backend, "torch" or "triton", that runs an operation on `x`.
+
+    Args:
+        has_kernel: whether there is a Triton kernel for the operation.
+
+    Raises:
+        ValueError: "triton" where it cannot run: no kernel, fp64, or a CPU without the interpreter.
+    """
     validation.choice("backend", backend, BACKENDS)
+    if backend == "auto":
+        runs = has_kernel and x.is_cuda and x.dtype != torch.float64
+        return "triton" if runs and importlib.util.find_spec("triton") else "torch"
     if backend == "triton":
-        raise ValueError("backend='triton': no Triton kernel for this operation; use 'auto'")
-    return "torch"
+        if not has_kernel:
+            raise ValueError("backend='triton': no Triton kernel for this operation; use 'auto'")
+        if x.dtype == torch.float64:
+            raise ValueError(
+                "backend='triton' computes in fp32, got float64; use 'auto' or 'torch'"
+            )
+        if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(
+                f"backend='triton' needs CUDA tensors, got {x.device}; for Triton's (slow) "
+                "interpreter set TRITON_INTERPRET=1 before the first import of triton"
+            )
+    return backend
+
+
+def _kernels(backend: str) -> ModuleType:
+    """The row operations of a backend. Triton is imported where it is used and only there."""
+    if backend == "torch":
+        return reference
+    from fastppo_kernels import row_loss
+
+    return row_loss
 
 
 def _check_tokens(tokens: Tensor, vocab: int, weights: Tensor | None = None) -> None:
@@ -85,11 +116,22 @@ def _own_precision(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def _scaled(grad: Tensor, by: Tensor) -> Tensor:
-    """grad·by. On a CPU in eager mode a factor of exactly 1 costs no pass over memory."""
-    if not torch.compiler.is_compiling() and by.device.type == "cpu" and by.item() == 1.0:
-        return grad
-    return grad * by.to(grad.dtype)
+def _scaled(grad: Tensor, by: Tensor, backend: str = "torch") -> Tensor:
+    """grad·by for a gradient saved in the forward pass and the 0-d gradient of the loss.
+
+    In eager mode a factor of exactly 1 costs no pass over memory: on a CPU its value is looked at,
+    and the Triton kernel looks at it on the device. The saved buffer itself is handed out (and
+    scaled) only where autograd frees it after this call: whoever receives it may add to it in
+    place. Where it is kept for another backward pass (retain_graph=True), it is copied.
+    """
+    if not torch.compiler.is_compiling():
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        if backend == "triton":
+            return _kernels(backend).scale_(grad.clone() if kept else grad, by)
+        if by.device.type == "cpu":
+            return grad if by.item() == 1.0 and not kept else grad * by
+    # Elsewhere a 0-d factor is rounded to the gradient's dtype before the product.
+    return (grad.to(torch.promote_types(grad.dtype, by.dtype)) * by).to(grad.dtype)
 
 
 def _kernel_options(options: dict[str, Any], temperatures: Tensor | None) -> dict[str, Any]:
@@ -116,7 +158,7 @@ def token_stats_op(
 ) -> list[Tensor]:
     _check_tokens(tokens, logits.shape[-1])
     with _own_precision(logits):
-        stats = reference.token_stats(
+        stats = _kernels(options["backend"]).token_stats(
             logits, tokens, ref_logits=ref_logits, **_kernel_options(options, temperatures)
         )
     return list(stats)
@@ -151,7 +193,7 @@ def token_stats_backward_op(
     **options: Any,
 ) -> Tensor:
     with _own_precision(logits):
-        return reference.token_stats_backward(
+        return _kernels(options["backend"]).token_stats_backward(
             grad_logprobs,
             grad_entropy,
             grad_kl,
@@ -223,7 +265,7 @@ def _ppo_rows(
 ) -> reference.PPORows:
     _check_tokens(tokens, logits.shape[-1], weights)
     with _own_precision(logits):
-        return reference.ppo_loss(
+        return _kernels(options["backend"]).ppo_loss(
             logits,
             tokens,
             old_logprobs,
@@ -306,6 +348,7 @@ class PPOLoss(torch.autograd.Function):
         if need_grad:
             # In place, the saved buffer is the caller's own logits: the one copy there is.
             ctx.save_for_backward(grad)
+            ctx.backend = options.backend
         loss = rows[0][0].clone()
         ctx.mark_non_differentiable(*rows)
         return (loss, *rows)
@@ -314,7 +357,7 @@ class PPOLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        return (_scaled(grad, grads[0]), *(None,) * (4 + PER_TOKEN_COUNT))
+        return (_scaled(grad, grads[0], ctx.backend), *(None,) * (4 + PER_TOKEN_COUNT))
 
 
 class TokenLoss(torch.autograd.Function):

@@ -1,0 +1,50 @@
+"""What every test runs under: seeded draws, unwritten memory that shows, Triton anywhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton reads this when a kernel is decorated, so it must stand before the first import of
+    # triton. Without a GPU the kernels run in Triton's interpreter: slow, and the same arithmetic.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`allocate`, with NaN (or the largest integer) in memory that would hold anything."""
+
+    def allocate_and_fill(*args: Any, **kwargs: Any) -> torch.Tensor:
+        x = allocate(*args, **kwargs)
+        if x.device.type == "meta":
+            return x
+        if x.is_floating_point() or x.is_complex():
+            return x.detach().fill_(float("nan")).requires_grad_(x.requires_grad)
+        return x.fill_(True if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
+
+    return allocate_and_fill
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _unwritten_memory_is_nan() -> Iterator[None]:
+    """An output that a kernel forgets to write is NaN, not yesterday's right answer.
+
+    torch can do this by itself, but only with deterministic algorithms switched on, and then a test
+    of determinism would test torch's replacements in place of what users run.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("empty", "empty_like", "empty_strided"):
+            patch.setattr(torch, name, _poisoned(getattr(torch, name)))
+        for name in ("new_empty", "new_empty_strided"):
+            patch.setattr(torch.Tensor, name, _poisoned(getattr(torch.Tensor, name)))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Each test draws the same numbers whether it runs alone, in a suite, or in another order."""
+    torch.manual_seed(0)
