@@ -344,7 +344,8 @@ def _token_gradient(
     inner = g_entropy * (mean_shifted - t)
     if HAS_REF:
         ref_value, _ = _capped(ref_token, logit_scale, softcap)
-        inner += g_kl * (t - _shifted(ref_value, ref_max, scale) - mean_gap)
+        gap = t - _shifted(ref_value, ref_max, scale) - mean_gap
+        inner += tl.where(g_kl != 0, g_kl * gap, 0.0)
     return slope * cap_slope * (g_logprob * p_others + p_token * inner)
 
 
@@ -387,7 +388,8 @@ def _write_gradient(
     """The second sweep, last tile first. `slope_over_total` is (dx/dt)/S; e^t stands in for p."""
     constant = g_entropy * mean_shifted - g_logprob
     if ref_row is not None:
-        constant -= g_kl * mean_gap
+        # An infinite KL that is only reported does not touch the gradient.
+        constant -= tl.where(g_kl != 0, g_kl * mean_gap, 0.0)
     constant *= slope_over_total
     # The sweep's t has base 2: ln 2 goes into its coefficients.
     linear = -g_entropy * LN_2 * slope_over_total
@@ -714,18 +716,24 @@ class Tile(NamedTuple):
 
 
 WARPS_PER_SM = 32
-"""In flight on each multiprocessor, over all its programs: 64 registers a thread."""
+"""Wanted on each multiprocessor, over all its programs."""
 
 VECTOR_BYTES = 16
 """The widest load of a thread; rows that do not start on this boundary are read by the element."""
 
-VECTORS_IN_FLIGHT = 4
-"""Loads that a thread issues before it needs the first: what covers the memory's latency."""
+MAX_REGISTERS = 128
+"""Of a thread: all that 16 warps can have. Left to itself, ptxas aims for two programs in place of
+one on a multiprocessor and spills to get there."""
 
-# (logits per row up to, warps of a program). Long rows: one program per multiprocessor, so that the
-# rows in flight fit in the second-level cache. Short rows: more programs, since each one waits at
-# the end of its row.
-WARPS_BY_VOCAB = ((8192, 4), (math.inf, 16))
+SINGLES_PER_VECTOR = 4
+"""Loads of one element that stand in for a 16-byte load in rows that do not lie on 16 bytes: with
+as many as a vector has elements, their addresses alone would fill the registers."""
+
+# (logits per row up to, warps of a program, loads that a thread issues before it needs the first).
+# Long rows: one or two programs per multiprocessor, so that the rows in flight fit in the
+# second-level cache, with enough loads in flight to cover the memory's latency. Short rows: more
+# programs, since each one waits at the end of its row.
+TILES = ((8192, 4, 2), (math.inf, 16, 4))
 
 CACHE_SHARE = 0.7
 """Of the second-level cache, for rows that wait for their second sweep."""
@@ -734,11 +742,15 @@ SUMS_BLOCK = 2048
 SCALE_TILE = Tile(block_v=4096, num_warps=8)
 
 
-def tile(vocab: int, dtype: torch.dtype, has_ref: bool) -> Tile:
-    """The tile for rows of `vocab` logits; with a reference, a tile each of two rows is held."""
-    num_warps = next(warps for limit, warps in WARPS_BY_VOCAB if vocab <= limit)
-    vectors = VECTORS_IN_FLIGHT // 2 if has_ref else VECTORS_IN_FLIGHT
-    return Tile(32 * num_warps * vectors * (VECTOR_BYTES // dtype.itemsize), num_warps)
+def tile(vocab: int, vector_width: int, is_heavy: bool) -> Tile:
+    """The tile for rows of `vocab` logits.
+
+    `is_heavy`: with a reference, which holds a tile each of two rows, or with a soft-cap, whose
+    temporaries do not fit beside a whole tile in the registers.
+    """
+    num_warps, loads = next(row[1:] for row in TILES if vocab <= row[0])
+    width = SINGLES_PER_VECTOR if vector_width == 1 else vector_width
+    return Tile(32 * num_warps * (loads // 2 if is_heavy else loads) * width, num_warps)
 
 
 @functools.lru_cache
@@ -782,13 +794,13 @@ def _rows(x: Tensor | None) -> _Rows:
     raise ValueError(f"logits must be [N, V] or [B, T, V], got {list(x.shape)}")
 
 
-def _vector_width(vocab: int, rows: tuple[_Rows, ...]) -> int:
+def _vector_width(vocab: int, *rows: _Rows) -> int:
     """Elements of a 16-byte load, or 1 where Triton cannot prove that rows lie on 16 elements."""
     logits = rows[0].tensor
     assert logits is not None
     for row in rows:
         if row.tensor is not None and (
-            row.tensor.data_ptr() % VECTOR_BYTES or row.outer_stride % 16 or row.stride % 16
+            row.tensor.data_ptr() % 16 or row.outer_stride % 16 or row.stride % 16
         ):
             return 1
     return 1 if vocab % 16 else VECTOR_BYTES // logits.element_size()
@@ -866,7 +878,8 @@ def ppo_loss(
     row_sums = logits.new_empty((len(SUMS), n), dtype=torch.float32)
     sums = logits.new_empty(len(SUMS), dtype=torch.float32)
     rows, ref_rows, grad_rows = _rows(logits), _rows(ref_logits), _rows(grad)
-    shape = tile(vocab, logits.dtype, ref_logits is not None)
+    width = _vector_width(vocab, rows, ref_rows, grad_rows)
+    shape = tile(vocab, width, ref_logits is not None or softcap is not None)
     row_bytes = vocab * logits.element_size() * (1 if ref_logits is None else 2)
     scalar, temperatures = _temperatures(temperature)
     with _on(logits.device):
@@ -899,8 +912,9 @@ def ppo_loss(
                 ESTIMATOR=estimator,
                 BLOCK_V=shape.block_v,
                 LANES=32 * shape.num_warps,
-                VEC=_vector_width(vocab, (rows, ref_rows, grad_rows)),
+                VEC=width,
                 num_warps=shape.num_warps,
+                maxnreg=MAX_REGISTERS,
                 enable_fp_fusion=True,
             )
         _add_sums_kernel[(len(SUMS),)](
@@ -924,7 +938,8 @@ def token_stats(
     logprobs, entropy, kl = (logits.new_empty(n, dtype=torch.float32) for _ in range(3))
     normalizer, ref_normalizer = (logits.new_empty((n, 2), dtype=torch.float32) for _ in range(2))
     rows, ref_rows = _rows(logits), _rows(ref_logits)
-    shape = tile(vocab, logits.dtype, ref_logits is not None)
+    width = _vector_width(vocab, rows, ref_rows)
+    shape = tile(vocab, width, ref_logits is not None or softcap is not None)
     row_bytes = vocab * logits.element_size() * (1 if ref_logits is None else 2)
     scalar, temperatures = _temperatures(temperature)
     if n > 0:
@@ -946,8 +961,9 @@ def token_stats(
                 softcap,
                 BLOCK_V=shape.block_v,
                 LANES=32 * shape.num_warps,
-                VEC=_vector_width(vocab, (rows, ref_rows)),
+                VEC=width,
                 num_warps=shape.num_warps,
+                maxnreg=MAX_REGISTERS,
                 enable_fp_fusion=True,
             )
     return TokenStats(logprobs, entropy, kl, normalizer, ref_normalizer)
@@ -972,7 +988,9 @@ def token_stats_backward(
     if grad_kl is None:
         ref_logits = None
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    shape = tile(vocab, logits.dtype, ref_logits is not None)
+    rows, ref_rows = _rows(logits), _rows(ref_logits)
+    width = _vector_width(vocab, rows, ref_rows)
+    shape = tile(vocab, width, ref_logits is not None or softcap is not None)
     row_bytes = vocab * logits.element_size() * (1 if ref_logits is None else 2)
     scalar, temperatures = _temperatures(temperature)
     if n > 0:
@@ -980,8 +998,8 @@ def token_stats_backward(
             _token_stats_backward_kernel[
                 (_program_count(logits.device, n, row_bytes, shape.num_warps),)
             ](
-                *_rows(logits),
-                *_rows(ref_logits),
+                *rows,
+                *ref_rows,
                 grad,
                 _dense(grad_logprobs),
                 _dense(grad_entropy),
@@ -996,6 +1014,7 @@ def token_stats_backward(
                 softcap,
                 BLOCK_V=shape.block_v,
                 num_warps=shape.num_warps,
+                maxnreg=MAX_REGISTERS,
                 enable_fp_fusion=True,
             )
     return grad
