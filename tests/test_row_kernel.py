@@ -36,27 +36,31 @@ from __future__ import annotations
 import ast
 import inspect
 import mmap
+import os
+import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fastppo
 import pytest
 import torch
-from fastppo import ops
 from fastppo_kernels import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import fastppo
+from fastppo import ops
+
 row_loss = pytest.importorskip("fastppo_kernels.row_loss", reason="Triton is not installed")
 
 pytestmark = [
-    # The differences to the start of the running maximum overflow to −inf, and are clamped there.
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning:triton"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning:triton"),
+    # NumPy announces what the kernel means to happen: differences to the start of the running
+    # maximum overflow to −inf and are clamped there, and broken rows are NaN.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+    pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
 ]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -347,9 +351,31 @@ PATHS: dict[str, Callable[[], None]] = {
 }
 
 
+TAKEN: dict[str, set[int]] = {}
+"""Lines of the kernels' file that each path has run."""
+
+
+def take(name: str) -> None:
+    taken = TAKEN.setdefault(name, set())
+
+    def local(frame: types.FrameType, event: str, _: Any) -> Any:
+        taken.add(frame.f_lineno)
+        return local
+
+    def trace(frame: types.FrameType, event: str, _: Any) -> Any:
+        return local if frame.f_code.co_filename == row_loss.__file__ else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        PATHS[name]()
+    finally:
+        sys.settrace(before)
+
+
 @pytest.mark.parametrize("name", PATHS)
 def test_path(name: str) -> None:
-    PATHS[name]()
+    take(name)
 
 
 def _jit_lines() -> set[int]:
@@ -371,22 +397,451 @@ def _jit_lines() -> set[int]:
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="compiled kernels cannot be traced by line")
 def test_every_line_is_taken() -> None:
-    taken: set[int] = set()
-
-    def local(frame: types.FrameType, event: str, _: Any) -> Any:
-        taken.add(frame.f_lineno)
-        return local
-
-    def trace(frame: types.FrameType, event: str, _: Any) -> Any:
-        return local if frame.f_code.co_filename == row_loss.__file__ else None
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        for call in PATHS.values():
-            call()
-    finally:
-        sys.settrace(before)
+    for name in PATHS.keys() - TAKEN.keys():  # none, when the whole file runs
+        take(name)
     lines = inspect.getsource(row_loss).splitlines()
-    missed = sorted(_jit_lines() - taken)
+    missed = sorted(_jit_lines() - set().union(*TAKEN.values()))
     assert not missed, "no case takes " + "; ".join(f"{i}: {lines[i - 1].strip()}" for i in missed)
+
+
+# ----------------------------------------------------------------------------------------- shapes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_vocabularies(vocab: int, dtype: torch.dtype) -> None:
+    """Padded columns entered the logsumexp where V was no multiple of the block (verl 2656)."""
+    arguments = draw(2, vocab, dtype)
+    arguments["tokens"] = torch.tensor([0, vocab - 1])
+    logprobs = reference.token_stats(arguments["logits"].double(), arguments["tokens"]).logprobs
+    arguments["old_logprobs"] = logprobs.float() + torch.tensor([0.1, -0.1])
+    check_loss(arguments)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7])
+def test_row_counts(n: int) -> None:
+    arguments = draw(n, 507)
+    check_loss(arguments)
+    check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(n, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtypes(dtype: torch.dtype) -> None:
+    """fp16 goes through the statistics in `ppo_loss`, and through the kernel without a gradient."""
+    arguments = draw(3, 507, dtype)
+    check_loss(arguments, need_grad=dtype != torch.float16)
+    check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(3, 2))
+
+
+def test_grid_stays_small() -> None:
+    """One program per row would exceed a grid dimension of 65535 (Liger 1294)."""
+    device = torch.device("cpu") if DEVICE == "cpu" else torch.device("cuda", 0)
+    count = row_loss._program_count(device, 2**24, 1000, 4)
+    multiprocessors, _ = row_loss._device_limits(device)
+    assert 0 < count <= 16 * multiprocessors
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="test_row_kernel_gpu.py does this with real memory")
+def test_offsets_do_not_overflow_int32() -> None:
+    """int32 offsets wrapped at N·V > 2³¹ (fla 1082): rows 2³⁰ elements apart."""
+    apart, n, vocab = 2**30, 4, 40
+    # Anonymous memory that is never touched is never there.
+    memory = mmap.mmap(-1, 2 * ((n - 1) * apart + vocab), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flat = torch.frombuffer(memory, dtype=torch.bfloat16)
+    far = flat.as_strided((n, vocab), (apart, 1))
+    arguments = draw(n, vocab, torch.bfloat16)
+    near = row_loss.ppo_loss(**arguments)
+    far.copy_(arguments["logits"])
+    got = row_loss.ppo_loss(**arguments | {"logits": far}, inplace=True)
+    assert near.grad is not None
+    assert torch.equal(got.logprobs, near.logprobs)
+    assert torch.equal(far, near.grad)
+
+
+# --------------------------------------------------------------------------------------- the rows
+
+
+@pytest.mark.parametrize("offset", [-1000.0, -110.0, 88.0, 1000.0])
+def test_offset_rows(offset: float) -> None:
+    """The running maximum started at 0 and rows far below it gave −inf (verl, SkyRL 2141)."""
+    arguments = draw(3, 2064)
+    arguments["logits"] += offset
+    check_loss(arguments, entropy_coef=0.1, temperature=0.7)
+    check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(3, 2))
+
+
+def test_an_offset_changes_no_bit() -> None:
+    arguments = draw(3, 507, torch.bfloat16)
+    arguments["logits"] = arguments["logits"].float()
+    shifted = arguments | {"logits": arguments["logits"] + 1024.0}
+    exact = (shifted["logits"] - 1024.0) == arguments["logits"]
+    arguments["logits"] = torch.where(exact, arguments["logits"], 0.0)
+    shifted["logits"] = arguments["logits"] + 1024.0
+    here = row_loss.ppo_loss(**on_device(arguments), entropy_coef=0.1)
+    there = row_loss.ppo_loss(**on_device(shifted), entropy_coef=0.1)
+    assert torch.equal(here.sums, there.sums)
+    assert torch.equal(here.grad, there.grad)
+
+
+@pytest.mark.parametrize("fill", [-torch.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_masked_vocabulary(fill: float, softcap: float | None) -> None:
+    """−inf logits gave a NaN entropy (TRL, verl)."""
+    arguments = draw(4, 2064)
+    arguments["logits"][0, 1:] = fill  # one column is left, and it is the token
+    arguments["tokens"][0] = 0
+    arguments["logits"][1, ::2] = fill
+    arguments["tokens"][1] = 7
+    arguments["logits"][2, :1500] = fill
+    arguments["tokens"][2] = 2000
+    got = check_loss(arguments, entropy_coef=0.1, softcap=softcap)
+    assert got.grad is not None
+    assert got.grad.isfinite().all()
+    check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(4, 2), softcap=softcap)
+
+
+def test_a_token_that_is_masked_out() -> None:
+    """Its logprob is that of the definition, −1e30: finite, and beyond any clip."""
+    arguments = draw(2, 507)
+    arguments["logits"][0, arguments["tokens"][0]] = -torch.inf
+    got = row_loss.ppo_loss(**on_device(arguments))
+    want = reference.ppo_loss(**arguments)
+    torch.testing.assert_close(got.logprobs.cpu(), want.logprobs)
+    torch.testing.assert_close(got.grad.cpu(), want.grad)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_broken_row_shows(bad: float) -> None:
+    """NaN or +inf in one logit makes its row NaN, loss and gradient, clipped or not; no other."""
+    arguments = draw(3, 507)
+    arguments["logits"][1, 100] = bad
+    arguments["tokens"][1] = 3
+    got = row_loss.ppo_loss(**on_device(arguments))
+    assert got.logprobs.isnan().tolist() == [False, True, False]
+    assert got.grad is not None
+    assert got.grad.isnan().any(-1).tolist() == [False, True, False]
+    assert got.sums[0].isnan()
+
+
+def test_rows_of_minus_infinity_are_nan() -> None:
+    arguments = draw(2, 507)
+    arguments["logits"][0] = -torch.inf
+    got = row_loss.ppo_loss(**on_device(arguments))
+    assert got.logprobs.isnan().tolist() == [True, False]
+
+
+def test_a_token_outside_the_vocabulary_reads_nothing() -> None:
+    """Where checking it would mean waiting for the GPU, it is NaN and no stray read."""
+    arguments = draw(3, 507)
+    arguments["tokens"][:2] = torch.tensor([-100, 507])
+    got = row_loss.ppo_loss(**on_device(arguments))
+    assert got.logprobs.isnan().tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("gap", [5.0, 12.0, 20.0])
+@pytest.mark.parametrize("at_peak", [True, False])
+def test_peaked_rows(gap: float, at_peak: bool) -> None:
+    """1 − p and log p + entropy keep their digits however close p comes to 1.
+
+    Up to 20 nats: at 30 the definition in fp64 has lost five digits of its 1 − p_y, too.
+    """
+    arguments = draw(3, 2064, spread=0.5)
+    arguments["logits"][:, 1200] = arguments["logits"].amax(-1) + gap
+    if at_peak:
+        arguments["tokens"][:] = 1200
+    check_loss(arguments | {"old_logprobs": torch.full((3,), -0.1)}, entropy_coef=0.1)
+    only_entropy = (torch.zeros(3), torch.ones(3), None)
+    check_stats(arguments["logits"], arguments["tokens"], upstream=only_entropy)
+    only_logprob = (torch.ones(3), None, None)
+    check_stats(arguments["logits"], arguments["tokens"], upstream=only_logprob)
+
+
+def test_identical_reference_has_no_kl() -> None:
+    """Within fp32's rounding of log S: the policy's sum takes the token last."""
+    arguments = draw(3, 2064)
+    arguments["advantages"][:] = 0.0
+    ref = arguments["logits"].to(DEVICE)
+    got = row_loss.ppo_loss(**on_device(arguments), kl_estimator="full", ref_logits=ref, kl_coef=1)
+    assert got.grad is not None
+    assert got.kl.abs().max() < 5e-7
+    assert got.grad.abs().max() < 5e-7
+
+
+def test_the_same_rows_give_the_same_bits() -> None:
+    """Whatever program a row falls to, and however the rows are split."""
+    arguments = on_device(draw(7, 507))
+    whole = row_loss.ppo_loss(**arguments)
+    again = row_loss.ppo_loss(**arguments)
+    assert torch.equal(whole.sums, again.sums)
+    assert torch.equal(whole.grad, again.grad)
+    part = {k: v[3:] for k, v in arguments.items()}
+    assert torch.equal(row_loss.ppo_loss(**part).grad, whole.grad[3:])
+
+
+# ------------------------------------------------------------------------------------ combinations
+
+
+@st.composite
+def combinations(draw_: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    n = draw_(st.integers(1, 4))
+    vocab = draw_(st.sampled_from([1, 2, 3, 64, 507, 1000, 2048]))
+    dtype = draw_(st.sampled_from([torch.float32, torch.bfloat16]))
+    seed = draw_(st.integers(0, 2**16))
+    arguments = draw(n, vocab, dtype, seed=seed)
+    g = torch.Generator().manual_seed(seed + 1)
+    if draw_(st.booleans()):
+        arguments["weights"][torch.rand(n, generator=g) < 0.4] = 0.0
+    softcap = draw_(st.sampled_from([None, None, 10.0]))
+    # Not both: far beyond its cap, the definition's slope 1 − tanh² is 0 even in fp64.
+    offset = draw_(st.sampled_from([0.0, 0.0, -100.0, 1000.0])) if softcap is None else 0.0
+    arguments["logits"] = (arguments["logits"].float() + offset).to(dtype)
+    options: dict[str, Any] = {
+        "clip_low": draw_(st.sampled_from([0.0, 0.2, float("inf")])),
+        "clip_high": draw_(st.sampled_from([0.0, 0.28, float("inf")])),
+        "dual_clip": draw_(st.sampled_from([None, 3.0])),
+        "kl_coef": draw_(st.sampled_from([0.0, 0.1])),
+        "kl_estimator": draw_(st.sampled_from(["k1", "k2", "k3", "full"])),
+        "entropy_coef": draw_(st.sampled_from([0.0, 0.01, -0.5])),
+        "logit_scale": draw_(st.sampled_from([1.0, 0.25])),
+        "softcap": softcap,
+        "temperature": draw_(st.sampled_from([1.0, 0.3, 2.0, "per token"])),
+        "need_grad": draw_(st.sampled_from([True, True, False])),
+        "inplace": draw_(st.booleans()),
+    }
+    if options["temperature"] == "per token":
+        options["temperature"] = torch.rand(n, generator=g) * 1.7 + 0.3
+    if draw_(st.booleans()):
+        options["importance_weights"] = torch.rand(n, generator=g) * 2
+    softmax = {k: options[k] for k in ("temperature", "logit_scale", "softcap")}
+    # Behaviour and reference near the policy that these options make.
+    stats = reference.token_stats(
+        arguments["logits"].double(),
+        arguments["tokens"],
+        **{k: wide(v) for k, v in softmax.items()},
+    )
+    noise = torch.randn(2, n, generator=g)
+    arguments["old_logprobs"] = (stats.logprobs + 0.3 * noise[0]).float()
+    if draw_(st.booleans()) or (options["kl_coef"] and options["kl_estimator"] != "full"):
+        options["ref_logprobs"] = (stats.logprobs + noise[1]).float()
+    if options["kl_estimator"] == "full":
+        options["ref_logits"] = arguments["logits"].float() + torch.randn(n, vocab, generator=g)
+    return arguments, options
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(combinations())
+def test_combinations(combination: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    arguments, options = combination
+    kept = arguments["logits"].clone()
+    check_loss(arguments | {"logits": kept}, **options)
+
+
+# ---------------------------------------------------------------------------------------- autograd
+
+
+def _public(logits: Tensor, **options: Any) -> fastppo.PPOLoss:
+    shape = logits.shape[:-1]
+    n, vocab = shape.numel(), logits.shape[-1]
+    tokens = (torch.arange(n, device=logits.device) * 7 % vocab).view(shape)
+    advantages = torch.linspace(-1, 1, n, device=logits.device).view(shape)
+    old = torch.full(shape, -3.0, device=logits.device)
+    return fastppo.ppo_loss(
+        logits, tokens, old, advantages, **{"backend": "triton", "clip_ratio": 0.5} | options
+    )
+
+
+def _leaf(dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (2, 3, 37)) -> Tensor:
+    g = torch.Generator().manual_seed(3)
+    return torch.randn(shape, generator=g).to(DEVICE, dtype).requires_grad_()
+
+
+def _gradient(logits: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    return torch.autograd.grad(loss(logits), logits)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_public_loss_agrees_with_the_definition(dtype: torch.dtype) -> None:
+    options = {"entropy_coef": 0.1, "ref_logprobs": torch.full((2, 3), -3.5, device=DEVICE)}
+    x = _leaf(dtype)
+    got, want = _public(x, kl_coef=0.1, **options), _public(
+        x.double(), kl_coef=0.1, backend="torch", **{k: wide(v) for k, v in options.items()}
+    )  # fmt: skip
+    assert_statistic(got.loss, want.loss, "loss")
+    assert got.metrics.keys() == want.metrics.keys()
+    for name, value in got.metrics.items():
+        assert_statistic(value, want.metrics[name], name)
+    exact = torch.autograd.grad(want.loss, x)[0] if dtype == torch.float32 else None
+    gradient = torch.autograd.grad(got.loss, x)[0]
+    if exact is not None:
+        assert_gradient(gradient.view(6, 37), exact.view(6, 37))
+    assert gradient.dtype == dtype
+
+
+def test_logits_used_twice() -> None:
+    x, tokens = _leaf(), torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
+
+    def loss(x: Tensor) -> Tensor:
+        return _public(x).loss
+
+    def logprobs(x: Tensor) -> Tensor:
+        return fastppo.token_logprobs(x, tokens, backend="triton").sum()
+
+    one, other = _gradient(x, loss), _gradient(x, logprobs)
+    torch.testing.assert_close(_gradient(x, lambda x: loss(x) + logprobs(x)), one + other)
+    torch.testing.assert_close(_gradient(x, lambda x: loss(x) + loss(x)), 2 * one)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_retained_graph(backend: str, factor: float) -> None:
+    """A leaf took the saved gradient for its own and added to it: three backwards made four."""
+    x = _leaf()
+    want = 3 * factor * _gradient(x, lambda x: _public(x, backend=backend).loss)
+    loss = _public(x, backend=backend).loss * factor
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    loss.backward()
+    torch.testing.assert_close(x.grad, want)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_in_place_writes_over_the_logits(dtype: torch.dtype) -> None:
+    leaf = _leaf(dtype)
+    want = _gradient(leaf, lambda x: _public(x).loss / 3)
+    logits = leaf * 1
+    (_public(logits, inplace=True).loss / 3).backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, want, rtol=0, atol=0)
+    assert torch.equal(logits.detach(), want)
+
+
+def test_in_place_refuses_rows_that_overlap() -> None:
+    leaf = torch.randn(37, device=DEVICE, requires_grad=True)
+    with pytest.raises(ValueError, match="expanded"):
+        _public(leaf.expand(4, 37), inplace=True)
+
+
+def test_logits_of_all_but_the_last_position() -> None:
+    x = _leaf()
+    got = _gradient(x, lambda x: _public(x[:, :-1]).loss)
+    want = _gradient(x, lambda x: _public(x[:, :-1].contiguous(), backend="torch").loss)
+    torch.testing.assert_close(got, want)
+
+
+def test_upstream_gradient_of_stride_zero() -> None:
+    x, tokens = _leaf(), torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
+
+    def total(x: Tensor, backend: str) -> Tensor:
+        stats = fastppo.token_stats(x, tokens, ref_logits=2 * x.detach(), backend=backend)
+        assert stats.kl is not None
+        return stats.logprobs.sum() + stats.entropy.sum() + stats.kl.sum()
+
+    got = _gradient(x, lambda x: total(x, "triton"))
+    want = _gradient(x, lambda x: total(x, "torch"))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    got = _gradient(x, lambda x: _public(x).loss.expand(3).sum())
+    torch.testing.assert_close(got, 3 * _gradient(x, lambda x: _public(x).loss))
+
+
+@pytest.mark.parametrize("term", ["policy", "entropy", "k1", "k2", "k3", "full"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_each_term_has_its_gradient(term: str, dtype: torch.dtype) -> None:
+    """An entropy gradient was dropped in silence (TRL); fp16 takes another path than fp32."""
+    options: dict[str, Any] = {}
+    if term == "entropy":
+        options = {"entropy_coef": 1.0}
+    elif term != "policy":
+        options = {"kl_coef": 1.0, "kl_estimator": term}
+        if term == "full":
+            options["ref_logits"] = _leaf().detach().to(dtype).flip(0)
+        else:
+            options["ref_logprobs"] = torch.full((2, 3), -2.0, device=DEVICE)
+    x = _leaf(dtype)
+    alone = {"importance_weights": torch.full((2, 3), float(term == "policy"), device=DEVICE)}
+    got = _gradient(x, lambda x: _public(x, **alone, **options).loss)
+    want = _gradient(
+        x, lambda x: _public(x.double(), backend="torch",
+                             **{k: wide(v) for k, v in (alone | options).items()}).loss
+    )  # fmt: skip
+    assert want.abs().max() > 1e-3
+    torch.testing.assert_close(got, want, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-6)
+
+
+def test_autocast_does_not_reach_inside() -> None:
+    x = _leaf()
+    want = _public(x)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        got = _public(x)
+        gradient = _gradient(x, lambda x: _public(x).loss)
+    assert torch.equal(got.loss, want.loss)
+    assert torch.equal(gradient, _gradient(x, lambda x: _public(x).loss))
+
+
+def test_compiles_to_a_full_graph() -> None:
+    x = _leaf()
+
+    def loss(x: Tensor) -> Tensor:
+        return _public(x, entropy_coef=0.1).loss / 3
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), loss(x))
+    torch.testing.assert_close(_gradient(x, compiled), _gradient(x, loss), rtol=0, atol=0)
+
+
+def test_operators_pass_torchs_own_check() -> None:
+    """Schema, fake kernel and autograd registration of the operators with the Triton backend."""
+    arguments = on_device(draw(3, 37))
+    options = ops.LossOptions(
+        temperature=1.0, logit_scale=1.0, softcap=None, backend="triton", clip_low=0.2,
+        clip_high=0.2, dual_clip=None, kl_coef=0.0, kl_estimator="k3", entropy_coef=0.1,
+    )._asdict()  # fmt: skip
+    per_token = (*list(arguments.values())[1:], None, None, None, None, True)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(
+        ops.ppo_loss_op, (arguments["logits"], *per_token), options, test_utils=tests
+    )
+    torch.library.opcheck(
+        ops.ppo_loss_inplace_op, (arguments["logits"], *per_token), options, test_utils=tests
+    )
+
+
+# -------------------------------------------------------------------------------- choice of backend
+
+
+def test_auto_takes_the_definition_on_a_cpu() -> None:
+    x = torch.randn(2, 7)
+    assert ops.choose_backend("auto", x, has_kernel=True) == "torch"
+    assert ops.choose_backend("triton", x, has_kernel=True) == "triton"
+
+
+def test_triton_refuses_what_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight = torch.randn(2, 4), torch.randn(7, 4)
+    tokens = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="no Triton kernel"):
+        fastppo.linear_token_logprobs(hidden, weight, tokens, backend="triton")
+    with pytest.raises(ValueError, match="float64"):
+        fastppo.token_logprobs(torch.randn(2, 7).double(), tokens, backend="triton")
+    with pytest.raises(ValueError, match="must be bfloat16"):
+        row_loss.token_stats(torch.randn(2, 7).double(), tokens)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        fastppo.token_logprobs(torch.randn(2, 7), tokens, backend="triton")
+
+
+def test_import_without_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, fastppo\n"
+        "fastppo.token_logprobs(torch.randn(2, 7), torch.zeros(2, dtype=torch.int64))"
+    )
+    paths = os.pathsep.join([path for path in sys.path if path])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    assert done.returncode == 0, done.stderr

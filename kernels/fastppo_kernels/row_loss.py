@@ -721,9 +721,9 @@ WARPS_PER_SM = 32
 VECTOR_BYTES = 16
 """The widest load of a thread; rows that do not start on this boundary are read by the element."""
 
-MAX_REGISTERS = 128
-"""Of a thread: all that 16 warps can have. Left to itself, ptxas aims for two programs in place of
-one on a multiprocessor and spills to get there."""
+BACKWARD_REGISTERS = 128
+"""Of a thread of the statistics' backward: all that 16 warps can have. Left to itself, ptxas aims
+for two programs in place of one on a multiprocessor and spills to get there."""
 
 SINGLES_PER_VECTOR = 4
 """Loads of one element that stand in for a 16-byte load in rows that do not lie on 16 bytes: with
@@ -914,7 +914,6 @@ def ppo_loss(
                 LANES=32 * shape.num_warps,
                 VEC=width,
                 num_warps=shape.num_warps,
-                maxnreg=MAX_REGISTERS,
                 enable_fp_fusion=True,
             )
         _add_sums_kernel[(len(SUMS),)](
@@ -963,7 +962,6 @@ def token_stats(
                 LANES=32 * shape.num_warps,
                 VEC=width,
                 num_warps=shape.num_warps,
-                maxnreg=MAX_REGISTERS,
                 enable_fp_fusion=True,
             )
     return TokenStats(logprobs, entropy, kl, normalizer, ref_normalizer)
@@ -1014,7 +1012,7 @@ def token_stats_backward(
                 softcap,
                 BLOCK_V=shape.block_v,
                 num_warps=shape.num_warps,
-                maxnreg=MAX_REGISTERS,
+                maxnreg=BACKWARD_REGISTERS,
                 enable_fp_fusion=True,
             )
     return grad
