@@ -53,7 +53,8 @@ def test_every_row_kernel_is_compiled(results: dict[Key, Future]) -> None:
 
 
 def test_every_tile_is_compiled(results: dict[Key, Future]) -> None:
-    """Short and long rows, whole and halved tiles, 8, 4 and 1 elements a load."""
+    """Short and long rows, with and without what halves a tile, 8, 4 and 1 elements a load."""
+    import row_loss_launches
     from fastppo_kernels import row_loss
 
     compiled = {
@@ -62,9 +63,10 @@ def test_every_tile_is_compiled(results: dict[Key, Future]) -> None:
         if kernel.kernel == "_ppo_loss_kernel"
     }
     table = {
-        tuple(row_loss.tile(vocab, width, is_heavy))
-        for vocab in (1024, 151936)
+        row_loss.tile(vocab, width, has_ref=has_ref, has_softcap=has_softcap)[:2]
+        for vocab in (row_loss_launches.SHORT, row_loss_launches.LONG)
         for width in (8, 4, 1)
-        for is_heavy in (False, True)
+        for has_ref in (False, True)
+        for has_softcap in (False, True)
     }
     assert compiled == table

@@ -713,6 +713,7 @@ class Tile(NamedTuple):
 
     block_v: int
     num_warps: int
+    max_registers: int | None = None
 
 
 WARPS_PER_SM = 32
@@ -721,9 +722,10 @@ WARPS_PER_SM = 32
 VECTOR_BYTES = 16
 """The widest load of a thread; rows that do not start on this boundary are read by the element."""
 
-BACKWARD_REGISTERS = 128
-"""Of a thread of the statistics' backward: all that 16 warps can have. Left to itself, ptxas aims
-for two programs in place of one on a multiprocessor and spills to get there."""
+MAX_REGISTERS = 128
+"""Of a thread: all that 16 warps can have. Kernels that need a little more than 64 name it, because
+ptxas by itself aims for two programs in place of one on a multiprocessor and spills to get there.
+The whole tiles do not: they take about as many unasked, and spill when it is named."""
 
 SINGLES_PER_VECTOR = 4
 """Loads of one element that stand in for a 16-byte load in rows that do not lie on 16 bytes: with
@@ -742,15 +744,17 @@ SUMS_BLOCK = 2048
 SCALE_TILE = Tile(block_v=4096, num_warps=8)
 
 
-def tile(vocab: int, vector_width: int, is_heavy: bool) -> Tile:
+def tile(vocab: int, vector_width: int, *, has_ref: bool, has_softcap: bool) -> Tile:
     """The tile for rows of `vocab` logits.
 
-    `is_heavy`: with a reference, which holds a tile each of two rows, or with a soft-cap, whose
-    temporaries do not fit beside a whole tile in the registers.
+    With a reference a tile each of two rows is held; a soft-cap's temporaries do not fit beside a
+    whole tile in the registers. Each halves it.
     """
     num_warps, loads = next(row[1:] for row in TILES if vocab <= row[0])
     width = SINGLES_PER_VECTOR if vector_width == 1 else vector_width
-    return Tile(32 * num_warps * (loads // 2 if is_heavy else loads) * width, num_warps)
+    halvings = has_ref + has_softcap
+    block_v = 32 * num_warps * max(1, loads >> halvings) * width
+    return Tile(block_v, num_warps, MAX_REGISTERS if halvings else None)
 
 
 @functools.lru_cache
@@ -804,6 +808,14 @@ def _vector_width(vocab: int, *rows: _Rows) -> int:
         ):
             return 1
     return 1 if vocab % 16 else VECTOR_BYTES // logits.element_size()
+
+
+def _tile_of(
+    vocab: int, vector_width: int, ref_logits: Tensor | None, softcap: float | None
+) -> Tile:
+    return tile(
+        vocab, vector_width, has_ref=ref_logits is not None, has_softcap=softcap is not None
+    )
 
 
 def _check_dtype(logits: Tensor) -> None:
@@ -879,7 +891,7 @@ def ppo_loss(
     sums = logits.new_empty(len(SUMS), dtype=torch.float32)
     rows, ref_rows, grad_rows = _rows(logits), _rows(ref_logits), _rows(grad)
     width = _vector_width(vocab, rows, ref_rows, grad_rows)
-    shape = tile(vocab, width, ref_logits is not None or softcap is not None)
+    shape = _tile_of(vocab, width, ref_logits, softcap)
     row_bytes = vocab * logits.element_size() * (1 if ref_logits is None else 2)
     scalar, temperatures = _temperatures(temperature)
     with _on(logits.device):
@@ -914,6 +926,7 @@ def ppo_loss(
                 LANES=32 * shape.num_warps,
                 VEC=width,
                 num_warps=shape.num_warps,
+                maxnreg=shape.max_registers,
                 enable_fp_fusion=True,
             )
         _add_sums_kernel[(len(SUMS),)](
@@ -938,7 +951,7 @@ def token_stats(
     normalizer, ref_normalizer = (logits.new_empty((n, 2), dtype=torch.float32) for _ in range(2))
     rows, ref_rows = _rows(logits), _rows(ref_logits)
     width = _vector_width(vocab, rows, ref_rows)
-    shape = tile(vocab, width, ref_logits is not None or softcap is not None)
+    shape = _tile_of(vocab, width, ref_logits, softcap)
     row_bytes = vocab * logits.element_size() * (1 if ref_logits is None else 2)
     scalar, temperatures = _temperatures(temperature)
     if n > 0:
@@ -962,6 +975,7 @@ def token_stats(
                 LANES=32 * shape.num_warps,
                 VEC=width,
                 num_warps=shape.num_warps,
+                maxnreg=shape.max_registers,
                 enable_fp_fusion=True,
             )
     return TokenStats(logprobs, entropy, kl, normalizer, ref_normalizer)
@@ -988,7 +1002,7 @@ def token_stats_backward(
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
     rows, ref_rows = _rows(logits), _rows(ref_logits)
     width = _vector_width(vocab, rows, ref_rows)
-    shape = tile(vocab, width, ref_logits is not None or softcap is not None)
+    shape = _tile_of(vocab, width, ref_logits, softcap)
     row_bytes = vocab * logits.element_size() * (1 if ref_logits is None else 2)
     scalar, temperatures = _temperatures(temperature)
     if n > 0:
@@ -1012,7 +1026,7 @@ def token_stats_backward(
                 softcap,
                 BLOCK_V=shape.block_v,
                 num_warps=shape.num_warps,
-                maxnreg=BACKWARD_REGISTERS,
+                maxnreg=MAX_REGISTERS,
                 enable_fp_fusion=True,
             )
     return grad
