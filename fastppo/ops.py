@@ -13,6 +13,7 @@ from logits and from hidden states alike.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from types import ModuleType
@@ -95,6 +96,13 @@ def choose_backend(backend: str, x: Tensor, *, has_kernel: bool = False) -> str:
     return backend
 
 
+def _kernels(backend: str, family: str = "row_loss") -> ModuleType:
+    """The operations of a kernel family in a backend; Triton is imported only where it is used."""
+    if backend == "torch":
+        return reference
+    return importlib.import_module(f"fastppo_kernels.{family}")
+
+
 def _check_tokens(tokens: Tensor, vocab: int, weights: Tensor | None = None) -> None:
     """Refuses tokens outside the vocabulary where the check does not synchronise with a GPU.
 
@@ -109,11 +117,22 @@ def _own_precision(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def _scaled(grad: Tensor, by: Tensor) -> Tensor:
-    """grad·by. On a CPU in eager mode a factor of exactly 1 costs no pass over memory."""
-    if not torch.compiler.is_compiling() and by.device.type == "cpu" and by.item() == 1.0:
-        return grad
-    return grad * by
+def _scaled(grad: Tensor, by: Tensor, backend: str = "torch") -> Tensor:
+    """grad·by for a gradient saved in the forward pass and the 0-d gradient of the loss.
+
+    In eager mode a factor of exactly 1 costs no pass over memory: on a CPU its value is looked at,
+    and the Triton kernel looks at it on the device. The saved buffer itself is handed out (and
+    scaled) only where autograd frees it after this call: whoever receives it may add to it in
+    place. Where it is kept for another backward pass (retain_graph=True), it is copied.
+    """
+    if not torch.compiler.is_compiling():
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        if backend == "triton":
+            return _kernels(backend).scale_(grad.clone() if kept else grad, by)
+        if by.device.type == "cpu":
+            return grad if by.item() == 1.0 and not kept else grad * by
+    # Elsewhere a 0-d factor is rounded to the gradient's dtype before the product.
+    return (grad.to(torch.promote_types(grad.dtype, by.dtype)) * by).to(grad.dtype)
 
 
 def _kernel_options(options: dict[str, Any], temperatures: Tensor | None) -> dict[str, Any]:
@@ -140,7 +159,7 @@ def token_stats_op(
 ) -> list[Tensor]:
     _check_tokens(tokens, logits.shape[-1])
     with _own_precision(logits):
-        stats = reference.token_stats(
+        stats = _kernels(options["backend"]).token_stats(
             logits, tokens, ref_logits=ref_logits, **_kernel_options(options, temperatures)
         )
     return list(stats)
@@ -175,7 +194,7 @@ def token_stats_backward_op(
     **options: Any,
 ) -> Tensor:
     with _own_precision(logits):
-        return reference.token_stats_backward(
+        return _kernels(options["backend"]).token_stats_backward(
             grad_logprobs,
             grad_entropy,
             grad_kl,
@@ -247,7 +266,7 @@ def _ppo_rows(
 ) -> reference.PPORows:
     _check_tokens(tokens, logits.shape[-1], weights)
     with _own_precision(logits):
-        return reference.ppo_loss(
+        return _kernels(options["backend"]).ppo_loss(
             logits,
             tokens,
             old_logprobs,
@@ -333,6 +352,7 @@ class PPOLoss(torch.autograd.Function):
         if need_grad:
             # In place, the saved buffer is the caller's own logits: the one copy there is.
             ctx.save_for_backward(grad)
+            ctx.backend = options.backend
         loss = rows[0][0].clone()
         ctx.mark_non_differentiable(*rows)
         return (loss, *rows)
@@ -341,7 +361,7 @@ class PPOLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        return (_scaled(grad, grads[0]), *(None,) * (4 + PER_TOKEN_COUNT))
+        return (_scaled(grad, grads[0], ctx.backend), *(None,) * (4 + PER_TOKEN_COUNT))
 
 
 class TokenLoss(torch.autograd.Function):
@@ -613,15 +633,6 @@ class LinearTokenStats(torch.autograd.Function):
 # -------------------------------------------------------------------------------------- advantages
 
 
-def _advantage_kernels(backend: str) -> ModuleType:
-    """gae, shaped_advantages and whiten of a backend; Triton is imported only where it is used."""
-    if backend == "torch":
-        return reference
-    from fastppo_kernels import advantages
-
-    return advantages
-
-
 @custom_op(
     "fastppo::gae",
     mutates_args=(),
@@ -642,7 +653,7 @@ def gae_op(
     lam: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    return _advantage_kernels(backend).gae(
+    return _kernels(backend, "advantages").gae(
         rewards,
         values,
         mask,
@@ -689,7 +700,7 @@ def shaped_advantages_op(
 ) -> list[Tensor]:
     """[advantages, returns, kl [B], moments [3]], not yet whitened."""
     return list(
-        _advantage_kernels(backend).shaped_advantages(
+        _kernels(backend, "advantages").shaped_advantages(
             scores,
             values,
             logprobs,
@@ -728,7 +739,7 @@ def _(scores: Tensor, values: Tensor, *args: Any, **options: Any) -> list[Tensor
 def whiten_op(
     x: Tensor, mask: Tensor | None, moments: Tensor | None, *, shift_mean: bool, backend: str
 ) -> Tensor:
-    return _advantage_kernels(backend).whiten(x, mask, shift_mean=shift_mean, moments=moments)
+    return _kernels(backend, "advantages").whiten(x, mask, shift_mean=shift_mean, moments=moments)
 
 
 @whiten_op.register_fake

@@ -49,7 +49,6 @@ Source: Schulman et al. 2016, eq. 11, 12, 16; Blelloch 1990 for scans of linear 
 # Triton reads a kernel's annotations itself (constexpr, the width of a scalar), so its parameters
 # carry no others; its compile-time constants are capitals.
 # mypy: allow-untyped-defs
-# ruff: noqa: N803
 
 from __future__ import annotations
 

@@ -1,0 +1,131 @@
+"""Compiles Triton kernels for GPUs that are not there, exactly as their launchers would.
+
+A launcher is called with CPU tensors while a stand-in driver names the target: Triton then takes
+every decision that it takes in a real launch (types, divisibility by 16, absent operands, tile) and
+compiles to a cubin instead of running it. The `cuobjdump` that comes with Triton prints what the
+cubin needs.
+
+As a program, it takes a file that defines `launches()`, a list of (name, function that calls a
+launcher), and a compute capability, and prints one JSON object per compiled kernel. It must run
+with TRITON_INTERPRET unset, hence in a process of its own; see `compiled`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Compiled(NamedTuple):
+    """One kernel of one launch: registers per thread; stack, local and shared memory in bytes."""
+
+    launch: str
+    kernel: str
+    constants: dict[str, Any]
+    num_warps: int
+    registers: int
+    stack: int
+    local: int
+    shared: int
+
+
+def compiled(launches: Path, capability: int, cache: Path) -> list[Compiled]:
+    """Every kernel that the `launches()` of a file start, compiled for sm_`capability`."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {
+        "TRITON_CACHE_DIR": str(cache),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+    }
+    done = subprocess.run(
+        [sys.executable, __file__, str(launches), str(capability)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr)
+    return [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+class _Driver:
+    """What Triton asks a driver for before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    import triton
+
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [program, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {name: int(re.search(rf"\b{name}:(\d+)", text)[1]) for name in _RESOURCES}  # type: ignore[index]
+    return {_RESOURCES[name]: value for name, value in found.items()}
+
+
+_RESOURCES = {"REG": "registers", "STACK": "stack", "LOCAL": "local", "SHARED": "shared"}
+
+
+def main(launches: str, capability: str) -> None:
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    triton.runtime.driver.set_active(_Driver(int(capability)))
+    current = ""
+    seen: set[str] = set()
+
+    def compile_only(kernel: JITFunction, grid: Any) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            result = kernel.warmup(*args, grid=grid, **kwargs)
+            if result.hash in seen:
+                return
+            seen.add(result.hash)
+            constants = {
+                name: value
+                for name, value in kwargs.items()
+                if name not in ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+            }
+            row = Compiled(
+                launch=current,
+                kernel=kernel.fn.__name__,
+                constants=constants,
+                num_warps=result.metadata.num_warps,
+                **_resources(result.asm["cubin"]),
+            )
+            print(json.dumps(row._asdict()), flush=True)
+
+        return launch
+
+    JITFunction.__getitem__ = compile_only
+    for name, call in runpy.run_path(launches)["launches"]():
+        current = name
+        call()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

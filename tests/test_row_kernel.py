@@ -1,0 +1,848 @@
+"""The row kernel against its definition in fp64, under Triton's interpreter.
+
+Paths through the kernel, and the case of `PATHS` that takes each (`test_every_line_is_taken` runs
+them all and fails on a line of a jit function that none of them reaches):
+
+| path                                                         | case                        |
+|--------------------------------------------------------------|-----------------------------|
+| one tile, partly filled                                      | bare                        |
+| whole tiles and no rest; whole tiles and a rest              | whole tiles, rest           |
+| rows on 16 bytes; rows off them, read by the element         | whole tiles; bare           |
+| the long rows' tile                                          | long rows                   |
+| token in the first tile, in the rest, in the last column     | bare, rest                  |
+| no gradient: one sweep                                       | no gradient                 |
+| gradient over the logits                                     | in place                    |
+| row of weight 0, with and without a gradient                 | weight zero, no gradient    |
+| row whose derivatives are all 0                              | clipped                     |
+| a program's second row                                       | every case of more rows     |
+| k1, k2, k3 (near and far from 0), full KL                    | k1, k2, k3, full            |
+| a column that the reference rules out, early, late, a token  | ruled out                   |
+| importance weights, dual clip, no clip                       | weighted, dual clip         |
+| temperature per token, soft-cap (near and far from 0)        | capped                      |
+| [B, T, V] that does not flatten, row strides                 | cut                         |
+| statistics, with and without a reference, and their backward | statistics …                |
+| a row without an upstream gradient; no entropy gradient      | statistics, logprob alone   |
+| the gradient times 1, times something else, strided          | scale …                     |
+
+Tolerances. Statistics are fp32 sums of fp32 exponentials: 1e-5 nats, and 4 units in the last place
+of the value where that is more (a logprob of −300). A gradient in fp32 is off by at most 1e-5 of
+the row's largest entry, one in bf16 by one unit in the last place of the fp64 gradient rounded to
+bf16. Entropy and KL terms cross zero within a row; there the fp32 rule holds. Entries below the
+smallest normal fp32 number may be 0.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import mmap
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fastppo_kernels import reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fastppo
+from fastppo import ops
+
+row_loss = pytest.importorskip("fastppo_kernels.row_loss", reason="Triton is not installed")
+
+pytestmark = [
+    # NumPy announces what the kernel means to happen: differences to the start of the running
+    # maximum overflow to −inf and are clamped there, and broken rows are NaN.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+    pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
+]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCABULARIES = (3, 1000, 32000, 50257, 128256, 151936, 152064, 262144)
+
+
+def draw(
+    n: int, vocab: int, dtype: torch.dtype = torch.float32, *, seed: int = 0, spread: float = 3.0
+) -> dict[str, Any]:
+    """Arguments of ppo_loss near its clips: `logits` in `dtype`, the rest fp32."""
+    g = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(n, vocab, generator=g) * spread).to(dtype)
+    tokens = torch.randint(vocab, (n,), generator=g)
+    # Behaviour close to the policy, so that both sides of each clip are met.
+    logprobs = reference.token_stats(logits.double(), tokens).logprobs
+    return {
+        "logits": logits,
+        "tokens": tokens,
+        "old_logprobs": (logprobs + 0.3 * torch.randn(n, generator=g)).float(),
+        "advantages": torch.randn(n, generator=g),
+        "weights": torch.rand(n, generator=g) + 0.1,
+    }
+
+
+def wide(value: Any) -> Any:
+    """The same numbers in fp64, so that the definition computes in fp64."""
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def on_device(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+
+
+def assert_statistic(got: Tensor, want: Tensor, name: str) -> None:
+    got, want = got.detach().cpu().double(), want.cpu().double()
+    allowed = (1e-5 + 4 * 2.0**-24 * want.abs()).clamp(max=1e30)
+    wrong = ~(((got - want).abs() <= allowed) | (got == want) | (got.isnan() & want.isnan()))
+    assert not wrong.any(), f"{name}: got {got[wrong]}, want {want[wrong]}"
+
+
+def assert_gradient(got: Tensor, want: Tensor, *, one_signed: bool = False) -> None:
+    """`one_signed`: no term crosses zero within a row, so that bf16 has no fp32 allowance."""
+    dtype = got.dtype
+    got, want = got.detach().cpu().double(), want.cpu().double()
+    assert torch.equal(got.isnan(), want.isnan())
+    got, want = got.nan_to_num(0.0), want.nan_to_num(0.0)
+    if want.shape[0] == 0:
+        return
+    largest = want.abs().amax(-1, keepdim=True)
+    allowed = 1e-5 * largest + torch.finfo(torch.float32).tiny
+    if dtype != torch.float32:
+        rounded = want.to(dtype).double()
+        _, exponent = torch.frexp(rounded)
+        unit = torch.finfo(dtype).eps * torch.ldexp(torch.ones_like(want), exponent - 1)
+        unit = unit.clamp(min=torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
+        want = rounded
+        floor = 0.0 if one_signed else 1e-5 * largest
+        allowed = unit + floor + torch.finfo(torch.float32).tiny
+    excess = (got - want).abs() - allowed
+    assert (excess <= 0).all(), (
+        f"off by {((got - want).abs() / largest.clamp(min=1e-300)).max():.2g} of the row's largest "
+        f"entry at {(excess > 0).nonzero()[:4].tolist()}"
+    )
+
+
+def check_loss(arguments: dict[str, Any], **options: Any) -> reference.PPORows:
+    """ppo_loss of the kernel against the definition in fp64 on the same numbers."""
+    logits = arguments["logits"]
+    want = reference.ppo_loss(
+        **{k: wide(v).cpu().clone() for k, v in arguments.items()},
+        **{k: wide(v) for k, v in (options | {"inplace": False}).items()},
+    )
+    got = row_loss.ppo_loss(**on_device(arguments), **on_device(options))
+    for name in ("logprobs", "entropy"):
+        assert_statistic(getattr(got, name), getattr(want, name), name)
+    # e^{−d} multiplies an error of the logprob: relative to 1 + |KL|.
+    scale = 1 + want.kl.abs().nan_to_num(0.0, 0.0)
+    assert_statistic(got.kl.cpu() / scale, want.kl / scale, "kl")
+    scale = 1 + want.sums.abs().nan_to_num(0.0, 0.0)
+    assert_statistic(got.sums.cpu() / scale, want.sums / scale, "sums")
+    assert (got.grad is None) == (want.grad is None)
+    if got.grad is not None and want.grad is not None:
+        assert got.grad.dtype == logits.dtype
+        assert got.grad.shape == logits.shape
+        one_signed = not options.get("entropy_coef") and options.get("kl_estimator") != "full"
+        assert_gradient(got.grad.flatten(0, -2), want.grad.flatten(0, -2), one_signed=one_signed)
+    return got
+
+
+def check_stats(
+    logits: Tensor, tokens: Tensor, *, upstream: tuple[Tensor | None, ...], **options: Any
+) -> None:
+    """token_stats and its backward, given the gradients of (logprobs, entropy, KL)."""
+    wide_options = {k: wide(v) for k, v in options.items()}
+    want = reference.token_stats(logits.double(), tokens, **wide_options)
+    options = on_device(options)
+    got = row_loss.token_stats(logits.to(DEVICE), tokens.to(DEVICE), **options)
+    for name in ("logprobs", "entropy", "kl", "normalizer", "ref_normalizer"):
+        assert_statistic(getattr(got, name), getattr(want, name), name)
+    want_grad = reference.token_stats_backward(
+        *(wide(g) for g in upstream), logits.double(), tokens, want, **wide_options
+    )
+    got_grad = row_loss.token_stats_backward(
+        *(None if g is None else g.to(DEVICE) for g in upstream),
+        logits.to(DEVICE),
+        tokens.to(DEVICE),
+        got,
+        **options,
+    )
+    assert got_grad.dtype == logits.dtype
+    assert_gradient(got_grad.flatten(0, -2), want_grad.flatten(0, -2))
+
+
+# ------------------------------------------------------------------------------------------ paths
+
+
+def path_bare() -> None:
+    check_loss(draw(3, 507))
+
+
+def path_whole_tiles() -> None:
+    check_loss(draw(2, 2048))
+
+
+def path_rest() -> None:
+    arguments = draw(3, 2064)
+    arguments["tokens"] = torch.tensor([0, 2063, 1024])
+    check_loss(arguments)
+
+
+def path_long_rows() -> None:
+    check_loss(draw(2, 20000, torch.bfloat16))
+
+
+def path_no_gradient() -> None:
+    arguments = draw(3, 40)
+    arguments["weights"][1] = 0.0
+    check_loss(arguments, need_grad=False)
+
+
+def path_in_place() -> None:
+    arguments = draw(3, 2064)
+    arguments["logits"] = arguments["logits"].to(DEVICE)
+    got = check_loss(arguments, inplace=True)
+    assert got.grad is not None
+    assert got.grad.data_ptr() == arguments["logits"].data_ptr()
+
+
+def path_weight_zero() -> None:
+    arguments = draw(4, 40)
+    arguments["weights"][::2] = 0.0
+    arguments["logits"][::2] = float("nan")
+    arguments["tokens"][::2] = -100
+    got = check_loss(arguments)
+    assert got.grad is not None
+    assert (got.grad[::2] == 0).all()
+
+
+def path_clipped() -> None:
+    arguments = draw(2, 40)
+    arguments["old_logprobs"] -= 3.0
+    arguments["advantages"] = torch.tensor([1.0, 0.0])
+    got = check_loss(arguments)
+    assert got.grad is not None
+    assert (got.grad == 0).all()
+
+
+def path_k1() -> None:
+    check_loss(draw(2, 40), kl_estimator="k1", kl_coef=0.2, ref_logprobs=torch.tensor([-2.0, -9.0]))
+
+
+def path_k2() -> None:
+    check_loss(draw(2, 40), kl_estimator="k2", kl_coef=0.2, ref_logprobs=torch.tensor([-2.0, -9.0]))
+
+
+def path_k3() -> None:
+    arguments = draw(4, 40)
+    near = reference.token_stats(arguments["logits"], arguments["tokens"]).logprobs
+    far = torch.tensor([1e-4, -3.0, 30.0, -30.0])
+    check_loss(arguments, kl_estimator="k3", kl_coef=0.2, ref_logprobs=near + far)
+
+
+def path_full() -> None:
+    options: dict[str, Any] = {"kl_estimator": "full", "ref_logits": draw(3, 507, seed=1)["logits"]}
+    check_loss(draw(3, 507), kl_coef=0.3, entropy_coef=0.01, **options)
+    check_loss(draw(3, 507), kl_coef=0.0, **options)
+
+
+def path_ruled_out() -> None:
+    arguments = draw(4, 2064)
+    ref = draw(4, 2064, seed=1)["logits"]
+    lowest = torch.finfo(torch.float32).min
+    # Ruled out by both: costs nothing. By −inf, and by the lowest number from the first column on.
+    ref[0, :1500], arguments["logits"][0, :1500] = -torch.inf, -torch.inf
+    ref[1, :1500], arguments["logits"][1, :1500] = lowest, lowest
+    arguments["tokens"][:2] = 2000
+    got = check_loss(arguments | {"weights": torch.tensor([1.0, 1, 0, 0])}, kl_estimator="full",
+                     ref_logits=ref, kl_coef=0.1)  # fmt: skip
+    assert got.kl.isfinite().all()
+    # By the reference alone: an infinite KL, whether it is the token or another column, first or
+    # last in its lane. Only reported, it leaves the loss and its gradient alone.
+    ref = draw(4, 2064, seed=1)["logits"]
+    ref[0, 5], ref[1, 2040], ref[2, :1500] = -torch.inf, lowest, lowest
+    ref[3, arguments["tokens"][3]] = -torch.inf
+    got = check_loss(draw(4, 2064), kl_estimator="full", ref_logits=ref, kl_coef=0.0)
+    assert (got.kl == torch.inf).all()
+    assert got.sums[0].isfinite()
+
+
+def path_weighted() -> None:
+    check_loss(draw(3, 40), importance_weights=torch.tensor([0.5, 2.0, 0.0]))
+
+
+def path_dual_clip() -> None:
+    arguments = draw(4, 40)
+    arguments["old_logprobs"] -= torch.tensor([3.0, 0.5, 3.0, 0.5])
+    arguments["advantages"] = torch.tensor([-1.0, -1.0, 1.0, 1.0])
+    check_loss(arguments, dual_clip=3.0)
+    check_loss(arguments, clip_low=float("inf"), clip_high=float("inf"))
+    check_loss(arguments, clip_low=0.1, clip_high=float("inf"))
+
+
+def path_capped() -> None:
+    arguments = draw(3, 2064, spread=20.0)
+    arguments["logits"][0] *= 0.01
+    options = {"softcap": 15.0, "logit_scale": 0.7, "entropy_coef": 0.05}
+    check_loss(arguments, temperature=torch.tensor([0.3, 1.0, 2.0]), **options)
+    ref = draw(3, 2064, seed=1, spread=20.0)["logits"]
+    check_loss(arguments, kl_estimator="full", ref_logits=ref, kl_coef=0.3, **options)
+
+
+def path_cut() -> None:
+    arguments = draw(6, 40)
+    padded = torch.randn(3, 3, 40)
+    padded[:, :-1] = arguments["logits"].view(3, 2, 40)
+    check_loss(arguments | {"logits": padded[:, :-1]})
+    gapped = torch.randn(6, 50)
+    gapped[:, :40] = arguments["logits"]
+    check_loss(arguments | {"logits": gapped[:, :40]})
+
+
+def _upstream(n: int, count: int) -> tuple[Tensor | None, ...]:
+    g = torch.Generator().manual_seed(5)
+    return tuple(torch.randn(n, generator=g) if i < count else None for i in range(3))
+
+
+def path_statistics() -> None:
+    arguments = draw(3, 2064)
+    check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(3, 2))
+
+
+def path_statistics_reference() -> None:
+    arguments, ref = draw(3, 2064), draw(3, 2064, seed=1)["logits"]
+    x, tokens = arguments["logits"], arguments["tokens"]
+    check_stats(x, tokens, upstream=_upstream(3, 3), ref_logits=ref)
+    capped = {"softcap": 5.0, "temperature": torch.tensor([0.5, 1.0, 2.0])}
+    check_stats(x, tokens, upstream=_upstream(3, 3), ref_logits=ref, **capped)
+
+
+def path_statistics_logprob_alone() -> None:
+    arguments = draw(3, 507)
+    upstream = (torch.tensor([1.0, 0.0, -2.0]), None, None)
+    check_stats(arguments["logits"], arguments["tokens"], upstream=upstream)
+
+
+def path_scale_by_one() -> None:
+    x = torch.randn(3, 507, device=DEVICE)
+    before = x.clone()
+    assert row_loss.scale_(x, torch.ones((), device=DEVICE)) is x
+    assert torch.equal(x, before)
+
+
+def path_scale() -> None:
+    third = torch.tensor(1 / 3)
+    for dtype in row_loss.DTYPES:
+        for x in (torch.randn(9000), torch.randn(3, 507), torch.randn(2, 3, 20)[:, :-1]):
+            x = x.to(DEVICE, dtype)
+            want = x.double() * third.double()
+            row_loss.scale_(x, third.to(DEVICE))
+            # One unit: the interpreter cuts bf16 off where a GPU rounds to nearest.
+            assert_gradient(x.reshape(1, -1), want.reshape(1, -1), one_signed=True)
+
+
+PATHS: dict[str, Callable[[], None]] = {
+    name.removeprefix("path_"): call
+    for name, call in list(globals().items())
+    if name.startswith("path_")
+}
+
+
+TAKEN: dict[str, set[int]] = {}
+"""Lines of the kernels' file that each path has run."""
+
+
+def take(name: str) -> None:
+    taken = TAKEN.setdefault(name, set())
+
+    def local(frame: types.FrameType, event: str, _: Any) -> Any:
+        taken.add(frame.f_lineno)
+        return local
+
+    def trace(frame: types.FrameType, event: str, _: Any) -> Any:
+        return local if frame.f_code.co_filename == row_loss.__file__ else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        PATHS[name]()
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_path(name: str) -> None:
+    take(name)
+
+
+def _jit_lines() -> set[int]:
+    """Lines of statements inside the jit functions, docstrings and constants aside."""
+    source = Path(row_loss.__file__).read_text()
+    lines = set()
+    for function in ast.parse(source).body:
+        if not isinstance(function, ast.FunctionDef) or not any(
+            "triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list
+        ):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.stmt) and node is not function:
+                text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+                if not text:
+                    lines.add(node.lineno)
+    return lines
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="compiled kernels cannot be traced by line")
+def test_every_line_is_taken() -> None:
+    for name in PATHS.keys() - TAKEN.keys():  # none, when the whole file runs
+        take(name)
+    lines = inspect.getsource(row_loss).splitlines()
+    missed = sorted(_jit_lines() - set().union(*TAKEN.values()))
+    assert not missed, "no case takes " + "; ".join(f"{i}: {lines[i - 1].strip()}" for i in missed)
+
+
+# ----------------------------------------------------------------------------------------- shapes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_vocabularies(vocab: int, dtype: torch.dtype) -> None:
+    """Padded columns entered the logsumexp where V was no multiple of the block (verl 2656)."""
+    arguments = draw(2, vocab, dtype)
+    arguments["tokens"] = torch.tensor([0, vocab - 1])
+    logprobs = reference.token_stats(arguments["logits"].double(), arguments["tokens"]).logprobs
+    arguments["old_logprobs"] = logprobs.float() + torch.tensor([0.1, -0.1])
+    check_loss(arguments)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7])
+def test_row_counts(n: int) -> None:
+    arguments = draw(n, 507)
+    check_loss(arguments)
+    check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(n, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtypes(dtype: torch.dtype) -> None:
+    """fp16 goes through the statistics in `ppo_loss`, and through the kernel without a gradient."""
+    arguments = draw(3, 507, dtype)
+    check_loss(arguments, need_grad=dtype != torch.float16)
+    check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(3, 2))
+
+
+def test_grid_stays_small() -> None:
+    """One program per row would exceed a grid dimension of 65535 (Liger 1294)."""
+    device = torch.device("cpu") if DEVICE == "cpu" else torch.device("cuda", 0)
+    count = row_loss._program_count(device, 2**24, 1000, 4)
+    multiprocessors, _ = row_loss._device_limits(device)
+    assert 0 < count <= 16 * multiprocessors
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="test_row_kernel_gpu.py does this with real memory")
+def test_offsets_do_not_overflow_int32() -> None:
+    """int32 offsets wrapped at N·V > 2³¹ (fla 1082): rows 2³⁰ elements apart."""
+    apart, n, vocab = 2**30, 4, 40
+    # Anonymous memory that is never touched is never there.
+    memory = mmap.mmap(-1, 2 * ((n - 1) * apart + vocab), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flat = torch.frombuffer(memory, dtype=torch.bfloat16)
+    far = flat.as_strided((n, vocab), (apart, 1))
+    arguments = draw(n, vocab, torch.bfloat16)
+    near = row_loss.ppo_loss(**arguments)
+    far.copy_(arguments["logits"])
+    got = row_loss.ppo_loss(**arguments | {"logits": far}, inplace=True)
+    assert near.grad is not None
+    assert torch.equal(got.logprobs, near.logprobs)
+    assert torch.equal(far, near.grad)
+
+
+# --------------------------------------------------------------------------------------- the rows
+
+
+@pytest.mark.parametrize("offset", [-1000.0, -110.0, 88.0, 1000.0])
+def test_offset_rows(offset: float) -> None:
+    """The running maximum started at 0 and rows far below it gave −inf (verl, SkyRL 2141)."""
+    arguments = draw(3, 2064)
+    arguments["logits"] += offset
+    check_loss(arguments, entropy_coef=0.1, temperature=0.7)
+    check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(3, 2))
+
+
+def test_an_offset_changes_no_bit() -> None:
+    arguments = draw(3, 507, torch.bfloat16)
+    arguments["logits"] = arguments["logits"].float()
+    shifted = arguments | {"logits": arguments["logits"] + 1024.0}
+    exact = (shifted["logits"] - 1024.0) == arguments["logits"]
+    arguments["logits"] = torch.where(exact, arguments["logits"], 0.0)
+    shifted["logits"] = arguments["logits"] + 1024.0
+    here = row_loss.ppo_loss(**on_device(arguments), entropy_coef=0.1)
+    there = row_loss.ppo_loss(**on_device(shifted), entropy_coef=0.1)
+    assert torch.equal(here.sums, there.sums)
+    assert torch.equal(here.grad, there.grad)
+
+
+@pytest.mark.parametrize("fill", [-torch.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_masked_vocabulary(fill: float, softcap: float | None) -> None:
+    """−inf logits gave a NaN entropy (TRL, verl)."""
+    arguments = draw(4, 2064)
+    arguments["logits"][0, 1:] = fill  # one column is left, and it is the token
+    arguments["tokens"][0] = 0
+    arguments["logits"][1, ::2] = fill
+    arguments["tokens"][1] = 7
+    arguments["logits"][2, :1500] = fill
+    arguments["tokens"][2] = 2000
+    got = check_loss(arguments, entropy_coef=0.1, softcap=softcap)
+    assert got.grad is not None
+    assert got.grad.isfinite().all()
+    check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(4, 2), softcap=softcap)
+
+
+def test_a_token_that_is_masked_out() -> None:
+    """Its logprob is that of the definition, −1e30: finite, and beyond any clip."""
+    arguments = draw(2, 507)
+    arguments["logits"][0, arguments["tokens"][0]] = -torch.inf
+    got = row_loss.ppo_loss(**on_device(arguments))
+    want = reference.ppo_loss(**arguments)
+    torch.testing.assert_close(got.logprobs.cpu(), want.logprobs)
+    torch.testing.assert_close(got.grad.cpu(), want.grad)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_broken_row_shows(bad: float) -> None:
+    """NaN or +inf in one logit makes its row NaN, loss and gradient, clipped or not; no other."""
+    arguments = draw(3, 507)
+    arguments["logits"][1, 100] = bad
+    arguments["tokens"][1] = 3
+    got = row_loss.ppo_loss(**on_device(arguments))
+    assert got.logprobs.isnan().tolist() == [False, True, False]
+    assert got.grad is not None
+    assert got.grad.isnan().any(-1).tolist() == [False, True, False]
+    assert got.sums[0].isnan()
+
+
+def test_rows_of_minus_infinity_are_nan() -> None:
+    arguments = draw(2, 507)
+    arguments["logits"][0] = -torch.inf
+    got = row_loss.ppo_loss(**on_device(arguments))
+    assert got.logprobs.isnan().tolist() == [True, False]
+
+
+def test_a_token_outside_the_vocabulary_reads_nothing() -> None:
+    """Where checking it would mean waiting for the GPU, it is NaN and no stray read."""
+    arguments = draw(3, 507)
+    arguments["tokens"][:2] = torch.tensor([-100, 507])
+    got = row_loss.ppo_loss(**on_device(arguments))
+    assert got.logprobs.isnan().tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("gap", [5.0, 12.0, 20.0])
+@pytest.mark.parametrize("at_peak", [True, False])
+def test_peaked_rows(gap: float, at_peak: bool) -> None:
+    """1 − p and log p + entropy keep their digits however close p comes to 1.
+
+    Up to 20 nats: at 30 the definition in fp64 has lost five digits of its 1 − p_y, too.
+    """
+    arguments = draw(3, 2064, spread=0.5)
+    arguments["logits"][:, 1200] = arguments["logits"].amax(-1) + gap
+    if at_peak:
+        arguments["tokens"][:] = 1200
+    check_loss(arguments | {"old_logprobs": torch.full((3,), -0.1)}, entropy_coef=0.1)
+    only_entropy = (torch.zeros(3), torch.ones(3), None)
+    check_stats(arguments["logits"], arguments["tokens"], upstream=only_entropy)
+    only_logprob = (torch.ones(3), None, None)
+    check_stats(arguments["logits"], arguments["tokens"], upstream=only_logprob)
+
+
+def test_identical_reference_has_no_kl() -> None:
+    """Within fp32's rounding of log S: the policy's sum takes the token last."""
+    arguments = draw(3, 2064)
+    arguments["advantages"][:] = 0.0
+    ref = arguments["logits"].to(DEVICE)
+    got = row_loss.ppo_loss(**on_device(arguments), kl_estimator="full", ref_logits=ref, kl_coef=1)
+    assert got.grad is not None
+    assert got.kl.abs().max() < 5e-7
+    assert got.grad.abs().max() < 5e-7
+
+
+def test_the_same_rows_give_the_same_bits() -> None:
+    """Whatever program a row falls to, and however the rows are split."""
+    arguments = on_device(draw(7, 507))
+    whole = row_loss.ppo_loss(**arguments)
+    again = row_loss.ppo_loss(**arguments)
+    assert torch.equal(whole.sums, again.sums)
+    assert torch.equal(whole.grad, again.grad)
+    part = {k: v[3:] for k, v in arguments.items()}
+    assert torch.equal(row_loss.ppo_loss(**part).grad, whole.grad[3:])
+
+
+# ------------------------------------------------------------------------------------ combinations
+
+
+@st.composite
+def combinations(draw_: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    n = draw_(st.integers(1, 4))
+    vocab = draw_(st.sampled_from([1, 2, 3, 64, 507, 1000, 2048]))
+    dtype = draw_(st.sampled_from([torch.float32, torch.bfloat16]))
+    seed = draw_(st.integers(0, 2**16))
+    arguments = draw(n, vocab, dtype, seed=seed)
+    g = torch.Generator().manual_seed(seed + 1)
+    if draw_(st.booleans()):
+        arguments["weights"][torch.rand(n, generator=g) < 0.4] = 0.0
+    softcap = draw_(st.sampled_from([None, None, 10.0]))
+    # Not both: far beyond its cap, the definition's slope 1 − tanh² is 0 even in fp64.
+    offset = draw_(st.sampled_from([0.0, 0.0, -100.0, 1000.0])) if softcap is None else 0.0
+    arguments["logits"] = (arguments["logits"].float() + offset).to(dtype)
+    options: dict[str, Any] = {
+        "clip_low": draw_(st.sampled_from([0.0, 0.2, float("inf")])),
+        "clip_high": draw_(st.sampled_from([0.0, 0.28, float("inf")])),
+        "dual_clip": draw_(st.sampled_from([None, 3.0])),
+        "kl_coef": draw_(st.sampled_from([0.0, 0.1])),
+        "kl_estimator": draw_(st.sampled_from(["k1", "k2", "k3", "full"])),
+        "entropy_coef": draw_(st.sampled_from([0.0, 0.01, -0.5])),
+        "logit_scale": draw_(st.sampled_from([1.0, 0.25])),
+        "softcap": softcap,
+        "temperature": draw_(st.sampled_from([1.0, 0.3, 2.0, "per token"])),
+        "need_grad": draw_(st.sampled_from([True, True, False])),
+        "inplace": draw_(st.booleans()),
+    }
+    if options["temperature"] == "per token":
+        options["temperature"] = torch.rand(n, generator=g) * 1.7 + 0.3
+    if draw_(st.booleans()):
+        options["importance_weights"] = torch.rand(n, generator=g) * 2
+    softmax = {k: options[k] for k in ("temperature", "logit_scale", "softcap")}
+    # Behaviour and reference near the policy that these options make.
+    stats = reference.token_stats(
+        arguments["logits"].double(),
+        arguments["tokens"],
+        **{k: wide(v) for k, v in softmax.items()},
+    )
+    noise = torch.randn(2, n, generator=g)
+    arguments["old_logprobs"] = (stats.logprobs + 0.3 * noise[0]).float()
+    if draw_(st.booleans()) or (options["kl_coef"] and options["kl_estimator"] != "full"):
+        options["ref_logprobs"] = (stats.logprobs + noise[1]).float()
+    if options["kl_estimator"] == "full":
+        options["ref_logits"] = arguments["logits"].float() + torch.randn(n, vocab, generator=g)
+    return arguments, options
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(combinations())
+def test_combinations(combination: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    arguments, options = combination
+    kept = arguments["logits"].clone()
+    check_loss(arguments | {"logits": kept}, **options)
+
+
+# ---------------------------------------------------------------------------------------- autograd
+
+
+def _public(logits: Tensor, **options: Any) -> fastppo.PPOLoss:
+    shape = logits.shape[:-1]
+    n, vocab = shape.numel(), logits.shape[-1]
+    tokens = (torch.arange(n, device=logits.device) * 7 % vocab).view(shape)
+    advantages = torch.linspace(-1, 1, n, device=logits.device).view(shape)
+    old = torch.full(shape, -3.0, device=logits.device)
+    return fastppo.ppo_loss(
+        logits, tokens, old, advantages, **{"backend": "triton", "clip_ratio": 0.5} | options
+    )
+
+
+def _leaf(dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (2, 3, 37)) -> Tensor:
+    g = torch.Generator().manual_seed(3)
+    return torch.randn(shape, generator=g).to(DEVICE, dtype).requires_grad_()
+
+
+def _gradient(logits: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    return torch.autograd.grad(loss(logits), logits)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_public_loss_agrees_with_the_definition(dtype: torch.dtype) -> None:
+    options = {"entropy_coef": 0.1, "ref_logprobs": torch.full((2, 3), -3.5, device=DEVICE)}
+    x = _leaf(dtype)
+    got, want = _public(x, kl_coef=0.1, **options), _public(
+        x.double(), kl_coef=0.1, backend="torch", **{k: wide(v) for k, v in options.items()}
+    )  # fmt: skip
+    assert_statistic(got.loss, want.loss, "loss")
+    assert got.metrics.keys() == want.metrics.keys()
+    for name, value in got.metrics.items():
+        assert_statistic(value, want.metrics[name], name)
+    exact = torch.autograd.grad(want.loss, x)[0] if dtype == torch.float32 else None
+    gradient = torch.autograd.grad(got.loss, x)[0]
+    if exact is not None:
+        assert_gradient(gradient.view(6, 37), exact.view(6, 37))
+    assert gradient.dtype == dtype
+
+
+def test_logits_used_twice() -> None:
+    x, tokens = _leaf(), torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
+
+    def loss(x: Tensor) -> Tensor:
+        return _public(x).loss
+
+    def logprobs(x: Tensor) -> Tensor:
+        return fastppo.token_logprobs(x, tokens, backend="triton").sum()
+
+    one, other = _gradient(x, loss), _gradient(x, logprobs)
+    torch.testing.assert_close(_gradient(x, lambda x: loss(x) + logprobs(x)), one + other)
+    torch.testing.assert_close(_gradient(x, lambda x: loss(x) + loss(x)), 2 * one)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_retained_graph(backend: str, factor: float) -> None:
+    """A leaf took the saved gradient for its own and added to it: three backwards made four."""
+    x = _leaf()
+    want = 3 * factor * _gradient(x, lambda x: _public(x, backend=backend).loss)
+    loss = _public(x, backend=backend).loss * factor
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    loss.backward()
+    torch.testing.assert_close(x.grad, want)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_in_place_writes_over_the_logits(dtype: torch.dtype) -> None:
+    leaf = _leaf(dtype)
+    want = _gradient(leaf, lambda x: _public(x).loss / 3)
+    logits = leaf * 1
+    (_public(logits, inplace=True).loss / 3).backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, want, rtol=0, atol=0)
+    assert torch.equal(logits.detach(), want)
+
+
+def test_in_place_refuses_rows_that_overlap() -> None:
+    leaf = torch.randn(37, device=DEVICE, requires_grad=True)
+    with pytest.raises(ValueError, match="expanded"):
+        _public(leaf.expand(4, 37), inplace=True)
+
+
+def test_logits_of_all_but_the_last_position() -> None:
+    x = _leaf()
+    got = _gradient(x, lambda x: _public(x[:, :-1]).loss)
+    want = _gradient(x, lambda x: _public(x[:, :-1].contiguous(), backend="torch").loss)
+    torch.testing.assert_close(got, want)
+
+
+def test_upstream_gradient_of_stride_zero() -> None:
+    x, tokens = _leaf(), torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
+
+    def total(x: Tensor, backend: str) -> Tensor:
+        stats = fastppo.token_stats(x, tokens, ref_logits=2 * x.detach(), backend=backend)
+        assert stats.kl is not None
+        return stats.logprobs.sum() + stats.entropy.sum() + stats.kl.sum()
+
+    got = _gradient(x, lambda x: total(x, "triton"))
+    want = _gradient(x, lambda x: total(x, "torch"))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    got = _gradient(x, lambda x: _public(x).loss.expand(3).sum())
+    torch.testing.assert_close(got, 3 * _gradient(x, lambda x: _public(x).loss))
+
+
+@pytest.mark.parametrize("term", ["policy", "entropy", "k1", "k2", "k3", "full"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_each_term_has_its_gradient(term: str, dtype: torch.dtype) -> None:
+    """An entropy gradient was dropped in silence (TRL); fp16 takes another path than fp32."""
+    options: dict[str, Any] = {}
+    if term == "entropy":
+        options = {"entropy_coef": 1.0}
+    elif term != "policy":
+        options = {"kl_coef": 1.0, "kl_estimator": term}
+        if term == "full":
+            options["ref_logits"] = _leaf().detach().to(dtype).flip(0)
+        else:
+            options["ref_logprobs"] = torch.full((2, 3), -2.0, device=DEVICE)
+    x = _leaf(dtype)
+    alone = {"importance_weights": torch.full((2, 3), float(term == "policy"), device=DEVICE)}
+    got = _gradient(x, lambda x: _public(x, **alone, **options).loss)
+    want = _gradient(
+        x, lambda x: _public(x.double(), backend="torch",
+                             **{k: wide(v) for k, v in (alone | options).items()}).loss
+    )  # fmt: skip
+    assert want.abs().max() > 1e-3
+    torch.testing.assert_close(got, want, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-6)
+
+
+def test_autocast_does_not_reach_inside() -> None:
+    x = _leaf()
+    want = _public(x)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        got = _public(x)
+        gradient = _gradient(x, lambda x: _public(x).loss)
+    assert torch.equal(got.loss, want.loss)
+    assert torch.equal(gradient, _gradient(x, lambda x: _public(x).loss))
+
+
+def test_compiles_to_a_full_graph() -> None:
+    x = _leaf()
+
+    def loss(x: Tensor) -> Tensor:
+        return _public(x, entropy_coef=0.1).loss / 3
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), loss(x))
+    torch.testing.assert_close(_gradient(x, compiled), _gradient(x, loss), rtol=0, atol=0)
+
+
+def test_operators_pass_torchs_own_check() -> None:
+    """Schema, fake kernel and autograd registration of the operators with the Triton backend."""
+    arguments = on_device(draw(3, 37))
+    options = ops.LossOptions(
+        temperature=1.0, logit_scale=1.0, softcap=None, backend="triton", clip_low=0.2,
+        clip_high=0.2, dual_clip=None, kl_coef=0.0, kl_estimator="k3", entropy_coef=0.1,
+    )._asdict()  # fmt: skip
+    per_token = (*list(arguments.values())[1:], None, None, None, None, True)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(
+        ops.ppo_loss_op, (arguments["logits"], *per_token), options, test_utils=tests
+    )
+    torch.library.opcheck(
+        ops.ppo_loss_inplace_op, (arguments["logits"], *per_token), options, test_utils=tests
+    )
+
+
+# -------------------------------------------------------------------------------- choice of backend
+
+
+def test_auto_takes_the_definition_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2, 7)
+    assert ops.choose_backend("auto", x, has_kernel=True) == "torch"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert ops.choose_backend("triton", x, has_kernel=True) == "triton"
+
+
+def test_triton_refuses_what_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight = torch.randn(2, 4), torch.randn(7, 4)
+    tokens = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="no Triton kernel"):
+        fastppo.linear_token_logprobs(hidden, weight, tokens, backend="triton")
+    with pytest.raises(ValueError, match="float64"):
+        fastppo.token_logprobs(torch.randn(2, 7).double(), tokens, backend="triton")
+    with pytest.raises(ValueError, match="must be bfloat16"):
+        row_loss.token_stats(torch.randn(2, 7).double(), tokens)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        fastppo.token_logprobs(torch.randn(2, 7), tokens, backend="triton")
+
+
+def test_import_without_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, fastppo\n"
+        "fastppo.token_logprobs(torch.randn(2, 7), torch.zeros(2, dtype=torch.int64))"
+    )
+    paths = os.pathsep.join([path for path in sys.path if path])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    assert done.returncode == 0, done.stderr
