@@ -511,10 +511,8 @@ class LinearPPOLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        # A leaf takes a gradient that nothing else holds for its own and adds to it in place, so
-        # the saved one is never handed out: it would be spoilt for a second backward.
         grads = [
-            grad * upstream[0] if asked else None
+            _scaled(grad, upstream[0]) if asked else None
             for grad, asked in zip(ctx.saved_tensors, ctx.need, strict=True)
         ]
         return (*grads, *(None,) * (4 + PER_TOKEN_COUNT + 3))

@@ -140,26 +140,46 @@ def _shift(
         row_max = x.amax(-1) if row_max is None else row_max
         shifted = (x - row_max.unsqueeze(-1)).mul_(logit_scale / temperature)
         return shifted.clamp_(min=LOWEST), row_max, None
-    tanh = torch.tanh(x * (logit_scale / softcap))
-    slope = 1 - tanh * tanh
-    z = tanh.mul_(softcap)
+    x = x * (logit_scale / softcap)
+    slope = torch.cosh(x).square_().reciprocal_()  # 1 − tanh² would cancel near the cap
+    z = x.tanh_().mul_(softcap)
     row_max = z.amax(-1) if row_max is None else row_max
     return z.sub_(row_max.unsqueeze(-1)).div_(temperature), row_max, slope
 
 
 def _softmax(
-    x: Tensor, temperature: float | Tensor, logit_scale: float, softcap: float | None
-) -> _Softmax:
+    x: Tensor,
+    tokens: Tensor,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+) -> tuple[_Softmax, Tensor, Tensor]:
+    """(softmax, logprob of the token, mean of t under p).
+
+    The token is left out of the sum and added behind it: where it holds most of the mass, logprob
+    is then −log(1 + the others' part), and keeps its digits however sure the policy is.
+    """
     shifted, row_max, slope = _shift(x, temperature, logit_scale, softcap, None)
     exp = torch.exp(shifted)
-    return _Softmax(shifted, exp, row_max, exp.sum(-1).log_(), slope)
+    column = tokens.unsqueeze(-1)
+    token_exp = exp.gather(1, column)
+    others = exp.scatter_(1, column, 0.0).sum(-1)
+    exp.scatter_(1, column, token_exp)
+    token_exp = token_exp.squeeze(-1)
+    total = others + token_exp
+    log_sum = total.log()
+    rare = shifted.gather(1, column).squeeze(-1) - log_sum
+    logprobs = torch.where(token_exp > others, -torch.log1p(others / token_exp), rare)
+    mean_shifted = torch.linalg.vecdot(exp, shifted) / total
+    return _Softmax(shifted, exp, row_max, log_sum, slope), logprobs, mean_shifted
 
 
 def _row_gradient(
     soft: _Softmax,
     reference: _Softmax | None,
     tokens: Tensor,
-    entropy: Tensor,
+    logprobs: Tensor,
+    mean_shifted: Tensor,
     kl: Tensor,
     g_logprob: Tensor,
     g_entropy: Tensor | None,
@@ -168,32 +188,40 @@ def _row_gradient(
 ) -> Tensor:
     """dL/dx [n, V] in the accumulation dtype; the formula in the module's docstring.
 
-    `g_entropy` and `g_kl` are None where the term is absent, which saves a pass over the chunk.
+    In it log p_j + entropy is t_j − Σ p t, and log p_j − log q_j − KL is t_j − r_j − Σ p (t − r):
+    log sums cancel and are not formed. At the token, 1 − p_y is −expm1(logprob). `g_entropy` and
+    `g_kl` are None where the term is absent, which saves a pass over the chunk.
     """
     if soft.exp is None:
         probs = torch.exp(soft.shifted - soft.log_sum.unsqueeze(-1))
     else:
         probs = soft.exp.mul_(torch.exp(-soft.log_sum).unsqueeze(-1))
-    constant = -g_logprob
+    column = tokens.unsqueeze(-1)
+    constant, linear = -g_logprob, torch.zeros_like(g_logprob)
+    at_token = torch.zeros_like(g_logprob)
+    token_shifted = soft.shifted.gather(1, column).squeeze(-1)
     if g_entropy is not None:
-        constant = constant + g_entropy * (soft.log_sum - entropy)
+        constant = constant + g_entropy * mean_shifted
+        linear = linear - g_entropy
+        at_token = g_entropy * (mean_shifted - token_shifted)
     if g_kl is not None:
-        constant = constant - g_kl * (soft.log_sum + kl)
+        assert reference is not None
+        # An infinite KL that is only reported does not touch the gradient.
+        mean_gap = torch.where(g_kl != 0, kl + soft.log_sum - reference.log_sum, 0.0)
+        constant = constant - g_kl * mean_gap
+        linear = linear + g_kl
+        token_gap = token_shifted - reference.shifted.gather(1, column).squeeze(-1)
+        at_token = at_token + g_kl * (token_gap - mean_gap)
     if g_entropy is None and g_kl is None:
         grad = probs.mul_(constant.unsqueeze(-1))
     else:
-        linear = torch.zeros_like(constant)
-        if g_entropy is not None:
-            linear = linear - g_entropy
-        if g_kl is not None:
-            linear = linear + g_kl
         factor = torch.addcmul(constant.unsqueeze(-1), soft.shifted, linear.unsqueeze(-1))
         if g_kl is not None:
             assert reference is not None
-            log_q = reference.shifted - reference.log_sum.unsqueeze(-1)
-            factor.addcmul_(log_q, g_kl.unsqueeze(-1), value=-1)
+            factor.addcmul_(reference.shifted, g_kl.unsqueeze(-1), value=-1)
         grad = probs.mul_(factor)
-    grad.scatter_add_(1, tokens.unsqueeze(-1), g_logprob.unsqueeze(-1))
+    token_grad = torch.exp(logprobs) * at_token - g_logprob * torch.expm1(logprobs)
+    grad.scatter_(1, column, token_grad.unsqueeze(-1))
     grad.mul_(scale)
     if soft.slope is not None:
         grad.mul_(soft.slope)
@@ -241,16 +269,16 @@ def token_stats(
     normalizer, ref_normalizer = (logits.new_zeros((n, 2), dtype=dtype) for _ in range(2))
     for rows in _chunks(n, vocab, logits.device):
         t = _temperature_column(temperature, rows)
-        soft = _softmax(_take(logits, rows), t, logit_scale, softcap)
-        assert soft.exp is not None
-        at_token = soft.shifted.gather(1, tokens[rows].unsqueeze(-1)).squeeze(-1)
-        logprobs[rows] = at_token - soft.log_sum
-        mean_shifted = torch.linalg.vecdot(soft.exp, soft.shifted) / torch.exp(soft.log_sum)
+        soft, row_logprobs, mean_shifted = _softmax(
+            _take(logits, rows), tokens[rows], t, logit_scale, softcap
+        )
+        logprobs[rows] = row_logprobs
         entropy[rows] = soft.log_sum - mean_shifted
         normalizer[rows, 0] = soft.row_max
         normalizer[rows, 1] = soft.log_sum
         if ref_logits is not None:
-            reference = _softmax(_take(ref_logits, rows), t, logit_scale, softcap)
+            # In the same order of sums as the policy, so that the KL to itself is exactly 0.
+            reference, *_ = _softmax(_take(ref_logits, rows), tokens[rows], t, logit_scale, softcap)
             kl[rows] = _full_kl(soft, reference)
             ref_normalizer[rows, 0] = reference.row_max
             ref_normalizer[rows, 1] = reference.log_sum
@@ -294,7 +322,8 @@ def token_stats_backward(
             soft,
             reference,
             tokens[rows],
-            stats.entropy[rows],
+            stats.logprobs[rows],
+            stats.normalizer[rows, 1] - stats.entropy[rows],
             stats.kl[rows],
             grad_logprobs[rows],
             None if grad_entropy is None else grad_entropy[rows],
@@ -500,15 +529,14 @@ def ppo_loss(
     for chunk in _chunks(n if kept is None else kept.numel(), vocab, logits.device):
         rows = chunk if kept is None else kept[chunk]
         t = _temperature_column(temperature, rows)
-        soft = _softmax(_take(logits, rows), t, logit_scale, softcap)
-        assert soft.exp is not None
+        row_tokens = tokens[rows]
+        soft, row_logprobs, mean_shifted = _softmax(
+            _take(logits, rows), row_tokens, t, logit_scale, softcap
+        )
+        row_entropy = soft.log_sum - mean_shifted
         reference = None
         if ref_logits is not None:
-            reference = _softmax(_take(ref_logits, rows), t, logit_scale, softcap)
-        row_tokens = tokens[rows]
-        row_logprobs = soft.shifted.gather(1, row_tokens.unsqueeze(-1)).squeeze(-1) - soft.log_sum
-        mean_shifted = torch.linalg.vecdot(soft.exp, soft.shifted) / torch.exp(soft.log_sum)
-        row_entropy = soft.log_sum - mean_shifted
+            reference, *_ = _softmax(_take(ref_logits, rows), row_tokens, t, logit_scale, softcap)
         token = token_loss(
             row_logprobs,
             row_entropy,
@@ -532,7 +560,8 @@ def ppo_loss(
                 soft,
                 reference,
                 row_tokens,
-                row_entropy,
+                row_logprobs,
+                mean_shifted,
                 token.kl,
                 token.g_logprob,
                 token.g_entropy,

@@ -474,7 +474,8 @@ def _token_loss(
     unclipped = ratio * advantage
     clipped = tl.minimum(tl.maximum(ratio, lowest_ratio), highest_ratio) * advantage
     surrogate = tl.minimum(unclipped, clipped)
-    active = (unclipped <= clipped) & (tl.abs(difference) <= RATIO_LIMIT)
+    # Written so that a NaN counts as active: it must reach the gradient, where it is noticed.
+    active = ((unclipped > clipped) | (tl.abs(difference) > RATIO_LIMIT)) == 0
     # 0·inf is NaN, but where the advantage is 0 it is not looked at.
     floor = dual_clip * advantage
     dual = (advantage < 0) & (surrogate < floor)
