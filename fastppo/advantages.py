@@ -123,7 +123,7 @@ def gae(
         None if bootstrap is None else bootstrap.detach(),
         gamma=gamma,
         lam=lam,
-        backend=ops.choose_backend(backend, values, has_kernel=True),
+        backend=ops.choose_backend(backend, values),
     )
 
 
@@ -188,7 +188,7 @@ def compute_advantages(
         validation.at_least("score_clip", score_clip, 0.0, strictly=True)
     gamma, gammas = _discount("gamma", gamma, batch, values)
     lam, lams = _discount("lam", lam, batch, values)
-    backend = ops.choose_backend(backend, values, has_kernel=True)
+    backend = ops.choose_backend(backend, values)
     floats = (x if x is None else x.detach() for x in (scores, values, logprobs, ref_logprobs))
     advantages, returns, kl, moments = ops.shaped_advantages_op(
         *floats,
@@ -238,7 +238,7 @@ def whiten(
         validation.tensor("mask", mask, shape=x.shape, like=x, dtypes=(torch.bool,))
     if moments is not None:
         validation.tensor("moments", moments, shape=(3,), like=x)
-    backend = ops.choose_backend(backend, x, has_kernel=True)
+    backend = ops.choose_backend(backend, x)
     return ops.whiten_op(x.detach(), mask, moments, shift_mean=shift_mean, backend=backend)
 
 

@@ -185,7 +185,6 @@ def _loss_arguments(
     logit_scale: float,
     softcap: float | None,
     backend: str,
-    has_kernel: bool,
 ) -> _LossArguments:
     """Checks and flattens what `ppo_loss` and `linear_ppo_loss` have in common."""
     wide = reference.accumulation_dtype(x.dtype)
@@ -216,9 +215,7 @@ def _loss_arguments(
         raise ValueError(f"kl_coef={kl_coef} with kl_estimator={kl_estimator!r} needs ref_logprobs")
     w = _weights(shape, x, mask, aggregation, denominator, weights)
     clip_low, clip_high = validation.clip_range(clip_ratio)
-    softmax, temperatures = _softmax_options(
-        shape, x, temperature, logit_scale, softcap, backend, has_kernel=has_kernel
-    )
+    softmax, temperatures = _softmax_options(shape, x, temperature, logit_scale, softcap, backend)
     options = ops.LossOptions(
         *softmax,
         clip_low=clip_low,
@@ -247,8 +244,6 @@ def _softmax_options(
     logit_scale: float,
     softcap: float | None,
     backend: str,
-    *,
-    has_kernel: bool,
 ) -> tuple[ops.SoftmaxOptions, Tensor | None]:
     validation.at_least("logit_scale", logit_scale, 0.0, strictly=True)
     validation.finite("logit_scale", logit_scale)
@@ -268,7 +263,7 @@ def _softmax_options(
         1.0 if isinstance(temperature, Tensor) else float(temperature),
         float(logit_scale),
         None if softcap is None else float(softcap),
-        ops.choose_backend(backend, x, has_kernel=has_kernel),
+        ops.choose_backend(backend, x),
     )
     return options, temperatures
 
@@ -403,7 +398,6 @@ def ppo_loss(
         logit_scale=logit_scale,
         softcap=softcap,
         backend=backend,
-        has_kernel=True,
     )
     need_grad = _is_asked(logits)
     if logits.dtype == torch.float16 and need_grad:
@@ -626,7 +620,6 @@ def linear_ppo_loss(
         logit_scale=logit_scale,
         softcap=softcap,
         backend=backend,
-        has_kernel=False,
     )
     if dtype == torch.float16 and any(need):
         if reference_head[0] is not None:
@@ -683,7 +676,7 @@ def token_stats(
         validation.tensor("ref_logits", ref_logits, shape=logits.shape, like=logits)
         ref_rows = _rows_view("ref_logits", ref_logits.detach())
     options, temperatures = _softmax_options(
-        shape, logits, temperature, logit_scale, softcap, backend, has_kernel=True
+        shape, logits, temperature, logit_scale, softcap, backend
     )
     logprobs, entropy, kl = ops.TokenStats.apply(rows, flat_tokens, ref_rows, temperatures, options)
     return TokenStats(
@@ -745,7 +738,7 @@ def linear_token_logprobs(
     shape = hidden.shape[:-1]
     flat_tokens = _check_tokens_argument(tokens, shape, hidden)
     options, temperatures = _softmax_options(
-        shape, hidden, temperature, logit_scale, softcap, backend, has_kernel=False
+        shape, hidden, temperature, logit_scale, softcap, backend
     )
     logprobs, entropy = ops.LinearTokenStats.apply(
         rows, weight, bias, flat_tokens, temperatures, need, chunk_size, dtype, options

@@ -68,22 +68,17 @@ def _schema(text: str) -> str:
     return " ".join(text.split())
 
 
-def choose_backend(backend: str, x: Tensor, *, has_kernel: bool = False) -> str:
+def choose_backend(backend: str, x: Tensor) -> str:
     """The backend, "torch" or "triton", that runs an operation on `x`.
 
-    Args:
-        has_kernel: whether there is a Triton kernel for the operation.
-
     Raises:
-        ValueError: "triton" where it cannot run: no kernel, fp64, or a CPU without the interpreter.
+        ValueError: "triton" where it cannot run: fp64, or a CPU without the interpreter.
     """
     validation.choice("backend", backend, BACKENDS)
     if backend == "auto":
-        runs = has_kernel and x.is_cuda and x.dtype != torch.float64
+        runs = x.is_cuda and x.dtype != torch.float64
         return "triton" if runs and HAS_TRITON else "torch"
     if backend == "triton":
-        if not has_kernel:
-            raise ValueError("backend='triton': no Triton kernel for this operation; use 'auto'")
         if x.dtype == torch.float64:
             raise ValueError(
                 "backend='triton' computes in fp32, got float64; use 'auto' or 'torch'"
@@ -453,6 +448,7 @@ def linear_ppo_loss_op(
             importance_weights=importance_weights,
             ref_logprobs=ref_logprobs,
             need=(need[0], need[1], need[2]),
+            row_pass=_kernels(options["backend"]).ppo_loss,
             **_kernel_options(options, temperatures),
         )
     grads = (rows.grad_hidden, rows.grad_weight, rows.grad_bias)
@@ -503,7 +499,7 @@ class LinearPPOLoss(torch.autograd.Function):
         )
         rows, grads = outputs[:4], outputs[4:]
         ctx.save_for_backward(*grads)
-        ctx.need = need
+        ctx.need, ctx.backend = need, options.backend
         loss = rows[0][0].clone()
         ctx.mark_non_differentiable(*rows)
         return (loss, *rows)
@@ -512,7 +508,7 @@ class LinearPPOLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         grads = [
-            _scaled(grad, upstream[0]) if asked else None
+            _scaled(grad, upstream[0], ctx.backend) if asked else None
             for grad, asked in zip(ctx.saved_tensors, ctx.need, strict=True)
         ]
         return (*grads, *(None,) * (4 + PER_TOKEN_COUNT + 3))
@@ -536,7 +532,12 @@ def linear_token_stats_op(
     _check_tokens(tokens, weight.shape[0])
     with _own_precision(hidden):
         stats = reference.linear_token_stats(
-            hidden, weight, tokens, bias=bias, **_kernel_options(options, temperatures)
+            hidden,
+            weight,
+            tokens,
+            bias=bias,
+            row_pass=_kernels(options["backend"]).token_stats,
+            **_kernel_options(options, temperatures),
         )
     return list(stats)
 
@@ -577,6 +578,7 @@ def linear_token_stats_backward_op(
             reference.TokenStats(*stats),
             bias=bias,
             need=(need[0], need[1], need[2]),
+            row_pass=_kernels(options["backend"]).token_stats_backward,
             **_kernel_options(options, temperatures),
         )
     return [hidden.new_empty(0) if grad is None else grad for grad in grads]

@@ -69,7 +69,7 @@ def test_the_readmes_own_run_works_as_printed(workspace: Path, capsys) -> None:
 def test_the_two_commands_are_what_ci_and_the_demo_test_run() -> None:
     first, second = blocks(ROOT / "README.md", "bash")
     assert first.strip().endswith("&& .venv/bin/fastppo demo")
-    assert second.strip().endswith("&& .venv/bin/python -m pytest -q")
+    assert second.strip().endswith("&& .venv/bin/python -m pytest -q -n auto")
     assert "README.md" in (ROOT / ".ci" / "run").read_text()
 
 

@@ -236,9 +236,8 @@ class _Attach(torch.autograd.Function):
 
 def test_auto_takes_the_kernel_on_a_gpu() -> None:
     x = torch.randn(2, 8, device="cuda")
-    assert fastppo.ops.choose_backend("auto", x, has_kernel=True) == "triton"
-    assert fastppo.ops.choose_backend("auto", x.double(), has_kernel=True) == "torch"
-    assert fastppo.ops.choose_backend("auto", x, has_kernel=False) == "torch"
+    assert fastppo.ops.choose_backend("auto", x) == "triton"
+    assert fastppo.ops.choose_backend("auto", x.double()) == "torch"
 
 
 def test_compiles_to_a_full_graph_with_inductor() -> None:

@@ -30,7 +30,7 @@ not copied), N = B·T; everything per token is `[N]`. Rows whose weight is 0 are
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -642,6 +642,7 @@ def linear_ppo_loss(
     chunk_size: int | None = None,
     compute_dtype: torch.dtype | None = None,
     need: tuple[bool, bool, bool] = (True, True, True),
+    row_pass: Callable[..., PPORows] = ppo_loss,
     **loss_options: float | None,
 ) -> LinearPPORows:
     """`ppo_loss` of `hidden [N, H] @ weight [V, H].T + bias`, holding `chunk_size` rows of logits.
@@ -652,6 +653,7 @@ def linear_ppo_loss(
     Args:
         need: gradients wanted of (hidden, weight, bias). With none, only the first GEMM runs.
         compute_dtype: dtype of the GEMMs and of the logits; default that of `hidden`.
+        row_pass: what turns a chunk's logits into their gradient: `ppo_loss` of any backend.
     """
     n, vocab = hidden.shape[0], weight.shape[0]
     dtype = compute_dtype or hidden.dtype
@@ -670,7 +672,7 @@ def linear_ppo_loss(
         ref_logits = None
         if ref_hidden is not None and ref_head is not None and kl_estimator == "full":
             ref_logits = _linear(ref_hidden[rows].to(dtype), ref_head, ref_head_bias)
-        chunk = ppo_loss(
+        chunk = row_pass(
             _linear(x, head, head_bias),
             tokens[rows],
             old_logprobs[rows],
@@ -683,7 +685,7 @@ def linear_ppo_loss(
             kl_estimator=kl_estimator,
             need_grad=any(need),
             inplace=True,
-            **loss_options,  # type: ignore[arg-type]
+            **loss_options,
         )
         logprobs[rows], entropy[rows], kl[rows] = chunk.logprobs, chunk.entropy, chunk.kl
         sums = combine_sums(sums, chunk.sums)
@@ -705,8 +707,12 @@ def linear_token_stats(
     softcap: float | None = None,
     chunk_size: int | None = None,
     compute_dtype: torch.dtype | None = None,
+    row_pass: Callable[..., TokenStats] = token_stats,
 ) -> TokenStats:
-    """`token_stats` of `hidden @ weight.T + bias` without holding more than a chunk of logits."""
+    """`token_stats` of `hidden @ weight.T + bias` without holding more than a chunk of logits.
+
+    `row_pass` reads a chunk's logits: `token_stats` of any backend.
+    """
     n, vocab = hidden.shape[0], weight.shape[0]
     dtype = compute_dtype or hidden.dtype
     wide = accumulation_dtype(dtype)
@@ -716,7 +722,7 @@ def linear_token_stats(
     step = chunk_size or linear_chunk_size(n, vocab, hidden.device)
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
-        stats = token_stats(
+        stats = row_pass(
             _linear(hidden[rows].to(dtype), head, head_bias),
             tokens[rows],
             temperature=temperature[rows] if isinstance(temperature, Tensor) else temperature,
@@ -744,6 +750,7 @@ def linear_token_stats_backward(
     chunk_size: int | None = None,
     compute_dtype: torch.dtype | None = None,
     need: tuple[bool, bool, bool] = (True, True, True),
+    row_pass: Callable[..., Tensor] = token_stats_backward,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dX, dW, dbias). The upstream gradient is arbitrary, so logits are formed again."""
     n, vocab = hidden.shape[0], weight.shape[0]
@@ -754,7 +761,7 @@ def linear_token_stats_backward(
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
         x = hidden[rows].to(dtype)
-        grad = token_stats_backward(
+        grad = row_pass(
             grad_logprobs[rows],
             None if grad_entropy is None else grad_entropy[rows],
             None,
