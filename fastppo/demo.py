@@ -7,6 +7,7 @@ with the functions that the package exports, and ends with a policy that plain t
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,6 +71,7 @@ def run_demo(
     start = time.perf_counter()
     console = console or Console()
     output_dir, where = Path(output_dir), choose_device(device)
+    shutil.rmtree(output_dir / "ppo", ignore_errors=True)  # an earlier demo's
     on_cpu = where.type == "cpu"
     data = make_data(seed)
     _write(output_dir / "data", data)

@@ -172,6 +172,11 @@ class PPOTrainer:
         torch.manual_seed(self.config.seed)
         if self.config.resume:
             self._resume(run_dir)
+        elif self.state.iteration == 0 and (run_dir / "metrics.jsonl").exists():
+            raise ValueError(
+                f"{run_dir} holds a run already: go on with `resume: true`, or choose another "
+                "output_dir"
+            )
         self.self_check(self.prompts)
         log = RunLog(run_dir, self.config, self.state.iteration)
         metrics: dict[str, float] = {}
@@ -311,7 +316,6 @@ class PPOTrainer:
         )
         lengths = sequences.response_lengths.float()
         metrics = {
-            "score": scores.mean(),
             "response_length": lengths.mean(),
             "value": values.mean(),
             "return": result.returns.mean(),

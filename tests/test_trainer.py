@@ -417,3 +417,9 @@ def test_evaluation_leaves_no_trace(tmp_path: Path) -> None:
 )
 def test_the_learning_rate_is_a_function_of_the_step(name, step, expected) -> None:
     assert schedule(name, step, warmup=10, total=100) == pytest.approx(expected)
+
+
+def test_a_run_is_not_written_over(tmp_path: Path) -> None:
+    make_trainer(tmp_path, iterations=1).train()
+    with pytest.raises(ValueError, match=r"holds a run already: go on with `resume: true`"):
+        make_trainer(tmp_path, iterations=1).train()
