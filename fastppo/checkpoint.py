@@ -43,29 +43,34 @@ def save(
     *,
     keep: int = 2,
 ) -> Path:
-    """Writes `checkpoint-<iteration>` and removes all but the newest `keep`."""
+    """Writes `checkpoint-<iteration>` and removes all but the newest `keep`, at least 1."""
     run_dir = Path(run_dir)
     final = run_dir / f"checkpoint-{iteration:06d}"
+    for stale in run_dir.glob(".checkpoint-*"):  # of a run that was killed while writing
+        shutil.rmtree(stale)
     temporary = run_dir / f".{final.name}.tmp-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     save_file(_trained(model), temporary / "model.safetensors")
-    tensors, groups = _optimizer_state(optimizer)
-    save_file(tensors, temporary / "optimizer.safetensors")
+    save_file(_optimizer_state(optimizer), temporary / "optimizer.safetensors")
     random_tensors, random_json = _random_state()
     save_file(random_tensors, temporary / "random.safetensors")
-    record = {"format": FORMAT, "state": state, "param_groups": groups, "random": random_json}
+    record = {"format": FORMAT, "state": state, "random": random_json}
     (temporary / "state.json").write_text(json.dumps(record))
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(run_dir / f".{final.name}.old")  # the new one first, then the old one goes
     temporary.rename(final)
-    for old in checkpoints(run_dir)[:-keep] if keep > 0 else []:
-        shutil.rmtree(old)
+    shutil.rmtree(run_dir / f".{final.name}.old", ignore_errors=True)
+    for old in checkpoints(run_dir)[:-keep]:
+        if old != final:
+            shutil.rmtree(old)
     return final
 
 
 def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Restores the weights, the optimiser and the random states; returns the saved `state`.
+    """Restores the weights, the optimiser's state and the random states; returns `state`.
+
+    The optimiser's options (rates, decay, betas) stay those of `optimizer`: a resumed run follows
+    its own config.
 
     Raises:
         ValueError: the checkpoint is of another format, or of another model.
@@ -90,7 +95,7 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
                     f"and {list(parameter.shape)} here"
                 )
             parameter.copy_(saved[name])
-    _restore_optimizer(optimizer, load_file(path / "optimizer.safetensors"), record["param_groups"])
+    _restore_optimizer(optimizer, load_file(path / "optimizer.safetensors"))
     _restore_random(load_file(path / "random.safetensors"), record["random"])
     return record["state"]
 
@@ -104,23 +109,20 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().cpu().contiguous() for name, p in _trained_parameters(model)}
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], list[Any]]:
-    state = optimizer.state_dict()
-    tensors = {
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
         f"{index}.{name}": value.detach().cpu().contiguous()
-        for index, entry in state["state"].items()
+        for index, entry in optimizer.state_dict()["state"].items()
         for name, value in entry.items()
     }
-    return tensors, state["param_groups"]
 
 
-def _restore_optimizer(
-    optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], groups: list[Any]
-) -> None:
+def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         index, name = key.split(".", 1)
         state.setdefault(int(index), {})[name] = value
+    groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

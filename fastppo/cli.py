@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -80,13 +81,15 @@ def train_parser() -> Any:
         "flags, or from both; flags win.",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of `option: value` lines")
+    # argparse takes -1e-1 for a flag unless it is told that numbers may have exponents.
+    parser._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
     return parser
 
 
 def parse_train(arguments: Sequence[str]) -> Any:
     """The PPOConfig of `fastppo train`'s arguments.
 
-    A YAML file is read as the flags that it stands for, so both are parsed and checked alike.
+    The file's values stand in for the defaults of the flags; the config checks both alike.
     """
     from fastppo.config import read_yaml
 
@@ -94,23 +97,13 @@ def parse_train(arguments: Sequence[str]) -> Any:
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--config")
     file = first.parse_known_args(arguments)[0].config
-    flags = _as_flags(read_yaml(file)) if file else []
-    config, namespace = parser.parse_args_into_dataclasses([*flags, *arguments])
-    del namespace  # holds --config alone
+    if file:
+        parser.set_defaults(**read_yaml(file))
+    config, _ = parser.parse_args_into_dataclasses(list(arguments))  # _ holds --config alone
     for name in ("model", "prompts", "rewards"):
         if not getattr(config, name):
             parser.error(f"--{name} is missing: give it as a flag or in --config FILE")
     return config
-
-
-def _as_flags(options: dict[str, Any]) -> list[str]:
-    flags: list[str] = []
-    for name, value in options.items():
-        if isinstance(value, list):
-            flags += [f"--{name}", *map(str, value)] if value else []
-        elif value is not None:
-            flags.append(f"--{name}={value}")
-    return flags
 
 
 def _demo(options: argparse.Namespace, rest: list[str]) -> None:
@@ -159,13 +152,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     if rest and options.command != "train":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    from fastppo.data import DataError
-    from fastppo.rewards import RewardError
-
     _calm_libraries()
     try:
         options.handler(options, rest)
-    except (DataError, RewardError, ValueError, ImportError, OSError) as error:
+    except (ValueError, ImportError, OSError, RuntimeError, FloatingPointError) as error:
+        # DataError is a ValueError; RewardError, a failed self-check and torch's own are
+        # RuntimeErrors.
         if os.environ.get("FASTPPO_DEBUG"):
             raise
         print(f"fastppo: {error}", file=sys.stderr)

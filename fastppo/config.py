@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -17,6 +19,28 @@ def _option(default: Any, help: str) -> Any:
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+_COUNTS = (
+    *("rollout_batch_size", "max_new_tokens", "iterations", "ppo_epochs", "minibatches"),
+    *("microbatch_size", "reward_batch_size", "reward_max_length", "generate_batch_size"),
+    *("log_interval", "checkpoint_limit"),
+)
+_POSITIVE = (
+    *("temperature", "learning_rate", "kl_target", "kl_horizon", "max_grad_norm", "adam_eps"),
+    *("value_clip", "score_clip", "lora_alpha"),
+)
+_NOT_NEGATIVE = (
+    *("kl_coef", "kl_loss_coef", "entropy_coef", "vf_coef", "weight_decay", "top_k", "lora_rank"),
+    *("warmup_steps", "checkpoint_interval", "log_samples", "value_learning_rate"),
+    *("missing_eos_penalty", "seed"),
+)
+BOUNDS: dict[str, tuple[float, bool]] = {
+    **dict.fromkeys(_COUNTS, (1, False)),
+    **dict.fromkeys(_POSITIVE, (0, True)),
+    **dict.fromkeys(_NOT_NEGATIVE, (0, False)),
+}
+"""Lower bounds of options: (bound, whether the value must be above it)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,7 +62,7 @@ class PPOConfig:
         "auto", "auto (flash-attn if installed, else sdpa), sdpa, eager or flash_attention_2"
     )
     gradient_checkpointing: bool = _option(False, "Recompute activations in backward: less memory")
-    lora_rank: int = _option(0, "Rank of LoRA adapters; 0 trains all weights. Needs fastppo[peft]")
+    lora_rank: int = _option(0, "Rank of LoRA adapters; 0 trains all weights. Needs peft")
     lora_alpha: float = _option(32.0, "LoRA scale: the update is alpha/rank · BA")
     lora_target_modules: list[str] | None = _option(
         None, "Modules that get adapters; none given means all linear layers"
@@ -142,38 +166,22 @@ class PPOConfig:
     wandb_project: str | None = _option(None, "Also log to this Weights & Biases project")
 
     def __post_init__(self) -> None:
+        hints = get_type_hints(PPOConfig)
+        for option in fields(self):
+            value = _converted(option.name, getattr(self, option.name), hints[option.name])
+            setattr(self, option.name, value)
         self.validate()
 
     def validate(self) -> None:
         """Raises ValueError with the option's name, what it got and what it wants."""
-        for name in (
-            "rollout_batch_size",
-            "max_new_tokens",
-            "iterations",
-            "ppo_epochs",
-            "minibatches",
-            "microbatch_size",
-            "reward_batch_size",
-            "log_interval",
-        ):
-            validation.at_least(name, getattr(self, name), 1)
-        for name in ("temperature", "learning_rate", "kl_target", "kl_horizon", "max_grad_norm"):
-            validation.at_least(name, getattr(self, name), 0.0, strictly=True)
-        for name in (
-            "kl_coef",
-            "kl_loss_coef",
-            "entropy_coef",
-            "vf_coef",
-            "weight_decay",
-            "top_k",
-            "lora_rank",
-            "warmup_steps",
-            "checkpoint_interval",
-        ):
-            validation.at_least(name, getattr(self, name), 0)
-        for name in ("gamma", "lam", "top_p"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)!r}")
+        for name, (low, strictly) in BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None:
+                validation.at_least(name, value, low, strictly=strictly)
+        for name in ("gamma", "lam", "top_p", "adam_beta1", "adam_beta2"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {value!r}")
         validation.clip_range(self.clip_range)
         validation.dual_clip(self.dual_clip)
         if self.rollout_batch_size % self.minibatches:
@@ -181,10 +189,15 @@ class PPOConfig:
                 f"rollout_batch_size must be a multiple of minibatches, "
                 f"got {self.rollout_batch_size} and {self.minibatches}"
             )
-        if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
+        given = self.rewards and self.reward_weights is not None
+        if given and len(self.reward_weights or ()) != len(self.rewards):
             raise ValueError(
-                f"reward_weights must be one per reward: got {len(self.reward_weights)} "
+                f"reward_weights must be one per reward: got {len(self.reward_weights or ())} "
                 f"for {len(self.rewards)} rewards"
+            )
+        if self.kl_controller != "fixed" and self.kl_coef == 0:
+            raise ValueError(
+                f"kl_controller={self.kl_controller} multiplies kl_coef, so it must be > 0, got 0"
             )
 
     @property
@@ -207,6 +220,30 @@ class PPOConfig:
         Path(path).write_text(text, encoding="utf-8")
 
 
+def _converted(name: str, value: Any, hint: Any) -> Any:
+    """`value` as the option's type. YAML reads 1e-5 as a string, and 1 where 1.0 is meant."""
+    if get_origin(hint) is Literal:
+        return validation.choice(name, value, get_args(hint))
+    if get_origin(hint) in (Union, UnionType):
+        (inner,) = (choice for choice in get_args(hint) if choice is not type(None))
+        return None if value is None else _converted(name, value, inner)
+    if get_origin(hint) is list:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"{name} must be a list, got {value!r}")
+        return [_converted(name, item, get_args(hint)[0]) for item in value]
+    if hint in (int, float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if math.isfinite(number) and (hint is float or number == int(number)):
+            return hint(number)
+    elif isinstance(value, hint):
+        return value
+    names = {int: "an integer", float: "a finite number", bool: "true or false", str: "a text"}
+    raise ValueError(f"{name} must be {names[hint]}, got {value!r}")
+
+
 def read_yaml(path: str | Path, options: Callable[..., Any] = PPOConfig) -> dict[str, Any]:
     """The keys of a YAML file of options.
 
@@ -215,7 +252,12 @@ def read_yaml(path: str | Path, options: Callable[..., Any] = PPOConfig) -> dict
     """
     import difflib
 
-    loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    if not Path(path).is_file():
+        raise ValueError(f"there is no config file {path}")
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"{path}: want `option: value` lines, got {type(loaded).__name__}")
     known = [f.name for f in fields(options)]  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
 
 Rows = list[dict[str, Any]]
@@ -145,7 +146,10 @@ def encode_prompts(
     if column not in rows[0]:
         raise DataError(f"{source}: no column {column!r}; there are {', '.join(rows[0])}")
     prompts = Prompts([], [])
-    names = [name for name in rows[0] if name != column]
+    names = [name for name in dict.fromkeys(key for row in rows for key in row) if name != column]
+    for reserved in ("prompts", "completions"):
+        if reserved in names:
+            raise DataError(f"{source}: a column may not be called {reserved!r}: rewards get it")
     columns: dict[str, list[Any]] = {name: [] for name in names}
     for number, row in enumerate(rows, 1):
         prompt = row.get(column)
@@ -165,11 +169,19 @@ def encode_prompts(
 
 def _encode(prompt: Any, tokenizer: Any, where: str) -> list[int]:
     if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
+        if not prompt.strip():
+            raise DataError(f"{where}: the prompt is empty")
+        ids = list(tokenizer(prompt)["input_ids"])
+        plain = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if ids[-1:] == [tokenizer.eos_token_id] != plain[-1:]:
+            ids.pop()  # some tokenizers end every text; a prompt is to be continued
     elif is_chat(prompt):
         if tokenizer.chat_template is None:
             raise DataError(f"{where}: chat messages, but the tokenizer has no chat template")
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        try:
+            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        except jinja2.TemplateError as error:
+            raise DataError(f"{where}: the chat template refuses it: {error}") from error
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         raise DataError(

@@ -196,7 +196,8 @@ def _print(console: Console, prompts: list[str], result: dict[str, Any]) -> None
     for i in range(3):
         console.print(f"\n[bold]{prompts[i]}")
         for name, found in (("before", before), ("after ", after)):
-            gold = gold_reward([prompts[i]], [found["completions"][i]])[0]
-            console.print(f"  [dim]{name}[/dim]  {found['completions'][i]}  [dim](gold {gold:.2f})")
+            text = found["completions"][i].strip()
+            gold = gold_reward([prompts[i]], [text])[0]
+            console.print(f"  [dim]{name}[/dim]  {text}  [dim](gold {gold:.2f})")
     console.print(f"\nreport  {result['report']}\npolicy  {result['policy']}")
     console.print(f"[dim]{result['seconds']:.0f} seconds")

@@ -129,7 +129,7 @@ def make_data(
     sft = []
     for _ in range(demonstrations):
         prompt = draw.choice(known)
-        sft.append({"prompt": prompt, "completion": describe(prompt, draw)})
+        sft.append({"prompt": prompt, "completion": " " + describe(prompt, draw)})
     return {
         "demonstrations": sft,
         "pairs": [_pair(draw.choice(known), draw) for _ in range(pairs)],
@@ -144,7 +144,7 @@ def _pair(prompt: str, draw: random.Random) -> dict[str, str]:
     first, second = gold_reward([prompt] * 2, both)
     agree = 1 / (1 + math.exp(-PREFERENCE_SHARPNESS * (first - second)))
     chosen, rejected = both if draw.random() < agree else reversed(both)
-    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    return {"prompt": prompt, "chosen": " " + chosen, "rejected": " " + rejected}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

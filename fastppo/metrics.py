@@ -34,8 +34,7 @@ class Meter:
         # Each minibatch's policy loss is whole, being weighted; the sum over minibatches is not.
         found["policy_loss"] = found["policy_loss"] / steps
         found["value_loss"] = torch.stack(self.value_losses).sum() / steps
-        if "kl" in found:
-            found["kl_loss"] = found.pop("kl")
+        found["kl_loss"] = found.pop("kl")
         metrics = to_floats(found)
         for name in self.steps[0]:
             metrics[name] = sum(step[name] for step in self.steps) / steps

@@ -81,6 +81,11 @@ class LanguageModel(nn.Module):
         return self.causal_lm.config
 
     @property
+    def context(self) -> int | None:
+        """The longest sequence that the model takes, tokens, if its config says."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
     def device(self) -> torch.device:
         return next(self.causal_lm.parameters()).device
 
@@ -137,6 +142,11 @@ class LanguageModel(nn.Module):
             own = self.causal_lm(input_ids=ids, use_cache=False).logits.float()
             trunk = self.causal_lm.base_model(input_ids=ids, use_cache=False).last_hidden_state
             ours = self.head.finished_logits(trunk)
+        if not own.isfinite().all():
+            raise ValueError(
+                f"{type(self.causal_lm).__name__}: its logits are not finite; do its weights hold "
+                "NaN or inf?"
+            )
         tolerance = 1e-3 if trunk.dtype == torch.float32 else 5e-2
         worst = (own - ours).abs().max().item() if own.shape == ours.shape else float("inf")
         if not worst <= tolerance * (1 + own.abs().max().item()):
@@ -279,7 +289,7 @@ def add_adapters(
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ImportError("lora_rank > 0 needs peft: pip install 'fastppo[peft]'") from error
+        raise ImportError("lora_rank > 0 needs peft: pip install peft") from error
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]

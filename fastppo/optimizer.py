@@ -16,7 +16,9 @@ def make_optimizer(model: ActorCritic, config: PPOConfig) -> torch.optim.Optimiz
     Each group keeps its peak rate under `peak_lr`, so a schedule needs only the step's number.
     """
     trunk = [p for p in model.causal_lm.parameters() if p.requires_grad]
-    value_rate = config.value_learning_rate or config.learning_rate
+    value_rate = config.value_learning_rate
+    if value_rate is None:
+        value_rate = config.learning_rate
     groups = [
         ([p for p in trunk if p.dim() >= 2], config.learning_rate, config.weight_decay),
         ([p for p in trunk if p.dim() < 2], config.learning_rate, 0.0),
@@ -38,7 +40,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: PPOCo
     factor = schedule(config.lr_schedule, step, config.warmup_steps, config.optimizer_steps)
     for group in optimizer.param_groups:
         group["lr"] = factor * group["peak_lr"]
-    return factor * config.learning_rate
+    return optimizer.param_groups[0]["lr"]
 
 
 def schedule(name: str, step: int, warmup: int, total: int) -> float:

@@ -67,6 +67,9 @@ def train_reward_model(
 ) -> dict[str, float]:
     """Trains `model` (one label) in place on {prompt, chosen, rejected} rows and saves it.
 
+    A text is prompt and completion joined as they are, as `fastppo.rewards.RewardModel` reads them:
+    a space between the two belongs to the completion.
+
     Args:
         held_out: share of the rows, the last ones, kept to measure the accuracy on.
 
@@ -74,10 +77,7 @@ def train_reward_model(
         dict: `loss`, mean over the last tenth, nats; `accuracy` on the held-out pairs.
     """
     examples = [
-        {
-            side: tokenizer(row["prompt"] + " " + row[side])["input_ids"]
-            for side in ("chosen", "rejected")
-        }
+        {side: tokenizer(row["prompt"] + row[side])["input_ids"] for side in ("chosen", "rejected")}
         for row in rows
     ]
     split = len(examples) - max(1, round(held_out * len(examples)))

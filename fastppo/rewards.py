@@ -6,7 +6,9 @@ A reward is a callable
 
 `prompts` are as the dataset holds them (strings, or lists of chat messages), `completions` strings
 without special tokens, `columns` the other columns of the dataset, each a list with one entry per
-prompt. A function that takes no `**columns` is given those that it names. In a config a reward is
+prompt. `prompts` and `completions` are passed by name to a function that has such parameters, and
+by position to one that calls them otherwise; a function without `**columns` is given the columns
+that it names. In a config a reward is
 
     path/to/file.py:function     a function of a file
     package.module:function      a function of an importable module
@@ -70,8 +72,15 @@ def _load_function(where: str, name: str) -> Reward:
         assert module_spec.loader is not None
         module = importlib.util.module_from_spec(module_spec)
         sys.modules.setdefault(path.stem, module)
-        module_spec.loader.exec_module(module)
+        _importable_from(path.parent)
+        try:
+            module_spec.loader.exec_module(module)
+        except Exception as error:
+            raise ValueError(
+                f"reward {where}:{name}: importing {where} raised {error!r}"
+            ) from error
     else:
+        _importable_from(Path.cwd())
         try:
             module = importlib.import_module(where)
         except ModuleNotFoundError as error:
@@ -84,6 +93,12 @@ def _load_function(where: str, name: str) -> Reward:
             f"it has {', '.join(known) or 'none'}"
         )
     return function
+
+
+def _importable_from(folder: Path) -> None:
+    """A console script does not look for modules in the current folder by itself."""
+    if str(folder.resolve()) not in sys.path:
+        sys.path.insert(0, str(folder.resolve()))
 
 
 def reward_name(spec: str) -> str:
@@ -136,7 +151,7 @@ def score(
     """
     columns = columns or {}
     try:
-        values = term.function(prompts, completions, **_accepted(term.function, columns))
+        values = _call(term.function, prompts, completions, columns)
     except Exception as error:
         where = _save_failure(failure_file, term, prompts, completions, columns, repr(error))
         raise RewardError(f"reward {term.name!r} raised {error!r}{where}") from error
@@ -172,13 +187,23 @@ def _problem(values: Any, count: int) -> tuple[int | None, str] | None:
     return None
 
 
-def _accepted(function: Reward, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """The columns that the function can take."""
+def _call(
+    function: Reward,
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    columns: dict[str, list[Any]],
+) -> Any:
+    """Calls the reward with what its signature has room for."""
     parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return columns
-    names = {parameter.name for parameter in parameters}
-    return {name: column for name, column in columns.items() if name in names}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    positional = any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters)
+    wanted = {name: column for name, column in columns.items() if takes_all or name in named}
+    if "completions" in named or not (named or positional):
+        both: dict[str, Any] = {"prompts": prompts, "completions": completions}
+        wanted |= {name: value for name, value in both.items() if takes_all or name in named}
+        return function(**wanted)
+    return function(prompts, completions, **wanted)
 
 
 def _save_failure(
@@ -236,14 +261,13 @@ class RewardModel:
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str]) -> list[float]:
-        texts = [self._text(p, c) for p, c in zip(prompts, completions, strict=True)]
+        rows = [self._tokens(p, c) for p, c in zip(prompts, completions, strict=True)]
         scores: list[float] = []
-        for start in range(0, len(texts), self.batch_size):
-            scores += self._scores(texts[start : start + self.batch_size])
+        for start in range(0, len(rows), self.batch_size):
+            scores += self._scores(rows[start : start + self.batch_size])
         return scores
 
-    def _scores(self, texts: list[str]) -> list[float]:
-        rows = [self._tokens(text) for text in texts]
+    def _scores(self, rows: list[list[int]]) -> list[float]:
         longest, device = max(map(len, rows)), self.model.device
         pad = self.tokenizer.pad_token_id
         ids = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], device=device)
@@ -251,14 +275,20 @@ class RewardModel:
         mask = mask.to(device)
         return sequence_scores(self.model, ids, mask).tolist()
 
-    def _tokens(self, text: str) -> list[int]:
-        ids = self.tokenizer(text)["input_ids"]
-        return ids if self.max_length is None else ids[-self.max_length :]
+    def _tokens(self, prompt: Any, completion: str) -> list[int]:
+        """The text's ids. Too long a text loses its beginning, but for a leading special token."""
+        text = self._text(prompt, completion)
+        # A chat template writes its own special tokens.
+        ids = self.tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
+        if self.max_length is None or len(ids) <= self.max_length:
+            return ids
+        first = ids[:1] if ids[0] in self.tokenizer.all_special_ids else []
+        return first + ids[len(first) - self.max_length :]
 
     def _text(self, prompt: Any, completion: str) -> str:
         if isinstance(prompt, str):
             return prompt + completion
-        messages = [*prompt, {"role": "assistant", "content": completion}]
+        messages = [*prompt, {"role": "assistant", "content": completion.strip()}]
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
 
 

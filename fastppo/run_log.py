@@ -32,9 +32,7 @@ class RunLog:
             try:
                 import wandb
             except ImportError as error:
-                raise ImportError(
-                    "wandb_project needs wandb: pip install 'fastppo[wandb]'"
-                ) from error
+                raise ImportError("wandb_project needs wandb: pip install wandb") from error
             self._wandb = wandb.init(
                 project=config.wandb_project,
                 name=self.directory.name,
@@ -86,5 +84,7 @@ def _append(path: Path, records: list[dict[str, Any]]) -> None:
 
 def _cut(path: Path, first_iteration: int) -> None:
     kept = [record for record in read_jsonl(path) if record["iteration"] < first_iteration]
-    path.unlink(missing_ok=True)
-    _append(path, kept)
+    temporary = path.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)
+    _append(temporary, kept)
+    temporary.replace(path)

@@ -27,7 +27,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel, set_seed
 
 from fastppo import checkpoint
 from fastppo.advantages import AdaptiveKL, FixedKL, PenaltyKL, compute_advantages, sampled_kl
@@ -55,9 +55,9 @@ from fastppo.model import (
 from fastppo.optimizer import make_optimizer, set_learning_rate
 from fastppo.report import write_report
 from fastppo.rewards import Reward, RewardTerm, make_terms, score
-from fastppo.rollout import TRUNCATED, Rollout, RolloutEngine, Sampling
+from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.rollout.hf import HFEngine
-from fastppo.run_log import RunLog
+from fastppo.run_log import RunLog, read_jsonl
 
 MAX_SKIPPED_STEPS = 5
 """Optimiser steps in a row that may be skipped for a non-finite gradient before the run stops."""
@@ -72,6 +72,7 @@ class RunState:
     prompts_seen: int = 0
     kl_coef: float = 0.0
     skipped_steps: int = 0
+    skipped_in_a_row: int = 0
 
 
 class Scores(NamedTuple):
@@ -119,10 +120,12 @@ class PPOTrainer:
         self.console = console or Console(stderr=True)
         self.device = choose_device(config.device)
         self.autocast_dtype = _autocast_dtype(config.precision, self.device)
-        torch.manual_seed(config.seed)
+        set_seed(config.seed)
 
         if model is None and not config.model:
             raise ValueError("model must be a directory or hub name, got nothing")
+        if tokenizer is None and not config.model:
+            raise ValueError("a model that is passed in needs its tokenizer passed in too")
         self.tokenizer = tokenizer or AutoTokenizer.from_pretrained(config.model)
         causal_lm = model if model is not None else self._load(config.model)
         causal_lm = causal_lm.to(self.device)  # type: ignore[arg-type]
@@ -136,6 +139,7 @@ class PPOTrainer:
         self.model = ActorCritic(causal_lm, peft)
         self._check_vocabulary()
         self.model.check_heads()
+        self._reference_is_given = reference is not None
         self._reference = self._make_reference(reference)
         if config.gradient_checkpointing:
             checkpoint_activations(causal_lm)
@@ -160,7 +164,7 @@ class PPOTrainer:
         self.optimizer = make_optimizer(self.model, config)
         self.kl_controller = _kl_controller(config)
         self.state = RunState(kl_coef=config.kl_coef)
-        self._skipped_in_a_row = 0
+        self._last_saved: int | None = None
 
     # ------------------------------------------------------------------------------ the algorithm
 
@@ -169,7 +173,7 @@ class PPOTrainer:
         if self.prompts is None or not self.rewards:
             raise ValueError("train() needs prompts and at least one reward; step() needs neither")
         run_dir = Path(self.config.output_dir)
-        torch.manual_seed(self.config.seed)
+        set_seed(self.config.seed)
         if self.config.resume:
             self._resume(run_dir)
         elif self.state.iteration == 0 and (run_dir / "metrics.jsonl").exists():
@@ -188,10 +192,11 @@ class PPOTrainer:
                 if interval and self.state.iteration % interval == 0:
                     self.save_checkpoint()
         log.close()
-        self.save_checkpoint()
+        if self.state.iteration != self._last_saved:
+            self.save_checkpoint()
         self.save_policy(run_dir / "policy")
         write_report(run_dir)
-        return metrics
+        return metrics or read_jsonl(run_dir / "metrics.jsonl")[-1]
 
     def iterate(self, log: RunLog) -> dict[str, float]:
         """One PPO iteration; returns its metrics."""
@@ -235,10 +240,11 @@ class PPOTrainer:
                 policy's: old logprobs are computed from it here.
             scores: [B], the reward of each response.
             finish_reasons: `stop` or `length` per response; by default, whether the last token is a
-                stop token.
+                stop token. The scores are taken as they are, without `missing_eos_penalty`.
 
         Raises:
-            ValueError: lengths disagree, a prompt or response is empty, or a score is not finite.
+            ValueError: lengths disagree; a prompt or response is empty, too long for the context
+                or outside the vocabulary; a score is not finite.
         """
         prompt_ids = [self._token_ids(prompt) for prompt in prompts]
         response_ids = [self._token_ids(response, special_tokens=False) for response in responses]
@@ -247,12 +253,14 @@ class PPOTrainer:
             raise ValueError(f"scores must be [{len(prompt_ids)}], got {list(total.shape)}")
         if not total.isfinite().all():
             raise ValueError(f"scores must be finite, got {total.tolist()}")
-        for row, response in enumerate(response_ids):
-            if not response:
-                raise ValueError(f"response {row} is empty")
+        self._check_responses(prompt_ids, response_ids)
         if finish_reasons is None:
             stop = set(self.stop_token_ids)
-            finish_reasons = ["stop" if r[-1] in stop else TRUNCATED for r in response_ids]
+            finish_reasons = [FINISHED if r[-1] in stop else TRUNCATED for r in response_ids]
+        if len(finish_reasons) != len(prompt_ids) or {*finish_reasons} - {FINISHED, TRUNCATED}:
+            raise ValueError(
+                f"finish_reasons must be {len(prompt_ids)} of stop or length, got {finish_reasons}"
+            )
         sequences = Sequences.pack(prompt_ids, response_ids, self.pad_token_id, self.device)
         experience, metrics = self.appraise(sequences, total, finish_reasons)
         metrics |= self.update(experience)
@@ -261,8 +269,8 @@ class PPOTrainer:
         return metrics
 
     def score(self, prompts: Prompts, rollout: Rollout) -> Scores:
-        """Rewards of the responses' texts, without special tokens."""
-        texts = self.tokenizer.batch_decode(rollout.tokens, skip_special_tokens=True)
+        """Rewards of the responses' texts."""
+        texts = self.completions(prompts, rollout)
         failures = Path(self.config.output_dir) / "failed_reward.json"
         terms = {
             term.name: score(term, prompts.prompts, texts, prompts.columns, failures)
@@ -278,6 +286,22 @@ class PPOTrainer:
         if self.config.missing_eos_penalty is not None:
             total -= self.config.missing_eos_penalty * self._truncated(rollout.finish_reasons)
         return Scores(total, terms, monitors)
+
+    def completions(self, prompts: Prompts, rollout: Rollout) -> list[str]:
+        """The responses as texts without special tokens: what stands behind the prompt's text.
+
+        Decoded together with their prompts, because a response decoded alone loses the space before
+        its first word, and then prompt + completion is not the text that was written.
+        """
+        both = [p + r for p, r in zip(prompts.token_ids, rollout.tokens, strict=True)]
+        alone, heads, wholes = (
+            self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+            for ids in (rollout.tokens, prompts.token_ids, both)
+        )
+        return [
+            whole[len(head) :] if whole.startswith(head) else response
+            for response, head, whole in zip(alone, heads, wholes, strict=True)
+        ]
 
     @torch.no_grad()
     def appraise(
@@ -322,8 +346,11 @@ class PPOTrainer:
             "explained_variance": explained_variance(result.returns, values),
         }
         if ref_logprobs is not None:
-            metrics["kl"] = result.kl.mean()
-            metrics["kl_per_token"] = result.kl.sum() / lengths.sum().clamp(min=1)
+            # k1, whatever the estimator in the reward: the unbiased one, and the one that targets
+            # and published runs speak of.
+            total_kl = sampled_kl(logprobs, ref_logprobs).sum()
+            metrics["kl"] = total_kl / len(sequences)
+            metrics["kl_per_token"] = total_kl / lengths.sum().clamp(min=1)
         found = to_floats(metrics)
         if ref_logprobs is not None:
             found["kl_coef"] = self.state.kl_coef
@@ -337,7 +364,10 @@ class PPOTrainer:
             order = torch.randperm(len(experience)).to(self.device)
             for rows in order.tensor_split(min(config.minibatches, len(experience))):
                 self._optimizer_step(experience.select(rows), meter)
-        return meter.metrics()
+        metrics = meter.metrics()
+        if not config.kl_loss_coef:
+            del metrics["kl_loss"]  # a term that is not in the loss
+        return metrics
 
     def _optimizer_step(self, minibatch: Experience, meter: Meter) -> None:
         """Accumulates the gradient of one minibatch over its microbatches and takes a step."""
@@ -363,7 +393,7 @@ class PPOTrainer:
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm).item()
         if math.isfinite(norm):
             self.optimizer.step()
-            self._skipped_in_a_row = 0
+            self.state.skipped_in_a_row = 0
         else:
             self._skip_step(norm)
         self.state.optimizer_step += 1
@@ -495,7 +525,7 @@ class PPOTrainer:
             "kl": kl / len(sequences),
             "entropy": entropy / max(tokens, 1),
             "response_length": tokens / len(sequences),
-            "completions": self.tokenizer.batch_decode(rollout.tokens, skip_special_tokens=True),
+            "completions": self.completions(prompts, rollout),
             "scores": scores,
         }
 
@@ -524,7 +554,8 @@ class PPOTrainer:
         full = self.autocast_dtype is None and self.config.param_dtype == "float32"
         tolerance = 1e-3 if full else 0.1
         self._compare("the sampler's logprobs", sampled, found.logprobs, tolerance)
-        if found.ref_logprobs is not None and self.state.optimizer_step == 0:
+        fresh = self.state.optimizer_step == 0 and not self._reference_is_given
+        if found.ref_logprobs is not None and fresh:
             self._compare(
                 "the fresh reference's logprobs", found.ref_logprobs, found.logprobs, tolerance
             )
@@ -542,6 +573,7 @@ class PPOTrainer:
 
     def save_checkpoint(self) -> Path:
         """Writes a checkpoint of the run as it is now."""
+        self._last_saved = self.state.iteration
         return checkpoint.save(
             self.config.output_dir,
             self.state.iteration,
@@ -564,7 +596,10 @@ class PPOTrainer:
             self.console.print(f"no checkpoint in {run_dir}: starting from the beginning")
             return
         self.state = RunState(**checkpoint.load(found[-1], self.model, self.optimizer))
+        if self.config.kl_controller == "fixed":
+            self.state.kl_coef = self.config.kl_coef
         self.kl_controller.coef = self.state.kl_coef
+        self._last_saved = self.state.iteration
         self.console.print(f"resuming from {found[-1]}")
 
     # --------------------------------------------------------------------------------------- parts
@@ -590,7 +625,7 @@ class PPOTrainer:
         config = self.config
         if rows is None and not config.prompts:
             return None
-        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        context = self.model.context
         room = (context or 2**31) - config.max_new_tokens
         if room < 1:
             raise ValueError(
@@ -618,11 +653,11 @@ class PPOTrainer:
 
     def _skip_step(self, norm: float) -> None:
         self.state.skipped_steps += 1
-        self._skipped_in_a_row += 1
+        self.state.skipped_in_a_row += 1
         self.console.print(
             f"[yellow]optimiser step {self.state.optimizer_step}: gradient norm {norm}, skipped"
         )
-        if self._skipped_in_a_row >= MAX_SKIPPED_STEPS:
+        if self.state.skipped_in_a_row >= MAX_SKIPPED_STEPS:
             raise FloatingPointError(
                 f"{MAX_SKIPPED_STEPS} optimiser steps in a row had a non-finite gradient; lower "
                 f"the learning rate, or look for inf in the rewards or logits"
@@ -644,8 +679,28 @@ class PPOTrainer:
             return self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
         return list(text)
 
+    def _check_responses(self, prompts: list[list[int]], responses: list[list[int]]) -> None:
+        if not prompts or len(prompts) != len(responses):
+            raise ValueError(
+                f"want as many responses as prompts, at least one: got {len(prompts)} prompts and "
+                f"{len(responses)} responses"
+            )
+        vocabulary, context = self.model.head.weight.shape[0], self.model.context
+        for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            if not response:
+                raise ValueError(f"response {row} is empty")
+            if context is not None and len(prompt) + len(response) > context:
+                raise ValueError(
+                    f"prompt and response {row} have {len(prompt) + len(response)} tokens; the "
+                    f"model's context has {context}"
+                )
+            if prompt and not 0 <= min(*prompt, *response) <= max(*prompt, *response) < vocabulary:
+                raise ValueError(f"prompt or response {row} has tokens outside [0, {vocabulary})")
+
     def _check_vocabulary(self) -> None:
         rows = self.model.head.weight.shape[0]
+        if any(not 0 <= token < rows for token in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids must be in [0, {rows}), got {self.stop_token_ids}")
         if len(self.tokenizer) > rows:
             raise ValueError(
                 f"vocabulary mismatch: the tokenizer has {len(self.tokenizer)} tokens and the "
@@ -656,7 +711,7 @@ class PPOTrainer:
         self, prompts: Prompts, rollout: Rollout, scores: Scores, experience: Experience
     ) -> list[dict[str, Any]]:
         count = min(self.config.log_samples, len(prompts))
-        texts = self.tokenizer.batch_decode(rollout.tokens[:count], skip_special_tokens=True)
+        texts = self.completions(prompts, rollout)
         token_kl = None
         if experience.ref_logprobs is not None:
             difference = sampled_kl(experience.logprobs, experience.ref_logprobs)
@@ -728,7 +783,7 @@ def _autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
 def _pad_token_id(tokenizer: Any, model: PreTrainedModel) -> int:
     """Any token will do, since masks come from lengths."""
     for value in (tokenizer.pad_token_id, model.config.pad_token_id, tokenizer.eos_token_id):
-        if isinstance(value, int):
+        if isinstance(value, int) and value >= 0:
             return value
     return 0
 

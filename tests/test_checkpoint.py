@@ -156,3 +156,24 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     state.write_text(state.read_text().replace('"format": 1', '"format": 99'))
     with pytest.raises(ValueError, match="checkpoint format 99; this reads 1"):
         checkpoint.load(path, trainer.model, trainer.optimizer)
+
+
+def test_a_resumed_run_follows_its_own_options(tmp_path: Path) -> None:
+    """Rates, decay and β of the config, not those that the checkpoint was written under."""
+    _trainer(tmp_path, iterations=2).train()
+    options = {"learning_rate": 1e-6, "weight_decay": 0.1, "kl_coef": 0.5, "kl_controller": "fixed"}
+    resumed = _trainer(tmp_path, resume=True, iterations=3, lr_schedule="constant", **options)
+    metrics = resumed.train()
+    assert metrics["learning_rate"] == pytest.approx(1e-6)
+    assert metrics["kl_coef"] == 0.5
+    assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(1e-6)
+    assert resumed.optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_leftovers_of_a_killed_run_go(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path)
+    stale = tmp_path / "run" / ".checkpoint-000001.tmp-1"
+    stale.mkdir(parents=True)
+    trainer.save_checkpoint()
+    trainer.save_checkpoint()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-000000"]

@@ -64,6 +64,21 @@ def test_flags_and_yaml_mean_the_same(tmp_path: Path) -> None:
     assert from_file.whiten_advantages is False
 
 
+def test_a_negative_number_with_an_exponent_is_a_number(tmp_path: Path) -> None:
+    given = "--model m --prompts p --rewards a.py:f b.py:g --reward_weights 1 -1e-1"
+    assert cli.parse_train(given.split()).reward_weights == [1.0, -0.1]
+    (tmp_path / "run.yaml").write_text(
+        "model: m\nprompts: p\nrewards: [a.py:f, b.py:g]\nreward_weights: [1.0, -1e-1]\n"
+    )
+    config = cli.parse_train(["--config", str(tmp_path / "run.yaml")])
+    assert config.reward_weights == [1.0, -0.1]
+
+
+def test_a_missing_config_file_is_named(capsys) -> None:
+    assert cli.main(["train", "--config", "absent.yaml"]) == 1
+    assert "there is no config file absent.yaml" in capsys.readouterr().err
+
+
 def test_a_flag_wins_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model: m\nprompts: p\nrewards: [r]\nseed: 3\n")
@@ -99,6 +114,8 @@ def test_a_wrong_flag_is_refused(arguments: list[str], says: str, capsys) -> Non
     [
         ("learning_rat: 1", "no option 'learning_rat'; did you mean learning_rate?"),
         ("- a\n- b", "want `option: value` lines, got list"),
+        ("a: [", "is not valid YAML"),
+        ("model: m\nprompts: p\nrewards: [r]\nmax_grad_norm: null", "max_grad_norm must be"),
         ("model: m\nprompts: p\nrewards: [r]\ngamma: 1.5", "gamma must be in [0, 1], got 1.5"),
         (
             "model: m\nprompts: p\nrewards: [r]\nrollout_batch_size: 10\nminibatches: 4",

@@ -85,6 +85,26 @@ def test_a_missing_column_names_those_that_are_there() -> None:
         encode_prompts(ROWS, tiny.tokenizer(), column="question", max_prompt_tokens=8)
 
 
+def test_columns_of_any_row_are_kept_and_reserved_names_refused() -> None:
+    rows = [{"prompt": "w1"}, {"prompt": "w2", "answer": "w3"}]
+    prompts = encode_prompts(rows, tiny.tokenizer(), max_prompt_tokens=8)
+    assert prompts.columns == {"answer": [None, "w3"]}
+    with pytest.raises(DataError, match="may not be called 'completions'"):
+        encode_prompts([{"prompt": "w1", "completions": 1}], tiny.tokenizer(), max_prompt_tokens=8)
+
+
+def test_an_eos_that_the_tokenizer_appends_is_taken_off_the_prompt() -> None:
+    class Ending:
+        eos_token_id = 1
+
+        def __call__(self, text, add_special_tokens=True):
+            ids = tiny.tokenizer()(text)["input_ids"]
+            return {"input_ids": [*ids, 1] if add_special_tokens else ids}
+
+    prompts = encode_prompts([{"prompt": "w1 w2"}], Ending(), max_prompt_tokens=8)
+    assert prompts.token_ids == [[4, 5]]
+
+
 def test_a_position_in_the_epochs_is_a_number() -> None:
     """Any way of cutting the endless sequence into batches visits the same prompts."""
     prompts = Prompts([str(i) for i in range(7)], [[i] for i in range(7)])

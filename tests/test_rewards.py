@@ -137,7 +137,7 @@ def test_a_text_that_ends_in_the_pad_token_is_scored_at_its_last_token(tmp_path)
 
 def test_a_long_text_loses_its_beginning(tmp_path) -> None:
     reward = RewardModel(_saved_reward_model(tmp_path), max_length=3)
-    assert reward._tokens("w1 w2 w3 w4 w5") == reward._tokens("w3 w4 w5")
+    assert reward._tokens("w1 w2", " w3 w4 w5") == reward._tokens("", "w3 w4 w5")
 
 
 def test_chat_prompts_go_through_the_reward_tokenizers_template(tmp_path) -> None:
@@ -149,3 +149,53 @@ def test_chat_prompts_go_through_the_reward_tokenizers_template(tmp_path) -> Non
 def test_a_classifier_of_several_labels_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="has 3 labels; want 1"):
         RewardModel(_saved_reward_model(tmp_path, labels=3))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(prompts, completions): return [len(c) for c in completions]",
+        "def f(completions, prompts): return [len(c) for c in completions]",
+        "def f(completions, **kwargs): return [len(c) for c in completions]",
+        "def f(*, completions): return [len(c) for c in completions]",
+        "def f(p, c): return [len(x) for x in c]",
+        "def f(p, c, /): return [len(x) for x in c]",
+        "def f(*args): return [len(x) for x in args[1]]",
+        "def f(**kw): return [len(x) for x in kw['completions']]",
+        "def f(p, c, **columns): return [len(x) for x in c]",
+        "def f(prompts, completions, wanted): return [len(c) for c in completions]",
+    ],
+)
+def test_any_sensible_signature_is_called_right(source: str) -> None:
+    names: dict = {}
+    exec(source, names)
+    columns = {"wanted": ["a", "b"]}
+    assert score(RewardTerm("f", names["f"]), PROMPTS, COMPLETIONS, columns) == [5.0, 2.0]
+
+
+def test_a_chat_template_that_writes_bos_is_not_given_another(tmp_path) -> None:
+    reward = RewardModel(_saved_reward_model(tmp_path))
+    calls = []
+    tokenizer = reward.tokenizer
+    reward.tokenizer = lambda text, add_special_tokens: (
+        calls.append(add_special_tokens) or tokenizer(text)
+    )
+    reward.tokenizer.apply_chat_template = tokenizer.apply_chat_template
+    reward._tokens([{"role": "user", "content": "w9"}], "w8")
+    reward._tokens("w9", " w8")
+    assert calls == [False, True]
+
+
+def test_the_reward_model_reads_what_it_was_trained_on(tmp_path) -> None:
+    """The same ids for prompt + completion in both stages."""
+    from fastppo import reward_model
+
+    tokenizer = tiny.tokenizer()
+    seen = []
+    row = {"prompt": "w1 w2", "chosen": " w7", "rejected": " w8"}
+    texts = [row["prompt"] + row[side] for side in ("chosen", "rejected")]
+    reward = RewardModel(_saved_reward_model(tmp_path))
+    for side, text in zip(("chosen", "rejected"), texts, strict=True):
+        seen.append(reward._tokens(row["prompt"], row[side]) == tokenizer(text)["input_ids"])
+    assert all(seen)
+    assert "joined as they are" in reward_model.train_reward_model.__doc__

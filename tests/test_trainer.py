@@ -115,9 +115,12 @@ def test_the_first_update_is_on_policy(architecture: str, tmp_path: Path) -> Non
     assert metrics["approx_kl"] == pytest.approx(0, abs=1e-7)
 
 
-def test_the_self_check_sees_another_reference(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, reference=tiny.model(seed=1))
+def test_the_self_check_sees_a_reference_that_is_not_fresh(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
     assert trainer.prompts is not None
+    assert trainer._reference is not None
+    with torch.no_grad():
+        trainer._reference.head.weight.mul_(1.5)
     with pytest.raises(RuntimeError, match="fresh reference's logprobs differ"):
         trainer.self_check(trainer.prompts)
 
@@ -274,6 +277,9 @@ def test_step_learns_from_responses_of_ones_own(tmp_path: Path) -> None:
         (["w1"], [""], [1.0], "response 0 is empty"),
         ([""], ["w1"], [1.0], "prompt 0 is empty"),
         (["w1", "w2"], ["w2"], [1.0, 1.0], "2 prompts and 1 responses"),
+        ([], [], [], "got 0 prompts and 0 responses"),
+        (["w1 " * 60], ["w2 " * 9], [1.0], "69 tokens; the model's context has 64"),
+        ([[4]], [[999]], [1.0], r"has tokens outside \[0, 43\)"),
     ],
 )
 def test_step_refuses_what_does_not_fit(prompts, responses, scores, says, tmp_path: Path) -> None:
@@ -423,3 +429,141 @@ def test_a_run_is_not_written_over(tmp_path: Path) -> None:
     make_trainer(tmp_path, iterations=1).train()
     with pytest.raises(ValueError, match=r"holds a run already: go on with `resume: true`"):
         make_trainer(tmp_path, iterations=1).train()
+
+
+def test_a_reference_that_is_passed_in_may_be_another_model(tmp_path: Path) -> None:
+    assert make_trainer(tmp_path, reference=tiny.model(seed=1)).train()["kl"] > 0.01
+
+
+def _calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[dict]:
+    """Keywords of every call of a function that the trainer imports."""
+    from fastppo import trainer as module
+
+    seen: list[dict] = []
+    function = getattr(module, name)
+
+    def recorded(*args, **keywords):
+        seen.append(keywords)
+        return function(*args, **keywords)
+
+    monkeypatch.setattr(module, name, recorded)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "function", "keyword", "arrives"),
+    [
+        ("clip_ratio", 0.13, "linear_ppo_loss", "clip_ratio", (0.13, 0.13)),
+        ("clip_ratio_high", 0.28, "linear_ppo_loss", "clip_ratio", (0.2, 0.28)),
+        ("dual_clip", 3.0, "linear_ppo_loss", "dual_clip", 3.0),
+        ("entropy_coef", 0.03, "linear_ppo_loss", "entropy_coef", 0.03),
+        ("temperature", 0.8, "linear_ppo_loss", "temperature", 0.8),
+        ("temperature", 0.8, "linear_token_logprobs", "temperature", 0.8),
+        ("kl_loss_coef", 0.2, "linear_ppo_loss", "kl_coef", 0.2),
+        ("kl_loss_estimator", "k2", "linear_ppo_loss", "kl_estimator", "k2"),
+        ("loss_path", "logits", "ppo_loss", "inplace", True),
+        ("value_clip", 0.4, "value_loss", "clip_ratio", 0.4),
+        ("gamma", 0.9, "compute_advantages", "gamma", 0.9),
+        ("lam", 0.7, "compute_advantages", "lam", 0.7),
+        ("kl_coef", 0.3, "compute_advantages", "kl_coef", 0.3),
+        ("kl_estimator", "k3", "compute_advantages", "kl_estimator", "k3"),
+        ("whiten_advantages", False, "compute_advantages", "whiten", False),
+        ("score_clip", 0.5, "compute_advantages", "score_clip", 0.5),
+        ("backend", "torch", "compute_advantages", "backend", "torch"),
+    ],
+)
+def test_an_option_reaches_the_maths(
+    option, value, function, keyword, arrives, tmp_path: Path, monkeypatch
+) -> None:
+    seen = _calls(monkeypatch, function)
+    make_trainer(tmp_path, iterations=1, **{option: value}).train()
+    assert seen
+    assert all(keywords[keyword] == arrives for keywords in seen)
+
+
+def _update_gradients(tmp_path: Path, **options) -> dict[str, torch.Tensor]:
+    trainer = make_trainer(
+        tmp_path, **{"minibatches": 1, "ppo_epochs": 1, "max_grad_norm": 1e9, **options}
+    )
+    torch.manual_seed(5)
+    experience = first_experience(trainer)
+    trainer.update(experience)
+    return {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+
+
+def test_the_value_coefficient_scales_the_value_heads_gradient(tmp_path: Path) -> None:
+    one = _update_gradients(tmp_path, vf_coef=0.5)["value_head.weight"]
+    four = _update_gradients(tmp_path, vf_coef=2.0)["value_head.weight"]
+    torch.testing.assert_close(four, 4 * one)
+
+
+def test_the_aggregation_decides_the_loss(tmp_path: Path) -> None:
+    """Sums over tokens are the mean's times the number of tokens."""
+    mean = _update_gradients(tmp_path, aggregation="token-mean", vf_coef=0.0)
+    total = _update_gradients(tmp_path, aggregation="token-sum", vf_coef=0.0)
+    name = "causal_lm.lm_head.weight"
+    trainer = make_trainer(tmp_path)
+    torch.manual_seed(5)
+    tokens = int(first_experience(trainer).sequences.response_lengths.sum())
+    scale = total[name].abs().max().item()
+    torch.testing.assert_close(total[name], tokens * mean[name], rtol=1e-4, atol=1e-6 * scale)
+
+
+def test_gradients_are_clipped_to_the_norm_and_the_decay_is_on_matrices(tmp_path: Path) -> None:
+    clipped = _update_gradients(tmp_path, max_grad_norm=0.01)
+    norm = torch.stack([gradient.norm() for gradient in clipped.values()]).norm()
+    assert norm.item() == pytest.approx(0.01, rel=1e-3)
+    options = {"weight_decay": 0.1, "learning_rate": 1e-4, "value_learning_rate": 0.0}
+    trainer = make_trainer(tmp_path, **options, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6)
+    matrices, vectors, head = trainer.optimizer.param_groups
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    assert (matrices["lr"], vectors["lr"], head["lr"]) == (1e-4, 1e-4, 0.0)
+    assert all(p.dim() >= 2 for p in matrices["params"])
+    assert (matrices["betas"], matrices["eps"]) == ((0.8, 0.9), 1e-6)
+
+
+def test_prompt_and_completion_join_to_the_text_that_was_written(tmp_path: Path) -> None:
+    """What a reward model reads is prompt + completion, the space between them included."""
+    trainer = make_trainer(tmp_path)
+    assert trainer.prompts is not None
+    rollout = Rollout([[5, 6, 1], [1]], ["stop", "stop"], [])
+    two = trainer.prompts.select([0, 1])
+    assert trainer.completions(two, rollout) == [" w2 w3", ""]
+    assert two.prompts[0] + " w2 w3" == "w0 w1 w2 w3"
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_the_logged_kl_is_k1_whatever_the_reward_uses(estimator: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, kl_estimator=estimator, reference=tiny.model(seed=1))
+    experience = first_experience(trainer)
+    scores = torch.zeros(len(experience))
+    _, metrics = trainer.appraise(experience.sequences, scores, ["stop"] * len(experience))
+    assert experience.ref_logprobs is not None
+    expected = (experience.logprobs - experience.ref_logprobs).sum() / len(experience)
+    assert metrics["kl"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("kl_controller", "adaptve", "kl_controller must be one of fixed, adaptive, penalty"),
+        ("precision", "fp16", "precision must be one of"),
+        ("max_new_tokens", 4.5, "max_new_tokens must be an integer, got 4.5"),
+        ("iterations", "many", "iterations must be an integer, got 'many'"),
+        ("learning_rate", float("nan"), "learning_rate must be a finite number"),
+        ("whiten_advantages", "yes", "whiten_advantages must be true or false"),
+        ("rewards", "a.py:f", "rewards must be a list"),
+        ("adam_beta1", 2.0, r"adam_beta1 must be in \[0, 1\]"),
+        ("generate_batch_size", -1, "generate_batch_size must be >= 1"),
+        ("score_clip", -1.0, "score_clip must be > 0"),
+        ("max_grad_norm", None, "max_grad_norm must be a finite number, got None"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_any_work(option, value, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        PPOConfig(**{option: value})
+
+
+def test_a_moving_kl_coefficient_must_start_above_zero() -> None:
+    with pytest.raises(ValueError, match="multiplies kl_coef"):
+        PPOConfig(kl_controller="adaptive", kl_coef=0.0)
