@@ -249,6 +249,7 @@ def _softmax_options(
     validation.finite("logit_scale", logit_scale)
     if softcap is not None:
         validation.at_least("softcap", softcap, 0.0, strictly=True)
+        validation.finite("softcap", softcap)
     temperatures = None
     if isinstance(temperature, Tensor):
         if temperature.dim() > 0:
@@ -259,6 +260,7 @@ def _softmax_options(
         temperatures = temperature.detach().to(x.device, wide).expand(shape).reshape(-1)
     else:
         validation.at_least("temperature", temperature, 0.0, strictly=True)
+        validation.finite("temperature", temperature)
     options = ops.SoftmaxOptions(
         1.0 if isinstance(temperature, Tensor) else float(temperature),
         float(logit_scale),
@@ -346,7 +348,8 @@ def ppo_loss(
         weights: (...) the weight of each token, given directly; replaces the two above.
         logit_scale, softcap: z = logit_scale·x, then softcap·tanh(z/softcap).
         inplace: write the gradient over the logits' memory, which then holds no logits any more.
-            Backward may run once.
+            Backward may run once. For results of an operation, say a lm-head's: a leaf's `.grad`
+            would share its memory. Not for fp16.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -400,6 +403,8 @@ def ppo_loss(
         backend=backend,
     )
     need_grad = _is_asked(logits)
+    if inplace and need_grad:
+        _check_inplace(logits)
     if logits.dtype == torch.float16 and need_grad:
         loss, sums, *stats = _ppo_loss_by_statistics(rows, ref_rows, per_token, options)
     else:
@@ -408,6 +413,27 @@ def ppo_loss(
         )
     logprobs, entropy, kl = (x.view(shape) for x in stats)
     return PPOLoss(loss, logprobs, entropy, kl, loss_metrics(sums), sums)
+
+
+def _check_inplace(logits: Tensor) -> None:
+    """Refuses logits whose memory cannot hold the gradient."""
+    if logits.dtype == torch.float16:
+        raise ValueError(
+            "inplace=True does not go with float16 logits: their gradient is formed in the "
+            "backward pass, when the loss scale is known"
+        )
+    if logits.dim() > 3 and not logits.is_contiguous():
+        raise ValueError(
+            f"inplace=True needs logits that collapse to [N, V] or [B, T, V] without a copy, got "
+            f"shape {list(logits.shape)} with strides {logits.stride()}"
+        )
+    reach = logits.shape[-1]
+    for size, stride in reversed(list(zip(logits.shape, logits.stride(), strict=True))[:-1]):
+        if size > 1 and stride < reach:
+            raise ValueError(
+                f"inplace=True needs rows that do not overlap, got strides {logits.stride()}"
+            )
+        reach = max(reach, size * stride)
 
 
 def _ppo_loss_by_statistics(

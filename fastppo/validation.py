@@ -61,7 +61,8 @@ def at_least(name: str, value: float, low: float, *, strictly: bool = False) -> 
 
 def finite(name: str, value: float) -> float:
     number(name, value)
-    if not math.isfinite(value):
+    # Comparisons, unlike math.isfinite, are traced by torch.compile for a float that varies.
+    if not -math.inf < value < math.inf:
         raise ValueError(f"{name} must be finite, got {value!r}")
     return value
 

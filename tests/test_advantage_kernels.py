@@ -47,6 +47,7 @@ import fastppo
 from fastppo import ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # there the compiled kernels run
 
 TOLERANCE = 1e-5
 """Of the largest value. fp32 trees over random signs come to about 5e-7."""
@@ -487,7 +488,9 @@ def test_wrong_cu_seqlens_stay_inside(wrong: list[int]) -> None:
 
     with small_blocks(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", lambda *shape, **options: watched(*shape, **options))
-        patch.setattr(torch, "empty_like", lambda x: watched(x.shape, dtype=x.dtype))
+        patch.setattr(
+            torch, "empty_like", lambda x: watched(x.shape, dtype=x.dtype, device=x.device)
+        )
         kernels._scan(
             room[1],
             mask,

@@ -176,11 +176,10 @@ def _softmax(
 
 def _row_gradient(
     soft: _Softmax,
-    reference: _Softmax | None,
+    gap: Tensor | None,
     tokens: Tensor,
     logprobs: Tensor,
     mean_shifted: Tensor,
-    kl: Tensor,
     g_logprob: Tensor,
     g_entropy: Tensor | None,
     g_kl: Tensor | None,
@@ -205,20 +204,20 @@ def _row_gradient(
         linear = linear - g_entropy
         at_token = g_entropy * (mean_shifted - token_shifted)
     if g_kl is not None:
-        assert reference is not None
-        # An infinite KL that is only reported does not touch the gradient.
-        mean_gap = torch.where(g_kl != 0, kl + soft.log_sum - reference.log_sum, 0.0)
+        assert gap is not None
+        # Summed again rather than taken from the KL, where log sums would cancel. An infinite KL
+        # that is only reported does not touch the gradient.
+        mean_gap = torch.where(g_kl != 0, torch.linalg.vecdot(probs, gap), 0.0)
         constant = constant - g_kl * mean_gap
-        linear = linear + g_kl
-        token_gap = token_shifted - reference.shifted.gather(1, column).squeeze(-1)
+        token_gap = gap.gather(1, column).squeeze(-1)
         at_token = at_token + g_kl * (token_gap - mean_gap)
     if g_entropy is None and g_kl is None:
         grad = probs.mul_(constant.unsqueeze(-1))
     else:
         factor = torch.addcmul(constant.unsqueeze(-1), soft.shifted, linear.unsqueeze(-1))
         if g_kl is not None:
-            assert reference is not None
-            factor.addcmul_(reference.shifted, g_kl.unsqueeze(-1), value=-1)
+            assert gap is not None
+            factor.addcmul_(gap, g_kl.unsqueeze(-1))
         grad = probs.mul_(factor)
     token_grad = torch.exp(logprobs) * at_token - g_logprob * torch.expm1(logprobs)
     grad.scatter_(1, column, token_grad.unsqueeze(-1))
@@ -228,15 +227,38 @@ def _row_gradient(
     return grad
 
 
-def _full_kl(soft: _Softmax, reference: _Softmax) -> Tensor:
+def _gap(
+    x: Tensor,
+    ref: Tensor,
+    soft: _Softmax,
+    reference: _Softmax,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """t − r [n, V]. Near the reference the logits' own difference is exact where that of the two
+    shifted and scaled rows is not; columns at −inf keep their stand-ins."""
+    wide = accumulation_dtype(x.dtype)
+    factor = logit_scale / temperature
+    if softcap is not None:
+        inner = logit_scale / softcap
+        x, ref = (torch.mul(z.to(wide), inner).tanh_().mul_(softcap) for z in (x, ref))
+        factor = 1 / temperature
+    gap = torch.sub(x.to(wide), ref)
+    gap.sub_((soft.row_max - reference.row_max).unsqueeze(-1)).mul_(factor)
+    ruled_out = (soft.shifted <= LOWEST).logical_or_(reference.shifted <= LOWEST)
+    if ruled_out.any():
+        gap = torch.where(ruled_out, soft.shifted - reference.shifted, gap)
+    return gap
+
+
+def _full_kl(soft: _Softmax, reference: _Softmax, gap: Tensor) -> Tensor:
     """Σ p (log p − log q) per row, exact; +inf where q is 0 and p is not."""
     assert soft.exp is not None
-    q_is_zero = reference.shifted <= LOWEST
-    gap = soft.shifted - reference.shifted
-    gap = torch.where(q_is_zero & (soft.exp > 0), math.inf, gap)
-    gap = torch.where(soft.exp > 0, gap, 0.0)
     mean_gap = torch.linalg.vecdot(soft.exp, gap) / torch.exp(soft.log_sum)
-    return mean_gap - soft.log_sum + reference.log_sum
+    ruled_out = (reference.shifted <= LOWEST).logical_and_(soft.exp > 0).any(-1)
+    kl = mean_gap - soft.log_sum + reference.log_sum
+    return torch.where(ruled_out, math.inf, kl)
 
 
 class TokenStats(NamedTuple):
@@ -279,7 +301,16 @@ def token_stats(
         if ref_logits is not None:
             # In the same order of sums as the policy, so that the KL to itself is exactly 0.
             reference, *_ = _softmax(_take(ref_logits, rows), tokens[rows], t, logit_scale, softcap)
-            kl[rows] = _full_kl(soft, reference)
+            gap = _gap(
+                _take(logits, rows),
+                _take(ref_logits, rows),
+                soft,
+                reference,
+                t,
+                logit_scale,
+                softcap,
+            )
+            kl[rows] = _full_kl(soft, reference, gap)
             ref_normalizer[rows, 0] = reference.row_max
             ref_normalizer[rows, 1] = reference.log_sum
     return TokenStats(logprobs, entropy, kl, normalizer, ref_normalizer)
@@ -311,20 +342,28 @@ def token_stats_backward(
             _take(logits, rows), t, logit_scale, softcap, stats.normalizer[rows, 0]
         )
         soft = _Softmax(shifted, None, row_max, stats.normalizer[rows, 1], slope)
-        reference = None
+        reference, gap = None, None
         if grad_kl is not None:
             assert ref_logits is not None
             ref_shifted, ref_max, _ = _shift(
                 _take(ref_logits, rows), t, logit_scale, softcap, stats.ref_normalizer[rows, 0]
             )
             reference = _Softmax(ref_shifted, None, ref_max, stats.ref_normalizer[rows, 1], None)
+            gap = _gap(
+                _take(logits, rows),
+                _take(ref_logits, rows),
+                soft,
+                reference,
+                t,
+                logit_scale,
+                softcap,
+            )
         row_grad = _row_gradient(
             soft,
-            reference,
+            gap,
             tokens[rows],
             stats.logprobs[rows],
             stats.normalizer[rows, 1] - stats.entropy[rows],
-            stats.kl[rows],
             grad_logprobs[rows],
             None if grad_entropy is None else grad_entropy[rows],
             None if grad_kl is None else grad_kl[rows],
@@ -434,7 +473,8 @@ def token_loss(
             g_kl = weights * kl_coef if kl_coef else None
     elif ref_logprobs is not None:
         kl, slope = sampled_kl(logprobs - ref_logprobs, kl_estimator)
-        g_logprob = g_logprob + kl_coef * slope
+        if kl_coef:
+            g_logprob = g_logprob + kl_coef * slope
     loss = policy - entropy_coef * entropy + (kl_coef * kl if kl_coef else 0.0)
     approx_kl, _ = sampled_kl(old_logprobs - logprobs, "k3")
     above, below = ratio > 1 + clip_high, ratio < 1 - clip_low
@@ -534,13 +574,22 @@ def ppo_loss(
             _take(logits, rows), row_tokens, t, logit_scale, softcap
         )
         row_entropy = soft.log_sum - mean_shifted
-        reference = None
+        reference, gap = None, None
         if ref_logits is not None:
             reference, *_ = _softmax(_take(ref_logits, rows), row_tokens, t, logit_scale, softcap)
+            gap = _gap(
+                _take(logits, rows),
+                _take(ref_logits, rows),
+                soft,
+                reference,
+                t,
+                logit_scale,
+                softcap,
+            )
         token = token_loss(
             row_logprobs,
             row_entropy,
-            None if reference is None else _full_kl(soft, reference),
+            None if reference is None or gap is None else _full_kl(soft, reference, gap),
             old_logprobs[rows],
             advantages[rows],
             weights[rows],
@@ -558,11 +607,10 @@ def ppo_loss(
         if grad is not None:
             row_grad = _row_gradient(
                 soft,
-                reference,
+                gap,
                 row_tokens,
                 row_logprobs,
                 mean_shifted,
-                token.kl,
                 token.g_logprob,
                 token.g_entropy,
                 token.g_kl,

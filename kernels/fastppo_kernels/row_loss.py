@@ -157,12 +157,27 @@ def _at_token(row, token, vocab):
 
 
 @triton.jit
+def _between(x, low, high):
+    """x clamped; NaN stays NaN, so that a broken operand shows in the loss and its gradient."""
+    x = tl.maximum(x, low, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, high, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _shifted(values, maximum, scale):
     """(values − maximum)·scale, −inf (and the padding) at LOWEST; NaN stays NaN."""
     return tl.maximum((values - maximum) * scale, LOWEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 # --------------------------------------------------------------------------- sweeps over one row
+
+
+@triton.jit
+def _gap(values, ref_values, t, r, maximum, ref_maximum, scale):
+    """t − r. Near the reference from the difference of the scores themselves, which is exact where
+    that of the two shifted and scaled ones is not; ruled-out columns keep their stand-ins."""
+    near = ((values - ref_values) - (maximum - ref_maximum)) * scale
+    return tl.where((t <= LOWEST) | (r <= LOWEST), t - r, near)
 
 
 @triton.jit
@@ -182,15 +197,16 @@ def _load_capped(
 
 
 @triton.jit
-def _moved(mass, lost, moment, gap, shift, ref_shift, HAS_REF: tl.constexpr):
-    """The sums after the maxima rose: t moves by `shift`, r by `ref_shift`, neither above 0."""
+def _moved(mass, lost, moment, gap, shift, ref_shift, apart, HAS_REF: tl.constexpr):
+    """The sums after the maxima rose: t moves by `shift`, r by `ref_shift`, neither above 0, and
+    t − r by `apart`."""
     decay = tl.exp2(shift)
     if HAS_REF:
         # A reference maximum that rises from nothing rules out whatever stood before it.
         gone = ref_shift <= LOWEST
         lost = tl.where(gone, lost + mass, lost)
         mass = tl.where(gone, 0.0, mass)
-        gap = (tl.where(gone, 0.0, gap) + (shift - ref_shift) * mass) * decay
+        gap = (tl.where(gone, 0.0, gap) + apart * mass) * decay
         moment = (moment + shift * (mass + lost)) * decay
         lost = lost * decay
     else:
@@ -224,23 +240,31 @@ def _fold(
     shift = _shifted(row_max, new_max, scale)
     t = _shifted(values, new_max[None, :, None], scale)
     e = tl.exp2(t)
-    ref_shift = shift
+    ref_shift, moved_apart = shift, shift
     if HAS_REF:
-        r, _ = _load_capped(ref_row, start, columns, vocab, logit_scale, softcap, MASKED, HINT)
+        ref_values, _ = _load_capped(
+            ref_row, start, columns, vocab, logit_scale, softcap, MASKED, HINT
+        )
         if MASKED and softcap is not None:
-            r = tl.where(start + columns < vocab, r, -float("inf"))
-        r = tl.reshape(r, SHAPE)
-        new_ref_max = tl.maximum(ref_max, tl.max(tl.max(r, 2), 0))
+            ref_values = tl.where(start + columns < vocab, ref_values, -float("inf"))
+        ref_values = tl.reshape(ref_values, SHAPE)
+        new_ref_max = tl.maximum(ref_max, tl.max(tl.max(ref_values, 2), 0))
         ref_shift = _shifted(ref_max, new_ref_max, scale)
-        r = _shifted(r, new_ref_max[None, :, None], scale)
+        r = _shifted(ref_values, new_ref_max[None, :, None], scale)
         ref_mass = ref_mass * tl.exp2(ref_shift) + tl.sum(tl.sum(tl.exp2(r), 2), 0)
+        moved_apart = _gap(row_max, ref_max, shift, ref_shift, new_max, new_ref_max, scale)
         ref_max = new_ref_max
-    mass, lost, moment, gap = _moved(mass, lost, moment, gap, shift, ref_shift, HAS_REF)
+    mass, lost, moment, gap = _moved(
+        mass, lost, moment, gap, shift, ref_shift, moved_apart, HAS_REF
+    )
     moment += tl.sum(tl.sum(e * t, 2), 0)
     if HAS_REF:
         kept = tl.where(r <= LOWEST, 0.0, e)
         lost += tl.sum(tl.sum(e - kept, 2), 0)
-        gap += tl.sum(tl.sum(kept * (t - r), 2), 0)
+        apart = _gap(
+            values, ref_values, t, r, new_max[None, :, None], new_ref_max[None, :, None], scale
+        )
+        gap += tl.sum(tl.sum(kept * apart, 2), 0)
         e = kept
     mass += tl.sum(tl.sum(e, 2), 0)
     return new_max, mass, lost, moment, gap, ref_max, ref_mass
@@ -285,12 +309,15 @@ def _row_statistics(
     shift = _shifted(row_max, top, scale2)
     ref_top = 0.0
     ref_log_sum = 0.0
-    ref_shift = shift
+    ref_shift, moved_apart = shift, shift
     if HAS_REF:
         ref_top = tl.max(ref_max, 0)
         ref_shift = _shifted(ref_max, ref_top, scale2)
+        moved_apart = _gap(row_max, ref_max, shift, ref_shift, top, ref_top, scale2)
         ref_log_sum = tl.log(tl.sum(ref_mass * tl.exp2(ref_shift), 0))
-    mass, lost, moment, gap = _moved(mass, lost, moment, gap, shift, ref_shift, HAS_REF)
+    mass, lost, moment, gap = _moved(
+        mass, lost, moment, gap, shift, ref_shift, moved_apart, HAS_REF
+    )
     mass, moment = tl.sum(mass, 0), tl.sum(moment, 0)
     if HAS_REF:
         lost, gap = tl.sum(lost, 0), tl.sum(gap, 0)
@@ -300,7 +327,7 @@ def _row_statistics(
     # The token joins the others. The reference's maximum has seen its column: it does not move.
     row_top = tl.maximum(top, token_value)
     shift = _shifted(top, row_top, scale2)
-    mass, lost, moment, gap = _moved(mass, lost, moment, gap, shift, shift * 0.0, HAS_REF)
+    mass, lost, moment, gap = _moved(mass, lost, moment, gap, shift, shift * 0.0, shift, HAS_REF)
     others = mass + lost
     t_token2 = _shifted(token_value, row_top, scale2)
     e_token = tl.exp2(t_token2)
@@ -322,7 +349,8 @@ def _row_statistics(
         ref_value, _ = _capped(ref_token, logit_scale, softcap)
         r_token = _shifted(ref_value, ref_top, scale2)
         token_lost = r_token <= LOWEST
-        gap += tl.where(token_lost, 0.0, e_token * (t_token2 - r_token))
+        apart = _gap(token_value, ref_value, t_token2, r_token, row_top, ref_top, scale2)
+        gap += tl.where(token_lost, 0.0, e_token * apart)
         lost += tl.where(token_lost, e_token, 0.0)
         mean_gap = tl.where(lost > 0, float("inf"), gap * LN_2 / total)
         kl = mean_gap - log_sum + ref_log_sum
@@ -344,8 +372,9 @@ def _token_gradient(
     inner = g_entropy * (mean_shifted - t)
     if HAS_REF:
         ref_value, _ = _capped(ref_token, logit_scale, softcap)
-        gap = t - _shifted(ref_value, ref_max, scale) - mean_gap
-        inner += tl.where(g_kl != 0, g_kl * gap, 0.0)
+        r = _shifted(ref_value, ref_max, scale)
+        apart = _gap(value, ref_value, t, r, row_max, ref_max, scale)
+        inner += tl.where(g_kl != 0, g_kl * (apart - mean_gap), 0.0)
     return slope * cap_slope * (g_logprob * p_others + p_token * inner)
 
 
@@ -363,10 +392,11 @@ def _write_tile(
     t = _shifted(values, row_max, scale)
     factor = constant + linear * t
     if HAS_REF:
-        r, _ = _load_capped(
+        ref_values, _ = _load_capped(
             ref_row, start, columns, vocab, logit_scale, softcap, MASKED, "evict_first"
         )
-        factor += g_kl * (t - _shifted(r, ref_max, scale))
+        r = _shifted(ref_values, ref_max, scale)
+        factor += g_kl * _gap(values, ref_values, t, r, row_max, ref_max, scale)
     grad = tl.exp2(t) * factor
     if softcap is not None:
         grad *= slope
@@ -423,12 +453,12 @@ def _write_zeros(grad_row, vocab, BLOCK_V: tl.constexpr):
 def _sampled_kl(difference, ESTIMATOR: tl.constexpr):
     """(estimate, derivative by the logprob); reference.sampled_kl."""
     if ESTIMATOR == K1:
-        return difference, difference * 0.0 + 1.0
+        return difference, tl.where(difference == difference, 1.0, difference)
     elif ESTIMATOR == K2:
         return 0.5 * difference * difference, difference
     else:
         inside = tl.abs(difference) <= RATIO_LIMIT
-        limited = tl.minimum(tl.maximum(-difference, -RATIO_LIMIT), RATIO_LIMIT)
+        limited = _between(-difference, -RATIO_LIMIT, RATIO_LIMIT)
         value = tl.where(inside, _exp_excess(limited), tl.exp(limited) - 1 + difference)
         return value, tl.where(inside, -_expm1(limited), 1.0)
 
@@ -470,10 +500,10 @@ def _token_loss(
     """
     advantage = tl.load(advantages + row).to(tl.float32)
     difference = logprob - tl.load(old_logprobs + row).to(tl.float32)
-    ratio = tl.exp(tl.minimum(tl.maximum(difference, -RATIO_LIMIT), RATIO_LIMIT))
+    ratio = tl.exp(_between(difference, -RATIO_LIMIT, RATIO_LIMIT))
     unclipped = ratio * advantage
-    clipped = tl.minimum(tl.maximum(ratio, lowest_ratio), highest_ratio) * advantage
-    surrogate = tl.minimum(unclipped, clipped)
+    clipped = _between(ratio, lowest_ratio, highest_ratio) * advantage
+    surrogate = tl.minimum(unclipped, clipped, propagate_nan=tl.PropagateNan.ALL)
     # Written so that a NaN counts as active: it must reach the gradient, where it is noticed.
     active = ((unclipped > clipped) | (tl.abs(difference) > RATIO_LIMIT)) == 0
     # 0·inf is NaN, but where the advantage is 0 it is not looked at.
@@ -491,7 +521,7 @@ def _token_loss(
     elif ESTIMATOR != NO_KL:
         ref_logprob = tl.load(ref_logprobs + row).to(tl.float32)
         kl, slope = _sampled_kl(logprob - ref_logprob, ESTIMATOR)
-        g_logprob += kl_coef * slope
+        g_logprob += tl.where(kl_coef != 0, kl_coef * slope, 0.0)
     loss = policy - entropy_coef * entropy
     if HAS_REF or ESTIMATOR != NO_KL:
         # A KL that is only reported may be infinite without spoiling the loss.
@@ -685,8 +715,12 @@ def _add_sums_kernel(row_sums, sums, n, BLOCK_N: tl.constexpr):
     for start in range(0, n, BLOCK_N):
         index = start + tl.arange(0, BLOCK_N)
         x = tl.load(row_sums + index, index < n, other=0.0)
-        found = tl.where(takes_max, tl.maximum(found, x), found + x)
-    tl.store(sums + entry, tl.where(takes_max, tl.max(found, 0), tl.sum(found, 0)))
+        largest = tl.maximum(found, x, propagate_nan=tl.PropagateNan.ALL)
+        found = tl.where(takes_max, largest, found + x)
+    # A reduction by max passes NaN over.
+    total = tl.sum(found, 0)
+    largest = tl.where(total == total, tl.max(found, 0), total)
+    tl.store(sums + entry, tl.where(takes_max, largest, total))
 
 
 @triton.jit(do_not_specialize=["rows", "row_inner"])
@@ -748,12 +782,12 @@ SCALE_TILE = Tile(block_v=4096, num_warps=8)
 def tile(vocab: int, vector_width: int, *, has_ref: bool, has_softcap: bool) -> Tile:
     """The tile for rows of `vocab` logits.
 
-    With a reference a tile each of two rows is held; a soft-cap's temporaries do not fit beside a
-    whole tile in the registers. Each halves it.
+    With a reference a tile each of two rows is held, scores and shifted ones: a quarter fits the
+    registers. A soft-cap's temporaries halve the tile.
     """
     num_warps, loads = next(row[1:] for row in TILES if vocab <= row[0])
     width = SINGLES_PER_VECTOR if vector_width == 1 else vector_width
-    halvings = has_ref + has_softcap
+    halvings = 2 * has_ref + has_softcap
     block_v = 32 * num_warps * max(1, loads >> halvings) * width
     return Tile(block_v, num_warps, MAX_REGISTERS if halvings else None)
 
