@@ -194,3 +194,24 @@ def test_the_in_place_loss_compiles_and_gives_the_same_bits() -> None:
         assert torch.equal(one, other)
     grads = [torch.autograd.grad(out[0], data.logits)[0] for out in (found, wanted)]
     assert torch.equal(*grads)
+
+
+def test_options_that_move_between_calls_still_compile() -> None:
+    """An adaptive β is another float at every step; torch.compile then makes it a variable."""
+    import fastppo
+
+    def loss(logits: torch.Tensor, kl_coef: float, entropy_coef: float) -> torch.Tensor:
+        return fastppo.ppo_loss(
+            logits,
+            torch.tensor([1, 2]),
+            torch.full((2,), -2.0),
+            torch.ones(2),
+            ref_logprobs=torch.full((2,), -2.1),
+            kl_coef=kl_coef,
+            entropy_coef=entropy_coef,
+        ).loss
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    logits = torch.randn(2, 7)
+    for coefficients in ((0.1, 0.01), (0.2, 0.02), (0.35, 0.03)):
+        torch.testing.assert_close(compiled(logits, *coefficients), loss(logits, *coefficients))
