@@ -82,7 +82,7 @@ SETS = {
         logits=(Tokens(MODELS["tinyllama-1.1b"], 512), Tokens(MODELS["gpt2"], 333)),
         linear=(Tokens(MODELS["llama-68m"], 1024),),
         sequences=(Sequences(64, 4096),),
-        seconds_per_provider=5.0,
+        seconds_per_provider=2.0,
         min_calls=5,
     ),
     ("cuda", "quick"): Work(
