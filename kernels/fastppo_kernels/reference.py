@@ -932,8 +932,8 @@ def gae(
     smoothing = lam.double()[sequence] if isinstance(lam, Tensor) else lam
     decay = torch.ones_like(v).mul_(discount * smoothing).masked_fill_(is_last, 0.0)
     delta = next_value.mul_(discount).add_(r).sub_(v)
-    broken = ~delta.isfinite()
-    if broken.any():
+    if not delta.sum().isfinite():  # one read; to look at each entry first takes five passes
+        broken = ~delta.isfinite()
         # 0·NaN is NaN: the scan would carry it over the end of a sequence into the one before.
         found = _reverse_scan(decay, delta.masked_fill(broken, 0.0))
         reached = _reverse_scan((~is_last).double(), broken.double()) > 0

@@ -1,0 +1,219 @@
+"""How things are measured: time, memory, ceilings, error.
+
+- Time: on a GPU, CUDA events around each call, with a wait queued on the device before it, so that
+  Python's launch overhead is counted only as far as it is longer than HEAD_START_CYCLES. On a CPU,
+  `perf_counter`, and `process_time` beside it: processor time of all threads, which other jobs on
+  the machine disturb less. Providers take turns call by call, so that a slow minute is everybody's.
+- Cache: each call takes the next of a rotation of inputs that is larger than the caches together.
+- Memory: the most that is allocated at any moment of the call, outputs included, above what was
+  allocated before it. On a GPU, `torch.cuda.max_memory_allocated`. On a CPU, the allocation events
+  of `torch.profiler`, which sees every tensor of torch, those inside its operators included.
+- Ceilings: a large copy and a square matrix product, timed in the same run, the best of several.
+- Error: max |x − truth| over an output, in units of that output's scale (`cases.Truth`).
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Inputs = dict[str, Tensor]
+
+ROTATION_BYTES = {"cpu": 2**28, "cuda": 2**29}
+"""Inputs in rotation: several times the last-level caches (32 MiB and more; 60 MB on an H200)."""
+
+MAX_ROTATION = 128
+"""Sets of inputs at most: more would only take longer to draw."""
+
+HEAD_START_CYCLES = 1_000_000
+"""About half a millisecond on the device, for the host to queue the call."""
+
+MAX_CALLS = 1000
+
+COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
+MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
+CEILING_CALLS = 10
+
+
+class Timing(NamedTuple):
+    """Of one provider on one case; seconds per call."""
+
+    median: float
+    quartiles: tuple[float, float]
+    calls: int
+    processor: float | None
+    """Median processor time of all threads; None on a GPU."""
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles."""
+        return (self.quartiles[1] - self.quartiles[0]) / 2
+
+
+class Ceilings(NamedTuple):
+    """What the machine can do: bytes (read and written) and FLOP per second."""
+
+    copy: float
+    matmul: Mapping[str, float]
+    """By dtype, as in "bfloat16"."""
+
+    def floor(self, bytes_moved: int, flop: int, dtype: torch.dtype) -> float:
+        """Seconds below which the work cannot be done."""
+        return max(bytes_moved / self.copy, flop / self.matmul[dtype_name(dtype)])
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def rotation_length(bytes_per_set: int, device: torch.device) -> int:
+    """Sets of inputs, at least 2, that together are larger than the caches."""
+    return max(2, min(MAX_ROTATION, -(-ROTATION_BYTES[device.type] // max(1, bytes_per_set))))
+
+
+def measure_ceilings(device: torch.device, dtypes: Sequence[torch.dtype]) -> Ceilings:
+    size = COPY_BYTES[device.type] // 4
+    source = torch.ones(size, device=device)
+    target = torch.empty_like(source)
+    copy = 2 * source.nbytes / _best(lambda: target.copy_(source), device)
+    n, matmul = MATMUL_SIZE[device.type], {}
+    for dtype in dict.fromkeys(dtypes):
+        a, b = torch.randn(2, n, n, device=device).to(dtype)
+        out = torch.empty_like(a)
+        matmul[dtype_name(dtype)] = 2 * n**3 / _best(_matmul(a, b, out), device)
+    return Ceilings(copy, matmul)
+
+
+def _matmul(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], Tensor]:
+    return lambda: torch.mm(a, b, out=out)
+
+
+def _best(call: Callable[[], object], device: torch.device) -> float:
+    call()
+    return min(_seconds(call, device)[0] for _ in range(CEILING_CALLS))
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> tuple[float, float | None]:
+    """(seconds, processor seconds or None) of one call; its result is dropped inside the time."""
+    if device.type == "cuda":
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        before.record()
+        call()
+        after.record()
+        torch.cuda.synchronize(device)
+        return before.elapsed_time(after) / 1e3, None
+    processor, wall = time.process_time(), time.perf_counter()
+    call()
+    return time.perf_counter() - wall, time.process_time() - processor
+
+
+def time_in_turns(
+    calls: Mapping[str, Callable[[Inputs], object]],
+    rotation: Sequence[Inputs],
+    restore: Callable[[str, int], None],
+    device: torch.device,
+    *,
+    seconds: float,
+    min_calls: int,
+) -> dict[str, Timing]:
+    """Times the providers in turns, each until it has used `seconds` and made `min_calls` calls.
+
+    Args:
+        calls: by name, warmed up by the caller.
+        restore: (name, index into the rotation) undoes what the provider wrote over its inputs.
+    """
+    wall: dict[str, list[float]] = {name: [] for name in calls}
+    processor: dict[str, list[float]] = {name: [] for name in calls}
+    running, turn = list(calls), 0
+    gc.collect()
+    gc.disable()
+    try:
+        while running:
+            for name in list(running):
+                index = turn % len(rotation)
+                turn += 1
+                inputs, call = rotation[index], calls[name]
+                took, of_processor = _seconds(functools.partial(call, inputs), device)
+                restore(name, index)
+                wall[name].append(took)
+                if of_processor is not None:
+                    processor[name].append(of_processor)
+                made = len(wall[name])
+                if made >= MAX_CALLS or (made >= min_calls and sum(wall[name]) >= seconds):
+                    running.remove(name)
+    finally:
+        gc.enable()
+    return {
+        name: Timing(
+            statistics.median(times),
+            _quartiles(times),
+            len(times),
+            statistics.median(processor[name]) if processor[name] else None,
+        )
+        for name, times in wall.items()
+    }
+
+
+def _quartiles(times: list[float]) -> tuple[float, float]:
+    if len(times) < 2:
+        return times[0], times[0]
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, high
+
+
+def peak_extra_memory(call: Callable[[], object], device: torch.device) -> int:
+    """Bytes allocated at the worst moment of the call, above what was allocated before it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        result = call()
+        torch.cuda.synchronize(device)
+        del result
+        return torch.cuda.max_memory_allocated(device) - before
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = call()
+    del result
+    assert profiler.profiler is not None
+    events: Any = profiler.profiler.kineto_results.events()
+    events = [event for event in events if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+COMPARE_ELEMENTS = 2**26
+"""Compared at once, so that the fp64 difference of a large output is never held whole."""
+
+
+def max_error(x: Tensor, truth: Tensor) -> float:
+    """max |x − truth|, in fp64; inf where there is a NaN."""
+    if x.shape != truth.shape:
+        raise ValueError(f"shape {list(x.shape)}, expected {list(truth.shape)}")
+    worst = 0.0
+    flat, flat_truth = x.detach().reshape(-1), truth.reshape(-1)
+    for start in range(0, flat.numel(), COMPARE_ELEMENTS):
+        part = slice(start, start + COMPARE_ELEMENTS)
+        gap = (flat[part].double() - flat_truth[part].double()).abs()
+        worst = max(worst, gap.nan_to_num(nan=math.inf, posinf=math.inf).max().item())
+    return worst
