@@ -21,7 +21,9 @@ FAINT = {"absent", "unsupported"}
 def results_path(record: dict[str, Any]) -> Path:
     """results/<device>/<date>.json, with the time of day where that name is taken."""
     device = record["device"]
-    name = device["name"] + (f" {device['threads']} threads" if device["type"] == "cpu" else "")
+    name = device["name"]
+    if device["type"] == "cpu":
+        name += " 1 thread" if device["threads"] == 1 else f" {device['threads']} threads"
     folder = RESULTS / re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     path = folder / f"{record['date'][:10]}.json"
     if path.exists():
