@@ -73,6 +73,8 @@ def run_demo(
     output_dir, where = Path(output_dir), choose_device(device)
     shutil.rmtree(output_dir / "ppo", ignore_errors=True)  # an earlier demo's
     on_cpu = where.type == "cpu"
+    if on_cpu:
+        torch.set_num_threads(1)  # the models are so small that a second thread costs time
     data = make_data(seed)
     _write(output_dir / "data", data)
     tokenizer = make_tokenizer()
