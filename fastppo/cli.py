@@ -9,7 +9,11 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastppo.config import PPOConfig
+    from fastppo.options import Options
 
 DESCRIPTION = "PPO for language models: the loss in one pass over the logits, or with no logits."
 
@@ -66,19 +70,23 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-def train_parser() -> Any:
-    """The parser of `fastppo train`: `--config FILE` and a flag per option."""
+def options_parser(command: str, options: type[Options], description: str) -> Any:
+    """The parser of a command with options: `--config FILE` and a flag per option."""
     from transformers import HfArgumentParser
 
-    from fastppo.config import PPOConfig
+    class Parser(HfArgumentParser):
+        """Takes an option's metadata as argparse's keywords, and argparse has none for bounds."""
 
-    parser = HfArgumentParser(
-        PPOConfig,  # type: ignore[arg-type]
+        def add_argument(self, *names: Any, bounds: Any = None, **keywords: Any) -> Any:
+            return super().add_argument(*names, **keywords)
+
+    parser = Parser(
+        options,  # type: ignore[arg-type]
         formatter_class=_Formatter,
-        prog="fastppo train",
-        usage="fastppo train [--config FILE] [--OPTION VALUE ...]",
-        description="PPO on your model, prompts and rewards. Options come from a YAML file, from "
-        "flags, or from both; flags win.",
+        prog=f"fastppo {command}",
+        usage=f"fastppo {command} [--config FILE] [--OPTION VALUE ...]",
+        description=f"{description} Options come from a YAML file, from flags, or from both; flags "
+        "win.",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of `option: value` lines")
     # argparse takes -1e-1 for a flag unless it is told that numbers may have exponents.
@@ -86,24 +94,33 @@ def train_parser() -> Any:
     return parser
 
 
-def parse_train(arguments: Sequence[str]) -> Any:
-    """The PPOConfig of `fastppo train`'s arguments.
+def parse_options(
+    parser: Any, options: type[Options], required: Sequence[str], arguments: Sequence[str]
+) -> Any:
+    """The options that the arguments of a command give.
 
-    The file's values stand in for the defaults of the flags; the config checks both alike.
+    The file's values stand in for the defaults of the flags; the option class checks both alike.
     """
-    from fastppo.config import read_yaml
+    from fastppo.options import read_yaml
 
-    parser = train_parser()
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--config")
     file = first.parse_known_args(arguments)[0].config
     if file:
-        parser.set_defaults(**read_yaml(file))
-    config, _ = parser.parse_args_into_dataclasses(list(arguments))  # _ holds --config alone
-    for name in ("model", "prompts", "rewards"):
-        if not getattr(config, name):
+        parser.set_defaults(**read_yaml(file, options))
+    found, _ = parser.parse_args_into_dataclasses(list(arguments))  # _ holds --config alone
+    for name in required:
+        if not getattr(found, name):
             parser.error(f"--{name} is missing: give it as a flag or in --config FILE")
-    return config
+    return found
+
+
+def parse_train(arguments: Sequence[str]) -> PPOConfig:
+    """The PPOConfig of `fastppo train`'s arguments."""
+    from fastppo.config import PPOConfig
+
+    parser = options_parser("train", PPOConfig, "PPO on your model, prompts and rewards.")
+    return parse_options(parser, PPOConfig, ("model", "prompts", "rewards"), arguments)
 
 
 def _demo(options: argparse.Namespace, rest: list[str]) -> None:

@@ -11,7 +11,8 @@ import pytest
 import tiny
 
 from fastppo import cli
-from fastppo.config import PPOConfig, read_yaml
+from fastppo.config import PPOConfig
+from fastppo.options import read_yaml
 from fastppo.run_log import read_jsonl
 
 REQUIRED = ("model", "prompts", "rewards")
@@ -88,7 +89,7 @@ def test_a_flag_wins_over_the_file(tmp_path: Path) -> None:
 def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
     config = PPOConfig(model="m", prompts="p", rewards=["a:b"], clip_ratio_high=0.3)
     config.save(tmp_path / "config.yaml")
-    assert PPOConfig(**read_yaml(tmp_path / "config.yaml")) == config
+    assert PPOConfig(**read_yaml(tmp_path / "config.yaml", PPOConfig)) == config
     assert cli.parse_train(["--config", str(tmp_path / "config.yaml")]) == config
 
 

@@ -20,7 +20,7 @@ FLOORS = (
         *("fastppo.batch", "fastppo.model", "fastppo.rollout", "fastppo.rollout.hf"),
         *("fastppo.rewards", "fastppo.data", "fastppo.checkpoint", "fastppo.config"),
         *("fastppo.metrics", "fastppo.optimizer", "fastppo.run_log", "fastppo.report"),
-        *("fastppo.trainer", "fastppo.sft", "fastppo.reward_model"),
+        *("fastppo.trainer", "fastppo.sft", "fastppo.reward_model", "fastppo.options"),
     },
     {"fastppo.cli", "fastppo.__main__", "fastppo.demo", "fastppo.demo_task", "fastppo.recipes"},
 )
