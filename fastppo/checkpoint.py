@@ -41,9 +41,14 @@ def save(
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
     *,
+    reference: dict[str, Tensor] | None = None,
     keep: int = 2,
 ) -> Path:
-    """Writes `checkpoint-<iteration>` and removes all but the newest `keep`, at least 1."""
+    """Writes `checkpoint-<iteration>` and removes all but the newest `keep`, at least 1.
+
+    Args:
+        reference: weights of a reference policy that is not the one the run started with.
+    """
     run_dir = Path(run_dir)
     final = run_dir / f"checkpoint-{iteration:06d}"
     for stale in run_dir.glob(".checkpoint-*"):  # of a run that was killed while writing
@@ -52,6 +57,9 @@ def save(
     temporary.mkdir(parents=True)
     save_file(_trained(model), temporary / "model.safetensors")
     save_file(_optimizer_state(optimizer), temporary / "optimizer.safetensors")
+    if reference:
+        kept = {name: value.detach().cpu().contiguous() for name, value in reference.items()}
+        save_file(kept, temporary / "reference.safetensors")
     random_tensors, random_json = _random_state()
     save_file(random_tensors, temporary / "random.safetensors")
     record = {"format": FORMAT, "state": state, "random": random_json}
@@ -66,8 +74,13 @@ def save(
     return final
 
 
-def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Restores the weights, the optimiser's state and the random states; returns `state`.
+def load(
+    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Restores the weights, the optimiser's state and the random states.
+
+    Returns:
+        (state, reference): as they were saved; the reference is empty if none was.
 
     The optimiser's options (rates, decay, betas) stay those of `optimizer`: a resumed run follows
     its own config.
@@ -97,7 +110,8 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
             parameter.copy_(saved[name])
     _restore_optimizer(optimizer, load_file(path / "optimizer.safetensors"))
     _restore_random(load_file(path / "random.safetensors"), record["random"])
-    return record["state"]
+    reference = path / "reference.safetensors"
+    return record["state"], load_file(reference) if reference.exists() else {}
 
 
 def _trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from fastppo import validation
-from fastppo.options import Options, option
+from fastppo.options import Options, check_bounds, option
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,6 +36,37 @@ class PPOConfig(Options):
         None, "Modules that get adapters; none given means all linear layers"
     )
 
+    # Reference policy
+    reference_model: str | None = option(
+        None, "The model that the KL is measured to; none given means `model` as it starts"
+    )
+    reference: Literal["fixed", "rollout"] = option(
+        "fixed",
+        "fixed, or rollout: the policy at the start of each iteration (for kl_loss_coef)",
+    )
+    reference_refresh: int = option(
+        0, "Iterations after which the policy becomes the reference; 0 never", minimum=0
+    )
+    reference_offload: bool = option(False, "Keep the reference on the CPU between uses")
+
+    # Value function
+    value_model: Literal["shared", "detached", "branch", "critic"] = option(
+        "shared",
+        "Value head on the shared trunk, on the trunk without training it, on a branch of copied "
+        "layers, or on a critic of its own",
+    )
+    value_branch_layers: int = option(2, "Layers that value_model=branch copies", minimum=1)
+    critic_model: str | None = option(
+        None, "Where value_model=critic starts: a reward model or a causal LM; none: the policy"
+    )
+    value_warmup_iterations: int = option(
+        0, "First iterations that train the value function alone", minimum=0
+    )
+    vf_coef: float = option(0.5, "Weight of the value loss", minimum=0)
+    value_clip: float | None = option(
+        None, "Clip of the value's move per rollout, reward units", above=0
+    )
+
     # Data
     prompts: str = option(
         "", "Required. Prompts: .jsonl, .parquet, a save_to_disk directory or a hub name"
@@ -58,7 +91,30 @@ class PPOConfig(Options):
         "Subtracted from the score of a response cut off at max_new_tokens, reward units",
         minimum=0,
     )
-    score_clip: float | None = option(None, "Clamp scores to ±this, reward units", above=0)
+    length_penalty: float = option(
+        0.0, "Subtracted from the score per response token, reward units", minimum=0
+    )
+    length_penalty_free: int = option(
+        0, "Response tokens that length_penalty leaves free", minimum=0
+    )
+    length_normalized_score: bool = option(
+        False, "Divide the rewards of a response by its length in tokens"
+    )
+    score_normalization: Literal["none", "running", "batch"] = option(
+        "none",
+        "running: divide scores by the running deviation of all so far; batch: whiten each batch",
+    )
+    score_clip: float | None = option(
+        None, "Clamp scores to ±this, after normalisation, reward units", above=0
+    )
+    reward_ensemble: list[str] = option(
+        [], "Reward models that are combined into one reward, by the name of ensemble"
+    )
+    reward_ensemble_by: Literal["mean", "min", "lcb"] = option(
+        "mean", "mean, minimum, or lcb: mean − reward_ensemble_std_coef · deviation"
+    )
+    reward_ensemble_std_coef: float = option(1.0, "Multiple of the deviation in lcb", minimum=0)
+    reward_ensemble_weight: float = option(1.0, "Weight of the ensemble among the rewards")
 
     # Rollout
     rollout_batch_size: int = option(
@@ -84,6 +140,22 @@ class PPOConfig(Options):
     ppo_epochs: int = option(4, "Passes over each rollout batch", minimum=1)
     minibatches: int = option(4, "Optimiser steps per pass", minimum=1)
     microbatch_size: int = option(16, "Sequences per forward and backward pass", minimum=1)
+    objective: Literal["clip", "penalty"] = option(
+        "clip", "clip, or penalty: no clip, β·KL to the rollout policy with a moving β"
+    )
+    policy_kl_coef: float = option(1.0, "First β of objective=penalty, per nat", above=0)
+    policy_kl_target: float = option(
+        0.01, "KL to the rollout policy that objective=penalty aims at, nats per token", above=0
+    )
+    early_stop_kl: float | None = option(
+        None,
+        "The update of an iteration ends when its KL to the rollout policy is above this, nats per "
+        "token",
+        above=0,
+    )
+    early_stop_check: Literal["minibatch", "epoch"] = option(
+        "epoch", "When early_stop_kl is checked: before each optimiser step, or after each epoch"
+    )
     clip_ratio: float = option(0.2, "ε: the ratio's gain is cut off below 1 − ε and above 1 + ε")
     clip_ratio_high: float | None = option(None, "ε above 1; none given means clip_ratio")
     dual_clip: float | None = option(None, "c > 1: bounds the loss at c·|A| where A < 0")
@@ -94,7 +166,9 @@ class PPOConfig(Options):
     kl_coef: float = option(
         0.05, "β: weight of the KL to the reference in the reward, per nat", minimum=0
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = option("k1", "Estimator of the KL in the reward")
+    kl_estimator: Literal["k1", "k2", "k3", "full"] = option(
+        "k1", "Estimator of the KL in the reward; full is exact"
+    )
     kl_controller: Literal["fixed", "adaptive", "penalty"] = option(
         "fixed", "How β moves: fixed, adaptive (Ziegler 2019), penalty (doubling, Schulman 2017)"
     )
@@ -108,18 +182,35 @@ class PPOConfig(Options):
     )
     gamma: float = option(1.0, "Discount per token", minimum=0, maximum=1)
     lam: float = option(0.95, "λ of GAE, per token", minimum=0, maximum=1)
-    whiten_advantages: bool = option(True, "Normalise advantages to mean 0, variance 1")
+    advantage: Literal["gae", "sequence", "monte_carlo", "one_step"] = option(
+        "gae",
+        "gae; sequence: R − V(prompt) for every token; monte_carlo: reward to go − V; one_step: "
+        "r + γ·V_next − V",
+    )
+    whiten_advantages: Literal["full", "variance", "none"] = option(
+        "full", "Normalise advantages: full is mean 0 and variance 1, variance keeps the mean"
+    )
     bootstrap_truncated: bool = option(
         False, "Behind a truncated response stands its last value, not 0"
-    )
-    vf_coef: float = option(0.5, "Weight of the value loss", minimum=0)
-    value_clip: float | None = option(
-        None, "Clip of the value's move per rollout, reward units", above=0
     )
     loss_path: Literal["auto", "linear", "logits"] = option(
         "auto", "linear never forms all logits; logits does; auto is linear"
     )
     backend: Literal["auto", "triton", "torch"] = option("auto", "Kernels of the losses")
+
+    schedules: list[str] = option(
+        [],
+        "Coefficients that move over the run: name=linear:final or name=cosine:final, such as "
+        "entropy_coef=linear:0",
+    )
+
+    # PPO-ptx
+    ptx_coef: float = option(
+        0.0, "γ: weight of the language-model loss on pretraining text (PPO-ptx)", minimum=0
+    )
+    ptx_data: str = option("", "Pretraining text: rows with a `text` column, as prompts are given")
+    ptx_batch_size: int = option(8, "Blocks of text per optimiser step, sequences", minimum=1)
+    ptx_block_size: int = option(256, "Length of a block of text, tokens", minimum=2)
 
     # Optimiser
     learning_rate: float = option(1e-5, "Peak learning rate of AdamW", above=0)
@@ -135,6 +226,18 @@ class PPOConfig(Options):
     adam_beta2: float = option(0.95, "AdamW's β₂", minimum=0, maximum=1)
     adam_eps: float = option(1e-8, "AdamW's ε", above=0)
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm", above=0)
+
+    # Watching
+    warn_if: list[str] = option(
+        ["kl > 50", "eos_rate < 0.1", "distinct_2 < 0.1", "skipped_steps > 0"],
+        "Thresholds that warn, such as 'kl > 50'; any logged metric with >, >=, < or <=",
+    )
+    stop_if: list[str] = option([], "Thresholds that stop the run with a checkpoint")
+    max_skipped_steps: int = option(
+        5,
+        "Optimiser steps in a row that may be skipped for a non-finite loss or gradient",
+        minimum=1,
+    )
 
     # Run
     output_dir: str = option("runs/ppo", "Run directory")
@@ -157,7 +260,7 @@ class PPOConfig(Options):
                 f"rollout_batch_size must be a multiple of minibatches, "
                 f"got {self.rollout_batch_size} and {self.minibatches}"
             )
-        given = self.rewards and self.reward_weights is not None
+        given = bool(self.rewards) and self.reward_weights is not None
         if given and len(self.reward_weights or ()) != len(self.rewards):
             raise ValueError(
                 f"reward_weights must be one per reward: got {len(self.reward_weights or ())} "
@@ -167,6 +270,97 @@ class PPOConfig(Options):
             raise ValueError(
                 f"kl_controller={self.kl_controller} multiplies kl_coef, so it must be > 0, got 0"
             )
+        self._check_combinations()
+        found = [Schedule.parse(text) for text in self.schedules]
+        if len({schedule.name for schedule in found}) < len(found):
+            raise ValueError(f"schedules has one name twice: {self.schedules}")
+        for schedule in found:
+            if getattr(self, schedule.name) is None:
+                raise ValueError(f"schedules: {schedule.name} has no value to start from")
+            check_bounds(PPOConfig, schedule.name, schedule.final)
+
+    def _check_combinations(self) -> None:
+        """An option that would have no effect is an error, not a surprise."""
+        scheduled = {Schedule.parse(text).name for text in self.schedules}
+
+        def used(name: str) -> bool:
+            return getattr(self, name) > 0 or name in scheduled
+
+        for wrong, sentence in (
+            (
+                self.objective == "penalty" and used("kl_loss_coef"),
+                "objective=penalty has a KL of its own in the loss; a KL to the reference goes "
+                "into the reward (kl_coef), so kl_loss_coef must be 0",
+            ),
+            (
+                self.objective == "penalty" and self.dual_clip is not None,
+                "objective=penalty clips nothing, so dual_clip must be none",
+            ),
+            (
+                self.reference == "rollout" and used("kl_coef"),
+                "reference=rollout: the KL of a rollout to its own policy is 0, so kl_coef must be "
+                "0; kl_loss_coef weighs the KL in the loss",
+            ),
+            (
+                self.reference == "rollout" and self.kl_loss_estimator == "full",
+                "reference=rollout keeps the rollout's logprobs, not its model, so "
+                "kl_loss_estimator must be k1, k2 or k3; the exact KL to the rollout policy is "
+                "reference_refresh=1",
+            ),
+            (
+                self.reference == "rollout"
+                and bool(self.reference_model or self.reference_refresh or self.reference_offload),
+                "reference=rollout holds no model: reference_model, reference_refresh and "
+                "reference_offload do not go with it",
+            ),
+            (
+                self.reference_refresh > 0 and self.reference_model is not None,
+                "reference_refresh replaces the reference by the policy, which may be another "
+                "architecture than reference_model: give one of them",
+            ),
+            (
+                self.critic_model is not None and self.value_model != "critic",
+                f"critic_model needs value_model=critic, got {self.value_model}",
+            ),
+            (
+                self.bootstrap_truncated and self.advantage in ("sequence", "monte_carlo"),
+                f"advantage={self.advantage} is of complete returns; bootstrap_truncated is for "
+                "gae and one_step",
+            ),
+            (
+                bool(self.reward_ensemble) and len(self.reward_ensemble) < 2,
+                "reward_ensemble must be at least two reward models; one goes into rewards",
+            ),
+            (used("ptx_coef") and not self.ptx_data, "ptx_coef > 0 needs ptx_data"),
+            (
+                bool(self.ptx_data) and not used("ptx_coef"),
+                "ptx_data is given and ptx_coef is 0: want both or neither",
+            ),
+            (
+                "kl_coef" in scheduled and self.kl_controller != "fixed",
+                f"kl_coef has a schedule and kl_controller={self.kl_controller}: want one of them",
+            ),
+        ):
+            if wrong:
+                raise ValueError(sentence)
+
+    def at(self, iteration: int) -> PPOConfig:
+        """The options of one iteration: these, with each schedule's value in its place."""
+        if not self.schedules:
+            return self
+        progress = min(1.0, iteration / max(1, self.iterations - 1))
+        moved = {
+            schedule.name: schedule.value(getattr(self, schedule.name), progress)
+            for schedule in map(Schedule.parse, self.schedules)
+        }
+        return replace(self, **moved)  # type: ignore[arg-type]
+
+    @property
+    def wants_reference(self) -> bool:
+        """Whether there is a KL to a reference model."""
+        moving = any(Schedule.parse(text).name.startswith("kl_") for text in self.schedules)
+        wanted = self.kl_coef > 0 or self.kl_loss_coef > 0 or moving
+        return wanted and self.reference == "fixed"
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -175,6 +369,51 @@ class PPOConfig(Options):
         return self.clip_ratio, high
 
     @property
+    def steps_per_iteration(self) -> int:
+        """Optimiser steps of one iteration, if nothing stops it early."""
+        return self.ppo_epochs * self.minibatches
+
+    @property
     def optimizer_steps(self) -> int:
         """Optimiser steps of the whole run."""
-        return self.iterations * self.ppo_epochs * self.minibatches
+        return self.iterations * self.steps_per_iteration
+
+
+class Schedule(NamedTuple):
+    """`name=shape:final`: from the option's own value to `final` over the run's iterations."""
+
+    name: str
+    shape: str
+    final: float
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Raises ValueError with the accepted form."""
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\w+)\s*:\s*(\S+)\s*", text)
+        if match is None:
+            raise ValueError(
+                f"schedules: want name=linear:final or name=cosine:final, got {text!r}"
+            )
+        name, shape, last = match.groups()
+        validation.choice("schedules: the name", name, SCHEDULED)
+        validation.choice("schedules: the shape", shape, ("constant", "linear", "cosine"))
+        try:
+            final = float(last)
+        except ValueError:
+            raise ValueError(f"schedules: {last!r} in {text!r} is not a number") from None
+        return cls(name, shape, final)
+
+    def value(self, start: float, progress: float) -> float:
+        """The value at `progress` in [0, 1] of the run."""
+        if self.shape == "constant":
+            return start
+        left = 1 - progress if self.shape == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        return self.final + (start - self.final) * left
+
+
+SCHEDULED = (
+    *("clip_ratio", "clip_ratio_high", "dual_clip", "value_clip", "entropy_coef", "vf_coef"),
+    *("kl_coef", "kl_loss_coef", "ptx_coef", "length_penalty", "missing_eos_penalty"),
+    "early_stop_kl",
+)
+"""Options that `schedules` may move; the learning rate has `lr_schedule`."""

@@ -17,11 +17,15 @@ class Meter:
     def __init__(self) -> None:
         self.sums: Tensor | None = None
         self.value_losses: list[Tensor] = []
+        self.ptx_losses: list[Tensor] = []
         self.steps: list[dict[str, float]] = []
 
     def microbatch(self, sums: Tensor, value: Tensor) -> None:
         self.sums = sums if self.sums is None else combine_sums(self.sums, sums)
         self.value_losses.append(value)
+
+    def pretraining(self, loss: Tensor) -> None:
+        self.ptx_losses.append(loss)
 
     def minibatch(self, **numbers: float) -> None:
         self.steps.append(numbers)
@@ -35,6 +39,8 @@ class Meter:
         found["policy_loss"] = found["policy_loss"] / steps
         found["value_loss"] = torch.stack(self.value_losses).sum() / steps
         found["kl_loss"] = found.pop("kl")
+        if self.ptx_losses:
+            found["ptx_loss"] = torch.stack(self.ptx_losses).mean()
         metrics = to_floats(found)
         for name in self.steps[0]:
             metrics[name] = sum(step[name] for step in self.steps) / steps

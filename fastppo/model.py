@@ -1,11 +1,11 @@
-"""One trunk, two heads: a causal LM of transformers with a value head on the same hidden states.
+"""One trunk, two heads: a causal LM of transformers with a value function on its hidden states.
 
 The trunk runs once per microbatch and gives the hidden states of the positions that predict
 response tokens, `[N, H]`, already behind the model's final norm. Both heads read those: the
 policy's is the model's own lm-head (tied or not), applied by `fastppo.linear_ppo_loss` without
-forming all logits; the value's is one linear layer in fp32. What a model does to its logits behind
-the lm-head, a scale or a soft-cap, is read off its config, and `check_heads` refuses a model for
-which that is not all.
+forming all logits; the value's is one linear layer in fp32 (`fastppo.value_function` has the
+others). What a model does to its logits behind the lm-head, a scale or a soft-cap, is read off its
+config, and `check_heads` refuses a model for which that is not all.
 
 Dropout is off everywhere: with it the ratio of the first update would not be 1.
 """
@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fastppo.batch import Sequences
 from fastppo.losses import linear_token_logprobs
+from fastppo.value_function import BranchValue, SharedValue
 
 
 class Head(NamedTuple):
@@ -104,22 +105,47 @@ class LanguageModel(nn.Module):
         )
         return output.last_hidden_state[positions]
 
-    @torch.no_grad()
-    def response_logprobs(
-        self, sequences: Sequences, temperature: float = 1.0, backend: str = "auto"
-    ) -> Tensor:
-        """[N] fp32, nats: logprobs of the response tokens."""
+    def token_stats(
+        self,
+        hidden: Tensor,
+        sequences: Sequences,
+        temperature: float = 1.0,
+        backend: str = "auto",
+    ) -> tuple[Tensor, Tensor]:
+        """([N] logprobs, [N] entropy), fp32, nats, of the response tokens hidden [N, H] predict."""
         head = self.head
         return linear_token_logprobs(
-            self.hidden(sequences, sequences.predicting_positions),
+            hidden,
             head.weight,
             sequences.response_tokens,
             bias=head.bias,
             logit_scale=head.logit_scale,
             softcap=head.softcap,
             temperature=temperature,
+            return_entropy=True,
             backend=backend,
         )
+
+    @torch.no_grad()
+    def response_logprobs(self, sequences: Sequences, temperature: float = 1.0) -> Tensor:
+        """[N] fp32, nats: logprobs of the response tokens, from a forward pass of the trunk."""
+        hidden = self.hidden(sequences, sequences.predicting_positions)
+        return self.token_stats(hidden, sequences, temperature)[0]
+
+    def language_model_loss(self, input_ids: Tensor, backend: str = "auto") -> Tensor:
+        """0-d mean cross entropy of every token but the first, nats, of input_ids [B, S]."""
+        output = self.causal_lm.base_model(input_ids=input_ids, use_cache=False)
+        head = self.head
+        logprobs = linear_token_logprobs(
+            output.last_hidden_state[:, :-1],
+            head.weight,
+            input_ids[:, 1:],
+            bias=head.bias,
+            logit_scale=head.logit_scale,
+            softcap=head.softcap,
+            backend=backend,
+        )
+        return -logprobs.mean()
 
     @contextmanager
     def adapters_off(self) -> Iterator[LanguageModel]:
@@ -160,26 +186,63 @@ class LanguageModel(nn.Module):
 
 
 class ActorCritic(LanguageModel):
-    """Policy and value function on one trunk: one call gives what both heads need."""
+    """Policy and value function: one call gives what both heads need.
 
-    def __init__(self, causal_lm: PreTrainedModel, peft: Any = None) -> None:
+    Args:
+        value_function: see `fastppo.value_function`; by default a head on the shared trunk.
+    """
+
+    def __init__(
+        self,
+        causal_lm: PreTrainedModel,
+        peft: Any = None,
+        value_function: SharedValue | None = None,
+    ) -> None:
         super().__init__(causal_lm, peft)
         width = self.head.weight.shape[1]
-        # fp32 whatever the trunk is: values are regressed to a few digits. Zero at the start: no
-        # opinion before the first returns are seen.
-        self.value_head = nn.Linear(width, 1, device=self.device, dtype=torch.float32)
-        nn.init.zeros_(self.value_head.weight)
-        nn.init.zeros_(self.value_head.bias)
+        self.value_function = value_function or SharedValue(causal_lm.base_model, width)
+        switch_dropout_off(self.value_function)
+        self.eval()
 
-    def values(self, hidden: Tensor) -> Tensor:
-        """[N] fp32 values of hidden states [N, H]."""
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self.value_head(hidden.float()).squeeze(-1)
+    def forward(
+        self,
+        sequences: Sequences,
+        positions: tuple[Tensor, Tensor] | None = None,
+        *,
+        detach_values: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """(hidden [N, H], values [N] fp32) at the (row, column) positions.
 
-    def forward(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """(hidden [N, H], values [N]) at the positions that predict response tokens."""
-        hidden = self.hidden(sequences, sequences.predicting_positions)
-        return hidden, self.values(hidden)
+        Args:
+            positions: by default those that predict response tokens.
+            detach_values: no gradient from the values into the policy's trunk.
+        """
+        if positions is None:
+            positions = sequences.predicting_positions
+        with self.value_function.watching():
+            hidden = self.hidden(sequences, positions)
+        return hidden, self.value_function(hidden, sequences, positions, detach=detach_values)
+
+    def check_heads(self) -> None:
+        super().check_heads()
+        if isinstance(self.value_function, BranchValue):
+            self._check_branch(self.value_function)
+
+    @torch.no_grad()
+    def _check_branch(self, branch: BranchValue) -> None:
+        """A branch that was just copied gives the trunk's own final hidden states."""
+        prompt = [token % self.head.weight.shape[0] for token in range(3, 8)]
+        sequences = Sequences.pack([prompt], [prompt[:2]], 0, self.device)
+        positions = sequences.predicting_positions
+        with branch.watching():
+            hidden = self.hidden(sequences, positions)
+        copied = branch.states(hidden, sequences, positions, False)
+        if not torch.allclose(copied.float(), hidden.float(), rtol=1e-3, atol=1e-3):
+            raise ValueError(
+                f"value_model=branch: the copied layers of {type(self.causal_lm).__name__} do not "
+                "give its final hidden states; its trunk does more than call its layers in turn. "
+                "Use value_model=critic"
+            )
 
     def set_training(self, gradient_checkpointing: bool) -> None:
         """transformers checkpoints activations in training mode only; dropout is off in both."""
@@ -190,11 +253,13 @@ class ActorCritic(LanguageModel):
         merged = _merged_state(self.causal_lm) if self.peft is not None else None
         self.causal_lm.save_pretrained(directory, state_dict=merged)
 
-    def save_value_head(self, path: str | Path) -> None:
-        save_file({k: v.contiguous() for k, v in self.value_head.state_dict().items()}, path)
+    def save_value_function(self, path: str | Path) -> None:
+        """Writes the value function alone, as safetensors: its head, and the layers it owns."""
+        state = self.value_function.state_dict()
+        save_file({name: value.contiguous().cpu() for name, value in state.items()}, path)
 
-    def load_value_head(self, path: str | Path) -> None:
-        self.value_head.load_state_dict(load_file(path))
+    def load_value_function(self, path: str | Path) -> None:
+        self.value_function.load_state_dict(load_file(path))
 
 
 def _merged_state(causal_lm: PreTrainedModel) -> dict[str, Tensor]:

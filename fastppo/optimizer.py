@@ -1,4 +1,4 @@
-"""AdamW over trunk and value head, and the learning rate as a function of the step's number."""
+"""AdamW over policy and value function; the learning rate as a function of the step's number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastppo.model import ActorCritic
 
 
 def make_optimizer(model: ActorCritic, config: PPOConfig) -> torch.optim.Optimizer:
-    """AdamW; weight decay on the trunk's matrices alone, a rate of its own for the value head.
+    """AdamW; weight decay on the matrices of transformers alone, a rate of its own for the values.
 
     Each group keeps its peak rate under `peak_lr`, so a schedule needs only the step's number.
     """
@@ -19,10 +19,17 @@ def make_optimizer(model: ActorCritic, config: PPOConfig) -> torch.optim.Optimiz
     value_rate = config.value_learning_rate
     if value_rate is None:
         value_rate = config.learning_rate
+    head = list(model.value_function.head.parameters())
+    own = [  # of a branch or a critic
+        p
+        for name, p in model.value_function.named_parameters()
+        if p.requires_grad and not name.startswith("head.")
+    ]
     groups = [
         ([p for p in trunk if p.dim() >= 2], config.learning_rate, config.weight_decay),
         ([p for p in trunk if p.dim() < 2], config.learning_rate, 0.0),
-        (list(model.value_head.parameters()), value_rate, 0.0),
+        (head + [p for p in own if p.dim() < 2], value_rate, 0.0),
+        ([p for p in own if p.dim() >= 2], value_rate, config.weight_decay),
     ]
     return torch.optim.AdamW(
         [

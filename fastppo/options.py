@@ -46,7 +46,7 @@ class Options:
         for each in fields(self):
             value = _converted(each.name, getattr(self, each.name), hints[each.name])
             setattr(self, each.name, value)
-            _check_bounds(each.name, value, *each.metadata["bounds"])
+            check_bounds(type(self), each.name, value)
         self.check()
 
     def check(self) -> None:
@@ -61,9 +61,10 @@ class Options:
         Path(path).write_text(text, encoding="utf-8")
 
 
-def _check_bounds(
-    name: str, value: Any, minimum: float | None, above: float | None, maximum: float | None
-) -> None:
+def check_bounds(options: type[Options], name: str, value: Any) -> None:
+    """Raises ValueError if `value` is outside the bounds of the option `name`."""
+    (found,) = (each for each in fields(options) if each.name == name)
+    minimum, above, maximum = found.metadata["bounds"]
     if not isinstance(value, (int, float)):
         return
     if maximum is not None:

@@ -4,14 +4,15 @@ One iteration (`PPOTrainer.iterate`) is
 
     generate    responses to a batch of prompts, with the policy as it is
     score       each response with the rewards
-    appraise    old and reference logprobs, values; shaped rewards, GAE, whitening
+    appraise    old and reference logprobs, values; shaped rewards, advantages, whitening
     update      mini-epochs over shuffled minibatches of microbatches
     log
 
 `train()` runs iterations with checkpoints and records; `step(prompts, responses, scores)` is an
 appraisal and an update for people who generate and score by themselves. One forward pass of the
 trunk feeds both heads, and only hidden states that predict response tokens reach them. All that
-changes during a run is in the model, the optimiser and `RunState`, so a checkpoint is those three.
+changes during a run is in the model, the optimiser, `RunState` and a reference that was refreshed,
+so a checkpoint is those. The options of one iteration, schedules applied, are `self.now`.
 """
 
 from __future__ import annotations
@@ -24,13 +25,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from fastppo_kernels.reference import SUMS, combine_sums
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, set_seed
 
 from fastppo import checkpoint
-from fastppo.advantages import AdaptiveKL, FixedKL, PenaltyKL, compute_advantages, sampled_kl
+from fastppo.advantages import (
+    AdaptiveKL,
+    Advantages,
+    FixedKL,
+    PenaltyKL,
+    compute_advantages,
+    sampled_kl,
+    whiten,
+)
 from fastppo.batch import Experience, Sequences
 from fastppo.config import PPOConfig
 from fastppo.data import Prompts, Rows, encode_prompts, load_rows
@@ -38,29 +48,36 @@ from fastppo.losses import (
     PPOLoss,
     aggregation_weights,
     linear_ppo_loss,
-    linear_token_logprobs,
     ppo_loss,
     value_loss,
 )
 from fastppo.metrics import Clock, Meter, explained_variance, to_floats
 from fastppo.model import (
     ActorCritic,
+    Head,
     LanguageModel,
     add_adapters,
     autocast,
     checkpoint_activations,
-    frozen_copy,
     load_causal_lm,
 )
 from fastppo.optimizer import make_optimizer, set_learning_rate
+from fastppo.pretraining import PretrainingText
+from fastppo.reference_policy import ReferencePolicy
 from fastppo.report import write_report
 from fastppo.rewards import Reward, RewardTerm, make_terms, score
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.rollout.hf import HFEngine
 from fastppo.run_log import RunLog, read_jsonl
-
-MAX_SKIPPED_STEPS = 5
-"""Optimiser steps in a row that may be skipped for a non-finite gradient before the run stops."""
+from fastppo.value_function import (
+    BranchValue,
+    CriticValue,
+    DetachedValue,
+    SharedValue,
+    critic_of_policy,
+    critic_of_reward_model,
+    is_reward_model,
+)
 
 
 @dataclass(slots=True)
@@ -70,7 +87,9 @@ class RunState:
     iteration: int = 0
     optimizer_step: int = 0
     prompts_seen: int = 0
+    ptx_seen: int = 0
     kl_coef: float = 0.0
+    policy_kl_coef: float = 0.0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
 
@@ -126,6 +145,7 @@ class PPOTrainer:
             raise ValueError("model must be a directory or hub name, got nothing")
         if tokenizer is None and not config.model:
             raise ValueError("a model that is passed in needs its tokenizer passed in too")
+        self.now = config.at(0)
         self.tokenizer = tokenizer or AutoTokenizer.from_pretrained(config.model)
         causal_lm = model if model is not None else self._load(config.model)
         causal_lm = causal_lm.to(self.device)  # type: ignore[arg-type]
@@ -136,13 +156,12 @@ class PPOTrainer:
             peft = add_adapters(
                 causal_lm, config.lora_rank, config.lora_alpha, config.lora_target_modules
             )
-        self.model = ActorCritic(causal_lm, peft)
-        self._check_vocabulary()
-        self.model.check_heads()
-        self._reference_is_given = reference is not None
-        self._reference = self._make_reference(reference)
         if config.gradient_checkpointing:
             checkpoint_activations(causal_lm)
+        self.model = ActorCritic(causal_lm, peft, self._make_value_function(causal_lm))
+        self._check_vocabulary()
+        self.model.check_heads()
+        self._reference = self._make_reference(reference)
         self.model.set_training(config.gradient_checkpointing)
 
         self.sampling = Sampling(
@@ -162,8 +181,10 @@ class PPOTrainer:
         self.rewards = self._load_rewards(rewards or config.rewards, config.reward_weights)
         self.monitors = self._load_rewards(monitor_rewards or config.monitor_rewards, None)
         self.optimizer = make_optimizer(self.model, config)
+        self.pretraining = self._load_pretraining()
         self.kl_controller = _kl_controller(config)
-        self.state = RunState(kl_coef=config.kl_coef)
+        self.policy_kl = PenaltyKL(config.policy_kl_coef, config.policy_kl_target)
+        self.state = RunState(kl_coef=config.kl_coef, policy_kl_coef=config.policy_kl_coef)
         self._last_saved: int | None = None
 
     # ------------------------------------------------------------------------------ the algorithm
@@ -201,6 +222,7 @@ class PPOTrainer:
     def iterate(self, log: RunLog) -> dict[str, float]:
         """One PPO iteration; returns its metrics."""
         assert self.prompts is not None
+        self._begin_iteration()
         clock = Clock()
         prompts = self.prompts.at(
             self.state.prompts_seen, self.config.rollout_batch_size, self.config.seed
@@ -261,6 +283,7 @@ class PPOTrainer:
             raise ValueError(
                 f"finish_reasons must be {len(prompt_ids)} of stop or length, got {finish_reasons}"
             )
+        self._begin_iteration()
         sequences = Sequences.pack(prompt_ids, response_ids, self.pad_token_id, self.device)
         experience, metrics = self.appraise(sequences, total, finish_reasons)
         metrics |= self.update(experience)
@@ -305,35 +328,36 @@ class PPOTrainer:
 
     @torch.no_grad()
     def appraise(
-        self, sequences: Sequences, scores: Tensor, finish_reasons: Sequence[str]
+        self,
+        sequences: Sequences,
+        scores: Tensor,
+        finish_reasons: Sequence[str],
+        token_rewards: Tensor | None = None,
     ) -> tuple[Experience, dict[str, float]]:
-        """Old logprobs, reference logprobs and values of the responses; then their advantages."""
-        config = self.config
-        parts = [self._evaluate(part) for part in sequences.split(config.microbatch_size)]
-        logprobs = torch.cat([part.logprobs for part in parts])
-        values = torch.cat([part.values for part in parts])
-        ref_logprobs = None
-        if parts[0].ref_logprobs is not None:
-            ref_logprobs = torch.cat([part.ref_logprobs for part in parts])  # type: ignore[misc]
-        bootstrap = None
-        if config.bootstrap_truncated:
-            final_values = torch.cat([part.final_values for part in parts])
-            bootstrap = final_values * self._truncated(finish_reasons)
-        result = compute_advantages(
+        """Old logprobs, reference logprobs and values of the responses; then their advantages.
+
+        Args:
+            scores: [B], placed on each response's last token.
+            token_rewards: [N], added where they stand (partial rewards).
+        """
+        config = self.now
+        parts = sequences.split(config.microbatch_size)
+        logprobs, values, final_values = (
+            torch.cat(each) for each in zip(*map(self._evaluate, parts), strict=True)
+        )
+        exact = config.kl_estimator == "full" and self.state.kl_coef > 0
+        ref_logprobs, exact_kl = self._reference_pass(parts, exact)
+        if config.reference == "rollout":
+            ref_logprobs = logprobs
+        result = self._advantages(
+            sequences,
             scores,
             values,
             logprobs,
             ref_logprobs,
-            torch.ones_like(values, dtype=torch.bool),
-            cu_seqlens=sequences.cu_seqlens,
-            kl_coef=self.state.kl_coef if ref_logprobs is not None else 0.0,
-            kl_estimator=config.kl_estimator,
-            gamma=config.gamma,
-            lam=config.lam,
-            whiten=config.whiten_advantages,
-            bootstrap=bootstrap,
-            score_clip=config.score_clip,
-            backend=config.backend,
+            exact_kl,
+            final_values * self._truncated(finish_reasons),
+            token_rewards,
         )
         experience = Experience(
             sequences, logprobs, values, result.advantages, result.returns, ref_logprobs
@@ -356,30 +380,111 @@ class PPOTrainer:
             found["kl_coef"] = self.state.kl_coef
         return experience, found
 
+    def _advantages(
+        self,
+        sequences: Sequences,
+        scores: Tensor,
+        values: Tensor,
+        logprobs: Tensor,
+        ref_logprobs: Tensor | None,
+        exact_kl: Tensor | None,
+        bootstrap: Tensor,
+        token_rewards: Tensor | None,
+    ) -> Advantages:
+        """Shaped rewards and advantages of packed responses, by the config's kind of advantage.
+
+        All kinds are GAE: Monte Carlo is λ = 1 (reward to go less the value), one-step is λ = 0,
+        and the sequence's advantage is the Monte Carlo one of its first token, for every token.
+        """
+        config = self.now
+        kl_coef = self.state.kl_coef if ref_logprobs is not None else 0.0
+        if exact_kl is not None:
+            penalty = -kl_coef * exact_kl
+            token_rewards = penalty if token_rewards is None else token_rewards + penalty
+            kl_coef = 0.0
+        by_sequence = config.advantage == "sequence"
+        lam = {"sequence": 1.0, "monte_carlo": 1.0, "one_step": 0.0}.get(
+            config.advantage, config.lam
+        )
+        shift_mean = config.whiten_advantages == "full"
+        result = compute_advantages(
+            scores,
+            values,
+            logprobs,
+            ref_logprobs,
+            torch.ones_like(values, dtype=torch.bool),
+            cu_seqlens=sequences.cu_seqlens,
+            kl_coef=kl_coef,
+            kl_estimator="k1" if exact_kl is not None else config.kl_estimator,
+            gamma=config.gamma,
+            lam=lam,
+            whiten=config.whiten_advantages != "none" and not by_sequence,
+            shift_mean=shift_mean,
+            bootstrap=bootstrap if config.bootstrap_truncated else None,
+            token_rewards=token_rewards,
+            backend=config.backend,
+        )
+        if by_sequence:
+            first = sequences.cu_seqlens[:-1].clamp(max=max(0, len(values) - 1))
+            spread = result.advantages[first].repeat_interleave(
+                sequences.response_lengths, output_size=len(values)
+            )
+            if config.whiten_advantages != "none":
+                spread = whiten(spread, shift_mean=shift_mean, backend=config.backend)
+            result = result._replace(advantages=spread)
+        return result
+
     def update(self, experience: Experience) -> dict[str, float]:
         """Mini-epochs of clipped updates on one batch of experience; returns their mean metrics."""
-        config = self.config
-        meter = Meter()
+        config, meter = self.now, Meter()
+        stopped = False
         for _ in range(config.ppo_epochs):
             order = torch.randperm(len(experience)).to(self.device)
+            epoch: list[float] = []
             for rows in order.tensor_split(min(config.minibatches, len(experience))):
-                self._optimizer_step(experience.select(rows), meter)
+                kl, stopped = self._optimizer_step(experience.select(rows), meter)
+                epoch.append(kl)
+                if stopped:
+                    break
+            policy_kl = sum(epoch) / len(epoch)
+            stopped = stopped or (config.early_stop_check == "epoch" and self._too_far(policy_kl))
+            if stopped:
+                break
         metrics = meter.metrics()
         if not config.kl_loss_coef:
             del metrics["kl_loss"]  # a term that is not in the loss
+        if config.early_stop_kl is not None:
+            metrics["early_stopped"] = float(stopped)
+            metrics["optimizer_steps"] = float(len(meter.steps))
+        if config.objective == "penalty":
+            metrics["policy_kl_coef"] = self.policy_kl.coef
+            self.policy_kl.update(policy_kl, len(experience))
+            self.state.policy_kl_coef = self.policy_kl.coef
         return metrics
 
-    def _optimizer_step(self, minibatch: Experience, meter: Meter) -> None:
-        """Accumulates the gradient of one minibatch over its microbatches and takes a step."""
-        config = self.config
-        learning_rate = set_learning_rate(self.optimizer, self.state.optimizer_step, config)
+    def _too_far(self, kl: float) -> bool:
+        """Whether the KL to the rollout policy, nats per token, ends this iteration's update."""
+        return self.now.early_stop_kl is not None and kl > self.now.early_stop_kl
+
+    def _optimizer_step(self, minibatch: Experience, meter: Meter) -> tuple[float, bool]:
+        """Accumulates the gradient of one minibatch over its microbatches and takes a step.
+
+        Returns:
+            (KL to the rollout policy before the step, nats per token; whether it was too far, and
+            so no step was taken).
+        """
+        config = self.now
+        warming_up = self.state.iteration < config.value_warmup_iterations
+        planned = self.state.iteration * config.steps_per_iteration + len(meter.steps)
+        learning_rate = set_learning_rate(self.optimizer, planned, self.config)
         # The weights are those of the whole minibatch, so how it is split does not matter.
         minibatch.weights = token_weights(minibatch.sequences.response_lengths, config.aggregation)
         self.optimizer.zero_grad(set_to_none=True)
+        loss, sums = torch.zeros((), device=self.device), None
         for micro in minibatch.split(config.microbatch_size):
             with autocast(self.device, self.autocast_dtype):
-                hidden, values = self.model(micro.sequences)
-                policy = self._policy_loss(hidden, micro)
+                hidden, values = self.model(micro.sequences, detach_values=warming_up)
+                policy = self._policy_loss(hidden.detach() if warming_up else hidden, micro)
                 value = value_loss(
                     values,
                     micro.returns,
@@ -387,21 +492,36 @@ class PPOTrainer:
                     clip_ratio=config.value_clip,
                     weights=micro.weights,
                 )
-            (policy.loss + config.vf_coef * value).backward()
+            part = config.vf_coef * value if warming_up else policy.loss + config.vf_coef * value
+            part.backward()
+            loss += part.detach()
+            sums = policy.sums if sums is None else combine_sums(sums, policy.sums)
             meter.microbatch(policy.sums, value.detach())
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm).item()
-        if math.isfinite(norm):
+        assert sums is not None
+        if config.ptx_coef and not warming_up:
+            ptx_loss = self._add_pretraining_gradient()
+            loss += config.ptx_coef * ptx_loss
+            meter.pretraining(ptx_loss)
+        norms = self._clip_gradients()
+        kl = sums[SUMS.index("approx_kl")] / sums[SUMS.index("tokens")].clamp(min=1)
+        found = to_floats({**norms, "loss": loss, "kl": kl})
+        meter.minibatch(
+            **{name: found[name] for name in ("loss", *norms)}, learning_rate=learning_rate
+        )
+        if config.early_stop_check == "minibatch" and self._too_far(found["kl"]):
+            return found["kl"], True
+        if all(math.isfinite(found[name]) for name in ("loss", *norms)):
             self.optimizer.step()
             self.state.skipped_in_a_row = 0
         else:
-            self._skip_step(norm)
+            self._skip_step(minibatch, found)
         self.state.optimizer_step += 1
-        meter.minibatch(grad_norm=norm, learning_rate=learning_rate)
+        return found["kl"], False
 
     def _policy_loss(self, hidden: Tensor, micro: Experience) -> PPOLoss:
         """The policy's loss from the hidden states that predict the response tokens."""
-        config, head = self.config, self.model.head
+        config, head = self.now, self.model.head
+        advantages = micro.advantages
         options: dict[str, Any] = {
             "clip_ratio": config.clip_range,
             "dual_clip": config.dual_clip,
@@ -415,77 +535,150 @@ class PPOTrainer:
             "softcap": head.softcap,
             "backend": config.backend,
         }
-        ref_hidden, ref_head = None, None
-        if config.kl_loss_coef and config.kl_loss_estimator == "full":
-            with torch.no_grad(), self.reference() as reference:
-                assert reference is not None
-                ref_head = reference.head
-                ref_hidden = reference.hidden(micro.sequences, micro.sequences.predicting_positions)
+        if config.objective == "penalty":
+            # Schulman et al. 2017, eq. 8, with KL(old, new) by its estimator r − 1 − log r on the
+            # rollout's tokens: −r·A + β(r − 1 − log r) is, but for a constant, an unclipped loss
+            # with advantage A − β and −β times k1 to the rollout policy.
+            beta = self.policy_kl.coef
+            advantages = advantages - beta
+            options |= {"clip_ratio": None, "ref_logprobs": micro.logprobs}
+            options |= {"kl_coef": -beta, "kl_estimator": "k1"}
         tokens = micro.sequences.response_tokens
-        if config.loss_path == "logits":
+        exact = bool(config.kl_loss_coef) and config.kl_loss_estimator == "full"
+        with self.reference() if exact else contextlib.nullcontext() as reference:
+            ref_hidden, ref_head = None, None
+            if exact:
+                assert reference is not None
+                with torch.no_grad():
+                    positions = micro.sequences.predicting_positions
+                    ref_hidden = reference.hidden(micro.sequences, positions)
+                ref_head = reference.head
+            if config.loss_path == "logits":
+                if ref_head is not None:
+                    options["ref_logits"] = ref_head.logits(ref_hidden)  # type: ignore[arg-type]
+                # Nobody else reads these logits: their memory can hold the gradient.
+                return ppo_loss(
+                    head.logits(hidden),
+                    tokens,
+                    micro.logprobs,
+                    advantages,
+                    inplace=True,
+                    **options,
+                )
             if ref_head is not None:
-                options["ref_logits"] = ref_head.logits(ref_hidden)  # type: ignore[arg-type]
-            logits = head.logits(hidden)
-            # Nobody else reads these logits: their memory can hold the gradient.
-            return ppo_loss(
-                logits, tokens, micro.logprobs, micro.advantages, inplace=True, **options
+                options |= {"ref_hidden": ref_hidden, "ref_weight": ref_head.weight}
+                options["ref_bias"] = ref_head.bias
+            return linear_ppo_loss(
+                hidden,
+                head.weight,
+                tokens,
+                micro.logprobs,
+                advantages,
+                bias=head.bias,
+                **options,
             )
-        if ref_head is not None:
-            options |= {"ref_hidden": ref_hidden, "ref_weight": ref_head.weight}
-            options["ref_bias"] = ref_head.bias
-        return linear_ppo_loss(
-            hidden,
-            head.weight,
-            tokens,
-            micro.logprobs,
-            micro.advantages,
-            bias=head.bias,
-            **options,
-        )
+
+    def _add_pretraining_gradient(self) -> Tensor:
+        """PPO-ptx: adds γ times the language-model loss's gradient; returns that loss, 0-d."""
+        assert self.pretraining is not None
+        config = self.now
+        blocks = self.pretraining.at(self.state.ptx_seen, config.ptx_batch_size, config.seed)
+        self.state.ptx_seen += len(blocks)
+        total = torch.zeros((), device=self.device)
+        for part in blocks.to(self.device).split(config.microbatch_size):
+            with autocast(self.device, self.autocast_dtype):
+                loss = self.model.language_model_loss(part, config.backend)
+                loss = loss * (len(part) / len(blocks))
+            (config.ptx_coef * loss).backward()
+            total += loss.detach()
+        return total
+
+    def _clip_gradients(self) -> dict[str, Tensor]:
+        """Scales gradients down to `max_grad_norm`; the norms before. A critic has its own."""
+        groups = self.optimizer.param_groups
+        parameters = [p for group in groups for p in group["params"]]
+        clipped = {"grad_norm": parameters}
+        if self.config.value_model == "critic":
+            own = {id(p) for p in self.model.value_function.parameters()}
+            clipped = {
+                "grad_norm": [p for p in parameters if id(p) not in own],
+                "value_grad_norm": [p for p in parameters if id(p) in own],
+            }
+        return {
+            name: torch.nn.utils.clip_grad_norm_(group, self.config.max_grad_norm)
+            for name, group in clipped.items()
+        }
 
     # ------------------------------------------------------------------------------------- phases
 
-    class _Evaluation(NamedTuple):
-        logprobs: Tensor
-        values: Tensor
-        ref_logprobs: Tensor | None
-        final_values: Tensor
-
-    def _evaluate(self, sequences: Sequences) -> _Evaluation:
-        """Forward passes of policy and reference over one microbatch."""
-        with torch.no_grad(), autocast(self.device, self.autocast_dtype):
+    @torch.no_grad()
+    def _evaluate(self, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        """(logprobs [N], values [N], values behind the last token [B]) of the policy."""
+        with autocast(self.device, self.autocast_dtype):
             row, column = sequences.predicting_positions
             final_row, final_column = sequences.final_positions
             both = torch.cat([row, final_row]), torch.cat([column, final_column])
-            hidden = self.model.hidden(sequences, both)
-            values = self.model.values(hidden)
-            head = self.model.head
-            logprobs = linear_token_logprobs(
-                hidden[: len(row)],
-                head.weight,
-                sequences.response_tokens,
-                bias=head.bias,
-                logit_scale=head.logit_scale,
-                softcap=head.softcap,
-                temperature=self.config.temperature,
-                backend=self.config.backend,
+            hidden, values = self.model(sequences, both)
+            logprobs, _ = self.model.token_stats(
+                hidden[: len(row)], sequences, self.config.temperature, self.config.backend
             )
-            ref_logprobs = None
+        return logprobs, values[: len(row)], values[len(row) :]
+
+    @torch.no_grad()
+    def _reference_pass(
+        self, parts: Sequence[Sequences], exact: bool = False
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """([N] logprobs of the reference or None, [N] exact KL to it or None), nats."""
+        if self._reference is None:
+            return None, None
+        logprobs, kl = [], []
+        with autocast(self.device, self.autocast_dtype):
+            # Before the reference takes the trunk's place: with LoRA they are one model.
+            own = [self.model.hidden(p, p.predicting_positions) for p in parts] if exact else []
             with self.reference() as reference:
-                if reference is not None:
-                    ref_logprobs = reference.response_logprobs(
-                        sequences, self.config.temperature, self.config.backend
+                assert reference is not None
+                for i, part in enumerate(parts):
+                    hidden = reference.hidden(part, part.predicting_positions)
+                    part_logprobs, _ = reference.token_stats(
+                        hidden, part, self.config.temperature, self.config.backend
                     )
-        return self._Evaluation(logprobs, values[: len(row)], ref_logprobs, values[len(row) :])
+                    logprobs.append(part_logprobs)
+                    if exact:
+                        kl.append(self._exact_kl(own[i], hidden, reference.head, part))
+        return torch.cat(logprobs), torch.cat(kl) if exact else None
+
+    def _exact_kl(
+        self, hidden: Tensor, ref_hidden: Tensor, ref_head: Head, sequences: Sequences
+    ) -> Tensor:
+        """[N] fp32, nats: Σ_j p_j (log p_j − log q_j) of policy and reference at each token."""
+        head = self.model.head
+        unused = torch.zeros(len(hidden), device=hidden.device)
+        return linear_ppo_loss(
+            hidden,
+            head.weight,
+            sequences.response_tokens,
+            unused,
+            unused,
+            bias=head.bias,
+            kl_coef=1.0,
+            kl_estimator="full",
+            ref_hidden=ref_hidden,
+            ref_weight=ref_head.weight,
+            ref_bias=ref_head.bias,
+            temperature=self.config.temperature,
+            logit_scale=head.logit_scale,
+            softcap=head.softcap,
+            backend=self.config.backend,
+        ).kl
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[LanguageModel | None]:
-        """The reference policy: a frozen model, or the trunk with its adapters off, or none."""
-        if self._reference is None and self.model.peft is not None:
-            with self.model.adapters_off() as model:
-                yield model
+        """The reference policy, or None where no KL needs one."""
+        if self._reference is None:
+            yield None
         else:
-            yield self._reference
+            with self._reference.loaded() as model:
+                yield model
 
     def evaluate(self, prompts: Prompts, sampling: Sampling | None = None) -> dict[str, Any]:
         """Samples and scores responses to `prompts` without learning from them.
@@ -503,22 +696,15 @@ class PPOTrainer:
         )
         entropy, kl = 0.0, 0.0
         for part in sequences.split(self.config.microbatch_size):
-            evaluation = self._evaluate(part)
-            if evaluation.ref_logprobs is not None:
-                kl += sampled_kl(evaluation.logprobs, evaluation.ref_logprobs).sum().item()
             with torch.no_grad(), autocast(self.device, self.autocast_dtype):
-                hidden, head = self.model(part)[0], self.model.head
-                _, part_entropy = linear_token_logprobs(
-                    hidden,
-                    head.weight,
-                    part.response_tokens,
-                    bias=head.bias,
-                    logit_scale=head.logit_scale,
-                    softcap=head.softcap,
-                    temperature=self.config.temperature,
-                    return_entropy=True,
+                hidden = self.model.hidden(part, part.predicting_positions)
+                logprobs, part_entropy = self.model.token_stats(
+                    hidden, part, self.config.temperature, self.config.backend
                 )
             entropy += part_entropy.sum().item()
+            ref_logprobs, _ = self._reference_pass([part])
+            if ref_logprobs is not None:
+                kl += sampled_kl(logprobs, ref_logprobs).sum().item()
         tokens = int(sequences.response_lengths.sum())
         return {
             **score_metrics(scores, rollout),
@@ -547,18 +733,18 @@ class PPOTrainer:
             )
             rollout = self.engine.generate(few.token_ids, sampling)
         sequences = Sequences.pack(few.token_ids, rollout.tokens, self.pad_token_id, self.device)
-        found = self._evaluate(sequences)
+        logprobs, _, _ = self._evaluate(sequences)
         sampled = torch.cat(rollout.logprobs).to(self.device)
         # Sampler and learner run the same weights with other paddings, so they agree to the
         # rounding of the compute dtype summed over the layers: 2⁻²³ or 2⁻⁸ a step.
         full = self.autocast_dtype is None and self.config.param_dtype == "float32"
         tolerance = 1e-3 if full else 0.1
-        self._compare("the sampler's logprobs", sampled, found.logprobs, tolerance)
-        fresh = self.state.optimizer_step == 0 and not self._reference_is_given
-        if found.ref_logprobs is not None and fresh:
-            self._compare(
-                "the fresh reference's logprobs", found.ref_logprobs, found.logprobs, tolerance
-            )
+        self._compare("the sampler's logprobs", sampled, logprobs, tolerance)
+        ref_logprobs, _ = self._reference_pass([sequences])
+        if ref_logprobs is not None and self._reference is not None:
+            fresh = self.state.optimizer_step == 0 and not self._reference.is_given
+            if fresh:
+                self._compare("the fresh reference's logprobs", ref_logprobs, logprobs, tolerance)
 
     def _compare(self, what: str, theirs: Tensor, ours: Tensor, tolerance: float) -> None:
         worst = (theirs - ours).abs().max().item() if ours.numel() else 0.0
@@ -580,25 +766,30 @@ class PPOTrainer:
             self.model,
             self.optimizer,
             asdict(self.state),
+            reference=self._reference.state() if self._reference is not None else {},
             keep=self.config.checkpoint_limit,
         )
 
     def save_policy(self, directory: str | Path) -> None:
-        """Writes the policy, its tokenizer and generation config; the value head beside it."""
+        """Writes the policy, its tokenizer and generation config; the value function beside it."""
         directory = Path(directory)
         self.model.save_policy(directory)
         self.tokenizer.save_pretrained(directory)
-        self.model.save_value_head(directory.parent / "value_head.safetensors")
+        self.model.save_value_function(directory.parent / "value_function.safetensors")
 
     def _resume(self, run_dir: Path) -> None:
         found = checkpoint.checkpoints(run_dir)
         if not found:
             self.console.print(f"no checkpoint in {run_dir}: starting from the beginning")
             return
-        self.state = RunState(**checkpoint.load(found[-1], self.model, self.optimizer))
+        state, reference = checkpoint.load(found[-1], self.model, self.optimizer)
+        self.state = RunState(**state)
+        if self._reference is not None:
+            self._reference.load_state(reference)
         if self.config.kl_controller == "fixed":
             self.state.kl_coef = self.config.kl_coef
         self.kl_controller.coef = self.state.kl_coef
+        self.policy_kl.coef = self.state.policy_kl_coef
         self._last_saved = self.state.iteration
         self.console.print(f"resuming from {found[-1]}")
 
@@ -612,14 +803,67 @@ class PPOTrainer:
             device=self.device,
         )
 
-    def _make_reference(self, reference: PreTrainedModel | None) -> LanguageModel | None:
-        if reference is not None:
-            reference.to(self.device)  # type: ignore[arg-type]
-            return LanguageModel(reference).requires_grad_(False)
-        wanted = self.config.kl_coef > 0 or self.config.kl_loss_coef > 0
-        if self.model.peft is not None or not wanted:
+    def _make_value_function(self, causal_lm: PreTrainedModel) -> SharedValue:
+        """The value function that the config names; see `fastppo.value_function`."""
+        config = self.config
+        trunk: Any = causal_lm.base_model
+        width = causal_lm.get_output_embeddings().weight.shape[1]
+        if config.value_model == "shared":
+            return SharedValue(trunk, width)
+        if config.value_model == "detached":
+            return DetachedValue(trunk, width)
+        if config.value_model == "branch":
+            return BranchValue(trunk, width, config.value_branch_layers)
+        if config.critic_model is None:
+            return critic_of_policy(causal_lm)
+        self._check_critic_tokenizer(config.critic_model)
+        if is_reward_model(config.critic_model):
+            dtype = getattr(torch, config.param_dtype)
+            critic = critic_of_reward_model(config.critic_model, dtype=dtype, device=self.device)
+        else:
+            critic = CriticValue(self._load(config.critic_model).base_model)
+        if config.gradient_checkpointing:
+            checkpoint_activations(critic.trunk)
+        return critic
+
+    def _check_critic_tokenizer(self, name: str) -> None:
+        """The critic reads the policy's tokens."""
+        theirs, ours = AutoTokenizer.from_pretrained(name).get_vocab(), self.tokenizer.get_vocab()
+        if theirs != ours:
+            raise ValueError(
+                f"critic_model {name}: its tokenizer has another vocabulary ({len(theirs)} tokens) "
+                f"than the policy's ({len(ours)}), so it cannot read the policy's tokens"
+            )
+
+    def _make_reference(self, given: PreTrainedModel | None) -> ReferencePolicy | None:
+        config = self.config
+        if given is None and config.reference_model is not None:
+            given = self._load(config.reference_model)
+        if given is not None and config.reference == "rollout":
+            raise ValueError("reference=rollout holds no model, but one is passed in")
+        if given is not None and config.reference_refresh:
+            raise ValueError("reference_refresh replaces the reference; pass in none")
+        free = self.model.peft is not None and config.reference == "fixed"
+        if given is None and not config.wants_reference and not free:
             return None
-        return frozen_copy(self.model)
+        return ReferencePolicy(
+            self.model,
+            None if given is None else LanguageModel(given.to(self.device)),  # type: ignore[arg-type]
+            offload=config.reference_offload,
+        )
+
+    def _load_pretraining(self) -> PretrainingText | None:
+        config = self.config
+        if not config.ptx_data:
+            return None
+        context = self.model.context
+        if context is not None and config.ptx_block_size > context:
+            raise ValueError(
+                f"ptx_block_size={config.ptx_block_size} is longer than the model's context of "
+                f"{context} tokens"
+            )
+        rows = load_rows(config.ptx_data, config.split)
+        return PretrainingText(rows, self.tokenizer, config.ptx_block_size, source=config.ptx_data)
 
     def _load_prompts(self, rows: Rows | None) -> Prompts | None:
         config = self.config
@@ -651,20 +895,29 @@ class PPOTrainer:
             max_length=self.config.reward_max_length,
         )
 
-    def _skip_step(self, norm: float) -> None:
+    def _skip_step(self, minibatch: Experience, found: dict[str, float]) -> None:
         self.state.skipped_steps += 1
         self.state.skipped_in_a_row += 1
-        self.console.print(
-            f"[yellow]optimiser step {self.state.optimizer_step}: gradient norm {norm}, skipped"
-        )
-        if self.state.skipped_in_a_row >= MAX_SKIPPED_STEPS:
+        wrong = ", ".join(f"{name} {value}" for name, value in found.items() if name != "kl")
+        self.console.print(f"[yellow]optimiser step {self.state.optimizer_step}: {wrong}; skipped")
+        if self.state.skipped_in_a_row >= self.config.max_skipped_steps:
             raise FloatingPointError(
-                f"{MAX_SKIPPED_STEPS} optimiser steps in a row had a non-finite gradient; lower "
-                f"the learning rate, or look for inf in the rewards or logits"
+                f"{self.state.skipped_in_a_row} optimiser steps in a row had a non-finite loss or "
+                f"gradient; lower the learning rate, or look for inf in the rewards or logits"
             )
 
+    def _begin_iteration(self) -> None:
+        """This iteration's options and reference."""
+        iteration = self.state.iteration
+        self.now = self.config.at(iteration)
+        if self.now.kl_coef != self.config.kl_coef:  # it has a schedule
+            self.state.kl_coef = self.now.kl_coef
+        interval = self.config.reference_refresh
+        if self._reference is not None and interval and iteration and iteration % interval == 0:
+            self._reference.refresh()
+
     def _finish_iteration(self, metrics: dict[str, float], sequences: int) -> None:
-        if "kl" in metrics:
+        if "kl" in metrics and self.config.kl_controller != "fixed":
             self.kl_controller.update(metrics["kl"], sequences)
             self.state.kl_coef = self.kl_controller.coef
         self.state.iteration += 1

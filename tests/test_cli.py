@@ -53,16 +53,16 @@ def test_flags_and_yaml_mean_the_same(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
         "model: m\nprompts: p.jsonl\nrewards: [a.py:f, rm]\nreward_weights: [1, -0.5]\n"
-        "learning_rate: 1e-6\nkl_coef: 0\nwhiten_advantages: false\nclip_ratio_high: 0.28\n"
+        "learning_rate: 1e-6\nkl_coef: 0\nwhiten_advantages: none\nclip_ratio_high: 0.28\n"
     )
     from_file = cli.parse_train(["--config", str(file)])
     given = "--model=m --prompts=p.jsonl --rewards a.py:f rm --reward_weights 1 -0.5 "
-    given += "--learning_rate=1e-6 --kl_coef=0 --whiten_advantages=false --clip_ratio_high=0.28"
+    given += "--learning_rate=1e-6 --kl_coef=0 --whiten_advantages=none --clip_ratio_high=0.28"
     flags = given.split()
     assert from_file == cli.parse_train(flags)
     assert from_file.learning_rate == 1e-6
     assert from_file.reward_weights == [1.0, -0.5]
-    assert from_file.whiten_advantages is False
+    assert from_file.whiten_advantages == "none"
 
 
 def test_a_negative_number_with_an_exponent_is_a_number(tmp_path: Path) -> None:

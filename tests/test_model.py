@@ -120,7 +120,7 @@ def test_the_trunk_runs_once_for_both_heads() -> None:
 
 def test_the_value_loss_reaches_the_trunk() -> None:
     actor = ActorCritic(tiny.model())
-    torch.nn.init.ones_(actor.value_head.weight)
+    torch.nn.init.ones_(actor.value_function.head.weight)
     _, values = actor(SEQUENCES)
     fastppo.value_loss(values, torch.ones_like(values)).backward()
     layer = actor.causal_lm.model.layers[0].mlp.down_proj.weight

@@ -67,7 +67,7 @@ def test_a_run_ends_with_a_policy_that_plain_transformers_generates_from(
     policy = AutoModelForCausalLM.from_pretrained(run / "policy")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(run / "policy")
     assert (run / "policy" / "generation_config.json").exists()
-    assert (run / "value_head.safetensors").exists()
+    assert (run / "value_function.safetensors").exists()
     assert not any("value_head" in name for name in policy.state_dict())
     for name, parameter in policy.state_dict().items():
         assert torch.equal(parameter, trainer.model.causal_lm.state_dict()[name]), name
@@ -118,9 +118,8 @@ def test_the_first_update_is_on_policy(architecture: str, tmp_path: Path) -> Non
 def test_the_self_check_sees_a_reference_that_is_not_fresh(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     assert trainer.prompts is not None
-    assert trainer._reference is not None
-    with torch.no_grad():
-        trainer._reference.head.weight.mul_(1.5)
+    with torch.no_grad(), trainer.reference() as reference:
+        reference.head.weight.mul_(1.5)
     with pytest.raises(RuntimeError, match="fresh reference's logprobs differ"):
         trainer.self_check(trainer.prompts)
 
@@ -164,7 +163,7 @@ def test_the_split_into_microbatches_does_not_matter(aggregation: str, tmp_path:
         for name, gradient in gradients[0].items():
             # fp32 sums in another order
             torch.testing.assert_close(other[name], gradient, rtol=1e-4, atol=1e-6 * scale)
-    assert gradients[0]["value_head.weight"].abs().max() > 0
+    assert gradients[0]["value_function.head.weight"].abs().max() > 0
 
 
 @pytest.mark.parametrize(
@@ -221,7 +220,9 @@ def test_only_positions_that_predict_response_tokens_reach_the_heads(tmp_path: P
     trainer = make_trainer(tmp_path)
     experience = first_experience(trainer)
     rows = []
-    trainer.model.value_head.register_forward_hook(lambda m, args, out: rows.append(len(args[0])))
+    trainer.model.value_function.head.register_forward_hook(
+        lambda m, args, out: rows.append(len(args[0]))
+    )
     trainer.config.ppo_epochs = 1
     trainer.update(experience)
     assert sum(rows) == int(experience.sequences.response_lengths.sum())
@@ -231,7 +232,9 @@ def test_lora_needs_no_second_model_and_trains_adapters_alone(tmp_path: Path) ->
     start = tiny.saved_model(tmp_path / "sft")
     config = PPOConfig(**tiny.options(tmp_path, lora_rank=4), model=start)
     trainer = PPOTrainer(config, prompts=tiny.PROMPTS, rewards=[tiny.count_w7])
-    assert trainer._reference is None
+    assert trainer._reference is not None
+    with trainer.reference() as reference:
+        assert reference is trainer.model
     metrics = trainer.train()
     assert metrics["kl"] != 0
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
@@ -317,7 +320,7 @@ def test_a_truncated_response_is_bootstrapped_from_its_last_value(tmp_path: Path
         trainer = make_trainer(
             tmp_path, bootstrap_truncated=bootstrap, lam=0.0, kl_coef=0.0, stop_token_ids=[1]
         )
-        torch.nn.init.constant_(trainer.model.value_head.bias, 3.0)
+        torch.nn.init.constant_(trainer.model.value_function.head.bias, 3.0)
         sequences = first_experience(trainer).sequences
         scores = torch.zeros(len(sequences))
         experience, _ = trainer.appraise(sequences, scores, ["length"] * len(sequences))
@@ -366,10 +369,10 @@ def test_bf16_autocast_runs_and_stays_near_fp32(tmp_path: Path) -> None:
     exact = make_trainer(tmp_path)
     torch.manual_seed(5)
     experience = first_experience(exact)
-    found = trainer._evaluate(experience.sequences)
+    logprobs, _, _ = trainer._evaluate(experience.sequences)
     # bf16 keeps 8 bits: logits near 10 are off by a few hundredths
-    assert (found.logprobs - experience.logprobs).abs().mean() < 0.1
-    assert (found.logprobs - experience.logprobs).abs().max() > 0
+    assert (logprobs - experience.logprobs).abs().mean() < 0.1
+    assert (logprobs - experience.logprobs).abs().max() > 0
     assert trainer.train()["grad_norm"] > 0
 
 
@@ -436,9 +439,10 @@ def test_a_reference_that_is_passed_in_may_be_another_model(tmp_path: Path) -> N
 
 
 def _calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[dict]:
-    """Keywords of every call of a function that the trainer imports."""
-    from fastppo import trainer as module
+    """Keywords of every call of a function that the trainer or the model imports."""
+    from fastppo import model, trainer
 
+    module = trainer if hasattr(trainer, name) else model
     seen: list[dict] = []
     function = getattr(module, name)
 
@@ -467,8 +471,8 @@ def _calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[dict]:
         ("lam", 0.7, "compute_advantages", "lam", 0.7),
         ("kl_coef", 0.3, "compute_advantages", "kl_coef", 0.3),
         ("kl_estimator", "k3", "compute_advantages", "kl_estimator", "k3"),
-        ("whiten_advantages", False, "compute_advantages", "whiten", False),
-        ("score_clip", 0.5, "compute_advantages", "score_clip", 0.5),
+        ("whiten_advantages", "none", "compute_advantages", "whiten", False),
+        ("whiten_advantages", "variance", "compute_advantages", "shift_mean", False),
         ("backend", "torch", "compute_advantages", "backend", "torch"),
     ],
 )
@@ -492,8 +496,8 @@ def _update_gradients(tmp_path: Path, **options) -> dict[str, torch.Tensor]:
 
 
 def test_the_value_coefficient_scales_the_value_heads_gradient(tmp_path: Path) -> None:
-    one = _update_gradients(tmp_path, vf_coef=0.5)["value_head.weight"]
-    four = _update_gradients(tmp_path, vf_coef=2.0)["value_head.weight"]
+    one = _update_gradients(tmp_path, vf_coef=0.5)["value_function.head.weight"]
+    four = _update_gradients(tmp_path, vf_coef=2.0)["value_function.head.weight"]
     torch.testing.assert_close(four, 4 * one)
 
 
@@ -551,7 +555,7 @@ def test_the_logged_kl_is_k1_whatever_the_reward_uses(estimator: str, tmp_path: 
         ("max_new_tokens", 4.5, "max_new_tokens must be an integer, got 4.5"),
         ("iterations", "many", "iterations must be an integer, got 'many'"),
         ("learning_rate", float("nan"), "learning_rate must be a finite number"),
-        ("whiten_advantages", "yes", "whiten_advantages must be true or false"),
+        ("whiten_advantages", "yes", "whiten_advantages must be one of full, variance, none"),
         ("rewards", "a.py:f", "rewards must be a list"),
         ("adam_beta1", 2.0, r"adam_beta1 must be in \[0, 1\]"),
         ("generate_batch_size", -1, "generate_batch_size must be >= 1"),

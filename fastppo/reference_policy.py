@@ -1,0 +1,108 @@
+"""The reference policy of the KL, whatever holds its weights.
+
+    a frozen model     a copy of the policy as it started, or a model of one's own; on request it
+                       waits on the CPU between uses
+    adapters off       with LoRA the reference is the trunk without its adapters: no second model
+    an adapter copy    the same after a refresh: the adapters as they were then
+
+`refresh` makes the policy as it is now the reference (Ouyang et al. keep the SFT model; moving the
+reference along lets a long run go further from it). KL to it is then 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fastppo.model import ActorCritic, LanguageModel, frozen_copy
+
+
+class ReferencePolicy:
+    """`with reference.loaded() as model:` gives the reference as a `LanguageModel`.
+
+    Args:
+        policy: whose copy, or adapter-free trunk, it is.
+        given: a model of one's own instead.
+        offload: keep the frozen model on the CPU between uses.
+    """
+
+    def __init__(
+        self, policy: ActorCritic, given: LanguageModel | None = None, *, offload: bool = False
+    ) -> None:
+        self.policy = policy
+        self.is_given = given is not None
+        self.offload = offload
+        self._frozen: LanguageModel | None = None
+        self._adapters: dict[str, Tensor] | None = None
+        if given is not None:
+            self._frozen = given.requires_grad_(False)
+        elif policy.peft is None:
+            self._frozen = frozen_copy(policy)
+        self.refreshed = False
+        if self._frozen is not None:
+            self._frozen.to("cpu" if offload else policy.device)
+
+    @contextmanager
+    def loaded(self) -> Iterator[LanguageModel]:
+        """The reference on the policy's device, for the time of the block."""
+        if self._frozen is not None:
+            if self.offload:
+                self._frozen.to(self.policy.device)
+            try:
+                yield self._frozen
+            finally:
+                if self.offload:
+                    self._frozen.to("cpu")
+        elif self._adapters is None:
+            with self.policy.adapters_off() as model:
+                yield model
+        else:
+            self._swap_adapters()
+            try:
+                yield self.policy
+            finally:
+                self._swap_adapters()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """The policy as it is now becomes the reference."""
+        if self._frozen is None:
+            self._adapters = {name: p.detach().clone() for name, p in self._trained()}
+        else:
+            current = self.policy.causal_lm.state_dict()
+            self._frozen.causal_lm.load_state_dict(current)
+        self.refreshed = True
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold: nothing, until the first refresh."""
+        if not self.refreshed:
+            return {}
+        if self._frozen is None:
+            assert self._adapters is not None
+            return dict(self._adapters)
+        return dict(self._frozen.causal_lm.named_parameters())
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Restores what `state` gave."""
+        if not state:
+            return
+        self.refreshed = True
+        if self._frozen is None:
+            self._adapters = {name: value.to(self.policy.device) for name, value in state.items()}
+        else:
+            for name, parameter in self._frozen.causal_lm.named_parameters():
+                parameter.copy_(state[name])
+
+    def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
+        parameters = self.policy.causal_lm.named_parameters()
+        return [(name, p) for name, p in parameters if p.requires_grad]
+
+    def _swap_adapters(self) -> None:
+        # Storage changes hands, nothing is written: a graph that was built before stays valid.
+        assert self._adapters is not None
+        for name, parameter in self._trained():
+            parameter.data, self._adapters[name] = self._adapters[name], parameter.data
