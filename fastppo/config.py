@@ -38,9 +38,11 @@ class PPOConfig(Options):
 
     # Reference policy
     reference_model: str | None = option(
-        None, "The model that the KL is measured to; none given means `model` as it starts"
+        None,
+        "The model that the KL is measured to, even where no coefficient weighs it; none given "
+        "means `model` as it starts",
     )
-    reference: Literal["fixed", "rollout"] = option(
+    reference_policy: Literal["fixed", "rollout"] = option(
         "fixed",
         "fixed, or rollout: the policy at the start of each iteration (for kl_loss_coef)",
     )
@@ -297,21 +299,27 @@ class PPOConfig(Options):
                 "objective=penalty clips nothing, so dual_clip must be none",
             ),
             (
-                self.reference == "rollout" and used("kl_coef"),
-                "reference=rollout: the KL of a rollout to its own policy is 0, so kl_coef must be "
-                "0; kl_loss_coef weighs the KL in the loss",
+                self.reference_policy == "rollout" and used("kl_coef"),
+                "reference_policy=rollout: the KL of a rollout to its own policy is 0, so kl_coef "
+                "must be 0; kl_loss_coef weighs the KL in the loss",
             ),
             (
-                self.reference == "rollout" and self.kl_loss_estimator == "full",
-                "reference=rollout keeps the rollout's logprobs, not its model, so "
+                self.reference_policy == "rollout" and self.kl_loss_estimator == "full",
+                "reference_policy=rollout keeps the rollout's logprobs, not its model, so "
                 "kl_loss_estimator must be k1, k2 or k3; the exact KL to the rollout policy is "
                 "reference_refresh=1",
             ),
             (
-                self.reference == "rollout"
+                self.reference_policy == "rollout"
                 and bool(self.reference_model or self.reference_refresh or self.reference_offload),
-                "reference=rollout holds no model: reference_model, reference_refresh and "
+                "reference_policy=rollout holds no model: reference_model, reference_refresh and "
                 "reference_offload do not go with it",
+            ),
+            (
+                (self.reference_refresh > 0 or self.reference_offload)
+                and not (used("kl_coef") or used("kl_loss_coef") or self.reference_model),
+                "reference_refresh and reference_offload need a reference: kl_coef or "
+                "kl_loss_coef must be > 0, or reference_model given",
             ),
             (
                 self.reference_refresh > 0 and self.reference_model is not None,
@@ -360,7 +368,7 @@ class PPOConfig(Options):
         """Whether there is a KL to a reference model."""
         moving = any(Schedule.parse(text).name.startswith("kl_") for text in self.schedules)
         wanted = self.kl_coef > 0 or self.kl_loss_coef > 0 or moving
-        return wanted and self.reference == "fixed"
+        return wanted and self.reference_policy == "fixed"
 
     @property
     def clip_range(self) -> tuple[float, float]:

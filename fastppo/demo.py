@@ -70,9 +70,53 @@ def run_demo(
     """
     start = time.perf_counter()
     console = console or Console()
-    output_dir, where = Path(output_dir), choose_device(device)
+    output_dir = Path(output_dir)
     shutil.rmtree(output_dir / "ppo", ignore_errors=True)  # an earlier demo's
-    on_cpu = where.type == "cpu"
+    data, rewards = supervised_stages(output_dir, seed=seed, device=device, console=console)
+    more = {} if iterations is None else {"iterations": iterations}
+    trainer = PPOTrainer(
+        ppo_config(output_dir, output_dir / "ppo", seed=seed, device=device, **more),
+        console=console,
+    )
+    held_out = encode_prompts(data["held_out"], trainer.tokenizer, max_prompt_tokens=24)
+    before = trainer.evaluate(held_out)
+    trainer.train()
+    after = trainer.evaluate(held_out)
+    result = {
+        "before": before,
+        "after": after,
+        "reward_model": rewards,
+        "report": output_dir / "ppo" / "report.html",
+        "policy": output_dir / "ppo" / "policy",
+        "seconds": time.perf_counter() - start,
+    }
+    _print(console, held_out.prompts, result)
+    return result
+
+
+def ppo_config(stages_dir: Path, output_dir: Path, **options: Any) -> PPOConfig:
+    """The recipe's PPO options on the first two stages of `stages_dir`, with `options` instead."""
+    recipe = yaml.safe_load(files("fastppo.recipes").joinpath("demo.yaml").read_text())
+    paths = {
+        "model": str(stages_dir / "sft"),
+        "prompts": str(stages_dir / "data" / "prompts.jsonl"),
+        "rewards": [str(stages_dir / "reward_model")],
+        "monitor_rewards": ["fastppo.demo_task:gold_reward"],
+        "output_dir": str(output_dir),
+    }
+    return PPOConfig(**recipe | paths | options)
+
+
+def supervised_stages(
+    output_dir: str | Path, *, seed: int, device: str, console: Console
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, float]]:
+    """Stages 1 and 2: writes data/, sft/ and reward_model/.
+
+    Returns:
+        (the task's data by name, what `train_reward_model` returns).
+    """
+    output_dir = Path(output_dir)
+    on_cpu = choose_device(device).type == "cpu"
     if on_cpu:
         torch.set_num_threads(1)  # the models are so small that a second thread costs time
     data = make_data(seed)
@@ -115,34 +159,7 @@ def run_demo(
         f"reward model right on {rewards['accuracy']:.0%} of held-out pairs"
     )
 
-    options = yaml.safe_load(files("fastppo.recipes").joinpath("demo.yaml").read_text())
-    trainer = PPOTrainer(
-        PPOConfig(
-            **options | ({} if iterations is None else {"iterations": iterations}),
-            model=str(output_dir / "sft"),
-            prompts=str(output_dir / "data" / "prompts.jsonl"),
-            rewards=[str(output_dir / "reward_model")],
-            monitor_rewards=["fastppo.demo_task:gold_reward"],
-            output_dir=str(output_dir / "ppo"),
-            seed=seed,
-            device=device,
-        ),
-        console=console,
-    )
-    held_out = encode_prompts(data["held_out"], tokenizer, max_prompt_tokens=24)
-    before = trainer.evaluate(held_out)
-    trainer.train()
-    after = trainer.evaluate(held_out)
-    result = {
-        "before": before,
-        "after": after,
-        "reward_model": rewards,
-        "report": output_dir / "ppo" / "report.html",
-        "policy": output_dir / "ppo" / "policy",
-        "seconds": time.perf_counter() - start,
-    }
-    _print(console, held_out.prompts, result)
-    return result
+    return data, rewards
 
 
 def _write(directory: Path, data: dict[str, list[dict[str, Any]]]) -> None:

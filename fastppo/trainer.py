@@ -347,7 +347,7 @@ class PPOTrainer:
         )
         exact = config.kl_estimator == "full" and self.state.kl_coef > 0
         ref_logprobs, exact_kl = self._reference_pass(parts, exact)
-        if config.reference == "rollout":
+        if config.reference_policy == "rollout":
             ref_logprobs = logprobs
         result = self._advantages(
             sequences,
@@ -839,11 +839,11 @@ class PPOTrainer:
         config = self.config
         if given is None and config.reference_model is not None:
             given = self._load(config.reference_model)
-        if given is not None and config.reference == "rollout":
-            raise ValueError("reference=rollout holds no model, but one is passed in")
+        if given is not None and config.reference_policy == "rollout":
+            raise ValueError("reference_policy=rollout holds no model, but one is passed in")
         if given is not None and config.reference_refresh:
             raise ValueError("reference_refresh replaces the reference; pass in none")
-        free = self.model.peft is not None and config.reference == "fixed"
+        free = self.model.peft is not None and config.reference_policy == "fixed"
         if given is None and not config.wants_reference and not free:
             return None
         return ReferencePolicy(
