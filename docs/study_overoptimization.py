@@ -57,21 +57,17 @@ def draw(directory: Path, path: Path) -> None:
             for i, run_dir in enumerate(sorted(directory.glob(f"seed-*/beta-{kl_coef}"))):
                 records = read_jsonl(run_dir / "metrics.jsonl")
                 x = [max(record["kl"], 0.0) ** 0.5 for record in records]
-                axis.plot(
-                    x,
-                    [record[metric] for record in records],
-                    color=colour,
-                    linewidth=1.1,
-                    alpha=0.75,
-                    label=label if i == 0 else None,
-                )
+                y = [record[metric] for record in records]
+                axis.plot(x, y, color=colour, linewidth=0.6, alpha=0.35)
+                name = label if i == 0 else None
+                axis.scatter(x, y, color=colour, s=9, alpha=0.7, linewidths=0, label=name)
         axis.set_title(title, loc="left", fontweight="bold", fontsize=11)
         axis.set_xlabel("√KL to the SFT model, √nats per response")
         axis.set_ylabel(unit)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25, linewidth=0.6)
     axes[1].set_ylim(0, 1)
-    axes[0].legend(frameon=False, loc="lower right")
+    axes[0].legend(frameon=False, loc="lower right", markerscale=2.5)
     figure.savefig(path, dpi=130)
 
 

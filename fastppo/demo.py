@@ -30,9 +30,10 @@ from transformers import (
 from fastppo.config import PPOConfig
 from fastppo.data import encode_prompts
 from fastppo.demo_task import gold_reward, make_data, make_tokenizer
+from fastppo.parts import choose_device
 from fastppo.reward_model import train_reward_model
 from fastppo.sft import train_sft
-from fastppo.trainer import PPOTrainer, choose_device
+from fastppo.trainer import PPOTrainer
 
 
 def model_config(vocabulary: int) -> LlamaConfig:

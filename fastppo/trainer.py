@@ -31,19 +31,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, set_seed
 
-from fastppo import checkpoint
-from fastppo.advantages import (
-    AdaptiveKL,
-    Advantages,
-    FixedKL,
-    PenaltyKL,
-    compute_advantages,
-    sampled_kl,
-    whiten,
-)
+from fastppo import checkpoint, parts
+from fastppo.advantages import Advantages, PenaltyKL, compute_advantages, sampled_kl, whiten
 from fastppo.batch import Experience, Sequences
 from fastppo.config import PPOConfig
-from fastppo.data import Prompts, Rows, encode_prompts, load_rows
+from fastppo.data import Prompts, Rows
 from fastppo.losses import (
     PPOLoss,
     aggregation_weights,
@@ -52,32 +44,14 @@ from fastppo.losses import (
     value_loss,
 )
 from fastppo.metrics import Clock, Meter, explained_variance, to_floats
-from fastppo.model import (
-    ActorCritic,
-    Head,
-    LanguageModel,
-    add_adapters,
-    autocast,
-    checkpoint_activations,
-    load_causal_lm,
-)
+from fastppo.model import Head, LanguageModel, autocast
 from fastppo.optimizer import make_optimizer, set_learning_rate
-from fastppo.pretraining import PretrainingText
-from fastppo.reference_policy import ReferencePolicy
+from fastppo.parts import choose_device
 from fastppo.report import write_report
-from fastppo.rewards import Reward, RewardTerm, make_terms, score
+from fastppo.rewards import Reward, score
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.rollout.hf import HFEngine
 from fastppo.run_log import RunLog, read_jsonl
-from fastppo.value_function import (
-    BranchValue,
-    CriticValue,
-    DetachedValue,
-    SharedValue,
-    critic_of_policy,
-    critic_of_reward_model,
-    is_reward_model,
-)
 
 
 @dataclass(slots=True)
@@ -138,31 +112,22 @@ class PPOTrainer:
         self.config = config
         self.console = console or Console(stderr=True)
         self.device = choose_device(config.device)
-        self.autocast_dtype = _autocast_dtype(config.precision, self.device)
+        self.autocast_dtype = parts.autocast_dtype(config.precision, self.device)
+        self.now = config.at(0)
         set_seed(config.seed)
 
         if model is None and not config.model:
             raise ValueError("model must be a directory or hub name, got nothing")
         if tokenizer is None and not config.model:
             raise ValueError("a model that is passed in needs its tokenizer passed in too")
-        self.now = config.at(0)
         self.tokenizer = tokenizer or AutoTokenizer.from_pretrained(config.model)
-        causal_lm = model if model is not None else self._load(config.model)
+        causal_lm = model or parts.load_model(config.model, config, self.device)
         causal_lm = causal_lm.to(self.device)  # type: ignore[arg-type]
-        self.pad_token_id = _pad_token_id(self.tokenizer, causal_lm)
-        self.stop_token_ids = _stop_token_ids(config, self.tokenizer, causal_lm)
-        peft = None
-        if config.lora_rank > 0:
-            peft = add_adapters(
-                causal_lm, config.lora_rank, config.lora_alpha, config.lora_target_modules
-            )
-        if config.gradient_checkpointing:
-            checkpoint_activations(causal_lm)
-        self.model = ActorCritic(causal_lm, peft, self._make_value_function(causal_lm))
-        self._check_vocabulary()
-        self.model.check_heads()
-        self._reference = self._make_reference(reference)
-        self.model.set_training(config.gradient_checkpointing)
+        self.pad_token_id = parts.pad_token_id(self.tokenizer, causal_lm)
+        self.stop_token_ids = parts.stop_token_ids(config, self.tokenizer, causal_lm)
+        self.model = parts.make_actor_critic(causal_lm, self.tokenizer, config)
+        parts.check_vocabulary(self.model, self.tokenizer, self.stop_token_ids)
+        self._reference = parts.make_reference(self.model, reference, config)
 
         self.sampling = Sampling(
             max_new_tokens=config.max_new_tokens,
@@ -177,12 +142,16 @@ class PPOTrainer:
             batch_size=config.generate_batch_size,
             autocast_dtype=self.autocast_dtype,
         )
-        self.prompts = self._load_prompts(prompts)
-        self.rewards = self._load_rewards(rewards or config.rewards, config.reward_weights)
-        self.monitors = self._load_rewards(monitor_rewards or config.monitor_rewards, None)
+        self.prompts = parts.load_prompts(prompts, self.tokenizer, self.model.context, config)
+        self.pretraining = parts.load_pretraining(self.tokenizer, self.model.context, config)
+        self.rewards = parts.load_rewards(
+            rewards or config.rewards, config.reward_weights, config, self.device
+        )
+        self.monitors = parts.load_rewards(
+            monitor_rewards or config.monitor_rewards, None, config, self.device
+        )
         self.optimizer = make_optimizer(self.model, config)
-        self.pretraining = self._load_pretraining()
-        self.kl_controller = _kl_controller(config)
+        self.kl_controller = parts.kl_controller(config)
         self.policy_kl = PenaltyKL(config.policy_kl_coef, config.policy_kl_target)
         self.state = RunState(kl_coef=config.kl_coef, policy_kl_coef=config.policy_kl_coef)
         self._last_saved: int | None = None
@@ -341,12 +310,12 @@ class PPOTrainer:
             token_rewards: [N], added where they stand (partial rewards).
         """
         config = self.now
-        parts = sequences.split(config.microbatch_size)
+        microbatches = sequences.split(config.microbatch_size)
         logprobs, values, final_values = (
-            torch.cat(each) for each in zip(*map(self._evaluate, parts), strict=True)
+            torch.cat(each) for each in zip(*map(self._evaluate, microbatches), strict=True)
         )
         exact = config.kl_estimator == "full" and self.state.kl_coef > 0
-        ref_logprobs, exact_kl = self._reference_pass(parts, exact)
+        ref_logprobs, exact_kl = self._reference_pass(microbatches, exact)
         if config.reference_policy == "rollout":
             ref_logprobs = logprobs
         result = self._advantages(
@@ -484,7 +453,8 @@ class PPOTrainer:
         for micro in minibatch.split(config.microbatch_size):
             with autocast(self.device, self.autocast_dtype):
                 hidden, values = self.model(micro.sequences, detach_values=warming_up)
-                policy = self._policy_loss(hidden.detach() if warming_up else hidden, micro)
+                with torch.set_grad_enabled(not warming_up):
+                    policy = self._policy_loss(hidden, micro)
                 value = value_loss(
                     values,
                     micro.returns,
@@ -626,7 +596,7 @@ class PPOTrainer:
 
     @torch.no_grad()
     def _reference_pass(
-        self, parts: Sequence[Sequences], exact: bool = False
+        self, microbatches: Sequence[Sequences], exact: bool = False
     ) -> tuple[Tensor | None, Tensor | None]:
         """([N] logprobs of the reference or None, [N] exact KL to it or None), nats."""
         if self._reference is None:
@@ -634,10 +604,14 @@ class PPOTrainer:
         logprobs, kl = [], []
         with autocast(self.device, self.autocast_dtype):
             # Before the reference takes the trunk's place: with LoRA they are one model.
-            own = [self.model.hidden(p, p.predicting_positions) for p in parts] if exact else []
+            own = (
+                [self.model.hidden(p, p.predicting_positions) for p in microbatches]
+                if exact
+                else []
+            )
             with self.reference() as reference:
                 assert reference is not None
-                for i, part in enumerate(parts):
+                for i, part in enumerate(microbatches):
                     hidden = reference.hidden(part, part.predicting_positions)
                     part_logprobs, _ = reference.token_stats(
                         hidden, part, self.config.temperature, self.config.backend
@@ -795,106 +769,6 @@ class PPOTrainer:
 
     # --------------------------------------------------------------------------------------- parts
 
-    def _load(self, name: str) -> PreTrainedModel:
-        return load_causal_lm(
-            name,
-            dtype=getattr(torch, self.config.param_dtype),
-            attn_implementation=self.config.attn_implementation,
-            device=self.device,
-        )
-
-    def _make_value_function(self, causal_lm: PreTrainedModel) -> SharedValue:
-        """The value function that the config names; see `fastppo.value_function`."""
-        config = self.config
-        trunk: Any = causal_lm.base_model
-        width = causal_lm.get_output_embeddings().weight.shape[1]
-        if config.value_model == "shared":
-            return SharedValue(trunk, width)
-        if config.value_model == "detached":
-            return DetachedValue(trunk, width)
-        if config.value_model == "branch":
-            return BranchValue(trunk, width, config.value_branch_layers)
-        if config.critic_model is None:
-            return critic_of_policy(causal_lm)
-        self._check_critic_tokenizer(config.critic_model)
-        if is_reward_model(config.critic_model):
-            dtype = getattr(torch, config.param_dtype)
-            critic = critic_of_reward_model(config.critic_model, dtype=dtype, device=self.device)
-        else:
-            critic = CriticValue(self._load(config.critic_model).base_model)
-        if config.gradient_checkpointing:
-            checkpoint_activations(critic.trunk)
-        return critic
-
-    def _check_critic_tokenizer(self, name: str) -> None:
-        """The critic reads the policy's tokens."""
-        theirs, ours = AutoTokenizer.from_pretrained(name).get_vocab(), self.tokenizer.get_vocab()
-        if theirs != ours:
-            raise ValueError(
-                f"critic_model {name}: its tokenizer has another vocabulary ({len(theirs)} tokens) "
-                f"than the policy's ({len(ours)}), so it cannot read the policy's tokens"
-            )
-
-    def _make_reference(self, given: PreTrainedModel | None) -> ReferencePolicy | None:
-        config = self.config
-        if given is None and config.reference_model is not None:
-            given = self._load(config.reference_model)
-        if given is not None and config.reference_policy == "rollout":
-            raise ValueError("reference_policy=rollout holds no model, but one is passed in")
-        if given is not None and config.reference_refresh:
-            raise ValueError("reference_refresh replaces the reference; pass in none")
-        free = self.model.peft is not None and config.reference_policy == "fixed"
-        if given is None and not config.wants_reference and not free:
-            return None
-        return ReferencePolicy(
-            self.model,
-            None if given is None else LanguageModel(given.to(self.device)),  # type: ignore[arg-type]
-            offload=config.reference_offload,
-        )
-
-    def _load_pretraining(self) -> PretrainingText | None:
-        config = self.config
-        if not config.ptx_data:
-            return None
-        context = self.model.context
-        if context is not None and config.ptx_block_size > context:
-            raise ValueError(
-                f"ptx_block_size={config.ptx_block_size} is longer than the model's context of "
-                f"{context} tokens"
-            )
-        rows = load_rows(config.ptx_data, config.split)
-        return PretrainingText(rows, self.tokenizer, config.ptx_block_size, source=config.ptx_data)
-
-    def _load_prompts(self, rows: Rows | None) -> Prompts | None:
-        config = self.config
-        if rows is None and not config.prompts:
-            return None
-        context = self.model.context
-        room = (context or 2**31) - config.max_new_tokens
-        if room < 1:
-            raise ValueError(
-                f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in the "
-                f"model's context of {context} tokens"
-            )
-        return encode_prompts(
-            load_rows(config.prompts, config.split) if rows is None else rows,
-            self.tokenizer,
-            column=config.prompt_column,
-            max_prompt_tokens=room,
-            source=config.prompts or "prompts",
-        )
-
-    def _load_rewards(
-        self, rewards: Sequence[str | Reward], weights: list[float] | None
-    ) -> list[RewardTerm]:
-        return make_terms(
-            rewards,
-            weights,
-            device=self.device,
-            batch_size=self.config.reward_batch_size,
-            max_length=self.config.reward_max_length,
-        )
-
     def _skip_step(self, minibatch: Experience, found: dict[str, float]) -> None:
         self.state.skipped_steps += 1
         self.state.skipped_in_a_row += 1
@@ -949,16 +823,6 @@ class PPOTrainer:
                 )
             if prompt and not 0 <= min(*prompt, *response) <= max(*prompt, *response) < vocabulary:
                 raise ValueError(f"prompt or response {row} has tokens outside [0, {vocabulary})")
-
-    def _check_vocabulary(self) -> None:
-        rows = self.model.head.weight.shape[0]
-        if any(not 0 <= token < rows for token in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids must be in [0, {rows}), got {self.stop_token_ids}")
-        if len(self.tokenizer) > rows:
-            raise ValueError(
-                f"vocabulary mismatch: the tokenizer has {len(self.tokenizer)} tokens and the "
-                f"model {rows}; this is another model's tokenizer"
-            )
 
     def _samples(
         self, prompts: Prompts, rollout: Rollout, scores: Scores, experience: Experience
@@ -1018,44 +882,6 @@ def token_weights(lengths: Tensor, aggregation: str) -> Tensor:
     longest = int(lengths.max()) if lengths.numel() else 0
     mask = torch.arange(longest, device=lengths.device) < lengths.unsqueeze(1)
     return aggregation_weights(mask, aggregation)[mask]
-
-
-def choose_device(name: str) -> torch.device:
-    """`auto` is a GPU if there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
-
-
-def _autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    if precision == "bf16" or (precision == "auto" and device.type == "cuda"):
-        return torch.bfloat16
-    return None
-
-
-def _pad_token_id(tokenizer: Any, model: PreTrainedModel) -> int:
-    """Any token will do, since masks come from lengths."""
-    for value in (tokenizer.pad_token_id, model.config.pad_token_id, tokenizer.eos_token_id):
-        if isinstance(value, int) and value >= 0:
-            return value
-    return 0
-
-
-def _stop_token_ids(config: PPOConfig, tokenizer: Any, model: PreTrainedModel) -> tuple[int, ...]:
-    if config.stop_token_ids is not None:
-        return tuple(config.stop_token_ids)
-    found: list[int] = []
-    for value in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
-        found += value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(dict.fromkeys(found))
-
-
-def _kl_controller(config: PPOConfig) -> FixedKL | AdaptiveKL | PenaltyKL:
-    if config.kl_controller == "adaptive":
-        return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
-    if config.kl_controller == "penalty":
-        return PenaltyKL(config.kl_coef, config.kl_target)
-    return FixedKL(config.kl_coef)
 
 
 def score_metrics(scores: Scores, rollout: Rollout) -> dict[str, float]:

@@ -21,7 +21,12 @@ FLOORS = (
         *("fastppo.rewards", "fastppo.data", "fastppo.checkpoint", "fastppo.config"),
         *("fastppo.metrics", "fastppo.optimizer", "fastppo.run_log", "fastppo.report"),
         *("fastppo.trainer", "fastppo.sft", "fastppo.reward_model", "fastppo.options"),
-        *("fastppo.value_function", "fastppo.reference_policy", "fastppo.pretraining"),
+        *(
+            "fastppo.value_function",
+            "fastppo.reference_policy",
+            "fastppo.pretraining",
+            "fastppo.parts",
+        ),
     },
     {"fastppo.cli", "fastppo.__main__", "fastppo.demo", "fastppo.demo_task", "fastppo.recipes"},
 )

@@ -591,3 +591,15 @@ def test_options_that_would_have_no_effect_are_refused(options: dict[str, Any], 
 
 def test_the_default_value_function_is_a_head_on_the_shared_trunk(tmp_path: Path) -> None:
     assert type(make_trainer(tmp_path).model.value_function) is SharedValue
+
+
+@pytest.mark.parametrize("value_model", ["branch", "critic"])
+def test_with_lora_a_value_function_of_its_own_trains_adapters_of_its_own(
+    value_model: str, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, lora_rank=2, value_model=value_model)
+    trained = [n for n, p in trainer.model.named_parameters() if p.requires_grad]
+    own = [n for n in trained if n.startswith("value_function.") and ".head." not in n]
+    assert own
+    assert all("lora" in name for name in own)
+    assert trainer.train()["value_loss"] > 0
