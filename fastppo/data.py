@@ -147,7 +147,7 @@ def encode_prompts(
         raise DataError(f"{source}: no column {column!r}; there are {', '.join(rows[0])}")
     prompts = Prompts([], [])
     names = [name for name in dict.fromkeys(key for row in rows for key in row) if name != column]
-    for reserved in ("prompts", "completions"):
+    for reserved in ("prompts", "completions", "completion_ids"):
         if reserved in names:
             raise DataError(f"{source}: a column may not be called {reserved!r}: rewards get it")
     columns: dict[str, list[Any]] = {name: [] for name in names}

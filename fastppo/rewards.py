@@ -2,13 +2,21 @@
 
 A reward is a callable
 
-    reward(prompts, completions, **columns) -> list[float]
+    reward(prompts, completions, **columns) -> list
 
 `prompts` are as the dataset holds them (strings, or lists of chat messages), `completions` strings
 without special tokens, `columns` the other columns of the dataset, each a list with one entry per
 prompt. `prompts` and `completions` are passed by name to a function that has such parameters, and
 by position to one that calls them otherwise; a function without `**columns` is given the columns
-that it names. In a config a reward is
+that it names. A function with a parameter `completion_ids` is given the token ids of the responses,
+their EOS included. For each completion a reward returns
+
+    a number                          the reward of the whole response
+    a list with a number per token    a reward for each response token
+    a list of (end, value) pairs      a reward for each step; `end` is the character offset in the
+                                      completion behind the step's last character
+
+and one batch may hold all three. In a config a reward is
 
     path/to/file.py:function     a function of a file
     package.module:function      a function of an importable module
@@ -17,9 +25,12 @@ that it names. In a config a reward is
 
 from __future__ import annotations
 
+import bisect
+import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import re
@@ -32,13 +43,61 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-Reward = Callable[..., Sequence[float]]
+from fastppo import validation
+
+Partial = list[float] | list[tuple[int, float]]
+"""Rewards within one completion: one number per response token, or (end, value) pairs."""
+
+Reward = Callable[..., Sequence[float | Partial]]
+
+ENSEMBLE_RULES = ("mean", "min", "lcb")
 
 FUNCTION = re.compile(r"^(?P<where>.+):(?P<name>[A-Za-z_]\w*)$")
 
 
 class RewardError(RuntimeError):
     """A reward raised, or returned something that cannot be trained on."""
+
+
+class _TermError(RewardError):
+    """A `RewardError` whose parts are still apart: `row` is the completion, or None for all."""
+
+    def __init__(self, reward: str, sentence: str, row: int | None = None) -> None:
+        super().__init__(f"reward {reward!r} {sentence}")
+        self.reward, self.sentence, self.row = reward, sentence, row
+
+
+class Scored(list[float]):
+    """What a reward said of a batch: a list of the completions' totals, reward units.
+
+    `partial` has, per completion, its rewards by token or by step, or None where the reward was one
+    number; it is None if all were. `disagreement` has, per completion, the population standard
+    deviation across the members of an ensemble; None for any other reward.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[float],
+        partial: Sequence[Partial | None] | None = None,
+        disagreement: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__(values)
+        self.partial = None if partial is None else list(partial)
+        self.disagreement = None if disagreement is None else list(disagreement)
+
+    @property
+    def values(self) -> list[float]:
+        """[B] the total of each completion, for logs."""
+        return list(self)
+
+    @property
+    def whole(self) -> list[float]:
+        """[B] what belongs on the last token: the reward if it was one number, else 0, because
+        `token_rewards` has placed it."""
+        if self.partial is None:
+            return list(self)
+        rows = zip(self, self.partial, strict=True)
+        return [value if part is None else 0.0 for value, part in rows]
 
 
 @dataclass(slots=True)
@@ -142,8 +201,12 @@ def score(
     completions: Sequence[str],
     columns: dict[str, list[Any]] | None = None,
     failure_file: Path | None = None,
-) -> list[float]:
+    completion_ids: Sequence[Sequence[int]] | None = None,
+) -> Scored:
     """The term's rewards of all completions, unweighted.
+
+    `completion_ids` are the responses' token ids, for rewards that ask for them and to count the
+    rewards of a list with one per token.
 
     Raises:
         RewardError: the reward raised, returned the wrong number of values, or one that is not a
@@ -151,40 +214,173 @@ def score(
     """
     columns = columns or {}
     try:
-        values = _call(term.function, prompts, completions, columns)
-    except Exception as error:
-        where = _save_failure(failure_file, term, prompts, completions, columns, repr(error))
-        raise RewardError(f"reward {term.name!r} raised {error!r}{where}") from error
-    values = values.tolist() if hasattr(values, "tolist") else values
-    problem = _problem(values, len(completions))
-    if problem is not None:
-        row, sentence = problem
-        rows = range(len(completions)) if row is None else [row]
+        return _score(term, prompts, completions, columns, completion_ids)
+    except _TermError as error:
+        rows = range(len(completions)) if error.row is None else [error.row]
         where = _save_failure(
             failure_file,
-            term,
+            error.reward,
             [prompts[i] for i in rows],
             [completions[i] for i in rows],
             {name: [column[i] for i in rows] for name, column in columns.items()},
-            sentence,
+            error.sentence,
         )
-        raise RewardError(f"reward {term.name!r} {sentence}{where}")
-    return [float(value) for value in values]
+        raise RewardError(f"{error}{where}") from error.__cause__
 
 
-def _problem(values: Any, count: int) -> tuple[int | None, str] | None:
-    """(the offending row or None for all, what is wrong), or None if nothing is."""
-    if not isinstance(values, (list, tuple)):
-        return None, f"returned {type(values).__name__}; want a list of {count} floats"
-    if len(values) != count:
-        return None, f"returned {len(values)} values for {count} completions"
-    for row, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            number = getattr(value, "item", None)
-            value = number() if number is not None else value
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            return row, f"returned {value!r} for completion {row}; want a finite number"
-    return None
+def _score(
+    term: RewardTerm,
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    columns: dict[str, list[Any]],
+    completion_ids: Sequence[Sequence[int]] | None,
+) -> Scored:
+    """`score` without the file; raises _TermError."""
+    try:
+        returned = _call(term.function, prompts, completions, columns, completion_ids)
+    except _TermError as error:  # of a member of an ensemble: both names tell where to look
+        name = f"{term.name}/{error.reward}"
+        raise _TermError(name, error.sentence, error.row) from error.__cause__
+    except Exception as error:
+        raise _TermError(term.name, f"raised {error!r}") from error
+    return _validated(term.name, returned, len(completions), completion_ids)
+
+
+def _validated(
+    name: str, returned: Any, count: int, completion_ids: Sequence[Sequence[int]] | None
+) -> Scored:
+    disagreement = None
+    if isinstance(returned, Scored):  # of an ensemble, or of a reward that calls `score` itself
+        disagreement = returned.disagreement
+        parts = returned.partial or [None] * len(returned)
+        returned = [v if p is None else p for v, p in zip(returned, parts, strict=True)]
+    rows = _plain(returned)
+    if not isinstance(rows, (list, tuple)):
+        found = type(returned).__name__
+        raise _TermError(name, f"returned {found}; want a list of {count} floats")
+    if len(rows) != count:
+        raise _TermError(name, f"returned {len(rows)} values for {count} completions")
+    values: list[float] = []
+    partial: list[Partial | None] = []
+    for row, found in enumerate(map(_plain, rows)):
+        tokens = None if completion_ids is None else len(completion_ids[row])
+        try:
+            if isinstance(found, (list, tuple)):
+                part = _partial(found, tokens, row)
+                partial.append(part)
+                numbers = (item[1] if isinstance(item, tuple) else item for item in part)
+                values.append(_finite(sum(numbers), f"in total for completion {row}"))
+            else:
+                partial.append(None)
+                values.append(_finite(found, f"for completion {row}"))
+        except ValueError as error:
+            raise _TermError(name, str(error), row) from None
+    some = any(part is not None for part in partial)
+    return Scored(values, partial if some else None, disagreement)
+
+
+def _plain(value: Any) -> Any:
+    """Arrays, tensors and their scalars as lists and numbers."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _finite(value: Any, where: str) -> float:
+    value = _plain(value)
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"returned {value!r} {where}; want a finite number")
+    return float(value)
+
+
+def _partial(items: Sequence[Any], tokens: int | None, row: int) -> Partial:
+    """One completion's rewards by token or by step; no steps at all are an empty list."""
+    pairs = [isinstance(item, (list, tuple)) for item in items]
+    if any(pairs) and not all(pairs):
+        raise ValueError(
+            f"returned numbers beside (end, value) pairs for completion {row}; "
+            "want the one or the other"
+        )
+    if any(pairs):
+        return [_step(item, row) for item in items]
+    if items and tokens is not None and len(items) != tokens:
+        raise ValueError(
+            f"returned {len(items)} numbers for completion {row}, which has {tokens} response "
+            "tokens; want one per token, or (end, value) pairs"
+        )
+    return [_finite(x, f"for token {t} of completion {row}") for t, x in enumerate(items)]
+
+
+def _step(item: Sequence[Any], row: int) -> tuple[int, float]:
+    end = _plain(item[0]) if len(item) == 2 else None
+    if isinstance(end, bool) or not isinstance(end, int) or end < 1:
+        raise ValueError(
+            f"returned {tuple(item)!r} for a step of completion {row}; want (end, value) with end "
+            "the character offset behind the step, a whole number from 1"
+        )
+    return end, _finite(item[1], f"for the step of completion {row} that ends at {end}")
+
+
+def token_rewards(
+    partial: Partial | None,
+    completion: str,
+    prompt_ids: Sequence[int],
+    response_ids: Sequence[int],
+    tokenizer: Any,
+) -> list[float]:
+    """One reward per response token, from rewards by token or by step.
+
+    The value of an (end, value) pair goes to the first token with which the decoded response
+    agrees with the first `end` characters of `completion`, so a character that takes several tokens
+    counts from its last one. An end beyond the text goes to the last token, which is the EOS of a
+    response that ended by itself. Several values on one token add up. None is zeros: a reward that
+    was one number is not placed here.
+
+    The response is decoded behind its prompt, as `PPOTrainer.completions` does. Each step decodes
+    O(log T) prefixes, because the text only grows with the tokens.
+
+    Raises:
+        ValueError: not one number per response token, an end < 1, or a completion that is not the
+            response's text.
+    """
+    count = len(response_ids)
+    if partial is None or len(partial) == 0:
+        return [0.0] * count
+    if not isinstance(partial[0], tuple):
+        if len(partial) != count:
+            raise ValueError(
+                f"got {len(partial)} token rewards for {count} response tokens; want one per token"
+            )
+        return [float(value) for value in partial]
+    if count == 0:
+        raise ValueError(f"got {len(partial)} step rewards for a response of 0 tokens")
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    before, response = list(prompt_ids), list(response_ids)
+    head = decode(before)
+    if not decode(before + response).startswith(head):  # the completion was decoded alone
+        before, head = [], ""
+
+    @functools.cache
+    def reached(token: int) -> int:
+        """Characters of the completion that stand once this token is there. The half of a
+        character decodes to U+FFFD, which is not the completion's, so it does not count."""
+        text = decode(before + response[: token + 1])[len(head) :]
+        both = zip(text, completion, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
+
+    if reached(count - 1) < len(completion):
+        raise ValueError(
+            f"completion must be the text of response_ids behind the prompt, got {completion!r}, "
+            f"which leaves it at character {reached(count - 1)}"
+        )
+    rewards = [0.0] * count
+    for end, value in partial:
+        if end < 1:
+            raise ValueError(f"a step must end at a character offset >= 1, got {end}")
+        token = bisect.bisect_left(range(count), end, key=reached)
+        rewards[min(token, count - 1)] += value
+    return rewards
 
 
 def _call(
@@ -192,13 +388,18 @@ def _call(
     prompts: Sequence[Any],
     completions: Sequence[str],
     columns: dict[str, list[Any]],
+    completion_ids: Sequence[Sequence[int]] | None = None,
 ) -> Any:
     """Calls the reward with what its signature has room for."""
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     positional = any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters)
-    wanted = {name: column for name, column in columns.items() if takes_all or name in named}
+    wanted: dict[str, Any] = {
+        name: column for name, column in columns.items() if takes_all or name in named
+    }
+    if completion_ids is not None and "completion_ids" in named:  # no column: `**columns` lacks it
+        wanted["completion_ids"] = completion_ids
     if "completions" in named or not (named or positional):
         both: dict[str, Any] = {"prompts": prompts, "completions": completions}
         wanted |= {name: value for name, value in both.items() if takes_all or name in named}
@@ -208,7 +409,7 @@ def _call(
 
 def _save_failure(
     path: Path | None,
-    term: RewardTerm,
+    reward: str,
     prompts: Sequence[Any],
     completions: Sequence[str],
     columns: dict[str, list[Any]],
@@ -218,7 +419,7 @@ def _save_failure(
         return ""
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
-        "reward": term.name,
+        "reward": reward,
         "reason": reason,
         "prompts": list(prompts),
         "completions": list(completions),
@@ -226,6 +427,74 @@ def _save_failure(
     }
     path.write_text(json.dumps(record, ensure_ascii=False, indent=2, default=str))
     return f" (samples saved to {path})"
+
+
+class RewardEnsemble:
+    """Several rewards of one thing as one: their mean, their minimum, or a lower bound.
+
+        mean    μ over the members
+        min     the worst member
+        lcb     μ − std_coef·σ, σ the population standard deviation over the members
+
+    Where reward models were never shown the right answer they disagree, and a policy that is
+    trained on the one that errs in its favour learns the error. The minimum and the lower bound
+    take that gain away. The result's `disagreement` is σ, per completion.
+
+    Args:
+        members: rewards or specs, each returning one number per completion. They want one scale:
+            the minimum over members of different scales is one member.
+        by: mean, min or lcb.
+        std_coef: deviations below the mean of `lcb`, at least 0.
+        model_options: of members that are models, as for `RewardModel`.
+
+    Raises:
+        ValueError: no members, another `by`, a negative `std_coef`, a member that is not there.
+        RewardError: as from `score`, when called; it names the member.
+
+    Source: Coste et al. 2023 (mean, worst case, and the mean less the *variance*); Eisenstein et
+    al. 2023 (mean less the deviation, which has the reward's own unit).
+    """
+
+    def __init__(
+        self,
+        members: Sequence[str | Reward],
+        by: str = "mean",
+        std_coef: float = 1.0,
+        **model_options: Any,
+    ) -> None:
+        self.__name__ = "ensemble"
+        if not members:
+            raise ValueError("an ensemble must have at least one member, got none")
+        self.by = validation.choice("by", by, ENSEMBLE_RULES)
+        self.std_coef = validation.finite("std_coef", validation.at_least("std_coef", std_coef, 0))
+        self.terms = make_terms(members, **model_options)
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        **columns: list[Any],
+    ) -> Scored:
+        members = []
+        for term in self.terms:
+            scored = _score(term, prompts, completions, columns, completion_ids)
+            if scored.partial is not None:
+                row = next(i for i, part in enumerate(scored.partial) if part is not None)
+                raise _TermError(
+                    term.name,
+                    f"returned rewards by token or step for completion {row}; want one number, "
+                    "which is what an ensemble combines",
+                    row,
+                )
+            members.append(scored.values)
+        scores = torch.tensor(members, dtype=torch.float64)  # [members, B]
+        mean, deviation = scores.mean(0), scores.std(0, correction=0)
+        if self.by == "min":
+            combined = scores.amin(0)
+        else:
+            combined = mean - self.std_coef * deviation if self.by == "lcb" else mean
+        return Scored(combined.tolist(), disagreement=deviation.tolist())
 
 
 class RewardModel:

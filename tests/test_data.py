@@ -89,8 +89,9 @@ def test_columns_of_any_row_are_kept_and_reserved_names_refused() -> None:
     rows = [{"prompt": "w1"}, {"prompt": "w2", "answer": "w3"}]
     prompts = encode_prompts(rows, tiny.tokenizer(), max_prompt_tokens=8)
     assert prompts.columns == {"answer": [None, "w3"]}
-    with pytest.raises(DataError, match="may not be called 'completions'"):
-        encode_prompts([{"prompt": "w1", "completions": 1}], tiny.tokenizer(), max_prompt_tokens=8)
+    for name in ("prompts", "completions", "completion_ids"):
+        with pytest.raises(DataError, match=f"may not be called '{name}'"):
+            encode_prompts([{"prompt": "w1", name: 1}], tiny.tokenizer(), max_prompt_tokens=8)
 
 
 def test_an_eos_that_the_tokenizer_appends_is_taken_off_the_prompt() -> None:

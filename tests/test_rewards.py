@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import tiny
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from fastppo.rewards import RewardError, RewardModel, RewardTerm, load_reward, make_terms, score
+from fastppo.rewards import (
+    RewardEnsemble,
+    RewardError,
+    RewardModel,
+    RewardTerm,
+    Scored,
+    load_reward,
+    make_terms,
+    score,
+    token_rewards,
+)
 
 PROMPTS, COMPLETIONS = ["w1 w2 ", "w3 "], ["w7 w7", "w4"]
 
@@ -199,3 +213,269 @@ def test_the_reward_model_reads_what_it_was_trained_on(tmp_path) -> None:
         seen.append(reward._tokens(row["prompt"], row[side]) == tokenizer(text)["input_ids"])
     assert all(seen)
     assert "joined as they are" in reward_model.train_reward_model.__doc__
+
+
+# ------------------------------------------------------------------------ rewards within a response
+
+IDS = [[10, 10, 1], [7, 1]]
+"""The responses of COMPLETIONS with their EOS: 3 and 2 tokens."""
+
+
+def _scored(returned, **more) -> Scored:
+    term = RewardTerm("steps", lambda prompts, completions: returned)
+    return score(term, PROMPTS, COMPLETIONS, completion_ids=IDS, **more)
+
+
+def test_a_batch_may_hold_numbers_tokens_and_steps() -> None:
+    tokens = _scored([[0.5, 0.25, 1.0], 3.0])
+    assert tokens == [1.75, 3.0] == tokens.values
+    assert tokens.partial == [[0.5, 0.25, 1.0], None]
+    assert tokens.whole == [0.0, 3.0]
+    steps = _scored([[(2, 0.5), (5, -1)], [0.0, 2.0]])
+    assert steps == [-0.5, 2.0]
+    assert steps.partial == [[(2, 0.5), (5, -1.0)], [0.0, 2.0]]
+    assert steps.whole == [0.0, 0.0]
+
+
+def test_plain_numbers_have_no_parts() -> None:
+    scored = _scored([1.0, 2])
+    assert (scored.partial, scored.whole, scored.disagreement) == (None, [1.0, 2.0], None)
+
+
+def test_arrays_within_a_completion_count_as_lists() -> None:
+    assert _scored([torch.ones(3), np.float32(0.5)]).partial == [[1.0, 1.0, 1.0], None]
+    assert _scored([[(np.int64(2), np.float64(0.5))], 0.0]).partial == [[(2, 0.5)], None]
+
+
+def test_a_reward_that_wraps_another_keeps_its_parts() -> None:
+    wrapped = _scored(Scored([3.0, 1.0], [[(1, 3.0)], None], [0.5, 0.0]))
+    assert (wrapped.values, wrapped.partial) == ([3.0, 1.0], [[(1, 3.0)], None])
+    assert wrapped.disagreement == [0.5, 0.0]
+
+
+def test_a_completion_without_steps_has_no_reward() -> None:
+    """A reward that found no step in a text returns an empty list."""
+    scored = _scored([[], [(1, 2.0)]])
+    assert (scored.values, scored.partial) == ([0.0, 2.0], [[], [(1, 2.0)]])
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        ([0.0, [1.0] * 3], "3 numbers for completion 1, which has 2 response tokens; want one per"),
+        ([0.0, [1.0, float("nan")]], "nan for token 1 of completion 1; want a finite number"),
+        ([0.0, [1.0, "x"]], "'x' for token 1 of completion 1; want a finite number"),
+        ([0.0, [(1, 1.0), 2.0]], r"numbers beside \(end, value\) pairs for completion 1"),
+        ([0.0, [(0, 1.0)]], r"\(0, 1.0\) for a step of completion 1; want .* whole number from 1"),
+        ([0.0, [(1.5, 1.0)]], r"\(1.5, 1.0\) for a step of completion 1"),
+        ([0.0, [(True, 1.0)]], r"\(True, 1.0\) for a step of completion 1"),
+        ([0.0, [(1, 1.0, 2.0)]], r"\(1, 1.0, 2.0\) for a step of completion 1"),
+        ([0.0, [(1, float("inf"))]], "inf for the step of completion 1 that ends at 1"),
+        ([0.0, [(1, 1e308), (2, 1e308)]], "in total for completion 1"),
+    ],
+)
+def test_wrong_parts_are_refused_with_their_row(returned, says, tmp_path) -> None:
+    with pytest.raises(RewardError, match=f"reward 'steps' .*{says}"):
+        _scored(returned, failure_file=tmp_path / "failed.json")
+    record = json.loads((tmp_path / "failed.json").read_text())
+    assert record["completions"] == COMPLETIONS[1:]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("def f(prompts, completions, completion_ids): return [len(i) for i in completion_ids]", 3),
+        ("def f(completions, *, completion_ids=()): return [len(i) for i in completion_ids]", 3),
+        ("def f(p, c, completion_ids): return [len(i) for i in completion_ids]", 3),
+        ("def f(completions, **columns): return ['completion_ids' in columns] * 2", 0),
+    ],
+)
+def test_a_reward_that_names_completion_ids_gets_them(source: str, expected: int) -> None:
+    """They are no column, so `**columns` alone does not ask for them."""
+    names: dict = {}
+    exec(source, names)
+    scored = score(
+        RewardTerm("f", names["f"]), PROMPTS, COMPLETIONS, {"wanted": ["a", "b"]}, None, IDS
+    )
+    assert scored[0] == expected
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per UTF-8 byte, so a character may be several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<eos>": 0} | {character: i + 1 for i, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+BYTES = _byte_tokenizer()
+
+
+def _placed(partial, completion: str, prompt: str = "a prompt: ") -> list[float]:
+    ids = [*BYTES(completion)["input_ids"], BYTES.eos_token_id]
+    return token_rewards(partial, completion, BYTES(prompt)["input_ids"], ids, BYTES)
+
+
+def test_a_step_is_rewarded_on_the_token_that_ends_it() -> None:
+    assert _placed([(2, 1.0), (5, 0.5)], "ab cd") == [0, 1.0, 0, 0, 0.5, 0]
+
+
+def test_a_character_of_several_tokens_counts_from_its_last() -> None:
+    """é is two bytes and € three; half of one decodes to U+FFFD."""
+    assert _placed([(1, 1.0)], "é!") == [0, 1.0, 0, 0]
+    assert _placed([(2, 1.0), (3, 0.5)], "x€!") == [0, 0, 0, 1.0, 0.5, 0]
+
+
+def test_a_broken_character_of_the_response_itself_counts_when_it_is_written() -> None:
+    """A response may hold bytes that are no character; its text then has U+FFFD too."""
+    response = [BYTES("é")["input_ids"][0], *BYTES("ab")["input_ids"]]
+    text = BYTES.decode(response)
+    assert text == "\ufffdab"
+    assert token_rewards([(1, 1.0), (2, 2.0)], text, BYTES("p")["input_ids"], response, BYTES) == [
+        1.0,
+        2.0,
+        0.0,
+    ]
+
+
+def test_an_end_beyond_the_text_is_the_last_token() -> None:
+    assert _placed([(99, 1.0), (3, 0.25)], "abc") == [0, 0, 0.25, 1.0]
+
+
+def test_steps_that_end_on_one_token_add_up() -> None:
+    assert _placed([(3, 1.0), (3, 0.5), (1, 2.0)], "abc") == [2.0, 0, 1.5, 0]
+
+
+def test_a_word_that_loses_its_space_when_decoded_alone_is_placed_behind_its_prompt() -> None:
+    """The offsets are those of the completion, which begins with the space."""
+    tokenizer = tiny.tokenizer()
+    prompt, response = tokenizer("w1 w2")["input_ids"], tokenizer("w7 w8 <eos>")["input_ids"]
+    completion = " w7 w8"
+    assert token_rewards(
+        [(3, 1.0), (4, 0.5), (6, 2.0)], completion, prompt, response, tokenizer
+    ) == [
+        1.0,
+        2.5,
+        0.0,
+    ]
+
+
+def test_rewards_by_token_and_none_pass_through() -> None:
+    assert token_rewards([1, 2.0], "ab", [5], [3, 4], BYTES) == [1.0, 2.0]
+    assert token_rewards(None, "ab", [5], [3, 4], BYTES) == [0.0, 0.0]
+    assert token_rewards([], "ab", [5], [3, 4], BYTES) == [0.0, 0.0]
+
+
+def test_token_rewards_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="got 1 token rewards for 2 response tokens"):
+        token_rewards([1.0], "ab", [5], [3, 4], BYTES)
+    with pytest.raises(ValueError, match="character offset >= 1, got 0"):
+        _placed([(0, 1.0)], "ab")
+    with pytest.raises(ValueError, match="completion must be the text of response_ids"):
+        token_rewards([(1, 1.0)], "other", [5], BYTES("ab")["input_ids"], BYTES)
+    with pytest.raises(ValueError, match="a response of 0 tokens"):
+        token_rewards([(1, 1.0)], "", [5], [], BYTES)
+
+
+@given(
+    st.text(st.sampled_from("a b.é€🙂"), min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(1, 20), st.integers(-3, 3)), max_size=5),
+)
+def test_placement_agrees_with_counting_bytes_and_keeps_the_sum(completion, steps) -> None:
+    expected = [0.0] * (len(completion.encode()) + 1)
+    for end, value in steps:
+        inside = end <= len(completion)
+        expected[len(completion[:end].encode()) - 1 if inside else -1] += value
+    found = _placed([(end, float(value)) for end, value in steps], completion)
+    assert found == expected
+
+
+# --------------------------------------------------------------------------------------- ensembles
+
+
+def _constant(name: str, values: list[float]):
+    def reward(prompts, completions):
+        return values
+
+    reward.__name__ = name
+    return reward
+
+
+MEMBERS = [_constant("a", [1.0, 2.0]), _constant("b", [3.0, 2.0]), _constant("c", [8.0, 2.0])]
+"""Completion 0: mean 4, deviation √((9 + 1 + 16)/3). Completion 1: they agree."""
+DEVIATION = (26 / 3) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("by", "expected"), [("mean", 4.0), ("min", 1.0), ("lcb", 4.0 - 0.5 * DEVIATION)]
+)
+def test_an_ensemble_combines_its_members(by: str, expected: float) -> None:
+    terms = make_terms([RewardEnsemble(MEMBERS, by=by, std_coef=0.5)])
+    scored = score(terms[0], PROMPTS, COMPLETIONS)
+    assert terms[0].name == "ensemble"
+    assert scored == pytest.approx([expected, 2.0], rel=1e-12)
+    assert scored.disagreement == pytest.approx([DEVIATION, 0.0], rel=1e-12)
+
+
+def test_members_get_the_columns_and_token_ids_that_they_name() -> None:
+    def matches(prompts, completions, wanted):
+        return [float(w in c) for w, c in zip(wanted, completions, strict=True)]
+
+    def lengths(completions, completion_ids):
+        return [len(ids) for ids in completion_ids]
+
+    ensemble = RewardEnsemble([matches, lengths], by="min")
+    columns = {"wanted": ["w7", "w9"], "other": [1, 2]}
+    scored = score(RewardTerm("e", ensemble), PROMPTS, COMPLETIONS, columns, completion_ids=IDS)
+    assert scored == [1.0, 0.0]
+
+
+def test_a_failing_member_is_named_and_its_sample_saved(tmp_path) -> None:
+    ensemble = RewardEnsemble([MEMBERS[0], _constant("broken", [1.0, float("nan")])])
+    with pytest.raises(RewardError, match="'ensemble/broken' returned nan for completion 1"):
+        score(make_terms([ensemble])[0], PROMPTS, COMPLETIONS, {}, tmp_path / "failed.json")
+    record = json.loads((tmp_path / "failed.json").read_text())
+    assert (record["reward"], record["completions"]) == ("ensemble/broken", COMPLETIONS[1:])
+
+
+def test_a_member_that_raises_is_named_with_its_cause() -> None:
+    def fails(prompts, completions):
+        raise KeyError("no such key")
+
+    with pytest.raises(RewardError, match=r"'e/fails' raised KeyError") as caught:
+        score(RewardTerm("e", RewardEnsemble([fails])), PROMPTS, COMPLETIONS)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_member_with_parts_is_refused() -> None:
+    ensemble = RewardEnsemble([_constant("steps", [1.0, [(1, 1.0)]])])
+    with pytest.raises(RewardError, match="'e/steps' returned rewards by token or step for compl"):
+        score(RewardTerm("e", ensemble), PROMPTS, COMPLETIONS)
+
+
+def test_an_ensemble_of_saved_models_takes_their_options(tmp_path) -> None:
+    directory = _saved_reward_model(tmp_path)
+    alone = RewardModel(directory)(PROMPTS, COMPLETIONS)
+    scored = score(
+        RewardTerm("e", RewardEnsemble([directory, directory], by="lcb", batch_size=1)),
+        PROMPTS,
+        COMPLETIONS,
+    )
+    assert scored == pytest.approx(alone, abs=1e-5)  # two of a kind agree
+    assert scored.disagreement == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"members": []}, "must have at least one member, got none"),
+        ({"members": MEMBERS, "by": "median"}, "by must be one of mean, min, lcb, got 'median'"),
+        ({"members": MEMBERS, "std_coef": -1.0}, "std_coef must be >= 0, got -1.0"),
+        ({"members": ["nowhere.py:f"]}, "there is no file nowhere.py"),
+    ],
+)
+def test_an_ensemble_that_cannot_be_is_refused(options, says) -> None:
+    with pytest.raises(ValueError, match=says):
+        RewardEnsemble(**options)
