@@ -120,7 +120,10 @@ def parse_train(arguments: Sequence[str]) -> PPOConfig:
     from fastppo.config import PPOConfig
 
     parser = options_parser("train", PPOConfig, "PPO on your model, prompts and rewards.")
-    return parse_options(parser, PPOConfig, ("model", "prompts", "rewards"), arguments)
+    config = parse_options(parser, PPOConfig, ("model", "prompts"), arguments)
+    if not (config.rewards or config.reward_ensemble):
+        parser.error("--rewards is missing: give it as a flag or in --config FILE")
+    return config
 
 
 def _demo(options: argparse.Namespace, rest: list[str]) -> None:

@@ -24,7 +24,7 @@ from fastppo.model import (
 )
 from fastppo.pretraining import PretrainingText
 from fastppo.reference_policy import ReferencePolicy
-from fastppo.rewards import Reward, RewardTerm, make_terms
+from fastppo.rewards import Reward, RewardEnsemble, RewardTerm, make_terms
 from fastppo.value_function import (
     BranchValue,
     CriticValue,
@@ -214,16 +214,32 @@ def load_pretraining(
 
 
 def load_rewards(
-    rewards: Sequence[str | Reward],
-    weights: list[float] | None,
-    config: PPOConfig,
-    device: torch.device,
+    rewards: Sequence[str | Reward], config: PPOConfig, device: torch.device
 ) -> list[RewardTerm]:
-    """Rewards under their names, with their weights."""
-    return make_terms(
-        rewards,
-        weights,
-        device=device,
-        batch_size=config.reward_batch_size,
-        max_length=config.reward_max_length,
-    )
+    """What is trained on: rewards under their names with their weights, an ensemble last."""
+    options = _reward_model_options(config, device)
+    terms = make_terms(rewards, config.reward_weights, **options)
+    if config.reward_ensemble:
+        ensemble = RewardEnsemble(
+            config.reward_ensemble,
+            config.reward_ensemble_by,
+            config.reward_ensemble_std_coef,
+            **options,
+        )
+        terms.append(RewardTerm("ensemble", ensemble, config.reward_ensemble_weight))
+    return terms
+
+
+def load_monitors(
+    rewards: Sequence[str | Reward], config: PPOConfig, device: torch.device
+) -> list[RewardTerm]:
+    """What is watched and not trained on."""
+    return make_terms(rewards, **_reward_model_options(config, device))
+
+
+def _reward_model_options(config: PPOConfig, device: torch.device) -> dict[str, Any]:
+    return {
+        "device": device,
+        "batch_size": config.reward_batch_size,
+        "max_length": config.reward_max_length,
+    }

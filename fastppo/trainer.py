@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +48,13 @@ from fastppo.model import Head, LanguageModel, autocast
 from fastppo.optimizer import make_optimizer, set_learning_rate
 from fastppo.parts import choose_device
 from fastppo.report import write_report
-from fastppo.rewards import Reward, score
+from fastppo.reward_processing import (
+    RunningScale,
+    length_normalized,
+    length_penalty,
+    whiten_scores,
+)
+from fastppo.rewards import Reward, Scored, score, token_rewards
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.rollout.hf import HFEngine
 from fastppo.run_log import RunLog, read_jsonl
@@ -66,17 +72,20 @@ class RunState:
     policy_kl_coef: float = 0.0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
+    score_scale: dict[str, float] = field(default_factory=dict)
 
 
 class Scores(NamedTuple):
     """Rewards of a batch of responses: [B] each, in the prompts' order."""
 
     total: Tensor
-    """What is trained on: the weighted sum, less the penalty for a missing EOS."""
-    terms: dict[str, list[float]]
+    """The weighted sum of the terms, less the penalties."""
+    terms: dict[str, Scored]
     """Each trained term, unweighted."""
-    monitors: dict[str, list[float]]
+    monitors: dict[str, Scored]
     """Each monitored reward."""
+    token_rewards: Tensor | None = None
+    """[N] packed: the part of the totals that was earned at a token or step, or None."""
 
 
 class PPOTrainer:
@@ -144,15 +153,14 @@ class PPOTrainer:
         )
         self.prompts = parts.load_prompts(prompts, self.tokenizer, self.model.context, config)
         self.pretraining = parts.load_pretraining(self.tokenizer, self.model.context, config)
-        self.rewards = parts.load_rewards(
-            rewards or config.rewards, config.reward_weights, config, self.device
-        )
-        self.monitors = parts.load_rewards(
-            monitor_rewards or config.monitor_rewards, None, config, self.device
+        self.rewards = parts.load_rewards(rewards or config.rewards, config, self.device)
+        self.monitors = parts.load_monitors(
+            monitor_rewards or config.monitor_rewards, config, self.device
         )
         self.optimizer = make_optimizer(self.model, config)
         self.kl_controller = parts.kl_controller(config)
         self.policy_kl = PenaltyKL(config.policy_kl_coef, config.policy_kl_target)
+        self.score_scale = RunningScale()
         self.state = RunState(kl_coef=config.kl_coef, policy_kl_coef=config.policy_kl_coef)
         self._last_saved: int | None = None
 
@@ -203,7 +211,10 @@ class PPOTrainer:
         sequences = Sequences.pack(
             prompts.token_ids, rollout.tokens, self.pad_token_id, self.device
         )
-        experience, metrics = self.appraise(sequences, scores.total, rollout.finish_reasons)
+        rewards, token_rewards = self.training_rewards(scores, rollout.lengths)
+        experience, metrics = self.appraise(
+            sequences, rewards, rollout.finish_reasons, token_rewards
+        )
         clock.lap("appraise")
         metrics |= self.update(experience)
         clock.lap("update")
@@ -231,7 +242,8 @@ class PPOTrainer:
                 policy's: old logprobs are computed from it here.
             scores: [B], the reward of each response.
             finish_reasons: `stop` or `length` per response; by default, whether the last token is a
-                stop token. The scores are taken as they are, without `missing_eos_penalty`.
+                stop token. The scores are taken without penalties for length or a missing EOS;
+                normalisation and clipping are those of the config.
 
         Raises:
             ValueError: lengths disagree; a prompt or response is empty, too long for the context
@@ -254,30 +266,83 @@ class PPOTrainer:
             )
         self._begin_iteration()
         sequences = Sequences.pack(prompt_ids, response_ids, self.pad_token_id, self.device)
-        experience, metrics = self.appraise(sequences, total, finish_reasons)
+        rewards, _ = self.training_rewards(Scores(total, {}, {}), [len(r) for r in response_ids])
+        experience, metrics = self.appraise(sequences, rewards, finish_reasons)
         metrics |= self.update(experience)
         metrics["reward"] = total.mean().item()
         self._finish_iteration(metrics, len(prompt_ids))
         return metrics
 
     def score(self, prompts: Prompts, rollout: Rollout) -> Scores:
-        """Rewards of the responses' texts."""
+        """Rewards of the responses' texts: their weighted sum, less the penalties."""
+        config = self.now
         texts = self.completions(prompts, rollout)
-        failures = Path(self.config.output_dir) / "failed_reward.json"
-        terms = {
-            term.name: score(term, prompts.prompts, texts, prompts.columns, failures)
-            for term in self.rewards
-        }
-        monitors = {
-            term.name: score(term, prompts.prompts, texts, prompts.columns, failures)
-            for term in self.monitors
-        }
+        failures = Path(config.output_dir) / "failed_reward.json"
+        terms, monitors = (
+            {
+                term.name: score(
+                    term, prompts.prompts, texts, prompts.columns, failures, rollout.tokens
+                )
+                for term in group
+            }
+            for group in (self.rewards, self.monitors)
+        )
         total = torch.zeros(len(texts), device=self.device)
+        by_token: Tensor | None = None
         for term in self.rewards:
-            total += term.weight * torch.tensor(terms[term.name], device=self.device)
-        if self.config.missing_eos_penalty is not None:
-            total -= self.config.missing_eos_penalty * self._truncated(rollout.finish_reasons)
-        return Scores(total, terms, monitors)
+            found = terms[term.name]
+            total += term.weight * torch.tensor(found.values, device=self.device)
+            if found.partial is not None:
+                part = term.weight * self._token_rewards(found, prompts, rollout, texts)
+                by_token = part if by_token is None else by_token + part
+        lengths = torch.tensor(rollout.lengths, device=self.device)
+        if config.length_normalized_score:
+            total = length_normalized(total, lengths)
+            if by_token is not None:
+                by_token = by_token / lengths.repeat_interleave(lengths)
+        total = total - length_penalty(lengths, config.length_penalty, config.length_penalty_free)
+        if config.missing_eos_penalty is not None:
+            total = total - config.missing_eos_penalty * self._truncated(rollout.finish_reasons)
+        return Scores(total, terms, monitors, by_token)
+
+    def _token_rewards(
+        self, scored: Scored, prompts: Prompts, rollout: Rollout, texts: list[str]
+    ) -> Tensor:
+        """[N] fp32, packed: a reward's parts on the tokens that earned them."""
+        assert scored.partial is not None
+        rows = zip(scored.partial, texts, prompts.token_ids, rollout.tokens, strict=True)
+        placed = [token_rewards(*row, self.tokenizer) for row in rows]
+        return torch.tensor([x for row in placed for x in row], device=self.device)
+
+    def training_rewards(
+        self, scores: Scores, lengths: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scores normalised and clipped, as the config says: what advantages are made from.
+
+        Returns:
+            ([B] rewards of the last tokens, [N] rewards within the responses or None). Rewards
+            within a response are scaled by the factor that its total is scaled by; what is added to
+            the total, a mean taken away say, goes to the last token.
+        """
+        config, total = self.now, scores.total
+        factor = torch.ones_like(total)
+        if config.score_normalization == "running":
+            total = self.score_scale(total)
+            self.state.score_scale = asdict(self.score_scale)
+            factor = factor / self.score_scale.deviation
+        elif config.score_normalization == "batch":
+            factor = factor * (total.var() + 1e-8).rsqrt() if len(total) > 1 else 0 * factor
+            total = whiten_scores(total)
+        if config.score_clip is not None:
+            clipped = total.clamp(-config.score_clip, config.score_clip)
+            factor = torch.where(clipped == total, factor, factor * clipped / total)
+            total = clipped
+        if scores.token_rewards is None:
+            return total, None
+        counts = torch.tensor(lengths, device=self.device)
+        within = scores.token_rewards * factor.repeat_interleave(counts)
+        paid = torch.stack([part.sum() for part in within.split(list(lengths))])
+        return total - paid, within
 
     def completions(self, prompts: Prompts, rollout: Rollout) -> list[str]:
         """The responses as texts without special tokens: what stands behind the prompt's text.
@@ -764,6 +829,7 @@ class PPOTrainer:
             self.state.kl_coef = self.config.kl_coef
         self.kl_controller.coef = self.state.kl_coef
         self.policy_kl.coef = self.state.policy_kl_coef
+        self.score_scale = RunningScale(**self.state.score_scale)  # type: ignore[arg-type]
         self._last_saved = self.state.iteration
         self.console.print(f"resuming from {found[-1]}")
 
@@ -894,6 +960,9 @@ def score_metrics(scores: Scores, rollout: Rollout) -> dict[str, float]:
     }
     for name, values in scores.terms.items():
         metrics[f"reward/{name}"] = sum(values) / len(values)
+        if values.disagreement is not None:
+            disagreement = sum(values.disagreement) / len(values)
+            metrics["ensemble_disagreement"] = disagreement
     for name, values in scores.monitors.items():
         metrics[f"monitor/{name}"] = sum(values) / len(values)
     return metrics

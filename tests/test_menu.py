@@ -14,8 +14,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from fastppo.batch import Experience, Sequences
 from fastppo.config import PPOConfig, Schedule
+from fastppo.reward_processing import RunningScale
+from fastppo.rollout import Rollout
 from fastppo.run_log import read_jsonl
-from fastppo.trainer import PPOTrainer
+from fastppo.trainer import PPOTrainer, Scores
 from fastppo.value_function import BranchValue, SharedValue
 
 
@@ -603,3 +605,136 @@ def test_with_lora_a_value_function_of_its_own_trains_adapters_of_its_own(
     assert own
     assert all("lora" in name for name in own)
     assert trainer.train()["value_loss"] > 0
+
+
+# --------------------------------------------------------------------------------------- rewards
+
+
+def _scores(trainer: PPOTrainer, responses: list[list[int]], reasons: list[str] | None = None):
+    prompts = trainer.prompts.select(range(len(responses)))
+    rollout = Rollout(responses, reasons or ["stop"] * len(responses), [])
+    return trainer.score(prompts, rollout), rollout
+
+
+def test_length_costs_and_normalised_scores_in_closed_form(tmp_path: Path) -> None:
+    responses = [[10, 10, 10, 1], [10, 1]]  # three w7 and one, each with its EOS
+    plain, _ = _scores(make_trainer(tmp_path), responses)
+    assert plain.total.tolist() == [3 / 8, 1 / 8]
+    charged, _ = _scores(
+        make_trainer(tmp_path, length_penalty=0.5, length_penalty_free=3), responses
+    )
+    assert charged.total.tolist() == [3 / 8 - 0.5, 1 / 8]
+    normal, _ = _scores(make_trainer(tmp_path, length_normalized_score=True), responses)
+    assert normal.total.tolist() == [3 / 32, 1 / 16]
+
+
+def test_a_length_penalty_shortens(tmp_path: Path) -> None:
+    lengths = {}
+    for coef in (0.0, 0.3):
+        trainer = make_trainer(
+            tmp_path / str(coef),
+            length_penalty=coef,
+            iterations=15,
+            learning_rate=3e-3,
+            kl_coef=0.0,
+            max_new_tokens=16,
+            rollout_batch_size=32,
+        )
+        lengths[coef] = trainer.train()["response_length"]
+    assert lengths[0.3] < 0.7 * lengths[0.0]
+
+
+def test_running_scaling_divides_by_the_deviation_of_the_run(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, score_normalization="running", score_clip=1.2)
+    first, second = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([100.0, 0.0])
+    found, _ = trainer.training_rewards(Scores(first, {}, {}), [1, 1, 1])
+    torch.testing.assert_close(found, (first / first.std(correction=0)).clamp(-1.2, 1.2))
+    found, _ = trainer.training_rewards(Scores(second, {}, {}), [1, 1])
+    both = torch.cat([first, second]).std(correction=0)
+    torch.testing.assert_close(found, (second / both).clamp(-1.2, 1.2))
+
+
+def test_running_scaling_survives_a_resume(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"score_normalization": "running", "checkpoint_interval": 1}
+    whole = make_trainer(tmp_path / "whole", iterations=3, **options)
+    whole.train()
+    make_trainer(tmp_path / "cut", iterations=2, **options).train()
+    resumed = make_trainer(tmp_path / "cut", iterations=3, resume=True, **options)
+    resumed.train()
+    assert resumed.state.score_scale == whole.state.score_scale
+    for old, new in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_batch_whitening_and_clipping(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, score_normalization="batch", score_clip=1.0)
+    scores = torch.tensor([0.0, 1.0, 5.0])
+    found, _ = trainer.training_rewards(Scores(scores, {}, {}), [1, 1, 1])
+    torch.testing.assert_close(found, ((scores - 2.0) / scores.std()).clamp(-1, 1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"score_normalization": "running"},
+        {"score_normalization": "batch"},
+        {"score_clip": 0.3},
+        {"length_normalized_score": True, "length_penalty": 0.1},
+    ],
+)
+def test_parts_of_a_reward_add_up_to_its_total(options: dict[str, Any], tmp_path: Path) -> None:
+    def parts(prompts, completions, completion_ids):
+        return [[0.1 * i for i in range(len(ids))] for ids in completion_ids[:-1]] + [2.0]
+
+    trainer = make_trainer(tmp_path, rewards=[parts], **options)
+    scores, rollout = _scores(trainer, [[10, 11, 1], [12, 1], [5, 6, 7, 1]])
+    whole, _ = trainer.training_rewards(scores._replace(token_rewards=None), rollout.lengths)
+    trainer.score_scale = RunningScale()
+    last, within = trainer.training_rewards(scores, rollout.lengths)
+    paid = torch.stack([part.sum() for part in within.split(rollout.lengths)])
+    torch.testing.assert_close(last + paid, whole)
+    assert within[-4:].abs().max() == 0, "one number is paid at the end"
+
+
+def test_a_step_is_paid_where_it_ends(tmp_path: Path) -> None:
+    """Reward to go falls by a step's value at the token behind it."""
+
+    def by_word(prompts, completions):
+        return [[(len(text), 1.0), (4, 0.5)] for text in completions]
+
+    trainer = make_trainer(
+        tmp_path, rewards=[by_word], kl_coef=0.0, advantage="monte_carlo", whiten_advantages="none"
+    )
+    scores, rollout = _scores(trainer, [[4, 5, 6, 1]])  # " w1 w2 w3": w2 covers character 4
+    assert scores.total.tolist() == [1.5]
+    rewards, within = trainer.training_rewards(scores, rollout.lengths)
+    prompt = trainer.prompts.token_ids[:1]
+    sequences = Sequences.pack(prompt, rollout.tokens, trainer.pad_token_id)
+    experience, _ = trainer.appraise(sequences, rewards, ["stop"], within)
+    assert experience.returns.tolist() == [1.5, 1.5, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(("by", "wanted"), [("mean", 2.0), ("min", 1.0), ("lcb", 2.0 - 0.5)])
+def test_an_ensemble_is_one_reward(by: str, wanted: float, tmp_path: Path) -> None:
+    (tmp_path / "many.py").write_text(
+        "def one(prompts, completions):\n    return [1.0] * len(prompts)\n"
+        "def three(prompts, completions):\n    return [3.0] * len(prompts)\n"
+    )
+    trainer = make_trainer(
+        tmp_path,
+        rewards=[tiny.count_w7],
+        reward_ensemble=[f"{tmp_path}/many.py:one", f"{tmp_path}/many.py:three"],
+        reward_ensemble_by=by,
+        reward_ensemble_std_coef=0.5,
+        reward_ensemble_weight=10.0,
+    )
+    scores, _ = _scores(trainer, [[10, 1], [5, 1]])
+    assert scores.total.tolist() == [1 / 8 + 10 * wanted, 10 * wanted]
+    assert trainer.train()["ensemble_disagreement"] == 1.0
+
+
+def test_evaluation_does_not_move_the_running_scale(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, score_normalization="running")
+    trainer.evaluate(trainer.prompts.select(range(4)))
+    assert trainer.score_scale == RunningScale()
