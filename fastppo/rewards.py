@@ -383,6 +383,37 @@ def token_rewards(
     return rewards
 
 
+def place_rewards(
+    terms: Sequence[RewardTerm],
+    scored: Sequence[Scored],
+    completions: Sequence[str],
+    prompt_ids: Sequence[Sequence[int]],
+    response_ids: Sequence[Sequence[int]],
+    tokenizer: Any,
+) -> tuple[list[float], list[float] | None]:
+    """The weighted sum of the terms, as scores and as rewards of tokens: what `compute_advantages`
+    takes as `scores` and `token_rewards`. Together they add up to the weighted totals.
+
+    Returns:
+        (scores, token_rewards): [B] of all that was one number; [N] over the response tokens laid
+        end to end of all that came in parts, or None if nothing did.
+    """
+    scores = [0.0] * len(completions)
+    per_token = [[0.0] * len(ids) for ids in response_ids]
+    for term, result in zip(terms, scored, strict=True):
+        for row, value in enumerate(result.whole):
+            scores[row] += term.weight * value
+        for row, part in enumerate(result.partial or ()):
+            placed = token_rewards(
+                part, completions[row], prompt_ids[row], response_ids[row], tokenizer
+            )
+            for token, value in enumerate(placed):
+                per_token[row][token] += term.weight * value
+    if all(result.partial is None for result in scored):
+        return scores, None
+    return scores, [value for row in per_token for value in row]
+
+
 def _call(
     function: Reward,
     prompts: Sequence[Any],

@@ -7,6 +7,7 @@ resume the lines past the checkpoint are cut off: they are about to be written a
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,16 @@ class RunLog:
                 config=config.to_dict(),
             )
 
-    def metrics(self, iteration: int, metrics: dict[str, float]) -> None:
-        """One line of metrics.jsonl, and the same numbers as TensorBoard scalars."""
-        _append(self.directory / "metrics.jsonl", [{"iteration": iteration, **metrics}])
+    def metrics(
+        self, iteration: int, metrics: dict[str, float], warnings: Sequence[str] = ()
+    ) -> None:
+        """One line of metrics.jsonl, and the same numbers as TensorBoard scalars. Sentences that
+        the iteration was warned with stand under `warnings`, if there are any."""
+        record: dict[str, Any] = {"iteration": iteration, **metrics}
+        if warnings:
+            record["warnings"] = list(warnings)
+            self._writer.add_text("warnings", "\n\n".join(warnings), iteration)
+        _append(self.directory / "metrics.jsonl", [record])
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, iteration)
         self._writer.flush()

@@ -19,7 +19,7 @@ FLOORS = (
     {
         *("fastppo.batch", "fastppo.model", "fastppo.rollout", "fastppo.rollout.hf"),
         *("fastppo.rewards", "fastppo.data", "fastppo.checkpoint", "fastppo.config"),
-        *("fastppo.reward_processing",),
+        *("fastppo.reward_processing", "fastppo.monitor"),
         *("fastppo.metrics", "fastppo.optimizer", "fastppo.run_log", "fastppo.report"),
         *("fastppo.trainer", "fastppo.sft", "fastppo.reward_model", "fastppo.options"),
         *(

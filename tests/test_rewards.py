@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
+from fastppo.advantages import compute_advantages
 from fastppo.rewards import (
     RewardEnsemble,
     RewardError,
@@ -21,6 +22,7 @@ from fastppo.rewards import (
     Scored,
     load_reward,
     make_terms,
+    place_rewards,
     score,
     token_rewards,
 )
@@ -377,6 +379,43 @@ def test_token_rewards_refuses_what_does_not_fit() -> None:
         token_rewards([(1, 1.0)], "other", [5], BYTES("ab")["input_ids"], BYTES)
     with pytest.raises(ValueError, match="a response of 0 tokens"):
         token_rewards([(1, 1.0)], "", [5], [], BYTES)
+
+
+def test_placed_rewards_add_up_and_teach_only_what_came_before_them() -> None:
+    """With γ = λ = 1 and no value function a token's advantage is all reward from it on."""
+    texts = ["ab cd", "xy"]
+    prompts = [BYTES("p: ")["input_ids"]] * 2
+    responses = [[*BYTES(text)["input_ids"], BYTES.eos_token_id] for text in texts]
+    terms = [
+        RewardTerm("steps", lambda p, c: [[(2, 1.0), (5, -3.0)], 4.0], 0.5),
+        RewardTerm("tokens", lambda p, c: [0.25, [1.0, 0.0, 0.0]], 2.0),
+    ]
+    scored = [score(term, ["p: "] * 2, texts, completion_ids=responses) for term in terms]
+    scores, tokens = place_rewards(terms, scored, texts, prompts, responses, BYTES)
+    assert scores == [0.5, 2.0]
+    assert tokens == [0, 0.5, 0, 0, -1.5, 0, 2.0, 0, 0]
+    zeros = torch.zeros(9)
+    found = compute_advantages(
+        torch.tensor(scores),
+        zeros,
+        zeros,
+        None,
+        torch.ones(9, dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, 6, 9]),
+        token_rewards=torch.tensor(tokens),
+        lam=1.0,
+        whiten=False,
+    ).advantages
+    assert found.tolist() == [-0.5, -0.5, -1.0, -1.0, -1.0, 0.5, 4.0, 2.0, 2.0]
+    totals = [0.5 * scored[0][i] + 2.0 * scored[1][i] for i in range(2)]
+    assert [found[0].item(), found[6].item()] == totals
+
+
+def test_without_parts_nothing_is_placed_on_tokens() -> None:
+    term = RewardTerm("plain", lambda p, c: [1.0, 2.0], 0.5)
+    scored = [score(term, PROMPTS, COMPLETIONS)]
+    placed = place_rewards([term], scored, COMPLETIONS, [[5], [5]], IDS, BYTES)
+    assert placed == ([0.5, 1.0], None)
 
 
 @given(
