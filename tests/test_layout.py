@@ -27,6 +27,7 @@ FLOORS = (
             "fastppo.reference_policy",
             "fastppo.pretraining",
             "fastppo.parts",
+            "fastppo.supervised",
         ),
     },
     {"fastppo.cli", "fastppo.__main__", "fastppo.demo", "fastppo.demo_task", "fastppo.recipes"},
