@@ -28,6 +28,7 @@ FLOORS = (
             "fastppo.pretraining",
             "fastppo.parts",
             "fastppo.supervised",
+            "fastppo.generate",
         ),
     },
     {"fastppo.cli", "fastppo.__main__", "fastppo.demo", "fastppo.demo_task", "fastppo.recipes"},
