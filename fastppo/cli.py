@@ -120,7 +120,11 @@ def parse_options(
     file = first.parse_known_args(arguments)[0].config
     if file:
         parser.set_defaults(**read_yaml(file, options))
-    found, _ = parser.parse_args_into_dataclasses(list(arguments))  # _ holds --config alone
+    found, _, unknown = parser.parse_args_into_dataclasses(  # _ holds --config alone
+        list(arguments), return_remaining_strings=True
+    )
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     for name in required:
         if not getattr(found, name):
             parser.error(f"--{name} is missing: give it as a flag or in --config FILE")

@@ -105,7 +105,7 @@ def bradley_terry_loss(
         margin: [P] or one number: how much better the chosen is said to be, reward units.
         weights: [P]; none given means the mean over pairs.
 
-    Source: Touvron et al. 2023, eq. 2; Eisenstein et al. 2023.
+    Source: Touvron et al. 2023, eq. 2; Eisenstein et al. 2023, eq. 2.
     """
     losses = -nn.functional.logsigmoid(chosen - rejected - margin)
     if center_coef:
@@ -348,7 +348,7 @@ def load_classifier(
 
 
 def head_std(width: int) -> float:
-    """1/√(d + 1): untrained scores stay near 0 (Stiennon et al. 2020, appendix B.1)."""
+    """1/√(d + 1): untrained scores stay near 0 (Stiennon et al. 2020)."""
     return 1 / math.sqrt(width + 1)
 
 
