@@ -1,4 +1,5 @@
-"""The command line: `fastppo demo`, `fastppo train`, `fastppo report`."""
+"""The command line: the three stages `fastppo sft`, `reward` and `train`; `generate`, `demo` and
+`report`."""
 
 from __future__ import annotations
 
@@ -13,13 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastppo.config import PPOConfig
+    from fastppo.generate import GenerateConfig
     from fastppo.options import Options
+    from fastppo.reward_model import RewardModelConfig
+    from fastppo.sft import SFTConfig
 
 DESCRIPTION = "PPO for language models: the loss in one pass over the logits, or with no logits."
 
+TRAIN = "PPO on your model, prompts and rewards."
+SFT = "Stage 1: supervised fine-tuning on prompts and completions, chats or plain text."
+REWARD = "Stage 2: a reward model from preference pairs or ranked lists."
+GENERATE = "Samples from one policy, or several side by side, with the reward of each."
+
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line. `train` has one flag per option of `PPOConfig`."""
+    """The whole command line. Commands with an option class have one flag per option."""
     import fastppo
 
     parser = argparse.ArgumentParser(prog="fastppo", description=DESCRIPTION)
@@ -42,13 +51,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(handler=_demo)
 
-    train = commands.add_parser(
-        "train",
-        add_help=False,
-        help="PPO on your model, prompts and rewards",
-        description="PPO on your model, prompts and rewards.",
-    )
-    train.set_defaults(handler=_train)
+    for name, handler, description in (
+        ("sft", _sft, SFT),
+        ("reward", _reward, REWARD),
+        ("train", _train, TRAIN),
+        ("generate", _generate, GENERATE),
+    ):
+        command = commands.add_parser(
+            name, add_help=False, help=description.rstrip("."), description=description
+        )
+        command.set_defaults(handler=handler, takes_options=True)
 
     report = commands.add_parser(
         "report",
@@ -108,7 +120,11 @@ def parse_options(
     file = first.parse_known_args(arguments)[0].config
     if file:
         parser.set_defaults(**read_yaml(file, options))
-    found, _ = parser.parse_args_into_dataclasses(list(arguments))  # _ holds --config alone
+    found, _, unknown = parser.parse_args_into_dataclasses(  # _ holds --config alone
+        list(arguments), return_remaining_strings=True
+    )
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     for name in required:
         if not getattr(found, name):
             parser.error(f"--{name} is missing: give it as a flag or in --config FILE")
@@ -119,11 +135,35 @@ def parse_train(arguments: Sequence[str]) -> PPOConfig:
     """The PPOConfig of `fastppo train`'s arguments."""
     from fastppo.config import PPOConfig
 
-    parser = options_parser("train", PPOConfig, "PPO on your model, prompts and rewards.")
+    parser = options_parser("train", PPOConfig, TRAIN)
     config = parse_options(parser, PPOConfig, ("model", "prompts"), arguments)
     if not (config.rewards or config.reward_ensemble):
         parser.error("--rewards is missing: give it as a flag or in --config FILE")
     return config
+
+
+def parse_sft(arguments: Sequence[str]) -> SFTConfig:
+    """The SFTConfig of `fastppo sft`'s arguments."""
+    from fastppo.sft import SFTConfig
+
+    parser = options_parser("sft", SFTConfig, SFT)
+    return parse_options(parser, SFTConfig, ("model", "data"), arguments)
+
+
+def parse_reward(arguments: Sequence[str]) -> RewardModelConfig:
+    """The RewardModelConfig of `fastppo reward`'s arguments."""
+    from fastppo.reward_model import RewardModelConfig
+
+    parser = options_parser("reward", RewardModelConfig, REWARD)
+    return parse_options(parser, RewardModelConfig, ("model", "data"), arguments)
+
+
+def parse_generate(arguments: Sequence[str]) -> GenerateConfig:
+    """The GenerateConfig of `fastppo generate`'s arguments."""
+    from fastppo.generate import GenerateConfig
+
+    parser = options_parser("generate", GenerateConfig, GENERATE)
+    return parse_options(parser, GenerateConfig, ("models",), arguments)
 
 
 def _demo(options: argparse.Namespace, rest: list[str]) -> None:
@@ -135,6 +175,55 @@ def _demo(options: argparse.Namespace, rest: list[str]) -> None:
         device=options.device,
         iterations=options.iterations,
     )
+
+
+def _sft(options: argparse.Namespace, rest: list[str]) -> None:
+    config = parse_sft(rest)
+    from rich.console import Console
+
+    from fastppo.sft import train_sft
+
+    console = Console(stderr=True)
+    result = train_sft(config, console=console)
+    line = f"loss {result['loss']:.3f} nats per token"
+    if "eval_loss" in result:
+        line += f", held out {result['eval_loss']:.3f}"
+    console.print(f"{line}\nmodel  {config.output_dir}")
+
+
+def _reward(options: argparse.Namespace, rest: list[str]) -> None:
+    config = parse_reward(rest)
+    from rich.console import Console
+
+    from fastppo.reward_model import train_reward_model
+
+    console = Console(stderr=True)
+    result = train_reward_model(config, console=console)
+    console.print(f"loss {result['loss']:.3f} nats per pair")
+    if "accuracy" in result:
+        console.print(
+            f"right on {result['accuracy']:.1%} of the held-out pairs, "
+            f"calibration error {result['calibration_error']:.3f}\n"
+            f"calibration  {config.output_dir}/calibration.png"
+        )
+    if "score_mean" in result:
+        console.print(
+            f"reference texts scored {result['score_mean']:.3f} ± {result['score_std']:.3f}; the "
+            f"mean is subtracted from now on"
+        )
+    console.print(f"model  {config.output_dir}")
+
+
+def _generate(options: argparse.Namespace, rest: list[str]) -> None:
+    config = parse_generate(rest)
+    from rich.console import Console
+
+    from fastppo.generate import generate, show, write
+
+    rows, found = generate(config)
+    show(rows, found, config, Console())
+    if config.output is not None:
+        write(config.output, rows, found, config)
 
 
 def _train(options: argparse.Namespace, rest: list[str]) -> None:
@@ -170,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest and options.command != "train":
+    if rest and not getattr(options, "takes_options", False):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     _calm_libraries()
     try:

@@ -153,7 +153,7 @@ def encode_prompts(
     columns: dict[str, list[Any]] = {name: [] for name in names}
     for number, row in enumerate(rows, 1):
         prompt = row.get(column)
-        ids = _encode(prompt, tokenizer, f"{source}, row {number}")
+        ids = encode_prompt(prompt, tokenizer, f"{source}, row {number}")
         if len(ids) > max_prompt_tokens:
             raise DataError(
                 f"{source}, row {number}: the prompt has {len(ids)} tokens; at most "
@@ -167,7 +167,13 @@ def encode_prompts(
     return prompts
 
 
-def _encode(prompt: Any, tokenizer: Any, where: str) -> list[int]:
+def encode_prompt(prompt: Any, tokenizer: Any, where: str) -> list[int]:
+    """Ids of one prompt, to be continued: a string, or messages with the generation prompt.
+
+    Raises:
+        DataError: it is empty, of another type, or the chat template has no place for it; `where`
+            opens the sentence.
+    """
     if isinstance(prompt, str):
         if not prompt.strip():
             raise DataError(f"{where}: the prompt is empty")
@@ -191,6 +197,25 @@ def _encode(prompt: Any, tokenizer: Any, where: str) -> list[int]:
     if not ids:
         raise DataError(f"{where}: the prompt is empty")
     return list(ids)
+
+
+def decode_completions(
+    tokenizer: Any, prompt_ids: Sequence[list[int]], response_ids: Sequence[list[int]]
+) -> list[str]:
+    """The responses as texts without special tokens: what stands behind the prompt's text.
+
+    Decoded together with their prompts, because a response decoded alone loses the space before
+    its first word, and then prompt + completion is not the text that was written.
+    """
+    both = [[*p, *r] for p, r in zip(prompt_ids, response_ids, strict=True)]
+    alone, heads, wholes = (
+        tokenizer.batch_decode(ids, skip_special_tokens=True)
+        for ids in (response_ids, prompt_ids, both)
+    )
+    return [
+        whole[len(head) :] if whole.startswith(head) else response
+        for response, head, whole in zip(alone, heads, wholes, strict=True)
+    ]
 
 
 def is_chat(value: Any) -> bool:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,21 +16,15 @@ from typing import Any
 import torch
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    TrainerCallback,
-)
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastppo.config import PPOConfig
 from fastppo.data import encode_prompts
 from fastppo.demo_task import gold_reward, make_data, make_tokenizer
 from fastppo.parts import choose_device
-from fastppo.reward_model import train_reward_model
-from fastppo.sft import train_sft
+from fastppo.reward_model import RewardModelConfig, train_reward_model
+from fastppo.sft import SFTConfig, train_sft
 from fastppo.trainer import PPOTrainer
 
 
@@ -117,8 +109,9 @@ def supervised_stages(
         (the task's data by name, what `train_reward_model` returns).
     """
     output_dir = Path(output_dir)
-    on_cpu = choose_device(device).type == "cpu"
-    if on_cpu:
+    for stage in ("sft", "reward_model"):
+        shutil.rmtree(output_dir / stage, ignore_errors=True)  # an earlier demo's
+    if choose_device(device).type == "cpu":
         torch.set_num_threads(1)  # the models are so small that a second thread costs time
     data = make_data(seed)
     _write(output_dir / "data", data)
@@ -126,35 +119,29 @@ def supervised_stages(
     torch.manual_seed(seed)
     config = model_config(len(tokenizer))
 
-    policy = LlamaForCausalLM(config)
-    with _progress("SFT", console) as callback:
-        sft = train_sft(
-            policy,
-            tokenizer,
-            data["demonstrations"],
-            output_dir / "sft",
-            epochs=3,
-            batch_size=64,
-            learning_rate=5e-3,
-            seed=seed,
-            callbacks=[callback],
-            use_cpu=on_cpu,
-        )
+    stages: dict[str, Any] = {"batch_size": 64, "gradient_accumulation": 1}
+    stages |= {"seed": seed, "device": device, "log_interval": 5, "checkpoint_interval": 0}
+    sft = train_sft(
+        SFTConfig(
+            output_dir=str(output_dir / "sft"), epochs=3, learning_rate=5e-3, eval_share=0, **stages
+        ),
+        model=LlamaForCausalLM(config),
+        tokenizer=tokenizer,
+        rows=data["demonstrations"],
+        console=console,
+    )
     # As in InstructGPT, the reward model starts from the SFT model with its head replaced.
-    scorer = LlamaForSequenceClassification.from_pretrained(output_dir / "sft", num_labels=1)
-    with _progress("reward model", console) as callback:
-        rewards = train_reward_model(
-            scorer,
-            tokenizer,
-            data["pairs"],
-            output_dir / "reward_model",
+    rewards = train_reward_model(
+        RewardModelConfig(
+            model=str(output_dir / "sft"),
+            output_dir=str(output_dir / "reward_model"),
             epochs=2,
-            batch_size=64,
             learning_rate=1e-3,
-            seed=seed,
-            callbacks=[callback],
-            use_cpu=on_cpu,
-        )
+            **stages,
+        ),
+        rows=data["pairs"],
+        console=console,
+    )
     console.print(
         f"SFT loss {sft['loss']:.3f} nats per token; "
         f"reward model right on {rewards['accuracy']:.0%} of held-out pairs"
@@ -168,32 +155,6 @@ def _write(directory: Path, data: dict[str, list[dict[str, Any]]]) -> None:
     for name, rows in data.items():
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (directory / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-
-
-@contextmanager
-def _progress(title: str, console: Console) -> Iterator[TrainerCallback]:
-    """A progress bar that a transformers Trainer drives."""
-    columns = (
-        TextColumn(title),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[status]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(title, status="")
-
-        class Bar(TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                progress.update(task, completed=state.global_step, total=state.max_steps)
-
-            def on_log(
-                self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any
-            ) -> None:
-                if logs and "loss" in logs:
-                    progress.update(task, status=f"loss {float(logs['loss']):.3f}")
-
-        yield Bar()
 
 
 ROWS = (

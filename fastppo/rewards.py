@@ -534,6 +534,7 @@ class RewardModel:
     A prompt of strings is joined with its completion and tokenised as one text; a prompt of chat
     messages is rendered by the reward tokenizer's own chat template, the completion as the
     assistant's turn. Texts longer than `max_length` tokens lose their beginning, not their end.
+    `score_mean` of the model's config, if there is one, is subtracted from every score.
     """
 
     def __init__(
@@ -558,6 +559,8 @@ class RewardModel:
         limit = getattr(model.config, "max_position_embeddings", None)
         self.max_length = min(filter(None, (max_length, limit)), default=None)
         self.batch_size = batch_size
+        # What `fastppo reward` writes there makes the mean score of its reference texts 0.
+        self.score_mean = float(getattr(model.config, "score_mean", 0.0))
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str]) -> list[float]:
@@ -573,7 +576,7 @@ class RewardModel:
         ids = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], device=device)
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
         mask = mask.to(device)
-        return sequence_scores(self.model, ids, mask).tolist()
+        return (sequence_scores(self.model, ids, mask) - self.score_mean).tolist()
 
     def _tokens(self, prompt: Any, completion: str) -> list[int]:
         """The text's ids. Too long a text loses its beginning, but for a leading special token."""

@@ -12,8 +12,11 @@ import tiny
 
 from fastppo import cli
 from fastppo.config import PPOConfig
-from fastppo.options import read_yaml
+from fastppo.generate import GenerateConfig
+from fastppo.options import Options, read_yaml
+from fastppo.reward_model import RewardModelConfig
 from fastppo.run_log import read_jsonl
+from fastppo.sft import SFTConfig
 
 REQUIRED = ("model", "prompts", "rewards")
 
@@ -38,6 +41,30 @@ def test_help_names_every_option_of_train_with_its_default(capsys) -> None:
         assert unit in text, unit
 
 
+@pytest.mark.parametrize(
+    ("command", "options", "units"),
+    [
+        ("sft", SFTConfig, ("tokens", "Rows per", "optimiser steps", "share of the optimiser")),
+        ("reward", RewardModelConfig, ("tokens", "reward unit", "texts", "optimiser steps")),
+        ("generate", GenerateConfig, ("tokens", "sequences", "prompts")),
+    ],
+)
+def test_help_names_every_option_of_the_other_stages_with_its_default(
+    command: str, options: type[Options], units: tuple[str, ...], capsys
+) -> None:
+    text = _help(capsys, command)
+    for field in fields(options):
+        assert f"--{field.name} " in text, field.name
+        default = getattr(options(), field.name)
+        shown = f" (default: {default})" if default not in ("", []) else ""
+        # argparse breaks lines at hyphens too
+        assert (field.metadata["help"] + shown).replace(" ", "") in text.replace(" ", ""), (
+            field.name
+        )
+    for unit in units:
+        assert unit in text, unit
+
+
 @pytest.mark.parametrize("command", ["demo", "report"])
 def test_each_subcommand_has_help(command: str, capsys) -> None:
     assert f"fastppo {command}" in _help(capsys, command)
@@ -45,8 +72,8 @@ def test_each_subcommand_has_help(command: str, capsys) -> None:
 
 def test_the_top_level_help_names_the_subcommands(capsys) -> None:
     text = _help(capsys)
-    for command in ("demo", "train", "report"):
-        assert command in text
+    for command in ("sft", "reward", "train", "generate", "demo", "report"):
+        assert f"{command} " in text
 
 
 def test_flags_and_yaml_mean_the_same(tmp_path: Path) -> None:
@@ -63,6 +90,18 @@ def test_flags_and_yaml_mean_the_same(tmp_path: Path) -> None:
     assert from_file.learning_rate == 1e-6
     assert from_file.reward_weights == [1.0, -0.5]
     assert from_file.whiten_advantages == "none"
+
+
+def test_the_other_stages_read_yaml_and_flags_alike(tmp_path: Path) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text("model: m\ndata: d.jsonl\nlearning_rate: 1e-6\nlora_target_modules: [q_proj]\n")
+    from_file = cli.parse_sft(["--config", str(file), "--epochs", "2"])
+    flags = "--model m --data d.jsonl --learning_rate 1e-6 --lora_target_modules q_proj --epochs 2"
+    assert from_file == cli.parse_sft(flags.split())
+    assert (from_file.learning_rate, from_file.epochs) == (1e-6, 2.0)
+    assert cli.parse_reward(flags.split()[:4]).center_coef == 0
+    found = cli.parse_generate(["--models", "a", "b", "--prompt", "w1", "--rewards", "r", "s:t"])
+    assert (found.models, found.rewards) == (["a", "b"], ["r", "s:t"])
 
 
 def test_a_negative_number_with_an_exponent_is_a_number(tmp_path: Path) -> None:
@@ -100,6 +139,10 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
         (["train", "--model", "m", "--prompts", "p"], "--rewards is missing"),
         (["train", "--learning_rate", "fast"], "invalid float value: 'fast'"),
         (["train", "--kl_estimator", "k9"], "invalid choice: 'k9'"),
+        (["sft", "--model", "m"], "--data is missing"),
+        (["reward", "--data", "d"], "--model is missing"),
+        (["generate", "--prompt", "w1"], "--models is missing"),
+        (["sft", "--speed", "9"], "fastppo sft: error: unrecognized arguments: --speed 9"),
         (["demo", "--speed", "9"], "unrecognized arguments: --speed 9"),
     ],
 )
@@ -129,6 +172,25 @@ def test_a_wrong_config_is_refused_in_a_sentence(content, says, tmp_path: Path, 
     assert cli.main(["train", "--config", str(tmp_path / "run.yaml")]) == 1
     message = capsys.readouterr().err
     assert says in message
+    assert "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    ("command", "row", "says"),
+    [
+        ("sft", {"question": "w1"}, "row 1: want messages, prompt and completion, or text"),
+        ("reward", {"prompt": "w1"}, "row 1: want prompt, chosen and rejected, or prompt and"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_refused_in_a_sentence(
+    command: str, row: dict[str, str], says: str, tmp_path: Path, capsys
+) -> None:
+    (tmp_path / "d.jsonl").write_text(json.dumps(row))
+    model, output = tiny.saved_model(tmp_path / "base"), str(tmp_path / "run")
+    flags = ["--model", model, "--data", str(tmp_path / "d.jsonl"), "--output_dir", output]
+    assert cli.main([command, *flags]) == 1
+    message = capsys.readouterr().err
+    assert f"fastppo: {tmp_path / 'd.jsonl'}, {says}" in message
     assert "Traceback" not in message
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -12,6 +13,8 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from fastppo import cli
 from fastppo.config import PPOConfig
+from fastppo.reward_model import RewardModelConfig, encode_comparisons
+from fastppo.sft import SFTConfig, encode_demonstrations
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -25,10 +28,9 @@ def blocks(page: Path, language: str) -> list[str]:
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files that the examples speak of, and the examples that are files."""
-    import json
-
     monkeypatch.chdir(tmp_path)
-    tiny.saved_model(tmp_path / "my-sft-model")
+    for name in ("my-base-model", "my-sft-model"):
+        tiny.saved_model(tmp_path / name)
     config = LlamaConfig(
         **{**tiny.CONFIGS["llama"]().to_dict(), "num_labels": 1, "architectures": None}
     )
@@ -36,6 +38,10 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tiny.tokenizer().save_pretrained(tmp_path / "my-reward-model")
     rows = [{"prompt": row["prompt"], "answer": row["wanted"]} for row in tiny.PROMPTS]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sft = [{"prompt": row["prompt"], "completion": f" {row['answer']}"} for row in rows]
+    (tmp_path / "demonstrations.jsonl").write_text("\n".join(map(json.dumps, sft)))
+    pairs = [{"prompt": r["prompt"], "chosen": " w7", "rejected": f" {r['answer']}"} for r in rows]
+    (tmp_path / "preferences.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     for language in ("python", "yaml"):
         for code in blocks(ROOT / "README.md", language):
             name = re.match(r"# (\S+\.(?:py|yaml))\n", code)
@@ -52,18 +58,67 @@ def test_python_examples_run(page: Path, workspace: Path) -> None:
         exec(compile(code, str(page), "exec"), names)
 
 
-def test_the_readmes_own_run_works_as_printed(workspace: Path, capsys) -> None:
-    lines = [
-        line.removeprefix("$ ")
-        for code in blocks(ROOT / "README.md", "console")
+def commands(page: Path) -> list[list[str]]:
+    """The `fastppo` commands of a page, without the program's name."""
+    return [
+        shlex.split(line.removeprefix("$ "))[1:]
+        for code in blocks(page, "console")
         for line in code.splitlines()
         if line.startswith("$ ")
     ]
-    assert [line.split()[1] for line in lines] == ["train", "report"]
+
+
+def test_the_readmes_own_run_works_as_printed(workspace: Path, capsys) -> None:
+    lines = commands(ROOT / "README.md")
+    assert [line[0] for line in lines] == ["train", "report", "sft", "reward", "train", "generate"]
     for line in lines:
-        assert cli.main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
+        if line[0] == "train" and "--config" not in line:
+            line += ["--iterations", "1"]  # as printed but for the default's 100
+        assert cli.main(line) == 0, capsys.readouterr().err
     for name in re.findall(r"^\| `([^`]+)`", (ROOT / "README.md").read_text("utf-8"), re.M):
         assert (workspace / "runs" / "mine" / name).exists(), name
+
+
+@pytest.mark.parametrize("name", ["sft", "reward-model", "generate"])
+def test_the_commands_of_a_stages_page_work_as_printed(name: str, workspace: Path, capsys) -> None:
+    lines = commands(ROOT / "docs" / f"{name}.md")
+    assert len(lines) == 2
+    for line in lines:
+        assert cli.main(line) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "encode"), [("sft", encode_demonstrations), ("reward-model", encode_comparisons)]
+)
+def test_every_row_that_a_stages_page_shows_can_be_used(name: str, encode) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    tokenizer.add_tokens(["2", "+", "4", "5", "four"])  # else all words are one, the unknown
+    (code,) = blocks(ROOT / "docs" / f"{name}.md", "json")
+    rows = [json.loads(line) for line in code.splitlines()]
+    found = encode(rows, tokenizer)
+    assert len(found.examples) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("sft", SFTConfig), ("reward-model", RewardModelConfig)]
+)
+def test_defaults_that_a_stages_page_tells_are_the_defaults(name: str, options) -> None:
+    page = (ROOT / "docs" / f"{name}.md").read_text("utf-8")
+    table = page[page.index("## The options that matter first") :].split("\n## ")[0]
+    found = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.M)
+    assert len(found) > 5
+    for option, shown in found:
+        default = getattr(options(), option)
+        if default is None or isinstance(default, bool):
+            assert shown == str(default).lower(), option
+        else:
+            assert float(shown) == default, option
+    for option in re.findall(r"--(\w+)", page.split("## Rows")[1]):
+        assert hasattr(options(), option) or option in ("model", "help"), option
 
 
 def test_the_two_commands_are_what_ci_and_the_demo_test_run() -> None:

@@ -27,6 +27,8 @@ FLOORS = (
             "fastppo.reference_policy",
             "fastppo.pretraining",
             "fastppo.parts",
+            "fastppo.supervised",
+            "fastppo.generate",
         ),
     },
     {"fastppo.cli", "fastppo.__main__", "fastppo.demo", "fastppo.demo_task", "fastppo.recipes"},

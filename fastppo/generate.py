@@ -1,0 +1,254 @@
+"""`fastppo generate`: what one policy writes, or several side by side, with the reward of each.
+
+For looking, not for evaluation at scale: policies are loaded one after another and all draw from
+the same seed; rewards are those of `fastppo train`. A policy wins against the first where its
+completion of a prompt gets more; every sample of the one meets every sample of the other, and a tie
+counts one half.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoTokenizer, PreTrainedModel
+
+from fastppo.data import Rows, decode_completions, encode_prompts, load_rows
+from fastppo.model import load_causal_lm
+from fastppo.options import Options, option
+from fastppo.parts import choose_device
+from fastppo.rewards import RewardTerm, make_terms, score
+from fastppo.rollout import TRUNCATED, Sampling
+from fastppo.rollout.hf import HFEngine
+
+
+@dataclass(kw_only=True, slots=True)
+class GenerateConfig(Options):
+    """Options of `fastppo generate`. Lengths are in tokens."""
+
+    models: list[str] = option(
+        [], "Required. One or more policies: directories or hub names; the first is compared with"
+    )
+    prompt: str | None = option(None, "One prompt, a string; this or prompts is required")
+    prompts: str | None = option(
+        None, "Prompts: .jsonl, .parquet, a save_to_disk directory or a hub name"
+    )
+    prompt_column: str = option("prompt", "Column of the prompt: a string or chat messages")
+    split: str = option("train", "Split of a datasets directory or hub dataset")
+    num_prompts: int = option(8, "Prompts taken from the top of the file, prompts", minimum=1)
+    rewards: list[str] = option(
+        [], "file.py:function, module:function, or a sequence-classification model"
+    )
+    reward_batch_size: int = option(
+        32, "Texts per forward pass of a reward model, sequences", minimum=1
+    )
+    num_samples: int = option(1, "Completions per prompt and policy, sequences", minimum=1)
+    max_new_tokens: int = option(128, "Longest completion, tokens", minimum=1)
+    temperature: float = option(1.0, "Sampling temperature; 0 takes the likeliest token", minimum=0)
+    top_k: int = option(
+        0, "Sample from the k likeliest tokens, tokens; 0 is all of them", minimum=0
+    )
+    top_p: float = option(
+        1.0, "Sample from the smallest set of this probability; 1 is all", minimum=0, maximum=1
+    )
+    batch_size: int = option(32, "Sequences generated at once", minimum=1)
+    seed: int = option(0, "Seed of sampling, the same for each policy", minimum=0)
+    device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, …")
+    param_dtype: Literal["float32", "bfloat16"] = option(
+        "float32", "Dtype of the policies' weights"
+    )
+    output: str | None = option(None, "Also write every completion to this .jsonl file")
+
+    def check(self) -> None:
+        if self.prompt is not None and self.prompts is not None:
+            raise ValueError("give prompt or prompts, not both")
+
+
+@dataclass(slots=True)
+class Completions:
+    """What one policy wrote: `num_samples` for each prompt, those of a prompt side by side."""
+
+    name: str
+    texts: list[str]
+    token_ids: list[list[int]]
+    """EOS included."""
+    finish_reasons: list[str]
+    """`stop` or `length`."""
+    rewards: dict[str, list[float]] = field(default_factory=dict)
+    """Each reward of each completion, reward units."""
+
+
+def generate(config: GenerateConfig) -> tuple[Rows, list[Completions]]:
+    """Samples from each policy and scores what it wrote.
+
+    Returns:
+        (rows, completions): the prompts' rows as the dataset holds them, and one per policy.
+
+    Raises:
+        DataError: a prompt that cannot be used, or is too long for a policy's context.
+        ValueError: no prompt is given, or a policy or reward cannot be loaded.
+        RewardError: a reward fails.
+    """
+    if config.prompt is not None:
+        rows: Rows = [{config.prompt_column: config.prompt}]
+    elif config.prompts is not None:
+        rows = load_rows(config.prompts, config.split)[: config.num_prompts]
+    else:
+        raise ValueError("give a prompt, or a file of prompts")
+    device = choose_device(config.device)
+    found = []
+    for name, directory in zip(short_names(config.models), config.models, strict=True):
+        found.append(_complete(name, directory, rows, config, device))
+    for term in make_terms(config.rewards, device=device, batch_size=config.reward_batch_size):
+        for policy in found:
+            policy.rewards[term.name] = _score(term, rows, policy, config)
+    return rows, found
+
+
+def _complete(
+    name: str, directory: str, rows: Rows, config: GenerateConfig, device: torch.device
+) -> Completions:
+    model = load_causal_lm(directory, dtype=getattr(torch, config.param_dtype), device=device)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    prompts = encode_prompts(
+        rows,
+        tokenizer,
+        column=config.prompt_column,
+        max_prompt_tokens=context - config.max_new_tokens,
+        source=f"{name}: {config.prompts or 'prompt'}",
+    )
+    ids = [prompt for prompt in prompts.token_ids for _ in range(config.num_samples)]
+    stop = stop_token_ids(tokenizer, model)
+    pad = next((i for i in (tokenizer.pad_token_id, *stop) if i is not None), 0)
+    engine = HFEngine(model, pad, batch_size=config.batch_size)
+    torch.manual_seed(config.seed)
+    rollout = engine.generate(
+        ids,
+        Sampling(
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature or 1.0,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            stop_token_ids=stop,
+            greedy=config.temperature == 0,
+        ),
+    )
+    texts = decode_completions(tokenizer, ids, rollout.tokens)
+    return Completions(name, texts, rollout.tokens, rollout.finish_reasons)
+
+
+def stop_token_ids(tokenizer: Any, model: PreTrainedModel) -> tuple[int, ...]:
+    """The EOS tokens of the generation config and of the tokenizer."""
+    found: list[int] = []
+    for value in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys(found))
+
+
+def _score(
+    term: RewardTerm, rows: Rows, policy: Completions, config: GenerateConfig
+) -> list[float]:
+    repeated = [row for row in rows for _ in range(config.num_samples)]
+    names = dict.fromkeys(key for row in rows for key in row if key != config.prompt_column)
+    columns = {name: [row.get(name) for row in repeated] for name in names}
+    prompts = [row[config.prompt_column] for row in repeated]
+    return list(score(term, prompts, policy.texts, columns, completion_ids=policy.token_ids))
+
+
+def short_names(directories: Sequence[str]) -> list[str]:
+    """The shortest ends of the paths that tell them apart: `a/policy`, `b/policy`."""
+    parts = [Path(directory).parts or (directory,) for directory in directories]
+    for length in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({i})" for i, name in enumerate(directories, 1)]  # one policy given twice
+
+
+def win_rate(rewards: Sequence[float], first: Sequence[float], num_samples: int) -> float:
+    """Share of meetings that `rewards` wins against `first`, both in the prompts' order."""
+    wins = 0.0
+    for start in range(0, len(first), num_samples):
+        for ours in rewards[start : start + num_samples]:
+            for theirs in first[start : start + num_samples]:
+                wins += 1.0 if ours > theirs else 0.5 if ours == theirs else 0.0
+    return wins / (len(first) * num_samples)
+
+
+# ------------------------------------------------------------------------------------- the picture
+
+
+def show(rows: Rows, found: list[Completions], config: GenerateConfig, console: Console) -> None:
+    """A table of the completions, and one of the means."""
+    table = Table(show_lines=True)
+    table.add_column("prompt", overflow="fold", ratio=2)
+    for policy in found:
+        table.add_column(Text(policy.name), overflow="fold", ratio=3)
+    for i, row in enumerate(rows):
+        for k in range(config.num_samples):
+            at = i * config.num_samples + k
+            prompt = _prompt_text(row[config.prompt_column]) if k == 0 else Text("")
+            table.add_row(prompt, *(_cell(policy, at) for policy in found))
+    console.print(table)
+
+    means = Table(title=f"{len(found[0].texts)} completions each", title_justify="left")
+    means.add_column("mean")
+    for policy in found:
+        means.add_column(Text(policy.name), justify="right", overflow="fold")
+    for name in found[0].rewards:
+        mine = [policy.rewards[name] for policy in found]
+        means.add_row(Text(name), *(f"{sum(v) / len(v):.3f}" for v in mine))
+        if len(found) > 1:
+            rates = [f"{win_rate(v, mine[0], config.num_samples):.0%}" for v in mine[1:]]
+            means.add_row(Text(f"{name}: wins against {found[0].name}"), "", *rates)
+    lengths = [[len(ids) for ids in policy.token_ids] for policy in found]
+    means.add_row("tokens", *(f"{sum(each) / len(each):.1f}" for each in lengths))
+    ended = [sum(reason != TRUNCATED for reason in p.finish_reasons) for p in found]
+    means.add_row("ended by EOS", *(f"{n / len(found[0].texts):.0%}" for n in ended))
+    console.print(means)
+
+
+def _prompt_text(prompt: Any) -> Text:
+    if isinstance(prompt, str):
+        return Text(prompt)
+    return Text("\n".join(f"{message['role']}: {message['content']}" for message in prompt))
+
+
+def _cell(policy: Completions, at: int) -> Text:
+    """The completion, that it was cut off, and its rewards."""
+    written = policy.texts[at].strip()
+    text = Text(written) if written else Text("(empty)", style="dim italic")
+    if policy.finish_reasons[at] == TRUNCATED:
+        text.append(" (cut off)", style="dim italic")
+    numbers = "  ".join(f"{name} {values[at]:.3f}" for name, values in policy.rewards.items())
+    if numbers:
+        text.append(f"\n{numbers}", style="dim")
+    return text
+
+
+def write(path: str | Path, rows: Rows, found: list[Completions], config: GenerateConfig) -> None:
+    """One line per completion: the row of its prompt, policy, sample, completion, rewards."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for policy in found:
+            for at, text in enumerate(policy.texts):
+                i, k = divmod(at, config.num_samples)
+                record = {
+                    **rows[i],
+                    "model": policy.name,
+                    "sample": k,
+                    "completion": text,
+                    "tokens": len(policy.token_ids[at]),
+                    "finish_reason": policy.finish_reasons[at],
+                    "rewards": {name: values[at] for name, values in policy.rewards.items()},
+                }
+                file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")

@@ -1,0 +1,223 @@
+"""`fastppo generate`: what each policy wrote, beside the others, with its rewards."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from rich.console import Console
+
+from fastppo import cli
+from fastppo.data import DataError
+from fastppo.generate import (
+    Completions,
+    GenerateConfig,
+    generate,
+    short_names,
+    show,
+    win_rate,
+    write,
+)
+from fastppo.rewards import RewardError
+
+
+def _policy(directory: Path, name: str, *, stops: bool = True) -> str:
+    """A model that writes one word after anything, then EOS or the word for ever."""
+    model, word = tiny.model(), tiny.VOCABULARY[name]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.zero_()
+        # The hidden state is the last token's own embedding, normed: the head can tell words apart.
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        model.model.embed_tokens.weight[word] = torch.eye(32)[1]
+        model.lm_head.weight[word, 0] = 10.0
+        model.lm_head.weight[1 if stops else word, 1] = 10.0
+    model.save_pretrained(directory)
+    tiny.tokenizer(chat=True).save_pretrained(directory)
+    return str(directory)
+
+
+def _config(tmp_path: Path, **more: Any) -> GenerateConfig:
+    options = {"prompt": "w1 w2", "max_new_tokens": 4, "device": "cpu", "temperature": 0}
+    return GenerateConfig(**{**options, **more})
+
+
+def _shown(rows: Any, found: Any, config: GenerateConfig, width: int = 100) -> str:
+    printed = io.StringIO()
+    show(rows, found, config, Console(file=printed, width=width))
+    return printed.getvalue()
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[str]:
+    return [
+        _policy(tmp_path / "before" / "policy", "w10"),
+        _policy(tmp_path / "after" / "policy", "w20", stops=False),
+    ]
+
+
+@pytest.fixture
+def reward(tmp_path: Path) -> str:
+    """Says how often the wanted word is in the completion."""
+    (tmp_path / "mine.py").write_text(
+        "def wanted_word(prompts, completions, wanted):\n"
+        "    return [c.split().count(w) for c, w in zip(completions, wanted)]\n"
+        "def length(prompts, completions):\n"
+        "    return [len(c.split()) for c in completions]\n"
+        "def broken(prompts, completions):\n"
+        "    return [float('nan')] * len(completions)\n"
+    )
+    return str(tmp_path / "mine.py")
+
+
+def test_each_policy_writes_what_it_writes_and_gets_its_rewards(two, reward, tmp_path) -> None:
+    rows = [{"prompt": "w1", "wanted": "w10"}, {"prompt": "w2 w3", "wanted": "w20"}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = _config(
+        tmp_path,
+        models=two,
+        prompt=None,
+        prompts=str(tmp_path / "p.jsonl"),
+        rewards=[f"{reward}:wanted_word", f"{reward}:length"],
+    )
+    prompts, (before, after) = generate(config)
+    assert prompts == rows
+    assert (before.name, after.name) == ("before/policy", "after/policy")
+    assert before.texts == [" w10", " w10"]
+    assert after.texts == [" w20 w20 w20 w20"] * 2
+    assert before.finish_reasons == ["stop", "stop"]
+    assert after.finish_reasons == ["length", "length"]
+    assert before.token_ids == [[13, 1]] * 2
+    assert after.token_ids == [[23] * 4] * 2
+    assert before.rewards == {"wanted_word": [1, 0], "length": [1, 1]}
+    assert after.rewards == {"wanted_word": [0, 4], "length": [4, 4]}
+
+
+def test_the_table_shows_completions_means_and_wins(two, reward, tmp_path) -> None:
+    config = _config(tmp_path, models=two, rewards=[f"{reward}:length"])
+    text = _shown(*generate(config), config)
+    for shown in ("before/policy", "after/policy", "w1 w2", "w20 w20 w20 w20", "length 4.000"):
+        assert shown in text, shown
+    assert "(cut off)" in text
+    assert "length: wins against before/policy" in text
+    assert "100%" in text
+    assert "ended by EOS" in text
+
+
+def test_an_empty_completion_is_shown_as_such_and_brackets_are_text(tmp_path) -> None:
+    rows = [{"prompt": "say [bold]nothing[/bold]"}]
+    found = [
+        Completions("a", [""], [[1]], ["stop"]),
+        Completions("b", ["[red]x"], [[5, 1]], ["stop"]),
+    ]
+    text = _shown(rows, found, _config(tmp_path, models=["a", "b"]))
+    assert "(empty)" in text
+    assert "say [bold]nothing[/bold]" in text
+    assert "[red]x" in text
+
+
+def test_long_texts_wrap_and_lose_nothing(tmp_path) -> None:
+    words = " ".join(f"w{i}" for i in range(40)) + " " + "x" * 90
+    text = _shown(
+        [{"prompt": "w1"}],
+        [Completions("a", [words], [[5] * 41], ["length"])],
+        _config(tmp_path, models=["a"]),
+        width=60,
+    )
+    assert max(map(len, text.splitlines())) <= 60
+    assert all(f"w{i}" in text for i in range(40))
+    assert text.count("x") >= 90
+
+
+def test_the_file_has_a_line_per_completion_with_the_columns_of_its_prompt(
+    two, reward, tmp_path
+) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "w1", "wanted": "w10"}\n{"prompt": "w2"}')
+    config = _config(
+        tmp_path,
+        models=two,
+        prompt=None,
+        prompts=str(tmp_path / "p.jsonl"),
+        num_samples=3,
+        rewards=[f"{reward}:length"],
+    )
+    rows, found = generate(config)
+    write(tmp_path / "out" / "out.jsonl", rows, found, config)
+    lines = (tmp_path / "out" / "out.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert len(records) == 2 * 2 * 3
+    assert records[0] == {
+        "prompt": "w1",
+        "wanted": "w10",
+        "model": "before/policy",
+        "sample": 0,
+        "completion": " w10",
+        "tokens": 2,
+        "finish_reason": "stop",
+        "rewards": {"length": 1.0},
+    }
+    assert [record["sample"] for record in records[:6]] == [0, 1, 2, 0, 1, 2]
+    assert [record["prompt"] for record in records[:6]] == ["w1"] * 3 + ["w2"] * 3
+
+
+def test_sampling_follows_the_seed_alone(tmp_path) -> None:
+    """Two policies of the same weights draw the same; another seed draws something else."""
+    directory = tiny.saved_model(tmp_path / "a")
+    tiny.saved_model(tmp_path / "b")
+    options = {"models": [directory, str(tmp_path / "b")], "temperature": 1.0, "num_samples": 4}
+    _, (first, second) = generate(_config(tmp_path, **options))
+    assert first.texts == second.texts
+    assert len(set(first.texts)) > 1
+    _, (other, _) = generate(_config(tmp_path, **options, seed=1))
+    assert other.texts != first.texts
+    _, (likeliest, _) = generate(_config(tmp_path, **options, top_k=1))
+    assert len(set(likeliest.texts)) == 1
+
+
+def test_the_win_rate_meets_every_sample_with_every_other() -> None:
+    # prompt 1: 2 beats 1 and 0, ties with 2; 0 ties with 0; prompt 2: all lost
+    assert win_rate([2, 0, 0, 0], [1, 2, 5, 5], num_samples=2) == (1 + 0.5) / 8
+    assert win_rate([1, 2], [1, 2], num_samples=1) == 0.5
+
+
+def test_policies_go_by_the_shortest_names_that_tell_them_apart() -> None:
+    assert short_names(["runs/a/policy", "runs/b/policy"]) == ["a/policy", "b/policy"]
+    assert short_names(["runs/sft", "org/model"]) == ["sft", "model"]
+    assert short_names(["runs/sft", "runs/sft"]) == ["runs/sft (1)", "runs/sft (2)"]
+
+
+def test_chat_prompts_go_through_the_template(two, tmp_path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "w5"}]}]
+    (tmp_path / "p.jsonl").write_text(json.dumps(rows[0]))
+    config = _config(tmp_path, models=two[:1], prompt=None, prompts=str(tmp_path / "p.jsonl"))
+    prompts, found = generate(config)
+    assert found[0].texts == [" w10"]
+    assert "user: w5" in _shown(prompts, found, config)
+
+
+def test_wrong_input_is_refused(two, reward, tmp_path) -> None:
+    with pytest.raises(ValueError, match="give prompt or prompts, not both"):
+        _config(tmp_path, models=two, prompts="p.jsonl")
+    with pytest.raises(ValueError, match="give a prompt, or a file of prompts"):
+        generate(_config(tmp_path, models=two, prompt=None))
+    with pytest.raises(DataError, match=r"before/policy: prompt, row 1: the prompt has 2 tokens"):
+        generate(_config(tmp_path, models=two, max_new_tokens=63))
+    with pytest.raises(RewardError, match="'broken' returned nan"):
+        generate(_config(tmp_path, models=two, rewards=[f"{reward}:broken"]))
+
+
+def test_from_the_command_line(two, reward, tmp_path, capsys) -> None:
+    flags = ["--models", *two, "--prompt", "w1 w2", "--rewards", f"{reward}:length"]
+    flags += ["--max_new_tokens", "4", "--temperature", "0", "--device", "cpu"]
+    output = tmp_path / "out.jsonl"
+    assert cli.main(["generate", *flags, "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert "w10" in printed
+    assert "wins against" in printed
+    assert len(output.read_text().splitlines()) == 2
