@@ -121,6 +121,12 @@ class Experience:
     def __len__(self) -> int:
         return len(self.sequences)
 
+    def tensors(self) -> dict[str, Tensor | None]:
+        """All tensors by name, those of the sequences among them."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        sequences = own.pop("sequences")
+        return own | {each.name: getattr(sequences, each.name) for each in fields(sequences)}
+
     def select(self, rows: Tensor) -> Experience:
         """The experience of the given sequences."""
         start = self.sequences.cu_seqlens[rows]

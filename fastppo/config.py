@@ -8,7 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from fastppo import validation
+from fastppo.monitor import parse_threshold
 from fastppo.options import Options, check_bounds, option
+
+WARNINGS = ("kl > 50", "eos_rate < 0.1", "distinct_2 < 0.1", "skipped_steps > 0")
+"""Thresholds that warn unless others are given: far outside what a healthy run shows."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -231,7 +235,7 @@ class PPOConfig(Options):
 
     # Watching
     warn_if: list[str] = option(
-        ["kl > 50", "eos_rate < 0.1", "distinct_2 < 0.1", "skipped_steps > 0"],
+        list(WARNINGS),
         "Thresholds that warn, such as 'kl > 50'; any logged metric with >, >=, < or <=",
     )
     stop_if: list[str] = option([], "Thresholds that stop the run with a checkpoint")
@@ -272,6 +276,9 @@ class PPOConfig(Options):
             raise ValueError(
                 f"kl_controller={self.kl_controller} multiplies kl_coef, so it must be > 0, got 0"
             )
+        for option_name in ("warn_if", "stop_if"):
+            for text in getattr(self, option_name):
+                parse_threshold(text, option_name)
         self._check_combinations()
         found = [Schedule.parse(text) for text in self.schedules]
         if len({schedule.name for schedule in found}) < len(found):

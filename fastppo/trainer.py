@@ -34,7 +34,7 @@ from transformers import AutoTokenizer, PreTrainedModel, set_seed
 from fastppo import checkpoint, parts
 from fastppo.advantages import Advantages, PenaltyKL, compute_advantages, sampled_kl, whiten
 from fastppo.batch import Experience, Sequences
-from fastppo.config import PPOConfig
+from fastppo.config import WARNINGS, PPOConfig
 from fastppo.data import Prompts, Rows
 from fastppo.losses import (
     PPOLoss,
@@ -45,6 +45,17 @@ from fastppo.losses import (
 )
 from fastppo.metrics import Clock, Meter, explained_variance, to_floats
 from fastppo.model import Head, LanguageModel, autocast
+from fastppo.monitor import (
+    SLOPE_WINDOW,
+    AbsentMetrics,
+    SpikeDetector,
+    crossed,
+    non_finite_gradients,
+    parse_threshold,
+    rollout_health,
+    save_batch,
+    slope,
+)
 from fastppo.optimizer import make_optimizer, set_learning_rate
 from fastppo.parts import choose_device
 from fastppo.report import write_report
@@ -54,7 +65,7 @@ from fastppo.reward_processing import (
     length_penalty,
     whiten_scores,
 )
-from fastppo.rewards import Reward, Scored, score, token_rewards
+from fastppo.rewards import Reward, Scored, place_rewards, score
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.rollout.hf import HFEngine
 from fastppo.run_log import RunLog, read_jsonl
@@ -73,6 +84,12 @@ class RunState:
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     score_scale: dict[str, float] = field(default_factory=dict)
+    kl_history: list[float] = field(default_factory=list)
+    loss_history: list[float] = field(default_factory=list)
+
+
+class RunStoppedError(RuntimeError):
+    """A threshold of `stop_if` was crossed; checkpoint, policy and report are written."""
 
 
 class Scores(NamedTuple):
@@ -161,13 +178,27 @@ class PPOTrainer:
         self.kl_controller = parts.kl_controller(config)
         self.policy_kl = PenaltyKL(config.policy_kl_coef, config.policy_kl_target)
         self.score_scale = RunningScale()
+        self._loss_spikes = SpikeDetector()
         self.state = RunState(kl_coef=config.kl_coef, policy_kl_coef=config.policy_kl_coef)
         self._last_saved: int | None = None
+        self.warn_if = [parse_threshold(text) for text in config.warn_if]
+        self.stop_if = [parse_threshold(text) for text in config.stop_if]
+        # The default thresholds are for any run; one of the user's own is missed if it is absent.
+        own = [t for t in self.warn_if if str(t) not in WARNINGS] + self.stop_if
+        self._absent_metrics = AbsentMetrics(own)
+        self._stopped_by: list[str] = []
 
     # ------------------------------------------------------------------------------ the algorithm
 
     def train(self) -> dict[str, float]:
-        """Runs to `config.iterations` and writes the policy and the report; the last metrics."""
+        """Runs to `config.iterations` and writes the policy and the report; the last metrics.
+
+        Raises:
+            RunStoppedError: a metric crossed a threshold of `stop_if`; all is written first.
+            FloatingPointError: `max_skipped_steps` steps in a row were not finite.
+            RewardError: a reward raised, or returned what cannot be trained on.
+            RuntimeError: the self-check failed.
+        """
         if self.prompts is None or not self.rewards:
             raise ValueError("train() needs prompts and at least one reward; step() needs neither")
         run_dir = Path(self.config.output_dir)
@@ -183,7 +214,7 @@ class PPOTrainer:
         log = RunLog(run_dir, self.config, self.state.iteration)
         metrics: dict[str, float] = {}
         with self._progress() as advance:
-            while self.state.iteration < self.config.iterations:
+            while self.state.iteration < self.config.iterations and not self._stopped_by:
                 metrics = self.iterate(log)
                 advance(metrics)
                 interval = self.config.checkpoint_interval
@@ -194,6 +225,12 @@ class PPOTrainer:
             self.save_checkpoint()
         self.save_policy(run_dir / "policy")
         write_report(run_dir)
+        if self._stopped_by:
+            raise RunStoppedError(
+                f"stopped after iteration {self.state.iteration - 1}: "
+                f"{'; '.join(self._stopped_by)}. A checkpoint, the policy and the report are in "
+                f"{run_dir}"
+            )
         return metrics or read_jsonl(run_dir / "metrics.jsonl")[-1]
 
     def iterate(self, log: RunLog) -> dict[str, float]:
@@ -219,9 +256,10 @@ class PPOTrainer:
         metrics |= self.update(experience)
         clock.lap("update")
         metrics |= score_metrics(scores, rollout) | clock.metrics(sum(rollout.lengths))
+        metrics |= rollout_health(rollout.tokens, scores.total, scores.monitors)
 
         iteration = self.state.iteration
-        log.metrics(iteration, metrics)
+        log.metrics(iteration, metrics, self._warnings(metrics))
         if iteration % self.config.log_interval == 0:
             log.samples(iteration, self._samples(prompts, rollout, scores, experience))
         self.state.prompts_seen += len(prompts)
@@ -287,14 +325,18 @@ class PPOTrainer:
             }
             for group in (self.rewards, self.monitors)
         )
+        _, placed = place_rewards(
+            self.rewards,
+            [terms[term.name] for term in self.rewards],
+            texts,
+            prompts.token_ids,
+            rollout.tokens,
+            self.tokenizer,
+        )
+        by_token = None if placed is None else torch.tensor(placed, device=self.device)
         total = torch.zeros(len(texts), device=self.device)
-        by_token: Tensor | None = None
         for term in self.rewards:
-            found = terms[term.name]
-            total += term.weight * torch.tensor(found.values, device=self.device)
-            if found.partial is not None:
-                part = term.weight * self._token_rewards(found, prompts, rollout, texts)
-                by_token = part if by_token is None else by_token + part
+            total += term.weight * torch.tensor(terms[term.name].values, device=self.device)
         lengths = torch.tensor(rollout.lengths, device=self.device)
         if config.length_normalized_score:
             total = length_normalized(total, lengths)
@@ -304,15 +346,6 @@ class PPOTrainer:
         if config.missing_eos_penalty is not None:
             total = total - config.missing_eos_penalty * self._truncated(rollout.finish_reasons)
         return Scores(total, terms, monitors, by_token)
-
-    def _token_rewards(
-        self, scored: Scored, prompts: Prompts, rollout: Rollout, texts: list[str]
-    ) -> Tensor:
-        """[N] fp32, packed: a reward's parts on the tokens that earned them."""
-        assert scored.partial is not None
-        rows = zip(scored.partial, texts, prompts.token_ids, rollout.tokens, strict=True)
-        placed = [token_rewards(*row, self.tokenizer) for row in rows]
-        return torch.tensor([x for row in placed for x in row], device=self.device)
 
     def training_rewards(
         self, scores: Scores, lengths: Sequence[int]
@@ -471,7 +504,7 @@ class PPOTrainer:
     def update(self, experience: Experience) -> dict[str, float]:
         """Mini-epochs of clipped updates on one batch of experience; returns their mean metrics."""
         config, meter = self.now, Meter()
-        stopped = False
+        stopped, skipped_before = False, self.state.skipped_steps
         for _ in range(config.ppo_epochs):
             order = torch.randperm(len(experience)).to(self.device)
             epoch: list[float] = []
@@ -487,6 +520,10 @@ class PPOTrainer:
         metrics = meter.metrics()
         if not config.kl_loss_coef:
             del metrics["kl_loss"]  # a term that is not in the loss
+        metrics["loss_spikes"] = float(
+            sum(map(self._loss_spikes, (s["loss"] for s in meter.steps)))
+        )
+        metrics["skipped_steps"] = float(self.state.skipped_steps - skipped_before)
         if config.early_stop_kl is not None:
             metrics["early_stopped"] = float(stopped)
             metrics["optimizer_steps"] = float(len(meter.steps))
@@ -830,6 +867,7 @@ class PPOTrainer:
         self.kl_controller.coef = self.state.kl_coef
         self.policy_kl.coef = self.state.policy_kl_coef
         self.score_scale = RunningScale(**self.state.score_scale)  # type: ignore[arg-type]
+        self._loss_spikes = SpikeDetector(self.state.loss_history)
         self._last_saved = self.state.iteration
         self.console.print(f"resuming from {found[-1]}")
 
@@ -838,8 +876,21 @@ class PPOTrainer:
     def _skip_step(self, minibatch: Experience, found: dict[str, float]) -> None:
         self.state.skipped_steps += 1
         self.state.skipped_in_a_row += 1
-        wrong = ", ".join(f"{name} {value}" for name, value in found.items() if name != "kl")
-        self.console.print(f"[yellow]optimiser step {self.state.optimizer_step}: {wrong}; skipped")
+        wrong = [name for name, value in found.items() if not math.isfinite(value)]
+        saved = save_batch(
+            Path(self.config.output_dir)
+            / "skipped"
+            / f"step-{self.state.optimizer_step:06d}.safetensors",
+            minibatch.tensors(),
+            iteration=self.state.iteration,
+            step=self.state.optimizer_step,
+            non_finite="loss" if "loss" in wrong else "grad_norm",
+            parameters=non_finite_gradients(self.model),
+        )
+        self.console.print(
+            f"[yellow]optimiser step {self.state.optimizer_step}: "
+            f"{', '.join(f'{name} {found[name]}' for name in wrong)}; skipped, batch in {saved}"
+        )
         if self.state.skipped_in_a_row >= self.config.max_skipped_steps:
             raise FloatingPointError(
                 f"{self.state.skipped_in_a_row} optimiser steps in a row had a non-finite loss or "
@@ -857,10 +908,24 @@ class PPOTrainer:
             self._reference.refresh()
 
     def _finish_iteration(self, metrics: dict[str, float], sequences: int) -> None:
+        self.state.loss_history = self._loss_spikes.history
         if "kl" in metrics and self.config.kl_controller != "fixed":
             self.kl_controller.update(metrics["kl"], sequences)
             self.state.kl_coef = self.kl_controller.coef
         self.state.iteration += 1
+
+    def _warnings(self, metrics: dict[str, float]) -> list[str]:
+        """Adds the KL's slope to the metrics; says which thresholds they cross."""
+        if "kl" in metrics:
+            self.state.kl_history = [*self.state.kl_history, metrics["kl"]][-SLOPE_WINDOW:]
+            rise = slope(self.state.kl_history)
+            if rise is not None:
+                metrics["kl_slope"] = rise
+        self._stopped_by = crossed(self.stop_if, metrics)
+        warnings = crossed(self.warn_if, metrics) + self._absent_metrics(metrics)
+        for sentence in warnings:
+            self.console.print(f"[yellow]iteration {self.state.iteration}: {sentence}")
+        return warnings + [f"stopped: {sentence}" for sentence in self._stopped_by]
 
     def _truncated(self, finish_reasons: Sequence[str]) -> Tensor:
         return torch.tensor(

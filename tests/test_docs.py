@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import tiny
+import yaml
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from fastppo import cli
@@ -140,6 +142,31 @@ def test_options_that_the_docs_name_exist() -> None:
             assert shown in (str(expected).lower(), f"{expected:g}", "1e-5"), option
     for option in re.findall(r"--(\w+)", page) + re.findall(r"`(\w+): ", page):
         assert hasattr(PPOConfig(), option), option
+
+
+def test_every_default_is_on_its_page_with_a_source() -> None:
+    page = (ROOT / "docs" / "defaults.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+) \|$", page, re.M)
+    config = PPOConfig()
+    assert [name for name, _, _ in rows] == [field.name for field in fields(PPOConfig)]
+    for name, shown, source in rows:
+        default = getattr(config, name)
+        if default in ("", [], None):
+            wanted = "none"
+        elif isinstance(default, list):
+            wanted = ", ".join(default)
+        else:
+            wanted = f"{default:g}" if isinstance(default, float) else str(default)
+        assert shown == (wanted.lower() if isinstance(default, bool) else wanted), name
+        assert source, name
+
+
+def test_options_of_the_menus_page_exist() -> None:
+    page = (ROOT / "docs" / "ppo.md").read_text("utf-8")
+    for option in re.findall(r"`(\w+): ", page):
+        assert hasattr(PPOConfig(), option), option
+    for code in blocks(ROOT / "docs" / "ppo.md", "yaml"):
+        PPOConfig(**yaml.safe_load(code))
 
 
 def test_links_between_pages_lead_somewhere() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,17 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from rich.console import Console
 from test_trainer import first_experience, make_trainer
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from fastppo.batch import Experience, Sequences
 from fastppo.config import PPOConfig, Schedule
+from fastppo.monitor import load_batch
 from fastppo.reward_processing import RunningScale
 from fastppo.rollout import Rollout
 from fastppo.run_log import read_jsonl
-from fastppo.trainer import PPOTrainer, Scores
+from fastppo.trainer import PPOTrainer, RunStoppedError, Scores
 from fastppo.value_function import BranchValue, SharedValue
 
 
@@ -378,12 +381,14 @@ def _reward_model(directory: Path, **tokenizer_options) -> str:
 def test_a_critic_may_start_as_the_reward_model(tmp_path: Path) -> None:
     """Its value of the state before the last token is the reward model's score of that text."""
     name = _reward_model(tmp_path / "rm")
+    model = AutoModelForSequenceClassification.from_pretrained(name).eval()
+    model.config.score_mean = 0.7  # what FastPPO's reward models subtract
+    model.save_pretrained(name)
     trainer = make_trainer(tmp_path, value_model="critic", critic_model=name)
     sequences = _sequences(trainer, (5,))
-    model = AutoModelForSequenceClassification.from_pretrained(name).eval()
     with torch.no_grad():
         _, values = trainer.model(sequences)
-        score = model(input_ids=sequences.input_ids[:, :-1]).logits[0, 0]
+        score = model(input_ids=sequences.input_ids[:, :-1]).logits[0, 0] - 0.7
     torch.testing.assert_close(values[-1], score)
 
 
@@ -738,3 +743,76 @@ def test_evaluation_does_not_move_the_running_scale(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, score_normalization="running")
     trainer.evaluate(trainer.prompts.select(range(4)))
     assert trainer.score_scale == RunningScale()
+
+
+# -------------------------------------------------------------------------------------- watching
+
+
+def test_a_run_watches_its_health(tmp_path: Path) -> None:
+    metrics = make_trainer(
+        tmp_path, iterations=2, monitor_rewards=[tiny.count_w7], max_new_tokens=24
+    ).train()
+    watched = {"length_correlation", "distinct_1", "distinct_2", "unique_responses", "kl_slope"}
+    watched |= {"correlation/count_w7", "loss_spikes", "skipped_steps", "eos_rate", "grad_norm"}
+    watched |= {f"ratio_{side}_{sign}" for side in ("above", "below") for sign in ("positive",)}
+    assert watched <= metrics.keys()
+    assert metrics["correlation/count_w7"] == pytest.approx(1.0), "it is the trained reward itself"
+
+
+def test_a_crossed_threshold_warns_in_the_terminal_and_in_the_records(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    trainer = make_trainer(
+        tmp_path, warn_if=["entropy > 1", "kl > 1e6", "klx > 3"], console=console, iterations=3
+    )
+    trainer.train()
+    records = _records(trainer)
+    for record in records:
+        assert any(sentence.startswith("entropy = 3.") for sentence in record["warnings"])
+        assert not any("1e+06" in sentence for sentence in record["warnings"])
+    assert "no metric 'klx'" in records[2]["warnings"][-1]
+    assert "iteration 0: entropy = 3." in console.file.getvalue()
+
+
+def test_a_hard_threshold_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, stop_if=["entropy > 1"], iterations=5)
+    with pytest.raises(RunStoppedError, match=r"after iteration 0: entropy = 3\.\d+ > 1"):
+        trainer.train()
+    run = tmp_path / "run"
+    assert (run / "checkpoint-000001").is_dir()
+    assert (run / "policy" / "config.json").is_file()
+    assert _records(trainer)[0]["warnings"][0].startswith("stopped: entropy")
+    resumed = make_trainer(tmp_path, resume=True, iterations=2)
+    assert resumed.train()
+    assert [record["iteration"] for record in _records(resumed)] == [0, 1]
+
+
+def test_the_batch_of_a_skipped_step_is_saved(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, ppo_epochs=1, minibatches=1, max_skipped_steps=2)
+    experience = first_experience(trainer)
+    experience.advantages[0] = float("nan")
+    metrics = trainer.update(experience)
+    assert metrics["skipped_steps"] == 1
+    tensors, record = load_batch(tmp_path / "run" / "skipped" / "step-000000.safetensors")
+    assert record["non_finite"] == "loss"
+    assert "causal_lm.lm_head.weight" in record["parameters"]
+    assert tensors["advantages"].isnan().sum() == 1
+    assert {"input_ids", "logprobs", "returns", "response_lengths"} <= tensors.keys()
+    with pytest.raises(FloatingPointError, match="2 optimiser steps in a row"):
+        trainer.update(experience)
+
+
+def test_a_threshold_that_cannot_be_read_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"stop_if must read like `kl > 20`.*got 'kl over 9'"):
+        PPOConfig(stop_if=["kl over 9"])
+
+
+def test_the_histories_survive_a_resume(tmp_path: Path) -> None:
+    whole = make_trainer(tmp_path / "whole", iterations=4, checkpoint_interval=1)
+    whole.train()
+    make_trainer(tmp_path / "cut", iterations=2, checkpoint_interval=1).train()
+    resumed = make_trainer(tmp_path / "cut", iterations=4, checkpoint_interval=1, resume=True)
+    resumed.train()
+    assert resumed.state == whole.state
+    assert [r["kl_slope"] for r in _records(resumed)[1:]] == [
+        r["kl_slope"] for r in _records(whole)[1:]
+    ]

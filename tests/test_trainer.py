@@ -29,7 +29,7 @@ def _no_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 def make_trainer(tmp_path: Path, architecture: str = "llama", **options) -> PPOTrainer:
     parts = {"rewards": [tiny.count_w7], "prompts": tiny.PROMPTS, "tokenizer": tiny.tokenizer()}
-    for name in ("rewards", "prompts", "tokenizer", "reference", "engine", "monitor_rewards"):
+    for name in (*parts, "reference", "engine", "monitor_rewards", "console"):
         if name in options:
             parts[name] = options.pop(name)
     return PPOTrainer(
