@@ -272,10 +272,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fastppo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(
-            "fastppo: interrupted; `--resume true` goes on from the newest checkpoint",
-            file=sys.stderr,
-        )
+        hint = "; `--resume true` goes on from the newest checkpoint"
+        can_resume = options.command in ("sft", "reward", "train")
+        print(f"fastppo: interrupted{hint if can_resume else ''}", file=sys.stderr)
         return 130
     return 0
 

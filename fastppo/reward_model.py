@@ -493,7 +493,7 @@ def train_reward_model(
             [Records(run_dir), bar, *(callbacks or [])],
         )
         trainer.classifier, trainer.center_coef = model, config.center_coef
-        result = {"loss": trainer.run()["loss"]}
+        result = {"loss": trainer.run(console)["loss"]}
     if peft is not None:
         trainer.classifier = model = peft.merge_and_unload()
     model.config.score_mean = 0.0  # also where the model that this one started from had another
@@ -653,7 +653,7 @@ def write_calibration(directory: str | Path, found: dict[str, Any]) -> None:
         middle = [(each["low"] + each["high"]) / 2 for each in bins]
         width = [0.9 * (each["high"] - each["low"]) for each in bins]
         counts.bar(middle, [each["count"] for each in bins], width, color="#9db8d6")
-        counts.set_ylabel("pairs × 2")
+        counts.set_ylabel("pairs, both orders")
         counts.set_xlabel("predicted P(first is better)")
         for axis in (curve, counts):
             axis.spines[["top", "right"]].set_visible(False)

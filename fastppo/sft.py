@@ -385,7 +385,7 @@ def train_sft(
             [Records(run_dir), bar, *(callbacks or [])],
         )
         trainer.policy = policy
-        result = trainer.run()
+        result = trainer.run(console)
     _stop_at_eos(model, tokenizer)
     merged = model if peft is None else peft.merge_and_unload()
     merged.save_pretrained(run_dir)

@@ -222,7 +222,7 @@ class SupervisedTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)
         # The loss is divided by the items of all batches of the step: Trainer must not divide
-        # again. The first name is read by transformers up to 5.2x, the second by later ones.
+        # again. Older releases of transformers read the first name, newer ones the second.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
 
@@ -278,13 +278,17 @@ class SupervisedTrainer(Trainer):
             batch = self.collate(rows[start : start + size])
             yield {name: value.to(self.args.device) for name, value in batch.items()}
 
-    def run(self) -> dict[str, float]:
+    def run(self, console: Console) -> dict[str, float]:
         """Trains, from the newest checkpoint where `resume` says so.
 
         Returns:
             dict: `loss`, the mean of the last tenth of the logged ones; the last held-out metrics.
         """
         found = newest_checkpoint(self.config.output_dir) if self.config.resume else None
+        if found is not None:
+            console.print(f"resuming from {found}")
+        elif self.config.resume:
+            console.print(f"no checkpoint in {self.config.output_dir}: starting from the beginning")
         self.train(resume_from_checkpoint=None if found is None else str(found))
         records = self.state.log_history
         losses = [record["loss"] for record in records if "loss" in record]

@@ -70,7 +70,7 @@ def _train(config: SFTConfig, model: Any = None, rows: Any = ROWS, **more: Any) 
         model=model or tiny.model(),
         tokenizer=more.pop("tokenizer", None) or _tokenizer(),
         rows=rows,
-        console=Console(file=io.StringIO()),
+        console=more.pop("console", None) or Console(file=io.StringIO()),
         **more,
     )
 
@@ -299,7 +299,9 @@ def test_a_resumed_run_ends_in_the_same_bits(lora_rank: int, tmp_path: Path) -> 
     with pytest.raises(KeyboardInterrupt):
         _train(_config(tmp_path, **options), callbacks=[_Interrupt(4)])
     assert newest_checkpoint(tmp_path / "run").name == "checkpoint-3"
-    _train(_config(tmp_path, **options, resume=True))
+    printed = io.StringIO()
+    _train(_config(tmp_path, **options, resume=True), console=Console(file=printed, width=200))
+    assert f"resuming from {tmp_path / 'run' / 'checkpoint-3'}" in printed.getvalue()
     saved = [
         AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
         for name in ("whole", "run")
