@@ -18,12 +18,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from fastppo.data import Rows, decode_completions, encode_prompts, load_rows
 from fastppo.model import load_causal_lm
 from fastppo.options import Options, option
-from fastppo.parts import choose_device
+from fastppo.parts import choose_device, stop_token_ids
 from fastppo.rewards import RewardTerm, make_terms, score
 from fastppo.rollout import TRUNCATED, Sampling
 from fastppo.rollout.hf import HFEngine
@@ -126,7 +126,7 @@ def _complete(
         source=f"{name}: {config.prompts or 'prompt'}",
     )
     ids = [prompt for prompt in prompts.token_ids for _ in range(config.num_samples)]
-    stop = stop_token_ids(tokenizer, model)
+    stop = stop_token_ids(None, tokenizer, model)
     pad = next((i for i in (tokenizer.pad_token_id, *stop) if i is not None), 0)
     engine = HFEngine(model, pad, batch_size=config.batch_size)
     torch.manual_seed(config.seed)
@@ -143,14 +143,6 @@ def _complete(
     )
     texts = decode_completions(tokenizer, ids, rollout.tokens)
     return Completions(name, texts, rollout.tokens, rollout.finish_reasons)
-
-
-def stop_token_ids(tokenizer: Any, model: PreTrainedModel) -> tuple[int, ...]:
-    """The EOS tokens of the generation config and of the tokenizer."""
-    found: list[int] = []
-    for value in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
-        found += value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(dict.fromkeys(found))
 
 
 def _score(

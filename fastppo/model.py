@@ -344,9 +344,16 @@ def load_causal_lm(
 
 
 def add_adapters(
-    causal_lm: PreTrainedModel, rank: int, alpha: float, target_modules: list[str] | None
+    model: PreTrainedModel,
+    rank: int,
+    alpha: float,
+    target_modules: list[str] | None,
+    task_type: str = "CAUSAL_LM",
 ) -> Any:
     """LoRA adapters on the model, in place: returns the PEFT model around it.
+
+    Args:
+        task_type: CAUSAL_LM, or SEQ_CLS, which trains the classifier's head in full.
 
     Raises:
         ImportError: peft is not installed.
@@ -361,10 +368,10 @@ def add_adapters(
         lora_dropout=0.0,
         target_modules=target_modules or "all-linear",
         # GPT-2 keeps its weights transposed, and PEFT wants to be told.
-        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in causal_lm.modules()),
-        task_type="CAUSAL_LM",
+        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
+        task_type=task_type,
     )
-    return get_peft_model(causal_lm, config)
+    return get_peft_model(model, config)
 
 
 def frozen_copy(model: LanguageModel) -> LanguageModel:

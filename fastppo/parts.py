@@ -58,10 +58,12 @@ def pad_token_id(tokenizer: Any, model: PreTrainedModel) -> int:
     return 0
 
 
-def stop_token_ids(config: PPOConfig, tokenizer: Any, model: PreTrainedModel) -> tuple[int, ...]:
-    """The tokens that end a response: those of the config, or the model's and tokenizer's EOS."""
-    if config.stop_token_ids is not None:
-        return tuple(config.stop_token_ids)
+def stop_token_ids(
+    chosen: list[int] | None, tokenizer: Any, model: PreTrainedModel
+) -> tuple[int, ...]:
+    """The tokens that end a response: the chosen ones, or the model's and the tokenizer's EOS."""
+    if chosen is not None:
+        return tuple(chosen)
     found: list[int] = []
     for value in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
         found += value if isinstance(value, list) else [] if value is None else [value]

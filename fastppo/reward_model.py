@@ -44,7 +44,12 @@ from transformers import (
 )
 
 from fastppo.data import DataError, Rows, is_chat, load_rows, shuffled
-from fastppo.model import attention_implementation, checkpoint_activations, switch_dropout_off
+from fastppo.model import (
+    add_adapters,
+    attention_implementation,
+    checkpoint_activations,
+    switch_dropout_off,
+)
 from fastppo.options import option
 from fastppo.rewards import sequence_scores
 from fastppo.sft import render_chat
@@ -352,25 +357,6 @@ def head_std(width: int) -> float:
     return 1 / math.sqrt(width + 1)
 
 
-def _add_adapters(model: PreTrainedModel, config: RewardModelConfig) -> Any:
-    """LoRA on the trunk; the head is trained in full."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ImportError("lora_rank > 0 needs peft: pip install peft") from error
-    return get_peft_model(
-        model,
-        LoraConfig(
-            r=config.lora_rank,
-            lora_alpha=config.lora_alpha,  # type: ignore[arg-type]
-            lora_dropout=0.0,
-            target_modules=config.lora_target_modules or "all-linear",
-            fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
-            task_type="SEQ_CLS",
-        ),
-    )
-
-
 # ------------------------------------------------------------------------------------ the training
 
 
@@ -480,7 +466,11 @@ def train_reward_model(
         f"reward model on {len(train)} rows, {sum(len(one.pairs) for one in train)} pairs; "
         f"{sum(len(one.pairs) for one in held_out)} pairs held out"
     )
-    peft = _add_adapters(model, config) if config.lora_rank > 0 else None
+    peft = None
+    if config.lora_rank > 0:
+        peft = add_adapters(
+            model, config.lora_rank, config.lora_alpha, config.lora_target_modules, "SEQ_CLS"
+        )
     if config.gradient_checkpointing:
         checkpoint_activations(model)
     with progress("reward model", console) as bar:

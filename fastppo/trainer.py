@@ -35,7 +35,7 @@ from fastppo import checkpoint, parts
 from fastppo.advantages import Advantages, PenaltyKL, compute_advantages, sampled_kl, whiten
 from fastppo.batch import Experience, Sequences
 from fastppo.config import WARNINGS, PPOConfig
-from fastppo.data import Prompts, Rows
+from fastppo.data import Prompts, Rows, decode_completions
 from fastppo.losses import (
     PPOLoss,
     aggregation_weights,
@@ -150,7 +150,7 @@ class PPOTrainer:
         causal_lm = model or parts.load_model(config.model, config, self.device)
         causal_lm = causal_lm.to(self.device)  # type: ignore[arg-type]
         self.pad_token_id = parts.pad_token_id(self.tokenizer, causal_lm)
-        self.stop_token_ids = parts.stop_token_ids(config, self.tokenizer, causal_lm)
+        self.stop_token_ids = parts.stop_token_ids(config.stop_token_ids, self.tokenizer, causal_lm)
         self.model = parts.make_actor_critic(causal_lm, self.tokenizer, config)
         parts.check_vocabulary(self.model, self.tokenizer, self.stop_token_ids)
         self._reference = parts.make_reference(self.model, reference, config)
@@ -378,20 +378,8 @@ class PPOTrainer:
         return total - paid, within
 
     def completions(self, prompts: Prompts, rollout: Rollout) -> list[str]:
-        """The responses as texts without special tokens: what stands behind the prompt's text.
-
-        Decoded together with their prompts, because a response decoded alone loses the space before
-        its first word, and then prompt + completion is not the text that was written.
-        """
-        both = [p + r for p, r in zip(prompts.token_ids, rollout.tokens, strict=True)]
-        alone, heads, wholes = (
-            self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-            for ids in (rollout.tokens, prompts.token_ids, both)
-        )
-        return [
-            whole[len(head) :] if whole.startswith(head) else response
-            for response, head, whole in zip(alone, heads, wholes, strict=True)
-        ]
+        """The responses as texts without special tokens: what stands behind the prompt's text."""
+        return decode_completions(self.tokenizer, prompts.token_ids, rollout.tokens)
 
     @torch.no_grad()
     def appraise(
