@@ -1,4 +1,4 @@
-"""The command line: `fastppo demo`, `fastppo train`, `fastppo report`."""
+"""The command line: `fastppo demo`, `fastppo train`, `fastppo report`, `fastppo bench`."""
 
 from __future__ import annotations
 
@@ -54,6 +54,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     report.add_argument("run", metavar="RUN", help="run directory, say runs/ppo")
     report.set_defaults(handler=_report)
+
+    bench = commands.add_parser("bench", add_help=False, help="every kernel beside its peers")
+    bench.set_defaults(handler=_bench)
     return parser
 
 
@@ -133,6 +136,12 @@ def _report(options: argparse.Namespace, rest: list[str]) -> None:
     print(write_report(options.run))
 
 
+def _bench(options: argparse.Namespace, rest: list[str]) -> int:
+    from fastppo.bench import suite
+
+    return suite().main(rest, prog="fastppo bench")
+
+
 def _calm_libraries() -> None:
     """Progress and results, not the libraries' chatter, are what a person sees."""
     from transformers.utils import logging as transformers_logging
@@ -150,11 +159,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest and options.command != "train":
+    if rest and options.command not in ("train", "bench"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     _calm_libraries()
     try:
-        options.handler(options, rest)
+        return options.handler(options, rest) or 0
     except (ValueError, ImportError, OSError, RuntimeError, FloatingPointError) as error:
         # DataError is a ValueError; RewardError, a failed self-check and torch's own are
         # RuntimeErrors.
@@ -168,7 +177,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 130
-    return 0
 
 
 if __name__ == "__main__":
