@@ -51,6 +51,12 @@ def build_parser(prog: str = "python -m benchmarks") -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda")
     parser.add_argument("--threads", type=int, help="CPU threads of torch; default: torch's own")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="begin no case after this many seconds; default: the set's own, within ten minutes "
+        "or one",
+    )
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument(
         "--out",
@@ -97,6 +103,8 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, console: 
     if options.keep and (options.quick or options.case):
         parser.error("--keep is for the whole set: leave --quick and --case out")
     work = SETS[device.type, "quick" if options.quick else "default"]
+    if options.seconds is not None:
+        work = work._replace(seconds=options.seconds)
     with _progress(console) as progress:
         record, _ = run(
             work,

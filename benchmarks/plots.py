@@ -60,6 +60,7 @@ def _floor(record: dict[str, Any]) -> Any:
             f"{style.percent(row['percent_of_floor'])}  ·  {style.seconds(row['median_seconds'])}"
         ),
         axis="percent of the floor",
+        order=lambda row: row["median_seconds"],
         limit=100,
     )
 
@@ -70,6 +71,7 @@ def _memory(record: dict[str, Any]) -> Any:
         value=lambda row: row["peak_extra_bytes"] / 1e6,
         label=lambda row: style.size(row["peak_extra_bytes"]),
         axis="peak memory above the inputs, MB",
+        order=lambda row: row["peak_extra_bytes"],
     )
 
 
@@ -79,6 +81,7 @@ def _bars(
     value: Callable[[dict[str, Any]], float],
     label: Callable[[dict[str, Any]], str],
     axis: str,
+    order: Callable[[dict[str, Any]], float],
     limit: float | None = None,
 ) -> Any:
     """A panel of horizontal bars for each case, all panels of a row equally high."""
@@ -101,7 +104,7 @@ def _bars(
         panel.set_visible(False)
     for index, case in enumerate(cases):
         panel, rows = grid[index // COLUMNS][index % COLUMNS], _timed(case)
-        rows = sorted(rows, key=lambda row: row["median_seconds"])
+        rows = sorted(rows, key=order)  # the best on top
         values = [value(row) for row in rows]
         for place, (row, x) in enumerate(zip(rows, values, strict=True)):
             colour, ours = look(row["provider"]).colour, is_ours(row["provider"])

@@ -75,8 +75,8 @@ class Training(NamedTuple):
     microbatch: int
 
     def __str__(self) -> str:
-        cut = f"{self.layers} of {self.model.layers} layers"
-        return f"{self.model.name}, {cut}, B={self.batch}, {self.prompt}+{self.response} tokens"
+        cut = f"{self.layers}/{self.model.layers} layers"
+        return f"{self.model.name}, {cut}, B={self.batch}, T={self.prompt}+{self.response}"
 
 
 class Sweep(NamedTuple):
