@@ -108,7 +108,11 @@ class Lab:
         self.trainers: dict[str, Any] = {}
         self.folder: tempfile.TemporaryDirectory[str] | None = None
         self.model: Any = None
+        self.reference: Any = None
+        self.value_head: Any = None
+        self.optimizer: Any = None
         self.exact: Any = None
+        """A copy of the model in fp64."""
 
     def open(self, device: torch.device) -> None:
         if self.model is not None:
@@ -182,9 +186,8 @@ class Lab:
     def close(self) -> None:
         if self.folder is not None:
             self.folder.cleanup()
-        self.__init__(self.shape)  # type: ignore[misc]
-        if hasattr(self, "optimizer"):
-            del self.optimizer, self.reference, self.value_head
+        self.trainers, self.folder, self.model, self.exact = {}, None, None, None
+        self.reference = self.value_head = self.optimizer = None
 
 
 def prompt_texts(batch: int, length: int, vocab: int) -> list[str]:
@@ -307,7 +310,8 @@ def _exact_update(lab: Lab, inputs: Inputs) -> dict[str, Truth]:
     head = copy.deepcopy(lab.value_head).double()
     learner = _Learner(exact, exact, head, torch.float64)
     ids = torch.cat([inputs["prompts"], inputs["responses"]], 1)
-    found = _update(learner, ids, lab.shape.prompt, lab.shape.batch, inputs["scores"].double())
+    prompt, microbatch = lab.shape.prompt, lab.shape.microbatch
+    found = _update(learner, ids, prompt, microbatch, inputs["scores"].double())
     norms = [p.grad.norm() for p in _parameters(learner) if p.grad is not None]
     found["grad_norm"] = torch.stack(norms).norm()
     lab.exact = None  # its gradients are the size of the model

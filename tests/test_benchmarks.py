@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import re
+import shlex
+import sys
 import tomllib
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,17 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks import case as case_module
-from benchmarks import cases, claims, losses, measure, readme, report, sequences, training
+from benchmarks import (
+    cases,
+    claims,
+    losses,
+    measure,
+    readme,
+    report,
+    sequences,
+    training,
+    trl_iteration,
+)
 from benchmarks import conftest as pytest_front_door
 from benchmarks.page import write_page
 from benchmarks.run import describe, describe_sweep, estimate_seconds, for_sweeps, run, run_case
@@ -481,7 +493,35 @@ def test_pytest_benchmarks_without_the_plugin_is_refused_in_a_sentence(
         pytest_front_door.pytest_configure(None)
 
 
+def test_commands_of_the_suites_readme_are_commands() -> None:
+    page = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
+    (block,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    for line in block.splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:2] == ["fastppo", "bench"]:
+            command.build_parser().parse_args(words[2:])
+        elif words[0] == "python":
+            assert words[1:3] == ["-m", trl_iteration.__name__]
+        else:
+            assert words[:2] == ["pytest", "benchmarks"]
+
+
 # ------------------------------------------------------------------------------ claims for a CPU
+
+
+def test_the_comparison_with_trl_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "trl.experimental.ppo", None)
+    assert trl_iteration.main([]) == 1
+    assert "pip install trl==1.12.0" in capsys.readouterr().err
+    (claim,) = claims._iteration(lambda line: None, trl_iteration.Options())
+    assert claim.verdict == "NOT MEASURED"
+
+
+def test_a_speed_up_is_the_median_over_neighbouring_iterations() -> None:
+    result = trl_iteration.Result({}, [1.0, 10.0, 1.0], [3.0, 30.0, 4.0], {})
+    assert result.speed_up == 3.0
 
 
 def test_a_claim_passes_up_to_its_limit_and_fails_behind_it() -> None:
