@@ -20,6 +20,7 @@ from benchmarks.case import Case, Provider
 from benchmarks.losses import linear_loss_case, loss_case
 from benchmarks.sequences import LOOP, gae_case
 from benchmarks.shapes import MODELS, Sequences, Tokens
+from benchmarks.style import device_title, seconds
 
 LOGITS = Tokens(MODELS["tinyllama-1.1b"], 512)
 LINEAR = Tokens(MODELS["llama-68m"], 2048)
@@ -90,8 +91,6 @@ def _named(case: Case, name: str) -> Provider:
 
 
 def _spread(ratio: measure.Ratio, names: tuple[str, str] = ("FastPPO", "eager")) -> str:
-    from benchmarks.style import seconds
-
     low, high = ratio.quartiles
     ours, other = (seconds(value) for value in ratio.seconds)
     return f"quartiles {low:.2f} to {high:.2f}; {names[0]} {ours}, {names[1]} {other}"
@@ -177,7 +176,7 @@ def describe(claims: list[Claim]) -> list[dict[str, Any]]:
 
 def print_claims(claims: list[Claim], to: Console) -> None:
     table = Table(
-        title=f"Claims for a CPU · {run.device_name(CPU)}, {torch.get_num_threads()} threads",
+        title=f"Claims for a CPU · {device_title(run.describe_device(CPU))}",
         title_justify="left",
     )
     table.add_column("")
