@@ -1,27 +1,48 @@
-"""`python -m benchmarks`: run a set, print the table, write the JSON."""
+"""`python -m benchmarks`: run a set, print the table, write JSON, pictures and a page.
+
+python -m benchmarks                  the set of this device: minutes
+python -m benchmarks --quick          within a minute
+python -m benchmarks claims           the ratios that are promised for a CPU, PASS or FAIL
+python -m benchmarks page RESULTS     pictures and page of a results file
+python -m benchmarks readme           the README's table from benchmarks/results
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from rich.console import Console
 
 from benchmarks import cases, report
 from benchmarks.run import run
 from benchmarks.shapes import SETS
 
+OUT = Path("runs/benchmarks")
 
-def build_parser() -> argparse.ArgumentParser:
+
+def build_parser(prog: str = "python -m benchmarks") -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks",
+        prog=prog,
         description="Times every operation beside its peers and its floor. Each provider is "
         "checked against fp64 first; a wrong one is reported and not timed.",
         epilog="cases: " + "; ".join(f"{name} ({what})" for name, what in cases.NAMES.items()),
     )
-    parser.add_argument("--quick", action="store_true", help="small shapes, about a minute")
+    parser.add_argument(
+        "command",
+        nargs="?",
+        default="run",
+        choices=("run", "claims", "page", "readme"),
+        help="run (the default): a set; claims: the ratios promised for a CPU; page: pictures and "
+        "page of a results file; readme: the README's table from benchmarks/results",
+    )
+    parser.add_argument("results", nargs="?", type=Path, help="of page: a results file")
+    parser.add_argument("--quick", action="store_true", help="small shapes, within a minute")
     parser.add_argument(
         "--case",
         action="append",
@@ -30,16 +51,47 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda")
     parser.add_argument("--threads", type=int, help="CPU threads of torch; default: torch's own")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="begin no case after this many seconds; default: the set's own, within ten minutes "
+        "or one",
+    )
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument(
-        "--json", type=Path, help="results file; default benchmarks/results/DEVICE/DATE.json"
+        "--out",
+        type=Path,
+        default=OUT,
+        help="folder of results.json, index.html and the PNG files; default: %(default)s",
+    )
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="also write benchmarks/results/<device>.json, from which the README's table is made; "
+        "of claims: add them to that file",
     )
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = build_parser()
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m benchmarks") -> int:
+    parser = build_parser(prog)
     options = parser.parse_args(arguments)
+    if (options.results is not None) != (options.command == "page"):
+        parser.error("a results file is what `page` takes, and only `page`")
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    console = report.console()
+    if options.command == "readme":
+        return _readme(console)
+    if options.command == "claims":
+        return _claims(options, console)
+    if options.command == "page":
+        _write_page(report.read(options.results), options.out, console)
+        return 0
+    return _run(parser, options, console)
+
+
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, console: Console) -> int:
     kind = options.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,22 +100,79 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--device must be auto, cpu or cuda, got {kind!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device")
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    if options.keep and (options.quick or options.case):
+        parser.error("--keep is for the whole set: leave --quick and --case out")
     work = SETS[device.type, "quick" if options.quick else "default"]
-    console = report.console()
-    record, _ = run(
-        work,
-        device,
-        names=tuple(options.case or cases.NAMES),
-        compiled=not options.no_compile,
-        progress=lambda line: console.print(line, style="dim", highlight=False, markup=False),
-    )
-    path = options.json or report.results_path(record)
-    report.write(record, path)
-    console.print(f"written {path}", style="dim", highlight=False, markup=False)
+    if options.seconds is not None:
+        work = work._replace(seconds=options.seconds)
+    with _progress(console) as progress:
+        record, _ = run(
+            work,
+            device,
+            names=tuple(options.case or cases.NAMES),
+            # Compiling alone would take the quick set's minute.
+            compiled=not (options.no_compile or options.quick),
+            progress=progress,
+        )
     report.print_table(record, console)
+    paths = [options.out / "results.json"]
+    paths += [report.results_path(record)] if options.keep else []
+    for path in paths:
+        report.write(record, path)
+        console.print(f"written {path}", style="dim", highlight=False, markup=False)
+    _write_page(record, options.out, console)
     return 0
+
+
+def _write_page(record: dict[str, Any], folder: Path, console: Console) -> None:
+    from benchmarks.page import write_page
+
+    path = write_page(record, folder)
+    console.print(f"written {path}", style="dim", highlight=False, markup=False)
+
+
+def _claims(options: argparse.Namespace, console: Console) -> int:
+    from benchmarks import claims
+    from benchmarks.run import describe_device
+
+    record: dict[str, Any] = {"device": describe_device(torch.device("cpu"))}
+    path = report.results_path(record)
+    if options.keep and not path.exists():
+        console.print(f"{path} is not there: run `python -m benchmarks --keep` first", style="red")
+        return 1
+    with _progress(console) as progress:
+        found = claims.measure_claims(progress)
+    claims.print_claims(found, console)
+    if options.keep:
+        record = report.read(path)
+        record["claims"] = claims.describe(found)
+        report.write(record, path)
+        console.print(f"written {path}", style="dim", highlight=False, markup=False)
+    return int(any(claim.verdict == "FAIL" for claim in found))
+
+
+def _readme(console: Console) -> int:
+    from benchmarks import readme
+
+    changed = readme.update()
+    console.print("README.md: " + ("written" if changed else "is what the results say"))
+    return 0
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """One line that changes in a terminal; else a line per case."""
+    if console.is_terminal:
+        with console.status("") as status:
+            yield status.update
+        return
+
+    def line(text: str) -> None:
+        # "3/40  loss, gpt2: checking verl" is for a terminal's changing line.
+        if ": " not in text or not text[0].isdigit():
+            console.print(text, style="dim", highlight=False, markup=False)
+
+    yield line
 
 
 if __name__ == "__main__":

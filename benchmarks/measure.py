@@ -8,7 +8,10 @@
 - Memory: the most that is allocated at any moment of the call, outputs included, above what was
   allocated before it. On a GPU, `torch.cuda.max_memory_allocated`. On a CPU, the allocation events
   of `torch.profiler`, which sees every tensor of torch, those inside its operators included.
-- Ceilings: a large copy and a square matrix product, timed in the same run, the best of several.
+- Ceilings: a large copy and large matrix products, a square one and one as wide as a vocabulary,
+  timed in the same run, the best of several.
+- Ratios: of two functions, call by call in turns, the median of the quotients of neighbours. A busy
+  machine slows both, so that the quotient holds where a time does not.
 - Error: max |x − truth| over an output, in units of that output's scale (`cases.Truth`).
 """
 
@@ -38,8 +41,15 @@ HEAD_START_CYCLES = 1_000_000
 
 MAX_CALLS = 1000
 
+PATIENCE = 4
+
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
-MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
+MATMUL_SHAPES = {
+    "cpu": ((2048, 2048, 2048), (1024, 768, 32000)),
+    "cuda": ((8192, 8192, 8192), (8192, 4096, 131072)),
+}
+"""(rows, inner, columns). Which of them the library does best depends on the machine."""
+
 CEILING_CALLS = 10
 
 
@@ -89,11 +99,15 @@ def measure_ceilings(device: torch.device, dtypes: Sequence[torch.dtype]) -> Cei
     source = torch.ones(size, device=device)
     target = torch.empty_like(source)
     copy = 2 * source.nbytes / _best(lambda: target.copy_(source), device)
-    n, matmul = MATMUL_SIZE[device.type], {}
+    matmul = {}
     for dtype in dict.fromkeys(dtypes):
-        a, b = torch.randn(2, n, n, device=device).to(dtype)
-        out = torch.empty_like(a)
-        matmul[dtype_name(dtype)] = 2 * n**3 / _best(_matmul(a, b, out), device)
+        found = []
+        for rows, inner, columns in MATMUL_SHAPES[device.type]:
+            a = torch.randn(rows, inner, device=device).to(dtype)
+            b = torch.randn(columns, inner, device=device).to(dtype).T
+            out = torch.empty(rows, columns, device=device, dtype=dtype)
+            found.append(2 * rows * inner * columns / _best(_matmul(a, b, out), device))
+        matmul[dtype_name(dtype)] = max(found)
     return Ceilings(copy, matmul)
 
 
@@ -124,7 +138,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> tuple[float, f
 
 def time_in_turns(
     calls: Mapping[str, Callable[[Inputs], object]],
-    rotation: Sequence[Inputs],
+    rotations: Mapping[str, Sequence[Inputs]],
     restore: Callable[[str, int], None],
     device: torch.device,
     *,
@@ -133,8 +147,11 @@ def time_in_turns(
 ) -> dict[str, Timing]:
     """Times the providers in turns, each until it has used `seconds` and made `min_calls` calls.
 
+    A provider so slow that its calls would take PATIENCE times `seconds` makes two and is done.
+
     Args:
         calls: by name, warmed up by the caller.
+        rotations: each provider's inputs, as many sets for one as for another.
         restore: (name, index into the rotation) undoes what the provider wrote over its inputs.
     """
     wall: dict[str, list[float]] = {name: [] for name in calls}
@@ -145,16 +162,18 @@ def time_in_turns(
     try:
         while running:
             for name in list(running):
-                index = turn % len(rotation)
+                index = turn % len(rotations[name])
                 turn += 1
-                inputs, call = rotation[index], calls[name]
+                inputs, call = rotations[name][index], calls[name]
                 took, of_processor = _seconds(functools.partial(call, inputs), device)
                 restore(name, index)
                 wall[name].append(took)
                 if of_processor is not None:
                     processor[name].append(of_processor)
-                made = len(wall[name])
-                if made >= MAX_CALLS or (made >= min_calls and sum(wall[name]) >= seconds):
+                made, used = len(wall[name]), sum(wall[name])
+                done = made >= min_calls and used >= seconds
+                slow = made >= 2 and used >= PATIENCE * seconds > 0
+                if made >= MAX_CALLS or done or slow:
                     running.remove(name)
     finally:
         gc.enable()
@@ -167,6 +186,48 @@ def time_in_turns(
         )
         for name, times in wall.items()
     }
+
+
+class Ratio(NamedTuple):
+    """How much longer one function takes than another: the median of quotients, its quartiles."""
+
+    median: float
+    quartiles: tuple[float, float]
+    seconds: tuple[float, float]
+    """Median of each of the two."""
+
+
+def ratio_in_turns(
+    numerator: Callable[[int], object], denominator: Callable[[int], object], turns: int
+) -> Ratio:
+    """Time of `numerator(turn)` over that of `denominator(turn)`, on a CPU.
+
+    Each turn runs both, one turn the one first and one turn the other, after one call to warm up.
+    """
+    cpu = torch.device("cpu")
+    numerator(0), denominator(0)
+    taken: list[tuple[float, float]] = []
+    gc.collect()
+    for turn in range(turns):
+        order = [numerator, denominator]
+        found = [
+            _seconds(functools.partial(call, turn), cpu)[0]
+            for call in (order if turn % 2 == 0 else order[::-1])
+        ]
+        first, second = found if turn % 2 == 0 else found[::-1]
+        taken.append((first, second))
+    quotients = [first / second for first, second in taken]
+    medians = tuple(statistics.median(column) for column in zip(*taken, strict=True))
+    return Ratio(statistics.median(quotients), _quartiles(quotients), medians)
+
+
+def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float | None:
+    """The slope of log cost over log size by least squares; None from fewer than two sizes."""
+    points = [(math.log(x), math.log(y)) for x, y in zip(sizes, costs, strict=True) if y > 0]
+    if len({x for x, _ in points}) < 2:
+        return None
+    slope, _ = statistics.linear_regression(*zip(*points, strict=True))
+    return slope
 
 
 def _quartiles(times: list[float]) -> tuple[float, float]:
@@ -207,8 +268,10 @@ COMPARE_ELEMENTS = 2**26
 
 
 def max_error(x: Tensor, truth: Tensor) -> float:
-    """max |x − truth|, in fp64; inf where there is a NaN."""
-    if x.shape != truth.shape:
+    """max |x − truth|, in fp64; inf where there is a NaN. A layout in sequences is as good as one
+    in tokens: what counts is the order of the entries.
+    """
+    if x.numel() != truth.numel():
         raise ValueError(f"shape {list(x.shape)}, expected {list(truth.shape)}")
     worst = 0.0
     flat, flat_truth = x.detach().reshape(-1), truth.reshape(-1)

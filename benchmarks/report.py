@@ -1,4 +1,4 @@
-"""What a run says: a table in the terminal, and a JSON file per device and date."""
+"""What a run says in text: a table in the terminal, and a JSON file per device."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.style import device_title, digits, is_ours, seconds, size
+
 RESULTS = Path(__file__).parent / "results"
 
 WIDTH = 150
 """Columns where the output is no terminal."""
 
-FAINT = {"absent", "unsupported"}
+FAINT = {"absent", "unsupported", "skipped"}
+
+
+def slug(device: dict[str, Any]) -> str:
+    """A device as a file name: nvidia-h200, amd-epyc."""
+    return re.sub(r"[^a-z0-9]+", "-", device["name"].lower()).strip("-")
 
 
 def results_path(record: dict[str, Any]) -> Path:
-    """results/<device>/<date>.json, with the time of day where that name is taken."""
-    device = record["device"]
-    name = device["name"]
-    if device["type"] == "cpu":
-        name += " 1 thread" if device["threads"] == 1 else f" {device['threads']} threads"
-    folder = RESULTS / re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    path = folder / f"{record['date'][:10]}.json"
-    if path.exists():
-        path = folder / f"{record['date'][:19].replace(':', '')}.json"
-    return path
+    """benchmarks/results/<device>.json."""
+    return RESULTS / f"{slug(record['device'])}.json"
 
 
 def write(record: dict[str, Any], path: Path) -> None:
@@ -36,20 +35,29 @@ def write(record: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def console() -> Console:
     found = Console()
     return found if found.is_terminal else Console(width=WIDTH)
 
 
-def print_table(record: dict[str, Any], to: Console) -> None:
-    device, ceilings = record["device"], record["ceilings"]
+def ceilings_line(record: dict[str, Any]) -> str:
+    """The ceilings of a run, as a person reads them."""
+    ceilings = record["ceilings"]
     matmul = ", ".join(
-        f"{value / 1e12:.3g} TFLOP/s {dtype}"
+        f"{digits(value / 1e12)} TFLOP/s {dtype}"
         for dtype, value in ceilings["matmul_flop_per_second"].items()
     )
+    copy = digits(ceilings["copy_bytes_per_second"] / 1e9)
+    return f"copy {copy} GB/s · matrix product {matmul}"
+
+
+def print_table(record: dict[str, Any], to: Console) -> None:
     table = Table(
-        title=f"{device['name']}, {device['threads']} CPU threads · copy "
-        f"{ceilings['copy_bytes_per_second'] / 1e9:.4g} GB/s · matrix product {matmul}",
+        title=f"{device_title(record['device'])} · {ceilings_line(record)}",
         caption="floor: compulsory bytes and FLOP at those ceilings · ± half the distance between "
         "the quartiles · extra: peak memory above the inputs' · error: worst output, in units of "
         "its largest entry",
@@ -61,55 +69,83 @@ def print_table(record: dict[str, Any], to: Console) -> None:
     for name in ("median", "±", "GB/s", "TFLOP/s", "of floor", "extra", "error"):
         table.add_column(name, justify="right", no_wrap=True)
     for case in record["cases"]:
-        fields = [_fields(row) for row in case["rows"]]
+        rows = [row for row in case["rows"] if row["status"] not in FAINT]
+        fields = [_fields(row) for row in rows]
         # One cell for the case beside all its providers.
         floor = f"floor {seconds(case['floor_seconds'])}"
         lines = [case["case"], f"{case['shape']}, {case['dtype']}", floor, *[""] * len(fields)]
         fields += [[""] * 8] * (3 - len(fields))
         for line, row in zip(lines, fields, strict=False):
-            table.add_row(line, *row)
+            table.add_row(line, *row, style="bold" if is_ours(row[0]) else "")
         table.add_section()
     to.print(table)
+    for sweep in record.get("sweeps", []):
+        _print_growth(sweep, to)
+    for line, faint in left_out(record):
+        to.print(line, style="dim" if faint else "bold red", highlight=False, markup=False)
+
+
+def _print_growth(sweep: dict[str, Any], to: Console) -> None:
+    variable = sweep["variable"]
+    sizes = [point["size"] for point in sweep["points"]]
+    table = Table(
+        title=f"{sweep['case']} over {variable} = {', '.join(map(str, sizes))} "
+        f"({_fixed(sweep)}): time ∝ {variable}^a, memory ∝ {variable}^b",
+        title_justify="left",
+    )
+    table.add_column("provider")
+    for name in ("a", "b", *map(str, sizes)):
+        table.add_column(name, justify="right", no_wrap=True)
+    for provider, growth in sweep["growth"].items():
+        times = []
+        for point in sweep["points"]:
+            row = next((r for r in point["rows"] if r["provider"] == provider), None)
+            timed = row is not None and row["median_seconds"] is not None
+            times.append(seconds(row["median_seconds"]) if timed else "")  # type: ignore[index]
+        exponents = [exponent(growth["time"]), exponent(growth["memory"])]
+        table.add_row(provider, *exponents, *times, style="bold" if is_ours(provider) else "")
+    to.print(table)
+
+
+def exponent(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _fixed(sweep: dict[str, Any]) -> str:
+    """What stays the same along a sweep."""
+    shape = sweep["points"][0]["shape"]
+    parts = [part for part in shape.split(", ") if not part.startswith(f"{sweep['variable']}=")]
+    return ", ".join(parts[1:] if sweep["variable"] == "V" else parts)
+
+
+def left_out(record: dict[str, Any]) -> list[tuple[str, bool]]:
+    """(line, whether it is no fault) for each provider without a time, with its cases."""
     told: dict[tuple[str, str, str], list[str]] = {}
     for case in record["cases"]:
         for row in case["rows"]:
             if row["detail"]:
                 key = (row["provider"], row["status"], row["detail"])
                 told.setdefault(key, []).append(case["case"])
-    for (provider, status, detail), where in told.items():
-        to.print(
+    return [
+        (
             f"{provider} is {status} ({'; '.join(dict.fromkeys(where))}): {detail}",
-            style="dim" if status in FAINT else "bold red",
-            highlight=False,
-            markup=False,
+            status in FAINT,
         )
+        for (provider, status, detail), where in told.items()
+    ]
 
 
 def _fields(row: dict[str, Any]) -> list[str]:
-    if row["status"] != "timed":
-        error = "" if row["error"] is None else f"{row['error']:.0e}"
+    error = "" if row["error"] is None else f"{row['error']:.0e}"
+    if row["median_seconds"] is None:
         return [row["provider"], row["status"], *[""] * 5, error]
     return [
         row["provider"],
         seconds(row["median_seconds"]),
         seconds(row["spread_seconds"]),
-        f"{row['bytes_per_second'] / 1e9:.3g}",
-        f"{row['flop_per_second'] / 1e12:.3g}",
+        digits(row["bytes_per_second"] / 1e9),
+        digits(row["flop_per_second"] / 1e12),
         f"{row['percent_of_floor']:.1f} %",
         size(row["peak_extra_bytes"]),
-        f"{row['error']:.0e}",
+        error,
     ]
-
-
-def seconds(value: float) -> str:
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if value * factor >= 1 or unit == "µs":
-            return f"{value * factor:.3g} {unit}"
-    raise AssertionError
-
-
-def size(value: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= factor:
-            return f"{value / factor:.3g} {unit}"
-    return f"{value} B"

@@ -8,6 +8,7 @@ import gc
 import importlib.metadata
 import os
 import platform
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,18 +16,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import case as case_module
 from benchmarks import cases, measure
-from benchmarks.cases import Case, Provider
+from benchmarks.case import Case, Provider, UnsupportedError
 from benchmarks.measure import Ceilings, Inputs, Timing
-from benchmarks.shapes import Work
+from benchmarks.shapes import Sweep, Work
 
 PACKAGES = (
     *("fastppo", "torch", "triton", "numpy", "transformers"),
     *("liger-kernel", "trl", "verl", "cut-cross-entropy", "quack-kernels"),
 )
 
-FORMAT = 1
+FORMAT = 2
 """Of the results file; raised when a field changes its meaning."""
+
+SWEEP_SHARE = 0.3
+"""Of the time per provider, for each point of a sweep."""
 
 Progress = Callable[[str], None]
 
@@ -36,7 +41,8 @@ class Row(NamedTuple):
 
     provider: str
     status: str
-    """timed, wrong, absent, unsupported or failed; all but `timed` have a detail and no time."""
+    """timed, bound (timed, and no implementation), wrong, absent, unsupported, failed or skipped;
+    all but the first two have a detail and no time."""
     detail: str = ""
     error: float | None = None
     """The worst output's, in units of its scale."""
@@ -52,35 +58,69 @@ class Result(NamedTuple):
 
 
 def run_case(
-    case: Case, work: Work, device: torch.device, ceilings: Ceilings, *, compiled: bool = True
+    case: Case,
+    work: Work,
+    device: torch.device,
+    ceilings: Ceilings,
+    *,
+    compiled: bool = True,
+    progress: Progress = lambda line: None,
 ) -> Result:
     """Checks, weighs and times every provider of a case."""
+    try:
+        rows = _run_case(case, work, device, compiled, progress)
+    finally:
+        case.release()
+        torch.compiler.reset()
+        case_module.compiled.cache_clear()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return Result(case, ceilings.floor(case.bytes_moved, case.flop, case.dtype), rows)
+
+
+def _run_case(
+    case: Case, work: Work, device: torch.device, compiled: bool, progress: Progress
+) -> list[Row]:
     providers, rows = _providers(case, device, compiled)
     inputs = case.draw(0, device)
     truth = case.truth(inputs)
-    right: list[tuple[Provider, float]] = []
+    right: list[tuple[Provider, float | None]] = []
+    prepared: dict[str, Inputs] = {}
     for provider in providers:
-        checked = _check(provider, inputs, truth, case.tolerance)
+        progress(f"checking {provider.name}")
+        checked = check(case, provider, inputs, truth)
         if isinstance(checked, Row):
             rows[provider.name] = checked
-        else:
-            right.append((provider, checked))
+            continue
+        right.append((provider, checked))
+        prepared[provider.name] = _prepare(provider, inputs)
     del truth
     memory: dict[str, int] = {}
     for provider, _ in right:
-        saved = _saved(provider, inputs)
+        progress(f"weighing {provider.name}")
+        own = prepared[provider.name]
+        saved = _saved(provider, own)
         memory[provider.name] = measure.peak_extra_memory(
-            functools.partial(provider.call, inputs), device
+            functools.partial(provider.call, own), device
         )
-        _restore(inputs, saved)
+        _restore(own, saved)
+    del prepared
+    progress("timing")
     bytes_per_set = sum(x.nbytes for x in inputs.values())
     length = measure.rotation_length(bytes_per_set, device)
     rotation = [inputs, *(case.draw(seed, device) for seed in range(1, length))]
-    kept = {p.name: [_saved(p, x) for x in rotation] for p, _ in right if p.writes}
+    rotations = {p.name: [_prepare(p, x) for x in rotation] for p, _ in right}
+    kept = {p.name: [_saved(p, x) for x in rotations[p.name]] for p, _ in right if p.writes}
+
+    def restore(name: str, index: int) -> None:
+        if name in kept:
+            _restore(rotations[name][index], kept[name][index])
+
     timings = measure.time_in_turns(
         {provider.name: provider.call for provider, _ in right},
-        rotation,
-        lambda name, index: _restore(rotation[index], kept[name][index]) if name in kept else None,
+        rotations,
+        restore,
         device,
         seconds=work.seconds_per_provider,
         min_calls=work.min_calls,
@@ -88,18 +128,12 @@ def run_case(
     for provider, error in right:
         rows[provider.name] = Row(
             provider.name,
-            "timed",
+            "bound" if provider.is_bound else "timed",
             error=error,
             peak_extra_bytes=memory[provider.name],
             timing=timings[provider.name],
         )
-    floor = ceilings.floor(case.bytes_moved, case.flop, case.dtype)
-    torch.compiler.reset()
-    cases._compiled.cache_clear()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return Result(case, floor, list(rows.values()))
+    return list(rows.values())
 
 
 def _providers(
@@ -109,16 +143,19 @@ def _providers(
     found = [*case.providers, *(case.compiled if compiled else ())]
     rows: dict[str, Row | Any] = {provider.name: None for provider in found}
     for name, reason in case.notes.items():
-        rows[name] = Row(name, "unsupported", reason)
+        if name != "torch.compile" or compiled:
+            rows[name] = Row(name, "unsupported", reason)
     for peer in case.peers:
-        name = peer.distribution
-        if not cases.is_installed(name):
-            rows[name] = Row(name, "absent", f"pip install {name}")
+        if not case_module.is_installed(peer.distribution):
+            rows[peer.name] = Row(peer.name, "absent", f"pip install {peer.distribution}")
             continue
         try:
             built = peer.build(device)
-        except (ImportError, AttributeError) as error:
-            rows[name] = Row(name, "unsupported", _one_line(error))
+        except UnsupportedError as error:
+            rows[peer.name] = Row(peer.name, "unsupported", str(error))
+            continue
+        except Exception as error:  # an import may raise anything, and the others still have to run
+            rows[peer.name] = Row(peer.name, "unsupported", _one_line(error))
             continue
         found += built
         rows |= dict.fromkeys(provider.name for provider in built)
@@ -130,28 +167,40 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first[0][:160]}"
 
 
-def _check(
-    provider: Provider, inputs: Inputs, truth: dict[str, cases.Truth], tolerance: float
-) -> Row | float:
-    """The provider's error if it is right, else its row. The check warms it up, too."""
-    saved = _saved(provider, inputs)
+def check(
+    case: Case, provider: Provider, inputs: Inputs, truth: dict[str, case_module.Truth]
+) -> Row | float | None:
+    """The provider's error if it is right (None for a bound), else its row. It warms it up, too."""
+    own = inputs
+    saved: dict[str, Tensor] = {}
     try:
-        outputs = provider.call(inputs)
+        own = _prepare(provider, inputs)
+        saved = _saved(provider, own)
+        outputs = provider.call(own)
+        if provider.is_bound:
+            return None
+        if case.truth_of_outputs is not None:
+            truth = case.truth_of_outputs(inputs, outputs)
         if not outputs or not outputs.keys() <= truth.keys():
             raise ValueError(f"outputs {sorted(outputs)}, expected some of {sorted(truth)}")
         errors = {
-            name: measure.max_error(x, truth[name].values) / truth[name].scale
+            name: measure.max_error(x.to(truth[name].values.device), truth[name].values)
+            / truth[name].scale
             for name, x in outputs.items()
         }
     except Exception as error:  # a peer may raise anything, and the others still have to run
         return Row(provider.name, "failed", _one_line(error))
     finally:
-        _restore(inputs, saved)
+        _restore(own, saved)
     worst = max(errors, key=lambda name: errors[name])
-    if not errors[worst] <= tolerance:
-        detail = f"{worst} is off by {errors[worst]:.1e}, allowed {tolerance:.0e}"
+    if not errors[worst] <= case.tolerance:
+        detail = f"{worst} is off by {errors[worst]:.1e}, allowed {case.tolerance:.0e}"
         return Row(provider.name, "wrong", detail, error=errors[worst])
     return errors[worst]
+
+
+def _prepare(provider: Provider, inputs: Inputs) -> Inputs:
+    return inputs if provider.prepare is None else provider.prepare(inputs)
 
 
 def _saved(provider: Provider, inputs: Inputs) -> dict[str, Tensor]:
@@ -164,7 +213,24 @@ def _restore(inputs: Inputs, saved: dict[str, Tensor]) -> None:
             inputs[name].copy_(x)
 
 
-# ------------------------------------------------------------------------------ what a file says
+# --------------------------------------------------------------------------------- a set of cases
+
+SECONDS_OF_COMPILING = 12
+TIMES_THE_BYTES, TIMES_THE_FLOP = 8, 2
+FP64_SHARE = 1 / 15
+"""For the estimate: what compiling a function takes, how often a middling provider moves the bytes
+and does the FLOP, and how fast fp64 products are beside the case's own."""
+
+
+def estimate_seconds(case: Case, work: Work, ceilings: Ceilings, *, compiled: bool) -> float:
+    """About how long `run_case` takes, from the case's bytes and FLOP."""
+    products = case.flop / ceilings.matmul[measure.dtype_name(case.dtype)]
+    call = TIMES_THE_BYTES * case.bytes_moved / ceilings.copy + TIMES_THE_FLOP * products
+    count = len(case.providers) + len(case.peers) + (len(case.compiled) if compiled else 0)
+    timed = max(work.seconds_per_provider, min(work.min_calls * call, 2 * call))
+    truth = products / FP64_SHARE
+    compiling = SECONDS_OF_COMPILING * len(case.compiled) if compiled else 0
+    return count * (2 * call + timed) + truth + compiling
 
 
 def run(
@@ -176,7 +242,10 @@ def run(
     progress: Progress = lambda line: None,
 ) -> tuple[dict[str, Any], list[Result]]:
     """The record of a run, as the JSON has it, and the results that it is made of."""
+    start = time.monotonic()
     chosen = cases.cases(work, names)
+    sweeps = work.sweeps if "sweeps" in names else ()
+    points = {sweep: cases.sweep_cases(sweep, work.dtype) for sweep in sweeps}
     record: dict[str, Any] = {
         "format": FORMAT,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -185,25 +254,73 @@ def run(
         "packages": {name: _version(name) for name in PACKAGES},
         "load_average_before": _load_average(),
     }
-    progress("ceilings: a copy and a matrix product")
-    ceilings = measure.measure_ceilings(device, [case.dtype for case in chosen])
-    results = []
-    for number, case in enumerate(chosen, 1):
-        progress(f"{number}/{len(chosen)}  {case.name}, {case.shape}")
-        results.append(run_case(case, work, device, ceilings, compiled=compiled))
+    progress("ceilings: a copy and matrix products")
+    every = [*chosen, *(case for found in points.values() for _, case in found)]
+    ceilings = measure.measure_ceilings(device, [case.dtype for case in every])
+    short = for_sweeps(work)
+    estimate = sum(estimate_seconds(c, work, ceilings, compiled=compiled) for c in chosen)
+    for found in points.values():
+        estimate += sum(estimate_seconds(c, short, ceilings, compiled=False) for _, c in found)
+    progress(
+        f"{len(every)} cases, about {min(estimate, work.seconds):.0f} s; none is begun after "
+        f"{work.seconds:.0f} s"
+    )
+
+    done = 0
+
+    def step(case: Case, of: Work, compiled: bool) -> Result:
+        nonlocal done
+        done += 1
+        title = f"{done}/{len(every)}  {case.name}, {case.shape}"
+        spent = time.monotonic() - start
+        if spent > work.seconds:
+            progress(f"{title}: skipped")
+            return skipped(case, ceilings, f"{work.seconds:.0f} s were spent before its turn")
+        progress(title)
+        return run_case(
+            case,
+            of,
+            device,
+            ceilings,
+            compiled=compiled,
+            progress=lambda line: progress(f"{title}: {line}"),
+        )
+
+    results = [step(case, work, compiled) for case in chosen]
+    record["cases"] = [describe(result) for result in results]
+    record["sweeps"] = [
+        describe_sweep(sweep, [(size, step(case, short, False)) for size, case in found])
+        for sweep, found in points.items()
+    ]
     record["load_average_after"] = _load_average()
+    record["seconds"] = round(time.monotonic() - start, 1)
+    record["estimated_seconds"] = round(estimate, 1)
     record["ceilings"] = {
         "copy_bytes_per_second": ceilings.copy,
         "matmul_flop_per_second": dict(ceilings.matmul),
     }
-    record["cases"] = [describe(result) for result in results]
     return record, results
+
+
+def for_sweeps(work: Work) -> Work:
+    return work._replace(
+        seconds_per_provider=SWEEP_SHARE * work.seconds_per_provider,
+        min_calls=min(3, work.min_calls),
+    )
+
+
+def skipped(case: Case, ceilings: Ceilings, why: str) -> Result:
+    rows = [Row(provider.name, "skipped", why) for provider in case.providers]
+    return Result(case, ceilings.floor(case.bytes_moved, case.flop, case.dtype), rows)
+
+
+# ------------------------------------------------------------------------------ what a file says
 
 
 def describe(result: Result) -> dict[str, Any]:
     case = result.case
     return {
-        **cases.describe(case),
+        **case_module.describe(case),
         "floor_seconds": result.floor,
         "rows": [_describe_row(row, case, result.floor) for row in result.rows],
     }
@@ -226,6 +343,29 @@ def _describe_row(row: Row, case: Case, floor: float) -> dict[str, Any]:
         "percent_of_floor": t and 100 * floor / t.median,
         "peak_extra_bytes": row.peak_extra_bytes,
         "error": row.error,
+    }
+
+
+def describe_sweep(sweep: Sweep, points: list[tuple[int, Result]]) -> dict[str, Any]:
+    """The points, and for each provider the exponents of its time and memory over the size."""
+    series: dict[str, list[tuple[int, Row]]] = {}
+    for size, result in points:
+        for row in result.rows:
+            if row.timing is not None:
+                series.setdefault(row.provider, []).append((size, row))
+    growth = {}
+    for provider, found in series.items():
+        sizes = [float(size) for size, _ in found]
+        growth[provider] = {
+            "sizes": len(found),
+            "time": measure.growth_exponent(sizes, [r.timing.median for _, r in found if r.timing]),
+            "memory": measure.growth_exponent(sizes, [r.peak_extra_bytes or 0 for _, r in found]),
+        }
+    return {
+        "case": points[0][1].case.name,
+        "variable": sweep.variable,
+        "growth": growth,
+        "points": [{"size": size, **describe(result)} for size, result in points],
     }
 
 

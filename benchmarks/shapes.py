@@ -1,7 +1,7 @@
 """What is measured: today's models by name, and the sets of work for a CPU and for a GPU.
 
-Vocabulary and hidden size are those of the models' published configurations, padding of the
-embedding included, because the lm-head computes the padding too.
+Sizes are those of the models' published configurations, padding of the embedding included, because
+the lm-head computes the padding too. A case names a model; no size stands anywhere else.
 """
 
 from __future__ import annotations
@@ -12,26 +12,35 @@ import torch
 
 
 class Model(NamedTuple):
-    """The two sizes of a language model that a loss can see."""
+    """The sizes of a language model. A loss sees the first two; a trainer needs the rest."""
 
     name: str
     vocab: int
     hidden: int
+    family: str = "llama"
+    """`model_type` of transformers."""
+    intermediate: int = 0
+    layers: int = 0
+    heads: int = 0
+    kv_heads: int = 0
 
 
 MODELS = {
     model.name: model
     for model in (
-        Model("gpt2", 50257, 768),
-        Model("llama-68m", 32000, 768),
-        Model("tinyllama-1.1b", 32000, 2048),
-        Model("llama-3.2-1b", 128256, 2048),
-        Model("llama-3.1-8b", 128256, 4096),
-        Model("qwen2.5-7b", 152064, 3584),
-        Model("qwen3-8b", 151936, 4096),
-        Model("gemma-2-9b", 256000, 3584),
+        Model("gpt2", 50257, 768, "gpt2", 3072, 12, 12, 12),
+        Model("llama-68m", 32000, 768, "llama", 3072, 2, 12, 12),
+        Model("tinyllama-1.1b", 32000, 2048, "llama", 5632, 22, 32, 4),
+        Model("llama-2-7b", 32000, 4096, "llama", 11008, 32, 32, 32),
+        Model("llama-3.2-1b", 128256, 2048, "llama", 8192, 16, 32, 8),
+        Model("llama-3.1-8b", 128256, 4096, "llama", 14336, 32, 32, 8),
+        Model("qwen2.5-0.5b", 151936, 896, "qwen2", 4864, 24, 14, 2),
+        Model("qwen2.5-7b", 152064, 3584, "qwen2", 18944, 28, 28, 4),
+        Model("qwen3-8b", 151936, 4096, "qwen3", 12288, 36, 32, 8),
+        Model("gemma-2-9b", 256000, 3584, "gemma2", 14336, 42, 16, 8),
     )
 }
+"""Gemma's soft-cap is left out of the loss: not every peer has one."""
 
 
 class Tokens(NamedTuple):
@@ -45,7 +54,7 @@ class Tokens(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """A batch of B responses of up to T tokens; see `cases.response_mask` for their lengths."""
+    """A batch of B responses of up to T tokens; see `sequences.response_mask` for their lengths."""
 
     batch: int
     length: int
@@ -54,27 +63,76 @@ class Sequences(NamedTuple):
         return f"B={self.batch}, T={self.length}"
 
 
+class Training(NamedTuple):
+    """One batch for a trainer: B prompts of P tokens and responses of R, on a model of the named
+    widths that keeps `layers` of its layers."""
+
+    model: Model
+    layers: int
+    batch: int
+    prompt: int
+    response: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        cut = f"{self.layers}/{self.model.layers} layers"
+        return f"{self.model.name}, {cut}, B={self.batch}, T={self.prompt}+{self.response}"
+
+
+class Sweep(NamedTuple):
+    """One case at several sizes, to see how its cost grows with one of them."""
+
+    case: str
+    """A name of `cases.NAMES`."""
+    variable: str
+    """N tokens, V vocabulary or T time: what grows along `shapes`."""
+    shapes: tuple[Tokens, ...] | tuple[Sequences, ...]
+
+
 class Work(NamedTuple):
-    """One set: which shapes run, in which dtype, and how long each provider is timed."""
+    """One set: which shapes run, in which dtype, and for how long."""
 
     name: str
     dtype: torch.dtype
     logits: tuple[Tokens, ...]
     linear: tuple[Tokens, ...]
     sequences: tuple[Sequences, ...]
+    update: tuple[Training, ...]
+    iteration: tuple[Training, ...]
+    sweeps: tuple[Sweep, ...]
     seconds_per_provider: float
     min_calls: int
+    seconds: float
+    """For the whole set. Once they are spent, what is left is reported as skipped."""
 
+
+def over_tokens(case: str, model: str, sizes: tuple[int, ...]) -> Sweep:
+    return Sweep(case, "N", tuple(Tokens(MODELS[model], n) for n in sizes))
+
+
+def over_vocabularies(case: str, models: tuple[str, ...], n: int) -> Sweep:
+    return Sweep(case, "V", tuple(Tokens(MODELS[name], n) for name in models))
+
+
+def over_time(case: str, batch: int, lengths: tuple[int, ...]) -> Sweep:
+    return Sweep(case, "T", tuple(Sequences(batch, length) for length in lengths))
+
+
+VOCABULARIES = ("llama-2-7b", "gpt2", "llama-3.1-8b", "qwen2.5-7b", "gemma-2-9b")
 
 SETS = {
     ("cpu", "quick"): Work(
         "quick",
         torch.float32,
-        logits=(Tokens(MODELS["tinyllama-1.1b"], 128),),
-        linear=(Tokens(MODELS["llama-68m"], 128),),
+        logits=(Tokens(MODELS["tinyllama-1.1b"], 64),),
+        linear=(Tokens(MODELS["llama-68m"], 64),),
         sequences=(Sequences(64, 1024),),
-        seconds_per_provider=0.5,
+        update=(Training(MODELS["llama-68m"], 1, 2, 8, 8, 2),),
+        iteration=(Training(MODELS["llama-68m"], 1, 2, 4, 4, 2),),
+        sweeps=(over_time("gae", 16, (256, 1024)),),
+        seconds_per_provider=0.1,
         min_calls=3,
+        seconds=45,
     ),
     ("cpu", "default"): Work(
         "default",
@@ -82,8 +140,17 @@ SETS = {
         logits=(Tokens(MODELS["tinyllama-1.1b"], 512), Tokens(MODELS["gpt2"], 333)),
         linear=(Tokens(MODELS["llama-68m"], 1024),),
         sequences=(Sequences(64, 4096),),
-        seconds_per_provider=2.0,
+        update=(Training(MODELS["llama-68m"], 2, 8, 32, 32, 4),),
+        iteration=(Training(MODELS["llama-68m"], 2, 8, 16, 16, 4),),
+        sweeps=(
+            over_tokens("loss", "tinyllama-1.1b", (64, 128, 256, 512, 1024)),
+            over_vocabularies("loss", VOCABULARIES, 64),
+            over_tokens("linear-loss", "llama-68m", (64, 128, 256, 512)),
+            over_time("gae", 64, (256, 512, 1024, 2048, 4096, 8192)),
+        ),
+        seconds_per_provider=1.0,
         min_calls=5,
+        seconds=560,
     ),
     ("cuda", "quick"): Work(
         "quick",
@@ -91,17 +158,40 @@ SETS = {
         logits=(Tokens(MODELS["llama-3.2-1b"], 4096),),
         linear=(Tokens(MODELS["llama-3.2-1b"], 4096),),
         sequences=(Sequences(512, 4096),),
-        seconds_per_provider=0.3,
+        update=(Training(MODELS["llama-3.2-1b"], 1, 16, 128, 128, 8),),
+        iteration=(),
+        sweeps=(over_time("gae", 64, (1024, 8192)),),
+        seconds_per_provider=0.1,
         min_calls=3,
+        seconds=45,
     ),
     ("cuda", "default"): Work(
         "default",
         torch.bfloat16,
         logits=(Tokens(MODELS["qwen3-8b"], 8192), Tokens(MODELS["gpt2"], 8191)),
-        linear=(Tokens(MODELS["qwen3-8b"], 8192),),
+        # H of 896, 2048 and 4096; V of 32000, 128256 and 151936; N below, in the sweeps.
+        linear=(
+            Tokens(MODELS["qwen3-8b"], 8192),
+            Tokens(MODELS["llama-3.2-1b"], 8192),
+            Tokens(MODELS["qwen2.5-0.5b"], 8192),
+            Tokens(MODELS["llama-2-7b"], 8192),
+        ),
         sequences=(Sequences(2048, 4096), Sequences(64, 131072)),  # 8.4 M tokens, both
-        seconds_per_provider=1.0,
+        update=(Training(MODELS["llama-3.2-1b"], 4, 32, 512, 512, 8),),
+        iteration=(Training(MODELS["llama-3.2-1b"], 4, 32, 128, 128, 8),),
+        sweeps=(
+            over_tokens("loss", "qwen3-8b", (1024, 2048, 4096, 8192, 16384)),
+            over_vocabularies("loss", VOCABULARIES, 4096),
+            over_time("gae", 64, (2048, 8192, 32768, 131072)),
+            over_tokens("linear-logprobs", "qwen3-8b", (2048, 8192, 32768)),
+            over_tokens("linear-loss", "qwen3-8b", (2048, 8192, 32768)),
+            over_tokens("linear-loss", "llama-3.2-1b", (2048, 8192, 32768)),
+            over_tokens("linear-loss", "qwen2.5-0.5b", (2048, 8192, 32768)),
+            over_tokens("linear-loss", "llama-2-7b", (2048, 8192, 32768)),
+        ),
+        seconds_per_provider=0.3,
         min_calls=3,
+        seconds=560,
     ),
 }
 """By device type and set. Odd sizes (gpt2's vocabulary, 333 rows) are there on purpose."""

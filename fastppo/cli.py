@@ -1,5 +1,5 @@
-"""The command line: the three stages `fastppo sft`, `reward` and `train`; `generate`, `demo` and
-`report`."""
+"""The command line: the three stages `fastppo sft`, `reward` and `train`; `generate`, `demo`,
+`report` and `bench`."""
 
 from __future__ import annotations
 
@@ -70,6 +70,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     report.add_argument("run", metavar="RUN", help="run directory, say runs/ppo")
     report.set_defaults(handler=_report)
+
+    bench = commands.add_parser("bench", add_help=False, help="every kernel beside its peers")
+    bench.set_defaults(handler=_bench, takes_options=True)
     return parser
 
 
@@ -242,6 +245,12 @@ def _report(options: argparse.Namespace, rest: list[str]) -> None:
     print(write_report(options.run))
 
 
+def _bench(options: argparse.Namespace, rest: list[str]) -> int:
+    from fastppo.bench import suite
+
+    return suite().main(rest, prog="fastppo bench")
+
+
 def _calm_libraries() -> None:
     """Progress and results, not the libraries' chatter, are what a person sees."""
     from transformers.utils import logging as transformers_logging
@@ -263,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     _calm_libraries()
     try:
-        options.handler(options, rest)
+        return options.handler(options, rest) or 0
     except (ValueError, ImportError, OSError, RuntimeError, FloatingPointError) as error:
         # DataError is a ValueError; RewardError, a failed self-check and torch's own are
         # RuntimeErrors.
@@ -276,7 +285,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         can_resume = options.command in ("sft", "reward", "train")
         print(f"fastppo: interrupted{hint if can_resume else ''}", file=sys.stderr)
         return 130
-    return 0
 
 
 if __name__ == "__main__":

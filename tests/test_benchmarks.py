@@ -1,9 +1,14 @@
-"""The benchmark suite: floors by hand, wrong providers found out, and the claims for a CPU."""
+"""The benchmark suite: floors by hand, wrong providers found out, what a run writes, the README."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
+import shlex
+import sys
+import tomllib
 from functools import partial
 from pathlib import Path
 
@@ -11,52 +16,102 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import cases, measure, report
-from benchmarks.run import describe, run, run_case
-from benchmarks.shapes import MODELS, SETS, Model, Sequences, Tokens, Work
+from benchmarks import case as case_module
+from benchmarks import (
+    cases,
+    claims,
+    losses,
+    measure,
+    readme,
+    report,
+    sequences,
+    training,
+    trl_iteration,
+)
+from benchmarks import conftest as pytest_front_door
+from benchmarks.page import write_page
+from benchmarks.run import describe, describe_sweep, estimate_seconds, for_sweeps, run, run_case
+from benchmarks.shapes import MODELS, SETS, Model, Sequences, Sweep, Tokens, Training, Work
+from fastppo import bench, cli
 
+# torch lists the functions that a device context applies to when one is first entered. Entered
+# behind conftest's poisoning it would list those, and models "on meta" would take real memory.
+with torch.device("meta"):
+    torch.empty(0)
+
+ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
+MODEL = Model("tiny", 101, 16, "llama", 32, 2, 2, 1)
 TINY = Work(
     "tiny",
     torch.float32,
-    logits=(Tokens(Model("tiny", 101, 16), 12),),
-    linear=(Tokens(Model("tiny", 101, 16), 12),),
+    logits=(Tokens(MODEL, 12),),
+    linear=(Tokens(MODEL, 12),),
     sequences=(Sequences(3, 20),),
+    update=(Training(MODEL, 1, 4, 3, 4, 2),),
+    iteration=(Training(MODEL, 1, 4, 3, 4, 2),),
+    sweeps=(
+        Sweep("loss", "N", (Tokens(MODEL, 4), Tokens(MODEL, 8))),
+        Sweep("gae", "T", (Sequences(2, 8), Sequences(2, 16))),
+    ),
     seconds_per_provider=0.0,
     min_calls=2,
+    seconds=600.0,
 )
 CEILINGS = measure.Ceilings(1e9, {"float32": 1e12})
 
 
 @pytest.fixture(autouse=True)
 def _little_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ROTATION_BYTES", "COPY_BYTES", "MATMUL_SIZE"):
+    for name in ("ROTATION_BYTES", "COPY_BYTES"):
         monkeypatch.setitem(getattr(measure, name), "cpu", 256)
+    monkeypatch.setitem(measure.MATMUL_SHAPES, "cpu", ((16, 16, 16),))
+
+
+@pytest.fixture
+def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that has none: importing them takes longer than the tests."""
+    monkeypatch.setattr(case_module, "is_installed", lambda name: False)
+
+
+# ----------------------------------------------------------------------------- floors and exponents
 
 
 def test_floors_are_the_bytes_and_flop_that_one_counts_by_hand() -> None:
     qwen, bf16 = Tokens(MODELS["qwen3-8b"], 8192), torch.bfloat16
     logits = 8192 * 151936 * 2  # 2.49 GB
-    assert cases.loss_case(qwen, bf16).bytes_moved == 2 * logits + 8192 * 16
-    assert cases.loss_case(qwen, bf16, with_gradient=False).bytes_moved == logits + 8192 * 16
-    assert cases.stats_case(qwen, bf16).bytes_moved == logits + 8192 * 16
-    assert cases.loss_case(qwen, bf16).flop == 8192 * 151936 * 9
-    assert cases.stats_case(qwen, bf16).flop == 8192 * 151936 * 5
-    linear = cases.linear_loss_case(qwen, bf16)
+    assert losses.loss_case(qwen, bf16).bytes_moved == 2 * logits + 8192 * 16
+    assert losses.loss_case(qwen, bf16, with_gradient=False).bytes_moved == logits + 8192 * 16
+    assert losses.cross_entropy_case(qwen, bf16).bytes_moved == 2 * logits + 8192 * 8
+    assert losses.stats_case(qwen, bf16).bytes_moved == logits + 8192 * 16
+    assert losses.loss_case(qwen, bf16).flop == 8192 * 151936 * 9
+    assert losses.stats_case(qwen, bf16).flop == 8192 * 151936 * 5
+    linear = losses.linear_loss_case(qwen, bf16)
     assert linear.flop == 6 * 8192 * 4096 * 151936
     assert linear.bytes_moved == 2 * 2 * (8192 + 151936) * 4096 + 8192 * 16
-    logprobs = cases.linear_logprobs_case(qwen, bf16)
+    logprobs = losses.linear_logprobs_case(qwen, bf16)
     assert logprobs.flop == 2 * 8192 * 4096 * 151936
     assert logprobs.bytes_moved == 2 * (8192 + 151936) * 4096 + 8192 * 12
     # Lengths 8, 6 (of 2 responses): 16 entries, 14 of them count.
     shape = Sequences(2, 8)
-    assert cases.response_lengths(shape) == [8, 6]
-    assert cases.gae_case(shape).bytes_moved == 14 * 8 + 16 * 9
-    assert cases.gae_case(shape).flop == 14 * 6
-    assert cases.advantages_case(shape).bytes_moved == 14 * 12 + 16 * 9 + 2 * 8
-    assert cases.advantages_case(shape).flop == 14 * 14
-    assert cases.whiten_case(shape).bytes_moved == 14 * 4 + 16 * 5
-    assert cases.whiten_case(shape).flop == 14 * 5
+    assert sequences.response_lengths(shape) == [8, 6]
+    assert sequences.gae_case(shape).bytes_moved == 14 * 8 + 16 * 9
+    assert sequences.gae_case(shape).flop == 14 * 6
+    assert sequences.advantages_case(shape).bytes_moved == 14 * 12 + 16 * 9 + 2 * 8
+    assert sequences.advantages_case(shape).flop == 14 * 14
+    assert sequences.whiten_case(shape).bytes_moved == 14 * 4 + 16 * 5
+    assert sequences.whiten_case(shape).flop == 14 * 5
+
+
+def test_an_updates_floor_is_five_forward_passes_and_the_optimisers_tensors() -> None:
+    shape = Training(MODEL, 1, 4, 3, 4, 2)
+    # Attention 16·16 for q and o, 16·8 for k and v; MLP 3·16·32; norms 16 each, 3 of them.
+    trunk = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32 + 3 * 16
+    total = trunk + 2 * 101 * 16
+    assert training.parameter_counts(shape) == (trunk, total)
+    case = training.update_case(shape, torch.float32)
+    assert case.bytes_moved == 7 * 4 * total
+    assert case.flop == 10 * (trunk * 4 * 7 + 101 * 16 * 4 * 4)
 
 
 def test_the_floor_is_the_slower_of_bytes_and_flop() -> None:
@@ -64,23 +119,45 @@ def test_the_floor_is_the_slower_of_bytes_and_flop() -> None:
     assert CEILINGS.floor(10**9, 3 * 10**12, torch.float32) == 3.0
 
 
+def test_the_exponent_of_a_power_law_is_its_power() -> None:
+    sizes = [100.0, 200.0, 800.0]
+    assert measure.growth_exponent(sizes, [3e-6 * x**1.5 for x in sizes]) == pytest.approx(1.5)
+    # y = 1, 1, 4 at log₂ x = 0, 1, 2: the least-squares slope is 1 by hand.
+    assert measure.growth_exponent([1.0, 2.0, 4.0], [1.0, 1.0, 4.0]) == pytest.approx(1.0)
+    assert measure.growth_exponent([100.0], [1.0]) is None
+    assert measure.growth_exponent([100.0, 200.0], [0.0, 0.0]) is None
+
+
+def test_a_ratio_is_the_median_of_quotients_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow minute that hits both of a pair leaves the ratio as it is."""
+    slowness = iter([1.0, 1.0, 50.0, 50.0, 1.0, 1.0])
+    monkeypatch.setattr(measure, "_seconds", lambda call, device: (call() * next(slowness), None))
+    ratio = measure.ratio_in_turns(lambda turn: 2.0, lambda turn: 4.0, turns=3)
+    assert ratio.median == 0.5
+    assert ratio.quartiles == (0.5, 0.5)
+    assert ratio.seconds == (2.0, 4.0)
+
+
+# --------------------------------------------------------------------------- what gets timed or not
+
+
 def test_a_wrong_provider_is_reported_wrong_and_never_timed() -> None:
     calls = []
 
-    def slightly_wrong(inputs: measure.Inputs) -> cases.Outputs:
+    def slightly_wrong(inputs: measure.Inputs) -> case_module.Outputs:
         calls.append(1)
-        right = cases._gae_from(cases.loop_gae)(inputs)
+        right = sequences._gae_from(sequences.loop_gae)(inputs)
         return right | {"returns": right["returns"] * 1.001}
 
-    def raises(inputs: measure.Inputs) -> cases.Outputs:
+    def raises(inputs: measure.Inputs) -> case_module.Outputs:
         raise RuntimeError("no such kernel\nand a long trace")
 
-    right = cases.gae_case(Sequences(3, 20))
-    broken = (cases.Provider("wrong", slightly_wrong), cases.Provider("raises", raises))
+    right = sequences.gae_case(Sequences(3, 20))
+    broken = (case_module.Provider("wrong", slightly_wrong), case_module.Provider("raises", raises))
     case = dataclasses.replace(right, providers=(*right.providers, *broken), peers=(), notes={})
     result = run_case(case, TINY, CPU, CEILINGS, compiled=False)
     rows = {row.provider: row for row in result.rows}
-    assert rows["fastppo"].status == rows["loop over time"].status == "timed"
+    assert rows["FastPPO"].status == rows["Python loop"].status == "timed"
     assert rows["wrong"].status == "wrong"
     assert rows["wrong"].error == pytest.approx(1e-3, rel=0.1)
     assert rows["wrong"].timing is None
@@ -96,31 +173,72 @@ def test_an_unwritten_output_is_wrong(value: float) -> None:
     assert measure.max_error(torch.tensor([1.0, value]), torch.ones(2)) == float("inf")
 
 
-def test_an_absent_peer_is_named_as_absent() -> None:
-    peer = cases.Peer("no-such-package", lambda device: pytest.fail("built though absent"))
-    case = dataclasses.replace(cases.whiten_case(Sequences(3, 20)), peers=(peer,))
-    rows = run_case(case, TINY, CPU, CEILINGS, compiled=False).rows
-    (row,) = (row for row in rows if row.provider == "no-such-package")
-    assert (row.status, row.timing) == ("absent", None)
-    assert row.detail == "pip install no-such-package"
+def test_an_absent_peer_is_named_as_absent_and_one_that_cannot_with_its_reason() -> None:
+    def on_a_gpu(device: torch.device) -> tuple[case_module.Provider, ...]:
+        raise case_module.UnsupportedError("its kernel needs a GPU")
+
+    absent = case_module.Peer(
+        "Nobody", "no-such-package", lambda device: pytest.fail("built though absent")
+    )
+    present = case_module.Peer("Somebody", "torch", on_a_gpu)
+    case = dataclasses.replace(sequences.whiten_case(Sequences(3, 20)), peers=(absent, present))
+    rows = {row.provider: row for row in run_case(case, TINY, CPU, CEILINGS, compiled=False).rows}
+    assert (rows["Nobody"].status, rows["Nobody"].timing) == ("absent", None)
+    assert rows["Nobody"].detail == "pip install no-such-package"
+    assert (rows["Somebody"].status, rows["Somebody"].timing) == ("unsupported", None)
+    assert rows["Somebody"].detail == "its kernel needs a GPU"
 
 
 def test_a_provider_that_writes_over_its_inputs_finds_them_restored() -> None:
     seen = []
 
-    def spoil(inputs: measure.Inputs) -> cases.Outputs:
+    def spoil(inputs: measure.Inputs) -> case_module.Outputs:
         seen.append(inputs["values"].clone())
-        whitened = cases.eager_whiten(inputs["values"], inputs["mask"])
+        whitened = sequences.eager_whiten(inputs["values"], inputs["mask"])
         inputs["values"].zero_()
         return {"whitened": whitened}
 
-    case = cases.whiten_case(Sequences(3, 20))
-    spoiler = cases.Provider("spoiler", spoil, writes=("values",))
+    case = sequences.whiten_case(Sequences(3, 20))
+    spoiler = case_module.Provider("spoiler", spoil, writes=("values",))
     case = dataclasses.replace(case, providers=(spoiler, *case.providers), peers=())
     rows = run_case(case, TINY._replace(min_calls=8), CPU, CEILINGS, compiled=False).rows
     assert {row.status for row in rows} == {"timed"}
     assert len(seen) == 10  # check, memory, 8 timed
     assert all(x.abs().sum() > 0 for x in seen)
+
+
+def test_a_provider_gets_its_own_layout_outside_the_clock() -> None:
+    """A layout in sequences is checked against the truth in tokens."""
+    prepared, shapes = [], []
+
+    def prepare(inputs: measure.Inputs) -> measure.Inputs:
+        prepared.append(1)
+        return {name: x.reshape(-1) for name, x in inputs.items()}
+
+    def flat(inputs: measure.Inputs) -> case_module.Outputs:
+        shapes.append(inputs["values"].shape)
+        return {"whitened": sequences.eager_whiten(inputs["values"], inputs["mask"])}
+
+    case = sequences.whiten_case(Sequences(3, 20))
+    flattened = case_module.Provider("flat", flat, prepare=prepare)
+    case = dataclasses.replace(case, providers=(flattened,), peers=())
+    (row,) = run_case(case, TINY, CPU, CEILINGS, compiled=False).rows
+    assert row.status == "timed"
+    assert set(shapes) == {torch.Size([60])}
+    assert len(prepared) < 2 + len(shapes)  # not once per call
+
+
+@pytest.mark.usefixtures("no_peers")
+def test_a_bound_is_timed_and_not_taken_for_an_implementation() -> None:
+    result = run_case(losses.linear_loss_case(*_tiny()), TINY, CPU, CEILINGS, compiled=False)
+    rows = {row.provider: row for row in result.rows}
+    bound = rows[losses.BOUND]
+    assert (bound.status, bound.error) == ("bound", None)
+    assert bound.timing is not None
+
+
+def _tiny() -> tuple[Tokens, torch.dtype]:
+    return TINY.linear[0], torch.float32
 
 
 def test_memory_counts_what_is_held_at_the_worst_moment() -> None:
@@ -133,6 +251,77 @@ def test_memory_counts_what_is_held_at_the_worst_moment() -> None:
     assert 8000 <= measure.peak_extra_memory(call, CPU) <= 8200
 
 
+@pytest.mark.usefixtures("no_peers")
+def test_an_update_reports_what_fp64_does() -> None:
+    case = training.update_case(Training(MODEL, 1, 4, 3, 4, 2), torch.float32)
+    result = run_case(case, TINY, CPU, CEILINGS, compiled=False)
+    rows = {row.provider: row for row in result.rows if row.status != "unsupported"}
+    assert rows.keys() == {"FastPPO", "FastPPO, loss from logits", "eager PyTorch"}
+    for row in rows.values():
+        assert row.status == "timed", row.detail
+        assert row.error is not None
+        assert row.error < 1e-4
+
+
+@pytest.mark.usefixtures("no_peers")
+def test_an_iteration_draws_from_the_model_that_fp64_knows() -> None:
+    case = training.iteration_case(Training(MODEL, 1, 4, 3, 4, 2), torch.float32)
+    result = run_case(case, TINY, CPU, CEILINGS, compiled=False)
+    for row in result.rows:
+        if row.status != "unsupported":
+            assert row.status == "timed", row.detail
+            assert row.error is not None
+            assert row.error < 1e-4
+
+
+# ------------------------------------------------------------------------------------ sets and time
+
+H200 = measure.Ceilings(4.3e12, {"bfloat16": 788e12, "float32": 50e12})
+
+
+@pytest.mark.parametrize(("name", "minutes"), [("default", 10), ("quick", 1)])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_set_begins_no_case_after_its_time(device: str, name: str, minutes: int) -> None:
+    assert SETS[device, name].seconds < 60 * minutes
+
+
+def test_the_gpu_set_is_estimated_at_less_than_its_time() -> None:
+    work = SETS["cuda", "default"]
+    total = sum(estimate_seconds(c, work, H200, compiled=True) for c in cases.cases(work))
+    for sweep in work.sweeps:
+        for _, case in cases.sweep_cases(sweep, work.dtype):
+            total += estimate_seconds(case, for_sweeps(work), H200, compiled=False)
+    assert total < work.seconds
+
+
+@pytest.mark.usefixtures("no_peers")
+def test_what_does_not_fit_into_the_time_is_reported_as_skipped() -> None:
+    record, _ = run(TINY._replace(seconds=-1.0), CPU, names=("gae",), compiled=False)
+    (row, _) = record["cases"][0]["rows"]
+    assert (row["status"], row["median_seconds"]) == ("skipped", None)
+    assert "spent before its turn" in row["detail"]
+
+
+def test_the_gpu_set_covers_the_sizes_that_a_fused_lm_head_meets() -> None:
+    work = SETS["cuda", "default"]
+    shapes = list(work.linear)
+    for sweep in work.sweeps:
+        shapes += [x for x in sweep.shapes if sweep.case == "linear-loss" and isinstance(x, Tokens)]
+    assert {shape.model.vocab for shape in shapes} >= {32000, 128256, 151936}
+    assert {shape.model.hidden for shape in shapes} >= {896, 2048, 4096}
+    assert {shape.n for shape in shapes} >= {2048, 8192, 32768}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_named_model_can_be_made(name: str) -> None:
+    model = MODELS[name]
+    config = training.make_config(model, 1, 32)
+    made = training.make_model(config, torch.device("meta"))
+    assert tuple(made.get_output_embeddings().weight.shape) == (model.vocab, model.hidden)
+
+
+# -------------------------------------------------------------------------------- what a run writes
+
 FIELDS = {
     *("provider", "status", "detail", "median_seconds", "quartiles_seconds", "spread_seconds"),
     *("processor_seconds", "calls", "bytes_per_second", "flop_per_second", "percent_of_floor"),
@@ -140,61 +329,218 @@ FIELDS = {
 }
 
 
-def test_the_quick_set_writes_every_field_and_prints_the_table_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("no_peers")
+def test_the_quick_set_writes_every_field_table_pictures_and_page(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(SETS, ("cpu", "quick"), TINY)
-    path = tmp_path / "results.json"
-    arguments = ["--quick", "--device", "cpu", "--no-compile", "--json", str(path)]
-    assert command.main(arguments) == 0
-    record = json.loads(path.read_text("utf-8"))
+    assert command.main(["--quick", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "results.json").read_text("utf-8"))
     assert record.keys() == {
-        *("format", "date", "set", "device", "packages", "load_average_before"),
-        *("load_average_after", "ceilings", "cases"),
+        *("format", "date", "set", "device", "packages", "load_average_before", "sweeps"),
+        *("load_average_after", "ceilings", "cases", "seconds", "estimated_seconds"),
     }
     assert record["device"]["threads"] == torch.get_num_threads()
     assert record["packages"]["torch"] == torch.__version__
-    assert len(record["cases"]) == 9
-    for case in record["cases"]:
+    assert len(record["cases"]) == 13
+    points = [point for sweep in record["sweeps"] for point in sweep["points"]]
+    assert [point["size"] for point in points] == [4, 8, 8, 16]
+    for case in [*record["cases"], *points]:
         assert case.keys() >= {"case", "shape", "dtype", "bytes", "flop", "floor_seconds", "rows"}
         ours = case["rows"][0]
-        assert (ours["provider"], ours["status"]) == ("fastppo", "timed"), ours["detail"]
+        assert (ours["provider"], ours["status"]) == ("FastPPO", "timed"), ours["detail"]
         for row in case["rows"]:
             assert row.keys() == FIELDS
             measured = [row[name] is not None for name in FIELDS - {"detail", "error"}]
-            assert all(measured) == (row["status"] == "timed")
+            assert all(measured) == (row["status"] in ("timed", "bound"))
             if row["status"] == "timed":
                 share = case["floor_seconds"] / row["median_seconds"]
                 assert row["percent_of_floor"] == pytest.approx(100 * share)
                 assert row["error"] < 1e-4
     printed = capsys.readouterr().out
-    assert printed.index("written") < printed.index("of floor")
-    for word in ("linear logprobs", "loop over time", "fastppo, in place", "eager"):
+    for word in ("linear logprobs", "Python loop", "FastPPO, in place", "eager", "of floor", "N^a"):
         assert word in printed
+    for name in ("floor", "memory", "growth"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+    page = (tmp_path / "index.html").read_text("utf-8")
+    assert page.count("data:image/png;base64,") == 3
+    assert not re.search(r"(src|href)=\"(?!data:)", page)  # one file that loads nothing
+    for word in ("PPO iteration", "matrix products alone", torch.__version__):
+        assert word in page
 
 
-def test_a_results_file_is_named_by_device_and_date(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_growth_is_fitted_over_the_sizes_that_were_timed() -> None:
+    sweep = Sweep("gae", "T", (Sequences(2, 8), Sequences(2, 16)))
+    points = []
+    for size, case in cases.sweep_cases(sweep, torch.float32):
+        case = dataclasses.replace(case, peers=())
+        result = run_case(case, TINY, CPU, CEILINGS, compiled=False)
+        timed = [
+            row._replace(timing=row.timing._replace(median=1e-6 * size**2), peak_extra_bytes=size)
+            for row in result.rows
+            if row.timing is not None
+        ]
+        points.append((size, result._replace(rows=timed)))
+    growth = describe_sweep(sweep, points)["growth"]
+    assert growth["FastPPO"]["time"] == pytest.approx(2.0)
+    assert growth["FastPPO"]["memory"] == pytest.approx(1.0)
+
+
+def test_a_results_file_is_named_by_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = {"name": "Some CPU (R) 9", "type": "cpu", "threads": 2}
+    assert report.slug(cpu) == "some-cpu-r-9"
+    assert report.slug({"name": "NVIDIA H200", "type": "cuda", "threads": 16}) == "nvidia-h200"
+
+
+def test_part_of_a_set_is_not_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--keep", "--case", "gae"])
+    assert "whole set" in capsys.readouterr().err
+
+
+def test_describe_needs_no_timing() -> None:
+    case = dataclasses.replace(sequences.whiten_case(Sequences(3, 20)), peers=())
+    result = run_case(case, TINY, CPU, CEILINGS, compiled=False)
+    empty = result._replace(rows=[row for row in result.rows if row.timing is None])
+    assert all(row["median_seconds"] is None for row in describe(empty)["rows"])
+
+
+@pytest.mark.usefixtures("no_peers")
+def test_a_restricted_run_holds_the_chosen_cases_alone() -> None:
+    record, results = run(TINY, CPU, names=("gae", "whiten"), compiled=False)
+    assert [case["case"] for case in record["cases"]] == ["gae", "whiten"]
+    assert record["sweeps"] == []
+    assert len(results) == 2
+
+
+@pytest.mark.usefixtures("no_peers")
+def test_a_page_can_be_made_of_results_without_sweeps(tmp_path: Path) -> None:
+    record, _ = run(TINY, CPU, names=("gae",), compiled=False)
+    page = write_page(record, tmp_path).read_text("utf-8")
+    assert page.count("data:image/png;base64,") == 2
+
+
+# -------------------------------------------------------------------------------------- the README
+
+
+def test_the_readmes_table_is_what_the_results_say() -> None:
+    """After a new results file: python -m benchmarks readme"""
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert readme.current(text) == readme.section(readme.load())
+
+
+def test_a_results_file_that_changes_makes_the_readme_wrong(tmp_path: Path) -> None:
+    records = readme.load()
+    assert records, "benchmarks/results holds no file"
+    changed = json.loads(json.dumps(records[-1]))
+    changed["cases"][0]["rows"][0]["median_seconds"] *= 2
+    assert readme.section([*records[:-1], changed]) != readme.section(records)
+
+
+def test_a_gpu_is_not_measured_until_there_is_a_file_for_one() -> None:
+    (cpu, *_) = readme.load()[::-1]
+    gpu = json.loads(json.dumps(cpu))
+    gpu["device"] |= {"type": "cuda", "name": "NVIDIA H200"}
+    assert "**A GPU**: not measured" in readme.section([cpu])
+    assert "**A GPU**: not measured" not in readme.section([gpu, cpu])
+
+
+def test_the_section_is_written_between_its_markers_and_nowhere_else(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
+    assert readme.update(page)
+    assert readme.current(page.read_text()) == readme.section(readme.load())
+    assert page.read_text().startswith("before\n")
+    assert page.read_text().endswith("\nafter\n")
+    assert not readme.update(page)
+    page.write_text("no markers")
+    with pytest.raises(ValueError, match="must hold"):
+        readme.update(page)
+
+
+# ------------------------------------------------------------------------------------- front doors
+
+
+def test_fastppo_bench_is_the_suite(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        cli.main(["bench", "--help"])
+    assert done.value.code == 0
+    assert "usage: fastppo bench" in capsys.readouterr().out
+
+
+def test_fastppo_bench_says_what_to_do_without_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    record = {
-        "date": "2026-01-31T12:30:00+00:00",
-        "device": {"name": "Some CPU (R) 9", "type": "cpu", "threads": 2},
-    }
-    path = report.results_path(record)
-    assert path == tmp_path / "some-cpu-r-9-2-threads" / "2026-01-31.json"
-    report.write(record, path)
-    assert report.results_path(record).name == "2026-01-31T123000.json"
+    monkeypatch.setattr(bench, "CHECKOUT", tmp_path)
+    assert cli.main(["bench", "--quick"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "clone the repository" in said
+
+
+def test_plain_pytest_does_not_run_the_benchmarks() -> None:
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert options["testpaths"] == ["tests"]
+
+
+def test_pytest_benchmarks_without_the_plugin_is_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pytest_front_door.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(pytest.UsageError, match=r"pip install 'fastppo\[bench\]'"):
+        pytest_front_door.pytest_configure(None)
+
+
+def test_commands_of_the_suites_readme_are_commands() -> None:
+    page = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
+    (block,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    for line in block.splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:2] == ["fastppo", "bench"]:
+            command.build_parser().parse_args(words[2:])
+        elif words[0] == "python":
+            assert words[1:3] == ["-m", trl_iteration.__name__]
+        else:
+            assert words[:2] == ["pytest", "benchmarks"]
+
+
+# ------------------------------------------------------------------------------ claims for a CPU
+
+
+def test_the_comparison_with_trl_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "trl.experimental.ppo", None)
+    assert trl_iteration.main([]) == 1
+    assert "pip install trl==1.12.0" in capsys.readouterr().err
+    (claim,) = claims._iteration(lambda line: None, trl_iteration.Options())
+    assert claim.verdict == "NOT MEASURED"
+
+
+def test_a_speed_up_is_the_median_over_neighbouring_iterations() -> None:
+    result = trl_iteration.Result({}, [1.0, 10.0, 1.0], [3.0, 30.0, 4.0], {})
+    assert result.speed_up == 3.0
+
+
+def test_a_claim_passes_up_to_its_limit_and_fails_behind_it() -> None:
+    assert claims.Claim("", 1.0, at_most=1.0).verdict == "PASS"
+    assert claims.Claim("", 1.01, at_most=1.0).verdict == "FAIL"
+    assert claims.Claim("", 10.0, at_least=10.0).verdict == "PASS"
+    assert claims.Claim("", 9.9, at_least=10.0).verdict == "FAIL"
+    assert claims.Claim("", math.nan, at_most=1.0).verdict == "FAIL"
+    assert claims.Claim("", None, at_most=1.0).verdict == "NOT MEASURED"
 
 
 def test_gae_takes_a_fifth_of_the_loops_processor_time() -> None:
-    case = cases.gae_case(Sequences(64, 4096))
+    case = sequences.gae_case(Sequences(64, 4096))
     inputs = case.draw(0, CPU)
     ours, loop = case.providers
-    assert (ours.name, loop.name) == ("fastppo", "loop over time")
+    assert (ours.name, loop.name) == ("FastPPO", "Python loop")
     timings = measure.time_in_turns(
         {ours.name: ours.call, loop.name: loop.call},
-        [inputs],
+        {ours.name: [inputs], loop.name: [inputs]},
         lambda name, index: None,
         CPU,
         seconds=0.0,
@@ -207,23 +553,11 @@ def test_gae_takes_a_fifth_of_the_loops_processor_time() -> None:
 
 
 def test_the_loss_takes_a_quarter_of_eagers_memory() -> None:
-    case = cases.loss_case(Tokens(MODELS["tinyllama-1.1b"], 512), torch.float32)
+    case = losses.loss_case(Tokens(MODELS["tinyllama-1.1b"], 512), torch.float32)
     inputs = case.draw(0, CPU)
+    providers = {provider.name: provider for provider in case.providers}
     extra = {
-        provider.name: measure.peak_extra_memory(partial(provider.call, inputs), CPU)
-        for provider in (case.providers[0], case.providers[2])
+        name: measure.peak_extra_memory(partial(providers[name].call, inputs), CPU)
+        for name in ("FastPPO", "eager PyTorch")
     }
-    assert extra["fastppo"] * 4 <= extra["eager"]
-
-
-def test_describe_needs_no_timing() -> None:
-    case = cases.whiten_case(Sequences(3, 20))
-    result = run_case(case, TINY, CPU, CEILINGS, compiled=False)
-    empty = result._replace(rows=[row for row in result.rows if row.timing is None])
-    assert all(row["median_seconds"] is None for row in describe(empty)["rows"])
-
-
-def test_a_restricted_run_holds_the_chosen_cases_alone() -> None:
-    record, results = run(TINY, CPU, names=("gae", "whiten"), compiled=False)
-    assert [case["case"] for case in record["cases"]] == ["gae", "whiten"]
-    assert len(results) == 2
+    assert extra["FastPPO"] * 4 <= extra["eager PyTorch"]

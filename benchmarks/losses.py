@@ -1,0 +1,651 @@
+"""Cases of the losses: from logits, and from hidden states and the lm-head.
+
+Rows are tokens: one logprob, one loss each. Advantages are one per sequence, as GRPO draws them, so
+that kernels which know no other kind can take part; the operations compared take one per token.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import fastppo
+from benchmarks import peers
+from benchmarks.case import (
+    FLOAT_BYTES,
+    TOKEN_BYTES,
+    Case,
+    Outputs,
+    Peer,
+    Provider,
+    Truth,
+    compiled,
+    draw_normal,
+)
+from benchmarks.measure import Inputs
+from benchmarks.peers import CLIP_RATIO, Stats, clipped_loss
+from benchmarks.shapes import Tokens
+
+ENTROPY_COEF = 0.01
+
+TRUTH_ELEMENTS = 2**26
+"""Logits taken to fp64 at once."""
+
+STATS_FLOP = 5  # per logit: subtract the maximum, exp, add; multiply and add for the entropy
+GRADIENT_FLOP = 4  # per logit, once the statistics are known: subtract, exp, multiply-add, multiply
+
+NO_ENTROPY = "has no entropy term"
+
+
+# ---------------------------------------------------------------------------------------- inputs
+
+
+def _token_inputs(logprobs: Tensor, generator: torch.Generator) -> Inputs:
+    """Old logprobs and advantages. A third of the ratios is above the clip range, a third below.
+
+    None is near its borders, where the gradient jumps: rounding would decide which side is taken.
+    """
+    n, device = logprobs.numel(), logprobs.device
+    draw = torch.rand(n, generator=generator).to(device)
+    place = torch.arange(n, device=device) % 3
+    log_ratio = torch.where(place == 0, 0.35 + 0.3 * draw, 0.2 * draw - 0.1)
+    log_ratio = torch.where(place == 1, -0.35 - 0.3 * draw, log_ratio)
+    length = peers.sequence_length(n)
+    advantages = torch.randn(n // length, generator=generator).repeat_interleave(length)
+    return {
+        "old_logprobs": (logprobs - log_ratio).float(),
+        "advantages": advantages.to(device),
+    }
+
+
+def _row_slices(rows: int, vocab: int) -> Iterator[slice]:
+    step = max(1, TRUTH_ELEMENTS // vocab)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def _logprobs(logits_of: Callable[[slice], Tensor], tokens: Tensor, vocab: int) -> Tensor:
+    parts = []
+    for rows in _row_slices(tokens.numel(), vocab):
+        log_p = torch.log_softmax(logits_of(rows), -1)
+        parts.append(log_p.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1))
+    return torch.cat(parts)
+
+
+def draw_logits(shape: Tokens, dtype: torch.dtype, seed: int, device: torch.device) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    logits = draw_normal((shape.n, shape.model.vocab), dtype, device, seed).mul_(2)
+    tokens = torch.randint(shape.model.vocab, (shape.n,), generator=generator).to(device)
+    # Old logprobs are drawn around the logits' own: fp32 is close enough to know the ratios.
+    logprobs = _logprobs(lambda rows: logits[rows].float(), tokens, shape.model.vocab)
+    inputs = _token_inputs(logprobs, generator)
+    return {"logits": logits.requires_grad_(), "tokens": tokens, **inputs}
+
+
+def draw_hidden(shape: Tokens, dtype: torch.dtype, seed: int, device: torch.device) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    vocab, width = shape.model.vocab, shape.model.hidden
+    hidden = draw_normal((shape.n, width), dtype, device, seed)
+    weight = draw_normal((vocab, width), dtype, device, seed + 2**20).mul_(2 / width**0.5)
+    tokens = torch.randint(vocab, (shape.n,), generator=generator).to(device)
+    logprobs = _logprobs(lambda rows: (hidden[rows] @ weight.T).float(), tokens, vocab)
+    inputs = _token_inputs(logprobs, generator)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    return {"hidden": hidden, "weight": weight, "tokens": tokens, **inputs}
+
+
+# ------------------------------------------------------------------------------- loss from logits
+
+
+def token_losses(
+    logits: Tensor, tokens: Tensor, old_logprobs: Tensor, advantages: Tensor, entropy_coef: float
+) -> Tensor:
+    """PPO's clipped loss per token as one writes it in PyTorch, in the dtype of the logits."""
+    log_p = torch.log_softmax(logits, -1)
+    logprobs = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    ratio = torch.exp(logprobs - old_logprobs)
+    clipped = ratio.clamp(1 - CLIP_RATIO, 1 + CLIP_RATIO)
+    loss = -torch.minimum(ratio * advantages, clipped * advantages)
+    if entropy_coef:
+        loss = loss + entropy_coef * (log_p.exp() * log_p).sum(-1)
+    return loss
+
+
+def _exact_loss(entropy_coef: float, with_gradient: bool) -> Callable[[Inputs], dict[str, Truth]]:
+    def truth(inputs: Inputs) -> dict[str, Truth]:
+        logits, n = inputs["logits"].detach(), inputs["tokens"].numel()
+        # fp32 holds a stored gradient to 6e-8 of each entry: far below every tolerance here.
+        grad = torch.empty_like(logits, dtype=torch.float32) if with_gradient else None
+        total = size = 0.0
+        for rows in _row_slices(n, logits.shape[-1]):
+            x = logits[rows].double().requires_grad_(with_gradient)
+            old, advantages = (inputs[k][rows].double() for k in ("old_logprobs", "advantages"))
+            losses = token_losses(x, inputs["tokens"][rows], old, advantages, entropy_coef)
+            total, size = total + losses.sum().item(), size + losses.abs().sum().item()
+            if grad is not None:
+                grad[rows] = torch.autograd.grad(losses.sum() / n, x)[0].float()
+        loss = torch.tensor(total / n, dtype=torch.float64, device=logits.device)
+        found = {"loss": Truth(loss, size / n)}
+        if grad is not None:
+            found["logits_grad"] = Truth(grad, grad.abs().max().item())
+        return found
+
+    return truth
+
+
+def loss_from(
+    function: Callable[..., Tensor], entropy_coef: float, of: tuple[str, ...]
+) -> Callable[[Inputs], Outputs]:
+    """Calls `function(*inputs, entropy_coef)` and takes the gradient by the inputs in `of`."""
+
+    def call(inputs: Inputs) -> Outputs:
+        with torch.set_grad_enabled(bool(of)):
+            loss = function(*inputs.values(), entropy_coef)
+        if not of:
+            return {"loss": loss}
+        grads = torch.autograd.grad(loss, [inputs[name] for name in of])
+        named = {f"{name}_grad": grad for name, grad in zip(of, grads, strict=True)}
+        return {"loss": loss.detach(), **named}
+
+    return call
+
+
+def eager_loss(
+    logits: Tensor, tokens: Tensor, old_logprobs: Tensor, advantages: Tensor, entropy_coef: float
+) -> Tensor:
+    # .float() is what keeps bf16 logits' logprobs usable, and copies nothing in fp32.
+    return token_losses(logits.float(), tokens, old_logprobs, advantages, entropy_coef).mean()
+
+
+def our_loss(
+    logits: Tensor,
+    tokens: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    entropy_coef: float,
+    inplace: bool = False,
+) -> Tensor:
+    return fastppo.ppo_loss(
+        logits,
+        tokens,
+        old_logprobs,
+        advantages,
+        clip_ratio=CLIP_RATIO,
+        entropy_coef=entropy_coef,
+        inplace=inplace,
+    ).loss
+
+
+def _around(stats: Stats) -> Callable[..., Tensor]:
+    """A loss like the case's own around a peer's logprobs (and entropy)."""
+
+    def loss(*arguments: Tensor | float) -> Tensor:
+        *operands, old, advantages, entropy_coef = arguments
+        logprobs, entropy = stats(*operands, with_entropy=bool(entropy_coef))
+        return clipped_loss(logprobs, entropy, old, advantages, entropy_coef)  # type: ignore[arg-type]
+
+    return loss
+
+
+GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
+"""Of a gradient's largest entry. fp32: sums of 10⁵ terms and exponentials; bf16: its rounding is
+2⁻⁹ of an entry, and the token's own column meets it twice (1 − p, then the product)."""
+
+
+def loss_case(
+    shape: Tokens,
+    dtype: torch.dtype,
+    *,
+    entropy_coef: float = ENTROPY_COEF,
+    with_gradient: bool = True,
+) -> Case:
+    of = ("logits",) if with_gradient else ()
+    n, logits_bytes = shape.n, shape.n * shape.model.vocab * dtype.itemsize
+    name = "loss" if with_gradient else "loss, forward"
+
+    def provider(label: str, function: Callable[..., Tensor]) -> Provider:
+        return Provider(label, loss_from(function, entropy_coef, of))
+
+    def liger(device: torch.device) -> tuple[Provider, ...]:
+        loss = peers.liger_loss(device)
+        call = loss_from(loss.call, entropy_coef, of)
+
+        def without_the_last_rows(inputs: Inputs) -> Outputs:
+            found = call(inputs)
+            if of:
+                found["logits_grad"] = found["logits_grad"][:, :-1]
+            return found
+
+        return (Provider("Liger-Kernel", without_the_last_rows, prepare=loss.prepare),)
+
+    providers = [provider("FastPPO", our_loss), provider("eager PyTorch", eager_loss)]
+    if with_gradient:
+        inplace = loss_from(partial(our_loss, inplace=True), entropy_coef, of)
+        providers.insert(1, Provider("FastPPO, in place", inplace, writes=("logits",)))
+    found = [
+        Peer("TRL", "trl", lambda d: (provider("TRL", _around(peers.trl_stats(d))),)),
+        Peer("verl", "verl", lambda d: (provider("verl", peers.verl_loss(d)),)),
+    ]
+    if not entropy_coef:
+        found.append(Peer("Liger-Kernel", "liger-kernel", liger))
+    return Case(
+        name if entropy_coef else f"{name}, no entropy",
+        str(shape),
+        dtype,
+        # logits read (and their gradient written); tokens, old logprobs and advantages read
+        bytes_moved=(2 if with_gradient else 1) * logits_bytes
+        + n * (TOKEN_BYTES + 2 * FLOAT_BYTES),
+        flop=n * shape.model.vocab * (STATS_FLOP + (GRADIENT_FLOP if with_gradient else 0)),
+        bytes_and_flop="logits read"
+        + (", gradient written" if with_gradient else "")
+        + f"; {STATS_FLOP + (GRADIENT_FLOP if with_gradient else 0)} FLOP per logit",
+        draw=lambda seed, device: draw_logits(shape, dtype, seed, device),
+        truth=_exact_loss(entropy_coef, with_gradient),
+        providers=tuple(providers),
+        compiled=(provider("torch.compile", lambda *a: compiled(eager_loss)(*a)),),
+        tolerance=GRADIENT_TOLERANCE[dtype],
+        peers=tuple(found),
+        notes={"Liger-Kernel": NO_ENTROPY} if entropy_coef else {},
+    )
+
+
+# ---------------------------------------------------------------------------------- cross-entropy
+
+
+def _our_cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
+    return -fastppo.token_logprobs(logits, tokens).mean()
+
+
+def eager_cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits.float(), tokens)
+
+
+def _exact_cross_entropy(inputs: Inputs) -> dict[str, Truth]:
+    logits, tokens = inputs["logits"].detach(), inputs["tokens"]
+    n, total = tokens.numel(), 0.0
+    grad = torch.empty_like(logits, dtype=torch.float32)
+    for rows in _row_slices(n, logits.shape[-1]):
+        log_p = torch.log_softmax(logits[rows].double(), -1)
+        picked = tokens[rows].unsqueeze(-1)
+        total -= log_p.gather(-1, picked).sum().item()
+        grad[rows] = log_p.exp_().scatter_add(-1, picked, -log_p.new_ones(picked.shape)).float() / n
+    loss = torch.tensor(total / n, dtype=torch.float64, device=logits.device)
+    return {
+        "loss": Truth(loss, abs(total / n)),
+        "logits_grad": Truth(grad, grad.abs().max().item()),
+    }
+
+
+def cross_entropy_case(shape: Tokens, dtype: torch.dtype) -> Case:
+    """−mean logprob with its gradient: what the loss comes down to where ratio and advantage are 1,
+    and the kernel that most packages have."""
+    n, logits_bytes = shape.n, shape.n * shape.model.vocab * dtype.itemsize
+
+    def provider(
+        label: str, function: Callable[[Tensor, Tensor], Tensor], writes: tuple[str, ...] = ()
+    ) -> Provider:
+        def call(inputs: Inputs) -> Outputs:
+            loss = function(inputs["logits"], inputs["tokens"])
+            (grad,) = torch.autograd.grad(loss, inputs["logits"])
+            return {"loss": loss.detach(), "logits_grad": grad}
+
+        return Provider(label, call, writes)
+
+    def mean_of(stats: Stats) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda logits, tokens: -stats(logits, tokens, with_entropy=False)[0].mean()
+
+    return Case(
+        "cross-entropy",
+        str(shape),
+        dtype,
+        bytes_moved=2 * logits_bytes + n * TOKEN_BYTES,
+        flop=n * shape.model.vocab * (3 + 3),
+        bytes_and_flop="logits read, gradient written; 6 FLOP per logit",
+        draw=lambda seed, device: {
+            name: x
+            for name, x in draw_logits(shape, dtype, seed, device).items()
+            if name in ("logits", "tokens")
+        },
+        truth=_exact_cross_entropy,
+        providers=(
+            provider("FastPPO", _our_cross_entropy),
+            provider("eager PyTorch", eager_cross_entropy),
+        ),
+        compiled=(provider("torch.compile", lambda *a: compiled(eager_cross_entropy)(*a)),),
+        tolerance=GRADIENT_TOLERANCE[dtype],
+        peers=(
+            Peer(
+                "transformers",
+                "transformers",
+                lambda d: (provider("transformers", peers.transformers_cross_entropy(d)),),
+            ),
+            Peer("TRL", "trl", lambda d: (provider("TRL", mean_of(peers.trl_stats(d))),)),
+            Peer("verl", "verl", lambda d: (provider("verl", mean_of(peers.verl_stats(d))),)),
+            Peer(
+                "Liger-Kernel",
+                "liger-kernel",
+                lambda d: (
+                    provider("Liger-Kernel", peers.liger_cross_entropy(d), writes=("logits",)),
+                ),
+            ),
+            Peer(
+                "QuACK",
+                "quack-kernels",
+                lambda d: (provider("QuACK", peers.quack_cross_entropy(d)),),
+            ),
+        ),
+    )
+
+
+# --------------------------------------------------------------------- statistics without gradient
+
+STATS_TOLERANCE = 1e-4
+"""Of the largest entry, about 20 nats: fp32 sums over 10⁵ logits. bf16 logits are exact inputs."""
+
+
+def eager_stats(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    log_p = torch.log_softmax(logits.float(), -1)
+    logprobs = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return logprobs, -(log_p.exp() * log_p).sum(-1)
+
+
+def _our_stats(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    stats = fastppo.token_stats(logits, tokens)
+    return stats.logprobs, stats.entropy
+
+
+def _named(logprobs: Tensor, entropy: Tensor | None) -> Outputs:
+    return {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
+
+
+def _exact_stats(inputs: Inputs) -> dict[str, Truth]:
+    logits, tokens = inputs["logits"].detach(), inputs["tokens"]
+    parts = []
+    for rows in _row_slices(tokens.numel(), logits.shape[-1]):
+        log_p = torch.log_softmax(logits[rows].double(), -1)
+        logprobs = log_p.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1)
+        parts.append(torch.stack([logprobs, -(log_p.exp() * log_p).sum(-1)]))
+    logprobs, entropy = torch.cat(parts, 1)
+    return {
+        "logprobs": Truth(logprobs, logprobs.abs().max().item()),
+        "entropy": Truth(entropy, entropy.abs().max().item()),
+    }
+
+
+def stats_case(shape: Tokens, dtype: torch.dtype) -> Case:
+    def provider(label: str, function: Stats) -> Provider:
+        @torch.no_grad()
+        def call(inputs: Inputs) -> Outputs:
+            return _named(*function(inputs["logits"], inputs["tokens"]))
+
+        return Provider(label, call)
+
+    return Case(
+        "statistics",
+        str(shape),
+        dtype,
+        # logits and tokens read; logprobs and entropy written
+        bytes_moved=shape.n * shape.model.vocab * dtype.itemsize
+        + shape.n * (TOKEN_BYTES + 2 * FLOAT_BYTES),
+        flop=shape.n * shape.model.vocab * STATS_FLOP,
+        bytes_and_flop=f"logits read; {STATS_FLOP} FLOP per logit",
+        draw=lambda seed, device: draw_logits(shape, dtype, seed, device),
+        truth=_exact_stats,
+        providers=(provider("FastPPO", _our_stats), provider("eager PyTorch", eager_stats)),
+        compiled=(provider("torch.compile", lambda *a: compiled(eager_stats)(*a)),),
+        tolerance=STATS_TOLERANCE,
+        peers=(
+            Peer("TRL", "trl", lambda d: (provider("TRL", peers.trl_stats(d)),)),
+            Peer("verl", "verl", lambda d: (provider("verl", peers.verl_stats(d)),)),
+        ),
+    )
+
+
+# --------------------------------------------------------------------------------- fused lm-head
+
+
+def _exact_linear_loss(entropy_coef: float) -> Callable[[Inputs], dict[str, Truth]]:
+    def truth(inputs: Inputs) -> dict[str, Truth]:
+        n = inputs["tokens"].numel()
+        weight = inputs["weight"].detach().double()
+        grad_hidden = torch.empty_like(inputs["hidden"], dtype=torch.float64)
+        grad_weight = torch.zeros_like(weight)
+        total = size = 0.0
+        for rows in _row_slices(n, weight.shape[0]):
+            hidden = inputs["hidden"].detach()[rows].double()
+            logits = (hidden @ weight.T).requires_grad_()
+            old, advantages = (inputs[k][rows].double() for k in ("old_logprobs", "advantages"))
+            losses = token_losses(logits, inputs["tokens"][rows], old, advantages, entropy_coef)
+            total, size = total + losses.sum().item(), size + losses.abs().sum().item()
+            (grad,) = torch.autograd.grad(losses.sum() / n, logits)
+            grad_hidden[rows] = grad @ weight
+            grad_weight.addmm_(grad.T, hidden)
+        loss = torch.tensor(total / n, dtype=torch.float64, device=weight.device)
+        return {
+            "loss": Truth(loss, size / n),
+            "hidden_grad": Truth(grad_hidden, grad_hidden.abs().max().item()),
+            "weight_grad": Truth(grad_weight, grad_weight.abs().max().item()),
+        }
+
+    return truth
+
+
+def eager_linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    entropy_coef: float,
+) -> Tensor:
+    return eager_loss(hidden @ weight.T, tokens, old_logprobs, advantages, entropy_coef)
+
+
+def our_linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    entropy_coef: float,
+) -> Tensor:
+    return fastppo.linear_ppo_loss(
+        hidden,
+        weight,
+        tokens,
+        old_logprobs,
+        advantages,
+        clip_ratio=CLIP_RATIO,
+        entropy_coef=entropy_coef,
+    ).loss
+
+
+BOUND = "matrix products alone"
+
+
+def _gemms(gradients: bool) -> Provider:
+    """The vendor library's products with nothing between them: no fused lm-head can do without."""
+
+    @torch.no_grad()
+    def call(inputs: Inputs) -> Outputs:
+        hidden, weight = inputs["hidden"], inputs["weight"]
+        logits = hidden @ weight.T
+        if not gradients:
+            return {"logits": logits}
+        return {"hidden_grad": logits @ weight, "weight_grad": logits.T @ hidden}
+
+    return Provider(BOUND, call, is_bound=True)
+
+
+LINEAR_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""As GRADIENT_TOLERANCE; bf16 logits of a GEMM are off by up to 2⁻⁹ of 10, so probabilities by 2 %
+in the worst entry."""
+
+
+def linear_loss_case(
+    shape: Tokens, dtype: torch.dtype, *, entropy_coef: float = ENTROPY_COEF
+) -> Case:
+    n, vocab, width = shape.n, shape.model.vocab, shape.model.hidden
+    of = ("hidden", "weight")
+
+    def provider(label: str, function: Callable[..., Tensor]) -> Provider:
+        return Provider(label, loss_from(function, entropy_coef, of))
+
+    def verl(device: torch.device) -> tuple[Provider, ...]:
+        chunked = provider("verl", _around(peers.verl_linear_stats(device)))
+        if device.type != "cuda":
+            return (chunked,)
+        kernel = _around(peers.verl_linear_kernel(device))
+        return chunked, provider("verl, Triton kernel", kernel)
+
+    def liger(device: torch.device) -> tuple[Provider, ...]:
+        loss = peers.liger_linear_loss(device)
+        call = loss_from(loss.call, entropy_coef, of)
+        return (Provider("Liger-Kernel", call, prepare=loss.prepare),)
+
+    found = [
+        Peer("TRL", "trl", lambda d: (provider("TRL", _around(peers.trl_linear_stats(d))),)),
+        Peer("verl", "verl", verl),
+    ]
+    if not entropy_coef:
+        found += [
+            Peer("Liger-Kernel", "liger-kernel", liger),
+            Peer(
+                "Cut Cross-Entropy",
+                "cut-cross-entropy",
+                lambda d: (provider("Cut Cross-Entropy", _around(peers.cce_linear_stats(d))),),
+            ),
+            Peer(
+                "QuACK",
+                "quack-kernels",
+                lambda d: (provider("QuACK", _around(peers.quack_linear_stats(d))),),
+            ),
+        ]
+    without = ("Liger-Kernel", "Cut Cross-Entropy", "QuACK") if entropy_coef else ()
+    return Case(
+        "linear loss" if entropy_coef else "linear loss, no entropy",
+        str(shape),
+        dtype,
+        # hidden and weight read, their gradients written; three numbers per token read
+        bytes_moved=2 * (n + vocab) * width * dtype.itemsize + n * (TOKEN_BYTES + 2 * FLOAT_BYTES),
+        flop=6 * n * width * vocab,  # logits, the gradient of hidden, the gradient of weight
+        bytes_and_flop="hidden and weight read, their gradients written; three matrix products",
+        draw=lambda seed, device: draw_hidden(shape, dtype, seed, device),
+        truth=_exact_linear_loss(entropy_coef),
+        providers=(
+            provider("FastPPO", our_linear_loss),
+            provider("eager PyTorch", eager_linear_loss),
+            _gemms(gradients=True),
+        ),
+        compiled=(provider("torch.compile", lambda *a: compiled(eager_linear_loss)(*a)),),
+        tolerance=LINEAR_TOLERANCE[dtype],
+        peers=tuple(found),
+        notes=dict.fromkeys(without, NO_ENTROPY),
+    )
+
+
+def eager_linear_stats(
+    hidden: Tensor, weight: Tensor, tokens: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    logits = (hidden @ weight.T).float()
+    token_logits = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return token_logits - torch.logsumexp(logits, -1), None
+
+
+def _our_linear_stats(
+    hidden: Tensor, weight: Tensor, tokens: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    return fastppo.linear_token_logprobs(hidden, weight, tokens), None
+
+
+ONE_KERNEL = "fastppo_kernels.linear_stats"
+
+
+def _one_kernel() -> Stats | None:
+    """The fused kernel, where this tree has it: (hidden, weight, tokens) → logprobs, entropy."""
+    if importlib.util.find_spec(ONE_KERNEL) is None:
+        return None
+    function = importlib.import_module(ONE_KERNEL).linear_token_stats
+    return lambda hidden, weight, tokens: function(hidden, weight, tokens)[:2]
+
+
+def _exact_linear_stats(inputs: Inputs) -> dict[str, Truth]:
+    hidden, weight = inputs["hidden"].detach(), inputs["weight"].detach().double()
+    tokens, parts = inputs["tokens"], []
+    for rows in _row_slices(tokens.numel(), weight.shape[0]):
+        log_p = torch.log_softmax(hidden[rows].double() @ weight.T, -1)
+        logprobs = log_p.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1)
+        parts.append(torch.stack([logprobs, -(log_p.exp() * log_p).sum(-1)]))
+    logprobs, entropy = torch.cat(parts, 1)
+    return {
+        "logprobs": Truth(logprobs, logprobs.abs().max().item()),
+        "entropy": Truth(entropy, entropy.abs().max().item()),
+    }
+
+
+LINEAR_STATS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
+"""Of the largest logprob, 15 to 20 nats; bf16: half a unit in the last place of a logit of 8 to 16
+is 0.03."""
+
+
+def linear_logprobs_case(shape: Tokens, dtype: torch.dtype) -> Case:
+    """Logprobs are what is asked for; a provider that gives the entropy too has it checked."""
+    n, vocab, width = shape.n, shape.model.vocab, shape.model.hidden
+
+    def provider(label: str, function: Stats) -> Provider:
+        @torch.no_grad()
+        def call(inputs: Inputs) -> Outputs:
+            return _named(*function(inputs["hidden"], inputs["weight"], inputs["tokens"]))
+
+        return Provider(label, call)
+
+    def verl(device: torch.device) -> tuple[Provider, ...]:
+        chunked = provider("verl", peers.verl_linear_stats(device))
+        if device.type != "cuda":
+            return (chunked,)
+        return chunked, provider("verl, Triton kernel", peers.verl_linear_kernel(device))
+
+    def one_kernel(device: torch.device) -> tuple[Provider, ...]:
+        peers.need_gpu(device)
+        stats = _one_kernel()
+        assert stats is not None
+        return (provider("FastPPO, one kernel", stats),)
+
+    own = (Peer("FastPPO, one kernel", "torch", one_kernel),) if _one_kernel() else ()
+    return Case(
+        "linear logprobs",
+        str(shape),
+        dtype,
+        # hidden, weight and tokens read; logprobs written
+        bytes_moved=(n + vocab) * width * dtype.itemsize + n * (TOKEN_BYTES + FLOAT_BYTES),
+        flop=2 * n * width * vocab,
+        bytes_and_flop="hidden and weight read; one matrix product",
+        draw=lambda seed, device: draw_hidden(shape, dtype, seed, device),
+        truth=_exact_linear_stats,
+        providers=(
+            provider("FastPPO", _our_linear_stats),
+            provider("eager PyTorch", eager_linear_stats),
+            _gemms(gradients=False),
+        ),
+        compiled=(provider("torch.compile", lambda *a: compiled(eager_linear_stats)(*a)),),
+        tolerance=LINEAR_STATS_TOLERANCE[dtype],
+        peers=(
+            *own,
+            Peer("TRL", "trl", lambda d: (provider("TRL", peers.trl_linear_stats(d)),)),
+            Peer("verl", "verl", verl),
+            Peer(
+                "Cut Cross-Entropy",
+                "cut-cross-entropy",
+                lambda d: (provider("Cut Cross-Entropy", peers.cce_linear_stats(d)),),
+            ),
+            Peer(
+                "QuACK",
+                "quack-kernels",
+                lambda d: (provider("QuACK", peers.quack_linear_stats(d)),),
+            ),
+        ),
+    )

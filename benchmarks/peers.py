@@ -1,0 +1,327 @@
+"""How each peer is called: one small function per package and operation, and nothing copied.
+
+Every function here takes the device, imports its package, and returns callables with the signature
+of the case that they stand in. `UnsupportedError` says what a package cannot do on that device; an
+ImportError or AttributeError of a package that has changed is reported in its row. A loss or a loop
+that a package has only inside a trainer's method cannot be called: then its own logprobs are used,
+and the loss around them is `clipped_loss`, which is what those trainers spell out.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.case import UnsupportedError
+from benchmarks.measure import Inputs
+
+# TRL says once that its PPO is experimental; that is known.
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+CLIP_RATIO = 0.2
+KL_COEF = 0.05
+GAMMA, LAM = 1.0, 0.95
+
+Stats = Callable[..., tuple[Tensor, Tensor | None]]
+"""(logits, tokens) or (hidden, weight, tokens) → logprobs, and the entropy where there is one."""
+
+NEEDS_GPU = "its Triton kernel needs a GPU"
+
+
+class Loss(NamedTuple):
+    """A loss with its gradient, called like the case's own, and what it wants done beforehand."""
+
+    call: Callable[..., Tensor]
+    prepare: Callable[[Inputs], Inputs] | None = None
+    writes: tuple[str, ...] = ()
+
+
+def _module(name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(name)
+
+
+def need_gpu(device: torch.device, why: str = NEEDS_GPU) -> None:
+    if device.type != "cuda":
+        raise UnsupportedError(why)
+
+
+def clipped_loss(
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    entropy_coef: float,
+) -> Tensor:
+    """The mean of PPO's clipped loss per token, given logprobs: plain PyTorch."""
+    ratio = torch.exp(logprobs - old_logprobs)
+    clipped = ratio.clamp(1 - CLIP_RATIO, 1 + CLIP_RATIO)
+    loss = -torch.minimum(ratio * advantages, clipped * advantages)
+    if entropy_coef:
+        assert entropy is not None
+        loss = loss - entropy_coef * entropy
+    return loss.mean()
+
+
+# -------------------------------------------------------------------------------------------- TRL
+
+
+def trl_stats(device: torch.device) -> Stats:
+    utils = _module("trl.trainer.utils")
+
+    def stats(
+        logits: Tensor, tokens: Tensor, with_entropy: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        batched = logits.float().unsqueeze(0)  # it loops over the first axis, a batch
+        logprobs = utils.selective_log_softmax(batched, tokens.unsqueeze(0)).squeeze(0)
+        return logprobs, utils.entropy_from_logits(batched).squeeze(0) if with_entropy else None
+
+    return stats
+
+
+def trl_linear_stats(device: torch.device) -> Stats:
+    """The function behind `patch_chunked_lm_head`, which its GRPO trainers put in a model."""
+    function = _module("trl.trainer.utils")._ChunkedLogProbFunction
+    chunk = 8192  # columns; its trainers leave the size to the user
+
+    def stats(
+        hidden: Tensor, weight: Tensor, tokens: Tensor, with_entropy: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        return function.apply(hidden, weight, tokens, 1.0, chunk)
+
+    return stats
+
+
+def trl_whiten(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    function = _module("trl.experimental.ppo.ppo_trainer").masked_whiten
+    # Padding is zeroed behind it, as its trainer does.
+    return lambda x, mask: function(x, mask).masked_fill(~mask, 0.0)
+
+
+# ------------------------------------------------------------------------------------------- verl
+
+
+def verl_stats(device: torch.device) -> Stats:
+    functional = _module("verl.utils.torch_functional")
+
+    def stats(
+        logits: Tensor, tokens: Tensor, with_entropy: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        logits = logits.float()  # autocast does it in its workers
+        logprobs = functional.logprobs_from_logits(logits, tokens, inplace_backward=False)
+        return logprobs, functional.entropy_from_logits(logits) if with_entropy else None
+
+    return stats
+
+
+def verl_loss(device: torch.device) -> Callable[..., Tensor]:
+    """Its `compute_policy_loss` on its logprobs, with the dual clip out of reach."""
+    # Its successor wants the trainer's whole config; the loss in it is the same.
+    warnings.filterwarnings("ignore", ".*compute_policy_loss' is deprecated", FutureWarning)
+    stats = verl_stats(device)
+    policy_loss = _module("verl.trainer.ppo.core_algos").compute_policy_loss
+
+    def loss(
+        logits: Tensor, tokens: Tensor, old: Tensor, advantages: Tensor, entropy_coef: float
+    ) -> Tensor:
+        logprobs, entropy = stats(logits, tokens, with_entropy=bool(entropy_coef))
+        found = policy_loss(
+            old_log_prob=old[None],
+            log_prob=logprobs[None],
+            advantages=advantages[None],
+            response_mask=torch.ones_like(logprobs[None]),
+            cliprange=CLIP_RATIO,
+            clip_ratio_c=1e9,
+        )[0]
+        return found if entropy is None else found - entropy_coef * entropy.mean()
+
+    return loss
+
+
+def verl_linear_stats(device: torch.device) -> Stats:
+    """Chunks of 512 rows in PyTorch, recomputed in the backward pass."""
+    fused = _module("verl.utils.experimental.torch_functional").FusedLinearForPPO()
+    return lambda hidden, weight, tokens, with_entropy=True: fused(hidden, weight, tokens)
+
+
+def verl_linear_kernel(device: torch.device) -> Stats:
+    need_gpu(device)
+    function = _module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+    return lambda hidden, weight, tokens, with_entropy=True: function(
+        hidden, weight, tokens, 1.0, "none"
+    )
+
+
+def verl_gae(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(rewards, values, mask) → whitened advantages, returns. Its whitening cannot be left out."""
+    function = _module("verl.trainer.ppo.core_algos").compute_gae_advantage_return
+
+    def gae(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        weight = mask.float()
+        advantages, returns = function(rewards, values, weight, GAMMA, LAM)
+        return advantages * weight, returns * weight
+
+    return gae
+
+
+def verl_advantages(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
+    gae = verl_gae(device)
+    shape = _module("verl.trainer.ppo.core_algos").compute_rewards
+
+    def advantages(
+        scores: Tensor, values: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        token_scores = torch.zeros_like(values)
+        rows = torch.arange(len(scores), device=scores.device)
+        token_scores[rows, mask.sum(1) - 1] = scores
+        return gae(shape(token_scores, logprobs, ref_logprobs, KL_COEF), values, mask)
+
+    return advantages
+
+
+def verl_whiten(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    function = _module("verl.utils.torch_functional").masked_whiten
+    return lambda x, mask: function(x, mask.float()) * mask
+
+
+# ----------------------------------------------------------------------------------- Liger-Kernel
+
+
+def sequence_length(n: int) -> int:
+    """Tokens of a sequence, for losses with one advantage per sequence: see `losses`."""
+    return next((size for size in (1024, 128) if n % size == 0), n)
+
+
+def liger_loss(device: torch.device) -> Loss:
+    """Its Triton GRPO loss. It wants logits [B, L + 1, V] of which it leaves the last row alone,
+    and one advantage per sequence."""
+    need_gpu(device)
+    function = _module("liger_kernel.transformers.grpo_loss").triton_grpo_loss
+
+    def prepare(inputs: Inputs) -> Inputs:
+        logits = inputs["logits"].detach()
+        n, vocab = logits.shape
+        length = sequence_length(n)
+        rows = logits.view(n // length, length, vocab)
+        padded = torch.cat([rows, rows[:, :1]], dim=1).requires_grad_()
+        per_token = {name: inputs[name].view(-1, length) for name in ("tokens", "old_logprobs")}
+        return {"logits": padded, **per_token, "advantages": inputs["advantages"][::length]}
+
+    def loss(
+        logits: Tensor, tokens: Tensor, old: Tensor, advantages: Tensor, entropy_coef: float
+    ) -> Tensor:
+        return function(
+            logits,
+            old,
+            None,
+            tokens,
+            advantages,
+            temperature=1.0,
+            beta=0.0,
+            eps_low=CLIP_RATIO,
+            eps_high=CLIP_RATIO,
+            inplace=False,
+            loss_type="bnpo",  # the mean over all tokens
+            reduce=True,
+        )[0]
+
+    return Loss(loss, prepare)
+
+
+def liger_linear_loss(device: torch.device) -> Loss:
+    """Its chunked GRPO loss: PyTorch in chunks of rows and columns, recomputed for the gradient."""
+    module = _module("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss(
+        beta=0.0,
+        compiled=False,
+        use_ref_model=False,
+        epsilon_low=CLIP_RATIO,
+        epsilon_high=CLIP_RATIO,
+        loss_type="bnpo",
+    )
+
+    def prepare(inputs: Inputs) -> Inputs:
+        n = inputs["tokens"].numel()
+        length = sequence_length(n)
+        shaped = {name: inputs[name].view(-1, length) for name in ("tokens", "old_logprobs")}
+        hidden = inputs["hidden"].detach().view(n // length, length, -1).requires_grad_()
+        advantages = inputs["advantages"][::length]
+        return {"hidden": hidden, "weight": inputs["weight"], **shaped, "advantages": advantages}
+
+    def loss(
+        hidden: Tensor,
+        weight: Tensor,
+        tokens: Tensor,
+        old: Tensor,
+        advantages: Tensor,
+        entropy_coef: float,
+    ) -> Tensor:
+        mask = torch.ones_like(old)
+        return module(hidden, weight, tokens, mask, advantages, old_per_token_logps=old)[0]
+
+    return Loss(loss, prepare)
+
+
+def liger_cross_entropy(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """It writes the gradient over the logits."""
+    need_gpu(device)
+    return _module("liger_kernel.transformers.cross_entropy").LigerCrossEntropyLoss()
+
+
+# ------------------------------------------------------------------------------ Cut Cross-Entropy
+
+
+def cce_path(device: torch.device) -> str:
+    """Its kernels need a GPU; elsewhere it has a compiled fallback of the same signature."""
+    return "cce" if device.type == "cuda" else "torch_compile"
+
+
+def cce_linear_stats(device: torch.device) -> Stats:
+    function = functools.partial(
+        _module("cut_cross_entropy").linear_cross_entropy, reduction="none", impl=cce_path(device)
+    )
+    return lambda hidden, weight, tokens, with_entropy=False: (
+        -function(hidden, weight, tokens).float(),
+        None,
+    )
+
+
+# ------------------------------------------------------------------------------------------ QuACK
+
+NEEDS_HOPPER = "its kernels need a GPU of the Hopper generation or later"
+
+
+def _need_hopper(device: torch.device) -> None:
+    need_gpu(device, NEEDS_HOPPER)
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        raise UnsupportedError(NEEDS_HOPPER)
+
+
+def quack_cross_entropy(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    _need_hopper(device)
+    return _module("quack.cross_entropy").cross_entropy
+
+
+def quack_linear_stats(device: torch.device) -> Stats:
+    _need_hopper(device)
+    function = _module("quack.linear_cross_entropy").linear_cross_entropy_func
+    return lambda hidden, weight, tokens, with_entropy=False: (
+        -function(hidden, weight, None, tokens, reduction="none").float(),
+        None,
+    )
+
+
+# ----------------------------------------------------------------------------------- transformers
+
+
+def transformers_cross_entropy(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    function = _module("transformers.loss.loss_utils").ForCausalLMLoss
+    # shift_labels: labels that stand at their logits already, so that nothing is shifted.
+    return lambda logits, tokens: function(logits, None, logits.shape[-1], shift_labels=tokens)

@@ -1,0 +1,282 @@
+"""Cases of the advantages: GAE, shaping with GAE and whitening, whitening alone.
+
+Responses are padded to T, as a trainer holds them; padding holds noise that has to be ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import fastppo
+from benchmarks import peers
+from benchmarks.case import (
+    FLOAT_BYTES,
+    MASK_BYTES,
+    Case,
+    Outputs,
+    Peer,
+    Provider,
+    Truth,
+    compiled,
+    draw_normal,
+)
+from benchmarks.measure import Inputs
+from benchmarks.peers import GAMMA, KL_COEF, LAM
+from benchmarks.shapes import Sequences
+
+LOOP = "Python loop"
+"""The loop over time of every trainer that has no kernel for it; TRL's stands inside
+`PPOTrainer.train`, where it cannot be called."""
+
+SEQUENCE_TOLERANCE = 1e-4
+"""Of the largest advantage: a sum of up to 10⁵ fp32 terms, of which λ keeps some tens."""
+
+
+def response_lengths(shape: Sequences) -> list[int]:
+    """From T down to half of it, evenly: the same in every run, so that bytes are known."""
+    return [shape.length - b * shape.length // (2 * shape.batch) for b in range(shape.batch)]
+
+
+def response_mask(shape: Sequences, device: torch.device) -> Tensor:
+    lengths = torch.tensor(response_lengths(shape), device=device)
+    return torch.arange(shape.length, device=device) < lengths.unsqueeze(1)
+
+
+def draw_sequences(shape: Sequences, seed: int, device: torch.device) -> Inputs:
+    """Padded entries of what a model computes there are noise, and have to be ignored."""
+    size = (shape.batch, shape.length)
+    names = ("rewards", "values", "logprobs", "ref_logprobs")
+    drawn = {
+        name: draw_normal(size, torch.float32, device, 4 * seed + i) for i, name in enumerate(names)
+    }
+    return {
+        **drawn,
+        "mask": response_mask(shape, device),
+        "scores": draw_normal((shape.batch,), torch.float32, device, seed + 2**20),
+    }
+
+
+def loop_gae(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """GAE by a loop over time, as TRL's PPOTrainer writes it: padding is zeroed beforehand."""
+    rewards, values = rewards.masked_fill(~mask, 0.0), values.masked_fill(~mask, 0.0)
+    length = values.shape[1]
+    last: Tensor | float = 0.0
+    reversed_advantages = []
+    for t in reversed(range(length)):
+        next_values = values[:, t + 1] if t < length - 1 else 0.0
+        delta = rewards[:, t] + GAMMA * next_values - values[:, t]
+        last = delta + GAMMA * LAM * last
+        reversed_advantages.append(last)
+    advantages = torch.stack(reversed_advantages[::-1], dim=1)
+    return advantages, advantages + values
+
+
+def _exact_gae(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """In fp64 with NumPy, over time-major arrays; [B, T], 0 where masked."""
+    r, v = (x.detach().cpu().double().numpy().T.copy() for x in (rewards, values))
+    m = mask.cpu().numpy().T
+    advantages = np.zeros_like(v)
+    next_value, next_advantage = np.zeros(v.shape[1]), np.zeros(v.shape[1])
+    for t in reversed(range(v.shape[0])):
+        advantage = r[t] + GAMMA * next_value - v[t] + GAMMA * LAM * next_advantage
+        next_value = np.where(m[t], v[t], next_value)
+        next_advantage = np.where(m[t], advantage, next_advantage)
+        advantages[t] = np.where(m[t], advantage, 0.0)
+    return advantages.T, np.where(m, advantages + v, 0.0).T
+
+
+def _sequence_truth(device: torch.device, **arrays: np.ndarray) -> dict[str, Truth]:
+    return {
+        name: Truth(torch.from_numpy(x.copy()).to(device), float(np.abs(x).max()))
+        for name, x in arrays.items()
+    }
+
+
+def _gae_truth(inputs: Inputs) -> dict[str, Truth]:
+    advantages, returns = _exact_gae(inputs["rewards"], inputs["values"], inputs["mask"])
+    return _sequence_truth(inputs["mask"].device, advantages=advantages, returns=returns)
+
+
+def _gae_from(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Inputs], Outputs]:
+    def call(inputs: Inputs) -> Outputs:
+        advantages, returns = function(inputs["rewards"], inputs["values"], inputs["mask"])
+        return {"advantages": advantages, "returns": returns}
+
+    return call
+
+
+def _our_gae(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    return fastppo.gae(rewards, values, mask, gamma=GAMMA, lam=LAM)
+
+
+NOT_FOR_A_LOOP = {
+    "torch.compile": "the loop over T unrolls into a graph of T steps",
+    "TRL": f"its loop stands inside PPOTrainer.train; see {LOOP}, which is the same",
+}
+
+
+def _only(inputs: Inputs, *names: str) -> Inputs:
+    return {name: inputs[name] for name in names}
+
+
+def _valid(shape: Sequences) -> tuple[int, int]:
+    """(all entries, those that count)."""
+    return shape.batch * shape.length, sum(response_lengths(shape))
+
+
+def gae_case(shape: Sequences) -> Case:
+    entries, valid = _valid(shape)
+
+    def verl(device: torch.device) -> tuple[Provider, ...]:
+        gae = peers.verl_gae(device)
+
+        def call(inputs: Inputs) -> Outputs:
+            # Its advantages come out whitened, so that its returns are what can be compared.
+            return {"returns": gae(inputs["rewards"], inputs["values"], inputs["mask"])[1]}
+
+        return (Provider("verl, whitens too", call),)
+
+    return Case(
+        "gae",
+        str(shape),
+        torch.float32,
+        # rewards and values read where they count; the mask read, two results written everywhere
+        bytes_moved=valid * 2 * FLOAT_BYTES + entries * (MASK_BYTES + 2 * FLOAT_BYTES),
+        bytes_and_flop="rewards, values and mask read, two results written; 6 FLOP per token",
+        flop=valid * 6,  # δ: 3; A = δ + γλ·A_next: 2; A + V: 1
+        draw=lambda seed, device: _only(
+            draw_sequences(shape, seed, device), "rewards", "values", "mask"
+        ),
+        truth=_gae_truth,
+        providers=(
+            Provider("FastPPO", _gae_from(_our_gae)),
+            Provider(LOOP, _gae_from(loop_gae)),
+        ),
+        tolerance=SEQUENCE_TOLERANCE,
+        peers=(Peer("verl", "verl", verl),),
+        notes=NOT_FOR_A_LOOP,
+    )
+
+
+def eager_whiten(x: Tensor, mask: Tensor) -> Tensor:
+    count = mask.sum()
+    mean = torch.where(mask, x, 0.0).sum() / count
+    variance = torch.where(mask, (x - mean) ** 2, 0.0).sum() / (count - 1)
+    return torch.where(mask, (x - mean) * torch.rsqrt(variance + 1e-8), 0.0)
+
+
+def loop_advantages(
+    scores: Tensor, values: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Reward shaping with the k1 estimator, GAE by the loop, whitening: as trainers write it."""
+    rewards = -KL_COEF * (logprobs - ref_logprobs)
+    last = mask.sum(1) - 1  # right padding
+    rewards[torch.arange(len(scores), device=scores.device), last] += scores
+    advantages, returns = loop_gae(rewards, values, mask)
+    return eager_whiten(advantages, mask), returns
+
+
+def _our_advantages(
+    scores: Tensor, values: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    out = fastppo.compute_advantages(
+        scores, values, logprobs, ref_logprobs, mask, kl_coef=KL_COEF, gamma=GAMMA, lam=LAM
+    )
+    return out.advantages, out.returns
+
+
+def _advantages_from(
+    function: Callable[..., tuple[Tensor, Tensor]],
+) -> Callable[[Inputs], Outputs]:
+    def call(inputs: Inputs) -> Outputs:
+        advantages, returns = function(*inputs.values())
+        return {"advantages": advantages, "returns": returns}
+
+    return call
+
+
+def _exact_whitened(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    kept = x[mask]
+    return np.where(mask, (x - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8), 0.0)
+
+
+def _advantages_truth(inputs: Inputs) -> dict[str, Truth]:
+    mask = inputs["mask"].cpu().numpy()
+    rewards = -KL_COEF * (inputs["logprobs"].double() - inputs["ref_logprobs"].double())
+    for b, length in enumerate(inputs["mask"].sum(1).tolist()):
+        rewards[b, length - 1] += inputs["scores"][b].double()
+    advantages, returns = _exact_gae(rewards, inputs["values"], inputs["mask"])
+    white = _exact_whitened(advantages, mask)
+    return _sequence_truth(inputs["mask"].device, advantages=white, returns=returns)
+
+
+def advantages_case(shape: Sequences) -> Case:
+    entries, valid = _valid(shape)
+    return Case(
+        "advantages",
+        str(shape),
+        torch.float32,
+        # values, logprobs and ref logprobs read where they count; the mask read and two results
+        # written everywhere; a score read and a KL written per sequence
+        bytes_moved=valid * 3 * FLOAT_BYTES
+        + entries * (MASK_BYTES + 2 * FLOAT_BYTES)
+        + shape.batch * 2 * FLOAT_BYTES,
+        bytes_and_flop="values, two logprobs and mask read, two results written; 14 FLOP per token",
+        flop=valid * 14,  # shaping: 2; the KL's sum: 1; GAE: 6; moments: 3; whitening: 2
+        draw=lambda seed, device: _only(
+            draw_sequences(shape, seed, device),
+            *("scores", "values", "logprobs", "ref_logprobs", "mask"),
+        ),
+        truth=_advantages_truth,
+        providers=(
+            Provider("FastPPO", _advantages_from(_our_advantages)),
+            Provider(LOOP, _advantages_from(loop_advantages)),
+        ),
+        tolerance=SEQUENCE_TOLERANCE,
+        peers=(
+            Peer(
+                "verl",
+                "verl",
+                lambda d: (Provider("verl", _advantages_from(peers.verl_advantages(d))),),
+            ),
+        ),
+        notes=NOT_FOR_A_LOOP,
+    )
+
+
+def _whiten_from(function: Callable[..., Tensor]) -> Callable[[Inputs], Outputs]:
+    return lambda inputs: {"whitened": function(inputs["values"], inputs["mask"])}
+
+
+def _whiten_truth(inputs: Inputs) -> dict[str, Truth]:
+    x, mask = inputs["values"].cpu().double().numpy(), inputs["mask"].cpu().numpy()
+    return _sequence_truth(inputs["mask"].device, whitened=_exact_whitened(x, mask))
+
+
+def whiten_case(shape: Sequences) -> Case:
+    entries, valid = _valid(shape)
+    return Case(
+        "whiten",
+        str(shape),
+        torch.float32,
+        # x read where it counts; the mask read and the result written everywhere
+        bytes_moved=valid * FLOAT_BYTES + entries * (MASK_BYTES + FLOAT_BYTES),
+        bytes_and_flop="x and mask read, the result written; 5 FLOP per token",
+        flop=valid * 5,  # moments: 3; subtract and multiply: 2
+        draw=lambda seed, device: _only(draw_sequences(shape, seed, device), "values", "mask"),
+        truth=_whiten_truth,
+        providers=(
+            Provider("FastPPO", _whiten_from(fastppo.whiten)),
+            Provider("eager PyTorch", _whiten_from(eager_whiten)),
+        ),
+        compiled=(Provider("torch.compile", _whiten_from(lambda *a: compiled(eager_whiten)(*a))),),
+        tolerance=SEQUENCE_TOLERANCE,
+        peers=(
+            Peer("TRL", "trl", lambda d: (Provider("TRL", _whiten_from(peers.trl_whiten(d))),)),
+            Peer("verl", "verl", lambda d: (Provider("verl", _whiten_from(peers.verl_whiten(d))),)),
+        ),
+    )

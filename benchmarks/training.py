@@ -1,0 +1,495 @@
+"""Cases of the trainer on a real model: one PPO update, and one whole iteration with its rollout.
+
+The model has random weights and the widths of the named one, with layers left out so that it fits.
+An update is what a learner does with one batch of responses: old and reference logprobs, values,
+advantages, then forward, backward and an optimiser step over all microbatches. The learning rate is
+too small to move a weight, so that the check, the weighing and every timed call see one model, and
+what an update reports (losses, entropy, gradient norm) has a truth in fp64.
+
+An iteration draws its responses, so its truth is taken for the responses that were drawn: their
+logprobs under the model in fp64.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.case import Case, Outputs, Provider, Truth
+from benchmarks.measure import Inputs
+from benchmarks.peers import CLIP_RATIO, GAMMA, KL_COEF, LAM
+from benchmarks.sequences import eager_whiten, loop_gae
+from benchmarks.shapes import Model, Training
+
+ENTROPY_COEF = 0.01
+VF_COEF = 0.5
+LEARNING_RATE = 1e-12
+"""AdamW moves a weight by about this much per step: below half a unit in the last place of every
+weight above 1e-5."""
+
+ADAM_TENSORS = 7  # weight, gradient and two moments read; weight and moments written
+EXTRA_TOKENS = 3
+"""Of the tokenizer: padding, end, unknown."""
+
+
+def make_config(model: Model, layers: int, context: int) -> Any:
+    """A transformers config of the model's widths."""
+    from transformers import AutoConfig
+
+    common = {"vocab_size": model.vocab, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    if model.family == "gpt2":
+        return AutoConfig.for_model(
+            "gpt2",
+            n_embd=model.hidden,
+            n_inner=model.intermediate,
+            n_layer=layers,
+            n_head=model.heads,
+            n_positions=context,
+            **common,
+        )
+    return AutoConfig.for_model(
+        model.family,
+        hidden_size=model.hidden,
+        intermediate_size=model.intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        max_position_embeddings=context,
+        **common,
+    )
+
+
+def make_model(config: Any, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def make_tokenizer(vocab: int) -> Any:
+    """One token per word: t3, t4, …"""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
+    words |= {f"t{i}": i for i in range(EXTRA_TOKENS, vocab)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+@functools.cache
+def parameter_counts(shape: Training) -> tuple[int, int]:
+    """(weights that a token is multiplied with in the trunk, all weights)."""
+    model = make_model(make_config(shape.model, shape.layers, 64), torch.device("meta"))
+    total = sum(p.numel() for p in model.parameters())
+    tables = {
+        layer.weight for layer in (model.get_input_embeddings(), model.get_output_embeddings())
+    }
+    return total - sum(table.numel() for table in tables), total
+
+
+class Lab:
+    """The model and the trainers of a case, made when the first provider runs, freed at the end."""
+
+    def __init__(self, shape: Training) -> None:
+        self.shape = shape
+        self.device = torch.device("cpu")
+        self.trainers: dict[str, Any] = {}
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
+        self.model: Any = None
+        self.reference: Any = None
+        self.value_head: Any = None
+        self.optimizer: Any = None
+        self.exact: Any = None
+        """A copy of the model in fp64."""
+
+    def open(self, device: torch.device) -> None:
+        if self.model is not None:
+            return
+        self.device = device
+        self.folder = tempfile.TemporaryDirectory()
+        context = self.shape.prompt + self.shape.response
+        config = make_config(self.shape.model, self.shape.layers, context)
+        self.model = make_model(config, device).eval()
+        self.reference = copy.deepcopy(self.model).requires_grad_(False)
+        self.value_head = torch.nn.Linear(self.shape.model.hidden, 1, device=device)
+        torch.nn.init.zeros_(self.value_head.weight)
+        torch.nn.init.zeros_(self.value_head.bias)
+        parameters = [*self.model.parameters(), *self.value_head.parameters()]
+        self.optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0)
+
+    def trainer(self, loss_path: str) -> Any:
+        from rich.console import Console
+
+        from fastppo.config import PPOConfig
+        from fastppo.trainer import PPOTrainer
+
+        if loss_path not in self.trainers:
+            assert self.folder is not None
+            shape = self.shape
+            config = PPOConfig(
+                device=str(self.device),
+                rollout_batch_size=shape.batch,
+                max_new_tokens=shape.response,
+                microbatch_size=shape.microbatch,
+                ppo_epochs=1,
+                minibatches=1,
+                kl_coef=KL_COEF,
+                entropy_coef=ENTROPY_COEF,
+                clip_ratio=CLIP_RATIO,
+                vf_coef=VF_COEF,
+                gamma=GAMMA,
+                lam=LAM,
+                learning_rate=LEARNING_RATE,
+                loss_path=loss_path,  # type: ignore[arg-type]
+                stop_token_ids=[],
+                output_dir=str(Path(self.folder.name) / loss_path),
+            )
+            self.trainers[loss_path] = PPOTrainer(
+                config,
+                model=self.model,
+                reference=self.reference,
+                tokenizer=make_tokenizer(shape.model.vocab),
+                prompts=[{"prompt": text} for text in prompts_of(shape)],
+                rewards=[length_reward],
+                console=Console(quiet=True),
+            )
+        return self.trainers[loss_path]
+
+    def exact_model(self) -> Any:
+        if self.exact is None:
+            self.exact = copy.deepcopy(self.model).double()
+        return self.exact
+
+    def autocast(self) -> Any:
+        """As FastPPO's trainer: bf16 matrix products on a GPU, fp32 on a CPU."""
+        return torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda")
+
+    def drop_gradients(self) -> None:
+        """Each call begins and ends without them, so that memory is counted alike."""
+        self.model.zero_grad(set_to_none=True)
+        self.value_head.zero_grad(set_to_none=True)
+        for trainer in self.trainers.values():
+            trainer.model.zero_grad(set_to_none=True)
+
+    def close(self) -> None:
+        if self.folder is not None:
+            self.folder.cleanup()
+        self.trainers, self.folder, self.model, self.exact = {}, None, None, None
+        self.reference = self.value_head = self.optimizer = None
+
+
+def prompt_texts(batch: int, length: int, vocab: int) -> list[str]:
+    """Random prompts of exactly `length` tokens of `make_tokenizer`."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(EXTRA_TOKENS, vocab, (batch, length), generator=generator)
+    return [" ".join(f"t{i}" for i in row) for row in ids.tolist()]
+
+
+def prompts_of(shape: Training) -> list[str]:
+    return prompt_texts(shape.batch, shape.prompt, shape.model.vocab)
+
+
+def length_reward(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
+    """Costs nothing, and differs from response to response."""
+    return [len(completion) % 16 / 8 - 1 for completion in completions]
+
+
+# ---------------------------------------------------------------------------- the update, by hand
+
+
+class _Forward(NamedTuple):
+    logits: Tensor
+    hidden: Tensor
+
+
+def _forward(model: Any, ids: Tensor, prompt: int) -> _Forward:
+    """Logits and last hidden states [B, R, ·] of the positions that predict the response."""
+    out = model(input_ids=ids, output_hidden_states=True, use_cache=False)
+    return _Forward(out.logits[:, prompt - 1 : -1], out.hidden_states[-1][:, prompt - 1 : -1])
+
+
+def _stats(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    log_p = torch.log_softmax(logits, -1)
+    logprobs = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return logprobs, -(log_p.exp() * log_p).sum(-1)
+
+
+class _Learner(NamedTuple):
+    """What a learner written by hand needs to know."""
+
+    model: Any
+    reference: Any
+    value_head: Any
+    dtype: torch.dtype
+    """Of softmax, values and losses."""
+
+
+def _appraise(
+    learner: _Learner, parts: list[Tensor], prompt: int, scores: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Old logprobs, values, whitened advantages, returns: [B, R] each."""
+    logprobs, ref_logprobs, values = [], [], []
+    with torch.no_grad():
+        for ids in parts:
+            tokens = ids[:, prompt:]
+            out = _forward(learner.model, ids, prompt)
+            logprobs.append(_stats(out.logits.to(learner.dtype), tokens)[0])
+            values.append(learner.value_head(out.hidden.to(learner.dtype)).squeeze(-1))
+            ref = _forward(learner.reference, ids, prompt).logits.to(learner.dtype)
+            ref_logprobs.append(_stats(ref, tokens)[0])
+        old, value = torch.cat(logprobs), torch.cat(values)
+        rewards = -KL_COEF * (old - torch.cat(ref_logprobs))
+        rewards[:, -1] += scores
+        mask = torch.ones_like(old, dtype=torch.bool)
+        advantages, returns = loop_gae(rewards, value, mask)
+        return old, value, eager_whiten(advantages, mask), returns
+
+
+def _update(
+    learner: _Learner, ids: Tensor, prompt: int, microbatch: int, scores: Tensor
+) -> dict[str, Tensor]:
+    """One PPO update as a tutorial writes it; gradients are left in the parameters."""
+    parts = list(ids.split(microbatch))
+    old, _, advantages, returns = _appraise(learner, parts, prompt, scores)
+    n = old.numel()
+    sums: dict[str, Tensor] = {}
+    for part, *operands in zip(
+        parts, *(x.split(microbatch) for x in (old, advantages, returns)), strict=True
+    ):
+        old_part, advantage, target = operands
+        out = _forward(learner.model, part, prompt)
+        logprobs, entropy = _stats(out.logits.to(learner.dtype), part[:, prompt:])
+        ratio = torch.exp(logprobs - old_part)
+        clipped = ratio.clamp(1 - CLIP_RATIO, 1 + CLIP_RATIO)
+        policy = -torch.minimum(ratio * advantage, clipped * advantage).sum() / n
+        values = learner.value_head(out.hidden.to(learner.dtype)).squeeze(-1)
+        value = 0.5 * ((values - target) ** 2).sum() / n
+        (policy - ENTROPY_COEF * entropy.sum() / n + VF_COEF * value).backward()
+        found = {"policy_loss": policy, "value_loss": value, "entropy": entropy.sum() / n}
+        for name, x in found.items():
+            sums[name] = sums.get(name, torch.zeros_like(x)) + x.detach()
+    return {**sums, "old_logprobs": old, "advantages": advantages}
+
+
+def _parameters(learner: _Learner) -> list[Tensor]:
+    return [*learner.model.parameters(), *learner.value_head.parameters()]
+
+
+def _eager_update(lab: Lab, ids: Tensor, scores: Tensor) -> Outputs:
+    learner = _Learner(lab.model, lab.reference, lab.value_head, torch.float32)
+    with lab.autocast():
+        found = _update(learner, ids, lab.shape.prompt, lab.shape.microbatch, scores)
+    found["grad_norm"] = torch.nn.utils.clip_grad_norm_(_parameters(learner), 1.0)
+    lab.optimizer.step()
+    return found
+
+
+REPORTED = ("policy_loss", "value_loss", "entropy", "grad_norm")
+"""What an update is checked by."""
+
+UPDATE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""Of each number, the policy loss of the mean |advantage|, by the dtype of the matrix products.
+bf16: 2⁻⁹ a product, several layers deep, and the worst of four numbers."""
+
+
+def _exact_update(lab: Lab, inputs: Inputs) -> dict[str, Truth]:
+    lab.open(inputs["scores"].device)
+    exact = lab.exact_model()
+    head = copy.deepcopy(lab.value_head).double()
+    learner = _Learner(exact, exact, head, torch.float64)
+    ids = torch.cat([inputs["prompts"], inputs["responses"]], 1)
+    prompt, microbatch = lab.shape.prompt, lab.shape.microbatch
+    found = _update(learner, ids, prompt, microbatch, inputs["scores"].double())
+    norms = [p.grad.norm() for p in _parameters(learner) if p.grad is not None]
+    found["grad_norm"] = torch.stack(norms).norm()
+    lab.exact = None  # its gradients are the size of the model
+    scale = {name: found[name].abs().item() for name in REPORTED}
+    scale["policy_loss"] = found["advantages"].abs().mean().item()
+    return {name: Truth(found[name], scale[name]) for name in REPORTED}
+
+
+# ------------------------------------------------------------------------------------------ cases
+
+
+def _update_work(shape: Training) -> tuple[int, int]:
+    """(bytes, FLOP) of an update."""
+    trunk, total = parameter_counts(shape)
+    tokens = shape.batch * (shape.prompt + shape.response)
+    head = shape.model.vocab * shape.model.hidden
+    responses = shape.batch * shape.response
+    # Forward passes of policy and reference, then forward and backward (twice a forward): 5.
+    flop = 5 * 2 * (trunk * tokens + head * responses)
+    return ADAM_TENSORS * 4 * total, flop
+
+
+def update_case(shape: Training, dtype: torch.dtype) -> Case:
+    """`dtype` is that of the matrix products: fp32 on a CPU, bf16 under autocast on a GPU."""
+    lab = Lab(shape)
+    bytes_moved, flop = _update_work(shape)
+
+    def draw(seed: int, device: torch.device) -> Inputs:
+        generator = torch.Generator().manual_seed(seed)
+
+        def ids(length: int) -> Tensor:
+            size = (shape.batch, length)
+            return torch.randint(EXTRA_TOKENS, shape.model.vocab, size, generator=generator)
+
+        drawn = {"prompts": ids(shape.prompt), "responses": ids(shape.response)}
+        drawn["scores"] = torch.randn(shape.batch, generator=generator)
+        return {name: x.to(device) for name, x in drawn.items()}
+
+    def ours(loss_path: str) -> Callable[[Inputs], Outputs]:
+        def call(inputs: Inputs) -> Outputs:
+            lab.open(inputs["scores"].device)
+            metrics = lab.trainer(loss_path).step(
+                inputs["prompts"].tolist(), inputs["responses"].tolist(), inputs["scores"]
+            )
+            lab.drop_gradients()
+            return {name: torch.tensor(metrics[name], dtype=torch.float64) for name in REPORTED}
+
+        return call
+
+    def eager(inputs: Inputs) -> Outputs:
+        lab.open(inputs["scores"].device)
+        ids = torch.cat([inputs["prompts"], inputs["responses"]], 1)
+        found = _eager_update(lab, ids, inputs["scores"])
+        lab.drop_gradients()
+        return {name: found[name] for name in REPORTED}
+
+    return Case(
+        "PPO update",
+        str(shape),
+        dtype,
+        bytes_moved=bytes_moved,
+        flop=flop,
+        bytes_and_flop="AdamW's seven tensors; five forward passes' worth of products: policy and "
+        "reference, forward, backward; the lm-head on response tokens alone",
+        draw=draw,
+        truth=lambda inputs: _exact_update(lab, inputs),
+        providers=(
+            Provider("FastPPO", ours("linear")),
+            Provider("FastPPO, loss from logits", ours("logits")),
+            Provider("eager PyTorch", eager),
+        ),
+        tolerance=UPDATE_TOLERANCE[dtype],
+        notes={
+            "torch.compile": "compiling a training step takes longer than this set may",
+            "TRL": "its PPOTrainer has no learner to call by itself; see benchmarks.trl_iteration",
+        },
+        release=lab.close,
+    )
+
+
+class _Recorder:
+    """A rollout engine that keeps what it has drawn."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.outputs: Outputs = {}
+
+    def generate(self, prompt_ids: list[list[int]], sampling: Any) -> Any:
+        rollout = self.engine.generate(prompt_ids, sampling)
+        rows = [p + r for p, r in zip(prompt_ids, rollout.tokens, strict=True)]
+        self.outputs = {"ids": torch.tensor(rows), "logprobs": torch.stack(rollout.logprobs)}
+        return rollout
+
+
+class _NoLog:
+    """Stands for a run's records, which are not what is measured."""
+
+    def metrics(self, *arguments: Any) -> None: ...
+
+    def samples(self, *arguments: Any) -> None: ...
+
+
+def iteration_case(shape: Training, dtype: torch.dtype) -> Case:
+    lab = Lab(shape)
+    update_bytes, update_flop = _update_work(shape)
+    trunk, _ = parameter_counts(shape)
+    head = shape.model.vocab * shape.model.hidden
+    # Each step of decoding reads every weight that it multiplies with.
+    bytes_moved = update_bytes + shape.response * 4 * (trunk + head)
+    flop = update_flop + 2 * (trunk + head) * shape.batch * shape.response
+    flop += 2 * trunk * shape.batch * shape.prompt
+
+    def draw(seed: int, device: torch.device) -> Inputs:
+        return {"seed": torch.tensor([seed], device=device)}
+
+    def ours(loss_path: str) -> Callable[[Inputs], Outputs]:
+        def call(inputs: Inputs) -> Outputs:
+            lab.open(inputs["seed"].device)
+            trainer = lab.trainer(loss_path)
+            if not isinstance(trainer.engine, _Recorder):
+                trainer.engine = _Recorder(trainer.engine)
+            trainer.iterate(_NoLog())
+            lab.drop_gradients()
+            return trainer.engine.outputs
+
+        return call
+
+    def eager(inputs: Inputs) -> Outputs:
+        lab.open(inputs["seed"].device)
+        tokenizer = lab.trainer("linear").tokenizer
+        texts = prompts_of(shape)
+        prompts = tokenizer(texts, return_tensors="pt")["input_ids"].to(lab.device)
+        with torch.no_grad(), lab.autocast():
+            ids = lab.model.generate(
+                input_ids=prompts,
+                attention_mask=torch.ones_like(prompts),
+                do_sample=True,
+                top_k=0,
+                min_new_tokens=shape.response,
+                max_new_tokens=shape.response,
+                pad_token_id=0,
+            )
+        completions = tokenizer.batch_decode(ids[:, shape.prompt :], skip_special_tokens=True)
+        scores = torch.tensor(length_reward(texts, completions), device=lab.device)
+        found = _eager_update(lab, ids, scores)
+        lab.drop_gradients()
+        return {"ids": ids, "logprobs": found["old_logprobs"]}
+
+    def truth_of_outputs(inputs: Inputs, outputs: Outputs) -> dict[str, Truth]:
+        ids = outputs["ids"].to(lab.device)
+        with torch.no_grad():
+            out = _forward(lab.exact_model(), ids, shape.prompt)
+            logprobs = _stats(out.logits, ids[:, shape.prompt :])[0]
+        logprobs = logprobs.to(outputs["logprobs"].device)
+        return {
+            "ids": Truth(outputs["ids"], 1.0),
+            "logprobs": Truth(logprobs, logprobs.abs().max().item()),
+        }
+
+    return Case(
+        "PPO iteration",
+        str(shape),
+        dtype,
+        bytes_moved=bytes_moved,
+        flop=flop,
+        bytes_and_flop="the update's, and for the rollout every weight read once per token",
+        draw=draw,
+        truth=lambda inputs: {},
+        truth_of_outputs=truth_of_outputs,
+        providers=(
+            Provider("FastPPO", ours("linear")),
+            Provider("FastPPO, loss from logits", ours("logits")),
+            Provider("eager PyTorch", eager),
+        ),
+        tolerance=UPDATE_TOLERANCE[dtype],
+        notes={
+            "torch.compile": "compiling a training step takes longer than this set may",
+            "TRL": "its trainer cannot run one iteration at a time; see benchmarks.trl_iteration",
+        },
+        release=lab.close,
+    )

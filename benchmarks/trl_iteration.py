@@ -1,0 +1,343 @@
+"""One PPO iteration of a tiny model, FastPPO's trainer beside TRL 1.12's: episodes per second.
+
+    python -m benchmarks.trl_iteration
+
+Both train the same Llama with the same first weights on the same prompts, for the same number of
+tokens, epochs and minibatches, with the same random reward model, in one process with the same
+threads, in fp32. They take turns iteration by iteration, so that a slow minute is both's.
+
+What an iteration is, for both: draw a response to each prompt of the batch, score them, take old
+and reference logprobs and values, compute advantages, and run the epochs of minibatch updates. TRL
+is timed from the end of one step to the end of the next by its own `on_step_end` callback; FastPPO
+around `PPOTrainer.iterate`.
+
+What differs, because each trainer has no other way:
+
+- TRL's value function is a model of its own, as large as the policy (`value_model` is a required
+  argument); FastPPO's is a head on the policy's trunk.
+- TRL's reward model reads token ids with the policy's tokenizer; FastPPO's reads the decoded text
+  with its own, and pays for decoding and encoding.
+- TRL's reported metrics cost it an entropy over all logits; FastPPO's come out of the loss.
+
+TRL's gradient checkpointing and bf16, on by default, are off: neither helps a tiny model on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NEEDED = "trl==1.12.0"
+"""The last release with a PPOTrainer."""
+
+LEARNING_RATE = 1e-5
+KL_COEF = 0.05
+WARM_UP = 1
+
+
+@dataclass(kw_only=True)
+class Options:
+    """What both trainers are given."""
+
+    vocab: int = 32000
+    hidden: int = 64
+    layers: int = 2
+    heads: int = 4
+    batch: int = 16
+    prompt: int = 128
+    response: int = 32
+    epochs: int = 4
+    minibatches: int = 4
+    iterations: int = 5
+    threads: int = 1
+
+
+HELP = {
+    "vocab": "vocabulary, tokens",
+    "hidden": "hidden size",
+    "layers": "layers",
+    "heads": "attention heads",
+    "batch": "episodes per iteration",
+    "prompt": "tokens of a prompt",
+    "response": "tokens of a response; none ends early",
+    "epochs": "passes over a batch",
+    "minibatches": "optimiser steps per pass",
+    "iterations": "timed iterations of each trainer",
+    "threads": "CPU threads of torch for both; a second one slows tiny models down",
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.trl_iteration",
+        description="Episodes per second of a whole PPO iteration: FastPPO beside TRL 1.12.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    for name, default in asdict(Options()).items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=HELP[name])
+    parser.add_argument("--json", type=Path, help="also write the result here")
+    return parser
+
+
+@dataclass(frozen=True)
+class Result:
+    """Seconds per iteration of each trainer, and the median of the quotients of neighbours."""
+
+    options: dict[str, Any]
+    fastppo_seconds: list[float]
+    trl_seconds: list[float]
+    phases: dict[str, float]
+    """Median seconds of FastPPO's phases."""
+
+    @property
+    def speed_up(self) -> float:
+        pairs = zip(self.fastppo_seconds, self.trl_seconds, strict=True)
+        return statistics.median(theirs / ours for ours, theirs in pairs)
+
+
+def _llama(options: Options, model_class: Any, **more: Any) -> Any:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=options.vocab,
+        hidden_size=options.hidden,
+        intermediate_size=4 * options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        max_position_embeddings=options.prompt + options.response,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+        **more,
+    )
+    return model_class(config)
+
+
+class _NoLog:
+    """Stands for a run's records: TRL writes none either."""
+
+    def metrics(self, *arguments: Any) -> None: ...
+
+    def samples(self, *arguments: Any) -> None: ...
+
+
+def _our_trainer(options: Options, policy: Any, reward: Any, tokenizer: Any, folder: Path) -> Any:
+    from rich.console import Console
+
+    from benchmarks.training import prompt_texts
+    from fastppo.config import PPOConfig
+    from fastppo.trainer import PPOTrainer
+
+    reward.save_pretrained(folder / "reward")
+    tokenizer.save_pretrained(folder / "reward")
+    config = PPOConfig(
+        device="cpu",
+        rollout_batch_size=options.batch,
+        max_new_tokens=options.response,
+        ppo_epochs=options.epochs,
+        minibatches=options.minibatches,
+        microbatch_size=options.batch // options.minibatches,
+        reward_batch_size=options.batch,
+        kl_coef=KL_COEF,
+        learning_rate=LEARNING_RATE,
+        lam=0.95,
+        vf_coef=0.1,
+        value_clip=0.2,
+        stop_token_ids=[],
+        output_dir=str(folder / "run"),
+    )
+    texts = prompt_texts(options.batch, options.prompt, options.vocab)
+    return PPOTrainer(
+        config,
+        model=policy,
+        tokenizer=tokenizer,
+        prompts=[{"prompt": text} for text in texts],
+        rewards=[str(folder / "reward")],
+        console=Console(quiet=True),
+    )
+
+
+def _their_trainer(
+    options: Options, policy: Any, reward: Any, value: Any, tokenizer: Any, folder: Path
+) -> Any:
+    from datasets import Dataset
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    from benchmarks.training import prompt_texts
+
+    texts = prompt_texts(options.batch, options.prompt, options.vocab)
+    rows = Dataset.from_list([{"input_ids": tokenizer(text)["input_ids"]} for text in texts])
+    config = PPOConfig(
+        output_dir=str(folder / "trl"),
+        # One step per minibatch: with accumulation its optimiser would step once per epoch.
+        per_device_train_batch_size=options.batch,
+        gradient_accumulation_steps=1,
+        num_mini_batches=options.minibatches,
+        num_ppo_epochs=options.epochs,
+        total_episodes=options.batch * (options.iterations + WARM_UP),
+        response_length=options.response,
+        local_rollout_forward_batch_size=options.batch,
+        temperature=1.0,
+        kl_coef=KL_COEF,
+        lam=0.95,
+        vf_coef=0.1,
+        cliprange_value=0.2,
+        learning_rate=LEARNING_RATE,
+        num_sample_generations=0,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=10**6,
+    )
+    return PPOTrainer(
+        config,
+        processing_class=tokenizer,
+        model=policy,
+        ref_model=copy.deepcopy(policy),
+        reward_model=reward,
+        value_model=value,
+        train_dataset=rows,
+        eval_dataset=rows,
+    )
+
+
+def compare(options: Options, progress: Any = lambda line: None) -> Result:
+    """Runs both trainers in turns.
+
+    Raises:
+        ImportError: TRL 1.12 is not installed.
+    """
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    try:
+        import trl.experimental.ppo  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"this comparison needs TRL's PPOTrainer: pip install {NEEDED}"
+        ) from error
+
+    if options.batch % options.minibatches:
+        raise ValueError(
+            f"batch must be a multiple of minibatches, got {options.batch} and "
+            f"{options.minibatches}"
+        )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(options.threads)
+    try:
+        return _compare(options, progress)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _compare(options: Options, progress: Any) -> Result:
+    from transformers import LlamaForCausalLM, LlamaForSequenceClassification, TrainerCallback
+
+    from benchmarks.training import make_tokenizer
+
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer(options.vocab)
+    policy = _llama(options, LlamaForCausalLM)
+    reward = _llama(options, LlamaForSequenceClassification, num_labels=1)
+    value = _llama(options, LlamaForSequenceClassification, num_labels=1)
+    ours_seconds: list[float] = []
+    theirs_seconds: list[float] = []
+    laps: dict[str, list[float]] = {}
+
+    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        folder = Path(name)
+        ours = _our_trainer(options, copy.deepcopy(policy), reward, tokenizer, folder)
+        theirs = _their_trainer(options, policy, reward, value, tokenizer, folder)
+        log: Any = _NoLog()
+        clock = [time.perf_counter()]
+
+        class Turns(TrainerCallback):
+            """Behind each of TRL's steps, one of FastPPO's."""
+
+            def on_step_end(self, *arguments: Any, **more: Any) -> None:
+                now = time.perf_counter()
+                theirs_seconds.append(now - clock[0])
+                metrics = ours.iterate(log)
+                ours_seconds.append(time.perf_counter() - now)
+                for key, seconds in metrics.items():
+                    if key.startswith("seconds/"):
+                        laps.setdefault(key.removeprefix("seconds/"), []).append(seconds)
+                progress(
+                    f"iteration {len(ours_seconds)}: FastPPO {ours_seconds[-1]:.3g} s, "
+                    f"TRL {theirs_seconds[-1]:.3g} s"
+                )
+                clock[0] = time.perf_counter()
+
+        theirs.add_callback(Turns())
+        clock[0] = time.perf_counter()
+        theirs.train()
+    phases = {key: statistics.median(found[WARM_UP:]) for key, found in laps.items()}
+    return Result(asdict(options), ours_seconds[WARM_UP:], theirs_seconds[WARM_UP:], phases)
+
+
+def print_result(result: Result) -> None:
+    from rich.table import Table
+
+    from benchmarks.report import console
+
+    options = Options(**result.options)
+    table = Table(
+        title=f"A PPO iteration of {options.batch} episodes, {options.prompt} + {options.response} "
+        f"tokens, {options.epochs} epochs of {options.minibatches} minibatches; Llama with "
+        f"{options.layers} layers of {options.hidden}, V = {options.vocab}; "
+        f"{options.threads} thread{'s'[: options.threads > 1]}",
+        title_justify="left",
+    )
+    table.add_column("trainer")
+    table.add_column("s per iteration", justify="right")
+    table.add_column("episodes per s", justify="right")
+    table.add_column("value function")
+    for name, seconds, value in (
+        ("FastPPO", result.fastppo_seconds, "a head on the policy's trunk"),
+        ("TRL 1.12 PPOTrainer", result.trl_seconds, "a second model"),
+    ):
+        median = statistics.median(seconds)
+        table.add_row(name, f"{median:.3g}", f"{options.batch / median:.3g}", value)
+    to = console()
+    to.print(table)
+    phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in result.phases.items())
+    to.print(f"FastPPO's phases: {phases}", highlight=False)
+    to.print(
+        f"FastPPO does {result.speed_up:.2f} times the episodes per second "
+        f"(median over {len(result.trl_seconds)} pairs of neighbouring iterations)",
+        highlight=False,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = vars(build_parser().parse_args(arguments))
+    path = given.pop("json")
+    options = Options(**given)
+    try:
+        result = compare(options, progress=lambda line: print(line, file=sys.stderr))
+    except (ImportError, ValueError) as error:
+        print(f"benchmarks.trl_iteration: {error}", file=sys.stderr)
+        return 1
+    print_result(result)
+    if path:
+        path.write_text(json.dumps({**asdict(result), "speed_up": result.speed_up}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
