@@ -18,6 +18,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+import torch
 from rich.console import Console
 
 from fastppo.demo import ppo_config, supervised_stages
@@ -113,6 +114,7 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=30.0, help="of PPO per run")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     for seed in range(options.seeds):
         run(options.directory, seed, options.seconds)
     draw(options.directory, Path(__file__).parent / "value-functions.png", options.seconds)

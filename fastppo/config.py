@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
 from fastppo import validation
@@ -287,6 +287,10 @@ class PPOConfig(Options):
             if getattr(self, schedule.name) is None:
                 raise ValueError(f"schedules: {schedule.name} has no value to start from")
             check_bounds(PPOConfig, schedule.name, schedule.final)
+            if schedule.name == "dual_clip":
+                validation.dual_clip(schedule.final)
+            elif schedule.name.startswith("clip_ratio"):
+                validation.clip_range(schedule.final)
 
     def _check_combinations(self) -> None:
         """An option that would have no effect is an error, not a surprise."""
@@ -346,6 +350,26 @@ class PPOConfig(Options):
                 bool(self.reward_ensemble) and len(self.reward_ensemble) < 2,
                 "reward_ensemble must be at least two reward models; one goes into rewards",
             ),
+            (
+                self.steps_per_iteration == 1
+                and (self.objective == "penalty" or self.early_stop_kl is not None),
+                "objective=penalty and early_stop_kl measure how far an iteration's optimiser "
+                "steps have moved the policy, so ppo_epochs · minibatches must be > 1",
+            ),
+            (
+                self.reference_refresh == 1 and used("kl_coef"),
+                "reference_refresh=1: the KL of a rollout to its own policy is 0, so kl_coef must "
+                "be 0; kl_loss_coef weighs the KL in the loss",
+            ),
+            (
+                self.reference_offload and self.lora_rank > 0 and self.reference_model is None,
+                "reference_offload: with LoRA the reference is the trunk without its adapters, "
+                "and there is nothing to keep on the CPU",
+            ),
+            (
+                self.value_warmup_iterations > 0 and not used("vf_coef"),
+                "value_warmup_iterations trains the value function alone, so vf_coef must be > 0",
+            ),
             (used("ptx_coef") and not self.ptx_data, "ptx_coef > 0 needs ptx_data"),
             (
                 bool(self.ptx_data) and not used("ptx_coef"),
@@ -358,6 +382,30 @@ class PPOConfig(Options):
         ):
             if wrong:
                 raise ValueError(sentence)
+        for names, needs, there in (
+            ("clip_ratio clip_ratio_high", "objective=clip", self.objective == "clip"),
+            ("policy_kl_coef policy_kl_target", "objective=penalty", self.objective == "penalty"),
+            ("early_stop_check", "early_stop_kl", self.early_stop_kl is not None),
+            ("value_branch_layers", "value_model=branch", self.value_model == "branch"),
+            ("length_penalty_free", "length_penalty > 0", used("length_penalty")),
+            ("reward_ensemble_by reward_ensemble_weight", "reward_ensemble", self.reward_ensemble),
+            (
+                "reward_ensemble_std_coef",
+                "reward_ensemble_by=lcb",
+                self.reward_ensemble_by == "lcb",
+            ),
+            ("kl_estimator", "kl_coef > 0", used("kl_coef")),
+            ("kl_loss_estimator", "kl_loss_coef > 0", used("kl_loss_coef")),
+            ("kl_target", "a kl_controller that moves", self.kl_controller != "fixed"),
+            ("kl_horizon", "kl_controller=adaptive", self.kl_controller == "adaptive"),
+            ("lam", "advantage=gae", self.advantage == "gae"),
+            ("lora_alpha lora_target_modules", "lora_rank > 0", self.lora_rank > 0),
+            ("ptx_batch_size ptx_block_size", "ptx_data", self.ptx_data),
+        ):
+            for name in names.split():
+                (default,) = (each.default for each in fields(self) if each.name == name)
+                if (getattr(self, name) != default or name in scheduled) and not there:
+                    raise ValueError(f"{name} has an effect only with {needs}")
 
     def at(self, iteration: int) -> PPOConfig:
         """The options of one iteration: these, with each schedule's value in its place."""

@@ -112,7 +112,12 @@ def _pearson(name: str, x: list[float], y: list[float]) -> float | None:
     # Asked of the values, because the variance of equal numbers may come out as rounding.
     if any(len(set(side)) < 2 for side in (x, y)):
         return None
-    return statistics.correlation(x, y)
+    # r does not depend on the scale, but squares of numbers near the ends of the range do.
+    x, y = ([value / max(map(abs, side)) for value in side] for side in (x, y))
+    try:
+        return statistics.correlation(x, y)
+    except statistics.StatisticsError:  # they differ by rounding alone
+        return None
 
 
 # ------------------------------------------------------------------------------------- instability
@@ -235,21 +240,22 @@ def _digits(value: float, threshold: Threshold) -> str:
 class AbsentMetrics:
     """Tells once of each threshold whose metric the run does not have, so that none waits forever.
 
-    Call it each iteration with the iteration's metrics: the sentences come on the `ABSENT_AFTER`th
-    call and name the nearest metric that there is.
+    Call it each iteration with the iteration's metrics: the sentences come on the call number
+    `after` and name the nearest metric that there is.
     """
 
-    def __init__(self, thresholds: Sequence[Threshold]) -> None:
+    def __init__(self, thresholds: Sequence[Threshold], after: int = ABSENT_AFTER) -> None:
         self.thresholds = list(thresholds)
+        self.after = after
         self.calls = 0
         self.seen: set[str] = set()
 
     def __call__(self, metrics: Mapping[str, Any]) -> list[str]:
         self.calls += 1
-        if self.calls > ABSENT_AFTER:
+        if self.calls > self.after:
             return []
         self.seen |= {name for name, value in metrics.items() if isinstance(value, (int, float))}
-        if self.calls < ABSENT_AFTER:
+        if self.calls < self.after:
             return []
         sentences = []
         for threshold in self.thresholds:
@@ -257,7 +263,7 @@ class AbsentMetrics:
                 near = difflib.get_close_matches(threshold.metric, sorted(self.seen), n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 sentences.append(
-                    f"no metric {threshold.metric!r} in the first {ABSENT_AFTER} iterations, "
+                    f"no metric {threshold.metric!r} in the first {self.after} iterations, "
                     f"so `{threshold}` cannot be crossed{hint}"
                 )
         return sentences

@@ -122,31 +122,41 @@ def _make_value_function(
     name = config.critic_model
     if name is None:
         return critic_of_policy(causal_lm)
-    theirs, ours = AutoTokenizer.from_pretrained(name).get_vocab(), tokenizer.get_vocab()
-    if theirs != ours:
-        raise ValueError(
-            f"critic_model {name}: its tokenizer has another vocabulary ({len(theirs)} tokens) "
-            f"than the policy's ({len(ours)}), so it cannot read the policy's tokens"
-        )
+    _check_same_vocabulary("critic_model", name, tokenizer)
     if is_reward_model(name):
         dtype = getattr(torch, config.param_dtype)
         critic = critic_of_reward_model(name, dtype=dtype, device=trunk.device)
     else:
-        critic = CriticValue(load_model(name, config, trunk.device).base_model)
+        other = load_model(name, config, trunk.device)
+        critic = CriticValue(other.base_model, other.get_output_embeddings().weight.shape[1])
     if config.gradient_checkpointing:
         checkpoint_activations(critic.trunk)
     return critic
 
 
+def _check_same_vocabulary(option: str, name: str, tokenizer: Any) -> None:
+    """Critic and reference read the policy's tokens, so a token must mean the same to them."""
+    theirs, ours = AutoTokenizer.from_pretrained(name).get_vocab(), tokenizer.get_vocab()
+    if theirs != ours:
+        raise ValueError(
+            f"{option} {name}: its tokenizer has another vocabulary ({len(theirs)} tokens) "
+            f"than the policy's ({len(ours)}), so it cannot read the policy's tokens"
+        )
+
+
 def make_reference(
-    policy: ActorCritic, given: PreTrainedModel | None, config: PPOConfig
+    policy: ActorCritic, given: PreTrainedModel | None, tokenizer: Any, config: PPOConfig
 ) -> ReferencePolicy | None:
     """The reference policy, or None where no KL needs a model.
 
     Args:
         given: a model that the trainer was handed; otherwise `reference_model`, or the policy.
+
+    Raises:
+        ValueError: the reference's vocabulary, or its logits, do not fit the policy's.
     """
     if given is None and config.reference_model is not None:
+        _check_same_vocabulary("reference_model", config.reference_model, tokenizer)
         given = load_model(config.reference_model, config, policy.device)
     if given is not None and config.reference_policy == "rollout":
         raise ValueError("reference_policy=rollout holds no model, but one is passed in")
@@ -158,8 +168,32 @@ def make_reference(
         return None
     if given is None:
         return ReferencePolicy(policy, offload=config.reference_offload)
-    given = given.to(policy.device)  # type: ignore[arg-type]
-    return ReferencePolicy(policy, LanguageModel(given), offload=config.reference_offload)
+    reference = LanguageModel(given.to(policy.device))  # type: ignore[arg-type]
+    reference.check_heads()
+    theirs, ours = reference.head, policy.head
+    if theirs.weight.shape[0] < len(tokenizer):
+        raise ValueError(
+            f"the reference has a vocabulary of {theirs.weight.shape[0]} tokens and the policy's "
+            f"tokenizer {len(tokenizer)}: it cannot read the policy's tokens"
+        )
+    transforms = [(head.logit_scale, head.softcap) for head in (ours, theirs)]
+    same = transforms[0] == transforms[1] and theirs.weight.shape[0] == ours.weight.shape[0]
+    if "full" in (config.kl_estimator, config.kl_loss_estimator) and not same:
+        raise ValueError(
+            "the exact KL (full) wants a reference with the policy's vocabulary and logit "
+            f"transform: got {theirs.weight.shape[0]} tokens, scale and soft-cap {transforms[1]}; "
+            f"the policy has {ours.weight.shape[0]} and {transforms[0]}. Use k1, k2 or k3"
+        )
+    return ReferencePolicy(policy, reference, offload=config.reference_offload)
+
+
+def shortest_context(policy: ActorCritic, reference: ReferencePolicy | None) -> int | None:
+    """Tokens that a sequence may have: the least of policy, reference and critic, if any says."""
+    limits = [policy.context, reference.context if reference is not None else None]
+    if isinstance(policy.value_function, CriticValue):
+        text = policy.value_function.trunk.config.get_text_config()
+        limits.append(getattr(text, "max_position_embeddings", None))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def check_vocabulary(model: ActorCritic, tokenizer: Any, stop: Sequence[int]) -> None:
@@ -189,7 +223,7 @@ def load_prompts(
     if room < 1:
         raise ValueError(
             f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in the "
-            f"model's context of {context} tokens"
+            f"context of {context} tokens"
         )
     return encode_prompts(
         load_rows(config.prompts, config.split) if rows is None else rows,
@@ -208,8 +242,7 @@ def load_pretraining(
         return None
     if context is not None and config.ptx_block_size > context:
         raise ValueError(
-            f"ptx_block_size={config.ptx_block_size} is longer than the model's context of "
-            f"{context} tokens"
+            f"ptx_block_size={config.ptx_block_size} is longer than the context of {context} tokens"
         )
     rows = load_rows(config.ptx_data, config.split)
     return PretrainingText(rows, tokenizer, config.ptx_block_size, source=config.ptx_data)
@@ -228,6 +261,10 @@ def load_rewards(
             config.reward_ensemble_std_coef,
             **options,
         )
+        if any(term.name == "ensemble" for term in terms):
+            raise ValueError(
+                "a reward is called 'ensemble', which is the name of reward_ensemble: rename it"
+            )
         terms.append(RewardTerm("ensemble", ensemble, config.reward_ensemble_weight))
     return terms
 

@@ -33,6 +33,8 @@ class PretrainingText:
         column: str = "text",
         source: str = "ptx_data",
     ) -> None:
+        if tokenizer.eos_token_id is None:
+            raise DataError(f"{source}: the tokenizer has no EOS token to part the texts by")
         stream: list[int] = []
         for number, row in enumerate(rows, 1):
             if not isinstance(row.get(column), str):

@@ -45,6 +45,11 @@ class ReferencePolicy:
         if self._frozen is not None:
             self._frozen.to("cpu" if offload else policy.device)
 
+    @property
+    def context(self) -> int | None:
+        """The longest sequence that it takes, tokens, if its config says."""
+        return (self._frozen or self.policy).context
+
     @contextmanager
     def loaded(self) -> Iterator[LanguageModel]:
         """The reference on the policy's device, for the time of the block."""

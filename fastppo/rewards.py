@@ -32,7 +32,6 @@ import importlib.util
 import inspect
 import itertools
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -49,6 +48,9 @@ Partial = list[float] | list[tuple[int, float]]
 """Rewards within one completion: one number per response token, or (end, value) pairs."""
 
 Reward = Callable[..., Sequence[float | Partial]]
+
+FP32_MAX = torch.finfo(torch.float32).max
+"""Rewards are trained on in fp32, where more than this is infinite."""
 
 ENSEMBLE_RULES = ("mean", "min", "lcb")
 
@@ -286,8 +288,8 @@ def _plain(value: Any) -> Any:
 
 def _finite(value: Any, where: str) -> float:
     value = _plain(value)
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"returned {value!r} {where}; want a finite number")
+    if not isinstance(value, (int, float)) or not abs(value) <= FP32_MAX:
+        raise ValueError(f"returned {value!r} {where}; want a finite number (fp32)")
     return float(value)
 
 

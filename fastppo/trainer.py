@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ from fastppo.losses import (
 from fastppo.metrics import Clock, Meter, explained_variance, to_floats
 from fastppo.model import Head, LanguageModel, autocast
 from fastppo.monitor import (
+    ABSENT_AFTER,
     SLOPE_WINDOW,
     AbsentMetrics,
     SpikeDetector,
@@ -86,6 +87,13 @@ class RunState:
     score_scale: dict[str, float] = field(default_factory=dict)
     kl_history: list[float] = field(default_factory=list)
     loss_history: list[float] = field(default_factory=list)
+
+
+CLIP_METRICS = (
+    *("clip_fraction", "dual_clip_fraction", "ratio_above_positive", "ratio_below_positive"),
+    *("ratio_above_negative", "ratio_below_negative"),
+)
+"""Metrics of the clipped objective alone."""
 
 
 class RunStoppedError(RuntimeError):
@@ -153,7 +161,8 @@ class PPOTrainer:
         self.stop_token_ids = parts.stop_token_ids(config.stop_token_ids, self.tokenizer, causal_lm)
         self.model = parts.make_actor_critic(causal_lm, self.tokenizer, config)
         parts.check_vocabulary(self.model, self.tokenizer, self.stop_token_ids)
-        self._reference = parts.make_reference(self.model, reference, config)
+        self._reference = parts.make_reference(self.model, reference, self.tokenizer, config)
+        self.context = parts.shortest_context(self.model, self._reference)
 
         self.sampling = Sampling(
             max_new_tokens=config.max_new_tokens,
@@ -168,7 +177,7 @@ class PPOTrainer:
             batch_size=config.generate_batch_size,
             autocast_dtype=self.autocast_dtype,
         )
-        self.prompts = parts.load_prompts(prompts, self.tokenizer, self.model.context, config)
+        self.prompts = parts.load_prompts(prompts, self.tokenizer, self.context, config)
         self.pretraining = parts.load_pretraining(self.tokenizer, self.model.context, config)
         self.rewards = parts.load_rewards(rewards or config.rewards, config, self.device)
         self.monitors = parts.load_monitors(
@@ -185,7 +194,7 @@ class PPOTrainer:
         self.stop_if = [parse_threshold(text) for text in config.stop_if]
         # The default thresholds are for any run; one of the user's own is missed if it is absent.
         own = [t for t in self.warn_if if str(t) not in WARNINGS] + self.stop_if
-        self._absent_metrics = AbsentMetrics(own)
+        self._absent_metrics = AbsentMetrics(own, min(ABSENT_AFTER, config.iterations))
         self._stopped_by: list[str] = []
 
     # ------------------------------------------------------------------------------ the algorithm
@@ -215,7 +224,11 @@ class PPOTrainer:
         metrics: dict[str, float] = {}
         with self._progress() as advance:
             while self.state.iteration < self.config.iterations and not self._stopped_by:
-                metrics = self.iterate(log)
+                try:
+                    metrics = self.iterate(log)
+                except FloatingPointError as error:
+                    self._close_broken_run(log, error)
+                    raise
                 advance(metrics)
                 interval = self.config.checkpoint_interval
                 if interval and self.state.iteration % interval == 0:
@@ -232,6 +245,14 @@ class PPOTrainer:
                 f"{run_dir}"
             )
         return metrics or read_jsonl(run_dir / "metrics.jsonl")[-1]
+
+    def _close_broken_run(self, log: RunLog, error: FloatingPointError) -> None:
+        """Records the iteration that was not finished. There is no checkpoint of it: half of its
+        steps were taken."""
+        skipped = {"skipped_steps": float(self.state.skipped_in_a_row)}
+        log.metrics(self.state.iteration, skipped, [f"stopped: {error}"])
+        log.close()
+        write_report(self.config.output_dir)
 
     def iterate(self, log: RunLog) -> dict[str, float]:
         """One PPO iteration; returns its metrics."""
@@ -286,6 +307,7 @@ class PPOTrainer:
         Raises:
             ValueError: lengths disagree; a prompt or response is empty, too long for the context
                 or outside the vocabulary; a score is not finite.
+            RunStoppedError: a metric crossed a threshold of `stop_if`; the update is done.
         """
         prompt_ids = [self._token_ids(prompt) for prompt in prompts]
         response_ids = [self._token_ids(response, special_tokens=False) for response in responses]
@@ -308,7 +330,11 @@ class PPOTrainer:
         experience, metrics = self.appraise(sequences, rewards, finish_reasons)
         metrics |= self.update(experience)
         metrics["reward"] = total.mean().item()
+        metrics |= rollout_health(response_ids, total)
+        self._warnings(metrics)
         self._finish_iteration(metrics, len(prompt_ids))
+        if self._stopped_by:
+            raise RunStoppedError(f"stopped: {'; '.join(self._stopped_by)}")
         return metrics
 
     def score(self, prompts: Prompts, rollout: Rollout) -> Scores:
@@ -458,10 +484,11 @@ class PPOTrainer:
             token_rewards = penalty if token_rewards is None else token_rewards + penalty
             kl_coef = 0.0
         by_sequence = config.advantage == "sequence"
+        # What is made of all tokens' advantages at once, below, is not whitened in the kernel.
+        in_kernel = config.whiten_advantages == "full" and not by_sequence
         lam = {"sequence": 1.0, "monte_carlo": 1.0, "one_step": 0.0}.get(
             config.advantage, config.lam
         )
-        shift_mean = config.whiten_advantages == "full"
         result = compute_advantages(
             scores,
             values,
@@ -473,26 +500,27 @@ class PPOTrainer:
             kl_estimator="k1" if exact_kl is not None else config.kl_estimator,
             gamma=config.gamma,
             lam=lam,
-            whiten=config.whiten_advantages != "none" and not by_sequence,
-            shift_mean=shift_mean,
+            whiten=in_kernel,
             bootstrap=bootstrap if config.bootstrap_truncated else None,
             token_rewards=token_rewards,
             backend=config.backend,
         )
+        advantages = result.advantages
         if by_sequence:
             first = sequences.cu_seqlens[:-1].clamp(max=max(0, len(values) - 1))
-            spread = result.advantages[first].repeat_interleave(
+            advantages = advantages[first].repeat_interleave(
                 sequences.response_lengths, output_size=len(values)
             )
-            if config.whiten_advantages != "none":
-                spread = whiten(spread, shift_mean=shift_mean, backend=config.backend)
-            result = result._replace(advantages=spread)
-        return result
+            if config.whiten_advantages == "full":
+                advantages = whiten(advantages, backend=config.backend)
+        if config.whiten_advantages == "variance":
+            advantages = advantages * (advantages.var() + 1e-8).rsqrt()
+        return result._replace(advantages=advantages)
 
     def update(self, experience: Experience) -> dict[str, float]:
         """Mini-epochs of clipped updates on one batch of experience; returns their mean metrics."""
         config, meter = self.now, Meter()
-        stopped, skipped_before = False, self.state.skipped_steps
+        stopped, before = False, replace(self.state)
         for _ in range(config.ppo_epochs):
             order = torch.randperm(len(experience)).to(self.device)
             epoch: list[float] = []
@@ -508,18 +536,25 @@ class PPOTrainer:
         metrics = meter.metrics()
         if not config.kl_loss_coef:
             del metrics["kl_loss"]  # a term that is not in the loss
-        metrics["loss_spikes"] = float(
-            sum(map(self._loss_spikes, (s["loss"] for s in meter.steps)))
-        )
-        metrics["skipped_steps"] = float(self.state.skipped_steps - skipped_before)
+        taken = meter.steps[: self.state.optimizer_step - before.optimizer_step]
+        metrics["loss_spikes"] = float(sum(self._loss_spikes(step["loss"]) for step in taken))
+        metrics["skipped_steps"] = float(self.state.skipped_steps - before.skipped_steps)
         if config.early_stop_kl is not None:
             metrics["early_stopped"] = float(stopped)
-            metrics["optimizer_steps"] = float(len(meter.steps))
+            metrics["optimizer_steps"] = float(self.state.optimizer_step - before.optimizer_step)
         if config.objective == "penalty":
+            for name in [name for name in metrics if name in CLIP_METRICS]:
+                del metrics[name]  # nothing is clipped
             metrics["policy_kl_coef"] = self.policy_kl.coef
-            self.policy_kl.update(policy_kl, len(experience))
-            self.state.policy_kl_coef = self.policy_kl.coef
+            if not self._warming_up:
+                self.policy_kl.update(policy_kl, len(experience))
+                self.state.policy_kl_coef = self.policy_kl.coef
         return metrics
+
+    @property
+    def _warming_up(self) -> bool:
+        """Whether this iteration trains the value function alone."""
+        return self.state.iteration < self.config.value_warmup_iterations
 
     def _too_far(self, kl: float) -> bool:
         """Whether the KL to the rollout policy, nats per token, ends this iteration's update."""
@@ -533,7 +568,7 @@ class PPOTrainer:
             so no step was taken).
         """
         config = self.now
-        warming_up = self.state.iteration < config.value_warmup_iterations
+        warming_up = self._warming_up
         planned = self.state.iteration * config.steps_per_iteration + len(meter.steps)
         learning_rate = set_learning_rate(self.optimizer, planned, self.config)
         # The weights are those of the whole minibatch, so how it is split does not matter.
@@ -581,7 +616,6 @@ class PPOTrainer:
     def _policy_loss(self, hidden: Tensor, micro: Experience) -> PPOLoss:
         """The policy's loss from the hidden states that predict the response tokens."""
         config, head = self.now, self.model.head
-        advantages = micro.advantages
         options: dict[str, Any] = {
             "clip_ratio": config.clip_range,
             "dual_clip": config.dual_clip,
@@ -596,14 +630,7 @@ class PPOTrainer:
             "backend": config.backend,
         }
         if config.objective == "penalty":
-            # Schulman et al. 2017, eq. 8, with KL(old, new) by its estimator r − 1 − log r on the
-            # rollout's tokens: −r·A + β(r − 1 − log r) is, but for a constant, an unclipped loss
-            # with advantage A − β and −β times k1 to the rollout policy.
-            beta = self.policy_kl.coef
-            advantages = advantages - beta
-            options |= {"clip_ratio": None, "ref_logprobs": micro.logprobs}
-            options |= {"kl_coef": -beta, "kl_estimator": "k1"}
-        tokens = micro.sequences.response_tokens
+            return self._penalty_loss(hidden, micro, options)
         exact = bool(config.kl_loss_coef) and config.kl_loss_estimator == "full"
         with self.reference() if exact else contextlib.nullcontext() as reference:
             ref_hidden, ref_head = None, None
@@ -613,30 +640,53 @@ class PPOTrainer:
                     positions = micro.sequences.predicting_positions
                     ref_hidden = reference.hidden(micro.sequences, positions)
                 ref_head = reference.head
-            if config.loss_path == "logits":
-                if ref_head is not None:
-                    options["ref_logits"] = ref_head.logits(ref_hidden)  # type: ignore[arg-type]
-                # Nobody else reads these logits: their memory can hold the gradient.
-                return ppo_loss(
-                    head.logits(hidden),
-                    tokens,
-                    micro.logprobs,
-                    advantages,
-                    inplace=True,
-                    **options,
-                )
-            if ref_head is not None:
-                options |= {"ref_hidden": ref_hidden, "ref_weight": ref_head.weight}
-                options["ref_bias"] = ref_head.bias
-            return linear_ppo_loss(
-                hidden,
-                head.weight,
-                tokens,
-                micro.logprobs,
-                advantages,
-                bias=head.bias,
-                **options,
+            return self._loss_by_path(
+                hidden, ref_hidden, ref_head, micro, micro.advantages, options
             )
+
+    def _penalty_loss(self, hidden: Tensor, micro: Experience, options: dict[str, Any]) -> PPOLoss:
+        """PPO-Penalty, −r·A + β(r − 1 − log r): Schulman et al. 2017, eq. 8, with KL(old, new) by
+        its estimator on the rollout's tokens.
+
+        It is, but for the constant β, an unclipped loss with advantage A − β and −β times k1 to the
+        rollout policy, so it goes the same way as the other objective.
+        """
+        beta = self.policy_kl.coef
+        options |= {"clip_ratio": None, "ref_logprobs": micro.logprobs}
+        options |= {"kl_coef": -beta, "kl_estimator": "k1"}
+        out = self._loss_by_path(hidden, None, None, micro, micro.advantages - beta, options)
+        assert micro.weights is not None
+        ratio = (out.logprobs - micro.logprobs).exp()
+        constant = beta * micro.weights.sum()
+        sums = out.sums.clone()
+        sums[SUMS.index("loss")] -= constant
+        sums[SUMS.index("policy_loss")] -= beta * (micro.weights * ratio).sum()
+        return out._replace(loss=out.loss - constant, sums=sums)
+
+    def _loss_by_path(
+        self,
+        hidden: Tensor,
+        ref_hidden: Tensor | None,
+        ref_head: Head | None,
+        micro: Experience,
+        advantages: Tensor,
+        options: dict[str, Any],
+    ) -> PPOLoss:
+        """The loss from hidden states, or from all logits if the config asks for that."""
+        head, tokens = self.model.head, micro.sequences.response_tokens
+        if self.now.loss_path == "logits":
+            if ref_head is not None and ref_hidden is not None:
+                options["ref_logits"] = ref_head.logits(ref_hidden)
+            # Nobody else reads these logits: their memory can hold the gradient.
+            return ppo_loss(
+                head.logits(hidden), tokens, micro.logprobs, advantages, inplace=True, **options
+            )
+        if ref_head is not None:
+            options |= {"ref_hidden": ref_hidden, "ref_weight": ref_head.weight}
+            options["ref_bias"] = ref_head.bias
+        return linear_ppo_loss(
+            hidden, head.weight, tokens, micro.logprobs, advantages, bias=head.bias, **options
+        )
 
     def _add_pretraining_gradient(self) -> Tensor:
         """PPO-ptx: adds γ times the language-model loss's gradient; returns that loss, 0-d."""
@@ -891,13 +941,15 @@ class PPOTrainer:
         self.now = self.config.at(iteration)
         if self.now.kl_coef != self.config.kl_coef:  # it has a schedule
             self.state.kl_coef = self.now.kl_coef
+        if iteration and iteration == self.config.value_warmup_iterations:
+            self._loss_spikes = SpikeDetector()  # from here on it is another loss
         interval = self.config.reference_refresh
         if self._reference is not None and interval and iteration and iteration % interval == 0:
             self._reference.refresh()
 
     def _finish_iteration(self, metrics: dict[str, float], sequences: int) -> None:
         self.state.loss_history = self._loss_spikes.history
-        if "kl" in metrics and self.config.kl_controller != "fixed":
+        if "kl" in metrics and self.config.kl_controller != "fixed" and not self._warming_up:
             self.kl_controller.update(metrics["kl"], sequences)
             self.state.kl_coef = self.kl_controller.coef
         self.state.iteration += 1
@@ -931,7 +983,7 @@ class PPOTrainer:
                 f"want as many responses as prompts, at least one: got {len(prompts)} prompts and "
                 f"{len(responses)} responses"
             )
-        vocabulary, context = self.model.head.weight.shape[0], self.model.context
+        vocabulary, context = self.model.head.weight.shape[0], self.context
         for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
             if not response:
                 raise ValueError(f"response {row} is empty")

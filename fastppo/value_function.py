@@ -128,8 +128,10 @@ class BranchValue(SharedValue):
 class CriticValue(SharedValue):
     """A trunk of its own. `score`, a reward model's head [1, H], is where the head starts."""
 
-    def __init__(self, trunk: Any, score: Tensor | None = None, offset: float = 0.0) -> None:
-        super().__init__(trunk, trunk.config.get_text_config().hidden_size)
+    def __init__(
+        self, trunk: Any, width: int, score: Tensor | None = None, offset: float = 0.0
+    ) -> None:
+        super().__init__(trunk, width)
         self.trunk = trunk
         if score is not None:
             with torch.no_grad():
@@ -149,7 +151,8 @@ class CriticValue(SharedValue):
 
 def critic_of_policy(causal_lm: PreTrainedModel) -> CriticValue:
     """A critic that starts as a copy of the policy's trunk."""
-    return CriticValue(copy.deepcopy(causal_lm.base_model))
+    width = causal_lm.get_output_embeddings().weight.shape[1]
+    return CriticValue(copy.deepcopy(causal_lm.base_model), width)
 
 
 def is_reward_model(name: str) -> bool:
@@ -173,7 +176,8 @@ def critic_of_reward_model(
             f"critic_model {name}: want a decoder with one label, got "
             f"{type(model).__name__} with {model.config.num_labels}"
         )
-    return CriticValue(model.base_model, score.weight, getattr(model.config, "score_mean", 0.0))
+    offset = getattr(model.config, "score_mean", 0.0)
+    return CriticValue(model.base_model, score.weight.shape[1], score.weight, offset)
 
 
 def _last_layers(trunk: PreTrainedModel, count: int) -> tuple[list[nn.Module], list[nn.Module]]:

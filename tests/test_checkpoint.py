@@ -161,7 +161,8 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
 def test_a_resumed_run_follows_its_own_options(tmp_path: Path) -> None:
     """Rates, decay and β of the config, not those that the checkpoint was written under."""
     _trainer(tmp_path, iterations=2).train()
-    options = {"learning_rate": 1e-6, "weight_decay": 0.1, "kl_coef": 0.5, "kl_controller": "fixed"}
+    options = {"learning_rate": 1e-6, "weight_decay": 0.1, "kl_coef": 0.5}
+    options |= {"kl_controller": "fixed", "kl_horizon": 10_000.0}
     resumed = _trainer(tmp_path, resume=True, iterations=3, lr_schedule="constant", **options)
     metrics = resumed.train()
     assert metrics["learning_rate"] == pytest.approx(1e-6)

@@ -296,8 +296,7 @@ def test_whitening_on_off_and_variance_only(kind: str, tmp_path: Path) -> None:
     )
     assert raw.mean().abs() > 0.01
     torch.testing.assert_close(full, (raw - raw.mean()) / raw.std())
-    scaled = (raw - raw.mean()) / raw.std() + raw.mean()
-    torch.testing.assert_close(variance, scaled)
+    torch.testing.assert_close(variance, raw / raw.std())
 
 
 # ---------------------------------------------------------------------------------------- values
@@ -562,6 +561,29 @@ def test_a_schedule_moves_its_coefficient_over_the_run(tmp_path: Path) -> None:
     ("options", "says"),
     [
         ({"objective": "penalty", "kl_loss_coef": 0.1}, "kl_loss_coef must be 0"),
+        ({"objective": "penalty", "ppo_epochs": 1, "minibatches": 1}, "minibatches must be > 1"),
+        ({"early_stop_kl": 0.1, "ppo_epochs": 1, "minibatches": 1}, "minibatches must be > 1"),
+        ({"objective": "penalty", "clip_ratio": 0.1}, "clip_ratio has an effect only with"),
+        (
+            {"objective": "penalty", "schedules": ["clip_ratio=linear:0.1"]},
+            "clip_ratio has an effect only with objective=clip",
+        ),
+        ({"policy_kl_target": 0.1}, "effect only with objective=penalty"),
+        ({"early_stop_check": "minibatch"}, "effect only with early_stop_kl"),
+        ({"value_branch_layers": 1}, "effect only with value_model=branch"),
+        ({"length_penalty_free": 1}, "effect only with length_penalty > 0"),
+        ({"reward_ensemble_std_coef": 2.0}, "effect only with reward_ensemble_by=lcb"),
+        ({"kl_estimator": "k3", "kl_coef": 0}, "effect only with kl_coef > 0"),
+        ({"kl_loss_estimator": "k2"}, "effect only with kl_loss_coef > 0"),
+        ({"kl_target": 2.0}, "effect only with a kl_controller that moves"),
+        ({"lam": 0.9, "advantage": "one_step"}, "effect only with advantage=gae"),
+        ({"lora_alpha": 16.0}, "effect only with lora_rank > 0"),
+        ({"ptx_block_size": 16}, "effect only with ptx_data"),
+        ({"reference_refresh": 1}, "kl_coef must be 0"),
+        ({"reference_offload": True, "lora_rank": 4}, "nothing to keep on the CPU"),
+        ({"value_warmup_iterations": 2, "vf_coef": 0}, "vf_coef must be > 0"),
+        ({"dual_clip": 3.0, "schedules": ["dual_clip=linear:0.5"]}, "dual_clip must be > 1"),
+        ({"schedules": ["clip_ratio=linear:-0.5"]}, "clip_ratio must not be negative"),
         ({"objective": "penalty", "dual_clip": 3.0}, "dual_clip must be none"),
         ({"reference_policy": "rollout"}, "kl_coef must be 0"),
         (
@@ -731,8 +753,8 @@ def test_an_ensemble_is_one_reward(by: str, wanted: float, tmp_path: Path) -> No
         rewards=[tiny.count_w7],
         reward_ensemble=[f"{tmp_path}/many.py:one", f"{tmp_path}/many.py:three"],
         reward_ensemble_by=by,
-        reward_ensemble_std_coef=0.5,
         reward_ensemble_weight=10.0,
+        **({"reward_ensemble_std_coef": 0.5} if by == "lcb" else {}),
     )
     scores, _ = _scores(trainer, [[10, 1], [5, 1]])
     assert scores.total.tolist() == [1 / 8 + 10 * wanted, 10 * wanted]
@@ -816,3 +838,96 @@ def test_the_histories_survive_a_resume(tmp_path: Path) -> None:
     assert [r["kl_slope"] for r in _records(resumed)[1:]] == [
         r["kl_slope"] for r in _records(whole)[1:]
     ]
+
+
+# ------------------------------------------------------------------------------- what must not mix
+
+
+def test_the_exact_kl_wants_the_same_logit_transform(tmp_path: Path) -> None:
+    other = tiny.saved_model(tmp_path / "other", "gemma2")
+    with pytest.raises(ValueError, match=r"exact KL .* soft-cap"):
+        make_trainer(tmp_path, reference_model=other, kl_estimator="full")
+    make_trainer(tmp_path, reference_model=other)  # k1 reads each model's own logprobs
+
+
+def test_a_reference_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    name = tiny.saved_model(tmp_path / "other")
+    other = tiny.tokenizer()
+    other.add_tokens(["new"])
+    other.save_pretrained(name)
+    with pytest.raises(ValueError, match=r"reference_model .* another vocabulary"):
+        make_trainer(tmp_path, reference_model=name)
+
+
+def test_a_reward_may_not_take_the_ensembles_name(tmp_path: Path) -> None:
+    def ensemble(prompts, completions):
+        return [0.0] * len(prompts)
+
+    (tmp_path / "many.py").write_text("def one(prompts, completions):\n    return [1.0]\n")
+    with pytest.raises(ValueError, match="a reward is called 'ensemble'"):
+        make_trainer(tmp_path, rewards=[ensemble], reward_ensemble=[f"{tmp_path}/many.py:one"] * 2)
+
+
+def test_a_critic_with_a_short_context_shortens_the_prompts(tmp_path: Path) -> None:
+    short = tiny.model("gpt2")
+    short.config.n_positions = 9
+    short.transformer.wpe = torch.nn.Embedding(9, 32)
+    short.save_pretrained(tmp_path / "short")
+    tiny.tokenizer().save_pretrained(tmp_path / "short")
+    options = {"value_model": "critic", "critic_model": str(tmp_path / "short")}
+    with pytest.raises(ValueError, match="the prompt has 2 tokens; at most 1"):
+        make_trainer(tmp_path, **options)
+    make_trainer(tmp_path, max_new_tokens=7, iterations=1, **options).train()
+
+
+@pytest.mark.parametrize("value_model", ["shared", "critic"])
+def test_warm_up_leaves_the_coefficients_of_the_kl_alone(value_model: str, tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        value_model=value_model,
+        value_warmup_iterations=2,
+        iterations=2,
+        objective="penalty",
+        kl_controller="penalty",
+    )
+    trainer.train()
+    assert trainer.state.kl_coef == trainer.config.kl_coef
+    assert trainer.state.policy_kl_coef == trainer.config.policy_kl_coef
+
+
+def test_the_penaltys_logged_losses_are_the_papers(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        objective="penalty",
+        policy_kl_coef=50.0,
+        vf_coef=0.0,
+        learning_rate=1e-9,
+        minibatches=1,
+        whiten_advantages="none",
+    )
+    experience = first_experience(trainer)
+    metrics = trainer.update(experience)
+    mean = -experience.advantages.mean().item()  # on-policy, so the ratio is 1 and the KL 0
+    assert metrics["policy_loss"] == pytest.approx(mean, abs=1e-4)
+    assert metrics["loss"] == pytest.approx(mean, abs=1e-3)
+    assert "clip_fraction" not in metrics
+
+
+def test_a_run_that_breaks_leaves_its_record(tmp_path: Path) -> None:
+    def reward(prompts, completions):
+        return [1e30 * (i + 1) for i in range(len(prompts))]  # squares overflow in the value loss
+
+    trainer = make_trainer(
+        tmp_path, rewards=[reward], max_skipped_steps=2, whiten_advantages="none", kl_coef=0.0
+    )
+    with pytest.raises(FloatingPointError, match="2 optimiser steps in a row"):
+        trainer.train()
+    (record,) = _records(trainer)
+    assert record["skipped_steps"] == 2
+    assert record["warnings"][0].startswith("stopped: 2 optimiser steps")
+
+
+def test_step_watches_too(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, prompts=None, stop_if=["unique_responses < 0.9"])
+    with pytest.raises(RunStoppedError, match=r"unique_responses = 0\.5 < 0\.9"):
+        trainer.step(["w1", "w2"], ["w3 <eos>", "w3 <eos>"], [1.0, 0.0])

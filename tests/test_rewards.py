@@ -273,7 +273,7 @@ def test_a_completion_without_steps_has_no_reward() -> None:
         ([0.0, [(True, 1.0)]], r"\(True, 1.0\) for a step of completion 1"),
         ([0.0, [(1, 1.0, 2.0)]], r"\(1, 1.0, 2.0\) for a step of completion 1"),
         ([0.0, [(1, float("inf"))]], "inf for the step of completion 1 that ends at 1"),
-        ([0.0, [(1, 1e308), (2, 1e308)]], "in total for completion 1"),
+        ([0.0, [(1, 3e38), (2, 3e38)]], "in total for completion 1"),
     ],
 )
 def test_wrong_parts_are_refused_with_their_row(returned, says, tmp_path) -> None:

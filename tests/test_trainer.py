@@ -472,7 +472,7 @@ def _calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[dict]:
         ("kl_coef", 0.3, "compute_advantages", "kl_coef", 0.3),
         ("kl_estimator", "k3", "compute_advantages", "kl_estimator", "k3"),
         ("whiten_advantages", "none", "compute_advantages", "whiten", False),
-        ("whiten_advantages", "variance", "compute_advantages", "shift_mean", False),
+        ("whiten_advantages", "variance", "compute_advantages", "whiten", False),
         ("backend", "torch", "compute_advantages", "backend", "torch"),
     ],
 )
@@ -480,7 +480,8 @@ def test_an_option_reaches_the_maths(
     option, value, function, keyword, arrives, tmp_path: Path, monkeypatch
 ) -> None:
     seen = _calls(monkeypatch, function)
-    make_trainer(tmp_path, iterations=1, **{option: value}).train()
+    needs = {"kl_loss_coef": 0.1} if option == "kl_loss_estimator" else {}
+    make_trainer(tmp_path, iterations=1, **{option: value}, **needs).train()
     assert seen
     assert all(keywords[keyword] == arrives for keywords in seen)
 
