@@ -225,7 +225,7 @@ def whiten(
 
     Args:
         x: (...) any float dtype; mask: (...) bool or None.
-        shift_mean: False keeps the mean: only the scale is normalised.
+        shift_mean: False adds the mean back: (x − mean)·rsqrt(var + 1e-8) + mean.
         moments: (count, Σx, Σx²), fp64 [3], of a larger batch that x is a part of.
 
     Returns:

@@ -194,7 +194,7 @@ class PPOConfig(Options):
         "r + γ·V_next − V",
     )
     whiten_advantages: Literal["full", "variance", "none"] = option(
-        "full", "Normalise advantages: full is mean 0 and variance 1, variance keeps the mean"
+        "full", "Normalise advantages: full is mean 0 and variance 1, variance keeps their signs"
     )
     bootstrap_truncated: bool = option(
         False, "Behind a truncated response stands its last value, not 0"

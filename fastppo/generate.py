@@ -118,6 +118,11 @@ def _complete(
     model = load_causal_lm(directory, dtype=getattr(torch, config.param_dtype), device=device)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    if config.max_new_tokens >= context:
+        raise ValueError(
+            f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in the context of "
+            f"{name}, {context} tokens"
+        )
     prompts = encode_prompts(
         rows,
         tokenizer,

@@ -330,6 +330,8 @@ def load_causal_lm(
     Raises:
         ValueError: it is no causal LM (an encoder–decoder, or a directory without a config).
     """
+    if not Path(name).exists() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
+        raise ValueError(f"{name}: there is no such directory")
     if Path(name).is_dir() and not (Path(name) / "config.json").exists():
         raise ValueError(f"{name}: no config.json there; want what save_pretrained wrote")
     config = AutoConfig.from_pretrained(name)

@@ -43,6 +43,7 @@ GROUPS = (
                 (),
                 "standard deviation over its members",
             ),
+            Panel("Loss", "as a step follows it", ("loss",)),
             Panel("Value loss", "½(V − R)²", ("value_loss",)),
             Panel("Explained variance", "1 is perfect", ("explained_variance",)),
             Panel("Loss on pretraining text", "nats per token", ("ptx_loss",)),
@@ -92,15 +93,15 @@ GROUPS = (
                 (),
                 "distinct n-grams within one; distinct ones of all",
             ),
-            Panel("Gradient norm", "before clipping", ("grad_norm",)),
+            Panel("Gradient norm", "before clipping", ("grad_norm", "value_grad_norm")),
             Panel(
                 "Skipped steps",
-                "optimiser steps",
-                ("skipped_steps", "non_finite_steps"),
+                "steps",
+                ("skipped_steps",),
                 (),
                 "loss or gradient not finite",
             ),
-            Panel("Loss spikes", "optimiser steps", ("loss_spikes",)),
+            Panel("Loss spikes", "steps", ("loss_spikes",), (), "far from the losses before"),
         ),
     ),
     (
@@ -130,6 +131,8 @@ VALUE = re.compile(r"(= |step[ -])[-+.\w]+")
 """What differs between two warnings of one kind: a metric's value, an optimiser step."""
 GOLD_POINTS = 40
 """Points of a curve against KL: a rollout's noise in both axes would hide where it bends."""
+LEGEND_WIDTH = 50
+"""Characters that one line of a legend holds."""
 SPAN_RATIO = 4.0
 """Rewards whose spans differ by more get an axis each, or the smaller would be a flat line."""
 
@@ -312,7 +315,8 @@ def _draw(
     with plt.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}):
         # Fixed margins: fitting them to the labels would draw each plot twice.
         figure = plt.figure(figsize=(4.4, 2.5))
-        left_axes = figure.add_axes((0.16, 0.19, 0.67 if right else 0.81, 0.76))
+        height = 0.76 if len(series) == 1 else 0.66
+        left_axes = figure.add_axes((0.16, 0.19, 0.67 if right else 0.81, height))
         right_axes = left_axes.twinx() if right else left_axes
         lines = []
         for (name, points), colour in zip(series.items(), COLOURS * len(series), strict=False):
@@ -330,8 +334,20 @@ def _draw(
             right_axes.locator_params(axis="y", nbins=5)
             right_axes.spines[["top", "left"]].set_visible(False)
         if len(series) > 1:
-            # Of the axes drawn last, so that no line crosses it.
-            right_axes.legend(handles=lines, framealpha=0.8, edgecolor="none", fontsize=8)
+            # Above the plot: inside it would hide a curve's end in one run or another.
+            rows = 2 if sum(len(line.get_label()) for line in lines) > LEGEND_WIDTH else 1
+            figure.legend(
+                handles=lines,
+                loc="upper left",
+                bbox_to_anchor=(0.14, 1.02),
+                ncols=math.ceil(len(lines) / rows),
+                frameon=False,
+                fontsize=7.5,
+                handlelength=1.2,
+                columnspacing=1.0,
+            )
+        if all(y == 0 for points in series.values() for _, y in points):
+            left_axes.set_ylim(0, 1)  # a count of nothing, not a close-up of it
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg")
         plt.close(figure)
