@@ -507,10 +507,21 @@ def _loss_of_statistics(
     return (loss, sums, *stats, kl)
 
 
+def _refuse_shards(**tensors: Tensor | None) -> None:
+    """A sharded tensor would be read as the part of it that this rank holds."""
+    for name, value in tensors.items():
+        if hasattr(value, "full_tensor"):
+            raise TypeError(
+                f"{name} is a DTensor, whose parts lie on several ranks; the fused lm-head takes "
+                f"plain tensors: gather it first with {name}.full_tensor()"
+            )
+
+
 def _head_arguments(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int | None
 ) -> tuple[Tensor, tuple[bool, bool, bool], torch.dtype]:
     """(hidden as [N, H], which of the three need a gradient, the dtype of the GEMMs)."""
+    _refuse_shards(hidden=hidden, weight=weight, bias=bias)
     validation.tensor("hidden", hidden)
     validation.tensor("weight", weight, like=hidden)
     if hidden.dim() < 2:
@@ -520,9 +531,6 @@ def _head_arguments(
             f"weight must be [V, H] with H = {hidden.shape[-1]} as in hidden, "
             f"got {list(weight.shape)}"
         )
-    for name, value in (("hidden", hidden), ("weight", weight)):
-        if hasattr(value, "full_tensor"):
-            raise TypeError(f"{name} is a DTensor: gather it first with {name}.full_tensor()")
     if bias is not None:
         validation.tensor("bias", bias, shape=(weight.shape[0],), like=hidden)
     if chunk_size is not None:
@@ -592,6 +600,7 @@ def linear_ppo_loss(
     """
     rows, need, dtype = _head_arguments(hidden, weight, bias, chunk_size)
     shape = hidden.shape[:-1]
+    _refuse_shards(ref_hidden=ref_hidden, ref_weight=ref_weight, ref_bias=ref_bias)
     reference_head: list[Tensor | None] = [None, None, None]
     if (ref_hidden is None) != (ref_weight is None):
         raise ValueError("ref_hidden and ref_weight go together: pass both or neither")
@@ -657,8 +666,19 @@ def linear_ppo_loss(
             (rows, weight, bias), need, chunk_size, dtype, per_token, options
         )
     else:
+        # Masked rows are worth a synchronisation; a graph of torch.compile may be replayed.
+        compact = mask is not None and not torch.compiler.is_compiling()
         loss, sums, *stats = ops.LinearPPOLoss.apply(
-            rows, weight, bias, need, chunk_size, dtype, options, *per_token, *reference_head
+            rows,
+            weight,
+            bias,
+            need,
+            compact,
+            chunk_size,
+            dtype,
+            options,
+            *per_token,
+            *reference_head,
         )
     logprobs, entropy, kl = (x.view(shape) for x in stats)
     return PPOLoss(loss, logprobs, entropy, kl, loss_metrics(sums), sums)
