@@ -572,18 +572,22 @@ def linear_ppo_loss(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> PPOLoss:
-    """`ppo_loss(hidden @ weight.T + bias, ...)` without ever holding the `[N, V]` logits.
+    """`ppo_loss(hidden @ weight.T + bias, ...)` without holding more than a chunk of the logits.
 
     Logits are formed for `chunk_size` rows at a time, turned into their gradient in place, and that
     into gradients of hidden and weight: 6·N·H·V FLOP, where a backward pass that forms the logits
-    again needs 8·N·H·V. Masked rows never reach the head.
+    again needs 8·N·H·V. Rows that `mask` leaves out never reach the head (counting them takes one
+    synchronisation with a GPU; in a graph capture and under `torch.compile` they pass with weight
+    0). Rows whose gradient is exactly zero stay out of the last two GEMMs on a CPU.
 
     Args:
         hidden: (..., H), the final hidden states; row t predicts tokens[t].
         weight: [V, H], the lm-head's weight (or the tied embedding). Its gradient is accumulated in
             fp32 and cast once; `requires_grad=False` skips it.
         bias: [V] or None.
-        chunk_size: rows of logits held at once; default by a memory budget.
+        chunk_size: rows of logits held at once. By default all of them while they are small (on a
+            GPU 512 MiB of bf16), else a share of the rows: an eighth, 1024 to 4096, on a GPU, a
+            quarter, 384 to 512, on a CPU.
         ref_hidden, ref_weight, ref_bias: the reference's hidden states (..., H'), head [V, H'] and
             bias, for `kl_estimator="full"`. No gradient.
         The other keywords are those of `ppo_loss`.

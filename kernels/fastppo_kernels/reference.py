@@ -58,13 +58,17 @@ class LinearBudget(NamedTuple):
 
 
 LINEAR_BUDGETS = {
-    "cpu": LinearBudget(whole=2**16, share=4, least=256, enough=512),
+    "cpu": LinearBudget(whole=2**16, share=4, least=384, enough=512),
     "cuda": LinearBudget(whole=2**28, share=8, least=1024, enough=4096),
 }
 """On a CPU each GEMM packs the weight anew: 256 rows a time cost 5 % more than 1024, 64 rows 28 %
 (sgemm, V = 32000, one thread). On a GPU each chunk reads and writes the fp32 dW, as many bytes as
 4·H rows of bf16 logits: 4096 rows make that small beside the GEMMs. An eighth of the rows is 12.5 %
 of the logits' memory, and 2^28 logits are 512 MiB of bf16."""
+
+GEMM_ROWS = 8
+"""The fused lm-head's gradient GEMMs take a multiple of as many rows. On a CPU an odd number makes
+the one for dW slower by a seventh (255 rows against 252 or 256; sgemm, V = 32000, H = 1024)."""
 
 SUMS = (
     "loss",  # Σ w · token loss
@@ -855,17 +859,21 @@ def linear_ppo_loss(
             sums = combine_sums(sums, done.token.sums)
             if done.grad is not None:
                 # Behind what is written, ahead of what is still to be read.
-                moves = _moving(done.token)
-                _pick(done.grad, moves, out=logits[written : written + len(moves)])
-                written += len(moves)
-                moving.append(part.start + moves)
+                moves = _moves(done.token)
+                count_moving = int(moves.sum())
+                _pick(done.grad, moves, out=logits[written : written + count_moving])
+                written += count_moving
+                moving.append(moves)
         logprobs[rows], entropy[rows], kl[rows] = torch.cat(parts, 1)
-        if written == x.shape[0]:
-            grads.add(rows, logits, x, head)
-        elif written:
-            index = torch.cat(moving)
-            rows = start + index if kept is None else kept[start + index]
-            grads.add(rows, logits[:written], x[index], head)
+        if written:
+            # The rows with a gradient, then as many without as fill up their number.
+            size = min(x.shape[0], -(-written // GEMM_ROWS) * GEMM_ROWS)
+            logits[written:size] = 0.0
+            if written < x.shape[0]:
+                order = torch.cat(moving).logical_not().argsort(stable=True)[:size]
+                rows = start + order if kept is None else kept[start + order]
+                x = x[order]
+            grads.add(rows, logits[:size], x, head)
     return LinearPPORows(sums, logprobs, entropy, kl, *grads.finished(weight, bias))
 
 
@@ -875,22 +883,22 @@ def _kept(weights: Tensor) -> Tensor | None:
     return None if bool(valid.all()) else valid.nonzero().squeeze(-1)
 
 
-def _moving(token: TokenLoss) -> Tensor:
-    """Indices of the rows with a gradient. NaN is one: it must be seen."""
+def _moves(token: TokenLoss) -> Tensor:
+    """[n] bool, True for rows with a gradient. NaN is one: it must be seen."""
     moves = token.g_logprob != 0
     for g in (token.g_entropy, token.g_kl):
         moves = moves if g is None else moves | (g != 0)
-    return moves.nonzero().squeeze(-1)
+    return moves
 
 
 def _pick(x: Tensor, rows: Tensor, out: Tensor) -> None:
-    """out = x[rows], in one copy where that is possible."""
-    if len(rows) == len(x):
+    """out = x[rows] for rows [n] bool, in one copy where that is possible."""
+    if len(out) == len(x):
         out.copy_(x)
     elif x.dtype == out.dtype:
-        torch.index_select(x, 0, rows, out=out)
+        torch.index_select(x, 0, rows.nonzero().squeeze(-1), out=out)
     else:
-        out.copy_(x.index_select(0, rows))
+        out.copy_(x[rows])
 
 
 def linear_token_stats(
