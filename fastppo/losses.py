@@ -507,10 +507,21 @@ def _loss_of_statistics(
     return (loss, sums, *stats, kl)
 
 
+def _refuse_shards(**tensors: Tensor | None) -> None:
+    """A sharded tensor would be read as the part of it that this rank holds."""
+    for name, value in tensors.items():
+        if hasattr(value, "full_tensor"):
+            raise TypeError(
+                f"{name} is a DTensor, whose parts lie on several ranks; the fused lm-head takes "
+                f"plain tensors: gather it first with {name}.full_tensor()"
+            )
+
+
 def _head_arguments(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int | None
 ) -> tuple[Tensor, tuple[bool, bool, bool], torch.dtype]:
     """(hidden as [N, H], which of the three need a gradient, the dtype of the GEMMs)."""
+    _refuse_shards(hidden=hidden, weight=weight, bias=bias)
     validation.tensor("hidden", hidden)
     validation.tensor("weight", weight, like=hidden)
     if hidden.dim() < 2:
@@ -520,9 +531,6 @@ def _head_arguments(
             f"weight must be [V, H] with H = {hidden.shape[-1]} as in hidden, "
             f"got {list(weight.shape)}"
         )
-    for name, value in (("hidden", hidden), ("weight", weight)):
-        if hasattr(value, "full_tensor"):
-            raise TypeError(f"{name} is a DTensor: gather it first with {name}.full_tensor()")
     if bias is not None:
         validation.tensor("bias", bias, shape=(weight.shape[0],), like=hidden)
     if chunk_size is not None:
@@ -564,18 +572,22 @@ def linear_ppo_loss(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> PPOLoss:
-    """`ppo_loss(hidden @ weight.T + bias, ...)` without ever holding the `[N, V]` logits.
+    """`ppo_loss(hidden @ weight.T + bias, ...)` without holding more than a chunk of the logits.
 
     Logits are formed for `chunk_size` rows at a time, turned into their gradient in place, and that
     into gradients of hidden and weight: 6·N·H·V FLOP, where a backward pass that forms the logits
-    again needs 8·N·H·V. Masked rows never reach the head.
+    again needs 8·N·H·V. Rows that `mask` leaves out never reach the head (counting them takes one
+    synchronisation with a GPU; in a graph capture and under `torch.compile` they pass with weight
+    0). Rows whose gradient is exactly zero stay out of the last two GEMMs on a CPU.
 
     Args:
         hidden: (..., H), the final hidden states; row t predicts tokens[t].
         weight: [V, H], the lm-head's weight (or the tied embedding). Its gradient is accumulated in
             fp32 and cast once; `requires_grad=False` skips it.
         bias: [V] or None.
-        chunk_size: rows of logits held at once; default by a memory budget.
+        chunk_size: rows of logits held at once. By default all of them while they are small (on a
+            GPU 512 MiB of bf16), else a share of the rows: an eighth, 1024 to 4096, on a GPU, a
+            quarter, 384 to 512, on a CPU.
         ref_hidden, ref_weight, ref_bias: the reference's hidden states (..., H'), head [V, H'] and
             bias, for `kl_estimator="full"`. No gradient.
         The other keywords are those of `ppo_loss`.
@@ -592,6 +604,7 @@ def linear_ppo_loss(
     """
     rows, need, dtype = _head_arguments(hidden, weight, bias, chunk_size)
     shape = hidden.shape[:-1]
+    _refuse_shards(ref_hidden=ref_hidden, ref_weight=ref_weight, ref_bias=ref_bias)
     reference_head: list[Tensor | None] = [None, None, None]
     if (ref_hidden is None) != (ref_weight is None):
         raise ValueError("ref_hidden and ref_weight go together: pass both or neither")
@@ -657,8 +670,19 @@ def linear_ppo_loss(
             (rows, weight, bias), need, chunk_size, dtype, per_token, options
         )
     else:
+        # Masked rows are worth a synchronisation; a graph of torch.compile may be replayed.
+        compact = mask is not None and not torch.compiler.is_compiling()
         loss, sums, *stats = ops.LinearPPOLoss.apply(
-            rows, weight, bias, need, chunk_size, dtype, options, *per_token, *reference_head
+            rows,
+            weight,
+            bias,
+            need,
+            compact,
+            chunk_size,
+            dtype,
+            options,
+            *per_token,
+            *reference_head,
         )
     logprobs, entropy, kl = (x.view(shape) for x in stats)
     return PPOLoss(loss, logprobs, entropy, kl, loss_metrics(sums), sums)

@@ -412,7 +412,7 @@ GEMM = "int? chunk_size, ScalarType? compute_dtype"
     "fastppo::linear_ppo_loss",
     mutates_args=(),
     schema=_schema(f"""({HEAD}, {PER_TOKEN}, Tensor? ref_hidden, Tensor? ref_weight,
-        Tensor? ref_bias, bool[] need, *, {GEMM}, {LOSS}) -> Tensor[]"""),
+        Tensor? ref_bias, bool[] need, *, bool compact, {GEMM}, {LOSS}) -> Tensor[]"""),
 )
 def linear_ppo_loss_op(
     hidden: Tensor,
@@ -429,12 +429,22 @@ def linear_ppo_loss_op(
     ref_weight: Tensor | None,
     ref_bias: Tensor | None,
     need: list[bool],
+    *,
+    compact: bool,
     **options: Any,
 ) -> list[Tensor]:
-    """[sums, logprobs, entropy, kl, dX, dW, dbias]; gradients not asked for are empty."""
+    """[sums, logprobs, entropy, kl, dX, dW, dbias]; gradients not asked for are empty.
+
+    `compact` lets the kernel find the rows of weight 0 and leave them out, which takes a
+    synchronisation; not in a graph capture, where none is allowed. The definition always does.
+    """
     _check_tokens(tokens, weight.shape[0], weights)
+    backend, how = options["backend"], {}
+    if backend == "triton":
+        capturing = hidden.is_cuda and torch.cuda.is_current_stream_capturing()
+        how = {"compact": compact and not capturing}
     with _own_precision(hidden):
-        rows = reference.linear_ppo_loss(
+        rows = _kernels(backend, "linear_loss").linear_ppo_loss(
             hidden,
             weight,
             tokens,
@@ -448,7 +458,7 @@ def linear_ppo_loss_op(
             importance_weights=importance_weights,
             ref_logprobs=ref_logprobs,
             need=(need[0], need[1], need[2]),
-            row_pass=_kernels(options["backend"]).ppo_loss,
+            **how,
             **_kernel_options(options, temperatures),
         )
     grads = (rows.grad_hidden, rows.grad_weight, rows.grad_bias)
@@ -482,6 +492,7 @@ class LinearPPOLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         need: tuple[bool, bool, bool],
+        compact: bool,
         chunk_size: int | None,
         compute_dtype: torch.dtype,
         options: LossOptions,
@@ -493,6 +504,7 @@ class LinearPPOLoss(torch.autograd.Function):
             bias,
             *per_token_and_reference,
             list(need),
+            compact=compact,
             chunk_size=chunk_size,
             compute_dtype=compute_dtype,
             **options._asdict(),
@@ -511,7 +523,7 @@ class LinearPPOLoss(torch.autograd.Function):
             _scaled(grad, upstream[0], ctx.backend) if asked else None
             for grad, asked in zip(ctx.saved_tensors, ctx.need, strict=True)
         ]
-        return (*grads, *(None,) * (4 + PER_TOKEN_COUNT + 3))
+        return (*grads, *(None,) * (5 + PER_TOKEN_COUNT + 3))
 
 
 @custom_op(
@@ -531,12 +543,11 @@ def linear_token_stats_op(
 ) -> list[Tensor]:
     _check_tokens(tokens, weight.shape[0])
     with _own_precision(hidden):
-        stats = reference.linear_token_stats(
+        stats = _kernels(options["backend"], "linear_loss").linear_token_stats(
             hidden,
             weight,
             tokens,
             bias=bias,
-            row_pass=_kernels(options["backend"]).token_stats,
             **_kernel_options(options, temperatures),
         )
     return list(stats)
@@ -569,7 +580,7 @@ def linear_token_stats_backward_op(
     **options: Any,
 ) -> list[Tensor]:
     with _own_precision(hidden):
-        grads = reference.linear_token_stats_backward(
+        grads = _kernels(options["backend"], "linear_loss").linear_token_stats_backward(
             grad_logprobs,
             grad_entropy,
             hidden,
@@ -578,7 +589,6 @@ def linear_token_stats_backward_op(
             reference.TokenStats(*stats),
             bias=bias,
             need=(need[0], need[1], need[2]),
-            row_pass=_kernels(options["backend"]).token_stats_backward,
             **_kernel_options(options, temperatures),
         )
     return [hidden.new_empty(0) if grad is None else grad for grad in grads]

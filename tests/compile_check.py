@@ -115,9 +115,10 @@ def main(launches: str, capability: str) -> None:
                 kernel=kernel.fn.__name__,
                 constants=constants,
                 num_warps=result.metadata.num_warps,
-                **_resources(result.asm["cubin"]),
+                # the cubin knows of static shared memory alone
+                **_resources(result.asm["cubin"]) | {"shared": result.metadata.shared},
             )
-            print(json.dumps(row._asdict()), flush=True)
+            print(json.dumps(row._asdict(), default=str), flush=True)
 
         return launch
 

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 CAPABILITIES = (80, 90, 100)
-LAUNCHES = ("row_loss_launches.py",)
+LAUNCHES = ("row_loss_launches.py", "linear_stats_launches.py")
 Key = tuple[str, int]
 
 
@@ -50,6 +50,35 @@ def test_every_row_kernel_is_compiled(results: dict[Key, Future]) -> None:
 
     names = {kernel.kernel for kernel in results["row_loss_launches.py", 90].result()}
     assert names == {name for name in vars(row_loss) if name.endswith("_kernel")}
+
+
+def test_every_kernel_of_the_statistics_is_compiled_in_every_tile(
+    results: dict[Key, Future],
+) -> None:
+    from fastppo_kernels import linear_stats
+
+    kernels = results["linear_stats_launches.py", 90].result()
+    assert {kernel.kernel for kernel in kernels} == {
+        name for name in vars(linear_stats) if name.endswith("_kernel")
+    }
+    compiled = {
+        (kernel.constants["BLOCK_V"], kernel.constants["BLOCK_H"], kernel.num_warps)
+        for kernel in kernels
+        if kernel.kernel == "_linear_stats_kernel"
+    }
+    tiles = [tile for tile in vars(linear_stats).values() if isinstance(tile, linear_stats.Tile)]
+    assert compiled == {(tile.block_v, tile.block_h, tile.num_warps) for tile in tiles}
+
+
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes that one program may have: the CUDA programming guide's table of compute capabilities."""
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_shared_memory_fits_a_multiprocessor(capability: int, results: dict[Key, Future]) -> None:
+    for file in LAUNCHES:
+        for kernel in results[file, capability].result():
+            assert kernel.shared <= SHARED_MEMORY[capability], kernel
 
 
 def test_every_tile_is_compiled(results: dict[Key, Future]) -> None:

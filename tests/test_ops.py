@@ -30,6 +30,7 @@ LOSS = {
     "entropy_coef": 0.1,
 }
 GEMM: dict[str, Any] = {"chunk_size": 4, "compute_dtype": torch.float32}
+COMPACT = {"compact": True}
 
 
 def operands() -> dict[str, Any]:
@@ -90,12 +91,12 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         "linear_ppo_loss": (
             ops.linear_ppo_loss_op,
             (*o["head"], *o["per_token"], *o["head"], [True, True, True]),
-            GEMM | LOSS,
+            COMPACT | GEMM | LOSS,
         ),
         "linear_ppo_loss, frozen": (
             ops.linear_ppo_loss_op,
             (*o["head"][:2], None, *bare, None, None, None, [True, False, False]),
-            GEMM | plain,
+            COMPACT | GEMM | plain,
         ),
         "linear_token_stats": (
             ops.linear_token_stats_op,

@@ -170,10 +170,11 @@ def test_the_split_into_microbatches_does_not_matter(aggregation: str, tmp_path:
     "options",
     [
         {"loss_path": "logits"},
+        {"loss_path": "linear"},
         {"gradient_checkpointing": True},
         {"generate_batch_size": 3},
     ],
-    ids=lambda options: next(iter(options)),
+    ids=lambda options: "=".join(map(str, next(iter(options.items())))),
 )
 def test_options_of_speed_and_memory_do_not_change_the_update(options, tmp_path: Path) -> None:
     updated = []

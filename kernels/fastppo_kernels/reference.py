@@ -30,8 +30,8 @@ not copied), N = B·T; everything per token is `[N]`. Rows whose weight is 0 are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,11 +44,31 @@ LOWEST = -1e30
 """Stands in for −inf in `t`: e^LOWEST is exactly 0 and 0·LOWEST is 0, where 0·(−inf) is NaN."""
 
 ROW_CHUNK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
-"""Logits handled at once: 2 MiB of fp32 on a CPU (its second-level cache), 256 MiB on a GPU."""
+"""Logits handled at once: 2 MiB of fp32 for each thread of a CPU, which its caches hold, and which
+is enough work between two meetings of the threads; 256 MiB on a GPU."""
 
-LINEAR_CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**29}
-"""Logits of one chunk of the fused lm-head: 32 MiB of fp32 on a CPU. On a GPU 1 GiB of bf16, which
-keeps the chunk at 4096 rows or more up to V = 131072: each chunk rewrites the fp32 dW once."""
+
+class LinearBudget(NamedTuple):
+    """What decides how many rows of logits the fused lm-head holds at once; `linear_chunk_size`."""
+
+    whole: int  # logits, in elements, that are formed in one chunk without more ado
+    share: int  # otherwise at most one row in `share`,
+    least: int  # but no fewer rows than this,
+    enough: int  # and no more than this, unless `whole` has room for them
+
+
+LINEAR_BUDGETS = {
+    "cpu": LinearBudget(whole=2**16, share=4, least=384, enough=512),
+    "cuda": LinearBudget(whole=2**28, share=8, least=1024, enough=4096),
+}
+"""On a CPU each GEMM packs the weight anew: 256 rows a time cost 5 % more than 1024, 64 rows 28 %
+(sgemm, V = 32000, one thread). On a GPU each chunk reads and writes the fp32 dW, as many bytes as
+4·H rows of bf16 logits: 4096 rows make that small beside the GEMMs. An eighth of the rows is 12.5 %
+of the logits' memory, and 2^28 logits are 512 MiB of bf16."""
+
+GEMM_ROWS = 8
+"""The fused lm-head's gradient GEMMs take a multiple of as many rows. On a CPU an odd number makes
+the one for dW slower by a seventh (255 rows against 252 or 256; sgemm, V = 32000, H = 1024)."""
 
 SUMS = (
     "loss",  # Σ w · token loss
@@ -83,15 +103,25 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _chunks(rows: int, elements_per_row: int, device: torch.device) -> Iterator[slice]:
     budget = ROW_CHUNK_ELEMENTS.get(device.type, ROW_CHUNK_ELEMENTS["cuda"])
+    if device.type == "cpu":
+        budget *= torch.get_num_threads()
     step = max(1, budget // max(1, elements_per_row))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
 
 def linear_chunk_size(rows: int, vocab: int, device: torch.device) -> int:
-    """Rows of logits that the fused lm-head holds at once, from a memory budget."""
-    budget = LINEAR_CHUNK_ELEMENTS.get(device.type, LINEAR_CHUNK_ELEMENTS["cuda"])
-    return max(1, min(rows, max(128, budget // max(1, vocab))))
+    """Rows of logits that the fused lm-head holds at once: chunks of equal size (but for the last).
+
+    A GPU's default stays below 15 % of the logits' memory from 8192 rows on.
+    """
+    budget = LINEAR_BUDGETS.get(device.type, LINEAR_BUDGETS["cuda"])
+    if rows * vocab <= budget.whole:
+        return max(1, rows)
+    most = max(budget.enough, budget.whole // vocab)
+    limit = min(max(math.ceil(rows / budget.share), budget.least), most)
+    chunks = max(2, math.ceil(rows / limit))
+    return math.ceil(rows / chunks)
 
 
 def _take(x: Tensor, rows: slice | Tensor) -> Tensor:
@@ -511,6 +541,77 @@ def _max_or_zero(x: Tensor) -> Tensor:
     return x.max() if x.numel() else x.new_zeros(())
 
 
+class _PerToken(NamedTuple):
+    """The loss's operands of shape [N]."""
+
+    tokens: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    importance_weights: Tensor | None
+    ref_logprobs: Tensor | None
+    temperature: float | Tensor
+
+    def at(self, rows: slice | Tensor) -> _PerToken:
+        picked = {name: x[rows] for name, x in self._asdict().items() if isinstance(x, Tensor)}
+        return self._replace(**picked)
+
+
+class _RowPass(NamedTuple):
+    """logprobs, entropy [n]; grad [n, V] in the accumulation dtype, or None."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    token: TokenLoss
+    grad: Tensor | None
+
+
+def _row_pass(
+    x: Tensor,
+    ref: Tensor | None,
+    operands: _PerToken,
+    *,
+    logit_scale: float,
+    softcap: float | None,
+    need_grad: bool,
+    **token_loss_options: Any,
+) -> _RowPass:
+    """Statistics, token losses and gradient of a few rows of logits `x` [n, V], against `ref`'s."""
+    t = _temperature_column(operands.temperature, slice(None))
+    soft, logprobs, mean_shifted = _softmax(x, operands.tokens, t, logit_scale, softcap)
+    entropy = soft.log_sum - mean_shifted
+    full_kl, gap = None, None
+    if ref is not None:
+        reference, *_ = _softmax(ref, operands.tokens, t, logit_scale, softcap)
+        gap = _gap(x, ref, soft, reference, t, logit_scale, softcap)
+        full_kl = _full_kl(soft, reference, gap)
+    token = token_loss(
+        logprobs,
+        entropy,
+        full_kl,
+        operands.old_logprobs,
+        operands.advantages,
+        operands.weights,
+        importance_weights=operands.importance_weights,
+        ref_logprobs=operands.ref_logprobs,
+        **token_loss_options,
+    )
+    grad = None
+    if need_grad:
+        grad = _row_gradient(
+            soft,
+            gap,
+            operands.tokens,
+            logprobs,
+            mean_shifted,
+            token.g_logprob,
+            token.g_entropy,
+            token.g_kl,
+            logit_scale / t,
+        )
+    return _RowPass(logprobs, entropy, token, grad)
+
+
 class PPORows(NamedTuple):
     """sums [len(SUMS)]; logprobs, entropy, kl [N], 0 where the weight is 0; grad [N, V] or None."""
 
@@ -566,35 +667,24 @@ def ppo_loss(
             _put(grad, (~valid).nonzero().squeeze(-1), 0.0)
     if kl_estimator != "full":
         ref_logits = None
+    operands = _PerToken(
+        tokens,
+        old_logprobs,
+        advantages,
+        weights,
+        importance_weights,
+        ref_logprobs,
+        temperature,
+    )
     for chunk in _chunks(n if kept is None else kept.numel(), vocab, logits.device):
         rows = chunk if kept is None else kept[chunk]
-        t = _temperature_column(temperature, rows)
-        row_tokens = tokens[rows]
-        soft, row_logprobs, mean_shifted = _softmax(
-            _take(logits, rows), row_tokens, t, logit_scale, softcap
-        )
-        row_entropy = soft.log_sum - mean_shifted
-        reference, gap = None, None
-        if ref_logits is not None:
-            reference, *_ = _softmax(_take(ref_logits, rows), row_tokens, t, logit_scale, softcap)
-            gap = _gap(
-                _take(logits, rows),
-                _take(ref_logits, rows),
-                soft,
-                reference,
-                t,
-                logit_scale,
-                softcap,
-            )
-        token = token_loss(
-            row_logprobs,
-            row_entropy,
-            None if reference is None or gap is None else _full_kl(soft, reference, gap),
-            old_logprobs[rows],
-            advantages[rows],
-            weights[rows],
-            importance_weights=None if importance_weights is None else importance_weights[rows],
-            ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows],
+        done = _row_pass(
+            _take(logits, rows),
+            None if ref_logits is None else _take(ref_logits, rows),
+            operands.at(rows),
+            logit_scale=logit_scale,
+            softcap=softcap,
+            need_grad=need_grad,
             clip_low=clip_low,
             clip_high=clip_high,
             dual_clip=dual_clip,
@@ -602,21 +692,10 @@ def ppo_loss(
             kl_estimator=kl_estimator,
             entropy_coef=entropy_coef,
         )
-        logprobs[rows], entropy[rows], kl[rows] = row_logprobs, row_entropy, token.kl
-        sums = combine_sums(sums, token.sums)
-        if grad is not None:
-            row_grad = _row_gradient(
-                soft,
-                gap,
-                row_tokens,
-                row_logprobs,
-                mean_shifted,
-                token.g_logprob,
-                token.g_entropy,
-                token.g_kl,
-                logit_scale / t,
-            )
-            _put(grad, rows, row_grad.to(grad.dtype))
+        logprobs[rows], entropy[rows], kl[rows] = done.logprobs, done.entropy, done.token.kl
+        sums = combine_sums(sums, done.token.sums)
+        if grad is not None and done.grad is not None:
+            _put(grad, rows, done.grad.to(grad.dtype))
     return PPORows(sums, logprobs, entropy, kl, grad)
 
 
@@ -635,8 +714,12 @@ class LinearPPORows(NamedTuple):
     grad_bias: Tensor | None
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(x, weight, bias)
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """x @ weight.T + bias in the first rows of `out`."""
+    out = out[: x.shape[0]]
+    if bias is None:
+        return torch.mm(x, weight.T, out=out)
+    return torch.addmm(bias, x, weight.T, out=out)
 
 
 class _HeadGradients:
@@ -658,17 +741,29 @@ class _HeadGradients:
         self.bias = torch.zeros_like(bias, dtype=wide) if need[2] and bias is not None else None
 
     def add(self, rows: slice | Tensor, grad: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        """The share of the logits' gradient `grad` [n, V] of rows whose hidden states are given."""
         if self.hidden is not None:
             self.hidden[rows] = (grad @ weight).to(self.hidden.dtype)
         if self.weight is not None:
             if grad.dtype == self.weight.dtype:
                 self.weight.addmm_(grad.T, hidden)
             elif grad.is_cuda:
-                self.weight += torch.mm(grad.T, hidden, out_dtype=self.weight.dtype)
-            else:
+                torch.addmm(
+                    self.weight, grad.T, hidden, out_dtype=self.weight.dtype, out=self.weight
+                )
+            else:  # a CPU has no product of bf16 matrices in fp32: a chunk's own share is rounded
                 self.weight += grad.T @ hidden
         if self.bias is not None:
             self.bias += grad.sum(0, dtype=self.bias.dtype)
+
+    def finished(
+        self, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return (
+            self.hidden,
+            None if self.weight is None else self.weight.to(weight.dtype),
+            None if self.bias is None or bias is None else self.bias.to(bias.dtype),
+        )
 
 
 def linear_ppo_loss(
@@ -686,62 +781,124 @@ def linear_ppo_loss(
     importance_weights: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     temperature: float | Tensor = 1.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    kl_coef: float = 0.0,
     kl_estimator: str = "k3",
+    entropy_coef: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
     chunk_size: int | None = None,
     compute_dtype: torch.dtype | None = None,
     need: tuple[bool, bool, bool] = (True, True, True),
-    row_pass: Callable[..., PPORows] = ppo_loss,
-    **loss_options: float | None,
 ) -> LinearPPORows:
     """`ppo_loss` of `hidden [N, H] @ weight [V, H].T + bias`, holding `chunk_size` rows of logits.
 
     Per chunk: one GEMM for the logits, the row pass in place, one GEMM for dX and one for dW. That
-    is 6·N·H·V FLOP in all; recomputing the logits in a backward pass would make it 8·N·H·V.
+    is 6·N·H·V FLOP in all; recomputing the logits in a backward pass would make it 8·N·H·V. Rows of
+    weight 0 never enter. Rows whose gradient is exactly zero (clipped or A = 0, with no entropy or
+    KL term) are left out of the last two GEMMs: the row pass writes the others' gradients one
+    behind the other, so leaving rows out costs nothing but a gather of their hidden states.
 
     Args:
         need: gradients wanted of (hidden, weight, bias). With none, only the first GEMM runs.
         compute_dtype: dtype of the GEMMs and of the logits; default that of `hidden`.
-        row_pass: what turns a chunk's logits into their gradient: `ppo_loss` of any backend.
     """
     n, vocab = hidden.shape[0], weight.shape[0]
     dtype = compute_dtype or hidden.dtype
-    kept = (weights != 0).nonzero().squeeze(-1)
-    step = chunk_size or linear_chunk_size(kept.numel(), vocab, hidden.device)
+    kept = _kept(weights)
+    count = n if kept is None else kept.numel()
+    step = chunk_size or linear_chunk_size(count, vocab, hidden.device)
     head, head_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-    ref_head = None if ref_weight is None else ref_weight.to(dtype)
-    ref_head_bias = None if ref_bias is None else ref_bias.to(dtype)
     wide = accumulation_dtype(dtype)
     logprobs, entropy, kl = (hidden.new_zeros(n, dtype=wide) for _ in range(3))
     sums = hidden.new_zeros(len(SUMS), dtype=wide)
+    operands = _PerToken(
+        tokens,
+        old_logprobs,
+        advantages,
+        weights,
+        importance_weights,
+        ref_logprobs,
+        temperature,
+    )
     grads = _HeadGradients(hidden, weight, bias, need)
-    for start in range(0, kept.numel(), step):
-        rows = kept[start : start + step]
+    buffer = hidden.new_empty((min(step, count), vocab), dtype=dtype)
+    ref_head, ref_head_bias, ref_buffer = None, None, None
+    if ref_hidden is not None and ref_weight is not None and kl_estimator == "full":
+        ref_head = ref_weight.to(dtype)
+        ref_head_bias = None if ref_bias is None else ref_bias.to(dtype)
+        ref_buffer = torch.empty_like(buffer)
+    for start in range(0, count, step):
+        chunk = slice(start, min(start + step, count))
+        rows = chunk if kept is None else kept[chunk]
         x = hidden[rows].to(dtype)
+        chunk_operands = operands.at(rows)
+        logits = _linear(x, head, head_bias, out=buffer)
         ref_logits = None
-        if ref_hidden is not None and ref_head is not None and kl_estimator == "full":
-            ref_logits = _linear(ref_hidden[rows].to(dtype), ref_head, ref_head_bias)
-        chunk = row_pass(
-            _linear(x, head, head_bias),
-            tokens[rows],
-            old_logprobs[rows],
-            advantages[rows],
-            weights[rows],
-            importance_weights=None if importance_weights is None else importance_weights[rows],
-            ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows],
-            ref_logits=ref_logits,
-            temperature=temperature[rows] if isinstance(temperature, Tensor) else temperature,
-            kl_estimator=kl_estimator,
-            need_grad=any(need),
-            inplace=True,
-            **loss_options,
-        )
-        logprobs[rows], entropy[rows], kl[rows] = chunk.logprobs, chunk.entropy, chunk.kl
-        sums = combine_sums(sums, chunk.sums)
-        if chunk.grad is not None:
-            grads.add(rows, chunk.grad, x, head)
-    grad_weight = None if grads.weight is None else grads.weight.to(weight.dtype)
-    grad_bias = None if grads.bias is None or bias is None else grads.bias.to(bias.dtype)
-    return LinearPPORows(sums, logprobs, entropy, kl, grads.hidden, grad_weight, grad_bias)
+        if ref_hidden is not None and ref_head is not None and ref_buffer is not None:
+            ref_logits = _linear(ref_hidden[rows].to(dtype), ref_head, ref_head_bias, ref_buffer)
+        parts, moving, written = [], [], 0
+        for part in _chunks(x.shape[0], vocab, x.device):
+            done = _row_pass(
+                logits[part],
+                None if ref_logits is None else ref_logits[part],
+                chunk_operands.at(part),
+                logit_scale=logit_scale,
+                softcap=softcap,
+                need_grad=any(need),
+                clip_low=clip_low,
+                clip_high=clip_high,
+                dual_clip=dual_clip,
+                kl_coef=kl_coef,
+                kl_estimator=kl_estimator,
+                entropy_coef=entropy_coef,
+            )
+            parts.append(torch.stack([done.logprobs, done.entropy, done.token.kl]))
+            sums = combine_sums(sums, done.token.sums)
+            if done.grad is not None:
+                # Behind what is written, ahead of what is still to be read.
+                moves = _moves(done.token)
+                count_moving = int(moves.sum())
+                _pick(done.grad, moves, out=logits[written : written + count_moving])
+                written += count_moving
+                moving.append(moves)
+        logprobs[rows], entropy[rows], kl[rows] = torch.cat(parts, 1)
+        if written:
+            # The rows with a gradient, then as many without as fill up their number.
+            size = min(x.shape[0], -(-written // GEMM_ROWS) * GEMM_ROWS)
+            logits[written:size] = 0.0
+            if written < x.shape[0]:
+                order = torch.cat(moving).logical_not().argsort(stable=True)[:size]
+                rows = start + order if kept is None else kept[start + order]
+                x = x[order]
+            grads.add(rows, logits[:size], x, head)
+    return LinearPPORows(sums, logprobs, entropy, kl, *grads.finished(weight, bias))
+
+
+def _kept(weights: Tensor) -> Tensor | None:
+    """Indices of the rows of weight ≠ 0; None where that is every row."""
+    valid = weights != 0
+    return None if bool(valid.all()) else valid.nonzero().squeeze(-1)
+
+
+def _moves(token: TokenLoss) -> Tensor:
+    """[n] bool, True for rows with a gradient. NaN is one: it must be seen."""
+    moves = token.g_logprob != 0
+    for g in (token.g_entropy, token.g_kl):
+        moves = moves if g is None else moves | (g != 0)
+    return moves
+
+
+def _pick(x: Tensor, rows: Tensor, out: Tensor) -> None:
+    """out = x[rows] for rows [n] bool, in one copy where that is possible."""
+    if len(out) == len(x):
+        out.copy_(x)
+    elif x.dtype == out.dtype:
+        torch.index_select(x, 0, rows.nonzero().squeeze(-1), out=out)
+    else:
+        out.copy_(x[rows])
 
 
 def linear_token_stats(
@@ -755,12 +912,8 @@ def linear_token_stats(
     softcap: float | None = None,
     chunk_size: int | None = None,
     compute_dtype: torch.dtype | None = None,
-    row_pass: Callable[..., TokenStats] = token_stats,
 ) -> TokenStats:
-    """`token_stats` of `hidden @ weight.T + bias` without holding more than a chunk of logits.
-
-    `row_pass` reads a chunk's logits: `token_stats` of any backend.
-    """
+    """`token_stats` of `hidden @ weight.T + bias` without holding more than a chunk of logits."""
     n, vocab = hidden.shape[0], weight.shape[0]
     dtype = compute_dtype or hidden.dtype
     wide = accumulation_dtype(dtype)
@@ -768,10 +921,11 @@ def linear_token_stats(
     logprobs, entropy = (hidden.new_zeros(n, dtype=wide) for _ in range(2))
     normalizer = hidden.new_zeros((n, 2), dtype=wide)
     step = chunk_size or linear_chunk_size(n, vocab, hidden.device)
+    buffer = hidden.new_empty((min(step, n), vocab), dtype=dtype)
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
-        stats = row_pass(
-            _linear(hidden[rows].to(dtype), head, head_bias),
+        stats = token_stats(
+            _linear(hidden[rows].to(dtype), head, head_bias, out=buffer),
             tokens[rows],
             temperature=temperature[rows] if isinstance(temperature, Tensor) else temperature,
             logit_scale=logit_scale,
@@ -798,7 +952,6 @@ def linear_token_stats_backward(
     chunk_size: int | None = None,
     compute_dtype: torch.dtype | None = None,
     need: tuple[bool, bool, bool] = (True, True, True),
-    row_pass: Callable[..., Tensor] = token_stats_backward,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dX, dW, dbias). The upstream gradient is arbitrary, so logits are formed again."""
     n, vocab = hidden.shape[0], weight.shape[0]
@@ -806,14 +959,15 @@ def linear_token_stats_backward(
     head, head_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     grads = _HeadGradients(hidden, weight, bias, need)
     step = chunk_size or linear_chunk_size(n, vocab, hidden.device)
+    buffer = hidden.new_empty((min(step, n), vocab), dtype=dtype)
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
         x = hidden[rows].to(dtype)
-        grad = row_pass(
+        grad = token_stats_backward(
             grad_logprobs[rows],
             None if grad_entropy is None else grad_entropy[rows],
             None,
-            _linear(x, head, head_bias),
+            _linear(x, head, head_bias, out=buffer),
             tokens[rows],
             TokenStats(*(part[rows] for part in stats)),
             temperature=temperature[rows] if isinstance(temperature, Tensor) else temperature,
@@ -821,9 +975,7 @@ def linear_token_stats_backward(
             softcap=softcap,
         )
         grads.add(rows, grad, x, head)
-    grad_weight = None if grads.weight is None else grads.weight.to(weight.dtype)
-    grad_bias = None if grads.bias is None or bias is None else grads.bias.to(bias.dtype)
-    return grads.hidden, grad_weight, grad_bias
+    return grads.finished(weight, bias)
 
 
 # -------------------------------------------------------------------------------------- advantages

@@ -1,0 +1,578 @@
+"""The fused lm-head: its Triton launcher against the definition, and what both promise.
+
+test_losses.py proves the definition against autograd, keyword by keyword; here the launcher is held
+against autograd too, under Triton's interpreter, and the promises about chunks, memory, dropped
+rows and dtypes are tested on both. Tolerances: 1e-5 of the largest entry in fp32, where sums of
+some hundred terms carry some 1e-6; bf16 is compared with what plain bf16 PyTorch makes of the same
+numbers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import naive
+import pytest
+import torch
+from fastppo_kernels import reference
+from test_loss_memory import allocations
+from test_losses import as_linear
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastppo
+
+linear_loss = pytest.importorskip("fastppo_kernels.linear_loss", reason="Triton is not installed")
+
+pytestmark = [
+    # NumPy announces what the kernels mean to happen: see test_row_kernel.py.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+    pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
+]
+BACKENDS = ("torch", "triton")
+backends = pytest.mark.parametrize("backend", BACKENDS)
+if torch.cuda.is_available():
+    pytest.skip("test_linear_loss_gpu.py does this on a GPU", allow_module_level=True)
+
+CLIPS = {"clip_low": 0.2, "clip_high": 0.2}
+
+
+def head(n: int, vocab: int, width: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """[hidden, weight, bias] with logits of order 1; the same numbers for every dtype."""
+    g = torch.Generator().manual_seed(3)
+    shapes = ((n, width), (vocab, width), (vocab,))
+    hidden, weight, bias = (torch.randn(s, generator=g, dtype=torch.float64) for s in shapes)
+    return [x.to(dtype) for x in (hidden, 2 * weight / width**0.5, bias)]
+
+
+def near(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> naive.Batch:
+    """A batch whose old logprobs lie around those of this head, on both sides of every clip."""
+    logits = hidden.double() @ weight.double().T
+    logits = logits if bias is None else logits + bias.double()
+    data = naive.batch((hidden.shape[0],), weight.shape[0], torch.float32)
+    logprobs = naive.distribution(logits).gather(-1, data.tokens[:, None])[:, 0]
+    drawn = naive.distribution(data.logits).gather(-1, data.tokens[:, None])[:, 0]
+    old = (logprobs + data.old_logprobs.double() - drawn).float()
+    return data._replace(logits=logits, old_logprobs=old)
+
+
+def by_autograd(
+    parts: list[Tensor], data: naive.Batch, keywords: dict[str, Any]
+) -> tuple[naive.Naive, list[Tensor]]:
+    """The loss and the gradients of (hidden, weight, bias) by plain autograd in fp64."""
+    leaves = [x.double().requires_grad_() for x in parts]
+    w = torch.full(data.tokens.shape, 1 / len(data.tokens), dtype=torch.float64)
+    out = naive.ppo_loss(leaves[0] @ leaves[1].T + leaves[2], *data[1:], w, **keywords)
+    return out, list(torch.autograd.grad(out.loss, leaves))
+
+
+def assert_close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
+    scale = wanted.abs().max().item()
+    torch.testing.assert_close(
+        found.detach().double(), wanted.detach().double(), rtol=0, atol=tolerance * scale + 1e-30
+    )
+
+
+# ------------------------------------------------------------- the launcher against autograd
+
+
+@pytest.mark.parametrize("term", naive.TERMS)
+@pytest.mark.parametrize("chunk_size", [1, 3, None])
+def test_the_launcher_gives_the_loss_and_the_gradients_of_autograd(
+    term: str, chunk_size: int | None
+) -> None:
+    """Odd N, V and H; chunks of one row, of all of them, and such that the last one is short."""
+    parts = head(7, 29, 13)
+    data = near(*parts)
+    keywords = naive.options(data, term)
+    wanted, wanted_grads = by_autograd(parts, data, keywords)
+    leaves = [x.float().requires_grad_() for x in parts]
+    fp32 = {
+        name: x.float() if isinstance(x, Tensor) else x for name, x in as_linear(keywords).items()
+    }
+    found = fastppo.linear_ppo_loss(
+        *leaves[:2], *data[1:], bias=leaves[2], chunk_size=chunk_size, backend="triton", **fp32
+    )
+    for name in ("loss", "logprobs", "entropy", "kl"):
+        assert_close(getattr(found, name), getattr(wanted, name), 1e-5)
+    grads = torch.autograd.grad(found.loss, leaves)
+    for grad, other in zip(grads, wanted_grads, strict=True):
+        assert_close(grad, other, 1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [2, None])
+@pytest.mark.parametrize("softmax", [{}, {"softcap": 4.0, "logit_scale": 0.7}], ids=["T=1", "cap"])
+def test_the_launcher_s_statistics_are_those_of_autograd(
+    chunk_size: int | None, softmax: dict[str, Any]
+) -> None:
+    """With temperatures per token, and an upstream gradient for each of the two."""
+    parts = head(5, 29, 13)
+    data = near(*parts)
+    softmax = softmax | {"temperature": torch.rand(5) + 0.5}
+    upstream = torch.randn(2, 5)
+    wide = [x.clone().requires_grad_() for x in parts]
+    log_p = naive.distribution(wide[0] @ wide[1].T + wide[2], **softmax)
+    wanted = log_p.gather(-1, data.tokens[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    wanted_grads = torch.autograd.grad(wanted, wide, list(upstream.double()))
+    leaves = [x.float().requires_grad_() for x in parts]
+    found = fastppo.linear_token_logprobs(
+        *leaves[:2],
+        data.tokens,
+        bias=leaves[2],
+        return_entropy=True,
+        chunk_size=chunk_size,
+        backend="triton",
+        **softmax,
+    )
+    grads = torch.autograd.grad(found, leaves, list(upstream))
+    for one, other in zip((*found, *grads), (*wanted, *wanted_grads), strict=True):
+        assert_close(one, other, 1e-5)
+
+
+@backends
+@pytest.mark.parametrize("n", [0, 1])
+def test_a_batch_of_no_row_and_of_one(backend: str, n: int) -> None:
+    leaves = [x.requires_grad_() for x in head(n, 11, 5, torch.float32)]
+    data = near(*(x.detach() for x in leaves))
+    out = fastppo.linear_ppo_loss(*leaves[:2], *data[1:], bias=leaves[2], backend=backend)
+    out.loss.backward()
+    for leaf in leaves:
+        assert leaf.grad is not None
+        assert leaf.grad.shape == leaf.shape
+        assert bool((leaf.grad != 0).any()) == (n > 0)
+    assert out.logprobs.shape == (n,)
+
+
+# ------------------------------------------------------------------------------- masked rows
+
+
+@backends
+@pytest.mark.parametrize("by", ["mask", "weights", "mask under compile"])
+def test_masked_rows_may_hold_anything_whether_they_are_cut_out_or_not(
+    backend: str, by: str
+) -> None:
+    """A row of NaN times a gradient of 0 would be NaN in all of dW."""
+    keep = torch.tensor([True, False, True, True, False, True, True])
+    parts = head(7, 29, 13, torch.float32)
+    data = near(*parts)
+
+    def gradients(hidden: Tensor, data: naive.Batch) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (hidden, *parts[1:])]
+        selection = {"weights": keep / 5.0} if by == "weights" else {"mask": keep}
+
+        def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            return fastppo.linear_ppo_loss(
+                hidden, weight, *data[1:], bias=bias, chunk_size=3, backend=backend, **selection
+            ).loss
+
+        if by == "mask under compile":
+            loss = torch.compile(loss, backend="eager", fullgraph=True)
+        found = loss(*leaves)
+        return [found.detach(), *torch.autograd.grad(found, leaves)]
+
+    wanted = gradients(parts[0], data)
+    bad = naive.Batch(data.logits, *(x.clone() for x in data[1:]))
+    bad.tokens[~keep], bad.old_logprobs[~keep], bad.advantages[~keep] = -100, torch.nan, torch.inf
+    found = gradients(torch.where(keep[:, None], parts[0], torch.nan), bad)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+    assert (found[1][~keep] == 0).all()
+    _, wanted_grads = by_autograd(
+        [parts[0][keep], *parts[1:]], naive.Batch(*(x[keep] for x in data)), {}
+    )
+    assert_close(found[1][keep], wanted_grads[0], 1e-5)
+    assert_close(found[2], wanted_grads[1], 1e-5)
+
+
+def test_the_host_counts_masked_rows_only_where_a_mask_is_given(monkeypatch: Any) -> None:
+    """Counting takes a synchronisation: not for packed rows, nor in a graph that is replayed."""
+    asked = []
+    real = linear_loss.linear_ppo_loss
+
+    def spy(*args: Any, compact: bool, **options: Any) -> Any:
+        asked.append(compact)
+        return real(*args, compact=compact, **options)
+
+    monkeypatch.setattr(linear_loss, "linear_ppo_loss", spy)
+    parts = head(4, 7, 3, torch.float32)
+    data = near(*parts)
+    mask = torch.ones(4, dtype=torch.bool)
+
+    def loss(mask: Tensor | None, **options: Any) -> Tensor:
+        return fastppo.linear_ppo_loss(
+            *parts[:2], *data[1:], mask, backend="triton", **options
+        ).loss
+
+    loss(None)
+    loss(None, weights=mask / 4)
+    loss(mask)
+    torch.compile(loss, backend="eager", fullgraph=True)(mask)
+    assert asked == [False, False, True, False]
+
+
+# ------------------------------------------------------------- rows whose gradient is exactly 0
+
+
+class Products(TorchDispatchMode):
+    """(operation, shapes of its matrices, their dtypes, dtype of the result) of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[list[tuple[int, ...]], set[torch.dtype], torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.__name__.split(".")[0].rstrip("_") in ("mm", "addmm"):
+            matrices = [x for x in args[-2:] if isinstance(x, Tensor) and x.dim() == 2]
+            shapes, dtypes = [tuple(x.shape) for x in matrices], {x.dtype for x in matrices}
+            self.seen.append((shapes, dtypes, out.dtype))
+        return out
+
+
+def definition(
+    parts: list[Tensor], data: naive.Batch, **options: Any
+) -> tuple[reference.LinearPPORows, Products]:
+    weights = torch.full(data.tokens.shape, 1 / len(data.tokens))
+    with Products() as products:
+        rows = reference.linear_ppo_loss(
+            *parts[:2], *data[1:], weights, bias=parts[2], **(CLIPS | options)
+        )
+    return rows, products
+
+
+@pytest.fixture
+def small_row_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five rows a time, so that a chunk of the head takes several."""
+    monkeypatch.setitem(reference.ROW_CHUNK_ELEMENTS, "cpu", 5 * 31)
+
+
+@pytest.mark.usefixtures("small_row_chunks")
+@pytest.mark.parametrize("cause", ["clip", "zero advantage", "all", "none", "one"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_without_a_gradient_stay_out_of_the_gradient_gemms(cause: str, masked: bool) -> None:
+    """The same statistics, loss and gradients as with every row in them, and fewer rows."""
+    n = 36
+    parts = head(n, 31, 9, torch.float32)
+    data = near(*parts)
+    if cause == "zero advantage":
+        data.advantages[::3] = 0.0
+    if cause in ("all", "none"):  # above or below every clip
+        data.old_logprobs.sub_(5.0)
+        data.advantages.copy_(torch.ones(n) if cause == "all" else -torch.ones(n))
+    if cause == "one":
+        data.advantages.zero_()[17] = 1.0
+        data.old_logprobs[17] = data.old_logprobs[17] + 5.0  # ratio below the clip: pulled back up
+    weights = torch.ones(n) / n
+    if masked:
+        weights[::5] = 0.0
+    arguments = (*parts[:2], *data[1:], weights)
+    options: dict[str, Any] = {"bias": parts[2], "chunk_size": 14, **CLIPS}
+    with Products() as products:
+        found = reference.linear_ppo_loss(*arguments, **options)
+    again = reference.linear_ppo_loss(*arguments, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "_moves", lambda token: torch.ones_like(token.g_logprob) > 0)
+        wanted = reference.linear_ppo_loss(*arguments, **options)
+    for name, one, two, other in zip(found._fields, found, again, wanted, strict=True):
+        assert torch.equal(one, two)
+        if name.startswith("grad"):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 * other.abs().max().item())
+        else:
+            assert torch.equal(one, other)
+    token = reference.token_loss(
+        found.logprobs, found.entropy, None, *data[2:], weights, importance_weights=None,
+        ref_logprobs=None, dual_clip=None, kl_coef=0.0, kl_estimator="k3", entropy_coef=0.0,
+        **CLIPS,
+    )  # fmt: skip
+    moving = int((token.g_logprob != 0).sum())
+    assert found.grad_hidden is not None
+    assert int((found.grad_hidden != 0).any(1).sum()) == moving
+    # dX = G W is the product whose inner dimension is V
+    inputs = sum(shapes[0][0] for shapes, *_ in products.seen if shapes[0][1] == 31)
+    kept = int((weights != 0).sum())
+    chunks = -(-kept // 14)
+    assert moving <= inputs <= min(kept, moving + chunks * (reference.GEMM_ROWS - 1))
+    assert (inputs == 0) == (moving == 0)
+    expected = {"all": 0, "none": kept, "one": 1}.get(cause)
+    assert moving == expected if expected is not None else 0 < moving < kept
+
+
+@pytest.mark.parametrize("term", ["entropy", "k3", "full KL"])
+def test_no_row_is_dropped_while_another_term_moves_it(term: str) -> None:
+    """Clipped rows have a gradient of their entropy and of their KL."""
+    parts = head(12, 31, 9, torch.float32)
+    data = near(*parts)
+    data.advantages.zero_()
+    keywords = as_linear(naive.options(data, term))
+    options = {k: v.float() if isinstance(v, Tensor) else v for k, v in keywords.items()}
+    _, products = definition(parts, data, **options)
+    assert sum(s[0][0] for s, *_ in products.seen if s[0][1] == 31 and s[1] == (31, 9)) == 12
+
+
+def test_a_row_that_is_nan_is_not_dropped() -> None:
+    """It must reach the gradient, where it is noticed."""
+    parts = head(6, 31, 9, torch.float32)
+    data = near(*parts)
+    data.advantages.zero_()
+    parts[0][2, 0] = torch.nan
+    rows, _ = definition(parts, data)
+    assert rows.grad_weight is not None
+    assert rows.grad_hidden is not None
+    assert rows.grad_weight.isnan().all()
+    assert rows.grad_hidden.isnan().any(1).tolist() == [i == 2 for i in range(6)]
+
+
+# ------------------------------------------------------------------ GEMMs: how many, which dtypes
+
+
+@backends
+@pytest.mark.parametrize("need", [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)])
+def test_what_is_frozen_costs_no_gemm(backend: str, need: tuple[int, int, int]) -> None:
+    """Logits always; dX and dW only where they are asked for."""
+    parts = head(8, 31, 9, torch.float32)
+    data = near(*parts)
+    module = reference if backend == "torch" else linear_loss
+    with Products() as products:
+        rows = module.linear_ppo_loss(
+            *parts[:2], *data[1:], torch.full((8,), 0.125), bias=parts[2], chunk_size=4,
+            need=tuple(map(bool, need)), entropy_coef=0.1, **CLIPS,
+        )  # fmt: skip
+    assert len(products.seen) == 2 * (1 + need[0] + need[1])
+    assert [grad is not None for grad in rows[4:]] == [bool(x) for x in need]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=("bf16", "fp32"))
+@pytest.mark.parametrize("chunk_size", [4, 8])
+@pytest.mark.parametrize("cast", [False, True])
+def test_the_launcher_s_gemms_run_in_the_compute_dtype(
+    dtype: torch.dtype, chunk_size: int, cast: bool
+) -> None:
+    """Whatever the parameters are in; their gradients come back in the parameters' dtype."""
+    own = torch.float32 if cast else dtype
+    parts = head(8, 31, 9, own)
+    data = near(*parts)
+    with Products() as products:
+        rows = linear_loss.linear_ppo_loss(
+            *parts[:2], *data[1:], torch.full((8,), 0.125), bias=parts[2], chunk_size=chunk_size,
+            compute_dtype=dtype, entropy_coef=0.1, **CLIPS,
+        )  # fmt: skip
+    assert len(products.seen) == 3 * (8 // chunk_size)
+    assert all(dtypes == {dtype} for _, dtypes, _ in products.seen)
+    assert {x.dtype for x in rows[4:]} == {own}
+
+
+def test_one_chunk_needs_no_accumulator_and_many_have_it_in_fp32() -> None:
+    """A row of 256 and 23 rows of 1: a bf16 sum would stand still at 256."""
+    n, vocab, width = 24, 5, 4
+    hidden, weight = torch.ones(n, width).bfloat16(), torch.zeros(vocab, width).bfloat16()
+    hidden[0] = 256
+    tokens, old = torch.zeros(n, dtype=torch.int64), torch.full((n,), -1.6094379)
+    # dW_j = Σ_t (p_j − [j = 0])·x_t with p = 1/5
+    wanted = torch.full((vocab, width), 279 / 5)
+    wanted[0] = -279 * 4 / 5
+    for chunk_size in (n, 1):
+        rows = linear_loss.linear_ppo_loss(
+            hidden,
+            weight,
+            tokens,
+            old,
+            torch.ones(n),
+            torch.ones(n),
+            chunk_size=chunk_size,
+            **CLIPS,
+        )
+        assert rows.grad_weight is not None
+        assert rows.grad_weight.dtype == torch.bfloat16
+        # The interpreter cuts bf16 off where hardware rounds it: 2⁻⁷ of the row's gradient.
+        torch.testing.assert_close(rows.grad_weight.float(), wanted, rtol=2**-6, atol=0)
+    hidden, weight = torch.ones(2, 64).bfloat16(), torch.zeros(301, 64).bfloat16()
+    ones = torch.ones(2)
+    largest, _ = allocations(
+        lambda: linear_loss.linear_ppo_loss(
+            hidden, weight, tokens[:2], old[:2], ones, ones, chunk_size=2, **CLIPS
+        )
+    )
+    assert largest == weight.nbytes
+
+
+@pytest.mark.parametrize("term", naive.TERMS)
+@pytest.mark.parametrize("chunk_size", [1, 16, 64])
+def test_bf16_is_off_by_at_most_twice_what_plain_bf16_is(term: str, chunk_size: int) -> None:
+    """Plain: F.linear in bf16, the loss in fp32 on its logits, autograd. Both against fp64."""
+    n, vocab, width = 63, 257, 33
+    parts = head(n, vocab, width, torch.bfloat16)
+    data = near(*parts)
+    keywords = naive.options(data._replace(logits=data.logits.bfloat16()), term)
+    exact, exact_grads = by_autograd(parts, data, keywords)
+
+    plain = [x.clone().requires_grad_() for x in parts]
+    logits = torch.nn.functional.linear(*plain)
+    weights = torch.full((n,), 1 / n)
+    eager = naive.ppo_loss(logits, *data[1:], weights, **keywords)
+    eager_grads = torch.autograd.grad(eager.loss, plain)
+    leaves = [x.clone().requires_grad_() for x in parts]
+    found = fastppo.linear_ppo_loss(
+        *leaves[:2], *data[1:], bias=leaves[2], chunk_size=chunk_size, **as_linear(keywords)
+    )
+    grads = torch.autograd.grad(found.loss, leaves)
+    # One loss is a single draw of a rounding error that may be 0: its tokens are many.
+    for name in ("logprobs", "entropy", "kl"):
+        ours, theirs, true = (getattr(x, name).double() for x in (found, eager, exact))
+        assert (ours - true).norm() <= 2 * (theirs - true).norm() + 1e-6 * true.norm()
+    for ours, theirs, true in zip(grads, eager_grads, exact_grads, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert (ours.double() - true).norm() <= 2 * (theirs.double() - true).norm()
+
+
+# ------------------------------------------------------------------------- chunks and memory
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("vocab", [3, 1009, 32000, 151936, 262144])
+@pytest.mark.parametrize("rows", [0, 1, 7, 512, 2048, 8192, 8193, 32768, 100_001, 2**20])
+def test_the_default_chunk_keeps_its_promises(device: str, vocab: int, rows: int) -> None:
+    size = reference.linear_chunk_size(rows, vocab, torch.device(device))
+    budget = reference.LINEAR_BUDGETS[device]
+    assert 1 <= size <= max(1, rows)
+    if rows * vocab <= budget.whole:
+        assert size == max(1, rows)
+        return
+    assert size < rows or rows == 1
+    assert size <= max(budget.enough, budget.whole // vocab)
+    chunks = -(-rows // size)
+    if device == "cuda" and rows >= 8192:
+        assert size <= 0.15 * rows
+        # an eighth of the rows, or 4096 and more
+        assert chunks <= 9 or size > 0.9 * 4096
+    # No last chunk of a few rows, which would cost as much dW traffic as a full one.
+    assert rows - (chunks - 1) * size > 0.5 * size or rows < 2 * chunks
+
+
+@backends
+@pytest.mark.parametrize("term", ["policy", "entropy", "full KL"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_no_tensor_of_the_logits_size_is_ever_made(backend: str, term: str, grad: bool) -> None:
+    """With the default chunk and a given one, in forward and backward and without a gradient."""
+    n, vocab, width = (600, 521, 3) if backend == "torch" else (10, 2053, 3)
+    leaves = [x.requires_grad_(grad) for x in head(n, vocab, width, torch.float32)]
+    data = near(*(x.detach() for x in leaves))
+    options: dict[str, Any] = {"entropy_coef": 0.1} if term == "entropy" else {}
+    if term == "full KL":
+        options = {"kl_coef": 0.1, "kl_estimator": "full", "ref_hidden": leaves[0].detach()}
+        options["ref_weight"] = 0.9 * leaves[1].detach()
+
+    def work(chunk_size: int | None) -> None:
+        how: dict[str, Any] = {"bias": leaves[2], "chunk_size": chunk_size, "backend": backend}
+        out = fastppo.linear_ppo_loss(*leaves[:2], *data[1:], **how, **options)
+        logprobs = fastppo.linear_token_logprobs(*leaves[:2], data.tokens, **how)
+        if grad:
+            (out.loss + (logprobs**2).mean()).backward()
+
+    for chunk_size in (None, 6) if backend == "torch" else (3,):
+        largest, _ = allocations(lambda chunk_size=chunk_size: work(chunk_size))  # type: ignore[misc]
+        assert largest < 4 * n * vocab / 2 + 4 * vocab
+
+
+def test_every_chunk_is_formed_in_the_same_memory() -> None:
+    """Twice as many chunks: the peak does not move, and no second buffer is made."""
+    vocab, width = 4001, 3
+    leaves = [x.requires_grad_() for x in head(64, vocab, width, torch.float32)]
+    data = near(*(x.detach() for x in leaves))
+
+    def peak(n: int) -> int:
+        rows = [x[:n] for x in data[1:]]
+        hidden = leaves[0].detach()[:n].requires_grad_()
+        return allocations(
+            lambda: fastppo.linear_ppo_loss(hidden, leaves[1], *rows, chunk_size=16).loss.backward()
+        )[1]
+
+    chunk = 4 * 16 * vocab
+    assert peak(64) - peak(32) < 0.05 * chunk
+
+
+# ---------------------------------------------------------------------------------- many ranks
+
+
+def test_a_real_dtensor_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    """On a mesh of one process; gathered as the sentence says, it is taken."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    parts = head(4, 7, 3, torch.float32)
+    data = near(*parts)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        arguments = {
+            "hidden": parts[0],
+            "weight": parts[1],
+            "bias": parts[2],
+            "ref_hidden": parts[0],
+            "ref_weight": parts[1],
+            "ref_bias": parts[2],
+        }
+        wanted = fastppo.linear_ppo_loss(tokens=data.tokens, **_rest(data), **arguments).loss
+        for name, whole in arguments.items():
+            sharded = distribute_tensor(whole, mesh, [Shard(0)])
+            says = rf"{name} is a DTensor.*gather it first with {name}\.full_tensor\(\)"
+            with pytest.raises(TypeError, match=says):
+                fastppo.linear_ppo_loss(
+                    tokens=data.tokens, **_rest(data), **(arguments | {name: sharded})
+                )
+            if name in ("hidden", "weight", "bias"):
+                with pytest.raises(TypeError, match=says):
+                    fastppo.linear_token_logprobs(
+                        tokens=data.tokens,
+                        **({k: arguments[k] for k in ("hidden", "weight", "bias")}
+                           | {name: sharded}),
+                    )  # fmt: skip
+            gathered = arguments | {name: sharded.full_tensor()}
+            found = fastppo.linear_ppo_loss(tokens=data.tokens, **_rest(data), **gathered).loss
+            assert torch.equal(found, wanted)
+    finally:
+        distributed.destroy_process_group()
+
+
+def _rest(data: naive.Batch) -> dict[str, Any]:
+    return {
+        "old_logprobs": data.old_logprobs,
+        "advantages": data.advantages,
+        "kl_coef": 0.1,
+        "kl_estimator": "full",
+    }
+
+
+# ------------------------------------------------------------------------------------ the trainer
+
+
+def test_the_trainer_sends_only_rows_that_predict_response_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the loss, and to the logprobs of policy and reference before it."""
+    from test_trainer import first_experience, make_trainer
+
+    from fastppo import trainer as trainer_module
+
+    rows: dict[str, list[int]] = {"linear_ppo_loss": [], "linear_token_logprobs": []}
+    for name, seen in rows.items():
+        real = getattr(trainer_module, name)
+
+        def spy(
+            hidden: Tensor, *args: Any, _real: Any = real, _seen: Any = seen, **how: Any
+        ) -> Any:
+            _seen.append(hidden.shape[:-1].numel())
+            return _real(hidden, *args, **how)
+
+        monkeypatch.setattr(trainer_module, name, spy)
+    trainer = make_trainer(tmp_path)
+    experience = first_experience(trainer)
+    tokens = int(experience.sequences.response_lengths.sum())
+    assert sum(rows["linear_token_logprobs"]) == tokens
+    trainer.config.ppo_epochs = 1
+    trainer.update(experience)
+    assert sum(rows["linear_ppo_loss"]) == tokens
+    assert tokens < experience.sequences.input_ids.numel()
