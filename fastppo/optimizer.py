@@ -39,6 +39,7 @@ def make_optimizer(model: ActorCritic, config: PPOConfig) -> torch.optim.Optimiz
         ],
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,
+        fused=True,  # one pass over the weights; on a CPU the loop takes ten times as long
     )
 
 

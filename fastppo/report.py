@@ -335,7 +335,7 @@ def _draw(
             right_axes.spines[["top", "left"]].set_visible(False)
         if len(series) > 1:
             # Above the plot: inside it would hide a curve's end in one run or another.
-            rows = 2 if sum(len(line.get_label()) for line in lines) > LEGEND_WIDTH else 1
+            rows = 2 if sum(len(str(line.get_label())) for line in lines) > LEGEND_WIDTH else 1
             figure.legend(
                 handles=lines,
                 loc="upper left",

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from functools import partial
@@ -515,8 +516,11 @@ def test_the_comparison_with_trl_says_what_it_needs(
     monkeypatch.setitem(sys.modules, "trl.experimental.ppo", None)
     assert trl_iteration.main([]) == 1
     assert "pip install trl==1.12.0" in capsys.readouterr().err
+    sentence = "this comparison needs TRL's PPOTrainer"
+    failed = subprocess.CompletedProcess([], 1, stderr=f"warning\n{sentence}\n")
+    monkeypatch.setattr(claims.subprocess, "run", lambda *arguments, **more: failed)
     (claim,) = claims._iteration(lambda line: None, trl_iteration.Options())
-    assert claim.verdict == "NOT MEASURED"
+    assert (claim.verdict, claim.detail) == ("NOT MEASURED", sentence)
 
 
 def test_a_speed_up_is_the_median_over_neighbouring_iterations() -> None:
