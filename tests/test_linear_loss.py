@@ -555,11 +555,11 @@ def test_the_trainer_sends_only_rows_that_predict_response_tokens(
     """To the loss, and to the logprobs of policy and reference before it."""
     from test_trainer import first_experience, make_trainer
 
-    from fastppo import trainer as trainer_module
+    from fastppo import model, trainer
 
     rows: dict[str, list[int]] = {"linear_ppo_loss": [], "linear_token_logprobs": []}
-    for name, seen in rows.items():
-        real = getattr(trainer_module, name)
+    for module, name in ((trainer, "linear_ppo_loss"), (model, "linear_token_logprobs")):
+        real, seen = getattr(module, name), rows[name]
 
         def spy(
             hidden: Tensor, *args: Any, _real: Any = real, _seen: Any = seen, **how: Any
@@ -567,12 +567,12 @@ def test_the_trainer_sends_only_rows_that_predict_response_tokens(
             _seen.append(hidden.shape[:-1].numel())
             return _real(hidden, *args, **how)
 
-        monkeypatch.setattr(trainer_module, name, spy)
-    trainer = make_trainer(tmp_path)
-    experience = first_experience(trainer)
+        monkeypatch.setattr(module, name, spy)
+    run = make_trainer(tmp_path)
+    experience = first_experience(run)
     tokens = int(experience.sequences.response_lengths.sum())
-    assert sum(rows["linear_token_logprobs"]) == tokens
-    trainer.config.ppo_epochs = 1
-    trainer.update(experience)
+    assert sum(rows["linear_token_logprobs"]) == 2 * tokens  # the policy, and the reference
+    run.now.ppo_epochs = 1
+    run.update(experience)
     assert sum(rows["linear_ppo_loss"]) == tokens
     assert tokens < experience.sequences.input_ids.numel()

@@ -101,13 +101,33 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _chunks(rows: int, elements_per_row: int, device: torch.device) -> Iterator[slice]:
+class _Scratch(NamedTuple):
+    """Buffers [n, V] that a chunk's passes write into; where None, each pass allocates its own."""
+
+    shifted: Tensor | None = None
+    exp: Tensor | None = None
+    product: Tensor | None = None
+
+
+_ALLOCATE = _Scratch()
+
+
+def _chunks(
+    rows: int, elements_per_row: int, device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[slice, _Scratch]]:
+    """Chunks of rows, and what to compute them in: the same memory for each.
+
+    Buffers that are freed and allocated anew with every chunk can go back to the system in between,
+    and on a CPU their page faults then cost as much as the arithmetic.
+    """
     budget = ROW_CHUNK_ELEMENTS.get(device.type, ROW_CHUNK_ELEMENTS["cuda"])
     if device.type == "cpu":
         budget *= torch.get_num_threads()
-    step = max(1, budget // max(1, elements_per_row))
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+    step = min(rows, max(1, budget // max(1, elements_per_row)))
+    scratch = [torch.empty(step, elements_per_row, device=device, dtype=dtype) for _ in range(3)]
+    for start in range(0, rows, max(1, step)):
+        stop = min(start + step, rows)
+        yield slice(start, stop), _Scratch(*(buffer[: stop - start] for buffer in scratch))
 
 
 def linear_chunk_size(rows: int, vocab: int, device: torch.device) -> int:
@@ -163,18 +183,28 @@ def _shift(
     logit_scale: float,
     softcap: float | None,
     row_max: Tensor | None,
+    out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(t, row maximum, soft-cap slope). Subtracting before scaling keeps t exact at any offset."""
-    x = x.to(accumulation_dtype(x.dtype))
+    wide = accumulation_dtype(x.dtype)
     if softcap is None:
+        x = x if x.dtype == wide else _widened(x, wide, out)
         row_max = x.amax(-1) if row_max is None else row_max
-        shifted = (x - row_max.unsqueeze(-1)).mul_(logit_scale / temperature)
+        shifted = torch.sub(x, row_max.unsqueeze(-1), out=out)
+        factor = logit_scale / temperature
+        if isinstance(factor, Tensor) or factor != 1.0:
+            shifted.mul_(factor)
         return shifted.clamp_(min=LOWEST), row_max, None
-    x = x * (logit_scale / softcap)
+    x = _widened(x, wide, out).mul_(logit_scale / softcap)
     slope = torch.cosh(x).square_().reciprocal_()  # 1 − tanh² would cancel near the cap
     z = x.tanh_().mul_(softcap)
     row_max = z.amax(-1) if row_max is None else row_max
     return z.sub_(row_max.unsqueeze(-1)).div_(temperature), row_max, slope
+
+
+def _widened(x: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """A copy of x in `dtype`."""
+    return x.to(dtype, copy=True) if out is None else out.copy_(x)
 
 
 def _softmax(
@@ -183,14 +213,15 @@ def _softmax(
     temperature: float | Tensor,
     logit_scale: float,
     softcap: float | None,
+    scratch: _Scratch = _ALLOCATE,
 ) -> tuple[_Softmax, Tensor, Tensor]:
     """(softmax, logprob of the token, mean of t under p).
 
     The token is left out of the sum and added behind it: where it holds most of the mass, logprob
     is then −log(1 + the others' part), and keeps its digits however sure the policy is.
     """
-    shifted, row_max, slope = _shift(x, temperature, logit_scale, softcap, None)
-    exp = torch.exp(shifted)
+    shifted, row_max, slope = _shift(x, temperature, logit_scale, softcap, None, scratch.shifted)
+    exp = torch.exp(shifted, out=scratch.exp)
     column = tokens.unsqueeze(-1)
     token_exp = exp.gather(1, column)
     others = exp.scatter_(1, column, 0.0).sum(-1)
@@ -200,7 +231,7 @@ def _softmax(
     log_sum = total.log()
     rare = shifted.gather(1, column).squeeze(-1) - log_sum
     logprobs = torch.where(token_exp > others, -torch.log1p(others / token_exp), rare)
-    mean_shifted = torch.linalg.vecdot(exp, shifted) / total
+    mean_shifted = torch.mul(exp, shifted, out=scratch.product).sum(-1) / total
     return _Softmax(shifted, exp, row_max, log_sum, slope), logprobs, mean_shifted
 
 
@@ -214,44 +245,45 @@ def _row_gradient(
     g_entropy: Tensor | None,
     g_kl: Tensor | None,
     scale: float | Tensor,
+    scratch: _Scratch,
 ) -> Tensor:
     """dL/dx [n, V] in the accumulation dtype; the formula in the module's docstring.
 
     In it log p_j + entropy is t_j − Σ p t, and log p_j − log q_j − KL is t_j − r_j − Σ p (t − r):
     log sums cancel and are not formed. At the token, 1 − p_y is −expm1(logprob). `g_entropy` and
-    `g_kl` are None where the term is absent, which saves a pass over the chunk.
+    `g_kl` are None where the term is absent. What is constant along a row, 1/Σ e^t and the scale
+    included, is multiplied before it meets the row: one pass over the chunk for each term.
     """
-    if soft.exp is None:
-        probs = torch.exp(soft.shifted - soft.log_sum.unsqueeze(-1))
-    else:
-        probs = soft.exp.mul_(torch.exp(-soft.log_sum).unsqueeze(-1))
+    exp = torch.exp(soft.shifted, out=scratch.exp) if soft.exp is None else soft.exp
+    normalize = torch.exp(-soft.log_sum)
     column = tokens.unsqueeze(-1)
     constant, linear = -g_logprob, torch.zeros_like(g_logprob)
     at_token = torch.zeros_like(g_logprob)
-    token_shifted = soft.shifted.gather(1, column).squeeze(-1)
     if g_entropy is not None:
         constant = constant + g_entropy * mean_shifted
         linear = linear - g_entropy
+        token_shifted = soft.shifted.gather(1, column).squeeze(-1)
         at_token = g_entropy * (mean_shifted - token_shifted)
     if g_kl is not None:
         assert gap is not None
         # Summed again rather than taken from the KL, where log sums would cancel. An infinite KL
         # that is only reported does not touch the gradient.
-        mean_gap = torch.where(g_kl != 0, torch.linalg.vecdot(probs, gap), 0.0)
+        mean_gap = torch.where(g_kl != 0, torch.linalg.vecdot(exp, gap) * normalize, 0.0)
         constant = constant - g_kl * mean_gap
         token_gap = gap.gather(1, column).squeeze(-1)
         at_token = at_token + g_kl * (token_gap - mean_gap)
+    per_row = normalize.unsqueeze(-1) * scale
     if g_entropy is None and g_kl is None:
-        grad = probs.mul_(constant.unsqueeze(-1))
+        grad = exp.mul_(constant.unsqueeze(-1) * per_row)
     else:
-        factor = torch.addcmul(constant.unsqueeze(-1), soft.shifted, linear.unsqueeze(-1))
+        factor = torch.mul(soft.shifted, linear.unsqueeze(-1) * per_row, out=scratch.product)
+        factor.add_(constant.unsqueeze(-1) * per_row)
         if g_kl is not None:
             assert gap is not None
-            factor.addcmul_(gap, g_kl.unsqueeze(-1))
-        grad = probs.mul_(factor)
+            factor.addcmul_(gap, g_kl.unsqueeze(-1) * per_row)
+        grad = exp.mul_(factor)
     token_grad = torch.exp(logprobs) * at_token - g_logprob * torch.expm1(logprobs)
-    grad.scatter_(1, column, token_grad.unsqueeze(-1))
-    grad.mul_(scale)
+    grad.scatter_(1, column, token_grad.unsqueeze(-1) * scale)
     if soft.slope is not None:
         grad.mul_(soft.slope)
     return grad
@@ -319,10 +351,10 @@ def token_stats(
     dtype = accumulation_dtype(logits.dtype)
     logprobs, entropy, kl = (logits.new_zeros(n, dtype=dtype) for _ in range(3))
     normalizer, ref_normalizer = (logits.new_zeros((n, 2), dtype=dtype) for _ in range(2))
-    for rows in _chunks(n, vocab, logits.device):
+    for rows, scratch in _chunks(n, vocab, logits.device, dtype):
         t = _temperature_column(temperature, rows)
         soft, row_logprobs, mean_shifted = _softmax(
-            _take(logits, rows), tokens[rows], t, logit_scale, softcap
+            _take(logits, rows), tokens[rows], t, logit_scale, softcap, scratch
         )
         logprobs[rows] = row_logprobs
         entropy[rows] = soft.log_sum - mean_shifted
@@ -365,20 +397,22 @@ def token_stats_backward(
     for upstream in (grad_entropy, grad_kl):
         asked = asked if upstream is None else asked | (upstream != 0)
     kept = asked.nonzero().squeeze(-1)
-    for chunk in _chunks(kept.numel(), logits.shape[-1], logits.device):
+    wide = accumulation_dtype(logits.dtype)
+    for chunk, scratch in _chunks(kept.numel(), logits.shape[-1], logits.device, wide):
         rows = kept[chunk]
         t = _temperature_column(temperature, rows)
+        normalizer, ref_normalizer = stats.normalizer[rows], stats.ref_normalizer[rows]
         shifted, row_max, slope = _shift(
-            _take(logits, rows), t, logit_scale, softcap, stats.normalizer[rows, 0]
+            _take(logits, rows), t, logit_scale, softcap, normalizer[:, 0], scratch.shifted
         )
-        soft = _Softmax(shifted, None, row_max, stats.normalizer[rows, 1], slope)
+        soft = _Softmax(shifted, None, row_max, normalizer[:, 1], slope)
         reference, gap = None, None
         if grad_kl is not None:
             assert ref_logits is not None
             ref_shifted, ref_max, _ = _shift(
-                _take(ref_logits, rows), t, logit_scale, softcap, stats.ref_normalizer[rows, 0]
+                _take(ref_logits, rows), t, logit_scale, softcap, ref_normalizer[:, 0], None
             )
-            reference = _Softmax(ref_shifted, None, ref_max, stats.ref_normalizer[rows, 1], None)
+            reference = _Softmax(ref_shifted, None, ref_max, ref_normalizer[:, 1], None)
             gap = _gap(
                 _take(logits, rows),
                 _take(ref_logits, rows),
@@ -393,11 +427,12 @@ def token_stats_backward(
             gap,
             tokens[rows],
             stats.logprobs[rows],
-            stats.normalizer[rows, 1] - stats.entropy[rows],
+            normalizer[:, 1] - stats.entropy[rows],
             grad_logprobs[rows],
             None if grad_entropy is None else grad_entropy[rows],
             None if grad_kl is None else grad_kl[rows],
             logit_scale / t,
+            scratch,
         )
         _put(grad, rows, row_grad.to(grad.dtype))
     return grad
@@ -526,8 +561,8 @@ def token_loss(
         dual,
     )
     valid = weights != 0
-    kept = [torch.where(valid, term.to(loss.dtype), 0.0) for term in (*terms, ratio)]
-    sums = torch.stack([term.sum() for term in kept[:-1]] + [_max_or_zero(kept[-1])])
+    kept = torch.where(valid, torch.stack([term.to(loss.dtype) for term in (*terms, ratio)]), 0.0)
+    sums = torch.cat([kept[:-1].sum(1), _max_or_zero(kept[-1:])])
     return TokenLoss(
         torch.where(valid, kl, 0.0),
         torch.where(valid, weights * g_logprob, 0.0),
@@ -538,7 +573,7 @@ def token_loss(
 
 
 def _max_or_zero(x: Tensor) -> Tensor:
-    return x.max() if x.numel() else x.new_zeros(())
+    return x.amax(1) if x.numel() else x.new_zeros(x.shape[0])
 
 
 class _PerToken(NamedTuple):
@@ -558,7 +593,7 @@ class _PerToken(NamedTuple):
 
 
 class _RowPass(NamedTuple):
-    """logprobs, entropy [n]; grad [n, V] in the accumulation dtype, or None."""
+    """logprobs, entropy [n]; grad [n, V] in the accumulation dtype, in the scratch, or None."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -570,6 +605,7 @@ def _row_pass(
     x: Tensor,
     ref: Tensor | None,
     operands: _PerToken,
+    scratch: _Scratch,
     *,
     logit_scale: float,
     softcap: float | None,
@@ -578,7 +614,7 @@ def _row_pass(
 ) -> _RowPass:
     """Statistics, token losses and gradient of a few rows of logits `x` [n, V], against `ref`'s."""
     t = _temperature_column(operands.temperature, slice(None))
-    soft, logprobs, mean_shifted = _softmax(x, operands.tokens, t, logit_scale, softcap)
+    soft, logprobs, mean_shifted = _softmax(x, operands.tokens, t, logit_scale, softcap, scratch)
     entropy = soft.log_sum - mean_shifted
     full_kl, gap = None, None
     if ref is not None:
@@ -608,6 +644,7 @@ def _row_pass(
             token.g_entropy,
             token.g_kl,
             logit_scale / t,
+            scratch,
         )
     return _RowPass(logprobs, entropy, token, grad)
 
@@ -676,12 +713,14 @@ def ppo_loss(
         ref_logprobs,
         temperature,
     )
-    for chunk in _chunks(n if kept is None else kept.numel(), vocab, logits.device):
+    count = n if kept is None else kept.numel()
+    for chunk, scratch in _chunks(count, vocab, logits.device, dtype):
         rows = chunk if kept is None else kept[chunk]
         done = _row_pass(
             _take(logits, rows),
             None if ref_logits is None else _take(ref_logits, rows),
             operands.at(rows),
+            scratch,
             logit_scale=logit_scale,
             softcap=softcap,
             need_grad=need_grad,
@@ -840,11 +879,12 @@ def linear_ppo_loss(
         if ref_hidden is not None and ref_head is not None and ref_buffer is not None:
             ref_logits = _linear(ref_hidden[rows].to(dtype), ref_head, ref_head_bias, ref_buffer)
         parts, moving, written = [], [], 0
-        for part in _chunks(x.shape[0], vocab, x.device):
+        for part, scratch in _chunks(x.shape[0], vocab, x.device, wide):
             done = _row_pass(
                 logits[part],
                 None if ref_logits is None else ref_logits[part],
                 chunk_operands.at(part),
+                scratch,
                 logit_scale=logit_scale,
                 softcap=softcap,
                 need_grad=any(need),
