@@ -507,12 +507,10 @@ def linear_loss_case(
         call = loss_from(loss.call, entropy_coef, of)
         return (Provider("Liger-Kernel", call, prepare=loss.prepare),)
 
-    found = [
-        Peer("TRL", "trl", lambda d: (provider("TRL", _around(peers.trl_linear_stats(d))),)),
-        Peer("verl", "verl", verl),
-    ]
+    found = [Peer("verl", "verl", verl)]
     if not entropy_coef:
         found += [
+            Peer("TRL", "trl", lambda d: (provider("TRL", _around(peers.trl_linear_stats(d))),)),
             Peer("Liger-Kernel", "liger-kernel", liger),
             Peer(
                 "Cut Cross-Entropy",
@@ -525,7 +523,8 @@ def linear_loss_case(
                 lambda d: (provider("QuACK", _around(peers.quack_linear_stats(d))),),
             ),
         ]
-    without = ("Liger-Kernel", "Cut Cross-Entropy", "QuACK") if entropy_coef else ()
+    notes = dict.fromkeys(("Liger-Kernel", "Cut Cross-Entropy", "QuACK"), NO_ENTROPY)
+    notes["TRL"] = "gives an entropy without a gradient"
     return Case(
         "linear loss" if entropy_coef else "linear loss, no entropy",
         str(shape),
@@ -544,7 +543,7 @@ def linear_loss_case(
         compiled=(provider("torch.compile", lambda *a: compiled(eager_linear_loss)(*a)),),
         tolerance=LINEAR_TOLERANCE[dtype],
         peers=tuple(found),
-        notes=dict.fromkeys(without, NO_ENTROPY),
+        notes=notes if entropy_coef else {},
     )
 
 

@@ -83,6 +83,8 @@ def _run_case(
     case: Case, work: Work, device: torch.device, compiled: bool, progress: Progress
 ) -> list[Row]:
     providers, rows = _providers(case, device, compiled)
+    gc.collect()
+    gc.freeze()  # what the peers' imports left need not be searched at every later collection
     inputs = case.draw(0, device)
     truth = case.truth(inputs)
     right: list[tuple[Provider, float | None]] = []

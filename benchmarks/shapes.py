@@ -29,6 +29,7 @@ MODELS = {
     model.name: model
     for model in (
         Model("gpt2", 50257, 768, "gpt2", 3072, 12, 12, 12),
+        Model("stories15m", 32000, 288, "llama", 768, 6, 6, 6),
         Model("llama-68m", 32000, 768, "llama", 3072, 2, 12, 12),
         Model("tinyllama-1.1b", 32000, 2048, "llama", 5632, 22, 32, 4),
         Model("llama-2-7b", 32000, 4096, "llama", 11008, 32, 32, 32),
@@ -125,10 +126,10 @@ SETS = {
         "quick",
         torch.float32,
         logits=(Tokens(MODELS["tinyllama-1.1b"], 64),),
-        linear=(Tokens(MODELS["llama-68m"], 64),),
+        linear=(Tokens(MODELS["stories15m"], 64),),
         sequences=(Sequences(64, 1024),),
-        update=(Training(MODELS["llama-68m"], 1, 2, 8, 8, 2),),
-        iteration=(Training(MODELS["llama-68m"], 1, 2, 4, 4, 2),),
+        update=(Training(MODELS["stories15m"], 1, 2, 8, 8, 2),),
+        iteration=(Training(MODELS["stories15m"], 1, 2, 4, 4, 2),),
         sweeps=(over_time("gae", 16, (256, 1024)),),
         seconds_per_provider=0.1,
         min_calls=3,

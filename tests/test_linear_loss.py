@@ -452,8 +452,12 @@ def test_the_default_chunk_keeps_its_promises(device: str, vocab: int, rows: int
 @backends
 @pytest.mark.parametrize("term", ["policy", "entropy", "full KL"])
 @pytest.mark.parametrize("grad", [True, False])
-def test_no_tensor_of_the_logits_size_is_ever_made(backend: str, term: str, grad: bool) -> None:
+def test_no_tensor_of_the_logits_size_is_ever_made(
+    backend: str, term: str, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the default chunk and a given one, in forward and backward and without a gradient."""
+    little = reference.LINEAR_BUDGETS["cpu"]._replace(whole=2**16)  # as small as the batch here
+    monkeypatch.setitem(reference.LINEAR_BUDGETS, "cpu", little)
     n, vocab, width = (600, 521, 3) if backend == "torch" else (10, 2053, 3)
     leaves = [x.requires_grad_(grad) for x in head(n, vocab, width, torch.float32)]
     data = near(*(x.detach() for x in leaves))
