@@ -73,6 +73,7 @@ def run_case(
         case.release()
         torch.compiler.reset()
         case_module.compiled.cache_clear()
+        gc.unfreeze()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -84,7 +85,7 @@ def _run_case(
 ) -> list[Row]:
     providers, rows = _providers(case, device, compiled)
     gc.collect()
-    gc.freeze()  # what the peers' imports left need not be searched at every later collection
+    gc.freeze()  # what the peers' imports left need not be searched at every collection
     inputs = case.draw(0, device)
     truth = case.truth(inputs)
     right: list[tuple[Provider, float | None]] = []
