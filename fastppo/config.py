@@ -200,7 +200,7 @@ class PPOConfig(Options):
         False, "Behind a truncated response stands its last value, not 0"
     )
     loss_path: Literal["auto", "linear", "logits"] = option(
-        "auto", "linear never forms all logits; logits does; auto is linear"
+        "auto", "linear holds a chunk of the logits; logits all; auto is linear"
     )
     backend: Literal["auto", "triton", "torch"] = option("auto", "Kernels of the losses")
 

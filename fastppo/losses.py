@@ -3,7 +3,7 @@
     loss = Σ_t w_t · ( policy_t · importance_weight_t + kl_coef·KL_t − entropy_coef·entropy_t )
 
 `ppo_loss` takes logits and touches them once; `linear_ppo_loss` takes hidden states and the
-lm-head's weight and never forms a full `[N, V]`. `token_logprobs`, `token_stats` and
+lm-head's weight and holds a chunk of the logits at a time. `token_logprobs`, `token_stats` and
 `linear_token_logprobs` give the statistics alone, with gradients. `policy_loss`, `value_loss`,
 `entropy` and `total_loss` are the functions that PPO tutorials write by hand. None of them carries
 state; sharding, schedules and models are the trainer's business.
@@ -428,7 +428,8 @@ def _check_inplace(logits: Tensor) -> None:
             f"shape {list(logits.shape)} with strides {logits.stride()}"
         )
     reach = logits.shape[-1]
-    for size, stride in reversed(list(zip(logits.shape, logits.stride(), strict=True))[:-1]):
+    axes = list(zip(logits.shape, logits.stride(), strict=True))[:-1]
+    for size, stride in sorted(axes, key=lambda axis: axis[1]):
         if size > 1 and stride < reach:
             raise ValueError(
                 f"inplace=True needs rows that do not overlap, got strides {logits.stride()}"
@@ -454,31 +455,40 @@ def _ppo_loss_by_statistics(
     )
 
 
-def _linear_ppo_loss_by_statistics(
-    head: tuple[Tensor, Tensor, Tensor | None],
+def _linear_statistics(
+    head: list[Tensor | None],
     need: tuple[bool, bool, bool],
     chunk_size: int | None,
     dtype: torch.dtype,
+    compact: bool,
     per_token: tuple[Tensor | None, ...],
     options: ops.LossOptions,
-) -> tuple[Tensor, ...]:
-    """The same of `linear_ppo_loss`: 8·N·H·V FLOP, because backward forms the logits again."""
+) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropy [N] of the head (hidden [N, H], weight, bias), differentiable.
+
+    Rows of weight 0 are cut out if `compact` allows it, and then 0; else they are read as zeros,
+    because 0·NaN would reach the weight's gradient.
+    """
     hidden, weight, bias = head
     tokens, *_, temperatures = per_token
     valid = _counts(per_token)
+    assert hidden is not None
     assert tokens is not None
+    if compact and not (hidden.is_cuda and torch.cuda.is_current_stream_capturing()):
+        kept = valid.nonzero().squeeze(-1)
+        hidden, tokens = hidden[kept], tokens[kept]
+        temperatures = None if temperatures is None else temperatures[kept]
+    else:
+        kept = None
+        hidden = torch.where(valid.unsqueeze(-1), hidden, 0.0)
+        tokens = torch.where(valid, tokens, 0)
     logprobs, entropy = ops.LinearTokenStats.apply(
-        torch.where(valid.unsqueeze(-1), hidden, 0.0),  # 0·NaN would reach the weight's gradient
-        weight,
-        bias,
-        torch.where(valid, tokens, 0),
-        temperatures,
-        need,
-        chunk_size,
-        dtype,
-        _softmax_of(options),
+        hidden, weight, bias, tokens, temperatures, need, chunk_size, dtype, _softmax_of(options)
     )
-    return _loss_of_statistics(logprobs, entropy, None, per_token, options)
+    if kept is None:
+        return logprobs, entropy
+    empty = logprobs.new_zeros(valid.shape)
+    return empty.index_put((kept,), logprobs), empty.index_put((kept,), entropy)
 
 
 def _counts(per_token: tuple[Tensor | None, ...]) -> Tensor:
@@ -517,6 +527,10 @@ def _refuse_shards(**tensors: Tensor | None) -> None:
             )
 
 
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _head_arguments(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int | None
 ) -> tuple[Tensor, tuple[bool, bool, bool], torch.dtype]:
@@ -533,6 +547,12 @@ def _head_arguments(
         )
     if bias is not None:
         validation.tensor("bias", bias, shape=(weight.shape[0],), like=hidden)
+    for name, part in (("weight", weight), ("bias", bias)):
+        if part is not None and (part.dtype == torch.float64) != (hidden.dtype == torch.float64):
+            raise ValueError(
+                f"float64 goes with float64 alone: got {name} in {_short(part.dtype)} and hidden "
+                f"in {_short(hidden.dtype)}"
+            )
     if chunk_size is not None:
         if not isinstance(chunk_size, int):
             raise TypeError(f"chunk_size must be an int, got {type(chunk_size).__name__}")
@@ -586,10 +606,10 @@ def linear_ppo_loss(
             fp32 and cast once; `requires_grad=False` skips it.
         bias: [V] or None.
         chunk_size: rows of logits held at once. By default all of them while they are small (on a
-            GPU 512 MiB of bf16), else a share of the rows: an eighth, 1024 to 4096, on a GPU, a
-            quarter, 384 to 512, on a CPU.
+            GPU 512 MiB of bf16, on a CPU 32 MiB of fp32), else a share of the rows: an eighth,
+            1024 to 4096, on a GPU, a quarter, 384 to 512, on a CPU.
         ref_hidden, ref_weight, ref_bias: the reference's hidden states (..., H'), head [V, H'] and
-            bias, for `kl_estimator="full"`. No gradient.
+            bias, for `kl_estimator="full"`, or in place of `ref_logprobs`. No gradient.
         The other keywords are those of `ppo_loss`.
 
     Under autocast the GEMMs run in the autocast dtype, else in that of `hidden`. In fp16 the
@@ -622,21 +642,8 @@ def linear_ppo_loss(
         if ref_bias is not None:
             validation.tensor("ref_bias", ref_bias, shape=(weight.shape[0],), like=hidden)
         ref_hidden, ref_weight = ref_hidden.detach(), ref_weight.detach()
-        if kl_estimator != "full" and ref_logprobs is None:
-            ref_logprobs = linear_token_logprobs(
-                ref_hidden,
-                ref_weight,
-                _counted_tokens(tokens, mask, weights),
-                bias=ref_bias,
-                chunk_size=chunk_size,
-                temperature=temperature,
-                logit_scale=logit_scale,
-                softcap=softcap,
-                backend=backend,
-            ).detach()
-        if kl_estimator == "full":
-            flat = ref_hidden.reshape(-1, ref_weight.shape[1])
-            reference_head = [flat, ref_weight, None if ref_bias is None else ref_bias.detach()]
+        flat = ref_hidden.reshape(-1, ref_weight.shape[1])
+        reference_head = [flat, ref_weight, None if ref_bias is None else ref_bias.detach()]
     per_token, options = _loss_arguments(
         shape,
         hidden,
@@ -660,18 +667,27 @@ def linear_ppo_loss(
         softcap=softcap,
         backend=backend,
     )
+    # Masked rows are worth a synchronisation; a graph of torch.compile may be replayed.
+    compact = mask is not None and not torch.compiler.is_compiling()
+    if kl_estimator != "full":
+        if ref_logprobs is None and reference_head[0] is not None:
+            of_reference, _ = _linear_statistics(
+                reference_head, (False,) * 3, chunk_size, dtype, compact, per_token, options
+            )
+            per_token = (*per_token[:5], of_reference, *per_token[6:])
+        reference_head = [None, None, None]
     if dtype == torch.float16 and any(need):
         if reference_head[0] is not None:
             raise ValueError(
                 "kl_estimator='full' is not supported in fp16, where its gradient would underflow: "
                 "got GEMMs in float16, use bfloat16 or float32, or ppo_loss on the logits"
             )
-        loss, sums, *stats = _linear_ppo_loss_by_statistics(
-            (rows, weight, bias), need, chunk_size, dtype, per_token, options
+        # 8·N·H·V FLOP, because backward forms the logits again, after the loss scale.
+        logprobs, entropy = _linear_statistics(
+            [rows, weight, bias], need, chunk_size, dtype, compact, per_token, options
         )
+        loss, sums, *stats = _loss_of_statistics(logprobs, entropy, None, per_token, options)
     else:
-        # Masked rows are worth a synchronisation; a graph of torch.compile may be replayed.
-        compact = mask is not None and not torch.compiler.is_compiling()
         loss, sums, *stats = ops.LinearPPOLoss.apply(
             rows,
             weight,

@@ -3,7 +3,7 @@
 The trunk runs once per microbatch and gives the hidden states of the positions that predict
 response tokens, `[N, H]`, already behind the model's final norm. Both heads read those: the
 policy's is the model's own lm-head (tied or not), applied by `fastppo.linear_ppo_loss` without
-forming all logits; the value's is one linear layer in fp32 (`fastppo.value_function` has the
+holding all logits; the value's is one linear layer in fp32 (`fastppo.value_function` has the
 others). What a model does to its logits behind the lm-head, a scale or a soft-cap, is read off its
 config, and `check_heads` refuses a model for which that is not all.
 

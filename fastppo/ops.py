@@ -476,8 +476,9 @@ def _(
 def _empty_head_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, need: list[bool]
 ) -> list[Tensor]:
+    """Contiguous, whatever hidden and weight are."""
     return [
-        torch.empty_like(x) if x is not None and asked else hidden.new_empty(0)
+        x.new_empty(x.shape) if x is not None and asked else hidden.new_empty(0)
         for x, asked in zip((hidden, weight, bias), need, strict=True)
     ]
 

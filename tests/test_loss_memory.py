@@ -86,7 +86,7 @@ def test_linear_ppo_loss_never_holds_an_element_per_token_and_word(
     term: str, chunk_size: int
 ) -> None:
     """Forward and backward: less than one byte for each of the N·V logits, at the peak."""
-    n, vocab, width = 96, 1009, 4
+    n, vocab, width = 1024, 1009, 4
     data = naive.batch((n,), 2, torch.float32)
     hidden = torch.randn(n, width, requires_grad=True)
     weight = torch.randn(vocab, width, requires_grad=True)
@@ -104,9 +104,19 @@ def test_linear_ppo_loss_never_holds_an_element_per_token_and_word(
 
     largest, peak = allocations(loss)
     heads = 4 * weight.numel()
-    assert largest <= max(heads, 4 * chunk_size * vocab)
-    assert peak < 4 * heads + 10 * 4 * chunk_size * vocab
-    assert largest < n * vocab
+    assert largest <= max(heads, 4 * n * width, 4 * chunk_size * vocab)
+    assert peak < 4 * heads + 10 * 4 * chunk_size * vocab + 256 * n
+    assert peak < n * vocab
+
+
+def test_a_chunk_of_rows_does_not_grow_with_the_threads_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(reference.ROW_CHUNK_ELEMENTS, "cpu", 2**19)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 256)
+    rows, scratch = next(reference._chunks(2**20, 64, torch.device("cpu"), torch.float32))
+    assert rows.stop * 64 == 8 * 2**19
+    assert sum(buffer.nbytes for buffer in scratch if buffer is not None) == 3 * 2**24
 
 
 def test_linear_token_logprobs_holds_a_chunk_of_logits_in_backward_too() -> None:
@@ -124,16 +134,32 @@ def test_linear_token_logprobs_holds_a_chunk_of_logits_in_backward_too() -> None
     assert peak < n * vocab
 
 
-def test_prompt_and_padding_rows_never_reach_the_head() -> None:
-    """Twice as many masked rows: the same logits are formed."""
+HEADS = {
+    "policy": (torch.float64, ()),
+    "reference, k3": (torch.float64, ("k3",)),
+    "reference, full KL": (torch.float64, ("full",)),
+    "fp16": (torch.float16, ()),
+    "fp16, reference": (torch.float16, ("k3",)),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_prompt_and_padding_rows_never_reach_the_head(case: str) -> None:
+    """A hundred times as many masked rows: the same logits are formed, the reference's too."""
+    dtype, kl = HEADS[case]
 
     def products(padding: int) -> list[int]:
         data = naive.batch((10 + padding,), 103)
         mask = torch.arange(10 + padding) < 10
-        hidden = torch.randn(10 + padding, 7, dtype=torch.float64, requires_grad=True)
-        weight = torch.randn(103, 7, dtype=torch.float64, requires_grad=True)
+        hidden = torch.randn(10 + padding, 7).to(dtype).requires_grad_()
+        weight = torch.randn(103, 7).to(dtype).requires_grad_()
+        how: dict[str, Any] = {"chunk_size": 4, "temperature": torch.full((10 + padding,), 0.7)}
+        how["entropy_coef"] = 0.1  # a gradient for every row, clipped or not
+        if kl:
+            how |= {"ref_hidden": hidden.detach(), "ref_weight": weight.detach()}
+            how |= {"kl_coef": 0.1, "kl_estimator": kl[0]}
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-            fastppo.linear_ppo_loss(hidden, weight, *data[1:], mask, chunk_size=4)
+            fastppo.linear_ppo_loss(hidden, weight, *data[1:], mask, **how).loss.backward()
         return sorted(
             max(size for shape in event.input_shapes for size in shape)
             for event in profiler.events()

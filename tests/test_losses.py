@@ -536,6 +536,29 @@ def test_in_place_over_a_view_leaves_the_rest_of_the_memory_alone() -> None:
     assert not torch.equal(whole[:, :-1], naive.batch((3, 6), V).logits[:, :-1])
 
 
+def test_in_place_takes_axes_in_any_order() -> None:
+    """A transposed [T, B, V]: rows that lie apart, the outer axis with the smaller stride."""
+    data = naive.batch((3, 5), V)
+    wanted = torch.autograd.grad(
+        fastppo.ppo_loss(data.logits.requires_grad_(), *data[1:]).loss, data.logits
+    )[0]
+    logits = data.logits.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    (grad,) = torch.autograd.grad(fastppo.ppo_loss(logits, *data[1:], inplace=True).loss, logits)
+    assert torch.equal(grad, wanted)
+    twice = data.logits.detach()[:1].expand(3, -1, -1)
+    with pytest.raises(ValueError, match="rows that do not overlap"):
+        fastppo.ppo_loss(twice.requires_grad_(), *data[1:], inplace=True)
+
+
+@pytest.mark.parametrize("part", ["hidden", "weight", "bias"])
+def test_the_fused_head_takes_float64_whole_or_not_at_all(part: str) -> None:
+    data = naive.batch((N,), V, torch.float32)
+    parts = {"hidden": torch.randn(N, 4), "weight": torch.randn(V, 4), "bias": torch.randn(V)}
+    parts[part] = parts[part].double()
+    with pytest.raises(ValueError, match="float64 goes with float64 alone: got"):
+        fastppo.linear_ppo_loss(parts["hidden"], parts["weight"], *data[1:], bias=parts["bias"])
+
+
 def test_in_place_is_caught_by_autograd_where_an_earlier_step_needs_the_logits() -> None:
     data = naive.batch((N,), V).leaf()
     logits = torch.exp(data.logits)  # exp's derivative is its output

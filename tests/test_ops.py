@@ -64,6 +64,7 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     shaped = gae | {"kl_coef": 0.1, "kl_estimator": "k1", "score_clip": 1.0}
     plain = LOSS | {"kl_estimator": "k3"}
     view = torch.randn(2, 4, V)[:, :-1]
+    transposed = (torch.randn(H, N).T, torch.randn(H, V).T, torch.randn(V))
     return {
         "token_stats": (
             ops.token_stats_op,
@@ -98,6 +99,16 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
             (*o["head"][:2], None, *bare, None, None, None, [True, False, False]),
             COMPACT | GEMM | plain,
         ),
+        "linear_ppo_loss, transposed": (
+            ops.linear_ppo_loss_op,
+            (*transposed, *bare, None, None, None, [True, True, True]),
+            COMPACT | GEMM | plain,
+        ),
+        "linear_token_stats_backward, transposed": (
+            ops.linear_token_stats_backward_op,
+            (*transposed, o["tokens"], None, o["grad"], o["grad"], o["linear"], [True] * 3),
+            GEMM | SOFTMAX,
+        ),
         "linear_token_stats": (
             ops.linear_token_stats_op,
             (*o["head"], o["tokens"], None),
@@ -125,6 +136,17 @@ def test_operators_mutate_nothing_undeclared_and_their_fakes_tell_the_truth(name
     operator, arguments, keywords = calls()[name]
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     found = opcheck(operator, arguments, keywords, test_utils=checks)
+    assert set(found.values()) == {"SUCCESS"}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.parametrize("name", [name for name in calls() if name.startswith("linear")])
+def test_the_launcher_s_fused_head_keeps_its_promises_to_torch(name: str) -> None:
+    """With the Triton backend, on a GPU or in the interpreter."""
+    operator, arguments, keywords = calls()[name]
+    found = opcheck(
+        operator, arguments, keywords | {"backend": "triton"}, test_utils=("test_faketensor",)
+    )
     assert set(found.values()) == {"SUCCESS"}
 
 

@@ -57,9 +57,9 @@ def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
     """out = a @ b, accumulated in fp32 and rounded once to the dtype of `out`."""
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
-    elif a.is_cuda:
+    elif a.is_cuda and out.dtype == torch.float32:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:  # torch has no such product on a CPU: under the interpreter the result is rounded twice
+    else:  # cuBLAS widens and nothing else, torch on a CPU does not even that: rounded twice
         out.copy_(a @ b)
 
 

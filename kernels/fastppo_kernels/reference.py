@@ -21,7 +21,7 @@ With upstream gradients g_l (logprob), g_h (entropy) and g_k (full KL), the row'
     dx_j = logit_scale · (1 − (z_j/cap)²) · dz_j
 
 Arithmetic is fp32 for bf16, fp16 and fp32 logits and fp64 for fp64 logits. Rows are taken in chunks
-that stay in cache, so the extra memory is a chunk's and never an fp32 copy of the logits.
+that stay in cache, so the extra memory is a few chunks' (`_Scratch`) however many rows there are.
 
 Shapes: `logits [N, V]`, or `[B, T, V]` with any strides and a dense last axis (`logits[:, :-1]` is
 not copied), N = B·T; everything per token is `[N]`. Rows whose weight is 0 are never read.
@@ -46,6 +46,9 @@ LOWEST = -1e30
 ROW_CHUNK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
 """Logits handled at once: 2 MiB of fp32 for each thread of a CPU, which its caches hold, and which
 is enough work between two meetings of the threads; 256 MiB on a GPU."""
+
+ROW_CHUNK_THREADS = 8
+"""More threads share the chunk of this many: three buffers of 16 MiB are the most a call takes."""
 
 
 class LinearBudget(NamedTuple):
@@ -123,7 +126,7 @@ def _chunks(
     """
     budget = ROW_CHUNK_ELEMENTS.get(device.type, ROW_CHUNK_ELEMENTS["cuda"])
     if device.type == "cpu":
-        budget *= torch.get_num_threads()
+        budget *= min(torch.get_num_threads(), ROW_CHUNK_THREADS)
     step = min(rows, max(1, budget // max(1, elements_per_row)))
     scratch = [torch.empty(step, elements_per_row, device=device, dtype=dtype) for _ in range(3)]
     for start in range(0, rows, max(1, step)):
@@ -779,8 +782,8 @@ class _HeadGradients:
         need: tuple[bool, bool, bool],
     ) -> None:
         wide = accumulation_dtype(weight.dtype)
-        self.hidden = torch.zeros_like(hidden) if need[0] else None
-        self.weight = torch.zeros_like(weight, dtype=wide) if need[1] else None
+        self.hidden = hidden.new_zeros(hidden.shape) if need[0] else None
+        self.weight = weight.new_zeros(weight.shape, dtype=wide) if need[1] else None
         self.bias = torch.zeros_like(bias, dtype=wide) if need[2] and bias is not None else None
 
     def add(self, rows: slice | Tensor, grad: Tensor, hidden: Tensor, weight: Tensor) -> None:
