@@ -10,6 +10,8 @@ python -m benchmarks readme           the README's table from benchmarks/results
 from __future__ import annotations
 
 import argparse
+import datetime
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,6 +78,12 @@ def build_parser(prog: str = "python -m benchmarks") -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m benchmarks") -> int:
     parser = build_parser(prog)
     options = parser.parse_args(arguments)
+    if options.device not in ("auto", "cpu", "cuda"):
+        parser.error(f"--device must be auto, cpu or cuda, got {options.device!r}")
+    if options.threads is not None and options.threads < 1:
+        parser.error(f"--threads must be at least 1, got {options.threads}")
+    if options.command == "claims" and options.device == "cuda":
+        parser.error("claims are for a CPU: leave --device cuda out")
     if (options.results is not None) != (options.command == "page"):
         parser.error("a results file is what `page` takes, and only `page`")
     if options.threads is not None:
@@ -85,8 +93,17 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m benchmar
         return _readme(console)
     if options.command == "claims":
         return _claims(options, console)
+    if options.command in ("page", "run"):
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--out {options.out} cannot be written: {error.strerror}")
     if options.command == "page":
-        _write_page(report.read(options.results), options.out, console)
+        try:
+            record = report.read(options.results)
+        except (OSError, ValueError) as error:
+            parser.error(f"{options.results} is no results file: {error}")
+        _write_page(record, options.out, console)
         return 0
     return _run(parser, options, console)
 
@@ -96,12 +113,12 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, console: 
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind)
-    if device.type not in ("cpu", "cuda"):
-        parser.error(f"--device must be auto, cpu or cuda, got {kind!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device")
-    if options.keep and (options.quick or options.case):
-        parser.error("--keep is for the whole set: leave --quick and --case out")
+    if options.keep and (options.quick or options.case or options.no_compile or options.seconds):
+        parser.error(
+            "--keep is for the whole set: leave --quick, --case, --no-compile and --seconds out"
+        )
     work = SETS[device.type, "quick" if options.quick else "default"]
     if options.seconds is not None:
         work = work._replace(seconds=options.seconds)
@@ -116,7 +133,10 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, console: 
         )
     report.print_table(record, console)
     paths = [options.out / "results.json"]
-    paths += [report.results_path(record)] if options.keep else []
+    if options.keep:
+        paths.append(report.results_path(record))
+        if paths[-1].exists():  # what was measured by `claims`, with its own date, stays
+            record["claims"] = report.read(paths[-1]).get("claims", [])
     for path in paths:
         report.write(record, path)
         console.print(f"written {path}", style="dim", highlight=False, markup=False)
@@ -140,12 +160,18 @@ def _claims(options: argparse.Namespace, console: Console) -> int:
     if options.keep and not path.exists():
         console.print(f"{path} is not there: run `python -m benchmarks --keep` first", style="red")
         return 1
+    load = os.getloadavg() if hasattr(os, "getloadavg") else None
     with _progress(console) as progress:
         found = claims.measure_claims(progress)
     claims.print_claims(found, console)
     if options.keep:
         record = report.read(path)
         record["claims"] = claims.describe(found)
+        record["claims_measured"] = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "threads": torch.get_num_threads(),
+            "load_average_before": load,
+        }
         report.write(record, path)
         console.print(f"written {path}", style="dim", highlight=False, markup=False)
     return int(any(claim.verdict == "FAIL" for claim in found))

@@ -507,6 +507,14 @@ def linear_loss_case(
         call = loss_from(loss.call, entropy_coef, of)
         return (Provider("Liger-Kernel", call, prepare=loss.prepare),)
 
+    def cce(device: torch.device) -> tuple[Provider, ...]:
+        usual = provider("Cut Cross-Entropy", _around(peers.cce_linear_stats(device)))
+        if device.type != "cuda":
+            return (usual,)
+        # The usual one leaves out gradients of less than 2⁻¹² of a row.
+        exact = _around(peers.cce_linear_stats(device, filter_eps=None))
+        return usual, provider("Cut Cross-Entropy, unfiltered", exact)
+
     found = [Peer("verl", "verl", verl)]
     if not entropy_coef:
         found += [
@@ -515,7 +523,7 @@ def linear_loss_case(
             Peer(
                 "Cut Cross-Entropy",
                 "cut-cross-entropy",
-                lambda d: (provider("Cut Cross-Entropy", _around(peers.cce_linear_stats(d))),),
+                cce,
             ),
             Peer(
                 "QuACK",

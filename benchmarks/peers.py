@@ -197,7 +197,7 @@ def verl_whiten(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
 
 def sequence_length(n: int) -> int:
     """Tokens of a sequence, for losses with one advantage per sequence: see `losses`."""
-    return next((size for size in (1024, 128) if n % size == 0), n)
+    return next((size for size in (1024, 128) if n % size == 0 and n >= 4 * size), n)
 
 
 def liger_loss(device: torch.device) -> Loss:
@@ -240,7 +240,7 @@ def liger_linear_loss(device: torch.device) -> Loss:
     """Its chunked GRPO loss: PyTorch in chunks of rows and columns, recomputed for the gradient."""
     module = _module("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss(
         beta=0.0,
-        compiled=False,
+        compiled=device.type == "cuda",  # its default; on a CPU it changes nothing
         use_ref_model=False,
         epsilon_low=CLIP_RATIO,
         epsilon_high=CLIP_RATIO,
@@ -283,9 +283,12 @@ def cce_path(device: torch.device) -> str:
     return "cce" if device.type == "cuda" else "torch_compile"
 
 
-def cce_linear_stats(device: torch.device) -> Stats:
+def cce_linear_stats(device: torch.device, **options: Any) -> Stats:
     function = functools.partial(
-        _module("cut_cross_entropy").linear_cross_entropy, reduction="none", impl=cce_path(device)
+        _module("cut_cross_entropy").linear_cross_entropy,
+        reduction="none",
+        impl=cce_path(device),
+        **options,
     )
     return lambda hidden, weight, tokens, with_entropy=False: (
         -function(hidden, weight, tokens).float(),

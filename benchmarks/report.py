@@ -17,6 +17,9 @@ RESULTS = Path(__file__).parent / "results"
 WIDTH = 150
 """Columns where the output is no terminal."""
 
+WIDE = 120
+"""Columns that the whole table needs; in a narrower terminal it leaves out what JSON has."""
+
 FAINT = {"absent", "unsupported", "skipped"}
 
 
@@ -56,6 +59,8 @@ def ceilings_line(record: dict[str, Any]) -> str:
 
 
 def print_table(record: dict[str, Any], to: Console) -> None:
+    columns = ["median", "±", "GB/s", "TFLOP/s", "of floor", "extra", "error"]
+    shown = range(len(columns)) if to.width >= WIDE else (0, 4, 5)
     table = Table(
         title=f"{device_title(record['device'])} · {ceilings_line(record)}",
         caption="floor: compulsory bytes and FLOP at those ceilings · ± half the distance between "
@@ -65,9 +70,9 @@ def print_table(record: dict[str, Any], to: Console) -> None:
         caption_justify="left",
     )
     table.add_column("case")
-    table.add_column("provider")
-    for name in ("median", "±", "GB/s", "TFLOP/s", "of floor", "extra", "error"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("provider", no_wrap=True)
+    for index in shown:
+        table.add_column(columns[index], justify="right", no_wrap=True)
     for case in record["cases"]:
         rows = [row for row in case["rows"] if row["status"] not in FAINT]
         fields = [_fields(row) for row in rows]
@@ -76,11 +81,13 @@ def print_table(record: dict[str, Any], to: Console) -> None:
         lines = [case["case"], f"{case['shape']}, {case['dtype']}", floor, *[""] * len(fields)]
         fields += [[""] * 8] * (3 - len(fields))
         for line, row in zip(lines, fields, strict=False):
-            table.add_row(line, *row, style="bold" if is_ours(row[0]) else "")
+            cells = [row[0], *(row[1 + index] for index in shown)]
+            table.add_row(line, *cells, style="bold" if is_ours(row[0]) else "")
         table.add_section()
     to.print(table)
     for sweep in record.get("sweeps", []):
-        _print_growth(sweep, to)
+        if sweep["growth"]:
+            _print_growth(sweep, to)
     for line, faint in left_out(record):
         to.print(line, style="dim" if faint else "bold red", highlight=False, markup=False)
 
@@ -93,12 +100,13 @@ def _print_growth(sweep: dict[str, Any], to: Console) -> None:
         f"({_fixed(sweep)}): time ∝ {variable}^a, memory ∝ {variable}^b",
         title_justify="left",
     )
-    table.add_column("provider")
-    for name in ("a", "b", *map(str, sizes)):
+    table.add_column("provider", no_wrap=True)
+    points = sweep["points"] if to.width >= WIDE else [sweep["points"][0], sweep["points"][-1]]
+    for name in ("a", "b", *(str(point["size"]) for point in points)):
         table.add_column(name, justify="right", no_wrap=True)
     for provider, growth in sweep["growth"].items():
         times = []
-        for point in sweep["points"]:
+        for point in points:
             row = next((r for r in point["rows"] if r["provider"] == provider), None)
             timed = row is not None and row["median_seconds"] is not None
             times.append(seconds(row["median_seconds"]) if timed else "")  # type: ignore[index]
@@ -121,7 +129,12 @@ def _fixed(sweep: dict[str, Any]) -> str:
 def left_out(record: dict[str, Any]) -> list[tuple[str, bool]]:
     """(line, whether it is no fault) for each provider without a time, with its cases."""
     told: dict[tuple[str, str, str], list[str]] = {}
-    for case in record["cases"]:
+    points = [
+        {**point, "case": f"{sweep['case']} over {sweep['variable']}"}
+        for sweep in record.get("sweeps", [])
+        for point in sweep["points"]
+    ]
+    for case in [*record["cases"], *points]:
         for row in case["rows"]:
             if row["detail"]:
                 key = (row["provider"], row["status"], row["detail"])

@@ -127,7 +127,9 @@ class Lab:
         torch.nn.init.zeros_(self.value_head.weight)
         torch.nn.init.zeros_(self.value_head.bias)
         parameters = [*self.model.parameters(), *self.value_head.parameters()]
-        self.optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(
+            parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=True
+        )
 
     def trainer(self, loss_path: str) -> Any:
         from rich.console import Console
@@ -215,9 +217,11 @@ class _Forward(NamedTuple):
 
 
 def _forward(model: Any, ids: Tensor, prompt: int) -> _Forward:
-    """Logits and last hidden states [B, R, ·] of the positions that predict the response."""
-    out = model(input_ids=ids, output_hidden_states=True, use_cache=False)
-    return _Forward(out.logits[:, prompt - 1 : -1], out.hidden_states[-1][:, prompt - 1 : -1])
+    """Logits and last hidden states [B, R, ·] of the positions that predict the response; the
+    prompt's logits are not formed."""
+    keep = ids.shape[1] - prompt + 1
+    out = model(input_ids=ids, output_hidden_states=True, use_cache=False, logits_to_keep=keep)
+    return _Forward(out.logits[:, :-1], out.hidden_states[-1][:, prompt - 1 : -1])
 
 
 def _stats(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

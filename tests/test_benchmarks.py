@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 import re
@@ -12,9 +13,11 @@ import sys
 import tomllib
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from benchmarks import __main__ as command
 from benchmarks import case as case_module
@@ -31,7 +34,15 @@ from benchmarks import (
 )
 from benchmarks import conftest as pytest_front_door
 from benchmarks.page import write_page
-from benchmarks.run import describe, describe_sweep, estimate_seconds, for_sweeps, run, run_case
+from benchmarks.run import (
+    check,
+    describe,
+    describe_sweep,
+    estimate_seconds,
+    for_sweeps,
+    run,
+    run_case,
+)
 from benchmarks.shapes import MODELS, SETS, Model, Sequences, Sweep, Tokens, Training, Work
 from fastppo import bench, cli
 
@@ -167,6 +178,56 @@ def test_a_wrong_provider_is_reported_wrong_and_never_timed() -> None:
     assert len(calls) == 1  # the check, and nothing else
     assert (rows["raises"].status, rows["raises"].timing) == ("failed", None)
     assert rows["raises"].detail == "RuntimeError: no such kernel"
+
+
+@pytest.mark.parametrize("build", [losses.loss_case, losses.linear_loss_case])
+@pytest.mark.usefixtures("no_peers")
+def test_in_bf16_too_a_gradient_without_the_entropy_bonus_is_wrong(build: Any) -> None:
+    """The tokens' own entries are a hundred times the others', where the bonus shows."""
+    shape = Tokens(MODELS["stories15m"], 64)
+    case, without = (
+        build(shape, torch.bfloat16, entropy_coef=coef) for coef in (losses.ENTROPY_COEF, 0.0)
+    )
+    inputs = case.draw(0, CPU)
+    truth = case.truth(inputs)
+    for of, right in ((case, True), (without, False)):
+        provider = next(found for found in of.providers if found.name == "FastPPO")
+
+        def call(inputs: measure.Inputs, call: Any = provider.call) -> case_module.Outputs:
+            return {name: x for name, x in call(inputs).items() if name.endswith("_grad")}
+
+        found = check(case, dataclasses.replace(provider, call=call), inputs, truth)
+        assert isinstance(found, float) == right
+        if not right:
+            assert found.status == "wrong"
+            assert "of its mean size" in found.detail
+
+
+@pytest.mark.parametrize("phase", ["draw", "truth", "weigh", "time"])
+@pytest.mark.usefixtures("no_peers")
+def test_a_case_that_runs_out_of_memory_does_not_end_the_run(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = sequences.whiten_case(Sequences(3, 20))
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    ill = right
+    if phase in ("draw", "truth"):
+        ill = dataclasses.replace(right, **{phase: fail})
+    elif phase == "weigh":
+        monkeypatch.setattr(measure, "peak_extra_memory", fail)
+    else:
+        monkeypatch.setattr(measure, "time_in_turns", fail)
+    monkeypatch.setattr("benchmarks.cases.cases", lambda *args: [ill, right])
+    record, _ = run(TINY, CPU, names=("whiten",), compiled=False)
+    first, second = record["cases"]
+    assert {row["status"] for row in first["rows"]} - {"absent"} == {"failed"}
+    assert "out of memory" in first["rows"][0]["detail"]
+    if phase in ("draw", "truth"):
+        assert {row["status"] for row in second["rows"]} - {"absent"} == {"timed"}
+    assert any("out of memory" in line for line, _ in report.left_out(record))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -399,6 +460,39 @@ def test_part_of_a_set_is_not_kept(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["--keep", "--case", "gae"])
     assert "whole set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--device", "tpu"], "--device must be auto, cpu or cuda, got 'tpu'"),
+        (["--threads", "0"], "--threads must be at least 1, got 0"),
+        (["claims", "--device", "cuda"], "claims are for a CPU"),
+        (["page", "no-such.json"], "no-such.json is no results file"),
+        (["page", "README.md"], "README.md is no results file"),
+        (["--quick", "--out", "README.md"], "--out README.md cannot be written"),
+        (["--keep", "--seconds", "1"], "--keep is for the whole set"),
+    ],
+)
+def test_wrong_use_is_answered_in_a_sentence_before_anything_runs(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    if "--out" not in arguments:
+        arguments = [*arguments, "--out", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        command.main(arguments)
+    assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_names() -> None:
+    (record, *_) = readme.load()[::-1]
+    for width in (80, 150):
+        to = Console(width=width, record=True, file=io.StringIO())
+        report.print_table(record, to)
+        text = to.export_text()
+        assert "FastPPO" in text
+        assert "…" not in text
+        assert ("GB/s │" in text or "GB/s ┃" in text) == (width == 150)
 
 
 def test_describe_needs_no_timing() -> None:
