@@ -88,7 +88,10 @@ def draw(directory: Path, path: Path, seconds: float) -> None:
         axis.set_ylabel(unit)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25, linewidth=0.6)
-    axes[2].set_ylim(-0.2, 1)
+    axes[2].set_yscale("symlog", linthresh=0.5)  # linear around 0, logarithmic far below it
+    ticks = (-4, -2, -1, -0.5, 0, 0.5, 1)
+    axes[2].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes[2].set_ylim(top=1)
     axes[0].legend(frameon=False, loc="lower right", fontsize=9)
     figure.savefig(path, dpi=130)
 

@@ -31,17 +31,20 @@ def build_parser() -> argparse.ArgumentParser:
     """The whole command line. Commands with an option class have one flag per option."""
     import fastppo
 
-    parser = argparse.ArgumentParser(prog="fastppo", description=DESCRIPTION)
+    # An abbreviated flag would change its meaning with the next option that is added.
+    strict: dict[str, Any] = {"allow_abbrev": False}
+    parser = argparse.ArgumentParser(prog="fastppo", description=DESCRIPTION, **strict)
     parser.add_argument("--version", action="version", version=f"fastppo {fastppo.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     defaults = argparse.ArgumentDefaultsHelpFormatter
 
     demo = commands.add_parser(
         "demo",
+        **strict,
         formatter_class=defaults,
         help="the whole pipeline on a built-in task: SFT, reward model, PPO",
         description="Supervised fine-tuning, a reward model and PPO on a small synthetic language. "
-        "Two to three minutes on two CPU cores; nothing is downloaded.",
+        "One to three minutes on two CPU cores; nothing is downloaded.",
     )
     demo.add_argument("--output_dir", default="runs/demo", help="directory of the run")
     demo.add_argument("--seed", type=int, default=0, help="seed of data, models and sampling")
@@ -58,12 +61,13 @@ def build_parser() -> argparse.ArgumentParser:
         ("generate", _generate, GENERATE),
     ):
         command = commands.add_parser(
-            name, add_help=False, help=description.rstrip("."), description=description
+            name, **strict, add_help=False, help=description.rstrip("."), description=description
         )
         command.set_defaults(handler=handler, takes_options=True)
 
     report = commands.add_parser(
         "report",
+        **strict,
         formatter_class=defaults,
         help="rebuild the HTML report of a run",
         description="Rebuilds report.html from the records of a run directory.",
@@ -71,7 +75,9 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("run", metavar="RUN", help="run directory, say runs/ppo")
     report.set_defaults(handler=_report)
 
-    bench = commands.add_parser("bench", add_help=False, help="every kernel beside its peers")
+    bench = commands.add_parser(
+        "bench", **strict, add_help=False, help="every kernel beside its peers"
+    )
     bench.set_defaults(handler=_bench, takes_options=True)
     return parser
 
@@ -97,6 +103,7 @@ def options_parser(command: str, options: type[Options], description: str) -> An
 
     parser = Parser(
         options,  # type: ignore[arg-type]
+        allow_abbrev=False,
         formatter_class=_Formatter,
         prog=f"fastppo {command}",
         usage=f"fastppo {command} [--config FILE] [--OPTION VALUE ...]",
@@ -118,7 +125,7 @@ def parse_options(
     """
     from fastppo.options import read_yaml
 
-    first = argparse.ArgumentParser(add_help=False)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config")
     file = first.parse_known_args(arguments)[0].config
     if file:

@@ -135,7 +135,7 @@ class PPOConfig(Options):
         0, "Sample from the k likeliest tokens, tokens; 0 is all of them", minimum=0
     )
     top_p: float = option(
-        1.0, "Sample from the smallest set of this probability; 1 is all", minimum=0, maximum=1
+        1.0, "Sample from the smallest set of this probability; 1 is all", above=0, maximum=1
     )
     stop_token_ids: list[int] | None = option(
         None, "Tokens that end a response; none given means the model's EOS tokens"
@@ -162,8 +162,12 @@ class PPOConfig(Options):
     early_stop_check: Literal["minibatch", "epoch"] = option(
         "epoch", "When early_stop_kl is checked: before each optimiser step, or after each epoch"
     )
-    clip_ratio: float = option(0.2, "ε: the ratio's gain is cut off below 1 − ε and above 1 + ε")
-    clip_ratio_high: float | None = option(None, "ε above 1; none given means clip_ratio")
+    clip_ratio: float = option(
+        0.2, "ε: the ratio's gain is cut off below 1 − ε and above 1 + ε", minimum=0, maximum=1
+    )
+    clip_ratio_high: float | None = option(
+        None, "ε above 1; none given means clip_ratio", minimum=0
+    )
     dual_clip: float | None = option(None, "c > 1: bounds the loss at c·|A| where A < 0")
     entropy_coef: float = option(0.0, "Weight of the entropy bonus in the loss", minimum=0)
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"] = (
@@ -259,7 +263,6 @@ class PPOConfig(Options):
     wandb_project: str | None = option(None, "Also log to this Weights & Biases project")
 
     def check(self) -> None:
-        validation.clip_range(self.clip_range)
         validation.dual_clip(self.dual_clip)
         if self.rollout_batch_size % self.minibatches:
             raise ValueError(
@@ -289,8 +292,6 @@ class PPOConfig(Options):
             check_bounds(PPOConfig, schedule.name, schedule.final)
             if schedule.name == "dual_clip":
                 validation.dual_clip(schedule.final)
-            elif schedule.name.startswith("clip_ratio"):
-                validation.clip_range(schedule.final)
 
     def _check_combinations(self) -> None:
         """An option that would have no effect is an error, not a surprise."""
@@ -370,6 +371,11 @@ class PPOConfig(Options):
                 self.value_warmup_iterations > 0 and not used("vf_coef"),
                 "value_warmup_iterations trains the value function alone, so vf_coef must be > 0",
             ),
+            (
+                self.warmup_steps > self.optimizer_steps,
+                f"warmup_steps={self.warmup_steps} is more than the run's {self.optimizer_steps} "
+                "optimiser steps, so the learning rate would never be reached",
+            ),
             (used("ptx_coef") and not self.ptx_data, "ptx_coef > 0 needs ptx_data"),
             (
                 bool(self.ptx_data) and not used("ptx_coef"),
@@ -417,6 +423,11 @@ class PPOConfig(Options):
             for schedule in map(Schedule.parse, self.schedules)
         }
         return replace(self, **moved)  # type: ignore[arg-type]
+
+    def scheduled_values(self) -> dict[str, float]:
+        """`schedule/NAME`: what the schedules have made of their options, of `at(iteration)`."""
+        names = [Schedule.parse(text).name for text in self.schedules]
+        return {f"schedule/{name}": float(getattr(self, name)) for name in names}
 
     @property
     def wants_reference(self) -> bool:

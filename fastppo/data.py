@@ -73,6 +73,10 @@ def _load_datasets(source: str, split: str) -> Rows:
     from datasets import DatasetDict, load_dataset, load_from_disk
 
     path = Path(source)
+    if path.is_file():
+        raise DataError(f"{source}: want .jsonl or .parquet, got {path.suffix or 'no suffix'}")
+    if not path.exists() and (source.count("/") > 1 or source.startswith((".", "/", "~"))):
+        raise DataError(f"{source}: there is no such file or directory")
     markers = ("state.json", "dataset_dict.json")  # what save_to_disk writes
     if path.is_dir() and any((path / marker).exists() for marker in markers):
         dataset = load_from_disk(source)
@@ -192,7 +196,7 @@ def encode_prompt(prompt: Any, tokenizer: Any, where: str) -> list[int]:
     else:
         raise DataError(
             f"{where}: a prompt is a string or a list of {{role, content}} messages, "
-            f"got {type(prompt).__name__}"
+            f"got {_what(prompt)}"
         )
     if not ids:
         raise DataError(f"{where}: the prompt is empty")
@@ -216,6 +220,19 @@ def decode_completions(
         whole[len(head) :] if whole.startswith(head) else response
         for response, head, whole in zip(alone, heads, wholes, strict=True)
     ]
+
+
+def _what(value: Any) -> str:
+    """What a value is that is neither a string nor a chat, for a message."""
+    if not isinstance(value, (list, tuple)):
+        return type(value).__name__
+    for i, message in enumerate(value):
+        if not isinstance(message, dict):
+            return f"a list whose item {i} is {type(message).__name__}"
+        lacking = [key for key in ("role", "content") if key not in message]
+        if lacking:
+            return f"a message {i} without {' and '.join(lacking)}"
+    return "an empty list"
 
 
 def is_chat(value: Any) -> bool:

@@ -64,13 +64,12 @@ def run_demo(
     start = time.perf_counter()
     console = console or Console()
     output_dir = Path(output_dir)
+    more = {} if iterations is None else {"iterations": iterations}
+    # Made first, so that an option which is refused is refused before the first two stages.
+    config = ppo_config(output_dir, output_dir / "ppo", seed=seed, device=device, **more)
     shutil.rmtree(output_dir / "ppo", ignore_errors=True)  # an earlier demo's
     data, rewards = supervised_stages(output_dir, seed=seed, device=device, console=console)
-    more = {} if iterations is None else {"iterations": iterations}
-    trainer = PPOTrainer(
-        ppo_config(output_dir, output_dir / "ppo", seed=seed, device=device, **more),
-        console=console,
-    )
+    trainer = PPOTrainer(config, console=console)
     held_out = encode_prompts(data["held_out"], trainer.tokenizer, max_prompt_tokens=24)
     before = trainer.evaluate(held_out)
     trainer.train()

@@ -18,12 +18,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoTokenizer
 
 from fastppo.data import Rows, decode_completions, encode_prompts, load_rows
-from fastppo.model import load_causal_lm
 from fastppo.options import Options, option
 from fastppo.parts import choose_device, stop_token_ids
+from fastppo.pretrained import load_causal_lm, load_tokenizer
 from fastppo.rewards import RewardTerm, make_terms, score
 from fastppo.rollout import TRUNCATED, Sampling
 from fastppo.rollout.hf import HFEngine
@@ -56,7 +55,7 @@ class GenerateConfig(Options):
         0, "Sample from the k likeliest tokens, tokens; 0 is all of them", minimum=0
     )
     top_p: float = option(
-        1.0, "Sample from the smallest set of this probability; 1 is all", minimum=0, maximum=1
+        1.0, "Sample from the smallest set of this probability; 1 is all", above=0, maximum=1
     )
     batch_size: int = option(32, "Sequences generated at once", minimum=1)
     seed: int = option(0, "Seed of sampling, the same for each policy", minimum=0)
@@ -116,7 +115,7 @@ def _complete(
     name: str, directory: str, rows: Rows, config: GenerateConfig, device: torch.device
 ) -> Completions:
     model = load_causal_lm(directory, dtype=getattr(torch, config.param_dtype), device=device)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = load_tokenizer(directory)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
     if config.max_new_tokens >= context:
         raise ValueError(
@@ -215,14 +214,19 @@ def show(rows: Rows, found: list[Completions], config: GenerateConfig, console: 
 
 def _prompt_text(prompt: Any) -> Text:
     if isinstance(prompt, str):
-        return Text(prompt)
-    return Text("\n".join(f"{message['role']}: {message['content']}" for message in prompt))
+        return _shown(prompt)
+    return _shown("\n".join(f"{message['role']}: {message['content']}" for message in prompt))
+
+
+def _shown(text: str) -> Text:
+    """The text as a terminal may have it: escapes that a model wrote are spelt, not obeyed."""
+    return Text("".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text))
 
 
 def _cell(policy: Completions, at: int) -> Text:
     """The completion, that it was cut off, and its rewards."""
     written = policy.texts[at].strip()
-    text = Text(written) if written else Text("(empty)", style="dim italic")
+    text = _shown(written) if written else Text("(empty)", style="dim italic")
     if policy.finish_reasons[at] == TRUNCATED:
         text.append(" (cut off)", style="dim italic")
     numbers = "  ".join(f"{name} {values[at]:.3f}" for name, values in policy.rewards.items())

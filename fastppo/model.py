@@ -13,7 +13,6 @@ Dropout is off everywhere: with it the ratio of the first update would not be 1.
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fastppo.batch import Sequences
 from fastppo.losses import linear_token_logprobs
@@ -300,49 +299,6 @@ def checkpoint_activations(causal_lm: PreTrainedModel) -> None:
     # The method's name changed in the course of transformers 5.
     enable = getattr(causal_lm, "activation_checkpointing_enable", None)
     (enable or causal_lm.gradient_checkpointing_enable)({"use_reentrant": False})
-
-
-def attention_implementation(choice: str, dtype: torch.dtype) -> str | None:
-    """What transformers is asked for. `auto` is flash-attn where it is installed and can run (a
-    GPU, half-precision weights), else None: transformers then takes SDPA if the model allows it.
-
-    Raises:
-        ValueError: flash-attn is asked for with fp32 weights, which it has no kernels for.
-    """
-    if choice == "auto":
-        installed = importlib.util.find_spec("flash_attn") is not None
-        usable = installed and torch.cuda.is_available() and dtype != torch.float32
-        return "flash_attention_2" if usable else None
-    if choice.startswith("flash") and dtype == torch.float32:
-        raise ValueError(f"attn_implementation={choice} needs param_dtype=bfloat16, got float32")
-    return choice
-
-
-def load_causal_lm(
-    name: str,
-    *,
-    dtype: torch.dtype = torch.float32,
-    attn_implementation: str = "auto",
-    device: torch.device | str = "cpu",
-) -> PreTrainedModel:
-    """A causal LM of a directory or hub name.
-
-    Raises:
-        ValueError: it is no causal LM (an encoder–decoder, or a directory without a config).
-    """
-    if not Path(name).exists() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
-        raise ValueError(f"{name}: there is no such directory")
-    if Path(name).is_dir() and not (Path(name) / "config.json").exists():
-        raise ValueError(f"{name}: no config.json there; want what save_pretrained wrote")
-    config = AutoConfig.from_pretrained(name)
-    if config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder–decoder ({config.model_type}); want a causal LM")
-    model = AutoModelForCausalLM.from_pretrained(
-        name,
-        dtype=dtype,
-        attn_implementation=attention_implementation(attn_implementation, dtype),
-    )
-    return model.to(device)  # type: ignore[arg-type]
 
 
 def add_adapters(

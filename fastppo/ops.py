@@ -379,21 +379,28 @@ class TokenLoss(torch.autograd.Function):
         importance_weights: Tensor | None,
         ref_logprobs: Tensor | None,
     ) -> tuple[Tensor, ...]:
+        of_tokens = (old_logprobs, advantages, weights)
+        chosen = {name: getattr(options, name) for name in TOKEN_LOSS_OPTIONS}
         token = reference.token_loss(
             logprobs,
-            entropy,
             full_kl,
-            old_logprobs,
-            advantages,
-            weights,
+            *of_tokens,
             importance_weights=importance_weights,
             ref_logprobs=ref_logprobs,
-            **{name: getattr(options, name) for name in TOKEN_LOSS_OPTIONS},
+            **chosen,
+        )
+        del chosen["kl_estimator"]
+        sums = reference.loss_sums(
+            logprobs,
+            entropy,
+            token.kl,
+            *of_tokens,
+            importance_weights=importance_weights,
+            **chosen,
         )
         ctx.save_for_backward(token.g_logprob, token.g_entropy, token.g_kl)
-        loss = token.sums[0].clone()
-        ctx.mark_non_differentiable(token.sums, token.kl)
-        return loss, token.sums, token.kl
+        ctx.mark_non_differentiable(sums, token.kl)
+        return sums[0].clone(), sums, token.kl
 
     @staticmethod
     @once_differentiable

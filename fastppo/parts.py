@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fastppo.advantages import AdaptiveKL, FixedKL, PenaltyKL
 from fastppo.config import PPOConfig
@@ -20,7 +20,12 @@ from fastppo.model import (
     LanguageModel,
     add_adapters,
     checkpoint_activations,
+)
+from fastppo.pretrained import (
+    is_sequence_classifier,
     load_causal_lm,
+    load_tokenizer,
+    model_config,
 )
 from fastppo.pretraining import PretrainingText
 from fastppo.reference_policy import ReferencePolicy
@@ -32,15 +37,26 @@ from fastppo.value_function import (
     SharedValue,
     critic_of_policy,
     critic_of_reward_model,
-    is_reward_model,
 )
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is a GPU if there is one."""
+    """`auto` is a GPU if there is one.
+
+    Raises:
+        ValueError: no device of that name is there.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device must be auto, cpu, cuda, cuda:1, …, got {name!r}") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device={name}: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs here"
+        )
+    return device
 
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
@@ -79,13 +95,16 @@ def kl_controller(config: PPOConfig) -> FixedKL | AdaptiveKL | PenaltyKL:
     return FixedKL(config.kl_coef)
 
 
-def load_model(name: str, config: PPOConfig, device: torch.device) -> PreTrainedModel:
-    """A causal LM in the run's dtype and attention implementation."""
+def load_model(
+    name: str, config: PPOConfig, device: torch.device, what: str = "model"
+) -> PreTrainedModel:
+    """A causal LM in the run's dtype and attention implementation; `what` is the option."""
     return load_causal_lm(
         name,
         dtype=getattr(torch, config.param_dtype),
         attn_implementation=config.attn_implementation,
         device=device,
+        what=what,
     )
 
 
@@ -123,11 +142,11 @@ def _make_value_function(
     if name is None:
         return critic_of_policy(causal_lm)
     _check_same_vocabulary("critic_model", name, tokenizer)
-    if is_reward_model(name):
+    if is_sequence_classifier(model_config(name, "critic_model")):
         dtype = getattr(torch, config.param_dtype)
         critic = critic_of_reward_model(name, dtype=dtype, device=trunk.device)
     else:
-        other = load_model(name, config, trunk.device)
+        other = load_model(name, config, trunk.device, "critic_model")
         critic = CriticValue(other.base_model, other.get_output_embeddings().weight.shape[1])
     if config.gradient_checkpointing:
         checkpoint_activations(critic.trunk)
@@ -136,7 +155,7 @@ def _make_value_function(
 
 def _check_same_vocabulary(option: str, name: str, tokenizer: Any) -> None:
     """Critic and reference read the policy's tokens, so a token must mean the same to them."""
-    theirs, ours = AutoTokenizer.from_pretrained(name).get_vocab(), tokenizer.get_vocab()
+    theirs, ours = load_tokenizer(name, option).get_vocab(), tokenizer.get_vocab()
     if theirs != ours:
         raise ValueError(
             f"{option} {name}: its tokenizer has another vocabulary ({len(theirs)} tokens) "
@@ -157,7 +176,7 @@ def make_reference(
     """
     if given is None and config.reference_model is not None:
         _check_same_vocabulary("reference_model", config.reference_model, tokenizer)
-        given = load_model(config.reference_model, config, policy.device)
+        given = load_model(config.reference_model, config, policy.device, "reference_model")
     if given is not None and config.reference_policy == "rollout":
         raise ValueError("reference_policy=rollout holds no model, but one is passed in")
     if given is not None and config.reference_refresh:

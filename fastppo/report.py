@@ -48,6 +48,7 @@ GROUPS = (
             Panel("Explained variance", "1 is perfect", ("explained_variance",)),
             Panel("Loss on pretraining text", "nats per token", ("ptx_loss",)),
             Panel("Learning rate", "", ("learning_rate",)),
+            Panel("Schedules", "coefficient", (), ("schedule/",)),
         ),
     ),
     (
@@ -158,6 +159,11 @@ def write_report(run_dir: str | Path) -> Path:
     if not records:
         raise FileNotFoundError(
             f"{run_dir / 'metrics.jsonl'}: no metrics there; is it a run directory?"
+        )
+    if "iteration" not in records[0]:
+        raise ValueError(
+            f"{run_dir} is no PPO run, and the report is of one; the curves of sft and reward are "
+            f"in {run_dir / 'tensorboard'}"
         )
     samples = read_jsonl(run_dir / "samples.jsonl")
     config_file = run_dir / "config.yaml"
@@ -348,6 +354,8 @@ def _draw(
             )
         if all(y == 0 for points in series.values() for _, y in points):
             left_axes.set_ylim(0, 1)  # a count of nothing, not a close-up of it
+        elif ylabel.startswith("share"):
+            left_axes.set_ylim(top=min(left_axes.get_ylim()[1], 1.01))  # no share is above 1
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg")
         plt.close(figure)

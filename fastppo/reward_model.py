@@ -35,9 +35,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     PreTrainedModel,
     TrainerCallback,
     set_seed,
@@ -46,11 +44,16 @@ from transformers import (
 from fastppo.data import DataError, Rows, is_chat, load_rows, shuffled
 from fastppo.model import (
     add_adapters,
-    attention_implementation,
     checkpoint_activations,
     switch_dropout_off,
 )
 from fastppo.options import option
+from fastppo.pretrained import (
+    attention_implementation,
+    is_sequence_classifier,
+    load_tokenizer,
+    model_config,
+)
 from fastppo.rewards import sequence_scores
 from fastppo.sft import render_chat
 from fastppo.supervised import (
@@ -82,7 +85,9 @@ class RewardModelConfig(SupervisedConfig):
     center_coef: float = option(
         0.0, "Weight of (s_better + s_worse)² in the loss, per squared reward unit", minimum=0
     )
-    normalize: bool = option(True, "Shift scores to mean 0 on the reference texts")
+    normalize: bool = option(
+        True, "Shift scores to mean 0 on the reference texts; off: --normalize false"
+    )
     reference: str | None = option(
         None,
         "Reference texts, say the SFT data: prompt and completion, messages, or text; none given "
@@ -219,8 +224,17 @@ def _prompt_and_completions(
         raise DataError(
             f"{where}: a completion is a string or a list of {{role, content}} messages"
         )
-    if all(chats) and all(completion[0]["role"] != "assistant" for completion in completions):
+    if any(chats) and not all(chats):
+        raise DataError(f"{where}: the completions are strings and chat messages; want one form")
+    # Of chats, a whole conversation begins with the user's turn or the system's.
+    whole = [c[0]["role"] != "assistant" for c in completions if not isinstance(c, str)]
+    if whole and all(whole):
         return _shared_prefix(completions, where)
+    if any(whole):
+        raise DataError(
+            f"{where}: some completions begin with the assistant's turn and some are whole "
+            "conversations; want one form"
+        )
     if prompt is None:
         raise DataError(
             f"{where}: no prompt; only whole conversations, lists of messages that begin with the "
@@ -329,11 +343,8 @@ def load_classifier(
         ValueError: a classifier of several labels; a directory without a model; an architecture
             that has no classifier.
     """
-    if Path(name).is_dir() and not (Path(name) / "config.json").exists():
-        raise ValueError(f"{name}: no config.json there; want what save_pretrained wrote")
-    config = AutoConfig.from_pretrained(name)
-    is_classifier = any("SequenceClassif" in each for each in config.architectures or ())
-    if is_classifier and config.num_labels != 1:
+    config = model_config(name)
+    if is_sequence_classifier(config) and config.num_labels != 1:
         raise ValueError(f"{name} is a classifier of {config.num_labels} labels; want 1")
     model, loading = AutoModelForSequenceClassification.from_pretrained(
         name,
@@ -434,7 +445,7 @@ def train_reward_model(
         )
     if model.config.num_labels != 1:
         raise ValueError(f"a reward model has 1 label, got {model.config.num_labels}")
-    tokenizer = tokenizer or AutoTokenizer.from_pretrained(config.model)
+    tokenizer = tokenizer or load_tokenizer(config.model)
     tokenizer = _with_pad(model, tokenizer)
     model = model.to(config.torch_device)  # type: ignore[arg-type]
     check_vocabulary(model, tokenizer)

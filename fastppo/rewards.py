@@ -40,9 +40,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 
 from fastppo import validation
+from fastppo.pretrained import check_all_loaded, load_tokenizer, model_config
 
 Partial = list[float] | list[tuple[int, float]]
 """Rewards within one completion: one number per response token, or (end, value) pairs."""
@@ -120,6 +121,8 @@ def load_reward(spec: str, *, device: torch.device | str = "cpu", **model_option
     match = FUNCTION.match(spec)
     if match and not Path(spec).exists():
         return _load_function(match["where"], match["name"])
+    if spec.endswith(".py"):
+        raise ValueError(f"reward {spec}: which function? Want {spec}:function")
     return RewardModel(spec, device=device, **model_options)
 
 
@@ -549,11 +552,15 @@ class RewardModel:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.__name__ = Path(name).name
-        model = AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype)
-        if model.config.num_labels != 1:
-            raise ValueError(f"reward model {name} has {model.config.num_labels} labels; want 1")
+        labels = model_config(name, "reward").num_labels
+        if labels != 1:
+            raise ValueError(f"reward model {name} has {labels} labels; want 1")
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            name, dtype=dtype, output_loading_info=True
+        )
+        check_all_loaded(name, "reward model", model, loading["missing_keys"])
         self.model = model.to(device).eval().requires_grad_(False)
-        self.tokenizer = AutoTokenizer.from_pretrained(name)
+        self.tokenizer = load_tokenizer(name, "reward")
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         if self.model.config.pad_token_id is None:

@@ -70,6 +70,21 @@ class RunLog:
             self._wandb.finish()
 
 
+def check_no_run(run_dir: str | Path) -> None:
+    """Raises ValueError where a run has left records, or something is there that is no directory.
+
+    A run that failed before its first record leaves nothing that is worth keeping.
+    """
+    run_dir = Path(run_dir)
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ValueError(f"output_dir {run_dir} is a file")
+    if read_jsonl(run_dir / "metrics.jsonl") or any(run_dir.glob("checkpoint-*")):
+        raise ValueError(
+            f"{run_dir} holds a run already: go on with `resume: true`, or choose another "
+            "output_dir"
+        )
+
+
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """The records of a JSONL file; a last line that was cut off while being written is left out."""
     path = Path(path)

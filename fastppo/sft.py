@@ -26,14 +26,15 @@ import jinja2
 import torch
 from rich.console import Console
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, TrainerCallback, set_seed
+from transformers import PreTrainedModel, TrainerCallback, set_seed
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fastppo.data import DataError, Rows, encode_prompt, is_chat, load_rows
 from fastppo.losses import linear_token_logprobs
-from fastppo.model import LanguageModel, add_adapters, checkpoint_activations, load_causal_lm
+from fastppo.model import LanguageModel, add_adapters, checkpoint_activations
 from fastppo.options import option
 from fastppo.parts import pad_token_id
+from fastppo.pretrained import load_causal_lm, load_tokenizer
 from fastppo.supervised import (
     Records,
     SupervisedConfig,
@@ -339,7 +340,7 @@ def train_sft(
             dtype=getattr(torch, config.param_dtype),
             attn_implementation=config.attn_implementation,
         )
-    tokenizer = tokenizer or AutoTokenizer.from_pretrained(config.model)
+    tokenizer = tokenizer or load_tokenizer(config.model)
     model = model.to(config.torch_device)  # type: ignore[arg-type]
     check_vocabulary(model, tokenizer)
     peft = None

@@ -28,7 +28,7 @@ from fastppo.data import DataError
 from fastppo.model import autocast
 from fastppo.options import Options, option
 from fastppo.parts import autocast_dtype, choose_device
-from fastppo.run_log import read_jsonl
+from fastppo.run_log import check_no_run, read_jsonl
 
 
 @dataclass(kw_only=True, slots=True)
@@ -99,13 +99,13 @@ class SupervisedConfig(Options):
     @property
     def torch_device(self) -> torch.device:
         """Raises ValueError for a GPU with an index: `transformers.Trainer` takes the first one."""
-        device = choose_device(self.device)
-        if device.index:
+        kind, _, index = self.device.partition(":")
+        if kind == "cuda" and index not in ("", "0"):
             raise ValueError(
                 f"device must be auto, cpu or cuda, got {self.device}; choose a GPU with "
-                f"CUDA_VISIBLE_DEVICES={device.index}"
+                f"CUDA_VISIBLE_DEVICES={index}"
             )
-        return device
+        return choose_device(self.device)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -354,11 +354,8 @@ def open_run(config: SupervisedConfig) -> Path:
         ValueError: it holds a run already, and `resume` is off.
     """
     run_dir = Path(config.output_dir)
-    if not config.resume and (run_dir / "metrics.jsonl").exists():
-        raise ValueError(
-            f"{run_dir} holds a run already: go on with `resume: true`, or choose another "
-            "output_dir"
-        )
+    if not config.resume:
+        check_no_run(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     config.save(run_dir / "config.yaml")
     return run_dir

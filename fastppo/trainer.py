@@ -29,7 +29,7 @@ from fastppo_kernels.reference import SUMS, combine_sums
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, set_seed
+from transformers import PreTrainedModel, set_seed
 
 from fastppo import checkpoint, parts
 from fastppo.advantages import Advantages, PenaltyKL, compute_advantages, sampled_kl, whiten
@@ -59,6 +59,7 @@ from fastppo.monitor import (
 )
 from fastppo.optimizer import make_optimizer, set_learning_rate
 from fastppo.parts import choose_device
+from fastppo.pretrained import load_tokenizer
 from fastppo.report import write_report
 from fastppo.reward_processing import (
     RunningScale,
@@ -69,7 +70,7 @@ from fastppo.reward_processing import (
 from fastppo.rewards import Reward, Scored, place_rewards, score
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.rollout.hf import HFEngine
-from fastppo.run_log import RunLog, read_jsonl
+from fastppo.run_log import RunLog, check_no_run, read_jsonl
 
 
 @dataclass(slots=True)
@@ -154,7 +155,7 @@ class PPOTrainer:
             raise ValueError("model must be a directory or hub name, got nothing")
         if tokenizer is None and not config.model:
             raise ValueError("a model that is passed in needs its tokenizer passed in too")
-        self.tokenizer = tokenizer or AutoTokenizer.from_pretrained(config.model)
+        self.tokenizer = tokenizer or load_tokenizer(config.model)
         causal_lm = model or parts.load_model(config.model, config, self.device)
         causal_lm = causal_lm.to(self.device)  # type: ignore[arg-type]
         self.pad_token_id = parts.pad_token_id(self.tokenizer, causal_lm)
@@ -214,11 +215,8 @@ class PPOTrainer:
         set_seed(self.config.seed)
         if self.config.resume:
             self._resume(run_dir)
-        elif self.state.iteration == 0 and (run_dir / "metrics.jsonl").exists():
-            raise ValueError(
-                f"{run_dir} holds a run already: go on with `resume: true`, or choose another "
-                "output_dir"
-            )
+        elif self.state.iteration == 0:
+            check_no_run(run_dir)
         self.self_check(self.prompts)
         log = RunLog(run_dir, self.config, self.state.iteration)
         metrics: dict[str, float] = {}
@@ -277,6 +275,7 @@ class PPOTrainer:
         metrics |= self.update(experience)
         clock.lap("update")
         metrics |= score_metrics(scores, rollout) | clock.metrics(sum(rollout.lengths))
+        metrics |= self.now.scheduled_values()
         metrics |= rollout_health(rollout.tokens, scores.total, scores.monitors)
 
         iteration = self.state.iteration

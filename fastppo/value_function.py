@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from fastppo.batch import Sequences
+from fastppo.pretrained import check_all_loaded
 
 
 class SharedValue(nn.Module):
@@ -155,12 +156,6 @@ def critic_of_policy(causal_lm: PreTrainedModel) -> CriticValue:
     return CriticValue(copy.deepcopy(causal_lm.base_model), width)
 
 
-def is_reward_model(name: str) -> bool:
-    """Whether a directory or hub name holds a sequence-classification model."""
-    architectures = AutoConfig.from_pretrained(name).architectures or []
-    return any(each.endswith("ForSequenceClassification") for each in architectures)
-
-
 def critic_of_reward_model(
     name: str, *, dtype: torch.dtype, device: torch.device | str
 ) -> CriticValue:
@@ -169,7 +164,11 @@ def critic_of_reward_model(
     Raises:
         ValueError: the model has several labels, or no `score` layer on its trunk (an encoder).
     """
-    model = AutoModelForSequenceClassification.from_pretrained(name, dtype=dtype).to(device)
+    model, loading = AutoModelForSequenceClassification.from_pretrained(
+        name, dtype=dtype, output_loading_info=True
+    )
+    check_all_loaded(name, "critic_model", model, loading["missing_keys"])
+    model = model.to(device)
     score = getattr(model, "score", None)
     if score is None or model.config.num_labels != 1:
         raise ValueError(

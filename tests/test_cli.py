@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 
 from fastppo import cli
 from fastppo.config import PPOConfig
@@ -144,6 +145,9 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
         (["generate", "--prompt", "w1"], "--models is missing"),
         (["sft", "--speed", "9"], "fastppo sft: error: unrecognized arguments: --speed 9"),
         (["demo", "--speed", "9"], "unrecognized arguments: --speed 9"),
+        (["demo", "--iter", "9"], "unrecognized arguments: --iter 9"),
+        (["sft", "--mod", "m"], "unrecognized arguments: --mod m"),
+        (["train", "--learning", "1"], "unrecognized arguments: --learning 1"),
     ],
 )
 def test_a_wrong_flag_is_refused(arguments: list[str], says: str, capsys) -> None:
@@ -223,6 +227,33 @@ def test_train_and_report_from_the_command_line(tmp_path: Path, capsys) -> None:
     assert cli.main(["report", str(tmp_path / "run")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "run" / "report.html")
     assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_demo_that_cannot_be_is_refused_before_its_first_stage(tmp_path: Path, capsys) -> None:
+    assert cli.main(["demo", "--iterations", "0", "--output_dir", str(tmp_path / "demo")]) == 1
+    assert "iterations must be >= 1, got 0" in capsys.readouterr().err
+    assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["train", "sft", "reward", "generate", "demo"])
+def test_a_gpu_that_is_not_there_is_refused_in_a_sentence(command, tmp_path: Path, capsys) -> None:
+    model = tiny.saved_model(tmp_path / "sft")
+    flags = {
+        "train": ["--model", model, "--prompts", "p.jsonl", "--rewards", "r.py:f"],
+        "sft": ["--model", model, "--data", "d.jsonl"],
+        "reward": ["--model", model, "--data", "d.jsonl"],
+        "generate": ["--models", model, "--prompt", "w1"],
+        "demo": ["--output_dir", str(tmp_path / "demo")],
+    }
+    assert cli.main([command, *flags[command], "--device", "cuda"]) == 1
+    assert f"device=cuda: torch {torch.__version__} sees 0 GPUs here" in capsys.readouterr().err
+
+
+def test_a_report_of_another_stage_is_refused(tmp_path: Path, capsys) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    assert cli.main(["report", str(tmp_path)]) == 1
+    assert "is no PPO run, and the report is of one" in capsys.readouterr().err
 
 
 def test_a_report_of_nothing_is_refused(tmp_path: Path, capsys) -> None:

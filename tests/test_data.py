@@ -44,8 +44,14 @@ def test_a_source_that_is_not_there_is_refused(tmp_path) -> None:
     for name in ("absent.jsonl", "absent.parquet"):
         with pytest.raises(DataError, match="no such file"):
             load_rows(str(tmp_path / name))
-    with pytest.raises(DataError, match=r"neither a \.jsonl or \.parquet file"):
+    with pytest.raises(DataError, match="there is no such file or directory"):
         load_rows(str(tmp_path / "absent"))
+    (tmp_path / "rows.txt").write_text("w1")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"want \.jsonl or \.parquet, got \.txt"):
+        load_rows(str(tmp_path / "rows.txt"))
+    with pytest.raises(DataError, match=r"neither a \.jsonl or \.parquet file"):
+        load_rows(str(tmp_path / "empty"))
     DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "splits"))
     with pytest.raises(DataError, match="no split 'test'; it has train"):
         load_rows(str(tmp_path / "splits"), split="test")
@@ -72,6 +78,9 @@ def test_chat_messages_are_rendered_with_the_chat_template() -> None:
         ({"prompt": ""}, "row 2: the prompt is empty"),
         ({"prompt": 3}, "row 2: a prompt is a string or a list .* got int"),
         ({"text": "w1"}, "row 2: a prompt is a string or a list .* got NoneType"),
+        ({"prompt": []}, "row 2: .* got an empty list"),
+        ({"prompt": ["w1"]}, "row 2: .* got a list whose item 0 is str"),
+        ({"prompt": [{"role": "user"}]}, "row 2: .* got a message 0 without content"),
         ({"prompt": "w1 " * 9}, "row 2: the prompt has 9 tokens; at most 8"),
     ],
 )

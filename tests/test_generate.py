@@ -122,6 +122,14 @@ def test_an_empty_completion_is_shown_as_such_and_brackets_are_text(tmp_path) ->
     assert "[red]x" in text
 
 
+def test_escape_codes_that_a_model_writes_are_spelt_out(tmp_path) -> None:
+    found = [Completions("a", ["\x1b[31mred\x07"], [[5, 1]], ["stop"])]
+    text = _shown([{"prompt": "\x1b[2Jw1"}], found, _config(tmp_path, models=["a"]))
+    assert r"\x1b[31mred\x07" in text
+    assert r"\x1b[2Jw1" in text
+    assert "\x07" not in text
+
+
 def test_long_texts_wrap_and_lose_nothing(tmp_path) -> None:
     words = " ".join(f"w{i}" for i in range(40)) + " " + "x" * 90
     text = _shown(

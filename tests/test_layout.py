@@ -25,6 +25,7 @@ FLOORS = (
         *(
             "fastppo.value_function",
             "fastppo.reference_policy",
+            "fastppo.pretrained",
             "fastppo.pretraining",
             "fastppo.parts",
             "fastppo.supervised",

@@ -313,7 +313,7 @@ def test_rows_without_a_gradient_stay_out_of_the_gradient_gemms(cause: str, mask
         else:
             assert torch.equal(one, other)
     token = reference.token_loss(
-        found.logprobs, found.entropy, None, *data[2:], weights, importance_weights=None,
+        found.logprobs, None, *data[2:], weights, importance_weights=None,
         ref_logprobs=None, dual_clip=None, kl_coef=0.0, kl_estimator="k3", entropy_coef=0.0,
         **CLIPS,
     )  # fmt: skip

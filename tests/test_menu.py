@@ -552,6 +552,8 @@ def test_a_schedule_moves_its_coefficient_over_the_run(tmp_path: Path) -> None:
     assert clip == pytest.approx([0.1, 0.15, 0.2])
     assert all(b == pytest.approx(0.1 + a / 3) for a, b in seen), "they move together"
     assert [r["kl_coef"] for r in _records(trainer)] == pytest.approx([0.2, 0.15, 0.1])
+    recorded = [r["schedule/entropy_coef"] for r in _records(trainer)]
+    assert recorded == pytest.approx([0.3, 0.15, 0.0])
 
 
 # --------------------------------------------------------------------------- what does not combine
@@ -583,7 +585,11 @@ def test_a_schedule_moves_its_coefficient_over_the_run(tmp_path: Path) -> None:
         ({"reference_offload": True, "lora_rank": 4}, "nothing to keep on the CPU"),
         ({"value_warmup_iterations": 2, "vf_coef": 0}, "vf_coef must be > 0"),
         ({"dual_clip": 3.0, "schedules": ["dual_clip=linear:0.5"]}, "dual_clip must be > 1"),
-        ({"schedules": ["clip_ratio=linear:-0.5"]}, "clip_ratio must not be negative"),
+        ({"schedules": ["clip_ratio=linear:-0.5"]}, r"clip_ratio must be in \[0, 1\], got -0.5"),
+        ({"clip_ratio": 2}, r"clip_ratio must be in \[0, 1\], got 2"),
+        ({"clip_ratio_high": -1}, "clip_ratio_high must be >= 0, got -1"),
+        ({"top_p": 0}, "top_p must be > 0, got 0"),
+        ({"warmup_steps": 33, "iterations": 2}, "more than the run's 32 optimiser steps"),
         ({"objective": "penalty", "dual_clip": 3.0}, "dual_clip must be none"),
         ({"reference_policy": "rollout"}, "kl_coef must be 0"),
         (

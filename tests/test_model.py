@@ -13,9 +13,7 @@ from fastppo.model import (
     ActorCritic,
     LanguageModel,
     add_adapters,
-    attention_implementation,
     frozen_copy,
-    load_causal_lm,
 )
 
 SEQUENCES = Sequences.pack([[5, 9], [7, 8, 6, 12]], [[10, 11, 1], [13, 3]], pad_token_id=1)
@@ -189,25 +187,3 @@ def test_a_frozen_copy_shares_nothing_and_has_no_gradient() -> None:
         actor.head.weight.add_(1.0)
     assert not torch.equal(actor.head.weight, reference.head.weight)
     assert not any(p.requires_grad for p in reference.parameters())
-
-
-def test_loading_refuses_what_is_no_causal_lm(tmp_path) -> None:
-    with pytest.raises(ValueError, match=r"no config\.json"):
-        load_causal_lm(str(tmp_path))
-    from transformers import T5Config
-
-    T5Config(d_model=8, num_layers=1, num_heads=2, d_ff=8, vocab_size=10).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="encoder–decoder"):
-        load_causal_lm(str(tmp_path))
-
-
-def test_attention_is_flash_where_it_can_run_and_transformers_choice_elsewhere(monkeypatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert attention_implementation("auto", torch.bfloat16) == "flash_attention_2"
-    assert attention_implementation("auto", torch.float32) is None
-    with pytest.raises(ValueError, match="needs param_dtype=bfloat16"):
-        attention_implementation("flash_attention_2", torch.float32)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert attention_implementation("auto", torch.bfloat16) is None
-    assert attention_implementation("eager", torch.float32) == "eager"

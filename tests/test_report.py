@@ -23,6 +23,7 @@ METRICS = {
     "reward/kind": 0.2,
     "monitor/gold": 0.3,
     "correlation/gold": 0.9,
+    "schedule/entropy_coef": 0.01,
     "kl": 4.0,
     "seconds/generate": 0.1,
 }

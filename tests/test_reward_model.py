@@ -282,6 +282,11 @@ def test_a_text_is_read_in_training_as_the_reward_reads_it_in_ppo(
             },
             "do not begin with the same messages",
         ),
+        ({"prompt": "w1", "chosen": "w2", "rejected": _answer("w3")}, "want one form"),
+        (
+            {"prompt": "w1", "chosen": CHAT + _answer("w2"), "rejected": _answer("w3")},
+            "some are whole conversations; want one form",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(row: dict[str, Any], says: str) -> None:

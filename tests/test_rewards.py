@@ -59,6 +59,7 @@ def test_columns_reach_the_function_that_names_them() -> None:
     [
         ("nowhere.py:f", "there is no file nowhere.py"),
         ("fastppo.nowhere:f", "no module"),
+        ("reward.py", r"which function\? Want reward\.py:function"),
         ("fastppo.demo_task:absent", "no function 'absent' there; it has "),
     ],
 )

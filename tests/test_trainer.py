@@ -386,6 +386,7 @@ def test_a_reward_that_fails_stops_the_run_and_saves_the_sample(tmp_path: Path) 
         trainer.train()
     saved = json.loads((tmp_path / "run" / "failed_reward.json").read_text())
     assert len(saved["completions"]) == 1
+    assert make_trainer(tmp_path, iterations=1).train()  # the directory is not taken
 
 
 def test_what_does_not_fit_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -433,6 +434,9 @@ def test_a_run_is_not_written_over(tmp_path: Path) -> None:
     make_trainer(tmp_path, iterations=1).train()
     with pytest.raises(ValueError, match=r"holds a run already: go on with `resume: true`"):
         make_trainer(tmp_path, iterations=1).train()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file is a file"):
+        make_trainer(tmp_path, output_dir=str(tmp_path / "file")).train()
 
 
 def test_a_reference_that_is_passed_in_may_be_another_model(tmp_path: Path) -> None:

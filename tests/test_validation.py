@@ -34,6 +34,7 @@ def _no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         "token_stats",
         "linear_token_stats",
         "token_loss",
+        "loss_sums",
         "gae",
         "shaped_advantages",
         "whiten",

@@ -117,9 +117,17 @@ _ALLOCATE = _Scratch()
 
 
 def _chunks(
-    rows: int, elements_per_row: int, device: torch.device, dtype: torch.dtype
+    rows: int,
+    elements_per_row: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    exp: Tensor | None = None,
 ) -> Iterator[tuple[slice, _Scratch]]:
     """Chunks of rows, and what to compute them in: the same memory for each.
+
+    Args:
+        exp: [rows, elements_per_row]: its rows become the buffer of that name, where the gradient
+            is formed. A gradient of the right dtype is so computed in its place, not copied there.
 
     Buffers that are freed and allocated anew with every chunk can go back to the system in between,
     and on a CPU their page faults then cost as much as the arithmetic.
@@ -128,10 +136,23 @@ def _chunks(
     if device.type == "cpu":
         budget *= min(torch.get_num_threads(), ROW_CHUNK_THREADS)
     step = min(rows, max(1, budget // max(1, elements_per_row)))
-    scratch = [torch.empty(step, elements_per_row, device=device, dtype=dtype) for _ in range(3)]
+    names = [name for name in _Scratch._fields if exp is None or name != "exp"]
+    buffers = {
+        name: torch.empty(step, elements_per_row, device=device, dtype=dtype) for name in names
+    }
     for start in range(0, rows, max(1, step)):
         stop = min(start + step, rows)
-        yield slice(start, stop), _Scratch(*(buffer[: stop - start] for buffer in scratch))
+        views = {name: buffer[: stop - start] for name, buffer in buffers.items()}
+        if exp is not None:
+            views["exp"] = exp[start:stop]
+        yield slice(start, stop), _Scratch(**views)
+
+
+def _as_rows(x: Tensor, rows: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """[N, V] of x's own memory if that is contiguous, of this dtype, and `rows` (None) are all."""
+    if rows is None and x.dtype == dtype and x.is_contiguous():
+        return x.view(-1, x.shape[-1])
+    return None
 
 
 def linear_chunk_size(rows: int, vocab: int, device: torch.device) -> int:
@@ -405,7 +426,8 @@ def token_stats_backward(
         _put(grad, (~asked).nonzero().squeeze(-1), 0.0)
     wide = accumulation_dtype(logits.dtype)
     count = asked.numel() if kept is None else kept.numel()
-    for chunk, scratch in _chunks(count, logits.shape[-1], logits.device, wide):
+    written = _as_rows(grad, kept, wide)
+    for chunk, scratch in _chunks(count, logits.shape[-1], logits.device, wide, written):
         rows = chunk if kept is None else kept[chunk]
         t = _temperature_column(temperature, rows)
         normalizer, ref_normalizer = stats.normalizer[rows], stats.ref_normalizer[rows]
@@ -441,7 +463,8 @@ def token_stats_backward(
             logit_scale / t,
             scratch,
         )
-        _put(grad, rows, row_grad.to(grad.dtype))
+        if written is None:
+            _put(grad, rows, row_grad.to(grad.dtype))
     return grad
 
 
@@ -497,18 +520,16 @@ def sampled_kl(difference: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
 
 
 class TokenLoss(NamedTuple):
-    """kl [N]; derivatives of the summed loss by each statistic, None where absent; sums."""
+    """kl [N]; derivatives of the summed loss by each statistic, None where absent."""
 
     kl: Tensor
     g_logprob: Tensor
     g_entropy: Tensor | None
     g_kl: Tensor | None
-    sums: Tensor
 
 
 def token_loss(
     logprobs: Tensor,
-    entropy: Tensor,
     full_kl: Tensor | None,
     old_logprobs: Tensor,
     advantages: Tensor,
@@ -523,11 +544,11 @@ def token_loss(
     kl_estimator: str,
     entropy_coef: float,
 ) -> TokenLoss:
-    """w·(policy term·importance weight + kl_coef·KL − entropy_coef·entropy) and its derivatives.
+    """The derivatives of w·(policy term·importance weight + kl_coef·KL − entropy_coef·entropy).
 
-    Tokens of weight 0 count for nothing, whatever stands there.
+    Tokens of weight 0 count for nothing, whatever stands there. The loss itself is in `loss_sums`.
     """
-    policy, g_policy, ratio = policy_term(
+    _, g_logprob, _ = policy_term(
         logprobs,
         old_logprobs,
         advantages,
@@ -536,9 +557,8 @@ def token_loss(
         dual_clip=dual_clip,
     )
     if importance_weights is not None:
-        policy, g_policy = policy * importance_weights, g_policy * importance_weights
-    g_logprob, g_kl = g_policy, None
-    kl = torch.zeros_like(logprobs)
+        g_logprob = g_logprob * importance_weights
+    kl, g_kl = torch.zeros_like(logprobs), None
     if kl_estimator == "full":
         if full_kl is not None:
             kl = full_kl
@@ -547,6 +567,41 @@ def token_loss(
         kl, slope = sampled_kl(logprobs - ref_logprobs, kl_estimator)
         if kl_coef:
             g_logprob = g_logprob + kl_coef * slope
+    valid = weights != 0
+    return TokenLoss(
+        torch.where(valid, kl, 0.0),
+        torch.where(valid, weights * g_logprob, 0.0),
+        -entropy_coef * weights if entropy_coef else None,
+        g_kl,
+    )
+
+
+def loss_sums(
+    logprobs: Tensor,
+    entropy: Tensor,
+    kl: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    importance_weights: Tensor | None,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    kl_coef: float,
+    entropy_coef: float,
+) -> Tensor:
+    """[len(SUMS)] of all tokens, from their statistics; `kl` is that of `token_loss`."""
+    policy, _, ratio = policy_term(
+        logprobs,
+        old_logprobs,
+        advantages,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
+    if importance_weights is not None:
+        policy = policy * importance_weights
     loss = policy - entropy_coef * entropy + (kl_coef * kl if kl_coef else 0.0)
     approx_kl, _ = sampled_kl(old_logprobs - logprobs, "k3")
     above, below = ratio > 1 + clip_high, ratio < 1 - clip_low
@@ -568,19 +623,9 @@ def token_loss(
         dual,
     )
     valid = weights != 0
-    kept = torch.where(valid, torch.stack([term.to(loss.dtype) for term in (*terms, ratio)]), 0.0)
-    sums = torch.cat([kept[:-1].sum(1), _max_or_zero(kept[-1:])])
-    return TokenLoss(
-        torch.where(valid, kl, 0.0),
-        torch.where(valid, weights * g_logprob, 0.0),
-        -entropy_coef * weights if entropy_coef else None,
-        g_kl,
-        sums,
-    )
-
-
-def _max_or_zero(x: Tensor) -> Tensor:
-    return x.amax(1) if x.numel() else x.new_zeros(x.shape[0])
+    sums = [torch.where(valid, term, 0.0).sum(dtype=loss.dtype) for term in terms]
+    highest = torch.where(valid, ratio, 0.0).amax() if len(ratio) else torch.zeros_like(sums[0])
+    return torch.stack([*sums, highest])
 
 
 class _PerToken(NamedTuple):
@@ -598,9 +643,22 @@ class _PerToken(NamedTuple):
         picked = {name: x[rows] for name, x in self._asdict().items() if isinstance(x, Tensor)}
         return self._replace(**picked)
 
+    def sums(self, logprobs: Tensor, entropy: Tensor, kl: Tensor, **options: Any) -> Tensor:
+        """`loss_sums` of all rows."""
+        return loss_sums(
+            logprobs,
+            entropy,
+            kl,
+            self.old_logprobs,
+            self.advantages,
+            self.weights,
+            importance_weights=self.importance_weights,
+            **options,
+        )
+
 
 class _RowPass(NamedTuple):
-    """logprobs, entropy [n]; grad [n, V] in the accumulation dtype, in the scratch, or None."""
+    """logprobs, entropy [n]; grad [n, V] in the accumulation dtype, in `scratch.exp`, or None."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -619,7 +677,7 @@ def _row_pass(
     need_grad: bool,
     **token_loss_options: Any,
 ) -> _RowPass:
-    """Statistics, token losses and gradient of a few rows of logits `x` [n, V], against `ref`'s."""
+    """Statistics, KL and gradient of a few rows of logits `x` [n, V], against `ref`'s."""
     t = _temperature_column(operands.temperature, slice(None))
     soft, logprobs, mean_shifted = _softmax(x, operands.tokens, t, logit_scale, softcap, scratch)
     entropy = soft.log_sum - mean_shifted
@@ -630,7 +688,6 @@ def _row_pass(
         full_kl = _full_kl(soft, reference, gap)
     token = token_loss(
         logprobs,
-        entropy,
         full_kl,
         operands.old_logprobs,
         operands.advantages,
@@ -698,7 +755,6 @@ def ppo_loss(
     n, vocab = logits.shape[:-1].numel(), logits.shape[-1]
     dtype = accumulation_dtype(logits.dtype)
     logprobs, entropy, kl = (logits.new_zeros(n, dtype=dtype) for _ in range(3))
-    sums = logits.new_zeros(len(SUMS), dtype=dtype)
     valid = weights != 0
     every_row = bool(valid.all())
     kept = None if every_row else valid.nonzero().squeeze(-1)
@@ -720,8 +776,19 @@ def ppo_loss(
         ref_logprobs,
         temperature,
     )
+    options: dict[str, Any] = {
+        "clip_low": clip_low,
+        "clip_high": clip_high,
+        "dual_clip": dual_clip,
+        "kl_coef": kl_coef,
+        "entropy_coef": entropy_coef,
+    }
     count = n if kept is None else kept.numel()
-    for chunk, scratch in _chunks(count, vocab, logits.device, dtype):
+    # In place, e^t is written over the logits: the full KL would read them once more.
+    written = None
+    if grad is not None and (ref_logits is None or not inplace):
+        written = _as_rows(grad, kept, dtype)
+    for chunk, scratch in _chunks(count, vocab, logits.device, dtype, written):
         rows = chunk if kept is None else kept[chunk]
         done = _row_pass(
             _take(logits, rows),
@@ -731,17 +798,13 @@ def ppo_loss(
             logit_scale=logit_scale,
             softcap=softcap,
             need_grad=need_grad,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            dual_clip=dual_clip,
-            kl_coef=kl_coef,
             kl_estimator=kl_estimator,
-            entropy_coef=entropy_coef,
+            **options,
         )
         logprobs[rows], entropy[rows], kl[rows] = done.logprobs, done.entropy, done.token.kl
-        sums = combine_sums(sums, done.token.sums)
-        if grad is not None and done.grad is not None:
+        if grad is not None and done.grad is not None and written is None:
             _put(grad, rows, done.grad.to(grad.dtype))
+    sums = operands.sums(logprobs, entropy, kl, **options)
     return PPORows(sums, logprobs, entropy, kl, grad)
 
 
@@ -859,7 +922,13 @@ def linear_ppo_loss(
     head, head_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     wide = accumulation_dtype(dtype)
     logprobs, entropy, kl = (hidden.new_zeros(n, dtype=wide) for _ in range(3))
-    sums = hidden.new_zeros(len(SUMS), dtype=wide)
+    options: dict[str, Any] = {
+        "clip_low": clip_low,
+        "clip_high": clip_high,
+        "dual_clip": dual_clip,
+        "kl_coef": kl_coef,
+        "entropy_coef": entropy_coef,
+    }
     operands = _PerToken(
         tokens,
         old_logprobs,
@@ -895,15 +964,10 @@ def linear_ppo_loss(
                 logit_scale=logit_scale,
                 softcap=softcap,
                 need_grad=any(need),
-                clip_low=clip_low,
-                clip_high=clip_high,
-                dual_clip=dual_clip,
-                kl_coef=kl_coef,
                 kl_estimator=kl_estimator,
-                entropy_coef=entropy_coef,
+                **options,
             )
             parts.append(torch.stack([done.logprobs, done.entropy, done.token.kl]))
-            sums = combine_sums(sums, done.token.sums)
             if done.grad is not None:
                 # Behind what is written, ahead of what is still to be read.
                 moves = _moves(done.token)
@@ -921,6 +985,7 @@ def linear_ppo_loss(
                 rows = start + order if kept is None else kept[start + order]
                 x = x[order]
             grads.add(rows, logits[:size], x, head)
+    sums = operands.sums(logprobs, entropy, kl, **options)
     return LinearPPORows(sums, logprobs, entropy, kl, *grads.finished(weight, bias))
 
 

@@ -494,7 +494,7 @@ def _token_loss(
     lowest_ratio, highest_ratio, dual_clip, kl_coef, entropy_coef,
     ESTIMATOR: tl.constexpr, HAS_REF: tl.constexpr,
 ):  # fmt: skip
-    """(kl, g_logprob, g_entropy, g_kl) of a row of weight ≠ 0; reference.token_loss.
+    """(kl, g_logprob, g_entropy, g_kl) of a row of weight ≠ 0; reference.token_loss, loss_sums.
 
     Infinite clips are no clipping: nothing is above, below or beyond them.
     """
