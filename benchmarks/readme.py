@@ -115,7 +115,10 @@ def _growth(sweep: dict[str, Any]) -> list[str]:
 def _claim(claim: dict[str, Any]) -> list[str]:
     measured = claim["measured"]
     found = NOT_MEASURED if measured is None else f"{measured:.2f}"
-    return [claim["text"], found, claim["wanted"], claim["verdict"].lower()]
+    verdict = claim["verdict"].lower()
+    if claim["verdict"] == "FAIL" and claim["detail"]:
+        verdict += f": {claim['detail']}"
+    return [claim["text"], found, claim["wanted"], verdict]
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
