@@ -275,7 +275,8 @@ def run(
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "set": work.name,
         "device": describe_device(device),
-        "packages": {name: _version(name) for name in PACKAGES},
+        # torch's own name for itself says which build it is: 2.11.0+cu130
+        "packages": {name: _version(name) for name in PACKAGES} | {"torch": torch.__version__},
         "load_average_before": _load_average(),
     }
     progress("ceilings: a copy and matrix products")

@@ -371,11 +371,6 @@ class PPOConfig(Options):
                 self.value_warmup_iterations > 0 and not used("vf_coef"),
                 "value_warmup_iterations trains the value function alone, so vf_coef must be > 0",
             ),
-            (
-                self.warmup_steps > self.optimizer_steps,
-                f"warmup_steps={self.warmup_steps} is more than the run's {self.optimizer_steps} "
-                "optimiser steps, so the learning rate would never be reached",
-            ),
             (used("ptx_coef") and not self.ptx_data, "ptx_coef > 0 needs ptx_data"),
             (
                 bool(self.ptx_data) and not used("ptx_coef"),

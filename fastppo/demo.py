@@ -67,6 +67,7 @@ def run_demo(
     more = {} if iterations is None else {"iterations": iterations}
     # Made first, so that an option which is refused is refused before the first two stages.
     config = ppo_config(output_dir, output_dir / "ppo", seed=seed, device=device, **more)
+    choose_device(device)
     shutil.rmtree(output_dir / "ppo", ignore_errors=True)  # an earlier demo's
     data, rewards = supervised_stages(output_dir, seed=seed, device=device, console=console)
     trainer = PPOTrainer(config, console=console)

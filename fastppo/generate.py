@@ -9,6 +9,7 @@ counts one half.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,9 @@ from fastppo.pretrained import load_causal_lm, load_tokenizer
 from fastppo.rewards import RewardTerm, make_terms, score
 from fastppo.rollout import TRUNCATED, Sampling
 from fastppo.rollout.hf import HFEngine
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Control characters but tab and newline, and those that turn the direction of writing."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -220,7 +224,7 @@ def _prompt_text(prompt: Any) -> Text:
 
 def _shown(text: str) -> Text:
     """The text as a terminal may have it: escapes that a model wrote are spelt, not obeyed."""
-    return Text("".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text))
+    return Text(CONTROL.sub(lambda found: repr(found[0])[1:-1], text))
 
 
 def _cell(policy: Completions, at: int) -> Text:

@@ -68,11 +68,14 @@ def check_bounds(options: type[Options], name: str, value: Any) -> None:
     if not isinstance(value, (int, float)):
         return
     if maximum is not None:
-        if not (minimum or 0) <= value <= maximum:
-            raise ValueError(f"{name} must be in [{minimum or 0}, {maximum}], got {value!r}")
+        low = (minimum or 0) if above is None else above
+        inside = low <= value <= maximum if above is None else low < value <= maximum
+        if not inside:
+            bracket = "[" if above is None else "("
+            raise ValueError(f"{name} must be in {bracket}{low}, {maximum}], got {value!r}")
     elif minimum is not None:
         validation.at_least(name, value, minimum)
-    if above is not None:
+    elif above is not None:
         validation.at_least(name, value, above, strictly=True)
 
 

@@ -5,10 +5,12 @@ another kind of model, or weights that are not there and would be random.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 
@@ -28,27 +30,69 @@ def model_config(name: str, what: str = "model") -> Any:
         raise ValueError(f"{what} {name} is a file; want a directory of save_pretrained")
     if path.is_dir() and not (path / "config.json").exists():
         raise ValueError(f"{what} {name}: no config.json there; want what save_pretrained wrote")
+    if (path / "adapter_config.json").exists():
+        raise ValueError(
+            f"{what} {name} holds a PEFT adapter; merge it first (merge_and_unload) and save the "
+            "whole model"
+        )
     try:
         return AutoConfig.from_pretrained(name)
-    except OSError as error:
-        raise ValueError(
-            f"{what} {name}: no such directory, and no model of the hub that loads: {error}"
-        ) from error
+    except (OSError, ValueError) as error:
+        nothing = "" if path.is_dir() else "no such directory, and no model of the hub that loads: "
+        raise ValueError(f"{what} {name}: {nothing}{error}") from error
 
 
 def is_sequence_classifier(config: Any) -> bool:
     """Whether a config is of a sequence-classification model, as reward models are."""
-    return any(each.endswith("ForSequenceClassification") for each in config.architectures or ())
+    return _is_a(config, "ForSequenceClassification")
 
 
-def check_all_loaded(name: str, what: str, model: PreTrainedModel, missing: Any) -> None:
-    """Raises ValueError for weights that the files lack: transformers draws them at random."""
-    if missing:
-        named = ", ".join(sorted(missing)[:3]) + (", …" if len(missing) > 3 else "")
-        raise ValueError(
-            f"{what} {name} lacks weights of {type(model).__name__}: {named}. They would be "
-            "random; was it saved as a model of another kind?"
+def _is_a(config: Any, *kinds: str) -> bool:
+    return any(each.endswith(kinds) for each in config.architectures or ())
+
+
+def load_whole(
+    auto_class: Any,
+    name: str,
+    what: str,
+    may_lack: Callable[[PreTrainedModel, str], bool] | None = None,
+    **options: Any,
+) -> tuple[PreTrainedModel, list[str]]:
+    """(the model of a directory or hub name, the names of the weights that the files lack).
+
+    Args:
+        auto_class: of transformers, such as AutoModelForCausalLM.
+        what: the option that names it, for the message.
+        may_lack: whether the model may do without a weight in the files; by default never.
+            transformers draws such weights at random.
+
+    Raises:
+        ValueError: files that cannot be read, weights that are not there or of another shape.
+    """
+    try:
+        model, loading = auto_class.from_pretrained(
+            name, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{what} {name}: the weights cannot be read: {error}") from error
+    kind = type(model).__name__
+    lacking = sorted(loading["missing_keys"])
+    refused = [key for key in lacking if may_lack is None or not may_lack(model, key)]
+    if refused:
+        raise ValueError(
+            f"{what} {name} lacks weights of {kind}: {_some(refused)}. They would be random; was "
+            "it saved as a model of another kind?"
+        )
+    other = [f"{key} {list(files)}" for key, files, _ in sorted(loading["mismatched_keys"])]
+    if other:
+        raise ValueError(
+            f"{what} {name}: config.json and weights disagree; the files have {_some(other)}"
+        )
+    return model, lacking
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
 def load_tokenizer(name: str, what: str = "model") -> Any:
@@ -98,14 +142,14 @@ def load_causal_lm(
         raise ValueError(
             f"{what} {name} is an encoder–decoder ({config.model_type}); want a causal LM"
         )
-    if is_sequence_classifier(config):
+    # With tied weights nothing would be missing, and the trunk alone would tell.
+    if _is_a(config, "ForSequenceClassification", "ForTokenClassification"):
         raise ValueError(f"{what} {name} is a {config.architectures[0]}; want a causal LM")
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    model, _ = load_whole(
+        AutoModelForCausalLM,
         name,
+        what,
         dtype=dtype,
         attn_implementation=attention_implementation(attn_implementation, dtype),
-        output_loading_info=True,
     )
-    model, loading = loaded
-    check_all_loaded(name, what, model, loading["missing_keys"])
-    return model.to(device)
+    return model.to(device)  # type: ignore[arg-type]

@@ -52,6 +52,7 @@ from fastppo.pretrained import (
     attention_implementation,
     is_sequence_classifier,
     load_tokenizer,
+    load_whole,
     model_config,
 )
 from fastppo.rewards import sequence_scores
@@ -340,20 +341,22 @@ def load_classifier(
     A head that the files do not hold is drawn from N(0, 1/(d + 1)), d its width.
 
     Raises:
-        ValueError: a classifier of several labels; a directory without a model; an architecture
-            that has no classifier.
+        ValueError: a classifier of several labels; a directory without a model, or without some
+            of its trunk's weights; an architecture that has no classifier.
     """
     config = model_config(name)
     if is_sequence_classifier(config) and config.num_labels != 1:
         raise ValueError(f"{name} is a classifier of {config.num_labels} labels; want 1")
-    model, loading = AutoModelForSequenceClassification.from_pretrained(
+    model, lacking = load_whole(
+        AutoModelForSequenceClassification,
         name,
+        "model",
+        None if is_sequence_classifier(config) else _is_of_the_head,
         num_labels=1,
         dtype=dtype,
         attn_implementation=attention_implementation(attn_implementation, dtype),
-        output_loading_info=True,
     )
-    for parameter_name in loading["missing_keys"]:
+    for parameter_name in lacking:
         parameter = model.get_parameter(parameter_name)
         with torch.no_grad():
             if parameter.dim() == 2:
@@ -361,6 +364,11 @@ def load_classifier(
             else:
                 parameter.zero_()
     return model
+
+
+def _is_of_the_head(model: PreTrainedModel, weight: str) -> bool:
+    """A pooler stands between an encoder's trunk and its head; masked LMs have none."""
+    return not weight.startswith(f"{model.base_model_prefix}.") or ".pooler." in weight
 
 
 def head_std(width: int) -> float:

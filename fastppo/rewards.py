@@ -43,7 +43,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from fastppo import validation
-from fastppo.pretrained import check_all_loaded, load_tokenizer, model_config
+from fastppo.pretrained import load_tokenizer, load_whole, model_config
 
 Partial = list[float] | list[tuple[int, float]]
 """Rewards within one completion: one number per response token, or (end, value) pairs."""
@@ -555,11 +555,8 @@ class RewardModel:
         labels = model_config(name, "reward").num_labels
         if labels != 1:
             raise ValueError(f"reward model {name} has {labels} labels; want 1")
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            name, dtype=dtype, output_loading_info=True
-        )
-        check_all_loaded(name, "reward model", model, loading["missing_keys"])
-        self.model = model.to(device).eval().requires_grad_(False)
+        model, _ = load_whole(AutoModelForSequenceClassification, name, "reward model", dtype=dtype)
+        self.model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.tokenizer = load_tokenizer(name, "reward")
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
@@ -592,6 +589,8 @@ class RewardModel:
         text = self._text(prompt, completion)
         # A chat template writes its own special tokens.
         ids = self.tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
+        if not ids:
+            raise ValueError(f"the reward model's tokenizer has no token for {text!r}")
         if self.max_length is None or len(ids) <= self.max_length:
             return ids
         first = ids[:1] if ids[0] in self.tokenizer.all_special_ids else []

@@ -78,7 +78,8 @@ def check_no_run(run_dir: str | Path) -> None:
     run_dir = Path(run_dir)
     if run_dir.exists() and not run_dir.is_dir():
         raise ValueError(f"output_dir {run_dir} is a file")
-    if read_jsonl(run_dir / "metrics.jsonl") or any(run_dir.glob("checkpoint-*")):
+    records = run_dir / "metrics.jsonl"
+    if (records.exists() and records.stat().st_size) or any(run_dir.glob("checkpoint-*")):
         raise ValueError(
             f"{run_dir} holds a run already: go on with `resume: true`, or choose another "
             "output_dir"

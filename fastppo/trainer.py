@@ -218,6 +218,12 @@ class PPOTrainer:
         elif self.state.iteration == 0:
             check_no_run(run_dir)
         self.self_check(self.prompts)
+        if self.config.warmup_steps >= self.config.optimizer_steps:
+            self.console.print(
+                f"[yellow]warmup_steps={self.config.warmup_steps}: the run has "
+                f"{self.config.optimizer_steps} optimiser steps and ends before its peak learning "
+                "rate"
+            )
         log = RunLog(run_dir, self.config, self.state.iteration)
         metrics: dict[str, float] = {}
         with self._progress() as advance:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from fastppo.batch import Sequences
-from fastppo.pretrained import check_all_loaded
+from fastppo.pretrained import load_whole
 
 
 class SharedValue(nn.Module):
@@ -164,11 +164,8 @@ def critic_of_reward_model(
     Raises:
         ValueError: the model has several labels, or no `score` layer on its trunk (an encoder).
     """
-    model, loading = AutoModelForSequenceClassification.from_pretrained(
-        name, dtype=dtype, output_loading_info=True
-    )
-    check_all_loaded(name, "critic_model", model, loading["missing_keys"])
-    model = model.to(device)
+    model, _ = load_whole(AutoModelForSequenceClassification, name, "critic_model", dtype=dtype)
+    model = model.to(device)  # type: ignore[arg-type]
     score = getattr(model, "score", None)
     if score is None or model.config.num_labels != 1:
         raise ValueError(

@@ -43,7 +43,10 @@ def compiled(launches: Path, capability: int, cache: Path) -> list[Compiled]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {
         "TRITON_CACHE_DIR": str(cache),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+        # What stands there already may be another Triton to compile with.
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+        ),
     }
     done = subprocess.run(
         [sys.executable, __file__, str(launches), str(capability)],

@@ -233,6 +233,9 @@ def test_a_demo_that_cannot_be_is_refused_before_its_first_stage(tmp_path: Path,
     assert cli.main(["demo", "--iterations", "0", "--output_dir", str(tmp_path / "demo")]) == 1
     assert "iterations must be >= 1, got 0" in capsys.readouterr().err
     assert not (tmp_path / "demo").exists()
+    (tmp_path / "demo" / "ppo").mkdir(parents=True)
+    assert cli.main(["demo", "--device", "cuda:99", "--output_dir", str(tmp_path / "demo")]) == 1
+    assert (tmp_path / "demo" / "ppo").exists(), "an earlier demo's run is still there"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -130,6 +130,12 @@ def test_escape_codes_that_a_model_writes_are_spelt_out(tmp_path) -> None:
     assert "\x07" not in text
 
 
+@pytest.mark.parametrize("text", ["你好\u3000世界", "👨\u200d👩", "a\xa0b", "می\u200cخواهم"])
+def test_text_of_any_language_is_shown_as_it_is(text: str, tmp_path) -> None:
+    found = [Completions("a", [text], [[5, 1]], ["stop"])]
+    assert text in _shown([{"prompt": "w1"}], found, _config(tmp_path, models=["a"]))
+
+
 def test_long_texts_wrap_and_lose_nothing(tmp_path) -> None:
     words = " ".join(f"w{i}" for i in range(40)) + " " + "x" * 90
     text = _shown(

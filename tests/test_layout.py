@@ -135,7 +135,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("fastppo", "kernels", "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         item = ROOT / name
         (shutil.copytree if item.is_dir() else shutil.copy)(item, source / name)
-    pytest.importorskip("setuptools", reason="building a wheel offline needs setuptools installed")
+    pytest.importorskip("setuptools", "77", reason="a wheel built offline needs setuptools >= 77")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     done = subprocess.run(
         [*command, "-q", "-w", str(out), str(source)], capture_output=True, text=True, check=False

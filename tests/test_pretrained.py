@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification, LlamaConfig, T5Config
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    Qwen2ForTokenClassification,
+    T5Config,
+)
 
 from fastppo import cli
 from fastppo.model import LanguageModel
 from fastppo.pretrained import attention_implementation, load_causal_lm, load_tokenizer
+from fastppo.reward_model import load_classifier
 from fastppo.rewards import load_reward
 from fastppo.value_function import critic_of_reward_model
 
@@ -58,6 +67,60 @@ def test_weights_that_would_be_random_are_refused(tmp_path) -> None:
         load_reward(headless)
     with pytest.raises(ValueError, match=f"critic_model .* {says}"):
         critic_of_reward_model(headless, dtype=torch.float32, device="cpu")
+
+
+def test_a_reward_model_may_lack_its_head_and_nothing_else(tmp_path) -> None:
+    sft = tiny.saved_model(tmp_path / "sft")
+    load_classifier(sft)
+    hole = "model.layers.0.self_attn.q_proj.weight"
+    with pytest.raises(ValueError, match="lacks weights of LlamaForSequenceClassification: model"):
+        load_classifier(_without(sft, hole))
+    reward = _without(_reward_model(tmp_path / "reward"), "score.weight")
+    with pytest.raises(ValueError, match=r"lacks weights of .*: score\.weight"):
+        load_classifier(reward)
+
+
+def test_an_encoder_of_a_masked_lm_may_lack_its_pooler(tmp_path) -> None:
+    config = BertConfig(
+        vocab_size=43, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=8,
+    )  # fmt: skip
+    BertForMaskedLM(config).save_pretrained(tmp_path)
+    assert load_classifier(str(tmp_path)).config.num_labels == 1
+    with pytest.raises(ValueError, match="lacks weights of BertForSequenceClassification"):
+        load_classifier(_without(str(tmp_path), "bert.embeddings.word_embeddings.weight"))
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path) -> None:
+    model = Path(tiny.saved_model(tmp_path / "sft"))
+    whole = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(whole[:1000])
+    with pytest.raises(ValueError, match=f"model {model}: the weights cannot be read"):
+        load_causal_lm(str(model))
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=f"model {model}: the weights cannot be read"):
+        load_causal_lm(str(model))
+    (model / "model.safetensors").write_bytes(whole)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 50}))
+    with pytest.raises(ValueError, match=r"disagree; the files have .*down_proj.* \[32, 48\]"):
+        load_causal_lm(str(model))
+    (model / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=f"model {model}: .*not a valid JSON"):
+        load_causal_lm(str(model))
+
+
+def test_an_adapter_is_no_model(tmp_path) -> None:
+    model = tiny.saved_model(tmp_path / "sft")
+    (tmp_path / "sft" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds a PEFT adapter; merge it first"):
+        load_causal_lm(model)
+
+
+def test_a_token_classifier_with_a_tied_trunk_is_no_policy(tmp_path) -> None:
+    Qwen2ForTokenClassification(tiny.CONFIGS["qwen2"]()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a Qwen2ForTokenClassification; want a causal LM"):
+        load_causal_lm(str(tmp_path))
 
 
 def test_a_causal_lm_is_no_reward_model(tmp_path) -> None:

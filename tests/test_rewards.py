@@ -152,6 +152,11 @@ def test_a_text_that_ends_in_the_pad_token_is_scored_at_its_last_token(tmp_path)
     assert with_eos[0] != pytest.approx(with_eos[1], abs=1e-4)
 
 
+def test_a_text_without_a_token_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="has no token for ''"):
+        RewardModel(_saved_reward_model(tmp_path))([""], [""])
+
+
 def test_a_long_text_loses_its_beginning(tmp_path) -> None:
     reward = RewardModel(_saved_reward_model(tmp_path), max_length=3)
     assert reward._tokens("w1 w2", " w3 w4 w5") == reward._tokens("", "w3 w4 w5")

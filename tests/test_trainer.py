@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from fastppo.batch import Experience
@@ -428,6 +430,12 @@ def test_evaluation_leaves_no_trace(tmp_path: Path) -> None:
 )
 def test_the_learning_rate_is_a_function_of_the_step(name, step, expected) -> None:
     assert schedule(name, step, warmup=10, total=100) == pytest.approx(expected)
+
+
+def test_a_warm_up_longer_than_the_run_is_told(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    make_trainer(tmp_path, iterations=1, warmup_steps=99, console=console).train()
+    assert "warmup_steps=99: the run has" in console.file.getvalue()
 
 
 def test_a_run_is_not_written_over(tmp_path: Path) -> None:
