@@ -27,20 +27,25 @@ REWARD = "Stage 2: a reward model from preference pairs or ranked lists."
 GENERATE = "Samples from one policy, or several side by side, with the reward of each."
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes no abbreviated flag: it would change its meaning with the next option. The parsers of
+    its commands are of its kind."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line. Commands with an option class have one flag per option."""
     import fastppo
 
-    # An abbreviated flag would change its meaning with the next option that is added.
-    strict: dict[str, Any] = {"allow_abbrev": False}
-    parser = argparse.ArgumentParser(prog="fastppo", description=DESCRIPTION, **strict)
+    parser = _Parser(prog="fastppo", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"fastppo {fastppo.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     defaults = argparse.ArgumentDefaultsHelpFormatter
 
     demo = commands.add_parser(
         "demo",
-        **strict,
         formatter_class=defaults,
         help="the whole pipeline on a built-in task: SFT, reward model, PPO",
         description="Supervised fine-tuning, a reward model and PPO on a small synthetic language. "
@@ -61,13 +66,12 @@ def build_parser() -> argparse.ArgumentParser:
         ("generate", _generate, GENERATE),
     ):
         command = commands.add_parser(
-            name, **strict, add_help=False, help=description.rstrip("."), description=description
+            name, add_help=False, help=description.rstrip("."), description=description
         )
         command.set_defaults(handler=handler, takes_options=True)
 
     report = commands.add_parser(
         "report",
-        **strict,
         formatter_class=defaults,
         help="rebuild the HTML report of a run",
         description="Rebuilds report.html from the records of a run directory.",
@@ -75,9 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("run", metavar="RUN", help="run directory, say runs/ppo")
     report.set_defaults(handler=_report)
 
-    bench = commands.add_parser(
-        "bench", **strict, add_help=False, help="every kernel beside its peers"
-    )
+    bench = commands.add_parser("bench", add_help=False, help="every kernel beside its peers")
     bench.set_defaults(handler=_bench, takes_options=True)
     return parser
 
@@ -125,7 +127,7 @@ def parse_options(
     """
     from fastppo.options import read_yaml
 
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first = _Parser(add_help=False)
     first.add_argument("--config")
     file = first.parse_known_args(arguments)[0].config
     if file:

@@ -17,6 +17,8 @@ from typing import Any
 import jinja2
 import torch
 
+from fastppo import validation
+
 Rows = list[dict[str, Any]]
 
 
@@ -75,7 +77,7 @@ def _load_datasets(source: str, split: str) -> Rows:
     path = Path(source)
     if path.is_file():
         raise DataError(f"{source}: want .jsonl or .parquet, got {path.suffix or 'no suffix'}")
-    if not path.exists() and (source.count("/") > 1 or source.startswith((".", "/", "~"))):
+    if validation.absent_path(source):
         raise DataError(f"{source}: there is no such file or directory")
     markers = ("state.json", "dataset_dict.json")  # what save_to_disk writes
     if path.is_dir() and any((path / marker).exists() for marker in markers):

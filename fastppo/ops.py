@@ -41,7 +41,7 @@ class SoftmaxOptions(NamedTuple):
 
 
 class LossOptions(NamedTuple):
-    """SoftmaxOptions and the scalars of the token loss; infinite clips are no clipping."""
+    """The fields of SoftmaxOptions and those of `reference.Objective`."""
 
     temperature: float
     logit_scale: float
@@ -58,7 +58,6 @@ class LossOptions(NamedTuple):
 SOFTMAX = "float temperature, float logit_scale, float? softcap, str backend"
 LOSS = f"""{SOFTMAX}, float clip_low, float clip_high, float? dual_clip,
     float kl_coef, str kl_estimator, float entropy_coef"""
-TOKEN_LOSS_OPTIONS = LossOptions._fields[len(SoftmaxOptions._fields) :]
 PER_TOKEN = """Tensor tokens, Tensor old_logprobs, Tensor advantages, Tensor weights,
     Tensor? importance_weights, Tensor? ref_logprobs, Tensor? temperatures"""
 PER_TOKEN_COUNT = PER_TOKEN.count(",") + 1
@@ -379,25 +378,14 @@ class TokenLoss(torch.autograd.Function):
         importance_weights: Tensor | None,
         ref_logprobs: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        of_tokens = (old_logprobs, advantages, weights)
-        chosen = {name: getattr(options, name) for name in TOKEN_LOSS_OPTIONS}
-        token = reference.token_loss(
-            logprobs,
-            full_kl,
-            *of_tokens,
-            importance_weights=importance_weights,
-            ref_logprobs=ref_logprobs,
-            **chosen,
+        operands = reference.PerToken(
+            tokens, old_logprobs, advantages, weights, importance_weights, ref_logprobs
         )
-        del chosen["kl_estimator"]
-        sums = reference.loss_sums(
-            logprobs,
-            entropy,
-            token.kl,
-            *of_tokens,
-            importance_weights=importance_weights,
-            **chosen,
+        objective = reference.Objective(
+            **{name: getattr(options, name) for name in reference.Objective._fields}
         )
+        token = reference.token_loss(logprobs, full_kl, operands, objective)
+        sums = reference.loss_sums(logprobs, entropy, token.kl, operands, objective)
         ctx.save_for_backward(token.g_logprob, token.g_entropy, token.g_kl)
         ctx.mark_non_differentiable(sums, token.kl)
         return sums[0].clone(), sums, token.kl

@@ -13,6 +13,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from fastppo import validation
+
 
 def model_config(name: str, what: str = "model") -> Any:
     """The config of a directory or hub name.
@@ -24,7 +26,7 @@ def model_config(name: str, what: str = "model") -> Any:
         ValueError: there is no model of that name.
     """
     path = Path(name)
-    if not path.exists() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
+    if validation.absent_path(name):
         raise ValueError(f"{what} {name}: there is no such directory")
     if path.is_file():
         raise ValueError(f"{what} {name} is a file; want a directory of save_pretrained")

@@ -552,10 +552,14 @@ class RewardModel:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.__name__ = Path(name).name
-        labels = model_config(name, "reward").num_labels
-        if labels != 1:
-            raise ValueError(f"reward model {name} has {labels} labels; want 1")
-        model, _ = load_whole(AutoModelForSequenceClassification, name, "reward model", dtype=dtype)
+        config = model_config(name, "reward")
+        if config.num_labels != 1:
+            kind = ", ".join(config.architectures or ["model"])
+            raise ValueError(
+                f"reward {name} is a {kind} with {config.num_labels} labels; want a sequence "
+                "classifier with 1"
+            )
+        model, _ = load_whole(AutoModelForSequenceClassification, name, "reward", dtype=dtype)
         self.model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.tokenizer = load_tokenizer(name, "reward")
         if self.tokenizer.pad_token is None:

@@ -218,7 +218,7 @@ class PPOTrainer:
         elif self.state.iteration == 0:
             check_no_run(run_dir)
         self.self_check(self.prompts)
-        if self.config.warmup_steps >= self.config.optimizer_steps:
+        if self.config.warmup_steps > self.config.optimizer_steps:
             self.console.print(
                 f"[yellow]warmup_steps={self.config.warmup_steps}: the run has "
                 f"{self.config.optimizer_steps} optimiser steps and ends before its peak learning "
@@ -281,7 +281,6 @@ class PPOTrainer:
         metrics |= self.update(experience)
         clock.lap("update")
         metrics |= score_metrics(scores, rollout) | clock.metrics(sum(rollout.lengths))
-        metrics |= self.now.scheduled_values()
         metrics |= rollout_health(rollout.tokens, scores.total, scores.monitors)
 
         iteration = self.state.iteration
@@ -542,6 +541,7 @@ class PPOTrainer:
         if not config.kl_loss_coef:
             del metrics["kl_loss"]  # a term that is not in the loss
         taken = meter.steps[: self.state.optimizer_step - before.optimizer_step]
+        metrics |= config.scheduled_values()
         metrics["loss_spikes"] = float(sum(self._loss_spikes(step["loss"]) for step in taken))
         metrics["skipped_steps"] = float(self.state.skipped_steps - before.skipped_steps)
         if config.early_stop_kl is not None:

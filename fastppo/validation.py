@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -88,6 +89,13 @@ def dual_clip(value: float | None) -> float | None:
     if value is not None and not number("dual_clip", value) > 1:
         raise ValueError(f"dual_clip must be > 1 (it bounds ratio·A from below), got {value!r}")
     return value
+
+
+def absent_path(name: str) -> bool:
+    """Whether a name can only be a path, and there is nothing: no hub name has two slashes, or
+    begins with one, a dot or a tilde."""
+    only_a_path = name.count("/") > 1 or name.startswith((".", "/", "~"))
+    return only_a_path and not Path(name).exists()
 
 
 def vocabulary(tokens: Tensor, vocab: int, name: str = "tokens") -> None:

@@ -313,11 +313,11 @@ def test_rows_without_a_gradient_stay_out_of_the_gradient_gemms(cause: str, mask
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 * other.abs().max().item())
         else:
             assert torch.equal(one, other)
-    token = reference.token_loss(
-        found.logprobs, None, *data[2:], weights, importance_weights=None,
-        ref_logprobs=None, dual_clip=None, kl_coef=0.0, kl_estimator="k3", entropy_coef=0.0,
-        **CLIPS,
-    )  # fmt: skip
+    objective = reference.Objective(
+        **CLIPS, dual_clip=None, kl_coef=0.0, kl_estimator="k3", entropy_coef=0.0
+    )
+    operands = reference.PerToken(*data[1:], weights)
+    token = reference.token_loss(found.logprobs, None, operands, objective)
     moving = int((token.g_logprob != 0).sum())
     assert found.grad_hidden is not None
     assert int((found.grad_hidden != 0).any(1).sum()) == moving

@@ -71,6 +71,23 @@ def test_ppo_loss_on_bf16_logits_makes_no_fp32_copy_of_them(term: str, masked: b
     assert peak < 10 * 4 * CHUNK
 
 
+@pytest.mark.parametrize("function", ["ppo_loss", "token_logprobs"])
+def test_an_fp32_gradient_is_formed_where_it_stays(function: str) -> None:
+    """Beside it there are two buffers of a chunk, and not a third that is copied from."""
+    n, vocab = 200, 2003
+    data = naive.batch((n,), vocab, torch.float32).leaf()
+
+    def work() -> None:
+        if function == "ppo_loss":
+            fastppo.ppo_loss(*data)
+        else:
+            torch.autograd.grad(fastppo.token_logprobs(*data[:2]).sum(), data.logits)
+
+    largest, peak = allocations(work)
+    assert largest == 4 * data.logits.numel()
+    assert peak < largest + 2.5 * 4 * CHUNK
+
+
 def test_a_view_of_the_logits_is_not_copied() -> None:
     whole = torch.randn(9, 21, 1003).bfloat16()
     view = whole[:, :-1]

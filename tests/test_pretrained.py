@@ -63,7 +63,7 @@ def test_weights_that_would_be_random_are_refused(tmp_path) -> None:
         load_causal_lm(model)
     headless = _without(_reward_model(tmp_path / "reward"), "score.weight")
     says = r"lacks weights of LlamaForSequenceClassification: score\.weight"
-    with pytest.raises(ValueError, match=f"reward model .* {says}"):
+    with pytest.raises(ValueError, match=f"reward .* {says}"):
         load_reward(headless)
     with pytest.raises(ValueError, match=f"critic_model .* {says}"):
         critic_of_reward_model(headless, dtype=torch.float32, device="cpu")
@@ -124,7 +124,7 @@ def test_a_token_classifier_with_a_tied_trunk_is_no_policy(tmp_path) -> None:
 
 
 def test_a_causal_lm_is_no_reward_model(tmp_path) -> None:
-    with pytest.raises(ValueError, match=r"has 2 labels|lacks weights of"):
+    with pytest.raises(ValueError, match="is a LlamaForCausalLM with 2 labels; want a sequence"):
         load_reward(tiny.saved_model(tmp_path / "sft"))
 
 

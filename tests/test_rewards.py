@@ -169,7 +169,7 @@ def test_chat_prompts_go_through_the_reward_tokenizers_template(tmp_path) -> Non
 
 
 def test_a_classifier_of_several_labels_is_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match="has 3 labels; want 1"):
+    with pytest.raises(ValueError, match="with 3 labels; want a sequence classifier with 1"):
         RewardModel(_saved_reward_model(tmp_path, labels=3))
 
 

@@ -90,17 +90,13 @@ def test_sums_at_full_size() -> None:
     _needs(2 * 2 * N * V)
     arguments = _draw(N, V)
     got = row_loss.ppo_loss(**arguments, need_grad=False)
+    tokens, *others = (arguments[name] for name in reference.PerToken._fields[:4])
     want = reference.loss_sums(
         got.logprobs.double(),
         got.entropy.double(),
         torch.zeros_like(got.logprobs, dtype=torch.float64),
-        *(arguments[name].double() for name in ("old_logprobs", "advantages", "weights")),
-        importance_weights=None,
-        clip_low=0.2,
-        clip_high=0.2,
-        dual_clip=None,
-        kl_coef=0.0,
-        entropy_coef=0.0,
+        reference.PerToken(tokens, *(x.double() for x in others)),
+        reference.Objective(0.2, 0.2, None, 0.0, "k3", 0.0),
     )
     # A token or two may lie on the edge of the clip range, in fp32 on the other side of it.
     counts = torch.tensor(["_positive" in name or "_negative" in name for name in reference.SUMS])

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -519,6 +519,47 @@ def sampled_kl(difference: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
     raise ValueError(f"kl_estimator must be k1, k2, k3 or full, got {estimator!r}")
 
 
+class Objective(NamedTuple):
+    """The scalars of the loss; infinite clips are no clipping."""
+
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+    kl_coef: float
+    kl_estimator: str
+    entropy_coef: float
+
+
+class PerToken(NamedTuple):
+    """The loss's operands of shape [N]."""
+
+    tokens: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    importance_weights: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    temperature: float | Tensor = 1.0
+
+    def at(self, rows: slice | Tensor) -> PerToken:
+        picked = {name: x[rows] for name, x in self._asdict().items() if isinstance(x, Tensor)}
+        return self._replace(**picked)
+
+    def policy_term(self, logprobs: Tensor, of: Objective) -> tuple[Tensor, Tensor, Tensor]:
+        """`policy_term` of these tokens, term and derivative times the importance weights."""
+        term, derivative, ratio = policy_term(
+            logprobs,
+            self.old_logprobs,
+            self.advantages,
+            clip_low=of.clip_low,
+            clip_high=of.clip_high,
+            dual_clip=of.dual_clip,
+        )
+        if self.importance_weights is not None:
+            term, derivative = term * self.importance_weights, derivative * self.importance_weights
+        return term, derivative, ratio
+
+
 class TokenLoss(NamedTuple):
     """kl [N]; derivatives of the summed loss by each statistic, None where absent."""
 
@@ -529,84 +570,45 @@ class TokenLoss(NamedTuple):
 
 
 def token_loss(
-    logprobs: Tensor,
-    full_kl: Tensor | None,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    *,
-    importance_weights: Tensor | None,
-    ref_logprobs: Tensor | None,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    kl_coef: float,
-    kl_estimator: str,
-    entropy_coef: float,
+    logprobs: Tensor, full_kl: Tensor | None, tokens: PerToken, of: Objective
 ) -> TokenLoss:
     """The derivatives of w·(policy term·importance weight + kl_coef·KL − entropy_coef·entropy).
 
     Tokens of weight 0 count for nothing, whatever stands there. The loss itself is in `loss_sums`.
     """
-    _, g_logprob, _ = policy_term(
-        logprobs,
-        old_logprobs,
-        advantages,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
-    if importance_weights is not None:
-        g_logprob = g_logprob * importance_weights
+    weights = tokens.weights
+    _, g_logprob, _ = tokens.policy_term(logprobs, of)
     kl, g_kl = torch.zeros_like(logprobs), None
-    if kl_estimator == "full":
+    if of.kl_estimator == "full":
         if full_kl is not None:
             kl = full_kl
-            g_kl = weights * kl_coef if kl_coef else None
-    elif ref_logprobs is not None:
-        kl, slope = sampled_kl(logprobs - ref_logprobs, kl_estimator)
-        if kl_coef:
-            g_logprob = g_logprob + kl_coef * slope
+            g_kl = weights * of.kl_coef if of.kl_coef else None
+    elif tokens.ref_logprobs is not None:
+        kl, slope = sampled_kl(logprobs - tokens.ref_logprobs, of.kl_estimator)
+        if of.kl_coef:
+            g_logprob = g_logprob + of.kl_coef * slope
     valid = weights != 0
     return TokenLoss(
         torch.where(valid, kl, 0.0),
         torch.where(valid, weights * g_logprob, 0.0),
-        -entropy_coef * weights if entropy_coef else None,
+        -of.entropy_coef * weights if of.entropy_coef else None,
         g_kl,
     )
 
 
 def loss_sums(
-    logprobs: Tensor,
-    entropy: Tensor,
-    kl: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    *,
-    importance_weights: Tensor | None,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    kl_coef: float,
-    entropy_coef: float,
+    logprobs: Tensor, entropy: Tensor, kl: Tensor, tokens: PerToken, of: Objective
 ) -> Tensor:
     """[len(SUMS)] of all tokens, from their statistics; `kl` is that of `token_loss`."""
-    policy, _, ratio = policy_term(
-        logprobs,
-        old_logprobs,
-        advantages,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-    )
-    if importance_weights is not None:
-        policy = policy * importance_weights
-    loss = policy - entropy_coef * entropy + (kl_coef * kl if kl_coef else 0.0)
-    approx_kl, _ = sampled_kl(old_logprobs - logprobs, "k3")
-    above, below = ratio > 1 + clip_high, ratio < 1 - clip_low
+    weights, advantages = tokens.weights, tokens.advantages
+    policy, _, ratio = tokens.policy_term(logprobs, of)
+    loss = policy - of.entropy_coef * entropy + (of.kl_coef * kl if of.kl_coef else 0.0)
+    approx_kl, _ = sampled_kl(tokens.old_logprobs - logprobs, "k3")
+    above, below = ratio > 1 + of.clip_high, ratio < 1 - of.clip_low
     positive, negative = advantages > 0, advantages < 0
-    dual = negative & (ratio > dual_clip) if dual_clip is not None else torch.zeros_like(negative)
+    dual = torch.zeros_like(negative)
+    if of.dual_clip is not None:
+        dual = negative & (ratio > of.dual_clip)
     terms = (
         weights * loss,
         weights * policy,
@@ -628,35 +630,6 @@ def loss_sums(
     return torch.stack([*sums, highest])
 
 
-class _PerToken(NamedTuple):
-    """The loss's operands of shape [N]."""
-
-    tokens: Tensor
-    old_logprobs: Tensor
-    advantages: Tensor
-    weights: Tensor
-    importance_weights: Tensor | None
-    ref_logprobs: Tensor | None
-    temperature: float | Tensor
-
-    def at(self, rows: slice | Tensor) -> _PerToken:
-        picked = {name: x[rows] for name, x in self._asdict().items() if isinstance(x, Tensor)}
-        return self._replace(**picked)
-
-    def sums(self, logprobs: Tensor, entropy: Tensor, kl: Tensor, **options: Any) -> Tensor:
-        """`loss_sums` of all rows."""
-        return loss_sums(
-            logprobs,
-            entropy,
-            kl,
-            self.old_logprobs,
-            self.advantages,
-            self.weights,
-            importance_weights=self.importance_weights,
-            **options,
-        )
-
-
 class _RowPass(NamedTuple):
     """logprobs, entropy [n]; grad [n, V] in the accumulation dtype, in `scratch.exp`, or None."""
 
@@ -669,13 +642,13 @@ class _RowPass(NamedTuple):
 def _row_pass(
     x: Tensor,
     ref: Tensor | None,
-    operands: _PerToken,
+    operands: PerToken,
+    objective: Objective,
     scratch: _Scratch,
     *,
     logit_scale: float,
     softcap: float | None,
     need_grad: bool,
-    **token_loss_options: Any,
 ) -> _RowPass:
     """Statistics, KL and gradient of a few rows of logits `x` [n, V], against `ref`'s."""
     t = _temperature_column(operands.temperature, slice(None))
@@ -686,16 +659,7 @@ def _row_pass(
         reference, *_ = _softmax(ref, operands.tokens, t, logit_scale, softcap)
         gap = _gap(x, ref, soft, reference, t, logit_scale, softcap)
         full_kl = _full_kl(soft, reference, gap)
-    token = token_loss(
-        logprobs,
-        full_kl,
-        operands.old_logprobs,
-        operands.advantages,
-        operands.weights,
-        importance_weights=operands.importance_weights,
-        ref_logprobs=operands.ref_logprobs,
-        **token_loss_options,
-    )
+    token = token_loss(logprobs, full_kl, operands, objective)
     grad = None
     if need_grad:
         grad = _row_gradient(
@@ -767,7 +731,7 @@ def ppo_loss(
             _put(grad, (~valid).nonzero().squeeze(-1), 0.0)
     if kl_estimator != "full":
         ref_logits = None
-    operands = _PerToken(
+    operands = PerToken(
         tokens,
         old_logprobs,
         advantages,
@@ -776,13 +740,7 @@ def ppo_loss(
         ref_logprobs,
         temperature,
     )
-    options: dict[str, Any] = {
-        "clip_low": clip_low,
-        "clip_high": clip_high,
-        "dual_clip": dual_clip,
-        "kl_coef": kl_coef,
-        "entropy_coef": entropy_coef,
-    }
+    objective = Objective(clip_low, clip_high, dual_clip, kl_coef, kl_estimator, entropy_coef)
     count = n if kept is None else kept.numel()
     # In place, e^t is written over the logits: the full KL would read them once more.
     written = None
@@ -794,17 +752,16 @@ def ppo_loss(
             _take(logits, rows),
             None if ref_logits is None else _take(ref_logits, rows),
             operands.at(rows),
+            objective,
             scratch,
             logit_scale=logit_scale,
             softcap=softcap,
             need_grad=need_grad,
-            kl_estimator=kl_estimator,
-            **options,
         )
         logprobs[rows], entropy[rows], kl[rows] = done.logprobs, done.entropy, done.token.kl
         if grad is not None and done.grad is not None and written is None:
             _put(grad, rows, done.grad.to(grad.dtype))
-    sums = operands.sums(logprobs, entropy, kl, **options)
+    sums = loss_sums(logprobs, entropy, kl, operands, objective)
     return PPORows(sums, logprobs, entropy, kl, grad)
 
 
@@ -922,14 +879,8 @@ def linear_ppo_loss(
     head, head_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     wide = accumulation_dtype(dtype)
     logprobs, entropy, kl = (hidden.new_zeros(n, dtype=wide) for _ in range(3))
-    options: dict[str, Any] = {
-        "clip_low": clip_low,
-        "clip_high": clip_high,
-        "dual_clip": dual_clip,
-        "kl_coef": kl_coef,
-        "entropy_coef": entropy_coef,
-    }
-    operands = _PerToken(
+    objective = Objective(clip_low, clip_high, dual_clip, kl_coef, kl_estimator, entropy_coef)
+    operands = PerToken(
         tokens,
         old_logprobs,
         advantages,
@@ -960,12 +911,11 @@ def linear_ppo_loss(
                 logits[part],
                 None if ref_logits is None else ref_logits[part],
                 chunk_operands.at(part),
+                objective,
                 scratch,
                 logit_scale=logit_scale,
                 softcap=softcap,
                 need_grad=any(need),
-                kl_estimator=kl_estimator,
-                **options,
             )
             parts.append(torch.stack([done.logprobs, done.entropy, done.token.kl]))
             if done.grad is not None:
@@ -985,7 +935,7 @@ def linear_ppo_loss(
                 rows = start + order if kept is None else kept[start + order]
                 x = x[order]
             grads.add(rows, logits[:size], x, head)
-    sums = operands.sums(logprobs, entropy, kl, **options)
+    sums = loss_sums(logprobs, entropy, kl, operands, objective)
     return LinearPPORows(sums, logprobs, entropy, kl, *grads.finished(weight, bias))
 
 
