@@ -4,9 +4,9 @@
 it.
 """
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 setup(
-    packages=["fastppo", "fastppo.recipes", "fastppo.rollout", "fastppo_kernels"],
+    packages=[*find_packages(include=["fastppo", "fastppo.*"]), "fastppo_kernels"],
     package_dir={"fastppo_kernels": "kernels/fastppo_kernels"},
 )

@@ -4,7 +4,7 @@ python -m benchmarks                  the set of this device: minutes
 python -m benchmarks --quick          within a minute
 python -m benchmarks claims           the ratios that are promised for a CPU, PASS or FAIL
 python -m benchmarks page RESULTS     pictures and page of a results file
-python -m benchmarks readme           the README's table from benchmarks/results
+python -m benchmarks docs             docs/benchmarks.md and the README's numbers
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def build_parser(prog: str = "python -m benchmarks") -> argparse.ArgumentParser:
         "command",
         nargs="?",
         default="run",
-        choices=("run", "claims", "page", "readme"),
+        choices=("run", "claims", "page", "docs"),
         help="run (the default): a set; claims: the ratios promised for a CPU; page: pictures and "
-        "page of a results file; readme: the README's table from benchmarks/results",
+        "page of a results file; docs: docs/benchmarks.md and the README's numbers from "
+        "benchmarks/results",
     )
     parser.add_argument("results", nargs="?", type=Path, help="of page: a results file")
     parser.add_argument("--quick", action="store_true", help="small shapes, within a minute")
@@ -52,12 +53,13 @@ def build_parser(prog: str = "python -m benchmarks") -> argparse.ArgumentParser:
         help="only this case; may be repeated",
     )
     parser.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda")
-    parser.add_argument("--threads", type=int, help="CPU threads of torch; default: torch's own")
+    parser.add_argument(
+        "--threads", type=int, help="CPU threads of torch; default: what torch chooses"
+    )
     parser.add_argument(
         "--seconds",
         type=float,
-        help="begin no case after this many seconds; default: the set's own, within ten minutes "
-        "or one",
+        help="start no case after this many seconds; default: the set's, within ten minutes or one",
     )
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument(
@@ -69,8 +71,8 @@ def build_parser(prog: str = "python -m benchmarks") -> argparse.ArgumentParser:
     parser.add_argument(
         "--keep",
         action="store_true",
-        help="also write benchmarks/results/<device>.json, from which the README's table is made; "
-        "of claims: add them to that file",
+        help="also write benchmarks/results/<device>.json, from which `docs` writes; of claims: "
+        "add them to that file",
     )
     return parser
 
@@ -89,8 +91,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m benchmar
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     console = report.console()
-    if options.command == "readme":
-        return _readme(console)
+    if options.command == "docs":
+        return _docs(console)
     if options.command == "claims":
         return _claims(options, console)
     if options.command in ("page", "run"):
@@ -135,7 +137,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, console: 
     paths = [options.out / "results.json"]
     if options.keep:
         paths.append(report.results_path(record))
-        if paths[-1].exists():  # what was measured by `claims`, with its own date, stays
+        if paths[-1].exists():  # what was measured by `claims`, with its date, stays
             record["claims"] = report.read(paths[-1]).get("claims", [])
     for path in paths:
         report.write(record, path)
@@ -162,11 +164,11 @@ def _claims(options: argparse.Namespace, console: Console) -> int:
         return 1
     load = os.getloadavg() if hasattr(os, "getloadavg") else None
     with _progress(console) as progress:
-        found = claims.measure_claims(progress)
-    claims.print_claims(found, console)
+        measured = claims.measure_claims(progress)
+    claims.print_claims(measured, console)
     if options.keep:
         record = report.read(path)
-        record["claims"] = claims.describe(found)
+        record["claims"] = claims.describe(measured)
         record["claims_measured"] = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "threads": torch.get_num_threads(),
@@ -174,14 +176,16 @@ def _claims(options: argparse.Namespace, console: Console) -> int:
         }
         report.write(record, path)
         console.print(f"written {path}", style="dim", highlight=False, markup=False)
-    return int(any(claim.verdict == "FAIL" for claim in found))
+    return int(any(claim.verdict == "FAIL" for claim in measured))
 
 
-def _readme(console: Console) -> int:
-    from benchmarks import readme
+def _docs(console: Console) -> int:
+    from benchmarks import docs
 
-    changed = readme.update()
-    console.print("README.md: " + ("written" if changed else "is what the results say"))
+    changed = docs.update()
+    for path in (docs.PAGE, docs.README):
+        state = "written" if path in changed else "is what the results say"
+        console.print(f"{path.relative_to(docs.ROOT)}: {state}", highlight=False)
     return 0
 
 

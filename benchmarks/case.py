@@ -32,7 +32,7 @@ MASK_BYTES = 1
 
 
 class Truth(NamedTuple):
-    """An output in fp64 (a large gradient may be kept in fp32), and the size of its entries, in
+    """An output in fp64 (a large gradient may be held in fp32), and the size of its entries, in
     which errors are stated."""
 
     values: Tensor

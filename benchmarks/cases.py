@@ -53,17 +53,19 @@ _SEQUENCES = {"gae": gae_case, "advantages": advantages_case, "whiten": whiten_c
 
 def cases(work: Work, names: tuple[str, ...] = tuple(NAMES)) -> list[Case]:
     """The cases of a set, restricted to `names`; sweeps apart."""
-    found: list[Case] = []
+    chosen: list[Case] = []
     for builders, shapes in ((_LOGITS, work.logits), (_LINEAR, work.linear)):
         for shape in shapes:
             for name, variants in builders.items():
                 if name in names:
-                    found += [build(shape, work.dtype) for build in variants]
+                    chosen += [build(shape, work.dtype) for build in variants]
     for sequences in work.sequences:
-        found += [build(sequences) for name, build in _SEQUENCES.items() if name in names]
-    found += [update_case(shape, work.dtype) for shape in work.update if "update" in names]
-    found += [iteration_case(shape, work.dtype) for shape in work.iteration if "iteration" in names]
-    return found
+        chosen += [build(sequences) for name, build in _SEQUENCES.items() if name in names]
+    chosen += [update_case(shape, work.dtype) for shape in work.update if "update" in names]
+    chosen += [
+        iteration_case(shape, work.dtype) for shape in work.iteration if "iteration" in names
+    ]
+    return chosen
 
 
 def sweep_cases(sweep: Sweep, dtype: torch.dtype) -> list[tuple[int, Case]]:

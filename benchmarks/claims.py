@@ -1,7 +1,7 @@
 """The project's claims for a CPU, as ratios of one run: `python -m benchmarks claims`.
 
 Each is the median of quotients of neighbouring calls, FastPPO's and the other's by turns, so that a
-busy machine slows both and the quotient stands. Providers are checked against fp64 first.
+busy machine slows both and leaves their ratio. Providers are checked against fp64 first.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _iteration(progress: run.Progress, options: trl_iteration.Options) -> Iterat
         f"a PPO iteration of a tiny model ({options.batch} episodes of {options.prompt} + "
         f"{options.response} tokens, {options.epochs} epochs): episodes per second over TRL's"
     )
-    progress("a PPO iteration beside TRL's, in a process of its own")
+    progress("a PPO iteration beside TRL's, in a separate process")
     with tempfile.TemporaryDirectory() as folder:
         # As anyone runs the script: what ran here before has left the allocator in another state.
         path = Path(folder) / "iteration.json"

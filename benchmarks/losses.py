@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from fastppo_kernels.records import Projection, Softmax
 from torch import Tensor
 
 import fastppo
@@ -80,7 +81,7 @@ def draw_logits(shape: Tokens, dtype: torch.dtype, seed: int, device: torch.devi
     generator = torch.Generator().manual_seed(seed)
     logits = draw_normal((shape.n, shape.model.vocab), dtype, device, seed).mul_(2)
     tokens = torch.randint(shape.model.vocab, (shape.n,), generator=generator).to(device)
-    # Old logprobs are drawn around the logits' own: fp32 is close enough to know the ratios.
+    # Old logprobs are drawn around those of the logits: fp32 is close enough to know the ratios.
     logprobs = _logprobs(lambda rows: logits[rows].float(), tokens, shape.model.vocab)
     inputs = _token_inputs(logprobs, generator)
     return {"logits": logits.requires_grad_(), "tokens": tokens, **inputs}
@@ -129,10 +130,10 @@ def _exact_loss(entropy_coef: float, with_gradient: bool) -> Callable[[Inputs], 
             if grad is not None:
                 grad[rows] = torch.autograd.grad(losses.sum() / n, x)[0].float()
         loss = torch.tensor(total / n, dtype=torch.float64, device=logits.device)
-        found = {"loss": Truth(loss, size / n)}
+        truths = {"loss": Truth(loss, size / n)}
         if grad is not None:
-            found["logits_grad"] = Truth(grad, grad.abs().max().item())
-        return found
+            truths["logits_grad"] = Truth(grad, grad.abs().max().item())
+        return truths
 
     return truth
 
@@ -181,7 +182,7 @@ def our_loss(
 
 
 def _around(stats: Stats) -> Callable[..., Tensor]:
-    """A loss like the case's own around a peer's logprobs (and entropy)."""
+    """The case's loss around a peer's logprobs (and entropy)."""
 
     def loss(*arguments: Tensor | float) -> Tensor:
         *operands, old, advantages, entropy_coef = arguments
@@ -193,7 +194,7 @@ def _around(stats: Stats) -> Callable[..., Tensor]:
 
 GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 """Of a gradient's largest entry. fp32: sums of 10⁵ terms and exponentials; bf16: its rounding is
-2⁻⁹ of an entry, and the token's own column meets it twice (1 − p, then the product)."""
+2⁻⁹ of an entry, and the token's column meets it twice (1 − p, then the product)."""
 
 
 def loss_case(
@@ -215,10 +216,10 @@ def loss_case(
         call = loss_from(loss.call, entropy_coef, of)
 
         def without_the_last_rows(inputs: Inputs) -> Outputs:
-            found = call(inputs)
+            outputs = call(inputs)
             if of:
-                found["logits_grad"] = found["logits_grad"][:, :-1]
-            return found
+                outputs["logits_grad"] = outputs["logits_grad"][:, :-1]
+            return outputs
 
         return (Provider("Liger-Kernel", without_the_last_rows, prepare=loss.prepare),)
 
@@ -226,12 +227,12 @@ def loss_case(
     if with_gradient:
         inplace = loss_from(partial(our_loss, inplace=True), entropy_coef, of)
         providers.insert(1, Provider("FastPPO, in place", inplace, writes=("logits",)))
-    found = [
+    peers_of_case = [
         Peer("TRL", "trl", lambda d: (provider("TRL", _around(peers.trl_stats(d))),)),
         Peer("verl", "verl", lambda d: (provider("verl", peers.verl_loss(d)),)),
     ]
     if not entropy_coef:
-        found.append(Peer("Liger-Kernel", "liger-kernel", liger))
+        peers_of_case.append(Peer("Liger-Kernel", "liger-kernel", liger))
     return Case(
         name if entropy_coef else f"{name}, no entropy",
         str(shape),
@@ -248,7 +249,7 @@ def loss_case(
         providers=tuple(providers),
         compiled=(provider("torch.compile", lambda *a: compiled(eager_loss)(*a)),),
         tolerance=GRADIENT_TOLERANCE[dtype],
-        peers=tuple(found),
+        peers=tuple(peers_of_case),
         notes={"Liger-Kernel": NO_ENTROPY} if entropy_coef else {},
     )
 
@@ -515,9 +516,9 @@ def linear_loss_case(
         exact = _around(peers.cce_linear_stats(device, filter_eps=None))
         return usual, provider("Cut Cross-Entropy, unfiltered", exact)
 
-    found = [Peer("verl", "verl", verl)]
+    peers_of_case = [Peer("verl", "verl", verl)]
     if not entropy_coef:
-        found += [
+        peers_of_case += [
             Peer("TRL", "trl", lambda d: (provider("TRL", _around(peers.trl_linear_stats(d))),)),
             Peer("Liger-Kernel", "liger-kernel", liger),
             Peer(
@@ -550,7 +551,7 @@ def linear_loss_case(
         ),
         compiled=(provider("torch.compile", lambda *a: compiled(eager_linear_loss)(*a)),),
         tolerance=LINEAR_TOLERANCE[dtype],
-        peers=tuple(found),
+        peers=tuple(peers_of_case),
         notes=notes if entropy_coef else {},
     )
 
@@ -569,7 +570,7 @@ def _our_linear_stats(
     return fastppo.linear_token_logprobs(hidden, weight, tokens), None
 
 
-ONE_KERNEL = "fastppo_kernels.linear_stats"
+ONE_KERNEL = "fastppo_kernels.triton_linear_stats"
 
 
 def _one_kernel() -> Stats | None:
@@ -577,7 +578,12 @@ def _one_kernel() -> Stats | None:
     if importlib.util.find_spec(ONE_KERNEL) is None:
         return None
     function = importlib.import_module(ONE_KERNEL).linear_token_stats
-    return lambda hidden, weight, tokens: function(hidden, weight, tokens)[:2]
+
+    def stats(hidden: Tensor, weight: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        row_stats = function(Projection(hidden, weight), tokens, Softmax())
+        return row_stats.logprobs, row_stats.entropy
+
+    return stats
 
 
 def _exact_linear_stats(inputs: Inputs) -> dict[str, Truth]:
@@ -622,7 +628,7 @@ def linear_logprobs_case(shape: Tokens, dtype: torch.dtype) -> Case:
         assert stats is not None
         return (provider("FastPPO, one kernel", stats),)
 
-    own = (Peer("FastPPO, one kernel", "torch", one_kernel),) if _one_kernel() else ()
+    one_kernel_peers = (Peer("FastPPO, one kernel", "torch", one_kernel),) if _one_kernel() else ()
     return Case(
         "linear logprobs",
         str(shape),
@@ -641,7 +647,7 @@ def linear_logprobs_case(shape: Tokens, dtype: torch.dtype) -> Case:
         compiled=(provider("torch.compile", lambda *a: compiled(eager_linear_stats)(*a)),),
         tolerance=LINEAR_STATS_TOLERANCE[dtype],
         peers=(
-            *own,
+            *one_kernel_peers,
             Peer("TRL", "trl", lambda d: (provider("TRL", peers.trl_linear_stats(d)),)),
             Peer("verl", "verl", verl),
             Peer(

@@ -103,13 +103,13 @@ def measure_ceilings(device: torch.device, dtypes: Sequence[torch.dtype]) -> Cei
     copy = 2 * source.nbytes / _best(lambda: target.copy_(source), device)
     matmul = {}
     for dtype in dict.fromkeys(dtypes):
-        found = []
+        rates = []
         for rows, inner, columns in MATMUL_SHAPES[device.type]:
             a = torch.randn(rows, inner, device=device).to(dtype)
             b = torch.randn(columns, inner, device=device).to(dtype).T
             out = torch.empty(rows, columns, device=device, dtype=dtype)
-            found.append(2 * rows * inner * columns / _best(_matmul(a, b, out), device))
-        matmul[dtype_name(dtype)] = max(found)
+            rates.append(2 * rows * inner * columns / _best(_matmul(a, b, out), device))
+        matmul[dtype_name(dtype)] = max(rates)
     return Ceilings(copy, matmul)
 
 
@@ -119,10 +119,10 @@ def _matmul(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], Tensor]:
 
 def _best(call: Callable[[], object], device: torch.device) -> float:
     call()
-    found = [_seconds(call, device)[0] for _ in range(3)]
-    while len(found) < CEILING_CALLS and sum(found) < CEILING_SECONDS:
-        found.append(_seconds(call, device)[0])
-    return min(found)
+    seconds = [_seconds(call, device)[0] for _ in range(3)]
+    while len(seconds) < CEILING_CALLS and sum(seconds) < CEILING_SECONDS:
+        seconds.append(_seconds(call, device)[0])
+    return min(seconds)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> tuple[float, float | None]:
@@ -215,11 +215,11 @@ def ratio_in_turns(
     gc.collect()
     for turn in range(turns):
         order = [numerator, denominator]
-        found = [
+        timings = [
             _seconds(functools.partial(call, turn), cpu)[0]
             for call in (order if turn % 2 == 0 else order[::-1])
         ]
-        first, second = found if turn % 2 == 0 else found[::-1]
+        first, second = timings if turn % 2 == 0 else timings[::-1]
         taken.append((first, second))
     quotients = [first / second for first, second in taken]
     medians = tuple(statistics.median(column) for column in zip(*taken, strict=True))
@@ -282,8 +282,8 @@ def max_error(x: Tensor, truth: Tensor) -> float:
 
 
 def mean_error(x: Tensor, truth: Tensor) -> float:
-    """mean |x − truth| over mean |truth|: what the largest entries of a gradient, the tokens' own,
-    hide from `max_error`."""
+    """mean |x − truth| over mean |truth|: shows what a gradient's largest entries, in the tokens'
+    columns, hide from `max_error`."""
     total = scale = 0.0
     for gap, size in _gaps(x, truth):
         total += gap.sum().item()

@@ -1,10 +1,10 @@
 """How each peer is called: one small function per package and operation, and nothing copied.
 
 Every function here takes the device, imports its package, and returns callables with the signature
-of the case that they stand in. `UnsupportedError` says what a package cannot do on that device; an
+of the case that they are in. `UnsupportedError` says what a package cannot do on that device; an
 ImportError or AttributeError of a package that has changed is reported in its row. A loss or a loop
-that a package has only inside a trainer's method cannot be called: then its own logprobs are used,
-and the loss around them is `clipped_loss`, which is what those trainers spell out.
+that a package has only inside a trainer's method cannot be called: then the package's logprobs are
+used, and the loss around them is `clipped_loss`, which is what those trainers spell out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NEEDS_GPU = "its Triton kernel needs a GPU"
 
 
 class Loss(NamedTuple):
-    """A loss with its gradient, called like the case's own, and what it wants done beforehand."""
+    """A loss with its gradient, called like the case's loss, and what it wants done beforehand."""
 
     call: Callable[..., Tensor]
     prepare: Callable[[Inputs], Inputs] | None = None
@@ -88,7 +88,7 @@ def trl_stats(device: torch.device) -> Stats:
 
 
 def trl_linear_stats(device: torch.device) -> Stats:
-    """The function behind `patch_chunked_lm_head`, which its GRPO trainers put in a model."""
+    """The function under `patch_chunked_lm_head`, which its GRPO trainers put in a model."""
     function = _module("trl.trainer.utils")._ChunkedLogProbFunction
     chunk = 8192  # columns; its trainers leave the size to the user
 
@@ -102,7 +102,7 @@ def trl_linear_stats(device: torch.device) -> Stats:
 
 def trl_whiten(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
     function = _module("trl.experimental.ppo.ppo_trainer").masked_whiten
-    # Padding is zeroed behind it, as its trainer does.
+    # Padding is zeroed after it, as its trainer does.
     return lambda x, mask: function(x, mask).masked_fill(~mask, 0.0)
 
 
@@ -133,7 +133,7 @@ def verl_loss(device: torch.device) -> Callable[..., Tensor]:
         logits: Tensor, tokens: Tensor, old: Tensor, advantages: Tensor, entropy_coef: float
     ) -> Tensor:
         logprobs, entropy = stats(logits, tokens, with_entropy=bool(entropy_coef))
-        found = policy_loss(
+        policy_term = policy_loss(
             old_log_prob=old[None],
             log_prob=logprobs[None],
             advantages=advantages[None],
@@ -141,7 +141,7 @@ def verl_loss(device: torch.device) -> Callable[..., Tensor]:
             cliprange=CLIP_RATIO,
             clip_ratio_c=1e9,
         )[0]
-        return found if entropy is None else found - entropy_coef * entropy.mean()
+        return policy_term if entropy is None else policy_term - entropy_coef * entropy.mean()
 
     return loss
 
@@ -326,5 +326,5 @@ def quack_linear_stats(device: torch.device) -> Stats:
 
 def transformers_cross_entropy(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
     function = _module("transformers.loss.loss_utils").ForCausalLMLoss
-    # shift_labels: labels that stand at their logits already, so that nothing is shifted.
+    # shift_labels: labels that are at their logits already, so that nothing is shifted.
     return lambda logits, tokens: function(logits, None, logits.shape[-1], shift_labels=tokens)

@@ -130,7 +130,7 @@ def _bars(
         _title(panel, case["case"], case["shape"])
         panel.grid(axis="y", visible=False)
         panel.tick_params(axis="y", length=0)
-        room = 1.62  # for the labels behind the bars
+        room = 1.62  # for the labels after the bars
         top = max([*values, 1e-9])
         if limit is not None and top > 0.55 * limit:
             panel.axvline(limit, color=style.INK, lw=1, ls=(0, (4, 3)))
@@ -205,14 +205,14 @@ def _lines(panel: Any, sweep: dict[str, Any], field: str, unit: Callable[[float]
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     for provider in sweep["growth"]:
-        found = [
+        points = [
             (point["size"], row[field])
             for point in sweep["points"]
             for row in point["rows"]
             if row["provider"] == provider and row[field]
         ]
-        if found:
-            panel.plot(*zip(*found, strict=True), **_line_style(provider))
+        if points:
+            panel.plot(*zip(*points, strict=True), **_line_style(provider))
     sizes = [point["size"] for point in sweep["points"]]
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")

@@ -43,8 +43,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def console() -> Console:
-    found = Console()
-    return found if found.is_terminal else Console(width=WIDTH)
+    terminal = Console()
+    return terminal if terminal.is_terminal else Console(width=WIDTH)
 
 
 def ceilings_line(record: dict[str, Any]) -> str:
@@ -128,7 +128,7 @@ def _fixed(sweep: dict[str, Any]) -> str:
 
 def left_out(record: dict[str, Any]) -> list[tuple[str, bool]]:
     """(line, whether it is no fault) for each provider without a time, with its cases."""
-    told: dict[tuple[str, str, str], list[str]] = {}
+    reported: dict[tuple[str, str, str], list[str]] = {}
     points = [
         {**point, "case": f"{sweep['case']} over {sweep['variable']}"}
         for sweep in record.get("sweeps", [])
@@ -138,13 +138,13 @@ def left_out(record: dict[str, Any]) -> list[tuple[str, bool]]:
         for row in case["rows"]:
             if row["detail"]:
                 key = (row["provider"], row["status"], row["detail"])
-                told.setdefault(key, []).append(case["case"])
+                reported.setdefault(key, []).append(case["case"])
     return [
         (
             f"{provider} is {status} ({'; '.join(dict.fromkeys(where))}): {detail}",
             status in FAINT,
         )
-        for (provider, status, detail), where in told.items()
+        for (provider, status, detail), where in reported.items()
     ]
 
 

@@ -102,27 +102,27 @@ def _run_case(
     memory: dict[str, int] = {}
     for provider, _ in right:
         progress(f"weighing {provider.name}")
-        own = prepared[provider.name]
-        saved = _saved(provider, own)
+        prepared_inputs = prepared[provider.name]
+        saved = _saved(provider, prepared_inputs)
         try:
             memory[provider.name] = measure.peak_extra_memory(
-                functools.partial(provider.call, own), device
+                functools.partial(provider.call, prepared_inputs), device
             )
         except Exception as raised:  # as in `check`
             rows[provider.name] = Row(provider.name, "failed", _one_line(raised))
-        _restore(own, saved)
-    right = [found for found in right if found[0].name in memory]
+        _restore(prepared_inputs, saved)
+    right = [pair for pair in right if pair[0].name in memory]
     del prepared
     progress("timing")
     bytes_per_set = sum(x.nbytes for x in inputs.values())
     length = measure.rotation_length(bytes_per_set, device)
     rotation = [inputs, *(case.draw(seed, device) for seed in range(1, length))]
     rotations = {p.name: [_prepare(p, x) for x in rotation] for p, _ in right}
-    kept = {p.name: [_saved(p, x) for x in rotations[p.name]] for p, _ in right if p.writes}
+    originals = {p.name: [_saved(p, x) for x in rotations[p.name]] for p, _ in right if p.writes}
 
     def restore(name: str, index: int) -> None:
-        if name in kept:
-            _restore(rotations[name][index], kept[name][index])
+        if name in originals:
+            _restore(rotations[name][index], originals[name][index])
 
     timings = measure.time_in_turns(
         {provider.name: provider.call for provider, _ in right},
@@ -147,8 +147,8 @@ def _providers(
     case: Case, device: torch.device, compiled: bool
 ) -> tuple[list[Provider], dict[str, Row | Any]]:
     """(providers to run, rows in the order of the table with those that cannot run filled in)."""
-    found = [*case.providers, *(case.compiled if compiled else ())]
-    rows: dict[str, Row | Any] = {provider.name: None for provider in found}
+    providers = [*case.providers, *(case.compiled if compiled else ())]
+    rows: dict[str, Row | Any] = {provider.name: None for provider in providers}
     for name, reason in case.notes.items():
         if name != "torch.compile" or compiled:
             rows[name] = Row(name, "unsupported", reason)
@@ -164,9 +164,9 @@ def _providers(
         except Exception as error:  # an import may raise anything, and the others still have to run
             rows[peer.name] = Row(peer.name, "unsupported", _one_line(error))
             continue
-        found += built
+        providers += built
         rows |= dict.fromkeys(provider.name for provider in built)
-    return found, rows
+    return providers, rows
 
 
 def _one_line(error: Exception) -> str:
@@ -183,12 +183,12 @@ def check(
     case: Case, provider: Provider, inputs: Inputs, truth: dict[str, case_module.Truth]
 ) -> Row | float | None:
     """The provider's error if it is right (None for a bound), else its row. It warms it up, too."""
-    own = inputs
+    prepared_inputs = inputs
     saved: dict[str, Tensor] = {}
     try:
-        own = _prepare(provider, inputs)
-        saved = _saved(provider, own)
-        outputs = provider.call(own)
+        prepared_inputs = _prepare(provider, inputs)
+        saved = _saved(provider, prepared_inputs)
+        outputs = provider.call(prepared_inputs)
         if provider.is_bound:
             return None
         if case.truth_of_outputs is not None:
@@ -208,7 +208,7 @@ def check(
     except Exception as error:  # a peer may raise anything, and the others still have to run
         return Row(provider.name, "failed", _one_line(error))
     finally:
-        _restore(own, saved)
+        _restore(prepared_inputs, saved)
     worst = max(errors, key=lambda name: errors[name])
     if not errors[worst] <= case.tolerance:
         detail = f"{worst} is off by {errors[worst]:.1e}, allowed {case.tolerance:.0e}"
@@ -243,7 +243,7 @@ SECONDS_OF_COMPILING = 12
 TIMES_THE_BYTES, TIMES_THE_FLOP = 8, 2
 FP64_SHARE = 1 / 15
 """For the estimate: what compiling a function takes, how often a middling provider moves the bytes
-and does the FLOP, and how fast fp64 products are beside the case's own."""
+and does the FLOP, and how fast fp64 products are beside the case's dtype."""
 
 
 def estimate_seconds(case: Case, work: Work, ceilings: Ceilings, *, compiled: bool) -> float:
@@ -275,19 +275,19 @@ def run(
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "set": work.name,
         "device": describe_device(device),
-        # torch's own name for itself says which build it is: 2.11.0+cu130
+        # torch's version string says which build it is: 2.11.0+cu130
         "packages": {name: _version(name) for name in PACKAGES} | {"torch": torch.__version__},
         "load_average_before": _load_average(),
     }
     progress("ceilings: a copy and matrix products")
-    every = [*chosen, *(case for found in points.values() for _, case in found)]
+    every = [*chosen, *(case for sized in points.values() for _, case in sized)]
     ceilings = measure.measure_ceilings(device, [case.dtype for case in every])
     short = for_sweeps(work)
     estimate = sum(estimate_seconds(c, work, ceilings, compiled=compiled) for c in chosen)
-    for found in points.values():
-        estimate += sum(estimate_seconds(c, short, ceilings, compiled=False) for _, c in found)
+    for sized in points.values():
+        estimate += sum(estimate_seconds(c, short, ceilings, compiled=False) for _, c in sized)
     progress(
-        f"{len(every)} cases, about {min(estimate, work.seconds):.0f} s; none is begun after "
+        f"{len(every)} cases, about {min(estimate, work.seconds):.0f} s; none starts after "
         f"{work.seconds:.0f} s"
     )
 
@@ -320,8 +320,8 @@ def run(
     results = [step(case, work, compiled) for case in chosen]
     record["cases"] = [describe(result) for result in results]
     record["sweeps"] = [
-        describe_sweep(sweep, [(size, step(case, short, False)) for size, case in found])
-        for sweep, found in points.items()
+        describe_sweep(sweep, [(size, step(case, short, False)) for size, case in sized])
+        for sweep, sized in points.items()
     ]
     record["load_average_after"] = _load_average()
     record["seconds"] = round(time.monotonic() - start, 1)
@@ -385,12 +385,16 @@ def describe_sweep(sweep: Sweep, points: list[tuple[int, Result]]) -> dict[str, 
             if row.timing is not None:
                 series.setdefault(row.provider, []).append((size, row))
     growth = {}
-    for provider, found in series.items():
-        sizes = [float(size) for size, _ in found]
+    for provider, measured in series.items():
+        sizes = [float(size) for size, _ in measured]
         growth[provider] = {
-            "sizes": len(found),
-            "time": measure.growth_exponent(sizes, [r.timing.median for _, r in found if r.timing]),
-            "memory": measure.growth_exponent(sizes, [r.peak_extra_bytes or 0 for _, r in found]),
+            "sizes": len(measured),
+            "time": measure.growth_exponent(
+                sizes, [r.timing.median for _, r in measured if r.timing]
+            ),
+            "memory": measure.growth_exponent(
+                sizes, [r.peak_extra_bytes or 0 for _, r in measured]
+            ),
         }
     return {
         "case": points[0][1].case.name,
@@ -429,7 +433,7 @@ def device_name(device: torch.device) -> str:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    machine: dict[str, Any] = {
         "name": device_name(device),
         "type": device.type,
         "threads": torch.get_num_threads(),
@@ -438,6 +442,6 @@ def describe_device(device: torch.device) -> dict[str, Any]:
         "system": platform.system(),
     }
     if device.type == "cuda":
-        found["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory
-        found["cuda"] = torch.version.cuda
-    return found
+        machine["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory
+        machine["cuda"] = torch.version.cuda
+    return machine

@@ -29,7 +29,7 @@ from benchmarks.peers import GAMMA, KL_COEF, LAM
 from benchmarks.shapes import Sequences
 
 LOOP = "Python loop"
-"""The loop over time of every trainer that has no kernel for it; TRL's stands inside
+"""The loop over time of every trainer that has no kernel for it; TRL's is inside
 `PPOTrainer.train`, where it cannot be called."""
 
 SEQUENCE_TOLERANCE = 1e-4
@@ -115,7 +115,7 @@ def _our_gae(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Ten
 
 NOT_FOR_A_LOOP = {
     "torch.compile": "the loop over T unrolls into a graph of T steps",
-    "TRL": f"its loop stands inside PPOTrainer.train; see {LOOP}, which is the same",
+    "TRL": f"its loop is inside PPOTrainer.train; see {LOOP}, which is the same",
 }
 
 
@@ -200,8 +200,8 @@ def _advantages_from(
 
 
 def _exact_whitened(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    kept = x[mask]
-    return np.where(mask, (x - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8), 0.0)
+    unmasked = x[mask]
+    return np.where(mask, (x - unmasked.mean()) / np.sqrt(unmasked.var(ddof=1) + 1e-8), 0.0)
 
 
 def _advantages_truth(inputs: Inputs) -> dict[str, Truth]:

@@ -1,7 +1,7 @@
 """What is measured: today's models by name, and the sets of work for a CPU and for a GPU.
 
 Sizes are those of the models' published configurations, padding of the embedding included, because
-the lm-head computes the padding too. A case names a model; no size stands anywhere else.
+the lm-head computes the padding too. A case names a model; sizes are defined here alone.
 """
 
 from __future__ import annotations

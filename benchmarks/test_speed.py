@@ -24,31 +24,31 @@ Prepared = tuple[measure.Inputs, dict[str, Any]]
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     work = SETS[DEVICE.type, metafunc.config.getoption("--set")]
-    found = []
+    parameters = []
     for case in cases.cases(work):
         makers: list[Provider | Peer] = [*case.providers, *case.compiled, *case.peers]
         for maker in makers:
             name = f"{case.name}, {case.shape}: {maker.name}".replace("=", " ")
-            found.append(pytest.param(case, maker, id=name))
-    metafunc.parametrize(("case", "maker"), found)
+            parameters.append(pytest.param(case, maker, id=name))
+    metafunc.parametrize(("case", "maker"), parameters)
 
 
 @pytest.fixture(scope="module")
 def prepared() -> Iterator[dict[str, Any]]:
     """Inputs and truth of the case at hand; those of the last one are dropped."""
-    kept: dict[str, Any] = {}
-    yield kept
-    if kept:
-        kept["case"].release()
+    current: dict[str, Any] = {}
+    yield current
+    if current:
+        current["case"].release()
 
 
-def _inputs(case: Case, kept: dict[str, Any]) -> Prepared:
-    if kept.get("case") is not case:
-        if kept:
-            kept["case"].release()
+def _inputs(case: Case, current: dict[str, Any]) -> Prepared:
+    if current.get("case") is not case:
+        if current:
+            current["case"].release()
         inputs = case.draw(0, DEVICE)
-        kept.update(case=case, inputs=inputs, truth=case.truth(inputs))
-    return kept["inputs"], kept["truth"]
+        current.update(case=case, inputs=inputs, truth=case.truth(inputs))
+    return current["inputs"], current["truth"]
 
 
 def _providers(maker: Provider | Peer) -> tuple[Provider, ...]:
@@ -70,15 +70,15 @@ def test_speed(case: Case, maker: Provider | Peer, prepared: Any, benchmark: Any
     if isinstance(checked, run.Row):
         pytest.fail(f"{provider.name} is {checked.status}: {checked.detail}", pytrace=False)
     rotation = [case.draw(seed, DEVICE) for seed in range(1, 1 + ROUNDS)]
-    own = [x if provider.prepare is None else provider.prepare(x) for x in rotation]
+    rounds = [x if provider.prepare is None else provider.prepare(x) for x in rotation]
 
-    def call(given: measure.Inputs) -> None:
-        provider.call(given)
+    def call(one: measure.Inputs) -> None:
+        provider.call(one)
         measure.synchronize(DEVICE)
 
     def fresh() -> tuple[tuple[measure.Inputs], dict[str, Any]]:
-        # A provider that writes over its inputs gets a set of its own in each round.
-        return (own.pop(),), {}
+        # A provider that writes over its inputs gets a fresh set in each round.
+        return (rounds.pop(),), {}
 
     benchmark.group = f"{case.name}, {case.shape}"
     benchmark.extra_info |= {

@@ -134,8 +134,8 @@ class Lab:
     def trainer(self, loss_path: str) -> Any:
         from rich.console import Console
 
-        from fastppo.config import PPOConfig
-        from fastppo.trainer import PPOTrainer
+        from fastppo.ppo.config import PPOConfig
+        from fastppo.ppo.trainer import PPOTrainer
 
         if loss_path not in self.trainers:
             assert self.folder is not None
@@ -240,7 +240,7 @@ class _Learner(NamedTuple):
     """Of softmax, values and losses."""
 
 
-def _appraise(
+def _make_experience(
     learner: _Learner, parts: list[Tensor], prompt: int, scores: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Old logprobs, values, whitened advantages, returns: [B, R] each."""
@@ -266,7 +266,7 @@ def _update(
 ) -> dict[str, Tensor]:
     """One PPO update as a tutorial writes it; gradients are left in the parameters."""
     parts = list(ids.split(microbatch))
-    old, _, advantages, returns = _appraise(learner, parts, prompt, scores)
+    old, _, advantages, returns = _make_experience(learner, parts, prompt, scores)
     n = old.numel()
     sums: dict[str, Tensor] = {}
     for part, *operands in zip(
@@ -281,8 +281,8 @@ def _update(
         values = learner.value_head(out.hidden.to(learner.dtype)).squeeze(-1)
         value = 0.5 * ((values - target) ** 2).sum() / n
         (policy - ENTROPY_COEF * entropy.sum() / n + VF_COEF * value).backward()
-        found = {"policy_loss": policy, "value_loss": value, "entropy": entropy.sum() / n}
-        for name, x in found.items():
+        metrics = {"policy_loss": policy, "value_loss": value, "entropy": entropy.sum() / n}
+        for name, x in metrics.items():
             sums[name] = sums.get(name, torch.zeros_like(x)) + x.detach()
     return {**sums, "old_logprobs": old, "advantages": advantages}
 
@@ -294,10 +294,10 @@ def _parameters(learner: _Learner) -> list[Tensor]:
 def _eager_update(lab: Lab, ids: Tensor, scores: Tensor) -> Outputs:
     learner = _Learner(lab.model, lab.reference, lab.value_head, torch.float32)
     with lab.autocast():
-        found = _update(learner, ids, lab.shape.prompt, lab.shape.microbatch, scores)
-    found["grad_norm"] = torch.nn.utils.clip_grad_norm_(_parameters(learner), 1.0)
+        metrics = _update(learner, ids, lab.shape.prompt, lab.shape.microbatch, scores)
+    metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(_parameters(learner), 1.0)
     lab.optimizer.step()
-    return found
+    return metrics
 
 
 REPORTED = ("policy_loss", "value_loss", "entropy", "grad_norm")
@@ -315,13 +315,13 @@ def _exact_update(lab: Lab, inputs: Inputs) -> dict[str, Truth]:
     learner = _Learner(exact, exact, head, torch.float64)
     ids = torch.cat([inputs["prompts"], inputs["responses"]], 1)
     prompt, microbatch = lab.shape.prompt, lab.shape.microbatch
-    found = _update(learner, ids, prompt, microbatch, inputs["scores"].double())
+    metrics = _update(learner, ids, prompt, microbatch, inputs["scores"].double())
     norms = [p.grad.norm() for p in _parameters(learner) if p.grad is not None]
-    found["grad_norm"] = torch.stack(norms).norm()
+    metrics["grad_norm"] = torch.stack(norms).norm()
     lab.exact = None  # its gradients are the size of the model
-    scale = {name: found[name].abs().item() for name in REPORTED}
-    scale["policy_loss"] = found["advantages"].abs().mean().item()
-    return {name: Truth(found[name], scale[name]) for name in REPORTED}
+    scale = {name: metrics[name].abs().item() for name in REPORTED}
+    scale["policy_loss"] = metrics["advantages"].abs().mean().item()
+    return {name: Truth(metrics[name], scale[name]) for name in REPORTED}
 
 
 # ------------------------------------------------------------------------------------------ cases
@@ -368,9 +368,9 @@ def update_case(shape: Training, dtype: torch.dtype) -> Case:
     def eager(inputs: Inputs) -> Outputs:
         lab.open(inputs["scores"].device)
         ids = torch.cat([inputs["prompts"], inputs["responses"]], 1)
-        found = _eager_update(lab, ids, inputs["scores"])
+        metrics = _eager_update(lab, ids, inputs["scores"])
         lab.drop_gradients()
-        return {name: found[name] for name in REPORTED}
+        return {name: metrics[name] for name in REPORTED}
 
     return Case(
         "PPO update",
@@ -460,9 +460,9 @@ def iteration_case(shape: Training, dtype: torch.dtype) -> Case:
             )
         completions = tokenizer.batch_decode(ids[:, shape.prompt :], skip_special_tokens=True)
         scores = torch.tensor(length_reward(texts, completions), device=lab.device)
-        found = _eager_update(lab, ids, scores)
+        metrics = _eager_update(lab, ids, scores)
         lab.drop_gradients()
-        return {"ids": ids, "logprobs": found["old_logprobs"]}
+        return {"ids": ids, "logprobs": metrics["old_logprobs"]}
 
     def truth_of_outputs(inputs: Inputs, outputs: Outputs) -> dict[str, Truth]:
         ids = outputs["ids"].to(lab.device)

@@ -8,15 +8,15 @@ threads, in fp32. They take turns iteration by iteration, so that a slow minute 
 
 What an iteration is, for both: draw a response to each prompt of the batch, score them, take old
 and reference logprobs and values, compute advantages, and run the epochs of minibatch updates. TRL
-is timed from the end of one step to the end of the next by its own `on_step_end` callback; FastPPO
+is timed from the end of one step to the end of the next by an `on_step_end` callback; FastPPO
 around `PPOTrainer.iterate`.
 
 What differs, because each trainer has no other way:
 
-- TRL's value function is a model of its own, as large as the policy (`value_model` is a required
+- TRL's value function is a separate model, as large as the policy (`value_model` is a required
   argument); FastPPO's is a head on the policy's trunk.
 - TRL's reward model reads token ids with the policy's tokenizer; FastPPO's reads the decoded text
-  with its own, and pays for decoding and encoding.
+  with a tokenizer of the reward model's, and pays for decoding and encoding.
 - TRL's reported metrics cost it an entropy over all logits; FastPPO's come out of the loss.
 
 TRL's gradient checkpointing and bf16, on by default, are off: neither helps a tiny model on a CPU.
@@ -50,7 +50,7 @@ WARM_UP = 1
 
 @dataclass(kw_only=True)
 class Options:
-    """What both trainers are given."""
+    """What both trainers get."""
 
     vocab: int = 32000
     hidden: int = 64
@@ -138,8 +138,8 @@ def _our_trainer(options: Options, policy: Any, reward: Any, tokenizer: Any, fol
     from rich.console import Console
 
     from benchmarks.training import prompt_texts
-    from fastppo.config import PPOConfig
-    from fastppo.trainer import PPOTrainer
+    from fastppo.ppo.config import PPOConfig
+    from fastppo.ppo.trainer import PPOTrainer
 
     reward.save_pretrained(folder / "reward")
     tokenizer.save_pretrained(folder / "reward")
@@ -286,7 +286,7 @@ def _compare(options: Options, progress: Any) -> Result:
         theirs.add_callback(Turns())
         clock[0] = time.perf_counter()
         theirs.train()
-    phases = {key: statistics.median(found[WARM_UP:]) for key, found in laps.items()}
+    phases = {key: statistics.median(seconds[WARM_UP:]) for key, seconds in laps.items()}
     return Result(asdict(options), ours_seconds[WARM_UP:], theirs_seconds[WARM_UP:], phases)
 
 
@@ -325,9 +325,9 @@ def print_result(result: Result) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = vars(build_parser().parse_args(arguments))
-    path = given.pop("json")
-    options = Options(**given)
+    keywords = vars(build_parser().parse_args(arguments))
+    path = keywords.pop("json")
+    options = Options(**keywords)
     try:
         result = compare(options, progress=lambda line: print(line, file=sys.stderr))
     except (ImportError, ValueError) as error:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from fastppo.run_log import read_jsonl
+from fastppo.run.log import read_jsonl
 
 run = Path(sys.argv[1]) / "ppo"
 records = read_jsonl(run / "metrics.jsonl")

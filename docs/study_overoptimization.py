@@ -16,9 +16,9 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from rich.console import Console
 
-from fastppo.demo import ppo_config, supervised_stages
-from fastppo.run_log import read_jsonl
-from fastppo.trainer import PPOTrainer
+from fastppo.demo.run import ppo_config, supervised_stages
+from fastppo.ppo.trainer import PPOTrainer
+from fastppo.run.log import read_jsonl
 
 SETTINGS = {"no penalty, β = 0": (0.0, "#c8553d"), "β = 0.08": (0.08, "#1f5fa8")}
 """KL coefficients with their colours; 0.08 is the demo's."""

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from fastppo.demo import ppo_config, supervised_stages
-from fastppo.run_log import RunLog, read_jsonl
-from fastppo.trainer import PPOTrainer
+from fastppo.demo.run import ppo_config, supervised_stages
+from fastppo.ppo.trainer import PPOTrainer
+from fastppo.run.log import RunLog, read_jsonl
 
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "shared trunk": ({"value_model": "shared"}, "#1f5fa8"),

@@ -1,26 +1,67 @@
-"""FastPPO: PPO for language models with the loss in one pass over the logits, or with no logits."""
+"""FastPPO: PPO for language models with the loss in one pass over the logits, or with no logits.
 
-from fastppo.advantages import Advantages, compute_advantages, gae, whiten
-from fastppo.losses import (
-    PPOLoss,
-    TokenStats,
-    aggregation_weights,
-    entropy,
-    linear_ppo_loss,
-    linear_token_logprobs,
-    policy_loss,
-    ppo_loss,
-    token_logprobs,
-    token_stats,
-    total_loss,
-    value_loss,
-)
+Names are imported when they are first used: `fastppo --help` needs no torch, and the losses need no
+transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastppo.functional.advantages import Advantages, compute_advantages, gae, whiten
+    from fastppo.functional.arguments import aggregation_weights
+    from fastppo.functional.losses import (
+        PPOLoss,
+        entropy,
+        linear_ppo_loss,
+        policy_loss,
+        ppo_loss,
+        total_loss,
+        value_loss,
+    )
+    from fastppo.functional.statistics import (
+        TokenStats,
+        linear_token_logprobs,
+        linear_token_stats,
+        token_logprobs,
+        token_stats,
+    )
+    from fastppo.ppo.config import PPOConfig
+    from fastppo.ppo.trainer import PPOTrainer
 
 __version__ = "0.1.0"
 
+_HOMES = {
+    "fastppo.functional.advantages": ("Advantages", "compute_advantages", "gae", "whiten"),
+    "fastppo.functional.arguments": ("aggregation_weights",),
+    "fastppo.functional.losses": (
+        "PPOLoss",
+        "entropy",
+        "linear_ppo_loss",
+        "policy_loss",
+        "ppo_loss",
+        "total_loss",
+        "value_loss",
+    ),
+    "fastppo.functional.statistics": (
+        "TokenStats",
+        "linear_token_logprobs",
+        "linear_token_stats",
+        "token_logprobs",
+        "token_stats",
+    ),
+    "fastppo.ppo.config": ("PPOConfig",),
+    "fastppo.ppo.trainer": ("PPOTrainer",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
 __all__ = [
     "Advantages",
+    "PPOConfig",
     "PPOLoss",
+    "PPOTrainer",
     "TokenStats",
     "aggregation_weights",
     "compute_advantages",
@@ -28,6 +69,7 @@ __all__ = [
     "gae",
     "linear_ppo_loss",
     "linear_token_logprobs",
+    "linear_token_stats",
     "policy_loss",
     "ppo_loss",
     "token_logprobs",
@@ -36,3 +78,15 @@ __all__ = [
     "value_loss",
     "whiten",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'fastppo' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,30 +1,54 @@
 """The command line: the three stages `fastppo sft`, `reward` and `train`; `generate`, `demo`,
-`report` and `bench`."""
+`report` and `bench`.
+
+A command with options has one flag per option, whose definition is that of the option class, under
+the class's sections; `--config FILE` reads them from YAML. The heavy imports wait until a command
+needs them.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import re
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
-    from fastppo.config import PPOConfig
     from fastppo.generate import GenerateConfig
-    from fastppo.options import Options
-    from fastppo.reward_model import RewardModelConfig
-    from fastppo.sft import SFTConfig
+    from fastppo.ppo.config import PPOConfig
+    from fastppo.run.options import Options
+    from fastppo.stages.reward_model import RewardModelConfig
+    from fastppo.stages.sft import SFTConfig
 
 DESCRIPTION = "PPO for language models: the loss in one pass over the logits, or with no logits."
 
-TRAIN = "PPO on your model, prompts and rewards."
+EPILOG = (
+    "`fastppo demo` shows all three stages; `fastppo COMMAND --help` lists a command's options."
+)
+
+TRAIN = "Stage 3: PPO on your model, prompts and rewards."
 SFT = "Stage 1: supervised fine-tuning on prompts and completions, chats or plain text."
 REWARD = "Stage 2: a reward model from preference pairs or ranked lists."
 GENERATE = "Samples from one policy, or several side by side, with the reward of each."
+
+EXAMPLES = {
+    "train": "fastppo train --model runs/sft --prompts prompts.jsonl --rewards reward.py:score",
+    "sft": "fastppo sft --model my-base-model --data demonstrations.jsonl",
+    "reward": "fastppo reward --model runs/sft --data preferences.jsonl",
+    "generate": "fastppo generate --models runs/sft runs/ppo/policy --prompts prompts.jsonl",
+}
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+
+FLAG_WIDTH = 32
+"""Columns of a flag and its value in help texts."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -39,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The whole command line. Commands with an option class have one flag per option."""
     import fastppo
 
-    parser = _Parser(prog="fastppo", description=DESCRIPTION)
+    parser = _Parser(prog="fastppo", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"fastppo {fastppo.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     defaults = argparse.ArgumentDefaultsHelpFormatter
@@ -47,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         formatter_class=defaults,
-        help="the whole pipeline on a built-in task: SFT, reward model, PPO",
+        help="The whole pipeline on a built-in task: SFT, reward model, PPO",
         description="Supervised fine-tuning, a reward model and PPO on a small synthetic language. "
         "One to three minutes on two CPU cores; nothing is downloaded.",
     )
@@ -73,79 +97,92 @@ def build_parser() -> argparse.ArgumentParser:
     report = commands.add_parser(
         "report",
         formatter_class=defaults,
-        help="rebuild the HTML report of a run",
+        help="Rebuild the HTML report of a run",
         description="Rebuilds report.html from the records of a run directory.",
     )
     report.add_argument("run", metavar="RUN", help="run directory, say runs/ppo")
     report.set_defaults(handler=_report)
 
-    bench = commands.add_parser("bench", add_help=False, help="every kernel beside its peers")
+    bench = commands.add_parser("bench", add_help=False, help="Time every kernel and its peers")
     bench.set_defaults(handler=_bench, takes_options=True)
     return parser
 
 
-class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Help with defaults, where there is one to tell."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in ("", []):
-            return action.help
-        return super()._get_help_string(action)
-
-
-def options_parser(command: str, options: type[Options], description: str) -> Any:
-    """The parser of a command with options: `--config FILE` and a flag per option."""
-    from transformers import HfArgumentParser
-
-    class Parser(HfArgumentParser):
-        """Takes an option's metadata as argparse's keywords, and argparse has none for bounds."""
-
-        def add_argument(self, *names: Any, bounds: Any = None, **keywords: Any) -> Any:
-            return super().add_argument(*names, **keywords)
-
-    parser = Parser(
-        options,  # type: ignore[arg-type]
-        allow_abbrev=False,
-        formatter_class=_Formatter,
+def options_parser(command: str, options: type[Options], description: str) -> _Parser:
+    """The parser of a command with options: `--config FILE` and a flag per option, by section."""
+    parser = _Parser(
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+            prog, max_help_position=FLAG_WIDTH
+        ),
         prog=f"fastppo {command}",
         usage=f"fastppo {command} [--config FILE] [--OPTION VALUE ...]",
-        description=f"{description} Options come from a YAML file, from flags, or from both; flags "
-        "win.",
+        description=f"{EXAMPLES[command]}\n\n{description}\nOptions come from a YAML file, from "
+        "flags, or from both; flags win.",
+        argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of `option: value` lines")
-    # argparse takes -1e-1 for a flag unless it is told that numbers may have exponents.
+    # argparse takes -1e-1 for a flag unless its pattern of a number allows exponents.
     parser._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+    hints, defaults = get_type_hints(options), options().to_dict()
+    for heading, members in options.sections().items():
+        section = parser.add_argument_group(heading)
+        for member in members:
+            default = defaults[member.name]
+            section.add_argument(
+                f"--{member.name}",
+                help=(member.metadata["help"] + _default(default)).replace("%", "%%"),
+                **_value(hints[member.name]),
+            )
     return parser
 
 
+def _default(value: Any) -> str:
+    """The default as one would type it; nothing for an option that is not set."""
+    if value in ("", [], None):
+        return ""
+    if isinstance(value, list):
+        return f" (default: {', '.join(map(repr, value))})"
+    return f" (default: {str(value).lower() if isinstance(value, bool) else value})"
+
+
+def _value(hint: Any) -> dict[str, Any]:
+    """argparse's keywords for an option of this type; the option class converts and checks."""
+    if get_origin(hint) in (Union, UnionType):
+        (hint,) = (choice for choice in get_args(hint) if choice is not type(None))
+    if get_origin(hint) is Sequence:
+        return {"nargs": "*", "metavar": _metavar(get_args(hint)[0])}
+    if get_origin(hint) is Literal:
+        return {"choices": get_args(hint), "metavar": "|".join(get_args(hint))}
+    # A bare flag switches a bool on.
+    return {"metavar": _metavar(hint)} | ({"nargs": "?", "const": "true"} if hint is bool else {})
+
+
+def _metavar(hint: type) -> str:
+    return {int: "INT", float: "NUMBER", bool: "true|false", str: "TEXT"}[hint]
+
+
 def parse_options(
-    parser: Any, options: type[Options], required: Sequence[str], arguments: Sequence[str]
+    parser: _Parser, options: type[Options], required: Sequence[str], arguments: Sequence[str]
 ) -> Any:
-    """The options that the arguments of a command give.
+    """The options that the arguments of a command give; the option class checks file and flags
+    alike. `--some-option` is `--some_option`."""
+    from fastppo.run.options import read_yaml
 
-    The file's values stand in for the defaults of the flags; the option class checks both alike.
-    """
-    from fastppo.options import read_yaml
-
-    first = _Parser(add_help=False)
-    first.add_argument("--config")
-    file = first.parse_known_args(arguments)[0].config
-    if file:
-        parser.set_defaults(**read_yaml(file, options))
-    found, _, unknown = parser.parse_args_into_dataclasses(  # _ holds --config alone
-        list(arguments), return_remaining_strings=True
-    )
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    flags = [
+        re.sub(r"^--[\w-]+", lambda m: "--" + m[0][2:].replace("-", "_"), a) for a in arguments
+    ]
+    given = vars(parser.parse_args(flags))
+    file = given.pop("config", None)
+    chosen = options(**({} if file is None else read_yaml(file, options)) | given)
     for name in required:
-        if not getattr(found, name):
+        if not getattr(chosen, name):
             parser.error(f"--{name} is missing: give it as a flag or in --config FILE")
-    return found
+    return chosen
 
 
 def parse_train(arguments: Sequence[str]) -> PPOConfig:
     """The PPOConfig of `fastppo train`'s arguments."""
-    from fastppo.config import PPOConfig
+    from fastppo.ppo.config import PPOConfig
 
     parser = options_parser("train", PPOConfig, TRAIN)
     config = parse_options(parser, PPOConfig, ("model", "prompts"), arguments)
@@ -156,7 +193,7 @@ def parse_train(arguments: Sequence[str]) -> PPOConfig:
 
 def parse_sft(arguments: Sequence[str]) -> SFTConfig:
     """The SFTConfig of `fastppo sft`'s arguments."""
-    from fastppo.sft import SFTConfig
+    from fastppo.stages.sft import SFTConfig
 
     parser = options_parser("sft", SFTConfig, SFT)
     return parse_options(parser, SFTConfig, ("model", "data"), arguments)
@@ -164,7 +201,7 @@ def parse_sft(arguments: Sequence[str]) -> SFTConfig:
 
 def parse_reward(arguments: Sequence[str]) -> RewardModelConfig:
     """The RewardModelConfig of `fastppo reward`'s arguments."""
-    from fastppo.reward_model import RewardModelConfig
+    from fastppo.stages.reward_model import RewardModelConfig
 
     parser = options_parser("reward", RewardModelConfig, REWARD)
     return parse_options(parser, RewardModelConfig, ("model", "data"), arguments)
@@ -179,7 +216,7 @@ def parse_generate(arguments: Sequence[str]) -> GenerateConfig:
 
 
 def _demo(options: argparse.Namespace, rest: list[str]) -> None:
-    from fastppo.demo import run_demo
+    from fastppo.demo.run import run_demo
 
     run_demo(
         options.output_dir,
@@ -193,7 +230,7 @@ def _sft(options: argparse.Namespace, rest: list[str]) -> None:
     config = parse_sft(rest)
     from rich.console import Console
 
-    from fastppo.sft import train_sft
+    from fastppo.stages.sft import train_sft
 
     console = Console(stderr=True)
     result = train_sft(config, console=console)
@@ -207,7 +244,7 @@ def _reward(options: argparse.Namespace, rest: list[str]) -> None:
     config = parse_reward(rest)
     from rich.console import Console
 
-    from fastppo.reward_model import train_reward_model
+    from fastppo.stages.reward_model import train_reward_model
 
     console = Console(stderr=True)
     result = train_reward_model(config, console=console)
@@ -232,15 +269,15 @@ def _generate(options: argparse.Namespace, rest: list[str]) -> None:
 
     from fastppo.generate import generate, show, write
 
-    rows, found = generate(config)
-    show(rows, found, config, Console())
+    rows, policies = generate(config)
+    show(rows, policies, config, Console())
     if config.output is not None:
-        write(config.output, rows, found, config)
+        write(config.output, rows, policies, config)
 
 
 def _train(options: argparse.Namespace, rest: list[str]) -> None:
     config = parse_train(rest)
-    from fastppo.trainer import PPOTrainer
+    from fastppo.ppo.trainer import PPOTrainer
 
     trainer = PPOTrainer(config)
     trainer.train()
@@ -249,15 +286,30 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
 
 
 def _report(options: argparse.Namespace, rest: list[str]) -> None:
-    from fastppo.report import write_report
+    from fastppo.run.report import write_report
 
     print(write_report(options.run))
 
 
 def _bench(options: argparse.Namespace, rest: list[str]) -> int:
-    from fastppo.bench import suite
+    return benchmark_suite().main(rest, prog="fastppo bench")
 
-    return suite().main(rest, prog="fastppo bench")
+
+def benchmark_suite() -> Any:
+    """The module behind `python -m benchmarks`. It times peers, stores results by device and writes
+    the documentation's tables: work for a checkout, so it is not in the wheel.
+
+    Raises:
+        ImportError: there is no checkout around this package; says how to get one.
+    """
+    if not (CHECKOUT / "benchmarks" / "__main__.py").is_file():
+        raise ImportError(
+            "the benchmark suite is in the source, not in the wheel: clone the repository, "
+            "`pip install -e '.[bench]'` there, and run `fastppo bench` again"
+        )
+    if str(CHECKOUT) not in sys.path:
+        sys.path.insert(0, str(CHECKOUT))
+    return importlib.import_module("benchmarks.__main__")
 
 
 def _calm_libraries() -> None:
@@ -279,8 +331,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     if rest and not getattr(options, "takes_options", False):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    _calm_libraries()
     try:
+        _calm_libraries()
         return options.handler(options, rest) or 0
     except (ValueError, ImportError, OSError, RuntimeError, FloatingPointError) as error:
         # DataError is a ValueError; RewardError, a failed self-check and torch's own are

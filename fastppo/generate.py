@@ -20,23 +20,27 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fastppo.data import Rows, decode_completions, encode_prompts, load_rows
-from fastppo.options import Options, option
-from fastppo.parts import choose_device, stop_token_ids
-from fastppo.pretrained import load_causal_lm, load_tokenizer
-from fastppo.rewards import RewardTerm, make_terms, score
+from fastppo.data.chat import decode_completions
+from fastppo.data.prompts import encode_prompts
+from fastppo.data.rows import Rows, load_rows
+from fastppo.models.device import choose_device
+from fastppo.models.pretrained import load_causal_lm, load_tokenizer, pad_token_id, stop_token_ids
+from fastppo.models.trunk import context_length
+from fastppo.rewards.loading import make_terms
+from fastppo.rewards.reward import RewardTerm, score
 from fastppo.rollout import TRUNCATED, Sampling
-from fastppo.rollout.hf import HFEngine
+from fastppo.rollout.generate import GenerateEngine
+from fastppo.run.options import Options, option
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Control characters but tab and newline, and those that turn the direction of writing."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, frozen=True)
 class GenerateConfig(Options):
     """Options of `fastppo generate`. Lengths are in tokens."""
 
-    models: list[str] = option(
+    models: Sequence[str] = option(
         [], "Required. One or more policies: directories or hub names; the first is compared with"
     )
     prompt: str | None = option(None, "One prompt, a string; this or prompts is required")
@@ -46,7 +50,7 @@ class GenerateConfig(Options):
     prompt_column: str = option("prompt", "Column of the prompt: a string or chat messages")
     split: str = option("train", "Split of a datasets directory or hub dataset")
     num_prompts: int = option(8, "Prompts taken from the top of the file, prompts", minimum=1)
-    rewards: list[str] = option(
+    rewards: Sequence[str] = option(
         [], "file.py:function, module:function, or a sequence-classification model"
     )
     reward_batch_size: int = option(
@@ -71,7 +75,7 @@ class GenerateConfig(Options):
 
     def check(self) -> None:
         if self.prompt is not None and self.prompts is not None:
-            raise ValueError("give prompt or prompts, not both")
+            raise ValueError("expected prompt or prompts, got both")
 
 
 @dataclass(slots=True)
@@ -104,15 +108,15 @@ def generate(config: GenerateConfig) -> tuple[Rows, list[Completions]]:
     elif config.prompts is not None:
         rows = load_rows(config.prompts, config.split)[: config.num_prompts]
     else:
-        raise ValueError("give a prompt, or a file of prompts")
+        raise ValueError("expected a prompt or a file of prompts, got neither")
     device = choose_device(config.device)
-    found = []
+    policies = []
     for name, directory in zip(short_names(config.models), config.models, strict=True):
-        found.append(_complete(name, directory, rows, config, device))
+        policies.append(_complete(name, directory, rows, config, device))
     for term in make_terms(config.rewards, device=device, batch_size=config.reward_batch_size):
-        for policy in found:
+        for policy in policies:
             policy.rewards[term.name] = _score(term, rows, policy, config)
-    return rows, found
+    return rows, policies
 
 
 def _complete(
@@ -120,7 +124,7 @@ def _complete(
 ) -> Completions:
     model = load_causal_lm(directory, dtype=getattr(torch, config.param_dtype), device=device)
     tokenizer = load_tokenizer(directory)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    context = context_length(model) or 2**31
     if config.max_new_tokens >= context:
         raise ValueError(
             f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in the context of "
@@ -135,8 +139,7 @@ def _complete(
     )
     ids = [prompt for prompt in prompts.token_ids for _ in range(config.num_samples)]
     stop = stop_token_ids(None, tokenizer, model)
-    pad = next((i for i in (tokenizer.pad_token_id, *stop) if i is not None), 0)
-    engine = HFEngine(model, pad, batch_size=config.batch_size)
+    engine = GenerateEngine(model, pad_token_id(tokenizer, model), batch_size=config.batch_size)
     torch.manual_seed(config.seed)
     rollout = engine.generate(
         ids,
@@ -164,10 +167,10 @@ def _score(
 
 
 def short_names(directories: Sequence[str]) -> list[str]:
-    """The shortest ends of the paths that tell them apart: `a/policy`, `b/policy`."""
-    parts = [Path(directory).parts or (directory,) for directory in directories]
-    for length in range(1, max(map(len, parts), default=1) + 1):
-        names = ["/".join(part[-length:]) for part in parts]
+    """The shortest distinct ends of the paths: `a/policy`, `b/policy`."""
+    paths = [Path(directory).parts or (directory,) for directory in directories]
+    for length in range(1, max(map(len, paths), default=1) + 1):
+        names = ["/".join(path[-length:]) for path in paths]
         if len(set(names)) == len(names):
             return names
     return [f"{name} ({i})" for i, name in enumerate(directories, 1)]  # one policy given twice
@@ -186,33 +189,33 @@ def win_rate(rewards: Sequence[float], first: Sequence[float], num_samples: int)
 # ------------------------------------------------------------------------------------- the picture
 
 
-def show(rows: Rows, found: list[Completions], config: GenerateConfig, console: Console) -> None:
+def show(rows: Rows, policies: list[Completions], config: GenerateConfig, console: Console) -> None:
     """A table of the completions, and one of the means."""
     table = Table(show_lines=True)
     table.add_column("prompt", overflow="fold", ratio=2)
-    for policy in found:
+    for policy in policies:
         table.add_column(Text(policy.name), overflow="fold", ratio=3)
     for i, row in enumerate(rows):
         for k in range(config.num_samples):
             at = i * config.num_samples + k
             prompt = _prompt_text(row[config.prompt_column]) if k == 0 else Text("")
-            table.add_row(prompt, *(_cell(policy, at) for policy in found))
+            table.add_row(prompt, *(_cell(policy, at) for policy in policies))
     console.print(table)
 
-    means = Table(title=f"{len(found[0].texts)} completions each", title_justify="left")
+    means = Table(title=f"{len(policies[0].texts)} completions each", title_justify="left")
     means.add_column("mean")
-    for policy in found:
+    for policy in policies:
         means.add_column(Text(policy.name), justify="right", overflow="fold")
-    for name in found[0].rewards:
-        mine = [policy.rewards[name] for policy in found]
+    for name in policies[0].rewards:
+        mine = [policy.rewards[name] for policy in policies]
         means.add_row(Text(name), *(f"{sum(v) / len(v):.3f}" for v in mine))
-        if len(found) > 1:
+        if len(policies) > 1:
             rates = [f"{win_rate(v, mine[0], config.num_samples):.0%}" for v in mine[1:]]
-            means.add_row(Text(f"{name}: wins against {found[0].name}"), "", *rates)
-    lengths = [[len(ids) for ids in policy.token_ids] for policy in found]
+            means.add_row(Text(f"{name}: wins against {policies[0].name}"), "", *rates)
+    lengths = [[len(ids) for ids in policy.token_ids] for policy in policies]
     means.add_row("tokens", *(f"{sum(each) / len(each):.1f}" for each in lengths))
-    ended = [sum(reason != TRUNCATED for reason in p.finish_reasons) for p in found]
-    means.add_row("ended by EOS", *(f"{n / len(found[0].texts):.0%}" for n in ended))
+    ended = [sum(reason != TRUNCATED for reason in p.finish_reasons) for p in policies]
+    means.add_row("ended by EOS", *(f"{n / len(policies[0].texts):.0%}" for n in ended))
     console.print(means)
 
 
@@ -223,8 +226,8 @@ def _prompt_text(prompt: Any) -> Text:
 
 
 def _shown(text: str) -> Text:
-    """The text as a terminal may have it: escapes that a model wrote are spelt, not obeyed."""
-    return Text(CONTROL.sub(lambda found: repr(found[0])[1:-1], text))
+    """The text as a terminal may have it: escapes that a model wrote are spelled out."""
+    return Text(CONTROL.sub(lambda control: repr(control[0])[1:-1], text))
 
 
 def _cell(policy: Completions, at: int) -> Text:
@@ -239,12 +242,14 @@ def _cell(policy: Completions, at: int) -> Text:
     return text
 
 
-def write(path: str | Path, rows: Rows, found: list[Completions], config: GenerateConfig) -> None:
+def write(
+    path: str | Path, rows: Rows, policies: list[Completions], config: GenerateConfig
+) -> None:
     """One line per completion: the row of its prompt, policy, sample, completion, rewards."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
-        for policy in found:
+        for policy in policies:
             for at, text in enumerate(policy.texts):
                 i, k = divmod(at, config.num_samples)
                 record = {

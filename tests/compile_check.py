@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Compiled(NamedTuple):
-    """One kernel of one launch: registers per thread; stack, local and shared memory in bytes."""
+    """One kernel of one launch: registers per thread; stack, local and shared memory in bytes; the
+    layout of every scan, in their order: where it differs, so does the order of the sums."""
 
     launch: str
     kernel: str
@@ -36,6 +37,7 @@ class Compiled(NamedTuple):
     stack: int
     local: int
     shared: int
+    scans: list[str]
 
 
 def compiled(launches: Path, capability: int, cache: Path) -> list[Compiled]:
@@ -91,6 +93,12 @@ def _resources(cubin: bytes) -> dict[str, int]:
     return {_RESOURCES[name]: value for name, value in found.items()}
 
 
+def _scan_layouts(ttgir: str) -> list[str]:
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<.*>)$", ttgir, re.MULTILINE))
+    names = re.findall(r"tt\.scan\.return.*?\}\) : \(tensor<\d+xf\d+, (#\w+)>", ttgir, re.DOTALL)
+    return [layouts[name] for name in names]
+
+
 _RESOURCES = {"REG": "registers", "STACK": "stack", "LOCAL": "local", "SHARED": "shared"}
 
 
@@ -100,14 +108,13 @@ def main(launches: str, capability: str) -> None:
 
     triton.runtime.driver.set_active(_Driver(int(capability)))
     current = ""
-    seen: set[str] = set()
+    resources: dict[str, dict[str, int]] = {}
 
     def compile_only(kernel: JITFunction, grid: Any) -> Any:
         def launch(*args: Any, **kwargs: Any) -> None:
             result = kernel.warmup(*args, grid=grid, **kwargs)
-            if result.hash in seen:
-                return
-            seen.add(result.hash)
+            if result.hash not in resources:
+                resources[result.hash] = _resources(result.asm["cubin"])
             constants = {
                 name: value
                 for name, value in kwargs.items()
@@ -119,7 +126,8 @@ def main(launches: str, capability: str) -> None:
                 constants=constants,
                 num_warps=result.metadata.num_warps,
                 # the cubin knows of static shared memory alone
-                **_resources(result.asm["cubin"]) | {"shared": result.metadata.shared},
+                **resources[result.hash] | {"shared": result.metadata.shared},
+                scans=_scan_layouts(result.asm["ttgir"]),
             )
             print(json.dumps(row._asdict(), default=str), flush=True)
 

@@ -6,8 +6,13 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+
+# No test depends on the clock, and each draws the same examples in every run.
+hypothesis.settings.register_profile("fastppo", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("fastppo")
 
 # The tensors here are small: on a busy machine a second thread costs far more than it gives.
 torch.set_num_threads(1)

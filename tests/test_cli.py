@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,13 +12,14 @@ import pytest
 import tiny
 import torch
 
+import fastppo
 from fastppo import cli
-from fastppo.config import PPOConfig
 from fastppo.generate import GenerateConfig
-from fastppo.options import Options, read_yaml
-from fastppo.reward_model import RewardModelConfig
-from fastppo.run_log import read_jsonl
-from fastppo.sft import SFTConfig
+from fastppo.ppo.config import PPOConfig
+from fastppo.run.log import read_jsonl
+from fastppo.run.options import Options, read_yaml
+from fastppo.stages.reward_model import RewardModelConfig
+from fastppo.stages.sft import SFTConfig
 
 REQUIRED = ("model", "prompts", "rewards")
 
@@ -38,6 +40,8 @@ def test_help_names_every_option_of_train_with_its_default(capsys) -> None:
         assert help_text
     assert "(default: 1e-05)" in text
     assert "(default: 0.2)" in text
+    assert "(default: false)" in text
+    assert "(default: 'kl > 50', 'eos_rate < 0.1'," in text
     for unit in ("tokens", "nats", "sequences", "reward units", "optimiser steps"):
         assert unit in text, unit
 
@@ -57,7 +61,10 @@ def test_help_names_every_option_of_the_other_stages_with_its_default(
     for field in fields(options):
         assert f"--{field.name} " in text, field.name
         default = getattr(options(), field.name)
-        shown = f" (default: {default})" if default not in ("", []) else ""
+        typed = str(default).lower() if isinstance(default, bool) else default
+        if isinstance(default, tuple):
+            typed = ", ".join(map(repr, default))
+        shown = f" (default: {typed})" if default not in ("", (), None) else ""
         # argparse breaks lines at hyphens too
         assert (field.metadata["help"] + shown).replace(" ", "") in text.replace(" ", ""), (
             field.name
@@ -89,7 +96,7 @@ def test_flags_and_yaml_mean_the_same(tmp_path: Path) -> None:
     flags = given.split()
     assert from_file == cli.parse_train(flags)
     assert from_file.learning_rate == 1e-6
-    assert from_file.reward_weights == [1.0, -0.5]
+    assert from_file.reward_weights == (1.0, -0.5)
     assert from_file.whiten_advantages == "none"
 
 
@@ -102,17 +109,17 @@ def test_the_other_stages_read_yaml_and_flags_alike(tmp_path: Path) -> None:
     assert (from_file.learning_rate, from_file.epochs) == (1e-6, 2.0)
     assert cli.parse_reward(flags.split()[:4]).center_coef == 0
     found = cli.parse_generate(["--models", "a", "b", "--prompt", "w1", "--rewards", "r", "s:t"])
-    assert (found.models, found.rewards) == (["a", "b"], ["r", "s:t"])
+    assert (found.models, found.rewards) == (("a", "b"), ("r", "s:t"))
 
 
 def test_a_negative_number_with_an_exponent_is_a_number(tmp_path: Path) -> None:
     given = "--model m --prompts p --rewards a.py:f b.py:g --reward_weights 1 -1e-1"
-    assert cli.parse_train(given.split()).reward_weights == [1.0, -0.1]
+    assert cli.parse_train(given.split()).reward_weights == (1.0, -0.1)
     (tmp_path / "run.yaml").write_text(
         "model: m\nprompts: p\nrewards: [a.py:f, b.py:g]\nreward_weights: [1.0, -1e-1]\n"
     )
     config = cli.parse_train(["--config", str(tmp_path / "run.yaml")])
-    assert config.reward_weights == [1.0, -0.1]
+    assert config.reward_weights == (1.0, -0.1)
 
 
 def test_a_missing_config_file_is_named(capsys) -> None:
@@ -138,7 +145,6 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
     [
         (["train"], "--model is missing"),
         (["train", "--model", "m", "--prompts", "p"], "--rewards is missing"),
-        (["train", "--learning_rate", "fast"], "invalid float value: 'fast'"),
         (["train", "--kl_estimator", "k9"], "invalid choice: 'k9'"),
         (["sft", "--model", "m"], "--data is missing"),
         (["reward", "--data", "d"], "--model is missing"),
@@ -157,11 +163,34 @@ def test_a_wrong_flag_is_refused(arguments: list[str], says: str, capsys) -> Non
     assert says in capsys.readouterr().err
 
 
+def test_a_flag_with_a_wrong_value_is_refused_in_a_sentence(capsys) -> None:
+    assert cli.main(["train", "--learning_rate", "fast"]) == 1
+    assert "learning_rate must be a finite number, got 'fast'" in capsys.readouterr().err
+
+
+def test_dashes_and_a_bare_flag_will_do() -> None:
+    given = "--model m --data d --learning-rate 1e-3 --gradient-checkpointing --resume false"
+    config = cli.parse_sft(given.split())
+    assert (config.learning_rate, config.gradient_checkpointing, config.resume) == (
+        1e-3,
+        True,
+        False,
+    )
+
+
+def test_python_dash_m_is_the_same_program(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["fastppo", "--version"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module("fastppo", run_name="__main__")
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"fastppo {fastppo.__version__}\n"
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
         ("learning_rat: 1", "no option 'learning_rat'; did you mean learning_rate?"),
-        ("- a\n- b", "want `option: value` lines, got list"),
+        ("- a\n- b", "expected `option: value` lines, got list"),
         ("a: [", "is not valid YAML"),
         ("model: m\nprompts: p\nrewards: [r]\nmax_grad_norm: null", "max_grad_norm must be"),
         ("model: m\nprompts: p\nrewards: [r]\ngamma: 1.5", "gamma must be in [0, 1], got 1.5"),
@@ -182,8 +211,8 @@ def test_a_wrong_config_is_refused_in_a_sentence(content, says, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("command", "row", "says"),
     [
-        ("sft", {"question": "w1"}, "row 1: want messages, prompt and completion, or text"),
-        ("reward", {"prompt": "w1"}, "row 1: want prompt, chosen and rejected, or prompt and"),
+        ("sft", {"question": "w1"}, "row 1: expected messages, prompt and completion, or text"),
+        ("reward", {"prompt": "w1"}, "row 1: expected prompt, chosen and rejected, or prompt and"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_refused_in_a_sentence(
@@ -204,6 +233,26 @@ def test_a_malformed_line_of_the_prompts_is_named(tmp_path: Path, capsys) -> Non
     flags += ["--rewards", "tiny:count_w7", "--max_new_tokens", "8"]
     assert cli.main(["train", *flags]) == 1
     assert "p.jsonl, line 2: not valid JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "others"),
+    [
+        ("model", {}),
+        ("reference_model", {}),
+        ("critic_model", {"value_model": "critic"}),
+        ("rewards", {}),
+    ],
+)
+def test_a_wrong_path_is_named_with_its_option(option, others, tmp_path, capsys) -> None:
+    options = tiny.options(tmp_path, model=tiny.saved_model(tmp_path / "sft"), **others)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "w1"}\n')
+    options |= {"prompts": tmp_path / "p.jsonl", "rewards": "tiny:count_w7"}
+    options |= {option: tmp_path / "no" / "where"}
+    flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    assert cli.main(["train", *flags]) == 1
+    says = f"{option.removesuffix('s')} {tmp_path / 'no' / 'where'}: there is no such directory"
+    assert says in capsys.readouterr().err
 
 
 def test_train_and_report_from_the_command_line(tmp_path: Path, capsys) -> None:

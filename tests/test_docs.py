@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,13 @@ import tiny
 import yaml
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+import fastppo
 from fastppo import cli
-from fastppo.config import PPOConfig
-from fastppo.reward_model import RewardModelConfig, encode_comparisons
-from fastppo.sft import SFTConfig, encode_demonstrations
+from fastppo.ppo.config import PPOConfig
+from fastppo.stages.demonstrations import encode_demonstrations
+from fastppo.stages.preferences import encode_comparisons
+from fastppo.stages.reward_model import RewardModelConfig
+from fastppo.stages.sft import SFTConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -148,12 +151,12 @@ def test_every_default_is_on_its_page_with_a_source() -> None:
     page = (ROOT / "docs" / "defaults.md").read_text("utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+) \|$", page, re.M)
     config = PPOConfig()
-    assert [name for name, _, _ in rows] == [field.name for field in fields(PPOConfig)]
+    assert [name for name, _, _ in rows] == list(PPOConfig().to_dict())
     for name, shown, source in rows:
         default = getattr(config, name)
-        if default in ("", [], None):
+        if default in ("", (), None):
             wanted = "none"
-        elif isinstance(default, list):
+        elif isinstance(default, tuple):
             wanted = ", ".join(default)
         else:
             wanted = f"{default:g}" if isinstance(default, float) else str(default)
@@ -169,8 +172,60 @@ def test_options_of_the_menus_page_exist() -> None:
         PPOConfig(**yaml.safe_load(code))
 
 
+def test_the_api_page_is_what_the_docstrings_say() -> None:
+    """After a change of a public docstring or signature: python docs/make_api.py"""
+    make_api = runpy.run_path(str(ROOT / "docs" / "make_api.py"))
+    assert make_api["PAGE"].read_text("utf-8") == make_api["page"]()
+    on_the_page = [name for names in make_api["GROUPS"].values() for name in names]
+    assert sorted(on_the_page) == sorted(fastppo.__all__)
+
+
+def test_a_docstring_becomes_markdown() -> None:
+    prose = runpy.run_path(str(ROOT / "docs" / "make_api.py"))["_prose"]
+    docstring = """Does it.
+
+    Args:
+        x: [N], the first
+            of two.
+        y: [N].
+        Both in nats.
+
+    Returns:
+        (sum, product): a tuple
+        of two.
+
+    Raises:
+        ValueError: x disagrees
+            with y.
+
+    Source: Me 2020.
+    """
+    assert prose(docstring) == [
+        *("Does it.", "", "**Args**", "", "- `x`: [N], the first", "  of two.", "- `y`: [N]."),
+        *("", "Both in nats.", "", "**Returns**", "", "(sum, product): a tuple", "of two.", ""),
+        *("**Raises**", "", "- `ValueError`: x disagrees", "  with y.", ""),
+        "**Source**: Me 2020.",
+    ]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_between_pages_lead_somewhere() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text("utf-8")):
+    pages = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
+    for page in [*pages, ROOT / "kernels" / "NOTES.md"]:
+        text = BLOCK.sub("", page.read_text("utf-8"))
+        for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
             if not target.startswith("http"):
-                assert (page.parent / target).exists(), f"{page.name}: {target}"
+                linked = page.parent / target if target else page
+                assert linked.exists(), f"{page.name}: {target}"
+                assert not anchor or anchor in anchors(linked), f"{page.name}: {target}#{anchor}"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text("utf-8")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"({page.name})" in index, page.name

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from fastppo import cli
-from fastppo.data import DataError
+from fastppo.data.rows import DataError
 from fastppo.generate import (
     Completions,
     GenerateConfig,
@@ -23,7 +23,7 @@ from fastppo.generate import (
     win_rate,
     write,
 )
-from fastppo.rewards import RewardError
+from fastppo.rewards.reward import RewardError
 
 
 def _policy(directory: Path, name: str, *, stops: bool = True) -> str:
@@ -216,9 +216,9 @@ def test_chat_prompts_go_through_the_template(two, tmp_path) -> None:
 
 
 def test_wrong_input_is_refused(two, reward, tmp_path) -> None:
-    with pytest.raises(ValueError, match="give prompt or prompts, not both"):
+    with pytest.raises(ValueError, match="expected prompt or prompts, got both"):
         _config(tmp_path, models=two, prompts="p.jsonl")
-    with pytest.raises(ValueError, match="give a prompt, or a file of prompts"):
+    with pytest.raises(ValueError, match="expected a prompt or a file of prompts"):
         generate(_config(tmp_path, models=two, prompt=None))
     with pytest.raises(DataError, match=r"before/policy: prompt, row 1: the prompt has 2 tokens"):
         generate(_config(tmp_path, models=two, max_new_tokens=63))

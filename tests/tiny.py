@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -15,13 +16,17 @@ from transformers import (
     GPT2Config,
     GraniteConfig,
     LlamaConfig,
+    LlamaForSequenceClassification,
     MistralConfig,
     OPTConfig,
+    PhiConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
+
+from fastppo.data.batch import Batch
 
 WORDS = 40
 VOCABULARY = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>"])}
@@ -45,6 +50,16 @@ def tokenizer(*, pad_is_eos: bool = False, chat: bool = False) -> PreTrainedToke
         unk_token="<unk>",
         chat_template=CHAT_TEMPLATE if chat else None,
     )
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per UTF-8 byte, so a character may be several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<eos>": 0} | {character: i + 1 for i, character in enumerate(alphabet)}
+    pieces = Tokenizer(models.BPE(vocabulary, []))
+    pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="<eos>")
 
 
 def _common(**more: Any) -> dict[str, Any]:
@@ -85,6 +100,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "opt": lambda: OPTConfig(**_common(ffn_dim=48, word_embed_proj_dim=24, dropout=0.3)),
     "cohere": lambda: CohereConfig(**_decoder(logit_scale=0.25)),
     "granite": lambda: GraniteConfig(**_decoder(logits_scaling=3.0)),
+    "phi": lambda: PhiConfig(**_decoder()),  # its lm-head has a bias
 }
 TRAINED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "opt")
 """Architectures that the trainer is run on; the rest are for the heads alone."""
@@ -98,6 +114,9 @@ def model(architecture: str = "llama", seed: int = 0) -> Any:
         for parameter in causal_lm.parameters():
             if parameter.dim() >= 2:
                 parameter.mul_(3.0)
+        bias = getattr(causal_lm.get_output_embeddings(), "bias", None)
+        if bias is not None:
+            bias.normal_()
     return causal_lm
 
 
@@ -108,7 +127,40 @@ def saved_model(directory: Path, architecture: str = "llama", **options: Any) ->
     return str(directory)
 
 
+def saved_reward_model(directory: Path, *, labels: int = 1, pad_is_eos: bool = False) -> str:
+    """A directory of `save_pretrained`: sequence classifier and tokenizer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**_decoder(num_labels=labels))
+    config.pad_token_id = 1 if pad_is_eos else 0
+    LlamaForSequenceClassification(config).save_pretrained(directory)
+    tokenizer(pad_is_eos=pad_is_eos, chat=True).save_pretrained(directory)
+    return str(directory)
+
+
+def saved_text(path: Path) -> str:
+    """Pretraining text: eight rows of w1 w2 w3 w4, over and over."""
+    row = '{"text": "' + " ".join(["w1", "w2", "w3", "w4"] * 6) + '"}\n'
+    path.write_text(row * 8)
+    return str(path)
+
+
+def without_weight(directory: str, name: str) -> str:
+    """The directory of a saved model, with one of its tensors gone."""
+    path = Path(directory) / "model.safetensors"
+    tensors = load_file(path)
+    del tensors[name]
+    save_file(tensors, path, metadata={"format": "pt"})
+    return directory
+
+
 PROMPTS = [{"prompt": f"w{i} w{(i * 7 + 1) % WORDS}", "wanted": f"w{i % 5}"} for i in range(24)]
+
+
+def random_batch(lengths: Sequence[int] = (5, 3, 1)) -> Batch:
+    """Responses of these lengths to one prompt, the same at each call."""
+    generator = torch.Generator().manual_seed(3)
+    responses = [torch.randint(3, 40, (n,), generator=generator).tolist() for n in lengths]
+    return Batch.of([[4, 5, 6]] * len(lengths), responses)
 
 
 def count_w7(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""Rollouts behind one small interface: prompts in; tokens, lengths, finish reasons, logprobs out.
+"""One small interface for rollouts: prompts in; tokens, lengths, finish reasons, logprobs out.
 
 It says nothing about how tokens are made, so an engine may be Hugging Face `generate` (the
 default), a compiled decoder or a server: anything with this `generate`.
@@ -6,7 +6,7 @@ default), a compiled decoder or a server: anything with this `generate`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -31,6 +31,10 @@ class Sampling:
     extra: dict[str, object] = field(default_factory=dict)
     """Engine-specific options."""
 
+    def shortened(self, max_new_tokens: int) -> Sampling:
+        """The same, of at most so many tokens."""
+        return replace(self, max_new_tokens=min(max_new_tokens, self.max_new_tokens))
+
 
 @dataclass(slots=True)
 class Rollout:
@@ -45,7 +49,13 @@ class Rollout:
 
     @property
     def lengths(self) -> list[int]:
+        """[B] response tokens."""
         return [len(tokens) for tokens in self.tokens]
+
+    @property
+    def truncated(self) -> list[bool]:
+        """[B] whether a response was cut off."""
+        return [reason == TRUNCATED for reason in self.finish_reasons]
 
     def extend(self, other: Rollout) -> None:
         """Appends the responses of another batch of prompts."""

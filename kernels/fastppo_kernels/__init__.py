@@ -1,6 +1,8 @@
-"""Kernels of FastPPO: tensors in, tensors out, no autograd, no policy, no trainer.
+"""Kernels of FastPPO: tensors and records in, tensors and records out; no policy, no trainer.
 
-Every operation has a plain-PyTorch definition in :mod:`fastppo_kernels.reference`. It is the
-specification, the oracle of the tests, and what runs on a machine without a GPU. The package
-depends on torch (and Triton) alone, so it can be lifted out and used by itself.
+`definition` says what every operation is, in plain PyTorch to be read: it is the specification, and
+what tests compare with. `torch_rows` and `torch_advantages` are the backend for a machine without a
+GPU; `triton_rows`, `triton_linear_stats` and `triton_advantages` are the kernels; `linear` is the
+loop around the lm-head for both. All take the records of `records`. The package depends on torch
+(and Triton) alone, so it can be lifted out and used by itself.
 """

@@ -1,0 +1,1 @@
+"""What a run reads, and the batches that it is turned into."""

@@ -1,0 +1,106 @@
+"""Text and chat messages to token ids and back, as the tokenizer and its chat template write them.
+
+A prompt is a string, or a list of messages with a role and a content; a completion is what comes
+after it, decoded without special tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jinja2
+
+from fastppo.data.rows import DataError
+
+
+def is_chat(value: Any) -> bool:
+    """A non-empty list of messages with a role and a content."""
+    return (
+        isinstance(value, Iterable)
+        and not isinstance(value, (str, dict))
+        and len(list(value)) > 0
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+    )
+
+
+def render_chat(tokenizer: Any, messages: list[dict[str, Any]], where: str, **options: Any) -> str:
+    """The conversation as the tokenizer's chat template writes it.
+
+    Raises:
+        DataError: there is no template, or it refuses the messages; `where` opens the sentence.
+    """
+    if tokenizer.chat_template is None:
+        raise DataError(f"{where}: chat messages, but the tokenizer has no chat template")
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except jinja2.TemplateError as error:
+        raise DataError(f"{where}: the chat template refuses it: {error}") from error
+
+
+def encode_prompt(prompt: Any, tokenizer: Any, where: str) -> list[int]:
+    """Ids of one prompt, to be continued: a string, or messages with the generation prompt.
+
+    Raises:
+        DataError: it is empty, of another type, or the chat template has no place for it; `where`
+            opens the sentence.
+    """
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise DataError(f"{where}: the prompt is empty")
+        ids = list(tokenizer(prompt)["input_ids"])
+        plain = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        if ids[-1:] == [tokenizer.eos_token_id] != plain[-1:]:
+            ids.pop()  # some tokenizers end every text; a prompt is to be continued
+    elif is_chat(prompt):
+        text = render_chat(tokenizer, prompt, where, add_generation_prompt=True)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        raise DataError(
+            f"{where}: expected a prompt that is a string or a list of {{role, content}} messages, "
+            f"got {_description(prompt)}"
+        )
+    if not ids:
+        raise DataError(f"{where}: the prompt is empty")
+    return list(ids)
+
+
+def token_ids(
+    tokenizer: Any, text: str | Sequence[int], *, special_tokens: bool = True
+) -> list[int]:
+    """Ids of a text, with the tokenizer's special tokens or without; ids stay what they are."""
+    if isinstance(text, str):
+        return list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
+    return list(text)
+
+
+def decode_completions(
+    tokenizer: Any, prompt_ids: Sequence[list[int]], response_ids: Sequence[list[int]]
+) -> list[str]:
+    """The responses as texts without special tokens: what comes after the prompt's text.
+
+    Decoded together with their prompts, because a response decoded alone loses the space before
+    its first word, and then prompt + completion is not the text that was written.
+    """
+    both = [[*p, *r] for p, r in zip(prompt_ids, response_ids, strict=True)]
+    alone, heads, wholes = (
+        tokenizer.batch_decode(ids, skip_special_tokens=True)
+        for ids in (response_ids, prompt_ids, both)
+    )
+    return [
+        whole[len(head) :] if whole.startswith(head) else response
+        for response, head, whole in zip(alone, heads, wholes, strict=True)
+    ]
+
+
+def _description(value: Any) -> str:
+    """What a value is that is neither a string nor a chat, for a message."""
+    if not isinstance(value, (list, tuple)):
+        return type(value).__name__
+    for i, message in enumerate(value):
+        if not isinstance(message, dict):
+            return f"a list whose item {i} is {type(message).__name__}"
+        lacking = [key for key in ("role", "content") if key not in message]
+        if lacking:
+            return f"a message {i} without {' and '.join(lacking)}"
+    return "an empty list"

@@ -1,0 +1,82 @@
+"""Tokenised prompts, and the other columns of their rows, which the rewards see.
+
+One column of a dataset holds the prompt, a string or a list of chat messages (rendered with the
+tokenizer's chat template); the others go to the rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastppo.data.chat import encode_prompt
+from fastppo.data.rows import DataError, Rows, visiting_order
+
+RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
+"""Names under which rewards get something else than a column."""
+
+
+@dataclass(slots=True)
+class Prompts:
+    """Tokenised prompts with what the rewards see of them."""
+
+    prompts: list[Any]
+    """As in the dataset: strings, or lists of chat messages."""
+    token_ids: list[list[int]]
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def select(self, rows: Sequence[int]) -> Prompts:
+        return Prompts(
+            [self.prompts[i] for i in rows],
+            [self.token_ids[i] for i in rows],
+            {name: [column[i] for i in rows] for name, column in self.columns.items()},
+        )
+
+    def at(self, start: int, count: int, seed: int) -> Prompts:
+        """`count` prompts from position `start` of the endless shuffled sequence of epochs."""
+        return self.select(visiting_order(len(self), start, count, seed))
+
+
+def encode_prompts(
+    rows: Rows,
+    tokenizer: Any,
+    *,
+    column: str = "prompt",
+    max_prompt_tokens: int,
+    source: str = "prompts",
+) -> Prompts:
+    """Tokenises the prompt column.
+
+    Args:
+        max_prompt_tokens: longest prompt that leaves the context room for a response, tokens.
+
+    Raises:
+        DataError: a row without the column, an empty prompt, one of another type, or one that is
+            too long, each with the row's number.
+    """
+    if column not in rows[0]:
+        raise DataError(f"{source}: no column {column!r}; there are {', '.join(rows[0])}")
+    prompts = Prompts([], [])
+    names = [name for name in dict.fromkeys(key for row in rows for key in row) if name != column]
+    for reserved in RESERVED_COLUMNS:
+        if reserved in names:
+            raise DataError(f"{source}: a column may not be called {reserved!r}: rewards get it")
+    columns: dict[str, list[Any]] = {name: [] for name in names}
+    for number, row in enumerate(rows, 1):
+        prompt = row.get(column)
+        ids = encode_prompt(prompt, tokenizer, f"{source}, row {number}")
+        if len(ids) > max_prompt_tokens:
+            raise DataError(
+                f"{source}, row {number}: the prompt has {len(ids)} tokens; at most "
+                f"{max_prompt_tokens} leave the context room for max_new_tokens"
+            )
+        prompts.prompts.append(prompt)
+        prompts.token_ids.append(ids)
+        for name in names:
+            columns[name].append(row.get(name))
+    prompts.columns = columns
+    return prompts

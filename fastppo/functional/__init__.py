@@ -1,0 +1,1 @@
+"""Stateless functions on tensors: losses, statistics of tokens, advantages."""

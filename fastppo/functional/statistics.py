@@ -1,0 +1,147 @@
+"""Logprobs, entropies and exact KLs of tokens, from logits or from hidden states; with gradients.
+
+    logprob = z_y/T − logsumexp(z/T)          entropy = −Σ p log p with p = softmax(z/T)
+    KL      = Σ_j p_j (log p_j − log q_j)     q the reference's softmax
+
+`T` is the temperature, `z` the logits after `logit_scale` and soft-capping.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Unpack
+
+from fastppo_kernels import torch_rows
+from fastppo_kernels.records import KL_ESTIMATORS, accumulation_dtype
+from torch import Tensor
+
+from fastppo.functional import arguments
+from fastppo.functional.arguments import SoftmaxOptions, completed, takes
+from fastppo.functional.operators import LinearTokenStatistics, TokenStatistics
+
+
+class TokenStats(NamedTuple):
+    """(...) fp32, nats, differentiable; kl is None without a reference."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    kl: Tensor | None
+
+
+@takes(SoftmaxOptions)
+def token_stats(
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    ref_logits: Tensor | None = None,
+    **options: Unpack[SoftmaxOptions],
+) -> TokenStats:
+    """Logprob of each token, entropy and, given `ref_logits`, the exact KL(p‖q); differentiable.
+
+    Args:
+        logits: (..., V) bf16, fp16, fp32 or fp64, dense last axis; row t predicts tokens[t].
+        tokens: (...) int64.
+        ref_logits: (..., V), the reference's, same temperature, scale and soft-cap. No gradient.
+        temperature, logit_scale, softcap, backend: see `ppo_loss`.
+
+    Returns:
+        TokenStats(logprobs, entropy, kl): (...) fp32, nats. Backward reads the logits once more.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes, devices or options disagree; a token outside the
+            vocabulary.
+    """
+    rows, shape = arguments.rows_view("logits", logits), logits.shape[:-1]
+    options = completed(options, SoftmaxOptions, token_stats)
+    flat_tokens = arguments.token_ids(tokens, shape, logits)
+    ref_rows = None
+    if ref_logits is not None:
+        arguments.tensor("ref_logits", ref_logits, shape=logits.shape, like=logits)
+        ref_rows = arguments.rows_view("ref_logits", ref_logits.detach())
+    softmax = arguments.softmax_of(options, shape, logits)
+    backend = arguments.choose_backend(options["backend"], logits)
+    logprobs, entropy, kl = TokenStatistics.apply(rows, flat_tokens, softmax, ref_rows, backend)
+    return TokenStats(
+        logprobs.view(shape), entropy.view(shape), None if ref_rows is None else kl.view(shape)
+    )
+
+
+@takes(SoftmaxOptions)
+def token_logprobs(logits: Tensor, tokens: Tensor, **options: Unpack[SoftmaxOptions]) -> Tensor:
+    """`z_y/T − logsumexp(z/T)` per token: (...) fp32, nats, differentiable. See `token_stats`."""
+    options = completed(options, SoftmaxOptions, token_logprobs)
+    return token_stats(logits, tokens, **options).logprobs
+
+
+@takes(SoftmaxOptions)
+def linear_token_stats(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ref_hidden: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    chunk_size: int | None = None,
+    **options: Unpack[SoftmaxOptions],
+) -> TokenStats:
+    """`token_stats` of `hidden @ weight.T + bias` without holding the `[N, V]` logits.
+
+    Args:
+        hidden: (..., H); weight: [V, H]; bias: [V] or None; tokens: (...) int64.
+        ref_hidden, ref_weight, ref_bias: the reference's hidden states (..., H'), head [V, H'] and
+            bias, for the exact KL. No gradient.
+        chunk_size: rows of logits held at once; default by a memory budget.
+        temperature, logit_scale, softcap, backend: see `ppo_loss`.
+
+    Returns:
+        TokenStats(logprobs, entropy, kl): (...) fp32, nats, differentiable by hidden, weight and
+        bias. Under `torch.no_grad()` it costs 2·N·H·V FLOP, and 2·N·H'·V more with a reference; the
+        backward pass forms the logits again, because the upstream gradient is not known before.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes, devices or options disagree; a token outside the
+            vocabulary; a DTensor is passed.
+    """
+    projection, asked, gemm = arguments.projection_arguments(hidden, weight, bias, chunk_size)
+    options = completed(options, SoftmaxOptions, linear_token_stats)
+    ref = arguments.ref_projection_argument(ref_hidden, ref_weight, ref_bias, hidden, weight)
+    shape = hidden.shape[:-1]
+    logprobs, entropy, kl = LinearTokenStatistics.apply(
+        *projection,
+        arguments.token_ids(tokens, shape, hidden),
+        arguments.softmax_of(options, shape, hidden),
+        ref,
+        gemm,
+        asked,
+        arguments.choose_backend(options["backend"], hidden),
+    )
+    return TokenStats(
+        logprobs.view(shape), entropy.view(shape), None if ref is None else kl.view(shape)
+    )
+
+
+@takes(SoftmaxOptions)
+def linear_token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    *,
+    bias: Tensor | None = None,
+    return_entropy: bool = False,
+    chunk_size: int | None = None,
+    **options: Unpack[SoftmaxOptions],
+) -> Any:
+    """`linear_token_stats(...).logprobs`, or (logprobs, entropy) with `return_entropy`."""
+    options = completed(options, SoftmaxOptions, linear_token_logprobs)
+    stats = linear_token_stats(hidden, weight, tokens, bias=bias, chunk_size=chunk_size, **options)
+    return (stats.logprobs, stats.entropy) if return_entropy else stats.logprobs
+
+
+def sampled_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -> Tensor:
+    """k1 = d, k2 = d²/2 or k3 = e^{−d} − 1 + d of d = logprob − ref_logprob: (...) fp32, nats."""
+    arguments.choice("estimator", estimator, KL_ESTIMATORS)
+    arguments.tensor("logprobs", logprobs)
+    arguments.tensor("ref_logprobs", ref_logprobs, shape=logprobs.shape, like=logprobs)
+    wide = accumulation_dtype(logprobs.dtype)
+    return torch_rows.sampled_kl(logprobs.to(wide) - ref_logprobs.to(wide), estimator)[0]

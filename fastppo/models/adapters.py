@@ -1,0 +1,63 @@
+"""LoRA adapters by PEFT: put on a model in place, and merged into what is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+def add_adapters(
+    model: PreTrainedModel,
+    rank: int,
+    alpha: float,
+    target_modules: Sequence[str] | None,
+    task_type: str = "CAUSAL_LM",
+) -> Any:
+    """LoRA adapters on the model, in place: returns the PEFT model around it.
+
+    Args:
+        task_type: CAUSAL_LM, or SEQ_CLS, which trains the classifier's head in full.
+
+    Raises:
+        ImportError: peft is not installed.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ImportError("lora_rank > 0 needs peft: pip install peft") from error
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]
+        lora_dropout=0.0,
+        target_modules=list(target_modules) if target_modules else "all-linear",
+        # GPT-2 has its weights transposed, which PEFT has to know.
+        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
+        task_type=task_type,
+    )
+    return get_peft_model(model, config)
+
+
+def merged_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """State of the plain model with each adapter's weights added in; the model is left as it is."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers: dict[str, Any] = {
+        name: m for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)
+    }
+    state = {}
+    for name, value in model.state_dict().items():
+        owner = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+        if owner is None:
+            state[name] = value
+        elif name.startswith(f"{owner}.base_layer."):
+            leaf = name.removeprefix(f"{owner}.base_layer.")
+            if leaf == "weight":
+                layer = layers[owner]
+                for adapter in layer.active_adapters:
+                    delta = layer.get_delta_weight(adapter)
+                    value = value + delta.to(value.dtype)
+            state[f"{owner}.{leaf}"] = value
+    return state

@@ -1,0 +1,148 @@
+"""The lm-head: from hidden states to the loss, or to the statistics of a token.
+
+What a model does to its logits after the lm-head, a scale or a soft-cap, is read off its config:
+
+    z = softcap · tanh(logit_scale · (h Wᵀ + b) / softcap)
+
+Whether logits are formed at all is decided here: nobody else in the program does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fastppo.functional.arguments import LossOptions, SoftmaxOptions
+from fastppo.functional.losses import PPOLoss, linear_ppo_loss, ppo_loss
+from fastppo.functional.statistics import TokenStats, linear_token_stats
+
+
+class Head(NamedTuple):
+    """An lm-head; its tensors are the model's own parameters."""
+
+    weight: Tensor
+    """[V, H]"""
+    bias: Tensor | None
+    """[V]"""
+    logit_scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, causal_lm: PreTrainedModel) -> Head:
+        """The head of a causal LM, tied to its embeddings or not."""
+        layer: Any = causal_lm.get_output_embeddings()
+        return cls(layer.weight, getattr(layer, "bias", None), *_logit_transform(causal_lm.config))
+
+    @property
+    def vocabulary(self) -> int:
+        """V, the number of tokens that it knows."""
+        return self.weight.shape[0]
+
+    @property
+    def width(self) -> int:
+        """H, the width of the hidden states."""
+        return self.weight.shape[1]
+
+    @property
+    def transform(self) -> dict[str, Any]:
+        """What happens to the logits, as the keywords of the losses."""
+        return {"logit_scale": self.logit_scale, "softcap": self.softcap}
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., V) logits as the model's own forward pass returns them, fp32."""
+        z = self._product(hidden).float() * self.logit_scale
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+
+    def ppo_loss(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        *,
+        ref: RefStates | None = None,
+        all_logits: bool = False,
+        **options: Unpack[LossOptions],
+    ) -> PPOLoss:
+        """`fastppo.linear_ppo_loss` on this head.
+
+        Args:
+            hidden: [N, H]; tokens, old_logprobs, advantages: [N].
+            ref: the reference's hidden states and head, for the exact KL.
+            all_logits: form all N·V logits at once, where the other way holds a chunk of them.
+            options: the keywords of `fastppo.ppo_loss`.
+        """
+        if all_logits:
+            ref_logits = None if ref is None else ref.head._product(ref.hidden)
+            # Nobody else reads these logits: their memory can hold the gradient.
+            return ppo_loss(
+                self._product(hidden),
+                tokens,
+                old_logprobs,
+                advantages,
+                ref_logits=ref_logits,
+                inplace=True,
+                **options,
+                **self.transform,
+            )
+        return linear_ppo_loss(
+            hidden,
+            self.weight,
+            tokens,
+            old_logprobs,
+            advantages,
+            bias=self.bias,
+            **_reference_operands(ref),
+            **options,
+            **self.transform,
+        )
+
+    def token_stats(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        *,
+        ref: RefStates | None = None,
+        **options: Unpack[SoftmaxOptions],
+    ) -> TokenStats:
+        """Logprobs and entropy of the tokens that hidden [N, H] predict and, given a reference, the
+        exact KL to it: [N] fp32 each, nats, differentiable. Options: `fastppo.token_stats`."""
+        return linear_token_stats(
+            hidden,
+            self.weight,
+            tokens,
+            bias=self.bias,
+            **_reference_operands(ref),
+            **options,
+            **self.transform,
+        )
+
+    def _product(self, hidden: Tensor) -> Tensor:
+        """(..., V) before scale and soft-cap, which the losses apply themselves."""
+        return nn.functional.linear(hidden, self.weight, self.bias)
+
+
+class RefStates(NamedTuple):
+    """A reference policy's hidden states [N, H'], and the head that turns them into logits."""
+
+    hidden: Tensor
+    head: Head
+
+
+def _reference_operands(ref: RefStates | None) -> dict[str, Any]:
+    if ref is None:
+        return {}
+    return {"ref_hidden": ref.hidden, "ref_weight": ref.head.weight, "ref_bias": ref.head.bias}
+
+
+def _logit_transform(config: Any) -> tuple[float, float | None]:
+    """(logit_scale, softcap) by the names that transformers' configs use for them."""
+    text = config.get_text_config()
+    scale = 1.0
+    for name in ("logit_scale", "lm_head_multiplier"):  # Cohere; Falcon-H1
+        scale *= getattr(text, name, None) or 1.0
+    scale /= getattr(text, "logits_scaling", None) or 1.0  # Granite
+    return float(scale), getattr(text, "final_logit_softcapping", None)  # Gemma

@@ -1,0 +1,235 @@
+"""One trunk, two heads: a causal LM of transformers with a value function on its hidden states.
+
+The trunk runs once per microbatch and gives the hidden states of the positions that predict
+response tokens, `[N, H]`. Both heads read those: the policy's is the model's own lm-head, tied or
+not (`fastppo.models.head`); the value's is one linear layer in fp32 (`fastppo.models.value` has the
+others). `check_heads` refuses a model whose logits are more than its lm-head on the trunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fastppo.data.batch import Batch, Layout
+from fastppo.models.adapters import merged_state
+from fastppo.models.device import autocast
+from fastppo.models.head import Head
+from fastppo.models.trunk import context_length, hidden_states, switch_dropout_off
+from fastppo.models.value import BranchValue, SharedValue, ValueFunction
+
+
+class LanguageModel(nn.Module):
+    """A causal LM seen as trunk and head.
+
+    Args:
+        causal_lm: may carry the PEFT adapters of `peft`.
+        compute_dtype: of the matrix products; None is that of the weights.
+    """
+
+    def __init__(
+        self,
+        causal_lm: PreTrainedModel,
+        peft: Any = None,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.compute_dtype = compute_dtype
+        self._peft = [peft]  # in a list, so that its modules are not registered a second time
+        if hasattr(causal_lm.get_output_embeddings(), "base_layer"):
+            raise ValueError(
+                "adapters on the lm_head are not supported: the losses read its weight directly; "
+                "leave it out of lora_target_modules"
+            )
+        switch_dropout_off(causal_lm)
+        self.eval()
+
+    @property
+    def peft(self) -> Any:
+        return self._peft[0]
+
+    @property
+    def config(self) -> Any:
+        return self.causal_lm.config
+
+    @property
+    def context(self) -> int | None:
+        """The longest sequence that the model takes, tokens, if its config says."""
+        return context_length(self.causal_lm)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.causal_lm.parameters()).device
+
+    @property
+    def head(self) -> Head:
+        """The lm-head; its tensors are the model's own parameters."""
+        return Head.of(self.causal_lm)
+
+    def autocast(self) -> AbstractContextManager:
+        """Matrix products in the compute dtype, forward and loss alike."""
+        return autocast(self.device, self.compute_dtype)
+
+    def hidden(self, layout: Layout, positions: Tensor | None = None) -> Tensor:
+        """Final hidden states [N, H] at the positions, by default those that predict responses."""
+        states = hidden_states(self.causal_lm.base_model, layout.input_ids, layout.attention_mask)
+        return states.flatten(0, 1)[layout.predicting if positions is None else positions]
+
+    @torch.no_grad()
+    def response_logprobs(
+        self, batch: Batch, temperature: float = 1.0, backend: str = "auto"
+    ) -> Tensor:
+        """[N] fp32, nats: logprobs of the response tokens, from a forward pass of the trunk."""
+        with self.autocast():
+            hidden = self.hidden(batch.layout())
+            return self.head.token_stats(
+                hidden, batch.response_tokens, temperature=temperature, backend=backend
+            ).logprobs
+
+    def language_model_loss(self, input_ids: Tensor, backend: str = "auto") -> Tensor:
+        """0-d mean cross entropy of every token but the first, nats, of input_ids [B, S]."""
+        states = hidden_states(self.causal_lm.base_model, input_ids)
+        stats = self.head.token_stats(states[:, :-1], input_ids[:, 1:], backend=backend)
+        return -stats.logprobs.mean()
+
+    @contextmanager
+    def adapters_off(self) -> Iterator[LanguageModel]:
+        """The model without its adapters: the reference, with no second copy in memory."""
+        with self.peft.disable_adapter():
+            yield self
+
+    def check_heads(self) -> None:
+        """Compares trunk + head with the model's own logits on a small batch.
+
+        Raises:
+            ValueError: they differ: the model does something to its logits that is not known here.
+        """
+        length = min(8, self.context or 8)
+        ids = torch.arange(2 * length, device=self.device).view(2, length)
+        ids = (ids * 7 + 3) % self.head.vocabulary
+        with torch.no_grad():
+            # Two paths through the same matmuls, so they agree to rounding; what is looked for, a
+            # scale or a cap or a second norm, shows in the first digit.
+            theirs = self.causal_lm(input_ids=ids, use_cache=False).logits.float()
+            states = hidden_states(self.causal_lm.base_model, ids)
+            ours = self.head.logits(states)
+        name, largest = type(self.causal_lm).__name__, theirs.abs().max().item()
+        if not theirs.isfinite().all():
+            raise ValueError(f"{name}: its logits are not finite; do its weights hold NaN or inf?")
+        tolerance = 1e-3 if states.dtype == torch.float32 else 5e-2
+        worst = (theirs - ours).abs().max().item() if theirs.shape == ours.shape else float("inf")
+        if not worst <= tolerance * (1 + largest):
+            raise ValueError(
+                f"{name}: the lm-head on the final hidden states differs from the model's own "
+                f"logits by {worst:.3g} (logits up to {largest:.3g}). The model changes its logits "
+                f"in a way that is not known here; FastPPO applies "
+                f"logit_scale={self.head.logit_scale:g} and softcap={self.head.softcap}."
+            )
+
+
+class Evaluation(NamedTuple):
+    """What a policy and its value function make of a batch: fp32, no gradient."""
+
+    logprobs: Tensor
+    """[N] nats, of the response tokens; `entropy` likewise."""
+    entropy: Tensor
+    values: Tensor
+    """[N], of the state before each response token."""
+    final_values: Tensor
+    """[B], of the state after each sequence's last token."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Evaluation]) -> Evaluation:
+        """Those of several batches, one after the other."""
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
+
+
+class ActorCritic(LanguageModel):
+    """Policy and value function: one call gives what both heads need.
+
+    Args:
+        value_function: see `fastppo.models.value`; by default a head on the shared trunk.
+    """
+
+    def __init__(
+        self,
+        causal_lm: PreTrainedModel,
+        peft: Any = None,
+        value_function: ValueFunction | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(causal_lm, peft, compute_dtype)
+        self.value_function = value_function or SharedValue(causal_lm.base_model, self.head.width)
+        switch_dropout_off(self.value_function)
+        self.eval()
+
+    def forward(
+        self, layout: Layout, positions: Tensor | None = None, *, detach_values: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(hidden [N, H], values [N] fp32) at the positions.
+
+        Args:
+            positions: by default those that predict response tokens.
+            detach_values: no gradient from the values into the policy's trunk.
+        """
+        if positions is None:
+            positions = layout.predicting
+        with self.value_function.watching():
+            hidden = self.hidden(layout, positions)
+        return hidden, self.value_function(hidden, layout, positions, detach=detach_values)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, temperature: float = 1.0, backend: str = "auto") -> Evaluation:
+        """Logprobs, entropy and values of a batch, from one forward pass of the trunk."""
+        layout, count = batch.layout(), batch.response_count
+        with self.autocast():
+            hidden, values = self(layout, torch.cat([layout.predicting, layout.final]))
+            stats = self.head.token_stats(
+                hidden[:count], batch.response_tokens, temperature=temperature, backend=backend
+            )
+        return Evaluation(stats.logprobs, stats.entropy, values[:count], values[count:])
+
+    def check_heads(self) -> None:
+        super().check_heads()
+        if isinstance(self.value_function, BranchValue):
+            self._check_branch(self.value_function)
+
+    @torch.no_grad()
+    def _check_branch(self, branch: BranchValue) -> None:
+        """A branch that was just copied gives the trunk's own final hidden states."""
+        prompt = [token % self.head.vocabulary for token in range(3, 8)]
+        layout = Batch.of([prompt], [prompt[:2]], self.device).layout()
+        with branch.watching():
+            hidden = self.hidden(layout)
+        copied = branch.states(hidden, layout, layout.predicting, False)
+        if not torch.allclose(copied.float(), hidden.float(), rtol=1e-3, atol=1e-3):
+            raise ValueError(
+                f"value_model=branch: the copied layers of {type(self.causal_lm).__name__} do not "
+                "give its final hidden states; its trunk does more than call its layers in turn. "
+                "Use value_model=critic"
+            )
+
+    def set_training(self, gradient_checkpointing: bool) -> None:
+        """transformers checkpoints activations in training mode only; dropout is off in both."""
+        self.train(gradient_checkpointing)
+
+    def save_policy(self, directory: str | Path) -> None:
+        """Writes the policy alone, adapters merged, for `AutoModelForCausalLM.from_pretrained`."""
+        merged = merged_state(self.causal_lm) if self.peft is not None else None
+        self.causal_lm.save_pretrained(directory, state_dict=merged)
+
+    def save_value_function(self, path: str | Path) -> None:
+        """Writes the value function alone, as safetensors: its head, and the layers it owns."""
+        state = self.value_function.state_dict()
+        save_file({name: value.contiguous().cpu() for name, value in state.items()}, path)
+
+    def load_value_function(self, path: str | Path) -> None:
+        self.value_function.load_state_dict(load_file(path))

@@ -1,0 +1,188 @@
+"""Loading what a directory or hub name holds, and refusing what would train in silence on less:
+another kind of model, or weights that are not there and would be random.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from fastppo.data.rows import is_missing_path
+
+
+def model_config(name: str, what: str = "model") -> Any:
+    """The config of a directory or hub name.
+
+    Args:
+        what: the option that names it, for the message.
+
+    Raises:
+        ValueError: there is no model of that name.
+    """
+    path = Path(name)
+    if is_missing_path(name):
+        raise ValueError(f"{what} {name}: there is no such directory")
+    if path.is_file():
+        raise ValueError(f"{what} {name} is a file; expected a directory of save_pretrained")
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ValueError(
+            f"{what} {name}: no config.json there; expected what save_pretrained writes"
+        )
+    if (path / "adapter_config.json").exists():
+        raise ValueError(
+            f"{what} {name} holds a PEFT adapter; merge it first (merge_and_unload) and save the "
+            "whole model"
+        )
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        nothing = "" if path.is_dir() else "no such directory, and no model of the hub that loads: "
+        raise ValueError(f"{what} {name}: {nothing}{error}") from error
+
+
+def is_sequence_classifier(config: Any) -> bool:
+    """Whether a config is of a sequence-classification model, as reward models are."""
+    return _is_a(config, "ForSequenceClassification")
+
+
+def _is_a(config: Any, *kinds: str) -> bool:
+    return any(each.endswith(kinds) for each in config.architectures or ())
+
+
+def load_whole(
+    auto_class: Any,
+    name: str,
+    what: str,
+    may_lack: Callable[[PreTrainedModel, str], bool] | None = None,
+    **options: Any,
+) -> tuple[PreTrainedModel, list[str]]:
+    """(the model of a directory or hub name, the names of the weights that the files lack).
+
+    Args:
+        auto_class: of transformers, such as AutoModelForCausalLM.
+        what: the option that names it, for the message.
+        may_lack: whether the model may do without a weight in the files; by default never.
+            transformers draws such weights at random.
+
+    Raises:
+        ValueError: files that cannot be read, weights that are not there or of another shape.
+    """
+    try:
+        model, loading = auto_class.from_pretrained(
+            name, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{what} {name}: the weights cannot be read: {error}") from error
+    kind = type(model).__name__
+    lacking = sorted(loading["missing_keys"])
+    refused = [key for key in lacking if may_lack is None or not may_lack(model, key)]
+    if refused:
+        raise ValueError(
+            f"{what} {name} lacks weights of {kind}: {_some(refused)}. They would be random; was "
+            "it saved as a model of another kind?"
+        )
+    other = [f"{key} {list(files)}" for key, files, _ in sorted(loading["mismatched_keys"])]
+    if other:
+        raise ValueError(
+            f"{what} {name}: config.json and weights disagree; the files have {_some(other)}"
+        )
+    return model, lacking
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+
+
+def load_tokenizer(name: str, what: str = "model") -> Any:
+    """The tokenizer of a directory or hub name; raises ValueError if there is none."""
+    model_config(name, what)  # a wrong name is not a missing tokenizer
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{what} {name}: no tokenizer that loads there: {error}") from error
+
+
+def pad_token_id(tokenizer: Any, model: PreTrainedModel) -> int:
+    """Any token will do, since masks come from lengths."""
+    for value in (tokenizer.pad_token_id, model.config.pad_token_id, tokenizer.eos_token_id):
+        if isinstance(value, int) and value >= 0:
+            return value
+    return 0
+
+
+def stop_token_ids(
+    chosen: Sequence[int] | None, tokenizer: Any, model: PreTrainedModel
+) -> tuple[int, ...]:
+    """The tokens that end a response: the chosen ones, or the model's and the tokenizer's EOS."""
+    if chosen is not None:
+        return tuple(chosen)
+    stops: list[int] = []
+    for value in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
+        stops += value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys(stops))
+
+
+def check_vocabulary(tokenizer: Any, rows: int) -> None:
+    """Raises ValueError where the tokenizer has tokens that a model of `rows` tokens has not."""
+    if len(tokenizer) > rows:
+        raise ValueError(
+            f"vocabulary mismatch: the tokenizer has {len(tokenizer)} tokens and the "
+            f"model {rows}; this is another model's tokenizer"
+        )
+
+
+def attention_implementation(choice: str, dtype: torch.dtype) -> str | None:
+    """What transformers is asked for. `auto` is flash-attn where it is installed and can run (a
+    GPU, half-precision weights), else None: transformers then takes SDPA if the model allows it.
+
+    Raises:
+        ValueError: flash-attn is asked for with fp32 weights, which it has no kernels for.
+    """
+    if choice == "auto":
+        installed = importlib.util.find_spec("flash_attn") is not None
+        usable = installed and torch.cuda.is_available() and dtype != torch.float32
+        return "flash_attention_2" if usable else None
+    if choice.startswith("flash") and dtype == torch.float32:
+        raise ValueError(f"attn_implementation={choice} needs param_dtype=bfloat16, got float32")
+    return choice
+
+
+def load_causal_lm(
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str = "auto",
+    device: torch.device | str = "cpu",
+    what: str = "model",
+) -> PreTrainedModel:
+    """A causal LM of a directory or hub name.
+
+    Args:
+        what: the option that names it, for the message.
+
+    Raises:
+        ValueError: there is no model, or it is no causal LM (an encoder–decoder, a reward model,
+            a checkpoint without all of its weights).
+    """
+    config = model_config(name, what)
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"{what} {name} is an encoder–decoder ({config.model_type}); expected a causal LM"
+        )
+    # With tied weights nothing would be missing.
+    if _is_a(config, "ForSequenceClassification", "ForTokenClassification"):
+        raise ValueError(f"{what} {name} is a {config.architectures[0]}; expected a causal LM")
+    model, _ = load_whole(
+        AutoModelForCausalLM,
+        name,
+        what,
+        dtype=dtype,
+        attn_implementation=attention_implementation(attn_implementation, dtype),
+    )
+    return model.to(device)  # type: ignore[arg-type]

@@ -1,0 +1,169 @@
+"""The reference policy of the KL, whatever holds its weights.
+
+    a frozen model     a copy of the policy as it started, or a model that is given; on request it
+                       waits on the CPU between uses
+    adapters off       with LoRA the reference is the trunk without its adapters: no second model
+    an adapter copy    the same after a refresh: the adapters as they were then
+
+`refresh` makes the policy as it is now the reference (Ouyang et al. keep the SFT model; moving the
+reference along lets a long run go further from it). KL to it is then 0.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastppo.data.batch import Batch, Layout
+from fastppo.models.head import RefStates
+from fastppo.models.policy import ActorCritic, LanguageModel
+
+
+class TokenKL(NamedTuple):
+    """[N] fp32, nats, of the response tokens."""
+
+    ref_logprobs: Tensor
+    kl: Tensor
+    """Σ_j p_j (log p_j − log q_j) of policy p and reference q, exact."""
+
+
+class ReferencePolicy:
+    """What the KL is measured to.
+
+    Args:
+        policy: whose copy, or adapter-free trunk, it is.
+        given: another model instead.
+        offload: keep the frozen model on the CPU between uses.
+    """
+
+    def __init__(
+        self, policy: ActorCritic, given: LanguageModel | None = None, *, offload: bool = False
+    ) -> None:
+        self.policy = policy
+        self.is_given = given is not None
+        self.offload = offload
+        self._frozen: LanguageModel | None = None
+        self._adapters: dict[str, Tensor] | None = None
+        if given is not None:
+            self._frozen = given.requires_grad_(False)
+        elif policy.peft is None:
+            self._frozen = frozen_copy(policy)
+        self.refreshed = False
+        if self._frozen is not None:
+            self._frozen.to("cpu" if offload else policy.device)
+
+    @property
+    def context(self) -> int | None:
+        """The longest sequence that it takes, tokens, if its config says."""
+        return (self._frozen or self.policy).context
+
+    @contextmanager
+    def loaded(self) -> Iterator[LanguageModel]:
+        """The reference on the policy's device, for the time of the block."""
+        if self._frozen is not None:
+            if self.offload:
+                self._frozen.to(self.policy.device)
+            try:
+                yield self._frozen
+            finally:
+                if self.offload:
+                    self._frozen.to("cpu")
+        elif self._adapters is None:
+            with self.policy.adapters_off() as model:
+                yield model
+        else:
+            self._swap_adapters()
+            try:
+                yield self.policy
+            finally:
+                self._swap_adapters()
+
+    @contextmanager
+    def states(self, layout: Layout) -> Iterator[RefStates]:
+        """Hidden states and head, for a loss with the exact KL that is formed within the block."""
+        with self.loaded() as model:
+            with torch.no_grad():
+                hidden = model.hidden(layout)
+            yield RefStates(hidden, model.head)
+
+    @torch.no_grad()
+    def logprobs(
+        self, batches: Sequence[Batch], temperature: float = 1.0, backend: str = "auto"
+    ) -> Tensor:
+        """[N] fp32, nats: logprobs of the response tokens of all batches."""
+        with self.loaded() as model:
+            return torch.cat(
+                [model.response_logprobs(batch, temperature, backend) for batch in batches]
+            )
+
+    @torch.no_grad()
+    def token_kl(
+        self, batches: Sequence[Batch], temperature: float = 1.0, backend: str = "auto"
+    ) -> TokenKL:
+        """Logprobs of the response tokens of all batches, and the policy's exact KL at each."""
+        options: dict[str, Any] = {"temperature": temperature, "backend": backend}
+        logprobs, kl = [], []
+        with self.policy.autocast():
+            # Before the reference takes the trunk's place: with LoRA they are one model.
+            states = [self.policy.hidden(batch.layout()) for batch in batches]
+            with self.loaded() as model:
+                for batch, hidden in zip(batches, states, strict=True):
+                    tokens = batch.response_tokens
+                    ref = RefStates(model.hidden(batch.layout()), model.head)
+                    logprobs.append(ref.head.token_stats(ref.hidden, tokens, **options).logprobs)
+                    stats = self.policy.head.token_stats(hidden, tokens, ref=ref, **options)
+                    assert stats.kl is not None
+                    kl.append(stats.kl)
+        return TokenKL(torch.cat(logprobs), torch.cat(kl))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """The policy as it is now becomes the reference."""
+        if self._frozen is None:
+            self._adapters = {name: p.detach().clone() for name, p in self._trained()}
+        else:
+            current = self.policy.causal_lm.state_dict()
+            self._frozen.causal_lm.load_state_dict(current)
+        self.refreshed = True
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold: nothing, until the first refresh."""
+        if not self.refreshed:
+            return {}
+        if self._frozen is None:
+            assert self._adapters is not None
+            return dict(self._adapters)
+        return dict(self._frozen.causal_lm.named_parameters())
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restores what `state_dict` gave."""
+        if not state:
+            return
+        self.refreshed = True
+        if self._frozen is None:
+            self._adapters = {name: value.to(self.policy.device) for name, value in state.items()}
+        else:
+            for name, parameter in self._frozen.causal_lm.named_parameters():
+                parameter.copy_(state[name])
+
+    def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
+        parameters = self.policy.causal_lm.named_parameters()
+        return [(name, p) for name, p in parameters if p.requires_grad]
+
+    def _swap_adapters(self) -> None:
+        # Storage changes hands, nothing is written: a graph that was built before stays valid.
+        assert self._adapters is not None
+        for name, parameter in self._trained():
+            parameter.data, self._adapters[name] = self._adapters[name], parameter.data
+
+
+def frozen_copy(model: LanguageModel) -> LanguageModel:
+    """The same weights, without gradients."""
+    copied = LanguageModel(copy.deepcopy(model.causal_lm), compute_dtype=model.compute_dtype)
+    return copied.requires_grad_(False)

@@ -1,0 +1,1 @@
+"""The PPO stage: the algorithm in `trainer`, and what it runs on."""

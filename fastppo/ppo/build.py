@@ -1,0 +1,343 @@
+"""The parts of a PPO run, made from its options: models, data, rewards, and checks between them.
+
+The trainer is the algorithm; what it runs on is put together here. Nothing here changes during a
+run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from fastppo.data.prompts import Prompts, encode_prompts
+from fastppo.data.rows import Rows, load_rows
+from fastppo.data.text import PretrainingText
+from fastppo.models.adapters import add_adapters
+from fastppo.models.device import choose_device, compute_dtype
+from fastppo.models.policy import ActorCritic, LanguageModel
+from fastppo.models.pretrained import (
+    check_vocabulary,
+    is_sequence_classifier,
+    load_causal_lm,
+    load_tokenizer,
+    model_config,
+    pad_token_id,
+    stop_token_ids,
+)
+from fastppo.models.reference_policy import ReferencePolicy
+from fastppo.models.trunk import checkpoint_activations, context_length
+from fastppo.models.value import (
+    BranchValue,
+    CriticValue,
+    DetachedValue,
+    SharedValue,
+    ValueFunction,
+    critic_of_policy,
+    critic_of_reward_model,
+)
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.optimizer import make_optimizer
+from fastppo.rewards.ensemble import RewardEnsemble
+from fastppo.rewards.loading import make_terms
+from fastppo.rewards.reward import Reward, RewardTerm
+from fastppo.rewards.scorer import Scorer
+from fastppo.rollout import RolloutEngine, Sampling
+from fastppo.rollout.generate import GenerateEngine
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """What a run is made of."""
+
+    device: torch.device
+    tokenizer: Any
+    model: ActorCritic
+    reference: ReferencePolicy | None
+    """None where no KL needs a model."""
+    optimizer: torch.optim.Optimizer
+    engine: RolloutEngine
+    sampling: Sampling
+    prompts: Prompts | None
+    pretraining: PretrainingText | None
+    scorer: Scorer
+    context: int | None
+    """Tokens that a sequence may have: the least of policy, reference and critic, if any says."""
+
+
+def build(
+    config: PPOConfig,
+    *,
+    model: PreTrainedModel | None = None,
+    tokenizer: Any = None,
+    prompts: Rows | None = None,
+    rewards: Sequence[str | Reward] | None = None,
+    monitor_rewards: Sequence[str | Reward] | None = None,
+    reference: PreTrainedModel | None = None,
+    engine: RolloutEngine | None = None,
+) -> Parts:
+    """The parts that the config names, or those that are given instead; see `PPOTrainer`.
+
+    Raises:
+        ValueError: they do not fit: a tokenizer larger than the vocabulary, a prompt longer than
+            the context, a model whose logits FastPPO does not know how to form.
+    """
+    if model is None and not config.model:
+        raise ValueError("model must be a directory or hub name, got nothing")
+    if tokenizer is None and not config.model:
+        raise ValueError("a model that is passed in needs its tokenizer passed in too")
+    device = choose_device(config.device)
+    tokenizer = tokenizer or load_tokenizer(config.model)
+    causal_lm = model or _load_model(config.model, config, device)
+    causal_lm = causal_lm.to(device)  # type: ignore[arg-type]
+    stop = stop_token_ids(config.stop_token_ids, tokenizer, causal_lm)
+    policy = _actor_critic(causal_lm, tokenizer, config)
+    _check_tokens(policy, tokenizer, stop)
+    ref_policy = _reference_policy(policy, reference, tokenizer, config)
+    context = _shortest_context(policy, ref_policy)
+    return Parts(
+        device=device,
+        tokenizer=tokenizer,
+        model=policy,
+        reference=ref_policy,
+        optimizer=make_optimizer(policy, config),
+        engine=engine
+        or GenerateEngine(
+            causal_lm,
+            pad_token_id(tokenizer, causal_lm),
+            batch_size=config.generate_batch_size,
+            compute_dtype=policy.compute_dtype,
+        ),
+        sampling=Sampling(
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            stop_token_ids=stop,
+        ),
+        prompts=_load_prompts(prompts, tokenizer, context, config),
+        pretraining=_load_pretraining(tokenizer, policy.context, config),
+        scorer=Scorer(
+            _load_rewards(rewards or config.rewards, config, device),
+            _load_monitors(monitor_rewards or config.monitor_rewards, config, device),
+            tokenizer,
+            Path(config.output_dir) / "failed_reward.json",
+        ),
+        context=context,
+    )
+
+
+# -------------------------------------------------------------------------------------- the models
+
+
+def _load_model(
+    name: str, config: PPOConfig, device: torch.device, what: str = "model"
+) -> PreTrainedModel:
+    """A causal LM in the run's dtype and attention implementation; `what` is the option."""
+    return load_causal_lm(
+        name,
+        dtype=getattr(torch, config.param_dtype),
+        attn_implementation=config.attn_implementation,
+        device=device,
+        what=what,
+    )
+
+
+def _actor_critic(causal_lm: PreTrainedModel, tokenizer: Any, config: PPOConfig) -> ActorCritic:
+    """Policy and value function on `causal_lm`, which gets its adapters here.
+
+    Raises:
+        ValueError: the heads do not give the model's own logits; the value function does not fit.
+    """
+    peft = None
+    if config.lora_rank > 0:
+        peft = add_adapters(
+            causal_lm, config.lora_rank, config.lora_alpha, config.lora_target_modules
+        )
+    if config.gradient_checkpointing:
+        checkpoint_activations(causal_lm)
+    value_function = _value_function(causal_lm, tokenizer, config)
+    dtype = compute_dtype(config.precision, causal_lm.device)
+    model = ActorCritic(causal_lm, peft, value_function, dtype)
+    model.check_heads()
+    model.set_training(config.gradient_checkpointing)
+    return model
+
+
+def _value_function(causal_lm: PreTrainedModel, tokenizer: Any, config: PPOConfig) -> ValueFunction:
+    trunk: Any = causal_lm.base_model
+    width = causal_lm.get_output_embeddings().weight.shape[1]
+    if config.value_model == "shared":
+        return SharedValue(trunk, width)
+    if config.value_model == "detached":
+        return DetachedValue(trunk, width)
+    if config.value_model == "branch":
+        return BranchValue(trunk, width, config.value_branch_layers)
+    name = config.critic_model
+    if name is None:
+        return critic_of_policy(causal_lm)
+    _check_same_vocabulary("critic_model", name, tokenizer)
+    if is_sequence_classifier(model_config(name, "critic_model")):
+        dtype = getattr(torch, config.param_dtype)
+        critic = critic_of_reward_model(name, dtype=dtype, device=trunk.device)
+    else:
+        other = _load_model(name, config, trunk.device, "critic_model")
+        critic = CriticValue(other.base_model, other.get_output_embeddings().weight.shape[1])
+    if config.gradient_checkpointing:
+        checkpoint_activations(critic.trunk)
+    return critic
+
+
+def _check_same_vocabulary(option: str, name: str, tokenizer: Any) -> None:
+    """Critic and reference read the policy's tokens, so a token must mean the same to them."""
+    theirs, ours = load_tokenizer(name, option).get_vocab(), tokenizer.get_vocab()
+    if theirs != ours:
+        raise ValueError(
+            f"{option} {name}: its tokenizer has another vocabulary ({len(theirs)} tokens) "
+            f"than the policy's ({len(ours)}), so it cannot read the policy's tokens"
+        )
+
+
+def _reference_policy(
+    policy: ActorCritic, given: PreTrainedModel | None, tokenizer: Any, config: PPOConfig
+) -> ReferencePolicy | None:
+    """The reference policy, or None where no KL needs a model.
+
+    Args:
+        given: a model that the trainer was handed; otherwise `reference_model`, or the policy.
+
+    Raises:
+        ValueError: the reference's vocabulary, or its logits, do not fit the policy's.
+    """
+    if given is None and config.reference_model is not None:
+        _check_same_vocabulary("reference_model", config.reference_model, tokenizer)
+        given = _load_model(config.reference_model, config, policy.device, "reference_model")
+    if given is not None and config.reference_policy == "rollout":
+        raise ValueError("reference_policy=rollout holds no model, but one is passed in")
+    if given is not None and config.reference_refresh:
+        raise ValueError("reference_refresh replaces the reference; pass in none")
+    # The trunk without its adapters costs nothing, so its KL is always logged.
+    free = policy.peft is not None and config.reference_policy == "fixed"
+    if given is None and not config.wants_reference and not free:
+        return None
+    if given is None:
+        return ReferencePolicy(policy, offload=config.reference_offload)
+    given = given.to(policy.device)  # type: ignore[arg-type]
+    reference = LanguageModel(given, compute_dtype=policy.compute_dtype)
+    reference.check_heads()
+    theirs, ours = reference.head, policy.head
+    if theirs.vocabulary < len(tokenizer):
+        raise ValueError(
+            f"the reference has a vocabulary of {theirs.vocabulary} tokens and the policy's "
+            f"tokenizer {len(tokenizer)}: it cannot read the policy's tokens"
+        )
+    same = theirs.transform == ours.transform and theirs.vocabulary == ours.vocabulary
+    if "full" in (config.kl_estimator, config.kl_loss_estimator) and not same:
+        raise ValueError(
+            "the exact KL (full) needs a reference with the policy's vocabulary and logit "
+            f"transform: expected {ours.vocabulary} tokens, scale {ours.logit_scale:g} and "
+            f"soft-cap {ours.softcap}, got {theirs.vocabulary}, {theirs.logit_scale:g} and "
+            f"{theirs.softcap}. Use k1, k2 or k3"
+        )
+    return ReferencePolicy(policy, reference, offload=config.reference_offload)
+
+
+def _shortest_context(policy: ActorCritic, reference: ReferencePolicy | None) -> int | None:
+    limits = [policy.context, reference.context if reference is not None else None]
+    if isinstance(policy.value_function, CriticValue):
+        limits.append(context_length(policy.value_function.trunk))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _check_tokens(model: ActorCritic, tokenizer: Any, stop: Sequence[int]) -> None:
+    """Raises ValueError if the tokenizer or the stop tokens reach beyond the model's vocabulary."""
+    rows = model.head.vocabulary
+    if any(not 0 <= token < rows for token in stop):
+        raise ValueError(f"stop_token_ids must be in [0, {rows}), got {tuple(stop)}")
+    check_vocabulary(tokenizer, rows)
+
+
+# ---------------------------------------------------------------------------------------- the data
+
+
+def _load_prompts(
+    rows: Rows | None, tokenizer: Any, context: int | None, config: PPOConfig
+) -> Prompts | None:
+    """The prompts of `rows` or of the config, encoded; None if there are none.
+
+    Raises:
+        ValueError: `max_new_tokens` leaves no room for a prompt in the context.
+        DataError: a prompt that cannot be used; see `encode_prompts`.
+    """
+    if rows is None and not config.prompts:
+        return None
+    room = (context or 2**31) - config.max_new_tokens
+    if room < 1:
+        raise ValueError(
+            f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in the "
+            f"context of {context} tokens"
+        )
+    return encode_prompts(
+        load_rows(config.prompts, config.split) if rows is None else rows,
+        tokenizer,
+        column=config.prompt_column,
+        max_prompt_tokens=room,
+        source=config.prompts or "prompts",
+    )
+
+
+def _load_pretraining(
+    tokenizer: Any, context: int | None, config: PPOConfig
+) -> PretrainingText | None:
+    """The text of PPO-ptx, or None."""
+    if not config.ptx_data:
+        return None
+    if context is not None and config.ptx_block_size > context:
+        raise ValueError(
+            f"ptx_block_size={config.ptx_block_size} is longer than the context of {context} tokens"
+        )
+    rows = load_rows(config.ptx_data, config.split)
+    return PretrainingText(rows, tokenizer, config.ptx_block_size, source=config.ptx_data)
+
+
+# ------------------------------------------------------------------------------------- the rewards
+
+
+def _load_rewards(
+    rewards: Sequence[str | Reward], config: PPOConfig, device: torch.device
+) -> list[RewardTerm]:
+    """What is trained on: rewards under their names with their weights, an ensemble last."""
+    options = _reward_model_options(config, device)
+    terms = make_terms(rewards, config.reward_weights, **options)
+    if config.reward_ensemble:
+        ensemble = RewardEnsemble(
+            config.reward_ensemble,
+            config.reward_ensemble_by,
+            config.reward_ensemble_std_coef,
+            **options,
+        )
+        if any(term.name == "ensemble" for term in terms):
+            raise ValueError(
+                "a reward is called 'ensemble', which is the name of reward_ensemble: rename it"
+            )
+        terms.append(RewardTerm("ensemble", ensemble, config.reward_ensemble_weight))
+    return terms
+
+
+def _load_monitors(
+    rewards: Sequence[str | Reward], config: PPOConfig, device: torch.device
+) -> list[RewardTerm]:
+    """What is watched and not trained on."""
+    return make_terms(rewards, **_reward_model_options(config, device))
+
+
+def _reward_model_options(config: PPOConfig, device: torch.device) -> dict[str, Any]:
+    return {
+        "device": device,
+        "batch_size": config.reward_batch_size,
+        "max_length": config.reward_max_length,
+    }

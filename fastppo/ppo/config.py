@@ -1,0 +1,560 @@
+"""The options of a PPO run: each is a key of the YAML file and a flag of the command line."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, NamedTuple
+
+from fastppo.functional import arguments
+from fastppo.run.options import Options, WeightOptions, check_bounds, option
+from fastppo.run.watch import parse_threshold
+
+WARNINGS = ("kl > 50", "eos_rate < 0.1", "distinct_2 < 0.1", "skipped_steps > 0")
+"""Thresholds that warn unless others are given: far outside what a healthy run shows."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class PolicyOptions(Options):
+    """Policy."""
+
+    model: str = option(
+        "", "Required. The SFT model: directory or hub name; policy and reference start there"
+    )
+
+
+@dataclass(kw_only=True, frozen=True)
+class ReferenceOptions(Options):
+    """Reference policy."""
+
+    reference_model: str | None = option(
+        None,
+        "The model that the KL is measured to, even where no coefficient weighs it; none given "
+        "means `model` as it starts",
+    )
+    reference_policy: Literal["fixed", "rollout"] = option(
+        "fixed",
+        "fixed, or rollout: the policy at the start of each iteration (for kl_loss_coef)",
+    )
+    reference_refresh: int = option(
+        0, "Iterations after which the policy becomes the reference; 0 never", minimum=0
+    )
+    reference_offload: bool = option(False, "Keep the reference on the CPU between uses")
+
+
+@dataclass(kw_only=True, frozen=True)
+class ValueOptions(Options):
+    """Value function."""
+
+    value_model: Literal["shared", "detached", "branch", "critic"] = option(
+        "shared",
+        "Value head on the shared trunk, on the trunk without training it, on a branch of copied "
+        "layers, or on a critic of its own",
+    )
+    value_branch_layers: int = option(2, "Layers that value_model=branch copies", minimum=1)
+    critic_model: str | None = option(
+        None, "Where value_model=critic starts: a reward model or a causal LM; none: the policy"
+    )
+    value_warmup_iterations: int = option(
+        0, "First iterations that train the value function alone", minimum=0
+    )
+    vf_coef: float = option(0.5, "Weight of the value loss", minimum=0)
+    value_clip: float | None = option(
+        None, "Clip of the value's move per rollout, reward units", above=0
+    )
+
+
+@dataclass(kw_only=True, frozen=True)
+class PromptOptions(Options):
+    """Prompts."""
+
+    prompts: str = option(
+        "", "Required. Prompts: .jsonl, .parquet, a save_to_disk directory or a hub name"
+    )
+    prompt_column: str = option("prompt", "Column of the prompt: a string or chat messages")
+    split: str = option("train", "Split of a datasets directory or hub dataset")
+
+
+@dataclass(kw_only=True, frozen=True)
+class RewardOptions(Options):
+    """Rewards."""
+
+    rewards: Sequence[str] = option(
+        [], "Required. file.py:function, module:function, or a sequence-classification model"
+    )
+    reward_weights: Sequence[float] | None = option(
+        None, "One weight per reward; none given means 1"
+    )
+    monitor_rewards: Sequence[str] = option([], "Rewards that are logged and not trained on")
+    reward_batch_size: int = option(
+        32, "Texts per forward pass of a reward model, sequences", minimum=1
+    )
+    reward_max_length: int | None = option(
+        None, "Longest text of a reward model, tokens; none given means its context", minimum=1
+    )
+    missing_eos_penalty: float | None = option(
+        None,
+        "Subtracted from the score of a response cut off at max_new_tokens, reward units",
+        minimum=0,
+    )
+    length_penalty: float = option(
+        0.0, "Subtracted from the score per response token, reward units", minimum=0
+    )
+    length_penalty_free: int = option(
+        0, "Response tokens that length_penalty leaves free", minimum=0
+    )
+    length_normalized_score: bool = option(
+        False, "Divide the rewards of a response by its length in tokens"
+    )
+    score_normalization: Literal["none", "running", "batch"] = option(
+        "none",
+        "running: divide scores by the running deviation of all so far; batch: whiten each batch",
+    )
+    score_clip: float | None = option(
+        None, "Clamp scores to ±this, after normalisation, reward units", above=0
+    )
+    reward_ensemble: Sequence[str] = option(
+        [], "Reward models that are combined into one reward, by the name of ensemble"
+    )
+    reward_ensemble_by: Literal["mean", "min", "lcb"] = option(
+        "mean", "mean, minimum, or lcb: mean − reward_ensemble_std_coef · deviation"
+    )
+    reward_ensemble_std_coef: float = option(1.0, "Multiple of the deviation in lcb", minimum=0)
+    reward_ensemble_weight: float = option(1.0, "Weight of the ensemble among the rewards")
+
+
+@dataclass(kw_only=True, frozen=True)
+class RolloutOptions(Options):
+    """Rollout."""
+
+    rollout_batch_size: int = option(
+        64, "Prompts, and so responses, per iteration, sequences", minimum=1
+    )
+    generate_batch_size: int | None = option(
+        None, "Sequences generated at once; none given means the whole rollout batch", minimum=1
+    )
+    max_new_tokens: int = option(128, "Longest response, tokens", minimum=1)
+    temperature: float = option(1.0, "Sampling temperature, the loss's too", above=0)
+    top_k: int = option(
+        0, "Sample from the k likeliest tokens, tokens; 0 is all of them", minimum=0
+    )
+    top_p: float = option(
+        1.0, "Sample from the smallest set of this probability; 1 is all", above=0, maximum=1
+    )
+    stop_token_ids: Sequence[int] | None = option(
+        None, "Tokens that end a response; none given means the model's EOS tokens"
+    )
+
+
+@dataclass(kw_only=True, frozen=True)
+class UpdateOptions(Options):
+    """Update."""
+
+    iterations: int = option(100, "PPO iterations: rollouts followed by updates", minimum=1)
+    ppo_epochs: int = option(4, "Passes over each rollout batch", minimum=1)
+    minibatches: int = option(4, "Optimiser steps per pass", minimum=1)
+    microbatch_size: int = option(16, "Sequences per forward and backward pass", minimum=1)
+    objective: Literal["clip", "penalty"] = option(
+        "clip", "clip, or penalty: no clip, β·KL to the rollout policy with a moving β"
+    )
+    clip_ratio: float = option(
+        0.2, "ε: the ratio's gain is cut off below 1 − ε and above 1 + ε", minimum=0, maximum=1
+    )
+    clip_ratio_high: float | None = option(
+        None, "ε above 1; none given means clip_ratio", minimum=0
+    )
+    dual_clip: float | None = option(None, "c > 1: bounds the loss at c·|A| where A < 0")
+    policy_kl_coef: float = option(1.0, "First β of objective=penalty, per nat", above=0)
+    policy_kl_target: float = option(
+        0.01, "KL to the rollout policy that objective=penalty aims at, nats per token", above=0
+    )
+    early_stop_kl: float | None = option(
+        None,
+        "The update of an iteration ends when its KL to the rollout policy is above this, nats per "
+        "token",
+        above=0,
+    )
+    early_stop_check: Literal["minibatch", "epoch"] = option(
+        "epoch", "When early_stop_kl is checked: before each optimiser step, or after each epoch"
+    )
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus in the loss", minimum=0)
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"] = (
+        option("token-mean", "How token losses add up to the loss")
+    )
+    schedules: Sequence[str] = option(
+        [],
+        "Coefficients that move over the run: name=linear:final or name=cosine:final, such as "
+        "entropy_coef=linear:0",
+    )
+    loss_path: Literal["auto", "linear", "logits"] = option(
+        "auto", "linear holds a chunk of the logits; logits all; auto is linear"
+    )
+    backend: Literal["auto", "triton", "torch"] = option("auto", "Kernels of the losses")
+
+
+@dataclass(kw_only=True, frozen=True)
+class KLOptions(Options):
+    """KL to the reference."""
+
+    kl_coef: float = option(
+        0.05, "β: weight of the KL to the reference in the reward, per nat", minimum=0
+    )
+    kl_estimator: Literal["k1", "k2", "k3", "full"] = option(
+        "k1", "Estimator of the KL in the reward; full is exact"
+    )
+    kl_controller: Literal["fixed", "adaptive", "penalty"] = option(
+        "fixed", "How β moves: fixed, adaptive (Ziegler 2019), penalty (doubling, Schulman 2017)"
+    )
+    kl_target: float = option(6.0, "Target of a moving β, nats per sequence", above=0)
+    kl_horizon: float = option(10_000.0, "Horizon of the adaptive β, sequences", above=0)
+    kl_loss_coef: float = option(
+        0.0, "Weight of a KL to the reference in the loss, per nat", minimum=0
+    )
+    kl_loss_estimator: Literal["k1", "k2", "k3", "full"] = option(
+        "k3", "Estimator of the KL in the loss; full is exact and runs the reference in the update"
+    )
+
+
+@dataclass(kw_only=True, frozen=True)
+class AdvantageOptions(Options):
+    """Advantages."""
+
+    gamma: float = option(1.0, "Discount per token", minimum=0, maximum=1)
+    lam: float = option(0.95, "λ of GAE, per token", minimum=0, maximum=1)
+    advantage: Literal["gae", "sequence", "monte_carlo", "one_step"] = option(
+        "gae",
+        "gae; sequence: R − V(prompt) for every token; monte_carlo: reward to go − V; one_step: "
+        "r + γ·V_next − V",
+    )
+    whiten_advantages: Literal["full", "variance", "none"] = option(
+        "full", "Normalise advantages: full is mean 0 and variance 1, variance keeps their signs"
+    )
+    bootstrap_truncated: bool = option(
+        False, "After a truncated response comes its last value, not 0"
+    )
+
+
+@dataclass(kw_only=True, frozen=True)
+class PretrainingOptions(Options):
+    """Pretraining text (PPO-ptx)."""
+
+    ptx_coef: float = option(
+        0.0, "γ: weight of the language-model loss on pretraining text (PPO-ptx)", minimum=0
+    )
+    ptx_data: str = option("", "Pretraining text: rows with a `text` column, as prompts are given")
+    ptx_batch_size: int = option(8, "Blocks of text per optimiser step, sequences", minimum=1)
+    ptx_block_size: int = option(256, "Length of a block of text, tokens", minimum=2)
+
+
+@dataclass(kw_only=True, frozen=True)
+class OptimizerOptions(Options):
+    """Optimizer."""
+
+    learning_rate: float = option(1e-5, "Peak learning rate of AdamW", above=0)
+    value_learning_rate: float | None = option(
+        None, "Peak learning rate of the value head; none given means learning_rate", minimum=0
+    )
+    lr_schedule: Literal["constant", "linear", "cosine"] = option(
+        "constant", "Learning rate after warm-up: constant, or decay to 0 over the run"
+    )
+    warmup_steps: int = option(0, "Linear warm-up, optimiser steps", minimum=0)
+    weight_decay: float = option(0.0, "AdamW's weight decay, on matrices", minimum=0)
+    adam_beta1: float = option(0.9, "AdamW's β₁", minimum=0, maximum=1)
+    adam_beta2: float = option(0.95, "AdamW's β₂", minimum=0, maximum=1)
+    adam_eps: float = option(1e-8, "AdamW's ε", above=0)
+    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm", above=0)
+
+
+@dataclass(kw_only=True, frozen=True)
+class WatchOptions(Options):
+    """Watching."""
+
+    warn_if: Sequence[str] = option(
+        list(WARNINGS),
+        "Thresholds that warn, such as 'kl > 50'; any logged metric with >, >=, < or <=",
+    )
+    stop_if: Sequence[str] = option([], "Thresholds that stop the run with a checkpoint")
+    max_skipped_steps: int = option(
+        5,
+        "Optimiser steps in a row that may be skipped for a non-finite loss or gradient",
+        minimum=1,
+    )
+
+
+@dataclass(kw_only=True, frozen=True)
+class RunOptions(Options):
+    """Run."""
+
+    output_dir: str = option("runs/ppo", "Run directory")
+    seed: int = option(0, "Seed of sampling, shuffling and initialisation", minimum=0)
+    device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, …")
+    log_samples: int = option(8, "Samples written per logged iteration, sequences", minimum=0)
+    log_interval: int = option(1, "Iterations between entries of samples.jsonl", minimum=1)
+    checkpoint_interval: int = option(
+        50, "Iterations between checkpoints; 0 writes the last only", minimum=0
+    )
+    checkpoint_limit: int = option(2, "Checkpoints kept", minimum=1)
+    resume: bool = option(False, "Go on from the newest checkpoint of output_dir")
+    wandb_project: str | None = option(None, "Also log to this Weights & Biases project")
+
+
+@dataclass(kw_only=True, frozen=True)
+class PPOConfig(
+    PolicyOptions,
+    WeightOptions,
+    ReferenceOptions,
+    ValueOptions,
+    PromptOptions,
+    RewardOptions,
+    RolloutOptions,
+    UpdateOptions,
+    KLOptions,
+    AdvantageOptions,
+    PretrainingOptions,
+    OptimizerOptions,
+    WatchOptions,
+    RunOptions,
+):
+    """Options of a PPO run. Lengths are in tokens, KL and entropy in nats, sizes in sequences."""
+
+    def check(self) -> None:
+        arguments.dual_clip(self.dual_clip)
+        if self.rollout_batch_size % self.minibatches:
+            raise ValueError(
+                f"rollout_batch_size must be a multiple of minibatches, "
+                f"got {self.rollout_batch_size} and {self.minibatches}"
+            )
+        given = bool(self.rewards) and self.reward_weights is not None
+        if given and len(self.reward_weights or ()) != len(self.rewards):
+            raise ValueError(
+                f"reward_weights must be one per reward: got {len(self.reward_weights or ())} "
+                f"for {len(self.rewards)} rewards"
+            )
+        if self.kl_controller != "fixed" and self.kl_coef == 0:
+            raise ValueError(
+                f"kl_controller={self.kl_controller} multiplies kl_coef, so it must be > 0, got 0"
+            )
+        for option_name in ("warn_if", "stop_if"):
+            for text in getattr(self, option_name):
+                parse_threshold(text, option_name)
+        self._check_combinations()
+        schedules = [Schedule.parse(text) for text in self.schedules]
+        if len({schedule.name for schedule in schedules}) < len(schedules):
+            raise ValueError(f"schedules has one name twice: {self.schedules}")
+        for schedule in schedules:
+            if getattr(self, schedule.name) is None:
+                raise ValueError(f"schedules: {schedule.name} has no value to start from")
+            check_bounds(PPOConfig, schedule.name, schedule.final)
+            if schedule.name == "dual_clip":
+                arguments.dual_clip(schedule.final)
+
+    def _check_combinations(self) -> None:
+        """An option that would have no effect is an error, not a surprise."""
+        scheduled = {Schedule.parse(text).name for text in self.schedules}
+
+        def used(name: str) -> bool:
+            return getattr(self, name) > 0 or name in scheduled
+
+        for wrong, sentence in (
+            (
+                self.objective == "penalty" and used("kl_loss_coef"),
+                "objective=penalty has a KL of its own in the loss; a KL to the reference goes "
+                "into the reward (kl_coef), so kl_loss_coef must be 0",
+            ),
+            (
+                self.objective == "penalty" and self.dual_clip is not None,
+                "objective=penalty clips nothing, so dual_clip must be none",
+            ),
+            (
+                self.reference_policy == "rollout" and used("kl_coef"),
+                "reference_policy=rollout: the KL of a rollout to its own policy is 0, so kl_coef "
+                "must be 0; kl_loss_coef weighs the KL in the loss",
+            ),
+            (
+                self.reference_policy == "rollout" and self.kl_loss_estimator == "full",
+                "reference_policy=rollout keeps the rollout's logprobs, not its model, so "
+                "kl_loss_estimator must be k1, k2 or k3; the exact KL to the rollout policy is "
+                "reference_refresh=1",
+            ),
+            (
+                self.reference_policy == "rollout"
+                and bool(self.reference_model or self.reference_refresh or self.reference_offload),
+                "reference_policy=rollout holds no model: reference_model, reference_refresh and "
+                "reference_offload do not go with it",
+            ),
+            (
+                (self.reference_refresh > 0 or self.reference_offload)
+                and not (used("kl_coef") or used("kl_loss_coef") or self.reference_model),
+                "reference_refresh and reference_offload need a reference: kl_coef or "
+                "kl_loss_coef must be > 0, or reference_model given",
+            ),
+            (
+                self.reference_refresh > 0 and self.reference_model is not None,
+                "reference_refresh replaces the reference by the policy, which may be another "
+                "architecture than reference_model: give one of them",
+            ),
+            (
+                self.critic_model is not None and self.value_model != "critic",
+                f"critic_model needs value_model=critic, got {self.value_model}",
+            ),
+            (
+                self.bootstrap_truncated and self.advantage in ("sequence", "monte_carlo"),
+                f"advantage={self.advantage} is of complete returns; bootstrap_truncated is for "
+                "gae and one_step",
+            ),
+            (
+                bool(self.reward_ensemble) and len(self.reward_ensemble) < 2,
+                "reward_ensemble must be at least two reward models; one goes into rewards",
+            ),
+            (
+                self.steps_per_iteration == 1
+                and (self.objective == "penalty" or self.early_stop_kl is not None),
+                "objective=penalty and early_stop_kl measure how far an iteration's optimiser "
+                "steps have moved the policy, so ppo_epochs · minibatches must be > 1",
+            ),
+            (
+                self.reference_refresh == 1 and used("kl_coef"),
+                "reference_refresh=1: the KL of a rollout to its own policy is 0, so kl_coef must "
+                "be 0; kl_loss_coef weighs the KL in the loss",
+            ),
+            (
+                self.reference_offload and self.lora_rank > 0 and self.reference_model is None,
+                "reference_offload: with LoRA the reference is the trunk without its adapters, "
+                "and there is nothing to keep on the CPU",
+            ),
+            (
+                self.value_warmup_iterations > 0 and not used("vf_coef"),
+                "value_warmup_iterations trains the value function alone, so vf_coef must be > 0",
+            ),
+            (used("ptx_coef") and not self.ptx_data, "ptx_coef > 0 needs ptx_data"),
+            (
+                bool(self.ptx_data) and not used("ptx_coef"),
+                "ptx_data is given and ptx_coef is 0: expected both or neither",
+            ),
+            (
+                "kl_coef" in scheduled and self.kl_controller != "fixed",
+                f"kl_coef has a schedule and kl_controller={self.kl_controller}: expected one of "
+                "them",
+            ),
+        ):
+            if wrong:
+                raise ValueError(sentence)
+        for names, needs, there in (
+            ("clip_ratio clip_ratio_high", "objective=clip", self.objective == "clip"),
+            ("policy_kl_coef policy_kl_target", "objective=penalty", self.objective == "penalty"),
+            ("early_stop_check", "early_stop_kl", self.early_stop_kl is not None),
+            ("value_branch_layers", "value_model=branch", self.value_model == "branch"),
+            ("length_penalty_free", "length_penalty > 0", used("length_penalty")),
+            ("reward_ensemble_by reward_ensemble_weight", "reward_ensemble", self.reward_ensemble),
+            (
+                "reward_ensemble_std_coef",
+                "reward_ensemble_by=lcb",
+                self.reward_ensemble_by == "lcb",
+            ),
+            ("kl_estimator", "kl_coef > 0", used("kl_coef")),
+            ("kl_loss_estimator", "kl_loss_coef > 0", used("kl_loss_coef")),
+            ("kl_target", "a kl_controller that moves", self.kl_controller != "fixed"),
+            ("kl_horizon", "kl_controller=adaptive", self.kl_controller == "adaptive"),
+            ("lam", "advantage=gae", self.advantage == "gae"),
+            ("lora_alpha lora_target_modules", "lora_rank > 0", self.lora_rank > 0),
+            ("ptx_batch_size ptx_block_size", "ptx_data", self.ptx_data),
+        ):
+            for name in names.split():
+                (default,) = (each.default for each in fields(self) if each.name == name)
+                if (getattr(self, name) != default or name in scheduled) and not there:
+                    raise ValueError(f"{name} has an effect only with {needs}")
+
+    def at(self, iteration: int) -> PPOConfig:
+        """The options of one iteration: these, with each schedule's value in its place."""
+        if not self.schedules:
+            return self
+        progress = min(1.0, iteration / max(1, self.iterations - 1))
+        moved = {
+            schedule.name: schedule.value(getattr(self, schedule.name), progress)
+            for schedule in map(Schedule.parse, self.schedules)
+        }
+        return replace(self, **moved)  # type: ignore[arg-type]
+
+    def scheduled_values(self) -> dict[str, float]:
+        """`schedule/NAME`: what the schedules have made of their options, of `at(iteration)`."""
+        names = [Schedule.parse(text).name for text in self.schedules]
+        return {f"schedule/{name}": float(getattr(self, name)) for name in names}
+
+    @property
+    def wants_reference(self) -> bool:
+        """Whether there is a KL to a reference model."""
+        moving = any(Schedule.parse(text).name.startswith("kl_") for text in self.schedules)
+        wanted = self.kl_coef > 0 or self.kl_loss_coef > 0 or moving
+        return wanted and self.reference_policy == "fixed"
+
+    @property
+    def softmax(self) -> dict[str, Any]:
+        """How logits become a distribution, as the keywords of the losses."""
+        return {"temperature": self.temperature, "backend": self.backend}
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """(ε_low, ε_high)."""
+        high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+        return self.clip_ratio, high
+
+    def stops_at(self, policy_kl: float, when: str) -> bool:
+        """Whether the KL to the rollout policy, nats per token, ends an iteration's update.
+
+        Args:
+            when: minibatch or epoch, the place of the check.
+        """
+        limit = self.early_stop_kl
+        return limit is not None and self.early_stop_check == when and policy_kl > limit
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Optimiser steps of one iteration, if nothing stops it early."""
+        return self.ppo_epochs * self.minibatches
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimiser steps of the whole run."""
+        return self.iterations * self.steps_per_iteration
+
+
+class Schedule(NamedTuple):
+    """`name=shape:final`: from the option's own value to `final` over the run's iterations."""
+
+    name: str
+    shape: str
+    final: float
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Raises ValueError with the accepted form."""
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\w+)\s*:\s*(\S+)\s*", text)
+        if match is None:
+            raise ValueError(
+                f"schedules: expected name=linear:final or name=cosine:final, got {text!r}"
+            )
+        name, shape, last = match.groups()
+        arguments.choice("schedules: the name", name, SCHEDULED)
+        arguments.choice("schedules: the shape", shape, ("constant", "linear", "cosine"))
+        try:
+            final = float(last)
+        except ValueError:
+            raise ValueError(f"schedules: {last!r} in {text!r} is not a number") from None
+        return cls(name, shape, final)
+
+    def value(self, start: float, progress: float) -> float:
+        """The value at `progress` in [0, 1] of the run."""
+        if self.shape == "constant":
+            return start
+        left = 1 - progress if self.shape == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        return self.final + (start - self.final) * left
+
+
+SCHEDULED = (
+    *("clip_ratio", "clip_ratio_high", "dual_clip", "value_clip", "entropy_coef", "vf_coef"),
+    *("kl_coef", "kl_loss_coef", "ptx_coef", "length_penalty", "missing_eos_penalty"),
+    "early_stop_kl",
+)
+"""Options that `schedules` may move; the learning rate has `lr_schedule`."""

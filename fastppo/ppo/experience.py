@@ -1,0 +1,62 @@
+"""What an update learns from: a batch, and per response token what PPO's losses take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastppo.data.batch import Batch, spans, starts
+from fastppo.functional.arguments import aggregation_weights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experience:
+    """One iteration's batch with all that the update needs; per-token tensors are [N] fp32."""
+
+    batch: Batch
+    old_logprobs: Tensor
+    """Nats: the rollout policy's."""
+    old_values: Tensor
+    """The rollout's value of the state before each token."""
+    advantages: Tensor
+    returns: Tensor
+    ref_logprobs: Tensor | None = None
+    token_weights: Tensor | None = None
+    """The weight of each token in its minibatch's loss."""
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def select(self, rows: Tensor) -> Experience:
+        """The experience of the sequences `rows` [k], int64 on the CPU, in their order."""
+        lengths = self.batch.response_lengths
+        index = spans(starts(lengths)[rows], lengths[rows]).to(self.batch.device)
+        per_token: dict[str, Any] = {
+            name: None if value is None else value[index]
+            for name, value in self._per_token().items()
+        }
+        return Experience(self.batch.select(rows), **per_token)
+
+    def weighted(self, aggregation: str) -> Experience:
+        """With the weight of each token in a loss over all of them."""
+        weights = token_weights(self.batch.response_lengths, aggregation)
+        return replace(self, token_weights=weights.to(self.batch.device))
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """All tensors by name, those of the batch among them."""
+        batch = {each.name: getattr(self.batch, each.name) for each in fields(self.batch)}
+        return self._per_token() | batch
+
+    def _per_token(self) -> dict[str, Tensor | None]:
+        names = [each.name for each in fields(self) if each.name != "batch"]
+        return {name: getattr(self, name) for name in names}
+
+
+def token_weights(lengths: Tensor, aggregation: str) -> Tensor:
+    """[N] fp32 weights of packed response tokens, from their sequences' lengths [B]."""
+    longest = int(lengths.max()) if lengths.numel() else 0
+    mask = torch.arange(longest, device=lengths.device) < lengths.unsqueeze(1)
+    return aggregation_weights(mask, aggregation)[mask]

@@ -1,0 +1,149 @@
+"""Numbers of an iteration: sums that stay on the device until they are read once, the clock, and
+what is written down of the responses."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from fastppo_kernels.records import combine_sums
+from torch import Tensor
+
+from fastppo.data.prompts import Prompts
+from fastppo.functional.losses import loss_metrics
+from fastppo.functional.statistics import sampled_kl
+from fastppo.ppo.experience import Experience
+from fastppo.rewards.scorer import Scores
+from fastppo.rollout import Rollout
+
+CLIP_METRICS = (
+    *("clip_fraction", "dual_clip_fraction", "ratio_above_positive", "ratio_below_positive"),
+    *("ratio_above_negative", "ratio_below_negative"),
+)
+"""Metrics of the clipped objective alone."""
+
+
+class Meter:
+    """Metrics of an update, which stay on the device until its end."""
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None
+        self.value_losses: list[Tensor] = []
+        self.ptx_losses: list[Tensor] = []
+        self.steps: list[dict[str, float]] = []
+
+    def microbatch(self, sums: Tensor, value: Tensor) -> None:
+        self.sums = sums if self.sums is None else combine_sums(self.sums, sums)
+        self.value_losses.append(value)
+
+    def pretraining(self, loss: Tensor) -> None:
+        self.ptx_losses.append(loss)
+
+    def minibatch(self, **numbers: float) -> None:
+        self.steps.append(numbers)
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the tokens of all minibatches, or over the minibatches."""
+        assert self.sums is not None
+        steps = len(self.steps)
+        means = loss_metrics(self.sums)
+        # Each minibatch's policy loss is whole, being weighted; the sum over minibatches is not.
+        means["policy_loss"] = means["policy_loss"] / steps
+        means["value_loss"] = torch.stack(self.value_losses).sum() / steps
+        means["kl_loss"] = means.pop("kl")
+        if self.ptx_losses:
+            means["ptx_loss"] = torch.stack(self.ptx_losses).mean()
+        metrics = to_floats(means)
+        for name in self.steps[0]:
+            metrics[name] = sum(step[name] for step in self.steps) / steps
+        return metrics
+
+
+class Clock:
+    """Seconds of each phase of an iteration."""
+
+    def __init__(self) -> None:
+        self.start = self.last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[f"seconds/{name}"] = now - self.last
+        self.last = now
+
+    def metrics(self, tokens: int) -> dict[str, float]:
+        """The laps, and the response tokens per second of the whole iteration."""
+        return {**self.laps, "tokens_per_second": tokens / (self.last - self.start)}
+
+
+def to_floats(metrics: dict[str, Tensor]) -> dict[str, float]:
+    """0-d tensors as numbers, in one transfer."""
+    flat = torch.stack([value.detach().float() for value in metrics.values()]).tolist()
+    return dict(zip(metrics, flat, strict=True))
+
+
+def explained_variance(returns: Tensor, values: Tensor) -> Tensor:
+    """1 − Var(returns − values)/Var(returns): 1 is a perfect value function, 0 a constant one."""
+    residual = (returns - values).var(correction=0)
+    return 1 - residual / returns.var(correction=0).clamp(min=1e-8)
+
+
+def experience_metrics(experience: Experience) -> dict[str, float]:
+    """Means over the batch that the update learns from."""
+    batch, count = experience.batch, experience.batch.response_count
+    metrics = {
+        "response_length": batch.response_lengths.float().mean().to(batch.device),
+        "value": experience.old_values.mean(),
+        "return": experience.returns.mean(),
+        "explained_variance": explained_variance(experience.returns, experience.old_values),
+    }
+    if experience.ref_logprobs is not None:
+        # k1, whatever the estimator in the reward: the unbiased one, and the one that targets
+        # and published runs speak of.
+        total_kl = sampled_kl(experience.old_logprobs, experience.ref_logprobs).sum()
+        metrics["kl"] = total_kl / len(batch)
+        metrics["kl_per_token"] = total_kl / max(1, count)
+    return to_floats(metrics)
+
+
+def response_metrics(scores: Scores, rollout: Rollout) -> dict[str, float]:
+    """Means of the rewards over a batch, and the share of responses that ended by themselves."""
+    finished = len(rollout.tokens) - sum(rollout.truncated)
+    return {**scores.metrics(), "eos_rate": finished / max(1, len(rollout.tokens))}
+
+
+def sample_records(
+    count: int,
+    prompts: Prompts,
+    completions: list[str],
+    rollout: Rollout,
+    scores: Scores,
+    experience: Experience,
+) -> list[dict[str, Any]]:
+    """The first `count` responses as samples.jsonl has them."""
+    token_kl = None
+    if experience.ref_logprobs is not None:
+        difference = sampled_kl(experience.old_logprobs, experience.ref_logprobs)
+        token_kl = difference.split(rollout.lengths)
+    total = scores.total.tolist()
+    return [
+        {
+            "prompt": prompts.prompts[i],
+            "completion": completions[i],
+            "reward": total[i],
+            "rewards": {name: values[i] for name, values in scores.terms.items()},
+            "monitors": {name: values[i] for name, values in scores.monitors.items()},
+            "kl": None if token_kl is None else token_kl[i].sum().item(),
+            "tokens": rollout.lengths[i],
+            "finish_reason": rollout.finish_reasons[i],
+        }
+        for i in range(min(count, len(prompts)))
+    ]
+
+
+def status(metrics: dict[str, float]) -> str:
+    """The numbers that people watch, for the progress bar."""
+    shown = [f"reward {metrics['reward']:.3f}"]
+    shown += [f"KL {metrics['kl']:.2f}"] if "kl" in metrics else []
+    return "  ".join([*shown, f"entropy {metrics['entropy']:.2f}"])

@@ -1,0 +1,80 @@
+"""The policy's objective on a microbatch: clipped, or with a penalty.
+
+    clip       −min(r·A, clip(r, 1−ε, 1+ε)·A) + kl_loss_coef·KL(reference) − entropy_coef·entropy
+    penalty    −r·A + β(r − 1 − log r) − entropy_coef·entropy
+
+Source: Schulman et al. 2017, eq. 7 and 8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastppo_kernels.records import SUMS
+from torch import Tensor
+
+from fastppo.functional.losses import PPOLoss
+from fastppo.models.head import Head, RefStates
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.experience import Experience
+
+
+def clipped_loss(
+    head: Head, hidden: Tensor, micro: Experience, ref: RefStates | None, options: PPOConfig
+) -> PPOLoss:
+    """The clipped objective of the hidden states [N, H] that predict the response tokens.
+
+    Args:
+        ref: the reference's, for the exact KL in the loss.
+    """
+    return head.ppo_loss(
+        hidden,
+        micro.batch.response_tokens,
+        micro.old_logprobs,
+        micro.advantages,
+        ref=ref,
+        clip_ratio=options.clip_range,
+        dual_clip=options.dual_clip,
+        ref_logprobs=micro.ref_logprobs,
+        kl_coef=options.kl_loss_coef,
+        kl_estimator=options.kl_loss_estimator,
+        **_shared(micro, options),
+    )
+
+
+def penalty_loss(
+    head: Head, hidden: Tensor, micro: Experience, beta: float, options: PPOConfig
+) -> PPOLoss:
+    """PPO-Penalty, with KL(old, new) by its estimator on the rollout's tokens.
+
+    It is, but for the constant β, an unclipped loss with advantage A − β and −β times k1 to the
+    rollout policy, so it goes the same way as the other objective.
+    """
+    out = head.ppo_loss(
+        hidden,
+        micro.batch.response_tokens,
+        micro.old_logprobs,
+        micro.advantages - beta,
+        clip_ratio=None,
+        ref_logprobs=micro.old_logprobs,
+        kl_coef=-beta,
+        kl_estimator="k1",
+        **_shared(micro, options),
+    )
+    assert micro.token_weights is not None
+    ratio = (out.logprobs - micro.old_logprobs).exp()
+    constant = beta * micro.token_weights.sum()
+    sums = out.sums.clone()
+    sums[SUMS.index("loss")] -= constant
+    sums[SUMS.index("policy_loss")] -= beta * (micro.token_weights * ratio).sum()
+    return out._replace(loss=out.loss - constant, sums=sums)
+
+
+def _shared(micro: Experience, options: PPOConfig) -> dict[str, Any]:
+    return {
+        "entropy_coef": options.entropy_coef,
+        "temperature": options.temperature,
+        "weights": micro.token_weights,
+        "all_logits": options.loss_path == "logits",
+        "backend": options.backend,
+    }

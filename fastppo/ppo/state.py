@@ -1,0 +1,148 @@
+"""Everything of a run that changes and is neither a weight nor a moment of the optimiser.
+
+A run is its options and this: the schedules, the learning rate and the place in the prompts follow
+from the counters, so a checkpoint holds `state_dict()`, and a run that loads it goes on as it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastppo.models.policy import ActorCritic
+from fastppo.models.reference_policy import ReferencePolicy
+from fastppo.ppo.config import WARNINGS, PPOConfig
+from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
+from fastppo.rewards.processing import RunningScale
+from fastppo.run import checkpoint
+from fastppo.run.watch import ABSENT_AFTER, SpikeDetector, Watch, parse_threshold
+
+COUNTERS = (
+    *("iteration", "optimizer_step", "prompts_seen", "ptx_seen"),
+    *("skipped_steps", "skipped_in_a_row"),
+)
+
+
+@dataclass(slots=True)
+class RunState:
+    """The counters, controllers and histories of a run."""
+
+    kl_control: FixedKL | AdaptiveKL | PenaltyKL
+    """β of the KL in the reward."""
+    policy_kl_control: PenaltyKL
+    """β of the KL to the rollout policy, for objective=penalty."""
+    watch: Watch
+    score_scale: RunningScale = field(default_factory=RunningScale)
+    iteration: int = 0
+    optimizer_step: int = 0
+    prompts_seen: int = 0
+    ptx_seen: int = 0
+    """Blocks of pretraining text."""
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+
+    @classmethod
+    def of(cls, config: PPOConfig) -> RunState:
+        """The state of a run before its first iteration."""
+        return cls(
+            kl_control=_kl_control(config),
+            policy_kl_control=PenaltyKL(config.policy_kl_coef, config.policy_kl_target),
+            watch=_watch(config),
+        )
+
+    def begin_iteration(self, options: PPOConfig) -> None:
+        """Takes up what the options of the iteration fix.
+
+        Args:
+            options: those of this iteration, schedules applied.
+        """
+        if isinstance(self.kl_control, FixedKL):
+            self.kl_control.coef = options.kl_coef
+        if self.iteration and self.iteration == options.value_warmup_iterations:
+            self.watch.loss_spikes = SpikeDetector()  # from here on it is another loss
+
+    def finish_iteration(self, kl: float | None, sequences: int, options: PPOConfig) -> None:
+        """Moves β by the iteration's KL to the reference, nats per sequence, and counts it."""
+        if kl is not None and not self.is_warming_up(options):
+            self.kl_control.update(kl, sequences)
+        self.iteration += 1
+
+    def is_warming_up(self, options: PPOConfig) -> bool:
+        """Whether this iteration trains the value function alone."""
+        return self.iteration < options.value_warmup_iterations
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds, as JSON has it."""
+        return {
+            **{name: getattr(self, name) for name in COUNTERS},
+            "kl_coef": self.kl_control.coef,
+            "policy_kl_coef": self.policy_kl_control.coef,
+            "score_scale": asdict(self.score_scale),
+            "watch": self.watch.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` gave. A fixed β stays that of the options."""
+        for name in COUNTERS:
+            setattr(self, name, state[name])
+        if not isinstance(self.kl_control, FixedKL):
+            self.kl_control.coef = state["kl_coef"]
+        self.policy_kl_control.coef = state["policy_kl_coef"]
+        self.score_scale = RunningScale(**state["score_scale"])
+        self.watch.load_state_dict(state["watch"])
+
+
+def save_run(
+    config: PPOConfig,
+    state: RunState,
+    model: ActorCritic,
+    optimizer: torch.optim.Optimizer,
+    reference: ReferencePolicy | None,
+) -> Path:
+    """Writes a checkpoint of the run as it is; its path."""
+    return checkpoint.save(
+        config.output_dir,
+        state.iteration,
+        model,
+        optimizer,
+        state.state_dict(),
+        reference=reference.state_dict() if reference is not None else {},
+        keep=config.checkpoint_limit,
+    )
+
+
+def load_run(
+    run_dir: Path,
+    state: RunState,
+    model: ActorCritic,
+    optimizer: torch.optim.Optimizer,
+    reference: ReferencePolicy | None,
+) -> Path | None:
+    """Restores the newest checkpoint of a run directory; its path, or None if there is none."""
+    written = checkpoint.checkpoints(run_dir)
+    if not written:
+        return None
+    saved_state, saved_reference = checkpoint.load(written[-1], model, optimizer)
+    state.load_state_dict(saved_state)
+    if reference is not None:
+        reference.load_state_dict(saved_reference)
+    return written[-1]
+
+
+def _kl_control(config: PPOConfig) -> FixedKL | AdaptiveKL | PenaltyKL:
+    if config.kl_controller == "adaptive":
+        return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
+    if config.kl_controller == "penalty":
+        return PenaltyKL(config.kl_coef, config.kl_target)
+    return FixedKL(config.kl_coef)
+
+
+def _watch(config: PPOConfig) -> Watch:
+    warn_if = [parse_threshold(text) for text in config.warn_if]
+    stop_if = [parse_threshold(text) for text in config.stop_if]
+    # The default thresholds are for any run; one that the user chose is missed if it is absent.
+    chosen = [threshold for threshold in warn_if if str(threshold) not in WARNINGS] + stop_if
+    return Watch(warn_if, stop_if, chosen, min(ABSENT_AFTER, config.iterations))

@@ -1,0 +1,500 @@
+"""The PPO trainer: the algorithm, top to bottom.
+
+One iteration (`PPOTrainer.iterate`) is
+
+    generate          responses to a batch of prompts, with the policy as it is
+    score             each response with the rewards
+    make experience   old and reference logprobs, values; shaped rewards, advantages, whitening
+    update            mini-epochs over shuffled minibatches of microbatches
+    log
+
+`train()` runs iterations with checkpoints and records; `step(prompts, responses, scores)` makes
+experience of responses that somebody else generated and scored, and updates on it. One forward pass
+of the trunk feeds both heads, and only hidden states that predict response tokens reach them. All
+that changes during a run is in the model, the optimiser, `RunState` and a reference that was
+refreshed, so a checkpoint is those. `config` is the run's; `options`, what the phases are handed,
+is the config with the schedules of the iteration applied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from fastppo_kernels.records import SUMS, combine_sums
+from rich.console import Console
+from torch import Tensor
+from transformers import PreTrainedModel, set_seed
+
+from fastppo.data.batch import Batch, Layout
+from fastppo.data.chat import decode_completions, token_ids
+from fastppo.data.microbatches import microbatches
+from fastppo.data.prompts import Prompts
+from fastppo.data.rows import Rows
+from fastppo.functional.losses import PPOLoss, value_loss
+from fastppo.functional.statistics import sampled_kl
+from fastppo.models.policy import Evaluation
+from fastppo.ppo.advantages import make_advantages
+from fastppo.ppo.build import build
+from fastppo.ppo.checks import (
+    check_on_policy,
+    check_responses,
+    check_scores,
+    odd_options,
+    random_state_restored,
+    skip_step,
+)
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.experience import Experience
+from fastppo.ppo.metrics import (
+    CLIP_METRICS,
+    Clock,
+    Meter,
+    experience_metrics,
+    response_metrics,
+    sample_records,
+    status,
+    to_floats,
+)
+from fastppo.ppo.objective import clipped_loss, penalty_loss
+from fastppo.ppo.optimizer import clip_gradients, set_learning_rate
+from fastppo.ppo.state import RunState, load_run, save_run
+from fastppo.rewards.reward import Reward
+from fastppo.rewards.scorer import Scores
+from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
+from fastppo.run.log import RunLog, check_no_run, progress, read_jsonl
+from fastppo.run.report import write_report
+from fastppo.run.watch import rollout_health
+
+
+class RunStoppedError(RuntimeError):
+    """A threshold of `stop_if` was crossed; checkpoint, policy and report are written."""
+
+
+class PPOTrainer:
+    """PPO on one device.
+
+    Args:
+        config: the options.
+        model, tokenizer: instead of loading `config.model`.
+        prompts: rows with a prompt column, instead of loading `config.prompts`.
+        rewards, monitor_rewards: callables or specs, instead of those of the config.
+        reference: a model for the KL, instead of a frozen copy of the policy as it starts.
+        engine: a rollout engine, instead of Hugging Face `generate` on the policy.
+        console: where progress is shown.
+
+    Raises:
+        ValueError: the parts do not fit; see `fastppo.ppo.build`.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        *,
+        model: PreTrainedModel | None = None,
+        tokenizer: Any = None,
+        prompts: Rows | None = None,
+        rewards: Sequence[str | Reward] | None = None,
+        monitor_rewards: Sequence[str | Reward] | None = None,
+        reference: PreTrainedModel | None = None,
+        engine: RolloutEngine | None = None,
+        console: Console | None = None,
+    ) -> None:
+        self.config = config
+        self.console = console or Console(stderr=True)
+        set_seed(config.seed)
+        parts = build(
+            config,
+            model=model,
+            tokenizer=tokenizer,
+            prompts=prompts,
+            rewards=rewards,
+            monitor_rewards=monitor_rewards,
+            reference=reference,
+            engine=engine,
+        )
+        self.device, self.context = parts.device, parts.context
+        self.model, self.reference = parts.model, parts.reference
+        self.tokenizer, self.optimizer = parts.tokenizer, parts.optimizer
+        self.engine, self.sampling = parts.engine, parts.sampling
+        self.prompts, self.pretraining = parts.prompts, parts.pretraining
+        self.scorer = parts.scorer
+        self.state = RunState.of(config)
+        self._last_saved: int | None = None
+
+    # ------------------------------------------------------------------------------ the algorithm
+
+    def train(self) -> dict[str, float]:
+        """Runs to `config.iterations` and writes the policy and the report; the last metrics.
+
+        Raises:
+            RunStoppedError: a metric crossed a threshold of `stop_if`; all is written first.
+            FloatingPointError: `max_skipped_steps` steps in a row were not finite.
+            RewardError: a reward raised, or returned what cannot be trained on.
+            RuntimeError: the self-check failed.
+        """
+        if self.prompts is None or not self.scorer.terms:
+            raise ValueError("train() needs prompts and at least one reward; step() needs neither")
+        config, state, run_dir = self.config, self.state, Path(self.config.output_dir)
+        set_seed(config.seed)
+        if config.resume:
+            self._resume(run_dir)
+        elif state.iteration == 0:
+            check_no_run(run_dir)
+        self.self_check(self.prompts)
+        begin, end = state.iteration, config.iterations
+        log = RunLog(run_dir, config, first=begin, wandb_project=config.wandb_project)
+        metrics: dict[str, float] = {}
+        with progress("PPO", self.console, total=end, completed=begin) as show:
+            while state.iteration < end and not state.watch.stopped_by:
+                try:
+                    metrics = self.iterate(log)
+                except FloatingPointError as error:
+                    # No checkpoint: half of the iteration's steps were taken.
+                    skipped = {"skipped_steps": float(state.skipped_in_a_row)}
+                    log.metrics(state.iteration, skipped, [f"stopped: {error}"])
+                    log.close()
+                    write_report(run_dir)
+                    raise
+                show(completed=state.iteration, status=status(metrics))
+                interval = config.checkpoint_interval
+                if interval and state.iteration % interval == 0:
+                    self.save_checkpoint()
+        log.close()
+        if state.iteration != self._last_saved:
+            self.save_checkpoint()
+        self.save_policy(run_dir / "policy")
+        write_report(run_dir)
+        if state.watch.stopped_by:
+            raise RunStoppedError(
+                f"stopped after iteration {state.iteration - 1}: "
+                f"{'; '.join(state.watch.stopped_by)}. A checkpoint, the policy and the report are "
+                f"in {run_dir}"
+            )
+        return metrics or read_jsonl(run_dir / "metrics.jsonl")[-1]
+
+    def iterate(self, log: RunLog) -> dict[str, float]:
+        """One PPO iteration; returns its metrics."""
+        assert self.prompts is not None
+        options, clock = self._begin_iteration(), Clock()
+        prompts = self.prompts.at(self.state.prompts_seen, options.rollout_batch_size, options.seed)
+        rollout = self.engine.generate(prompts.token_ids, self.sampling)
+        clock.lap("generate")
+        scores = self.score(prompts, rollout, options)
+        clock.lap("score")
+        batch = Batch.of(prompts.token_ids, rollout.tokens, self.device)
+        rewards = self.training_rewards(scores, options)
+        experience, metrics = self.make_experience(batch, rewards, rollout.truncated, options)
+        clock.lap("experience")
+        metrics |= self.update(experience, options)
+        clock.lap("update")
+        metrics |= response_metrics(scores, rollout) | clock.metrics(batch.response_count)
+        metrics |= rollout_health(rollout.tokens, scores.total, scores.monitors)
+
+        iteration = self.state.iteration
+        log.metrics(iteration, metrics, self._warnings(metrics))
+        if iteration % options.log_interval == 0:
+            texts, count = self.completions(prompts, rollout), options.log_samples
+            samples = sample_records(count, prompts, texts, rollout, scores, experience)
+            log.samples(iteration, samples)
+        self.state.prompts_seen += len(prompts)
+        self.state.finish_iteration(metrics.get("kl"), len(prompts), options)
+        return metrics
+
+    def step(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        responses: Sequence[str | Sequence[int]],
+        scores: Sequence[float] | Tensor,
+        finish_reasons: Sequence[str] | None = None,
+    ) -> dict[str, float]:
+        """One PPO update on responses that are given; returns its metrics.
+
+        Args:
+            prompts, responses: texts or token ids; old logprobs are the current policy's.
+            scores: [B], normalised and clipped as the config says, not charged for length or EOS.
+            finish_reasons: `stop` or `length`; by default, whether a stop token comes last.
+
+        Raises:
+            ValueError: lengths disagree; a prompt or response is empty, too long for the context
+                or outside the vocabulary; a score is not finite.
+            RunStoppedError: a metric crossed a threshold of `stop_if`; the update is done.
+        """
+        prompt_ids = [token_ids(self.tokenizer, prompt) for prompt in prompts]
+        response_ids = [
+            token_ids(self.tokenizer, response, special_tokens=False) for response in responses
+        ]
+        total = check_scores(scores, len(prompt_ids))
+        if finish_reasons is None:
+            stop = {*self.sampling.stop_token_ids}
+            ended = [{*response[-1:]} <= stop for response in response_ids]
+            finish_reasons = [FINISHED if each else TRUNCATED for each in ended]
+        vocabulary = self.model.head.vocabulary
+        check_responses(prompt_ids, response_ids, finish_reasons, vocabulary, self.context)
+        options = self._begin_iteration()
+        batch = Batch.of(prompt_ids, response_ids, self.device)
+        rewards = self.training_rewards(Scores(total), options)
+        truncated = [reason == TRUNCATED for reason in finish_reasons]
+        experience, metrics = self.make_experience(batch, rewards, truncated, options)
+        metrics |= self.update(experience, options)
+        metrics["reward"] = total.mean().item()
+        metrics |= rollout_health(response_ids, total)
+        self._warnings(metrics)
+        self.state.finish_iteration(metrics.get("kl"), len(batch), options)
+        if self.state.watch.stopped_by:
+            raise RunStoppedError(f"stopped: {'; '.join(self.state.watch.stopped_by)}")
+        return metrics
+
+    def score(self, prompts: Prompts, rollout: Rollout, options: PPOConfig) -> Scores:
+        """Rewards of the responses' texts: their weighted sum, less the penalties."""
+        scores = self.scorer(prompts, self.completions(prompts, rollout), rollout.tokens)
+        return scores.charged(
+            rollout.lengths,
+            rollout.truncated,
+            length_normalized_score=options.length_normalized_score,
+            length_coef=options.length_penalty,
+            length_free=options.length_penalty_free,
+            missing_eos_penalty=options.missing_eos_penalty,
+        )
+
+    def training_rewards(self, scores: Scores, options: PPOConfig) -> Scores:
+        """Scores normalised and clipped: what advantages are made from."""
+        method, clip = options.score_normalization, options.score_clip
+        return scores.normalized(method, clip, self.state.score_scale)
+
+    @torch.no_grad()
+    def make_experience(
+        self, batch: Batch, rewards: Scores, truncated: Sequence[bool], options: PPOConfig
+    ) -> tuple[Experience, dict[str, float]]:
+        """Old logprobs, reference logprobs and values of the responses; then their advantages.
+        `truncated` [B] says whether a response was cut off."""
+        how = options.softmax
+        parts = [batch.select(rows) for rows in microbatches(len(batch), options.microbatch_size)]
+        old = Evaluation.joined([self.model.evaluate(part, **how) for part in parts])
+        kl_coef, exact_kl = self.state.kl_control.coef, None
+        if self.reference is None:
+            ref_logprobs = old.logprobs if options.reference_policy == "rollout" else None
+        elif options.kl_estimator == "full" and kl_coef > 0:
+            ref_logprobs, exact_kl = self.reference.token_kl(parts, **how)
+        else:
+            ref_logprobs = self.reference.logprobs(parts, **how)
+        result = make_advantages(
+            batch, rewards, truncated, old, ref_logprobs, exact_kl, kl_coef, options
+        )
+        experience = Experience(
+            batch, old.logprobs, old.values, result.advantages, result.returns, ref_logprobs
+        )
+        metrics = experience_metrics(experience)
+        return experience, metrics if ref_logprobs is None else metrics | {"kl_coef": kl_coef}
+
+    def update(self, experience: Experience, options: PPOConfig) -> dict[str, float]:
+        """Mini-epochs of clipped updates on one batch of experience; returns their mean metrics."""
+        meter, state = Meter(), self.state
+        steps_before, skipped_before = state.optimizer_step, state.skipped_steps
+        too_far = False
+        for _ in range(options.ppo_epochs):
+            order = torch.randperm(len(experience))
+            policy_kls: list[float] = []
+            for rows in order.tensor_split(min(options.minibatches, len(experience))):
+                kl, too_far = self._optimizer_step(experience.select(rows), meter, options)
+                policy_kls.append(kl)
+                if too_far:
+                    break
+            policy_kl = sum(policy_kls) / len(policy_kls)
+            too_far = too_far or options.stops_at(policy_kl, "epoch")
+            if too_far:
+                break
+        taken = state.optimizer_step - steps_before
+        metrics = meter.metrics() | options.scheduled_values()
+        if not options.kl_loss_coef:
+            del metrics["kl_loss"]  # a term that is not in the loss
+        spikes = [state.watch.loss_spikes(step["loss"]) for step in meter.steps[:taken]]
+        metrics["loss_spikes"] = float(sum(spikes))
+        metrics["skipped_steps"] = float(state.skipped_steps - skipped_before)
+        if options.early_stop_kl is not None:
+            metrics["early_stopped"] = float(too_far)
+            metrics["optimizer_steps"] = float(taken)
+        if options.objective == "penalty":
+            for name in CLIP_METRICS:
+                metrics.pop(name, None)  # nothing is clipped
+            metrics["policy_kl_coef"] = state.policy_kl_control.coef
+            if not state.is_warming_up(options):
+                state.policy_kl_control.update(policy_kl, len(experience))
+        return metrics
+
+    def _optimizer_step(
+        self, minibatch: Experience, meter: Meter, options: PPOConfig
+    ) -> tuple[float, bool]:
+        """Accumulates the gradient of one minibatch over its microbatches and takes a step.
+
+        Returns:
+            (KL to the rollout policy before the step, nats per token; whether it was too far, and
+            so no step was taken).
+        """
+        warming_up = self.state.is_warming_up(options)
+        planned = self.state.iteration * options.steps_per_iteration + len(meter.steps)
+        learning_rate = set_learning_rate(self.optimizer, planned, self.config)
+        # The weights are those of the whole minibatch, so how it is split does not matter.
+        minibatch = minibatch.weighted(options.aggregation)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss, microbatch_sums = torch.zeros((), device=self.device), []
+        for rows in microbatches(len(minibatch), options.microbatch_size):
+            micro = minibatch.select(rows)
+            layout = micro.batch.layout()
+            with self.model.autocast():
+                hidden, values = self.model(layout, detach_values=warming_up)
+                with torch.set_grad_enabled(not warming_up):
+                    policy = self._policy_loss(hidden, layout, micro, options)
+                value = value_loss(
+                    values,
+                    micro.returns,
+                    old_values=micro.old_values,
+                    clip_ratio=options.value_clip,
+                    weights=micro.token_weights,
+                )
+            part = options.vf_coef * value if warming_up else policy.loss + options.vf_coef * value
+            part.backward()
+            loss += part.detach()
+            microbatch_sums.append(policy.sums)
+            meter.microbatch(policy.sums, value.detach())
+        if options.ptx_coef and not warming_up:
+            ptx_loss = self._add_pretraining_gradient(options)
+            loss += options.ptx_coef * ptx_loss
+            meter.pretraining(ptx_loss)
+        norms = clip_gradients(self.optimizer, self.model, options)
+        sums = reduce(combine_sums, microbatch_sums)
+        kl = sums[SUMS.index("approx_kl")] / sums[SUMS.index("tokens")].clamp(min=1)
+        numbers = to_floats({"loss": loss, **norms, "kl": kl})
+        policy_kl = numbers.pop("kl")
+        meter.minibatch(**numbers, learning_rate=learning_rate)
+        if options.stops_at(policy_kl, "minibatch"):
+            return policy_kl, True
+        if all(map(math.isfinite, numbers.values())):
+            self.optimizer.step()
+            self.state.skipped_in_a_row = 0
+        else:
+            sentence = skip_step(self.model, minibatch, self.state, numbers, self.config)
+            self.console.print(f"[yellow]{sentence}")
+        self.state.optimizer_step += 1
+        return policy_kl, False
+
+    def _policy_loss(
+        self, hidden: Tensor, layout: Layout, micro: Experience, options: PPOConfig
+    ) -> PPOLoss:
+        """The policy's loss from the hidden states that predict the response tokens."""
+        head = self.model.head
+        if options.objective == "penalty":
+            beta = self.state.policy_kl_control.coef
+            return penalty_loss(head, hidden, micro, beta, options)
+        if not options.kl_loss_coef or options.kl_loss_estimator != "full":
+            return clipped_loss(head, hidden, micro, None, options)
+        assert self.reference is not None
+        with self.reference.states(layout) as ref:
+            return clipped_loss(head, hidden, micro, ref, options)
+
+    def _add_pretraining_gradient(self, options: PPOConfig) -> Tensor:
+        """PPO-ptx: adds γ times the language-model loss's gradient; returns that loss, 0-d."""
+        assert self.pretraining is not None
+        blocks = self.pretraining.at(self.state.ptx_seen, options.ptx_batch_size, options.seed)
+        self.state.ptx_seen += len(blocks)
+        total = torch.zeros((), device=self.device)
+        for part in blocks.to(self.device).split(options.microbatch_size):
+            with self.model.autocast():
+                loss = self.model.language_model_loss(part, options.backend)
+                loss = loss * (len(part) / len(blocks))
+            (options.ptx_coef * loss).backward()
+            total += loss.detach()
+        return total
+
+    # ----------------------------------------------------------------------- looking at the policy
+
+    def evaluate(self, prompts: Prompts, sampling: Sampling | None = None) -> dict[str, Any]:
+        """Samples and scores responses to `prompts` without learning from them.
+
+        Returns:
+            dict: reward, each reward term and monitor, kl (nats per sequence), entropy (nats per
+            token), response_length, eos_rate: means; `completions`, the texts; `scores`.
+        """
+        options = self.config.at(self.state.iteration)
+        with random_state_restored(self.device):
+            torch.manual_seed(options.seed)
+            rollout = self.engine.generate(prompts.token_ids, sampling or self.sampling)
+        scores = self.score(prompts, rollout, options)
+        batch = Batch.of(prompts.token_ids, rollout.tokens, self.device)
+        how = options.softmax
+        parts = [batch.select(rows) for rows in microbatches(len(batch), options.microbatch_size)]
+        found = Evaluation.joined([self.model.evaluate(part, **how) for part in parts])
+        kl = 0.0
+        if self.reference is not None:
+            ref_logprobs = self.reference.logprobs(parts, **how)
+            kl = sampled_kl(found.logprobs, ref_logprobs).sum().item() / len(batch)
+        return {
+            **response_metrics(scores, rollout),
+            "kl": kl,
+            "entropy": found.entropy.sum().item() / max(batch.response_count, 1),
+            "response_length": batch.response_count / len(batch),
+            "completions": self.completions(prompts, rollout),
+            "scores": scores,
+        }
+
+    def completions(self, prompts: Prompts, rollout: Rollout) -> list[str]:
+        """The responses as texts without special tokens: what comes after the prompt's text."""
+        return decode_completions(self.tokenizer, prompts.token_ids, rollout.tokens)
+
+    def self_check(self, prompts: Prompts) -> None:
+        """Raises RuntimeError if the first update would not be on-policy; says what else is odd."""
+        check_on_policy(
+            self.model,
+            self.reference,
+            self.engine,
+            prompts,
+            self.sampling,
+            self.config,
+            reference_is_fresh=self.state.optimizer_step == 0,
+        )
+        for sentence in odd_options(self.config):
+            self.console.print(f"[yellow]{sentence}")
+
+    # ------------------------------------------------------------------------- saving and resuming
+
+    def save_checkpoint(self) -> Path:
+        """Writes a checkpoint of the run as it is now."""
+        self._last_saved = self.state.iteration
+        return save_run(self.config, self.state, self.model, self.optimizer, self.reference)
+
+    def save_policy(self, directory: str | Path) -> None:
+        """Writes the policy, its tokenizer and generation config; the value function beside it."""
+        directory = Path(directory)
+        self.model.save_policy(directory)
+        self.tokenizer.save_pretrained(directory)
+        self.model.save_value_function(directory.parent / "value_function.safetensors")
+
+    def _resume(self, run_dir: Path) -> None:
+        path = load_run(run_dir, self.state, self.model, self.optimizer, self.reference)
+        if path is None:
+            self.console.print(f"no checkpoint in {run_dir}: starting from the beginning")
+        else:
+            self._last_saved = self.state.iteration
+            self.console.print(f"resuming from {path}")
+
+    # ---------------------------------------------------------------------------- around a step
+
+    def _begin_iteration(self) -> PPOConfig:
+        """The options of this iteration; the reference is refreshed if it is time."""
+        iteration, interval = self.state.iteration, self.config.reference_refresh
+        if self.reference is not None and interval and iteration and iteration % interval == 0:
+            self.reference.refresh()
+        options = self.config.at(iteration)
+        self.state.begin_iteration(options)
+        return options
+
+    def _warnings(self, metrics: dict[str, float]) -> list[str]:
+        """What the watch says of the metrics, to which it adds; the terminal gets it too."""
+        sentences = self.state.watch(metrics)
+        for sentence in sentences:
+            self.console.print(f"[yellow]iteration {self.state.iteration}: {sentence}")
+        return sentences + [f"stopped: {sentence}" for sentence in self.state.watch.stopped_by]

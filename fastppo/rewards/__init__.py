@@ -1,0 +1,1 @@
+"""Rewards: functions over text, reward models, ensembles, and what becomes of their scores."""

@@ -1,0 +1,101 @@
+"""Sequence-classification models as rewards, each read with its own tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from fastppo.data.chat import render_chat
+from fastppo.data.padding import padded_batch
+from fastppo.models.pretrained import load_tokenizer, load_whole, model_config
+from fastppo.models.trunk import hidden_states
+
+
+class RewardModel:
+    """A sequence-classification model with one label, and its own tokenizer.
+
+    A prompt of strings is joined with its completion and tokenised as one text; a prompt of chat
+    messages is rendered by the reward tokenizer's own chat template, the completion as the
+    assistant's turn. Texts longer than `max_length` tokens lose their beginning, not their end.
+    `score_mean` of the model's config, if there is one, is subtracted from every score.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        device: torch.device | str = "cpu",
+        batch_size: int = 32,
+        max_length: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.__name__ = Path(name).name
+        config = model_config(name, "reward")
+        if config.num_labels != 1:
+            kind = ", ".join(config.architectures or ["model"])
+            raise ValueError(
+                f"reward {name} is a {kind} with {config.num_labels} labels; expected a sequence "
+                "classifier with 1"
+            )
+        model, _ = load_whole(AutoModelForSequenceClassification, name, "reward", dtype=dtype)
+        self.model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
+        self.tokenizer = load_tokenizer(name, "reward")
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        if self.model.config.pad_token_id is None:
+            self.model.config.pad_token_id = self.tokenizer.pad_token_id
+        limit = getattr(model.config, "max_position_embeddings", None)
+        self.max_length = min(filter(None, (max_length, limit)), default=None)
+        self.batch_size = batch_size
+        # What `fastppo reward` writes there makes the mean score of its reference texts 0.
+        self.score_mean = float(getattr(model.config, "score_mean", 0.0))
+
+    @torch.no_grad()
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str]) -> list[float]:
+        rows = [self._tokens(p, c) for p, c in zip(prompts, completions, strict=True)]
+        scores: list[float] = []
+        for start in range(0, len(rows), self.batch_size):
+            scores += self._scores(rows[start : start + self.batch_size])
+        return scores
+
+    def _scores(self, rows: list[list[int]]) -> list[float]:
+        batch = padded_batch(rows, self.tokenizer.pad_token_id)
+        ids, mask = (x.to(self.model.device) for x in batch.values())
+        return (sequence_scores(self.model, ids, mask) - self.score_mean).tolist()
+
+    def _tokens(self, prompt: Any, completion: str) -> list[int]:
+        """The text's ids. Too long a text loses its beginning, but for a leading special token."""
+        text = self._text(prompt, completion)
+        # A chat template writes its own special tokens.
+        ids = self.tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
+        if not ids:
+            raise ValueError(f"the reward model's tokenizer has no token for {text!r}")
+        if self.max_length is None or len(ids) <= self.max_length:
+            return ids
+        first = ids[:1] if ids[0] in self.tokenizer.all_special_ids else []
+        return first + ids[len(first) - self.max_length :]
+
+    def _text(self, prompt: Any, completion: str) -> str:
+        if isinstance(prompt, str):
+            return prompt + completion
+        messages = [*prompt, {"role": "assistant", "content": completion.strip()}]
+        return render_chat(self.tokenizer, messages, "the reward model's tokenizer")
+
+
+def sequence_scores(model: Any, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[B] fp32 scores of right-padded texts, read at each text's last token.
+
+    transformers looks for that token by `input_ids != pad_token_id` and so reads too early where a
+    text ends in the pad token (pad = eos); the mask knows better. Models without a `score` layer
+    on their trunk (encoders) pool in their own way and are called as they are.
+    """
+    head = getattr(model, "score", None)
+    if head is None:
+        return model(input_ids=input_ids, attention_mask=mask).logits.float().squeeze(-1)
+    states = hidden_states(model.base_model, input_ids, mask)
+    last = mask.sum(1) - 1
+    return head(states[torch.arange(len(last), device=last.device), last]).float().squeeze(-1)

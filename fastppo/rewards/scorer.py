@@ -1,0 +1,200 @@
+"""The rewards of a batch of responses, and their way to what advantages are made from.
+
+    Scorer                  each reward is called once; weights, and where in a response it is paid
+    Scores.charged          what length and a missing EOS cost
+    Scores.normalized       the scale, and a bound
+
+Every response is paid in two parts, at its last token and within it, and all that is done to a
+score keeps the two apart: within a response rewards are scaled by the factor that its total is
+scaled by; what is added to the total, a mean taken away say, goes to the last token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastppo.data.prompts import Prompts
+from fastppo.rewards.placing import token_rewards
+from fastppo.rewards.processing import (
+    RunningScale,
+    length_normalized,
+    length_penalty,
+    whiten_scores,
+)
+from fastppo.rewards.reward import RewardTerm, Scored, score
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """Rewards of B responses with N tokens in all, on the CPU, in the prompts' order."""
+
+    last: Tensor
+    """[B] fp32, paid at the last token."""
+    within: Tensor | None = None
+    """[N] fp32, paid at each token, or None where every reward was one number."""
+    lengths: Sequence[int] = ()
+    """[B] response tokens; needed where `within` is given."""
+    terms: Mapping[str, Scored] = field(default_factory=dict)
+    """Each trained term, unweighted."""
+    monitors: Mapping[str, Scored] = field(default_factory=dict)
+    """Each reward that is watched and not trained on."""
+
+    @property
+    def total(self) -> Tensor:
+        """[B] fp32: both parts together."""
+        return self.last if self.within is None else self.last + self._paid(self.within)
+
+    def charged(
+        self,
+        lengths: Sequence[int],
+        truncated: Sequence[bool],
+        *,
+        length_normalized_score: bool = False,
+        length_coef: float = 0.0,
+        length_free: int = 0,
+        missing_eos_penalty: float | None = None,
+    ) -> Scores:
+        """The scores less what length and a missing EOS cost.
+
+        Args:
+            lengths: [B] response tokens; truncated: [B], whether a response was cut off.
+            length_normalized_score: divide the rewards of a response by its length first.
+            length_coef: reward units per token beyond `length_free` tokens.
+            missing_eos_penalty: reward units, for a response that was cut off.
+        """
+        tokens, last, within = torch.tensor(lengths), self.last, self.within
+        if length_normalized_score:
+            last = length_normalized(last, tokens)
+            if within is not None:
+                within = within / tokens.repeat_interleave(tokens)
+        last = last - length_penalty(tokens, length_coef, length_free)
+        if missing_eos_penalty is not None:
+            last = last - missing_eos_penalty * torch.tensor(truncated).float()
+        return replace(self, last=last, within=within)
+
+    def normalized(
+        self, method: str = "none", clip: float | None = None, running: RunningScale | None = None
+    ) -> Scores:
+        """The scores on one scale, then within ±clip.
+
+        Args:
+            method: none; batch, mean 0 and deviation 1 in this batch; running, divided by the
+                deviation of all scores that `running` has seen, these included.
+        """
+        total = self.total
+        factor = torch.ones_like(total)
+        if method == "running":
+            assert running is not None
+            total = running(total)
+            factor = factor / running.deviation
+        elif method == "batch":
+            factor = factor * (total.var() + 1e-8).rsqrt() if len(total) > 1 else 0 * factor
+            total = whiten_scores(total)
+        if clip is not None:
+            clipped = total.clamp(-clip, clip)
+            factor = torch.where(clipped == total, factor, factor * clipped / total)
+            total = clipped
+        if self.within is None:
+            return replace(self, last=total)
+        within = self.within * factor.repeat_interleave(torch.tensor(self.lengths))
+        return replace(self, last=total - self._paid(within), within=within)
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the batch: the total, each term and each monitored reward."""
+        metrics = {
+            "reward": self.total.mean().item(),
+            "reward_std": self.total.std(correction=0).item(),
+        }
+        for name, values in self.terms.items():
+            metrics[f"reward/{name}"] = sum(values) / len(values)
+            if values.disagreement is not None:
+                disagreement = sum(values.disagreement) / len(values)
+                metrics["ensemble_disagreement"] = disagreement
+        for name, values in self.monitors.items():
+            metrics[f"monitor/{name}"] = sum(values) / len(values)
+        return metrics
+
+    def _paid(self, within: Tensor) -> Tensor:
+        """[B]: the sum over each response."""
+        return torch.stack([tokens.sum() for tokens in within.split(list(self.lengths))])
+
+
+class Scorer:
+    """Calls the rewards of a run.
+
+    Args:
+        terms: what is trained on; monitors: what is only watched.
+        tokenizer: the policy's, to find the token at which a step of a completion ends.
+        failure_file: where the samples go of which a reward fails.
+    """
+
+    def __init__(
+        self,
+        terms: Sequence[RewardTerm],
+        monitors: Sequence[RewardTerm],
+        tokenizer: Any,
+        failure_file: Path | None = None,
+    ) -> None:
+        self.terms = list(terms)
+        self.monitors = list(monitors)
+        self.tokenizer = tokenizer
+        self.failure_file = failure_file
+
+    def __call__(
+        self, prompts: Prompts, completions: Sequence[str], response_ids: Sequence[list[int]]
+    ) -> Scores:
+        """The weighted sum of the terms, each where it is paid.
+
+        Raises:
+            RewardError: a reward raised, or returned what cannot be trained on.
+        """
+        terms, monitors = (
+            {
+                term.name: score(
+                    term,
+                    prompts.prompts,
+                    completions,
+                    prompts.columns,
+                    self.failure_file,
+                    response_ids,
+                )
+                for term in group
+            }
+            for group in (self.terms, self.monitors)
+        )
+        last = torch.zeros(len(completions))
+        for term in self.terms:
+            last += term.weight * torch.tensor(terms[term.name].whole)
+        within = self._within(terms, prompts, completions, response_ids)
+        lengths = [len(ids) for ids in response_ids]
+        return Scores(last, within, lengths, terms, monitors)
+
+    def _within(
+        self,
+        terms: Mapping[str, Scored],
+        prompts: Prompts,
+        completions: Sequence[str],
+        response_ids: Sequence[list[int]],
+    ) -> Tensor | None:
+        """[N] weighted rewards by token; None where no term is paid within a response."""
+        if all(scored.partial is None for scored in terms.values()):
+            return None
+        per_token = [[0.0] * len(ids) for ids in response_ids]
+        for term in self.terms:
+            for row, partial in enumerate(terms[term.name].partial or ()):
+                placed = token_rewards(
+                    partial,
+                    completions[row],
+                    prompts.token_ids[row],
+                    response_ids[row],
+                    self.tokenizer,
+                )
+                for token, value in enumerate(placed):
+                    per_token[row][token] += term.weight * value
+        return torch.tensor([value for row in per_token for value in row])

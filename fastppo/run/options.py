@@ -1,0 +1,184 @@
+"""Options as dataclass fields: one definition gives YAML key, flag, help and bounds.
+
+    @dataclass(kw_only=True, frozen=True)
+    class LoopOptions(Options):
+        \"\"\"Loop.\"\"\"
+
+        epochs: int = option(1, "Passes over the data", minimum=1)
+
+    @dataclass(kw_only=True, frozen=True)
+    class Config(LoopOptions, OptimizerOptions):
+        ...
+
+`Config(epochs="2")` converts what YAML and flags leave as text, and refuses what is out of bounds
+with the option's name, what it got and what it wants. Options are frozen, and lists in them are
+tuples: `dataclasses.replace` makes others, which are checked anew. Each class that a config is made
+of is a section of its help and of its YAML, under the first line of its docstring.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from fastppo.functional import arguments
+
+BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+"""Texts that a flag may have for a bool."""
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+) -> Any:
+    """A field with its help and bounds: `minimum` and `maximum` are allowed values, `above` not."""
+    metadata = {"help": help, "bounds": (minimum, above, maximum)}
+    default = tuple(default) if isinstance(default, list) else default
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(kw_only=True, frozen=True)
+class Options:
+    """Base of the option classes; subclasses add fields, and `check` where options depend."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for each in fields(self):
+            value = _converted(each.name, getattr(self, each.name), hints[each.name])
+            object.__setattr__(self, each.name, value)
+            check_bounds(type(self), each.name, value)
+        self.check()
+
+    def check(self) -> None:
+        """Raises ValueError where options do not go together."""
+
+    @classmethod
+    def sections(cls) -> dict[str, list[Field]]:
+        """The fields under the headings of the classes that define them, in their order."""
+        by_name = {each.name: each for each in fields(cls)}
+        members_of: dict[str, list[Field]] = {}
+        for owner in _in_order(cls):
+            names = [name for name in inspect.get_annotations(owner) if name in by_name]
+            heading = (owner.__doc__ or "").split("\n")[0].rstrip(".")
+            members_of.setdefault(heading, []).extend(by_name.pop(name) for name in names)
+        return {heading: members for heading, members in members_of.items() if members}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every option by name, section by section."""
+        names = [each.name for section in self.sections().values() for each in section]
+        values = {name: getattr(self, name) for name in names}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+
+    def save(self, path: str | Path) -> None:
+        """Writes every option, defaults included, as YAML."""
+        text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        Path(path).write_text(text, encoding="utf-8")
+
+
+def _in_order(cls: type) -> list[type]:
+    """The option classes that `cls` is made of, as they are written, then `cls` itself."""
+    bases: list[type] = []
+    for base in cls.__bases__:
+        bases += [each for each in _in_order(base) if issubclass(each, Options)]
+    return [*dict.fromkeys(bases), cls]
+
+
+def check_bounds(options: type[Options], name: str, value: Any) -> None:
+    """Raises ValueError if `value` is outside the bounds of the option `name`."""
+    (defined,) = (each for each in fields(options) if each.name == name)
+    minimum, above, maximum = defined.metadata["bounds"]
+    if not isinstance(value, (int, float)):
+        return
+    if maximum is not None:
+        low = (minimum or 0) if above is None else above
+        inside = low <= value <= maximum if above is None else low < value <= maximum
+        if not inside:
+            bracket = "[" if above is None else "("
+            raise ValueError(f"{name} must be in {bracket}{low}, {maximum}], got {value!r}")
+    elif minimum is not None:
+        arguments.at_least(name, value, minimum)
+    elif above is not None:
+        arguments.at_least(name, value, above, strictly=True)
+
+
+def _converted(name: str, value: Any, hint: Any) -> Any:
+    """`value` as the option's type. YAML reads 1e-5 as a string, and 1 where 1.0 is meant."""
+    if get_origin(hint) is Literal:
+        return arguments.choice(name, value, get_args(hint))
+    if get_origin(hint) in (Union, UnionType):
+        (inner,) = (choice for choice in get_args(hint) if choice is not type(None))
+        return None if value is None else _converted(name, value, inner)
+    if get_origin(hint) is Sequence:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"{name} must be a list, got {value!r}")
+        return tuple(_converted(name, item, get_args(hint)[0]) for item in value)
+    if hint is bool and isinstance(value, str) and value.lower() in BOOLS:
+        return BOOLS[value.lower()]
+    if hint in (int, float):
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if math.isfinite(number) and (hint is float or number == int(number)):
+            return hint(number)
+    elif isinstance(value, hint):
+        return value
+    names = {int: "an integer", float: "a finite number", bool: "true or false", str: "a text"}
+    raise ValueError(f"{name} must be {names[hint]}, got {value!r}")
+
+
+def read_yaml(path: str | Path, options: type[Options]) -> dict[str, Any]:
+    """The keys of a YAML file of options.
+
+    Raises:
+        ValueError: no mapping, or a key that is no option; the nearest option is named.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"there is no config file {path}")
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path}: expected `option: value` lines, got {type(loaded).__name__}")
+    known = [each.name for each in fields(options)]
+    for key in loaded:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{path}: no option {key!r}{hint}")
+    return loaded
+
+
+@dataclass(kw_only=True, frozen=True)
+class WeightOptions(Options):
+    """Weights and adapters."""
+
+    param_dtype: Literal["float32", "bfloat16"] = option(
+        "float32",
+        "Dtype of the weights; float32 keeps small updates that bfloat16 would round away",
+    )
+    precision: Literal["auto", "bf16", "fp32"] = option(
+        "auto", "Compute dtype: bf16 (autocast) or fp32; auto is bf16 on a GPU, fp32 on a CPU"
+    )
+    attn_implementation: str = option(
+        "auto", "auto (flash-attn if installed, else sdpa), sdpa, eager or flash_attention_2"
+    )
+    gradient_checkpointing: bool = option(False, "Recompute activations in backward: less memory")
+    lora_rank: int = option(0, "Rank of LoRA adapters; 0 trains all weights. Needs peft", minimum=0)
+    lora_alpha: float = option(32.0, "LoRA scale: the update is alpha/rank · BA", above=0)
+    lora_target_modules: Sequence[str] | None = option(
+        None, "Modules that get adapters; none given means all linear layers"
+    )

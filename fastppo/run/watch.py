@@ -1,0 +1,387 @@
+"""Watching a run: signs that the reward is being gamed, that the update is unstable, or broken.
+
+Over-optimisation shows in the responses before it shows in the reward: they grow long, loop, or
+become one response; and a reward that nothing is trained on stops agreeing with the one that is
+(`rollout_health`). Instability shows in the KL's slope and in a loss that leaves its own history
+(`slope`, `SpikeDetector`). What counts as too much is the user's to say, as `kl > 20`
+(`parse_threshold`, `crossed`, `AbsentMetrics`). `Watch` is all of that for one run. The batch of a
+step that came out non-finite is saved for looking at (`save_batch`).
+
+The shares of tokens beyond the clip range by the advantage's sign are not counted here: the loss
+counts them in its own pass (`ratio_above_positive` and three others in `loss_metrics`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import operator
+import os
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+SLOPE_WINDOW = 10
+"""Iterations over which a slope is fitted: few enough to turn with the run, enough that the noise
+of one rollout batch does not decide the sign."""
+
+SPIKE_HISTORY = 64
+"""Optimiser steps that a loss is compared with."""
+
+SPIKE_MIN_HISTORY = 16
+"""Fewer steps than this say nothing about how far a loss usually strays."""
+
+SPIKE_FACTOR = 10.0
+"""Median absolute deviations beyond which a loss is a spike. One is 0.67 σ of a normal loss, so
+this is 6.7 σ: by chance less than once in 10¹⁰ steps, and often in a run that diverges."""
+
+SPIKE_MIN_DEVIATION = 1e-3
+"""Smallest median absolute deviation reckoned with, relative to max(1, |median|): a loss that
+hardly moves may then stray by 1 % without a word."""
+
+ABSENT_AFTER = 3
+"""Iterations after which a metric that never came is reported: a slope needs two, and one more
+lets a batch pass in which a correlation was undefined."""
+
+
+# ---------------------------------------------------------------------------------- the responses
+
+
+def rollout_health(
+    token_ids: Sequence[Sequence[int]],
+    scores: Sequence[float] | Tensor,
+    monitors: Mapping[str, Sequence[float]] | None = None,
+) -> dict[str, float]:
+    """Signs of reward hacking and collapse in one batch of responses.
+
+    Args:
+        token_ids: [B] responses, their EOS included.
+        scores: [B] what is trained on.
+        monitors: rewards that are not trained on, [B] each (a gold reward).
+
+    Returns:
+        dict:
+            length_correlation: Pearson's r of score and length in tokens. Near 1, the reward pays
+                for length.
+            distinct_1, distinct_2: mean over the responses of distinct n-grams / n-grams within the
+                response, in (0, 1]. Loops and repetition push them down; so does length by itself.
+            unique_responses: distinct responses / responses, in (0, 1]. A policy that has collapsed
+                says one thing.
+            correlation/NAME: r of the trained score and the monitored reward. Falling while the
+                reward rises is over-optimisation.
+
+        A key that is undefined (r where one side does not vary, n-grams where no response has n
+        tokens) is absent.
+
+    Raises:
+        ValueError: not one score or monitored reward per response.
+
+    Source: distinct-n: Li et al. 2016, section 5.2, there over all responses at once.
+    """
+    scores = scores.tolist() if isinstance(scores, Tensor) else list(scores)
+    lengths = [float(len(tokens)) for tokens in token_ids]
+    metrics = {"length_correlation": _pearson("scores", scores, lengths)}
+    for n in (1, 2):
+        shares = [share for tokens in token_ids if (share := _distinct(tokens, n)) is not None]
+        metrics[f"distinct_{n}"] = statistics.fmean(shares) if shares else None
+    if token_ids:
+        metrics["unique_responses"] = len({tuple(tokens) for tokens in token_ids}) / len(token_ids)
+    for name, values in (monitors or {}).items():
+        metrics[f"correlation/{name}"] = _pearson(name, list(values), scores)
+    return {name: value for name, value in metrics.items() if value is not None}
+
+
+def _distinct(tokens: Sequence[int], n: int) -> float | None:
+    ngrams = list(tokens) if n == 1 else list(pairwise(tokens))
+    return len(set(ngrams)) / len(ngrams) if ngrams else None
+
+
+def _pearson(name: str, x: list[float], y: list[float]) -> float | None:
+    """Pearson's r; None where one side does not vary."""
+    if len(x) != len(y):
+        raise ValueError(f"{name} must be one per response: got {len(x)} for {len(y)} responses")
+    # Asked of the values, because the variance of equal numbers may come out as rounding.
+    if any(len(set(side)) < 2 for side in (x, y)):
+        return None
+    # r does not depend on the scale, but squares of numbers near the ends of the range do.
+    x, y = ([value / max(map(abs, side)) for value in side] for side in (x, y))
+    try:
+        return statistics.correlation(x, y)
+    except statistics.StatisticsError:  # they differ by rounding alone
+        return None
+
+
+# ------------------------------------------------------------------------------------- instability
+
+
+def slope(history: Sequence[float]) -> float | None:
+    """Least-squares slope per iteration of the last `SLOPE_WINDOW` values; None of fewer than two.
+
+    Values that are not finite are left out, each at its own place.
+    """
+    recent = enumerate(history[-SLOPE_WINDOW:])
+    points = [(i, value) for i, value in recent if math.isfinite(value)]
+    if len(points) < 2:
+        return None
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
+
+
+@dataclass(slots=True)
+class SpikeDetector:
+    """Says whether a step's loss is a spike against the steps before it.
+
+        |loss − median| > 10 · max(MAD, 1e-3 · max(1, |median|))
+
+    over the last 64 losses, MAD their median absolute deviation; never with fewer than 16. Median
+    and MAD hardly move for one spike, and do move for a loss that stays at its new level, which is
+    then no spike any more.
+
+    The state is one list: `detector.history` goes into a checkpoint as JSON and
+    `SpikeDetector(saved)` goes on.
+    """
+
+    history: list[float] = field(default_factory=list)
+    """The last finite losses, oldest first."""
+
+    def __call__(self, loss: float) -> bool:
+        """Judges the loss, then adds it to the history. A loss that is not finite is no spike: its
+        step is skipped and counted as such."""
+        if not math.isfinite(loss):
+            return False
+        spike = False
+        if len(self.history) >= SPIKE_MIN_HISTORY:
+            median = statistics.median(self.history)
+            deviation = statistics.median(abs(past - median) for past in self.history)
+            usual = max(deviation, SPIKE_MIN_DEVIATION * max(1.0, abs(median)))
+            spike = abs(loss - median) > SPIKE_FACTOR * usual
+        self.history = [*self.history, loss][-SPIKE_HISTORY:]
+        return spike
+
+
+# -------------------------------------------------------------------------------------- thresholds
+
+_OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+_THRESHOLD = re.compile(r"^\s*(?P<metric>[^<>=]*[^<>=\s])\s*(?P<op>[<>]=?)\s*(?P<value>[^<>=]+)$")
+
+
+@dataclass(slots=True, frozen=True)
+class Threshold:
+    """A bound on a metric that a run should not cross."""
+
+    metric: str
+    op: str
+    """>, >=, < or <=: the side on which the trouble is."""
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.metric} {self.op} {self.value:g}"
+
+
+def parse_threshold(text: str, option: str = "threshold") -> Threshold:
+    """The threshold that a text like `kl > 20` states.
+
+    Args:
+        option: the option that the text is of, for the message.
+
+    Raises:
+        ValueError: no metric, another operator than > >= < <=, or no finite number.
+    """
+    match = _THRESHOLD.match(text) if isinstance(text, str) else None
+    try:
+        value = float(match["value"]) if match else math.nan
+    except ValueError:
+        value = math.nan
+    if match is None or not math.isfinite(value):
+        raise ValueError(
+            f"{option} must read like `kl > 20`: a metric, one of > >= < <=, a number; got {text!r}"
+        )
+    return Threshold(match["metric"], match["op"], value)
+
+
+def crossed(thresholds: Sequence[Threshold], metrics: Mapping[str, Any]) -> list[str]:
+    """A sentence for each threshold on whose far side its metric is, such as `kl = 31.2 > 20`.
+
+    A metric that is NaN counts as crossed, since no comparison would ever say so. One that is
+    absent does not: see `AbsentMetrics`.
+    """
+    sentences = []
+    for threshold in thresholds:
+        value = metrics.get(threshold.metric)
+        if not isinstance(value, (int, float)):
+            continue
+        if math.isnan(value):
+            sentences.append(f"{threshold.metric} = nan, watched for {threshold}")
+        elif _OPERATORS[threshold.op](value, threshold.value):
+            sentences.append(
+                f"{threshold.metric} = {_digits(value, threshold)} "
+                f"{threshold.op} {threshold.value:g}"
+            )
+    return sentences
+
+
+def _digits(value: float, threshold: Threshold) -> str:
+    """The value with as few digits as still show on which side of the threshold it is."""
+    for digits in (3, 6, 17):
+        shown = f"{value:.{digits}g}"
+        if _OPERATORS[threshold.op](float(shown), threshold.value):
+            break
+    return shown
+
+
+class AbsentMetrics:
+    """Tells once of each threshold whose metric the run does not have, so that none waits forever.
+
+    Call it each iteration with the iteration's metrics: the sentences come on the call number
+    `after` and name the nearest metric that there is.
+    """
+
+    def __init__(self, thresholds: Sequence[Threshold], after: int = ABSENT_AFTER) -> None:
+        self.thresholds = list(thresholds)
+        self.after = after
+        self.calls = 0
+        self.seen: set[str] = set()
+
+    def __call__(self, metrics: Mapping[str, Any]) -> list[str]:
+        self.calls += 1
+        if self.calls > self.after:
+            return []
+        self.seen |= {name for name, value in metrics.items() if isinstance(value, (int, float))}
+        if self.calls < self.after:
+            return []
+        sentences = []
+        for threshold in self.thresholds:
+            if threshold.metric not in self.seen:
+                near = difflib.get_close_matches(threshold.metric, sorted(self.seen), n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                sentences.append(
+                    f"no metric {threshold.metric!r} in the first {self.after} iterations, "
+                    f"so `{threshold}` cannot be crossed{hint}"
+                )
+        return sentences
+
+
+class Watch:
+    """What one run is watched for, and what it has shown so far.
+
+    Args:
+        warn_if, stop_if: thresholds.
+        expected: those of them whose metric is missed if it never comes.
+        absent_after: calls after which it is.
+    """
+
+    def __init__(
+        self,
+        warn_if: Sequence[Threshold] = (),
+        stop_if: Sequence[Threshold] = (),
+        expected: Sequence[Threshold] = (),
+        absent_after: int = ABSENT_AFTER,
+    ) -> None:
+        self.warn_if = list(warn_if)
+        self.stop_if = list(stop_if)
+        self.absent = AbsentMetrics(expected, absent_after)
+        self.loss_spikes = SpikeDetector()
+        self.kl_history: list[float] = []
+        self.stopped_by: list[str] = []
+        """Sentences of the thresholds of `stop_if` that the last metrics crossed."""
+
+    def __call__(self, metrics: dict[str, float]) -> list[str]:
+        """Adds the KL's slope to the metrics of an iteration; sentences to warn with."""
+        if "kl" in metrics:
+            self.kl_history = [*self.kl_history, metrics["kl"]][-SLOPE_WINDOW:]
+            rise = slope(self.kl_history)
+            if rise is not None:
+                metrics["kl_slope"] = rise
+        self.stopped_by = crossed(self.stop_if, metrics)
+        return crossed(self.warn_if, metrics) + self.absent(metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The histories, as JSON has them."""
+        return {"losses": self.loss_spikes.history, "kl": self.kl_history}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` gave."""
+        self.loss_spikes = SpikeDetector(list(state["losses"]))
+        self.kl_history = list(state["kl"])
+
+
+# ------------------------------------------------------------------------------- non-finite steps
+
+
+def non_finite_gradients(model: nn.Module) -> list[str]:
+    """Names of the parameters whose gradient has an inf or NaN. Reads every gradient."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and not bool(parameter.grad.isfinite().all())
+    ]
+
+
+def save_batch(
+    path: str | Path,
+    tensors: Mapping[str, Tensor | None],
+    *,
+    iteration: int,
+    step: int,
+    non_finite: str,
+    parameters: Sequence[str] = (),
+) -> Path:
+    """Keeps the minibatch of a skipped step, to look at or to run again.
+
+    Written to a temporary file beside its place and renamed, so it is there whole or not at all.
+
+    Args:
+        path: of a .safetensors file; its folder is made.
+        tensors: the minibatch by name; None is left out.
+        iteration, step: of the run, and the optimiser step.
+        non_finite: what was not finite: `loss` or `grad_norm`.
+        parameters: names of those with a non-finite gradient (`non_finite_gradients`).
+
+    Returns:
+        Path: where it is.
+
+    Raises:
+        ValueError: `non_finite` is neither.
+    """
+    if non_finite not in ("loss", "grad_norm"):
+        raise ValueError(f"non_finite must be loss or grad_norm, got {non_finite!r}")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "iteration": iteration,
+        "step": step,
+        "non_finite": non_finite,
+        "parameters": list(parameters),
+    }
+    # Copies, because safetensors refuses tensors that share memory, as views of one batch do.
+    copies = {
+        name: value.detach().to("cpu", copy=True).contiguous()
+        for name, value in tensors.items()
+        if value is not None
+    }
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    save_file(copies, temporary, metadata={"fastppo": json.dumps(record)})
+    temporary.replace(path)
+    return path
+
+
+def load_batch(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `save_batch` wrote: the tensors on the CPU, and iteration, step, non_finite, parameters.
+
+    Raises:
+        ValueError: the file was not written by `save_batch`.
+    """
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        if "fastppo" not in metadata:
+            raise ValueError(f"{path} is not the batch of a skipped step: it has no record of one")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return tensors, json.loads(metadata["fastppo"])

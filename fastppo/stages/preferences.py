@@ -1,0 +1,228 @@
+"""Preferences: pairs and ranked lists as token ids, and which text of a prompt beat which.
+
+A text is prompt and completion joined as they are, as `fastppo.rewards.model.RewardModel` reads
+them: a space between the two belongs to the completion.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastppo.data.chat import is_chat, render_chat
+from fastppo.data.padding import padded_batch
+from fastppo.data.rows import DataError, Rows
+
+
+class Comparison(NamedTuple):
+    """The completions of one prompt, and which of them is better than which."""
+
+    texts: list[list[int]]
+    """Token ids of prompt and completion, one per completion."""
+    pairs: list[tuple[int, int]]
+    """(better, worse), indices of `texts`; the first pair begins with the best."""
+    margin: float
+    """Of each pair, reward units."""
+
+
+@dataclass(slots=True)
+class Comparisons:
+    """Encoded rows."""
+
+    examples: list[Comparison] = field(default_factory=list)
+    prompts: list[Any] = field(default_factory=list)
+    """Rows of one prompt are held out together."""
+    truncated: int = 0
+    """Texts cut at max_length."""
+    dropped: int = 0
+    """Rows that prefer nothing: all ranks tie, or the texts are the same."""
+
+
+def encode_comparisons(
+    rows: Rows, tokenizer: Any, max_length: int | None = None, source: str = "data"
+) -> Comparisons:
+    """Token ids and pairs of all rows: {prompt, chosen, rejected} with an optional `margin`, or
+    {prompt, completions} from best to worst with optional `ranks`, lower better, equal for a tie.
+
+    Args:
+        max_length: tokens; longer texts lose their beginning, as `RewardModel` cuts them.
+
+    Raises:
+        DataError: a row of no known form, with the row's number; or no row is left.
+    """
+    comparisons = Comparisons()
+    for number, row in enumerate(rows, 1):
+        where = f"{source}, row {number}"
+        prompt, completions, ranks, margin = _comparison(row, where)
+        texts = [text_ids(tokenizer, prompt, completion, where) for completion in completions]
+        comparisons.truncated += sum(
+            max_length is not None and len(ids) > max_length for ids in texts
+        )
+        texts = [cut(ids, tokenizer, max_length) for ids in texts]
+        by_rank = sorted(range(len(texts)), key=ranks.__getitem__)
+        pairs = [
+            (i, j)
+            for i, j in itertools.combinations(by_rank, 2)
+            if ranks[i] < ranks[j] and texts[i] != texts[j]
+        ]
+        if not pairs:
+            comparisons.dropped += 1
+            continue
+        comparisons.examples.append(Comparison(texts, pairs, margin))
+        comparisons.prompts.append(prompt)
+    if not comparisons.examples:
+        raise DataError(f"{source}: none of {len(rows)} rows prefers one text to another")
+    return comparisons
+
+
+def _comparison(row: dict[str, Any], where: str) -> tuple[Any, list[Any], list[float], float]:
+    """(prompt, completions, ranks, margin) of a row of either form."""
+    if row.get("completions") is not None:
+        completions = row["completions"]
+        if not isinstance(completions, list) or len(completions) < 2:
+            raise DataError(f"{where}: completions must be a list of 2 or more, best to worst")
+        ranks = row.get("ranks")
+        if ranks is None:
+            ranks = list(range(len(completions)))
+        numbers = isinstance(ranks, list) and all(isinstance(r, (int, float)) for r in ranks)
+        if not numbers or len(ranks) != len(completions):
+            raise DataError(f"{where}: ranks must be {len(completions)} numbers, got {ranks!r}")
+    elif row.get("chosen") is not None and row.get("rejected") is not None:
+        completions, ranks = [row["chosen"], row["rejected"]], [0, 1]
+    else:
+        raise DataError(
+            f"{where}: expected prompt, chosen and rejected, or prompt and completions; "
+            f"got {', '.join(row) or 'nothing'}"
+        )
+    margin = row.get("margin")
+    if margin is None:
+        margin = 0.0
+    if not isinstance(margin, (int, float)) or not math.isfinite(margin):
+        raise DataError(f"{where}: margin must be a finite number, got {margin!r}")
+    if len(completions) > 2 and margin:
+        raise DataError(f"{where}: a margin is that of one pair; a ranked list has several")
+    return *_prompt_and_completions(row.get("prompt"), completions, where), ranks, float(margin)
+
+
+def _prompt_and_completions(
+    prompt: Any, completions: list[Any], where: str
+) -> tuple[Any, list[Any]]:
+    """Brings all ways to write them to strings after a string, or to strings or messages after
+    messages."""
+    chats = [is_chat(completion) for completion in completions]
+    if any(not chat and not isinstance(c, str) for chat, c in zip(chats, completions, strict=True)):
+        raise DataError(
+            f"{where}: a completion is a string or a list of {{role, content}} messages"
+        )
+    if any(chats) and not all(chats):
+        raise DataError(
+            f"{where}: the completions are strings and chat messages; expected one form"
+        )
+    # Of chats, a whole conversation begins with the user's turn or the system's.
+    whole = [c[0]["role"] != "assistant" for c in completions if not isinstance(c, str)]
+    if whole and all(whole):
+        return _shared_prefix(completions, where)
+    if any(whole):
+        raise DataError(
+            f"{where}: some completions begin with the assistant's turn and some are whole "
+            "conversations; expected one form"
+        )
+    if prompt is None:
+        raise DataError(
+            f"{where}: no prompt; only whole conversations, lists of messages that begin with the "
+            "user's or the system's, hold their own"
+        )
+    if isinstance(prompt, str):
+        if not any(chats):
+            return prompt, completions
+        prompt = [{"role": "user", "content": prompt}]
+    elif not is_chat(prompt):
+        raise DataError(
+            f"{where}: a prompt is a string or a list of {{role, content}} messages, "
+            f"got {type(prompt).__name__}"
+        )
+    return list(prompt), completions
+
+
+def _shared_prefix(conversations: list[Any], where: str) -> tuple[Any, list[Any]]:
+    """The messages that whole conversations begin with, and the rest of each."""
+    conversations = [list(messages) for messages in conversations]
+    longest = min(len(messages) for messages in conversations) - 1  # a completion is left to each
+    shared = 0
+    while shared < longest and all(m[shared] == conversations[0][shared] for m in conversations):
+        shared += 1
+    if shared == 0:
+        raise DataError(f"{where}: the conversations do not begin with the same messages")
+    return conversations[0][:shared], [messages[shared:] for messages in conversations]
+
+
+def text_ids(tokenizer: Any, prompt: Any, completion: Any, where: str = "text") -> list[int]:
+    """Ids of prompt and completion as `fastppo.rewards.model.RewardModel` reads them.
+
+    Args:
+        prompt: a string, or chat messages.
+        completion: a string; after messages also messages, which have no match in PPO when there
+            are several.
+    """
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt + completion)["input_ids"])
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    if len(completion) == 1 and isinstance(completion[0]["content"], str):
+        completion = [{**completion[0], "content": completion[0]["content"].strip()}]
+    text = render_chat(tokenizer, [*prompt, *completion], where)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def cut(ids: list[int], tokenizer: Any, max_length: int | None) -> list[int]:
+    if max_length is None or len(ids) <= max_length:
+        return ids
+    first = ids[:1] if ids[0] in tokenizer.all_special_ids else []
+    return first + ids[len(first) - max_length :]
+
+
+def reference_text(row: dict[str, Any], tokenizer: Any, where: str) -> list[int]:
+    """Ids of a demonstration: {messages}, {prompt, completion} or {text}."""
+    if is_chat(row.get("messages") or ()):
+        text = render_chat(tokenizer, list(row["messages"]), where)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if row.get("prompt") is not None and row.get("completion") is not None:
+        prompt, (completion,) = _prompt_and_completions(row["prompt"], [row["completion"]], where)
+        return text_ids(tokenizer, prompt, completion, where)
+    if isinstance(row.get("text"), str):
+        return list(tokenizer(row["text"])["input_ids"])
+    raise DataError(
+        f"{where}: expected messages, prompt and completion, or text, "
+        f"got {', '.join(row) or 'nothing'}"
+    )
+
+
+def collate(examples: Sequence[Comparison], pad_token_id: int) -> dict[str, Tensor]:
+    """All texts of several prompts in one right-padded batch, each once, with their pairs.
+
+    Returns:
+        dict: input_ids, attention_mask [ΣK, S] int64; better, worse [P] int64, rows of the batch;
+        margin, weight [P] fp32: one over the number of the prompt's pairs; prompts [] int64.
+    """
+    batch = padded_batch([text for one in examples for text in one.texts], pad_token_id)
+    pairs: list[tuple[int, int, float, float]] = []
+    start = 0
+    for one in examples:
+        weight = 1 / len(one.pairs)
+        pairs += [(start + i, start + j, one.margin, weight) for i, j in one.pairs]
+        start += len(one.texts)
+    better, worse, margin, weights = zip(*pairs, strict=True)
+    return {
+        **batch,
+        "better": torch.tensor(better),
+        "worse": torch.tensor(worse),
+        "margin": torch.tensor(margin),
+        "weight": torch.tensor(weights),
+        "prompts": torch.tensor(len(examples)),
+    }

@@ -1,0 +1,371 @@
+"""Stage 2, the reward model: a score per text, learned from which of several completions was
+preferred.
+
+    loss = mean over prompts, then over a prompt's pairs, of
+           −log σ(s_better − s_worse − margin) + center_coef·(s_better + s_worse)²
+
+The first term is the likelihood of the labels under Bradley and Terry's model of paired comparisons
+(1952), as in Stiennon et al. 2020, eq. 1; the margin is that of Touvron et al. 2023 (Llama 2, eq.
+2), the second term that of Eisenstein et al. 2023, which keeps scores near 0 where the data leave
+their level open. A ranked list of K completions is one row: each completion is run through the
+model once and all K(K−1)/2 pairs are in one batch, weighted to a mean, because a completion that
+entered several batches would be overfitted (Ouyang et al. 2022, section 3.5).
+
+The model is a sequence classifier with one label. Its head starts from N(0, 1/(d + 1)), d its
+width, as in Stiennon et al. 2020. After training the mean score of reference texts is written to
+the model's config as `score_mean`, which `fastppo.rewards.model.RewardModel` subtracts, so a
+reference text scores 0 on average (Stiennon et al. 2020). It is not
+in the weights because the classifiers of decoders in transformers have no bias in their head, nor,
+with RMSNorm, any other constant to hold it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    TrainerCallback,
+    set_seed,
+)
+
+from fastppo.data.padding import padded_batch
+from fastppo.data.rows import Rows, load_rows, shuffled
+from fastppo.models.adapters import add_adapters
+from fastppo.models.pretrained import (
+    attention_implementation,
+    check_vocabulary,
+    is_sequence_classifier,
+    load_tokenizer,
+    load_whole,
+    model_config,
+)
+from fastppo.models.trunk import checkpoint_activations, switch_dropout_off
+from fastppo.rewards.model import sequence_scores
+from fastppo.run.options import option
+from fastppo.stages.calibration import accuracy, calibration, log_loss, write_calibration
+from fastppo.stages.preferences import (
+    Comparison,
+    Comparisons,
+    collate,
+    cut,
+    encode_comparisons,
+    reference_text,
+)
+from fastppo.stages.supervised import (
+    SupervisedConfig,
+    SupervisedTrainer,
+    open_run,
+    row_limit,
+    split_by_prompt,
+)
+
+
+@dataclass(kw_only=True, frozen=True)
+class RewardModelConfig(SupervisedConfig):
+    """Options of the reward model. Lengths are in tokens, scores in reward units."""
+
+    model: str = option(
+        "", "Required. The SFT model, or a sequence classifier of one label: directory or hub name"
+    )
+    eval_share: float = option(
+        0.1, "Share of the rows held out, by prompt; 0 holds none out", minimum=0, maximum=0.9
+    )
+    learning_rate: float = option(1e-5, "Peak learning rate of AdamW", above=0)
+    center_coef: float = option(
+        0.0, "Weight of (s_better + s_worse)² in the loss, per squared reward unit", minimum=0
+    )
+    normalize: bool = option(
+        True, "Shift scores to mean 0 on the reference texts; off: --normalize false"
+    )
+    reference: str | None = option(
+        None,
+        "Reference texts, say the SFT data: prompt and completion, messages, or text; none given "
+        "means the best completion of each training row",
+    )
+    reference_size: int = option(2048, "Reference texts drawn at most, texts", minimum=1)
+    output_dir: str = option("runs/reward", "Run directory; the model is saved in it")
+
+
+# ---------------------------------------------------------------------------------------- the loss
+
+
+def bradley_terry_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    margin: Tensor | float = 0.0,
+    *,
+    center_coef: float = 0.0,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Σ w·(−log σ(chosen − rejected − margin) + center_coef·(chosen + rejected)²), 0-d.
+
+    Args:
+        chosen, rejected: [P] scores.
+        margin: [P] or one number: how much better the chosen is said to be, reward units.
+        weights: [P]; none given means the mean over pairs.
+
+    Source: Touvron et al. 2023, eq. 2; Eisenstein et al. 2023, eq. 2.
+    """
+    losses = -nn.functional.logsigmoid(chosen - rejected - margin)
+    if center_coef:
+        losses = losses + center_coef * (chosen + rejected).square()
+    return losses.mean() if weights is None else (weights * losses).sum()
+
+
+# ----------------------------------------------------------------------------------- the model
+
+
+def load_classifier(
+    name: str, *, dtype: torch.dtype = torch.float32, attn_implementation: str = "auto"
+) -> PreTrainedModel:
+    """A sequence classifier with one label, from one of its kind or from a causal LM.
+
+    A head that the files do not hold is drawn from N(0, 1/(d + 1)), d its width.
+
+    Raises:
+        ValueError: a classifier of several labels; a directory without a model, or without some
+            of its trunk's weights; an architecture that has no classifier.
+    """
+    config = model_config(name)
+    if is_sequence_classifier(config) and config.num_labels != 1:
+        raise ValueError(f"{name} is a classifier of {config.num_labels} labels; expected 1")
+    model, lacking = load_whole(
+        AutoModelForSequenceClassification,
+        name,
+        "model",
+        None if is_sequence_classifier(config) else _is_of_the_head,
+        num_labels=1,
+        dtype=dtype,
+        attn_implementation=attention_implementation(attn_implementation, dtype),
+    )
+    for parameter_name in lacking:
+        parameter = model.get_parameter(parameter_name)
+        with torch.no_grad():
+            if parameter.dim() == 2:
+                parameter.normal_(std=head_std(parameter.shape[1]))
+            else:
+                parameter.zero_()
+    return model
+
+
+def _is_of_the_head(model: PreTrainedModel, weight: str) -> bool:
+    """A pooler is between an encoder's trunk and its head; masked LMs have none."""
+    return not weight.startswith(f"{model.base_model_prefix}.") or ".pooler." in weight
+
+
+def head_std(width: int) -> float:
+    """1/√(d + 1): untrained scores stay near 0 (Stiennon et al. 2020)."""
+    return 1 / math.sqrt(width + 1)
+
+
+# ------------------------------------------------------------------------------------ the training
+
+
+class _PairTrainer(SupervisedTrainer):
+    """The Bradley–Terry loss: the mean over prompts of the mean over a prompt's pairs."""
+
+    title = "reward model"
+    classifier: PreTrainedModel
+    center_coef: float
+
+    def items(self, batch: dict[str, Tensor]) -> float:
+        return float(batch["prompts"])
+
+    def loss_sum(self, batch: dict[str, Tensor]) -> Tensor:
+        scores = sequence_scores(self.classifier, batch["input_ids"], batch["attention_mask"])
+        return bradley_terry_loss(
+            scores[batch["better"]],
+            scores[batch["worse"]],
+            batch["margin"],
+            center_coef=self.center_coef,
+            weights=batch["weight"],
+        )
+
+    def measure(self, rows: list[Any]) -> dict[str, float]:
+        difference = self.differences(rows)
+        return {"accuracy": accuracy(difference), "log_loss": log_loss(difference)}
+
+    @torch.no_grad()
+    def differences(self, rows: list[Any]) -> Tensor:
+        """[P] fp32 on the CPU: s_better − s_worse of every pair."""
+        differences = []
+        for batch in self.batches(rows):
+            scores = sequence_scores(self.classifier, batch["input_ids"], batch["attention_mask"])
+            differences.append((scores[batch["better"]] - scores[batch["worse"]]).cpu())
+        return torch.cat(differences)
+
+
+def train_reward_model(
+    config: RewardModelConfig,
+    *,
+    model: PreTrainedModel | None = None,
+    tokenizer: Any = None,
+    rows: Rows | None = None,
+    eval_rows: Rows | None = None,
+    reference_rows: Rows | None = None,
+    callbacks: list[TrainerCallback] | None = None,
+    console: Console | None = None,
+) -> dict[str, float]:
+    """Trains a reward model and saves it with its tokenizer in `config.output_dir`.
+
+    A text is prompt and completion joined as they are, as `RewardModel` reads them: a space
+    between the two belongs to the completion. With held-out rows, `calibration.json` and
+    `calibration.png` are written beside the model. What is measured after training (calibration,
+    the mean of the reference) is measured in fp32, as `RewardModel` runs.
+
+    Args:
+        model, tokenizer: instead of loading `config.model`; the model is trained in place.
+        rows, eval_rows, reference_rows: instead of `config.data`, `eval_data` and `reference`.
+
+    Returns:
+        dict: `loss`, mean of the last tenth, nats; with held-out rows `accuracy`, `log_loss`
+        (nats), `brier` and `calibration_error` on their pairs; with `normalize` `score_mean`, the
+        mean that was subtracted, and `score_std`, both of the reference texts, reward units.
+
+    Raises:
+        DataError: a row cannot be used.
+        ValueError: model, tokenizer and options do not fit, or the directory holds a run already.
+    """
+    console = console or Console(stderr=True)
+    set_seed(config.seed)
+    if model is None:
+        model = load_classifier(
+            config.model,
+            dtype=getattr(torch, config.param_dtype),
+            attn_implementation=config.attn_implementation,
+        )
+    if model.config.num_labels != 1:
+        raise ValueError(f"expected a classifier of 1 label, got {model.config.num_labels}")
+    tokenizer = tokenizer or load_tokenizer(config.model)
+    tokenizer = _with_pad(model, tokenizer)
+    model = model.to(config.torch_device)  # type: ignore[arg-type]
+    embeddings: Any = model.get_input_embeddings()
+    check_vocabulary(tokenizer, len(embeddings.weight))
+    switch_dropout_off(model)
+    limit = row_limit(model, config.max_length)
+
+    def encode(rows: Rows, source: str) -> Comparisons:
+        comparisons = encode_comparisons(rows, tokenizer, limit, source)
+        if comparisons.truncated:
+            console.print(f"[yellow]{source}: {comparisons.truncated} texts cut to {limit} tokens")
+        if comparisons.dropped:
+            console.print(
+                f"[yellow]{source}: {comparisons.dropped} rows without a preference dropped"
+            )
+        return comparisons
+
+    data = encode(rows or load_rows(config.data, config.split), config.data or "data")
+    if eval_rows is not None or config.eval_data is not None:
+        held_rows = eval_rows or load_rows(config.eval_data or "", config.split)
+        train = data.examples
+        held_out = encode(held_rows, config.eval_data or "eval_data").examples
+    else:
+        train, held_out = split_by_prompt(
+            data.examples, data.prompts, config.eval_share, config.seed
+        )
+    reference: list[list[int]] = []
+    if config.normalize:
+        reference = _reference(config, reference_rows, tokenizer, limit, train)
+    run_dir = open_run(config)
+    console.print(
+        f"reward model on {len(train)} rows, {sum(len(one.pairs) for one in train)} pairs; "
+        f"{sum(len(one.pairs) for one in held_out)} pairs held out"
+    )
+    peft = None
+    if config.lora_rank > 0:
+        peft = add_adapters(
+            model, config.lora_rank, config.lora_alpha, config.lora_target_modules, "SEQ_CLS"
+        )
+    if config.gradient_checkpointing:
+        checkpoint_activations(model)
+    trainer = _PairTrainer(
+        config,
+        model if peft is None else peft,
+        train,
+        held_out,
+        lambda examples: collate(examples, tokenizer.pad_token_id),
+        callbacks,
+    )
+    trainer.classifier, trainer.center_coef = model, config.center_coef
+    result = {"loss": trainer.run(console)["loss"]}
+    if peft is not None:
+        trainer.classifier = model = peft.merge_and_unload()
+    model.config.score_mean = 0.0  # also where the model that this one started from had another
+    model.save_pretrained(run_dir)
+    tokenizer.save_pretrained(run_dir)
+
+    model.float().eval()
+    if held_out:
+        difference = trainer.differences(held_out)
+        held_out_calibration = calibration(difference)
+        result |= {
+            name: value for name, value in held_out_calibration.items() if isinstance(value, float)
+        }
+        write_calibration(run_dir, held_out_calibration)
+    if reference:
+        scores = _scores(model, reference, tokenizer.pad_token_id, config.batch_size)
+        result |= {"score_mean": scores.mean().item(), "score_std": scores.std(correction=0).item()}
+        _write_score_mean(run_dir, result["score_mean"])
+        model.config.score_mean = result["score_mean"]
+    return result
+
+
+def _with_pad(model: PreTrainedModel, tokenizer: Any) -> Any:
+    """The tokenizer with a pad token, and the model's config with the same: the classifiers of
+    transformers need one for a batch of several texts."""
+    if tokenizer.pad_token is None:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise ValueError("the tokenizer has neither a pad nor an EOS token to pad with")
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    return tokenizer
+
+
+def _reference(
+    config: RewardModelConfig,
+    rows: Rows | None,
+    tokenizer: Any,
+    limit: int | None,
+    train: list[Comparison],
+) -> list[list[int]]:
+    """Token ids of the texts whose mean score is to be 0."""
+    if rows is None and config.reference is not None:
+        rows = load_rows(config.reference, config.split)
+    count = len(train) if rows is None else len(rows)
+    drawn = shuffled(count, config.seed, epoch=0)[: config.reference_size]
+    if rows is None:
+        return [train[i].texts[train[i].pairs[0][0]] for i in drawn]
+    source = config.reference or "reference"
+    texts = [reference_text(rows[i], tokenizer, f"{source}, row {i + 1}") for i in drawn]
+    return [cut(text, tokenizer, limit) for text in texts]
+
+
+@torch.no_grad()
+def _scores(
+    model: PreTrainedModel, texts: list[list[int]], pad_token_id: int, batch_size: int
+) -> Tensor:
+    """[N] fp32 on the CPU."""
+    scores = []
+    for start in range(0, len(texts), batch_size):
+        batch = padded_batch(texts[start : start + batch_size], pad_token_id)
+        ids, mask = (batch[name].to(model.device) for name in ("input_ids", "attention_mask"))
+        scores.append(sequence_scores(model, ids, mask).cpu())
+    return torch.cat(scores)
+
+
+def _write_score_mean(directory: Path, mean: float) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["score_mean"] = mean
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

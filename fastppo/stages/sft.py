@@ -1,0 +1,166 @@
+"""Stage 1, supervised fine-tuning: a causal LM learns to continue prompts as demonstrations do.
+
+    loss = −Σ logprob(token) / (tokens with a loss),   over a whole optimiser step
+
+Logits are never formed in full: the loss is `linear_token_logprobs` on the trunk's hidden states.
+Dropout is off, as it is in PPO. Rows are not packed. What a row may be: `demonstrations`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import PreTrainedModel, TrainerCallback, set_seed
+
+from fastppo.data.rows import Rows, load_rows
+from fastppo.models.adapters import add_adapters
+from fastppo.models.policy import LanguageModel
+from fastppo.models.pretrained import (
+    check_vocabulary,
+    load_causal_lm,
+    load_tokenizer,
+    pad_token_id,
+)
+from fastppo.models.trunk import checkpoint_activations, hidden_states
+from fastppo.run.options import option
+from fastppo.stages.demonstrations import IGNORED, Demonstrations, collate, encode_demonstrations
+from fastppo.stages.supervised import (
+    SupervisedConfig,
+    SupervisedTrainer,
+    open_run,
+    row_limit,
+    split_by_prompt,
+)
+
+
+@dataclass(kw_only=True, frozen=True)
+class SFTConfig(SupervisedConfig):
+    """Options of supervised fine-tuning. Lengths are in tokens."""
+
+    model: str = option("", "Required. A causal LM: directory or hub name")
+    epochs: float = option(2.0, "Passes over the data", above=0)
+    output_dir: str = option("runs/sft", "Run directory; the model is saved in it")
+
+
+class _SFTTrainer(SupervisedTrainer):
+    """Cross entropy per token with a label."""
+
+    title = "SFT"
+    policy: LanguageModel
+
+    def items(self, batch: dict[str, Tensor]) -> float:
+        return float((batch["labels"] != IGNORED).sum())
+
+    def loss_sum(self, batch: dict[str, Tensor]) -> Tensor:
+        labels = batch["labels"][:, 1:]
+        row, column = (labels != IGNORED).nonzero(as_tuple=True)
+        trunk = self.policy.causal_lm.base_model
+        states = hidden_states(trunk, batch["input_ids"], batch["attention_mask"])
+        stats = self.policy.head.token_stats(states[row, column], labels[row, column])
+        return -stats.logprobs.sum()
+
+    def measure(self, rows: list[Any]) -> dict[str, float]:
+        total, tokens = 0.0, 0.0
+        for batch in self.batches(rows):
+            total += self.loss_sum(batch).item()
+            tokens += self.items(batch)
+        return {"loss": total / tokens}
+
+
+def train_sft(
+    config: SFTConfig,
+    *,
+    model: PreTrainedModel | None = None,
+    tokenizer: Any = None,
+    rows: Rows | None = None,
+    eval_rows: Rows | None = None,
+    callbacks: list[TrainerCallback] | None = None,
+    console: Console | None = None,
+) -> dict[str, float]:
+    """Fine-tunes a causal LM and saves it with its tokenizer in `config.output_dir`.
+
+    Args:
+        model, tokenizer: instead of loading `config.model`; the model is trained in place.
+        rows, eval_rows: instead of `config.data` and `config.eval_data`.
+
+    Returns:
+        dict: `loss`, mean cross entropy per token of the last tenth, nats; `eval_loss`, the same of
+        the held-out rows at the end, if there are any.
+
+    Raises:
+        DataError: a row cannot be used.
+        ValueError: model, tokenizer and options do not fit, or the directory holds a run already.
+    """
+    console = console or Console(stderr=True)
+    set_seed(config.seed)
+    if model is None:
+        model = load_causal_lm(
+            config.model,
+            dtype=getattr(torch, config.param_dtype),
+            attn_implementation=config.attn_implementation,
+        )
+    tokenizer = tokenizer or load_tokenizer(config.model)
+    model = model.to(config.torch_device)  # type: ignore[arg-type]
+    embeddings: Any = model.get_input_embeddings()
+    check_vocabulary(tokenizer, len(embeddings.weight))
+    peft = None
+    if config.lora_rank > 0:
+        peft = add_adapters(model, config.lora_rank, config.lora_alpha, config.lora_target_modules)
+    policy = LanguageModel(model, peft)
+    policy.check_heads()
+    limit = row_limit(model, config.max_length)
+
+    def encode(rows: Rows, source: str) -> Demonstrations:
+        encoded = encode_demonstrations(rows, tokenizer, limit, source)
+        if encoded.truncated:
+            console.print(
+                f"[yellow]{source}: {encoded.truncated} of {len(rows)} rows cut to {limit} tokens"
+                + (f", {encoded.dropped} of them dropped: no loss left" if encoded.dropped else "")
+            )
+        return encoded
+
+    data = encode(rows or load_rows(config.data, config.split), config.data or "data")
+    if eval_rows is not None or config.eval_data is not None:
+        held_rows = eval_rows or load_rows(config.eval_data or "", config.split)
+        held_out = encode(held_rows, config.eval_data or "eval_data").examples
+        train = data.examples
+    else:
+        train, held_out = split_by_prompt(
+            data.examples, data.prompts, config.eval_share, config.seed
+        )
+    run_dir = open_run(config)
+    tokens = sum(label != IGNORED for example in train for label in example["labels"])
+    console.print(
+        f"SFT on {len(train)} rows, {tokens} tokens with a loss; {len(held_out)} held out"
+    )
+    if config.gradient_checkpointing:
+        checkpoint_activations(model)
+    filler = pad_token_id(tokenizer, model)
+    trainer = _SFTTrainer(
+        config,
+        model if peft is None else peft,
+        train,
+        held_out,
+        lambda examples: collate(examples, filler),
+        callbacks,
+    )
+    trainer.policy = policy
+    result = trainer.run(console)
+    _stop_at_eos(model, tokenizer)
+    merged = model if peft is None else peft.merge_and_unload()
+    merged.save_pretrained(run_dir)
+    tokenizer.save_pretrained(run_dir)
+    return result
+
+
+def _stop_at_eos(model: PreTrainedModel, tokenizer: Any) -> None:
+    """`generate` on the saved model ends where the demonstrations did."""
+    known = model.generation_config.eos_token_id
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    if tokenizer.eos_token_id not in known:
+        known = [*known, tokenizer.eos_token_id]
+        model.generation_config.eos_token_id = known if len(known) > 1 else known[0]

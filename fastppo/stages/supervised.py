@@ -1,0 +1,380 @@
+"""What stages 1 and 2 have in common: options, records, checkpoints and the shape of their loss.
+
+Both are a thin layer over `transformers.Trainer`. A stage's loss is a sum over items (completion
+tokens in SFT, prompts in the reward model) divided by the items of the whole optimiser step, so it
+does not depend on how a step is cut into batches. Matrix products run under autocast here and not
+by Trainer's own means, because the losses call trunk and head apart.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from fastppo.data.rows import DataError
+from fastppo.models.device import autocast, choose_device, compute_dtype
+from fastppo.models.trunk import context_length
+from fastppo.run.log import RunLog, check_no_run, progress
+from fastppo.run.options import Options, WeightOptions, option
+
+
+@dataclass(kw_only=True, frozen=True)
+class DataOptions(Options):
+    """Model and data."""
+
+    model: str = option("", "Required. Directory or hub name of the model to start from")
+    data: str = option(
+        "", "Required. Rows: .jsonl, .parquet, a save_to_disk directory or a hub name"
+    )
+    split: str = option("train", "Split of a datasets directory or hub dataset")
+    eval_data: str | None = option(
+        None, "Held-out rows in the same form; none given means a share of the data"
+    )
+    eval_share: float = option(
+        0.05, "Share of the rows held out, by prompt; 0 holds none out", minimum=0, maximum=0.9
+    )
+    max_length: int | None = option(
+        None, "Longest row, tokens; none given means the model's context", minimum=2
+    )
+
+
+@dataclass(kw_only=True, frozen=True)
+class StepOptions(Options):
+    """Optimizer."""
+
+    epochs: float = option(1.0, "Passes over the data", above=0)
+    batch_size: int = option(16, "Rows per forward and backward pass", minimum=1)
+    gradient_accumulation: int = option(
+        4, "Batches per optimiser step; the loss is the mean over all of them", minimum=1
+    )
+    learning_rate: float = option(2e-5, "Peak learning rate of AdamW", above=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = option(
+        "cosine", "Learning rate after warm-up: constant, or decay to 0 over the run"
+    )
+    warmup: float = option(
+        0.03, "Linear warm-up, share of the optimiser steps", minimum=0, maximum=0.9
+    )
+    weight_decay: float = option(0.0, "AdamW's weight decay, on matrices", minimum=0)
+    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm", above=0)
+
+
+@dataclass(kw_only=True, frozen=True)
+class StageOptions(Options):
+    """Run."""
+
+    output_dir: str = option("runs/stage", "Run directory; the model is saved in it")
+    seed: int = option(0, "Seed of shuffling, splitting and initialisation", minimum=0)
+    device: str = option("auto", "auto (a GPU if there is one), cpu or cuda")
+    log_interval: int = option(10, "Optimiser steps between lines of metrics.jsonl", minimum=1)
+    checkpoint_interval: int = option(
+        500, "Optimiser steps between checkpoints; 0 writes none", minimum=0
+    )
+    checkpoint_limit: int = option(2, "Checkpoints kept", minimum=1)
+    resume: bool = option(False, "Go on from the newest checkpoint of output_dir")
+
+
+@dataclass(kw_only=True, frozen=True)
+class SupervisedConfig(DataOptions, WeightOptions, StepOptions, StageOptions):
+    """Options that SFT and the reward model share. Lengths are in tokens."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Raises ValueError for a GPU with an index: `transformers.Trainer` takes the first one."""
+        kind, _, index = self.device.partition(":")
+        if kind == "cuda" and index not in ("", "0"):
+            raise ValueError(
+                f"device must be auto, cpu or cuda, got {self.device}; choose a GPU with "
+                f"CUDA_VISIBLE_DEVICES={index}"
+            )
+        return choose_device(self.device)
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        return compute_dtype(self.precision, self.torch_device)
+
+
+# ---------------------------------------------------------------------------------------- the data
+
+
+class Split(NamedTuple):
+    """Rows to train on and rows held out."""
+
+    train: list[Any]
+    held_out: list[Any]
+
+
+def split_by_prompt(rows: Sequence[Any], prompts: Sequence[Any], share: float, seed: int) -> Split:
+    """Holds out all rows of some prompts, so that no prompt is on both sides.
+
+    Args:
+        rows, prompts: of one length; prompts are strings or chat messages.
+        share: of the rows, in [0, 1). Prompts are drawn in a shuffled order until it is reached.
+
+    Raises:
+        DataError: nothing would be left to train on.
+    """
+    if share == 0:
+        return Split(list(rows), [])
+    keys = [json.dumps(prompt, sort_keys=True, default=str) for prompt in prompts]
+    counts = Counter(keys)
+    order = sorted(counts)
+    random.Random(seed).shuffle(order)
+    held: set[str] = set()
+    wanted, taken = max(1, round(share * len(rows))), 0
+    for key in order:
+        if taken >= wanted:
+            break
+        held.add(key)
+        taken += counts[key]
+    if taken == len(rows):
+        raise DataError(
+            f"{len(rows)} rows of {len(order)} prompts cannot be split by prompt with "
+            f"eval_share={share:g}; give more prompts, a file of eval_data, or eval_share=0"
+        )
+    train = [row for row, key in zip(rows, keys, strict=True) if key not in held]
+    return Split(train, [row for row, key in zip(rows, keys, strict=True) if key in held])
+
+
+def row_limit(model: Any, max_length: int | None) -> int | None:
+    """The longest row, tokens: what is asked for, within what the model takes.
+
+    Raises:
+        ValueError: more is asked for than the model takes.
+    """
+    context = context_length(model)
+    if max_length is not None and context is not None and max_length > context:
+        raise ValueError(f"max_length={max_length} is beyond the model's context of {context}")
+    return context if max_length is None else max_length
+
+
+# ----------------------------------------------------------------------------------- the training
+
+
+class SupervisedTrainer(Trainer):
+    """`Trainer` with a loss per item; a stage gives `items`, `loss_sum` and `measure`.
+
+    Args:
+        model: what is trained and put into checkpoints; a PEFT model has its adapters saved alone.
+        rows, eval_rows: encoded, as `collate` takes them.
+    """
+
+    title: str
+
+    def __init__(
+        self,
+        config: SupervisedConfig,
+        model: Any,
+        rows: list[Any],
+        eval_rows: list[Any],
+        collate: Callable[[list[Any]], dict[str, Tensor]],
+        callbacks: list[TrainerCallback] | None = None,
+    ) -> None:
+        self.config = config
+        self.collate = collate
+        super().__init__(
+            model=model,
+            args=_training_arguments(config, evaluate=bool(eval_rows)),
+            train_dataset=rows,
+            eval_dataset=eval_rows or None,
+            data_collator=collate,
+            callbacks=[Records(config), *(callbacks or [])],
+        )
+        self.remove_callback(PrinterCallback)
+        # The loss is divided by the items of all batches of the step: Trainer must not divide
+        # again. Older releases of transformers read the first name, newer ones the second.
+        self.model_accepts_loss_kwargs = True
+        self.loss_is_scaled_for_ga = True
+
+    def items(self, batch: dict[str, Tensor]) -> float:
+        """What the loss is a mean over."""
+        raise NotImplementedError
+
+    def loss_sum(self, batch: dict[str, Tensor]) -> Tensor:
+        """The sum of the items' losses, 0-d."""
+        raise NotImplementedError
+
+    def measure(self, rows: list[Any]) -> dict[str, float]:
+        """Metrics of held-out rows."""
+        raise NotImplementedError
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, _ = super().get_batch_samples(*args, **kwargs)
+        count = sum(self.items(batch) for batch in batches)
+        return batches, torch.tensor(float(count), device=self.args.device)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        with autocast(self.args.device, self.config.compute_dtype):
+            total = self.loss_sum(inputs)
+        return total / (self.items(inputs) if num_items_in_batch is None else num_items_in_batch)
+
+    @torch.no_grad()
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Held-out metrics over items, where Trainer's own are a mean of means over batches."""
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        assert self.model is not None
+        self.model.eval()
+        with autocast(self.args.device, self.config.compute_dtype):
+            measured = self.measure(rows)  # type: ignore[arg-type]
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
+
+    def batches(self, rows: list[Any]) -> Iterator[dict[str, Tensor]]:
+        """Collated batches of rows, in order, on the device."""
+        size = self.config.batch_size
+        for start in range(0, len(rows), size):
+            batch = self.collate(rows[start : start + size])
+            yield {name: value.to(self.args.device) for name, value in batch.items()}
+
+    def run(self, console: Console) -> dict[str, float]:
+        """Trains, from the newest checkpoint where `resume` says so.
+
+        Returns:
+            dict: `loss`, the mean of the last tenth of the logged ones; the last held-out metrics.
+        """
+        newest = newest_checkpoint(self.config.output_dir) if self.config.resume else None
+        if newest is not None:
+            console.print(f"resuming from {newest}")
+        elif self.config.resume:
+            console.print(f"no checkpoint in {self.config.output_dir}: starting from the beginning")
+        with progress(self.title, console) as show:
+            self.add_callback(ProgressBar(show))
+            self.train(resume_from_checkpoint=None if newest is None else str(newest))
+        records = self.state.log_history
+        losses = [record["loss"] for record in records if "loss" in record]
+        tail = losses[-max(1, len(losses) // 10) :]
+        result = {"loss": sum(tail) / max(1, len(tail))}
+        if self.eval_dataset:
+            last = [r for r in records if any(key.startswith("eval_") for key in r)][-1:]
+            if not last or last[0]["step"] != self.state.global_step:
+                last = [self.evaluate()]
+            result |= {key: value for key, value in last[0].items() if key.startswith("eval_")}
+        return result
+
+
+def _training_arguments(config: SupervisedConfig, *, evaluate: bool) -> TrainingArguments:
+    on_cpu = config.torch_device.type == "cpu"
+    arguments = TrainingArguments(
+        output_dir=config.output_dir,
+        num_train_epochs=config.epochs,
+        per_device_train_batch_size=config.batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type=config.lr_schedule,
+        warmup_steps=config.warmup,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        logging_steps=config.log_interval,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,  # a loss that is not a number is to be seen
+        eval_strategy="epoch" if evaluate else "no",
+        eval_on_start=evaluate and not config.resume,
+        save_strategy="steps" if config.checkpoint_interval else "no",
+        save_steps=config.checkpoint_interval or 500,
+        save_total_limit=config.checkpoint_limit,
+        report_to="none",
+        seed=config.seed,
+        use_cpu=on_cpu,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=not on_cpu,
+    )
+    if arguments.world_size > 1:
+        raise ValueError(
+            f"this stage runs in one process on one device, got {arguments.world_size} processes"
+        )
+    if not on_cpu:
+        arguments._n_gpu = 1  # else Trainer spreads each batch over all GPUs by DataParallel
+    return arguments
+
+
+def newest_checkpoint(run_dir: str | Path) -> Path | None:
+    """The newest complete checkpoint: Trainer writes trainer_state.json last."""
+    complete = [
+        p for p in Path(run_dir).glob("checkpoint-*") if (p / "trainer_state.json").exists()
+    ]
+    return max(complete, key=lambda path: int(path.name.split("-")[1]), default=None)
+
+
+# ------------------------------------------------------------------------------------- the records
+
+
+def open_run(config: SupervisedConfig) -> Path:
+    """The run directory with its config.yaml.
+
+    Raises:
+        ValueError: it holds a run already, and `resume` is off.
+    """
+    run_dir = Path(config.output_dir)
+    if not config.resume:
+        check_no_run(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    config.save(run_dir / "config.yaml")
+    return run_dir
+
+
+class Records(TrainerCallback):
+    """Trainer's log as the records of a run directory, by optimiser step.
+
+    Raises:
+        FloatingPointError: a loss is not a finite number.
+    """
+
+    def __init__(self, config: SupervisedConfig) -> None:
+        self.config = config
+        self._log: RunLog | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        first = state.global_step + 1 if state.global_step else 0
+        self._log = RunLog(self.config.output_dir, self.config, index="step", first=first)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if "train_runtime" in logs:
+            return  # Trainer's summary of the run
+        assert self._log is not None
+        numbers = {name: float(value) for name, value in logs.items()}
+        self._log.metrics(state.global_step, numbers)
+        if not math.isfinite(numbers.get("loss", 0.0)):
+            raise FloatingPointError(
+                f"the loss is {numbers['loss']} at step {state.global_step}; lower learning_rate"
+            )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        assert self._log is not None
+        self._log.close()
+
+
+class ProgressBar(TrainerCallback):
+    """Shows Trainer's steps; `show` is what `fastppo.run.log.progress` gives."""
+
+    def __init__(self, show: Callable[..., None]) -> None:
+        self.show = show
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.show(completed=state.global_step, total=state.max_steps)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if logs and "loss" in logs:
+            self.show(status=f"loss {float(logs['loss']):.3f}")

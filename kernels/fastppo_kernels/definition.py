@@ -1,0 +1,250 @@
+"""What every operation is, in plain PyTorch, to be read: the specification.
+
+No chunks, no buffers, no gradient by hand: autograd differentiates it. The backends and the kernels
+are compared with it (in fp64), and it with the papers' formulas. Names, operands and results are
+those of the backends.
+
+    logprob = log p_y                        p = softmax(z/T), z the scaled and capped logits
+    entropy = −Σ_j p_j log p_j
+    KL      = Σ_j p_j (log p_j − log q_j)    q the reference's softmax; or an estimate at y alone
+    ratio   = exp(clamp(logprob − old_logprob, −20, 20))
+    loss    = Σ_t w_t · ( −min(ratio·A, clip(ratio)·A)·importance_weight
+                          + kl_coef·KL − entropy_coef·entropy )
+
+Sources: Schulman et al. 2016 (GAE), 2017 (the clipped loss), 2020 (the estimators of the KL);
+Ziegler et al. 2019 (shaped rewards, whitening); Ye et al. 2020 (the dual clip).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fastppo_kernels import records
+from fastppo_kernels.records import LOG_RATIO_LIMIT, LOWEST, Objective, PerToken, Softmax
+
+
+def scores(logits: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
+    """(z/T [N, V] in the accumulation dtype, row maximum: max z with a soft-cap, else of x)."""
+    x = logits.flatten(0, -2).to(records.accumulation_dtype(logits.dtype))
+    z, row_max = softmax.logit_scale * x, x.amax(-1)
+    if softmax.softcap is not None:
+        z = softmax.softcap * torch.tanh(z / softmax.softcap)
+        row_max = z.amax(-1)
+    each = softmax.temperatures
+    return z / (softmax.temperature if each is None else each.unsqueeze(-1)), row_max
+
+
+def log_softmax(logits: Tensor, softmax: Softmax) -> Tensor:
+    """log p [N, V]. Of a token that is ruled out it is LOWEST, and p is 0."""
+    return torch.log_softmax(scores(logits, softmax)[0], -1).clamp(min=LOWEST)
+
+
+def entropy(log_p: Tensor) -> Tensor:
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def full_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Infinite where the reference rules out a token that the policy does not."""
+    p = log_p.exp()
+    ruled_out = ((p > 0) & (log_q <= LOWEST)).any(-1)
+    return (p * (log_p - log_q)).sum(-1).masked_fill(ruled_out, math.inf)
+
+
+def sampled_kl(difference: Tensor, estimator: str) -> Tensor:
+    """k1 = d, k2 = d²/2 or k3 = e^{−d} − 1 + d of d = logprob − ref_logprob."""
+    if estimator != "k3":
+        return difference if estimator == "k1" else difference**2 / 2
+    return torch.expm1((-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + difference
+
+
+def normalizer(logits: Tensor, softmax: Softmax) -> Tensor:
+    """[N, 2]: (row maximum, log Σ_j e^{(z_j − max z)/T})."""
+    z, row_max = scores(logits, softmax)
+    return torch.stack([row_max, torch.logsumexp(z - z.amax(-1, keepdim=True), -1)], -1).detach()
+
+
+def token_stats(
+    logits: Tensor, tokens: Tensor, softmax: Softmax, *, ref_logits: Tensor | None = None
+) -> records.TokenStats:
+    """Of [N, V] or [B, T, V], whose rows all count; differentiable by the logits."""
+    log_p, normalizers = log_softmax(logits, softmax), normalizer(logits, softmax)
+    kl, ref_normalizers = torch.zeros_like(log_p[:, 0]), torch.zeros_like(normalizers)
+    if ref_logits is not None:
+        kl = full_kl(log_p, log_softmax(ref_logits, softmax))
+        ref_normalizers = normalizer(ref_logits, softmax)
+    logprobs = log_p.gather(1, tokens[:, None])[:, 0]
+    return records.TokenStats(logprobs, entropy(log_p), kl, normalizers, ref_normalizers)
+
+
+def loss(
+    logits: Tensor, per_token: PerToken, objective: Objective, softmax: Softmax, ref: Tensor | None
+) -> tuple[Tensor, records.PPORows]:
+    """(loss, differentiable by the logits; its rows, without gradient). Weight 0 cuts a row out."""
+    counted = per_token.weights != 0
+    t, softmax = per_token.at(counted), softmax.at(counted)
+    log_p = log_softmax(logits.flatten(0, -2)[counted], softmax)
+    logprobs, h = log_p.gather(1, t.tokens[:, None])[:, 0], entropy(log_p)
+    ratio = (logprobs - t.old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    clipped = ratio.clamp(objective.lowest_ratio, objective.highest_ratio)
+    surrogate = torch.minimum(ratio * t.advantages, clipped * t.advantages)
+    if objective.dual_clip is not None:
+        bounded = torch.maximum(surrogate, objective.dual_clip * t.advantages)
+        surrogate = torch.where(t.advantages < 0, bounded, surrogate)
+    policy = -surrogate if t.importance_weights is None else -surrogate * t.importance_weights
+
+    kl = torch.zeros_like(logprobs)
+    if objective.kl_estimator == "full" and ref is not None:
+        kl = full_kl(log_p, log_softmax(ref.flatten(0, -2)[counted], softmax))
+    if objective.kl_estimator != "full" and t.ref_logprobs is not None:
+        kl = sampled_kl(logprobs - t.ref_logprobs, objective.kl_estimator)
+    # A KL that is only reported may be infinite.
+    penalty = objective.kl_coef * kl if objective.kl_coef else 0.0
+    total = (t.weights * (policy + penalty - objective.entropy_coef * h)).sum()
+    above, below = ratio > objective.highest_ratio, ratio < objective.lowest_ratio
+    positive, negative = t.advantages > 0, t.advantages < 0
+    sums = records.Sums(
+        loss=total,
+        policy_loss=(t.weights * policy).sum(),
+        tokens=counted.sum(),
+        entropy=h.sum(),
+        kl=kl.sum(),
+        approx_kl=sampled_kl(t.old_logprobs - logprobs, "k3").sum(),
+        ratio=ratio.sum(),
+        ratio_squared=(ratio**2).sum(),
+        above_positive=(above & positive).sum(),
+        below_positive=(below & positive).sum(),
+        above_negative=(above & negative).sum(),
+        below_negative=(below & negative).sum(),
+        dual_clipped=(negative & (ratio > (objective.dual_clip or math.inf))).sum(),
+        ratio_max=torch.cat([ratio, ratio.new_zeros(1)]).max(),
+    )
+    stacked = torch.stack([x.detach().to(total.dtype) for x in sums])
+    nothing = log_p.new_zeros(len(counted))
+    whole = (nothing.masked_scatter(counted, x.detach()) for x in (logprobs, h, kl))
+    return total, records.PPORows(stacked, *whole)
+
+
+def ppo_loss(
+    logits: Tensor,
+    per_token: PerToken,
+    objective: Objective,
+    softmax: Softmax,
+    *,
+    ref_logits: Tensor | None = None,
+) -> records.PPORows:
+    """Of [N, V] or [B, T, V], with the gradient."""
+    x = logits.detach().requires_grad_()
+    total, rows = loss(x, per_token, objective, softmax, ref_logits)
+    return rows._replace(grad=torch.autograd.grad(total, x)[0])
+
+
+def logits_of(projection: records.Projection) -> Tensor:
+    logits = projection.hidden @ projection.weight.T
+    return logits if projection.bias is None else logits + projection.bias
+
+
+def linear_ppo_loss(
+    projection: records.Projection,
+    per_token: PerToken,
+    objective: Objective,
+    softmax: Softmax,
+    *,
+    ref_projection: records.Projection | None = None,
+) -> records.LinearPPORows:
+    """`ppo_loss` of the projected logits, with the gradients of hidden states, weight and bias."""
+    ref = None if ref_projection is None else logits_of(ref_projection)
+    leaves = [None if x is None else x.detach().requires_grad_() for x in projection]
+    logits = logits_of(records.Projection(*leaves))  # type: ignore[arg-type]
+    total, rows = loss(logits, per_token, objective, softmax, ref)
+    grads = iter(torch.autograd.grad(total, [x for x in leaves if x is not None]))
+    gradients = records.ProjectionGradients(*(None if x is None else next(grads) for x in leaves))
+    return records.LinearPPORows(rows.sums, rows.logprobs, rows.entropy, rows.kl, gradients)
+
+
+def linear_token_stats(
+    projection: records.Projection,
+    tokens: Tensor,
+    softmax: Softmax,
+    *,
+    ref_projection: records.Projection | None = None,
+) -> records.TokenStats:
+    """`token_stats` of the projected logits; differentiable by the projection."""
+    ref = None if ref_projection is None else logits_of(ref_projection)
+    return token_stats(logits_of(projection), tokens, softmax, ref_logits=ref)
+
+
+def responses(trajectory: records.Trajectory) -> Iterator[list[int]]:
+    """The tokens of each sequence that count, as indices into the flattened batch."""
+    values, ends = trajectory.token_values, trajectory.cu_seqlens
+    counted = torch.ones_like(values) if trajectory.mask is None else trajectory.mask
+    if ends is None:
+        ends = torch.arange(len(values) + 1) * values.shape[1]
+    for start, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        yield [start + t for t in counted.flatten()[start:end].nonzero().flatten().tolist()]
+
+
+def gae(trajectory: records.Trajectory, discounts: records.Discounts) -> records.Gae:
+    """(advantages, returns), from the last token of each sequence to its first:
+
+        δ_t = r_t + γ·V_next − V_t,   A_t = δ_t + γλ·A_next,   return_t = A_t + V_t
+
+    "next" is the next token that counts; after the last one comes `bootstrap`, else 0.
+    """
+    values, rewards = trajectory.token_values, trajectory.token_rewards
+    v = values.flatten().tolist()
+    r = [0.0] * len(v) if rewards is None else rewards.flatten().tolist()
+    advantages, returns = [0.0] * len(v), [0.0] * len(v)
+    for i, tokens in enumerate(responses(trajectory)):
+        gamma = discounts.gamma if discounts.gammas is None else discounts.gammas[i].item()
+        lam = discounts.lam if discounts.lams is None else discounts.lams[i].item()
+        next_value = 0.0 if trajectory.bootstrap is None else trajectory.bootstrap[i].item()
+        next_advantage = 0.0
+        for t in reversed(tokens):
+            next_advantage = r[t] + gamma * next_value - v[t] + gamma * lam * next_advantage
+            next_value = v[t]
+            advantages[t], returns[t] = next_advantage, next_advantage + v[t]
+    dtype = records.accumulation_dtype(values.dtype)
+    tensors = (torch.tensor(x, dtype=dtype).view(values.shape) for x in (advantages, returns))
+    return records.Gae(*tensors)
+
+
+def shaped_advantages(
+    trajectory: records.Trajectory, shaping: records.Shaping, discounts: records.Discounts
+) -> records.Advantages:
+    """Rewards −kl_coef·KL_t and the score on a response's last token, then GAE; not whitened."""
+    kls = torch.zeros_like(trajectory.token_values, dtype=torch.float64)
+    if shaping.ref_logprobs is not None:
+        difference = shaping.logprobs.double() - shaping.ref_logprobs.double()
+        kls = sampled_kl(difference, shaping.kl_estimator)
+    rewards = 0.0 if trajectory.token_rewards is None else trajectory.token_rewards.double()
+    rewards, bound = rewards - shaping.kl_coef * kls, shaping.score_clip or math.inf
+    kl = shaping.scores.new_zeros(len(shaping.scores), dtype=torch.float64)
+    for i, tokens in enumerate(responses(trajectory)):
+        rewards.view(-1)[tokens[-1:]] += shaping.scores[i].clamp(-bound, bound)
+        kl[i] = kls.flatten()[tokens].sum()
+    advantages, returns = gae(trajectory._replace(token_rewards=rewards), discounts)
+    moments = whitening_moments(advantages, trajectory.mask)
+    return records.Advantages(advantages, returns, kl.to(returns.dtype), moments)
+
+
+def whitening_moments(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """(count, Σx, Σx²) over the mask, fp64 [3]."""
+    x = (x if mask is None else x[mask]).double()
+    return torch.stack([torch.ones_like(x).sum(), x.sum(), (x**2).sum()])
+
+
+def whiten(
+    x: Tensor, mask: Tensor | None = None, *, shift_mean: bool = True, moments: Tensor | None = None
+) -> Tensor:
+    """(x − mean)·rsqrt(variance + 1e-8) over the mask, Bessel-corrected; 0 where masked."""
+    count, total, squares = whitening_moments(x, mask) if moments is None else moments
+    mean = total / count.clamp(min=1)
+    variance = ((squares - count * mean**2) / (count - 1).clamp(min=1)).clamp(min=0)
+    white = (x.double() - mean) * torch.rsqrt(variance + records.WHITEN_EPSILON)
+    white = white if shift_mean else white + mean
+    white = white if mask is None else torch.where(mask, white, 0.0)
+    return white.to(records.accumulation_dtype(x.dtype))

@@ -1,0 +1,45 @@
+"""What the launchers share: the device's limits, its choice, and operands as kernels take them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@functools.lru_cache
+def device_limits(device: torch.device) -> tuple[int, int]:
+    """(multiprocessors, bytes of the second-level cache); under the interpreter, made up."""
+    if device.type != "cuda":
+        return 1, 2**20
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.L2_cache_size
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def check_dtype(name: str, x: Tensor) -> None:
+    """Refuses fp64 and integers: the kernels compute in fp32."""
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}")
+
+
+def dense(x: Tensor | None) -> Tensor | None:
+    """Contiguous, and bool as bytes: strides (0 after `expand`) are not worth an argument."""
+    if x is None:
+        return None
+    x = x.contiguous()
+    return x.view(torch.uint8) if x.dtype == torch.bool else x
+
+
+def dense_record(record: Any) -> Any:
+    """The record with each of its tensors `dense`."""
+    return type(record)(*(dense(x) if isinstance(x, Tensor) else x for x in record))

@@ -1,0 +1,378 @@
+"""PPO's loss and the tokens' statistics from hidden states and the lm-head: one chunk loop.
+
+The operations are those of `fastppo_kernels.definition` under the same names, for both backends.
+For a chunk of rows, X [n, H], and the head W [V, H]:
+
+    Z  = X Wᵀ + b             into a buffer [n, V] that every chunk uses again
+    G  = dL/dZ                the backend's rows, in place: the buffer now holds the gradient
+    dX = G W                  into the chunk's rows of dX
+    dW += Gᵀ X,  db += Σ G    in fp32, cast once after the last chunk
+
+PPO's loss is a weighted sum whose weights are known beforehand, so G is known as soon as a row's
+softmax is, and nothing is formed twice: 6·N·H·V FLOP. A loss that forms Z again in a backward pass
+takes 8·N·H·V. Bytes besides the GEMMs' operands, for b bytes per logit: N·V·b written by the
+first GEMM, 2·N·V·b by the row pass, 2·N·V·b read by the last two GEMMs, and 8·H·V per chunk after
+the first for reading and writing the fp32 dW. That last term is why chunks are as large as the
+memory budget allows (`chunk_rows`); with a single chunk there is no accumulator, and dW is written
+in the weight's dtype (the GEMM accumulates in fp32 inside).
+
+What differs between backends and devices:
+
+    rows of weight 0       cut out before the first GEMM where the host may look at values: always
+                           with the torch backend, with `compact` (one synchronisation) elsewhere.
+                           Otherwise they go through the GEMMs with a gradient of 0.
+    rows without gradient  stay out of the last two GEMMs with the torch backend (`ChunkRows.live`)
+    sums                   each chunk's are added; the torch backend sums once, over all rows
+    dW in fp32             cuBLAS multiplies 16-bit matrices into fp32; a CPU has no such product,
+                           and multiplies fp32 copies, `PRODUCT_COLUMNS` words at a time
+    rows of the buffer     for kernels they lie `ROW_ALIGNMENT` bytes apart or a multiple of it
+
+Sums are added in a fixed order.
+
+What this does not do: the GEMM and the softmax are not one kernel (`triton_linear_stats` is, for
+the statistics alone).
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastppo_kernels.records import (
+    Asked,
+    Gemm,
+    LinearPPORows,
+    Objective,
+    PerToken,
+    Projection,
+    ProjectionGradients,
+    Selection,
+    Softmax,
+    StatsGradients,
+    TokenStats,
+    accumulation_dtype,
+    combine_sums,
+)
+from fastppo_kernels.torch_rows import loss_sums
+
+ROW_ALIGNMENT = 128
+"""Bytes between rows of the logits' buffer: a cache line, and a multiple of the 16 bytes on which
+tensor-core GEMMs want the leading dimension. An odd vocabulary (50257) costs them no speed."""
+
+DEFAULT, EVERYTHING = Gemm(), Asked()
+
+PRODUCT_COLUMNS = 4096
+"""Words whose share of dW a CPU forms at once: fp32 copies of 16-bit gradients take no more room
+than this many columns."""
+
+
+class LinearBudget(NamedTuple):
+    """What decides how many rows of logits are held at once; `chunk_rows`."""
+
+    whole: int  # logits, in elements, that are formed in one chunk in any case
+    share: int  # otherwise at most one row in `share`,
+    least: int  # but no fewer rows than this,
+    enough: int  # and no more than this, unless `whole` has room for them
+
+
+LINEAR_BUDGETS = {
+    "cpu": LinearBudget(whole=2**23, share=4, least=384, enough=512),
+    "cuda": LinearBudget(whole=2**28, share=8, least=1024, enough=4096),
+}
+"""On a CPU each GEMM packs the weight anew: 256 rows a time cost 5 % more than 1024, 64 rows 28 %
+(sgemm, V = 32000, one thread). On a GPU each chunk reads and writes the fp32 dW, as many bytes as
+4·H rows of bf16 logits: 4096 rows make that small beside the GEMMs. An eighth of the rows is 12.5 %
+of the logits' memory. 2^28 logits are 512 MiB of bf16, and 2^23 are 32 MiB of fp32: fewer rows in
+one chunk instead of two take a fifth less time (64 rows; 256 rows: an eighth)."""
+
+
+def chunk_rows(rows: int, vocab: int, device: torch.device) -> int:
+    """Rows of logits held at once: chunks of equal size (but for the last).
+
+    A GPU's default stays below 15 % of the logits' memory from 8192 rows on.
+    """
+    budget = LINEAR_BUDGETS.get(device.type, LINEAR_BUDGETS["cuda"])
+    if rows * vocab <= budget.whole:
+        return max(1, rows)
+    most = max(budget.enough, budget.whole // vocab)
+    limit = min(max(math.ceil(rows / budget.share), budget.least), most)
+    chunks = max(2, math.ceil(rows / limit))
+    return math.ceil(rows / chunks)
+
+
+# ------------------------------------------------------------------------------------ the products
+
+
+def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a @ b, accumulated in fp32 and rounded once to the dtype of `out`."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    elif a.is_cuda and out.dtype == torch.float32:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:  # cuBLAS widens and nothing else, torch on a CPU does not even that: rounded twice
+        out.copy_(a @ b)
+
+
+def _accumulate(out: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
+    """out = a @ b if `is_first`, else out += a @ b, with no rounding before the sum in `out`."""
+    if a.dtype != out.dtype and not a.is_cuda:
+        b = b.to(out.dtype)
+        for part, into in zip(a.split(PRODUCT_COLUMNS), out.split(PRODUCT_COLUMNS), strict=True):
+            _accumulate(into, part.to(out.dtype), b, is_first=is_first)
+    elif is_first:
+        _mm(a, b, out)
+    elif a.dtype == out.dtype:
+        out.addmm_(a, b)
+    else:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+
+
+class _Head:
+    """A projection's operands in the GEMMs' dtype, and the one buffer its logits are formed in."""
+
+    def __init__(
+        self, projection: Projection, dtype: torch.dtype, rows: int, *, aligned: bool
+    ) -> None:
+        hidden, weight, bias = projection
+        self.hidden, self.dtype = hidden, dtype
+        self.weight = weight.to(dtype)
+        self.bias = None if bias is None else bias.to(dtype)
+        step = ROW_ALIGNMENT // dtype.itemsize if aligned else 1
+        vocab = weight.shape[0]
+        # What lies between the rows is never read.
+        self.buffer = weight.new_empty((rows, -(-vocab // step) * step), dtype=dtype)[:, :vocab]
+
+    def rows(self, rows: Selection) -> Tensor:
+        """[n, H] hidden states."""
+        return self.hidden[rows].to(self.dtype)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[n, V] of hidden states [n, H], in the buffer's first rows."""
+        out = self.buffer[: x.shape[0]]
+        if self.bias is None:
+            return torch.mm(x, self.weight.T, out=out)
+        return torch.addmm(self.bias, x, self.weight.T, out=out)
+
+
+class _Gradients:
+    """dX, dW and dbias, gathered chunk by chunk; each is None where it is not asked for.
+
+    dW and dbias are accumulated in fp32 (fp64 for fp64) unless they are complete after one chunk of
+    GEMMs in the parameter's dtype. A frozen head costs no dW, frozen hidden states no dX.
+    """
+
+    def __init__(self, projection: Projection, asked: Asked, *, one_chunk: bool) -> None:
+        hidden, weight, bias = projection
+        contiguous = torch.contiguous_format
+        self.one_chunk, self.is_first = one_chunk, True
+        self.dtypes = weight.dtype, None if bias is None else bias.dtype
+        self.hidden = torch.zeros_like(hidden, memory_format=contiguous) if asked.hidden else None
+        self.weight, self.bias = None, None
+        if asked.weight:
+            dtype = weight.dtype if one_chunk else accumulation_dtype(weight.dtype)
+            self.weight = torch.empty_like(weight, dtype=dtype, memory_format=contiguous)
+        if asked.bias and bias is not None:
+            self.bias = torch.zeros_like(bias, dtype=accumulation_dtype(bias.dtype))
+
+    def add(self, rows: Selection, grad: Tensor, x: Tensor, head: Tensor) -> None:
+        """The share of `grad` [n, V], the gradient of the logits of hidden states `x` [n, H]."""
+        if self.hidden is not None:
+            if isinstance(rows, slice):
+                _mm(grad, head, out=self.hidden[rows])
+            else:
+                self.hidden[rows] = (grad @ head).to(self.hidden.dtype)
+        if self.weight is not None:
+            if self.one_chunk:
+                _mm(grad.T, x, out=self.weight)
+            else:
+                _accumulate(self.weight, grad.T, x, is_first=self.is_first)
+        if self.bias is not None:
+            self.bias += grad.sum(0, dtype=self.bias.dtype)
+        self.is_first = False
+
+    def finished(self) -> ProjectionGradients:
+        weight_dtype, bias_dtype = self.dtypes
+        if self.is_first and self.weight is not None:  # there were no rows
+            self.weight.zero_()
+        return ProjectionGradients(
+            self.hidden,
+            None if self.weight is None else self.weight.to(weight_dtype),
+            None if self.bias is None else self.bias.to(bias_dtype),
+        )
+
+
+class _Heads(NamedTuple):
+    """The heads whose logits a loop forms, and the rows of a chunk."""
+
+    step: int
+    policy: _Head
+    reference: _Head | None
+
+    def ref_logits(self, rows: Selection) -> Tensor | None:
+        head = self.reference
+        return None if head is None else head.logits(head.rows(rows))
+
+
+def _heads(
+    projection: Projection,
+    ref_projection: Projection | None,
+    count: int,
+    rows: ModuleType,
+    gemm: Gemm,
+) -> _Heads:
+    """For a loop over `count` rows."""
+    hidden, weight = projection.hidden, projection.weight
+    dtype = gemm.dtype or hidden.dtype
+    step = gemm.chunk_size or chunk_rows(count, weight.shape[0], hidden.device)
+    held, aligned = min(step, count), not rows.READS_VALUES
+    policy, reference = _Head(projection, dtype, held, aligned=aligned), None
+    if ref_projection is not None:
+        reference = _Head(ref_projection, dtype, held, aligned=aligned)
+    return _Heads(step, policy, reference)
+
+
+def _chunks(rows: int, step: int, counted: Tensor | None) -> list[Selection]:
+    slices = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    return [*slices] if counted is None else [counted[part] for part in slices]
+
+
+def _among(rows: Selection, some: Tensor) -> Tensor:
+    """The indices of some of these rows."""
+    return rows.start + some if isinstance(rows, slice) else rows[some]
+
+
+# ---------------------------------------------------------------------------------- the operations
+
+
+def ppo_loss(
+    projection: Projection,
+    per_token: PerToken,
+    objective: Objective,
+    softmax: Softmax,
+    *,
+    rows: ModuleType,
+    ref_projection: Projection | None = None,
+    gemm: Gemm = DEFAULT,
+    asked: Asked = EVERYTHING,
+    compact: bool = False,
+) -> LinearPPORows:
+    """`definition.linear_ppo_loss`, holding a chunk of the logits at a time.
+
+    Args:
+        rows: the backend, `torch_rows` or `triton_rows`.
+        ref_projection: the reference's, read for `kl_estimator="full"` alone.
+        asked: the gradients wanted. With none, only the first GEMM runs.
+        compact: cut rows of weight 0 out before the first GEMM, whatever the backend.
+
+    Returns:
+        LinearPPORows; statistics in fp32 (fp64), gradients in the dtypes of their parameters.
+    """
+    hidden = projection.hidden
+    n, compact = hidden.shape[0], compact or rows.READS_VALUES
+    counted = (per_token.weights != 0).nonzero().squeeze(-1) if compact else None
+    count = n if counted is None else counted.numel()
+    if count == n:
+        counted = None
+    if objective.kl_estimator != "full":
+        ref_projection = None
+    heads = _heads(projection, ref_projection, count, rows, gemm)
+    head, step = heads.policy, heads.step
+    grads = _Gradients(projection, asked, one_chunk=count <= step)
+    wide = accumulation_dtype(head.dtype)
+    logprobs, entropy, kl = (hidden.new_zeros(n, dtype=wide) for _ in range(3))
+    sums = None
+    for index in _chunks(count, step, counted):
+        x, operands = head.rows(index), per_token.at(index)
+        chunk = rows.chunk_ppo_loss(
+            head.logits(x),
+            operands,
+            objective,
+            softmax.at(index),
+            ref_logits=heads.ref_logits(index),
+            need_grad=any(asked),
+        )
+        logprobs[index], entropy[index], kl[index] = chunk.logprobs, chunk.entropy, chunk.kl
+        if chunk.sums is not None:
+            sums = chunk.sums if sums is None else combine_sums(sums, chunk.sums)
+        if chunk.grad is None:
+            continue
+        if chunk.live is not None:
+            index, x = _among(index, chunk.live), x[chunk.live]
+        elif asked.weight and not compact:
+            # A masked row may hold anything, and 0·NaN would reach all of dW.
+            x = torch.where((operands.weights != 0).unsqueeze(-1), x, 0.0)
+        grads.add(index, chunk.grad, x, head.weight)
+    if sums is None:
+        sums = loss_sums(logprobs, entropy, kl, per_token, objective)
+    return LinearPPORows(sums, logprobs, entropy, kl, grads.finished())
+
+
+def token_stats(
+    projection: Projection,
+    tokens: Tensor,
+    softmax: Softmax,
+    *,
+    rows: ModuleType,
+    ref_projection: Projection | None = None,
+    gemm: Gemm = DEFAULT,
+) -> TokenStats:
+    """`definition.linear_token_stats`: 2·N·H·V FLOP, and one write and one read of the logits.
+
+    A reference adds as much again, for its hidden states and head.
+    """
+    n = projection.hidden.shape[0]
+    heads = _heads(projection, ref_projection, n, rows, gemm)
+    head = heads.policy
+    parts = [
+        rows.token_stats(
+            head.logits(head.rows(index)),
+            tokens[index],
+            softmax.at(index),
+            ref_logits=heads.ref_logits(index),
+        )
+        for index in _chunks(n, heads.step, None) or [slice(0, 0)]
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return TokenStats(*(torch.cat(each) for each in zip(*parts, strict=True)))
+
+
+def token_stats_backward(
+    grads: StatsGradients,
+    projection: Projection,
+    tokens: Tensor,
+    stats: TokenStats,
+    softmax: Softmax,
+    *,
+    rows: ModuleType,
+    ref_projection: Projection | None = None,
+    gemm: Gemm = DEFAULT,
+    asked: Asked = EVERYTHING,
+) -> ProjectionGradients:
+    """The projection's gradients from those of its statistics.
+
+    The upstream gradients are arbitrary, so the logits are formed again, and a chunk's gradient is
+    held beside them.
+    """
+    if grads.kl is None:
+        ref_projection = None
+    n = projection.hidden.shape[0]
+    heads = _heads(projection, ref_projection, n, rows, gemm)
+    head = heads.policy
+    gathered = _Gradients(projection, asked, one_chunk=n <= heads.step)
+    for index in _chunks(n, heads.step, None):
+        x = head.rows(index)
+        grad = rows.token_stats_backward(
+            grads.at(index),
+            head.logits(x),
+            tokens[index],
+            stats.at(index),
+            softmax.at(index),
+            ref_logits=heads.ref_logits(index),
+        )
+        gathered.add(index, grad, x, head.weight)
+    return gathered.finished()

@@ -1,0 +1,176 @@
+"""GAE, reward shaping and whitening: the torch backend.
+
+The operations are those of `fastppo_kernels.definition`, with no loop over time or over the batch.
+The tokens that count are cut out of their gaps and laid end to end; with the decay set to 0 after
+each sequence the whole batch is one linear recurrence, scanned in blocks side by side. So a row
+with gaps gives the same bits as the row without them, and packed rows the same bits as padded ones.
+Sums run in fp64.
+
+Source: Schulman et al. 2016, eq. 11, 12 and 16.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fastppo_kernels.records import (
+    WHITEN_EPSILON,
+    Advantages,
+    Discounts,
+    Gae,
+    Shaping,
+    Trajectory,
+    accumulation_dtype,
+)
+from fastppo_kernels.torch_rows import sampled_kl
+
+SCAN_BLOCK = 64
+"""Steps of the blocked scan: blocks of 64 make log₆₄(N) levels of 64 vector operations each."""
+
+
+def _reverse_scan(decay: Tensor, x: Tensor) -> Tensor:
+    """y_t = x_t + decay_t · y_{t+1} over flat [N] tensors, in blocks that are scanned side by side.
+
+    Each block is scanned as if nothing followed it, keeping the product of its decays; the blocks'
+    carries are the same recurrence, one block per step, and are solved by recursion.
+    """
+    n = x.numel()
+    if n <= SCAN_BLOCK:
+        y = x.clone()
+        for t in reversed(range(n - 1)):
+            y[t] += decay[t] * y[t + 1]
+        return y
+    # At least one column of padding, and odd: rows a power of two apart would share cache sets.
+    blocks = (n // SCAN_BLOCK + 1) | 1
+    # [SCAN_BLOCK, blocks]: a step of the scan is one contiguous row.
+    a, y = x.new_zeros((2, SCAN_BLOCK, blocks))
+    full = n // SCAN_BLOCK
+    for columns, flat in ((a.T, decay), (y.T, x)):
+        columns[:full] = flat[: full * SCAN_BLOCK].view(full, SCAN_BLOCK)
+        columns[full, : n - full * SCAN_BLOCK] = flat[full * SCAN_BLOCK :]
+    for t in reversed(range(SCAN_BLOCK - 1)):
+        y[t].addcmul_(a[t], y[t + 1])
+        a[t].mul_(a[t + 1])
+    first = _reverse_scan(a[0], y[0])  # y at the first token of each block, carries included
+    carry = torch.cat([first[1:], first.new_zeros(1)])
+    y.addcmul_(a, carry)
+    return y.T.reshape(-1)[:n]
+
+
+def _sequence_index(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The sequence that each token of [B, T] or packed [total] belongs to: flat int64."""
+    if cu_seqlens is None:
+        batch, length = x.shape
+        return torch.arange(batch, device=x.device).repeat_interleave(length)
+    lengths = cu_seqlens.diff().long()
+    return torch.arange(lengths.numel(), device=x.device).repeat_interleave(
+        lengths, output_size=x.numel()
+    )
+
+
+def _per_token(value: float, values: Tensor | None, sequence: Tensor) -> float | Tensor:
+    """A discount, or its value at each token where there is one per sequence."""
+    return value if values is None else values.double()[sequence]
+
+
+def gae(trajectory: Trajectory, discounts: Discounts) -> Gae:
+    """(advantages, returns) like the values, fp32 or fp64, 0 where masked; see `definition.gae`."""
+    values = trajectory.token_values
+    dtype = accumulation_dtype(values.dtype)
+    sequence = _sequence_index(values, trajectory.cu_seqlens)
+    if trajectory.mask is None:
+        index = torch.arange(sequence.numel(), device=values.device)
+    else:
+        index = trajectory.mask.reshape(-1).nonzero().squeeze(-1)
+    sequence = sequence.index_select(0, index)
+    v = values.reshape(-1).index_select(0, index).double()
+    is_last = torch.ones_like(sequence, dtype=torch.bool)
+    torch.ne(sequence[1:], sequence[:-1], out=is_last[:-1])
+    next_value = torch.cat([v[1:], v.new_zeros(1)])[: v.numel()]
+    ends = trajectory.bootstrap
+    next_value[is_last] = 0.0 if ends is None else ends.double()[sequence[is_last]]
+    discount = _per_token(discounts.gamma, discounts.gammas, sequence)
+    smoothing = _per_token(discounts.lam, discounts.lams, sequence)
+    decay = torch.ones_like(v).mul_(discount * smoothing).masked_fill_(is_last, 0.0)
+    delta = next_value.mul_(discount)
+    if trajectory.token_rewards is not None:
+        delta.add_(trajectory.token_rewards.reshape(-1).index_select(0, index).double())
+    delta.sub_(v)
+    if not delta.sum().isfinite():  # one read; to look at each entry first takes five passes
+        broken = ~delta.isfinite()
+        # 0·NaN is NaN: the scan would carry it over the end of a sequence into the one before.
+        summed = _reverse_scan(decay, delta.masked_fill(broken, 0.0))
+        reached = _reverse_scan((~is_last).double(), broken.double()) > 0
+        summed.masked_fill_(reached, math.nan)
+    else:
+        summed = _reverse_scan(decay, delta)
+    advantages, returns = (values.new_zeros(values.numel(), dtype=dtype) for _ in range(2))
+    advantages.index_copy_(0, index, summed.to(dtype))
+    returns.index_copy_(0, index, summed.add_(v).to(dtype))
+    return Gae(advantages.view(values.shape), returns.view(values.shape))
+
+
+def whitening_moments(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """(count, Σx, Σx²) over the mask, fp64 [3]: they add up over ranks before `whiten`."""
+    counted = (x if mask is None else x[mask]).double().reshape(-1)
+    count = torch.full((), counted.numel(), dtype=torch.float64, device=x.device)
+    return torch.stack([count, counted.sum(), (counted * counted).sum()])
+
+
+def whiten(
+    x: Tensor,
+    mask: Tensor | None = None,
+    *,
+    shift_mean: bool = True,
+    moments: Tensor | None = None,
+) -> Tensor:
+    """(x − mean)·rsqrt(var + 1e-8) over the mask, Bessel-corrected; 0 where masked.
+
+    `shift_mean=False` puts the mean back. `moments` are those of the whole global batch.
+    """
+    count, total, squares = whitening_moments(x, mask) if moments is None else moments
+    mean = total / count.clamp(min=1)
+    variance = ((squares - count * mean * mean) / (count - 1).clamp(min=1)).clamp(min=0)
+    white = (x.double() - mean) * torch.rsqrt(variance + WHITEN_EPSILON)
+    if not shift_mean:
+        white = white + mean
+    if mask is not None:
+        white = torch.where(mask, white, 0.0)
+    return white.to(accumulation_dtype(x.dtype))
+
+
+def shaped_advantages(trajectory: Trajectory, shaping: Shaping, discounts: Discounts) -> Advantages:
+    """Shaped rewards, then GAE; no whitening. See `definition.shaped_advantages`."""
+    values, mask = trajectory.token_values, trajectory.mask
+    if mask is None:
+        mask = torch.ones_like(values, dtype=torch.bool)
+    dtype = accumulation_dtype(values.dtype)
+    scores = shaping.scores.to(dtype)
+    if shaping.score_clip is not None:
+        scores = scores.clamp(-shaping.score_clip, shaping.score_clip)
+    token_kl = torch.zeros_like(values, dtype=dtype)
+    if shaping.ref_logprobs is not None:
+        difference = shaping.logprobs.to(dtype) - shaping.ref_logprobs.to(dtype)
+        token_kl = torch.where(mask, sampled_kl(difference, shaping.kl_estimator)[0], 0.0)
+    rewards = -shaping.kl_coef * token_kl
+    if trajectory.token_rewards is not None:
+        rewards = rewards + torch.where(mask, trajectory.token_rewards.to(dtype), 0.0)
+    index = mask.reshape(-1).nonzero().squeeze(-1)
+    owner = _sequence_index(values, trajectory.cu_seqlens)[index]
+    is_last = torch.ones_like(owner, dtype=torch.bool)
+    is_last[:-1] = owner[1:] != owner[:-1]
+    flat = rewards.reshape(-1).clone()
+    flat[index[is_last]] += scores[owner[is_last]]
+    # Differences of one running sum, in fp64: the same for both layouts, since masked tokens add 0,
+    # and an indexed add would be atomic on a GPU.
+    running = torch.nn.functional.pad(token_kl.double().reshape(-1).cumsum(0), (1, 0))
+    if trajectory.cu_seqlens is None:
+        ends = torch.arange(values.shape[0] + 1, device=values.device) * values.shape[1]
+    else:
+        ends = trajectory.cu_seqlens.long()
+    kl = running[ends].diff().to(dtype)
+    advantages, returns = gae(trajectory._replace(token_rewards=flat.view(values.shape)), discounts)
+    return Advantages(advantages, returns, kl, whitening_moments(advantages, mask))

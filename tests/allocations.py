@@ -1,0 +1,55 @@
+"""What a piece of work allocates: the tensors that its operations return, and what is live at once.
+
+What a BLAS or a library borrows inside an operation is its own affair, and differs from CPU to CPU:
+it is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fastppo.functional.record_operator import Operator
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.largest = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_storage(x)._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        self.live = {key: x for key, x in self.live.items() if not x[0].expired()}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and _storage(tensor)._cdata not in given:
+                storage = _storage(tensor)
+                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self.largest = max(self.largest, storage.nbytes())
+        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
+        return out
+
+
+def _storage(x: Tensor) -> torch.UntypedStorage:
+    return x.untyped_storage()
+
+
+def _transparent(operator: Operator, *args: Any, **kwargs: Any) -> Any:
+    """In place of a custom operator, which would show no operation inside."""
+    return operator.function(*args, **kwargs)
+
+
+def allocations(work: Callable[[], Any]) -> tuple[int, int]:
+    """(largest single allocation, peak above what was live before) of `work`, bytes."""
+    with pytest.MonkeyPatch.context() as patch, _Watch() as watch:
+        patch.setattr(Operator, "__call__", _transparent)
+        work()
+    return watch.largest, watch.peak

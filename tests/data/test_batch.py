@@ -1,0 +1,100 @@
+"""Masks and positions come from lengths, and packed tensors stay with their sequences."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from fastppo.data.batch import Batch, spans, starts
+
+PROMPTS = [[5, 6], [7], [8, 9, 10]]
+
+
+RESPONSES = [[1, 1, 4], [2], [1, 3]]
+
+
+BATCH = Batch.of(PROMPTS, RESPONSES)
+
+
+def test_response_tokens_are_packed_in_order_whatever_they_are() -> None:
+    assert BATCH.response_tokens.tolist() == [1, 1, 4, 2, 1, 3]
+    assert BATCH.cu_seqlens.tolist() == [0, 3, 4, 6]
+    assert BATCH.response_count == 6
+    assert BATCH.layout().attention_mask.sum(1).tolist() == [5, 2, 5]
+
+
+def test_a_layout_holds_each_sequence_as_a_row() -> None:
+    layout = BATCH.layout()
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        length = len(prompt) + len(response)
+        assert layout.input_ids[row, :length].tolist() == prompt + response
+        assert layout.attention_mask[row].tolist() == [1] * length + [0] * (5 - length)
+
+
+def test_the_position_before_a_token_predicts_it() -> None:
+    layout = BATCH.layout()
+    row, column = layout.predicting // 5, layout.predicting % 5
+    assert row.tolist() == [0, 0, 0, 1, 2, 2]
+    assert column.tolist() == [1, 2, 3, 0, 2, 3]
+    assert (layout.final // 5).tolist() == [0, 1, 2]
+    assert (layout.final % 5).tolist() == [4, 1, 4]
+
+
+def test_selecting_sequences_selects_their_tokens_in_the_order_asked_for() -> None:
+    part = BATCH.select(torch.tensor([2, 0]))
+    assert part.tokens.tolist() == [8, 9, 10, 1, 3, 5, 6, 1, 1, 4]
+    assert part.response_tokens.tolist() == [1, 3, 1, 1, 4]
+    assert len(part) == 2
+
+
+def test_padding_that_no_selected_row_needs_is_cut_off() -> None:
+    assert BATCH.select(torch.tensor([1])).layout().input_ids.shape == (1, 2)
+
+
+def test_nothing_selected_is_an_empty_batch() -> None:
+    empty = BATCH.select(torch.tensor([], dtype=torch.int64))
+    assert (len(empty), empty.response_count) == (0, 0)
+    assert empty.layout().input_ids.shape == (0, 0)
+
+
+def test_wrong_prompts_are_refused() -> None:
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        Batch.of([[1], []], [[1], [1]])
+    with pytest.raises(ValueError, match="1 prompts and 2 responses"):
+        Batch.of([[1]], [[1], [1]])
+
+
+def test_an_empty_response_has_a_final_position_and_predicts_nothing() -> None:
+    batch = Batch.of([[5, 6], [7]], [[], [8]])
+    layout = batch.layout()
+    assert batch.response_tokens.tolist() == [8]
+    assert batch.cu_seqlens.tolist() == [0, 0, 1]
+    assert layout.predicting.tolist() == [2]
+    assert layout.final.tolist() == [1, 3]
+
+
+def test_dtypes_and_places_are_those_that_are_stated() -> None:
+    """Lengths stay on the CPU, so nothing waits for a GPU; "meta" stands for another device."""
+    batch = Batch.of(PROMPTS, RESPONSES, "meta")
+    assert batch.tokens.device.type == "meta"
+    for lengths in (batch.prompt_lengths, batch.response_lengths, batch.lengths):
+        assert (lengths.device.type, lengths.dtype) == ("cpu", torch.int64)
+    assert batch.response_count == 6
+    assert {x.device.type for x in batch.layout()} == {"meta"}
+    assert batch.cu_seqlens.device.type == batch.response_tokens.device.type == "meta"
+    assert {x.dtype for x in BATCH.layout()} == {torch.int64}
+
+
+def test_a_batch_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        BATCH.tokens = torch.zeros(1)
+
+
+def test_spans_are_consecutive_numbers_from_each_beginning() -> None:
+    lengths = torch.tensor([2, 0, 3])
+    assert starts(lengths).tolist() == [0, 2, 2]
+    assert spans(torch.tensor([10, 99, 20]), lengths).tolist() == [10, 11, 20, 21, 22]
+    nothing = torch.tensor([], dtype=torch.int64)
+    assert spans(nothing, nothing).tolist() == starts(nothing).tolist() == []

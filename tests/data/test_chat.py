@@ -1,0 +1,102 @@
+"""Texts and chats to token ids and back."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+
+from fastppo.data.chat import decode_completions, encode_prompt, is_chat, render_chat, token_ids
+from fastppo.data.rows import DataError
+
+CHAT = [{"role": "user", "content": "w9"}]
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["w1", {}, [], None, 3, ["w1"], [{"role": "user"}], [{"content": "w1"}], [*CHAT, "w1"]],
+)
+def test_only_a_list_of_messages_with_role_and_content_is_a_chat(value) -> None:
+    assert not is_chat(value)
+    assert is_chat(CHAT)
+    assert is_chat(tuple(CHAT))
+
+
+def test_a_chat_is_rendered_by_the_tokenizers_template() -> None:
+    tokenizer = tiny.tokenizer(chat=True)
+    assert render_chat(tokenizer, CHAT, "here").split() == ["w1", "w9"]
+    prompted = render_chat(tokenizer, CHAT, "here", add_generation_prompt=True)
+    assert prompted.split() == ["w1", "w9", "w0"]
+
+
+def test_a_chat_without_a_template_or_that_it_refuses_is_refused_with_its_place() -> None:
+    with pytest.raises(DataError, match=r"^here: chat messages, but the tokenizer has no chat te"):
+        render_chat(tiny.tokenizer(), CHAT, "here")
+    strict = tiny.tokenizer()
+    strict.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match=r"^here: the chat template refuses it: roles must altern"):
+        render_chat(strict, CHAT, "here")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        (" \n", "the prompt is empty"),
+        (None, "got NoneType"),
+        ([], "got an empty list"),
+        (["w1"], "got a list whose item 0 is str"),
+        ([*CHAT, {"role": "user"}], "got a message 1 without content"),
+        ([{}], "got a message 0 without role and content"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_with_what_it_is(prompt, says: str) -> None:
+    with pytest.raises(DataError, match=f"^row 7: .*{says}"):
+        encode_prompt(prompt, tiny.tokenizer(chat=True), "row 7")
+
+
+def test_a_template_that_writes_nothing_makes_no_prompt() -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{{ '' }}"
+    with pytest.raises(DataError, match="row 7: the prompt is empty"):
+        encode_prompt(CHAT, tokenizer, "row 7")
+
+
+class _Ending:
+    """A tokenizer that ends every text with EOS, as some do."""
+
+    eos_token_id = 1
+
+    def __call__(self, text, add_special_tokens=True):
+        ids = tiny.tokenizer()(text)["input_ids"]
+        return {"input_ids": [*ids, 1] if add_special_tokens else ids}
+
+
+def test_an_eos_that_the_tokenizer_appends_is_taken_off_the_prompt() -> None:
+    assert encode_prompt("w1 w2", _Ending(), "row 1") == [4, 5]
+
+
+def test_an_eos_that_the_prompt_itself_ends_with_stays() -> None:
+    assert encode_prompt("w1 <eos>", tiny.tokenizer(), "row 1") == [4, 1]
+
+
+def test_ids_stay_what_they_are_and_texts_get_special_tokens_if_asked() -> None:
+    assert token_ids(_Ending(), "w1 w2") == [4, 5, 1]
+    assert token_ids(_Ending(), "w1 w2", special_tokens=False) == [4, 5]
+    given = (4, 1, 1)
+    assert token_ids(_Ending(), given) == [4, 1, 1]
+
+
+def test_prompt_and_completion_join_to_the_text_that_was_written() -> None:
+    """What a reward model reads is prompt + completion, the space between them included."""
+    prompts = [[3, 4], [4, 11]]
+    found = decode_completions(tiny.tokenizer(), prompts, [[5, 6, 1], [1]])
+    assert found == [" w2 w3", ""]
+    assert "w0 w1" + found[0] == tiny.tokenizer().decode([3, 4, 5, 6])
+
+
+def test_a_response_that_changes_its_prompts_text_is_decoded_alone() -> None:
+    """Bytes of one character on both sides: the prompt's text is no prefix of the whole one."""
+    tokenizer = tiny.byte_tokenizer()
+    first, second = tokenizer("é")["input_ids"]
+    rest = tokenizer("!")["input_ids"]
+    assert decode_completions(tokenizer, [[first]], [[second, *rest]]) == ["\ufffd!"]
+    assert decode_completions(tokenizer, [[first, second]], [rest]) == ["!"]

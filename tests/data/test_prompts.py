@@ -1,0 +1,80 @@
+"""Prompts with the columns of their rows; a row that cannot be used is named by its number."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+
+from fastppo.data.prompts import Prompts, encode_prompts
+from fastppo.data.rows import DataError
+
+ROWS = [{"prompt": "w1 w2", "answer": "w3"}, {"prompt": "w4", "answer": "w5"}]
+
+
+def test_the_other_columns_stay_beside_their_prompts() -> None:
+    prompts = encode_prompts(ROWS, tiny.tokenizer(), max_prompt_tokens=8)
+    assert prompts.token_ids == [[4, 5], [7]]
+    assert prompts.columns == {"answer": ["w3", "w5"]}
+    assert prompts.select([1]).columns == {"answer": ["w5"]}
+
+
+def test_chat_messages_are_rendered_with_the_chat_template() -> None:
+    rows = [{"prompt": [{"role": "user", "content": "w9"}]}]
+    prompts = encode_prompts(rows, tiny.tokenizer(chat=True), max_prompt_tokens=8)
+    assert prompts.token_ids == [[4, 12, 3]]  # w1 w9 w0: the template's generation prompt last
+    with pytest.raises(DataError, match="the tokenizer has no chat template"):
+        encode_prompts(rows, tiny.tokenizer(), max_prompt_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": ""}, "row 2: the prompt is empty"),
+        ({"prompt": 3}, "row 2: expected a prompt that is a string or a list .* got int"),
+        ({"text": "w1"}, "row 2: expected a prompt that is a string or a list .* got NoneType"),
+        ({"prompt": []}, "row 2: .* got an empty list"),
+        ({"prompt": ["w1"]}, "row 2: .* got a list whose item 0 is str"),
+        ({"prompt": [{"role": "user"}]}, "row 2: .* got a message 0 without content"),
+        ({"prompt": "w1 " * 9}, "row 2: the prompt has 9 tokens; at most 8"),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_number(row, says) -> None:
+    with pytest.raises(DataError, match=says):
+        encode_prompts([{"prompt": "w1"}, row], tiny.tokenizer(), max_prompt_tokens=8)
+
+
+def test_a_missing_column_names_those_that_are_there() -> None:
+    with pytest.raises(DataError, match="no column 'question'; there are prompt, answer"):
+        encode_prompts(ROWS, tiny.tokenizer(), column="question", max_prompt_tokens=8)
+
+
+def test_columns_of_any_row_are_kept_and_reserved_names_refused() -> None:
+    rows = [{"prompt": "w1"}, {"prompt": "w2", "answer": "w3"}]
+    prompts = encode_prompts(rows, tiny.tokenizer(), max_prompt_tokens=8)
+    assert prompts.columns == {"answer": [None, "w3"]}
+    for name in ("prompts", "completions", "completion_ids"):
+        with pytest.raises(DataError, match=f"may not be called '{name}'"):
+            encode_prompts([{"prompt": "w1", name: 1}], tiny.tokenizer(), max_prompt_tokens=8)
+
+
+def test_the_source_opens_the_sentence_of_a_refusal() -> None:
+    with pytest.raises(DataError, match=r"^mine\.jsonl, row 1: the prompt has 2 tokens; at most 1"):
+        encode_prompts(ROWS, tiny.tokenizer(), max_prompt_tokens=1, source="mine.jsonl")
+
+
+def test_a_position_in_the_epochs_is_a_number() -> None:
+    """Any way of cutting the endless sequence into batches visits the same prompts."""
+    prompts = Prompts([str(i) for i in range(7)], [[i] for i in range(7)])
+    whole = prompts.at(0, 20, seed=3).prompts
+    parts = [p for start in range(0, 20, 4) for p in prompts.at(start, 4, seed=3).prompts]
+    assert whole == parts
+    assert sorted(whole[:7]) == sorted(whole[7:14]) == [str(i) for i in range(7)]
+    assert whole[:7] != whole[7:14]
+
+
+def test_selected_prompts_are_in_the_order_asked_for_with_all_that_is_theirs() -> None:
+    prompts = Prompts(["a", "b", "c"], [[1], [2], [3]], {"n": [10, 20, 30]})
+    some = prompts.select([2, 0, 2])
+    assert (some.prompts, some.token_ids) == (["c", "a", "c"], [[3], [1], [3]])
+    assert some.columns == {"n": [30, 10, 30]}
+    assert (len(some), len(prompts)) == (3, 3)

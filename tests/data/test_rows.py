@@ -1,0 +1,102 @@
+"""Rows from every source, bad ones by their number, in an order that follows from the seed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from fastppo.data.rows import DataError, is_missing_path, load_rows, shuffled, visiting_order
+
+ROWS = [{"prompt": "w1 w2", "answer": "w3"}, {"prompt": "w4", "answer": "w5"}]
+
+
+def _write_jsonl(path, *lines: str) -> str:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def test_every_source_gives_the_same_rows(tmp_path) -> None:
+    jsonl = _write_jsonl(tmp_path / "rows.jsonl", *map(json.dumps, ROWS), "")
+    Dataset.from_list(ROWS).to_parquet(str(tmp_path / "rows.parquet"))
+    Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "splits"))
+    for source in (jsonl, "rows.parquet", "saved", "splits"):
+        assert load_rows(str(tmp_path / source)) == ROWS, source
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (['{"prompt": "w1"}', '{"prompt": '], r"rows\.jsonl, line 2: not valid JSON"),
+        (
+            ['{"prompt": "w1"}', "", '["w1"]'],
+            r"rows\.jsonl, line 3: expected an object .* got list",
+        ),
+        ([""], "the dataset is empty"),
+    ],
+)
+def test_a_bad_line_is_refused_with_its_number(tmp_path, lines, says) -> None:
+    with pytest.raises(DataError, match=says):
+        load_rows(_write_jsonl(tmp_path / "rows.jsonl", *lines))
+
+
+def test_a_source_that_is_not_there_is_refused(tmp_path) -> None:
+    for name in ("absent.jsonl", "absent.parquet"):
+        with pytest.raises(DataError, match="no such file"):
+            load_rows(str(tmp_path / name))
+    with pytest.raises(DataError, match="there is no such file or directory"):
+        load_rows(str(tmp_path / "absent"))
+    (tmp_path / "rows.txt").write_text("w1")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"expected \.jsonl or \.parquet, got \.txt"):
+        load_rows(str(tmp_path / "rows.txt"))
+    with pytest.raises(DataError, match=r"neither a \.jsonl or \.parquet file"):
+        load_rows(str(tmp_path / "empty"))
+    DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "splits"))
+    with pytest.raises(DataError, match="no split 'test'; it has train"):
+        load_rows(str(tmp_path / "splits"), split="test")
+
+
+def test_what_is_no_dataset_is_refused_with_the_librarys_reason(tmp_path) -> None:
+    (tmp_path / "data.csv").mkdir()
+    with pytest.raises(DataError, match=r"neither a \.jsonl or \.parquet file, .* \(\w+Error: "):
+        load_rows(str(tmp_path / "data.csv"))
+
+
+@pytest.mark.parametrize(
+    ("name", "only_a_path"),
+    [
+        ("org/model", False),
+        ("model", False),
+        ("runs/sft/policy", True),
+        ("./sft", True),
+        ("../sft", True),
+        ("/sft", True),
+        ("~/sft", True),
+    ],
+)
+def test_a_name_that_can_only_be_a_path_is_known_as_such(name, only_a_path, tmp_path) -> None:
+    assert is_missing_path(name) == only_a_path
+    assert not is_missing_path(str(tmp_path)), "it is there"
+
+
+def test_an_epoch_is_a_permutation_that_follows_from_seed_and_epoch_alone() -> None:
+    assert sorted(shuffled(50, 0, 0)) == list(range(50))
+    assert shuffled(50, 3, 2) == shuffled(50, 3, 2)
+    assert len({tuple(shuffled(50, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+
+
+def test_shuffling_leaves_the_global_generator_alone() -> None:
+    import torch
+
+    state = torch.get_rng_state()
+    shuffled(50, 0, 0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_visiting_order_is_that_of_the_epochs_one_after_the_other() -> None:
+    epochs = [row for epoch in range(4) for row in shuffled(7, 5, epoch)]
+    for start, size in ((0, 7), (0, 20), (5, 3), (6, 9), (13, 1), (3, 0)):
+        assert visiting_order(7, start, size, seed=5) == epochs[start : start + size]

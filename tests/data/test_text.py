@@ -1,0 +1,56 @@
+"""Pretraining text: texts end to end, each closed by EOS, in blocks of one length."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+
+from fastppo.data.rows import DataError, shuffled
+from fastppo.data.text import PretrainingText
+
+EOS = 1
+ROWS = [{"text": "w1 w2 w3"}, {"text": "w4"}, {"text": "w5 w6"}]
+"""With an EOS each: 4 + 2 + 3 tokens."""
+
+
+def test_texts_are_laid_end_to_end_and_what_fills_no_block_is_left_out() -> None:
+    text = PretrainingText(ROWS, tiny.tokenizer(), 4)
+    assert text.blocks.tolist() == [[4, 5, 6, EOS], [7, EOS, 8, 9]]
+    assert len(text) == 2
+    assert PretrainingText(ROWS, tiny.tokenizer(), 9).blocks.shape == (1, 9)
+
+
+def test_blocks_are_visited_in_the_shuffled_order_of_epochs() -> None:
+    """However the endless sequence is cut, as prompts are."""
+    text = PretrainingText(ROWS * 5, tiny.tokenizer(), 3)
+    order = [block for epoch in range(3) for block in shuffled(len(text), 8, epoch)]
+    assert torch.equal(text.at(0, 40, seed=8), text.blocks[order[:40]])
+    parts = [text.at(start, 8, seed=8) for start in range(0, 40, 8)]
+    assert torch.equal(torch.cat(parts), text.at(0, 40, seed=8))
+    assert not torch.equal(text.at(0, 15, seed=8), text.at(0, 15, seed=9))
+
+
+def test_the_column_may_have_another_name() -> None:
+    text = PretrainingText([{"body": "w1 w2 w3"}], tiny.tokenizer(), 4, column="body")
+    assert text.blocks.tolist() == [[4, 5, 6, EOS]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "block_size", "says"),
+    [
+        ([ROWS[0], {"body": "w1"}], 4, "mine, row 2: expected a text in column 'text', got None"),
+        ([{"text": 3}], 4, "mine, row 1: expected a text in column 'text', got 3"),
+        (ROWS, 10, "mine: 9 tokens in all; expected at least one block of 10"),
+    ],
+)
+def test_text_that_cannot_be_used_is_refused(rows, block_size: int, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        PretrainingText(rows, tiny.tokenizer(), block_size, source="mine")
+
+
+def test_a_tokenizer_without_eos_is_refused() -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match="the tokenizer has no EOS token"):
+        PretrainingText(ROWS, tokenizer, 4)

@@ -1,0 +1,64 @@
+"""The whole pipeline on the CPU, as `fastppo demo` runs it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from fastppo.demo.run import model_config, ppo_config, run_demo
+
+PROMPT = "tell me about the red fox ."
+
+
+def test_the_recipe_is_on_the_first_two_stages_and_takes_other_options(tmp_path: Path) -> None:
+    config = ppo_config(tmp_path, tmp_path / "ppo", seed=3, iterations=5)
+    assert (config.seed, config.iterations) == (3, 5)
+    assert config.model == str(tmp_path / "sft")
+    assert config.rewards == (str(tmp_path / "reward_model"),)
+    assert config.monitor_rewards == ("fastppo.demo.task:gold_reward",)
+    assert ppo_config(tmp_path, tmp_path / "ppo").iterations == 40
+    assert model_config(77).vocab_size == 77
+
+
+def test_options_that_cannot_be_are_refused_before_the_first_stage(tmp_path: Path) -> None:
+    for wrong in ({"iterations": 0}, {"device": "nowhere"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            run_demo(tmp_path / "demo", console=Console(file=io.StringIO()), **wrong)
+    assert not (tmp_path / "demo").exists()
+
+
+def test_the_pipeline_raises_the_gold_score_by_half_of_the_possible_gap(tmp_path: Path) -> None:
+    """Three stages from nothing, as `fastppo demo` runs them."""
+    printed = io.StringIO()
+    result = run_demo(tmp_path, seed=0, device="cpu", console=Console(file=printed, width=100))
+    before, after = (result[when]["monitor/gold_reward"] for when in ("before", "after"))
+    assert after - before >= 0.5 * (1 - before)
+    assert result["after"]["reward"] > result["before"]["reward"]
+    assert result["before"]["kl"] == pytest.approx(0, abs=1e-3)
+    assert 0 < result["after"]["kl"] < 20
+    assert result["reward_model"]["accuracy"] > 0.7
+
+    text = printed.getvalue()
+    for shown in ("reward (proxy", "gold reward", "KL", "entropy", "response length"):
+        assert shown in text
+    assert text.count("before  ") == 3
+    for path in ("ppo/report.html", "ppo/policy"):
+        assert (tmp_path / path).exists()
+    for name in ("demonstrations", "pairs", "prompts", "held_out"):
+        first = (tmp_path / "data" / f"{name}.jsonl").read_text().splitlines()[0]
+        assert "prompt" in json.loads(first)
+
+    # Each stage leaves a model that plain transformers loads.
+    AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward_model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ppo" / "policy")
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "ppo" / "policy")
+    output = policy.generate(
+        **tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=40, do_sample=False
+    )
+    completion = tokenizer.decode(output[0, len(PROMPT.split()) :], skip_special_tokens=True)
+    assert "fox" in completion

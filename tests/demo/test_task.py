@@ -1,0 +1,109 @@
+"""The demo's language: its gold scorer, its grammar and its data."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fastppo.demo.task import (
+    _SENTENCE,
+    CREATURES,
+    MAX_SENTENCES,
+    blemish,
+    describe,
+    gold_reward,
+    make_data,
+    make_tokenizer,
+    prompts,
+)
+
+PROMPT = "tell me about the red fox ."
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold"),
+    [
+        ("the fox is kind . it sings softly near the hill .", 1.0),
+        ("the fox is kind and cruel . it sings near the hill .", 2 / 3),
+        ("the fox is cruel .", 0.0),
+        ("the fox is kind .", 0.7),
+        ("the owl is kind . it sings near the hill .", 0.6),
+        ("the fox is kind and kind . it sings near the hill .", 0.9),
+        ("fox kind sings", 0.7),
+        ("", 0.0),
+    ],
+)
+def test_the_gold_score_is_what_its_docstring_says(completion: str, gold: float) -> None:
+    assert gold_reward([PROMPT], [completion])[0] == pytest.approx(gold)
+
+
+def test_descriptions_are_of_the_grammar_and_of_the_creature_that_was_asked_about() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        text = describe(PROMPT, draw)
+        *sentences, rest = (part.strip() for part in text.split("."))
+        assert rest == ""
+        assert 1 <= len(sentences) <= MAX_SENTENCES
+        assert all(_SENTENCE.match(sentence) for sentence in sentences), text
+        assert "fox" in sentences[0].split()
+
+
+def test_there_are_four_kinds_of_blemishes() -> None:
+    draw, found = random.Random(0), set()
+    text = "the fox is kind . it sings near the hill ."
+    words = text.split()
+    for _ in range(200):
+        faulty = blemish(text, draw).split()
+        if len(faulty) < len(words):
+            found.add("left out")
+        elif len(faulty) > len(words):
+            found.add("stutter")
+        elif faulty != words and sorted(faulty) == sorted(words):
+            found.add("swapped")
+        elif faulty != words:
+            found.add("another creature")
+            assert {*faulty} - {*words} <= {*CREATURES}
+    assert found == {"left out", "stutter", "swapped", "another creature"}
+
+
+def test_blemishes_are_faults_that_cost() -> None:
+    """Some gain by chance, as where a harsh word is left out; on average they lose."""
+    draw = random.Random(0)
+    whole = [describe(PROMPT, draw) for _ in range(1000)]
+    faulty = [blemish(text, draw) for text in whole]
+    assert all(faulty)
+    assert sum(a != b for a, b in zip(whole, faulty, strict=True)) > 900
+    before, after = (sum(gold_reward([PROMPT] * 1000, texts)) for texts in (whole, faulty))
+    assert after < 0.8 * before
+
+
+def test_the_data_follow_from_the_seed_and_hold_prompts_back() -> None:
+    assert make_data(3, pairs=50) == make_data(3, pairs=50)
+    data = make_data(0, pairs=400)
+    held = {row["prompt"] for row in data["held_out"]}
+    assert len(held) == 96
+    assert not held & {row["prompt"] for row in data["prompts"]}
+    assert not held & {row["prompt"] for row in data["demonstrations"]}
+    assert not held & {row["prompt"] for row in data["pairs"]}
+    better = [
+        gold_reward([row["prompt"]] * 2, [row["chosen"], row["rejected"]]) for row in data["pairs"]
+    ]
+    right = sum(chosen >= rejected for chosen, rejected in better) / len(better)
+    assert 0.75 < right < 1.0  # labelled with noise, as people would
+
+
+def test_every_word_of_the_language_is_a_token() -> None:
+    tokenizer, draw = make_tokenizer(), random.Random(0)
+    for prompt in prompts():
+        text = f"{prompt} {describe(prompt, draw)}"
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.unk_token_id not in ids
+        assert len(ids) == len(text.split())
+
+
+def test_every_prompt_asks_about_one_creature_and_none_comes_twice() -> None:
+    everything = prompts()
+    assert len(everything) == len(set(everything)) == 3 * 8 * 16
+    for prompt in everything:
+        assert sum(word in CREATURES for word in prompt.split()) == 1, prompt

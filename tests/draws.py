@@ -1,0 +1,239 @@
+"""The inputs that tests draw, and what the definition says of them under the public keywords."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from fastppo_kernels import definition
+from fastppo_kernels.records import Objective, PerToken, Softmax
+from torch import Tensor
+
+
+def wide(value: Any) -> Any:
+    """The same numbers in fp64."""
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def as_softmax(
+    temperature: float | Tensor = 1.0, logit_scale: float = 1.0, softcap: float | None = None
+) -> Softmax:
+    """Of the public keywords, in fp64."""
+    if isinstance(temperature, Tensor) and temperature.dim() > 0:
+        return Softmax(1.0, temperature.double().reshape(-1), logit_scale, softcap)
+    return Softmax(float(temperature), None, logit_scale, softcap)
+
+
+def log_softmax(logits: Tensor, **keywords: Any) -> Tensor:
+    """(..., V) log softmax(z/T), fp64, for the public keywords of the softmax."""
+    return definition.log_softmax(logits.double(), as_softmax(**keywords)).view(logits.shape)
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, **keywords: Any) -> Tensor:
+    return log_softmax(logits, **keywords).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+class Exact(NamedTuple):
+    """What the definition says in fp64: loss () is differentiable, the others [N] are not."""
+
+    loss: Tensor
+    logprobs: Tensor
+    entropy: Tensor
+    kl: Tensor
+
+
+def exact(
+    logits: Tensor,
+    tokens: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    clip_ratio: float | tuple[float, float] | None = 0.2,
+    dual_clip: float | None = None,
+    ref_logprobs: Tensor | None = None,
+    ref_logits: Tensor | None = None,
+    kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
+    entropy_coef: float = 0.0,
+    importance_weights: Tensor | None = None,
+    **softmax_keywords: Any,
+) -> Exact:
+    """PPO's loss over [N, V] rows that all count, for the public keywords."""
+    low, high = clip_range(clip_ratio)
+    if ref_logits is not None and ref_logprobs is None and kl_estimator != "full":
+        ref_logprobs = token_logprobs(ref_logits, tokens, **softmax_keywords)
+    optional = (importance_weights, ref_logprobs)
+    loss, rows = definition.loss(
+        logits.double(),
+        PerToken(tokens, *map(wide, (old_logprobs, advantages, weights, *optional))),
+        Objective(1 - low, 1 + high, dual_clip, kl_coef, kl_estimator, entropy_coef),
+        as_softmax(**softmax_keywords),
+        wide(ref_logits),
+    )
+    return Exact(loss, rows.logprobs, rows.entropy, rows.kl)
+
+
+def clip_range(clip_ratio: float | tuple[float, float] | None) -> tuple[float, float]:
+    """(ε_low, ε_high)"""
+    if clip_ratio is None:
+        return math.inf, math.inf
+    return clip_ratio if isinstance(clip_ratio, tuple) else (clip_ratio, clip_ratio)
+
+
+def metrics(
+    found: Exact,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    clip_ratio: float | tuple[float, float] | None = 0.2,
+    dual_clip: float | None = None,
+    importance_weights: Tensor | None = None,
+) -> dict[str, float]:
+    """Every metric token by token in a Python loop, over rows that all count."""
+    low, high = clip_range(clip_ratio)
+    names = ("above_positive", "below_positive", "above_negative", "below_negative")
+    corners = dict.fromkeys(names, 0)
+    clipped = dual = 0
+    policy = approx_kl = 0.0
+    ratios = []
+    importance = torch.ones_like(weights) if importance_weights is None else importance_weights
+    for logprob, old, a, w, iw in zip(
+        *(x.double().tolist() for x in (found.logprobs, old_logprobs, advantages, weights)),
+        importance.double().tolist(),
+        strict=True,
+    ):
+        d = logprob - old
+        ratio = math.exp(min(max(d, -20.0), 20.0))
+        ratios.append(ratio)
+        surrogate = min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a)
+        if dual_clip is not None and a < 0:
+            surrogate = max(surrogate, dual_clip * a)
+        policy -= w * iw * surrogate
+        approx_kl += math.expm1(min(max(d, -20.0), 20.0)) - d
+        if a == 0:
+            continue
+        sign = "positive" if a > 0 else "negative"
+        if ratio > 1 + high:
+            corners[f"above_{sign}"] += 1
+        if ratio < 1 - low:
+            corners[f"below_{sign}"] += 1
+        clipped += (a > 0 and ratio > 1 + high) or (a < 0 and ratio < 1 - low)
+        dual += dual_clip is not None and a < 0 and ratio > dual_clip
+    n = len(ratios)
+    return {
+        "policy_loss": policy,
+        "entropy": found.entropy.mean().item(),
+        "kl": found.kl.mean().item(),
+        "approx_kl": approx_kl / n,
+        "clip_fraction": clipped / n,
+        "dual_clip_fraction": dual / n,
+        "ratio_mean": sum(ratios) / n,
+        "ratio_max": max(ratios),
+        "effective_sample_size": sum(ratios) ** 2 / (n * sum(r * r for r in ratios)),
+        **{f"ratio_{name}": count / n for name, count in corners.items()},
+    }
+
+
+class Batch(NamedTuple):
+    """N tokens of a policy that has moved away from the rollout's: ratios on both sides of 1."""
+
+    logits: Tensor
+    tokens: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+
+    def leaf(self) -> Batch:
+        return self._replace(logits=self.logits.detach().clone().requires_grad_())
+
+
+def batch(
+    shape: tuple[int, ...], vocab: int, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> Batch:
+    """Of six tokens four lie outside the clip range, one in each corner of (ratio, sign of A)."""
+    g = torch.Generator().manual_seed(seed)
+    per_token = torch.float64 if dtype == torch.float64 else torch.float32
+    logits = torch.randn(*shape, vocab, generator=g, dtype=torch.float64).mul(2).to(dtype)
+    tokens = torch.randint(vocab, shape, generator=g)
+    logprobs = token_logprobs(logits, tokens)
+    draw, advantages = torch.randn(2, *shape, generator=g, dtype=torch.float64)
+    place = torch.arange(tokens.numel()).view(shape) % 6
+    outside = (0.35 + 0.3 * draw.abs()) * torch.where(place < 2, -1.0, 1.0)
+    noise = torch.where(place < 4, outside, 0.05 * draw)
+    advantages = advantages.abs().add(0.1) * torch.where(place % 2 == 0, -1.0, 1.0)
+    return Batch(logits, tokens, (logprobs + noise).to(per_token), advantages.to(per_token))
+
+
+def like(x: Tensor, seed: int, scale: float = 1.0, positive: bool = False) -> Tensor:
+    """A draw of the shape of x, in fp32 (fp64 for fp64)."""
+    g = torch.Generator().manual_seed(seed)
+    draw = torch.randn(x.shape, generator=g, dtype=torch.float64) * scale
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return (draw.abs() + 0.1 if positive else draw).to(dtype)
+
+
+def options(n: Batch, name: str) -> dict[str, Any]:
+    """Named sets of keywords, one for each term of the loss and each change of the softmax."""
+    ref = {"ref_logprobs": n.old_logprobs + like(n.old_logprobs, 7, 0.3)}
+    ref_logits = {"ref_logits": n.logits.detach() + like(n.logits, 8, 0.5).to(n.logits.dtype)}
+    per_token = like(n.old_logprobs, 9, 0.5, positive=True) + 0.3
+    return {
+        "policy": {},
+        "no clipping": {"clip_ratio": None},
+        "asymmetric clip": {"clip_ratio": (0.1, 0.4)},
+        "dual clip": {"dual_clip": 1.3},
+        "entropy": {"entropy_coef": 0.3},
+        "k1": {"kl_coef": 0.4, "kl_estimator": "k1", **ref},
+        "k2": {"kl_coef": 0.4, "kl_estimator": "k2", **ref},
+        "k3": {"kl_coef": 0.4, "kl_estimator": "k3", **ref},
+        "k3 from ref_logits": {"kl_coef": 0.4, **ref_logits},
+        "full KL": {"kl_coef": 0.4, "kl_estimator": "full", **ref_logits},
+        "importance weights": {"importance_weights": like(n.old_logprobs, 10, 1.0, True)},
+        "temperature": {"temperature": 0.6, "entropy_coef": 0.3},
+        "temperature per token": {"temperature": per_token, "entropy_coef": 0.3},
+        "logit scale": {"logit_scale": 0.25, "entropy_coef": 0.3},
+        "soft-cap": {"softcap": 3.0, "entropy_coef": 0.3},
+        "everything": {
+            "clip_ratio": (0.15, 0.3),
+            "dual_clip": 1.4,
+            "entropy_coef": 0.2,
+            "kl_coef": 0.4,
+            "kl_estimator": "full",
+            "importance_weights": like(n.old_logprobs, 10, 1.0, True),
+            "temperature": per_token,
+            "logit_scale": 1.5,
+            "softcap": 4.0,
+            **ref_logits,
+        },
+    }[name]
+
+
+TERMS = (
+    "policy",
+    "no clipping",
+    "asymmetric clip",
+    "dual clip",
+    "entropy",
+    "k1",
+    "k2",
+    "k3",
+    "k3 from ref_logits",
+    "full KL",
+    "importance weights",
+    "temperature",
+    "temperature per token",
+    "logit scale",
+    "soft-cap",
+    "everything",
+)
+
+
+def as_linear(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Reference logits as the output of an identity head."""
+    keywords = dict(keywords)
+    ref_logits = keywords.pop("ref_logits", None)
+    if ref_logits is not None:
+        identity = torch.eye(ref_logits.shape[-1], dtype=ref_logits.dtype)
+        keywords |= {"ref_hidden": ref_logits, "ref_weight": identity}
+    return keywords

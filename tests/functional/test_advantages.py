@@ -1,0 +1,360 @@
+"""GAE, reward shaping and whitening: against the textbook loop, NumPy, and themselves repacked.
+
+`gae` sums in fp64 and casts once: against fp64 it is within an fp32 rounding, 1e-6 of the largest
+entry. Layouts (padded, packed, with gaps, without) are laid end to end before the sum, so between
+layouts nothing may differ at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import published_formulas as paper
+import pytest
+import torch
+from fastppo_kernels import definition
+from fastppo_kernels.records import Discounts, Trajectory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fastppo
+
+B, T = 5, 9
+property_based = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+
+masks = st.tuples(st.integers(1, 6), st.integers(1, 12)).flatmap(
+    lambda shape: st.lists(
+        st.lists(st.booleans(), min_size=shape[1], max_size=shape[1]),
+        min_size=shape[0],
+        max_size=shape[0],
+    )
+)
+
+
+def prefix_mask(lengths: list[int], length: int) -> Tensor:
+    return torch.arange(length) < torch.tensor(lengths).unsqueeze(1)
+
+
+def packed(mask: Tensor, *padded: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """(cu_seqlens, the unmasked entries of each tensor, end to end)."""
+    lengths = torch.cat([torch.zeros(1, dtype=torch.int64), mask.sum(1)])
+    return lengths.cumsum(0).to(torch.int32), [x[mask] for x in padded]
+
+
+def bits(found: Any, wanted: Any) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+# --------------------------------------------------------------------------------------------- GAE
+
+
+@property_based
+@given(masks, st.booleans(), st.booleans(), st.integers(0, 1000))
+def test_gae_is_the_textbook_loop_over_the_unmasked_tokens(
+    rows: list[list[bool]], truncated: bool, per_sequence: bool, seed: int
+) -> None:
+    """Gaps, empty and full rows, bootstrap values, one discount or one per sequence."""
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.tensor(rows)
+    batch = len(rows)
+    rewards, values = torch.randn(2, *mask.shape, generator=g, dtype=torch.float64)
+    ends = torch.randn(batch, generator=g, dtype=torch.float64) if truncated else None
+    gamma: Any = torch.rand(batch, generator=g, dtype=torch.float64) if per_sequence else 0.97
+    lam: Any = torch.rand(batch, generator=g, dtype=torch.float64) if per_sequence else 0.9
+    found = fastppo.gae(rewards, values, mask, gamma=gamma, lam=lam, bootstrap=ends)
+    discounts = Discounts(0.97, 0.9)
+    if per_sequence:
+        discounts = discounts._replace(gammas=gamma, lams=lam)
+    trajectory = Trajectory(values, rewards, mask, bootstrap=ends)
+    for one, other in zip(found, definition.gae(trajectory, discounts), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    for b in range(batch):
+        kept = mask[b]
+        row = paper.gae(
+            rewards[b, kept].numpy(),
+            values[b, kept].numpy(),
+            float(gamma[b]) if per_sequence else gamma,
+            float(lam[b]) if per_sequence else lam,
+            0.0 if ends is None else float(ends[b]),
+        )
+        for one, other in zip(found, row, strict=True):
+            np.testing.assert_allclose(one[b, kept].numpy(), other, rtol=1e-12, atol=1e-12)
+            assert (one[b, ~kept] == 0).all()
+
+
+@property_based
+@given(masks, st.integers(0, 1000))
+def test_a_row_with_gaps_gives_the_bits_of_the_row_without_them(
+    rows: list[list[bool]], seed: int
+) -> None:
+    """A tool's output in a multi-turn response is stepped over, whatever stands there."""
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.tensor(rows)
+    rewards, values = torch.randn(2, *mask.shape, generator=g)
+    ends = torch.randn(len(rows), generator=g)
+    wanted = fastppo.gae(
+        rewards[mask],
+        values[mask],
+        cu_seqlens=packed(mask)[0],
+        gamma=0.99,
+        bootstrap=ends,
+    )
+    garbage = torch.where(mask, 0.0, float("nan"))
+    found = fastppo.gae(rewards + garbage, values + garbage, mask, gamma=0.99, bootstrap=ends)
+    bits((x[mask] for x in found), wanted)
+    assert all((x[~mask] == 0).all() for x in found)
+
+
+@property_based
+@given(masks, st.sampled_from(["k1", "k2", "k3"]), st.booleans(), st.integers(0, 1000))
+def test_packed_sequences_give_the_bits_of_padded_ones(
+    rows: list[list[bool]], estimator: str, whiten: bool, seed: int
+) -> None:
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.tensor(rows)
+    batch = len(rows)
+    scores, ends = torch.randn(2, batch, generator=g)
+    padded = torch.randn(4, *mask.shape, generator=g).unbind()
+    how: dict[str, Any] = {
+        "kl_coef": 0.1,
+        "kl_estimator": estimator,
+        "gamma": torch.rand(batch, generator=g),
+        "whiten": whiten,
+        "bootstrap": ends,
+        "score_clip": 0.8,
+    }
+    values, logprobs, ref, extra = padded
+    wanted = fastppo.compute_advantages(
+        scores, values, logprobs, ref, mask, token_rewards=extra, **how
+    )
+    cu_seqlens, (values, logprobs, ref, extra) = packed(mask, *padded)
+    every = torch.ones_like(values, dtype=torch.bool)
+    found = fastppo.compute_advantages(
+        scores, values, logprobs, ref, every, token_rewards=extra, cu_seqlens=cu_seqlens, **how
+    )
+    bits(found, (wanted.advantages[mask], wanted.returns[mask], wanted.kl))
+    long = fastppo.compute_advantages(
+        scores,
+        values,
+        logprobs,
+        ref,
+        every,
+        token_rewards=extra,
+        cu_seqlens=cu_seqlens.long(),
+        **how,
+    )
+    bits(long, found)
+
+
+@pytest.mark.parametrize("total", [1, 63, 64, 65, 4096, 4097, 20_000])
+def test_gae_of_long_rows_carries_across_the_blocks_of_the_scan(total: int) -> None:
+    """One, two and three levels of 64-step blocks, and one step to either side of their edges."""
+    rewards, values = torch.randn(2, 1, total)
+    found = fastppo.gae(rewards, values, gamma=1.0, lam=0.999)
+    trajectory = Trajectory(values.double(), rewards.double())
+    wanted = definition.gae(trajectory, Discounts(1.0, 0.999))
+    for one, other in zip(found, wanted, strict=True):
+        error = (one.double() - other).abs().max()
+        assert error <= 1e-6 * other.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gae_accumulates_low_precision_in_fp32_or_wider(dtype: torch.dtype) -> None:
+    rewards, values = torch.randn(2, B, 500).to(dtype)
+    found = fastppo.gae(rewards, values, lam=1.0)
+    trajectory = Trajectory(values.double(), rewards.double())
+    wanted = definition.gae(trajectory, Discounts(1.0, 1.0))
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one.double(), other, rtol=1e-6, atol=1e-5)
+
+
+def test_special_cases_of_gae_are_what_they_are_called() -> None:
+    """λ = 0: the one-step residual; λ = γ = 1: the return to go minus the value."""
+    rewards, values = torch.randn(2, B, T, dtype=torch.float64)
+    residual, _ = fastppo.gae(rewards, values, gamma=0.9, lam=0.0)
+    following = torch.nn.functional.pad(values[:, 1:], (0, 1))
+    torch.testing.assert_close(residual, rewards + 0.9 * following - values)
+    advantages, returns = fastppo.gae(rewards, values, gamma=1.0, lam=1.0)
+    to_go = rewards.flip(1).cumsum(1).flip(1)
+    torch.testing.assert_close(returns, to_go)
+    torch.testing.assert_close(advantages, to_go - values)
+    ends = torch.randn(B, dtype=torch.float64)
+    _, returns = fastppo.gae(rewards, values, gamma=1.0, lam=1.0, bootstrap=ends)
+    torch.testing.assert_close(returns, to_go + ends[:, None])
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0), (1, 1)], ids=str)
+def test_empty_batches_have_empty_advantages(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape)
+    mask = torch.ones(shape, dtype=torch.bool)
+    out = fastppo.compute_advantages(torch.zeros(shape[0]), x, x, x, mask, kl_coef=0.1)
+    assert out.advantages.shape == out.returns.shape == shape
+    assert out.kl.shape == shape[:1]
+    assert all(torch.isfinite(part).all() for part in out)
+    none = torch.zeros(0)
+    starts = torch.zeros(3, dtype=torch.int32)  # two packed sequences of no tokens
+    for part in fastppo.gae(none, none, cu_seqlens=starts):
+        assert part.shape == (0,)
+
+
+def test_a_fully_masked_batch_is_zero() -> None:
+    x = torch.full((2, 3), float("nan"))
+    mask = torch.zeros(2, 3, dtype=torch.bool)
+    out = fastppo.compute_advantages(torch.ones(2), x, x, x, mask, kl_coef=0.1)
+    for part in out:
+        assert (part == 0).all()
+
+
+def test_advantages_are_constants_of_the_loss() -> None:
+    leaves = [torch.randn(B, T, requires_grad=True) for _ in range(3)]
+    scores = torch.randn(B, requires_grad=True)
+    mask = torch.ones(B, T, dtype=torch.bool)
+    out = fastppo.compute_advantages(scores, *leaves, mask, kl_coef=0.1)
+    for part in (*out, *fastppo.gae(*leaves[:2]), fastppo.whiten(leaves[0])):
+        assert not part.requires_grad
+
+
+# --------------------------------------------------------------------------------- reward shaping
+
+
+def test_the_score_lands_on_the_last_response_token_whatever_follows_it() -> None:
+    """λ = γ = 1 and no values: the return is the score up to the last unmasked token, then 0."""
+    mask = prefix_mask([9, 4, 1, 0, 7], T)
+    mask[0, 8] = mask[4, 2] = False  # the last token masked, a gap
+    scores = torch.arange(1.0, 6.0)
+    zeros = torch.zeros(B, T)
+    how: dict[str, Any] = {"gamma": 1.0, "lam": 1.0, "whiten": False}
+    out = fastppo.compute_advantages(scores, zeros, zeros, None, mask, **how)
+    assert torch.equal(out.returns, mask * scores[:, None])
+    once = fastppo.compute_advantages(scores, zeros, zeros, None, mask, gamma=0.0, whiten=False)
+    assert torch.equal(once.returns.count_nonzero(1), mask.any(1).long())
+
+
+def test_token_rewards_and_clipped_scores_add_up() -> None:
+    mask = prefix_mask([9, 4, 1, 0, 7], T)
+    scores, extra = 10 * torch.randn(B), torch.randn(B, T)
+    values = torch.randn(B, T)
+    how: dict[str, Any] = {"gamma": 0.9, "lam": 0.8, "whiten": False}
+    found = fastppo.compute_advantages(
+        scores, values, values, None, mask, token_rewards=extra, score_clip=2.0, **how
+    )
+    rewards = extra.clone()
+    for b, n in enumerate(mask.sum(1).tolist()):
+        if n:
+            rewards[b, n - 1] += scores[b].clamp(-2, 2)
+    wanted = fastppo.gae(rewards, values, mask, gamma=0.9, lam=0.8)
+    bits(found[:2], wanted)
+
+
+def test_the_kl_of_bf16_logprobs_is_formed_in_fp32() -> None:
+    """−8.0 and −8.0625 in bf16: their difference is exact, each term rounded once."""
+    logprobs = torch.full((1, 3), -8.0625).bfloat16()
+    ref = torch.tensor([[-0.0303, -1.0078, -8.0]]).bfloat16()
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    out = fastppo.compute_advantages(
+        torch.zeros(1), torch.zeros(1, 3), logprobs, ref, mask, kl_coef=1.0
+    )
+    assert out.kl.item() == (logprobs.float() - ref.float()).sum().item()
+
+
+# --------------------------------------------------------------------------------------- whitening
+
+
+def test_whitening_keeps_no_mean_and_unit_variance_under_the_mask() -> None:
+    """Not with the mean put back, and not over the padding."""
+    mask = prefix_mask([9, 4, 1, 0, 7], T)
+    x = torch.where(mask, 3 * torch.randn(B, T) + 100, 1e6)
+    white = fastppo.whiten(x, mask)
+    assert white[mask].mean().abs() < 1e-5
+    assert white[mask].std() == pytest.approx(1.0, abs=1e-5)
+    assert (white[~mask] == 0).all()
+    kept = fastppo.whiten(x, mask, shift_mean=False)
+    assert kept[mask].mean() == pytest.approx(x[mask].mean().item(), rel=1e-6)
+    assert kept[mask].std() == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
+def test_masked_entries_do_not_reach_the_moments(garbage: float) -> None:
+    mask = prefix_mask([3, 4], 4)
+    x = torch.randn(2, 4)
+    wanted = fastppo.whiten(x, mask)
+    assert torch.equal(fastppo.whiten(torch.where(mask, x, garbage), mask), wanted)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_whitening_few_or_equal_numbers_stays_finite(count: int) -> None:
+    mask = torch.arange(4) < count
+    white = fastppo.whiten(torch.full((4,), 7.0), mask)
+    assert (white == 0).all()
+
+
+def test_whitening_at_a_large_mean_keeps_its_digits() -> None:
+    """Σx² − n·mean² cancels: in fp32 nothing would be left at a mean of 10⁵."""
+    x = torch.randn(1000, dtype=torch.float64)
+    shifted = (x + 1e5).float()
+    wanted = paper.whiten(shifted.double().numpy())
+    np.testing.assert_allclose(fastppo.whiten(shifted).numpy(), wanted, rtol=0, atol=1e-5)
+
+
+@property_based
+@given(st.integers(1, 5), st.integers(0, 1000))
+def test_moments_of_the_parts_whiten_as_the_whole_batch_does(ranks: int, seed: int) -> None:
+    """An all-reduce between the moments and the whitening: each rank gets its part of the whole."""
+    g = torch.Generator().manual_seed(seed)
+    scores = torch.randn(6, generator=g)
+    values, logprobs, ref = torch.randn(3, 6, 8, generator=g).unbind()
+    mask = torch.rand(6, 8, generator=g) < 0.7
+    inputs = (scores, values, logprobs, ref, mask)
+    whole = fastppo.compute_advantages(*inputs, kl_coef=0.1)
+    order = torch.randperm(6, generator=g).tensor_split(ranks)
+    parts = [[x[rows] for x in inputs] for rows in order]
+    moments: list[Tensor] = []
+    for part in parts:
+
+        def collect(own: Tensor) -> Tensor:
+            moments.append(own)
+            return own
+
+        fastppo.compute_advantages(*part, kl_coef=0.1, reduce_moments=collect)
+    total = torch.stack(moments).sum(0)
+    assert total.dtype == torch.float64
+    assert total[0] == mask.sum()
+    for rows, part in zip(order, parts, strict=True):
+        found = fastppo.compute_advantages(
+            *part, kl_coef=0.1, reduce_moments=lambda own, total=total: total
+        )
+        torch.testing.assert_close(found.advantages, whole.advantages[rows], rtol=1e-6, atol=1e-6)
+        bits((found.returns, found.kl), (whole.returns[rows], whole.kl[rows]))
+    unwhitened = fastppo.compute_advantages(*inputs, kl_coef=0.1, whiten=False).advantages
+    again = fastppo.whiten(unwhitened, mask, moments=total)
+    torch.testing.assert_close(again, whole.advantages, rtol=1e-6, atol=1e-6)
+
+
+def test_returns_are_never_whitened() -> None:
+    scores, (values, logprobs, ref) = torch.randn(B), torch.randn(3, B, T)
+    mask = torch.ones(B, T, dtype=torch.bool)
+    inputs = (scores, values, logprobs, ref, mask)
+    whitened = fastppo.compute_advantages(*inputs, kl_coef=0.1)
+    plain = fastppo.compute_advantages(*inputs, kl_coef=0.1, whiten=False)
+    bits(whitened[1:], plain[1:])
+    torch.testing.assert_close(plain.returns, plain.advantages + values)
+    assert not torch.allclose(whitened.advantages, plain.advantages)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_nan_stays_in_its_sequence(packed: bool) -> None:
+    """It reaches the tokens before it, and no other sequence."""
+    rewards, values = torch.randn(3, 5), torch.randn(3, 5)
+    rewards[1, 2] = float("nan")
+    clean = fastppo.gae(rewards[[0, 2]], values[[0, 2]])[0]
+    if packed:
+        ends = torch.tensor([0, 5, 10, 15])
+        found = fastppo.gae(rewards.flatten(), values.flatten(), cu_seqlens=ends)[0].view(3, 5)
+    else:
+        found = fastppo.gae(rewards, values)[0]
+    assert torch.equal(found[[0, 2]], clean)
+    assert found[1].isnan().tolist() == [True, True, True, False, False]

@@ -1,0 +1,172 @@
+"""What the losses allocate: see allocations.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import draws
+import pytest
+import torch
+from allocations import allocations
+from fastppo_kernels import torch_rows
+from torch.profiler import ProfilerActivity, profile
+
+import fastppo
+
+CHUNK = 2**14
+"""Elements of a chunk of rows here: the proportions of a large batch at a fortieth of its size."""
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(torch_rows.ROW_CHUNK_ELEMENTS, "cpu", CHUNK)
+
+
+def test_the_record_sees_a_temporary_copy() -> None:
+    x = torch.zeros(1000, 1000, dtype=torch.bfloat16)
+    largest, peak = allocations(lambda: x.float().sum())
+    assert largest == 4 * x.numel()
+    assert 4 * x.numel() <= peak < 4 * x.numel() + 1000
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("term", ["policy", "entropy", "full KL", "soft-cap"])
+def test_ppo_loss_on_bf16_logits_makes_no_fp32_copy_of_them(term: str, masked: bool) -> None:
+    """The one allocation of the logits' size is their gradient, in bf16. In place there is none."""
+    n, vocab = 200, 2003  # 25 chunks, no whole number of them
+    data = draws.batch((n,), vocab, torch.bfloat16).leaf()
+    keywords = draws.options(data, term)
+    mask = torch.rand(n) < 0.9 if masked else None
+    size = data.logits.numel()
+    largest, peak = allocations(
+        lambda: fastppo.ppo_loss(*data, mask, **keywords).loss.backward(retain_graph=True)
+    )
+    # AccumulateGrad may keep a second gradient; the rest are the chunks' own temporaries, fewer
+    # than ten at once.
+    assert largest == 2 * size
+    assert peak < 2 * 2 * size + 10 * 4 * CHUNK
+    logits = data.logits.detach()
+
+    def in_place() -> None:
+        x = logits.requires_grad_()
+        fastppo.ppo_loss(x, *data[1:], mask, inplace=True, **keywords)
+        x.requires_grad_(False)
+
+    largest, peak = allocations(in_place)
+    assert largest <= 4 * CHUNK
+    assert peak < 10 * 4 * CHUNK
+
+
+@pytest.mark.parametrize("function", ["ppo_loss", "token_logprobs"])
+def test_an_fp32_gradient_is_formed_where_it_stays(function: str) -> None:
+    """Beside it there are two buffers of a chunk, and not a third that is copied from."""
+    n, vocab = 200, 2003
+    data = draws.batch((n,), vocab, torch.float32).leaf()
+
+    def work() -> None:
+        if function == "ppo_loss":
+            fastppo.ppo_loss(*data)
+        else:
+            torch.autograd.grad(fastppo.token_logprobs(*data[:2]).sum(), data.logits)
+
+    largest, peak = allocations(work)
+    assert largest == 4 * data.logits.numel()
+    assert peak < largest + 2.5 * 4 * CHUNK
+
+
+def test_a_view_of_the_logits_is_not_copied() -> None:
+    whole = torch.randn(9, 21, 1003).bfloat16()
+    view = whole[:, :-1]
+    data = draws.batch(tuple(view.shape[:-1]), 2)
+    with torch.no_grad():
+        largest, _ = allocations(lambda: fastppo.ppo_loss(view, data.tokens, *data[2:]))
+    assert largest <= 4 * CHUNK < view.numel()
+
+
+@pytest.mark.parametrize("chunk_size", [1, 16])
+@pytest.mark.parametrize("term", ["policy", "k3 from ref_logits", "full KL"])
+def test_linear_ppo_loss_never_holds_an_element_per_token_and_word(
+    term: str, chunk_size: int
+) -> None:
+    """Forward and backward: less than one byte for each of the N·V logits, at the peak."""
+    n, vocab, width = 1024, 1009, 4
+    data = draws.batch((n,), 2, torch.float32)
+    hidden = torch.randn(n, width, requires_grad=True)
+    weight = torch.randn(vocab, width, requires_grad=True)
+    keywords: dict[str, Any] = {}
+    if term != "policy":
+        estimator = "full" if term == "full KL" else "k3"
+        keywords = {"kl_coef": 0.1, "kl_estimator": estimator}
+        keywords |= {"ref_hidden": hidden.detach(), "ref_weight": weight.detach() * 0.9}
+
+    def loss() -> None:
+        out = fastppo.linear_ppo_loss(
+            hidden, weight, *data[1:], chunk_size=chunk_size, entropy_coef=0.1, **keywords
+        )
+        out.loss.backward()
+
+    largest, peak = allocations(loss)
+    heads = 4 * weight.numel()
+    assert largest <= max(heads, 4 * n * width, 4 * chunk_size * vocab)
+    assert peak < 4 * heads + 10 * 4 * chunk_size * vocab + 256 * n
+    assert peak < n * vocab
+
+
+def test_a_chunk_of_rows_does_not_grow_with_the_threads_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(torch_rows.ROW_CHUNK_ELEMENTS, "cpu", 2**19)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 256)
+    rows, scratch = next(torch_rows._chunks(2**20, 64, torch.device("cpu"), torch.float32))
+    assert rows.stop * 64 == 8 * 2**19
+    assert sum(buffer.nbytes for buffer in scratch if buffer is not None) == 3 * 2**24
+
+
+def test_linear_token_logprobs_holds_a_chunk_of_logits_in_backward_too() -> None:
+    n, vocab, width = 100, 1009, 4
+    tokens = torch.randint(vocab, (n,))
+    hidden = torch.randn(n, width, requires_grad=True)
+    weight = torch.randn(vocab, width, requires_grad=True)
+
+    def logprobs() -> None:
+        found = fastppo.linear_token_logprobs(hidden, weight, tokens, chunk_size=2)
+        (found * found).sum().backward()
+
+    largest, peak = allocations(logprobs)
+    assert largest <= 4 * width * vocab
+    assert peak < n * vocab
+
+
+HEADS = {
+    "policy": (torch.float64, ()),
+    "reference, k3": (torch.float64, ("k3",)),
+    "reference, full KL": (torch.float64, ("full",)),
+    "fp16": (torch.float16, ()),
+    "fp16, reference": (torch.float16, ("k3",)),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_prompt_and_padding_rows_never_reach_the_head(case: str) -> None:
+    """A hundred times as many masked rows: the same logits are formed, the reference's too."""
+    dtype, kl = HEADS[case]
+
+    def products(padding: int) -> list[int]:
+        data = draws.batch((10 + padding,), 103)
+        mask = torch.arange(10 + padding) < 10
+        hidden = torch.randn(10 + padding, 7).to(dtype).requires_grad_()
+        weight = torch.randn(103, 7).to(dtype).requires_grad_()
+        how: dict[str, Any] = {"chunk_size": 4, "temperature": torch.full((10 + padding,), 0.7)}
+        how["entropy_coef"] = 0.1  # a gradient for every row, clipped or not
+        if kl:
+            how |= {"ref_hidden": hidden.detach(), "ref_weight": weight.detach()}
+            how |= {"kl_coef": 0.1, "kl_estimator": kl[0]}
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+            fastppo.linear_ppo_loss(hidden, weight, *data[1:], mask, **how).loss.backward()
+        return sorted(
+            max(size for shape in event.input_shapes for size in shape)
+            for event in profiler.events()
+            if event.name in ("aten::mm", "aten::addmm")
+        )
+
+    assert products(padding=0) == products(padding=1000)

@@ -1,0 +1,305 @@
+"""The properties that hold for every loss: of splits, of the first update, of masks, of bits.
+
+Tolerance of the splits: fp64 sums of the same terms in another order, 1e-12.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import draws
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fastppo
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum")
+
+
+# --------------------------------------------------------------- property 1: the split is no matter
+
+
+class Trunk:
+    """Policy head and value head on shared hidden states [B, T, H], and a rollout to learn from."""
+
+    def __init__(self, lengths: list[int], length: int, seed: int) -> None:
+        batch, vocab, width = len(lengths), 7, 3
+        self.data = draws.batch((batch, length), vocab, seed=seed)
+        self.mask = torch.arange(length) < torch.tensor(lengths).unsqueeze(1)
+        g = torch.Generator().manual_seed(seed)
+        draw = {"generator": g, "dtype": torch.float64}
+        self.hidden = torch.randn(batch, length, width, **draw)
+        self.weight = torch.randn(vocab, width, **draw).requires_grad_()
+        self.value = torch.randn(width, **draw).requires_grad_()
+        self.returns = torch.randn(batch, length, **draw)
+        self.ref_logprobs = torch.randn(batch, length, **draw)
+
+    def denominator(self, aggregation: str) -> float:
+        """The global one: what the trainer passes to every microbatch."""
+        if aggregation.startswith("seq-"):
+            return max(1, int(self.mask.any(1).sum()))
+        return max(1, int(self.mask.sum())) if aggregation == "token-mean" else 1.0
+
+    def loss(self, part: Any, linear: bool, **how: Any) -> Tensor:
+        """Policy and value loss of the tokens that `part` picks from [B, T]."""
+        hidden, mask = self.hidden[part], self.mask[part]
+        _, tokens, old, advantages = (x[part] for x in self.data)
+        keywords: dict[str, Any] = {
+            "entropy_coef": 0.1,
+            "kl_coef": 0.2,
+            "ref_logprobs": self.ref_logprobs[part],
+            **how,
+        }
+        if linear:
+            out = fastppo.linear_ppo_loss(
+                hidden, self.weight, tokens, old, advantages, mask, chunk_size=3, **keywords
+            )
+        else:
+            logits = hidden @ self.weight.T
+            out = fastppo.ppo_loss(logits, tokens, old, advantages, mask, **keywords)
+        values = hidden @ self.value
+        return out.loss + 0.5 * fastppo.value_loss(values, self.returns[part], mask, **how)
+
+    def gradients(self, parts: list[Any], linear: bool, **how: Any) -> list[Tensor]:
+        """[loss, dW of the policy head, of the value head], accumulated over microbatches."""
+        self.weight.grad = self.value.grad = None
+        total = torch.zeros((), dtype=torch.float64)
+        for part in parts:
+            loss = self.loss(
+                part, linear, **{k: v(part) if callable(v) else v for k, v in how.items()}
+            )
+            loss.backward()
+            total += loss.detach()
+        assert self.weight.grad is not None
+        assert self.value.grad is not None
+        return [total, self.weight.grad.clone(), self.value.grad.clone()]
+
+
+def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+trunks = st.builds(
+    Trunk,
+    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    length=st.just(5),
+    seed=st.integers(0, 1000),
+)
+property_based = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+
+
+@property_based
+@given(trunks, st.data(), st.sampled_from(AGGREGATIONS), st.booleans())
+def test_any_cut_into_microbatches_gives_the_same_loss_and_gradients(
+    trunk: Trunk, data: st.DataObject, aggregation: str, linear: bool
+) -> None:
+    batch = len(trunk.mask)
+    order = data.draw(st.permutations(range(batch)))
+    cuts = sorted(data.draw(st.sets(st.integers(1, batch - 1)))) if batch > 1 else []
+    bounds = [0, *cuts, batch]
+    parts = [order[a:b] for a, b in itertools.pairwise(bounds)]
+    how = {"aggregation": aggregation, "denominator": trunk.denominator(aggregation)}
+    whole = trunk.gradients([slice(None)], linear, aggregation=aggregation)
+    assert_same(trunk.gradients(parts, linear, **how), whole)
+    tensor = {"aggregation": aggregation, "denominator": torch.tensor(how["denominator"])}
+    assert_same(trunk.gradients(parts, linear, **tensor), whole)
+
+
+@property_based
+@given(trunks, st.data(), st.sampled_from(AGGREGATIONS), st.booleans())
+def test_any_packing_of_tokens_gives_the_same_loss_and_gradients(
+    trunk: Trunk, data: st.DataObject, aggregation: str, linear: bool
+) -> None:
+    """Flat token lists, cut anywhere. Sequences straddle the parts: weights carry their share."""
+    batch, length = trunk.mask.shape
+    weights = fastppo.aggregation_weights(trunk.mask, aggregation, dtype=torch.float64)
+    order = data.draw(st.permutations(range(batch * length)))
+    cut = data.draw(st.integers(1, batch * length - 1))
+    parts = [
+        (torch.tensor(x) // length, torch.tensor(x) % length) for x in (order[:cut], order[cut:])
+    ]
+    found = trunk.gradients(parts, linear, weights=lambda part: weights[part])
+    assert_same(found, trunk.gradients([slice(None)], linear, aggregation=aggregation))
+
+
+def test_a_mean_of_microbatch_means_is_what_the_global_denominator_avoids() -> None:
+    """Microbatches of 1 and 5 tokens: the mean of their means weighs the lone token 3 times."""
+    trunk = Trunk([1, 5], 5, seed=3)
+    whole = trunk.gradients([slice(None)], linear=False)
+    parts = [[0], [1]]
+    assert_same(trunk.gradients(parts, linear=False, denominator=6.0), whole)
+    means = [x / 2 for x in trunk.gradients(parts, linear=False)]
+    assert (means[0] - whole[0]).abs() > 0.01
+
+
+def test_padding_enters_no_mean() -> None:
+    """Ten times the padding, the same bits."""
+    short, long = (Trunk([3, 5, 1], length, seed=1) for length in (5, 50))
+    for name in ("hidden", "returns", "ref_logprobs"):
+        getattr(long, name)[:, :5] = getattr(short, name)
+    for one, other in zip(long.data, short.data, strict=True):
+        one[:, :5] = other
+    long.weight.data, long.value.data = short.weight.data, short.value.data
+    for aggregation in AGGREGATIONS:
+        assert_same(
+            long.gradients([slice(None)], linear=True, aggregation=aggregation),
+            short.gradients([slice(None)], linear=True, aggregation=aggregation),
+        )
+
+
+# -------------------------------------------------------- property 2: the first update is on-policy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_the_policy_against_its_own_logprobs_has_ratio_1_and_no_kl(
+    dtype: torch.dtype, temperature: float
+) -> None:
+    """To the bit: rollout and learner form a logprob by the same operations."""
+    data = draws.batch((50,), 1009, dtype).leaf()
+    old = fastppo.token_logprobs(data.logits, data.tokens, temperature=temperature).detach()
+    for estimator in ("k1", "k2", "k3", "full"):
+        out = fastppo.ppo_loss(
+            data.logits,
+            data.tokens,
+            old,
+            data.advantages,
+            ref_logits=data.logits.detach(),
+            kl_coef=0.1,
+            kl_estimator=estimator,
+            temperature=temperature,
+        )
+        assert torch.equal(out.logprobs, old)
+        assert out.metrics["ratio_max"].item() == out.metrics["ratio_mean"].item() == 1.0
+        assert out.metrics["approx_kl"].item() == out.metrics["clip_fraction"].item() == 0.0
+        assert (out.kl == 0).all()
+        torch.testing.assert_close(out.loss.detach(), -data.advantages.mean())
+
+
+def test_the_first_update_is_plain_policy_gradient() -> None:
+    """At ratio 1 the surrogate's gradient is that of A·logprob, clipped or not."""
+    data = draws.batch((20,), 13).leaf()
+    logprobs = fastppo.token_logprobs(data.logits, data.tokens)
+    out = fastppo.ppo_loss(
+        data.logits, data.tokens, logprobs.detach(), data.advantages, dual_clip=1.5
+    )
+    (found,) = torch.autograd.grad(out.loss, data.logits)
+    (wanted,) = torch.autograd.grad(-(data.advantages * logprobs).mean(), data.logits)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
+
+
+# ------------------------------------------------- property 3: masks come from lengths, not tokens
+
+
+def test_a_pad_token_that_equals_eos_is_a_token_like_any_other() -> None:
+    """Token 0 is pad and eos: inside the mask it counts, outside nothing does."""
+    trunk = Trunk([3, 5, 2], 5, seed=2)
+    trunk.data.tokens[trunk.mask.cumsum(1) == trunk.mask.sum(1, keepdim=True)] = 0
+    zeroed = draws.Batch(
+        trunk.data.logits, torch.where(trunk.mask, trunk.data.tokens, 0), *trunk.data[2:]
+    )
+    out = fastppo.ppo_loss(*zeroed, trunk.mask)
+    rows = draws.Batch(*(x[trunk.mask] for x in zeroed))
+    assert (rows.tokens == 0).sum() >= 3
+    wanted = draws.exact(*rows, torch.full((10,), 0.1, dtype=torch.float64))
+    torch.testing.assert_close(out.loss, wanted.loss, rtol=1e-12, atol=0)
+    other_padding = zeroed._replace(tokens=torch.where(trunk.mask, zeroed.tokens, 5))
+    assert torch.equal(fastppo.ppo_loss(*other_padding, trunk.mask).loss, out.loss)
+
+
+# --------------------------------------------------------------- property 4: the same bits each run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_same_inputs_give_the_same_bits_run_after_run(dtype: torch.dtype, masked: bool) -> None:
+    """Loss, statistics and gradients; and wherever in memory the logits lie.
+
+    The head's operands keep their alignment, as every allocation of torch's does: a BLAS may choose
+    its kernel by it.
+    """
+    n, vocab, width = 37, 5003, 16
+    data = draws.batch((n,), vocab, dtype)
+    hidden = torch.randn(n, width).to(dtype)
+    weight = torch.randn(vocab, width).div(4).to(dtype)
+    old = fastppo.linear_token_logprobs(hidden, weight, data.tokens) + 0.3
+    mask = torch.rand(n) < 0.7 if masked else None
+    how: dict[str, Any] = {"entropy_coef": 0.1, "kl_coef": 0.1, "ref_logprobs": data.old_logprobs}
+
+    def moved(x: Tensor, offset: int) -> Tensor:
+        """x at `offset` elements behind the start of an allocation, a leaf."""
+        room = torch.zeros(x.numel() + offset, dtype=x.dtype)
+        return room[offset:].view(x.shape).copy_(x).detach().requires_grad_()
+
+    def outputs(offset: int) -> list[Tensor]:
+        z, h, w = moved(data.logits, offset), moved(hidden, 0), moved(weight, 0)
+        stats = fastppo.token_stats(z, data.tokens, ref_logits=data.logits * 0.9)
+        assert stats.kl is not None
+        fused = fastppo.ppo_loss(z, *data[1:], mask, **how)
+        linear = fastppo.linear_ppo_loss(
+            h, w, data.tokens, old, data.advantages, mask, chunk_size=8, **how
+        )
+        logprobs = fastppo.linear_token_logprobs(h, w, data.tokens, chunk_size=8)
+        total = fused.loss + linear.loss + (logprobs + stats.logprobs + stats.kl).mean()
+        grads = torch.autograd.grad(total, (z, h, w))
+        return [fused.loss, linear.loss, *fused[1:4], *linear[1:4], *stats, logprobs, *grads]
+
+    first = outputs(0)
+    for offset in (0, 1, 3, 8):
+        for one, other in zip(outputs(offset), first, strict=True):
+            assert torch.equal(one, other)
+
+
+# ------------------------------------------------------------------- property 5: no silent drop
+
+
+@pytest.mark.parametrize("term", ["entropy", "k1", "k2", "k3", "k3 from ref_logits", "full KL"])
+@pytest.mark.parametrize("advantage", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "path", ["logits", "in place", "fp16 logits", "linear", "fp16 linear", "compiled"]
+)
+def test_a_coefficient_that_is_set_has_its_gradient_on_every_path(
+    term: str, advantage: float, path: str
+) -> None:
+    """Alone (A = 0) and beside the policy term; `clip_ratio=0` must not cut it off either."""
+    dtype = torch.float16 if path.startswith("fp16") else torch.float64
+    data = draws.batch((6,), 7, dtype)
+    data = data._replace(advantages=torch.full_like(data.advantages, advantage))
+    keywords = draws.options(data, term) | {"clip_ratio": 0.0}
+    x = data.logits.double().requires_grad_()
+    w = torch.full((6,), 1 / 6, dtype=torch.float64)
+    (wanted,) = torch.autograd.grad(draws.exact(x, *data[1:], w, **keywords).loss, x)
+    without = {k: v for k, v in keywords.items() if k not in ("entropy_coef", "kl_coef")}
+    (dropped,) = torch.autograd.grad(draws.exact(x, *data[1:], w, **without).loss, x)
+    leaf = data.leaf().logits
+    if path.endswith("linear"):
+        if "ref_logits" in keywords:
+            keywords["ref_hidden"] = keywords.pop("ref_logits")
+            keywords["ref_weight"] = torch.eye(7, dtype=dtype)
+        arguments = (leaf, torch.eye(7, dtype=dtype), *data[1:])
+        if (path, term) == ("fp16 linear", "full KL"):
+            with pytest.raises(ValueError, match="needs GEMMs in bfloat16 or float32"):
+                fastppo.linear_ppo_loss(*arguments, **keywords)
+            return
+        loss = fastppo.linear_ppo_loss(*arguments, chunk_size=4, **keywords).loss
+    elif path == "in place":
+        loss = fastppo.ppo_loss(leaf * 1, *data[1:], inplace=True, **keywords).loss
+    elif path == "compiled":
+        compiled = torch.compile(
+            lambda z: fastppo.ppo_loss(z, *data[1:], **keywords).loss,
+            backend="aot_eager",
+            fullgraph=True,
+        )
+        loss = compiled(leaf)
+    else:
+        loss = fastppo.ppo_loss(leaf, *data[1:], **keywords).loss
+    (found,) = torch.autograd.grad(loss, leaf)
+    tolerance = 2**-10 if dtype == torch.float16 else 1e-12
+    error = (found.double() - wanted).norm()
+    assert error <= tolerance * wanted.norm()
+    assert (dropped - wanted).norm() > 10 * tolerance * wanted.norm()

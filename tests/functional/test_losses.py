@@ -1,0 +1,794 @@
+"""The public losses equal autograd on their definitions, value and gradient, keyword by keyword.
+
+`draws.exact` is the definition: fp64, `torch.log_softmax` and autograd. Tolerances: both sides
+take fp64 through some hundred roundings of 1e-16, hence 1e-11; fp32 has 6e-8, hence 1e-5. bf16 and
+fp16 losses are accumulated in fp32 from logits that both sides share, so only the gradient is
+rounded, once: 2⁻⁸ and 2⁻¹⁰ of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import draws
+import published_formulas as paper
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck
+
+import fastppo
+
+N, V, H = 6, 11, 5
+VALUE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
+GRADIENT = {
+    torch.float64: 1e-11,
+    torch.float32: 1e-5,
+    torch.bfloat16: 2**-8,
+    torch.float16: 2**-10,
+}
+PATHS = ("logits", "linear")
+
+terms = pytest.mark.parametrize("term", draws.TERMS)
+paths = pytest.mark.parametrize("path", PATHS)
+dtypes = pytest.mark.parametrize("dtype", VALUE, ids=lambda dtype: str(dtype)[6:])
+
+
+def close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
+    """Within `tolerance` of the largest entry: what a sum of such entries can promise."""
+    assert found.shape == wanted.shape
+    scale = max(1.0, wanted.abs().max().item()) if wanted.numel() else 1.0
+    torch.testing.assert_close(
+        found.detach().double(), wanted.detach().double(), rtol=0, atol=tolerance * scale
+    )
+
+
+def gradient_close(
+    found: Tensor | None, wanted: Tensor, tolerance: float, floor: float = 1e-300
+) -> None:
+    """As `close`, and never against a floor of 1: a gradient may be small all over."""
+    assert found is not None
+    scale = wanted.abs().max().item() if wanted.numel() else 0.0
+    torch.testing.assert_close(
+        found.double(), wanted.double(), rtol=tolerance, atol=tolerance * scale + floor
+    )
+
+
+def head(hidden_shape: tuple[int, ...], vocab: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    """[hidden, weight, bias], leaves."""
+    draws = (torch.randn(*hidden_shape, width), torch.randn(vocab, width), torch.randn(vocab))
+    return [x.to(dtype).requires_grad_() for x in draws]
+
+
+def run(
+    path: str, data: draws.Batch, keywords: dict[str, Any], mask: Tensor | None = None
+) -> tuple[fastppo.PPOLoss, Tensor]:
+    """The loss on either path, and its gradient by the logits (hidden states of an identity)."""
+    x = data.logits.detach().clone().requires_grad_()
+    if path == "logits":
+        out = fastppo.ppo_loss(x, *data[1:], mask, **keywords)
+    else:
+        identity = torch.eye(x.shape[-1], dtype=x.dtype)
+        keywords = {"chunk_size": 4, **draws.as_linear(keywords)}
+        out = fastppo.linear_ppo_loss(x, identity, *data[1:], mask, **keywords)
+    (grad,) = torch.autograd.grad(out.loss, x)
+    return out, grad
+
+
+# --------------------------------------------------------------- value and gradient, term by term
+
+
+@terms
+@paths
+@dtypes
+def test_value_and_gradient_of_each_term_are_those_of_autograd(
+    term: str, path: str, dtype: torch.dtype
+) -> None:
+    data = draws.batch((N,), V, dtype)
+    keywords = draws.options(data, term)
+    if (path, dtype, keywords.get("kl_estimator")) == ("linear", torch.float16, "full"):
+        with pytest.raises(
+            ValueError, match="'full' needs GEMMs in bfloat16 or float32, got float16"
+        ):
+            run(path, data, keywords)
+        return
+    x = data.logits.double().requires_grad_()
+    wanted = draws.exact(x, *data[1:], torch.full((N,), 1 / N, dtype=torch.float64), **keywords)
+    (wanted_grad,) = torch.autograd.grad(wanted.loss, x)
+    found, grad = run(path, data, keywords)
+    for name in ("loss", "logprobs", "entropy", "kl"):
+        close(getattr(found, name), getattr(wanted, name), VALUE[dtype])
+    assert grad.dtype == dtype
+    gradient_close(grad, wanted_grad, GRADIENT[dtype])
+
+
+@terms
+def test_gradcheck_of_ppo_loss(term: str) -> None:
+    data = draws.batch((4,), 5).leaf()
+    keywords = draws.options(data, term)
+    assert gradcheck(lambda x: fastppo.ppo_loss(x, *data[1:], **keywords).loss * 1.5, data.logits)
+
+
+@terms
+def test_gradcheck_of_linear_ppo_loss_by_hidden_weight_and_bias(term: str) -> None:
+    data = draws.batch((4,), 5)
+    keywords = draws.as_linear(draws.options(data, term))
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        out = fastppo.linear_ppo_loss(
+            hidden, weight, *data[1:], bias=bias, chunk_size=3, **keywords
+        )
+        return out.loss * 1.5
+
+    assert gradcheck(loss, head((4,), 5, 3, torch.float64))
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "token-sum"])
+def test_gradcheck_of_the_losses_of_tutorials(aggregation: str) -> None:
+    logits, old, a, values, returns = (
+        torch.randn(shape, dtype=torch.float64).requires_grad_()
+        for shape in ((2, 3, 5), (2, 3), (2, 3), (2, 3), (2, 3))
+    )
+    logprobs = (old.detach() + 0.5 * torch.randn(2, 3)).requires_grad_()
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    how: dict[str, Any] = {"aggregation": aggregation}
+    assert gradcheck(lambda x: fastppo.policy_loss(x, old, a, mask, dual_clip=1.3, **how), logprobs)
+    assert gradcheck(
+        lambda x: fastppo.value_loss(x, returns, mask, old_values=old, clip_ratio=0.5, **how),
+        values,
+    )
+    assert gradcheck(lambda x: fastppo.entropy(x, mask, temperature=0.6, **how), logits)
+    assert gradcheck(
+        lambda p, v, z: fastppo.total_loss(p, old, a, v, returns, z, mask, **how)["total_loss"],
+        (logprobs, values, logits),
+    )
+
+
+# ------------------------------------------------------------------------- any keywords together
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[draws.Batch, dict[str, Any], Tensor | None, str, int]:
+    """(batch, keywords, mask, path, chunk size) of any supported combination of keywords."""
+    n, vocab = draw(st.integers(1, 9)), draw(st.integers(1, 17))
+    data = draws.batch((n,), vocab, seed=draw(st.integers(0, 10**6)))
+    keywords: dict[str, Any] = {
+        "clip_ratio": draw(st.sampled_from([None, 0.2, (0.1, 0.4), 0.0])),
+        "dual_clip": draw(st.sampled_from([None, 1.2, 3.0])),
+        "entropy_coef": draw(st.sampled_from([0.0, 0.01, -0.5])),
+        "kl_coef": draw(st.sampled_from([0.0, 0.3, -0.1])),
+        "kl_estimator": draw(st.sampled_from(["k1", "k2", "k3", "full"])),
+        "logit_scale": draw(st.sampled_from([1.0, 0.3, 2.0])),
+        "softcap": draw(st.sampled_from([None, 2.0, 30.0])),
+    }
+    keywords["temperature"] = draw(st.sampled_from([1.0, 0.3, 2.0, "0-d", "per token"]))
+    if keywords["temperature"] == "0-d":
+        keywords["temperature"] = torch.tensor(0.7, dtype=torch.float64)
+    if keywords["temperature"] == "per token":
+        keywords["temperature"] = draws.like(data.old_logprobs, 1, 0.5, positive=True) + 0.2
+    if draw(st.booleans()):
+        keywords["importance_weights"] = draws.like(data.old_logprobs, 2, 1.0, positive=True)
+    if keywords["kl_estimator"] == "full" or draw(st.booleans()):
+        keywords["ref_logits"] = data.logits + draws.like(data.logits, 3, 0.5)
+    if keywords["kl_estimator"] != "full" and ("ref_logits" not in keywords or draw(st.booleans())):
+        keywords["ref_logprobs"] = data.old_logprobs + draws.like(data.old_logprobs, 4, 0.3)
+    mask = draw(st.none() | st.lists(st.booleans(), min_size=n, max_size=n).map(torch.tensor))
+    return data, keywords, mask, draw(st.sampled_from(PATHS)), draw(st.integers(1, n + 1))
+
+
+@settings(max_examples=120, deadline=None, derandomize=True, database=None)
+@given(cases(), st.sampled_from([None, 3.0, 1000.0]))
+def test_any_combination_of_keywords_equals_autograd(
+    case: tuple[draws.Batch, dict[str, Any], Tensor | None, str, int], denominator: float | None
+) -> None:
+    data, keywords, mask, path, chunk_size = case
+    kept = torch.ones_like(data.tokens, dtype=torch.bool) if mask is None else mask
+    cut = {
+        name: value[kept] if isinstance(value, Tensor) and value.dim() else value
+        for name, value in keywords.items()
+    }
+    rows = draws.Batch(*(x[kept] for x in data))
+    x = rows.logits.clone().requires_grad_()
+    n = kept.sum().item()
+    w = torch.full((int(n),), 1 / (denominator or max(n, 1)), dtype=torch.float64)
+    wanted = draws.exact(x, *rows[1:], w, **cut)
+    (wanted_grad,) = torch.autograd.grad(wanted.loss, x)
+    keywords["denominator"] = denominator
+    if path == "linear":
+        keywords["chunk_size"] = chunk_size
+    found, grad = run(path, data, keywords, mask)
+    close(found.loss, wanted.loss, 1e-11)
+    for name in ("logprobs", "entropy", "kl"):
+        full = torch.zeros_like(data.old_logprobs)
+        full[kept] = getattr(wanted, name).detach()
+        close(getattr(found, name), full, 1e-11)
+    full_grad = torch.zeros_like(data.logits)
+    full_grad[kept] = wanted_grad
+    # Autograd forms 1 − p_y, whose rounding in a peaked row is all that is left of it.
+    gradient_close(grad, full_grad, 1e-10, floor=1e-15 * (1 + abs(wanted.loss.item())))
+    if n:
+        terms = ("clip_ratio", "dual_clip", "importance_weights")
+        metrics = draws.metrics(
+            wanted, rows.old_logprobs, rows.advantages, w, **{name: cut.get(name) for name in terms}
+        )
+        assert {k: v.item() for k, v in found.metrics.items()} == pytest.approx(metrics, rel=1e-9)
+
+
+# ---------------------------------------------------------------------------- the fused lm-head
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 1), (7, 13, 5), (33, 101, 9)], ids=str)
+@pytest.mark.parametrize("chunk_size", [1, 4, 33, 1000, None])
+@pytest.mark.parametrize("term", ["policy", "everything"])
+def test_the_fused_head_equals_the_projected_logits_for_any_chunk_size(
+    shape: tuple[int, int, int], chunk_size: int | None, term: str
+) -> None:
+    """Odd N, V and H; chunks of one row, of all rows, and such that the last one is short."""
+    n, vocab, width = shape
+    hidden, weight, bias = head((n,), vocab, width, torch.float64)
+    logits = hidden @ weight.T + bias
+    data = draws.batch((n,), vocab)._replace(logits=logits)
+    keywords = draws.options(data, term)
+    wanted = fastppo.ppo_loss(*data, **keywords)
+    wanted_grads = torch.autograd.grad(wanted.loss, (hidden, weight, bias))
+    found = fastppo.linear_ppo_loss(
+        hidden, weight, *data[1:], bias=bias, chunk_size=chunk_size, **draws.as_linear(keywords)
+    )
+    for name in ("loss", "logprobs", "entropy", "kl"):
+        close(getattr(found, name), getattr(wanted, name), 1e-11)
+    for grad, other in zip(
+        torch.autograd.grad(found.loss, (hidden, weight, bias)), wanted_grads, strict=True
+    ):
+        gradient_close(grad, other, 1e-11)
+    for name, value in wanted.metrics.items():
+        close(found.metrics[name], value, 1e-11)
+
+
+def test_a_reference_head_may_have_another_width_and_a_bias() -> None:
+    data = draws.batch((N,), V)
+    hidden, weight, bias = head((N,), V, H, torch.float64)
+    ref_hidden, ref_weight, ref_bias = (x.detach() for x in head((N,), V, 3, torch.float64))
+    ref_logits = ref_hidden @ ref_weight.T + ref_bias
+    reference = {"ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
+    for estimator in ("k3", "full"):
+        how: dict[str, Any] = {"kl_coef": 0.3, "kl_estimator": estimator}
+        found = fastppo.linear_ppo_loss(
+            hidden, weight, *data[1:], bias=bias, chunk_size=4, **reference, **how
+        )
+        logits = hidden @ weight.T + bias
+        wanted = fastppo.ppo_loss(logits, *data[1:], ref_logits=ref_logits, **how)
+        close(found.loss, wanted.loss, 1e-11)
+        close(found.kl, wanted.kl, 1e-11)
+        assert (found.kl != 0).all()
+
+
+@pytest.mark.parametrize("trained", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 0, 0)])
+@pytest.mark.parametrize("statistics", [False, True], ids=("loss", "logprobs"))
+def test_frozen_parts_of_the_head_get_no_gradient_and_change_no_other(
+    trained: tuple[int, int, int], statistics: bool
+) -> None:
+    data = draws.batch((N,), V)
+    parts = [x.detach() for x in head((N,), V, H, torch.float64)]
+
+    def gradients(asked: tuple[int, ...]) -> tuple[list[Tensor | None], Tensor]:
+        hidden, weight, bias = leaves = [
+            x.clone().requires_grad_(bool(a)) for x, a in zip(parts, asked, strict=True)
+        ]
+        if statistics:
+            loss = fastppo.linear_token_logprobs(hidden, weight, data.tokens, bias=bias).sum()
+        else:
+            loss = fastppo.linear_ppo_loss(hidden, weight, *data[1:], bias=bias).loss
+        if any(asked):
+            loss.backward()
+        return [x.grad for x in leaves], loss
+
+    everything, _ = gradients((1, 1, 1))
+    found, loss = gradients(trained)
+    assert loss.requires_grad == any(trained)
+    for grad, asked, whole in zip(found, trained, everything, strict=True):
+        if asked:
+            assert grad is not None
+            assert whole is not None
+            assert torch.equal(grad, whole)
+        else:
+            assert grad is None
+
+
+def test_a_tied_head_gets_the_gradient_of_both_its_uses() -> None:
+    """The embedding that is also the lm-head: hidden states depend on the weight itself."""
+    data = draws.batch((N,), V)
+    tied = torch.randn(V, H, dtype=torch.float64, requires_grad=True)
+    inputs = torch.randint(V, (N,))
+    hidden = torch.tanh(torch.nn.functional.embedding(inputs, tied))
+    found = fastppo.linear_ppo_loss(hidden, tied, *data[1:], entropy_coef=0.1, chunk_size=2)
+    (grad,) = torch.autograd.grad(found.loss, tied, retain_graph=True)
+    wanted = fastppo.ppo_loss(hidden @ tied.T, *data[1:], entropy_coef=0.1)
+    (wanted_grad,) = torch.autograd.grad(wanted.loss, tied)
+    gradient_close(grad, wanted_grad, 1e-11)
+
+
+# ---------------------------------------------------------------------- shapes, strides, autograd
+
+
+@pytest.mark.parametrize("shape", [(1,), (5,), (2, 3), (2, 3, 2), (1, 1), (0,), (2, 0), (0, 4)])
+@paths
+def test_leading_axes_are_only_a_shape(shape: tuple[int, ...], path: str) -> None:
+    data = draws.batch(shape, V)
+    n = data.tokens.numel()
+    ref = draws.like(data.old_logprobs, 5)
+    keywords: dict[str, Any] = {"kl_coef": 0.1, "entropy_coef": 0.2, "ref_logprobs": ref}
+    found, grad = run(path, data, keywords)
+    flat = draws.Batch(data.logits.reshape(n, V), *(x.reshape(n) for x in data[1:]))
+    wanted, flat_grad = run(path, flat, keywords | {"ref_logprobs": ref.reshape(n)})
+    assert found.loss.shape == ()
+    assert torch.equal(found.loss, wanted.loss)
+    assert torch.equal(grad, flat_grad.view(*shape, V))
+    for name in ("logprobs", "entropy", "kl"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name).view(shape))
+    if n == 0:
+        assert found.loss.item() == 0
+        assert all(value.item() == 0 for value in found.metrics.values())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=("fp64", "fp16"))
+def test_a_view_of_shifted_logits_is_as_good_as_its_copy(masked: bool, dtype: torch.dtype) -> None:
+    """`logits[:, :-1]`, whose leading axes do not collapse; also sliced from the batch's end."""
+    whole = draws.batch((4, 6), V, dtype).logits
+    for view in (whole[:, :-1], whole[:, 1:], whole[1:3, 2:4], whole.transpose(0, 1)):
+        shape = tuple(view.shape[:-1])
+        data = draws.batch(shape, V, dtype)
+        mask = torch.rand(shape) < 0.6 if masked else None
+        ref = draws.like(view, 3).to(dtype)
+        how: dict[str, Any] = {"ref_logits": ref, "kl_coef": 0.2, "kl_estimator": "full"}
+        results = []
+        for logits in (view, view.contiguous()):
+            x = logits.detach().requires_grad_()
+            out = fastppo.ppo_loss(x, *data[1:], mask, **how)
+            stats = fastppo.token_stats(x, data.tokens, ref_logits=ref)
+            assert stats.kl is not None
+            total = out.loss + (stats.logprobs + stats.entropy + stats.kl).sum() / 7
+            results.append((out.loss, stats.entropy, *torch.autograd.grad(total, x)))
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("upstream", [1.0, -0.5, 3.0])
+@paths
+def test_the_gradient_scales_with_the_upstream_gradient(upstream: float, path: str) -> None:
+    data = draws.batch((N,), V)
+    _, once = run(path, data, {"entropy_coef": 0.1})
+    x = data.logits.clone().requires_grad_()
+    if path == "logits":
+        loss = fastppo.ppo_loss(x, *data[1:], entropy_coef=0.1).loss
+    else:
+        identity = torch.eye(V, dtype=x.dtype)
+        loss = fastppo.linear_ppo_loss(x, identity, *data[1:], entropy_coef=0.1, chunk_size=4).loss
+    (upstream * loss).backward()
+    gradient_close(x.grad, upstream * once, 1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@paths
+def test_a_retained_graph_gives_the_same_gradient_each_time(dtype: torch.dtype, path: str) -> None:
+    """A leaf adds to its gradient in place, which must not reach what the graph has saved."""
+    data = draws.batch((N,), V, dtype).leaf()
+    hidden, weight, bias = head((N,), V, H, dtype)
+    if path == "logits":
+        loss = fastppo.ppo_loss(*data).loss
+        leaves = [data.logits]
+    else:
+        loss = fastppo.linear_ppo_loss(hidden, weight, *data[1:], bias=bias).loss
+        leaves = [hidden, weight, bias]
+    first = [g.clone() for g in torch.autograd.grad(loss, leaves, retain_graph=True)]
+    for count in (1, 2, 4):
+        for leaf in leaves:
+            leaf.grad = None
+        for _ in range(count):
+            loss.backward(retain_graph=True)
+        for leaf, grad in zip(leaves, first, strict=True):
+            # powers of two: exact in every dtype
+            assert leaf.grad is not None
+            assert torch.equal(leaf.grad, count * grad)
+
+
+def test_an_input_used_twice_gets_the_sum_of_both_gradients() -> None:
+    data = draws.batch((N,), V).leaf()
+
+    def grad_of(*which: int) -> Tensor:
+        losses = (
+            lambda: fastppo.ppo_loss(*data, entropy_coef=0.1).loss,
+            lambda: fastppo.ppo_loss(*data, temperature=0.5).loss,
+            lambda: fastppo.token_logprobs(data.logits, data.tokens).mean(),
+        )
+        return torch.autograd.grad(torch.stack([losses[i]() for i in which]).sum(), data.logits)[0]
+
+    gradient_close(grad_of(0, 1, 2), grad_of(0) + grad_of(1) + grad_of(2), 1e-13)
+
+
+def test_nothing_but_logits_or_the_head_gets_a_gradient() -> None:
+    """Old logprobs, advantages, references, weights and temperatures are constants of the loss."""
+    data = draws.batch((N,), V)
+    constants = {
+        name: draws.like(data.old_logprobs, seed, positive=True).requires_grad_()
+        for seed, name in enumerate(
+            ("old_logprobs", "advantages", "ref_logprobs", "importance_weights", "temperature")
+        )
+    }
+    weights = torch.rand(N, dtype=torch.float64, requires_grad=True)
+    out = fastppo.ppo_loss(data.logits, data.tokens, weights=weights, kl_coef=0.1, **constants)
+    assert not out.loss.requires_grad
+    out = fastppo.ppo_loss(
+        data.leaf().logits, data.tokens, weights=weights, kl_coef=0.1, **constants
+    )
+    out.loss.backward()
+    assert all(x.grad is None for x in (*constants.values(), weights))
+    for x in (out.logprobs, out.entropy, out.kl, *out.metrics.values()):
+        assert not x.requires_grad
+
+
+def test_without_grad_no_gradient_is_formed_and_the_values_are_the_same_bits() -> None:
+    data = draws.batch((N,), V).leaf()
+    tracked = fastppo.ppo_loss(*data, entropy_coef=0.1, inplace=False)
+    with torch.no_grad():
+        untracked = fastppo.ppo_loss(*data, entropy_coef=0.1, inplace=True)
+    assert not untracked.loss.requires_grad
+    for one, other in zip(tracked[:4], untracked[:4], strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(data.logits, draws.batch((N,), V).logits)
+
+
+# ------------------------------------------------------------------------------------- in place
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_in_place_gives_the_same_bits_in_the_logits_own_memory(
+    masked: bool, dtype: torch.dtype
+) -> None:
+    data = draws.batch((3, 5), V, dtype)
+    mask = torch.rand(3, 5) < 0.6 if masked else None
+    wanted, wanted_grad = run("logits", data, {"entropy_coef": 0.1}, mask)
+    leaf = data.logits.clone().requires_grad_()
+    logits = leaf * 1
+    out = fastppo.ppo_loss(logits, *data[1:], mask, entropy_coef=0.1, inplace=True)
+    assert torch.equal(logits.detach(), wanted_grad)
+    for one, other in zip(out[:4], wanted[:4], strict=True):
+        assert torch.equal(one, other)
+    (grad,) = torch.autograd.grad(out.loss, leaf)
+    assert torch.equal(grad, wanted_grad)
+
+
+def test_in_place_over_a_view_leaves_the_rest_of_the_memory_alone() -> None:
+    data = draws.batch((3, 5), V)
+    whole = draws.batch((3, 6), V).logits
+    last = whole[:, -1].clone()
+    fastppo.ppo_loss(whole[:, :-1].requires_grad_(), *data[1:], inplace=True)
+    assert torch.equal(whole[:, -1], last)
+    assert not torch.equal(whole[:, :-1], draws.batch((3, 6), V).logits[:, :-1])
+
+
+def test_in_place_takes_axes_in_any_order() -> None:
+    """A transposed [T, B, V]: rows that lie apart, the outer axis with the smaller stride."""
+    data = draws.batch((3, 5), V)
+    wanted = torch.autograd.grad(
+        fastppo.ppo_loss(data.logits.requires_grad_(), *data[1:]).loss, data.logits
+    )[0]
+    logits = data.logits.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    (grad,) = torch.autograd.grad(fastppo.ppo_loss(logits, *data[1:], inplace=True).loss, logits)
+    assert torch.equal(grad, wanted)
+    twice = data.logits.detach()[:1].expand(3, -1, -1)
+    with pytest.raises(ValueError, match="rows that do not overlap"):
+        fastppo.ppo_loss(twice.requires_grad_(), *data[1:], inplace=True)
+
+
+@pytest.mark.parametrize("part", ["hidden", "weight", "bias"])
+def test_the_fused_head_takes_float64_whole_or_not_at_all(part: str) -> None:
+    data = draws.batch((N,), V, torch.float32)
+    parts = {"hidden": torch.randn(N, 4), "weight": torch.randn(V, 4), "bias": torch.randn(V)}
+    parts[part] = parts[part].double()
+    with pytest.raises(ValueError, match="must be float64 if hidden is, and only then, got"):
+        fastppo.linear_ppo_loss(parts["hidden"], parts["weight"], *data[1:], bias=parts["bias"])
+
+
+def test_in_place_is_caught_by_autograd_where_an_earlier_step_needs_the_logits() -> None:
+    data = draws.batch((N,), V).leaf()
+    logits = torch.exp(data.logits)  # exp's derivative is its output
+    out = fastppo.ppo_loss(logits, *data[1:], inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.loss.backward()
+
+
+# ------------------------------------------------------------------------------------------ masks
+
+
+@pytest.mark.parametrize("term", ["policy", "entropy", "k3", "full KL", "everything"])
+@pytest.mark.parametrize(
+    ("path", "dtype"),
+    [
+        ("logits", torch.float64),
+        ("logits", torch.bfloat16),
+        ("logits", torch.float16),
+        ("linear", torch.float64),
+        ("linear", torch.bfloat16),
+        ("linear", torch.float16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("by_weights", [False, True], ids=("mask", "weights"))
+def test_masked_entries_may_hold_anything(
+    term: str, path: str, dtype: torch.dtype, by_weights: bool
+) -> None:
+    """NaN, inf and −100 behind the mask: the same bits as without them, and no gradient there."""
+    data = draws.batch((N,), V, dtype)
+    keywords = draws.options(data, term)
+    if (path, dtype, keywords.get("kl_estimator")) == ("linear", torch.float16, "full"):
+        keywords |= {"kl_estimator": "k3"}
+    mask = torch.tensor([True, False, True, True, False, False])
+    selection: dict[str, Any] = {"mask": mask}
+    if by_weights:
+        keywords |= {"weights": mask / 3.0}
+        selection = {}
+    wanted, wanted_grad = run(path, data, keywords, **selection)
+    poisoned = dict(keywords)
+    for name in ("ref_logprobs", "importance_weights", "temperature", "ref_logits"):
+        if isinstance(value := keywords.get(name), Tensor):
+            poisoned[name] = value.clone()
+            poisoned[name][~mask] = float("nan")
+    if not by_weights:
+        poisoned["weights"] = torch.where(mask, 1 / 3, float("nan"))
+        wanted_keywords = keywords | {"weights": mask / 3.0}
+        wanted, wanted_grad = run(path, data, wanted_keywords, **selection)
+    bad = draws.Batch(*(x.clone() for x in data))
+    bad.logits[~mask] = float("nan")
+    bad.tokens[~mask] = -100
+    bad.old_logprobs[~mask] = float("nan")
+    bad.advantages[~mask] = float("inf")
+    found, grad = run(path, bad, poisoned, **selection)
+    for one, other in zip(found[:4], wanted[:4], strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(grad, wanted_grad)
+    assert (grad[~mask] == 0).all()
+    for stat in (found.logprobs, found.entropy, found.kl):
+        assert (stat[~mask] == 0).all()
+    for name, value in found.metrics.items():
+        assert torch.equal(value, wanted.metrics[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_masked_hidden_states_do_not_reach_the_head_s_gradient(dtype: torch.dtype) -> None:
+    """A row of NaN times a gradient of 0 would be NaN in all of dW."""
+    data = draws.batch((N,), V)
+    mask = torch.tensor([True, False, True, True, False, True])
+    hidden, weight, bias = head((N,), V, H, dtype)
+
+    def gradients(x: Tensor) -> tuple[Tensor, ...]:
+        x = x.detach().requires_grad_()
+        out = fastppo.linear_ppo_loss(x, weight, *data[1:], mask, bias=bias, entropy_coef=0.1)
+        return torch.autograd.grad(out.loss, (x, weight, bias))
+
+    wanted = gradients(hidden)
+    found = gradients(torch.where(mask.unsqueeze(1), hidden, float("nan")))
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf")])
+def test_masked_entries_of_the_tutorial_losses_may_hold_anything(garbage: float) -> None:
+    mask = torch.tensor([True, False, True, False])
+    clean = {
+        name: torch.randn(4, dtype=torch.float64)
+        for name in ("logprobs", "old_logprobs", "advantages", "values", "returns", "old_values")
+    }
+    clean["logits"] = torch.randn(4, V, dtype=torch.float64)
+
+    def results(inputs: dict[str, Tensor]) -> list[Tensor]:
+        inputs = {name: x.clone() for name, x in inputs.items()}
+        trained = [inputs[name].requires_grad_() for name in ("logprobs", "values", "logits")]
+        out = fastppo.total_loss(**inputs, mask=mask, value_clip=0.2, dual_clip=2.0)
+        return [*out.values(), *torch.autograd.grad(out["total_loss"], trained)]
+
+    wanted = results(clean)
+    for x in clean.values():
+        x[~mask] = garbage
+    for one, other in zip(results(clean), wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+@paths
+def test_a_batch_with_nothing_unmasked_has_zero_loss_gradient_and_metrics(path: str) -> None:
+    data = draws.batch((N,), V)
+    out, grad = run(path, data, {"entropy_coef": 0.1}, torch.zeros(N, dtype=torch.bool))
+    assert out.loss.item() == 0
+    assert (grad == 0).all()
+    assert all(value.item() == 0 for value in out.metrics.values())
+
+
+# ------------------------------------------------------------------------- aggregation and metrics
+
+
+def test_each_aggregation_is_its_formula() -> None:
+    mask = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0]]).bool()
+    third = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [0, 3, 0, 0]]) / 3
+    for aggregation, wanted in {
+        "token-mean": mask / 4,
+        "seq-mean-token-mean": third / 2,
+        "seq-mean-token-sum": mask / 2,
+        "token-sum": mask / 1,
+    }.items():
+        torch.testing.assert_close(fastppo.aggregation_weights(mask, aggregation), wanted)
+        scaled = fastppo.aggregation_weights(mask, aggregation, 10.0)
+        base = third if aggregation == "seq-mean-token-mean" else mask.float()
+        torch.testing.assert_close(scaled, base / 10)
+        tensor = fastppo.aggregation_weights(mask, aggregation, torch.tensor(10))
+        assert torch.equal(tensor, scaled)
+        assert scaled.dtype == torch.float32
+        assert (fastppo.aggregation_weights(mask & False, aggregation) == 0).all()
+
+
+@pytest.mark.parametrize(
+    "aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"]
+)
+@pytest.mark.parametrize("denominator", [None, 7.0])
+def test_every_loss_is_the_weighted_sum_of_its_tokens(
+    aggregation: str, denominator: float | None
+) -> None:
+    data = draws.batch((3, 4), V)
+    mask = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0]]).bool()
+    w = fastppo.aggregation_weights(mask, aggregation, denominator, dtype=torch.float64)
+    how: dict[str, Any] = {"aggregation": aggregation, "denominator": denominator}
+    rows = draws.exact(*(x.flatten(0, 1) for x in data), w.flatten(), entropy_coef=0.1)
+    logprobs = rows.logprobs.view(3, 4)
+    surrogate = paper.clipped_surrogate(*(x.numpy() for x in (logprobs, *data[2:])))
+    policy = -torch.from_numpy(surrogate)
+    found = fastppo.ppo_loss(*data, mask, entropy_coef=0.1, **how)
+    close(found.loss, rows.loss, 1e-12)
+    given = fastppo.ppo_loss(*data, mask, entropy_coef=0.1, weights=w)
+    assert torch.equal(given.loss, found.loss)
+    close(found.metrics["policy_loss"], (w * policy).sum(), 1e-12)
+    close(fastppo.policy_loss(logprobs, *data[2:], mask, **how), (w * policy).sum(), 1e-12)
+    values, returns = data.advantages, data.old_logprobs
+    wanted = (w * (values - returns) ** 2).sum() / 2
+    close(fastppo.value_loss(values, returns, mask, **how), wanted, 1e-12)
+    entropy = rows.entropy.view(3, 4)
+    close(fastppo.entropy(data.logits, mask, **how), (w * entropy).sum(), 1e-12)
+
+
+@paths
+@pytest.mark.parametrize("clip_ratio", [0.2, (0.05, 0.5), None])
+@pytest.mark.parametrize("dual_clip", [None, 1.2])
+def test_metrics_are_those_of_a_loop_over_the_tokens(
+    path: str, clip_ratio: float | tuple[float, float] | None, dual_clip: float | None
+) -> None:
+    data = draws.batch((200,), V)
+    data.advantages[::7] = 0.0  # moves nothing, so counts as clipped on neither side
+    keywords: dict[str, Any] = {
+        "clip_ratio": clip_ratio,
+        "dual_clip": dual_clip,
+        "ref_logprobs": draws.like(data.old_logprobs, 3) - 2,
+    }
+    w = torch.full((200,), 1 / 200, dtype=torch.float64)
+    rows = draws.exact(*data, w, **keywords)
+    clips = {"clip_ratio": clip_ratio, "dual_clip": dual_clip}
+    wanted = draws.metrics(rows, data.old_logprobs, data.advantages, w, **clips)
+    found, _ = run(path, data, keywords)
+    assert {k: v.item() for k, v in found.metrics.items()} == pytest.approx(wanted, rel=1e-12)
+    if clip_ratio is not None:
+        corners = [v for k, v in wanted.items() if k.startswith(("ratio_above", "ratio_below"))]
+        assert min(corners) > 0.05  # the draw reaches every corner
+
+
+def test_the_kl_is_reported_without_being_in_the_loss() -> None:
+    data = draws.batch((N,), V)
+    ref = draws.like(data.old_logprobs, 3)
+    with_reference = fastppo.ppo_loss(*data, ref_logprobs=ref, kl_coef=0.0)
+    without = fastppo.ppo_loss(*data)
+    assert torch.equal(with_reference.loss, without.loss)
+    assert (with_reference.kl != 0).all()
+    assert (without.kl == 0).all()
+
+
+def test_ppo_loss_and_total_loss_agree_on_the_same_tokens() -> None:
+    data = draws.batch((2, 3), V)
+    logprobs = fastppo.token_logprobs(data.logits, data.tokens)
+    total = fastppo.total_loss(
+        logprobs, *data[2:], data.advantages, data.advantages, data.logits, entropy_coef=0.07
+    )
+    fused = fastppo.ppo_loss(*data, entropy_coef=0.07)
+    close(total["total_loss"], fused.loss, 1e-13)
+
+
+def test_the_exponent_is_clamped_at_20_nats_and_its_gradient_with_it() -> None:
+    """Ratios of e^±1000 are finite, and saturated ones move nothing."""
+    data = draws.batch((4,), V)
+    far = torch.tensor([1000.0, -1000.0, 19.0, -19.0], dtype=torch.float64)
+    data = data._replace(
+        old_logprobs=fastppo.token_logprobs(data.logits, data.tokens) + far,
+        advantages=torch.ones(4, dtype=torch.float64),
+    )
+    for term in ("policy", "no clipping", "k3"):
+        keywords = draws.options(data, term)
+        if term == "k3":
+            keywords["ref_logprobs"] = data.old_logprobs
+        x = data.logits.clone().requires_grad_()
+        w = torch.full((4,), 0.25, dtype=torch.float64)
+        wanted = draws.exact(x, *data[1:], w, **keywords)
+        (wanted_grad,) = torch.autograd.grad(wanted.loss, x)
+        found, grad = run("logits", data, keywords)
+        assert torch.isfinite(found.loss)
+        torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-12, atol=0)
+        gradient_close(grad, wanted_grad, 1e-11)
+        assert found.metrics["ratio_max"].item() == pytest.approx(torch.tensor(20.0).exp().item())
+
+
+# --------------------------------------------------------------------------------------- autocast
+
+
+@paths
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=("fp32", "fp64"))
+def test_autocast_does_not_reach_into_the_loss(path: str, dtype: torch.dtype) -> None:
+    """From logits the same bits as outside. The fused head's GEMMs alone run in the cast dtype."""
+    data = draws.batch((N,), V, dtype)
+    outside, grad = run("logits", data, {"entropy_coef": 0.1})
+    if path == "logits" or dtype == torch.float64:
+        with torch.autocast("cpu", torch.bfloat16):
+            inside, inside_grad = run(path, data, {"entropy_coef": 0.1})
+        tolerance = 0.0 if path == "logits" else 1e-12
+        torch.testing.assert_close(inside.loss, outside.loss, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(inside_grad, grad, rtol=tolerance, atol=tolerance)
+        return
+    cast = data._replace(logits=data.logits.bfloat16())
+    wanted, _ = run("linear", cast, {"entropy_coef": 0.1})
+    with torch.autocast("cpu", torch.bfloat16):
+        inside, inside_grad = run("linear", data, {"entropy_coef": 0.1})
+    assert torch.equal(inside.loss, wanted.loss)
+    assert inside.loss.dtype == torch.float32
+    assert inside_grad.dtype == torch.float32
+
+
+def test_the_scale_of_a_loss_reaches_fp16_gradients_before_they_are_rounded() -> None:
+    """Gradients of 1e-9 underflow in fp16 (least 6e-8) unless the loss scale comes first."""
+    scale, rows = 2.0**16, 40
+    data = draws.batch((rows,), 101, torch.float16)
+    hidden, weight, bias = head((rows,), 101, H, torch.float16)
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
+    logits64 = wide[0] @ wide[1].T + wide[2]
+    old = fastppo.token_logprobs(logits64, data.tokens).detach()
+    how: dict[str, Any] = {"denominator": 1e6, "entropy_coef": 0.01}
+    losses = (
+        fastppo.linear_ppo_loss(
+            hidden, weight, data.tokens, old, data.advantages, bias=bias, **how
+        ).loss,
+        fastppo.ppo_loss(logits64, data.tokens, old, data.advantages, **how).loss,
+    )
+    found = torch.autograd.grad(losses[0] * scale, (hidden, weight, bias))
+    wanted = torch.autograd.grad(losses[1] * scale, wide)
+    for grad, other in zip(found, wanted, strict=True):
+        # logits of order 5 rounded to fp16 move a probability by 5·2⁻¹¹ of itself
+        assert (grad.double() - other).norm() < 5 * 2**-10 * other.norm()
+    leaf = data.leaf()
+    loss = fastppo.ppo_loss(
+        leaf.logits, data.tokens, data.old_logprobs, data.advantages, **how
+    ).loss
+    (grad,) = torch.autograd.grad(loss * scale, leaf.logits)
+    x = data.logits.double().requires_grad_()
+    loss = fastppo.ppo_loss(x, data.tokens, data.old_logprobs, data.advantages, **how).loss
+    (other,) = torch.autograd.grad(loss * scale, x)
+    assert (grad.double() - other).norm() < 2**-10 * other.norm()
+
+
+def test_keywords_that_are_given_have_the_effect_of_their_defaults() -> None:
+    """The defaults of the signature are those of the computation."""
+    logits = torch.randn(N, V)
+    data = (torch.randint(V, (N,)), torch.randn(N) - 2, torch.randn(N))
+    for function, operands in ((fastppo.ppo_loss, (logits, *data)), (fastppo.entropy, (logits,))):
+        keywords = {
+            name: x.default
+            for name, x in inspect.signature(function).parameters.items()
+            if x.kind is x.KEYWORD_ONLY
+        }
+        found, wanted = function(*operands, **keywords), function(*operands)
+        assert torch.equal(getattr(found, "loss", found), getattr(wanted, "loss", wanted))

@@ -1,0 +1,247 @@
+"""Every public function equals the published formula, transcribed apart in fp64 NumPy.
+
+Tolerances: fp32 inputs of order 1 carry a relative rounding error of 6e-8, and a loss sums
+some tens of them: 1e-5 leaves two orders of room. fp64 has 1e-16, hence 1e-12.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import published_formulas as paper
+import pytest
+import torch
+from torch import Tensor
+
+import fastppo
+from fastppo.functional.statistics import sampled_kl
+
+B, T, V = 5, 9, 13
+LENGTHS = (9, 4, 1, 0, 7)
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=("fp32", "fp64"))
+
+
+def draw(*shape: int) -> np.ndarray:
+    """Numbers that fp32 holds exactly, so that both sides see the same input."""
+    return torch.randn(*shape).double().numpy()
+
+
+def tensor(x: np.ndarray, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(x).to(dtype)
+
+
+def close(found: Tensor, wanted: np.ndarray | float, dtype: torch.dtype) -> None:
+    assert found.dtype == dtype
+    wanted = torch.as_tensor(wanted, dtype=torch.float64)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found.detach().double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture
+def mask() -> np.ndarray:
+    return np.arange(T) < np.array(LENGTHS)[:, None]
+
+
+@dtypes
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_logprobs_entropy_and_full_kl_are_the_softmax_s(
+    dtype: torch.dtype, temperature: float
+) -> None:
+    logits, ref = draw(B, T, V), draw(B, T, V)
+    tokens = np.random.default_rng(0).integers(V, size=(B, T))
+    z, y = tensor(logits, dtype), torch.from_numpy(tokens)
+    stats = fastppo.token_stats(z, y, ref_logits=tensor(ref, dtype), temperature=temperature)
+    wanted = paper.token_logprobs(logits, tokens, temperature)
+    close(stats.logprobs, wanted, dtype)
+    close(fastppo.token_logprobs(z, y, temperature=temperature), wanted, dtype)
+    close(stats.entropy, paper.entropy(logits, temperature), dtype)
+    assert stats.kl is not None
+    close(stats.kl, paper.full_kl(logits, ref, temperature), dtype)
+    close(
+        fastppo.entropy(z, temperature=temperature),
+        paper.entropy(logits, temperature).mean(),
+        dtype,
+    )
+
+
+@dtypes
+def test_linear_logprobs_and_entropy_are_those_of_the_projected_logits(dtype: torch.dtype) -> None:
+    hidden, weight, bias = draw(B, T, 3), draw(V, 3), draw(V)
+    tokens = np.random.default_rng(0).integers(V, size=(B, T))
+    logprobs, entropy = fastppo.linear_token_logprobs(
+        *(tensor(x, dtype) for x in (hidden, weight)),
+        torch.from_numpy(tokens),
+        bias=tensor(bias, dtype),
+        return_entropy=True,
+        chunk_size=7,
+    )
+    logits = hidden @ weight.T + bias
+    close(logprobs, paper.token_logprobs(logits, tokens), dtype)
+    close(entropy, paper.entropy(logits), dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_sampled_kl_is_the_estimator_of_the_note(dtype: torch.dtype, estimator: str) -> None:
+    logprobs, ref = draw(50), draw(50)
+    found = sampled_kl(tensor(logprobs, dtype), tensor(ref, dtype), estimator)
+    close(found, paper.sampled_kl(logprobs, ref, estimator), dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+@pytest.mark.parametrize("clip", [(0.2, 0.2), (0.1, 0.3)])
+def test_policy_loss_is_the_clipped_surrogate(
+    dtype: torch.dtype, dual_clip: float | None, clip: tuple[float, float], mask: np.ndarray
+) -> None:
+    logprobs, old, a = draw(B, T), draw(B, T), draw(B, T)
+    wanted = -paper.clipped_surrogate(logprobs, old, a, clip, dual_clip)[mask].mean()
+    inputs = (tensor(x, dtype) for x in (logprobs, old, a))
+    found = fastppo.policy_loss(
+        *inputs, torch.from_numpy(mask), clip_ratio=clip, dual_clip=dual_clip
+    )
+    close(found, wanted, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_value_loss_is_half_the_squared_error(
+    dtype: torch.dtype, clip: float | None, mask: np.ndarray
+) -> None:
+    values, returns, old = draw(B, T), draw(B, T), draw(B, T)
+    wanted = 0.5 * paper.value_error(values, returns, old, clip)[mask].mean()
+    v, r, o = (tensor(x, dtype) for x in (values, returns, old))
+    found = fastppo.value_loss(
+        v, r, torch.from_numpy(mask), old_values=o if clip else None, clip_ratio=clip
+    )
+    close(found, wanted, dtype)
+
+
+@dtypes
+def test_total_loss_is_equation_9_with_c1_half_of_vf_coef(
+    dtype: torch.dtype, mask: np.ndarray
+) -> None:
+    logprobs, old, a, values, returns = (draw(B, T) for _ in range(5))
+    logits = draw(B, T, V)
+    found = fastppo.total_loss(
+        *(tensor(x, dtype) for x in (logprobs, old, a, values, returns, logits)),
+        torch.from_numpy(mask),
+        clip_ratio=0.2,
+        vf_coef=0.7,
+        entropy_coef=0.03,
+    )
+    surrogate = paper.clipped_surrogate(logprobs, old, a)
+    error, entropies = paper.value_error(values, returns), paper.entropy(logits)
+    wanted = paper.total_loss(surrogate, error, entropies, c1=0.7 / 2, c2=0.03, mask=mask)
+    close(found["total_loss"], wanted, dtype)
+    close(found["policy_loss"], -surrogate[mask].mean(), dtype)
+    close(found["value_loss"], 0.5 * error[mask].mean(), dtype)
+    close(found["entropy"], entropies[mask].mean(), dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "full"])
+@pytest.mark.parametrize("linear", [False, True], ids=("logits", "linear"))
+def test_ppo_loss_is_surrogate_minus_kl_penalty_plus_entropy_bonus(
+    dtype: torch.dtype, estimator: str, linear: bool, mask: np.ndarray
+) -> None:
+    hidden, weight, ref = draw(B, T, 4), draw(V, 4), draw(B, T, V)
+    logits = hidden @ weight.T
+    tokens = np.random.default_rng(0).integers(V, size=(B, T))
+    logprobs = paper.token_logprobs(logits, tokens, 0.8)
+    old, a = logprobs + 0.3 * draw(B, T), draw(B, T)
+    if estimator == "full":
+        kl = paper.full_kl(logits, ref, 0.8)
+    else:
+        kl = paper.sampled_kl(logprobs, paper.token_logprobs(ref, tokens, 0.8), estimator)
+    surrogate, entropies = paper.clipped_surrogate(logprobs, old, a), paper.entropy(logits, 0.8)
+    wanted = -(surrogate - 0.2 * kl + 0.05 * entropies)[mask].mean()
+    keywords = {
+        "mask": torch.from_numpy(mask),
+        "kl_coef": 0.2,
+        "kl_estimator": estimator,
+        "entropy_coef": 0.05,
+        "temperature": 0.8,
+    }
+    per_token = (torch.from_numpy(tokens), tensor(old, dtype), tensor(a, dtype))
+    if linear:
+        out = fastppo.linear_ppo_loss(
+            tensor(hidden, dtype),
+            tensor(weight, dtype),
+            *per_token,
+            # a head that is the identity makes the reference's hidden states its logits
+            ref_hidden=tensor(ref, dtype),
+            ref_weight=torch.eye(V, dtype=dtype),
+            **keywords,
+        )
+    else:
+        out = fastppo.ppo_loss(
+            tensor(logits, dtype), *per_token, ref_logits=tensor(ref, dtype), **keywords
+        )
+    close(out.loss, wanted, dtype)
+    for found, all_rows in ((out.logprobs, logprobs), (out.entropy, entropies), (out.kl, kl)):
+        close(found, np.where(mask, all_rows, 0.0), dtype)
+
+
+@dtypes
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.95, 0.0)])
+@pytest.mark.parametrize("truncated", [False, True])
+def test_gae_is_the_discounted_sum_of_residuals(
+    dtype: torch.dtype, gamma: float, lam: float, truncated: bool, mask: np.ndarray
+) -> None:
+    rewards, values, ends = draw(B, T), draw(B, T), draw(B)
+    wanted = np.zeros((2, B, T))
+    for b, n in enumerate(LENGTHS):
+        end = ends[b] if truncated else 0.0
+        wanted[:, b, :n] = paper.gae(rewards[b, :n], values[b, :n], gamma, lam, end)
+    found = fastppo.gae(
+        tensor(rewards, dtype),
+        tensor(values, dtype),
+        torch.from_numpy(mask),
+        gamma=gamma,
+        lam=lam,
+        bootstrap=tensor(ends, dtype) if truncated else None,
+    )
+    for one, other in zip(found, wanted, strict=True):
+        close(one, other, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("shift_mean", [True, False])
+def test_compute_advantages_shapes_rewards_then_estimates_then_whitens(
+    dtype: torch.dtype, estimator: str, shift_mean: bool, mask: np.ndarray
+) -> None:
+    scores, values, logprobs, ref = draw(B), draw(B, T), draw(B, T), draw(B, T)
+    advantages, returns, kl = np.zeros((B, T)), np.zeros((B, T)), np.zeros(B)
+    for b, n in enumerate(LENGTHS):
+        if n:
+            p, q = logprobs[b, :n], ref[b, :n]
+            rewards = paper.shaped_rewards(scores[b], p, q, 0.1, estimator)
+            advantages[b, :n], returns[b, :n] = paper.gae(rewards, values[b, :n], 0.99, 0.95)
+            kl[b] = paper.sampled_kl(p, q, estimator).sum()
+    advantages[mask] = paper.whiten(advantages[mask], shift_mean)
+    found = fastppo.compute_advantages(
+        *(tensor(x, dtype) for x in (scores, values, logprobs, ref)),
+        torch.from_numpy(mask),
+        kl_coef=0.1,
+        kl_estimator=estimator,
+        gamma=0.99,
+        lam=0.95,
+        shift_mean=shift_mean,
+    )
+    for one, other in zip(found, (advantages, returns, kl), strict=True):
+        close(one, other, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("shift_mean", [True, False])
+def test_whiten_is_the_masked_standard_score(
+    dtype: torch.dtype, shift_mean: bool, mask: np.ndarray
+) -> None:
+    x = 3 * draw(B, T) + 5
+    wanted = np.zeros_like(x)
+    wanted[mask] = paper.whiten(x[mask], shift_mean)
+    found = fastppo.whiten(tensor(x, dtype), torch.from_numpy(mask), shift_mean=shift_mean)
+    close(found, wanted, dtype)

@@ -1,0 +1,96 @@
+"""Records as operands of torch's custom operators: all fields arrive, a miscount is refused."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastppo.functional.record_operator import operator
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor | None = None
+
+
+class Mixed(NamedTuple):
+    pair: Pair
+    scale: float
+    name: str = "sum"
+    most: float | None = None
+
+
+class Split(NamedTuple):
+    total: Tensor
+    parts: Pair
+
+
+@operator("test_layout")
+def layout_op(x: Tensor, mixed: Mixed, other: Pair | None, flag: bool) -> Split:
+    assert isinstance(mixed, Mixed)
+    assert isinstance(mixed.pair, Pair)
+    assert other is None or isinstance(other, Pair)
+    total = (x + mixed.pair.first) * mixed.scale
+    if other is not None:
+        total = total + other.first
+    second = mixed.pair.second
+    return Split(total.sum(), Pair(total, None if second is None else second + flag))
+
+
+@layout_op.register_fake
+def _(x: Tensor, mixed: Mixed, other: Pair | None, flag: bool) -> Split:
+    second = mixed.pair.second
+    parts = Pair(torch.empty_like(x), None if second is None else torch.empty_like(second))
+    return Split(x.new_empty(()), parts)
+
+
+def test_a_schema_has_an_argument_for_every_field_of_every_record() -> None:
+    schema = str(layout_op.flat_operator._opoverload._schema)
+    assert schema == (
+        "fastppo::test_layout(Tensor x, Tensor mixed_pair_first, Tensor? mixed_pair_second, "
+        "float mixed_scale, str mixed_name, float? mixed_most, Tensor? other_first, "
+        "Tensor? other_second, bool flag) -> (Tensor, Tensor, Tensor)"
+    )
+
+
+@pytest.mark.parametrize("second", [None, torch.ones(2)], ids=("absent", "present"))
+@pytest.mark.parametrize("other", [None, Pair(torch.ones(2))], ids=("absent", "present"))
+def test_records_arrive_as_they_were_sent(second: Tensor | None, other: Pair | None) -> None:
+    """Nested or absent, by position or by name. A None in the result arrives as an empty tensor."""
+    x = torch.tensor([1.0, 2.0])
+    mixed = Mixed(Pair(x, second), 3.0)
+    for result in (
+        layout_op(x, mixed, other, True),
+        layout_op(x, mixed, flag=True, other=other),
+        torch.compile(layout_op, backend="aot_eager", fullgraph=True)(x, mixed, other, True),
+    ):
+        assert isinstance(result, Split)
+        wanted = 6 * x + (0 if other is None else 1)
+        assert torch.equal(result.parts.first, wanted)
+        assert torch.equal(result.total, wanted.sum())
+        assert result.parts.second is not None
+        empty = torch.empty(0)
+        assert torch.equal(result.parts.second, empty if second is None else second + 1)
+
+
+def test_a_miscount_does_not_pass_in_silence() -> None:
+    x = torch.ones(2)
+    flat = layout_op.flat(x, Mixed(Pair(x), 1.0), None, False)
+    for wrong in (flat[:-1], [*flat, 1.0]):
+        with pytest.raises((RuntimeError, TypeError)):
+            layout_op.flat_operator(*wrong)
+    with pytest.raises(TypeError, match="arguments must be x, mixed, other, flag, got 3"):
+        layout_op(x, Mixed(Pair(x), 1.0), None)  # type: ignore[call-arg]
+    with pytest.raises((RuntimeError, TypeError, ValueError)):
+        layout_op(x, Pair(x), None, False)  # type: ignore[arg-type]
+
+
+def test_an_annotation_that_torch_has_no_type_for_is_refused() -> None:
+    with pytest.raises(KeyError):
+
+        @operator("test_no_such_type")
+        def _(x: Tensor, names: list[str]) -> Tensor:
+            return x

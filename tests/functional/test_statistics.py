@@ -1,0 +1,252 @@
+"""The tokens' statistics equal the definition, value and gradient, from logits and hidden states.
+
+Both sides take fp64 through some hundred roundings of 1e-16, hence 1e-11; fp32 has 6e-8, hence
+1e-5. test_losses.py, test_loss_precision.py and test_loss_properties.py hold the row maths further.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import draws
+import pytest
+import torch
+from fastppo_kernels import definition
+from torch import Tensor
+from torch.autograd import gradcheck
+
+import fastppo
+from fastppo.functional.statistics import sampled_kl
+
+N, V, H = 6, 11, 5
+
+
+def head(rows: int, vocab: int, width: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """[hidden, weight, bias], leaves."""
+    parts = (torch.randn(rows, width), torch.randn(vocab, width), torch.randn(vocab))
+    return [x.to(dtype).requires_grad_() for x in parts]
+
+
+def assert_near(found: Any, wanted: Any, tolerance: float) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape
+        scale = max(1.0, other.abs().max().item())
+        torch.testing.assert_close(
+            one.detach().double(), other.detach().double(), rtol=0, atol=tolerance * scale
+        )
+
+
+SOFTMAX_KEYWORDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.4},
+    {"temperature": torch.tensor([0.5, 1.0, 2.0, 0.3], dtype=torch.float64)},
+    {"temperature": torch.tensor(0.7)},
+    {"logit_scale": 0.3},
+    {"softcap": 2.0},
+    {"temperature": 0.6, "logit_scale": 1.5, "softcap": 3.0},
+]
+softmaxes = pytest.mark.parametrize("softmax", SOFTMAX_KEYWORDS, ids=lambda k: "-".join(k) or "T=1")
+
+
+@softmaxes
+def test_gradcheck_of_token_statistics(softmax: dict[str, Any]) -> None:
+    """Of logprobs, entropy and full KL at once, each with its own upstream gradient."""
+    data = draws.batch((4,), 5).leaf()
+    ref_logits = draws.like(data.logits, 3)
+
+    def stats(x: Tensor) -> tuple[Tensor, ...]:
+        out = fastppo.token_stats(x, data.tokens, ref_logits=ref_logits, **softmax)
+        assert out.kl is not None
+        return out.logprobs, out.entropy, out.kl
+
+    assert gradcheck(stats, data.logits)
+    assert gradcheck(lambda x: fastppo.token_logprobs(x, data.tokens, **softmax), data.logits)
+
+
+@softmaxes
+@pytest.mark.parametrize("chunk_size", [1, 3, None])
+def test_gradcheck_of_linear_token_logprobs(
+    softmax: dict[str, Any], chunk_size: int | None
+) -> None:
+    tokens = torch.tensor([0, 4, 2, 2])
+
+    def stats(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        out: tuple[Tensor, Tensor] = fastppo.linear_token_logprobs(
+            hidden,
+            weight,
+            tokens,
+            bias=bias,
+            return_entropy=True,
+            chunk_size=chunk_size,
+            **softmax,
+        )
+        return out
+
+    assert gradcheck(stats, head(4, 5, 3))
+
+
+@softmaxes
+@pytest.mark.parametrize("chunk_size", [1, 3, None])
+def test_gradcheck_of_linear_token_statistics(
+    softmax: dict[str, Any], chunk_size: int | None
+) -> None:
+    """Against a reference head of another width; each statistic with its own upstream gradient."""
+    tokens = torch.tensor([0, 4, 2, 2])
+    ref_hidden, ref_weight, ref_bias = (x.detach() for x in head(4, 5, 2))
+
+    def stats(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        out = fastppo.linear_token_stats(
+            hidden,
+            weight,
+            tokens,
+            bias=bias,
+            ref_hidden=ref_hidden,
+            ref_weight=ref_weight,
+            ref_bias=ref_bias,
+            chunk_size=chunk_size,
+            **softmax,
+        )
+        assert out.kl is not None
+        return out.logprobs, out.entropy, out.kl
+
+    assert gradcheck(stats, head(4, 5, 3))
+
+
+@softmaxes
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=("fp64", "fp32"))
+@pytest.mark.parametrize("path", ["logits", "linear"])
+def test_statistics_and_their_gradients_are_the_definition_s(
+    path: str, dtype: torch.dtype, softmax: dict[str, Any]
+) -> None:
+    data = draws.batch((4,), V, dtype)
+    ref = data.logits + draws.like(data.logits, 3).to(dtype)
+    x = data.logits.double().requires_grad_()
+    wanted = definition.token_stats(
+        x, data.tokens, draws.as_softmax(**softmax), ref_logits=ref.double()
+    )
+    exact = (wanted.logprobs, wanted.entropy, wanted.kl)
+    upstream = torch.randn(3, 4, dtype=torch.float64)
+    (wanted_grad,) = torch.autograd.grad(exact, x, list(upstream))
+    leaf = data.leaf().logits
+    if path == "logits":
+        found = fastppo.token_stats(leaf, data.tokens, ref_logits=ref, **softmax)
+    else:
+        identity = torch.eye(V, dtype=dtype)
+        found = fastppo.linear_token_stats(
+            leaf, identity, data.tokens, ref_hidden=ref, ref_weight=identity, chunk_size=3,
+            **softmax,
+        )  # fmt: skip
+    tolerance = 1e-11 if dtype == torch.float64 else 1e-5
+    assert_near(found, exact, tolerance)
+    (grad,) = torch.autograd.grad(tuple(found), leaf, list(upstream.to(dtype)))
+    assert_near([grad], [wanted_grad], tolerance)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 2, 2), (0,), (2, 0)], ids=str)
+def test_leading_axes_are_only_a_shape(shape: tuple[int, ...]) -> None:
+    hidden, weight, bias = head(int(torch.Size(shape).numel()), V, H)
+    tokens = torch.randint(V, shape)
+    whole = hidden.detach().view(*shape, H)
+    ref = {"ref_hidden": whole + 1, "ref_weight": weight.detach()}
+    found = fastppo.linear_token_stats(whole, weight, tokens, bias=bias, **ref)
+    flat = fastppo.linear_token_stats(
+        hidden, weight, tokens.flatten(), bias=bias, ref_hidden=hidden.detach() + 1,
+        ref_weight=weight.detach(),
+    )  # fmt: skip
+    for one, other in zip(found, flat, strict=True):
+        assert one is not None
+        assert torch.equal(one, other.view(shape))
+
+
+def test_without_a_reference_there_is_no_kl() -> None:
+    hidden, weight, bias = head(N, V, H)
+    tokens = torch.randint(V, (N,))
+    stats = fastppo.linear_token_stats(hidden, weight, tokens, bias=bias)
+    assert stats.kl is None
+    assert fastppo.token_stats(hidden @ weight.T + bias, tokens).kl is None
+    logprobs, entropy = fastppo.linear_token_logprobs(
+        hidden, weight, tokens, bias=bias, return_entropy=True
+    )
+    assert torch.equal(logprobs, stats.logprobs)
+    assert torch.equal(entropy, stats.entropy)
+    alone = fastppo.linear_token_logprobs(hidden, weight, tokens, bias=bias)
+    assert torch.equal(alone, stats.logprobs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_kl_of_a_head_to_itself_is_zero_and_so_is_its_gradient(dtype: torch.dtype) -> None:
+    """To the bit: policy and reference are summed in one order."""
+    hidden, weight, bias = head(N, 1009, H, dtype)
+    stats = fastppo.linear_token_stats(
+        hidden, weight, torch.randint(1009, (N,)), bias=bias, chunk_size=4,
+        ref_hidden=hidden.detach(), ref_weight=weight.detach(), ref_bias=bias.detach(),
+    )  # fmt: skip
+    assert stats.kl is not None
+    assert (stats.kl == 0).all()
+    for grad in torch.autograd.grad(stats.kl.sum(), (hidden, weight, bias)):
+        assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("trained", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0)])
+def test_frozen_parts_get_no_gradient_and_the_reference_never_does(
+    trained: tuple[int, int, int],
+) -> None:
+    parts = [x.detach() for x in head(N, V, H)]
+    ref = [x.detach().requires_grad_() for x in head(N, V, 3)]
+    tokens = torch.randint(V, (N,))
+
+    def gradients(asked: tuple[int, ...]) -> list[Tensor | None]:
+        leaves = [x.clone().requires_grad_(bool(a)) for x, a in zip(parts, asked, strict=True)]
+        stats = fastppo.linear_token_stats(
+            *leaves[:2], tokens, bias=leaves[2], chunk_size=4,
+            ref_hidden=ref[0], ref_weight=ref[1], ref_bias=ref[2],
+        )  # fmt: skip
+        assert stats.kl is not None
+        (stats.kl + stats.logprobs).sum().backward()
+        return [x.grad for x in leaves]
+
+    everything = gradients((1, 1, 1))
+    for grad, asked, whole in zip(gradients(trained), trained, everything, strict=True):
+        assert (grad is not None) == bool(asked)
+        if grad is not None:
+            assert whole is not None
+            assert torch.equal(grad, whole)
+    assert all(x.grad is None for x in ref)
+
+
+def test_the_loss_s_exact_kl_is_that_of_the_statistics() -> None:
+    """One row maths behind both."""
+    data = draws.batch((N,), V)
+    hidden, weight, bias = head(N, V, H)
+    ref = {"ref_hidden": torch.randn(N, 3).double(), "ref_weight": torch.randn(V, 3).double()}
+    loss = fastppo.linear_ppo_loss(
+        hidden, weight, *data[1:], bias=bias, kl_estimator="full", kl_coef=0.1, **ref
+    )
+    stats = fastppo.linear_token_stats(hidden, weight, data.tokens, bias=bias, **ref)
+    assert stats.kl is not None
+    assert_near([loss.kl, loss.logprobs, loss.entropy], [stats.kl, *stats[:2]], 1e-13)
+
+
+def test_upstream_gradients_of_stride_0_are_read_as_any_other() -> None:
+    """`sum()` sends back a gradient expanded from one number."""
+    data = draws.batch((N,), V).leaf()
+    hidden, weight, _ = head(N, V, H)
+    for x, logprobs in (
+        (data.logits, fastppo.token_logprobs(data.logits, data.tokens)),
+        (hidden, fastppo.linear_token_logprobs(hidden, weight, data.tokens)),
+    ):
+        (expanded,) = torch.autograd.grad(logprobs.sum(), x, retain_graph=True)
+        (dense,) = torch.autograd.grad(logprobs, x, torch.ones_like(logprobs))
+        assert torch.equal(expanded, dense)
+
+
+def test_sampled_estimators_average_to_the_exact_kl() -> None:
+    """E_p[k1] = E_p[k3] = KL(p‖q), over the exact distribution in place of samples."""
+    p, q = torch.randn(2, 50, dtype=torch.float64).log_softmax(-1)
+    exact = (p.exp() * (p - q)).sum()
+    for estimator in ("k1", "k3"):
+        mean = (p.exp() * sampled_kl(p, q, estimator)).sum()
+        torch.testing.assert_close(mean, exact, rtol=1e-12, atol=0)
+    assert (sampled_kl(p, q, "k3") >= 0).all()
+    near = sampled_kl(p, p - 1e-6, "k3")
+    torch.testing.assert_close(near, torch.full_like(near, 5e-13), rtol=1e-3, atol=0)

@@ -1,0 +1,221 @@
+"""The definition equals the published formulas, transcribed apart in fp64 NumPy.
+
+Both sides take fp64 through some tens of roundings of 1e-16: 1e-12. The gradients are autograd's;
+gradcheck holds that what autograd differentiates is smooth where it says so.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import draws
+import numpy as np
+import published_formulas as paper
+import pytest
+import torch
+from fastppo_kernels import definition
+from fastppo_kernels.records import (
+    Discounts,
+    Objective,
+    PerToken,
+    Projection,
+    Shaping,
+    Softmax,
+    Trajectory,
+)
+from torch import Tensor
+from torch.autograd import gradcheck
+
+N, V, H = 8, 11, 3
+B, T = 5, 9
+LENGTHS = (9, 4, 1, 0, 7)
+WEIGHTS = torch.full((N,), 1 / N, dtype=torch.float64)
+
+
+def close(found: Tensor, wanted: np.ndarray | float) -> None:
+    np.testing.assert_allclose(found.detach().numpy(), wanted, rtol=1e-12, atol=1e-12)
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def test_it_is_short_enough_to_be_read() -> None:
+    assert len(Path(definition.__file__).read_text().splitlines()) <= 250
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_statistics_are_those_of_the_softmax(temperature: float) -> None:
+    logits, ref, tokens = draw(N, V), draw(N, V), torch.randint(V, (N,))
+    found = definition.token_stats(logits, tokens, Softmax(temperature), ref_logits=ref)
+    z, q = logits.numpy(), ref.numpy()
+    close(found.logprobs, paper.token_logprobs(z, tokens.numpy(), temperature))
+    close(found.entropy, paper.entropy(z, temperature))
+    close(found.kl, paper.full_kl(z, q, temperature))
+    each = torch.full((N,), temperature, dtype=torch.float64)
+    again = definition.token_stats(logits, tokens, Softmax(temperatures=each), ref_logits=ref)
+    for one, other in zip(again, found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_scale_and_cap_come_before_the_temperature() -> None:
+    logits, tokens = draw(N, V), torch.randint(V, (N,))
+    found = definition.token_stats(logits, tokens, Softmax(0.7, None, 1.5, 2.0))
+    z = 2.0 * np.tanh(1.5 * logits.numpy() / 2.0)
+    close(found.logprobs, paper.token_logprobs(z, tokens.numpy(), 0.7))
+    row_max, log_sum = found.normalizer.numpy().T
+    np.testing.assert_allclose(row_max, z.max(-1), rtol=1e-12)
+    at_tokens = np.take_along_axis(z, tokens.numpy()[:, None], -1)[:, 0]
+    close(found.logprobs, (at_tokens - row_max) / 0.7 - log_sum)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_sampled_kl_is_the_estimator_of_the_note(estimator: str) -> None:
+    logprobs, ref = draw(50), draw(50)
+    found = definition.sampled_kl(logprobs - ref, estimator)
+    close(found, paper.sampled_kl(logprobs.numpy(), ref.numpy(), estimator))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "full"])
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+@pytest.mark.parametrize("linear", [False, True], ids=("logits", "linear"))
+def test_the_loss_is_surrogate_minus_kl_penalty_plus_entropy_bonus(
+    estimator: str, dual_clip: float | None, linear: bool
+) -> None:
+    hidden, weight, ref = draw(N, H), draw(V, H), draw(N, V)
+    logits = hidden @ weight.T
+    data = draws.batch((N,), V)
+    z, tokens = logits.numpy(), data.tokens.numpy()
+    logprobs = paper.token_logprobs(z, tokens, 0.8)
+    old = torch.from_numpy(logprobs) + 0.3 * draw(N)
+    importance = draw(N).abs()
+    if estimator == "full":
+        kl, ref_logprobs = paper.full_kl(z, ref.numpy(), 0.8), None
+    else:
+        q = paper.token_logprobs(ref.numpy(), tokens, 0.8)
+        kl, ref_logprobs = paper.sampled_kl(logprobs, q, estimator), torch.from_numpy(q)
+    surrogate = paper.clipped_surrogate(
+        logprobs, old.numpy(), data.advantages.numpy(), (0.1, 0.3), dual_clip
+    )
+    entropies = paper.entropy(z, 0.8)
+    policy = -surrogate * importance.numpy()
+    wanted = (policy + 0.2 * kl - 0.05 * entropies).mean()
+    operands: tuple[Any, ...] = (
+        PerToken(data.tokens, old, data.advantages, WEIGHTS, importance, ref_logprobs),
+        Objective(0.9, 1.3, dual_clip, 0.2, estimator, 0.05),
+        Softmax(0.8),
+    )
+    if linear:
+        reference = Projection(ref, torch.eye(V, dtype=torch.float64))
+        projection = Projection(hidden, weight)
+        rows = definition.linear_ppo_loss(projection, *operands, ref_projection=reference)
+    else:
+        rows = definition.ppo_loss(logits, *operands, ref_logits=ref)  # type: ignore[assignment]
+    close(rows.sums[0], wanted)
+    close(rows.logprobs, logprobs)
+    close(rows.entropy, entropies)
+    close(rows.kl, kl)
+    close(rows.sums[1], policy.mean())
+
+
+@pytest.mark.parametrize("term", draws.TERMS)
+def test_gradients_are_those_of_finite_differences(term: str) -> None:
+    data = draws.batch((4,), 5).leaf()
+    keywords = draws.options(data, term)
+    w = torch.full((4,), 0.25, dtype=torch.float64)
+    assert gradcheck(lambda x: draws.exact(x, *data[1:], w, **keywords).loss, data.logits)
+
+
+def test_rows_of_weight_0_may_hold_anything() -> None:
+    data, keep = draws.batch((N,), V), torch.arange(N) % 3 != 1
+    objective, softmax = Objective(0.8, 1.2, entropy_coef=0.1), Softmax()
+    weights = torch.where(keep, WEIGHTS, 0.0)
+    bad = [x.clone() for x in data]
+    bad[0][~keep] = torch.nan
+    bad[1][~keep] = -100
+    for x in bad[2:]:
+        x[~keep] = torch.inf
+    found = definition.ppo_loss(bad[0], PerToken(*bad[1:], weights), objective, softmax)
+    cut = PerToken(*(x[keep] for x in data[1:]), WEIGHTS[keep])
+    wanted = definition.ppo_loss(data.logits[keep], cut, objective, softmax)
+    assert torch.equal(found.sums, wanted.sums)
+    assert found.grad is not None
+    assert wanted.grad is not None
+    assert torch.equal(found.grad[keep], wanted.grad)
+    assert (found.grad[~keep] == 0).all()
+    assert (found.logprobs[~keep] == 0).all()
+
+
+def test_a_word_that_is_ruled_out_has_no_share_and_one_that_q_rules_out_an_infinite_kl() -> None:
+    logits, ref, tokens = draw(3, V), draw(3, V), torch.zeros(3, dtype=torch.int64)
+    logits[0, 4:], ref[0, 4:] = -torch.inf, -torch.inf
+    ref[1, 7] = -torch.inf
+    logits.requires_grad_()
+    found = definition.token_stats(logits, tokens, Softmax(), ref_logits=ref)
+    z, q = logits.detach().numpy(), ref.numpy()
+    close(found.entropy[0], paper.entropy(z[:1, :4])[0])
+    close(found.kl[0], paper.full_kl(z[:1, :4], q[:1, :4])[0])
+    assert found.kl.isinf().tolist() == [False, True, False]
+    (grad,) = torch.autograd.grad(found.entropy.sum() + found.kl[[0, 2]].sum(), logits)
+    assert grad.isfinite().all()
+    assert (grad[0, 4:] == 0).all()
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.95, 0.0)])
+@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_gae_is_the_discounted_sum_of_residuals(
+    gamma: float, lam: float, truncated: bool, packed: bool
+) -> None:
+    """Also where the mask leaves gaps, and with discounts per sequence."""
+    rewards, values, ends = draw(B, T), draw(B, T), draw(B)
+    mask = (torch.arange(T) < torch.tensor(LENGTHS)[:, None]) & (torch.arange(T) != 2)
+    wanted = np.zeros((2, B, T))
+    for b in range(B):
+        at = mask[b].numpy()
+        end = float(ends[b]) if truncated else 0.0
+        wanted[:, b, at] = paper.gae(rewards.numpy()[b, at], values.numpy()[b, at], gamma, lam, end)
+    trajectory = Trajectory(values, rewards, mask, None, ends if truncated else None)
+    if packed:
+        starts = torch.arange(B + 1) * T
+        flat = (x.flatten() for x in (values, rewards, mask))
+        trajectory = Trajectory(*flat, starts, trajectory.bootstrap)
+    each = [torch.full((B,), x, dtype=torch.float64) for x in (gamma, lam)]
+    for discounts in (Discounts(gamma, lam), Discounts(0.1, 0.1, *each)):
+        found = definition.gae(trajectory, discounts)
+        for one, other in zip(found, wanted, strict=True):
+            close(one.view(B, T), other)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("shift_mean", [True, False])
+def test_rewards_are_shaped_then_advantages_estimated_then_whitened(
+    estimator: str, shift_mean: bool
+) -> None:
+    scores, values, logprobs, ref = draw(B), draw(B, T), draw(B, T), draw(B, T)
+    mask = torch.arange(T) < torch.tensor(LENGTHS)[:, None]
+    advantages, returns, kl = np.zeros((B, T)), np.zeros((B, T)), np.zeros(B)
+    for b, n in enumerate(LENGTHS):
+        if n:
+            p, q = logprobs.numpy()[b, :n], ref.numpy()[b, :n]
+            score = float(scores[b].clamp(-0.5, 0.5))
+            rewards = paper.shaped_rewards(score, p, q, 0.1, estimator)
+            advantages[b, :n], returns[b, :n] = paper.gae(
+                rewards, values.numpy()[b, :n], 0.99, 0.95
+            )
+            kl[b] = paper.sampled_kl(p, q, estimator).sum()
+    found = definition.shaped_advantages(
+        Trajectory(values, None, mask),
+        Shaping(scores, logprobs, ref, 0.1, estimator, 0.5),
+        Discounts(0.99, 0.95),
+    )
+    for one, other in zip(found, (advantages, returns, kl), strict=False):
+        close(one, other)
+    own = advantages[mask.numpy()]
+    close(found.moments, np.array([len(own), own.sum(), (own**2).sum()]))
+    white = np.zeros((B, T))
+    white[mask.numpy()] = paper.whiten(own, shift_mean)
+    for moments in (None, found.moments):
+        given = definition.whiten(found.advantages, mask, shift_mean=shift_mean, moments=moments)
+        close(given, white)

@@ -1,0 +1,119 @@
+"""Every Triton kernel compiles for every GPU generation that it ships for, and none spills.
+
+A register that does not fit goes to local memory, which is the GPU's own memory: a kernel that
+lives on bandwidth pays for it. No GPU is needed: see compile_check.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import compile_check
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton_advantages_launches
+import triton_linear_stats_launches
+import triton_rows_launches
+
+CAPABILITIES = (80, 90, 100)
+MODULES = ("triton_rows", "triton_linear_stats", "triton_advantages")
+Key = tuple[str, int]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, Future]:
+    """Two compilers at a time, each with a cache of its own."""
+    files = (triton_rows_launches, triton_linear_stats_launches, triton_advantages_launches)
+    with ThreadPoolExecutor(2) as pool:
+        return {
+            (module, capability): pool.submit(
+                compile_check.compiled,
+                Path(str(file.__file__)),
+                capability,
+                tmp_path_factory.mktemp(f"triton-{capability}"),
+            )
+            for module, file in zip(MODULES, files, strict=True)
+            for capability in CAPABILITIES
+        }
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("module", MODULES)
+def test_no_kernel_spills(module: str, capability: int, results: dict[Key, Future]) -> None:
+    kernels = results[module, capability].result()
+    assert len(kernels) > 3
+    spilled = [kernel for kernel in kernels if kernel.stack or kernel.local]
+    assert not spilled, "\n".join(map(str, spilled))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_kernel_is_compiled(module: str, results: dict[Key, Future]) -> None:
+    names = {kernel.kernel for kernel in results[module, 90].result()}
+    defined = vars(importlib.import_module(f"fastppo_kernels.{module}"))
+    assert names == {name for name in defined if name.endswith("_kernel")}
+
+
+def test_the_statistics_are_compiled_in_every_tile(
+    results: dict[Key, Future],
+) -> None:
+    from fastppo_kernels import triton_linear_stats as stats
+
+    compiled = {
+        (kernel.constants["BLOCK_V"], kernel.constants["BLOCK_H"], kernel.num_warps)
+        for kernel in results["triton_linear_stats", 90].result()
+        if kernel.kernel == "_linear_stats_kernel"
+    }
+    tiles = [tile for tile in vars(stats).values() if isinstance(tile, stats.Tile)]
+    assert compiled == {(tile.block_v, tile.block_h, tile.num_warps) for tile in tiles}
+
+
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes that one program may have: the CUDA programming guide's table of compute capabilities."""
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_shared_memory_fits_a_multiprocessor(capability: int, results: dict[Key, Future]) -> None:
+    for module in MODULES:
+        for kernel in results[module, capability].result():
+            assert kernel.shared <= SHARED_MEMORY[capability], kernel
+
+
+def test_every_tile_is_compiled(results: dict[Key, Future]) -> None:
+    """Short and long rows, with and without what halves a tile, 8, 4 and 1 elements a load."""
+    from fastppo_kernels import triton_rows
+
+    compiled = {
+        (kernel.constants["BLOCK_V"], kernel.num_warps)
+        for kernel in results["triton_rows", 90].result()
+        if kernel.kernel == "_ppo_loss_kernel"
+    }
+    table = {
+        triton_rows.tile(vocab, width, has_ref=has_ref, has_softcap=has_softcap)[:2]
+        for vocab in (triton_rows_launches.SHORT, triton_rows_launches.LONG)
+        for width in (8, 4, 1)
+        for has_ref in (False, True)
+        for has_softcap in (False, True)
+    }
+    assert compiled == table
+
+
+def test_padded_and_packed_rows_scan_in_the_same_order(results: dict[Key, Future]) -> None:
+    """Equal bits on a device follow from equal layouts; the interpreter cannot show this."""
+    scans = {
+        (kernel.launch, kernel.kernel): kernel.scans
+        for kernel in results["triton_advantages", 90].result()
+        if kernel.scans
+    }
+    compared = 0
+    for (launch, kernel), packed in scans.items():
+        if launch.endswith("packed"):
+            for layout in ("one chunk", "split"):
+                padded = scans.get((launch.removesuffix("packed") + layout, kernel))
+                if padded is not None:
+                    assert padded == packed, (launch, kernel)
+                    compared += 1
+    assert compared >= 20

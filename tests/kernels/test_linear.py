@@ -1,0 +1,717 @@
+"""The chunk loop around the lm-head, with both backends, against the definition.
+
+test_losses.py holds the public function to the definition in fp64, keyword by keyword; here the
+loop runs with the kernels too, under Triton's interpreter, and the promises about chunks, memory,
+dropped rows and dtypes are tested on both. Tolerances: 1e-5 of the largest entry in fp32, where
+sums of some hundred terms carry some 1e-6; bf16 is compared with what plain bf16 PyTorch makes of
+the same numbers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import draws
+import pytest
+import torch
+from allocations import allocations
+from draws import as_linear
+from fastppo_kernels import definition, linear, torch_rows
+from fastppo_kernels.records import (
+    Asked,
+    Gemm,
+    LinearPPORows,
+    Objective,
+    PerToken,
+    Projection,
+    Softmax,
+    StatsGradients,
+)
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastppo
+
+triton_rows = pytest.importorskip("fastppo_kernels.triton_rows", reason="Triton is not installed")
+
+pytestmark = [
+    # NumPy announces what the kernels mean to happen: see test_triton_rows.py.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+    pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
+]
+ROWS = {"torch": torch_rows, "triton": triton_rows}
+backends = pytest.mark.parametrize("backend", ROWS)
+if torch.cuda.is_available():
+    pytest.skip("test_linear_gpu.py does this on a GPU", allow_module_level=True)
+
+CLIPPED = Objective(0.8, 1.2)
+ENTROPY = CLIPPED._replace(entropy_coef=0.1)
+
+
+def loss_of(
+    backend: str,
+    parts: list[Tensor],
+    data: draws.Batch,
+    weights: Tensor,
+    objective: Objective = CLIPPED,
+    **how: Any,
+) -> LinearPPORows:
+    """The loop's own loss of (hidden, weight[, bias])."""
+    per_token = PerToken(*data[1:], weights)
+    return linear.ppo_loss(
+        Projection(*parts), per_token, objective, Softmax(), rows=ROWS[backend], **how
+    )
+
+
+def head(n: int, vocab: int, width: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """[hidden, weight, bias] with logits of order 1; the same numbers for every dtype."""
+    g = torch.Generator().manual_seed(3)
+    shapes = ((n, width), (vocab, width), (vocab,))
+    hidden, weight, bias = (torch.randn(s, generator=g, dtype=torch.float64) for s in shapes)
+    return [x.to(dtype) for x in (hidden, 2 * weight / width**0.5, bias)]
+
+
+def near(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> draws.Batch:
+    """A batch whose old logprobs lie around those of this head, on both sides of every clip."""
+    logits = hidden.double() @ weight.double().T
+    logits = logits if bias is None else logits + bias.double()
+    data = draws.batch((hidden.shape[0],), weight.shape[0], torch.float32)
+    logprobs = draws.log_softmax(logits).gather(-1, data.tokens[:, None])[:, 0]
+    drawn = draws.log_softmax(data.logits).gather(-1, data.tokens[:, None])[:, 0]
+    old = (logprobs + data.old_logprobs.double() - drawn).float()
+    return data._replace(logits=logits, old_logprobs=old)
+
+
+def by_autograd(
+    parts: list[Tensor], data: draws.Batch, keywords: dict[str, Any]
+) -> tuple[draws.Exact, list[Tensor]]:
+    """The loss and the gradients of (hidden, weight, bias) by plain autograd in fp64."""
+    leaves = [x.double().requires_grad_() for x in parts]
+    w = torch.full(data.tokens.shape, 1 / len(data.tokens), dtype=torch.float64)
+    out = draws.exact(leaves[0] @ leaves[1].T + leaves[2], *data[1:], w, **keywords)
+    return out, list(torch.autograd.grad(out.loss, leaves))
+
+
+def assert_close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
+    scale = wanted.abs().max().item()
+    torch.testing.assert_close(
+        found.detach().double(), wanted.detach().double(), rtol=0, atol=tolerance * scale + 1e-30
+    )
+
+
+# ------------------------------------------------------------- the launcher against autograd
+
+
+@pytest.mark.parametrize("term", draws.TERMS)
+@pytest.mark.parametrize("chunk_size", [1, 3, None])
+def test_the_launcher_gives_the_loss_and_the_gradients_of_autograd(
+    term: str, chunk_size: int | None
+) -> None:
+    """Odd N, V and H; chunks of one row, of all of them, and such that the last one is short."""
+    parts = head(7, 29, 13)
+    data = near(*parts)
+    keywords = draws.options(data, term)
+    wanted, wanted_grads = by_autograd(parts, data, keywords)
+    leaves = [x.float().requires_grad_() for x in parts]
+    fp32 = {
+        name: x.float() if isinstance(x, Tensor) else x for name, x in as_linear(keywords).items()
+    }
+    found = fastppo.linear_ppo_loss(
+        *leaves[:2], *data[1:], bias=leaves[2], chunk_size=chunk_size, backend="triton", **fp32
+    )
+    for name in ("loss", "logprobs", "entropy", "kl"):
+        assert_close(getattr(found, name), getattr(wanted, name), 1e-5)
+    grads = torch.autograd.grad(found.loss, leaves)
+    for grad, other in zip(grads, wanted_grads, strict=True):
+        assert_close(grad, other, 1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [2, None])
+@pytest.mark.parametrize("softmax", [{}, {"softcap": 4.0, "logit_scale": 0.7}], ids=["T=1", "cap"])
+def test_the_launcher_s_statistics_are_those_of_autograd(
+    chunk_size: int | None, softmax: dict[str, Any]
+) -> None:
+    """With temperatures per token, and an upstream gradient for each of the two."""
+    parts = head(5, 29, 13)
+    data = near(*parts)
+    softmax = softmax | {"temperature": torch.rand(5) + 0.5}
+    upstream = torch.randn(2, 5)
+    wide = [x.clone().requires_grad_() for x in parts]
+    log_p = draws.log_softmax(wide[0] @ wide[1].T + wide[2], **softmax)
+    wanted = log_p.gather(-1, data.tokens[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    wanted_grads = torch.autograd.grad(wanted, wide, list(upstream.double()))
+    leaves = [x.float().requires_grad_() for x in parts]
+    found = fastppo.linear_token_logprobs(
+        *leaves[:2],
+        data.tokens,
+        bias=leaves[2],
+        return_entropy=True,
+        chunk_size=chunk_size,
+        backend="triton",
+        **softmax,
+    )
+    grads = torch.autograd.grad(found, leaves, list(upstream))
+    for one, other in zip((*found, *grads), (*wanted, *wanted_grads), strict=True):
+        assert_close(one, other, 1e-5)
+
+
+@backends
+@pytest.mark.parametrize("chunk_size", [1, 3, None])
+@pytest.mark.parametrize("softmax", ["T=1", "everything"])
+@pytest.mark.parametrize("upstream", ["all", "KL alone", "logprob alone", "no reference"])
+def test_statistics_against_a_reference_head_and_their_gradients(
+    backend: str, chunk_size: int | None, softmax: str, upstream: str
+) -> None:
+    """Of a reference of another width and with a bias; each statistic with its own gradient."""
+    n, vocab = 7, 29
+    parts = head(n, vocab, 13)
+    ref_parts = [x + 0.3 for x in head(n, vocab, 5)]
+    tokens = torch.arange(n) * 4 % vocab
+    each = torch.linspace(0.5, 2.0, n, dtype=torch.float64)
+    exact_softmax = Softmax(1.0, each, 0.7, 4.0) if softmax == "everything" else Softmax()
+    g = torch.randn(3, n, dtype=torch.float64)
+    if upstream == "KL alone":
+        g[:2] = 0
+    elif upstream == "logprob alone":
+        g[1:] = 0
+    grads = StatsGradients(*g) if upstream != "no reference" else StatsGradients(g[0], g[1])
+
+    leaves = [x.clone().requires_grad_() for x in parts]
+    ref = Projection(*ref_parts) if grads.kl is not None else None
+    wanted = definition.linear_token_stats(
+        Projection(*leaves), tokens, exact_softmax, ref_projection=ref
+    )
+    total = sum((x * y).sum() for x, y in zip(wanted, grads, strict=False) if y is not None)
+    wanted_grads = torch.autograd.grad(total, leaves)
+
+    def fp32(record: Any) -> Any:
+        return type(record)(*(x.float() if isinstance(x, Tensor) else x for x in record))
+
+    operands = (Projection(*(x.float() for x in parts)), tokens)
+    how: dict[str, Any] = {"rows": ROWS[backend], "gemm": Gemm(chunk_size)}
+    how["ref_projection"] = None if ref is None else fp32(ref)
+    found = linear.token_stats(*operands, fp32(exact_softmax), **how)
+    for one, other in zip(found, wanted, strict=True):
+        assert_close(one, other, 1e-5)
+    if ref is not None:
+        assert (found.kl > 1e-3).all()
+    found_grads = linear.token_stats_backward(
+        fp32(grads), *operands, found, fp32(exact_softmax), **how
+    )
+    for one, other in zip(found_grads, wanted_grads, strict=True):
+        assert_close(one, other, 1e-5)
+
+
+@backends
+@pytest.mark.parametrize("n", [0, 1])
+def test_a_batch_of_no_row_and_of_one(backend: str, n: int) -> None:
+    leaves = [x.requires_grad_() for x in head(n, 11, 5, torch.float32)]
+    data = near(*(x.detach() for x in leaves))
+    out = fastppo.linear_ppo_loss(*leaves[:2], *data[1:], bias=leaves[2], backend=backend)
+    out.loss.backward()
+    for leaf in leaves:
+        assert leaf.grad is not None
+        assert leaf.grad.shape == leaf.shape
+        assert bool((leaf.grad != 0).any()) == (n > 0)
+    assert out.logprobs.shape == (n,)
+
+
+# ------------------------------------------------------------------------------- masked rows
+
+
+@backends
+@pytest.mark.parametrize("by", ["mask", "weights", "mask under compile"])
+def test_masked_rows_may_hold_anything_whether_they_are_cut_out_or_not(
+    backend: str, by: str
+) -> None:
+    """A row of NaN times a gradient of 0 would be NaN in all of dW."""
+    keep = torch.tensor([True, False, True, True, False, True, True])
+    parts = head(7, 29, 13, torch.float32)
+    data = near(*parts)
+
+    def gradients(hidden: Tensor, data: draws.Batch) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (hidden, *parts[1:])]
+        selection = {"weights": keep / 5.0} if by == "weights" else {"mask": keep}
+
+        def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            return fastppo.linear_ppo_loss(
+                hidden, weight, *data[1:], bias=bias, chunk_size=3, backend=backend, **selection
+            ).loss
+
+        if by == "mask under compile":
+            loss = torch.compile(loss, backend="eager", fullgraph=True)
+        found = loss(*leaves)
+        return [found.detach(), *torch.autograd.grad(found, leaves)]
+
+    wanted = gradients(parts[0], data)
+    bad = draws.Batch(data.logits, *(x.clone() for x in data[1:]))
+    bad.tokens[~keep], bad.old_logprobs[~keep], bad.advantages[~keep] = -100, torch.nan, torch.inf
+    found = gradients(torch.where(keep[:, None], parts[0], torch.nan), bad)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+    assert (found[1][~keep] == 0).all()
+    _, wanted_grads = by_autograd(
+        [parts[0][keep], *parts[1:]], draws.Batch(*(x[keep] for x in data)), {}
+    )
+    assert_close(found[1][keep], wanted_grads[0], 1e-5)
+    assert_close(found[2], wanted_grads[1], 1e-5)
+
+
+def test_the_host_counts_masked_rows_only_where_a_mask_is_given(monkeypatch: Any) -> None:
+    """Counting takes a synchronisation: not for packed rows, nor in a graph that is replayed."""
+    asked = []
+    real = linear.ppo_loss
+
+    def spy(*args: Any, compact: bool, **options: Any) -> Any:
+        asked.append(compact)
+        return real(*args, compact=compact, **options)
+
+    monkeypatch.setattr(linear, "ppo_loss", spy)
+    parts = head(4, 7, 3, torch.float32)
+    data = near(*parts)
+    mask = torch.ones(4, dtype=torch.bool)
+
+    def loss(mask: Tensor | None, **options: Any) -> Tensor:
+        return fastppo.linear_ppo_loss(
+            *parts[:2], *data[1:], mask, backend="triton", **options
+        ).loss
+
+    loss(None)
+    loss(None, weights=mask / 4)
+    loss(mask)
+    torch.compile(loss, backend="eager", fullgraph=True)(mask)
+    assert asked == [False, False, True, False]
+
+
+def test_masked_rows_stay_out_of_the_launcher_s_gemms() -> None:
+    """Of the logits', dX's and dW's, in chunks."""
+    parts = head(40, 31, 9, torch.float32)
+    data = near(*parts)
+    weights = (torch.arange(40) % 4 == 1) / 10
+    with Products() as products:
+        loss_of("triton", parts, data, weights, gemm=Gemm(6), compact=True)
+    rows = [size for shapes, _ in products.seen for shape in shapes for size in shape]
+    assert len(products.seen) == 3 * 2
+    assert set(rows) == {6, 4, 31, 9}
+
+
+@pytest.mark.parametrize("width", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_launcher_asks_cublas_for_no_dtype_that_it_refuses(
+    width: torch.dtype, wanted: torch.dtype
+) -> None:
+    """Parameters of one dtype, GEMMs of another: cuBLAS writes the operands' dtype, or fp32. On
+    meta tensors, which have torch's checks of the dtypes and no numbers."""
+
+    class OnGpu(Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    def empty(dtype: torch.dtype) -> Tensor:
+        return torch.empty(4, 4, device="meta", dtype=dtype).as_subclass(OnGpu)
+
+    linear._mm(empty(width), empty(width), out=empty(wanted))
+    into = empty(torch.float32)
+    linear._accumulate(into, empty(width), empty(width), is_first=True)
+    if torch.__version__ >= "2.13":  # the meta function of 2.11 takes out_dtype for beta
+        linear._accumulate(into, empty(width), empty(width), is_first=False)
+
+
+# ------------------------------------------------------------- rows whose gradient is exactly 0
+
+
+class Product(NamedTuple):
+    """A matrix product: the shapes of its two matrices, and their dtypes."""
+
+    shapes: list[tuple[int, ...]]
+    dtypes: set[torch.dtype]
+
+
+class Products(TorchDispatchMode):
+    """The matrix products below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Product] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.__name__.split(".")[0].rstrip("_") in ("mm", "addmm"):
+            matrices = [x for x in args[-2:] if isinstance(x, Tensor) and x.dim() == 2]
+            self.seen.append(
+                Product([tuple(x.shape) for x in matrices], {x.dtype for x in matrices})
+            )
+        return out
+
+
+@pytest.fixture
+def small_row_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five rows a time, so that a chunk of the head takes several."""
+    monkeypatch.setitem(torch_rows.ROW_CHUNK_ELEMENTS, "cpu", 5 * 31)
+
+
+@pytest.mark.usefixtures("small_row_chunks")
+@pytest.mark.parametrize("cause", ["clip", "zero advantage", "all", "none", "one"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_without_a_gradient_stay_out_of_the_gradient_gemms(cause: str, masked: bool) -> None:
+    """The same statistics, loss and gradients as with every row in them, and fewer rows."""
+    n = 36
+    parts = head(n, 31, 9, torch.float32)
+    data = near(*parts)
+    if cause == "zero advantage":
+        data.advantages[::3] = 0.0
+    if cause in ("all", "none"):  # above or below every clip
+        data.old_logprobs.sub_(5.0)
+        data.advantages.copy_(torch.ones(n) if cause == "all" else -torch.ones(n))
+    if cause == "one":
+        data.advantages.zero_()[17] = 1.0
+        data.old_logprobs[17] = data.old_logprobs[17] + 5.0  # ratio below the clip: pulled back up
+    weights = torch.ones(n) / n
+    if masked:
+        weights[::5] = 0.0
+    arguments = ("torch", parts, data, weights)
+    with Products() as products:
+        found = loss_of(*arguments, gemm=Gemm(14))
+    again = loss_of(*arguments, gemm=Gemm(14))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_rows, "_moves", lambda grads: torch.ones_like(grads.logprobs) > 0)
+        wanted = loss_of(*arguments, gemm=Gemm(14))
+    for name in ("sums", "logprobs", "entropy", "kl"):
+        assert torch.equal(getattr(found, name), getattr(again, name))
+        assert torch.equal(getattr(found, name), getattr(wanted, name))
+    for one, two, other in zip(found.grads, again.grads, wanted.grads, strict=True):
+        assert torch.equal(one, two)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 * other.abs().max().item())
+    _, token = torch_rows.token_loss(found.logprobs, None, PerToken(*data[1:], weights), CLIPPED)
+    moving = int((token.logprobs != 0).sum())
+    assert found.grads.hidden is not None
+    assert int((found.grads.hidden != 0).any(1).sum()) == moving
+    # dX = G W is the product whose inner dimension is V
+    inputs = sum(shapes[0][0] for shapes, _ in products.seen if shapes[0][1] == 31)
+    kept = int((weights != 0).sum())
+    chunks = -(-kept // 14)
+    assert moving <= inputs <= min(kept, moving + chunks * (torch_rows.GEMM_ROWS - 1))
+    assert (inputs == 0) == (moving == 0)
+    expected = {"all": 0, "none": kept, "one": 1}.get(cause)
+    assert moving == expected if expected is not None else 0 < moving < kept
+
+
+@pytest.mark.parametrize("term", ["entropy", "k3", "full KL"])
+def test_no_row_is_dropped_while_another_term_moves_it(term: str) -> None:
+    """Clipped rows have a gradient of their entropy and of their KL."""
+    parts = head(12, 31, 9, torch.float32)
+    data = near(*parts)
+    data.advantages.zero_()
+    n, ref = len(data.tokens), None
+    per_token = PerToken(*data[1:], torch.full((n,), 1 / n))
+    objective = ENTROPY
+    if term == "k3":
+        objective = CLIPPED._replace(kl_coef=0.4)
+        per_token = per_token._replace(ref_logprobs=data.old_logprobs - 0.3)
+    elif term == "full KL":
+        objective = CLIPPED._replace(kl_coef=0.4, kl_estimator="full")
+        ref = Projection(0.9 * parts[0], parts[1])
+    with Products() as products:
+        linear.ppo_loss(
+            Projection(*parts),
+            per_token,
+            objective,
+            Softmax(),
+            rows=torch_rows,
+            ref_projection=ref,
+        )
+    assert sum(s[0][0] for s, *_ in products.seen if s[0][1] == 31 and s[1] == (31, 9)) == 12
+
+
+def test_a_row_that_is_nan_is_not_dropped() -> None:
+    """It must reach the gradient, where it is noticed."""
+    parts = head(6, 31, 9, torch.float32)
+    data = near(*parts)
+    data.advantages.zero_()
+    parts[0][2, 0] = torch.nan
+    grads = loss_of("torch", parts, data, torch.full((6,), 1 / 6)).grads
+    assert grads.weight is not None
+    assert grads.hidden is not None
+    assert grads.weight.isnan().all()
+    assert grads.hidden.isnan().any(1).tolist() == [i == 2 for i in range(6)]
+
+
+# ------------------------------------------------------------------ GEMMs: how many, which dtypes
+
+
+@backends
+@pytest.mark.parametrize("need", [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)])
+def test_what_is_frozen_costs_no_gemm(backend: str, need: tuple[int, int, int]) -> None:
+    """Logits always; dX and dW only where they are asked for."""
+    parts = head(8, 31, 9, torch.float32)
+    data = near(*parts)
+    weights = torch.full((8,), 0.125)
+    asked = Asked(*map(bool, need))
+    with Products() as products:
+        rows = loss_of(backend, parts, data, weights, ENTROPY, gemm=Gemm(4), asked=asked)
+    assert len(products.seen) == 2 * (1 + need[0] + need[1])
+    assert tuple(grad is not None for grad in rows.grads) == asked
+
+
+@backends
+@pytest.mark.parametrize("need", [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)])
+def test_what_is_frozen_costs_the_logprobs_no_gemm(
+    backend: str, need: tuple[int, int, int]
+) -> None:
+    """Logits in forward, logits again in backward, and the gradients that are asked for."""
+    operands = (Projection(*head(8, 31, 9, torch.float32)), torch.arange(8))
+    how: dict[str, Any] = {"rows": ROWS[backend], "gemm": Gemm(4)}
+    asked = Asked(*map(bool, need))
+    with Products() as products:
+        stats = linear.token_stats(*operands, Softmax(), **how)
+        grads = linear.token_stats_backward(
+            StatsGradients(torch.ones(8)), *operands, stats, Softmax(), asked=asked, **how
+        )
+    assert len(products.seen) == 2 * (1 + 1 + need[0] + need[1])
+    assert tuple(grad is not None for grad in grads) == asked
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("chunk_size", [4, 8])
+@pytest.mark.parametrize("cast", [False, True])
+def test_gemms_run_in_the_compute_dtype_but_for_a_dw_that_adds_up_on_a_cpu(
+    backend: str, dtype: torch.dtype, chunk_size: int, cast: bool
+) -> None:
+    """Whatever the parameters are in; their gradients come back in the parameters' dtype.
+
+    A CPU has no product of 16-bit matrices in fp32: with several chunks it multiplies fp32 copies.
+    """
+    own = torch.float32 if cast else dtype
+    parts = head(8, 31, 9, own)
+    data = near(*parts)
+    how: dict[str, Any] = {"gemm": Gemm(chunk_size, dtype)}
+    with Products() as products:
+        rows = loss_of(backend, parts, data, torch.full((8,), 0.125), ENTROPY, **how)
+    chunks = 8 // chunk_size
+    assert len(products.seen) == 3 * chunks
+    shares = [x for x in products.seen if x.shapes == [(31, chunk_size), (chunk_size, 9)]]
+    assert len(shares) == chunks
+    for product in products.seen:
+        added_up = product in shares and chunks > 1
+        assert product.dtypes == {torch.float32 if added_up else dtype}
+    assert {x.dtype for x in rows.grads if x is not None} == {own}
+
+
+@backends
+def test_many_chunks_add_dw_up_in_fp32(backend: str) -> None:
+    """A row of 256 and 23 rows of 1: a bf16 sum would stand still at 256."""
+    n, vocab, width = 24, 5, 4
+    hidden, weight = torch.ones(n, width).bfloat16(), torch.zeros(vocab, width).bfloat16()
+    hidden[0] = 256
+    data = draws.Batch(
+        torch.empty(0),
+        torch.zeros(n, dtype=torch.int64),
+        torch.full((n,), -1.6094379),
+        torch.ones(n),
+    )
+    # dW_j = Σ_t (p_j − [j = 0])·x_t with p = 1/5
+    wanted = torch.full((vocab, width), 279 / 5)
+    wanted[0] = -279 * 4 / 5
+    for chunk_size in (n, 1):
+        found = loss_of(backend, [hidden, weight], data, torch.ones(n), gemm=Gemm(chunk_size))
+        grad = found.grads.weight
+        assert grad is not None
+        assert grad.dtype == torch.bfloat16
+        # The interpreter cuts bf16 off where hardware rounds it: 2⁻⁷ of the row's gradient.
+        torch.testing.assert_close(grad.float(), wanted, rtol=2**-6, atol=0)
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=("bf16", "fp16"))
+def test_a_chunk_s_share_of_dw_is_not_rounded_before_it_is_added(
+    backend: str, dtype: torch.dtype
+) -> None:
+    """Each row a chunk: against an fp64 sum of the same rounded gradients, dW is rounded once.
+
+    Shares that were rounded on their own would be off by √63 of that, some four units.
+    """
+    n = 64
+    parts = head(n, 31, 9, dtype)
+    data = near(*parts)
+    rows = ROWS[backend]
+    logits = (parts[0] @ parts[1].T).contiguous()
+    per_token = PerToken(*data[1:], torch.full((n,), 1 / n))
+    grad = rows.ppo_loss(logits, per_token, ENTROPY, Softmax()).grad
+    wanted = grad.double().T @ parts[0].double()
+    found = loss_of(backend, parts[:2], data, per_token.weights, ENTROPY, gemm=Gemm(1)).grads.weight
+    assert found is not None
+    unit = torch.finfo(dtype).eps
+    error = (found.double() - wanted).abs()
+    # half a unit of the last place of dW, and of one gradient that a GEMM of one row rounds apart
+    assert (error <= unit * wanted.abs() + unit * wanted.abs().max() / n).all()
+
+
+def test_one_chunk_needs_no_accumulator() -> None:
+    """dW is written in the weight's own dtype: nothing of its size is allocated in fp32."""
+    hidden, weight = torch.ones(2, 64).bfloat16(), torch.zeros(301, 64).bfloat16()
+    data = draws.Batch(torch.empty(0), torch.zeros(2, dtype=torch.int64), *torch.ones(2, 2))
+    for backend in ROWS:
+        largest, _ = allocations(
+            lambda backend=backend: loss_of(  # type: ignore[misc]
+                backend, [hidden, weight], data, torch.ones(2), gemm=Gemm(2)
+            )
+        )
+        assert largest == weight.nbytes
+
+
+@pytest.mark.parametrize("term", draws.TERMS)
+@pytest.mark.parametrize("chunk_size", [1, 16, 64])
+def test_bf16_is_off_by_at_most_twice_what_plain_bf16_is(term: str, chunk_size: int) -> None:
+    """Plain: F.linear in bf16, the loss in fp32 on its logits, autograd. Both against fp64."""
+    n, vocab, width = 63, 257, 33
+    parts = head(n, vocab, width, torch.bfloat16)
+    data = near(*parts)
+    keywords = draws.options(data._replace(logits=data.logits.bfloat16()), term)
+    exact, exact_grads = by_autograd(parts, data, keywords)
+
+    plain = [x.clone().requires_grad_() for x in parts]
+    logits = torch.nn.functional.linear(*plain)
+    weights = torch.full((n,), 1 / n)
+    eager = draws.exact(logits, *data[1:], weights, **keywords)
+    eager_grads = torch.autograd.grad(eager.loss, plain)
+    leaves = [x.clone().requires_grad_() for x in parts]
+    found = fastppo.linear_ppo_loss(
+        *leaves[:2], *data[1:], bias=leaves[2], chunk_size=chunk_size, **as_linear(keywords)
+    )
+    grads = torch.autograd.grad(found.loss, leaves)
+    # One loss is a single draw of a rounding error that may be 0: its tokens are many.
+    for name in ("logprobs", "entropy", "kl"):
+        ours, theirs, true = (getattr(x, name).double() for x in (found, eager, exact))
+        assert (ours - true).norm() <= 2 * (theirs - true).norm() + 1e-6 * true.norm()
+    for ours, theirs, true in zip(grads, eager_grads, exact_grads, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert (ours.double() - true).norm() <= 2 * (theirs.double() - true).norm()
+
+
+# ------------------------------------------------------------------------- chunks and memory
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("vocab", [3, 1009, 32000, 151936, 262144])
+@pytest.mark.parametrize("rows", [0, 1, 7, 512, 2048, 8192, 8193, 32768, 100_001, 2**20])
+def test_the_default_chunk_keeps_its_promises(device: str, vocab: int, rows: int) -> None:
+    size = linear.chunk_rows(rows, vocab, torch.device(device))
+    whole, enough = {"cpu": (2**23, 512), "cuda": (2**28, 4096)}[device]
+    assert 1 <= size <= max(1, rows)
+    if rows * vocab <= whole:
+        assert size == max(1, rows)
+        return
+    assert size < rows or rows == 1
+    assert size <= max(enough, whole // vocab)
+    chunks = -(-rows // size)
+    if device == "cuda" and rows >= 8192:
+        assert size <= 0.15 * rows
+        # an eighth of the rows, or 4096 and more
+        assert chunks <= 9 or size > 0.9 * 4096
+    # No last chunk of a few rows, which would cost as much dW traffic as a full one.
+    assert rows - (chunks - 1) * size > 0.5 * size or rows < 2 * chunks
+
+
+@backends
+@pytest.mark.parametrize("term", ["policy", "entropy", "full KL"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_no_tensor_of_the_logits_size_is_ever_made(
+    backend: str, term: str, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the default chunk and a given one, in forward and backward and without a gradient."""
+    little = linear.LINEAR_BUDGETS["cpu"]._replace(whole=2**16)  # as small as the batch here
+    monkeypatch.setitem(linear.LINEAR_BUDGETS, "cpu", little)
+    n, vocab, width = (600, 521, 3) if backend == "torch" else (10, 2053, 3)
+    leaves = [x.requires_grad_(grad) for x in head(n, vocab, width, torch.float32)]
+    data = near(*(x.detach() for x in leaves))
+    options: dict[str, Any] = {"entropy_coef": 0.1} if term == "entropy" else {}
+    if term == "full KL":
+        options = {"kl_coef": 0.1, "kl_estimator": "full", "ref_hidden": leaves[0].detach()}
+        options["ref_weight"] = 0.9 * leaves[1].detach()
+
+    def work(chunk_size: int | None) -> None:
+        how: dict[str, Any] = {"bias": leaves[2], "chunk_size": chunk_size, "backend": backend}
+        out = fastppo.linear_ppo_loss(*leaves[:2], *data[1:], **how, **options)
+        logprobs = fastppo.linear_token_logprobs(*leaves[:2], data.tokens, **how)
+        if grad:
+            (out.loss + (logprobs**2).mean()).backward()
+
+    for chunk_size in (None, 6) if backend == "torch" else (3,):
+        largest, _ = allocations(lambda chunk_size=chunk_size: work(chunk_size))  # type: ignore[misc]
+        assert largest < 4 * n * vocab / 2 + 4 * vocab
+
+
+@backends
+def test_every_chunk_is_formed_in_the_same_memory(backend: str) -> None:
+    """Twice as many chunks: the peak does not move, and no second buffer is made."""
+    (most, step, vocab), width = (64, 16, 4001) if backend == "torch" else (12, 3, 2053), 3
+    leaves = [x.requires_grad_() for x in head(most, vocab, width, torch.float32)]
+    data = near(*(x.detach() for x in leaves))
+
+    def peak(n: int) -> int:
+        rows = [x[:n] for x in data[1:]]
+        hidden = leaves[0].detach()[:n].requires_grad_()
+        return allocations(
+            lambda: fastppo.linear_ppo_loss(
+                hidden, leaves[1], *rows, chunk_size=step, backend=backend
+            ).loss.backward()
+        )[1]
+
+    chunk = 4 * step * vocab
+    assert peak(most) - peak(most // 2) < 0.05 * chunk
+
+
+# ---------------------------------------------------------------------------------- many ranks
+
+
+def test_a_real_dtensor_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    """On a mesh of one process; gathered as the sentence says, it is taken."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    parts = head(4, 7, 3, torch.float32)
+    data = near(*parts)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        arguments = {
+            "hidden": parts[0],
+            "weight": parts[1],
+            "bias": parts[2],
+            "ref_hidden": parts[0],
+            "ref_weight": parts[1],
+            "ref_bias": parts[2],
+        }
+        wanted = fastppo.linear_ppo_loss(tokens=data.tokens, **_rest(data), **arguments).loss
+        for name, whole in arguments.items():
+            sharded = distribute_tensor(whole, mesh, [Shard(0)])
+            says = rf"{name} must be a plain tensor, got a DTensor.*{name}\.full_tensor\(\)"
+            with pytest.raises(TypeError, match=says):
+                fastppo.linear_ppo_loss(
+                    tokens=data.tokens, **_rest(data), **(arguments | {name: sharded})
+                )
+            if name in ("hidden", "weight", "bias"):
+                with pytest.raises(TypeError, match=says):
+                    fastppo.linear_token_logprobs(
+                        tokens=data.tokens,
+                        **({k: arguments[k] for k in ("hidden", "weight", "bias")}
+                           | {name: sharded}),
+                    )  # fmt: skip
+            gathered = arguments | {name: sharded.full_tensor()}
+            found = fastppo.linear_ppo_loss(tokens=data.tokens, **_rest(data), **gathered).loss
+            assert torch.equal(found, wanted)
+    finally:
+        distributed.destroy_process_group()
+
+
+def _rest(data: draws.Batch) -> dict[str, Any]:
+    return {
+        "old_logprobs": data.old_logprobs,
+        "advantages": data.advantages,
+        "kl_coef": 0.1,
+        "kl_estimator": "full",
+    }

@@ -1,0 +1,596 @@
+"""The Triton kernels for GAE, reward shaping and whitening, against the definition in fp64.
+
+On a GPU as compiled; elsewhere under Triton's interpreter, where a scan costs about 0.1 ms a token:
+sizes are small, and so are the blocks, for a row of 40 tokens to have several chunks. Which test
+takes which path of the kernels:
+
+    row in one chunk, one block            test_ragged_batches (the shorter lengths)
+    several blocks in a chunk              test_ragged_batches
+    several chunks: aggregate, carry       test_ragged_batches, test_as_accurate_as_an_fp64_loop
+    blocks and chunks of the real size     test_blocks_of_the_real_size
+    packed: search, unused slots           test_ragged_batches, test_wrong_cu_seqlens_stay_inside
+    packed, all in one chunk: no maps      test_ragged_batches (few tokens)
+    mask, none; γ, λ, one or per sequence  test_ragged_batches
+    bootstrap, none                        test_ragged_batches
+    k1, k2, k3; no reference; no rewards   test_shaping
+    k3: series, exponential, clamp         test_k3_near_and_far
+    score clipped above, below, NaN        test_shaping, test_a_nan_is_not_hidden
+    sums: one slot per row, then per chunk test_shaping
+    more chunks, rows than lanes of a sum  test_sums_longer_than_their_lanes
+    moments of a tensor, mask or none      test_whiten
+    whiten, moments given or not, mean     test_whiten
+    nothing at all: B = 0, T = 0           test_empty_batches
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import trajectories
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is a Linux package")
+
+from fastppo_kernels import definition
+from fastppo_kernels import triton_advantages as kernels
+from fastppo_kernels.records import Shaping
+from trajectories import bounds as bounds_on
+from trajectories import in_fp64, operands, packed, padded
+
+import fastppo
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # there the compiled kernels run
+
+TOLERANCE = 1e-5
+"""Of the largest value. fp32 trees over random signs come to about 5e-7."""
+
+
+@contextlib.contextmanager
+def small_blocks(block: int = 8, chunk_blocks: int = 2) -> Iterator[None]:
+    """Every length in a few dozen tokens: one block, one chunk, many chunks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "BLOCK", block)
+        patch.setattr(kernels, "CHUNK_BLOCKS", chunk_blocks)
+        patch.setattr(kernels, "_SUM_LANES", 4)
+        patch.setattr(kernels, "_MOMENT_LANES", 4)
+        patch.setattr(kernels, "_FLAT_BLOCK", 8)
+        patch.setattr(kernels, "_FLAT_STEPS", 2)
+        yield
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
+    trajectories.assert_close(actual, expected, tolerance)
+
+
+def bounds(lengths: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+    return bounds_on(lengths, dtype, DEVICE)
+
+
+# ---------------------------------------------------------------------------------------------- GAE
+
+lengths_of_batches = st.lists(
+    st.one_of(st.sampled_from([0, 1, 7, 8, 9, 15, 16, 17, 32, 33]), st.integers(0, 50)),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=lengths_of_batches,
+    kept=st.sampled_from([None, 0.0, 0.3, 0.8]),
+    per_sequence=st.tuples(st.booleans(), st.booleans()),
+    truncated=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    wide_bounds=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_ragged_batches(
+    lengths: list[int],
+    kept: float | None,
+    per_sequence: tuple[bool, bool],
+    truncated: bool,
+    dtype: torch.dtype,
+    wide_bounds: bool,
+    seed: int,
+) -> None:
+    """The loop, row by row; packed rows and padded rows to the bit; gaps and no gaps."""
+    torch.manual_seed(seed)
+    batch, width = len(lengths), max(lengths) + 3
+    r, v = ([torch.randn(n, device=DEVICE).to(dtype) for n in lengths] for _ in "rv")
+    masks = [torch.rand(n, device=DEVICE) < (1.0 if kept is None else kept) for n in lengths]
+    gammas, lams = (torch.rand(batch, device=DEVICE) * 0.5 + 0.5 for _ in "γλ")
+    bootstrap = torch.randn(batch, device=DEVICE) if truncated else None
+    options: dict[str, Any] = {
+        "gamma": gammas if per_sequence[0] else 0.97,
+        "lam": lams if per_sequence[1] else 0.9,
+        "bootstrap": bootstrap,
+    }
+    cu_seqlens = bounds(lengths, torch.int64 if wide_bounds else torch.int32)
+
+    with small_blocks():
+        mask = None if kept is None else packed(masks)
+        given = operands(packed(v), packed(r), mask, cu_seqlens=cu_seqlens, **options)
+        flat = kernels.gae(*given)
+        # NaN in the padding: what a masked token holds is not used.
+        grid_mask = padded(masks, width)
+        grid = kernels.gae(
+            *operands(padded(v, width, math.nan), padded(r, width, math.nan), grid_mask, **options)
+        )
+    in_row = padded([torch.ones_like(row) for row in masks], width)
+    for one, other in zip(flat, grid, strict=True):
+        assert one.dtype == torch.float32
+        assert torch.equal(one, other[in_row])
+        assert not other[~in_row].any()
+
+    for found, wanted in zip(flat, definition.gae(*in_fp64(given)), strict=True):
+        assert_close(found, wanted)
+
+    # The rows with their gaps cut out, as a batch of shorter rows.
+    left = [int(row.sum()) for row in masks]
+    cut = [packed([row[m] for row, m in zip(rows, masks, strict=True)]) for rows in (v, r)]
+    with small_blocks():
+        compressed = kernels.gae(*operands(*cut, cu_seqlens=bounds(left), **options))
+    for one, other in zip(flat, compressed, strict=True):
+        assert_close(one[packed(masks)], other, 1e-6)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.0, 0.0)])
+def test_discounts_at_their_ends(gamma: float, lam: float) -> None:
+    torch.manual_seed(0)
+    v, r = torch.randn(2, 1, 40, device=DEVICE)
+    mask, ends = torch.rand(1, 40, device=DEVICE) < 0.7, torch.tensor([0.5], device=DEVICE)
+    given = operands(v, r, mask, gamma=gamma, lam=lam, bootstrap=ends)
+    with small_blocks():
+        found = kernels.gae(*given)
+    for one, other in zip(found, definition.gae(*in_fp64(given)), strict=True):
+        assert_close(one, other)
+
+
+def log_step_scan(self: Any, operands: Any) -> list[Any]:
+    """The interpreter's scan in log₂(n) vector steps in place of n scalar ones, 50 times faster.
+
+    The order of the sums becomes a tree, as on a device.
+    """
+    scanned = list(operands)
+    lane = np.arange(scanned[0].handle.data.size)
+    distance = 1
+    while distance < lane.size:
+        earlier = [self.to_tensor(np.roll(x.handle.data, distance), x.dtype) for x in scanned]
+        joined = self.combine_fn.fn(*earlier, *scanned)
+        scanned = [
+            self.to_tensor(np.where(lane < distance, x.handle.data, y.handle.data), x.dtype)
+            for x, y in zip(scanned, joined, strict=True)
+        ]
+        distance *= 2
+    return scanned
+
+
+@pytest.fixture
+def fast_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        from triton.runtime import interpreter
+
+        monkeypatch.setattr(interpreter.ScanOps, "generic_scan", log_step_scan)
+
+
+def test_blocks_of_the_real_size() -> None:
+    """Two chunks, the second one short, in the interpreter's own order of sums."""
+    torch.manual_seed(0)
+    v, r = torch.randn(2, 1, 8500, device=DEVICE)
+    mask = torch.rand(1, 8500, device=DEVICE) < 0.9
+    given = operands(v, r, mask, gamma=0.999, lam=0.99)
+    for one, other in zip(kernels.gae(*given), definition.gae(*in_fp64(given)), strict=True):
+        assert_close(one, other)
+
+
+@pytest.mark.parametrize(("gamma", "lam", "offset"), [(1.0, 1.0, 3.0), (0.99, 0.95, 0.0)])
+@pytest.mark.usefixtures("fast_interpreter")
+def test_as_accurate_as_an_fp64_loop(gamma: float, lam: float, offset: float) -> None:
+    """131072 tokens: 16 chunks of 16 blocks. At γλ = 1 every advantage is a sum to the end.
+
+    Relative to the root mean square: an advantage that happens to be near 0 is the difference of
+    larger numbers, which are rounded to fp32 before they meet.
+    """
+    tokens = 131072
+    torch.manual_seed(0)
+    v, r = torch.randn(2, 1, tokens, device=DEVICE) + offset
+    given = operands(v, r, gamma=gamma, lam=lam)
+    for one, other in zip(kernels.gae(*given), definition.gae(*in_fp64(given)), strict=True):
+        error = (one.cpu().double() - other).abs()
+        assert error.max() <= TOLERANCE * other.square().mean().sqrt()
+        assert error.norm() <= 0.1 * TOLERANCE * other.norm()
+
+
+# ---------------------------------------------------------------------------- shaping and whitening
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    lengths=lengths_of_batches,
+    estimator=st.sampled_from(["k1", "k2", "k3", None]),
+    token_rewards=st.booleans(),
+    score_clip=st.sampled_from([None, 0.5]),
+    truncated=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_shaping(
+    lengths: list[int],
+    estimator: str | None,
+    token_rewards: bool,
+    score_clip: float | None,
+    truncated: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    batch, width, beta = len(lengths), max(lengths) + 3, 0.3
+    v, lp, ref, extra = ([torch.randn(n, device=DEVICE) for n in lengths] for _ in range(4))
+    masks = [torch.rand(n, device=DEVICE) < 0.7 for n in lengths]
+    scores = 2 * torch.randn(batch, device=DEVICE)
+    bootstrap = torch.randn(batch, device=DEVICE) if truncated else None
+    how: dict[str, Any] = {"gamma": 0.98, "lam": 0.93, "bootstrap": bootstrap}
+
+    def records(arrange: Callable[[list[Tensor]], Tensor], **layout: Any) -> tuple[Any, ...]:
+        rewards = arrange(extra) if token_rewards else None
+        trajectory, discounts = operands(arrange(v), rewards, arrange(masks), **how, **layout)
+        shaping = Shaping(scores, arrange(lp), score_clip=score_clip)
+        if estimator is not None:
+            shaping = shaping._replace(
+                ref_logprobs=arrange(ref), kl_coef=beta, kl_estimator=estimator
+            )
+        return trajectory, shaping, discounts
+
+    in_a_row = records(packed, cu_seqlens=bounds(lengths))
+    with small_blocks():
+        flat = kernels.shaped_advantages(*in_a_row)
+        grid = kernels.shaped_advantages(*records(lambda rows: padded(rows, width)))
+    in_row = padded([torch.ones_like(row) for row in masks], width)
+    assert torch.equal(flat.advantages, grid.advantages[in_row])
+    assert torch.equal(flat.returns, grid.returns[in_row])
+    assert torch.equal(flat.kl, grid.kl)
+    assert torch.equal(flat.moments, grid.moments)
+    wanted = definition.shaped_advantages(*map(in_fp64, in_a_row))
+    for found, exact in zip(flat, wanted, strict=True):
+        assert_close(found, exact)
+
+
+def test_k3_near_and_far() -> None:
+    """The series below ½, the exponential above, the clamp beyond 20: relative to each value."""
+    d = torch.tensor([1e-6, -1e-4, 0.01, 0.3, 0.49, -0.49, 0.51, -0.51, 2.0, -7.0, 25.0, -25.0])
+    n = len(d)
+    zero = torch.zeros(n, 1, device=DEVICE)
+    mask = torch.ones(n, 1, dtype=torch.bool, device=DEVICE)
+    with small_blocks():
+        trajectory, discounts = operands(zero, None, mask)
+        shaping = Shaping(zero[:, 0], d.to(DEVICE)[:, None], zero, kl_estimator="k3")
+        found = kernels.shaped_advantages(trajectory, shaping, discounts)
+    exact = d.double()
+    wanted = torch.expm1((-exact).clamp(-20, 20)) + exact
+    # The definition in fp64 loses digits to its own subtraction below: d²/2 − d³/6 there.
+    small = exact.abs() < 1e-3
+    wanted = torch.where(small, exact**2 / 2 - exact**3 / 6, wanted)
+    torch.testing.assert_close(found.kl.cpu().double(), wanted, rtol=2e-6, atol=0)
+
+
+def test_a_nan_is_not_hidden() -> None:
+    """A broken reward model shows in its own sequence, through the clip, and nowhere else."""
+    scores = torch.tensor([1.0, math.nan], device=DEVICE)
+    x = torch.zeros(2, 40, device=DEVICE)
+    mask = torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
+    with small_blocks():
+        trajectory, discounts = operands(x, None, mask)
+        shaping = Shaping(scores, x, score_clip=0.5)
+        found = kernels.shaped_advantages(trajectory, shaping, discounts)
+    assert found.advantages[1].isnan().all()
+    assert found.advantages[0].isfinite().all()
+    assert found.moments[1:].isnan().all()
+
+
+def test_sums_longer_than_their_lanes() -> None:
+    """More than 4 chunks in a row and more than 4 rows in the batch, with 4 lanes of each."""
+    torch.manual_seed(0)
+    x, ref = torch.randn(6, 100, device=DEVICE), torch.randn(6, 100, device=DEVICE)
+    mask = torch.rand(6, 100, device=DEVICE) < 0.8
+    scores = torch.randn(6, device=DEVICE)
+    trajectory, discounts = operands(x, None, mask, gamma=0.99)
+    given = (trajectory, Shaping(scores, x, ref, kl_coef=0.1), discounts)
+    with small_blocks():
+        found = kernels.shaped_advantages(*given)
+    expected = definition.shaped_advantages(*map(in_fp64, given))
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    elements=st.sampled_from([0, 1, 2, 7, 8, 16, 17, 50]),
+    masked=st.booleans(),
+    shift_mean=st.booleans(),
+    moments_given=st.booleans(),
+    mean=st.sampled_from([0.0, 1000.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_whiten(
+    elements: int, masked: bool, shift_mean: bool, moments_given: bool, mean: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(elements, device=DEVICE) + mean
+    mask = torch.rand(elements, device=DEVICE) < 0.6 if masked else None
+    poisoned = x if mask is None else torch.where(mask, x, math.nan)
+    moments = None
+    if moments_given:
+        moments = torch.tensor([100.0, 100 * mean, 100 * mean**2 + 250.0], dtype=torch.float64)
+    kept = (x if mask is None else x[mask]).double().cpu()
+    centre = mean if moments_given else kept.mean().nan_to_num()
+    if moments_given:
+        deviation = math.sqrt(250 / 99 + 1e-8)
+    else:
+        deviation = (kept.var().nan_to_num() + 1e-8).sqrt() if len(kept) > 1 else 1e-4
+    wanted = (x.double().cpu() - centre) / deviation + (0.0 if shift_mean else centre)
+    if mask is not None:
+        wanted = torch.where(mask.cpu(), wanted, 0.0)
+    with small_blocks():
+        moments = None if moments is None else moments.to(DEVICE)
+        found = kernels.whiten(poisoned, mask, shift_mean=shift_mean, moments=moments)
+        sums = kernels.whitening_moments(poisoned, mask)
+    assert found.dtype == torch.float32
+    assert_close(found, wanted)
+    assert sums.tolist() == pytest.approx(
+        [len(kept), kept.sum().item(), kept.square().sum().item()], rel=1e-12
+    )
+
+
+def test_two_ranks_whiten_as_one() -> None:
+    torch.manual_seed(0)
+    x, mask = torch.randn(4, 9, device=DEVICE), torch.rand(4, 9, device=DEVICE) < 0.7
+    with small_blocks():
+        moments = sum(kernels.whitening_moments(x[i], mask[i]) for i in range(4))
+        parts = [kernels.whiten(x[i], mask[i], moments=moments) for i in range(4)]
+        whole = kernels.whiten(x, mask)
+    assert_close(torch.stack(parts), whole, 1e-6)
+
+
+# ----------------------------------------------------------------------------- odd shapes and input
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
+def test_empty_batches(shape: tuple[int, int]) -> None:
+    x = torch.zeros(shape, device=DEVICE)
+    mask = torch.zeros(shape, dtype=torch.bool, device=DEVICE)
+    scores = torch.ones(shape[0], device=DEVICE)
+    found = []
+    for arrange, starts in ((Tensor.clone, None), (Tensor.flatten, bounds([0] * shape[0]))):
+        trajectory, discounts = operands(arrange(x), None, arrange(mask), cu_seqlens=starts)
+        shaping = Shaping(scores, arrange(x), arrange(x), 0.1)
+        with small_blocks():
+            found.append(kernels.shaped_advantages(trajectory, shaping, discounts))
+    for out in found:
+        assert out.kl.tolist() == [0.0] * shape[0]
+        assert out.moments.tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize(
+    "wrong", [[0, 90, 20, 40], [30, 10, 5, 40], [-50, 10, 20, 99], [40, 40, 40, 40]]
+)
+def test_wrong_cu_seqlens_stay_inside(wrong: list[int]) -> None:
+    """On a device they cannot be checked without waiting for it: wrong numbers, no stray access."""
+    room = torch.full((3, 40), 7.0, device=DEVICE)
+    mask = torch.ones(40, dtype=torch.bool, device=DEVICE)
+    scores = torch.zeros(3, device=DEVICE)
+    outputs = []
+
+    def watched(*shape: Any, **options: Any) -> Tensor:
+        outputs.append(torch.full((3, *shape[0]), 7.0, **options))
+        return outputs[-1][1]
+
+    with small_blocks(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *shape, **options: watched(*shape, **options))
+        patch.setattr(
+            torch, "empty_like", lambda x: watched(x.shape, dtype=x.dtype, device=x.device)
+        )
+        trajectory, discounts = operands(
+            room[1], room[1], mask, cu_seqlens=torch.tensor(wrong, device=DEVICE), lam=1.0
+        )
+        kernels._scan(trajectory, Shaping(scores, room[1]), discounts)
+    assert len(outputs) >= 4
+    for buffer in outputs:
+        assert (buffer[0] == 7.0).all()
+        assert (buffer[2] == 7.0).all()
+
+
+def test_strided_tensors() -> None:
+    torch.manual_seed(0)
+    r, v = torch.randn(3, 21, device=DEVICE), torch.randn(20, 3, device=DEVICE)
+    mask = torch.rand(3, 21, device=DEVICE) < 0.7
+    with small_blocks():
+        found = kernels.gae(*operands(v.T, r[:, :-1], mask[:, 1:]))
+        dense = operands(v.T.contiguous(), r[:, :-1].clone(), mask[:, 1:].clone())
+        expected = kernels.gae(*dense)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_refusals() -> None:
+    x = torch.zeros(2, 3, dtype=torch.float64, device=DEVICE)
+    mask = torch.ones(2, 3, dtype=torch.bool, device=DEVICE)
+    with pytest.raises(ValueError, match="values must be bfloat16, float16 or float32"):
+        kernels.gae(*operands(x, x))
+    with pytest.raises(ValueError, match="x must be bfloat16, float16 or float32"):
+        kernels.whiten(x)
+    x = x.float()
+    trajectory, discounts = operands(x, None, mask)
+    shaping = Shaping(x[:, 0], x, x, kl_estimator="full")
+    with pytest.raises(ValueError, match="kl_estimator must be k1, k2 or k3, got 'full'"):
+        kernels.shaped_advantages(trajectory, shaping, discounts)
+
+
+# ------------------------------------------------------------------------------------- as operators
+
+
+def public_call(backend: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], Any]:
+    def call(scores: Tensor, values: Tensor, logprobs: Tensor, mask: Tensor) -> Any:
+        return fastppo.compute_advantages(
+            scores,
+            values,
+            logprobs,
+            logprobs * 0.9,
+            mask,
+            kl_coef=0.1,
+            kl_estimator="k3",
+            gamma=0.99,
+            lam=0.95,
+            backend=backend,
+        )
+
+    return call
+
+
+def batch_of(shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    values, logprobs = (torch.randn(shape, device=DEVICE) for _ in range(2))
+    return (
+        torch.randn(shape[0], device=DEVICE),
+        values,
+        logprobs,
+        torch.rand(shape, device=DEVICE) < 0.8,
+    )
+
+
+def test_the_public_functions_reach_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    for name in ("gae", "shaped_advantages", "whiten"):
+        kernel = getattr(kernels, name)
+        monkeypatch.setattr(
+            kernels, name, lambda *a, _n=name, _k=kernel, **o: (called.append(_n), _k(*a, **o))[1]
+        )
+    batch = batch_of((3, 40))
+    _, values, logprobs, mask = batch
+    with small_blocks():
+        found = public_call("triton")(*batch)
+        found_gae = fastppo.gae(values, logprobs, mask, backend="triton")
+    assert called == ["shaped_advantages", "whiten", "gae"]
+    for one, other in zip(found, public_call("torch")(*batch), strict=True):
+        assert_close(one, other)
+    expected_gae = fastppo.gae(values, logprobs, mask, backend="torch")
+    for one, other in zip(found_gae, expected_gae, strict=True):
+        assert_close(one, other)
+
+
+def test_triton_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(2, 3)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET"):
+        fastppo.gae(x, x, backend="triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ValueError, match="float64"):
+        fastppo.whiten(x.double(), backend="triton")
+
+
+def test_compiles_whole() -> None:
+    batch = batch_of((3, 40))
+    with small_blocks():
+        compiled = torch.compile(public_call("triton"), fullgraph=True, backend="aot_eager")
+        for one, other in zip(compiled(*batch), public_call("triton")(*batch), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_the_same_bits_every_run() -> None:
+    batch = batch_of((5, 60))
+    with small_blocks():
+        first = public_call("triton")(*batch)
+        for _ in range(3):
+            for one, other in zip(public_call("triton")(*batch), first, strict=True):
+                assert torch.equal(one, other)
+
+
+# ------------------------------------------------------------------------------ what needs a device
+
+LARGE = [(64, 131072), (1024, 8192), (8192, 1024)]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def ragged_lengths(total: int) -> list[int]:
+    """From 0 to 131072 tokens, long and short ones in turn, `total` in all."""
+    lengths: list[int] = []
+    for length in itertools.cycle([0, 1, 131072, 100, 8192, 8193, 777, 40000, 16384]):
+        lengths.append(min(length, total - sum(lengths)))
+        if sum(lengths) == total:
+            return lengths
+    raise AssertionError
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("shape", LARGE)
+def test_large_batches(shape: tuple[int, int]) -> None:
+    """8.4 M tokens, padded, against the definition, whose sums are fp64."""
+    batch = batch_of(shape)
+    for one, other in zip(public_call("triton")(*batch), public_call("torch")(*batch), strict=True):
+        assert_close(one, other)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_large_ragged_batches() -> None:
+    lengths = ragged_lengths(2**23)
+    cu_seqlens = bounds(lengths)
+    _, r, v, mask = (x.flatten() for x in batch_of((1, 2**23)))
+    found = fastppo.gae(r, v, mask, cu_seqlens=cu_seqlens, backend="triton")
+    expected = fastppo.gae(r, v, mask, cu_seqlens=cu_seqlens, backend="torch")
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other)
+
+    # The first rows, padded: the same bits on a device too.
+    rows = len(lengths[:9])
+    in_row = (
+        torch.arange(131072 + 5, device=DEVICE) < torch.tensor(lengths[:9], device=DEVICE)[:, None]
+    )
+    taken = int(cu_seqlens[rows])
+    grid = []
+    for x in (r, v, mask):
+        grid.append(x.new_zeros(in_row.shape))
+        grid[-1][in_row] = x[:taken]
+    for one, other in zip(fastppo.gae(*grid, backend="triton"), found, strict=True):
+        assert torch.equal(one[in_row], other[:taken])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("shape", LARGE)
+def test_the_same_bits_in_a_hundred_runs(shape: tuple[int, int]) -> None:
+    batch = batch_of(shape)
+    first = public_call("triton")(*batch)
+    for _ in range(100):
+        for one, other in zip(public_call("triton")(*batch), first, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("shape", [(4, 1000), (4, 20000)])
+def test_captured_in_a_cuda_graph(shape: tuple[int, int]) -> None:
+    """Replayed on other input, so that nothing of the first run can be left in the graph."""
+    call = public_call("triton")
+    batch = batch_of(shape)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(*batch)  # compiles the kernels, which a capture must not
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(*batch)
+    for x, fresh in zip(batch, batch_of(shape), strict=True):
+        x.copy_(fresh)
+    graph.replay()
+    for one, other in zip(captured, call(*batch), strict=True):
+        assert torch.equal(one, other)

@@ -1,0 +1,890 @@
+"""The row kernel against its definition in fp64, under Triton's interpreter.
+
+Paths through the kernel, and the case of `PATHS` that takes each (`test_every_line_is_taken` runs
+them all and fails on a line of a jit function that none of them reaches):
+
+| path                                                         | case                        |
+|--------------------------------------------------------------|-----------------------------|
+| one tile, partly filled                                      | bare                        |
+| whole tiles and no rest; whole tiles and a rest              | whole tiles, rest           |
+| rows on 16 bytes; rows off them, read by the element         | whole tiles; bare           |
+| the long rows' tile                                          | long rows                   |
+| token in the first tile, in the rest, in the last column     | bare, rest                  |
+| no gradient: one sweep                                       | no gradient                 |
+| gradient over the logits                                     | in place                    |
+| row of weight 0, with and without a gradient                 | weight zero, no gradient    |
+| row whose derivatives are all 0                              | clipped                     |
+| a program's second row                                       | every case of more rows     |
+| k1, k2, k3 (near and far from 0), full KL                    | k1, k2, k3, full            |
+| a column that the reference rules out, early, late, a token  | ruled out                   |
+| importance weights, dual clip, no clip                       | weighted, dual clip         |
+| temperature per token, soft-cap (near and far from 0)        | capped                      |
+| [B, T, V] that does not flatten, row strides                 | cut                         |
+| statistics, with and without a reference, and their backward | statistics …                |
+| a row without an upstream gradient; no entropy gradient      | statistics, logprob alone   |
+| the gradient times 1, times something else, strided          | scale …                     |
+
+Tolerances: see rows.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import mmap
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fastppo_kernels import definition, jit, torch_rows
+from fastppo_kernels.launch import DTYPES, device_limits
+from fastppo_kernels.records import PPORows, Softmax, StatsGradients, Sums
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rows import (
+    PLAIN,
+    VOCABULARIES,
+    assert_gradient,
+    assert_statistic,
+    draw,
+    in_fp64,
+    logprobs_of,
+    on,
+    operands,
+)
+from torch import Tensor
+
+import fastppo
+from fastppo.functional import arguments as checks
+
+triton_rows = pytest.importorskip("fastppo_kernels.triton_rows", reason="Triton is not installed")
+
+pytestmark = [
+    # NumPy announces what the kernel means to happen: differences to the start of the running
+    # maximum overflow to −inf and are clamped there, and broken rows are NaN.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+    pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
+]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cuda":  # there the same tests run the compiled kernels
+    pytestmark.append(pytest.mark.gpu)
+
+
+def kernel_loss(arguments: dict[str, Any], **options: Any) -> PPORows:
+    """The kernel's loss of flat keywords."""
+    given, rest = operands(on(DEVICE, arguments | options))
+    return triton_rows.ppo_loss(*given, **rest)
+
+
+def defined_loss(arguments: dict[str, Any], **options: Any) -> PPORows:
+    """The definition's, in fp64."""
+    given, rest = operands(in_fp64(on("cpu", arguments | options)))
+    found = definition.ppo_loss(*given, ref_logits=rest.get("ref_logits"))
+    return found if rest.get("need_grad", True) else found._replace(grad=None)
+
+
+def check_loss(arguments: dict[str, Any], **options: Any) -> PPORows:
+    """ppo_loss of the kernel against the definition in fp64 on the same numbers."""
+    logits = arguments["logits"]
+    want = defined_loss(arguments, **options)
+    got = kernel_loss(arguments, **options)
+    for name in ("logprobs", "entropy"):
+        assert_statistic(getattr(got, name), getattr(want, name), name)
+    # e^{−d} multiplies an error of the logprob: relative to 1 + |KL|.
+    scale = 1 + want.kl.abs().nan_to_num(0.0, 0.0)
+    assert_statistic(got.kl.cpu() / scale, want.kl / scale, "kl")
+    scale = 1 + want.sums.abs().nan_to_num(0.0, 0.0)
+    assert_statistic(got.sums.cpu() / scale, want.sums / scale, "sums")
+    assert (got.grad is None) == (want.grad is None)
+    if got.grad is not None and want.grad is not None:
+        assert got.grad.dtype == logits.dtype
+        assert got.grad.shape == logits.shape
+        one_signed = not options.get("entropy_coef") and options.get("kl_estimator") != "full"
+        assert_gradient(got.grad.flatten(0, -2), want.grad.flatten(0, -2), one_signed=one_signed)
+    return got
+
+
+def check_stats(
+    logits: Tensor,
+    tokens: Tensor,
+    softmax: Softmax = PLAIN,
+    *,
+    upstream: StatsGradients,
+    ref_logits: Tensor | None = None,
+) -> None:
+    """token_stats and its backward, given the gradients of (logprobs, entropy, KL)."""
+
+    def moved(record: Any, dtype: torch.dtype, device: str) -> Any:
+        return type(record)(*(x.to(device, dtype) if isinstance(x, Tensor) else x for x in record))
+
+    x = logits.double().requires_grad_()
+    ref = None if ref_logits is None else ref_logits.double()
+    exact = moved(softmax, torch.float64, "cpu")
+    want = definition.token_stats(x, tokens, exact, ref_logits=ref)
+    softmax = moved(softmax, torch.float32, DEVICE)
+    ref = None if ref_logits is None else ref_logits.to(DEVICE)
+    given = (logits.to(DEVICE), tokens.to(DEVICE))
+    got = triton_rows.token_stats(*given, softmax, ref_logits=ref)
+    for name in got._fields:
+        assert_statistic(getattr(got, name), getattr(want, name), name)
+    wide = moved(upstream, torch.float64, "cpu")
+    pairs = [(getattr(want, name), g) for name, g in wide._asdict().items() if g is not None]
+    (want_grad,) = torch.autograd.grad([one for one, _ in pairs], x, [g for _, g in pairs])
+    got_grad = triton_rows.token_stats_backward(
+        moved(upstream, torch.float32, DEVICE), *given, got, softmax, ref_logits=ref
+    )
+    assert got_grad.dtype == logits.dtype
+    assert_gradient(got_grad.flatten(0, -2), want_grad.flatten(0, -2))
+
+
+# ------------------------------------------------------------------------------------------ paths
+
+
+def path_bare() -> None:
+    check_loss(draw(3, 507))
+
+
+def path_whole_tiles() -> None:
+    check_loss(draw(2, 2048))
+
+
+def path_rest() -> None:
+    arguments = draw(3, 2064)
+    arguments["tokens"] = torch.tensor([0, 2063, 1024])
+    check_loss(arguments)
+
+
+def path_long_rows() -> None:
+    check_loss(draw(2, 20000, torch.bfloat16))
+
+
+def path_no_gradient() -> None:
+    arguments = draw(3, 40)
+    arguments["weights"][1] = 0.0
+    check_loss(arguments, need_grad=False)
+
+
+def path_in_place() -> None:
+    arguments = draw(3, 2064)
+    arguments["logits"] = arguments["logits"].to(DEVICE)
+    got = check_loss(arguments, inplace=True)
+    assert got.grad is not None
+    assert got.grad.data_ptr() == arguments["logits"].data_ptr()
+
+
+def path_weight_zero() -> None:
+    arguments = draw(4, 40)
+    arguments["weights"][::2] = 0.0
+    arguments["logits"][::2] = float("nan")
+    arguments["tokens"][::2] = -100
+    got = check_loss(arguments)
+    assert got.grad is not None
+    assert (got.grad[::2] == 0).all()
+
+
+def path_clipped() -> None:
+    arguments = draw(2, 40)
+    arguments["old_logprobs"] -= 3.0
+    arguments["advantages"] = torch.tensor([1.0, 0.0])
+    got = check_loss(arguments)
+    assert got.grad is not None
+    assert (got.grad == 0).all()
+
+
+def path_k1() -> None:
+    check_loss(draw(2, 40), kl_estimator="k1", kl_coef=0.2, ref_logprobs=torch.tensor([-2.0, -9.0]))
+
+
+def path_k2() -> None:
+    check_loss(draw(2, 40), kl_estimator="k2", kl_coef=0.2, ref_logprobs=torch.tensor([-2.0, -9.0]))
+
+
+def path_k3() -> None:
+    arguments = draw(4, 40)
+    near = logprobs_of(arguments["logits"], arguments["tokens"]).float()
+    far = torch.tensor([1e-4, -3.0, 30.0, -30.0])
+    check_loss(arguments, kl_estimator="k3", kl_coef=0.2, ref_logprobs=near + far)
+
+
+def path_full() -> None:
+    options: dict[str, Any] = {"kl_estimator": "full", "ref_logits": draw(3, 507, seed=1)["logits"]}
+    check_loss(draw(3, 507), kl_coef=0.3, entropy_coef=0.01, **options)
+    check_loss(draw(3, 507), kl_coef=0.0, **options)
+
+
+def path_ruled_out() -> None:
+    arguments = draw(4, 2064)
+    ref = draw(4, 2064, seed=1)["logits"]
+    lowest = torch.finfo(torch.float32).min
+    # Ruled out by both: costs nothing. By −inf, and by the lowest number from the first column on.
+    ref[0, :1500], arguments["logits"][0, :1500] = -torch.inf, -torch.inf
+    ref[1, :1500], arguments["logits"][1, :1500] = lowest, lowest
+    arguments["tokens"][:2] = 2000
+    got = check_loss(arguments | {"weights": torch.tensor([1.0, 1, 0, 0])}, kl_estimator="full",
+                     ref_logits=ref, kl_coef=0.1)  # fmt: skip
+    assert got.kl.isfinite().all()
+    # By the reference alone: an infinite KL, whether it is the token or another column, first or
+    # last in its lane. Only reported, it leaves the loss and its gradient alone.
+    ref = draw(4, 2064, seed=1)["logits"]
+    ref[0, 5], ref[1, 2040], ref[2, :1500] = -torch.inf, lowest, lowest
+    ref[3, arguments["tokens"][3]] = -torch.inf
+    got = check_loss(draw(4, 2064), kl_estimator="full", ref_logits=ref, kl_coef=0.0)
+    assert (got.kl == torch.inf).all()
+    assert got.sums[0].isfinite()
+
+
+def path_weighted() -> None:
+    check_loss(draw(3, 40), importance_weights=torch.tensor([0.5, 2.0, 0.0]))
+
+
+def path_dual_clip() -> None:
+    arguments = draw(4, 40)
+    arguments["old_logprobs"] -= torch.tensor([3.0, 0.5, 3.0, 0.5])
+    arguments["advantages"] = torch.tensor([-1.0, -1.0, 1.0, 1.0])
+    check_loss(arguments, dual_clip=3.0)
+    unclipped = {"lowest_ratio": -math.inf, "highest_ratio": math.inf}
+    check_loss(arguments, **unclipped)
+    check_loss(arguments, lowest_ratio=0.9, highest_ratio=math.inf)
+
+
+def path_capped() -> None:
+    arguments = draw(3, 2064, spread=20.0)
+    arguments["logits"][0] *= 0.01
+    options = {"softcap": 15.0, "logit_scale": 0.7, "entropy_coef": 0.05}
+    check_loss(arguments, temperature=torch.tensor([0.3, 1.0, 2.0]), **options)
+    ref = draw(3, 2064, seed=1, spread=20.0)["logits"]
+    check_loss(arguments, kl_estimator="full", ref_logits=ref, kl_coef=0.3, **options)
+
+
+def path_cut() -> None:
+    arguments = draw(6, 40)
+    padded = torch.randn(3, 3, 40, device=DEVICE)  # moved first: moving makes a view contiguous
+    padded[:, :-1] = arguments["logits"].view(3, 2, 40)
+    check_loss(arguments | {"logits": padded[:, :-1]})
+    gapped = torch.randn(6, 50, device=DEVICE)
+    gapped[:, :40] = arguments["logits"]
+    check_loss(arguments | {"logits": gapped[:, :40]})
+
+
+def _upstream(n: int, *, kl: bool = False) -> StatsGradients:
+    g = torch.Generator().manual_seed(5)
+    logprobs, entropy, of_kl = torch.randn(3, n, generator=g)
+    return StatsGradients(logprobs, entropy, of_kl if kl else None)
+
+
+def path_statistics() -> None:
+    arguments = draw(3, 2064)
+    check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(3))
+
+
+def path_statistics_reference() -> None:
+    arguments, ref = draw(3, 2064), draw(3, 2064, seed=1)["logits"]
+    x, tokens = arguments["logits"], arguments["tokens"]
+    check_stats(x, tokens, upstream=_upstream(3, kl=True), ref_logits=ref)
+    capped = Softmax(temperatures=torch.tensor([0.5, 1.0, 2.0]), softcap=5.0)
+    check_stats(x, tokens, capped, upstream=_upstream(3, kl=True), ref_logits=ref)
+
+
+def path_statistics_logprob_alone() -> None:
+    arguments = draw(3, 507)
+    upstream = StatsGradients(torch.tensor([1.0, 0.0, -2.0]))
+    check_stats(arguments["logits"], arguments["tokens"], upstream=upstream)
+
+
+def path_scale_by_one() -> None:
+    x = torch.randn(3, 507, device=DEVICE)
+    before = x.clone()
+    assert triton_rows.scale_(x, torch.ones((), device=DEVICE)) is x
+    assert torch.equal(x, before)
+
+
+def path_scale() -> None:
+    third = torch.tensor(1 / 3)
+    for dtype in DTYPES:
+        for x in (torch.randn(9000), torch.randn(3, 507), torch.randn(2, 3, 20)[:, :-1]):
+            x = x.to(DEVICE, dtype)
+            want = x.double() * third.double()
+            triton_rows.scale_(x, third.to(DEVICE))
+            # One unit: the interpreter cuts bf16 off where a GPU rounds to nearest.
+            assert_gradient(x.reshape(1, -1), want.reshape(1, -1), one_signed=True)
+
+
+PATHS: dict[str, Callable[[], None]] = {
+    name.removeprefix("path_"): call
+    for name, call in list(globals().items())
+    if name.startswith("path_")
+}
+
+
+FILES = {triton_rows.__file__: triton_rows, jit.__file__: jit}
+Line = tuple[str, int]
+TAKEN: dict[str, set[Line]] = {}
+"""Lines of the kernels' files that each path has run."""
+
+
+def take(name: str) -> None:
+    taken = TAKEN.setdefault(name, set())
+
+    def local(frame: types.FrameType, event: str, _: Any) -> Any:
+        taken.add((frame.f_code.co_filename, frame.f_lineno))
+        return local
+
+    def trace(frame: types.FrameType, event: str, _: Any) -> Any:
+        return local if frame.f_code.co_filename in FILES else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        PATHS[name]()
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_path(name: str) -> None:
+    take(name)
+
+
+def _jit_lines(file: str) -> set[Line]:
+    """Lines of statements inside the jit functions, docstrings and constants aside."""
+    lines = set()
+    for function in ast.parse(Path(file).read_text()).body:
+        if not isinstance(function, ast.FunctionDef) or not any(
+            "triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list
+        ):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.stmt) and node is not function:
+                text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+                if not text:
+                    lines.add((file, node.lineno))
+    return lines
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="compiled kernels cannot be traced by line")
+def test_every_line_is_taken() -> None:
+    for name in PATHS.keys() - TAKEN.keys():  # none, when the whole file runs
+        take(name)
+    for file, module in FILES.items():
+        lines = inspect.getsource(module).splitlines()
+        missed = sorted(_jit_lines(file) - set().union(*TAKEN.values()))
+        assert not missed, "no case takes " + "; ".join(
+            f"{i}: {lines[i - 1].strip()}" for _, i in missed
+        )
+
+
+# ----------------------------------------------------------------------------------------- shapes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_vocabularies(vocab: int, dtype: torch.dtype) -> None:
+    """Padded columns entered the logsumexp where V was no multiple of the block (verl 2656)."""
+    arguments = draw(2, vocab, dtype)
+    arguments["tokens"] = torch.tensor([0, vocab - 1])
+    logprobs = logprobs_of(arguments["logits"], arguments["tokens"])
+    arguments["old_logprobs"] = logprobs.float() + torch.tensor([0.1, -0.1])
+    check_loss(arguments)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7])
+def test_row_counts(n: int) -> None:
+    arguments = draw(n, 507)
+    check_loss(arguments)
+    check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(n))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtypes(dtype: torch.dtype) -> None:
+    """fp16 goes through the statistics in `ppo_loss`, and through the kernel without a gradient."""
+    arguments = draw(3, 507, dtype)
+    check_loss(arguments, need_grad=dtype != torch.float16)
+    check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(3))
+
+
+def test_grid_stays_small() -> None:
+    """One program per row would exceed a grid dimension of 65535 (Liger 1294)."""
+    device = torch.device("cpu") if DEVICE == "cpu" else torch.device("cuda", 0)
+    count = triton_rows._program_count(device, 2**24, 1000, 4)
+    multiprocessors, _ = device_limits(device)
+    assert 0 < count <= 16 * multiprocessors
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="test_triton_rows_gpu.py does this with real memory")
+def test_offsets_do_not_overflow_int32() -> None:
+    """int32 offsets wrapped at N·V > 2³¹ (fla 1082): rows 2³⁰ elements apart."""
+    apart, n, vocab = 2**30, 4, 40
+    # Anonymous memory that is never touched is never there.
+    memory = mmap.mmap(-1, 2 * ((n - 1) * apart + vocab), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flat = torch.frombuffer(memory, dtype=torch.bfloat16)
+    far = flat.as_strided((n, vocab), (apart, 1))
+    arguments = draw(n, vocab, torch.bfloat16)
+    near = kernel_loss(arguments)
+    far.copy_(arguments["logits"])
+    got = kernel_loss(arguments | {"logits": far}, inplace=True)
+    assert near.grad is not None
+    assert torch.equal(got.logprobs, near.logprobs)
+    assert torch.equal(far, near.grad)
+
+
+# --------------------------------------------------------------------------------------- the rows
+
+
+@pytest.mark.parametrize("offset", [-1000.0, -110.0, 88.0, 1000.0])
+def test_offset_rows(offset: float) -> None:
+    """The running maximum started at 0 and rows far below it gave −inf (verl, SkyRL 2141)."""
+    arguments = draw(3, 2064)
+    arguments["logits"] += offset
+    check_loss(arguments, entropy_coef=0.1, temperature=0.7)
+    check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(3))
+
+
+def test_an_offset_changes_no_bit() -> None:
+    arguments = draw(3, 507, torch.bfloat16)
+    arguments["logits"] = arguments["logits"].float()
+    shifted = arguments | {"logits": arguments["logits"] + 1024.0}
+    exact = (shifted["logits"] - 1024.0) == arguments["logits"]
+    arguments["logits"] = torch.where(exact, arguments["logits"], 0.0)
+    shifted["logits"] = arguments["logits"] + 1024.0
+    here = kernel_loss(arguments, entropy_coef=0.1)
+    there = kernel_loss(shifted, entropy_coef=0.1)
+    assert torch.equal(here.sums, there.sums)
+    assert torch.equal(here.grad, there.grad)
+
+
+@pytest.mark.parametrize("fill", [-torch.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_masked_vocabulary(fill: float, softcap: float | None) -> None:
+    """−inf logits gave a NaN entropy (TRL, verl)."""
+    arguments = draw(4, 2064)
+    arguments["logits"][0, 1:] = fill  # one column is left, and it is the token
+    arguments["tokens"][0] = 0
+    arguments["logits"][1, ::2] = fill
+    arguments["tokens"][1] = 7
+    arguments["logits"][2, :1500] = fill
+    arguments["tokens"][2] = 2000
+    got = check_loss(arguments, entropy_coef=0.1, softcap=softcap)
+    assert got.grad is not None
+    assert got.grad.isfinite().all()
+    capped = Softmax(softcap=softcap)
+    check_stats(arguments["logits"], arguments["tokens"], capped, upstream=_upstream(4))
+
+
+def test_a_token_that_is_masked_out() -> None:
+    """Its logprob is that of the definition, −1e30: finite, and beyond any clip."""
+    arguments = draw(2, 507)
+    arguments["logits"][0, arguments["tokens"][0]] = -torch.inf
+    got, want = kernel_loss(arguments), torch_rows.ppo_loss(*operands(arguments)[0])
+    exact = defined_loss(arguments)
+    torch.testing.assert_close(want.logprobs.double(), exact.logprobs)
+    torch.testing.assert_close(got.logprobs.cpu(), want.logprobs)
+    torch.testing.assert_close(got.grad.cpu(), want.grad)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_broken_row_shows(bad: float) -> None:
+    """NaN or +inf in one logit makes its row NaN, loss and gradient, clipped or not; no other."""
+    arguments = draw(3, 507)
+    arguments["logits"][1, 100] = bad
+    arguments["tokens"][1] = 3
+    got = kernel_loss(arguments)
+    assert got.logprobs.isnan().tolist() == [False, True, False]
+    assert got.grad is not None
+    assert got.grad.isnan().any(-1).tolist() == [False, True, False]
+    assert got.sums[0].isnan()
+
+
+def test_rows_of_minus_infinity_are_nan() -> None:
+    arguments = draw(2, 507)
+    arguments["logits"][0] = -torch.inf
+    got = kernel_loss(arguments)
+    assert got.logprobs.isnan().tolist() == [True, False]
+
+
+def test_a_token_outside_the_vocabulary_reads_nothing() -> None:
+    """Where checking it would mean waiting for the GPU, it is NaN and no stray read."""
+    arguments = draw(3, 507)
+    arguments["tokens"][:2] = torch.tensor([-100, 507])
+    got = kernel_loss(arguments)
+    assert got.logprobs.isnan().tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("gap", [5.0, 12.0, 20.0])
+@pytest.mark.parametrize("at_peak", [True, False])
+def test_peaked_rows(gap: float, at_peak: bool) -> None:
+    """1 − p and log p + entropy keep their digits however close p comes to 1.
+
+    Up to 20 nats: at 30 the definition in fp64 has lost five digits of its 1 − p_y, too.
+    """
+    arguments = draw(3, 2064, spread=0.5)
+    arguments["logits"][:, 1200] = arguments["logits"].amax(-1) + gap
+    if at_peak:
+        arguments["tokens"][:] = 1200
+    check_loss(arguments | {"old_logprobs": torch.full((3,), -0.1)}, entropy_coef=0.1)
+    only_entropy = StatsGradients(torch.zeros(3), torch.ones(3))
+    check_stats(arguments["logits"], arguments["tokens"], upstream=only_entropy)
+    only_logprob = StatsGradients(torch.ones(3))
+    check_stats(arguments["logits"], arguments["tokens"], upstream=only_logprob)
+
+
+def test_identical_reference_has_no_kl() -> None:
+    """Within fp32's rounding of log S: the policy's sum takes the token last."""
+    arguments = draw(3, 2064)
+    arguments["advantages"][:] = 0.0
+    ref = arguments["logits"]
+    got = kernel_loss(arguments, kl_estimator="full", ref_logits=ref, kl_coef=1.0)
+    assert got.grad is not None
+    assert got.kl.abs().max() < 5e-7
+    assert got.grad.abs().max() < 5e-7
+
+
+def test_the_same_rows_give_the_same_bits() -> None:
+    """Whatever program a row falls to, and however the rows are split."""
+    arguments = draw(7, 507)
+    whole, again = kernel_loss(arguments), kernel_loss(arguments)
+    assert torch.equal(whole.sums, again.sums)
+    assert torch.equal(whole.grad, again.grad)
+    part = {k: v[3:] for k, v in arguments.items()}
+    assert torch.equal(kernel_loss(part).grad, whole.grad[3:])
+
+
+# ------------------------------------------------------------------------------------ combinations
+
+
+@st.composite
+def combinations(draw_: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    n = draw_(st.integers(1, 4))
+    vocab = draw_(st.sampled_from([1, 2, 3, 64, 507, 1000, 2048]))
+    dtype = draw_(st.sampled_from([torch.float32, torch.bfloat16]))
+    seed = draw_(st.integers(0, 2**16))
+    arguments = draw(n, vocab, dtype, seed=seed)
+    g = torch.Generator().manual_seed(seed + 1)
+    if draw_(st.booleans()):
+        arguments["weights"][torch.rand(n, generator=g) < 0.4] = 0.0
+    softcap = draw_(st.sampled_from([None, None, 10.0]))
+    # Not both: far beyond its cap, the definition's slope 1 − tanh² is 0 even in fp64.
+    offset = draw_(st.sampled_from([0.0, 0.0, -100.0, 1000.0])) if softcap is None else 0.0
+    arguments["logits"] = (arguments["logits"].float() + offset).to(dtype)
+    options: dict[str, Any] = {
+        "lowest_ratio": draw_(st.sampled_from([1.0, 0.8, -math.inf])),
+        "highest_ratio": draw_(st.sampled_from([1.0, 1.28, math.inf])),
+        "dual_clip": draw_(st.sampled_from([None, 3.0])),
+        "kl_coef": draw_(st.sampled_from([0.0, 0.1])),
+        "kl_estimator": draw_(st.sampled_from(["k1", "k2", "k3", "full"])),
+        "entropy_coef": draw_(st.sampled_from([0.0, 0.01, -0.5])),
+        "logit_scale": draw_(st.sampled_from([1.0, 0.25])),
+        "softcap": softcap,
+        "temperature": draw_(st.sampled_from([1.0, 0.3, 2.0, "per token"])),
+        "need_grad": draw_(st.sampled_from([True, True, False])),
+        "inplace": draw_(st.booleans()),
+    }
+    if options["temperature"] == "per token":
+        options["temperature"] = torch.rand(n, generator=g) * 1.7 + 0.3
+    if draw_(st.booleans()):
+        options["importance_weights"] = torch.rand(n, generator=g) * 2
+    # Behaviour and reference near the policy that these options make.
+    exact, _ = operands(in_fp64(arguments | options))
+    logprobs = logprobs_of(arguments["logits"], arguments["tokens"], exact.softmax)
+    noise = torch.randn(2, n, generator=g)
+    arguments["old_logprobs"] = (logprobs + 0.3 * noise[0]).float()
+    if draw_(st.booleans()) or (options["kl_coef"] and options["kl_estimator"] != "full"):
+        options["ref_logprobs"] = (logprobs + noise[1]).float()
+    if options["kl_estimator"] == "full":
+        options["ref_logits"] = arguments["logits"].float() + torch.randn(n, vocab, generator=g)
+    return arguments, options
+
+
+# On a GPU nearly every example compiles a kernel of its own, seconds each.
+@settings(max_examples=120 if DEVICE == "cpu" else 30, deadline=None, derandomize=True)
+@given(combinations())
+def test_combinations(combination: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    arguments, options = combination
+    check_loss(arguments | {"logits": arguments["logits"].clone()}, **options)
+
+
+# ---------------------------------------------------------------------------------------- autograd
+
+
+def _public(logits: Tensor, **options: Any) -> fastppo.PPOLoss:
+    shape = logits.shape[:-1]
+    n, vocab = shape.numel(), logits.shape[-1]
+    tokens = (torch.arange(n, device=logits.device) * 7 % vocab).view(shape)
+    advantages = torch.linspace(-1, 1, n, device=logits.device).view(shape)
+    old = torch.full(shape, -3.0, device=logits.device)
+    return fastppo.ppo_loss(
+        logits, tokens, old, advantages, **{"backend": "triton", "clip_ratio": 0.5} | options
+    )
+
+
+def _leaf(dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (2, 3, 37)) -> Tensor:
+    g = torch.Generator().manual_seed(3)
+    return torch.randn(shape, generator=g).to(DEVICE, dtype).requires_grad_()
+
+
+def _gradient(logits: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    return torch.autograd.grad(loss(logits), logits)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_public_loss_agrees_with_the_torch_backend_in_fp64(dtype: torch.dtype) -> None:
+    options = {"entropy_coef": 0.1, "ref_logprobs": torch.full((2, 3), -3.5, device=DEVICE)}
+    x = _leaf(dtype)
+    got, want = _public(x, kl_coef=0.1, **options), _public(
+        x.double(), kl_coef=0.1, backend="torch", **in_fp64(options)
+    )  # fmt: skip
+    assert_statistic(got.loss, want.loss, "loss")
+    assert got.metrics.keys() == want.metrics.keys()
+    for name, value in got.metrics.items():
+        assert_statistic(value, want.metrics[name], name)
+    exact = torch.autograd.grad(want.loss, x)[0] if dtype == torch.float32 else None
+    gradient = torch.autograd.grad(got.loss, x)[0]
+    if exact is not None:
+        assert_gradient(gradient.view(6, 37), exact.view(6, 37))
+    assert gradient.dtype == dtype
+
+
+def test_logits_used_twice() -> None:
+    x, tokens = _leaf(), torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
+
+    def loss(x: Tensor) -> Tensor:
+        return _public(x).loss
+
+    def logprobs(x: Tensor) -> Tensor:
+        return fastppo.token_logprobs(x, tokens, backend="triton").sum()
+
+    one, other = _gradient(x, loss), _gradient(x, logprobs)
+    torch.testing.assert_close(_gradient(x, lambda x: loss(x) + logprobs(x)), one + other)
+    torch.testing.assert_close(_gradient(x, lambda x: loss(x) + loss(x)), 2 * one)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_retained_graph(backend: str, factor: float) -> None:
+    """A leaf took the saved gradient for its own and added to it: three backwards made four."""
+    x = _leaf()
+    want = 3 * factor * _gradient(x, lambda x: _public(x, backend=backend).loss)
+    loss = _public(x, backend=backend).loss * factor
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    loss.backward()
+    torch.testing.assert_close(x.grad, want)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_in_place_writes_over_the_logits(dtype: torch.dtype) -> None:
+    leaf = _leaf(dtype)
+    want = _gradient(leaf, lambda x: _public(x).loss / 3)
+    logits = leaf * 1
+    (_public(logits, inplace=True).loss / 3).backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, want, rtol=0, atol=0)
+    assert torch.equal(logits.detach(), want)
+
+
+def test_in_place_refuses_rows_that_overlap() -> None:
+    leaf = torch.randn(37, device=DEVICE, requires_grad=True)
+    with pytest.raises(ValueError, match="overlap"):
+        _public(leaf.expand(4, 37), inplace=True)
+
+
+def test_logits_of_all_but_the_last_position() -> None:
+    x = _leaf()
+    got = _gradient(x, lambda x: _public(x[:, :-1]).loss)
+    want = _gradient(x, lambda x: _public(x[:, :-1].contiguous(), backend="torch").loss)
+    torch.testing.assert_close(got, want)
+
+
+def test_upstream_gradient_of_stride_zero() -> None:
+    x, tokens = _leaf(), torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
+
+    def total(x: Tensor, backend: str) -> Tensor:
+        stats = fastppo.token_stats(x, tokens, ref_logits=2 * x.detach(), backend=backend)
+        assert stats.kl is not None
+        return stats.logprobs.sum() + stats.entropy.sum() + stats.kl.sum()
+
+    got = _gradient(x, lambda x: total(x, "triton"))
+    want = _gradient(x, lambda x: total(x, "torch"))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    got = _gradient(x, lambda x: _public(x).loss.expand(3).sum())
+    torch.testing.assert_close(got, 3 * _gradient(x, lambda x: _public(x).loss))
+
+
+@pytest.mark.parametrize("term", ["policy", "entropy", "k1", "k2", "k3", "full"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_each_term_has_its_gradient(term: str, dtype: torch.dtype) -> None:
+    """An entropy gradient was dropped in silence (TRL); fp16 takes another path than fp32."""
+    options: dict[str, Any] = {}
+    if term == "entropy":
+        options = {"entropy_coef": 1.0}
+    elif term != "policy":
+        options = {"kl_coef": 1.0, "kl_estimator": term}
+        if term == "full":
+            options["ref_logits"] = _leaf().detach().to(dtype).flip(0)
+        else:
+            options["ref_logprobs"] = torch.full((2, 3), -2.0, device=DEVICE)
+    x = _leaf(dtype)
+    alone = {"importance_weights": torch.full((2, 3), float(term == "policy"), device=DEVICE)}
+    got = _gradient(x, lambda x: _public(x, **alone, **options).loss)
+    want = _gradient(
+        x, lambda x: _public(x.double(), backend="torch",
+                             **in_fp64(alone | options)).loss
+    )  # fmt: skip
+    assert want.abs().max() > 1e-3
+    torch.testing.assert_close(got, want, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-6)
+
+
+def test_autocast_does_not_reach_inside() -> None:
+    x = _leaf()
+    want = _public(x)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        got = _public(x)
+        gradient = _gradient(x, lambda x: _public(x).loss)
+    assert torch.equal(got.loss, want.loss)
+    assert torch.equal(gradient, _gradient(x, lambda x: _public(x).loss))
+
+
+def test_compiles_to_a_full_graph() -> None:
+    x = _leaf()
+
+    def loss(x: Tensor) -> Tensor:
+        return _public(x, entropy_coef=0.1).loss / 3
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), loss(x))
+    torch.testing.assert_close(_gradient(x, compiled), _gradient(x, loss), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("operand", ["old_logprobs", "advantages", "importance_weights"])
+def test_a_nan_shows_in_loss_gradient_and_metrics(operand: str) -> None:
+    """Clamps must not turn it into a number: the trainer's guard looks for it."""
+    arguments = {"logits": torch.randn(4, 37), "tokens": torch.zeros(4, dtype=torch.int64)}
+    arguments |= {"old_logprobs": torch.full((4,), -3.6), "advantages": torch.ones(4)}
+    arguments |= {"weights": torch.full((4,), 0.25), "importance_weights": torch.ones(4)}
+    arguments[operand][1] = float("nan")
+    given, _ = operands(on(DEVICE, arguments))
+    for module in (torch_rows, triton_rows):
+        rows = module.ppo_loss(*given)
+        sums = Sums(*rows.sums)
+        assert sums.loss.isnan()
+        assert rows.grad is not None
+        assert rows.grad[1].isnan().all()
+        assert rows.grad[[0, 2, 3]].isfinite().all()
+        assert bool(sums.ratio_max.isnan()) == (operand == "old_logprobs")
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_an_infinite_reference_that_is_only_reported_leaves_the_gradient(estimator: str) -> None:
+    arguments = {"logits": torch.randn(2, 37), "tokens": torch.zeros(2, dtype=torch.int64)}
+    arguments |= {"old_logprobs": torch.full((2,), -3.6), "advantages": torch.ones(2)}
+    arguments |= {"weights": torch.full((2,), 0.5), "kl_estimator": estimator}
+    arguments |= {"ref_logprobs": torch.tensor([-math.inf, -3.0])}
+    given, _ = operands(on(DEVICE, arguments))
+    for module in (torch_rows, triton_rows):
+        rows = module.ppo_loss(*given)
+        assert rows.grad is not None
+        assert rows.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("distance", [1e-2, 1e-3, 1e-4])
+def test_the_full_kl_keeps_its_digits_near_the_reference(distance: float) -> None:
+    """Where training starts: t − r of two rounded rows would be off by 1e-3 of the gradient."""
+    torch.manual_seed(3)
+    logits = 3 * torch.randn(4, 2064)
+    ref = logits + distance * torch.randn(4, 2064)
+    arguments = {"logits": logits, "tokens": torch.randint(2064, (4,)), "ref_logits": ref}
+    arguments |= {"old_logprobs": torch.zeros(4), "advantages": torch.zeros(4)}
+    arguments |= {"weights": torch.full((4,), 0.25), "kl_estimator": "full", "kl_coef": 1.0}
+    exact = defined_loss(arguments).grad
+    assert exact is not None
+    largest = exact.abs().amax(-1, keepdim=True)
+    given, rest = operands(on(DEVICE, arguments))
+    for module in (torch_rows, triton_rows):
+        found = module.ppo_loss(*given, **rest).grad
+        assert found is not None
+        error = ((found.double().cpu() - exact).abs() / largest).max()
+        assert error < 1e-5
+
+
+# -------------------------------------------------------------------------------- under the lm-head
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_size", [1, 4, None])
+def test_the_fused_lm_head_runs_the_kernel_on_its_chunks(dtype, chunk_size) -> None:
+    """The row pass of `linear_ppo_loss` and `linear_token_logprobs` is the backend's."""
+    torch.manual_seed(1)
+    n, vocab, width = 7, 29, 12
+    tokens, mask = torch.randint(vocab, (n,)), torch.arange(n) != 3
+    old, advantages, upstream = torch.randn(n) - 3, torch.randn(n), torch.randn(n)
+    results = {}
+    for backend in ("torch", "triton"):
+        torch.manual_seed(2)
+        leaves = [torch.randn(*shape) for shape in ((n, width), (vocab, width), (vocab,))]
+        leaves = [leaf.to(dtype).requires_grad_() for leaf in leaves]
+        hidden, weight, bias = leaves
+        out = fastppo.linear_ppo_loss(
+            hidden, weight, tokens, old, advantages, mask, bias=bias, chunk_size=chunk_size,
+            entropy_coef=0.1, ref_logprobs=old - 0.1, kl_coef=0.2, backend=backend,
+        )  # fmt: skip
+        (3 * out.loss).backward()
+        logprobs, entropy = fastppo.linear_token_logprobs(
+            hidden, weight, tokens, bias=bias, chunk_size=chunk_size, return_entropy=True,
+            backend=backend,
+        )  # fmt: skip
+        (logprobs @ upstream + entropy.sum()).backward()
+        results[backend] = [out.loss.detach(), out.logprobs, logprobs.detach(), entropy.detach()]
+        results[backend] += [leaf.grad.float() for leaf in leaves]
+    for ours, theirs in zip(results["triton"], results["torch"], strict=True):
+        # fp32: the order of sums. bf16: the interpreter cuts the logits' gradient off where torch
+        # rounds it, one unit in the last place of eight bits in each of the summed products.
+        tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+        scale = theirs.abs().max().item()
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * scale)
+
+
+# -------------------------------------------------------------------------------- choice of backend
+
+
+def test_auto_takes_the_torch_backend_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2, 7)
+    assert checks.choose_backend("auto", x) == "torch"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert checks.choose_backend("triton", x) == "triton"
+
+
+def test_triton_refuses_what_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="float64"):
+        fastppo.token_logprobs(torch.randn(2, 7).double(), tokens, backend="triton")
+    with pytest.raises(ValueError, match="must be bfloat16"):
+        triton_rows.token_stats(torch.randn(2, 7).double(), tokens, Softmax())
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        fastppo.token_logprobs(torch.randn(2, 7), tokens, backend="triton")
+
+
+def test_import_without_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, fastppo\n"
+        "fastppo.token_logprobs(torch.randn(2, 7), torch.zeros(2, dtype=torch.int64))"
+    )
+    paths = os.pathsep.join([path for path in sys.path if path])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    assert done.returncode == 0, done.stderr

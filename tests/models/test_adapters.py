@@ -1,0 +1,79 @@
+"""LoRA adapters: they alone are trained, and what is saved is a plain model."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+from fastppo.data.batch import Batch
+from fastppo.models.adapters import add_adapters, merged_state
+from fastppo.models.policy import ActorCritic, LanguageModel
+
+BATCH = Batch.of([[5, 9], [7, 8, 6, 12]], [[10, 11, 1], [13, 3]])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt"])
+def test_lora_saves_a_plain_policy_and_its_reference_is_the_trunk_without_adapters(
+    architecture: str, tmp_path
+) -> None:
+    plain = tiny.model(architecture)
+    before = {name: p.clone() for name, p in plain.state_dict().items()}
+    peft = add_adapters(plain, rank=4, alpha=8.0, target_modules=None)
+    actor = ActorCritic(plain, peft)
+    trained = [name for name, p in plain.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    untouched = actor.response_logprobs(BATCH)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    adapted = actor.response_logprobs(BATCH)
+    with actor.adapters_off() as reference:
+        assert torch.equal(reference.response_logprobs(BATCH), untouched)
+    assert (adapted - untouched).abs().max() > 1e-2
+
+    actor.save_policy(tmp_path / "policy")
+    loaded = LanguageModel(AutoModelForCausalLM.from_pretrained(tmp_path / "policy"))
+    assert loaded.causal_lm.state_dict().keys() == before.keys()
+    torch.testing.assert_close(loaded.response_logprobs(BATCH), adapted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt"])
+def test_a_merged_state_is_what_peft_merges_and_leaves_the_model_as_it_is(
+    architecture: str,
+) -> None:
+    model = tiny.model(architecture)
+    names = list(model.state_dict())
+    peft = add_adapters(model, rank=2, alpha=8.0, target_modules=None)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    merged = merged_state(model)
+    assert list(merged) == names
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    for name, value in peft.merge_and_unload().state_dict().items():
+        torch.testing.assert_close(merged[name], value, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_rank_scale_and_modules_are_those_that_are_asked_for() -> None:
+    model = tiny.model()
+    config = add_adapters(model, 3, 6.0, ["q_proj"]).peft_config["default"]
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (3, 6.0, 0.0)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert all(".q_proj.lora_" in name for name in trained)
+    assert len(trained) == 2 * 2, "A and B in each of two layers"
+    assert {min(p.shape) for p in trained.values()} == {3}
+
+
+def test_without_peft_the_install_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match="lora_rank > 0 needs peft: pip install peft"):
+        add_adapters(tiny.model(), 2, 4.0, None)

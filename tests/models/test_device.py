@@ -1,0 +1,62 @@
+"""Where a run computes, and in which precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastppo.models.device import autocast, choose_device, compute_dtype
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def _gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: count > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+
+
+def test_auto_is_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    _gpus(monkeypatch, 0)
+    assert choose_device("auto") == CPU
+    _gpus(monkeypatch, 1)
+    assert choose_device("auto") == GPU
+
+
+def test_a_device_that_is_there_is_taken_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    _gpus(monkeypatch, 2)
+    assert choose_device("cpu") == CPU
+    assert choose_device("cuda:1") == torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("gpu", "device must be auto, cpu, cuda, cuda:1, …, got 'gpu'"),
+        ("cuda:2", "device=cuda:2: torch .* sees 2 GPUs here"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(name, says, monkeypatch) -> None:
+    _gpus(monkeypatch, 2)
+    with pytest.raises(ValueError, match=says):
+        choose_device(name)
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "dtype"),
+    [
+        ("bf16", CPU, torch.bfloat16),
+        ("fp32", GPU, None),
+        ("auto", GPU, torch.bfloat16),
+        ("auto", CPU, None),
+    ],
+)
+def test_products_are_bf16_if_asked_for_or_on_a_gpu(precision, device, dtype) -> None:
+    assert compute_dtype(precision, device) == dtype
+
+
+@pytest.mark.parametrize(("dtype", "found"), [(torch.bfloat16, torch.bfloat16), (None, None)])
+def test_matrix_products_are_in_the_compute_dtype(dtype, found) -> None:
+    x = torch.ones(2, 2)
+    with autocast(CPU, dtype):
+        assert (x @ x).dtype == (found or torch.float32)
+    assert (x @ x).dtype == torch.float32

@@ -1,0 +1,168 @@
+"""The lm-head is the model's own, whatever it does to its logits, formed in full or in chunks."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+
+import fastppo
+from fastppo.data.batch import Batch
+from fastppo.models.head import Head, RefStates
+from fastppo.models.policy import ActorCritic, LanguageModel
+
+BATCH = Batch.of([[5, 9], [7, 8, 6, 12]], [[10, 11, 1], [13, 3]])
+
+
+LAYOUT = BATCH.layout()
+
+
+def _model_logits(causal_lm) -> torch.Tensor:
+    """[N, V], the model's own at the positions that predict responses."""
+    logits = causal_lm(input_ids=LAYOUT.input_ids, attention_mask=LAYOUT.attention_mask).logits
+    return logits.flatten(0, 1)[LAYOUT.predicting]
+
+
+@pytest.mark.parametrize("architecture", tiny.CONFIGS)
+def test_the_head_on_the_trunk_gives_the_models_own_logits(architecture: str) -> None:
+    causal_lm = tiny.model(architecture)
+    ours = LanguageModel(causal_lm)
+    with torch.no_grad():
+        theirs = _model_logits(causal_lm)
+        hidden = ours.hidden(LAYOUT)
+    # fp32, two orders of the same sums
+    torch.testing.assert_close(ours.head.logits(hidden), theirs, rtol=1e-5, atol=1e-5)
+    ours.check_heads()
+
+
+@pytest.mark.parametrize("architecture", tiny.CONFIGS)
+@pytest.mark.parametrize("all_logits", [False, True])
+def test_the_loss_through_the_head_is_the_loss_of_the_models_own_logits(
+    architecture: str, all_logits: bool
+) -> None:
+    """Value and every gradient of the trunk, soft-caps, scales, ties and biases included."""
+    tokens = BATCH.response_tokens
+    old = torch.full(tokens.shape, -3.0)
+    advantages = torch.linspace(-1, 1, len(tokens))
+    options = {"entropy_coef": 0.1, "clip_ratio": None}
+    gradients = []
+    for through_head in (False, True):
+        causal_lm = tiny.model(architecture)
+        actor = ActorCritic(causal_lm)
+        if through_head:
+            hidden, _ = actor(LAYOUT)
+            out = actor.head.ppo_loss(
+                hidden, tokens, old, advantages, all_logits=all_logits, **options
+            )
+        else:
+            out = fastppo.ppo_loss(_model_logits(causal_lm), tokens, old, advantages, **options)
+        out.loss.backward()
+        named = causal_lm.named_parameters()
+        gradients.append(
+            {name: p.grad for name, p in named if p.grad is not None} | {"loss": out.loss.detach()}
+        )
+    theirs, ours = gradients
+    assert theirs.keys() == ours.keys()
+    # fp32 through two layers and back, relative to the largest gradient: a key's bias, say, has a
+    # gradient of exactly 0 in real numbers, and rounding noise of that scale in these.
+    scale = max(gradient.abs().max().item() for gradient in theirs.values())
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=2e-6 * scale, msg=name)
+
+
+def _states(architecture: str, seed: int = 0) -> tuple[torch.Tensor, Head, torch.Tensor]:
+    """(hidden, head, the model's own logits) at the positions that predict responses."""
+    causal_lm = tiny.model(architecture, seed)
+    model = LanguageModel(causal_lm)
+    with torch.no_grad():
+        return model.hidden(LAYOUT), model.head, _model_logits(causal_lm)
+
+
+@pytest.mark.parametrize("architecture", tiny.CONFIGS)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_token_stats_are_those_of_the_models_own_softmax(
+    architecture: str, temperature: float
+) -> None:
+    """Logprobs, entropy and, with a reference, the exact KL, in fp64 from both models' logits."""
+    hidden, head, own = _states(architecture)
+    ref_hidden, ref_head, ref_own = _states(architecture, seed=1)
+    p, q = ((z.double() / temperature).log_softmax(1) for z in (own, ref_own))
+    tokens = BATCH.response_tokens
+    ref = RefStates(ref_hidden, ref_head)
+    stats = head.token_stats(hidden, tokens, ref=ref, temperature=temperature)
+    logprobs = p.gather(1, tokens[:, None])[:, 0]
+    kl = (p.exp() * (p - q)).sum(1)
+    assert kl.min() > 1e-4, "the two models differ"
+    # fp32 logits; a KL is a difference of such numbers
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(stats.logprobs.double(), logprobs, **close)
+    torch.testing.assert_close(stats.entropy.double(), -(p.exp() * p).sum(1), **close)
+    torch.testing.assert_close(stats.kl.double(), kl, **close)
+
+
+def test_without_a_reference_there_is_no_kl() -> None:
+    hidden, head, _ = _states("llama")
+    assert head.token_stats(hidden, BATCH.response_tokens).kl is None
+
+
+def test_token_stats_are_differentiable() -> None:
+    hidden, head, _ = _states("gemma2")
+    hidden.requires_grad_()
+    tokens = BATCH.response_tokens
+    ref = RefStates(*_states("gemma2", seed=1)[:2])
+    stats = head.token_stats(hidden, tokens, ref=ref, temperature=0.7)
+    total = (stats.logprobs - 0.3 * stats.entropy + 0.2 * stats.kl).sum()
+    (found,) = torch.autograd.grad(total, hidden)
+    p = (head.logits(hidden) / 0.7).log_softmax(1)
+    q = (ref.head.logits(ref.hidden) / 0.7).log_softmax(1)
+    written = p.gather(1, tokens[:, None]).sum() + 0.3 * (p.exp() * p).sum()
+    written = written + 0.2 * (p.exp() * (p - q)).sum()
+    (wanted,) = torch.autograd.grad(written, hidden)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
+def test_the_loss_with_the_exact_kl_is_one_whether_logits_are_formed_or_not(
+    architecture: str,
+) -> None:
+    hidden, head, _ = _states(architecture)
+    ref = RefStates(*_states(architecture, seed=1)[:2])
+    tokens = BATCH.response_tokens
+    old, advantages = torch.full(tokens.shape, -3.0), torch.linspace(-1, 1, len(tokens))
+    options = {"kl_coef": 0.5, "kl_estimator": "full"}
+    found = []
+    for all_logits in (False, True):
+        states = hidden.clone().requires_grad_()
+        out = head.ppo_loss(
+            states, tokens, old, advantages, ref=ref, all_logits=all_logits, **options
+        )
+        out.loss.backward()
+        found.append((out.loss.detach(), out.kl, states.grad))
+    kl = head.token_stats(hidden, tokens, ref=ref).kl
+    torch.testing.assert_close(found[0][1], kl, rtol=1e-5, atol=1e-6)
+    for chunked, formed in zip(*found, strict=True):
+        torch.testing.assert_close(chunked, formed, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "transform"),
+    [
+        ("llama", {"logit_scale": 1.0, "softcap": None}),
+        ("gemma2", {"logit_scale": 1.0, "softcap": 0.3}),
+        ("cohere", {"logit_scale": 0.25, "softcap": None}),
+        ("granite", {"logit_scale": 1 / 3.0, "softcap": None}),
+    ],
+)
+def test_what_happens_to_the_logits_is_read_off_the_config(architecture, transform) -> None:
+    head = Head.of(tiny.model(architecture))
+    assert head.transform == transform
+    assert (head.vocabulary, head.width) == (43, 32)
+
+
+def test_its_tensors_are_the_models_own_parameters() -> None:
+    tied = tiny.model("qwen2")
+    assert Head.of(tied).weight is tied.model.embed_tokens.weight
+    assert Head.of(tied).bias is None
+    biased = tiny.model("phi")
+    assert Head.of(biased).bias is biased.lm_head.bias
+    assert Head.of(tiny.model("opt")).width == 24, "OPT projects down before its head"

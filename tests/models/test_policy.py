@@ -1,0 +1,198 @@
+"""One trunk, two heads, and what policy and value function make of a batch."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+import fastppo
+from fastppo.data.batch import Batch
+from fastppo.models.adapters import add_adapters
+from fastppo.models.policy import ActorCritic, Evaluation, LanguageModel
+from fastppo.models.value import BranchValue
+
+BATCH = Batch.of([[5, 9], [7, 8, 6, 12]], [[10, 11, 1], [13, 3]])
+
+
+LAYOUT = BATCH.layout()
+
+
+def _plain(causal_lm, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logprobs, entropy) [N] of the responses, sequence by sequence, from the model's logits."""
+    logprobs, entropy = [], []
+    for row, length in enumerate(BATCH.lengths.tolist()):
+        ids = LAYOUT.input_ids[row : row + 1, :length]
+        start = int(BATCH.prompt_lengths[row])
+        with torch.no_grad():
+            p = (causal_lm(ids).logits[0, start - 1 : -1] / temperature).log_softmax(-1)
+        logprobs.append(p.gather(1, ids[0, start:, None])[:, 0])
+        entropy.append(-(p.exp() * p).sum(-1))
+    return torch.cat(logprobs), torch.cat(entropy)
+
+
+def test_the_trunk_runs_once_for_both_heads() -> None:
+    actor = ActorCritic(tiny.model())
+    calls = []
+    actor.causal_lm.model.register_forward_hook(lambda *_: calls.append(1))
+    hidden, values = actor(LAYOUT)
+    assert calls == [1]
+    assert hidden.shape == (5, 32)
+    assert values.shape == (5,)
+    assert values.dtype == torch.float32
+
+
+def test_the_value_loss_reaches_the_trunk() -> None:
+    actor = ActorCritic(tiny.model())
+    torch.nn.init.ones_(actor.value_function.head.weight)
+    _, values = actor(LAYOUT)
+    fastppo.value_loss(values, torch.ones_like(values)).backward()
+    layer = actor.causal_lm.model.layers[0].mlp.down_proj.weight
+    assert layer.grad is not None
+    assert layer.grad.abs().max() > 0
+
+
+def test_padding_does_not_change_what_a_sequence_sees() -> None:
+    """A short row beside a long one gives the numbers of the row alone."""
+    actor = ActorCritic(tiny.model())
+    alone = Batch.of([[5, 9]], [[10, 11, 1]]).layout()
+    with torch.no_grad():
+        together = actor(LAYOUT)[0][:3]
+        by_itself = actor(alone)[0]
+    torch.testing.assert_close(together, by_itself, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", tiny.TRAINED)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_response_logprobs_are_those_of_each_sequence_alone(
+    architecture: str, temperature: float
+) -> None:
+    model = LanguageModel(tiny.model(architecture))
+    found = model.response_logprobs(BATCH, temperature)
+    wanted, _ = _plain(model.causal_lm, temperature)
+    # fp32, padded rows against rows alone
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert not found.requires_grad
+
+
+def test_an_evaluation_is_of_the_tokens_and_of_the_states_around_them() -> None:
+    actor = ActorCritic(tiny.model())
+    torch.nn.init.normal_(actor.value_function.head.weight)
+    found = actor.evaluate(BATCH, temperature=0.7)
+    logprobs, entropy = _plain(actor.causal_lm, 0.7)
+    torch.testing.assert_close(found.logprobs, logprobs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.entropy, entropy, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        _, values = actor(LAYOUT)
+        _, last = actor(LAYOUT, LAYOUT.final)
+    # The head's product over other numbers of rows
+    torch.testing.assert_close(found.values, values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.final_values, last, rtol=1e-5, atol=1e-5)
+    assert len(found.final_values) == len(BATCH)
+    assert not any(part.requires_grad for part in found)
+
+
+def test_evaluations_of_parts_join_to_that_of_the_whole() -> None:
+    actor = ActorCritic(tiny.model())
+    torch.nn.init.normal_(actor.value_function.head.weight)
+    parts = [actor.evaluate(BATCH.select(torch.tensor([row]))) for row in range(len(BATCH))]
+    whole = actor.evaluate(BATCH)
+    for joined, wanted in zip(Evaluation.joined(parts), whole, strict=True):
+        torch.testing.assert_close(joined, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "opt"])
+def test_the_language_model_loss_is_transformers_own(architecture: str) -> None:
+    model = LanguageModel(tiny.model(architecture))
+    ids = torch.randint(3, 43, (3, 9))
+    found = model.language_model_loss(ids)
+    wanted = model.causal_lm(input_ids=ids, labels=ids).loss
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    weight = model.head.weight
+    (one,), (other,) = (torch.autograd.grad(loss, weight) for loss in (found, wanted))
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_bf16_products_leave_weights_and_statistics_in_fp32() -> None:
+    actor = ActorCritic(tiny.model(), compute_dtype=torch.bfloat16)
+    seen = []
+    actor.causal_lm.model.layers[0].mlp.down_proj.register_forward_hook(
+        lambda _, args, out: seen.append(out.dtype)
+    )
+    found = actor.evaluate(BATCH)
+    assert seen == [torch.bfloat16]
+    assert {part.dtype for part in found} == {torch.float32}
+    assert {p.dtype for p in actor.parameters()} == {torch.float32}
+    # bf16 keeps 8 bits: logits near 10 are off by a few hundredths
+    assert (found.logprobs - _plain(actor.causal_lm)[0]).abs().max() < 0.2
+
+
+# --------------------------------------------------------------------------- what is not known here
+
+
+def test_a_model_with_an_unknown_logit_transform_is_refused() -> None:
+    causal_lm = tiny.model("llama")
+    forward = causal_lm.forward
+
+    def shifted(*args: object, **kwargs: object) -> object:
+        output = forward(*args, **kwargs)
+        output.logits = output.logits * 1.5
+        return output
+
+    causal_lm.forward = shifted
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM: the lm-head .* differs"):
+        LanguageModel(causal_lm).check_heads()
+
+
+def test_a_model_with_weights_that_are_not_finite_is_refused() -> None:
+    causal_lm = tiny.model()
+    with torch.no_grad():
+        causal_lm.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="its logits are not finite; do its weights hold NaN"):
+        LanguageModel(causal_lm).check_heads()
+
+
+def test_a_branch_that_does_not_give_the_trunks_states_is_refused() -> None:
+    causal_lm = tiny.model()
+    branch = BranchValue(causal_lm.base_model, 32, 1)
+    actor = ActorCritic(causal_lm, None, branch)
+    actor.check_heads()
+    with torch.no_grad():
+        branch.layers[0].mlp.down_proj.weight.mul_(1.5)
+    with pytest.raises(ValueError, match="the copied layers of LlamaForCausalLM do not give"):
+        actor.check_heads()
+
+
+def test_adapters_on_the_lm_head_are_refused() -> None:
+    plain = tiny.model("llama")
+    peft = add_adapters(plain, rank=4, alpha=8.0, target_modules=["lm_head", "q_proj"])
+    with pytest.raises(ValueError, match="lm_head"):
+        ActorCritic(plain, peft)
+
+
+# ------------------------------------------------------------------------------------------- saving
+
+
+def test_a_saved_policy_is_the_plain_model_without_the_value_function(tmp_path) -> None:
+    actor = ActorCritic(tiny.model())
+    actor.save_policy(tmp_path / "policy")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
+    own = actor.causal_lm.state_dict()
+    assert saved.keys() == own.keys()
+    assert all(torch.equal(saved[name], own[name]) for name in own)
+
+
+def test_a_value_function_comes_back_with_all_that_it_owns(tmp_path) -> None:
+    def make() -> ActorCritic:
+        causal_lm = tiny.model()
+        return ActorCritic(causal_lm, None, BranchValue(causal_lm.base_model, 32, 1))
+
+    one, other = make(), make()
+    with torch.no_grad():
+        for parameter in one.value_function.parameters():
+            parameter.normal_()
+    one.save_value_function(tmp_path / "value_function.safetensors")
+    other.load_value_function(tmp_path / "value_function.safetensors")
+    for mine, its in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, its)

@@ -1,0 +1,158 @@
+"""Loading: what is absent, incomplete or of another kind is refused, under its option's name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForSequenceClassification, Qwen2ForTokenClassification, T5Config
+
+from fastppo.models.policy import LanguageModel
+from fastppo.models.pretrained import (
+    attention_implementation,
+    check_vocabulary,
+    is_sequence_classifier,
+    load_causal_lm,
+    load_tokenizer,
+    load_whole,
+    model_config,
+    pad_token_id,
+    stop_token_ids,
+)
+
+
+def test_what_is_no_causal_lm_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        load_causal_lm(str(tmp_path))
+    with pytest.raises(ValueError, match="there is no such directory"):
+        load_causal_lm(str(tmp_path / "absent"))
+    with pytest.raises(
+        ValueError, match="is a LlamaForSequenceClassification; expected a causal LM"
+    ):
+        load_causal_lm(tiny.saved_reward_model(tmp_path / "reward"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file; expected a directory"):
+        load_causal_lm(str(tmp_path / "file"))
+    T5Config(d_model=8, num_layers=1, num_heads=2, d_ff=8, vocab_size=10).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="encoder–decoder"):
+        load_causal_lm(str(tmp_path))
+
+
+def test_weights_that_would_be_random_are_refused(tmp_path) -> None:
+    model = tiny.without_weight(tiny.saved_model(tmp_path / "sft"), "lm_head.weight")
+    with pytest.raises(ValueError, match=r"lacks weights of LlamaForCausalLM: lm_head\.weight"):
+        load_causal_lm(model)
+
+
+def test_weights_that_may_be_lacking_are_named(tmp_path) -> None:
+    name = tiny.saved_model(tmp_path)
+    kind = AutoModelForSequenceClassification
+    model, lacking = load_whole(
+        kind, name, "model", lambda model, weight: weight == "score.weight", num_labels=1
+    )
+    assert (type(model).__name__, lacking) == ("LlamaForSequenceClassification", ["score.weight"])
+    with pytest.raises(ValueError, match=rf"reward {name} lacks weights .*: score\.weight\. They"):
+        load_whole(kind, name, "reward", num_labels=1)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path) -> None:
+    model = Path(tiny.saved_model(tmp_path / "sft"))
+    whole = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(whole[:1000])
+    with pytest.raises(ValueError, match=f"model {model}: the weights cannot be read"):
+        load_causal_lm(str(model))
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=f"model {model}: the weights cannot be read"):
+        load_causal_lm(str(model))
+    (model / "model.safetensors").write_bytes(whole)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 50}))
+    with pytest.raises(ValueError, match=r"disagree; the files have .*down_proj.* \[32, 48\]"):
+        load_causal_lm(str(model))
+    (model / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=f"model {model}: .*not a valid JSON"):
+        load_causal_lm(str(model))
+
+
+def test_an_adapter_is_no_model(tmp_path) -> None:
+    model = tiny.saved_model(tmp_path / "sft")
+    (tmp_path / "sft" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds a PEFT adapter; merge it first"):
+        load_causal_lm(model)
+
+
+def test_a_token_classifier_with_a_tied_trunk_is_no_policy(tmp_path) -> None:
+    Qwen2ForTokenClassification(tiny.CONFIGS["qwen2"]()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a Qwen2ForTokenClassification; expected a causal LM"):
+        load_causal_lm(str(tmp_path))
+
+
+def test_a_tied_head_is_not_missing(tmp_path) -> None:
+    tied = load_causal_lm(tiny.saved_model(tmp_path, "gpt2"))
+    LanguageModel(tied).check_heads()
+
+
+def test_a_missing_tokenizer_is_named(tmp_path) -> None:
+    tiny.model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"model {tmp_path}: no tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_attention_is_flash_where_it_can_run_and_transformers_choice_elsewhere(monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert attention_implementation("auto", torch.bfloat16) == "flash_attention_2"
+    assert attention_implementation("auto", torch.float32) is None
+    with pytest.raises(ValueError, match="needs param_dtype=bfloat16"):
+        attention_implementation("flash_attention_2", torch.float32)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert attention_implementation("auto", torch.bfloat16) is None
+    assert attention_implementation("eager", torch.float32) == "eager"
+
+
+def test_a_model_is_loaded_in_the_dtype_that_is_asked_for(tmp_path) -> None:
+    name = tiny.saved_model(tmp_path)
+    assert load_causal_lm(name).dtype == torch.float32
+    assert load_causal_lm(name, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_a_config_says_what_kind_of_model_it_is_of(tmp_path) -> None:
+    assert not is_sequence_classifier(model_config(tiny.saved_model(tmp_path / "sft")))
+    assert is_sequence_classifier(model_config(tiny.saved_reward_model(tmp_path / "rm")))
+
+
+# ------------------------------------------------------------------------------------------- tokens
+
+
+def test_any_token_pads_the_first_that_is_known() -> None:
+    model, tokenizer = tiny.model(), tiny.tokenizer(pad_is_eos=True)
+    assert pad_token_id(tokenizer, model) == 1
+    tokenizer.pad_token = None
+    assert pad_token_id(tokenizer, model) == 0  # of the model's config
+    model.config.pad_token_id = -1  # as some configs have it
+    assert pad_token_id(tokenizer, model) == tokenizer.eos_token_id == 1
+    tokenizer.eos_token = None
+    assert pad_token_id(tokenizer, model) == 0
+
+
+def test_a_response_ends_at_the_chosen_tokens_or_at_every_eos_that_is_known() -> None:
+    model, tokenizer = tiny.model(), tiny.tokenizer()
+    assert stop_token_ids([7, 8], tokenizer, model) == (7, 8)
+    assert stop_token_ids([], tokenizer, model) == ()
+    model.generation_config.eos_token_id = 5
+    assert stop_token_ids(None, tokenizer, model) == (5, 1)
+    model.generation_config.eos_token_id = [1, 5]
+    assert stop_token_ids(None, tokenizer, model) == (1, 5)
+    model.generation_config.eos_token_id = None
+    tokenizer.eos_token = None
+    assert stop_token_ids(None, tokenizer, model) == ()
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused() -> None:
+    check_vocabulary(tiny.tokenizer(), 43)
+    check_vocabulary(tiny.tokenizer(), 64)  # a vocabulary is often padded
+    with pytest.raises(ValueError, match="the tokenizer has 43 tokens and the model 42"):
+        check_vocabulary(tiny.tokenizer(), 42)

@@ -1,0 +1,196 @@
+"""The reference policy: whatever holds its weights, its numbers are those of a plain softmax."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import tiny
+import torch
+
+from fastppo.models.adapters import add_adapters
+from fastppo.models.policy import ActorCritic, LanguageModel
+from fastppo.models.reference_policy import ReferencePolicy, frozen_copy
+
+BATCHES = [tiny.random_batch((5, 3, 1)), tiny.random_batch((2, 6))]
+TOKENS = torch.cat([batch.response_tokens for batch in BATCHES])
+TEMPERATURE = 0.7
+
+
+def _log_softmax(causal_lm: Any) -> torch.Tensor:
+    """[N, V] of all response tokens, from the model's own logits."""
+    rows = []
+    for batch in BATCHES:
+        layout = batch.layout()
+        with torch.no_grad():
+            logits = causal_lm(
+                input_ids=layout.input_ids, attention_mask=layout.attention_mask
+            ).logits
+        rows.append(logits.flatten(0, 1)[layout.predicting])
+    return (torch.cat(rows) / TEMPERATURE).log_softmax(1)
+
+
+def _policy(lora: bool = False) -> ActorCritic:
+    causal_lm = tiny.model()
+    return ActorCritic(causal_lm, add_adapters(causal_lm, 4, 8.0, None) if lora else None)
+
+
+def _move(policy: ActorCritic, seed: int) -> None:
+    """Moves all that is trained."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.causal_lm.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+class Case(NamedTuple):
+    policy: ActorCritic
+    reference: ReferencePolicy
+    q: torch.Tensor
+    """[N, V] log-softmax of what is to be the reference."""
+
+
+def _case(kind: str) -> Case:
+    """A policy that has moved away from its reference."""
+    policy = _policy(lora="adapters" in kind)
+    if kind == "given":
+        other = tiny.model(seed=1)
+        reference = ReferencePolicy(policy, LanguageModel(other))
+        q = _log_softmax(other)
+    else:
+        q = _log_softmax(policy.causal_lm)
+        reference = ReferencePolicy(policy, offload=kind == "offloaded")
+    _move(policy, 1)
+    if "refreshed" in kind:
+        reference.refresh()
+        q = _log_softmax(policy.causal_lm)
+        _move(policy, 2)
+    return Case(policy, reference, q)
+
+
+KINDS = ("frozen", "offloaded", "given", "adapters", "frozen, refreshed", "adapters, refreshed")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_and_exact_kl_are_those_of_a_plain_log_softmax(kind: str) -> None:
+    policy, reference, q = _case(kind)
+    p = _log_softmax(policy.causal_lm)
+    ref_logprobs = q.gather(1, TOKENS[:, None])[:, 0]
+    kl = (p.exp() * (p - q)).sum(1)
+    assert kl.min() > 1e-4, "the policy has moved"
+    found = reference.token_kl(BATCHES, TEMPERATURE)
+    # fp32, the same products in other shapes
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(reference.logprobs(BATCHES, TEMPERATURE), ref_logprobs, **close)
+    torch.testing.assert_close(found.ref_logprobs, ref_logprobs, **close)
+    torch.testing.assert_close(found.kl, kl, **close)
+    assert torch.equal(_log_softmax(policy.causal_lm), p), "the policy is left as it was"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_within_the_block_has_the_policys_gradient(kind: str) -> None:
+    """With adapters one model is both: what the policy computed before stays valid."""
+    policy, reference, q = _case(kind)
+    (batch, _), trained = BATCHES, [p for p in policy.causal_lm.parameters() if p.requires_grad]
+    tokens, count = batch.response_tokens, batch.response_count
+    layout, zeros = batch.layout(), torch.zeros(count)
+    hidden = policy.hidden(layout)
+    with reference.states(layout) as ref:
+        assert not ref.hidden.requires_grad
+        out = policy.head.ppo_loss(
+            hidden,
+            tokens,
+            zeros,
+            zeros,
+            ref=ref,
+            kl_coef=1.0,
+            kl_estimator="full",
+            temperature=TEMPERATURE,
+        )
+    found = torch.autograd.grad(out.loss, trained, allow_unused=True)
+    p = (policy.head.logits(policy.hidden(layout)) / TEMPERATURE).log_softmax(1)
+    written = (p.exp() * (p - q[:count])).sum(1).mean()
+    torch.testing.assert_close(out.loss, written, rtol=1e-4, atol=1e-6)
+    wanted = torch.autograd.grad(written, trained, allow_unused=True)
+    scale = max(gradient.abs().max().item() for gradient in wanted if gradient is not None)
+    for one, other in zip(found, wanted, strict=True):
+        # fp32 through two layers and back, relative to the largest gradient
+        if other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5 * scale)
+
+
+def test_offloaded_weights_are_on_the_device_for_the_time_of_the_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = _policy()
+    reference = ReferencePolicy(policy, offload=True)
+    moves: list[str] = []
+    with reference.loaded() as frozen:
+        pass
+    monkeypatch.setattr(frozen, "to", lambda device: moves.append(str(device)))
+    monkeypatch.setattr(ActorCritic, "device", torch.device("meta"))
+    with reference.loaded():
+        assert moves == ["meta"]
+    assert moves == ["meta", "cpu"]
+    with pytest.raises(RuntimeError, match="broken"), reference.loaded():
+        raise RuntimeError("broken")
+    assert moves == ["meta", "cpu"] * 2
+
+
+def test_adapters_are_the_policys_again_after_an_error() -> None:
+    policy, reference, _ = _case("adapters, refreshed")
+    p = _log_softmax(policy.causal_lm)
+    with pytest.raises(RuntimeError, match="broken"), reference.loaded():
+        raise RuntimeError("broken")
+    assert torch.equal(_log_softmax(policy.causal_lm), p)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "adapters"])
+def test_a_checkpoint_needs_no_reference_until_it_is_refreshed(kind: str) -> None:
+    _, reference, _ = _case(kind)
+    assert reference.state_dict() == {}
+    reference.load_state_dict({})
+    assert not reference.refreshed
+    reference.refresh()
+    assert reference.refreshed
+    assert reference.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["frozen, refreshed", "adapters, refreshed"])
+def test_a_refreshed_reference_comes_back_from_its_state(kind: str) -> None:
+    _, reference, _ = _case(kind)
+    saved = {name: value.detach().clone() for name, value in reference.state_dict().items()}
+    policy = _policy(lora="adapters" in kind)
+    restored = ReferencePolicy(policy)
+    restored.load_state_dict(saved)
+    assert restored.refreshed
+    found, wanted = (r.logprobs(BATCHES, TEMPERATURE) for r in (restored, reference))
+    assert torch.equal(found, wanted)
+    again = restored.state_dict()
+    assert all(torch.equal(again[name], value) for name, value in saved.items())
+
+
+def test_the_context_is_the_given_models_or_the_policys() -> None:
+    short = tiny.model("gpt2")
+    short.config.n_positions = 9
+    policy = _policy()
+    given = ReferencePolicy(policy, LanguageModel(short))
+    assert (given.context, given.is_given) == (9, True)
+    for own in (ReferencePolicy(policy), ReferencePolicy(_policy(lora=True))):
+        assert (own.context, own.is_given) == (tiny.CONTEXT, False)
+
+
+def test_a_given_model_is_frozen() -> None:
+    other = LanguageModel(tiny.model(seed=1))
+    ReferencePolicy(_policy(), other)
+    assert not any(p.requires_grad for p in other.parameters())
+
+
+def test_a_frozen_copy_shares_nothing_and_has_no_gradient() -> None:
+    actor = ActorCritic(tiny.model())
+    reference = frozen_copy(actor)
+    with torch.no_grad():
+        actor.head.weight.add_(1.0)
+    assert not torch.equal(actor.head.weight, reference.head.weight)
+    assert not any(p.requires_grad for p in reference.parameters())

@@ -1,0 +1,115 @@
+"""The trunk: final hidden states after the last norm, without dropout, run at one place alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+import fastppo
+from fastppo.data.batch import Batch
+from fastppo.models.policy import ActorCritic
+from fastppo.models.trunk import (
+    checkpoint_activations,
+    context_length,
+    hidden_states,
+    switch_dropout_off,
+)
+
+IDS = torch.tensor([[5, 9, 4, 7], [8, 3, 0, 0]])
+MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+
+BATCH = Batch.of([[5, 9], [7, 8, 6, 12]], [[10, 11, 1], [13, 3]])
+
+
+LAYOUT = BATCH.layout()
+
+
+@pytest.mark.parametrize("architecture", tiny.CONFIGS)
+def test_the_states_are_those_that_the_model_gives_its_own_head(architecture: str) -> None:
+    model = tiny.model(architecture).eval()
+    given = []
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    with torch.no_grad():
+        model(input_ids=IDS, attention_mask=MASK)
+        states = hidden_states(model.base_model, IDS, MASK)
+    assert torch.equal(states[MASK.bool()], given[0][MASK.bool()])
+
+
+@pytest.mark.parametrize("architecture", tiny.TRAINED)
+def test_without_a_mask_every_position_is_a_token(architecture: str) -> None:
+    trunk = tiny.model(architecture).eval().base_model
+    with torch.no_grad():
+        whole = hidden_states(trunk, IDS, torch.ones_like(IDS))
+        assert torch.equal(hidden_states(trunk, IDS), whole)
+        masked = hidden_states(trunk, IDS, MASK)
+    torch.testing.assert_close(masked[0], whole[0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_program_runs_a_trunk_at_one_place() -> None:
+    """How attention is computed, and over how many devices, is decided there and nowhere else."""
+    package = Path(fastppo.__file__).parent
+    places = [p for p in package.rglob("*.py") if "last_hidden_state" in p.read_text("utf-8")]
+    assert [p.relative_to(package).as_posix() for p in places] == ["models/trunk.py"]
+
+
+@pytest.mark.parametrize("architecture", tiny.TRAINED)
+def test_dropout_is_off_even_in_training_mode(architecture: str) -> None:
+    """OPT's config here asks for a dropout of 0.3, GPT-2's default is 0.1."""
+    actor = ActorCritic(tiny.model(architecture))
+    actor.set_training(gradient_checkpointing=True)
+    with torch.no_grad():
+        first, second = actor(LAYOUT)[0], actor(LAYOUT)[0]
+    assert torch.equal(first, second)
+
+
+def test_dropout_is_set_to_0_in_modules_and_in_plain_attributes() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.resid_dropout = torch.nn.Dropout(0.1)
+            self.inner = torch.nn.Sequential(torch.nn.Dropout2d(0.2))
+            self.attention_dropout = 0.3
+            self.scale = 0.5
+
+    block = Block()
+    switch_dropout_off(block)
+    assert (block.resid_dropout.p, block.inner[0].p, block.attention_dropout) == (0, 0, 0)
+    assert block.scale == 0.5
+
+
+def test_the_context_is_what_the_config_says() -> None:
+    assert context_length(tiny.model()) == tiny.CONTEXT
+    assert context_length(tiny.model("gpt2")) == tiny.CONTEXT
+
+    class Unlimited:
+        class config:  # noqa: N801
+            @classmethod
+            def get_text_config(cls):
+                return cls
+
+    assert context_length(Unlimited()) is None
+
+
+@pytest.mark.parametrize("architecture", tiny.TRAINED)
+def test_recomputed_activations_give_the_same_gradients(architecture: str) -> None:
+    gradients, calls = [], []
+    for recompute in (False, True):
+        actor = ActorCritic(tiny.model(architecture))
+        torch.nn.init.ones_(actor.value_function.head.weight)
+        if recompute:
+            checkpoint_activations(actor.causal_lm)
+        actor.set_training(recompute)
+        calls.append(0)
+        layer = next(m for n, m in actor.named_modules() if n.endswith((".layers.0", ".h.0")))
+        next(layer.children()).register_forward_pre_hook(lambda *_: calls.append(calls.pop() + 1))
+        hidden, values = actor(LAYOUT)
+        (hidden.square().mean() + values.square().mean()).backward()
+        gradients.append({n: p.grad for n, p in actor.named_parameters() if p.grad is not None})
+    assert calls == [1, 2], "the second time for the backward pass"
+    plain, recomputed = gradients
+    assert plain.keys() == recomputed.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(recomputed[name], gradient, rtol=1e-5, atol=1e-7, msg=name)

@@ -1,0 +1,205 @@
+"""Advantages by their kind, in closed form, and the KL and the rewards that enter them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import random_batch
+
+from fastppo.data.batch import Batch
+from fastppo.functional.advantages import Advantages
+from fastppo.models.policy import Evaluation
+from fastppo.ppo.advantages import make_advantages
+from fastppo.ppo.config import PPOConfig
+from fastppo.rewards.scorer import Scores
+from runs import experience_of, first_experience, make_trainer, perturb, scores_of
+
+LENGTHS = [5, 3, 1]
+BATCH = random_batch(LENGTHS)
+GENERATOR = torch.Generator().manual_seed(0)
+OLD = Evaluation(*(torch.randn(n, generator=GENERATOR) for n in (9, 9, 9, 3)))
+SCORES = torch.tensor([1.0, -2.0, 0.5])
+VALUES = list(OLD.values.split(LENGTHS))
+REF = OLD.logprobs - torch.linspace(-0.5, 0.8, 9)
+
+
+def _made(
+    kind: str = "gae",
+    *,
+    rewards: Scores | None = None,
+    truncated: tuple[bool, ...] = (False, False, False),
+    ref: torch.Tensor | None = None,
+    exact_kl: torch.Tensor | None = None,
+    kl_coef: float = 0.0,
+    **options: Any,
+) -> Advantages:
+    config = PPOConfig(advantage=kind, **{"whiten_advantages": "none", **options})
+    rewards = Scores(SCORES) if rewards is None else rewards
+    return make_advantages(BATCH, rewards, truncated, OLD, ref, exact_kl, kl_coef, config)
+
+
+# ---------------------------------------------------------------------------------------- the kinds
+
+
+def test_sequence_advantages_are_reward_less_value_of_the_prompt() -> None:
+    wanted = [(r - v[0]).expand(len(v)) for r, v in zip(SCORES, VALUES, strict=True)]
+    torch.testing.assert_close(_made("sequence").advantages, torch.cat(wanted))
+
+
+def test_monte_carlo_advantages_are_reward_to_go_less_value() -> None:
+    wanted = [
+        r * 0.9 ** torch.arange(len(v) - 1, -1, -1) - v for r, v in zip(SCORES, VALUES, strict=True)
+    ]
+    torch.testing.assert_close(_made("monte_carlo", gamma=0.9).advantages, torch.cat(wanted))
+
+
+def test_one_step_advantages_bootstrap_from_the_next_value() -> None:
+    wanted = [torch.cat([0.9 * v[1:], r[None]]) - v for r, v in zip(SCORES, VALUES, strict=True)]
+    torch.testing.assert_close(_made("one_step", gamma=0.9).advantages, torch.cat(wanted))
+
+
+def test_gae_lies_between_one_step_and_monte_carlo() -> None:
+    """δ_t = r_t + γ·V_next − V_t, A_t = δ_t + γλ·A_next, token by token."""
+    wanted = []
+    for score, values in zip(SCORES, VALUES, strict=True):
+        following, found = torch.tensor(0.0), []
+        for t in reversed(range(len(values))):
+            last = t == len(values) - 1
+            delta = (score if last else 0.9 * values[t + 1]) - values[t]
+            following = delta + 0.9 * 0.7 * following
+            found.insert(0, following)
+        wanted += found
+    made = _made("gae", gamma=0.9, lam=0.7)
+    torch.testing.assert_close(made.advantages, torch.stack(wanted))
+    torch.testing.assert_close(made.returns, made.advantages + OLD.values)
+
+
+@pytest.mark.parametrize("kind", ["gae", "sequence", "monte_carlo", "one_step"])
+def test_whitening_on_off_and_variance_only(kind: str) -> None:
+    raw, full, variance = (
+        _made(kind, whiten_advantages=how).advantages for how in ("none", "full", "variance")
+    )
+    assert raw.mean().abs() > 0.01
+    torch.testing.assert_close(full, (raw - raw.mean()) / raw.std())
+    torch.testing.assert_close(variance, raw / raw.std())
+
+
+# -------------------------------------------------------------------------------------- the rewards
+
+
+@pytest.mark.parametrize("kind", ["gae", "one_step"])
+def test_after_a_truncated_response_comes_its_last_value_if_that_is_asked_for(kind: str) -> None:
+    truncated = (True, False, True)
+    plain = _made(kind, truncated=truncated)
+    assert torch.equal(plain.returns, _made(kind).returns)
+    last = BATCH.cu_seqlens[1:] - 1
+    boot = _made(kind, truncated=truncated, bootstrap_truncated=True, gamma=0.9)
+    wanted = SCORES + 0.9 * OLD.final_values * torch.tensor(truncated)
+    torch.testing.assert_close(boot.returns[last], wanted)
+
+
+def test_rewards_within_a_response_are_paid_at_their_tokens() -> None:
+    within = torch.linspace(-1, 1, 9)
+    made = _made("monte_carlo", rewards=Scores(SCORES, within, LENGTHS))
+    wanted = [
+        score + part.flip(0).cumsum(0).flip(0)
+        for score, part in zip(SCORES, within.split(LENGTHS), strict=True)
+    ]
+    torch.testing.assert_close(made.returns, torch.cat(wanted))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "penalty"),
+    [
+        ("k1", lambda d: d),
+        ("k2", lambda d: d.square() / 2),
+        ("k3", lambda d: (-d).exp() - 1 + d),
+    ],
+)
+def test_the_kl_in_the_reward_is_paid_by_its_estimator(estimator: str, penalty) -> None:
+    made = _made("monte_carlo", ref=REF, kl_coef=0.4, kl_estimator=estimator)
+    kl = penalty(OLD.logprobs - REF)
+    wanted = [
+        score - 0.4 * part.flip(0).cumsum(0).flip(0)
+        for score, part in zip(SCORES, kl.split(LENGTHS), strict=True)
+    ]
+    torch.testing.assert_close(made.returns, torch.cat(wanted))
+
+
+def test_without_a_reference_the_coefficient_weighs_nothing() -> None:
+    assert torch.equal(_made(kl_coef=0.4).returns, _made().returns)
+
+
+def test_an_exact_kl_takes_the_place_of_the_estimate() -> None:
+    """Beside rewards within the responses, which it is added to."""
+    kl, within = torch.linspace(0.1, 0.9, 9), torch.linspace(-1, 1, 9)
+    rewards = Scores(SCORES, within, LENGTHS)
+    made = _made("gae", rewards=rewards, ref=REF, exact_kl=kl, kl_coef=0.4, kl_estimator="full")
+    wanted = _made("gae", rewards=Scores(SCORES, within - 0.4 * kl, LENGTHS))
+    torch.testing.assert_close(made.advantages, wanted.advantages)
+    alone = _made("gae", ref=REF, exact_kl=kl, kl_coef=0.4, kl_estimator="full")
+    wanted = _made("gae", rewards=Scores(SCORES, -0.4 * kl, LENGTHS))
+    torch.testing.assert_close(alone.advantages, wanted.advantages)
+
+
+# ------------------------------------------------------------------------------------- in a trainer
+
+
+def test_the_exact_kl_in_the_reward(tmp_path: Path) -> None:
+    """The return of the first token is the score less β times the summed exact KL."""
+    trainer = make_trainer(
+        tmp_path, kl_estimator="full", kl_coef=0.4, lam=1.0, whiten_advantages="none"
+    )
+    perturb(trainer)
+    batch = random_batch()
+    scores = torch.tensor([1.0, -2.0, 0.5])
+    experience, _ = experience_of(trainer, batch, scores)
+    with torch.no_grad(), trainer.reference.loaded() as reference:
+        layout = batch.layout()
+        p = (trainer.model.hidden(layout) @ trainer.model.head.weight.T).log_softmax(1)
+        q = (reference.hidden(layout) @ reference.head.weight.T).log_softmax(1)
+    kl = (p.exp() * (p - q)).sum(1)
+    assert kl.min() > 0
+    wanted = scores - 0.4 * torch.stack([part.sum() for part in kl.split([5, 3, 1])])
+    first = batch.cu_seqlens[:-1]
+    torch.testing.assert_close(experience.returns[first], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_is_paid_where_it_ends(tmp_path: Path) -> None:
+    """Reward to go falls by a step's value at the token behind it."""
+
+    def by_word(prompts, completions):
+        return [[(len(text), 1.0), (4, 0.5)] for text in completions]
+
+    trainer = make_trainer(
+        tmp_path, rewards=[by_word], kl_coef=0.0, advantage="monte_carlo", whiten_advantages="none"
+    )
+    responses = [[4, 5, 6, 1]]  # " w1 w2 w3": w2 covers character 4
+    scores = scores_of(trainer, responses)
+    assert scores.total.tolist() == [1.5]
+    rewards = trainer.training_rewards(scores, trainer.config)
+    batch = Batch.of(trainer.prompts.token_ids[:1], responses)
+    experience, _ = experience_of(trainer, batch, rewards)
+    assert experience.returns.tolist() == [1.5, 1.5, 1.0, 0.0]
+
+
+def test_a_truncated_response_is_bootstrapped_from_its_last_value(tmp_path: Path) -> None:
+    """With λ = 0 and no reward the last token's return is V_next: the last value or 0."""
+    returns = {}
+    for bootstrap in (False, True):
+        trainer = make_trainer(
+            tmp_path, bootstrap_truncated=bootstrap, lam=0.0, kl_coef=0.0, stop_token_ids=[1]
+        )
+        torch.nn.init.constant_(trainer.model.value_function.head.bias, 3.0)
+        batch = first_experience(trainer).batch
+        scores = torch.zeros(len(batch))
+        experience, _ = experience_of(trainer, batch, scores, truncated=True)
+        last = batch.cu_seqlens[1:] - 1
+        returns[bootstrap] = experience.returns[last]
+        stopped, _ = experience_of(trainer, batch, scores)
+        assert stopped.returns[last].abs().max() == 0
+    assert returns[False].abs().max() == 0
+    torch.testing.assert_close(returns[True], torch.full_like(returns[True], 3.0))

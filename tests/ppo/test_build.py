@@ -1,0 +1,334 @@
+"""The parts of a run: each option builds what it names, and what does not fit is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from fastppo.data.prompts import Prompts
+from fastppo.data.rows import DataError
+from fastppo.models.value import BranchValue, CriticValue, DetachedValue, SharedValue
+from fastppo.ppo.build import Parts, build
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.trainer import PPOTrainer
+from fastppo.rollout.generate import GenerateEngine
+from runs import make_trainer, scores_of
+
+
+def _parts(tmp_path: Path, architecture: str = "llama", **options: Any) -> Parts:
+    """The parts on a tiny model; `options` are those of the config, or parts that are given."""
+    given = {"model": tiny.model(architecture), "tokenizer": tiny.tokenizer()}
+    names = ("model", "tokenizer", "prompts", "rewards", "reference", "engine", "monitor_rewards")
+    given |= {name: options.pop(name) for name in names if name in options}
+    return build(PPOConfig(**tiny.options(tmp_path, **options)), **given)
+
+
+# ----------------------------------------------------------------------------------- what is built
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, SharedValue),
+        ({"value_model": "shared"}, SharedValue),
+        ({"value_model": "detached"}, DetachedValue),
+        ({"value_model": "branch", "value_branch_layers": 1}, BranchValue),
+        ({"value_model": "critic"}, CriticValue),
+    ],
+)
+def test_the_value_function_is_the_one_that_is_named(options, kind: type, tmp_path: Path) -> None:
+    assert type(_parts(tmp_path, **options).model.value_function) is kind
+
+
+def test_a_branch_has_as_many_layers_as_are_asked_for(tmp_path: Path) -> None:
+    value_function = _parts(tmp_path, value_model="branch").model.value_function
+    assert len(value_function.layers) == PPOConfig().value_branch_layers == 2
+
+
+@pytest.mark.parametrize("saved", ["reward", "causal"])
+def test_a_critic_starts_from_the_model_that_is_named(saved: str, tmp_path: Path) -> None:
+    if saved == "reward":
+        name = tiny.saved_reward_model(tmp_path / "critic")
+    else:
+        tiny.model(seed=5).save_pretrained(tmp_path / "critic")
+        tiny.tokenizer().save_pretrained(tmp_path / "critic")
+        name = str(tmp_path / "critic")
+    model = _parts(tmp_path, value_model="critic", critic_model=name).model
+    own = model.causal_lm.base_model.state_dict()
+    critic = model.value_function.trunk.state_dict()
+    assert not torch.equal(
+        own["layers.0.mlp.up_proj.weight"], critic["layers.0.mlp.up_proj.weight"]
+    )
+    started = model.value_function.head.weight.abs().max().item() > 0
+    assert started == (saved == "reward"), "a reward model brings its head"
+
+
+def test_sampling_stops_and_draws_as_the_options_say(tmp_path: Path) -> None:
+    sampling = _parts(
+        tmp_path, max_new_tokens=5, temperature=0.7, top_k=9, top_p=0.9, stop_token_ids=[7, 8]
+    ).sampling
+    assert (sampling.max_new_tokens, sampling.temperature) == (5, 0.7)
+    assert (sampling.top_k, sampling.top_p, sampling.greedy) == (9, 0.9, False)
+    assert sampling.stop_token_ids == (7, 8)
+    assert _parts(tmp_path).sampling.stop_token_ids == (tiny.tokenizer().eos_token_id,)
+
+
+def test_the_engine_samples_from_the_policy_itself_unless_another_is_given(tmp_path: Path) -> None:
+    parts = _parts(tmp_path, generate_batch_size=3, precision="bf16")
+    assert isinstance(parts.engine, GenerateEngine)
+    assert parts.engine.model is parts.model.causal_lm
+    assert (parts.engine.batch_size, parts.engine.compute_dtype) == (3, torch.bfloat16)
+    engine = object()
+    assert _parts(tmp_path, engine=engine).engine is engine
+
+
+def test_a_run_without_prompts_or_text_has_none(tmp_path: Path) -> None:
+    parts = _parts(tmp_path)
+    assert parts.prompts is None
+    assert parts.pretraining is None
+    assert parts.scorer.terms == parts.scorer.monitors == []
+
+
+def test_prompts_and_text_are_read_from_their_files(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"question": "w1 w2", "wanted": "w3"}\n')
+    (tmp_path / "t.jsonl").write_text('{"text": "w1 w2 w3"}\n')
+    files = {"prompts": str(tmp_path / "p.jsonl"), "ptx_data": str(tmp_path / "t.jsonl")}
+    options = {"prompt_column": "question", "ptx_coef": 1.0, "ptx_block_size": 4}
+    config = PPOConfig(**tiny.options(tmp_path, **files, **options))
+    parts = build(config, model=tiny.model(), tokenizer=tiny.tokenizer())
+    assert parts.prompts == Prompts(["w1 w2"], [[4, 5]], {"wanted": ["w3"]})
+    assert parts.pretraining.blocks.tolist() == [[4, 5, 6, 1]]
+
+
+def test_rewards_have_their_weights_and_an_ensemble_comes_last(tmp_path: Path) -> None:
+    (tmp_path / "many.py").write_text("def one(prompts, completions):\n    return [1.0]\n")
+    spec = f"{tmp_path}/many.py:one"
+    scorer = _parts(
+        tmp_path,
+        rewards=[tiny.count_w7, spec],
+        monitor_rewards=[spec],
+        reward_weights=[8.0, -0.5],
+        reward_ensemble=[spec, spec],
+        reward_ensemble_weight=3.0,
+    ).scorer
+    found = [(term.name, term.weight) for term in scorer.terms]
+    assert found == [("count_w7", 8.0), ("one", -0.5), ("ensemble", 3.0)]
+    assert [(term.name, term.weight) for term in scorer.monitors] == [("one", 1.0)]
+    assert scorer.failure_file == tmp_path / "run" / "failed_reward.json"
+
+
+def test_reward_models_get_their_options(tmp_path: Path) -> None:
+    name = tiny.saved_reward_model(tmp_path / "rm")
+    scorer = _parts(
+        tmp_path, rewards=[name], monitor_rewards=[name], reward_batch_size=3, reward_max_length=9
+    ).scorer
+    for term in (*scorer.terms, *scorer.monitors):
+        assert (term.function.batch_size, term.function.max_length) == (3, 9)
+
+
+@pytest.mark.parametrize(("by", "wanted"), [("mean", 2.0), ("min", 1.0), ("lcb", 2.0 - 0.5)])
+def test_an_ensemble_is_one_reward(by: str, wanted: float, tmp_path: Path) -> None:
+    (tmp_path / "many.py").write_text(
+        "def one(prompts, completions):\n    return [1.0] * len(prompts)\n"
+        "def three(prompts, completions):\n    return [3.0] * len(prompts)\n"
+    )
+    trainer = make_trainer(
+        tmp_path,
+        rewards=[tiny.count_w7],
+        reward_ensemble=[f"{tmp_path}/many.py:one", f"{tmp_path}/many.py:three"],
+        reward_ensemble_by=by,
+        reward_ensemble_weight=10.0,
+        **({"reward_ensemble_std_coef": 0.5} if by == "lcb" else {}),
+    )
+    scores = scores_of(trainer, [[10, 1], [5, 1]])
+    assert scores.total.tolist() == [1 / 8 + 10 * wanted, 10 * wanted]
+    assert trainer.train()["ensemble_disagreement"] == 1.0
+
+
+def test_weighted_rewards_add_up(tmp_path: Path) -> None:
+    config = PPOConfig(**tiny.options(tmp_path, rewards=["a:b", "c:d"], reward_weights=[8.0, -0.5]))
+    trainer = PPOTrainer(
+        config,
+        model=tiny.model(),
+        tokenizer=tiny.tokenizer(),
+        prompts=tiny.PROMPTS,
+        rewards=[tiny.count_w7, lambda prompts, completions: [1.0] * len(prompts)],
+    )
+    scores = scores_of(trainer, [[10, 10, 1], [5, 6]], ["stop", "length"])
+    assert scores.total.tolist() == [1.5, -0.5]
+
+
+@pytest.mark.parametrize("value_model", ["branch", "critic"])
+def test_with_lora_a_value_function_of_its_own_trains_adapters_of_its_own(
+    value_model: str, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, lora_rank=2, value_model=value_model)
+    trained = [n for n, p in trainer.model.named_parameters() if p.requires_grad]
+    own = [n for n in trained if n.startswith("value_function.") and ".head." not in n]
+    assert own
+    assert all("lora" in name for name in own)
+    assert trainer.train()["value_loss"] > 0
+
+
+# ------------------------------------------------------------------------------------ the reference
+
+
+def test_no_reference_is_held_where_no_kl_is_asked_for(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, kl_coef=0.0)
+    assert trainer.reference is None
+    assert "kl" not in trainer.train()
+
+
+def test_with_adapters_the_reference_is_free_and_always_there(tmp_path: Path) -> None:
+    parts = _parts(tmp_path, kl_coef=0.0, lora_rank=2)
+    assert parts.reference is not None
+    with parts.reference.loaded() as model:
+        assert model is parts.model
+    options = {"kl_coef": 0.0, "kl_loss_coef": 0.1, "reference_policy": "rollout"}
+    assert _parts(tmp_path, lora_rank=2, **options).reference is None
+
+
+def test_a_reference_waits_on_the_cpu_if_that_is_asked_for(tmp_path: Path) -> None:
+    assert _parts(tmp_path, reference_offload=True).reference.offload
+    other = tiny.model(seed=1)
+    assert _parts(tmp_path, reference=other, reference_offload=True).reference.offload
+    assert not _parts(tmp_path).reference.offload
+
+
+def test_a_reference_by_name(tmp_path: Path) -> None:
+    other = tiny.saved_model(tmp_path / "other", "qwen2")
+    trainer = make_trainer(tmp_path, reference_model=other)
+    assert trainer.train()["kl"] != 0
+    with trainer.reference.loaded() as reference:
+        assert reference.config.model_type == "qwen2"
+
+
+def test_a_reference_that_is_passed_in_may_be_another_model(tmp_path: Path) -> None:
+    assert make_trainer(tmp_path, reference=tiny.model(seed=1)).train()["kl"] > 0.01
+
+
+def test_the_exact_kl_wants_the_same_logit_transform(tmp_path: Path) -> None:
+    other = tiny.saved_model(tmp_path / "other", "gemma2")
+    with pytest.raises(ValueError, match=r"exact KL .* soft-cap"):
+        make_trainer(tmp_path, reference_model=other, kl_estimator="full")
+    make_trainer(tmp_path, reference_model=other)  # k1 reads each model's own logprobs
+
+
+def test_a_reference_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    name = tiny.saved_model(tmp_path / "other")
+    other = tiny.tokenizer()
+    other.add_tokens(["new"])
+    other.save_pretrained(name)
+    with pytest.raises(ValueError, match=r"reference_model .* another vocabulary"):
+        make_trainer(tmp_path, reference_model=name)
+
+
+def test_a_reference_that_is_passed_in_must_have_its_use(tmp_path: Path) -> None:
+    other = tiny.model(seed=1)
+    with pytest.raises(ValueError, match="reference_policy=rollout holds no model"):
+        _parts(tmp_path, reference=other, reference_policy="rollout", kl_coef=0.0)
+    with pytest.raises(ValueError, match="reference_refresh replaces the reference"):
+        _parts(tmp_path, reference=other, reference_refresh=3)
+
+
+def test_a_reference_that_cannot_read_the_policys_tokens_is_refused(tmp_path: Path) -> None:
+    small = tiny.model(seed=1)
+    small.resize_token_embeddings(40)
+    with pytest.raises(ValueError, match="a vocabulary of 40 tokens and the policy's tokenizer 43"):
+        _parts(tmp_path, reference=small)
+
+
+# ------------------------------------------------------------------------------------- the contexts
+
+
+def _short_model(directory: Path, tokens: int) -> str:
+    short = tiny.model("gpt2")
+    short.config.n_positions = tokens
+    short.transformer.wpe = torch.nn.Embedding(tokens, 32)
+    short.save_pretrained(directory)
+    tiny.tokenizer().save_pretrained(directory)
+    return str(directory)
+
+
+def test_the_context_is_the_least_of_policy_reference_and_critic(tmp_path: Path) -> None:
+    assert _parts(tmp_path).context == tiny.CONTEXT
+    nine, ten = (_short_model(tmp_path / str(n), n) for n in (9, 10))
+    critic = {"value_model": "critic", "critic_model": ten}
+    assert _parts(tmp_path, **critic).context == 10
+    assert _parts(tmp_path, reference_model=nine, **critic).context == 9
+
+
+def test_a_critic_with_a_short_context_shortens_the_prompts(tmp_path: Path) -> None:
+    short = _short_model(tmp_path / "short", 9)
+    options = {"value_model": "critic", "critic_model": short}
+    with pytest.raises(DataError, match="the prompt has 2 tokens; at most 1"):
+        _parts(tmp_path, prompts=tiny.PROMPTS, **options)
+    make_trainer(tmp_path, max_new_tokens=7, iterations=1, **options).train()
+
+
+# -------------------------------------------------------------------------------- what does not fit
+
+
+def test_what_does_not_fit_is_refused_at_the_start(tmp_path: Path) -> None:
+    large = tiny.tokenizer()
+    large.add_tokens([f"new{i}" for i in range(50)])
+    with pytest.raises(ValueError, match="vocabulary mismatch: the tokenizer has 93 tokens"):
+        make_trainer(tmp_path, tokenizer=large)
+    with pytest.raises(DataError, match="row 2: the prompt has 60 tokens; at most 56"):
+        make_trainer(tmp_path, prompts=[{"prompt": "w1"}, {"prompt": "w1 " * 60}])
+    with pytest.raises(ValueError, match="max_new_tokens=64 leaves no room"):
+        make_trainer(tmp_path, max_new_tokens=64)
+    with pytest.raises(ValueError, match="needs prompts and at least one reward"):
+        make_trainer(tmp_path, prompts=None).train()
+    with pytest.raises(ValueError, match="model must be a directory or hub name"):
+        PPOTrainer(PPOConfig(**tiny.options(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tokenizer": None}, "a model that is passed in needs its tokenizer passed in too"),
+        ({"stop_token_ids": [1, 43]}, r"stop_token_ids must be in \[0, 43\), got \(1, 43\)"),
+        ({"stop_token_ids": [-1]}, r"stop_token_ids must be in \[0, 43\), got \(-1,\)"),
+        ({"value_model": "branch", "value_branch_layers": 3}, r"must be in \[1, 2\], got 3"),
+        ({"lora_rank": 2, "lora_target_modules": ["lm_head"]}, "adapters on the lm_head"),
+        ({"rewards": ["nowhere.py:f"]}, r"there is no file nowhere\.py"),
+        ({"monitor_rewards": ["nowhere.py:f"]}, r"there is no file nowhere\.py"),
+        ({"reward_weights": [1.0], "rewards": [tiny.count_w7] * 2}, "got 2 rewards and 1 reward_w"),
+        ({"device": "gpu"}, "device must be auto, cpu, cuda"),
+    ],
+)
+def test_a_part_that_cannot_be_is_refused(
+    options: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        _parts(tmp_path, **options)
+
+
+def test_a_block_of_text_longer_than_the_context_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": "w1"}\n')
+    options = {"ptx_coef": 1.0, "ptx_data": str(tmp_path / "t.jsonl"), "ptx_block_size": 65}
+    with pytest.raises(ValueError, match="ptx_block_size=65 is longer than the context of 64"):
+        _parts(tmp_path, **options)
+
+
+def test_a_critic_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    name = tiny.saved_reward_model(tmp_path / "rm")
+    other = tiny.tokenizer()
+    other.add_tokens(["new"])
+    other.save_pretrained(name)
+    with pytest.raises(ValueError, match=r"critic_model .* another vocabulary \(44 tokens\)"):
+        _parts(tmp_path, value_model="critic", critic_model=name)
+
+
+def test_a_reward_may_not_take_the_ensembles_name(tmp_path: Path) -> None:
+    def ensemble(prompts, completions):
+        return [0.0] * len(prompts)
+
+    (tmp_path / "many.py").write_text("def one(prompts, completions):\n    return [1.0]\n")
+    with pytest.raises(ValueError, match="a reward is called 'ensemble'"):
+        make_trainer(tmp_path, rewards=[ensemble], reward_ensemble=[f"{tmp_path}/many.py:one"] * 2)

@@ -1,0 +1,230 @@
+"""The options of a run: what is refused, what a schedule moves, and what follows from them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fastppo.ppo.config import SCHEDULED, WARNINGS, PPOConfig, Schedule
+from fastppo.run.watch import parse_threshold
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("kl_controller", "adaptve", "kl_controller must be one of fixed, adaptive, penalty"),
+        ("precision", "fp16", "precision must be one of"),
+        ("max_new_tokens", 4.5, "max_new_tokens must be an integer, got 4.5"),
+        ("iterations", "many", "iterations must be an integer, got 'many'"),
+        ("learning_rate", float("nan"), "learning_rate must be a finite number"),
+        ("whiten_advantages", "yes", "whiten_advantages must be one of full, variance, none"),
+        ("rewards", "a.py:f", "rewards must be a list"),
+        ("adam_beta1", 2.0, r"adam_beta1 must be in \[0, 1\]"),
+        ("generate_batch_size", -1, "generate_batch_size must be >= 1"),
+        ("score_clip", -1.0, "score_clip must be > 0"),
+        ("max_grad_norm", None, "max_grad_norm must be a finite number, got None"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_any_work(option, value, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        PPOConfig(**{option: value})
+
+
+def test_a_moving_kl_coefficient_must_start_above_zero() -> None:
+    with pytest.raises(ValueError, match="multiplies kl_coef"):
+        PPOConfig(kl_controller="adaptive", kl_coef=0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"objective": "penalty", "kl_loss_coef": 0.1}, "kl_loss_coef must be 0"),
+        ({"objective": "penalty", "ppo_epochs": 1, "minibatches": 1}, "minibatches must be > 1"),
+        ({"early_stop_kl": 0.1, "ppo_epochs": 1, "minibatches": 1}, "minibatches must be > 1"),
+        ({"objective": "penalty", "clip_ratio": 0.1}, "clip_ratio has an effect only with"),
+        (
+            {"objective": "penalty", "schedules": ["clip_ratio=linear:0.1"]},
+            "clip_ratio has an effect only with objective=clip",
+        ),
+        ({"policy_kl_target": 0.1}, "effect only with objective=penalty"),
+        ({"early_stop_check": "minibatch"}, "effect only with early_stop_kl"),
+        ({"value_branch_layers": 1}, "effect only with value_model=branch"),
+        ({"length_penalty_free": 1}, "effect only with length_penalty > 0"),
+        ({"reward_ensemble_std_coef": 2.0}, "effect only with reward_ensemble_by=lcb"),
+        ({"kl_estimator": "k3", "kl_coef": 0}, "effect only with kl_coef > 0"),
+        ({"kl_loss_estimator": "k2"}, "effect only with kl_loss_coef > 0"),
+        ({"kl_target": 2.0}, "effect only with a kl_controller that moves"),
+        ({"lam": 0.9, "advantage": "one_step"}, "effect only with advantage=gae"),
+        ({"lora_alpha": 16.0}, "effect only with lora_rank > 0"),
+        ({"ptx_block_size": 16}, "effect only with ptx_data"),
+        ({"reference_refresh": 1}, "kl_coef must be 0"),
+        ({"reference_offload": True, "lora_rank": 4}, "nothing to keep on the CPU"),
+        ({"value_warmup_iterations": 2, "vf_coef": 0}, "vf_coef must be > 0"),
+        ({"dual_clip": 3.0, "schedules": ["dual_clip=linear:0.5"]}, "dual_clip must be > 1"),
+        ({"schedules": ["clip_ratio=linear:-0.5"]}, r"clip_ratio must be in \[0, 1\], got -0.5"),
+        ({"clip_ratio": 2}, r"clip_ratio must be in \[0, 1\], got 2"),
+        ({"clip_ratio_high": -1}, "clip_ratio_high must be >= 0, got -1"),
+        ({"top_p": 0}, r"top_p must be in \(0, 1\], got 0"),
+        ({"objective": "penalty", "dual_clip": 3.0}, "dual_clip must be none"),
+        ({"reference_policy": "rollout"}, "kl_coef must be 0"),
+        (
+            {"reference_policy": "rollout", "kl_coef": 0, "kl_loss_estimator": "full"},
+            "kl_loss_estimator must be k1, k2 or k3",
+        ),
+        (
+            {"reference_policy": "rollout", "kl_coef": 0, "reference_refresh": 3},
+            "reference_policy=rollout holds no model",
+        ),
+        ({"reference_model": "x", "reference_refresh": 3}, "give one of them"),
+        ({"reference_offload": True, "kl_coef": 0}, "need a reference"),
+        ({"critic_model": "x"}, "critic_model needs value_model=critic"),
+        ({"advantage": "sequence", "bootstrap_truncated": True}, "complete returns"),
+        ({"ptx_coef": 1.0}, "ptx_coef > 0 needs ptx_data"),
+        ({"ptx_data": "x"}, "expected both or neither"),
+        ({"reward_ensemble": ["rm"]}, "at least two"),
+        (
+            {"schedules": ["kl_coef=linear:0"], "kl_controller": "adaptive"},
+            "expected one of them",
+        ),
+        ({"schedules": ["kl_coef=linear:0", "kl_coef=linear:1"]}, "one name twice"),
+        ({"schedules": ["kl_coef=quadratic:0"]}, "must be one of constant, linear, cosine"),
+        ({"schedules": ["gamma=linear:0"]}, "the name must be one of"),
+        ({"schedules": ["kl_coef=linear:-1"]}, "kl_coef must be >= 0, got -1.0"),
+        ({"schedules": ["dual_clip=linear:2"]}, "dual_clip has no value to start from"),
+        ({"schedules": ["kl_coef"]}, "expected name=linear:final"),
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        PPOConfig(**options)
+
+
+def test_a_threshold_that_cannot_be_read_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"stop_if must read like `kl > 20`.*got 'kl over 9'"):
+        PPOConfig(stop_if=["kl over 9"])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dual_clip": 1.0}, "dual_clip must be > 1"),
+        (
+            {"rollout_batch_size": 10},
+            "rollout_batch_size must be a multiple of minibatches, got 10 and 4",
+        ),
+        (
+            {"rewards": ["a:b"], "reward_weights": [1.0, 2.0]},
+            "reward_weights must be one per reward: got 2 for 1 rewards",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_together_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        PPOConfig(**options)
+
+
+def test_a_combination_is_checked_anew_when_one_option_is_replaced() -> None:
+    config = PPOConfig(objective="penalty", policy_kl_target=0.1)
+    with pytest.raises(ValueError, match="effect only with objective=penalty"):
+        replace(config, objective="clip")
+
+
+def test_the_defaults_go_together_and_warn_of_what_can_be_read() -> None:
+    config = PPOConfig()
+    assert config.warn_if == tuple(WARNINGS)
+    assert [str(parse_threshold(text)) for text in WARNINGS] == list(WARNINGS)
+
+
+# -------------------------------------------------------------------------------------- schedules
+
+
+def test_schedules_in_closed_form() -> None:
+    linear, cosine = Schedule("vf_coef", "linear", 0.1), Schedule("vf_coef", "cosine", 0.1)
+    assert [linear.value(0.5, x) for x in (0, 0.25, 1)] == pytest.approx([0.5, 0.4, 0.1])
+    half = 0.1 + 0.4 * 0.5 * (1 + math.cos(math.pi / 4))
+    assert [cosine.value(0.5, x) for x in (0, 0.25, 0.5, 1)] == pytest.approx([0.5, half, 0.3, 0.1])
+    assert Schedule("vf_coef", "constant", 0.1).value(0.5, 0.7) == 0.5
+
+
+def test_a_schedule_reads_as_it_is_written() -> None:
+    assert Schedule.parse(" kl_coef = cosine : 1e-2 ") == ("kl_coef", "cosine", 0.01)
+    for wrong in ("kl_coef=linear", "linear:0", "kl_coef=linear:x"):
+        with pytest.raises(ValueError, match="schedules: "):
+            Schedule.parse(wrong)
+
+
+def test_the_options_of_an_iteration_have_each_schedules_value_in_its_place() -> None:
+    config = PPOConfig(
+        iterations=5, entropy_coef=0.4, schedules=["entropy_coef=linear:0", "vf_coef=cosine:0.1"]
+    )
+    found = [config.at(i) for i in range(7)]
+    assert [c.entropy_coef for c in found] == pytest.approx([0.4, 0.3, 0.2, 0.1, 0, 0, 0])
+    assert [c.vf_coef for c in found[::2]] == pytest.approx([0.5, 0.3, 0.1, 0.1])
+    assert found[1].scheduled_values() == {
+        "schedule/entropy_coef": pytest.approx(0.3),
+        "schedule/vf_coef": found[1].vf_coef,
+    }
+    assert config.entropy_coef == 0.4, "the run's options stay what they are"
+    assert replace(found[3], entropy_coef=0.4, vf_coef=0.5) == config
+
+
+def test_without_schedules_the_options_of_an_iteration_are_the_runs() -> None:
+    config = PPOConfig()
+    assert config.at(3) is config
+    assert config.scheduled_values() == {}
+
+
+def test_a_run_of_one_iteration_begins_where_its_schedules_do() -> None:
+    config = PPOConfig(iterations=1, kl_coef=0.2, schedules=["kl_coef=linear:0"])
+    assert config.at(0).kl_coef == 0.2
+
+
+def test_every_scheduled_option_is_a_number_of_the_config() -> None:
+    for name in SCHEDULED:
+        assert isinstance(getattr(PPOConfig(), name), (float, type(None))), name
+
+
+# --------------------------------------------------------------------------- what follows from them
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, True),
+        ({"kl_coef": 0}, False),
+        ({"kl_coef": 0, "kl_loss_coef": 0.1}, True),
+        ({"kl_coef": 0, "schedules": ["kl_coef=linear:0.1"]}, True),
+        ({"kl_coef": 0, "schedules": ["kl_loss_coef=linear:0.1"]}, True),
+        ({"kl_coef": 0, "schedules": ["vf_coef=linear:0.1"]}, False),
+        ({"kl_coef": 0, "kl_loss_coef": 0.1, "reference_policy": "rollout"}, False),
+    ],
+)
+def test_a_reference_model_is_wanted_where_a_kl_to_it_is_or_comes(options, wanted: bool) -> None:
+    assert PPOConfig(**options).wants_reference == wanted
+
+
+def test_the_clip_range_is_symmetric_unless_it_is_given() -> None:
+    assert PPOConfig(clip_ratio=0.1).clip_range == (0.1, 0.1)
+    assert PPOConfig(clip_ratio=0.1, clip_ratio_high=0.3).clip_range == (0.1, 0.3)
+    assert PPOConfig(clip_ratio_high=0.0).clip_range == (0.2, 0.0)
+
+
+def test_an_update_ends_above_its_kl_at_the_place_that_is_checked() -> None:
+    by_epoch = PPOConfig(early_stop_kl=0.1)
+    assert by_epoch.stops_at(0.11, "epoch")
+    assert not by_epoch.stops_at(0.1, "epoch")
+    assert not by_epoch.stops_at(0.11, "minibatch")
+    assert replace(by_epoch, early_stop_check="minibatch").stops_at(0.11, "minibatch")
+    assert not PPOConfig().stops_at(math.inf, "epoch")
+
+
+def test_steps_are_counted_over_the_whole_run() -> None:
+    config = PPOConfig(iterations=5, ppo_epochs=3, minibatches=2)
+    assert (config.steps_per_iteration, config.optimizer_steps) == (6, 30)
+    assert PPOConfig(temperature=0.7, backend="torch").softmax == {
+        "temperature": 0.7,
+        "backend": "torch",
+    }

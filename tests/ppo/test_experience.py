@@ -1,0 +1,96 @@
+"""Experience: per-token tensors stay with their sequences, and each token has its weight."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+import torch
+
+from fastppo.data.batch import Batch
+from fastppo.data.microbatches import microbatches
+from fastppo.ppo.experience import Experience, token_weights
+
+PROMPTS = [[5, 6], [7], [8, 9, 10]]
+
+
+RESPONSES = [[1, 1, 4], [2], [1, 3]]
+
+
+BATCH = Batch.of(PROMPTS, RESPONSES)
+
+
+def _experience() -> Experience:
+    packed = torch.arange(6, dtype=torch.float32)
+    return Experience(BATCH, packed, packed + 10, packed + 20, packed + 30)
+
+
+def test_experience_of_some_sequences_has_their_tokens() -> None:
+    part = _experience().select(torch.tensor([2, 0]))
+    assert part.old_logprobs.tolist() == [4, 5, 0, 1, 2]
+    assert part.returns.tolist() == [34, 35, 30, 31, 32]
+    assert part.batch.response_tokens.tolist() == [1, 3, 1, 1, 4]
+    assert part.ref_logprobs is None
+
+
+def test_microbatches_lose_nothing() -> None:
+    experience = _experience()
+    parts = [experience.select(rows) for rows in microbatches(len(experience), 2)]
+    assert [len(part) for part in parts] == [2, 1]
+    assert torch.cat([part.old_values for part in parts]).tolist() == list(range(10, 16))
+    assert microbatches(0, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token-mean", [1 / 6] * 6),
+        ("seq-mean-token-mean", [1 / 9] * 3 + [1 / 3] + [1 / 6] * 2),
+        ("seq-mean-token-sum", [1 / 3] * 6),
+        ("token-sum", [1.0] * 6),
+    ],
+)
+def test_packed_weights_follow_the_aggregation(aggregation: str, expected: list[float]) -> None:
+    weights = token_weights(torch.tensor([3, 1, 2]), aggregation)
+    torch.testing.assert_close(weights, torch.tensor(expected))
+    assert _experience().weighted(aggregation).token_weights.tolist() == weights.tolist()
+
+
+def test_what_is_optional_is_selected_too() -> None:
+    whole = replace(_experience(), ref_logprobs=torch.arange(6.0)).weighted("token-sum")
+    part = whole.select(torch.tensor([2, 1]))
+    assert part.ref_logprobs.tolist() == [4, 5, 3]
+    assert part.token_weights.tolist() == [1, 1, 1]
+
+
+def test_weights_are_of_the_minibatch_and_stay_when_it_is_cut() -> None:
+    """So the split into microbatches does not matter."""
+    minibatch = _experience().weighted("seq-mean-token-mean")
+    parts = [minibatch.select(rows) for rows in microbatches(len(minibatch), 1)]
+    joined = torch.cat([part.token_weights for part in parts])
+    assert torch.equal(joined, minibatch.token_weights)
+    assert joined.sum().item() == pytest.approx(1)
+
+
+def test_weighting_and_selecting_leave_the_experience_as_it_is() -> None:
+    whole = _experience()
+    whole.weighted("token-mean")
+    whole.select(torch.tensor([0]))
+    assert whole.token_weights is None
+    assert len(whole) == 3
+    with pytest.raises(FrozenInstanceError):
+        whole.advantages = torch.zeros(6)
+
+
+def test_its_tensors_go_by_name_with_those_of_the_batch() -> None:
+    found = _experience().tensors()
+    assert found.keys() == {
+        *("old_logprobs", "old_values", "advantages", "returns", "ref_logprobs", "token_weights"),
+        *("tokens", "prompt_lengths", "response_lengths"),
+    }
+    assert found["tokens"] is BATCH.tokens
+    assert found["ref_logprobs"] is None
+
+
+def test_no_sequences_have_no_weights() -> None:
+    assert token_weights(torch.tensor([], dtype=torch.int64), "token-sum").shape == (0,)

@@ -1,0 +1,100 @@
+"""What moves β: each controller by its formula, and in a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import published_formulas as paper
+import pytest
+
+from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
+from runs import make_trainer, records
+
+
+def test_a_fixed_coefficient_stays() -> None:
+    control = FixedKL(0.3)
+    control.update(1e9, 64)
+    assert control.coef == 0.3
+
+
+@pytest.mark.parametrize(
+    ("kl", "error"), [(6.0, 0.0), (6.6, 0.1), (5.4, -0.1), (60.0, 0.2), (0.0, -0.2), (-3.0, -0.2)]
+)
+def test_the_adaptive_coefficient_follows_the_error_within_20_percent(
+    kl: float, error: float
+) -> None:
+    """Ziegler et al. 2019: β ← β·(1 + clip(KL/target − 1, −0.2, 0.2)·n/horizon)."""
+    control = AdaptiveKL(0.5, target=6.0, horizon=1000.0)
+    control.update(kl, 64)
+    assert control.coef == pytest.approx(0.5 * (1 + error * 64 / 1000))
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"), [(9.01, 2.0), (9.0, 1.0), (6.0, 1.0), (4.0, 1.0), (3.99, 0.5), (-1.0, 0.5)]
+)
+def test_the_penaltys_coefficient_doubles_or_halves_outside_its_band(
+    kl: float, factor: float
+) -> None:
+    """Schulman et al. 2017, section 4: beyond 1.5 times the target, and below the target/1.5."""
+    control = PenaltyKL(0.4, target=6.0)
+    control.update(kl, 64)
+    assert control.coef == 0.4 * factor
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.5, 3.9, 4.0, 5.9, 6.0, 6.1, 8.9, 9.1, 50.0, -1.0])
+def test_kl_coefficients_follow_their_papers(kl: float) -> None:
+    fixed = FixedKL(0.3)
+    adaptive = AdaptiveKL(0.3, target=6.0, horizon=1000.0)
+    penalty = PenaltyKL(0.3, target=6.0)
+    for controller in (fixed, adaptive, penalty):
+        controller.update(kl, sequences=64)
+    assert fixed.coef == 0.3
+    wanted = paper.adaptive_beta(0.3, kl, 6.0, 64, 1000.0)
+    assert adaptive.coef == pytest.approx(wanted, rel=1e-14)
+    assert penalty.coef == paper.penalty_beta(0.3, kl, 6.0)
+
+
+def test_controllers_move_the_kl_towards_its_target() -> None:
+    """A policy whose KL is 1/β settles at the target."""
+    adaptive = AdaptiveKL(1.0, target=5.0, horizon=100.0)
+    penalty = PenaltyKL(1.0, target=5.0)
+    for controller in (adaptive, penalty):
+        for _ in range(200):
+            controller.update(1 / controller.coef, sequences=32)
+        assert 5 / 1.5 <= 1 / controller.coef <= 5 * 1.5
+    assert 1 / adaptive.coef == pytest.approx(5.0, rel=1e-3)
+    fixed = FixedKL(0.2)
+    fixed.update(100.0, sequences=32)
+    assert fixed.coef == 0.2
+
+
+# ----------------------------------------------------------------------------------------- in a run
+
+
+def test_the_adaptive_coefficient_follows_its_formula_in_a_run(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        kl_controller="adaptive",
+        kl_coef=0.1,
+        kl_target=0.01,
+        kl_horizon=100,
+        iterations=3,
+    )
+    trainer.train()
+    expected = 0.1
+    for record in records(trainer):
+        assert record["kl_coef"] == pytest.approx(expected, rel=1e-9)
+        expected *= 1 + min(max(record["kl"] / 0.01 - 1, -0.2), 0.2) * 16 / 100
+    assert expected != 0.1
+
+
+@pytest.mark.parametrize(("rate", "factor"), [(3e-2, 2.0), (1e-7, 0.5)])
+def test_the_penaltys_coefficient_doubles_or_halves(
+    rate: float, factor: float, tmp_path: Path
+) -> None:
+    trainer = make_trainer(
+        tmp_path, objective="penalty", policy_kl_coef=0.3, learning_rate=rate, iterations=1
+    )
+    metrics = trainer.train()
+    assert metrics["policy_kl_coef"] == 0.3
+    assert trainer.state.policy_kl_control.coef == pytest.approx(0.3 * factor)

@@ -1,0 +1,196 @@
+"""The policy's objective on a microbatch, in closed form: clipped, and with a penalty."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from fastppo.models.head import Head, RefStates
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.experience import Experience
+from fastppo.ppo.objective import clipped_loss, penalty_loss
+from runs import first_experience, make_trainer, perturb
+
+BATCH = tiny.random_batch((5, 3, 1))
+
+
+def _states(seed: int) -> torch.Tensor:
+    return torch.randn(9, 32, generator=torch.Generator().manual_seed(seed))
+
+
+HEAD = Head.of(tiny.model().requires_grad_(False))
+REF = RefStates(_states(1), Head.of(tiny.model(seed=1).requires_grad_(False)))
+TEMPERATURE = 0.8
+
+
+def _log_softmax(head: Head, hidden: torch.Tensor) -> torch.Tensor:
+    return (head.logits(hidden) / TEMPERATURE).log_softmax(1)
+
+
+def _experience() -> Experience:
+    """Old logprobs so near to those of the states that some ratios are clipped and some not."""
+    p = _log_softmax(HEAD, _states(0))
+    logprobs = p.gather(1, BATCH.response_tokens[:, None])[:, 0]
+    old = logprobs - torch.linspace(-0.6, 0.6, 9)
+    advantages = torch.tensor([1.0, -1, 0.5, -2, 0.3, 1, -1, 2, -0.5])
+    zeros = torch.zeros(9)
+    return Experience(BATCH, old, zeros, advantages, zeros, old + 0.1).weighted("token-mean")
+
+
+def _gradient(loss: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(loss, hidden)[0]
+
+
+def _kl(estimator: str, logprobs: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
+    d = logprobs - ref
+    return {"k1": d, "k2": d.square() / 2, "k3": (-d).exp() - 1 + d}[estimator]
+
+
+@pytest.mark.parametrize("loss_path", ["linear", "logits"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"clip_ratio": 0.1, "clip_ratio_high": 0.3},
+        {"dual_clip": 1.5},
+        {"entropy_coef": 0.3},
+        {"kl_loss_coef": 0.5, "kl_loss_estimator": "k1"},
+        {"kl_loss_coef": 0.5, "kl_loss_estimator": "k2"},
+        {"kl_loss_coef": 0.5},
+        {"kl_loss_coef": 0.5, "kl_loss_estimator": "full"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())) or "defaults",
+)
+def test_the_clipped_objective_is_the_papers(options: dict[str, Any], loss_path: str) -> None:
+    """Schulman et al. 2017, eq. 7, with the KL and the entropy that the options weigh."""
+    config = PPOConfig(temperature=TEMPERATURE, loss_path=loss_path, **options)
+    micro, hidden = _experience(), _states(0).requires_grad_()
+    ref = REF if config.kl_loss_estimator == "full" else None
+    found = clipped_loss(HEAD, hidden, micro, ref, config).loss
+
+    p = _log_softmax(HEAD, hidden)
+    logprobs = p.gather(1, BATCH.response_tokens[:, None])[:, 0]
+    ratio, a = (logprobs - micro.old_logprobs).exp(), micro.advantages
+    low, high = config.clip_range
+    clipped = torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a)
+    if config.dual_clip is not None:
+        clipped = torch.where(a < 0, torch.maximum(clipped, config.dual_clip * a), clipped)
+    assert (clipped != ratio * a).any()
+    per_token = -clipped + config.entropy_coef * (p.exp() * p).sum(1)
+    if ref is None:
+        kl = _kl(config.kl_loss_estimator, logprobs, micro.ref_logprobs)
+    else:
+        kl = (p.exp() * (p - _log_softmax(ref.head, ref.hidden))).sum(1)
+    per_token = per_token + config.kl_loss_coef * kl
+    written = (per_token * micro.token_weights).sum()
+    torch.testing.assert_close(found, written, rtol=1e-5, atol=1e-6)
+    wanted = _gradient(written, hidden)
+    assert wanted.abs().max() > 1e-3
+    torch.testing.assert_close(_gradient(found, hidden), wanted, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss_path", ["linear", "logits"])
+def test_the_penalty_objective_is_the_papers(loss_path: str) -> None:
+    """Schulman et al. 2017, eq. 8: −r·A + β·KL(old, new), by its estimator r − 1 − log r."""
+    config = PPOConfig(
+        objective="penalty", temperature=TEMPERATURE, loss_path=loss_path, entropy_coef=0.1
+    )
+    micro, hidden, beta = _experience(), _states(0).requires_grad_(), 0.7
+    out = penalty_loss(HEAD, hidden, micro, beta, config)
+
+    p = _log_softmax(HEAD, hidden)
+    log_ratio = p.gather(1, BATCH.response_tokens[:, None])[:, 0] - micro.old_logprobs
+    ratio = log_ratio.exp()
+    assert (ratio - 1).abs().max() > 0.3, "the clip of the other objective would act"
+    kl = ratio - 1 - log_ratio
+    per_token = -ratio * micro.advantages + beta * kl + 0.1 * (p.exp() * p).sum(1)
+    written = (per_token * micro.token_weights).sum()
+    torch.testing.assert_close(out.loss, written, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        _gradient(out.loss, hidden), _gradient(written, hidden), rtol=1e-3, atol=1e-6
+    )
+
+
+def test_weights_of_the_tokens_decide_the_loss() -> None:
+    config, hidden = PPOConfig(temperature=TEMPERATURE), _states(0)
+    once = _experience()
+    twice = replace(once, token_weights=2 * once.token_weights)
+    for objective in (
+        lambda micro: clipped_loss(HEAD, hidden, micro, None, config),
+        lambda micro: penalty_loss(HEAD, hidden, micro, 0.7, config),
+    ):
+        torch.testing.assert_close(objective(twice).loss, 2 * objective(once).loss)
+
+
+# ------------------------------------------------------------------------------------- in a trainer
+
+
+def test_the_penaltys_logged_losses_are_the_papers(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        objective="penalty",
+        policy_kl_coef=50.0,
+        vf_coef=0.0,
+        learning_rate=1e-9,
+        minibatches=1,
+        whiten_advantages="none",
+    )
+    experience = first_experience(trainer)
+    metrics = trainer.update(experience, trainer.config)
+    mean = -experience.advantages.mean().item()  # on-policy, so the ratio is 1 and the KL 0
+    assert metrics["policy_loss"] == pytest.approx(mean, abs=1e-4)
+    assert metrics["loss"] == pytest.approx(mean, abs=1e-3)
+    assert "clip_fraction" not in metrics
+
+
+def test_the_rollout_policy_as_the_reference_of_the_loss(tmp_path: Path) -> None:
+    """No second model; the loss is that of a KL to the rollout's own logprobs."""
+    trainer = make_trainer(
+        tmp_path, reference_policy="rollout", kl_coef=0.0, kl_loss_coef=0.5, kl_loss_estimator="k3"
+    )
+    assert trainer.reference is None
+    experience = first_experience(trainer).weighted("token-mean")
+    assert torch.equal(experience.ref_logprobs, experience.old_logprobs)
+    experience.advantages.zero_()
+    perturb(trainer)
+    layout = experience.batch.layout()
+    hidden = trainer.model(layout)[0]
+    loss = trainer._policy_loss(hidden, layout, experience, trainer.config).loss
+    d = trainer.model.response_logprobs(experience.batch) - experience.old_logprobs
+    torch.testing.assert_close(loss, 0.5 * ((-d).exp() - 1 + d).mean(), rtol=1e-4, atol=1e-6)
+    assert trainer.train()["kl"] == 0
+
+
+def test_a_kl_in_reward_and_loss_at_once(tmp_path: Path) -> None:
+    metrics = make_trainer(tmp_path, kl_coef=0.1, kl_loss_coef=0.1).train()
+    assert {"kl", "kl_coef", "kl_loss"} <= metrics.keys()
+
+
+def test_the_exact_kl_in_the_loss_pulls_towards_the_reference(tmp_path: Path) -> None:
+    """Both paths agree, and with advantages of 0 the KL falls."""
+    results = []
+    for path in ("linear", "logits"):
+        trainer = make_trainer(
+            tmp_path,
+            kl_loss_coef=1.0,
+            kl_loss_estimator="full",
+            loss_path=path,
+            reference=tiny.model(seed=1),
+            ppo_epochs=8,
+        )
+        torch.manual_seed(5)
+        experience = first_experience(trainer)
+        experience.advantages.zero_()
+        torch.manual_seed(6)
+        one_epoch = replace(trainer.config, ppo_epochs=1)
+        first = trainer.update(experience, one_epoch)["kl_loss"]
+        trainer.update(experience, trainer.config)
+        last = trainer.update(experience, one_epoch)["kl_loss"]
+        assert last < 0.8 * first
+        results.append((first, last))
+    assert results[0] == pytest.approx(results[1], rel=1e-3)

@@ -1,0 +1,135 @@
+"""AdamW over policy and value function, its learning rate by the step's number, and clipping."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from fastppo.models.adapters import add_adapters
+from fastppo.models.policy import ActorCritic
+from fastppo.models.value import BranchValue, critic_of_policy
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.optimizer import clip_gradients, make_optimizer, schedule, set_learning_rate
+from runs import make_trainer, update_gradients
+
+
+def _model(kind: str = "shared") -> ActorCritic:
+    causal_lm = tiny.model()
+    value_function = None
+    if kind == "branch":
+        value_function = BranchValue(causal_lm.base_model, 32, 1)
+    elif kind == "critic":
+        value_function = critic_of_policy(causal_lm)
+    return ActorCritic(causal_lm, None, value_function)
+
+
+# --------------------------------------------------------------------------------------- the groups
+
+
+@pytest.mark.parametrize("kind", ["shared", "branch", "critic"])
+def test_every_weight_is_in_one_group_with_its_rate_and_decay(kind: str) -> None:
+    model = _model(kind)
+    config = PPOConfig(learning_rate=1e-4, value_learning_rate=3e-3, weight_decay=0.1)
+    groups = make_optimizer(model, config).param_groups
+    found = {id(p): g for g in groups for p in g["params"]}
+    assert sum(len(group["params"]) for group in groups) == len(found) == len([*model.parameters()])
+    for name, parameter in model.named_parameters():
+        of_values = name.startswith("value_function.")
+        group = found[id(parameter)]
+        assert group["lr"] == group["peak_lr"] == (3e-3 if of_values else 1e-4), name
+        decays = parameter.dim() >= 2 and not name.startswith("value_function.head.")
+        assert group["weight_decay"] == (0.1 if decays else 0.0), name
+
+
+def test_only_what_is_trained_is_in_the_optimizer() -> None:
+    causal_lm = tiny.model()
+    peft = add_adapters(causal_lm, 2, 4.0, None)
+    model = ActorCritic(causal_lm, peft)
+    optimizer = make_optimizer(model, PPOConfig(lora_rank=2))
+    found = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert found == {id(p) for p in model.parameters() if p.requires_grad}
+
+
+def test_values_have_the_policys_rate_unless_they_have_one() -> None:
+    groups = make_optimizer(_model(), PPOConfig(learning_rate=1e-4)).param_groups
+    assert {group["lr"] for group in groups} == {1e-4}
+    assert {group["betas"] for group in groups} == {(0.9, 0.95)}
+
+
+def test_gradients_are_clipped_to_the_norm_and_the_decay_is_on_matrices(tmp_path: Path) -> None:
+    clipped = update_gradients(tmp_path, max_grad_norm=0.01)
+    norm = torch.stack([gradient.norm() for gradient in clipped.values()]).norm()
+    assert norm.item() == pytest.approx(0.01, rel=1e-3)
+    options = {"weight_decay": 0.1, "learning_rate": 1e-4, "value_learning_rate": 0.0}
+    trainer = make_trainer(tmp_path, **options, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6)
+    matrices, vectors, head = trainer.optimizer.param_groups
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    assert (matrices["lr"], vectors["lr"], head["lr"]) == (1e-4, 1e-4, 0.0)
+    assert all(p.dim() >= 2 for p in matrices["params"])
+    assert (matrices["betas"], matrices["eps"]) == ((0.8, 0.9), 1e-6)
+
+
+# ----------------------------------------------------------------------------------------- the rate
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "expected"),
+    [
+        ("constant", 0, 0.1),
+        ("constant", 9, 1.0),
+        ("constant", 90, 1.0),
+        ("linear", 55, 0.5),
+        ("cosine", 55, 0.5),
+        ("cosine", 100, 0.0),
+    ],
+)
+def test_the_learning_rate_is_a_function_of_the_step(name, step, expected) -> None:
+    assert schedule(name, step, warmup=10, total=100) == pytest.approx(expected)
+
+
+def test_a_step_beyond_the_run_has_the_last_rate() -> None:
+    assert schedule("linear", 10, warmup=0, total=8) == 0.0
+    assert schedule("linear", 7, warmup=7, total=7) == 1.0
+
+
+def test_every_group_moves_from_its_own_peak() -> None:
+    config = PPOConfig(
+        learning_rate=1e-4,
+        value_learning_rate=1e-2,
+        lr_schedule="linear",
+        iterations=5,
+        ppo_epochs=2,
+        minibatches=1,
+    )
+    optimizer = make_optimizer(_model(), config)
+    for step in (0, 4, 9):
+        assert set_learning_rate(optimizer, step, config) == pytest.approx(1e-4 * (1 - step / 10))
+        rates = [group["lr"] / group["peak_lr"] for group in optimizer.param_groups]
+        assert rates == pytest.approx([1 - step / 10] * len(rates))
+
+
+# ------------------------------------------------------------------------------------- the clipping
+
+
+@pytest.mark.parametrize("kind", ["shared", "critic"])
+def test_a_critics_gradient_is_clipped_apart_from_the_policys(kind: str) -> None:
+    model, config = _model(kind), PPOConfig(value_model=kind, max_grad_norm=0.5)
+    optimizer = make_optimizer(model, config)
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.full_like(parameter, 2.0 if name.startswith("value") else 1.0)
+    both = [[p.grad for p in part.parameters()] for part in (model.causal_lm, model.value_function)]
+
+    def norm(gradients: list[torch.Tensor]) -> float:
+        return torch.stack([gradient.norm() for gradient in gradients]).norm().item()
+
+    policy, value = map(norm, both)
+    norms = {name: value.item() for name, value in clip_gradients(optimizer, model, config).items()}
+    if kind == "critic":
+        assert norms == pytest.approx({"grad_norm": policy, "value_grad_norm": value})
+        assert [norm(part) for part in both] == pytest.approx([0.5, 0.5], rel=1e-4)
+    else:
+        assert norms == pytest.approx({"grad_norm": (policy**2 + value**2) ** 0.5})
+        assert norm(both[0] + both[1]) == pytest.approx(0.5, rel=1e-4)

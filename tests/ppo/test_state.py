@@ -1,0 +1,346 @@
+"""What a run remembers: a run that stopped and went on ends in the bits of one that never did."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
+from fastppo.ppo.state import COUNTERS, RunState, load_run, save_run
+from fastppo.ppo.trainer import PPOTrainer
+from fastppo.run import checkpoint
+from fastppo.run.log import read_jsonl
+from runs import make_trainer, records
+
+# ------------------------------------------------------------------------------------- the state
+
+
+def _used(config: PPOConfig) -> RunState:
+    """A state of which nothing is as it was at the start."""
+    state = RunState.of(config)
+    for number, name in enumerate(COUNTERS, 11):
+        setattr(state, name, number)
+    state.kl_control.coef, state.policy_kl_control.coef = 0.7, 0.9
+    state.score_scale.update(torch.tensor([1.0, 2.0, 6.0]))
+    for loss in range(20):
+        state.watch.loss_spikes(float(loss))
+    for kl in (1.0, 2.0, 4.0):
+        state.watch({"kl": kl})
+    return state
+
+
+CONTROLLERS = {"fixed": FixedKL, "adaptive": AdaptiveKL, "penalty": PenaltyKL}
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_a_state_comes_back_whole_through_json(controller: str) -> None:
+    config = PPOConfig(kl_controller=controller, kl_coef=0.3)
+    used = _used(config)
+    assert type(used.kl_control) is CONTROLLERS[controller]
+    restored = RunState.of(config)
+    fresh = restored.state_dict()
+    restored.load_state_dict(json.loads(json.dumps(used.state_dict())))
+    for name, value in restored.state_dict().items():
+        if (controller, name) != ("fixed", "kl_coef"):  # that of the options
+            assert value != fresh[name], f"{name} is as it was at the start"
+            assert value == used.state_dict()[name], name
+    assert restored.score_scale == used.score_scale
+    assert restored.watch.state_dict() == used.watch.state_dict()
+
+
+def test_every_counter_of_a_state_is_one_that_is_saved() -> None:
+    """A field that is added to the state is not forgotten in a checkpoint."""
+    parts = {"kl_control", "policy_kl_control", "watch", "score_scale"}
+    assert {each.name for each in fields(RunState)} == parts | {*COUNTERS}
+
+
+@pytest.mark.parametrize(
+    ("controller", "restored"), [("fixed", 0.3), ("adaptive", 0.7), ("penalty", 0.7)]
+)
+def test_a_fixed_coefficient_is_that_of_the_options_and_a_moving_one_the_saved(
+    controller: str, restored: float
+) -> None:
+    config = PPOConfig(kl_controller=controller, kl_coef=0.3)
+    state = RunState.of(config)
+    assert state.kl_control.coef == 0.3
+    state.load_state_dict(_used(config).state_dict())
+    assert state.kl_control.coef == restored
+    assert state.policy_kl_control.coef == 0.9
+
+
+def test_what_is_loaded_is_a_copy() -> None:
+    config = PPOConfig()
+    saved = _used(config).state_dict()
+    before = json.dumps(saved)
+    state = RunState.of(config)
+    state.load_state_dict(saved)
+    state.score_scale.update(torch.tensor([9.0]))
+    state.watch({"kl": 9.0})
+    state.watch.loss_spikes(9.0)
+    assert json.dumps(saved) == before
+
+
+def test_an_iteration_begins_with_the_coefficient_of_its_schedule() -> None:
+    config = PPOConfig(iterations=3, kl_coef=0.2, schedules=["kl_coef=linear:0.1"])
+    state = RunState.of(config)
+    state.begin_iteration(config.at(1))
+    assert state.kl_control.coef == pytest.approx(0.15)
+    moving = RunState.of(PPOConfig(kl_controller="adaptive", kl_coef=0.2))
+    moving.kl_control.coef = 0.7
+    moving.begin_iteration(PPOConfig(kl_controller="adaptive", kl_coef=0.2))
+    assert moving.kl_control.coef == 0.7, "a controller moves it by itself"
+
+
+def test_the_losses_history_begins_anew_where_the_policy_joins_the_loss() -> None:
+    options = PPOConfig(value_warmup_iterations=2)
+    state = RunState.of(options)
+    for iteration, remembered in enumerate((1, 2, 1, 2)):
+        assert state.is_warming_up(options) == (iteration < 2)
+        state.begin_iteration(options)
+        state.watch.loss_spikes(1.0)
+        assert len(state.watch.loss_spikes.history) == remembered
+        state.finish_iteration(None, 16, options)
+    assert state.iteration == 4
+
+
+def test_the_kl_coefficient_moves_as_its_controller_says(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, kl_controller="adaptive", kl_coef=0.1, kl_target=6.0, kl_horizon=160.0
+    )
+    trainer.state.finish_iteration(60.0, 16, trainer.config)
+    assert trainer.state.kl_control.coef == pytest.approx(0.1 * (1 + 0.2 * 16 / 160))
+    trainer = make_trainer(tmp_path, kl_controller="penalty", kl_coef=0.1, kl_target=6.0)
+    trainer.state.finish_iteration(60.0, 16, trainer.config)
+    assert trainer.state.kl_control.coef == 0.2
+
+
+def test_a_coefficient_stays_where_there_is_no_kl_or_the_values_warm_up() -> None:
+    options = PPOConfig(kl_controller="penalty", kl_coef=0.1, value_warmup_iterations=1)
+    state = RunState.of(options)
+    state.finish_iteration(60.0, 16, options)
+    state.finish_iteration(None, 16, options)
+    assert (state.kl_control.coef, state.iteration) == (0.1, 2)
+    state.finish_iteration(60.0, 16, options)
+    assert state.kl_control.coef == 0.2
+
+
+def test_thresholds_that_the_user_chose_are_missed_and_the_default_ones_are_not() -> None:
+    assert RunState.of(PPOConfig()).watch.absent.thresholds == []
+    watch = RunState.of(PPOConfig(warn_if=["kl > 50", "klx > 3"], stop_if=["y < 1"])).watch
+    assert [str(threshold) for threshold in watch.absent.thresholds] == ["klx > 3", "y < 1"]
+    assert [str(threshold) for threshold in watch.warn_if] == ["kl > 50", "klx > 3"]
+    assert [str(threshold) for threshold in watch.stop_if] == ["y < 1"]
+    assert RunState.of(PPOConfig(iterations=2)).watch.absent.after == 2
+
+
+@pytest.mark.parametrize("value_model", ["shared", "critic"])
+def test_warm_up_leaves_the_coefficients_of_the_kl_alone(value_model: str, tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        value_model=value_model,
+        value_warmup_iterations=2,
+        iterations=2,
+        objective="penalty",
+        kl_controller="penalty",
+    )
+    trainer.train()
+    assert trainer.state.kl_control.coef == trainer.config.kl_coef
+    assert trainer.state.policy_kl_control.coef == trainer.config.policy_kl_coef
+
+
+# ------------------------------------------------------------------------------- a run that goes on
+
+TIMING = ("seconds/", "tokens_per_second")
+
+
+def _trainer(directory: Path, reward=tiny.count_w7, **options) -> PPOTrainer:
+    chosen = {
+        "iterations": 4,
+        "checkpoint_interval": 1,
+        "lr_schedule": "cosine",
+        "warmup_steps": 3,
+        "kl_controller": "adaptive",
+        "kl_horizon": 100.0,
+    }
+    return PPOTrainer(
+        PPOConfig(**tiny.options(directory, **chosen | options)),
+        model=tiny.model(),
+        tokenizer=tiny.tokenizer(),
+        prompts=tiny.PROMPTS,
+        rewards=[reward],
+    )
+
+
+class _Interrupted(KeyboardInterrupt):
+    pass
+
+
+def _noisy_reward(stop_at: int | None):
+    """A reward that draws from Python's and numpy's generators, and stops the run on a call."""
+    calls = 0
+
+    def noisy(prompts, completions):
+        nonlocal calls
+        calls += 1
+        if calls == stop_at:
+            raise _Interrupted
+        noise = 0.01 * random.random() + 0.01 * float(np.random.rand())
+        return [value + noise for value in tiny.count_w7(prompts, completions)]
+
+    return noisy
+
+
+def _without_timing(run: Path) -> list[dict]:
+    return [
+        {name: value for name, value in record.items() if not name.startswith(TIMING)}
+        for record in read_jsonl(run / "metrics.jsonl")
+    ]
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_resumed_run_ends_in_the_same_bits(lora_rank: int, tmp_path: Path) -> None:
+    random.seed(1)
+    np.random.seed(1)
+    whole = _trainer(tmp_path / "whole", _noisy_reward(None), lora_rank=lora_rank)
+    whole.train()
+
+    random.seed(1)
+    np.random.seed(1)
+    stopped = _trainer(tmp_path / "parts", _noisy_reward(stop_at=3), lora_rank=lora_rank)
+    with pytest.raises(_Interrupted):
+        stopped.train()
+    random.seed(99)  # whatever stands there is replaced
+    np.random.seed(99)
+    torch.manual_seed(99)
+    resumed = _trainer(tmp_path / "parts", _noisy_reward(None), lora_rank=lora_rank, resume=True)
+    resumed.train()
+
+    for (name, one), other in zip(
+        whole.model.named_parameters(), resumed.model.parameters(), strict=True
+    ):
+        assert torch.equal(one, other), name
+    assert whole.state.state_dict() == resumed.state.state_dict()
+    runs = [tmp_path / part / "run" for part in ("whole", "parts")]
+    assert _without_timing(runs[0]) == _without_timing(runs[1])
+    assert [read_jsonl(run / "samples.jsonl") for run in runs[:1]] == [
+        read_jsonl(run / "samples.jsonl") for run in runs[1:]
+    ]
+
+
+def test_two_runs_of_one_seed_end_in_the_same_bits(tmp_path: Path) -> None:
+    """Property 4."""
+    runs = [_trainer(tmp_path / name) for name in ("one", "two")]
+    for run in runs:
+        run.train()
+    for one, other in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    other_seed = _trainer(tmp_path / "three", seed=1)
+    other_seed.train()
+    assert _without_timing(tmp_path / "one/run") != _without_timing(tmp_path / "three/run")
+
+
+def _same_weights(one: PPOTrainer, other: PPOTrainer) -> bool:
+    both = zip(one.model.parameters(), other.model.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in both)
+
+
+def _whole_and_resumed(
+    tmp_path: Path, cut: int, iterations: int, **options: Any
+) -> tuple[PPOTrainer, PPOTrainer]:
+    """The same run in one go, and in two with a new trainer for the second."""
+    whole = make_trainer(tmp_path / "whole", iterations=iterations, **options)
+    whole.train()
+    make_trainer(tmp_path / "cut", iterations=cut, **options).train()
+    resumed = make_trainer(tmp_path / "cut", iterations=iterations, resume=True, **options)
+    resumed.train()
+    return whole, resumed
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reference_refresh": 2, "learning_rate": 1e-2, "kl_coef": 0.5},
+        {"reference_refresh": 2, "learning_rate": 1e-2, "kl_coef": 0.5, "lora_rank": 4},
+        {"value_model": "branch"},
+        {"value_model": "critic"},
+        {"score_normalization": "running"},
+        {"objective": "penalty", "learning_rate": 1e-2},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_what_a_run_remembers_survives_a_resume(options: dict[str, Any], tmp_path: Path) -> None:
+    """A refreshed reference, a value function of its own, a running scale, a moving β."""
+    whole, resumed = _whole_and_resumed(tmp_path, 3, 5, checkpoint_interval=3, **options)
+    assert _same_weights(whole, resumed)
+    assert whole.state.state_dict() == resumed.state.state_dict()
+
+
+def test_pretraining_text_is_visited_in_order_across_a_resume(tmp_path: Path) -> None:
+    data = tiny.saved_text(tmp_path / "text.jsonl")
+    options = {"ptx_coef": 1.0, "ptx_data": data, "ptx_block_size": 12, "ptx_batch_size": 3}
+    whole, resumed = _whole_and_resumed(tmp_path, 2, 3, checkpoint_interval=1, **options)
+    assert whole.state.ptx_seen == resumed.state.ptx_seen == 3 * 4 * 3
+    assert _same_weights(whole, resumed)
+
+
+def test_the_histories_survive_a_resume(tmp_path: Path) -> None:
+    whole, resumed = _whole_and_resumed(tmp_path, 2, 4, checkpoint_interval=1)
+    assert resumed.state.state_dict() == whole.state.state_dict()
+    assert [r["kl_slope"] for r in records(resumed)[1:]] == [
+        r["kl_slope"] for r in records(whole)[1:]
+    ]
+
+
+def test_resuming_without_a_checkpoint_starts_from_the_beginning(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, resume=True, iterations=1)
+    trainer.train()
+    assert trainer.state.iteration == 1
+
+
+def test_a_resumed_run_follows_its_own_options(tmp_path: Path) -> None:
+    """Rates, decay and β of the config, not those that the checkpoint was written under."""
+    _trainer(tmp_path, iterations=2).train()
+    options = {"learning_rate": 1e-6, "weight_decay": 0.1, "kl_coef": 0.5}
+    options |= {"kl_controller": "fixed", "kl_horizon": 10_000.0}
+    resumed = _trainer(tmp_path, resume=True, iterations=3, lr_schedule="constant", **options)
+    metrics = resumed.train()
+    assert metrics["learning_rate"] == pytest.approx(1e-6)
+    assert metrics["kl_coef"] == 0.5
+    assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(1e-6)
+    assert resumed.optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_the_newest_checkpoint_is_the_one_that_is_loaded(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, checkpoint_limit=2)
+    run, parts = tmp_path / "run", (trainer.model, trainer.optimizer, trainer.reference)
+    assert load_run(run, trainer.state, *parts) is None
+    weight = trainer.model.value_function.head.bias
+    for number in (1, 2, 3):
+        trainer.state.iteration = number
+        with torch.no_grad():
+            weight.fill_(number)
+        save_run(trainer.config, trainer.state, *parts)
+    names = [path.name for path in checkpoint.checkpoints(run)]
+    assert names == ["checkpoint-000002", "checkpoint-000003"]
+    other = make_trainer(tmp_path)
+    parts = (other.model, other.optimizer, other.reference)
+    assert load_run(run, other.state, *parts) == run / "checkpoint-000003"
+    assert other.state.iteration == 3
+    assert other.model.value_function.head.bias.item() == 3
+
+
+def test_a_reference_is_in_a_checkpoint_once_it_was_refreshed(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    path = trainer.save_checkpoint()
+    assert not (path / "reference.safetensors").exists()
+    trainer.reference.refresh()
+    assert (trainer.save_checkpoint() / "reference.safetensors").exists()

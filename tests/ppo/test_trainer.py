@@ -1,0 +1,735 @@
+"""The trainer runs on every architecture, on-policy at first, the same however a batch is split."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from rich.console import Console
+from tiny import random_batch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from fastppo.data.batch import Batch
+from fastppo.data.chat import token_ids
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.trainer import PPOTrainer, RunStoppedError
+from fastppo.rewards.processing import RunningScale
+from fastppo.rewards.reward import RewardError
+from fastppo.rewards.scorer import Scores
+from fastppo.rollout import Rollout
+from fastppo.run.log import read_jsonl
+from runs import (
+    experience_of,
+    first_experience,
+    make_trainer,
+    one_step,
+    perturb,
+    records,
+    scores_of,
+    update_gradients,
+)
+
+# ------------------------------------------------------------------------------------------- a run
+
+
+@pytest.mark.parametrize("architecture", tiny.TRAINED)
+def test_a_run_ends_with_a_policy_that_plain_transformers_generates_from(
+    architecture: str, tmp_path: Path
+) -> None:
+    start = tiny.saved_model(tmp_path / "sft", architecture)
+    config = PPOConfig(**tiny.options(tmp_path), model=start)
+    # AutoTokenizer gives a Qwen2 model Qwen2's own tokenizer whatever is saved beside it, so the
+    # word tokenizer of these tests is passed in and loaded by its class.
+    trainer = PPOTrainer(
+        config, tokenizer=tiny.tokenizer(), prompts=tiny.PROMPTS, rewards=[tiny.count_w7]
+    )
+    metrics = trainer.train()
+    assert all(torch.isfinite(torch.tensor(value)) for value in metrics.values())
+
+    run = tmp_path / "run"
+    policy = AutoModelForCausalLM.from_pretrained(run / "policy")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(run / "policy")
+    assert (run / "policy" / "generation_config.json").exists()
+    assert (run / "value_function.safetensors").exists()
+    assert not any("value_head" in name for name in policy.state_dict())
+    for name, parameter in policy.state_dict().items():
+        assert torch.equal(parameter, trainer.model.causal_lm.state_dict()[name]), name
+    moved = AutoModelForCausalLM.from_pretrained(start).state_dict()
+    assert any(not torch.equal(p, moved[name]) for name, p in policy.state_dict().items())
+    output = policy.generate(**tokenizer("w1 w2", return_tensors="pt"), max_new_tokens=4)
+    assert output.shape[1] > 2
+
+
+def test_a_run_directory_holds_its_records(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, monitor_rewards=[lambda prompts, completions: [0.5] * 16])
+    trainer.train()
+    run = tmp_path / "run"
+    records = read_jsonl(run / "metrics.jsonl")
+    assert [record["iteration"] for record in records] == [0, 1]
+    for name in (
+        *("reward", "kl", "entropy", "value_loss", "explained_variance", "clip_fraction"),
+        *("ratio_mean", "response_length", "eos_rate", "learning_rate", "tokens_per_second"),
+        *("policy_loss", "approx_kl", "grad_norm", "kl_coef", "monitor/<lambda>"),
+    ):
+        assert name in records[0], name
+    samples = read_jsonl(run / "samples.jsonl")
+    assert samples[0].keys() >= {"prompt", "completion", "reward", "rewards", "kl", "tokens"}
+    assert samples[0]["rewards"].keys() == {"count_w7"}
+    assert samples[0]["monitors"] == {"<lambda>": 0.5}
+    assert list((run / "tensorboard").iterdir())
+    assert "learning_rate: 0.001" in (run / "config.yaml").read_text()
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-000002"]
+
+
+def test_the_value_function_is_no_part_of_the_saved_policy(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    make_trainer(tmp_path, value_model="branch").train()
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+    assert policy.state_dict().keys() == tiny.model().state_dict().keys()
+
+
+def test_a_run_is_not_written_over(tmp_path: Path) -> None:
+    make_trainer(tmp_path, iterations=1).train()
+    with pytest.raises(ValueError, match=r"holds a run already: go on with `resume: true`"):
+        make_trainer(tmp_path, iterations=1).train()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file is a file"):
+        make_trainer(tmp_path, output_dir=str(tmp_path / "file")).train()
+
+
+def test_a_reward_that_fails_stops_the_run_and_saves_the_sample(tmp_path: Path) -> None:
+    def fails(prompts, completions):
+        return [float("nan")] * len(prompts)
+
+    trainer = make_trainer(tmp_path, rewards=[fails])
+    with pytest.raises(RewardError, match=r"returned nan .*failed_reward\.json"):
+        trainer.train()
+    saved = json.loads((tmp_path / "run" / "failed_reward.json").read_text())
+    assert len(saved["completions"]) == 1
+    assert make_trainer(tmp_path, iterations=1).train()  # the directory is not taken
+
+
+def test_a_run_that_breaks_leaves_its_record(tmp_path: Path) -> None:
+    def reward(prompts, completions):
+        return [1e30 * (i + 1) for i in range(len(prompts))]  # squares overflow in the value loss
+
+    trainer = make_trainer(
+        tmp_path, rewards=[reward], max_skipped_steps=2, whiten_advantages="none", kl_coef=0.0
+    )
+    with pytest.raises(FloatingPointError, match="2 optimiser steps in a row"):
+        trainer.train()
+    (record,) = records(trainer)
+    assert record["skipped_steps"] == 2
+    assert record["warnings"][0].startswith("stopped: 2 optimiser steps")
+
+
+def test_bf16_autocast_runs_and_stays_near_fp32(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, precision="bf16")
+    exact = make_trainer(tmp_path)
+    torch.manual_seed(5)
+    experience = first_experience(exact)
+    logprobs = trainer.model.evaluate(experience.batch).logprobs
+    # bf16 keeps 8 bits: logits near 10 are off by a few hundredths
+    assert (logprobs - experience.old_logprobs).abs().mean() < 0.1
+    assert (logprobs - experience.old_logprobs).abs().max() > 0
+    assert trainer.train()["grad_norm"] > 0
+
+
+def test_lora_needs_no_second_model_and_trains_adapters_alone(tmp_path: Path) -> None:
+    start = tiny.saved_model(tmp_path / "sft")
+    config = PPOConfig(**tiny.options(tmp_path, lora_rank=4), model=start)
+    trainer = PPOTrainer(config, prompts=tiny.PROMPTS, rewards=[tiny.count_w7])
+    assert trainer.reference is not None
+    with trainer.reference.loaded() as reference:
+        assert reference is trainer.model
+    metrics = trainer.train()
+    assert metrics["kl"] != 0
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+    original = AutoModelForCausalLM.from_pretrained(start)
+    assert policy.state_dict().keys() == original.state_dict().keys()
+    changed = {
+        name
+        for name, p in policy.state_dict().items()
+        if not torch.equal(p, original.state_dict()[name])
+    }
+    assert changed
+    assert all("proj" in name for name in changed)
+
+
+# ------------------------------------------------------------------------------------ the algorithm
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "opt"])
+def test_the_first_update_is_on_policy(architecture: str, tmp_path: Path) -> None:
+    """Property 2: before the first step ratio = 1, and KL to a fresh reference is 0."""
+    trainer = make_trainer(tmp_path, architecture, temperature=0.7)
+    experience = first_experience(trainer)
+    assert experience.ref_logprobs is not None
+    # The same weights and tokens through two copies: equal but for fp32 rounding.
+    torch.testing.assert_close(experience.ref_logprobs, experience.old_logprobs, rtol=0, atol=1e-5)
+    metrics = trainer.update(experience, one_step(trainer))
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert metrics["clip_fraction"] == 0
+    assert metrics["approx_kl"] == pytest.approx(0, abs=1e-7)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_the_split_into_microbatches_does_not_matter(aggregation: str, tmp_path: Path) -> None:
+    """Property 1, through the trainer: gradients of trunk, policy head and value head."""
+    gradients = []
+    for size in (16, 5, 1):
+        trainer = make_trainer(
+            tmp_path,
+            microbatch_size=size,
+            minibatches=1,
+            ppo_epochs=1,
+            aggregation=aggregation,
+            entropy_coef=0.02,
+            max_grad_norm=1e9,
+        )
+        torch.manual_seed(5)
+        trainer.update(first_experience(trainer), trainer.config)
+        gradients.append({n: p.grad.clone() for n, p in trainer.model.named_parameters()})
+    scale = max(gradient.abs().max().item() for gradient in gradients[0].values())
+    for other in gradients[1:]:
+        for name, gradient in gradients[0].items():
+            # fp32 sums in another order
+            torch.testing.assert_close(other[name], gradient, rtol=1e-4, atol=1e-6 * scale)
+    assert gradients[0]["value_function.head.weight"].abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_path": "logits"},
+        {"loss_path": "linear"},
+        {"gradient_checkpointing": True},
+        {"generate_batch_size": 3},
+    ],
+    ids=lambda options: "=".join(map(str, next(iter(options.items())))),
+)
+def test_options_of_speed_and_memory_do_not_change_the_update(options, tmp_path: Path) -> None:
+    updated = []
+    for chosen in ({}, options):
+        trainer = make_trainer(tmp_path, "gemma2", **chosen, kl_loss_coef=0.1)
+        torch.manual_seed(5)
+        chosen_experience = first_experience(make_trainer(tmp_path, "gemma2"))
+        torch.manual_seed(6)
+        trainer.update(chosen_experience, trainer.config)
+        updated.append([p.detach().clone() for p in trainer.model.parameters()])
+    for one, other in zip(*updated, strict=True):
+        # Adam divides by the gradient's own size, so rounding shows at the scale of a step, 1e-3
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+def test_only_positions_that_predict_response_tokens_reach_the_heads(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    experience = first_experience(trainer)
+    rows = []
+    trainer.model.value_function.head.register_forward_hook(
+        lambda m, args, out: rows.append(len(args[0]))
+    )
+    trainer.update(experience, replace(trainer.config, ppo_epochs=1))
+    assert sum(rows) == experience.batch.response_count
+
+
+def test_the_trainer_sends_only_rows_that_predict_response_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the loss, and to the logprobs of policy and reference before it."""
+    from fastppo.models import head
+
+    rows: dict[str, list[int]] = {"linear_ppo_loss": [], "linear_token_stats": []}
+    for name, seen in rows.items():
+        real = getattr(head, name)
+
+        def spy(
+            hidden: torch.Tensor, *args: Any, _real: Any = real, _seen: Any = seen, **how: Any
+        ) -> Any:
+            _seen.append(hidden.shape[:-1].numel())
+            return _real(hidden, *args, **how)
+
+        monkeypatch.setattr(head, name, spy)
+    run = make_trainer(tmp_path)
+    experience = first_experience(run)
+    tokens = experience.batch.response_count
+    assert sum(rows["linear_token_stats"]) == 2 * tokens  # the policy, and the reference
+    run.update(experience, replace(run.config, ppo_epochs=1))
+    assert sum(rows["linear_ppo_loss"]) == tokens
+    assert tokens < experience.batch.layout().input_ids.numel()
+
+
+def _calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[dict]:
+    """Keywords of every call of a public function that the trainer's modules import."""
+    from fastppo.models import head
+    from fastppo.ppo import advantages, trainer
+
+    (module,) = (each for each in (head, advantages, trainer) if hasattr(each, name))
+    seen: list[dict] = []
+    function = getattr(module, name)
+
+    def recorded(*args, **keywords):
+        seen.append(keywords)
+        return function(*args, **keywords)
+
+    monkeypatch.setattr(module, name, recorded)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "function", "keyword", "arrives"),
+    [
+        ("clip_ratio", 0.13, "linear_ppo_loss", "clip_ratio", (0.13, 0.13)),
+        ("clip_ratio_high", 0.28, "linear_ppo_loss", "clip_ratio", (0.2, 0.28)),
+        ("dual_clip", 3.0, "linear_ppo_loss", "dual_clip", 3.0),
+        ("entropy_coef", 0.03, "linear_ppo_loss", "entropy_coef", 0.03),
+        ("temperature", 0.8, "linear_ppo_loss", "temperature", 0.8),
+        ("temperature", 0.8, "linear_token_stats", "temperature", 0.8),
+        ("kl_loss_coef", 0.2, "linear_ppo_loss", "kl_coef", 0.2),
+        ("kl_loss_estimator", "k2", "linear_ppo_loss", "kl_estimator", "k2"),
+        ("loss_path", "logits", "ppo_loss", "inplace", True),
+        ("value_clip", 0.4, "value_loss", "clip_ratio", 0.4),
+        ("gamma", 0.9, "compute_advantages", "gamma", 0.9),
+        ("lam", 0.7, "compute_advantages", "lam", 0.7),
+        ("kl_coef", 0.3, "compute_advantages", "kl_coef", 0.3),
+        ("kl_estimator", "k3", "compute_advantages", "kl_estimator", "k3"),
+        ("whiten_advantages", "none", "compute_advantages", "whiten", False),
+        ("whiten_advantages", "variance", "compute_advantages", "whiten", False),
+        ("backend", "torch", "compute_advantages", "backend", "torch"),
+    ],
+)
+def test_an_option_reaches_the_maths(
+    option, value, function, keyword, arrives, tmp_path: Path, monkeypatch
+) -> None:
+    seen = _calls(monkeypatch, function)
+    needs = {"kl_loss_coef": 0.1} if option == "kl_loss_estimator" else {}
+    make_trainer(tmp_path, iterations=1, **{option: value}, **needs).train()
+    assert seen
+    assert all(keywords[keyword] == arrives for keywords in seen)
+
+
+def test_the_value_coefficient_scales_the_value_heads_gradient(tmp_path: Path) -> None:
+    one = update_gradients(tmp_path, vf_coef=0.5)["value_function.head.weight"]
+    four = update_gradients(tmp_path, vf_coef=2.0)["value_function.head.weight"]
+    torch.testing.assert_close(four, 4 * one)
+
+
+def test_the_aggregation_decides_the_loss(tmp_path: Path) -> None:
+    """Sums over tokens are the mean's times the number of tokens."""
+    mean = update_gradients(tmp_path, aggregation="token-mean", vf_coef=0.0)
+    total = update_gradients(tmp_path, aggregation="token-sum", vf_coef=0.0)
+    name = "causal_lm.lm_head.weight"
+    trainer = make_trainer(tmp_path)
+    torch.manual_seed(5)
+    tokens = first_experience(trainer).batch.response_count
+    scale = total[name].abs().max().item()
+    torch.testing.assert_close(total[name], tokens * mean[name], rtol=1e-4, atol=1e-6 * scale)
+
+
+def test_a_schedule_moves_its_coefficient_over_the_run(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        iterations=3,
+        entropy_coef=0.3,
+        kl_coef=0.2,
+        schedules=["entropy_coef=linear:0", "kl_coef=cosine:0.1", "clip_ratio = linear : 0.1"],
+    )
+    seen: list[tuple[float, float]] = []
+    original = trainer._policy_loss
+
+    def spied(hidden, layout, micro, options):
+        seen.append((options.entropy_coef, options.clip_ratio))
+        return original(hidden, layout, micro, options)
+
+    trainer._policy_loss = spied
+    trainer.train()
+    entropy, clip = (sorted({pair[i] for pair in seen}) for i in (0, 1))
+    assert entropy == pytest.approx([0.0, 0.15, 0.3])
+    assert clip == pytest.approx([0.1, 0.15, 0.2])
+    assert all(b == pytest.approx(0.1 + a / 3) for a, b in seen), "they move together"
+    assert [r["kl_coef"] for r in records(trainer)] == pytest.approx([0.2, 0.15, 0.1])
+    recorded = [r["schedule/entropy_coef"] for r in records(trainer)]
+    assert recorded == pytest.approx([0.3, 0.15, 0.0])
+
+
+def test_ptx_adds_its_gradient_in_the_same_step(tmp_path: Path) -> None:
+    data = tiny.saved_text(tmp_path / "text.jsonl")
+    gradients = {}
+    for coef in (0.0, 2.5):
+        more = {"ptx_coef": coef, "ptx_data": data, "ptx_block_size": 12} if coef else {}
+        more["microbatch_size"] = 3  # of the 8 blocks, so the parts are unequal
+        trainer = make_trainer(tmp_path, max_grad_norm=1e9, ppo_epochs=1, minibatches=1, **more)
+        torch.manual_seed(0)
+        trainer.update(first_experience(trainer), trainer.config)
+        gradients[coef] = {n: p.grad.clone() for n, p in trainer.model.causal_lm.named_parameters()}
+    fresh = tiny.model().eval()
+    blocks = trainer.pretraining.at(0, trainer.config.ptx_batch_size, trainer.config.seed)
+    fresh(input_ids=blocks, labels=blocks).loss.backward()
+    for name, parameter in fresh.named_parameters():
+        wanted = gradients[0.0][name] + 2.5 * parameter.grad
+        torch.testing.assert_close(gradients[2.5][name], wanted, rtol=1e-3, atol=1e-5)
+
+
+# --------------------------------------------------------------------------------------- early stop
+
+
+def test_early_stop_before_a_minibatch_leaves_the_step_out(tmp_path: Path) -> None:
+    """The first minibatch is on-policy (KL 0) and is taken; the second finds the policy moved."""
+    trainer = make_trainer(
+        tmp_path, early_stop_kl=1e-4, early_stop_check="minibatch", learning_rate=3e-2, iterations=1
+    )
+    metrics = trainer.train()
+    assert metrics["early_stopped"] == 1
+    assert trainer.state.optimizer_step == 1
+
+
+def test_early_stop_after_an_epoch_ends_the_update_there(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, early_stop_kl=1e-4, learning_rate=3e-2, iterations=1, ppo_epochs=4
+    )
+    assert trainer.train()["early_stopped"] == 1
+    assert trainer.state.optimizer_step == 2  # the minibatches of one epoch
+
+
+def test_a_policy_that_stays_near_is_not_stopped(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, early_stop_kl=1.0, learning_rate=1e-6, iterations=1)
+    metrics = trainer.train()
+    assert metrics["early_stopped"] == 0
+    assert metrics["optimizer_steps"] == 4
+
+
+def test_an_early_stop_does_not_delay_the_learning_rate(tmp_path: Path) -> None:
+    """The schedule is a function of the iteration; steps that were not taken count as passed."""
+    stopped = make_trainer(
+        tmp_path / "a", early_stop_kl=1e-9, learning_rate=1e-3, lr_schedule="linear", iterations=3
+    )
+    whole = make_trainer(tmp_path / "b", learning_rate=1e-3, lr_schedule="linear", iterations=3)
+    for trainer in (stopped, whole):
+        trainer.train()
+    last = stopped.optimizer.param_groups[0]["lr"]
+    assert last == pytest.approx(1e-3 * (1 - 9 / 12))  # second of the last iteration's four steps
+    assert whole.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * (1 - 11 / 12))
+
+
+# ----------------------------------------------------------------------------------- the reference
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_after_a_refresh_the_kl_is_zero(lora_rank: int, tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, lora_rank=lora_rank, reference_refresh=2, iterations=4, learning_rate=1e-2
+    )
+    trainer.train()
+    kl = [abs(record["kl"]) for record in records(trainer)]
+    assert kl[0] < 1e-4
+    assert kl[1] > 1e-3
+    assert kl[2] < 1e-4
+    assert kl[3] > 1e-3
+
+
+def test_a_reference_that_waits_on_the_cpu_is_the_same_reference(tmp_path: Path) -> None:
+    plain, offloaded = (
+        make_trainer(
+            tmp_path / str(offload),
+            kl_loss_coef=0.1,
+            kl_loss_estimator="full",
+            reference_offload=offload,
+        )
+        for offload in (False, True)
+    )
+    plain.train()
+    offloaded.train()
+    for one, other in zip(plain.model.parameters(), offloaded.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+# --------------------------------------------------------------------------------------- the values
+
+
+@pytest.mark.parametrize("value_model", ["shared", "detached", "branch", "critic"])
+def test_warm_up_trains_the_values_and_leaves_the_policy(value_model: str, tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, value_model=value_model, value_warmup_iterations=2, iterations=2, weight_decay=0.1
+    )
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    trainer.train()
+    changed = {n for n, p in trainer.model.named_parameters() if not torch.equal(p, before[n])}
+    assert changed
+    assert all(name.startswith("value_function.") for name in changed)
+    longer = make_trainer(
+        tmp_path,
+        value_model=value_model,
+        value_warmup_iterations=2,
+        iterations=3,
+        weight_decay=0.1,
+        resume=True,
+    )
+    longer.train()
+    after = {n for n, p in longer.model.named_parameters() if not torch.equal(p, before[n])}
+    assert any(name.startswith("causal_lm.") for name in after)
+
+
+@pytest.mark.parametrize("value_model", ["shared", "detached", "branch", "critic"])
+def test_each_value_function_learns(value_model: str, tmp_path: Path) -> None:
+    """On fixed responses the value loss falls well below that of no opinion."""
+    trainer = make_trainer(
+        tmp_path, value_model=value_model, value_warmup_iterations=99, kl_coef=0.0
+    )
+    for group in trainer.optimizer.param_groups:
+        group["peak_lr"] = 1e-2
+    batch = random_batch((4, 4, 4, 4))
+    scores = torch.tensor([1.0, -1.0, 2.0, 0.0])
+    losses = []
+    for _ in range(12):
+        experience, _ = experience_of(trainer, batch, scores)
+        losses.append(trainer.update(experience, trainer.config)["value_loss"])
+    assert losses[-1] < 0.6 * losses[0]
+
+
+@pytest.mark.parametrize("value_model", ["branch", "critic"])
+def test_a_value_function_of_its_own_is_saved_and_resumed(value_model: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"value_model": value_model, "checkpoint_interval": 1}
+    whole = make_trainer(tmp_path / "whole", iterations=3, **options)
+    whole.train()
+    make_trainer(tmp_path / "cut", iterations=2, **options).train()
+    resumed = make_trainer(tmp_path / "cut", iterations=3, resume=True, **options)
+    resumed.train()
+    for old, new in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(old, new)
+    fresh = make_trainer(tmp_path / "fresh", **options)
+    fresh.model.load_value_function(tmp_path / "cut" / "run" / "value_function.safetensors")
+    saved = fresh.model.value_function.state_dict()
+    for name, value in resumed.model.value_function.state_dict().items():
+        assert torch.equal(saved[name], value)
+
+
+def test_a_critic_reports_the_norm_of_its_own_gradient(tmp_path: Path) -> None:
+    assert make_trainer(tmp_path, value_model="critic").train()["value_grad_norm"] > 0
+
+
+# -------------------------------------------------------------------------------------- the rewards
+
+
+def test_a_missing_eos_costs_its_penalty(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, missing_eos_penalty=2.0)
+    scores = scores_of(trainer, [[5, 1], [5, 6]], ["stop", "length"])
+    assert scores.total.tolist() == [0.0, -2.0]
+
+
+def test_length_costs_and_normalised_scores_in_closed_form(tmp_path: Path) -> None:
+    responses = [[10, 10, 10, 1], [10, 1]]  # three w7 and one, each with its EOS
+    plain = scores_of(make_trainer(tmp_path), responses)
+    assert plain.total.tolist() == [3 / 8, 1 / 8]
+    charged = scores_of(
+        make_trainer(tmp_path, length_penalty=0.5, length_penalty_free=3), responses
+    )
+    assert charged.total.tolist() == [3 / 8 - 0.5, 1 / 8]
+    normal = scores_of(make_trainer(tmp_path, length_normalized_score=True), responses)
+    assert normal.total.tolist() == [3 / 32, 1 / 16]
+
+
+def test_running_scaling_divides_by_the_deviation_of_the_run(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, score_normalization="running", score_clip=1.2)
+    first, second = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([100.0, 0.0])
+    scaled = trainer.training_rewards(Scores(first), trainer.config)
+    torch.testing.assert_close(scaled.last, (first / first.std(correction=0)).clamp(-1.2, 1.2))
+    scaled = trainer.training_rewards(Scores(second), trainer.config)
+    both = torch.cat([first, second]).std(correction=0)
+    torch.testing.assert_close(scaled.last, (second / both).clamp(-1.2, 1.2))
+
+
+def test_batch_whitening_and_clipping(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, score_normalization="batch", score_clip=1.0)
+    scores = torch.tensor([0.0, 1.0, 5.0])
+    white = trainer.training_rewards(Scores(scores), trainer.config)
+    torch.testing.assert_close(white.last, ((scores - 2.0) / scores.std()).clamp(-1, 1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"score_normalization": "running"},
+        {"score_normalization": "batch"},
+        {"score_clip": 0.3},
+        {"length_normalized_score": True, "length_penalty": 0.1},
+    ],
+)
+def test_parts_of_a_reward_add_up_to_its_total(options: dict[str, Any], tmp_path: Path) -> None:
+    def by_token(prompts, completions, completion_ids):
+        return [[0.1 * i for i in range(len(ids))] for ids in completion_ids[:-1]] + [2.0]
+
+    trainer = make_trainer(tmp_path, rewards=[by_token], **options)
+    scores = scores_of(trainer, [[10, 11, 1], [12, 1], [5, 6, 7, 1]])
+    whole = trainer.training_rewards(Scores(scores.total), trainer.config).last
+    trainer.state.score_scale = RunningScale()
+    rewards = trainer.training_rewards(scores, trainer.config)
+    paid = torch.stack([tokens.sum() for tokens in rewards.within.split([3, 2, 4])])
+    torch.testing.assert_close(rewards.last + paid, whole)
+    assert rewards.within[-4:].abs().max() == 0, "one number is paid at the end"
+
+
+def test_prompt_and_completion_join_to_the_text_that_was_written(tmp_path: Path) -> None:
+    """What a reward model reads is prompt + completion, the space between them included."""
+    trainer = make_trainer(tmp_path)
+    assert trainer.prompts is not None
+    rollout = Rollout([[5, 6, 1], [1]], ["stop", "stop"], [])
+    two = trainer.prompts.select([0, 1])
+    assert trainer.completions(two, rollout) == [" w2 w3", ""]
+    assert two.prompts[0] + " w2 w3" == "w0 w1 w2 w3"
+
+
+# ----------------------------------------------------------------------------------------- watching
+
+
+def test_a_run_watches_its_health(tmp_path: Path) -> None:
+    metrics = make_trainer(
+        tmp_path, iterations=2, monitor_rewards=[tiny.count_w7], max_new_tokens=24
+    ).train()
+    watched = {"length_correlation", "distinct_1", "distinct_2", "unique_responses", "kl_slope"}
+    watched |= {"correlation/count_w7", "loss_spikes", "skipped_steps", "eos_rate", "grad_norm"}
+    watched |= {f"ratio_{side}_{sign}" for side in ("above", "below") for sign in ("positive",)}
+    assert watched <= metrics.keys()
+    assert metrics["correlation/count_w7"] == pytest.approx(1.0), "it is the trained reward itself"
+
+
+def test_a_crossed_threshold_warns_in_the_terminal_and_in_the_records(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    trainer = make_trainer(
+        tmp_path, warn_if=["entropy > 1", "kl > 1e6", "klx > 3"], console=console, iterations=3
+    )
+    trainer.train()
+    written = records(trainer)
+    for record in written:
+        assert any(sentence.startswith("entropy = 3.") for sentence in record["warnings"])
+        assert not any("1e+06" in sentence for sentence in record["warnings"])
+    assert "no metric 'klx'" in written[2]["warnings"][-1]
+    assert "iteration 0: entropy = 3." in console.file.getvalue()
+
+
+def test_a_hard_threshold_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, stop_if=["entropy > 1"], iterations=5)
+    with pytest.raises(RunStoppedError, match=r"after iteration 0: entropy = 3\.\d+ > 1"):
+        trainer.train()
+    run = tmp_path / "run"
+    assert (run / "checkpoint-000001").is_dir()
+    assert (run / "policy" / "config.json").is_file()
+    assert records(trainer)[0]["warnings"][0].startswith("stopped: entropy")
+    resumed = make_trainer(tmp_path, resume=True, iterations=2)
+    assert resumed.train()
+    assert [record["iteration"] for record in records(resumed)] == [0, 1]
+
+
+# ------------------------------------------------------------------------ responses that are given
+
+
+def test_step_learns_from_responses_of_ones_own(tmp_path: Path) -> None:
+    """Responses with a score above the rest become likelier; texts and ids both work."""
+    trainer = make_trainer(tmp_path, prompts=None, rewards=[], learning_rate=3e-3, kl_coef=0.0)
+    prompts = ["w1 w2", "w3", "w4 w5 w6", "w8"] * 2
+    responses = ["w7 w7 <eos>"] * 4 + ["w9 w9 <eos>"] * 4
+    scores = [1.0] * 4 + [0.0] * 4
+
+    def likelihood(response: str) -> float:
+        ids = [token_ids(trainer.tokenizer, prompt) for prompt in prompts[:4]]
+        batch = Batch.of(ids, [token_ids(trainer.tokenizer, response)] * 4)
+        return trainer.model.response_logprobs(batch).sum().item()
+
+    before = likelihood("w7 w7 <eos>") - likelihood("w9 w9 <eos>")
+    for _ in range(5):
+        metrics = trainer.step(prompts, responses, scores)
+    assert likelihood("w7 w7 <eos>") - likelihood("w9 w9 <eos>") > before + 1
+    assert metrics["reward"] == 0.5
+    assert trainer.state.iteration == 5
+    assert trainer.step([[4, 5]] * 4, [[6, 1]] * 4, torch.ones(4))["response_length"] == 2
+
+
+@pytest.mark.parametrize(
+    ("prompts", "responses", "scores", "says"),
+    [
+        (["w1"], ["w2"], [1.0, 2.0], r"scores must be \[1\], got \[2\]"),
+        (["w1"], ["w2"], [float("nan")], "scores must be finite"),
+        (["w1"], [""], [1.0], "response 0 is empty"),
+        ([""], ["w1"], [1.0], "prompt 0 is empty"),
+        (["w1", "w2"], ["w2"], [1.0, 1.0], "2 prompts and 1 responses"),
+        ([], [], [], "got 0 prompts and 0 responses"),
+        (["w1 " * 60], ["w2 " * 9], [1.0], "69 tokens; the model's context has 64"),
+        ([[4]], [[999]], [1.0], r"has tokens outside \[0, 43\)"),
+    ],
+)
+def test_step_refuses_what_does_not_fit(prompts, responses, scores, says, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, prompts=None, rewards=[])
+    with pytest.raises(ValueError, match=says):
+        trainer.step(prompts, responses, scores)
+
+
+def test_step_watches_too(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, prompts=None, stop_if=["unique_responses < 0.9"])
+    with pytest.raises(RunStoppedError, match=r"unique_responses = 0\.5 < 0\.9"):
+        trainer.step(["w1", "w2"], ["w3 <eos>", "w3 <eos>"], [1.0, 0.0])
+
+
+def test_a_response_without_a_stop_token_is_taken_for_cut_off(tmp_path: Path) -> None:
+    """With λ = 0 and no reward the last token's return is V_next: the last value or 0."""
+    trainer = make_trainer(
+        tmp_path, prompts=None, bootstrap_truncated=True, lam=0.0, kl_coef=0.0, vf_coef=0.0
+    )
+    torch.nn.init.constant_(trainer.model.value_function.head.bias, 3.0)
+    made = []
+    original = trainer.make_experience
+
+    def spied(*args: Any) -> Any:
+        made.append(original(*args))
+        return made[-1]
+
+    trainer.make_experience = spied
+    given = (["w1", "w2"], ["w3 w4", "w3 <eos>"], [0.0, 0.0])
+    trainer.step(*given)
+    trainer.step(*given, finish_reasons=["stop", "length"])
+    returns = [experience.returns.tolist() for experience, _ in made]
+    assert [returns[0][1], returns[0][3]] == pytest.approx([3.0, 0.0])
+    assert [returns[1][1], returns[1][3]] == pytest.approx([0.0, 3.0])
+
+
+# ---------------------------------------------------------------------------- looking at the policy
+
+
+def test_evaluation_leaves_no_trace(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    assert trainer.prompts is not None
+    state = torch.get_rng_state()
+    found = trainer.evaluate(trainer.prompts)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert found["kl"] == pytest.approx(0, abs=1e-4)
+    assert len(found["completions"]) == len(tiny.PROMPTS)
+    assert 0 < found["entropy"] < torch.log(torch.tensor(43.0))
+
+
+def test_evaluation_does_not_move_the_running_scale(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, score_normalization="running")
+    trainer.evaluate(trainer.prompts.select(range(4)))
+    assert trainer.state.score_scale == RunningScale()
+
+
+def test_an_evaluation_is_of_the_policy_as_it_is(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, monitor_rewards=[tiny.count_w7])
+    prompts = trainer.prompts.select(range(5))
+    perturb(trainer)
+    found = trainer.evaluate(prompts)
+    batch = Batch.of(prompts.token_ids, [token_ids(trainer.tokenizer, "w1")] * 5)
+    assert len(found["completions"]) == len(batch)
+    assert found["reward"] == pytest.approx(found["scores"].total.mean().item())
+    assert found["monitor/count_w7"] == pytest.approx(found["reward"])
+    assert found["kl"] != 0
+    assert 0 <= found["eos_rate"] <= 1
+    assert found["response_length"] <= trainer.config.max_new_tokens
+    again = trainer.evaluate(prompts)
+    assert again["completions"] == found["completions"], "the same seed draws the same"

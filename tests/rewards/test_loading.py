@@ -1,0 +1,86 @@
+"""Rewards by name, under names of their own."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+
+from fastppo.rewards.loading import load_reward, make_terms, reward_name
+from fastppo.rewards.model import RewardModel
+
+PROMPTS, COMPLETIONS = ["w1 w2 ", "w3 "], ["w7 w7", "w4"]
+
+
+def test_a_function_of_a_file(tmp_path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def brief(prompts, completions, **columns):\n    return [-len(c) for c in completions]\n"
+    )
+    assert load_reward(f"{path}:brief")(PROMPTS, COMPLETIONS) == [-5, -2]
+
+
+def test_a_function_of_a_module() -> None:
+    reward = load_reward("fastppo.demo.task:gold_reward")
+    assert reward(
+        ["tell me about the red fox ."], ["the fox is kind . it sings near the hill ."]
+    ) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("nowhere.py:f", "there is no file nowhere.py"),
+        ("fastppo.nowhere:f", "no module"),
+        ("reward.py", r"reward reward\.py: expected reward\.py:function, got no function"),
+        ("fastppo.demo.task:absent", "no function 'absent' there; it has "),
+    ],
+)
+def test_a_reward_that_is_not_there_is_refused(spec: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        load_reward(spec)
+
+
+def test_a_file_may_import_its_neighbours(tmp_path) -> None:
+    (tmp_path / "words_of_a_neighbour.py").write_text("LIKED = 'w7'\n")
+    (tmp_path / "with_neighbour.py").write_text(
+        "from words_of_a_neighbour import LIKED\n"
+        "def liked(prompts, completions):\n"
+        "    return [c.split().count(LIKED) for c in completions]\n"
+    )
+    assert load_reward(f"{tmp_path}/with_neighbour.py:liked")(PROMPTS, COMPLETIONS) == [2, 0]
+
+
+def test_a_file_that_cannot_be_imported_is_refused_with_the_cause(tmp_path) -> None:
+    (tmp_path / "broken_file.py").write_text("import nowhere_at_all\n")
+    with pytest.raises(ValueError, match=r"importing .*broken_file\.py raised ModuleNotFoundError"):
+        load_reward(f"{tmp_path}/broken_file.py:f")
+
+
+def test_a_directory_is_a_model(tmp_path) -> None:
+    name = tiny.saved_reward_model(tmp_path / "my-rm")
+    reward = load_reward(name, batch_size=3, max_length=8)
+    assert isinstance(reward, RewardModel)
+    assert (reward.batch_size, reward.max_length) == (3, 8)
+
+
+def test_a_reward_goes_by_its_functions_or_its_directorys_name(tmp_path) -> None:
+    assert reward_name("path/to/file.py:brief") == "brief"
+    assert reward_name("package.module:brief") == "brief"
+    assert reward_name("runs/reward") == "reward"
+    (tmp_path / "odd:name").mkdir()
+    assert reward_name(f"{tmp_path}/odd:name") == "odd:name"
+
+
+def test_two_rewards_of_one_name_stay_apart() -> None:
+    terms = make_terms([tiny.count_w7, tiny.count_w7], [1.0, 0.5])
+    assert [(t.name, t.weight) for t in terms] == [("count_w7", 1.0), ("count_w7_2", 0.5)]
+    with pytest.raises(ValueError, match="got 2 rewards and 1 reward_weights"):
+        make_terms([tiny.count_w7, tiny.count_w7], [1.0])
+
+
+def test_callables_without_a_name_go_by_their_class() -> None:
+    class Liking:
+        def __call__(self, prompts, completions):
+            return [0.0] * len(prompts)
+
+    assert [term.name for term in make_terms([Liking(), Liking()])] == ["Liking", "Liking_2"]

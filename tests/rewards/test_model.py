@@ -1,0 +1,148 @@
+"""Reward models: each text is read with the model's own tokenizer, at its last token."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from fastppo.rewards.loading import load_reward
+from fastppo.rewards.model import RewardModel, sequence_scores
+
+PROMPTS, COMPLETIONS = ["w1 w2 ", "w3 "], ["w7 w7", "w4"]
+
+
+def test_a_reward_model_scores_text_with_its_own_tokenizer(tmp_path) -> None:
+    reward = RewardModel(tiny.saved_reward_model(tmp_path), batch_size=1)
+    ids = torch.tensor([[4, 5, 10, 10]])
+    own = reward.model(input_ids=ids).logits.item()
+    assert reward(PROMPTS, COMPLETIONS)[0] == pytest.approx(own, abs=1e-6)
+
+
+def test_batching_and_padding_do_not_change_a_score(tmp_path) -> None:
+    directory = tiny.saved_reward_model(tmp_path)
+    one = RewardModel(directory, batch_size=1)(PROMPTS, COMPLETIONS)
+    two = RewardModel(directory, batch_size=2)(PROMPTS, COMPLETIONS)
+    assert one == pytest.approx(two, abs=1e-5)
+
+
+def test_a_text_that_ends_in_the_pad_token_is_scored_at_its_last_token(tmp_path) -> None:
+    """pad = eos: transformers would read the score one token early."""
+    reward = RewardModel(tiny.saved_reward_model(tmp_path, pad_is_eos=True), batch_size=2)
+    with_eos = reward(["w1 ", "w1 "], ["w2 <eos>", "w2"])
+    trunk = reward.model.base_model(input_ids=torch.tensor([[4, 5, 1]])).last_hidden_state
+    assert with_eos[0] == pytest.approx(reward.model.score(trunk[0, -1]).item(), abs=1e-5)
+    assert with_eos[0] != pytest.approx(with_eos[1], abs=1e-4)
+
+
+def test_a_text_without_a_token_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="has no token for ''"):
+        RewardModel(tiny.saved_reward_model(tmp_path))([""], [""])
+
+
+def test_a_long_text_loses_its_beginning(tmp_path) -> None:
+    reward = RewardModel(tiny.saved_reward_model(tmp_path), max_length=3)
+    assert reward._tokens("w1 w2", " w3 w4 w5") == reward._tokens("", "w3 w4 w5")
+
+
+def test_chat_prompts_go_through_the_reward_tokenizers_template(tmp_path) -> None:
+    reward = RewardModel(tiny.saved_reward_model(tmp_path))
+    prompt = [{"role": "user", "content": "w9"}]
+    assert reward._text(prompt, "w8").split() == ["w1", "w9", "w2", "w8"]
+
+
+def test_a_classifier_of_several_labels_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="with 3 labels; expected a sequence classifier with 1"):
+        RewardModel(tiny.saved_reward_model(tmp_path, labels=3))
+
+
+def test_a_chat_template_that_writes_bos_is_not_given_another(tmp_path) -> None:
+    reward = RewardModel(tiny.saved_reward_model(tmp_path))
+    calls = []
+
+    class Recorded(type(reward.tokenizer)):
+        def __call__(self, text, *, add_special_tokens):
+            calls.append(add_special_tokens)
+            return super().__call__(text, add_special_tokens=add_special_tokens)
+
+    reward.tokenizer.__class__ = Recorded
+    reward._tokens([{"role": "user", "content": "w9"}], "w8")
+    reward._tokens("w9", " w8")
+    assert calls == [False, True]
+
+
+@pytest.mark.parametrize("completion", [" w7", "w8", ""])
+def test_prompt_and_completion_are_read_as_one_text(completion: str, tmp_path) -> None:
+    """Joined as they are, as in the reward model's training."""
+    reward = RewardModel(tiny.saved_reward_model(tmp_path))
+    wanted = tiny.tokenizer()("w1 w2" + completion)["input_ids"]
+    assert reward._tokens("w1 w2", completion) == wanted
+
+
+def test_a_long_text_keeps_its_leading_special_token(tmp_path) -> None:
+    reward = RewardModel(tiny.saved_reward_model(tmp_path), max_length=3)
+    assert reward._tokens("<eos> w1 w2 w3", " w4") == [1, 6, 7]
+
+
+def test_the_models_context_bounds_the_text(tmp_path) -> None:
+    name = tiny.saved_reward_model(tmp_path)
+    assert RewardModel(name).max_length == tiny.CONTEXT
+    assert RewardModel(name, max_length=8).max_length == 8
+    assert RewardModel(name, max_length=999).max_length == tiny.CONTEXT
+    assert len(RewardModel(name)._tokens("w1 " * 90, "w2")) == tiny.CONTEXT
+
+
+def test_the_mean_of_the_config_is_subtracted(tmp_path) -> None:
+    name = tiny.saved_reward_model(tmp_path)
+    plain = RewardModel(name)(PROMPTS, COMPLETIONS)
+    model = AutoModelForSequenceClassification.from_pretrained(name)
+    model.config.score_mean = 0.25
+    model.save_pretrained(name)
+    assert RewardModel(name)(PROMPTS, COMPLETIONS) == pytest.approx([x - 0.25 for x in plain])
+
+
+def test_a_tokenizer_without_pad_pads_with_eos_and_scores_the_same(tmp_path) -> None:
+    name = tiny.saved_reward_model(tmp_path)
+    wanted = RewardModel(name)(PROMPTS, COMPLETIONS)
+    tokenizer = tiny.tokenizer(chat=True)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(name)
+    reward = RewardModel(name)
+    assert reward.tokenizer.pad_token == "<eos>"
+    assert reward(PROMPTS, COMPLETIONS) == pytest.approx(wanted, abs=1e-6)
+
+
+def test_scores_are_read_at_the_last_token_of_each_row(tmp_path) -> None:
+    model = RewardModel(tiny.saved_reward_model(tmp_path)).model
+    ids = torch.tensor([[4, 5, 10, 0], [7, 8, 9, 11], [12, 0, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
+    found = sequence_scores(model, ids, mask)
+    alone = [
+        model(input_ids=row[:n][None]).logits.item() for row, n in zip(ids, (3, 4, 1), strict=True)
+    ]
+    torch.testing.assert_close(found, torch.tensor(alone), rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_of_a_reward_model_is_trained(tmp_path) -> None:
+    model = RewardModel(tiny.saved_reward_model(tmp_path)).model
+    assert not model.training
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+# ------------------------------------------------------------------------------------- what is none
+
+
+def test_a_causal_lm_is_no_reward_model(tmp_path) -> None:
+    with pytest.raises(
+        ValueError, match="is a LlamaForCausalLM with 2 labels; expected a sequence"
+    ):
+        load_reward(tiny.saved_model(tmp_path / "sft"))
+
+
+def test_a_reward_model_without_its_head_is_refused(tmp_path) -> None:
+    """Its scores would be random."""
+    headless = tiny.without_weight(tiny.saved_reward_model(tmp_path), "score.weight")
+    says = r"reward .* lacks weights of LlamaForSequenceClassification: score\.weight"
+    with pytest.raises(ValueError, match=says):
+        load_reward(headless)

@@ -1,0 +1,151 @@
+"""Scores before they become rewards: scales in closed form, and a running scale that goes on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastppo.rewards.processing import (
+    MIN_DEVIATION,
+    RunningScale,
+    length_normalized,
+    length_penalty,
+    whiten_scores,
+)
+
+
+def _batches(sizes=(5, 1, 16, 3), offset: float = 0.0) -> list[torch.Tensor]:
+    return [offset + 3 * torch.randn(size) for size in sizes]
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_the_running_scale_is_the_deviation_of_all_scores_so_far(offset: float) -> None:
+    """Against NumPy on everything seen, the current batch included; also far from zero, where a
+    sum of squares would lose the deviation's digits."""
+    scale, seen = RunningScale(), np.empty(0)
+    for batch in _batches(offset=offset):
+        seen = np.concatenate([seen, batch.double().numpy()])
+        scaled = scale(batch)
+        expected = batch.double().numpy() / seen.std()
+        # fp32 results: half a unit in the last place, 2⁻²⁴, of the quotient.
+        np.testing.assert_allclose(scaled.double(), expected, rtol=2**-23)
+        assert scaled.dtype == torch.float32
+    assert scale.count == len(seen)
+    assert scale.mean == pytest.approx(seen.mean(), rel=1e-12)
+    assert scale.deviation == pytest.approx(seen.std(), rel=1e-12)
+
+
+def test_the_first_batch_is_taken_in_before_it_is_scaled() -> None:
+    assert RunningScale()(torch.tensor([1.0, 3.0])).tolist() == [1.0, 3.0]  # deviation 1
+    assert RunningScale()(torch.tensor([2.0, 6.0])).tolist() == [1.0, 3.0]  # deviation 2
+
+
+def test_the_mean_is_not_subtracted() -> None:
+    """A batch of good scores stays good."""
+    assert (RunningScale()(torch.tensor([5.0, 6.0, 9.0])) > 0).all()
+
+
+def test_a_restored_scale_goes_on_to_the_same_bits() -> None:
+    batches = _batches()
+    whole, first = RunningScale(), RunningScale()
+    straight = [whole(batch) for batch in batches]
+    before = [first(batch) for batch in batches[:2]]
+    restored = RunningScale(**json.loads(json.dumps(asdict(first))))
+    after = [restored(batch) for batch in batches[2:]]
+    assert torch.equal(torch.cat(straight), torch.cat(before + after))
+    assert asdict(restored) == asdict(whole)
+
+
+def test_how_scores_are_cut_into_batches_does_not_change_the_deviation() -> None:
+    scores = torch.randn(64)
+    one, many = RunningScale(), RunningScale()
+    one.update(scores)
+    for part in scores.split(7):
+        many.update(part)
+    assert many.deviation == pytest.approx(one.deviation, rel=1e-12)
+
+
+def test_scores_that_never_varied_are_left_alone() -> None:
+    scale = RunningScale()
+    for batch in (torch.full((3,), 0.1), torch.full((5,), 0.1)):
+        assert torch.equal(scale(batch), batch)
+    assert RunningScale(2, 0.0, 2 * (0.99 * MIN_DEVIATION) ** 2).deviation == 1.0
+    assert RunningScale(2, 0.0, 2 * MIN_DEVIATION**2 * 1.01).deviation < 2 * MIN_DEVIATION
+    assert RunningScale().deviation == 1.0
+
+
+def test_an_empty_batch_changes_nothing() -> None:
+    scale = RunningScale(4, 1.0, 16.0)
+    assert scale(torch.empty(0)).shape == (0,)
+    assert scale == RunningScale(4, 1.0, 16.0)
+
+
+def test_a_score_that_is_not_finite_does_not_reach_the_state() -> None:
+    scale = RunningScale()
+    with pytest.raises(ValueError, match=r"scores must be finite, got \[1.0, nan\]"):
+        scale(torch.tensor([1.0, float("nan")]))
+    assert scale == RunningScale()
+
+
+def test_whitened_scores_have_mean_0_and_deviation_1() -> None:
+    assert whiten_scores(torch.tensor([1.0, 2.0, 3.0])).tolist() == pytest.approx(
+        [-1.0, 0.0, 1.0], abs=1e-7
+    )
+    white = whiten_scores(100 + 5 * torch.randn(50))
+    assert white.mean().item() == pytest.approx(0, abs=1e-6)  # rounding of 50 fp32 numbers
+    assert white.std().item() == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize("scores", [[0.1], [0.1, 0.1, 0.1], [-7e5] * 6])
+def test_scores_without_differences_become_0(scores: list[float]) -> None:
+    assert whiten_scores(torch.tensor(scores)).tolist() == [0.0] * len(scores)
+
+
+def test_length_costs_from_the_first_token_that_is_not_free() -> None:
+    lengths = torch.tensor([1, 10, 11, 30])
+    assert length_penalty(lengths, 0.5, free_tokens=10).tolist() == [0.0, 0.0, 0.5, 10.0]
+    assert length_penalty(lengths, 0.5).tolist() == [0.5, 5.0, 5.5, 15.0]
+    assert length_penalty(lengths, 0.0).tolist() == [0.0] * 4
+
+
+@given(
+    st.lists(st.integers(1, 1000), min_size=2, max_size=8),
+    st.floats(0, 10),
+    st.integers(0, 100),
+)
+def test_of_two_equal_scores_the_longer_response_never_wins(lengths, coef, free) -> None:
+    penalty = length_penalty(torch.tensor(sorted(lengths)), coef, free)
+    assert (penalty.diff() >= 0).all()
+    assert (penalty >= 0).all()
+
+
+def test_normalised_scores_are_per_token() -> None:
+    scores, lengths = torch.tensor([6.0, -3.0, 0.0]), torch.tensor([4, 2, 9])
+    assert length_normalized(scores, lengths).tolist() == [1.5, -1.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: RunningScale()(torch.ones(2, 2)), r"scores must be \[B\], .* got \[2, 2\]"),
+        (lambda: whiten_scores(torch.ones(2, 2)), r"scores must be \[B\]"),
+        (lambda: whiten_scores(torch.ones(2).long()), "scores must be float16.*got int64"),
+        (lambda: length_penalty(torch.ones(2), -1.0), "coef must be >= 0, got -1.0"),
+        (lambda: length_penalty(torch.ones(2), float("inf")), "coef must be finite"),
+        (lambda: length_penalty(torch.ones(2), 1.0, -1), "free_tokens must be >= 0, got -1"),
+        (lambda: length_normalized(torch.ones(2), torch.ones(3)), r"lengths must have shape \[2\]"),
+        (
+            lambda: length_normalized(torch.ones(2), torch.tensor([1, 0])),
+            r"lengths must be >= 1, got \[1, 0\]",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        call()

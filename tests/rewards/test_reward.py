@@ -1,0 +1,201 @@
+"""What a reward is called with and may return; failures say what was wrong and save the samples."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from fastppo.rewards.reward import FP32_MAX, RewardError, RewardTerm, Scored, score
+
+PROMPTS, COMPLETIONS = ["w1 w2 ", "w3 "], ["w7 w7", "w4"]
+IDS = [[10, 10, 1], [7, 1]]
+"""The responses of COMPLETIONS with their EOS: 3 and 2 tokens."""
+
+
+# ------------------------------------------------------------------------------- what it is given
+
+
+def test_columns_reach_the_function_that_names_them() -> None:
+    def matches(prompts, completions, wanted):
+        return [float(w in c) for w, c in zip(wanted, completions, strict=True)]
+
+    term = RewardTerm("matches", matches)
+    columns = {"wanted": ["w7", "w9"], "other": [1, 2]}
+    assert score(term, PROMPTS, COMPLETIONS, columns) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(prompts, completions): return [len(c) for c in completions]",
+        "def f(completions, prompts): return [len(c) for c in completions]",
+        "def f(completions, **kwargs): return [len(c) for c in completions]",
+        "def f(*, completions): return [len(c) for c in completions]",
+        "def f(p, c): return [len(x) for x in c]",
+        "def f(p, c, /): return [len(x) for x in c]",
+        "def f(*args): return [len(x) for x in args[1]]",
+        "def f(**kw): return [len(x) for x in kw['completions']]",
+        "def f(p, c, **columns): return [len(x) for x in c]",
+        "def f(prompts, completions, wanted): return [len(c) for c in completions]",
+    ],
+)
+def test_any_sensible_signature_is_called_right(source: str) -> None:
+    names: dict = {}
+    exec(source, names)
+    columns = {"wanted": ["a", "b"]}
+    assert score(RewardTerm("f", names["f"]), PROMPTS, COMPLETIONS, columns) == [5.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("def f(prompts, completions, completion_ids): return [len(i) for i in completion_ids]", 3),
+        ("def f(completions, *, completion_ids=()): return [len(i) for i in completion_ids]", 3),
+        ("def f(p, c, completion_ids): return [len(i) for i in completion_ids]", 3),
+        ("def f(completions, **columns): return ['completion_ids' in columns] * 2", 0),
+    ],
+)
+def test_a_reward_that_names_completion_ids_gets_them(source: str, expected: int) -> None:
+    """They are no column, so `**columns` alone does not ask for them."""
+    names: dict = {}
+    exec(source, names)
+    scored = score(
+        RewardTerm("f", names["f"]), PROMPTS, COMPLETIONS, {"wanted": ["a", "b"]}, None, IDS
+    )
+    assert scored[0] == expected
+
+
+# -------------------------------------------------------------------------------- what it returns
+
+
+@pytest.mark.parametrize(
+    ("returned", "says", "saved"),
+    [
+        ([1.0], "returned 1 values for 2 completions", 2),
+        ([1.0, float("nan")], "returned nan for completion 1", 1),
+        ([float("inf"), 0.0], "returned inf for completion 0", 1),
+        ([1.0, None], "returned None for completion 1", 1),
+        ([1.0, "2"], "returned '2' for completion 1", 1),
+        (1.0, "returned float; expected a list of 2 floats", 2),
+    ],
+)
+def test_a_wrong_return_is_refused_and_the_sample_saved(returned, says, saved, tmp_path) -> None:
+    term = RewardTerm("broken", lambda prompts, completions: returned)
+    with pytest.raises(RewardError, match=says):
+        score(term, PROMPTS, COMPLETIONS, {}, tmp_path / "failed.json")
+    record = json.loads((tmp_path / "failed.json").read_text())
+    assert len(record["completions"]) == saved
+    assert record["reward"] == "broken"
+
+
+def test_an_exception_names_the_reward_and_saves_the_samples(tmp_path) -> None:
+    def fails(prompts, completions):
+        raise KeyError("no such key")
+
+    with pytest.raises(RewardError, match=r"'fails' raised KeyError\('no such key'\)") as caught:
+        score(RewardTerm("fails", fails), PROMPTS, COMPLETIONS, {}, tmp_path / "failed.json")
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert json.loads((tmp_path / "failed.json").read_text())["prompts"] == PROMPTS
+
+
+def test_the_columns_of_the_failing_row_are_saved_with_it(tmp_path) -> None:
+    term = RewardTerm("broken", lambda prompts, completions, **columns: [0.0, float("nan")])
+    columns = {"wanted": ["w7", "w9"], "when": [None, object()]}
+    path = tmp_path / "new" / "failed.json"
+    with pytest.raises(RewardError, match=rf"\(samples saved to {path}\)$"):
+        score(term, PROMPTS, COMPLETIONS, columns, path)
+    record = json.loads(path.read_text())
+    assert (record["prompts"], record["completions"]) == (PROMPTS[1:], COMPLETIONS[1:])
+    assert record["columns"]["wanted"] == ["w9"]
+    assert record["reason"].startswith("returned nan for completion 1")
+
+
+def test_without_a_file_nothing_is_written_and_the_sentence_is_the_same(tmp_path) -> None:
+    term = RewardTerm("broken", lambda prompts, completions: [1.0])
+    with pytest.raises(RewardError, match=r"reward 'broken' returned 1 values for 2 completions$"):
+        score(term, PROMPTS, COMPLETIONS)
+
+
+def test_a_number_beyond_fp32_is_refused() -> None:
+    term = RewardTerm("large", lambda prompts, completions: [FP32_MAX, 2 * FP32_MAX])
+    with pytest.raises(RewardError, match=r"for completion 1; expected a finite number \(fp32\)"):
+        score(term, PROMPTS, COMPLETIONS)
+    whole = RewardTerm("large", lambda prompts, completions: [FP32_MAX, -FP32_MAX])
+    assert torch.tensor(score(whole, PROMPTS, COMPLETIONS)).isfinite().all()
+
+
+def test_tensors_and_arrays_count_as_lists() -> None:
+    term = RewardTerm("tensor", lambda prompts, completions: torch.tensor([1.0, 2.0]))
+    assert score(term, PROMPTS, COMPLETIONS) == [1.0, 2.0]
+
+
+# ------------------------------------------------------------------------ rewards within a response
+
+
+def _scored(returned, **more) -> Scored:
+    term = RewardTerm("steps", lambda prompts, completions: returned)
+    return score(term, PROMPTS, COMPLETIONS, completion_ids=IDS, **more)
+
+
+def test_a_batch_may_hold_numbers_tokens_and_steps() -> None:
+    tokens = _scored([[0.5, 0.25, 1.0], 3.0])
+    assert tokens == [1.75, 3.0] == tokens.values
+    assert tokens.partial == [[0.5, 0.25, 1.0], None]
+    assert tokens.whole == [0.0, 3.0]
+    steps = _scored([[(2, 0.5), (5, -1)], [0.0, 2.0]])
+    assert steps == [-0.5, 2.0]
+    assert steps.partial == [[(2, 0.5), (5, -1.0)], [0.0, 2.0]]
+    assert steps.whole == [0.0, 0.0]
+
+
+def test_plain_numbers_have_no_parts() -> None:
+    scored = _scored([1.0, 2])
+    assert (scored.partial, scored.whole, scored.disagreement) == (None, [1.0, 2.0], None)
+
+
+def test_arrays_within_a_completion_count_as_lists() -> None:
+    assert _scored([torch.ones(3), np.float32(0.5)]).partial == [[1.0, 1.0, 1.0], None]
+    assert _scored([[(np.int64(2), np.float64(0.5))], 0.0]).partial == [[(2, 0.5)], None]
+
+
+def test_a_reward_that_wraps_another_keeps_its_parts() -> None:
+    wrapped = _scored(Scored([3.0, 1.0], [[(1, 3.0)], None], [0.5, 0.0]))
+    assert (wrapped.values, wrapped.partial) == ([3.0, 1.0], [[(1, 3.0)], None])
+    assert wrapped.disagreement == [0.5, 0.0]
+
+
+def test_a_completion_without_steps_has_no_reward() -> None:
+    """A reward that found no step in a text returns an empty list."""
+    scored = _scored([[], [(1, 2.0)]])
+    assert (scored.values, scored.partial) == ([0.0, 2.0], [[], [(1, 2.0)]])
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (
+            [0.0, [1.0] * 3],
+            "3 numbers for completion 1, which has 2 response tokens; expected one per",
+        ),
+        ([0.0, [1.0, float("nan")]], "nan for token 1 of completion 1; expected a finite number"),
+        ([0.0, [1.0, "x"]], "'x' for token 1 of completion 1; expected a finite number"),
+        ([0.0, [(1, 1.0), 2.0]], r"numbers beside \(end, value\) pairs for completion 1"),
+        (
+            [0.0, [(0, 1.0)]],
+            r"\(0, 1.0\) for a step of completion 1; expected .* whole number from 1",
+        ),
+        ([0.0, [(1.5, 1.0)]], r"\(1.5, 1.0\) for a step of completion 1"),
+        ([0.0, [(True, 1.0)]], r"\(True, 1.0\) for a step of completion 1"),
+        ([0.0, [(1, 1.0, 2.0)]], r"\(1, 1.0, 2.0\) for a step of completion 1"),
+        ([0.0, [(1, float("inf"))]], "inf for the step of completion 1 that ends at 1"),
+        ([0.0, [(1, 3e38), (2, 3e38)]], "in total for completion 1"),
+    ],
+)
+def test_wrong_parts_are_refused_with_their_row(returned, says, tmp_path) -> None:
+    with pytest.raises(RewardError, match=f"reward 'steps' .*{says}"):
+        _scored(returned, failure_file=tmp_path / "failed.json")
+    record = json.loads((tmp_path / "failed.json").read_text())
+    assert record["completions"] == COMPLETIONS[1:]

@@ -1,0 +1,215 @@
+"""The rewards of a batch: weights, the two parts in which a response is paid, and their scale."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from fastppo.data.prompts import Prompts
+from fastppo.functional.advantages import compute_advantages
+from fastppo.rewards.processing import RunningScale
+from fastppo.rewards.reward import RewardError, RewardTerm, Scored
+from fastppo.rewards.scorer import Scorer, Scores
+
+PROMPTS, COMPLETIONS = ["w1 w2 ", "w3 "], ["w7 w7", "w4"]
+IDS = [[10, 10, 1], [7, 1]]
+"""The responses of COMPLETIONS with their EOS: 3 and 2 tokens."""
+
+
+BYTES = tiny.byte_tokenizer()
+
+LENGTHS = [3, 1, 2, 4]
+SCORES = Scores(
+    last=torch.tensor([1.0, -2.0, 0.5, 3.0]),
+    within=torch.tensor([0.5, 0.0, 1.0, 0.25, 0.0, 0.0, -1.0, 0.5, 0.5, 2.0]),
+    lengths=LENGTHS,
+    terms={"a": Scored([2.5, -1.75, 0.5, 5.0])},
+)
+"""The third response is paid at its end alone."""
+TOTAL = torch.tensor([2.5, -1.75, 0.5, 5.0])
+WHOLE = Scores(TOTAL)
+"""The same totals, each paid at the end."""
+
+
+def _paid(scores: Scores) -> torch.Tensor:
+    """[B]: what is paid within each response."""
+    assert scores.within is not None
+    return torch.stack([part.sum() for part in scores.within.split(LENGTHS)])
+
+
+# ---------------------------------------------------------------------------------------- the parts
+
+
+def test_the_total_is_both_parts_together() -> None:
+    assert SCORES.total.tolist() == TOTAL.tolist() == WHOLE.total.tolist()
+    with pytest.raises(FrozenInstanceError):
+        SCORES.last = TOTAL
+
+
+CHARGES = [
+    ({}, TOTAL),
+    ({"length_normalized_score": True}, TOTAL / torch.tensor([3.0, 1, 2, 4])),
+    ({"length_coef": 0.5}, TOTAL - torch.tensor([1.5, 0.5, 1.0, 2.0])),
+    ({"length_coef": 0.5, "length_free": 2}, TOTAL - torch.tensor([0.5, 0.0, 0.0, 1.0])),
+    ({"missing_eos_penalty": 3.0}, TOTAL - torch.tensor([0.0, 3.0, 0.0, 3.0])),
+    (
+        {"length_normalized_score": True, "length_coef": 1.0, "missing_eos_penalty": 3.0},
+        TOTAL / torch.tensor([3.0, 1, 2, 4]) - torch.tensor([3.0, 4.0, 2.0, 7.0]),
+    ),
+]
+
+
+@pytest.mark.parametrize(("charges", "wanted"), CHARGES)
+def test_charges_keep_both_parts_and_their_total(charges: dict[str, Any], wanted) -> None:
+    """What is divided is divided within the response too; what is subtracted goes to its end."""
+    truncated = [False, True, False, True]
+    charged = SCORES.charged(LENGTHS, truncated, **charges)
+    torch.testing.assert_close(charged.total, wanted)
+    torch.testing.assert_close(WHOLE.charged(LENGTHS, truncated, **charges).last, wanted)
+    scale = torch.tensor([3.0, 1, 2, 4]) if "length_normalized_score" in charges else torch.ones(4)
+    per_token = scale.repeat_interleave(torch.tensor(LENGTHS))
+    torch.testing.assert_close(charged.within, SCORES.within / per_token)
+    torch.testing.assert_close(charged.last, wanted - _paid(charged))
+    assert (charged.terms, charged.lengths) == (SCORES.terms, LENGTHS)
+
+
+@pytest.mark.parametrize("method", ["none", "batch", "running"])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_scale_keeps_both_parts_and_their_total(method: str, clip: float | None) -> None:
+    """Rewards within a response are scaled by the factor that its total is scaled by; the mean
+    that whitening takes away goes to the last token."""
+    seen = torch.tensor([1.0, 2.0, 6.0])
+    running = RunningScale()
+    running.update(seen)
+    deviation = torch.cat([seen, TOTAL]).std(correction=0)
+    factor, wanted = {
+        "none": (torch.ones(4), TOTAL),
+        "batch": (torch.ones(4) / TOTAL.std(), (TOTAL - TOTAL.mean()) / TOTAL.std()),
+        "running": (torch.ones(4) / deviation, TOTAL / deviation),
+    }[method]
+    if clip is not None:
+        clipped = wanted.clamp(-clip, clip)
+        assert (clipped != wanted).any()
+        assert (clipped == wanted).any()
+        factor, wanted = factor * clipped / wanted, clipped
+    found = SCORES.normalized(method, clip, running)
+    torch.testing.assert_close(found.total, wanted)
+    torch.testing.assert_close(
+        found.within, SCORES.within * factor.repeat_interleave(torch.tensor(LENGTHS))
+    )
+    torch.testing.assert_close(found.last, wanted - _paid(found))
+    assert found.within[4:6].tolist() == [0.0, 0.0], "one number is paid at the end"
+    assert running.count == (7 if method == "running" else 3), "taken in once, where it is used"
+
+
+@pytest.mark.parametrize("method", ["none", "batch", "running"])
+def test_whole_scores_are_scaled_as_the_totals_of_parts_are(method: str) -> None:
+    parts, whole = (s.normalized(method, 0.7, RunningScale()) for s in (SCORES, WHOLE))
+    assert whole.within is None
+    torch.testing.assert_close(parts.total, whole.last)
+
+
+def test_a_batch_of_one_teaches_nothing_when_it_is_whitened() -> None:
+    one = Scores(torch.tensor([2.0]), torch.tensor([1.0, 3.0]), [2]).normalized("batch")
+    assert one.total.tolist() == [0.0]
+    assert one.within.tolist() == [0.0, 0.0]
+
+
+def test_metrics_are_means_over_the_batch() -> None:
+    scores = Scores(
+        torch.tensor([1.0, 3.0]),
+        terms={"a": Scored([2.0, 4.0]), "ensemble": Scored([0.0, 2.0], None, [0.5, 0.0])},
+        monitors={"gold": Scored([0.25, 0.75])},
+    )
+    assert scores.metrics() == {
+        "reward": 2.0,
+        "reward_std": 1.0,
+        "reward/a": 3.0,
+        "reward/ensemble": 1.0,
+        "ensemble_disagreement": 0.25,
+        "monitor/gold": 0.5,
+    }
+
+
+# --------------------------------------------------------------------------------------- the scorer
+
+
+def test_placed_rewards_add_up_and_teach_only_what_came_before_them() -> None:
+    """With γ = λ = 1 and no value function a token's advantage is all reward from it on."""
+    texts = ["ab cd", "xy"]
+    prompts = [BYTES("p: ")["input_ids"]] * 2
+    responses = [[*BYTES(text)["input_ids"], BYTES.eos_token_id] for text in texts]
+    terms = [
+        RewardTerm("steps", lambda p, c: [[(2, 1.0), (5, -3.0)], 4.0], 0.5),
+        RewardTerm("tokens", lambda p, c: [0.25, [1.0, 0.0, 0.0]], 2.0),
+    ]
+    scores = Scorer(terms, [], BYTES)(Prompts(["p: "] * 2, prompts), texts, responses)
+    assert scores.last.tolist() == [0.5, 2.0]
+    assert scores.within.tolist() == [0, 0.5, 0, 0, -1.5, 0, 2.0, 0, 0]
+    zeros = torch.zeros(9)
+    found = compute_advantages(
+        scores.last,
+        zeros,
+        zeros,
+        None,
+        torch.ones(9, dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, 6, 9]),
+        token_rewards=scores.within,
+        lam=1.0,
+        whiten=False,
+    ).advantages
+    assert found.tolist() == [-0.5, -0.5, -1.0, -1.0, -1.0, 0.5, 4.0, 2.0, 2.0]
+    first, second = scores.terms.values()
+    totals = [0.5 * first[i] + 2.0 * second[i] for i in range(2)]
+    assert [found[0].item(), found[6].item()] == scores.total.tolist() == totals
+
+
+def test_without_parts_nothing_is_placed_on_tokens() -> None:
+    term = RewardTerm("plain", lambda p, c: [1.0, 2.0], 0.5)
+    scores = Scorer([term], [], BYTES)(Prompts(PROMPTS, [[5], [5]]), COMPLETIONS, IDS)
+    assert scores.last.tolist() == scores.total.tolist() == [0.5, 1.0]
+    assert scores.within is None
+
+
+def test_each_reward_is_called_once_and_monitors_are_not_trained_on() -> None:
+    calls = []
+
+    def named(name: str, value: float) -> RewardTerm:
+        def reward(prompts, completions, wanted, completion_ids):
+            calls.append((name, prompts, completions, wanted, completion_ids))
+            return [value] * len(prompts)
+
+        return RewardTerm(name, reward, 2.0)
+
+    scorer = Scorer([named("a", 1.0), named("b", -0.25)], [named("gold", 100.0)], BYTES)
+    prompts = Prompts(PROMPTS, [[5], [5]], {"wanted": ["w7", "w9"]})
+    scores = scorer(prompts, COMPLETIONS, IDS)
+    given = (PROMPTS, COMPLETIONS, ["w7", "w9"], IDS)
+    assert calls == [("a", *given), ("b", *given), ("gold", *given)]
+    assert scores.total.tolist() == [1.5, 1.5]
+    assert (scores.terms, scores.monitors) == (
+        {"a": [1.0, 1.0], "b": [-0.25, -0.25]},
+        {"gold": [100.0, 100.0]},
+    )
+    assert scores.lengths == [3, 2]
+
+
+def test_a_monitor_with_parts_pays_nothing_within_a_response() -> None:
+    parts = RewardTerm("gold", lambda p, c: [[1.0, 1.0, 1.0], [1.0, 1.0]])
+    plain = RewardTerm("plain", lambda p, c: [1.0, 2.0])
+    scores = Scorer([plain], [parts], BYTES)(Prompts(PROMPTS, [[5], [5]]), COMPLETIONS, IDS)
+    assert scores.within is None
+    assert scores.monitors["gold"] == [3.0, 2.0]
+
+
+def test_samples_of_a_failing_reward_are_saved(tmp_path) -> None:
+    broken = RewardTerm("broken", lambda p, c: [0.0, float("nan")])
+    scorer = Scorer([broken], [], BYTES, tmp_path / "failed_reward.json")
+    with pytest.raises(RewardError, match=r"returned nan .*failed_reward\.json"):
+        scorer(Prompts(PROMPTS, [[5], [5]]), COMPLETIONS, IDS)
+    assert json.loads((tmp_path / "failed_reward.json").read_text())["reward"] == "broken"

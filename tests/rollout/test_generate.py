@@ -1,0 +1,159 @@
+"""Rollouts: what is sampled is the policy that is trained, and nothing of size B·T·V is held."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastppo.data.batch import Batch
+from fastppo.models.policy import LanguageModel
+from fastppo.models.trunk import checkpoint_activations
+from fastppo.rollout import FINISHED, TRUNCATED, Sampling
+from fastppo.rollout.generate import GenerateEngine, _cut_at_stop
+
+PROMPTS = [[5, 9, 4], [7], [8, 3, 6, 12, 20]]
+
+
+def _rollout(architecture: str = "llama", pad: int = 0, **options: object):
+    causal_lm = tiny.model(architecture)
+    sampling = Sampling(**({"max_new_tokens": 10, "stop_token_ids": (1,)} | options))
+    return causal_lm, GenerateEngine(causal_lm, pad).generate(PROMPTS, sampling)
+
+
+@pytest.mark.parametrize("architecture", tiny.TRAINED)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_samplers_logprobs_are_the_learners(architecture: str, temperature: float) -> None:
+    """Left padding while sampling, right padding while learning, one distribution."""
+    causal_lm, rollout = _rollout(architecture, temperature=temperature)
+    batch = Batch.of(PROMPTS, rollout.tokens)
+    learner = LanguageModel(causal_lm).response_logprobs(batch, temperature)
+    # fp32, the same sums under other paddings
+    torch.testing.assert_close(torch.cat(rollout.logprobs), learner, rtol=1e-4, atol=1e-4)
+
+
+def test_pad_may_be_eos() -> None:
+    """The same tokens, lengths and logprobs whichever token pads."""
+    torch.manual_seed(3)
+    _, one = _rollout(pad=0, max_new_tokens=24)
+    torch.manual_seed(3)
+    _, other = _rollout(pad=1, max_new_tokens=24)
+    assert one.tokens == other.tokens
+    assert one.finish_reasons == other.finish_reasons
+
+
+def test_a_response_ends_with_its_first_stop_token() -> None:
+    drawn = torch.tensor([[4, 1, 1, 0], [4, 5, 6, 7], [1, 9, 1, 0]])
+    rollout = _cut_at_stop(drawn, torch.zeros(3, 4), stop={1})
+    assert rollout.tokens == [[4, 1], [4, 5, 6, 7], [1]]
+    assert rollout.finish_reasons == [FINISHED, TRUNCATED, FINISHED]
+    assert rollout.lengths == [2, 4, 1]
+    assert [len(logprobs) for logprobs in rollout.logprobs] == [2, 4, 1]
+
+
+def test_the_models_own_generation_config_does_not_shape_the_samples() -> None:
+    """A repetition penalty or top-k in it would sample from another policy than is trained."""
+    causal_lm = tiny.model()
+    engine = GenerateEngine(causal_lm, 0)
+    sampling = Sampling(max_new_tokens=12, stop_token_ids=(1,))
+    torch.manual_seed(0)
+    plain = engine.generate(PROMPTS, sampling)
+    causal_lm.generation_config.repetition_penalty = 5.0
+    causal_lm.generation_config.top_k = 1
+    own = causal_lm.generation_config
+    torch.manual_seed(0)
+    assert engine.generate(PROMPTS, sampling).tokens == plain.tokens
+    assert causal_lm.generation_config is own
+
+
+def test_greedy_decoding_takes_the_likeliest_token() -> None:
+    causal_lm, rollout = _rollout(greedy=True, stop_token_ids=())
+    logits = causal_lm(torch.tensor([PROMPTS[0]])).logits[0, -1]
+    assert rollout.tokens[0][0] == int(logits.argmax())
+
+
+def test_top_k_one_is_greedy() -> None:
+    assert _rollout(top_k=1)[1].tokens == _rollout(greedy=True)[1].tokens
+
+
+def test_batches_of_the_engine_keep_the_prompts_order() -> None:
+    causal_lm = tiny.model()
+    sampling = Sampling(max_new_tokens=6, greedy=True, stop_token_ids=(1,))
+    whole = GenerateEngine(causal_lm, 0).generate(PROMPTS, sampling)
+    parts = GenerateEngine(causal_lm, 0, batch_size=2).generate(PROMPTS, sampling)
+    assert parts.tokens == whole.tokens
+
+
+class _LargestTensor(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(value, torch.Tensor):
+                self.elements = max(self.elements, value.numel())
+        return result
+
+
+def test_full_logits_are_not_kept_during_generation() -> None:
+    """TRL kept [B, T, V]; here no tensor grows with the number of steps times the vocabulary."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    vocabulary, steps, rows = 5000, 24, 3
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+    engine = GenerateEngine(LlamaForCausalLM(config), 0)
+    with _LargestTensor() as largest:
+        engine.generate(PROMPTS, Sampling(max_new_tokens=steps))
+    # One step's logits, or the embedding matrix: [B, V] or [V, H].
+    assert largest.elements <= max(rows * vocabulary, vocabulary * 16)
+    assert largest.elements < rows * steps * vocabulary
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        GenerateEngine(tiny.model(), 0).generate([[4], []], Sampling(max_new_tokens=2))
+
+
+def test_engine_specific_options_reach_generate() -> None:
+    _, rollout = _rollout(stop_token_ids=(), extra={"suppress_tokens": list(range(3, 43))})
+    assert {token for tokens in rollout.tokens for token in tokens} <= {0, 1, 2}
+
+
+def test_a_model_in_training_mode_samples_without_its_dropout_and_stays_in_training() -> None:
+    """Checkpointed activations are for training mode, which forbids the cache."""
+    causal_lm = tiny.model("gpt2")
+    checkpoint_activations(causal_lm)
+    sampling = Sampling(max_new_tokens=6, greedy=True, stop_token_ids=(1,))
+    engine = GenerateEngine(causal_lm.eval(), 0)
+    calm = engine.generate(PROMPTS, sampling)
+    causal_lm.train()
+    assert engine.generate(PROMPTS, sampling).tokens == calm.tokens
+    assert causal_lm.training
+
+
+def test_the_generation_config_is_the_models_own_again_after_an_error() -> None:
+    causal_lm = tiny.model()
+    own = causal_lm.generation_config
+
+    def fails(*args: object, **options: object) -> None:
+        raise RuntimeError("out of memory")
+
+    causal_lm.generate = fails
+    with pytest.raises(RuntimeError, match="out of memory"):
+        GenerateEngine(causal_lm, 0).generate(PROMPTS, Sampling(max_new_tokens=2))
+    assert causal_lm.generation_config is own
+
+
+def test_no_prompts_give_no_responses() -> None:
+    rollout = GenerateEngine(tiny.model(), 0).generate([], Sampling(max_new_tokens=2))
+    assert (rollout.tokens, rollout.finish_reasons, rollout.logprobs) == ([], [], [])

@@ -1,0 +1,189 @@
+"""A checkpoint holds all that a run needs to go on, and is there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fastppo.run import checkpoint
+
+STATE = {"iteration": 7, "scale": {"mean": 0.1}, "losses": [1.0, 2.5]}
+
+
+class Model(torch.nn.Module):
+    """A matrix that is used twice, a vector, and a weight that is not trained."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.one = torch.nn.Linear(width, width)
+        self.tied = torch.nn.Linear(width, width, bias=False)
+        self.tied.weight = self.one.weight
+        self.frozen = torch.nn.Linear(width, 1, bias=False).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.tied(self.one(x)))
+
+
+def _adam(model: Model, rate: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
+
+
+def _step(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(4, 3)).square().sum().backward()
+    optimizer.step()
+
+
+def _saved(directory: Path, number: int = 1, **options) -> tuple[Model, torch.optim.Optimizer]:
+    """A model after two steps, and its checkpoint."""
+    model = Model()
+    optimizer = _adam(model)
+    for _ in range(2):
+        _step(model, optimizer)
+    checkpoint.save(directory, number, model, optimizer, STATE, **options)
+    return model, optimizer
+
+
+def _names(directory: Path) -> list[str]:
+    return [path.name for path in checkpoint.checkpoints(directory)]
+
+
+# ---------------------------------------------------------------------------------- what comes back
+
+
+def test_a_restored_model_takes_the_next_step_to_the_same_bits(tmp_path: Path) -> None:
+    """Weights, moments, step count and the generator from which the step's data are drawn."""
+    model, optimizer = _saved(tmp_path)
+    _step(model, optimizer)
+    torch.manual_seed(99)
+    other = Model()
+    with torch.no_grad():
+        other.frozen.weight.copy_(model.frozen.weight)
+    restored = _adam(other)
+    state, reference = checkpoint.load(tmp_path / "checkpoint-000001", other, restored)
+    assert (state, reference) == (STATE, {})
+    _step(other, restored)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_the_random_states_of_all_three_generators_come_back(tmp_path: Path) -> None:
+    def draw() -> tuple[float, float, float, float]:
+        return torch.rand(1).item(), random.random(), random.gauss(), float(np.random.randn())
+
+    random.seed(3)
+    np.random.seed(3)
+    random.gauss()  # both keep the second of a pair of normal numbers
+    np.random.randn()
+    model, optimizer = _saved(tmp_path)
+    wanted = [draw() for _ in range(3)]
+    checkpoint.load(tmp_path / "checkpoint-000001", model, optimizer)
+    assert [draw() for _ in range(3)] == wanted
+
+
+def test_what_is_not_trained_is_not_saved_and_tied_weights_come_once(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model, _ = _saved(tmp_path)
+    saved = load_file(tmp_path / "checkpoint-000001" / "model.safetensors")
+    assert saved.keys() == {"one.weight", "one.bias"}
+    assert torch.equal(saved["one.weight"], model.tied.weight)
+
+
+def test_the_optimizers_options_stay_those_of_the_run_that_goes_on(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    model = Model()
+    optimizer = torch.optim.AdamW([model.one.weight, model.one.bias], lr=1e-5, weight_decay=0.3)
+    checkpoint.load(tmp_path / "checkpoint-000001", model, optimizer)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["weight_decay"]) == (1e-5, 0.3)
+    assert optimizer.state[model.one.weight]["step"] == 2
+
+
+def test_a_reference_that_was_given_comes_back(tmp_path: Path) -> None:
+    weights = {"a": torch.randn(3, 4).T, "b": torch.ones(2, dtype=torch.bfloat16)}
+    model, optimizer = _saved(tmp_path, reference=weights)
+    _, found = checkpoint.load(tmp_path / "checkpoint-000001", model, optimizer)
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+
+
+# ----------------------------------------------------------------------------- what does not fit
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    path = tmp_path / "checkpoint-000001"
+    wide = Model(width=4)
+    says = r"does not fit the model: one\.weight is \[3, 3\] there and \[4, 4\] here"
+    with pytest.raises(ValueError, match=says):
+        checkpoint.load(path, wide, _adam(wide))
+    other = torch.nn.Linear(3, 3)
+    says = "does not fit the model: 4 parameters are only in one of the two, such as bias"
+    with pytest.raises(ValueError, match=says):
+        checkpoint.load(path, other, _adam(other))
+
+
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+    model, optimizer = _saved(tmp_path)
+    state = tmp_path / "checkpoint-000001" / "state.json"
+    record = json.loads(state.read_text())
+    state.write_text(json.dumps({**record, "format": 99}))
+    with pytest.raises(ValueError, match=f"expected checkpoint format {checkpoint.FORMAT}, got 99"):
+        checkpoint.load(state.parent, model, optimizer)
+
+
+# ------------------------------------------------------------------------------ whole or not at all
+
+
+def test_old_checkpoints_go_and_the_newest_stay(tmp_path: Path) -> None:
+    for number in (1, 2, 3, 10):
+        _saved(tmp_path, number, keep=2)
+    assert _names(tmp_path) == ["checkpoint-000003", "checkpoint-000010"]
+    _saved(tmp_path, 4, keep=1)
+    assert "checkpoint-000004" in _names(tmp_path), "the one that was just written stays"
+
+
+def test_checkpoints_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for name in ("checkpoint-1000000", "checkpoint-999999", "checkpoint-000005"):
+        (tmp_path / name).mkdir()
+    for name in ("checkpoint-5", "checkpoint-x", ".checkpoint-000006.tmp-1"):
+        (tmp_path / name).mkdir()
+    assert _names(tmp_path) == ["checkpoint-000005", "checkpoint-999999", "checkpoint-1000000"]
+
+
+def test_a_checkpoint_that_was_cut_off_while_being_written_is_not_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _saved(tmp_path, 1)
+
+    def fails(*args: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(checkpoint, "_random_state", fails)
+    with pytest.raises(OSError, match="no space"):
+        _saved(tmp_path, 2)
+    assert _names(tmp_path) == ["checkpoint-000001"]
+    monkeypatch.undo()
+    _saved(tmp_path, 3)
+    assert not list(tmp_path.glob(".checkpoint-*")), "what was half written is removed"
+
+
+def test_leftovers_of_a_killed_run_go(tmp_path: Path) -> None:
+    (tmp_path / ".checkpoint-000001.tmp-1").mkdir()
+    _saved(tmp_path, 1)
+    _saved(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000001"]
+
+
+def test_a_checkpoint_of_the_same_number_is_replaced(tmp_path: Path) -> None:
+    _saved(tmp_path, 1)
+    second, _ = _saved(tmp_path, 1)
+    other = Model()
+    checkpoint.load(tmp_path / "checkpoint-000001", other, _adam(other))
+    assert torch.equal(other.one.weight, second.one.weight)

@@ -1,0 +1,173 @@
+"""The records of a run directory: one line per iteration or step, those after a checkpoint anew."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fastppo.run.log import RunLog, check_no_run, progress, read_jsonl
+from fastppo.run.options import Options, option
+from fastppo.run.report import write_report
+
+
+@dataclass(kw_only=True, frozen=True)
+class Config(Options):
+    """Run."""
+
+    seed: int = option(0, "Seed", minimum=0)
+
+
+def _scalars(directory: Path, name: str) -> list[tuple[int, float]]:
+    """(step, value) of a TensorBoard scalar."""
+    events = EventAccumulator(str(directory / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+@pytest.mark.parametrize("index", ["iteration", "step"])
+def test_a_record_is_numbered_by_what_the_run_counts(index: str, tmp_path: Path) -> None:
+    log = RunLog(tmp_path, Config(seed=3), index=index)
+    log.metrics(0, {"loss": 1.0, "kl": 0.5})
+    log.metrics(5, {"loss": 2.0})
+    log.samples(5, [{"prompt": "a"}, {"prompt": "b"}])
+    log.close()
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [
+        {index: 0, "loss": 1.0, "kl": 0.5},
+        {index: 5, "loss": 2.0},
+    ]
+    assert read_jsonl(tmp_path / "samples.jsonl") == [
+        {index: 5, "prompt": "a"},
+        {index: 5, "prompt": "b"},
+    ]
+    assert (tmp_path / "config.yaml").read_text() == "seed: 3\n"
+    assert _scalars(tmp_path, "loss") == [(0, 1.0), (5, 2.0)]
+
+
+@pytest.mark.parametrize("index", ["iteration", "step"])
+def test_after_a_resume_the_lines_past_the_checkpoint_are_written_anew(
+    index: str, tmp_path: Path
+) -> None:
+    log = RunLog(tmp_path, Config(), index=index)
+    for number in range(5):
+        log.metrics(number, {"loss": float(number)})
+        log.samples(number, [{"text": "old"}] * 2)
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"it')  # the run was killed while it wrote
+    resumed = RunLog(tmp_path, Config(), index=index, first=3)
+    assert [record[index] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    resumed.metrics(3, {"loss": 30.0})
+    resumed.samples(3, [{"text": "new"}])
+    resumed.close()
+    losses = [(r[index], r["loss"]) for r in read_jsonl(tmp_path / "metrics.jsonl")]
+    assert losses == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
+    samples = [(r[index], r["text"]) for r in read_jsonl(tmp_path / "samples.jsonl")]
+    assert samples == [(i, "old") for i in range(3) for _ in range(2)] + [(3, "new")]
+    assert _scalars(tmp_path, "loss") == losses
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_line_cut_off_while_being_written_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 0}\n{"iteration": 1, "rew')
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"iteration": 0}]
+    assert read_jsonl(tmp_path / "absent.jsonl") == []
+
+
+def test_the_log_keeps_warnings_beside_the_metrics(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, Config())
+    log.metrics(0, {"reward": 1.0})
+    log.metrics(1, {"reward": 2.0}, ["kl = 31.2 > 20"])
+    log.close()
+    first, second = read_jsonl(tmp_path / "metrics.jsonl")
+    assert "warnings" not in first
+    assert second == {"iteration": 1, "reward": 2.0, "warnings": ["kl = 31.2 > 20"]}
+    assert "kl = 31.2 &gt; 20" in write_report(tmp_path).read_text()
+
+
+def test_numbers_that_are_not_finite_and_odd_objects_are_written_all_the_same(tmp_path) -> None:
+    log = RunLog(tmp_path, Config())
+    log.metrics(0, {"loss": math.nan, "kl": math.inf})
+    log.samples(0, [{"when": Path("a/b"), "text": "é"}])
+    log.close()
+    (record,) = read_jsonl(tmp_path / "metrics.jsonl")
+    assert math.isnan(record["loss"])
+    assert record["kl"] == math.inf
+    line = (tmp_path / "samples.jsonl").read_text(encoding="utf-8")
+    assert json.loads(line) == {"iteration": 0, "when": "a/b", "text": "é"}
+    assert "é" in line
+
+
+# ------------------------------------------------------------------------------------- W&B if asked
+
+
+def test_a_run_is_logged_to_wandb_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, Any]] = []
+    run = SimpleNamespace(
+        log=lambda metrics, step: calls.append(("log", (metrics, step))),
+        finish=lambda: calls.append(("finish", None)),
+    )
+    fake = SimpleNamespace(init=lambda **options: calls.append(("init", options)) or run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    log = RunLog(tmp_path / "mine", Config(seed=3), wandb_project="project")
+    log.metrics(4, {"loss": 1.0})
+    log.close()
+    (_, options), *rest = calls
+    assert options["project"] == "project"
+    assert (options["name"], options["dir"]) == ("mine", str(tmp_path / "mine"))
+    assert options["config"] == {"seed": 3}
+    assert rest == [("log", ({"loss": 1.0}, 4)), ("finish", None)]
+
+
+def test_without_wandb_the_install_command_is_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match="wandb_project needs wandb: pip install wandb"):
+        RunLog(tmp_path, Config(), wandb_project="project")
+
+
+# ----------------------------------------------------------------------------------- the directory
+
+
+def test_a_directory_is_free_until_a_run_has_left_records_in_it(tmp_path: Path) -> None:
+    check_no_run(tmp_path / "absent")
+    check_no_run(tmp_path)
+    (tmp_path / "config.yaml").write_text("seed: 3\n")
+    (tmp_path / "metrics.jsonl").write_text("")  # it failed before its first record
+    check_no_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="holds a run already: go on with `resume: true`"):
+        check_no_run(tmp_path)
+
+
+def test_a_checkpoint_alone_is_a_run_too(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-000001").mkdir()
+    with pytest.raises(ValueError, match="holds a run already"):
+        check_no_run(tmp_path)
+
+
+def test_a_file_in_the_directorys_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ValueError, match="run is a file"):
+        check_no_run(tmp_path / "run")
+
+
+# ------------------------------------------------------------------------------------- the terminal
+
+
+def test_the_bar_shows_how_far_a_run_is() -> None:
+    printed = io.StringIO()
+    console = Console(file=printed, width=120, force_terminal=True)
+    with progress("PPO", console, total=8, completed=2) as show:
+        show(completed=5, status="reward 0.250")
+    text = printed.getvalue()
+    for shown in ("PPO", "5/8", "reward 0.250"):
+        assert shown in text

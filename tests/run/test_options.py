@@ -1,0 +1,233 @@
+"""Options: frozen, checked when they are made, and one definition for YAML, flags and help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
+from typing import Any, Literal
+
+import pytest
+
+from fastppo.generate import GenerateConfig
+from fastppo.ppo.config import PPOConfig
+from fastppo.run.options import Options, WeightOptions, option, read_yaml
+from fastppo.stages.reward_model import RewardModelConfig
+from fastppo.stages.sft import SFTConfig
+
+
+@dataclass(kw_only=True, frozen=True)
+class LoopOptions(Options):
+    """Loop. The rest of the docstring is no heading."""
+
+    epochs: int = option(1, "Passes over the data", minimum=1)
+    share: float = option(0.5, "A share", minimum=0, maximum=1)
+    kind: Literal["slow", "fast"] = option("slow", "How")
+
+
+@dataclass(kw_only=True, frozen=True)
+class StepOptions(Options):
+    """Step."""
+
+    rate: float = option(1e-3, "A rate", above=0)
+    chance: float | None = option(None, "A chance", above=0, maximum=1)
+    quiet: bool = option(False, "Say nothing")
+    names: Sequence[str] = option([], "Names")
+    weights: Sequence[float] | None = option(None, "Weights")
+
+
+@dataclass(kw_only=True, frozen=True)
+class Both(LoopOptions, StepOptions):
+    """Both sections, and an option of its own."""
+
+    seed: int = option(0, "Seed", minimum=0)
+    epochs: int = option(3, "Passes over the data", minimum=2)
+
+    def check(self) -> None:
+        if self.quiet and self.names:
+            raise ValueError("quiet has no names")
+
+
+def _classes(base: type[Options] = Options) -> list[type[Options]]:
+    """All option classes of the program."""
+    found = []
+    for each in base.__subclasses__():
+        found += ([each] if each.__module__.startswith("fastppo.") else []) + _classes(each)
+    return list(dict.fromkeys(found))
+
+
+# ------------------------------------------------------------------------------------------- frozen
+
+
+def test_the_programs_option_classes_are_found() -> None:
+    assert {PPOConfig, SFTConfig, RewardModelConfig, GenerateConfig, WeightOptions} <= {*_classes()}
+
+
+@pytest.mark.parametrize("kind", _classes(), ids=lambda kind: kind.__name__)
+def test_options_cannot_be_assigned_to(kind: type[Options]) -> None:
+    options = kind()
+    for each in fields(kind):
+        value = getattr(options, each.name)
+        with pytest.raises(FrozenInstanceError):
+            setattr(options, each.name, value)
+        with pytest.raises(FrozenInstanceError):
+            delattr(options, each.name)
+    with pytest.raises((FrozenInstanceError, TypeError, AttributeError)):
+        options.no_option = 1
+
+
+def test_lists_are_frozen_too() -> None:
+    names = ["a"]
+    options = Both(names=names)
+    names.append("b")
+    assert options.names == ("a",)
+    assert options.to_dict()["names"] == ["a"]
+
+
+def test_replace_makes_others_and_checks_them_anew() -> None:
+    options = Both(names=["a"])
+    assert replace(options, epochs="5").epochs == 5
+    assert options.epochs == 3
+    with pytest.raises(ValueError, match="epochs must be >= 2, got 1"):
+        replace(options, epochs=1)
+    with pytest.raises(ValueError, match="quiet has no names"):
+        replace(options, quiet=True)
+
+
+# ------------------------------------------------------------------------------------ what is taken
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "taken"),
+    [
+        ("epochs", "2", 2),
+        ("epochs", 2.0, 2),
+        ("rate", "1e-5", 1e-5),
+        ("rate", 1, 1.0),
+        ("chance", None, None),
+        ("chance", "0.5", 0.5),
+        ("chance", 1, 1.0),
+        ("share", 0, 0.0),
+        ("quiet", "True", True),
+        ("quiet", "false", False),
+        ("names", ["a", "b"], ("a", "b")),
+        ("weights", ["1", 2], (1.0, 2.0)),
+        ("kind", "fast", "fast"),
+    ],
+)
+def test_what_yaml_and_flags_leave_as_text_is_converted(name: str, given: Any, taken: Any) -> None:
+    value = getattr(Both(**{name: given}), name)
+    assert value == taken
+    assert type(value) is type(taken)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"epochs": 1}, "epochs must be >= 2, got 1"),
+        ({"epochs": 2.5}, "epochs must be an integer, got 2.5"),
+        ({"epochs": True}, "epochs must be an integer, got True"),
+        ({"epochs": None}, "epochs must be an integer, got None"),
+        ({"rate": 0}, "rate must be > 0, got 0.0"),
+        ({"rate": "fast"}, "rate must be a finite number, got 'fast'"),
+        ({"rate": float("inf")}, "rate must be a finite number, got inf"),
+        ({"share": 1.5}, r"share must be in \[0, 1\], got 1.5"),
+        ({"share": -0.5}, r"share must be in \[0, 1\], got -0.5"),
+        ({"chance": 0}, r"chance must be in \(0, 1\], got 0.0"),
+        ({"quiet": "perhaps"}, "quiet must be true or false, got 'perhaps'"),
+        ({"quiet": 1}, "quiet must be true or false, got 1"),
+        ({"names": "a"}, "names must be a list, got 'a'"),
+        ({"names": [1]}, "names must be a text, got 1"),
+        ({"weights": ["x"]}, "weights must be a finite number, got 'x'"),
+        ({"kind": "quick"}, "kind must be one of slow, fast, got 'quick'"),
+        ({"quiet": True, "names": ["a"]}, "quiet has no names"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_options_name(given, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Both(**given)
+
+
+# ----------------------------------------------------------------------------------------- sections
+
+
+def test_sections_are_the_classes_in_the_order_in_which_they_are_written() -> None:
+    found = {heading: [f.name for f in members] for heading, members in Both.sections().items()}
+    assert list(found) == [
+        "Loop. The rest of the docstring is no heading",
+        "Step",
+        "Both sections, and an option of its own",
+    ]
+    assert list(found.values()) == [
+        ["epochs", "share", "kind"],
+        ["rate", "chance", "quiet", "names", "weights"],
+        ["seed"],
+    ]
+
+
+def test_an_option_that_is_given_anew_stays_in_its_section_with_the_new_default() -> None:
+    (epochs, *_) = next(iter(Both.sections().values()))
+    assert (epochs.name, epochs.default, epochs.metadata["bounds"][0]) == ("epochs", 3, 2)
+
+
+@pytest.mark.parametrize("kind", _classes(), ids=lambda kind: kind.__name__)
+def test_every_option_is_in_one_section_with_help_and_bounds(kind: type[Options]) -> None:
+    members = [member for one in kind.sections().values() for member in one]
+    assert sorted(m.name for m in members) == sorted(f.name for f in fields(kind))
+    assert list(kind().to_dict()) == [m.name for m in members]
+    for member in members:
+        assert member.metadata["help"], member.name
+        assert len(member.metadata["bounds"]) == 3, member.name
+
+
+def test_ppos_sections_come_in_the_order_of_its_help() -> None:
+    assert list(PPOConfig.sections()) == [
+        "Policy",
+        "Weights and adapters",
+        "Reference policy",
+        "Value function",
+        "Prompts",
+        "Rewards",
+        "Rollout",
+        "Update",
+        "KL to the reference",
+        "Advantages",
+        "Pretraining text (PPO-ptx)",
+        "Optimizer",
+        "Watching",
+        "Run",
+    ]
+
+
+# --------------------------------------------------------------------------------------------- YAML
+
+
+def test_saved_options_read_back_as_themselves(tmp_path) -> None:
+    options = Both(rate=1e-6, names=["β", "b"], weights=[0.5])
+    options.save(tmp_path / "config.yaml")
+    assert Both(**read_yaml(tmp_path / "config.yaml", Both)) == options
+    lines = (tmp_path / "config.yaml").read_text(encoding="utf-8").splitlines()
+    keys = [line.split(":")[0] for line in lines if not line.startswith("-")]
+    assert keys == list(options.to_dict())
+    assert "- β" in lines
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("epoch: 1", r"run\.yaml: no option 'epoch'; did you mean epochs\?"),
+        ("xyz: 1", r"run\.yaml: no option 'xyz'$"),
+        ("- a", r"run\.yaml: expected `option: value` lines, got list"),
+        ("a: [", r"run\.yaml is not valid YAML"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(text: str, says: str, tmp_path) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ValueError, match=says):
+        read_yaml(tmp_path / "run.yaml", Both)
+
+
+def test_an_empty_file_has_no_options_and_an_absent_one_is_refused(tmp_path) -> None:
+    (tmp_path / "run.yaml").write_text("")
+    assert read_yaml(tmp_path / "run.yaml", Both) == {}
+    with pytest.raises(ValueError, match=r"there is no config file .*absent\.yaml"):
+        read_yaml(tmp_path / "absent.yaml", Both)

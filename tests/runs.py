@@ -1,0 +1,84 @@
+"""Trainers on tiny models, and the experience that tests hand to them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+from torch import Tensor
+
+from fastppo.data.batch import Batch
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.experience import Experience
+from fastppo.ppo.trainer import PPOTrainer
+from fastppo.rewards.scorer import Scores
+from fastppo.rollout import Rollout
+from fastppo.run.log import read_jsonl
+
+PARTS = ("rewards", "prompts", "tokenizer", "reference", "engine", "monitor_rewards", "console")
+
+
+def make_trainer(tmp_path: Path, architecture: str = "llama", **options: Any) -> PPOTrainer:
+    """A trainer on a tiny model; `options` are those of the config, or parts that are given."""
+    parts = {"rewards": [tiny.count_w7], "prompts": tiny.PROMPTS, "tokenizer": tiny.tokenizer()}
+    parts |= {name: options.pop(name) for name in PARTS if name in options}
+    config = PPOConfig(**tiny.options(tmp_path, **options))
+    return PPOTrainer(config, model=tiny.model(architecture), **parts)
+
+
+def first_experience(trainer: PPOTrainer) -> Experience:
+    """One scored rollout, before any update."""
+    assert trainer.prompts is not None
+    prompts = trainer.prompts.at(0, trainer.config.rollout_batch_size, 0)
+    rollout = trainer.engine.generate(prompts.token_ids, trainer.sampling)
+    scores = trainer.score(prompts, rollout, trainer.config)
+    batch = Batch.of(prompts.token_ids, rollout.tokens)
+    return trainer.make_experience(batch, scores, rollout.truncated, trainer.config)[0]
+
+
+def experience_of(
+    trainer: PPOTrainer, batch: Batch, scores: Tensor | Scores, truncated: bool = False
+) -> tuple[Experience, dict[str, float]]:
+    """What the trainer makes of a batch whose scores are given, and its metrics."""
+    rewards = scores if isinstance(scores, Scores) else Scores(scores)
+    return trainer.make_experience(batch, rewards, [truncated] * len(batch), trainer.config)
+
+
+def scores_of(
+    trainer: PPOTrainer, responses: list[list[int]], reasons: list[str] | None = None
+) -> Scores:
+    """What the trainer's rewards make of responses to its first prompts."""
+    assert trainer.prompts is not None
+    prompts = trainer.prompts.select(range(len(responses)))
+    rollout = Rollout(responses, reasons or ["stop"] * len(responses), [])
+    return trainer.score(prompts, rollout, trainer.config)
+
+
+def one_step(trainer: PPOTrainer, **options: Any) -> PPOConfig:
+    """The trainer's options with one optimiser step per iteration."""
+    return replace(trainer.config, **{"ppo_epochs": 1, "minibatches": 1, **options})
+
+
+def perturb(trainer: PPOTrainer, scale: float = 0.05) -> None:
+    """Moves the policy away from its rollout and its reference."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in trainer.model.causal_lm.parameters():
+            parameter.add_(scale * torch.randn_like(parameter) * parameter.std())
+
+
+def records(trainer: PPOTrainer) -> list[dict[str, Any]]:
+    """The lines of the run's metrics.jsonl."""
+    return read_jsonl(Path(trainer.config.output_dir) / "metrics.jsonl")
+
+
+def update_gradients(tmp_path: Path, **options: Any) -> dict[str, Tensor]:
+    """The gradient of each parameter in one optimiser step on one rollout."""
+    options = {"minibatches": 1, "ppo_epochs": 1, "max_grad_norm": 1e9, **options}
+    trainer = make_trainer(tmp_path, **options)
+    torch.manual_seed(5)
+    trainer.update(first_experience(trainer), trainer.config)
+    return {name: p.grad.clone() for name, p in trainer.model.named_parameters()}

@@ -1,0 +1,73 @@
+"""Short runs of the stages before PPO on tiny models, with the rows that they learn from."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import tiny
+from rich.console import Console
+from transformers import TrainerCallback
+
+from fastppo.stages.reward_model import RewardModelConfig, load_classifier, train_reward_model
+from fastppo.stages.sft import SFTConfig, train_sft
+
+ROWS = [{"prompt": f"w{i} w{i + 1}", "completion": "w7" + " w8" * (i % 3)} for i in range(8)]
+"""Demonstrations of one, two and three words."""
+
+PAIRS = [
+    {"prompt": f"w{i % 12}", "chosen": f" w{20 + i % 5} w7", "rejected": f" w{20 + i % 5} w8"}
+    for i in range(36)
+]
+"""w7 is liked and w8 is not."""
+
+SHORT: dict[str, Any] = {
+    "gradient_accumulation": 1,
+    "device": "cpu",
+    "eval_share": 0,
+    "log_interval": 1,
+    "checkpoint_interval": 0,
+}
+
+
+def sft_config(tmp_path: Path, **more: Any) -> SFTConfig:
+    options = {"batch_size": 4, "learning_rate": 5e-3, "epochs": 1, **SHORT}
+    return SFTConfig(**{**options, "output_dir": str(tmp_path / "run"), **more})
+
+
+def sft(config: SFTConfig, model: Any = None, rows: Any = ROWS, **more: Any) -> dict[str, float]:
+    """Trains on `rows` with a tiny Llama, unless others are given."""
+    parts = {"tokenizer": tiny.tokenizer(), "console": Console(file=io.StringIO()), **more}
+    return train_sft(config, model=model or tiny.model(), rows=rows, **parts)
+
+
+def reward_config(tmp_path: Path, **more: Any) -> RewardModelConfig:
+    options = {"batch_size": 8, "learning_rate": 3e-3, **SHORT}
+    return RewardModelConfig(**{**options, "output_dir": str(tmp_path / "run"), **more})
+
+
+def classifier(tmp_path: Path, architecture: str = "llama", **options: Any) -> Any:
+    """A reward model with a new head on a tiny trunk."""
+    return load_classifier(tiny.saved_model(tmp_path / "sft", architecture, **options))
+
+
+def reward_model(
+    config: RewardModelConfig, tmp_path: Path, rows: Any = PAIRS, **more: Any
+) -> dict[str, float]:
+    """Trains on `rows` with a tiny classifier, unless others are given."""
+    parts = {"tokenizer": tiny.tokenizer(), "console": Console(file=io.StringIO()), **more}
+    if not config.model and "model" not in parts:
+        parts["model"] = classifier(tmp_path)
+    return train_reward_model(config, rows=rows, **parts)
+
+
+class Interrupt(TrainerCallback):
+    """Stops a run before the step after `step`, as Ctrl-C does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt

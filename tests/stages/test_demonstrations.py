@@ -1,0 +1,195 @@
+"""Demonstrations: which tokens carry the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+from stage_runs import ROWS
+
+from fastppo.data.prompts import encode_prompts
+from fastppo.data.rows import DataError
+from fastppo.stages.demonstrations import IGNORED, collate, encode_chat, encode_demonstrations
+
+EOS = 1
+
+
+UNMARKED = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}w0 {{ m['content'] }} <eos> w39 "
+    "{% else %}w1 {{ m['content'] }} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}w0 {% endif %}"
+)
+
+
+MARKED = UNMARKED.replace(
+    "{{ m['content'] }} <eos>", "{% generation %}{{ m['content'] }} <eos>{% endgeneration %}", 1
+)
+
+
+def _tokenizer(template: str | None = None) -> Any:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def _turns(*contents: str) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def _encode(rows: list[dict], tokenizer: Any = None, max_length: int | None = None) -> list[dict]:
+    return encode_demonstrations(rows, tokenizer or _tokenizer(), max_length).examples
+
+
+def _texts(example: dict[str, list[int]]) -> tuple[str, str]:
+    """(all tokens, those with a loss), decoded."""
+    tokenizer = tiny.tokenizer()
+    assert len(example["input_ids"]) == len(example["labels"])
+    for token, label in zip(example["input_ids"], example["labels"], strict=True):
+        assert label in (IGNORED, token)
+    learned = [label for label in example["labels"] if label != IGNORED]
+    return tokenizer.decode(example["input_ids"]), tokenizer.decode(learned)
+
+
+def test_the_loss_is_on_the_completion_and_its_eos() -> None:
+    (example,) = _encode([{"prompt": "w1 w2", "completion": " w7 w8"}])
+    assert _texts(example) == ("w1 w2 w7 w8 <eos>", "w7 w8 <eos>")
+
+
+def test_plain_text_has_the_loss_on_every_token_that_something_predicts() -> None:
+    (example,) = _encode([{"text": "w1 w2 w3"}])
+    assert _texts(example) == ("w1 w2 w3 <eos>", "w2 w3 <eos>")
+
+
+def test_an_eos_that_is_there_is_not_doubled() -> None:
+    rows = [{"text": "w1 w2 <eos>"}, {"prompt": "w1", "completion": "w2 <eos>"}]
+    assert [example["input_ids"] for example in _encode(rows)] == [[4, 5, EOS]] * 2
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
+def test_a_chat_has_the_loss_on_the_assistants_turns_alone(template: str) -> None:
+    """The w39 that the template writes behind each EOS is not the assistant's."""
+    row = {"messages": _turns("w10", "w11 w12", "w13", "w14")}
+    (example,) = _encode([row], _tokenizer(template))
+    assert _texts(example) == (
+        "w1 w10 w0 w11 w12 <eos> w39 w1 w13 w0 w14 <eos> w39",
+        "w11 w12 <eos> w14 <eos>",
+    )
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
+@pytest.mark.parametrize("completion", ["w14", [{"role": "assistant", "content": "w14"}]])
+def test_behind_a_prompt_of_messages_the_loss_is_on_the_completion_alone(
+    template: str, completion: Any
+) -> None:
+    """The assistant's earlier turn belongs to the prompt; the prompt's ids are those of PPO."""
+    tokenizer = _tokenizer(template)
+    row = {"prompt": _turns("w10", "w11", "w13"), "completion": completion}
+    (example,) = _encode([row], tokenizer)
+    assert _texts(example)[1] == "w14 <eos>"
+    prompt = encode_prompts([row], tokenizer, max_prompt_tokens=64).token_ids[0]
+    assert example["input_ids"][: len(prompt)] == prompt
+    assert example["labels"][: len(prompt)] == [IGNORED] * len(prompt)
+
+
+def test_a_template_that_writes_no_eos_is_given_one() -> None:
+    (example,) = _encode(
+        [{"messages": _turns("w10", "w11")}], _tokenizer(UNMARKED.replace("<eos>", ""))
+    )
+    assert _texts(example)[1] == "w11 w39 <eos>"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_unless_it_has_marks() -> None:
+    """As templates do that strip the reasoning of all turns but the last."""
+    rewriting = UNMARKED.replace("m['content'] }} <eos>", "m['content'] if loop.last }} <eos>")
+    rows = [{"messages": _turns("w10", "w11")}, {"messages": _turns("w10", "w11", "w13", "w14")}]
+    with pytest.raises(DataError, match=r"data, row 2: the chat template renders the first 1 mess"):
+        _encode(rows, _tokenizer(rewriting))
+    marks = MARKED.replace("m['content'] }} <eos>", "m['content'] if loop.last }} <eos>")
+    assert _texts(_encode(rows, _tokenizer(marks))[1])[1] == "<eos> w14 <eos>"
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
+def test_the_loss_begins_at_the_message_that_is_asked_for(template: str) -> None:
+    turns = _turns("w10", "w11", "w13", "w14")
+    for first, learned in ((0, "w11 <eos> w14 <eos>"), (2, "w14 <eos>")):
+        ids, labels = encode_chat(turns, _tokenizer(template), "here", first)
+        assert _texts({"input_ids": ids, "labels": labels})[1] == learned
+
+
+def test_a_chat_that_ends_with_the_user_is_given_no_eos() -> None:
+    ids, labels = encode_chat(_turns("w10", "w11", "w13"), _tokenizer(UNMARKED), "here")
+    assert _texts({"input_ids": ids, "labels": labels}) == (
+        "w1 w10 w0 w11 <eos> w39 w1 w13",
+        "w11 <eos>",
+    )
+
+
+def test_a_slow_tokenizer_has_no_offsets_to_find_turns_by() -> None:
+    class Slow(type(_tokenizer())):
+        is_fast = False
+
+    tokenizer = _tokenizer(UNMARKED)
+    tokenizer.__class__ = Slow
+    with pytest.raises(DataError, match="here: chat messages need a fast tokenizer"):
+        encode_chat(_turns("w10", "w11"), tokenizer, "here")
+
+
+def test_long_rows_are_cut_and_rows_without_a_loss_dropped_and_both_are_counted() -> None:
+    rows = [
+        {"prompt": "w1", "completion": "w2"},
+        {"prompt": "w1 w2", "completion": "w3 w4 w5"},
+        {"prompt": "w1 w2 w3 w4 w5", "completion": "w6"},
+    ]
+    found = encode_demonstrations(rows, _tokenizer(), max_length=4)
+    assert [_texts(example)[1] for example in found.examples] == ["w2 <eos>", "w3 w4"]
+    assert (found.truncated, found.dropped) == (2, 1)
+    assert found.prompts == ["w1", "w1 w2"]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"question": "w1"}, "expected messages, prompt and completion, or text, got question"),
+        ({"prompt": "w1"}, "expected messages, prompt and completion, or text, got prompt"),
+        ({"prompt": "w1", "completion": 3}, "a string with a string as its completion"),
+        ({"prompt": " ", "completion": "w1"}, "the prompt is empty"),
+        ({"text": ""}, "text must be a non-empty string"),
+        ({"messages": "w1"}, "messages must be a list"),
+        ({"messages": _turns("w1")}, "no turn of the assistant, got user"),
+        ({"messages": _turns("w1", "w2")[1:]}, "the assistant speaks first"),
+        ({"prompt": _turns("w1"), "completion": _turns("w2")}, "begin with the assistant's"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(row: dict[str, Any], says: str) -> None:
+    with pytest.raises(DataError, match=f"data, row 2: .*{says}"):
+        _encode([ROWS[0], row], _tokenizer(UNMARKED))
+
+
+def test_messages_without_a_chat_template_are_refused() -> None:
+    with pytest.raises(DataError, match="row 1: chat messages, but the tokenizer has no chat temp"):
+        _encode([{"messages": _turns("w1", "w2")}])
+
+
+def test_a_tokenizer_without_eos_is_refused() -> None:
+    tokenizer = _tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="no EOS token"):
+        _encode(ROWS, tokenizer)
+
+
+def test_rows_without_a_loss_alone_are_refused() -> None:
+    rows = [{"prompt": "w1 w2 w3", "completion": "w4"}] * 2
+    with pytest.raises(
+        DataError, match="mine: of 2 rows none has a token with a loss within max_l"
+    ):
+        encode_demonstrations(rows, _tokenizer(), 3, source="mine")
+
+
+def test_a_batch_is_padded_on_the_right_without_a_loss_there() -> None:
+    examples = _encode([{"text": "w1 w2"}, {"prompt": "w1", "completion": ""}])
+    batch = collate(examples, pad_token_id=EOS)
+    assert batch["input_ids"].tolist() == [[4, 5, EOS], [4, EOS, EOS]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert batch["labels"].tolist() == [[IGNORED, 5, EOS], [IGNORED, EOS, IGNORED]]

@@ -1,0 +1,200 @@
+"""Preferences: every way to write a pair, ranked lists, and which text beat which."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from stage_runs import PAIRS, classifier
+
+from fastppo.data.rows import DataError
+from fastppo.rewards.model import RewardModel
+from fastppo.stages.preferences import (
+    Comparison,
+    collate,
+    cut,
+    encode_comparisons,
+    reference_text,
+    text_ids,
+)
+
+CHAT = [{"role": "user", "content": "w1"}]
+
+
+def _answer(content: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": content}]
+
+
+def _encoded(row: dict[str, Any], **options: Any) -> Any:
+    (one,) = encode_comparisons([row], tiny.tokenizer(chat=True), **options).examples
+    return one
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": CHAT, "chosen": "w2", "rejected": "w3"},
+        {"prompt": CHAT, "chosen": _answer("w2"), "rejected": _answer("w3")},
+        {"prompt": "w1", "chosen": _answer("w2"), "rejected": _answer("w3")},
+        {"chosen": CHAT + _answer("w2"), "rejected": CHAT + _answer("w3")},
+        {"prompt": "w1", "chosen": CHAT + _answer("w2"), "rejected": CHAT + _answer("w3")},
+        {"prompt": CHAT, "completions": ["w2", "w3"]},
+        {"prompt": CHAT, "completions": ["w3", "w2"], "ranks": [2, 1]},
+    ],
+    ids=["strings", "messages", "string-prompt", "whole", "whole-and-prompt", "list", "ranks"],
+)
+def test_all_ways_to_write_a_chat_pair_are_one_pair(row: dict[str, Any]) -> None:
+    one = _encoded(row)
+    decode = tiny.tokenizer().decode
+    texts = [(decode(one.texts[i]), decode(one.texts[j])) for i, j in one.pairs]
+    assert texts == [("w1 w1 w2 w2", "w1 w1 w2 w3")]
+
+
+def test_whole_conversations_are_split_where_they_part() -> None:
+    """The prompt is what they share, so rows of one prompt are held out together."""
+    shared = CHAT + _answer("w5") + [{"role": "user", "content": "w6"}]
+    row = {"chosen": shared + _answer("w2"), "rejected": shared + _answer("w3")}
+    found = encode_comparisons([row], tiny.tokenizer(chat=True))
+    assert found.prompts == [shared]
+
+
+def test_ties_are_no_pairs_and_the_rest_weighs_one_prompt() -> None:
+    row = {"prompt": "w1", "completions": [" w2", " w3", " w4"], "ranks": [1, 2, 1]}
+    one = _encoded(row)
+    assert sorted(one.pairs) == [(0, 1), (2, 1)]
+    assert collate([one], 0)["weight"].tolist() == [0.5, 0.5]
+
+
+def test_rows_that_prefer_nothing_are_dropped_and_counted() -> None:
+    rows = [
+        {"prompt": "w1", "completions": [" w2", " w3"], "ranks": [1, 1]},
+        {"prompt": "w1", "chosen": " w2", "rejected": " w2"},
+        PAIRS[0],
+    ]
+    found = encode_comparisons(rows, tiny.tokenizer())
+    assert (len(found.examples), found.dropped) == (1, 2)
+    with pytest.raises(DataError, match="none of 2 rows prefers one text to another"):
+        encode_comparisons(rows[:2], tiny.tokenizer())
+
+
+def test_long_texts_lose_their_beginning_and_are_counted() -> None:
+    found = encode_comparisons(
+        [{"prompt": "w1 w2 w3", "chosen": " w4", "rejected": " w5 w6"}], tiny.tokenizer(), 4
+    )
+    assert found.truncated == 1
+    ids = [[tiny.VOCABULARY[w] for w in text.split()] for text in ("w1 w2 w3 w4", "w2 w3 w5 w6")]
+    assert found.examples[0].texts == ids
+
+
+@pytest.mark.parametrize("prompt", ["w1 w2", CHAT])
+def test_a_text_is_read_in_training_as_the_reward_reads_it_in_ppo(
+    prompt: Any, tmp_path: Path
+) -> None:
+    classifier(tmp_path, chat=True).save_pretrained(tmp_path / "rm")
+    tokenizer = tiny.tokenizer(chat=True)
+    tokenizer.save_pretrained(tmp_path / "rm")
+    reward = RewardModel(str(tmp_path / "rm"), max_length=4)
+    for completion in (" w3", " w3 w4 w5 w6"):
+        row = {"prompt": prompt, "chosen": completion, "rejected": " w9"}
+        assert _encoded(row, max_length=4).texts[0] == reward._tokens(prompt, completion)
+        reward.max_length = None
+        assert text_ids(tokenizer, prompt, completion) == reward._tokens(prompt, completion)
+        reward.max_length = 4
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "w1", "chosen": "w2"}, "expected prompt, chosen and rejected, or prompt and"),
+        ({"chosen": " w2", "rejected": " w3"}, "no prompt; only whole conversations"),
+        ({"prompt": "w1", "chosen": 2, "rejected": " w3"}, "a completion is a string or a list"),
+        (
+            {"prompt": 1, "chosen": "w2", "rejected": " w3"},
+            r"a prompt is a string or a list of \{role, content\} messages, got int",
+        ),
+        ({"prompt": "w1", "completions": [" w2"]}, "completions must be a list of 2 or more"),
+        (
+            {"prompt": "w1", "completions": [" w2", " w3"], "ranks": [1]},
+            "ranks must be 2 numbers",
+        ),
+        (
+            {"prompt": "w1", "chosen": "w2", "rejected": "w3", "margin": math.inf},
+            "margin must be a finite number, got inf",
+        ),
+        (
+            {"prompt": "w1", "completions": ["w2", "w3", "w4"], "margin": 1.0},
+            "a margin is that of one pair",
+        ),
+        (
+            {
+                "chosen": [{"role": "user", "content": "w4"}, *_answer("w2")],
+                "rejected": CHAT + _answer("w3"),
+            },
+            "do not begin with the same messages",
+        ),
+        ({"prompt": "w1", "chosen": "w2", "rejected": _answer("w3")}, "expected one form"),
+        (
+            {"prompt": "w1", "chosen": CHAT + _answer("w2"), "rejected": _answer("w3")},
+            "some are whole conversations; expected one form",
+        ),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(row: dict[str, Any], says: str) -> None:
+    with pytest.raises(DataError, match=f"data, row 2: .*{says}"):
+        encode_comparisons([PAIRS[0], row], tiny.tokenizer(chat=True))
+
+
+def test_the_first_pair_begins_with_the_best() -> None:
+    one = _encoded({"prompt": "w1", "completions": [" w2", " w3", " w4"], "ranks": [3, 1, 2]})
+    assert one.pairs == [(1, 2), (1, 0), (2, 0)]
+
+
+def test_completions_of_several_messages_are_left_as_they_are() -> None:
+    tokenizer = tiny.tokenizer(chat=True)
+    several = [*_answer("w2"), {"role": "user", "content": "w3"}, *_answer("w4")]
+    assert tokenizer.decode(text_ids(tokenizer, CHAT, several)) == "w1 w1 w2 w2 w3 w3 w4 w4"
+
+
+def test_a_cut_keeps_a_leading_special_token() -> None:
+    tokenizer = tiny.tokenizer()
+    assert cut([4, 5, 6, 7], tokenizer, 2) == [6, 7]
+    assert cut([1, 4, 5, 6], tokenizer, 3) == [1, 5, 6]
+    assert cut([4, 5], tokenizer, 2) == cut([4, 5], tokenizer, None) == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"messages": CHAT + _answer("w2")}, "w1 w1 w2 w2"),
+        ({"prompt": "w1", "completion": " w2"}, "w1 w2"),
+        ({"prompt": CHAT, "completion": "w2"}, "w1 w1 w2 w2"),
+        ({"text": "w1 w2"}, "w1 w2"),
+    ],
+)
+def test_a_reference_text_may_be_any_demonstration(row: dict[str, Any], text: str) -> None:
+    tokenizer = tiny.tokenizer(chat=True)
+    assert tokenizer.decode(reference_text(row, tokenizer, "here")) == text
+
+
+def test_what_is_no_reference_text_is_refused() -> None:
+    with pytest.raises(DataError, match="here: expected messages, prompt and completion, or text,"):
+        reference_text({"question": "w1"}, tiny.tokenizer(), "here")
+
+
+def test_a_batch_has_each_text_once_with_the_pairs_of_its_prompt() -> None:
+    examples = [
+        Comparison([[4], [5, 6], [7]], [(0, 1), (0, 2), (1, 2)], 0.0),
+        Comparison([[8, 9], [10]], [(1, 0)], 0.5),
+    ]
+    batch = collate(examples, pad_token_id=0)
+    assert batch["input_ids"].tolist() == [[4, 0], [5, 6], [7, 0], [8, 9], [10, 0]]
+    assert batch["attention_mask"].sum(1).tolist() == [1, 2, 1, 2, 1]
+    assert batch["better"].tolist() == [0, 0, 1, 4]
+    assert batch["worse"].tolist() == [1, 2, 2, 3]
+    assert batch["margin"].tolist() == [0, 0, 0, 0.5]
+    torch.testing.assert_close(batch["weight"], torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0]))
+    assert batch["prompts"].item() == 2

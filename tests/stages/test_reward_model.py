@@ -1,0 +1,345 @@
+"""Stage 2: the loss in closed form, lists of K, scores of mean 0, and a run that can go on."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from stage_runs import PAIRS, Interrupt, classifier, reward_config, reward_model
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    TrainerCallback,
+)
+
+from fastppo.rewards.model import RewardModel, sequence_scores
+from fastppo.run.log import read_jsonl
+from fastppo.stages.preferences import collate, encode_comparisons
+from fastppo.stages.reward_model import bradley_terry_loss, head_std, load_classifier
+
+
+def _score(model: Any, text: str) -> torch.Tensor:
+    ids = torch.tensor([tiny.tokenizer()(text)["input_ids"]])
+    return sequence_scores(model, ids, torch.ones_like(ids))[0]
+
+
+# ---------------------------------------------------------------------------------------- the loss
+
+
+def test_the_loss_with_margin_and_centring_in_closed_form() -> None:
+    chosen = torch.tensor([2.0, -1.0], requires_grad=True)
+    rejected = torch.tensor([1.0, 0.5], requires_grad=True)
+    margin = torch.tensor([0.25, 0.0])
+    loss = bradley_terry_loss(chosen, rejected, margin, center_coef=0.1)
+    pairs = [
+        math.log1p(math.exp(-(2.0 - 1.0 - 0.25))) + 0.1 * 3.0**2,
+        math.log1p(math.exp(1.5)) + 0.1 * 0.5**2,
+    ]
+    assert loss.item() == pytest.approx(sum(pairs) / 2, rel=1e-6)
+    loss.backward()
+    # d/ds_c = −σ(−(s_c − s_r − m)) + 2·coef·(s_c + s_r), and s_r with the first sign turned
+    for i, (wrong, total) in enumerate([(0.75, 3.0), (-1.5, -0.5)]):
+        sigma = 1 / (1 + math.exp(wrong))
+        assert chosen.grad[i].item() == pytest.approx((-sigma + 0.2 * total) / 2, rel=1e-5)
+        assert rejected.grad[i].item() == pytest.approx((sigma + 0.2 * total) / 2, rel=1e-5)
+
+
+def test_without_centring_the_level_of_scores_is_free_and_with_it_not() -> None:
+    chosen, rejected = torch.tensor([1.0]), torch.tensor([0.0])
+    shifted = chosen + 5, rejected + 5
+    assert bradley_terry_loss(*shifted) == bradley_terry_loss(chosen, rejected)
+    centred = [bradley_terry_loss(*s, center_coef=0.01) for s in (shifted, (chosen, rejected))]
+    assert centred[0].item() == pytest.approx(centred[1].item() + 0.01 * (121 - 1), rel=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_a_ranked_list_is_the_mean_of_its_pairs_with_each_completion_forwarded_once(
+    architecture: str, tmp_path: Path
+) -> None:
+    """Loss and every gradient, beside another prompt with a pair of its own."""
+    model = classifier(tmp_path, architecture)
+    ranked = {"prompt": "w1", "completions": [" w2", " w3 w4", " w5", " w6 w7 w8"]}
+    pair = {"prompt": "w9", "chosen": " w2", "rejected": " w3", "margin": 0.5}
+    encoded = encode_comparisons([ranked, pair], tiny.tokenizer()).examples
+    assert encoded[0].pairs == list(itertools.combinations(range(4), 2))
+
+    forwarded = []
+    hook = model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: forwarded.append(kwargs["input_ids"].shape[0]),
+        with_kwargs=True,
+    )
+    batch = collate(encoded, 0)
+    scores = sequence_scores(model, batch["input_ids"], batch["attention_mask"])
+    loss = bradley_terry_loss(
+        scores[batch["better"]], scores[batch["worse"]], batch["margin"], weights=batch["weight"]
+    )
+    (loss / batch["prompts"]).backward()
+    hook.remove()
+    assert forwarded == [4 + 2]
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+
+    total = torch.tensor(0.0)
+    for better, worse in itertools.combinations(ranked["completions"], 2):
+        difference = _score(model, "w1" + better) - _score(model, "w1" + worse)
+        total = total - torch.nn.functional.logsigmoid(difference) / 6
+    difference = _score(model, "w9 w2") - _score(model, "w9 w3") - 0.5
+    total = (total - torch.nn.functional.logsigmoid(difference)) / 2
+    total.backward()
+    assert loss.item() / 2 == pytest.approx(total.item(), rel=1e-5)
+    # fp32, padded rows against rows alone, relative to the largest gradient
+    scale = max(gradient.abs().max().item() for gradient in gradients.values())
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(
+                gradients[name], parameter.grad, rtol=1e-4, atol=5e-6 * scale, msg=name
+            )
+
+
+def test_the_trained_loss_is_that_loss_however_a_step_is_cut(tmp_path: Path) -> None:
+    """Margin and centring reach it, and a list of six pairs weighs as much as one pair."""
+    rows = [
+        {"prompt": "w1", "completions": [" w2", " w3 w4", " w5", " w6 w7 w8"]},
+        {"prompt": "w9", "chosen": " w2", "rejected": " w3", "margin": 0.5},
+        {"prompt": "w10", "chosen": " w2", "rejected": " w3"},
+    ]
+    model = classifier(tmp_path)
+    losses = []
+    with torch.no_grad():
+        for prompt, pairs, margin in (
+            ("w1", list(itertools.combinations(rows[0]["completions"], 2)), 0.0),
+            ("w9", [(" w2", " w3")], 0.5),
+            ("w10", [(" w2", " w3")], 0.0),
+        ):
+            scores = [[_score(model, prompt + text) for text in pair] for pair in pairs]
+            both = torch.tensor(scores)
+            losses.append(bradley_terry_loss(both[:, 0], both[:, 1], margin, center_coef=0.3))
+    expected = sum(losses).item() / 3
+    for size in (1, 3):
+        config = reward_config(
+            tmp_path,
+            batch_size=size,
+            gradient_accumulation=3 // size,
+            center_coef=0.3,
+            output_dir=str(tmp_path / str(size)),
+        )
+        reward_model(config, tmp_path, rows, model=copy.deepcopy(model))
+        (record,) = read_jsonl(tmp_path / str(size) / "metrics.jsonl")
+        assert record["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+# --------------------------------------------------------------------------------------- the model
+
+
+def test_a_new_head_starts_small_and_an_old_one_is_kept(tmp_path: Path) -> None:
+    model = classifier(tmp_path)
+    assert head_std(32) == pytest.approx(33**-0.5)
+    # 32 draws: their deviation is within 40 % of the distribution's with probability 0.999
+    assert model.score.weight.std().item() == pytest.approx(33**-0.5, rel=0.4)
+    model.save_pretrained(tmp_path / "rm")
+    again = load_classifier(str(tmp_path / "rm"))
+    assert torch.equal(again.score.weight, model.score.weight)
+
+
+def test_what_is_no_classifier_of_one_label_is_refused(tmp_path: Path) -> None:
+    config = tiny.CONFIGS["llama"]()
+    config.num_labels = 3
+    model = AutoModelForSequenceClassification.from_config(config)
+    model.save_pretrained(tmp_path / "three")
+    with pytest.raises(ValueError, match="a classifier of 3 labels; expected 1"):
+        load_classifier(str(tmp_path / "three"))
+    with pytest.raises(ValueError, match=r"no config\.json there"):
+        load_classifier(str(tmp_path))
+
+
+def test_a_reward_model_may_lack_its_head_and_nothing_else(tmp_path) -> None:
+    sft = tiny.saved_model(tmp_path / "sft")
+    load_classifier(sft)
+    hole = "model.layers.0.self_attn.q_proj.weight"
+    with pytest.raises(ValueError, match="lacks weights of LlamaForSequenceClassification: model"):
+        load_classifier(tiny.without_weight(sft, hole))
+    reward = tiny.without_weight(tiny.saved_reward_model(tmp_path / "reward"), "score.weight")
+    with pytest.raises(ValueError, match=r"lacks weights of .*: score\.weight"):
+        load_classifier(reward)
+
+
+def test_an_encoder_of_a_masked_lm_may_lack_its_pooler(tmp_path) -> None:
+    config = BertConfig(
+        vocab_size=43, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=8,
+    )  # fmt: skip
+    BertForMaskedLM(config).save_pretrained(tmp_path)
+    assert load_classifier(str(tmp_path)).config.num_labels == 1
+    with pytest.raises(ValueError, match="lacks weights of BertForSequenceClassification"):
+        load_classifier(
+            tiny.without_weight(str(tmp_path), "bert.embeddings.word_embeddings.weight")
+        )
+
+
+def test_it_learns_what_is_preferred_and_serves_as_a_reward(tmp_path: Path) -> None:
+    config = reward_config(
+        tmp_path, model=tiny.saved_model(tmp_path / "sft"), epochs=6, eval_share=0.2, batch_size=4
+    )
+    result = reward_model(config, tmp_path)
+    records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    accuracies = [record["eval_accuracy"] for record in records if "eval_accuracy" in record]
+    assert accuracies[0] < 0.9
+    assert accuracies[-1] == result["accuracy"] == 1.0
+    assert result["log_loss"] < 0.1 < records[0]["eval_log_loss"]
+
+    reward = RewardModel(str(tmp_path / "run"))
+    liked, not_liked = reward(["w3", "w3"], [" w21 w7", " w21 w8"])
+    assert liked > not_liked + 1
+
+    found = json.loads((tmp_path / "run" / "calibration.json").read_text())
+    assert found["pairs"] == 9  # three of twelve prompts, 20 % of 36 rows reached
+    assert found["accuracy"] == 1.0
+    assert (tmp_path / "run" / "calibration.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_held_out_pairs_are_those_of_other_prompts(tmp_path: Path) -> None:
+    """A model that has learned by heart what each prompt likes is not right on the others."""
+    rows = [
+        {"prompt": f"w{i}", "chosen": f" w{20 + i % 2}", "rejected": f" w{21 - i % 2}"}
+        for i in range(12)
+        for _ in range(3)
+    ]
+    found = encode_comparisons(rows, tiny.tokenizer())
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            seen.extend(more["train_dataloader"].dataset)
+
+    config = reward_config(tmp_path, eval_share=0.25)
+    reward_model(config, tmp_path, rows, callbacks=[Look()])
+    assert len(seen) == 27
+    trained = {text[0] for one in seen for text in one.texts}
+    everything = {text[0] for one in found.examples for text in one.texts}
+    assert len(trained) == 9
+    assert len(everything - trained) == 3
+
+
+# ----------------------------------------------------------------------------------- normalisation
+
+
+def test_reference_texts_score_zero_on_average(tmp_path: Path) -> None:
+    """By default the chosen completions; `RewardModel` subtracts what the config says, and plain
+    transformers loads the same model with its own scores."""
+    result = reward_model(reward_config(tmp_path, epochs=2), tmp_path)
+    run = str(tmp_path / "run")
+    prompts = [row["prompt"] for row in PAIRS]
+    chosen = [row["chosen"] for row in PAIRS]
+    scores = torch.tensor(RewardModel(run)(prompts, chosen))
+    assert scores.mean().item() == pytest.approx(0, abs=1e-5)
+    assert scores.std(correction=0).item() == pytest.approx(result["score_std"], rel=1e-4)
+    assert abs(result["score_mean"]) > 0.05
+
+    model = AutoModelForSequenceClassification.from_pretrained(run)
+    assert model.config.score_mean == pytest.approx(result["score_mean"])
+    tokenizer = AutoTokenizer.from_pretrained(run)
+    texts = [p + c for p, c in zip(prompts, chosen, strict=True)]
+    with torch.no_grad():
+        own = model(**tokenizer(texts, return_tensors="pt", padding=True)).logits.squeeze(-1)
+    torch.testing.assert_close(own - model.config.score_mean, scores, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"prompt": "w1", "completion": " w2"}, {"prompt": "w3", "completion": " w4"}],
+        [{"text": "w1 w2"}, {"text": "w3 w4"}],
+    ],
+    ids=["demonstrations", "texts"],
+)
+def test_the_reference_may_be_given(rows: list[dict[str, str]], tmp_path: Path) -> None:
+    (tmp_path / "sft.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    reward_model(reward_config(tmp_path, reference=str(tmp_path / "sft.jsonl")), tmp_path)
+    scores = RewardModel(str(tmp_path / "run"))(["w1", "w3"], [" w2", " w4"])
+    assert sum(scores) == pytest.approx(0, abs=1e-5)
+    assert abs(scores[0]) > 1e-3
+
+
+def test_a_model_trained_further_does_not_keep_the_old_mean(tmp_path: Path) -> None:
+    first = reward_model(reward_config(tmp_path), tmp_path)
+    config = reward_config(
+        tmp_path, model=str(tmp_path / "run"), normalize=False, output_dir=str(tmp_path / "more")
+    )
+    assert "score_mean" not in reward_model(config, tmp_path)
+    assert first["score_mean"] != 0
+    assert RewardModel(str(tmp_path / "more")).score_mean == 0
+
+
+# ---------------------------------------------------------------------------------------- the run
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_resumed_run_ends_in_the_same_bits(lora_rank: int, tmp_path: Path) -> None:
+    options = {"checkpoint_interval": 2, "lora_rank": lora_rank}
+    options["model"] = tiny.saved_model(tmp_path / "sft")
+    reward_model(reward_config(tmp_path, **options, output_dir=str(tmp_path / "whole")), tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        reward_model(reward_config(tmp_path, **options), tmp_path, callbacks=[Interrupt(3)])
+    reward_model(reward_config(tmp_path, **options, resume=True), tmp_path)
+    whole, resumed = (
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / name)
+        for name in ("whole", "run")
+    )
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+    assert whole.config.score_mean == resumed.config.score_mean
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_lora_trains_adapters_and_the_whole_head_and_saves_a_plain_model(
+    architecture: str, tmp_path: Path
+) -> None:
+    model = classifier(tmp_path, architecture)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    reward_model(reward_config(tmp_path, lora_rank=4), tmp_path, model=model)
+    after = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run").state_dict()
+    assert after.keys() == before.keys()
+    moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert "score.weight" in moved
+    assert len(moved) > 1
+    assert not any("embed" in name or "wte" in name or "norm" in name for name in moved)
+    chosen = RewardModel(str(tmp_path / "run"))(
+        [row["prompt"] for row in PAIRS], [row["chosen"] for row in PAIRS]
+    )
+    assert sum(chosen) / len(chosen) == pytest.approx(0, abs=1e-5)
+
+
+def test_a_tokenizer_without_pad_pads_with_eos(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.pad_token = None
+    reward_model(reward_config(tmp_path), tmp_path, tokenizer=tokenizer)
+    saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")
+    assert saved.config.pad_token_id == tokenizer.eos_token_id
+    assert AutoTokenizer.from_pretrained(tmp_path / "run").pad_token == tokenizer.eos_token
+
+
+def test_an_encoder_pools_in_its_own_way(tmp_path: Path) -> None:
+    """A BERT-like classifier has no score layer on its trunk; it is called as it is."""
+    from transformers import DistilBertConfig, DistilBertForSequenceClassification
+
+    config = DistilBertConfig(
+        vocab_size=43, dim=16, hidden_dim=16, n_layers=1, n_heads=2, num_labels=1, pad_token_id=0
+    )
+    config.max_position_embeddings = 64
+    result = reward_model(
+        reward_config(tmp_path, epochs=2, eval_share=0.2),
+        tmp_path,
+        model=DistilBertForSequenceClassification(config),
+    )
+    assert 0 <= result["accuracy"] <= 1
+    scores = RewardModel(str(tmp_path / "run"))(["w1"], [" w2"])
+    assert math.isfinite(scores[0])

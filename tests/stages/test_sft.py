@@ -1,0 +1,190 @@
+"""Stage 1: the loss is the mean over tokens, the model learns, and a run can go on."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from rich.console import Console
+from stage_runs import ROWS, Interrupt, sft, sft_config
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fastppo.run.log import read_jsonl
+from fastppo.run.options import read_yaml
+from fastppo.stages.demonstrations import IGNORED, encode_demonstrations
+from fastppo.stages.sft import SFTConfig, train_sft
+from fastppo.stages.supervised import newest_checkpoint
+
+EOS = 1
+
+
+def _mean_cross_entropy(model: Any, rows: list[dict[str, str]]) -> float:
+    """From the model's own logits, row by row: Σ −logprob over Σ tokens."""
+    model.eval()  # a new model has dropout on
+    total, count = 0.0, 0
+    for example in encode_demonstrations(rows, tiny.tokenizer()).examples:
+        ids = torch.tensor([example["input_ids"]])
+        with torch.no_grad():
+            logprobs = model(input_ids=ids).logits[0].double().log_softmax(-1)
+        for i, label in enumerate(example["labels"]):
+            if label != IGNORED:
+                total -= logprobs[i - 1, label].item()
+                count += 1
+    return total / count
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "granite"])
+def test_the_loss_is_the_mean_over_tokens_of_the_models_own_logits(
+    architecture: str, tmp_path: Path
+) -> None:
+    """One step over all rows in four uneven batches, held-out loss before it included."""
+    model = tiny.model(architecture)
+    expected = _mean_cross_entropy(model, ROWS)
+    config = sft_config(tmp_path, batch_size=2, gradient_accumulation=4)
+    sft(config, model, eval_rows=ROWS)
+    records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert records[0]["step"] == 0
+    # fp32 through two layers; a mean of means over batches is off by 1e-2 here
+    assert records[0]["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    assert records[1]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_how_a_step_is_cut_into_batches_does_not_matter(tmp_path: Path) -> None:
+    """Adam's first step is the gradient's sign, so the second and third are what is compared."""
+    states = []
+    for batch_size in (8, 1):
+        model = tiny.model()
+        sft(
+            sft_config(
+                tmp_path,
+                batch_size=batch_size,
+                gradient_accumulation=8 // batch_size,
+                epochs=3,
+                warmup=0,
+                learning_rate=1e-3,
+                output_dir=str(tmp_path / str(batch_size)),
+            ),
+            model,
+        )
+        states.append(model.state_dict())
+    for name, value in states[0].items():
+        # fp32 sums in another order; a mean of means moves weights by 1e-3, the learning rate
+        torch.testing.assert_close(states[1][name], value, rtol=0, atol=5e-5, msg=name)
+
+
+def test_it_learns_its_demonstrations_and_to_stop(tmp_path: Path) -> None:
+    rows = [{"prompt": f"w{i} w{j}", "completion": f"w{i} w30"} for i in range(8) for j in range(6)]
+    config = sft_config(tmp_path, batch_size=8, epochs=12, eval_share=0.1, learning_rate=1e-2)
+    result = sft(config, rows=rows)
+    records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    held_out = [record["eval_loss"] for record in records if "eval_loss" in record]
+    assert len(held_out) == 13  # before the first epoch and after each
+    assert held_out[0] > 2
+    assert held_out[-1] == result["eval_loss"] < 0.5
+    assert result["loss"] < 0.5
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run")
+    output = model.generate(
+        **tokenizer("w3 w5", return_tensors="pt"), max_new_tokens=8, do_sample=False
+    )
+    assert tokenizer.decode(output[0]) == "w3 w5 w3 w30 <eos>"
+
+
+def test_the_saved_model_stops_at_the_tokenizers_eos(tmp_path: Path) -> None:
+    """A base model's generation config often names another token than its chat template ends on."""
+    model = tiny.model()
+    model.generation_config.eos_token_id = 5
+    sft(sft_config(tmp_path), model)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    assert saved.generation_config.eos_token_id == [5, EOS]
+
+
+def test_a_run_leaves_its_records(tmp_path: Path) -> None:
+    config = sft_config(tmp_path, epochs=2)
+    sft(config)
+    run = tmp_path / "run"
+    assert SFTConfig(**read_yaml(run / "config.yaml", SFTConfig)) == config
+    records = read_jsonl(run / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert {"loss", "grad_norm", "learning_rate", "epoch"} <= records[0].keys()
+    assert list((run / "tensorboard").glob("events*"))
+    with pytest.raises(ValueError, match="holds a run already: go on with `resume: true`"):
+        sft(config)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_resumed_run_ends_in_the_same_bits(lora_rank: int, tmp_path: Path) -> None:
+    """Stopped one step behind a checkpoint: that step is taken, and written, a second time."""
+    options = {"epochs": 4, "checkpoint_interval": 3, "lora_rank": lora_rank}
+    sft(sft_config(tmp_path, **options, output_dir=str(tmp_path / "whole")))
+    with pytest.raises(KeyboardInterrupt):
+        sft(sft_config(tmp_path, **options), callbacks=[Interrupt(4)])
+    assert newest_checkpoint(tmp_path / "run").name == "checkpoint-3"
+    printed = io.StringIO()
+    sft(sft_config(tmp_path, **options, resume=True), console=Console(file=printed, width=200))
+    assert f"resuming from {tmp_path / 'run' / 'checkpoint-3'}" in printed.getvalue()
+    saved = [
+        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        for name in ("whole", "run")
+    ]
+    for name, value in saved[0].items():
+        assert torch.equal(value, saved[1][name]), name
+    records = [read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("whole", "run")]
+    assert [r["loss"] for r in records[0]] == [r["loss"] for r in records[1]]
+    assert [r["step"] for r in records[1]] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_lora_trains_adapters_and_saves_a_plain_model(architecture: str, tmp_path: Path) -> None:
+    model = tiny.model(architecture)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    sft(sft_config(tmp_path, lora_rank=4, epochs=4), model)
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "run").state_dict()
+    assert after.keys() == before.keys()
+    moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert moved
+    assert not any("embed" in name or "wte" in name or "lm_head" in name for name in moved)
+
+
+def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path: Path) -> None:
+    losses = [
+        sft(sft_config(tmp_path, gradient_checkpointing=on, output_dir=str(tmp_path / str(on))))
+        for on in (False, True)
+    ]
+    assert losses[0]["loss"] == pytest.approx(losses[1]["loss"], rel=1e-6)
+
+
+def test_bf16_weights_are_saved_as_such(tmp_path: Path) -> None:
+    directory = tiny.saved_model(tmp_path / "base")
+    config = sft_config(tmp_path, model=directory, param_dtype="bfloat16", precision="bf16")
+    result = train_sft(config, rows=ROWS, console=Console(file=io.StringIO()))
+    assert math.isfinite(result["loss"])
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run", dtype="auto")
+    assert saved.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_length": 65}, "max_length=65 is beyond the model's context of 64"),
+        ({"device": "cuda:1"}, "choose a GPU with CUDA_VISIBLE_DEVICES=1"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    options: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        sft(sft_config(tmp_path, **options))
+
+
+def test_another_models_tokenizer_is_refused(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["w99"])
+    with pytest.raises(ValueError, match="the tokenizer has 44 tokens and the model 43"):
+        sft(sft_config(tmp_path), tokenizer=tokenizer)

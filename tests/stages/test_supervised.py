@@ -1,0 +1,194 @@
+"""What stages 1 and 2 share: the split by prompt, the records of a run, its options."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+from rich.console import Console
+from stage_runs import sft_config
+
+from fastppo.data.rows import DataError
+from fastppo.run.log import read_jsonl
+from fastppo.stages.sft import SFTConfig
+from fastppo.stages.supervised import (
+    ProgressBar,
+    Records,
+    SupervisedConfig,
+    SupervisedTrainer,
+    newest_checkpoint,
+    open_run,
+    row_limit,
+    split_by_prompt,
+)
+
+
+def test_held_out_rows_share_no_prompt_with_the_others() -> None:
+    rows = [{"prompt": f"w{i % 10}", "n": i} for i in range(40)]
+    split = split_by_prompt(rows, [row["prompt"] for row in rows], 0.2, seed=0)
+    assert len(split.held_out) == 8  # two prompts of four rows
+    assert len(split.train) == 32
+    assert not {r["prompt"] for r in split.train} & {r["prompt"] for r in split.held_out}
+    assert split == split_by_prompt(rows, [row["prompt"] for row in rows], 0.2, seed=0)
+    assert split != split_by_prompt(rows, [row["prompt"] for row in rows], 0.2, seed=1)
+    with pytest.raises(DataError, match="2 rows of 1 prompts cannot be split"):
+        split_by_prompt([1, 2], ["w1", "w1"], 0.1, seed=0)
+
+
+def test_chats_of_one_prompt_are_held_out_together() -> None:
+    prompts = [[{"role": "user", "content": f"w{i % 3}"}] for i in range(12)]
+    split = split_by_prompt(range(12), prompts, 0.3, seed=0)
+    assert len(split.held_out) == 4
+    assert len({row % 3 for row in split.held_out}) == 1
+
+
+def test_a_share_of_0_holds_nothing_out_and_a_small_one_a_whole_prompt() -> None:
+    assert split_by_prompt([1, 2], ["w1", "w2"], 0, seed=0) == ([1, 2], [])
+    assert len(split_by_prompt(range(50), range(50), 0.001, seed=0).held_out) == 1
+
+
+def test_a_row_may_be_as_long_as_is_asked_for_within_the_context() -> None:
+    model = tiny.model()
+    assert row_limit(model, None) == tiny.CONTEXT
+    assert row_limit(model, 8) == 8
+    with pytest.raises(ValueError, match="max_length=65 is beyond the model's context of 64"):
+        row_limit(model, 65)
+
+
+# -------------------------------------------------------------------------------------- the options
+
+
+def test_a_second_gpu_is_chosen_by_the_environment() -> None:
+    """`transformers.Trainer` takes the first one."""
+    with pytest.raises(ValueError, match="choose a GPU with CUDA_VISIBLE_DEVICES=1"):
+        _ = SupervisedConfig(device="cuda:1").torch_device
+    assert SupervisedConfig(device="cpu").torch_device == torch.device("cpu")
+    assert SupervisedConfig(device="cpu", precision="bf16").compute_dtype == torch.bfloat16
+    assert SupervisedConfig(device="cpu").compute_dtype is None
+
+
+# ------------------------------------------------------------------------------------- the training
+
+
+class _Mean(SupervisedTrainer):
+    """The mean of the rows' numbers, times a weight: the smallest stage that there can be."""
+
+    title = "mean"
+
+    def items(self, batch):
+        return float(len(batch["x"]))
+
+    def loss_sum(self, batch):
+        return (self.model.weight * batch["x"]).sum()
+
+    def measure(self, rows):
+        return {"sum": sum(self.loss_sum(batch).item() for batch in self.batches(rows))}
+
+
+def _mean_trainer(tmp_path: Path, eval_rows: list[float], **options) -> _Mean:
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    return _Mean(
+        sft_config(tmp_path, warmup=0, **options),
+        model,
+        [1.0, 2.0, 3.0, 4.0, 5.0],
+        eval_rows,
+        lambda rows: {"x": torch.tensor(rows)},
+    )
+
+
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(1, 5), (2, 3), (5, 1)])
+def test_the_loss_is_a_mean_over_the_items_of_a_whole_step(
+    batch_size: int, accumulation: int, tmp_path: Path
+) -> None:
+    """Also where the last batch of a step is smaller."""
+    trainer = _mean_trainer(tmp_path, [], batch_size=batch_size, gradient_accumulation=accumulation)
+    trainer.train()
+    (record,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert record["loss"] == pytest.approx(3.0)
+    assert record["grad_norm"] == pytest.approx(3.0)
+
+
+def test_held_out_metrics_are_over_items_and_named_so(tmp_path: Path) -> None:
+    trainer = _mean_trainer(tmp_path, [10.0, 20.0, 30.0], batch_size=2)
+    trainer.train()
+    weight = trainer.model.weight.item()
+    assert weight != 1, "it was trained"
+    assert trainer.evaluate() == {"eval_sum": pytest.approx(60 * weight)}
+    found = trainer.evaluate([1.0], metric_key_prefix="test")
+    assert found == {"test_sum": pytest.approx(weight)}
+
+
+def test_a_run_that_ends_within_an_epoch_is_measured_at_its_end_too(tmp_path: Path) -> None:
+    trainer = _mean_trainer(tmp_path, [10.0], batch_size=1, epochs=1.4)
+    result = trainer.run(Console(file=io.StringIO()))
+    assert result["eval_sum"] == pytest.approx(10 * trainer.model.weight.item())
+    measured = [
+        r["step"] for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "eval_sum" in r
+    ]
+    assert measured == [0, 5, 7]
+
+
+# -------------------------------------------------------------------------------------- the records
+
+
+def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path) -> None:
+    for step in (90, 100, 110):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    for step in (90, 100):
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    assert newest_checkpoint(tmp_path).name == "checkpoint-100"
+    assert newest_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path: Path) -> None:
+    records = Records(SFTConfig(output_dir=str(tmp_path)))
+    state = SimpleNamespace(global_step=7)
+    records.on_train_begin(None, SimpleNamespace(global_step=0), None)
+    with pytest.raises(FloatingPointError, match="the loss is nan at step 7"):
+        records.on_log(None, state, None, logs={"loss": math.nan})
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert math.isnan(json.loads(line)["loss"])
+
+
+def test_a_resumed_run_writes_the_steps_after_its_checkpoint_anew(tmp_path: Path) -> None:
+    config = SFTConfig(output_dir=str(tmp_path))
+    start = SimpleNamespace(global_step=0)
+    records = Records(config)
+    records.on_train_begin(None, start, None)
+    for step in (1, 2, 3):
+        records.on_log(None, SimpleNamespace(global_step=step), None, logs={"loss": float(step)})
+    records.on_train_end(None, start, None)
+    resumed = Records(config)
+    resumed.on_train_begin(None, SimpleNamespace(global_step=2), None)
+    resumed.on_log(None, SimpleNamespace(global_step=3), None, logs={"loss": 30.0})
+    resumed.on_log(None, SimpleNamespace(global_step=3), None, logs={"train_runtime": 1.0})
+    resumed.on_train_end(None, start, None)
+    found = [(record["step"], record["loss"]) for record in read_jsonl(tmp_path / "metrics.jsonl")]
+    assert found == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_a_directory_that_holds_a_run_is_opened_to_resume_it_alone(tmp_path: Path) -> None:
+    run = open_run(sft_config(tmp_path, epochs=3))
+    assert "epochs: 3.0" in (run / "config.yaml").read_text()
+    (run / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="holds a run already: go on with `resume: true`"):
+        open_run(sft_config(tmp_path))
+    assert "epochs: 3.0" in (run / "config.yaml").read_text(), "it is left as it was"
+    assert open_run(sft_config(tmp_path, resume=True)) == run
+
+
+def test_the_bar_shows_the_step_and_the_loss() -> None:
+    shown = []
+    bar = ProgressBar(lambda **fields: shown.append(fields))
+    bar.on_step_end(None, SimpleNamespace(global_step=3, max_steps=9), None)
+    bar.on_log(None, None, None, logs={"loss": 1.23456})
+    bar.on_log(None, None, None, logs={"eval_loss": 1.0})
+    bar.on_log(None, None, None)
+    assert shown == [{"completed": 3, "total": 9}, {"status": "loss 1.235"}]

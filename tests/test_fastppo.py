@@ -1,0 +1,62 @@
+"""What `import fastppo` gives: the public names, each imported when it is first used."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastppo
+
+ROOT = Path(__file__).parents[1]
+
+
+def _loaded_after(code: str) -> set[str]:
+    """The modules that a process of its own has loaded after `code`."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}\nprint(*sys.modules)"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("name", fastppo.__all__)
+def test_a_public_name_is_what_its_module_defines(name: str) -> None:
+    home = importlib.import_module(fastppo._HOME_OF[name])
+    assert getattr(fastppo, name) is getattr(home, name)
+    assert getattr(home, name).__module__.split(".")[0] in ("fastppo", "fastppo_kernels")
+
+
+def test_the_names_that_type_checkers_see_are_those_that_there_are() -> None:
+    source = ast.parse(Path(fastppo.__file__).read_text(encoding="utf-8"))
+    seen = {
+        (node.module, alias.name)
+        for node in ast.walk(source)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fastppo.")
+        for alias in node.names
+    }
+    assert seen == {(home, name) for name, home in fastppo._HOME_OF.items()}
+    assert sorted(fastppo._HOME_OF) == fastppo.__all__ == sorted(fastppo.__all__)
+    assert {*fastppo.__all__} <= {*dir(fastppo)}
+
+
+def test_another_name_is_an_error_that_says_so() -> None:
+    with pytest.raises(AttributeError, match="module 'fastppo' has no attribute 'ppo_los'"):
+        _ = fastppo.ppo_los
+
+
+def test_an_import_loads_nothing_until_a_name_is_used() -> None:
+    assert not {"torch", "transformers"} & _loaded_after("import fastppo")
+    losses = _loaded_after("import fastppo; fastppo.ppo_loss, fastppo.gae")
+    assert "torch" in losses
+    assert not {"transformers", "fastppo.ppo.trainer"} & losses
+    assert "fastppo.ppo.trainer" in _loaded_after("from fastppo import PPOTrainer")
