@@ -27,6 +27,7 @@ from benchmarks.measure import Inputs
 from benchmarks.peers import CLIP_RATIO, GAMMA, KL_COEF, LAM
 from benchmarks.sequences import eager_whiten, loop_gae
 from benchmarks.shapes import Model, Training
+from fastppo.rollout import RolloutEngine
 
 ENTROPY_COEF = 0.01
 VF_COEF = 0.5
@@ -396,17 +397,20 @@ def update_case(shape: Training, dtype: torch.dtype) -> Case:
     )
 
 
-class _Recorder:
+class _Recorder(RolloutEngine):
     """A rollout engine that keeps what it has drawn."""
 
     def __init__(self, engine: Any) -> None:
-        self.engine = engine
+        self.engine, self.same_weights = engine, engine.same_weights
         self.outputs: Outputs = {}
 
     def generate(self, prompt_ids: list[list[int]], sampling: Any) -> Any:
         rollout = self.engine.generate(prompt_ids, sampling)
         rows = [p + r for p, r in zip(prompt_ids, rollout.tokens, strict=True)]
-        self.outputs = {"ids": torch.tensor(rows), "logprobs": torch.stack(rollout.logprobs)}
+        self.outputs = {
+            "ids": torch.tensor(rows),
+            "logprobs": torch.stack(rollout.sampler_logprobs),
+        }
         return rollout
 
 

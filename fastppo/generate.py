@@ -65,6 +65,15 @@ class GenerateConfig(Options):
     top_p: float = option(
         1.0, "Sample from the smallest set of this probability; 1 is all", above=0, maximum=1
     )
+    min_new_tokens: int = option(
+        0, "Tokens of a completion before one of the stop tokens may be drawn", minimum=0
+    )
+    no_repeat_ngram_size: int = option(
+        0, "n: no n tokens in a row come twice in prompt and completion; 0 is off", minimum=0
+    )
+    stop_strings: Sequence[str] = option(
+        [], "Texts that end a completion, at the token that completes one"
+    )
     batch_size: int = option(32, "Sequences generated at once", minimum=1)
     seed: int = option(0, "Seed of sampling, the same for each policy", minimum=0)
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, …")
@@ -139,7 +148,12 @@ def _complete(
     )
     ids = [prompt for prompt in prompts.token_ids for _ in range(config.num_samples)]
     stop = stop_token_ids(None, tokenizer, model)
-    engine = GenerateEngine(model, pad_token_id(tokenizer, model), batch_size=config.batch_size)
+    engine = GenerateEngine(
+        model,
+        pad_token_id(tokenizer, model),
+        batch_size=config.batch_size,
+        tokenizer=tokenizer,
+    )
     torch.manual_seed(config.seed)
     rollout = engine.generate(
         ids,
@@ -148,7 +162,10 @@ def _complete(
             temperature=config.temperature or 1.0,
             top_k=config.top_k,
             top_p=config.top_p,
+            min_new_tokens=config.min_new_tokens,
+            no_repeat_ngram_size=config.no_repeat_ngram_size,
             stop_token_ids=stop,
+            stop_strings=tuple(config.stop_strings),
             greedy=config.temperature == 0,
         ),
     )

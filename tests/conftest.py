@@ -56,3 +56,11 @@ def _unwritten_memory_is_nan() -> Iterator[None]:
 def _seeded() -> None:
     """Each test draws the same numbers whether it runs alone, in a suite, or in another order."""
     torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is marked `gpu` is skipped where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -22,11 +22,13 @@ PARTS = ("rewards", "prompts", "tokenizer", "reference", "engine", "monitor_rewa
 
 
 def make_trainer(tmp_path: Path, architecture: str = "llama", **options: Any) -> PPOTrainer:
-    """A trainer on a tiny model; `options` are those of the config, or parts that are given."""
+    """A trainer on a tiny model; `options` are those of the config, or parts that are given, or
+    `model_dtype`, as which the model was loaded."""
+    dtype = getattr(torch, options.pop("model_dtype", "float32"))
     parts = {"rewards": [tiny.count_w7], "prompts": tiny.PROMPTS, "tokenizer": tiny.tokenizer()}
     parts |= {name: options.pop(name) for name in PARTS if name in options}
     config = PPOConfig(**tiny.options(tmp_path, **options))
-    return PPOTrainer(config, model=tiny.model(architecture), **parts)
+    return PPOTrainer(config, model=tiny.model(architecture).to(dtype), **parts)
 
 
 def first_experience(trainer: PPOTrainer) -> Experience:
@@ -36,7 +38,7 @@ def first_experience(trainer: PPOTrainer) -> Experience:
     rollout = trainer.engine.generate(prompts.token_ids, trainer.sampling)
     scores = trainer.score(prompts, rollout, trainer.config)
     batch = Batch.of(prompts.token_ids, rollout.tokens)
-    return trainer.make_experience(batch, scores, rollout.truncated, trainer.config)[0]
+    return trainer.make_experience(batch, scores, rollout, trainer.config)[0]
 
 
 def experience_of(
@@ -44,7 +46,8 @@ def experience_of(
 ) -> tuple[Experience, dict[str, float]]:
     """What the trainer makes of a batch whose scores are given, and its metrics."""
     rewards = scores if isinstance(scores, Scores) else Scores(scores)
-    return trainer.make_experience(batch, rewards, [truncated] * len(batch), trainer.config)
+    rollout = Rollout([], ["length" if truncated else "stop"] * len(batch))
+    return trainer.make_experience(batch, rewards, rollout, trainer.config)
 
 
 def scores_of(

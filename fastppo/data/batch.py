@@ -6,7 +6,8 @@ response or padding: the pad token may be any token, EOS included. What there is
 sequence 1, and so on, `[N]`. Nothing is computed for a prompt or for padding.
 
 A transformer reads a `Layout`: the same tokens as rows, and where in them the hidden states are
-that predict the response tokens.
+that predict the response tokens. Rows are padded on the right, so with causal attention no token
+sees any padding and no mask is needed; packed, all sequences are one row.
 """
 
 from __future__ import annotations
@@ -15,21 +16,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
+class Packing(NamedTuple):
+    """Where sequences begin in a row that holds them end to end."""
+
+    position_ids: Tensor
+    """[1, Σ length] int64: from 0 for each sequence."""
+    cu_seqlens: Tensor
+    """[B + 1] int32: where each sequence begins, and Σ length."""
+    longest: int
+    """Tokens."""
+
+
 class Layout(NamedTuple):
-    """A batch as a transformer's input, one padded row per sequence."""
+    """A batch as a transformer's input: a padded row per sequence, or all of them in one row."""
 
     input_ids: Tensor
-    """[B, S] int64; a row is prompt, response, padding."""
-    attention_mask: Tensor
-    """[B, S] int64, 1 on prompt and response."""
+    """[B, S] int64; a row is prompt, response, padding. Packed: [1, Σ length]."""
     predicting: Tensor
-    """[N] int64: of the B·S positions those whose hidden states predict the response tokens."""
+    """[N] int64: of all positions those whose hidden states predict the response tokens."""
     final: Tensor
     """[B] int64: the position of each sequence's last token, after which there is no other."""
+    packing: Packing | None = None
+    """None where each row is a sequence."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,40 +100,59 @@ class Batch:
     @property
     def response_count(self) -> int:
         """N, the response tokens of all sequences."""
-        return int(self.response_lengths.sum())
+        return sum(self.response_lengths.tolist())
 
     @property
     def response_tokens(self) -> Tensor:
         """[N] int64, packed."""
         begin = starts(self.lengths) + self.prompt_lengths
-        return self.tokens[spans(begin, self.response_lengths).to(self.device)]
+        return self.tokens[on_device(spans(begin, self.response_lengths), self.device)]
 
     @property
     def cu_seqlens(self) -> Tensor:
         """[B + 1] int64: where each response begins in the packed tokens, and N."""
         ends = torch.nn.functional.pad(self.response_lengths.cumsum(0), (1, 0))
-        return ends.to(self.device)
+        return on_device(ends, self.device)
 
     def select(self, rows: Tensor) -> Batch:
         """The sequences of the given rows [k], int64 on the CPU, in their order."""
-        index = spans(starts(self.lengths)[rows], self.lengths[rows]).to(self.device)
-        return Batch(self.tokens[index], self.prompt_lengths[rows], self.response_lengths[rows])
+        index = spans(starts(self.lengths)[rows], self.lengths[rows])
+        tokens = self.tokens[on_device(index, self.device)]
+        return Batch(tokens, self.prompt_lengths[rows], self.response_lengths[rows])
 
     def layout(self) -> Layout:
-        """Right-padded to the longest sequence."""
+        """One row per sequence, right-padded to the longest."""
         lengths = self.lengths
-        width = int(lengths.max()) if len(self) else 0
+        width = max(lengths.tolist(), default=0)
         first = torch.arange(len(self)) * width
         input_ids = torch.zeros(len(self) * width, dtype=torch.int64, device=self.device)
-        input_ids[spans(first, lengths).to(self.device)] = self.tokens
-        mask = (torch.arange(width) < lengths.unsqueeze(1)).long()
-        predicting = spans(first + self.prompt_lengths - 1, self.response_lengths)
-        return Layout(
-            input_ids.view(len(self), width),
-            mask.to(self.device),
-            predicting.to(self.device),
-            (first + lengths - 1).to(self.device),
+        input_ids[on_device(spans(first, lengths), self.device)] = self.tokens
+        return Layout(input_ids.view(len(self), width), *self._positions(first))
+
+    def packed_layout(self) -> Layout:
+        """All sequences in one row."""
+        lengths = self.lengths
+        ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        packing = Packing(
+            on_device(spans(torch.zeros_like(lengths), lengths), self.device).unsqueeze(0),
+            on_device(ends.int(), self.device),
+            max(lengths.tolist(), default=0),
         )
+        return Layout(self.tokens.unsqueeze(0), *self._positions(starts(lengths)), packing)
+
+    def _positions(self, first: Tensor) -> tuple[Tensor, Tensor]:
+        """`predicting` and `final` of a layout whose sequences begin at `first` [B]."""
+        predicting = spans(first + self.prompt_lengths - 1, self.response_lengths)
+        final = first + self.lengths - 1
+        return on_device(predicting, self.device), on_device(final, self.device)
+
+
+def on_device(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on the device. A GPU's copy is queued from pinned memory: of pageable
+    memory the host would wait for it."""
+    if device.type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 def starts(lengths: Tensor) -> Tensor:
@@ -130,5 +162,7 @@ def starts(lengths: Tensor) -> Tensor:
 
 def spans(begin: Tensor, lengths: Tensor) -> Tensor:
     """[Σ length] int64 on the CPU: begin[0], begin[0] + 1, … for each span in turn."""
-    offset = (begin - starts(lengths)).repeat_interleave(lengths)
-    return offset + torch.arange(len(offset))
+    # NumPy, whose calls cost less than torch's: these are many on few numbers.
+    counts = lengths.numpy()
+    offset = (begin.numpy() - np.cumsum(counts) + counts).repeat(counts)
+    return torch.from_numpy(offset + np.arange(len(offset)))

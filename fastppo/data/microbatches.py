@@ -1,15 +1,96 @@
 """How a batch is cut into the parts that are run at once.
 
 The weights of a loss are those of the whole minibatch, so the cut decides memory and speed and not
-the gradient.
+the gradient. Sequences of like length go together, longest first: less padding, and a part that
+does not fit in memory shows at once.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from fastppo.data.batch import Batch, on_device, spans, starts
 
-def microbatches(count: int, size: int) -> list[Tensor]:
-    """Rows of consecutive microbatches of at most `size` of `count` sequences: int64 on the CPU."""
-    return list(torch.arange(count).split(size)) if count else []
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one microbatch may hold."""
+
+    sequences: int
+    """At most so many; where `tokens` is given it does not count."""
+    tokens: int | None = None
+    """At most so many computed tokens, padding included; a longer sequence goes alone."""
+    packed: bool = False
+    """Whether sequences are laid end to end, without padding."""
+
+    def count(self, length: int) -> int:
+        """How many sequences of one length go together."""
+        return self.sequences if self.tokens is None else max(1, self.tokens // length)
+
+
+def microbatches(lengths: Tensor, limits: Limits) -> list[Tensor]:
+    """The rows of each microbatch, int64 on the CPU, of sequences of these lengths [B].
+
+    Where everything fits into one, it keeps the order of the batch.
+    """
+    if not len(lengths):
+        return []
+    order = torch.argsort(lengths, descending=True, stable=True)
+    sizes = _sizes(lengths[order].tolist(), limits)
+    return [torch.arange(len(lengths))] if len(sizes) == 1 else list(order.split(sizes))
+
+
+def _sizes(longest_first: list[int], limits: Limits) -> list[int]:
+    """How many of the sequences go into each microbatch."""
+    count = len(longest_first)
+    if limits.tokens is None:
+        full, rest = divmod(count, limits.sequences)
+        return [limits.sequences] * full + [rest] * (rest > 0)
+    sizes: list[int] = []
+    begin = computed = 0
+    for row, length in enumerate(longest_first):
+        width = length if limits.packed else longest_first[begin]
+        if row > begin and computed + width > limits.tokens:
+            sizes.append(row - begin)
+            begin, computed, width = row, 0, length
+        computed += width
+    return [*sizes, count - begin]
+
+
+class Parts(NamedTuple):
+    """A batch in microbatches, and the way back to its order."""
+
+    batches: list[Batch]
+    sequence_order: Tensor | None
+    """[B] int64 on the device: where each of the batch's sequences is among those of the parts;
+    None if nothing moved."""
+    token_order: Tensor | None
+    """[N] int64 on the device: likewise for response tokens."""
+
+    def in_order(self, values: Tensor) -> Tensor:
+        """[N] values of the parts' response tokens, one part after another, as the batch has
+        them."""
+        return values if self.token_order is None else values[self.token_order]
+
+    def sequences_in_order(self, values: Tensor) -> Tensor:
+        """[B]: likewise for one value per sequence."""
+        return values if self.sequence_order is None else values[self.sequence_order]
+
+
+def split(batch: Batch, limits: Limits) -> Parts:
+    """The microbatches of a batch that is only read."""
+    rows = microbatches(batch.lengths, limits)
+    if len(rows) == 1:
+        return Parts([batch], None, None)
+    place = torch.argsort(torch.cat(rows)) if rows else torch.arange(0)
+    lengths = batch.response_lengths
+    begin = starts(lengths[torch.cat(rows)])[place] if rows else lengths
+    return Parts(
+        [batch.select(each) for each in rows],
+        on_device(place, batch.device),
+        on_device(spans(begin, lengths), batch.device),
+    )

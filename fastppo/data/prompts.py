@@ -36,9 +36,11 @@ class Prompts:
             {name: [column[i] for i in rows] for name, column in self.columns.items()},
         )
 
-    def at(self, start: int, count: int, seed: int) -> Prompts:
-        """`count` prompts from position `start` of the endless shuffled sequence of epochs."""
-        return self.select(visiting_order(len(self), start, count, seed))
+    def at(self, start: int, count: int, seed: int, samples: int = 1) -> Prompts:
+        """`count` prompts from position `start` of the endless shuffled sequence of epochs, each
+        `samples` times in a row."""
+        order = visiting_order(len(self), start, count, seed)
+        return self.select([row for row in order for _ in range(samples)])
 
 
 def encode_prompts(

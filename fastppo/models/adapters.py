@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -48,7 +49,11 @@ def merged_state(model: PreTrainedModel) -> dict[str, Tensor]:
         name: m for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)
     }
     state = {}
+    # Frozen matrices may be in half precision, which would round the adapters away.
+    embeddings: Any = model.get_input_embeddings()
+    whole = embeddings.weight.dtype
     for name, value in model.state_dict().items():
+        value = value.to(torch.promote_types(value.dtype, whole))
         owner = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
         if owner is None:
             state[name] = value

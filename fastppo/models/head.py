@@ -53,7 +53,8 @@ class Head(NamedTuple):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., V) logits as the model's own forward pass returns them, fp32."""
-        z = self._product(hidden).float() * self.logit_scale
+        z = self._product(hidden).float()
+        z = z if self.logit_scale == 1 else z * self.logit_scale
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
     def ppo_loss(

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastppo.data.batch import Batch, Layout
+from fastppo.data.microbatches import Parts
 from fastppo.models.adapters import merged_state
 from fastppo.models.device import autocast
 from fastppo.models.head import Head
-from fastppo.models.trunk import context_length, hidden_states, switch_dropout_off
-from fastppo.models.value import BranchValue, SharedValue, ValueFunction
+from fastppo.models.trunk import context_length, hidden_states, prepare, switch_dropout_off
+from fastppo.models.value import BranchValue, CriticValue, SharedValue, ValueFunction
 
 
 class LanguageModel(nn.Module):
@@ -43,6 +44,8 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self.compute_dtype = compute_dtype
+        self.packing = False
+        """Whether batches are laid out as one row; see `fastppo.models.packing`."""
         self._peft = [peft]  # in a list, so that its modules are not registered a second time
         if hasattr(causal_lm.get_output_embeddings(), "base_layer"):
             raise ValueError(
@@ -51,6 +54,7 @@ class LanguageModel(nn.Module):
             )
         switch_dropout_off(causal_lm)
         self.eval()
+        prepare(causal_lm.base_model)
 
     @property
     def peft(self) -> Any:
@@ -74,13 +78,23 @@ class LanguageModel(nn.Module):
         """The lm-head; its tensors are the model's own parameters."""
         return Head.of(self.causal_lm)
 
+    @property
+    def is_full_precision(self) -> bool:
+        """Whether weights and matrix products are fp32 throughout."""
+        return self.compute_dtype is None and self.head.weight.dtype == torch.float32
+
     def autocast(self) -> AbstractContextManager:
         """Matrix products in the compute dtype, forward and loss alike."""
         return autocast(self.device, self.compute_dtype)
 
+    def layout(self, batch: Batch) -> Layout:
+        """A batch as the trunk's input."""
+        return batch.packed_layout() if self.packing else batch.layout()
+
     def hidden(self, layout: Layout, positions: Tensor | None = None) -> Tensor:
         """Final hidden states [N, H] at the positions, by default those that predict responses."""
-        states = hidden_states(self.causal_lm.base_model, layout.input_ids, layout.attention_mask)
+        trunk = self.causal_lm.base_model
+        states = hidden_states(trunk, layout.input_ids, packing=layout.packing)
         return states.flatten(0, 1)[layout.predicting if positions is None else positions]
 
     @torch.no_grad()
@@ -89,7 +103,7 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """[N] fp32, nats: logprobs of the response tokens, from a forward pass of the trunk."""
         with self.autocast():
-            hidden = self.hidden(batch.layout())
+            hidden = self.hidden(self.layout(batch))
             return self.head.token_stats(
                 hidden, batch.response_tokens, temperature=temperature, backend=backend
             ).logprobs
@@ -147,9 +161,12 @@ class Evaluation(NamedTuple):
     """[B], of the state after each sequence's last token."""
 
     @classmethod
-    def joined(cls, parts: Sequence[Evaluation]) -> Evaluation:
-        """Those of several batches, one after the other."""
-        return cls(*map(torch.cat, zip(*parts, strict=True)))
+    def joined(cls, found: Sequence[Evaluation], parts: Parts) -> Evaluation:
+        """Those of the parts of a batch, in the order of the batch."""
+        one_after_another = cls(*map(torch.cat, zip(*found, strict=True)))
+        *per_token, final_values = one_after_another
+        in_order = [*map(parts.in_order, per_token), parts.sequences_in_order(final_values)]
+        return cls(*in_order)
 
 
 class ActorCritic(LanguageModel):
@@ -170,6 +187,8 @@ class ActorCritic(LanguageModel):
         self.value_function = value_function or SharedValue(causal_lm.base_model, self.head.width)
         switch_dropout_off(self.value_function)
         self.eval()
+        if isinstance(self.value_function, CriticValue):
+            prepare(self.value_function.trunk)
 
     def forward(
         self, layout: Layout, positions: Tensor | None = None, *, detach_values: bool = False
@@ -189,13 +208,17 @@ class ActorCritic(LanguageModel):
     @torch.no_grad()
     def evaluate(self, batch: Batch, temperature: float = 1.0, backend: str = "auto") -> Evaluation:
         """Logprobs, entropy and values of a batch, from one forward pass of the trunk."""
-        layout, count = batch.layout(), batch.response_count
+        layout, count = self.layout(batch), batch.response_count
         with self.autocast():
             hidden, values = self(layout, torch.cat([layout.predicting, layout.final]))
             stats = self.head.token_stats(
                 hidden[:count], batch.response_tokens, temperature=temperature, backend=backend
             )
         return Evaluation(stats.logprobs, stats.entropy, values[:count], values[count:])
+
+    def evaluate_parts(self, parts: Parts, **how: Any) -> Evaluation:
+        """`evaluate` part by part, in the order of the whole batch."""
+        return Evaluation.joined([self.evaluate(part, **how) for part in parts.batches], parts)
 
     def check_heads(self) -> None:
         super().check_heads()

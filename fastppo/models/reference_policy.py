@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fastppo.data.batch import Batch, Layout
+from fastppo.models.device import cast_frozen
 from fastppo.models.head import RefStates
 from fastppo.models.policy import ActorCritic, LanguageModel
 
@@ -55,7 +56,13 @@ class ReferencePolicy:
             self._frozen = frozen_copy(policy)
         self.refreshed = False
         if self._frozen is not None:
+            cast_frozen(self._frozen.causal_lm.base_model, policy.compute_dtype)
             self._frozen.to("cpu" if offload else policy.device)
+
+    @property
+    def frozen(self) -> LanguageModel | None:
+        """The model of its own that it holds, if it does."""
+        return self._frozen
 
     @property
     def context(self) -> int | None:
@@ -66,6 +73,7 @@ class ReferencePolicy:
     def loaded(self) -> Iterator[LanguageModel]:
         """The reference on the policy's device, for the time of the block."""
         if self._frozen is not None:
+            self._frozen.packing = self.policy.packing  # one layout is read by both
             if self.offload:
                 self._frozen.to(self.policy.device)
             try:
@@ -110,11 +118,11 @@ class ReferencePolicy:
         logprobs, kl = [], []
         with self.policy.autocast():
             # Before the reference takes the trunk's place: with LoRA they are one model.
-            states = [self.policy.hidden(batch.layout()) for batch in batches]
+            states = [self.policy.hidden(self.policy.layout(batch)) for batch in batches]
             with self.loaded() as model:
                 for batch, hidden in zip(batches, states, strict=True):
                     tokens = batch.response_tokens
-                    ref = RefStates(model.hidden(batch.layout()), model.head)
+                    ref = RefStates(model.hidden(model.layout(batch)), model.head)
                     logprobs.append(ref.head.token_stats(ref.hidden, tokens, **options).logprobs)
                     stats = self.policy.head.token_stats(hidden, tokens, ref=ref, **options)
                     assert stats.kl is not None

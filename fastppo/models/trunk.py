@@ -1,7 +1,8 @@
 """The trunk of a transformer: token ids in, final hidden states out.
 
 `hidden_states` is the one place of the program that runs a trunk: policy, reference, critic, reward
-models and supervised fine-tuning all come through here. How attention is computed, and over how
+models and supervised fine-tuning all come through here; `next_states` is the same with a cache, for
+decoding. How attention is computed, and over how
 many devices, is decided here and nowhere else.
 
 Dropout is off everywhere: with it the ratio of the first update would not be 1.
@@ -11,19 +12,95 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fastppo.data.batch import Packing
+from fastppo.models.attention import has_wrapped_attention, mark, packed_arguments, window
 
-def hidden_states(trunk: Any, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+TAKES_MARK = "_fastppo_takes_mark"
+"""The attribute of a trunk that says what `prepare` found."""
+
+
+def hidden_states(
+    trunk: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    packing: Packing | None = None,
+) -> Tensor:
     """[B, S, H] final hidden states, after the trunk's own last norm.
 
     Args:
         trunk: `model.base_model` of a transformers model.
-        input_ids, attention_mask: [B, S] int64; without a mask every position is a token.
+        input_ids, attention_mask: [B, S] int64; without a mask every position is a token, or
+            padding on the right that no token sees.
+        packing: where sequences begin, for input_ids [1, S] that hold several.
     """
-    output = trunk(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+    more: dict[str, Any] = {}
+    if packing is not None:
+        more = packed_arguments(packing)
+    if attention_mask is None and _is_markable(trunk, input_ids, packing):
+        attention_mask = mark(input_ids.device)
+    output = trunk(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **more)
     return output.last_hidden_state
+
+
+def next_states(
+    trunk: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor,
+    cache: Any,
+) -> Tensor:
+    """[B, S, H] final hidden states of tokens that continue those of a cache, which takes them up.
+
+    Args:
+        input_ids, position_ids: [B, S] int64.
+        attention_mask: of cache and tokens together, [B, cached + S] int64; None where every
+            position is a token.
+        cache: a transformers cache of B rows.
+    """
+    output = trunk(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=cache,
+        use_cache=True,
+    )
+    return output.last_hidden_state
+
+
+def _is_markable(trunk: Any, input_ids: Tensor, packing: Packing | None) -> bool:
+    """Whether transformers' own mask can be left out of a forward pass."""
+    if not takes_mark(trunk):
+        return False
+    # Rows longer than a sliding window need its mask; packed, attention is told the window.
+    seen = window(trunk)
+    return packing is not None or seen is None or input_ids.shape[1] <= seen
+
+
+def takes_mark(trunk: Any) -> bool:
+    """What `prepare` found; False before it."""
+    return getattr(trunk, TAKES_MARK, False)
+
+
+@torch.no_grad()
+def prepare(trunk: Any) -> None:
+    """Finds out whether a trunk takes the mark of `fastppo.models.attention` for a mask."""
+    setattr(trunk, TAKES_MARK, False)
+    if not has_wrapped_attention(trunk):
+        return
+    length = min(8, context_length(trunk) or 8)
+    ids = torch.arange(2 * length, device=trunk.device).view(2, length)
+    ids %= trunk.get_input_embeddings().weight.shape[0]
+    wanted = hidden_states(trunk, ids, torch.ones_like(ids))
+    setattr(trunk, TAKES_MARK, True)
+    try:
+        same = torch.equal(hidden_states(trunk, ids), wanted)
+    except Exception:  # whatever a trunk does with a mask of a shape that it does not expect
+        same = False
+    setattr(trunk, TAKES_MARK, same)
 
 
 def context_length(model: Any) -> int | None:

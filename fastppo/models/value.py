@@ -32,6 +32,9 @@ from fastppo.models.trunk import hidden_states
 class ValueFunction(nn.Module):
     """A linear head in fp32 on the states that a subclass gives it."""
 
+    reads_final_hidden = False
+    """Whether those states are the trunk's final hidden states, which a decoder has."""
+
     def __init__(self, trunk: Any, width: int) -> None:
         super().__init__()
         self.head = nn.Linear(width, 1, device=trunk.device, dtype=torch.float32)
@@ -57,7 +60,10 @@ class ValueFunction(nn.Module):
             hidden: [N, H], the trunk's final hidden states there.
             detach: no gradient into the policy's trunk (value-only iterations).
         """
-        states = self.states(hidden, layout, positions, detach)
+        return self.read(self.states(hidden, layout, positions, detach))
+
+    def read(self, states: Tensor) -> Tensor:
+        """[N] fp32 values of the states [N, H] that the head reads."""
         with torch.autocast(states.device.type, enabled=False):
             return self.head(states.float()).squeeze(-1)
 
@@ -69,12 +75,16 @@ class ValueFunction(nn.Module):
 class SharedValue(ValueFunction):
     """A linear head on the trunk's final hidden states."""
 
+    reads_final_hidden = True
+
     def states(self, hidden: Tensor, layout: Layout, positions: Tensor, detach: bool) -> Tensor:
         return hidden.detach() if detach else hidden
 
 
 class DetachedValue(ValueFunction):
     """A linear head on the trunk that does not train the trunk."""
+
+    reads_final_hidden = True
 
     def states(self, hidden: Tensor, layout: Layout, positions: Tensor, detach: bool) -> Tensor:
         return hidden.detach()
@@ -142,7 +152,7 @@ class CriticValue(ValueFunction):
                 self.head.bias.fill_(-offset)
 
     def states(self, hidden: Tensor, layout: Layout, positions: Tensor, detach: bool) -> Tensor:
-        states = hidden_states(self.trunk, layout.input_ids, layout.attention_mask)
+        states = hidden_states(self.trunk, layout.input_ids, packing=layout.packing)
         return states.flatten(0, 1)[positions]
 
 

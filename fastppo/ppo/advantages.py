@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fastppo.data.batch import Batch
 from fastppo.functional.advantages import Advantages, compute_advantages, whiten
-from fastppo.models.policy import Evaluation
 from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.old_policy import OldPolicy
 from fastppo.rewards.scorer import Scores
 
 LAM = {"sequence": 1.0, "monte_carlo": 1.0, "one_step": 0.0}
@@ -26,7 +26,7 @@ def make_advantages(
     batch: Batch,
     rewards: Scores,
     truncated: Sequence[bool],
-    old: Evaluation,
+    old: OldPolicy,
     ref_logprobs: Tensor | None,
     exact_kl: Tensor | None,
     kl_coef: float,
@@ -52,6 +52,7 @@ def make_advantages(
         kl_coef = 0.0
     bootstrap = None
     if options.bootstrap_truncated:
+        assert old.final_values is not None
         bootstrap = old.final_values * torch.tensor(truncated, device=device).float()
     by_sequence = options.advantage == "sequence"
     # What is made of all tokens' advantages at once, below, is not whitened in the kernel.

@@ -18,7 +18,8 @@ from fastppo.data.prompts import Prompts, encode_prompts
 from fastppo.data.rows import Rows, load_rows
 from fastppo.data.text import PretrainingText
 from fastppo.models.adapters import add_adapters
-from fastppo.models.device import choose_device, compute_dtype
+from fastppo.models.device import cast_frozen, choose_device, compute_dtype
+from fastppo.models.packing import choose_packing
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import (
     check_vocabulary,
@@ -41,13 +42,14 @@ from fastppo.models.value import (
     critic_of_reward_model,
 )
 from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.master_weights import MasterAdamW
 from fastppo.ppo.optimizer import make_optimizer
 from fastppo.rewards.ensemble import RewardEnsemble
 from fastppo.rewards.loading import make_terms
 from fastppo.rewards.reward import Reward, RewardTerm
 from fastppo.rewards.scorer import Scorer
-from fastppo.rollout import RolloutEngine, Sampling
-from fastppo.rollout.generate import GenerateEngine
+from fastppo.rollout import RolloutEngine, Sampling, as_engine
+from fastppo.rollout.engines import make_engine
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +61,7 @@ class Parts:
     model: ActorCritic
     reference: ReferencePolicy | None
     """None where no KL needs a model."""
-    optimizer: torch.optim.Optimizer
+    optimizer: MasterAdamW
     engine: RolloutEngine
     sampling: Sampling
     prompts: Prompts | None
@@ -67,6 +69,8 @@ class Parts:
     scorer: Scorer
     context: int | None
     """Tokens that a sequence may have: the least of policy, reference and critic, if any says."""
+    notes: list[str]
+    """Sentences on what is not as the options ask for it."""
 
 
 def build(
@@ -78,7 +82,7 @@ def build(
     rewards: Sequence[str | Reward] | None = None,
     monitor_rewards: Sequence[str | Reward] | None = None,
     reference: PreTrainedModel | None = None,
-    engine: RolloutEngine | None = None,
+    engine: Any = None,
 ) -> Parts:
     """The parts that the config names, or those that are given instead; see `PPOTrainer`.
 
@@ -99,25 +103,25 @@ def build(
     _check_tokens(policy, tokenizer, stop)
     ref_policy = _reference_policy(policy, reference, tokenizer, config)
     context = _shortest_context(policy, ref_policy)
+    frozen = ref_policy.frozen if ref_policy is not None else None
+    packing_note = choose_packing(config.packing, policy, frozen)
+    chosen, engine_note = _engine(engine, policy, tokenizer, config)
     return Parts(
         device=device,
         tokenizer=tokenizer,
         model=policy,
         reference=ref_policy,
         optimizer=make_optimizer(policy, config),
-        engine=engine
-        or GenerateEngine(
-            causal_lm,
-            pad_token_id(tokenizer, causal_lm),
-            batch_size=config.generate_batch_size,
-            compute_dtype=policy.compute_dtype,
-        ),
+        engine=chosen,
         sampling=Sampling(
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
+            min_new_tokens=config.min_new_tokens,
+            no_repeat_ngram_size=config.no_repeat_ngram_size,
             stop_token_ids=stop,
+            stop_strings=tuple(config.stop_strings),
         ),
         prompts=_load_prompts(prompts, tokenizer, context, config),
         pretraining=_load_pretraining(tokenizer, policy.context, config),
@@ -128,6 +132,23 @@ def build(
             Path(config.output_dir) / "failed_reward.json",
         ),
         context=context,
+        notes=[note for note in (packing_note, engine_note) if note],
+    )
+
+
+def _engine(
+    given: Any, policy: ActorCritic, tokenizer: Any, config: PPOConfig
+) -> tuple[RolloutEngine, str | None]:
+    """The rollout engine, and a sentence where it is not the one that the config names."""
+    if given is not None:
+        return as_engine(given), None
+    return make_engine(
+        config.rollout,
+        policy,
+        tokenizer,
+        pad_token_id(tokenizer, policy.causal_lm),
+        batch_size=config.generate_batch_size,
+        final_values=config.bootstrap_truncated,
     )
 
 
@@ -164,6 +185,8 @@ def _actor_critic(causal_lm: PreTrainedModel, tokenizer: Any, config: PPOConfig)
     dtype = compute_dtype(config.precision, causal_lm.device)
     model = ActorCritic(causal_lm, peft, value_function, dtype)
     model.check_heads()
+    if peft is not None:
+        cast_frozen(causal_lm.base_model, dtype)
     model.set_training(config.gradient_checkpointing)
     return model
 

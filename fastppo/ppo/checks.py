@@ -6,23 +6,33 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastppo.data.batch import Batch
+from fastppo.data.chat import token_ids
 from fastppo.data.prompts import Prompts
-from fastppo.models.policy import ActorCritic
+from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.state import RunState
-from fastppo.rollout import FINISHED, TRUNCATED, RolloutEngine, Sampling
+from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.run.watch import non_finite_gradients, save_batch
 
 CHECKED_PROMPTS = 4
 CHECKED_TOKENS = 8
 """Of each response: enough for a wrong position or cache to show."""
+
+FULL_TOLERANCE = 1e-3
+"""Nats, where products are formed in fp32: rounding of 2⁻²³ a step, summed over the layers."""
+LEAST_TOLERANCE = 0.1
+"""Nats, under bf16, where logits are small: the rounding of the layers below the head."""
+LOGIT_STEPS = 4 * 2**-8
+"""Of the largest logit, under bf16: a logit is rounded to 2⁻⁹ of itself, and the hidden states that
+it is made of have been several times. Logits of 16 to 32 are an eighth apart."""
 
 
 @contextmanager
@@ -54,15 +64,37 @@ def check_on_policy(
     batch = Batch.of(few.token_ids, rollout.tokens, model.device)
     how = config.softmax
     logprobs = model.evaluate(batch, **how).logprobs
-    # Sampler and learner run the same weights with other paddings, so they agree to the
-    # rounding of the compute dtype summed over the layers: 2⁻²³ or 2⁻⁸ a step.
-    full = model.compute_dtype is None and config.param_dtype == "float32"
-    tolerance = 1e-3 if full else 0.1
-    sampled = torch.cat(rollout.logprobs).to(model.device)
+    tolerance = rounding_tolerance(model, batch) / min(1.0, config.temperature)
+    # Sampler and learner run the same weights with other paddings, so they agree to rounding.
+    sampled = torch.cat(_sampled_logprobs(rollout)).to(model.device)
+    if rollout.logprobs is None and sampling.is_restricted:
+        sampled = sampled.minimum(logprobs)  # the restriction raises them by an unknown amount
     _compare("the sampler's logprobs", sampled, logprobs, tolerance)
     if reference is not None and reference_is_fresh and not reference.is_given:
         ref_logprobs = reference.logprobs([batch], **how)
         _compare("the fresh reference's logprobs", ref_logprobs, logprobs, tolerance)
+
+
+def _sampled_logprobs(rollout: Rollout) -> list[Tensor]:
+    """Those that an engine gives of the whole softmax, or else of what it drew from."""
+    sampled = rollout.logprobs if rollout.logprobs is not None else rollout.sampler_logprobs
+    if sampled is None:
+        raise RuntimeError(
+            "self-check: the rollout engine gives no sampler_logprobs, so nothing says whether it "
+            "samples from the policy"
+        )
+    return sampled
+
+
+@torch.no_grad()
+def rounding_tolerance(model: LanguageModel, batch: Batch) -> float:
+    """Nats at temperature 1 by which two ways to the logprobs of a batch may differ."""
+    if model.is_full_precision:
+        return FULL_TOLERANCE
+    with model.autocast():
+        logits = model.head.logits(model.hidden(batch.layout())).abs()
+    largest = logits[logits.isfinite()].amax().item() if logits.numel() else 0.0
+    return max(LEAST_TOLERANCE, LOGIT_STEPS * largest)
 
 
 def _compare(what: str, theirs: Tensor, ours: Tensor, tolerance: float) -> None:
@@ -70,7 +102,7 @@ def _compare(what: str, theirs: Tensor, ours: Tensor, tolerance: float) -> None:
     if not worst <= tolerance:
         raise RuntimeError(
             f"self-check: {what} differ from the policy's by up to {worst:.3g} nats (tolerance "
-            f"{tolerance:g}), so the first update would not be on-policy. Look for dropout, "
+            f"{tolerance:.3g}), so the first update would not be on-policy. Look for dropout, "
             f"position ids under padding, a logit transform, or another model as the reference."
         )
 
@@ -85,14 +117,43 @@ def odd_options(config: PPOConfig) -> list[str]:
     ]
 
 
+class GivenResponses(NamedTuple):
+    """Responses that somebody else generated and scored."""
+
+    prompt_ids: list[list[int]]
+    rollout: Rollout
+    """Without the sampler's logprobs: nobody says how they were drawn."""
+    scores: Tensor
+    """[B] fp32 on the CPU."""
+
+
+def given_responses(
+    prompts: Sequence[str | Sequence[int]],
+    responses: Sequence[str | Sequence[int]],
+    scores: Sequence[float] | Tensor,
+    finish_reasons: Sequence[str] | None,
+    tokenizer: Any,
+    stop_token_ids: Sequence[int],
+) -> GivenResponses:
+    """Texts or token ids as tokens; without finish reasons, whether a stop token comes last.
+
+    Raises:
+        ValueError: the scores are not one per prompt, or not finite.
+    """
+    prompt_ids = [token_ids(tokenizer, prompt) for prompt in prompts]
+    response_ids = [token_ids(tokenizer, each, special_tokens=False) for each in responses]
+    if finish_reasons is None:
+        ended = [{*response[-1:]} <= {*stop_token_ids} for response in response_ids]
+        finish_reasons = [FINISHED if each else TRUNCATED for each in ended]
+    total = check_scores(scores, len(prompt_ids))
+    return GivenResponses(prompt_ids, Rollout(response_ids, list(finish_reasons)), total)
+
+
 def check_responses(
-    prompts: Sequence[Sequence[int]],
-    responses: Sequence[Sequence[int]],
-    finish_reasons: Sequence[str],
-    vocabulary: int,
-    context: int | None,
+    prompts: Sequence[Sequence[int]], rollout: Rollout, vocabulary: int, context: int | None
 ) -> None:
     """Raises ValueError where responses do not fit their prompts, the context or the vocabulary."""
+    responses, finish_reasons = rollout.tokens, rollout.finish_reasons
     if not prompts or len(prompts) != len(responses):
         raise ValueError(
             f"expected as many responses as prompts, at least one, got {len(prompts)} prompts and "

@@ -8,11 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
 
+from fastppo.data.microbatches import Limits
 from fastppo.functional import arguments
 from fastppo.run.options import Options, WeightOptions, check_bounds, option
 from fastppo.run.watch import parse_threshold
 
-WARNINGS = ("kl > 50", "eos_rate < 0.1", "distinct_2 < 0.1", "skipped_steps > 0")
+WARNINGS = (
+    *("kl > 50", "eos_rate < 0.1", "distinct_2 < 0.1", "skipped_steps > 0"),
+    "mismatch/outside > 0.1",
+)
 """Thresholds that warn unless others are given: far outside what a healthy run shows."""
 
 
@@ -129,8 +133,12 @@ class RewardOptions(Options):
 class RolloutOptions(Options):
     """Rollout."""
 
-    rollout_batch_size: int = option(
-        64, "Prompts, and so responses, per iteration, sequences", minimum=1
+    rollout: Literal["decoder", "generate"] = option(
+        "decoder", "What draws the responses: FastPPO's decoder, or Hugging Face generate"
+    )
+    rollout_batch_size: int = option(64, "Responses per iteration, sequences", minimum=1)
+    samples_per_prompt: int = option(
+        1, "Responses to each prompt, of the rollout_batch_size", minimum=1
     )
     generate_batch_size: int | None = option(
         None, "Sequences generated at once; none given means the whole rollout batch", minimum=1
@@ -143,8 +151,28 @@ class RolloutOptions(Options):
     top_p: float = option(
         1.0, "Sample from the smallest set of this probability; 1 is all", above=0, maximum=1
     )
+    min_new_tokens: int = option(
+        0, "Tokens of a response before one of the stop tokens may be drawn", minimum=0
+    )
+    no_repeat_ngram_size: int = option(
+        0, "n: no n tokens in a row come twice in prompt and response; 0 is off", minimum=0
+    )
     stop_token_ids: Sequence[int] | None = option(
         None, "Tokens that end a response; none given means the model's EOS tokens"
+    )
+    stop_strings: Sequence[str] = option(
+        [], "Texts that end a response, at the token that completes one"
+    )
+    old_logprobs: Literal["auto", "sampler", "recompute"] = option(
+        "auto",
+        "Old logprobs and values: the sampler's own, or recomputed by the learner; auto: the "
+        "sampler's where both compute the same weights in fp32",
+    )
+    importance_cap: float | None = option(
+        2.0,
+        "Cap of the importance weight that corrects for the sampler's distribution; none is no "
+        "correction",
+        above=0,
     )
 
 
@@ -156,6 +184,17 @@ class UpdateOptions(Options):
     ppo_epochs: int = option(4, "Passes over each rollout batch", minimum=1)
     minibatches: int = option(4, "Optimiser steps per pass", minimum=1)
     microbatch_size: int = option(16, "Sequences per forward and backward pass", minimum=1)
+    microbatch_tokens: int | None = option(
+        None,
+        "Tokens per forward and backward pass, padding included, in place of microbatch_size; a "
+        "longer sequence goes alone",
+        minimum=1,
+    )
+    packing: Literal["auto", "on", "off"] = option(
+        "auto",
+        "Sequences of a microbatch end to end, without padding; auto is on for a GPU, if packed "
+        "and padded agree on a small batch",
+    )
     objective: Literal["clip", "penalty"] = option(
         "clip", "clip, or penalty: no clip, β·KL to the rollout policy with a moving β"
     )
@@ -326,6 +365,16 @@ class PPOConfig(
                 f"rollout_batch_size must be a multiple of minibatches, "
                 f"got {self.rollout_batch_size} and {self.minibatches}"
             )
+        if self.rollout_batch_size % self.samples_per_prompt:
+            raise ValueError(
+                f"rollout_batch_size counts responses and must be a multiple of "
+                f"samples_per_prompt, got {self.rollout_batch_size} and {self.samples_per_prompt}"
+            )
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens must be at most max_new_tokens, got {self.min_new_tokens} and "
+                f"{self.max_new_tokens}"
+            )
         given = bool(self.rewards) and self.reward_weights is not None
         if given and len(self.reward_weights or ()) != len(self.rewards):
             raise ValueError(
@@ -494,11 +543,20 @@ class PPOConfig(
         """How logits become a distribution, as the keywords of the losses."""
         return {"temperature": self.temperature, "backend": self.backend}
 
+    def limits(self, packed: bool = False) -> Limits:
+        """What a microbatch may hold."""
+        return Limits(self.microbatch_size, self.microbatch_tokens, packed)
+
     @property
     def clip_range(self) -> tuple[float, float]:
         """(ε_low, ε_high)."""
         high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
         return self.clip_ratio, high
+
+    @property
+    def prompts_per_iteration(self) -> int:
+        """Different prompts of one rollout batch."""
+        return self.rollout_batch_size // self.samples_per_prompt
 
     def stops_at(self, policy_kl: float, when: str) -> bool:
         """Whether the KL to the rollout policy, nats per token, ends an iteration's update.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastppo.data.batch import Batch, spans, starts
+from fastppo.data.batch import Batch, on_device, spans, starts
 from fastppo.functional.arguments import aggregation_weights
 
 
@@ -24,6 +24,8 @@ class Experience:
     advantages: Tensor
     returns: Tensor
     ref_logprobs: Tensor | None = None
+    importance_weights: Tensor | None = None
+    """min(π_old/π_sampler, cap), where the sampler drew from another distribution."""
     token_weights: Tensor | None = None
     """The weight of each token in its minibatch's loss."""
 
@@ -33,7 +35,7 @@ class Experience:
     def select(self, rows: Tensor) -> Experience:
         """The experience of the sequences `rows` [k], int64 on the CPU, in their order."""
         lengths = self.batch.response_lengths
-        index = spans(starts(lengths)[rows], lengths[rows]).to(self.batch.device)
+        index = on_device(spans(starts(lengths)[rows], lengths[rows]), self.batch.device)
         per_token: dict[str, Any] = {
             name: None if value is None else value[index]
             for name, value in self._per_token().items()
@@ -43,7 +45,7 @@ class Experience:
     def weighted(self, aggregation: str) -> Experience:
         """With the weight of each token in a loss over all of them."""
         weights = token_weights(self.batch.response_lengths, aggregation)
-        return replace(self, token_weights=weights.to(self.batch.device))
+        return replace(self, token_weights=on_device(weights, self.batch.device))
 
     def tensors(self) -> dict[str, Tensor | None]:
         """All tensors by name, those of the batch among them."""

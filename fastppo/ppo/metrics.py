@@ -32,8 +32,15 @@ class Meter:
         self.value_losses: list[Tensor] = []
         self.ptx_losses: list[Tensor] = []
         self.steps: list[dict[str, float]] = []
+        self.useful = self.computed = 0
 
-    def microbatch(self, sums: Tensor, value: Tensor) -> None:
+    def microbatch(self, sums: Tensor, value: Tensor, *, useful: int, computed: int) -> None:
+        """
+        Args:
+            useful, computed: tokens of the sequences, and all that the trunk was given.
+        """
+        self.useful += useful
+        self.computed += computed
         self.sums = sums if self.sums is None else combine_sums(self.sums, sums)
         self.value_losses.append(value)
 
@@ -55,6 +62,7 @@ class Meter:
         if self.ptx_losses:
             means["ptx_loss"] = torch.stack(self.ptx_losses).mean()
         metrics = to_floats(means)
+        metrics["useful_share"] = self.useful / max(1, self.computed)
         for name in self.steps[0]:
             metrics[name] = sum(step[name] for step in self.steps) / steps
         return metrics

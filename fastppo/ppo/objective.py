@@ -1,7 +1,9 @@
 """The policy's objective on a microbatch: clipped, or with a penalty.
 
-    clip       −min(r·A, clip(r, 1−ε, 1+ε)·A) + kl_loss_coef·KL(reference) − entropy_coef·entropy
-    penalty    −r·A + β(r − 1 − log r) − entropy_coef·entropy
+    clip       −w·min(r·A, clip(r, 1−ε, 1+ε)·A) + kl_loss_coef·KL(reference) − entropy_coef·entropy
+    penalty    −w·r·A + β(r − 1 − log r) − entropy_coef·entropy
+
+w is 1, or the importance weight of a token that was drawn from another distribution than π_old.
 
 Source: Schulman et al. 2017, eq. 7 and 8.
 """
@@ -47,14 +49,16 @@ def penalty_loss(
 ) -> PPOLoss:
     """PPO-Penalty, with KL(old, new) by its estimator on the rollout's tokens.
 
-    It is, but for the constant β, an unclipped loss with advantage A − β and −β times k1 to the
+    It is, but for the constant β, an unclipped loss with advantage A − β/w and −β times k1 to the
     rollout policy, so it goes the same way as the other objective.
     """
+    weights = micro.importance_weights
     out = head.ppo_loss(
         hidden,
         micro.batch.response_tokens,
         micro.old_logprobs,
-        micro.advantages - beta,
+        # The penalty estimates a KL that is 0, with no gradient, at ratio 1: it is not weighted.
+        micro.advantages - (beta if weights is None else beta / weights),
         clip_ratio=None,
         ref_logprobs=micro.old_logprobs,
         kl_coef=-beta,
@@ -74,6 +78,7 @@ def _shared(micro: Experience, options: PPOConfig) -> dict[str, Any]:
     return {
         "entropy_coef": options.entropy_coef,
         "temperature": options.temperature,
+        "importance_weights": micro.importance_weights,
         "weights": micro.token_weights,
         "all_logits": options.loss_path == "logits",
         "backend": options.backend,

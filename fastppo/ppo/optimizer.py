@@ -9,10 +9,12 @@ from torch import Tensor
 
 from fastppo.models.policy import ActorCritic
 from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.master_weights import MasterAdamW
 
 
-def make_optimizer(model: ActorCritic, config: PPOConfig) -> torch.optim.Optimizer:
-    """AdamW; weight decay on the matrices of transformers alone, a rate of its own for the values.
+def make_optimizer(model: ActorCritic, config: PPOConfig) -> MasterAdamW:
+    """AdamW on fp32 weights, masters of those that the model has in bfloat16; weight decay on the
+    matrices of transformers alone, a rate of its own for the values.
 
     Each group keeps its peak rate under `peak_lr`, so a schedule needs only the step's number.
     """
@@ -32,7 +34,7 @@ def make_optimizer(model: ActorCritic, config: PPOConfig) -> torch.optim.Optimiz
         (head + [p for p in layers if p.dim() < 2], value_rate, 0.0),
         ([p for p in layers if p.dim() >= 2], value_rate, config.weight_decay),
     ]
-    return torch.optim.AdamW(
+    return MasterAdamW(
         [
             {"params": parameters, "lr": rate, "peak_lr": rate, "weight_decay": decay}
             for parameters, rate, decay in groups
@@ -53,11 +55,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: PPOCo
 
 
 def clip_gradients(
-    optimizer: torch.optim.Optimizer, model: ActorCritic, config: PPOConfig
+    optimizer: MasterAdamW, model: ActorCritic, config: PPOConfig
 ) -> dict[str, Tensor]:
     """Scales gradients down to `max_grad_norm`; the norms before, 0-d. A critic's are clipped apart
     from the policy's."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = optimizer.weights
     groups = {"grad_norm": parameters}
     if config.value_model == "critic":
         of_critic = {id(p) for p in model.value_function.parameters()}

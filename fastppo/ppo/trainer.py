@@ -31,19 +31,18 @@ from torch import Tensor
 from transformers import PreTrainedModel, set_seed
 
 from fastppo.data.batch import Batch, Layout
-from fastppo.data.chat import decode_completions, token_ids
-from fastppo.data.microbatches import microbatches
+from fastppo.data.chat import decode_completions
+from fastppo.data.microbatches import microbatches, split
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import Rows
 from fastppo.functional.losses import PPOLoss, value_loss
 from fastppo.functional.statistics import sampled_kl
-from fastppo.models.policy import Evaluation
 from fastppo.ppo.advantages import make_advantages
 from fastppo.ppo.build import build
 from fastppo.ppo.checks import (
     check_on_policy,
     check_responses,
-    check_scores,
+    given_responses,
     odd_options,
     random_state_restored,
     skip_step,
@@ -61,11 +60,12 @@ from fastppo.ppo.metrics import (
     to_floats,
 )
 from fastppo.ppo.objective import clipped_loss, penalty_loss
+from fastppo.ppo.old_policy import old_policy
 from fastppo.ppo.optimizer import clip_gradients, set_learning_rate
 from fastppo.ppo.state import RunState, load_run, save_run
 from fastppo.rewards.reward import Reward
 from fastppo.rewards.scorer import Scores
-from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
+from fastppo.rollout import Rollout, RolloutEngine, Sampling
 from fastppo.run.log import RunLog, check_no_run, progress, read_jsonl
 from fastppo.run.report import write_report
 from fastppo.run.watch import rollout_health
@@ -84,7 +84,7 @@ class PPOTrainer:
         prompts: rows with a prompt column, instead of loading `config.prompts`.
         rewards, monitor_rewards: callables or specs, instead of those of the config.
         reference: a model for the KL, instead of a frozen copy of the policy as it starts.
-        engine: a rollout engine, instead of Hugging Face `generate` on the policy.
+        engine: a `RolloutEngine`, or an object that has its `generate`, instead of the config's.
         console: where progress is shown.
 
     Raises:
@@ -125,6 +125,7 @@ class PPOTrainer:
         self.scorer = parts.scorer
         self.state = RunState.of(config)
         self._last_saved: int | None = None
+        self._notes = parts.notes
 
     # ------------------------------------------------------------------------------ the algorithm
 
@@ -181,16 +182,17 @@ class PPOTrainer:
         """One PPO iteration; returns its metrics."""
         assert self.prompts is not None
         options, clock = self._begin_iteration(), Clock()
-        prompts = self.prompts.at(self.state.prompts_seen, options.rollout_batch_size, options.seed)
+        place = self.state.prompts_seen, options.prompts_per_iteration
+        prompts = self.prompts.at(*place, options.seed, options.samples_per_prompt)
         rollout = self.engine.generate(prompts.token_ids, self.sampling)
         clock.lap("generate")
         scores = self.score(prompts, rollout, options)
         clock.lap("score")
         batch = Batch.of(prompts.token_ids, rollout.tokens, self.device)
         rewards = self.training_rewards(scores, options)
-        experience, metrics = self.make_experience(batch, rewards, rollout.truncated, options)
+        experience, metrics = self.make_experience(batch, rewards, rollout, options)
         clock.lap("experience")
-        metrics |= self.update(experience, options)
+        metrics |= self._learn(experience, options)
         clock.lap("update")
         metrics |= response_metrics(scores, rollout) | clock.metrics(batch.response_count)
         metrics |= rollout_health(rollout.tokens, scores.total, scores.monitors)
@@ -201,7 +203,7 @@ class PPOTrainer:
             texts, count = self.completions(prompts, rollout), options.log_samples
             samples = sample_records(count, prompts, texts, rollout, scores, experience)
             log.samples(iteration, samples)
-        self.state.prompts_seen += len(prompts)
+        self.state.prompts_seen += options.prompts_per_iteration
         self.state.finish_iteration(metrics.get("kl"), len(prompts), options)
         return metrics
 
@@ -224,25 +226,16 @@ class PPOTrainer:
                 or outside the vocabulary; a score is not finite.
             RunStoppedError: a metric crossed a threshold of `stop_if`; the update is done.
         """
-        prompt_ids = [token_ids(self.tokenizer, prompt) for prompt in prompts]
-        response_ids = [
-            token_ids(self.tokenizer, response, special_tokens=False) for response in responses
-        ]
-        total = check_scores(scores, len(prompt_ids))
-        if finish_reasons is None:
-            stop = {*self.sampling.stop_token_ids}
-            ended = [{*response[-1:]} <= stop for response in response_ids]
-            finish_reasons = [FINISHED if each else TRUNCATED for each in ended]
-        vocabulary = self.model.head.vocabulary
-        check_responses(prompt_ids, response_ids, finish_reasons, vocabulary, self.context)
+        stop, vocabulary = self.sampling.stop_token_ids, self.model.head.vocabulary
+        given = given_responses(prompts, responses, scores, finish_reasons, self.tokenizer, stop)
+        check_responses(given.prompt_ids, given.rollout, vocabulary, self.context)
         options = self._begin_iteration()
-        batch = Batch.of(prompt_ids, response_ids, self.device)
-        rewards = self.training_rewards(Scores(total), options)
-        truncated = [reason == TRUNCATED for reason in finish_reasons]
-        experience, metrics = self.make_experience(batch, rewards, truncated, options)
-        metrics |= self.update(experience, options)
-        metrics["reward"] = total.mean().item()
-        metrics |= rollout_health(response_ids, total)
+        batch = Batch.of(given.prompt_ids, given.rollout.tokens, self.device)
+        rewards = self.training_rewards(Scores(given.scores), options)
+        experience, metrics = self.make_experience(batch, rewards, given.rollout, options)
+        metrics |= self._learn(experience, options)
+        metrics["reward"] = given.scores.mean().item()
+        metrics |= rollout_health(given.rollout.tokens, given.scores)
         self._warnings(metrics)
         self.state.finish_iteration(metrics.get("kl"), len(batch), options)
         if self.state.watch.stopped_by:
@@ -268,28 +261,34 @@ class PPOTrainer:
 
     @torch.no_grad()
     def make_experience(
-        self, batch: Batch, rewards: Scores, truncated: Sequence[bool], options: PPOConfig
+        self, batch: Batch, rewards: Scores, rollout: Rollout, options: PPOConfig
     ) -> tuple[Experience, dict[str, float]]:
-        """Old logprobs, reference logprobs and values of the responses; then their advantages.
-        `truncated` [B] says whether a response was cut off."""
+        """Old logprobs, reference logprobs and values of the responses; then their advantages."""
         how = options.softmax
-        parts = [batch.select(rows) for rows in microbatches(len(batch), options.microbatch_size)]
-        old = Evaluation.joined([self.model.evaluate(part, **how) for part in parts])
+        parts = split(batch, options.limits(self.model.packing))
+        old = old_policy(self.model, self.engine, self.sampling, rollout, parts, options)
         kl_coef, exact_kl = self.state.kl_control.coef, None
         if self.reference is None:
             ref_logprobs = old.logprobs if options.reference_policy == "rollout" else None
         elif options.kl_estimator == "full" and kl_coef > 0:
-            ref_logprobs, exact_kl = self.reference.token_kl(parts, **how)
+            both = self.reference.token_kl(parts.batches, **how)
+            ref_logprobs, exact_kl = map(parts.in_order, both)
         else:
-            ref_logprobs = self.reference.logprobs(parts, **how)
+            ref_logprobs = parts.in_order(self.reference.logprobs(parts.batches, **how))
         result = make_advantages(
-            batch, rewards, truncated, old, ref_logprobs, exact_kl, kl_coef, options
+            batch, rewards, rollout.truncated, old, ref_logprobs, exact_kl, kl_coef, options
         )
-        experience = Experience(
-            batch, old.logprobs, old.values, result.advantages, result.returns, ref_logprobs
-        )
-        metrics = experience_metrics(experience)
+        made = result.advantages, result.returns, ref_logprobs, old.importance_weights
+        experience = Experience(batch, old.logprobs, old.values, *made)
+        metrics = experience_metrics(experience) | old.metrics
         return experience, metrics if ref_logprobs is None else metrics | {"kl_coef": kl_coef}
+
+    def _learn(self, experience: Experience, options: PPOConfig) -> dict[str, float]:
+        """The update, with the engine out of its way before and told of it after."""
+        self.engine.release()
+        metrics = self.update(experience, options)
+        self.engine.weights_changed(self.model)
+        return metrics
 
     def update(self, experience: Experience, options: PPOConfig) -> dict[str, float]:
         """Mini-epochs of clipped updates on one batch of experience; returns their mean metrics."""
@@ -342,9 +341,9 @@ class PPOTrainer:
         minibatch = minibatch.weighted(options.aggregation)
         self.optimizer.zero_grad(set_to_none=True)
         loss, microbatch_sums = torch.zeros((), device=self.device), []
-        for rows in microbatches(len(minibatch), options.microbatch_size):
+        for rows in microbatches(minibatch.batch.lengths, options.limits(self.model.packing)):
             micro = minibatch.select(rows)
-            layout = micro.batch.layout()
+            layout = self.model.layout(micro.batch)
             with self.model.autocast():
                 hidden, values = self.model(layout, detach_values=warming_up)
                 with torch.set_grad_enabled(not warming_up):
@@ -360,7 +359,8 @@ class PPOTrainer:
             part.backward()
             loss += part.detach()
             microbatch_sums.append(policy.sums)
-            meter.microbatch(policy.sums, value.detach())
+            sizes = {"useful": len(micro.batch.tokens), "computed": layout.input_ids.numel()}
+            meter.microbatch(policy.sums, value.detach(), **sizes)
         if options.ptx_coef and not warming_up:
             ptx_loss = self._add_pretraining_gradient(options)
             loss += options.ptx_coef * ptx_loss
@@ -388,8 +388,7 @@ class PPOTrainer:
         """The policy's loss from the hidden states that predict the response tokens."""
         head = self.model.head
         if options.objective == "penalty":
-            beta = self.state.policy_kl_control.coef
-            return penalty_loss(head, hidden, micro, beta, options)
+            return penalty_loss(head, hidden, micro, self.state.policy_kl_control.coef, options)
         if not options.kl_loss_coef or options.kl_loss_estimator != "full":
             return clipped_loss(head, hidden, micro, None, options)
         assert self.reference is not None
@@ -402,7 +401,7 @@ class PPOTrainer:
         blocks = self.pretraining.at(self.state.ptx_seen, options.ptx_batch_size, options.seed)
         self.state.ptx_seen += len(blocks)
         total = torch.zeros((), device=self.device)
-        for part in blocks.to(self.device).split(options.microbatch_size):
+        for part in blocks.to(self.device).split(options.limits().count(options.ptx_block_size)):
             with self.model.autocast():
                 loss = self.model.language_model_loss(part, options.backend)
                 loss = loss * (len(part) / len(blocks))
@@ -426,11 +425,11 @@ class PPOTrainer:
         scores = self.score(prompts, rollout, options)
         batch = Batch.of(prompts.token_ids, rollout.tokens, self.device)
         how = options.softmax
-        parts = [batch.select(rows) for rows in microbatches(len(batch), options.microbatch_size)]
-        found = Evaluation.joined([self.model.evaluate(part, **how) for part in parts])
+        parts = split(batch, options.limits(self.model.packing))
+        found = self.model.evaluate_parts(parts, **how)
         kl = 0.0
         if self.reference is not None:
-            ref_logprobs = self.reference.logprobs(parts, **how)
+            ref_logprobs = parts.in_order(self.reference.logprobs(parts.batches, **how))
             kl = sampled_kl(found.logprobs, ref_logprobs).sum().item() / len(batch)
         return {
             **response_metrics(scores, rollout),
@@ -479,6 +478,7 @@ class PPOTrainer:
             self.console.print(f"no checkpoint in {run_dir}: starting from the beginning")
         else:
             self._last_saved = self.state.iteration
+            self.engine.weights_changed(self.model)
             self.console.print(f"resuming from {path}")
 
     # ---------------------------------------------------------------------------- around a step
@@ -494,7 +494,7 @@ class PPOTrainer:
 
     def _warnings(self, metrics: dict[str, float]) -> list[str]:
         """What the watch says of the metrics, to which it adds; the terminal gets it too."""
-        sentences = self.state.watch(metrics)
+        sentences, self._notes = self._notes + self.state.watch(metrics), []
         for sentence in sentences:
             self.console.print(f"[yellow]iteration {self.state.iteration}: {sentence}")
         return sentences + [f"stopped: {sentence}" for sentence in self.state.watch.stopped_by]

@@ -1,35 +1,64 @@
-"""One small interface for rollouts: prompts in; tokens, lengths, finish reasons, logprobs out.
+"""One interface for rollouts: prompts in; tokens, finish reasons, logprobs and values out.
 
-It says nothing about how tokens are made, so an engine may be Hugging Face `generate` (the
-default), a compiled decoder or a server: anything with this `generate`.
+It says nothing about how tokens are made, so an engine may be a loop over the policy itself,
+Hugging Face `generate` or a server. What it must say is whether it reads the learner's own weights,
+and for each token the logprob under the distribution that the token was drawn from.
+
+Two logprobs differ where sampling is restricted (top-k, top-p, a minimum length, the repetition
+guard). With `m` the probability that softmax(z/T) has on the tokens that were left,
+
+    sampler_logprob = logprob − log m
+
+so `exp(logprob − sampler_logprob) = m` is the importance weight that corrects for the restriction.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 FINISHED = "stop"
-"""The response ended with a stop token, which is its last token."""
+"""The response ended with a stop token, which is its last token, or completed a stop string."""
 TRUNCATED = "length"
 """The response was cut off at `max_new_tokens`."""
 
 
 @dataclass(slots=True, frozen=True)
 class Sampling:
-    """How tokens are drawn. Logprobs are those of softmax(z/T), before top-k and top-p."""
+    """How tokens are drawn and when a response ends."""
 
     max_new_tokens: int
     temperature: float = 1.0
     top_k: int = 0
     """0 keeps the whole vocabulary."""
     top_p: float = 1.0
+    min_new_tokens: int = 0
+    """Before so many tokens no stop token is drawn and no stop string ends a response."""
+    no_repeat_ngram_size: int = 0
+    """n > 0: no n-gram of tokens comes twice in prompt and response."""
     stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    """A response ends with the token that completes one of them in its decoded text."""
     greedy: bool = False
+    """The likeliest token; `sampler_logprobs` are then those of drawing it."""
     extra: dict[str, object] = field(default_factory=dict)
     """Engine-specific options."""
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether tokens are drawn from less than softmax(z/T)."""
+        shortest = self.min_new_tokens > 0 and bool(self.stop_token_ids)
+        return (
+            self.top_k > 0
+            or self.top_p < 1
+            or shortest
+            or self.no_repeat_ngram_size > 0
+            or bool(self.extra)
+        )
 
     def shortened(self, max_new_tokens: int) -> Sampling:
         """The same, of at most so many tokens."""
@@ -38,14 +67,24 @@ class Sampling:
 
 @dataclass(slots=True)
 class Rollout:
-    """One response per prompt, in the prompts' order."""
+    """One response per prompt, in the prompts' order; tensors are fp32 on the CPU.
+
+    What is None the engine cannot tell.
+    """
 
     tokens: list[list[int]]
     """Response tokens, a stop token included."""
     finish_reasons: list[str]
     """`stop` or `length`."""
-    logprobs: list[Tensor]
-    """Each [length] fp32, nats, as the sampler saw them."""
+    sampler_logprobs: list[Tensor] | None = None
+    """Each [length], nats, of the distribution that the token was drawn from: after temperature and
+    every restriction. Every engine gives them; responses from elsewhere have none."""
+    logprobs: list[Tensor] | None = None
+    """Each [length], nats, of softmax(z/T) over the whole vocabulary."""
+    values: list[Tensor] | None = None
+    """Each [length], of the state before the token."""
+    final_values: Tensor | None = None
+    """[B], of the state after the last token where the response was cut off; 0 elsewhere."""
 
     @property
     def lengths(self) -> list[int]:
@@ -57,14 +96,61 @@ class Rollout:
         """[B] whether a response was cut off."""
         return [reason == TRUNCATED for reason in self.finish_reasons]
 
-    def extend(self, other: Rollout) -> None:
-        """Appends the responses of another batch of prompts."""
-        self.tokens += other.tokens
-        self.finish_reasons += other.finish_reasons
-        self.logprobs += other.logprobs
+    @classmethod
+    def joined(cls, parts: Sequence[Rollout]) -> Rollout:
+        """The responses of several batches of prompts, one batch after the other."""
+        found: dict[str, Any] = {}
+        for each in fields(cls):
+            values = [getattr(part, each.name) for part in parts]
+            if any(value is None for value in values):
+                found[each.name] = None
+            elif each.name == "final_values":
+                found[each.name] = torch.cat(values) if values else None
+            else:
+                found[each.name] = [item for value in values for item in value]
+        return cls(**found)
 
 
-class RolloutEngine(Protocol):
-    """What the trainer asks of an engine."""
+class RolloutEngine:
+    """What the trainer asks of an engine; subclasses give at least `generate`."""
 
-    def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout: ...
+    same_weights: bool = False
+    """Whether it reads the learner's own weights: in fp32 its logprobs are then the learner's."""
+
+    def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
+        """One response per prompt, from the policy's weights as they are now. All that is random
+        follows from torch's global CPU generator."""
+        raise NotImplementedError
+
+    def weights_changed(self, policy: Any) -> None:
+        """After an update and after a checkpoint was loaded: `policy` (the trainer's `ActorCritic`)
+        has other weights, so copies and caches of the old ones are to be replaced."""
+
+    def release(self) -> None:
+        """Before an update: gives back what the learner's memory is needed for."""
+
+
+def as_engine(engine: Any) -> RolloutEngine:
+    """The engine; an object that has `generate` alone becomes one of other weights.
+
+    Raises:
+        TypeError: it has no `generate`.
+    """
+    if isinstance(engine, RolloutEngine):
+        return engine
+    if not callable(getattr(engine, "generate", None)):
+        raise TypeError(
+            f"engine must have generate(prompt_ids, sampling) -> Rollout, got "
+            f"{type(engine).__name__}; fastppo.rollout.RolloutEngine is its base class"
+        )
+    return _GenerateAlone(engine)
+
+
+class _GenerateAlone(RolloutEngine):
+    """An object with `generate`, of which nothing else is known."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
+        return self.engine.generate(prompt_ids, sampling)

@@ -1,7 +1,7 @@
-"""The default engine: Hugging Face `generate` on the policy itself, so no weights are copied.
+"""Hugging Face `generate` on the policy itself: for any model that transformers can decode.
 
 `generate` keeps the logits of one step at a time. The sampled tokens' logprobs are taken from them
-step by step, so `[B, T, V]` is never held.
+step by step, so `[B, T, V]` is never held. It has no place for values.
 """
 
 from __future__ import annotations
@@ -10,36 +10,92 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from fastppo.functional.statistics import token_logprobs
 from fastppo.models.device import autocast
-from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling
+from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
+from fastppo.rollout.prompts import check_prompts, padded_left
+from fastppo.rollout.restrictions import NO_TOKEN, kept_tokens
+from fastppo.rollout.stopping import StopStrings
 
 
 class _SampledLogprobs(LogitsProcessor):
-    """Holds one step's logits until the token drawn from them is known, then only its logprob."""
+    """Restricts one step's logits, and holds them until the token drawn is known, then only its
+    logprobs.
 
-    def __init__(self, temperature: float) -> None:
-        self.temperature = temperature
-        self.pending: Tensor | None = None
-        self.steps: list[Tensor] = []
+    Args:
+        prompts: [B, W] int64 as `generate` got them, with `NO_TOKEN` where there is none.
+    """
+
+    def __init__(self, sampling: Sampling, prompts: Tensor) -> None:
+        self.sampling, self.prompts = sampling, prompts
+        self.pending: tuple[Tensor, Tensor | None] | None = None
+        self.logprobs: list[Tensor] = []
+        self.sampler_logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self.take(input_ids)
-        self.pending = scores
-        return scores
+        restricted = None
+        if self.sampling.is_restricted:
+            width = self.prompts.shape[1]
+            history = torch.cat([self.prompts, input_ids[:, width:]], dim=1)
+            tempered = scores / self.sampling.temperature
+            keep = kept_tokens(tempered, self.sampling, history, input_ids.shape[1] - width)
+            restricted = None if keep is None else scores.masked_fill(~keep, -torch.inf)
+        self.pending = (scores, restricted)
+        return scores if restricted is None else restricted
 
     def take(self, input_ids: Tensor) -> None:
-        """Records the logprob of the newest token under the logits that it was drawn from."""
-        if self.pending is not None:
-            drawn = input_ids[:, -1].contiguous()
-            self.steps.append(token_logprobs(self.pending, drawn, temperature=self.temperature))
-            self.pending = None
+        """Records the logprobs of the newest token under the logits that it was drawn from."""
+        if self.pending is None:
+            return
+        drawn = input_ids[:, -1].contiguous()
+        scores, restricted = self.pending
+        temperature = self.sampling.temperature
+        logprobs = token_logprobs(scores, drawn, temperature=temperature)
+        self.logprobs.append(logprobs)
+        if restricted is None:
+            self.sampler_logprobs.append(logprobs)
+        else:
+            # A finished row is filled with the pad token, which may be one of the forbidden.
+            self.sampler_logprobs.append(token_logprobs(restricted, drawn, temperature=temperature))
+        self.pending = None
 
 
-class GenerateEngine:
-    """`generate(prompt_ids, sampling)` with a transformers model, in batches of `batch_size`."""
+class _AtStopString(StoppingCriteria):
+    """Ends the rows that completed a stop string, and remembers where."""
+
+    def __init__(self, strings: StopStrings, width: int, shortest: int, rows: int) -> None:
+        self.strings, self.width, self.shortest = strings, width, shortest
+        self.lengths: list[int | None] = [None] * rows
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **more: Any) -> Tensor:
+        drawn = input_ids[:, self.width :].tolist()
+        length = len(drawn[0])
+        if length >= self.shortest:
+            for row, ended in enumerate(self.strings.ended(drawn)):
+                if ended and self.lengths[row] is None:
+                    self.lengths[row] = length
+        ended_rows = [length is not None for length in self.lengths]
+        return torch.tensor(ended_rows, dtype=torch.bool, device=input_ids.device)
+
+
+class GenerateEngine(RolloutEngine):
+    """`generate(prompt_ids, sampling)` with a transformers model, in batches of `batch_size`.
+
+    Args:
+        tokenizer: for stop strings alone.
+    """
+
+    same_weights = True
 
     def __init__(
         self,
@@ -48,47 +104,59 @@ class GenerateEngine:
         *,
         batch_size: int | None = None,
         compute_dtype: torch.dtype | None = None,
+        tokenizer: Any = None,
     ) -> None:
         self.model = model
         self.pad_token_id = pad_token_id
         self.batch_size = batch_size
         self.compute_dtype = compute_dtype
+        self.tokenizer = tokenizer
 
     @torch.no_grad()
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
         """Draws one response per prompt from the model's current weights.
 
         Raises:
-            ValueError: a prompt is empty.
+            ValueError: a prompt is empty; stop strings without a tokenizer.
         """
-        rollout = Rollout([], [], [])
+        check_prompts(prompt_ids)
+        strings = StopStrings(self.tokenizer, sampling.stop_strings)
         step = self.batch_size or max(1, len(prompt_ids))
-        for start in range(0, len(prompt_ids), step):
-            rollout.extend(self._generate_batch(prompt_ids[start : start + step], sampling))
-        return rollout
+        return Rollout.joined(
+            [
+                self._generate_batch(prompt_ids[start : start + step], sampling, strings)
+                for start in range(0, len(prompt_ids), step)
+            ]
+        )
 
-    def _generate_batch(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
+    def _generate_batch(
+        self, prompt_ids: list[list[int]], sampling: Sampling, strings: StopStrings
+    ) -> Rollout:
         device = self.model.device
-        longest = max(len(prompt) for prompt in prompt_ids)
-        if min(len(prompt) for prompt in prompt_ids) == 0:
-            raise ValueError("a prompt is empty: generation needs at least one token")
-        input_ids = torch.full((len(prompt_ids), longest), self.pad_token_id, dtype=torch.int64)
-        attention_mask = torch.zeros_like(input_ids)
-        for row, prompt in enumerate(prompt_ids):
-            input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-            attention_mask[row, longest - len(prompt) :] = 1
-        recorder = _SampledLogprobs(sampling.temperature)
+        input_ids, mask = padded_left(prompt_ids, self.pad_token_id)
+        width = input_ids.shape[1]
+        recorder = _SampledLogprobs(sampling, input_ids.masked_fill(mask == 0, NO_TOKEN).to(device))
+        at_string = _AtStopString(strings, width, sampling.min_new_tokens, len(prompt_ids))
+        criteria = StoppingCriteriaList([at_string] if sampling.stop_strings else [])
         precision = autocast(device, self.compute_dtype)
         with _generation_config(self.model, self.pad_token_id, sampling), precision:
             output = self.model.generate(  # type: ignore[operator]
                 input_ids=input_ids.to(device),
-                attention_mask=attention_mask.to(device),
+                attention_mask=mask.to(device),
                 logits_processor=LogitsProcessorList([recorder]),
+                stopping_criteria=criteria,
             )
         recorder.take(output)
-        drawn = output[:, longest:].cpu()
-        logprobs = torch.stack(recorder.steps, dim=1).cpu()
-        return _cut_at_stop(drawn, logprobs, set(sampling.stop_token_ids))
+        rollout = _cut_at_stop(
+            output[:, width:].cpu(),
+            torch.stack(recorder.sampler_logprobs, dim=1).cpu(),
+            torch.stack(recorder.logprobs, dim=1).cpu(),
+            set(sampling.stop_token_ids),
+            at_string.lengths,
+        )
+        if sampling.extra:
+            rollout.logprobs = None  # what those options did to the logits is not known here
+        return rollout
 
 
 class _generation_config:  # noqa: N801 (a context manager, used as a function)
@@ -99,12 +167,9 @@ class _generation_config:  # noqa: N801 (a context manager, used as a function)
         self.model, self.replaced = model, model.generation_config
         drawn: dict[str, Any] = {"do_sample": False}
         if not sampling.greedy:
-            drawn = {
-                "do_sample": True,
-                "temperature": sampling.temperature,
-                "top_k": sampling.top_k,
-                "top_p": sampling.top_p,
-            }
+            # Restrictions are the logits processor's, which records what they leave.
+            temperature = sampling.temperature
+            drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         self.ours = GenerationConfig(
             max_new_tokens=sampling.max_new_tokens,
             eos_token_id=list(sampling.stop_token_ids) or None,
@@ -124,13 +189,29 @@ class _generation_config:  # noqa: N801 (a context manager, used as a function)
         self.model.train(self.was_training)
 
 
-def _cut_at_stop(drawn: Tensor, logprobs: Tensor, stop: set[int]) -> Rollout:
-    """Responses up to and with their first stop token; what follows it is never looked at."""
-    rollout = Rollout([], [], [])
-    for tokens, token_logprobs_ in zip(drawn.tolist(), logprobs, strict=True):
-        end = next((i for i, token in enumerate(tokens) if token in stop), None)
-        length = len(tokens) if end is None else end + 1
+def _cut_at_stop(
+    drawn: Tensor,
+    sampler_logprobs: Tensor,
+    logprobs: Tensor,
+    stop: set[int],
+    string_lengths: list[int | None],
+) -> Rollout:
+    """Responses up to and with their first stop token, or the token that completed a stop string;
+    what follows it is never looked at.
+
+    Args:
+        drawn, sampler_logprobs, logprobs: [B, T].
+        string_lengths: [B] tokens with which a stop string was complete, None where none was.
+    """
+    cut: list[Tensor] = []
+    sampler_cut: list[Tensor] = []
+    rollout = Rollout([], [], sampler_cut, cut)
+    for row, (tokens, at_string) in enumerate(zip(drawn.tolist(), string_lengths, strict=True)):
+        at_token = next((i + 1 for i, token in enumerate(tokens) if token in stop), None)
+        ends = [end for end in (at_token, at_string) if end is not None]
+        length = min(ends, default=len(tokens))
         rollout.tokens.append(tokens[:length])
-        rollout.finish_reasons.append(TRUNCATED if end is None else FINISHED)
-        rollout.logprobs.append(token_logprobs_[:length])
+        rollout.finish_reasons.append(FINISHED if ends else TRUNCATED)
+        sampler_cut.append(sampler_logprobs[row, :length])
+        cut.append(logprobs[row, :length])
     return rollout

@@ -1,10 +1,11 @@
-"""Checkpoints: everything a run needs to go on, as safetensors and JSON, written or not at all.
+"""Checkpoints of a PPO run: what has changed in it, as safetensors and JSON, whole or not at all.
 
 A checkpoint is written to a temporary directory beside its place and renamed into it, so a run
 that is killed while writing leaves the older one whole. It holds the trained weights (value head
-included), the optimiser's state, the random states of torch, numpy and Python, and the counters
-from which all else follows: the schedules and the position in the prompts. On a CPU a resumed run
-ends in the same bits as one that was never stopped.
+included), the optimiser's state, a reference that was refreshed, the random states of torch, NumPy
+and Python, and `RunState.state_dict`: counters, controllers of β, the scores' running scale,
+histories. Schedules and the position in the prompts follow from the counters. On a CPU a resumed
+run ends in the same bits as one that was never stopped.
 """
 
 from __future__ import annotations

@@ -168,7 +168,8 @@ class WeightOptions(Options):
 
     param_dtype: Literal["float32", "bfloat16"] = option(
         "float32",
-        "Dtype of the weights; float32 keeps small updates that bfloat16 would round away",
+        "Dtype of the model's weights; in PPO the optimiser keeps bfloat16's in float32 besides, "
+        "in the stages before it small updates are rounded away",
     )
     precision: Literal["auto", "bf16", "fp32"] = option(
         "auto", "Compute dtype: bf16 (autocast) or fp32; auto is bf16 on a GPU, fp32 on a CPU"

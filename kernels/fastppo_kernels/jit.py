@@ -92,6 +92,7 @@ def sampled_kl(difference, ESTIMATOR: tl.constexpr):
     elif ESTIMATOR == "k2":
         return 0.5 * difference * difference, difference
     else:
+        tl.static_assert(ESTIMATOR == "k3", "expected k1, k2 or k3")
         inside = tl.abs(difference) <= RATIO_LIMIT
         limited = between(-difference, -RATIO_LIMIT, RATIO_LIMIT)
         value = tl.where(inside, _exp_excess(limited), tl.exp(limited) - 1 + difference)

@@ -22,7 +22,6 @@ def test_response_tokens_are_packed_in_order_whatever_they_are() -> None:
     assert BATCH.response_tokens.tolist() == [1, 1, 4, 2, 1, 3]
     assert BATCH.cu_seqlens.tolist() == [0, 3, 4, 6]
     assert BATCH.response_count == 6
-    assert BATCH.layout().attention_mask.sum(1).tolist() == [5, 2, 5]
 
 
 def test_a_layout_holds_each_sequence_as_a_row() -> None:
@@ -30,7 +29,7 @@ def test_a_layout_holds_each_sequence_as_a_row() -> None:
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         length = len(prompt) + len(response)
         assert layout.input_ids[row, :length].tolist() == prompt + response
-        assert layout.attention_mask[row].tolist() == [1] * length + [0] * (5 - length)
+        assert layout.input_ids[row, length:].tolist() == [0] * (5 - length)
 
 
 def test_the_position_before_a_token_predicts_it() -> None:
@@ -40,6 +39,20 @@ def test_the_position_before_a_token_predicts_it() -> None:
     assert column.tolist() == [1, 2, 3, 0, 2, 3]
     assert (layout.final // 5).tolist() == [0, 1, 2]
     assert (layout.final % 5).tolist() == [4, 1, 4]
+
+
+def test_a_packed_layout_holds_all_sequences_in_one_row() -> None:
+    layout = BATCH.packed_layout()
+    assert layout.input_ids.tolist() == [[5, 6, 1, 1, 4, 7, 2, 8, 9, 10, 1, 3]]
+    assert layout.predicting.tolist() == [1, 2, 3, 5, 9, 10]
+    assert layout.final.tolist() == [4, 6, 11]
+    assert layout.packing is not None
+    assert layout.packing.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]]
+    assert layout.packing.cu_seqlens.tolist() == [0, 5, 7, 12]
+    assert layout.packing.cu_seqlens.dtype == torch.int32
+    assert layout.packing.longest == 5
+    nothing = BATCH.select(torch.tensor([], dtype=torch.int64)).packed_layout()
+    assert nothing.input_ids.shape == (1, 0)
 
 
 def test_selecting_sequences_selects_their_tokens_in_the_order_asked_for() -> None:
@@ -82,9 +95,12 @@ def test_dtypes_and_places_are_those_that_are_stated() -> None:
     for lengths in (batch.prompt_lengths, batch.response_lengths, batch.lengths):
         assert (lengths.device.type, lengths.dtype) == ("cpu", torch.int64)
     assert batch.response_count == 6
-    assert {x.device.type for x in batch.layout()} == {"meta"}
+    assert {x.device.type for x in batch.layout() if x is not None} == {"meta"}
+    packed = batch.packed_layout()
+    assert packed.packing is not None
+    assert {x.device.type for x in (*packed[:3], *packed.packing[:2])} == {"meta"}
     assert batch.cu_seqlens.device.type == batch.response_tokens.device.type == "meta"
-    assert {x.dtype for x in BATCH.layout()} == {torch.int64}
+    assert {x.dtype for x in BATCH.layout() if x is not None} == {torch.int64}
 
 
 def test_a_batch_cannot_be_changed() -> None:

@@ -1,28 +1,83 @@
-"""How a batch is cut: consecutive sequences, none twice and none left out."""
+"""How a batch is cut: no sequence twice and none left out, like lengths together, within limits."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fastppo.data.batch import Batch
-from fastppo.data.microbatches import microbatches
+from fastppo.data.microbatches import Limits, microbatches, split
+
+BATCH = Batch.of([[5, 6], [7], [8, 9, 10], [4]], [[1, 1, 4], [2], [1, 3, 5, 6], [3, 2, 8]])
 
 
 @pytest.mark.parametrize(
-    ("count", "size", "sizes"),
-    [(5, 2, [2, 2, 1]), (4, 2, [2, 2]), (3, 16, [3]), (1, 1, [1]), (0, 2, [])],
+    ("lengths", "size", "rows"),
+    [
+        ([3, 9, 5, 7, 1], 2, [[1, 3], [2, 0], [4]]),
+        ([4, 4, 4, 4], 2, [[0, 1], [2, 3]]),
+        ([3, 9, 5], 16, [[0, 1, 2]]),  # all fit into one, which keeps the order
+        ([2], 1, [[0]]),
+        ([], 2, []),
+    ],
 )
-def test_microbatches_are_consecutive_and_hold_every_sequence_once(count, size, sizes) -> None:
-    cut = microbatches(count, size)
-    assert [len(rows) for rows in cut] == sizes
-    assert [row for rows in cut for row in rows.tolist()] == list(range(count))
-    assert all(rows.dtype == torch.int64 and rows.device.type == "cpu" for rows in cut)
+def test_the_longest_sequences_go_first(lengths, size, rows) -> None:
+    cut = microbatches(torch.tensor(lengths, dtype=torch.int64), Limits(size))
+    assert [each.tolist() for each in cut] == rows
+    assert all(each.dtype == torch.int64 and each.device.type == "cpu" for each in cut)
 
 
-def test_their_rows_select_the_sequences_of_a_batch() -> None:
-    batch = Batch.of([[5, 6], [7], [8, 9, 10]], [[1, 1, 4], [2], [1, 3]])
-    parts = [batch.select(rows) for rows in microbatches(len(batch), 2)]
-    assert [len(part) for part in parts] == [2, 1]
-    packed = torch.cat([part.response_tokens for part in parts])
-    assert torch.equal(packed, batch.response_tokens)
+@pytest.mark.parametrize(
+    ("tokens", "packed", "rows"),
+    [
+        (12, False, [[1], [3], [2, 0], [4]]),  # 9; 7; 2 · 5, and a third row would make 15; 1
+        (12, True, [[1], [3, 2], [0, 4]]),  # 9; 7 + 5; 3 + 1
+        (14, False, [[1], [3, 2], [0, 4]]),
+        (45, False, [[0, 1, 2, 3, 4]]),
+        (25, True, [[0, 1, 2, 3, 4]]),
+        (1, False, [[1], [3], [2], [0], [4]]),  # each is longer than the budget
+    ],
+)
+def test_tokens_are_those_that_are_computed(tokens, packed, rows) -> None:
+    """Padding counts, unless sequences are packed. The number of sequences does not."""
+    cut = microbatches(torch.tensor([3, 9, 5, 7, 1]), Limits(2, tokens, packed))
+    assert [each.tolist() for each in cut] == rows
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), max_size=30),
+    tokens=st.integers(1, 120),
+    packed=st.booleans(),
+)
+def test_every_sequence_is_in_one_microbatch_within_the_budget(lengths, tokens, packed) -> None:
+    cut = microbatches(torch.tensor(lengths, dtype=torch.int64), Limits(4, tokens, packed))
+    assert sorted(row for rows in cut for row in rows.tolist()) == list(range(len(lengths)))
+    for rows in cut:
+        found = [lengths[row] for row in rows]
+        computed = sum(found) if packed else len(found) * max(found)
+        assert computed <= tokens or len(found) == 1
+
+
+def test_sequences_of_one_length_are_counted() -> None:
+    assert Limits(16).count(10) == 16
+    assert Limits(16, 50).count(10) == 5
+    assert Limits(16, 5).count(10) == 1
+
+
+@pytest.mark.parametrize("limits", [Limits(1), Limits(3), Limits(16), Limits(1, tokens=10)])
+def test_what_is_found_in_parts_comes_back_in_the_order_of_the_batch(limits: Limits) -> None:
+    parts = split(BATCH, limits)
+    assert sum(map(len, parts.batches)) == len(BATCH)
+    tokens = torch.cat([part.response_tokens for part in parts.batches])
+    assert torch.equal(parts.in_order(tokens), BATCH.response_tokens)
+    lengths = torch.cat([part.lengths for part in parts.batches])
+    assert torch.equal(parts.sequences_in_order(lengths), BATCH.lengths)
+
+
+def test_a_batch_that_fits_is_not_copied() -> None:
+    (part,) = split(BATCH, Limits(4)).batches
+    assert part is BATCH
+    nothing = BATCH.select(torch.tensor([], dtype=torch.int64))
+    assert split(nothing, Limits(4)).batches == []

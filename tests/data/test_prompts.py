@@ -78,3 +78,10 @@ def test_selected_prompts_are_in_the_order_asked_for_with_all_that_is_theirs() -
     assert (some.prompts, some.token_ids) == (["c", "a", "c"], [[3], [1], [3]])
     assert some.columns == {"n": [30, 10, 30]}
     assert (len(some), len(prompts)) == (3, 3)
+
+
+def test_each_prompt_may_come_several_times_in_a_row() -> None:
+    prompts = Prompts(list("abcde"), [[i] for i in range(5)], {"wanted": list("ABCDE")})
+    once, thrice = prompts.at(3, 4, seed=3), prompts.at(3, 4, 3, samples=3)
+    assert thrice.prompts == [each for each in once.prompts for _ in range(3)]
+    assert thrice.columns["wanted"] == [each.upper() for each in thrice.prompts]

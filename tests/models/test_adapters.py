@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from fastppo.data.batch import Batch
 from fastppo.models.adapters import add_adapters, merged_state
+from fastppo.models.device import cast_frozen
 from fastppo.models.policy import ActorCritic, LanguageModel
 
 BATCH = Batch.of([[5, 9], [7, 8, 6, 12]], [[10, 11, 1], [13, 3]])
@@ -61,6 +62,23 @@ def test_a_merged_state_is_what_peft_merges_and_leaves_the_model_as_it_is(
         assert torch.equal(value, before[name]), name
     for name, value in peft.merge_and_unload().state_dict().items():
         torch.testing.assert_close(merged[name], value, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_adapters_on_frozen_weights_in_bf16_are_merged_in_fp32() -> None:
+    """bfloat16 would round most of an adapter of this size away."""
+    model = tiny.model()
+    add_adapters(model, rank=2, alpha=8.0, target_modules=["q_proj"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=1e-4)
+    cast_frozen(model.base_model, torch.bfloat16)
+    merged = merged_state(model)
+    assert {value.dtype for value in merged.values()} == {torch.float32}
+    layer = model.base_model.layers[0].self_attn.q_proj
+    wanted = layer.base_layer.weight.float() + layer.get_delta_weight("default")
+    assert torch.equal(merged["model.layers.0.self_attn.q_proj.weight"], wanted)
+    assert layer.base_layer.weight.dtype == torch.bfloat16
 
 
 def test_rank_scale_and_modules_are_those_that_are_asked_for() -> None:

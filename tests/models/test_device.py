@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import tiny
 import torch
 
-from fastppo.models.device import autocast, choose_device, compute_dtype
+from fastppo.models.device import autocast, cast_frozen, choose_device, compute_dtype
+from fastppo.models.policy import LanguageModel
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -60,3 +62,28 @@ def test_matrix_products_are_in_the_compute_dtype(dtype, found) -> None:
     with autocast(CPU, dtype):
         assert (x @ x).dtype == (found or torch.float32)
     assert (x @ x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
+def test_a_frozen_trunk_cast_once_gives_the_bits_of_autocast(architecture: str) -> None:
+    model = LanguageModel(tiny.model(architecture), compute_dtype=torch.bfloat16)
+    model.requires_grad_(False)
+    trunk = model.causal_lm.base_model
+    size = sum(p.numel() * p.element_size() for p in trunk.parameters())
+    batch = tiny.random_batch()
+    wanted = model.response_logprobs(batch)
+    cast_frozen(trunk, torch.bfloat16)
+    assert torch.equal(model.response_logprobs(batch), wanted)
+    assert sum(p.numel() * p.element_size() for p in trunk.parameters()) < 0.65 * size
+    assert model.head.weight.dtype == torch.float32
+
+
+def test_what_is_trained_or_computed_in_fp32_is_not_cast() -> None:
+    trunk = tiny.model().base_model
+    cast_frozen(trunk, torch.bfloat16)
+    assert {p.dtype for p in trunk.parameters()} == {torch.float32}
+    cast_frozen(trunk.requires_grad_(False), None)
+    assert {p.dtype for p in trunk.parameters()} == {torch.float32}
+    cast_frozen(trunk, torch.bfloat16)
+    assert {p.dtype for p in trunk.parameters() if p.dim() < 2} == {torch.float32}
+    assert trunk.embed_tokens.weight.dtype == torch.float32

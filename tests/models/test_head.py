@@ -19,7 +19,7 @@ LAYOUT = BATCH.layout()
 
 def _model_logits(causal_lm) -> torch.Tensor:
     """[N, V], the model's own at the positions that predict responses."""
-    logits = causal_lm(input_ids=LAYOUT.input_ids, attention_mask=LAYOUT.attention_mask).logits
+    logits = causal_lm(input_ids=LAYOUT.input_ids).logits
     return logits.flatten(0, 1)[LAYOUT.predicting]
 
 

@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM
 
 import fastppo
 from fastppo.data.batch import Batch
+from fastppo.data.microbatches import Limits, split
 from fastppo.models.adapters import add_adapters
-from fastppo.models.policy import ActorCritic, Evaluation, LanguageModel
+from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.value import BranchValue
 
 BATCH = Batch.of([[5, 9], [7, 8, 6, 12]], [[10, 11, 1], [13, 3]])
@@ -96,10 +97,11 @@ def test_an_evaluation_is_of_the_tokens_and_of_the_states_around_them() -> None:
 def test_evaluations_of_parts_join_to_that_of_the_whole() -> None:
     actor = ActorCritic(tiny.model())
     torch.nn.init.normal_(actor.value_function.head.weight)
-    parts = [actor.evaluate(BATCH.select(torch.tensor([row]))) for row in range(len(BATCH))]
     whole = actor.evaluate(BATCH)
-    for joined, wanted in zip(Evaluation.joined(parts), whole, strict=True):
-        torch.testing.assert_close(joined, wanted, rtol=1e-5, atol=1e-5)
+    for limits in (Limits(1), Limits(2), Limits(16, tokens=9), Limits(16)):
+        parts = split(BATCH, limits)
+        for joined, wanted in zip(actor.evaluate_parts(parts), whole, strict=True):
+            torch.testing.assert_close(joined, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "opt"])

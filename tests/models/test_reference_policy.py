@@ -23,9 +23,7 @@ def _log_softmax(causal_lm: Any) -> torch.Tensor:
     for batch in BATCHES:
         layout = batch.layout()
         with torch.no_grad():
-            logits = causal_lm(
-                input_ids=layout.input_ids, attention_mask=layout.attention_mask
-            ).logits
+            logits = causal_lm(input_ids=layout.input_ids).logits
         rows.append(logits.flatten(0, 1)[layout.predicting])
     return (torch.cat(rows) / TEMPERATURE).log_softmax(1)
 

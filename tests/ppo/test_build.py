@@ -15,6 +15,7 @@ from fastppo.models.value import BranchValue, CriticValue, DetachedValue, Shared
 from fastppo.ppo.build import Parts, build
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
+from fastppo.rollout.decoder import DecoderEngine
 from fastppo.rollout.generate import GenerateEngine
 from runs import make_trainer, scores_of
 
@@ -74,15 +75,25 @@ def test_sampling_stops_and_draws_as_the_options_say(tmp_path: Path) -> None:
     assert (sampling.max_new_tokens, sampling.temperature) == (5, 0.7)
     assert (sampling.top_k, sampling.top_p, sampling.greedy) == (9, 0.9, False)
     assert sampling.stop_token_ids == (7, 8)
+    sampling = _parts(
+        tmp_path, min_new_tokens=2, no_repeat_ngram_size=3, stop_strings=["w1"]
+    ).sampling
+    assert (sampling.min_new_tokens, sampling.no_repeat_ngram_size) == (2, 3)
+    assert sampling.stop_strings == ("w1",)
     assert _parts(tmp_path).sampling.stop_token_ids == (tiny.tokenizer().eos_token_id,)
 
 
 def test_the_engine_samples_from_the_policy_itself_unless_another_is_given(tmp_path: Path) -> None:
-    parts = _parts(tmp_path, generate_batch_size=3, precision="bf16")
+    parts = _parts(tmp_path, generate_batch_size=3, bootstrap_truncated=True)
+    assert isinstance(parts.engine, DecoderEngine)
+    assert parts.engine.policy is parts.model
+    assert (parts.engine.batch_size, parts.engine.final_values) == (3, True)
+    assert parts.notes == []
+    parts = _parts(tmp_path, generate_batch_size=3, precision="bf16", rollout="generate")
     assert isinstance(parts.engine, GenerateEngine)
     assert parts.engine.model is parts.model.causal_lm
     assert (parts.engine.batch_size, parts.engine.compute_dtype) == (3, torch.bfloat16)
-    engine = object()
+    engine = GenerateEngine(tiny.model(), 0)
     assert _parts(tmp_path, engine=engine).engine is engine
 
 
@@ -332,3 +343,19 @@ def test_a_reward_may_not_take_the_ensembles_name(tmp_path: Path) -> None:
     (tmp_path / "many.py").write_text("def one(prompts, completions):\n    return [1.0]\n")
     with pytest.raises(ValueError, match="a reward is called 'ensemble'"):
         make_trainer(tmp_path, rewards=[ensemble], reward_ensemble=[f"{tmp_path}/many.py:one"] * 2)
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_frozen_weights_of_a_bf16_run_are_in_bf16_and_trained_ones_are_not(
+    lora: int, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, precision="bf16", lora_rank=lora, kl_coef=0.1)
+    frozen = trainer.reference.frozen or trainer.model
+    dtypes = {m.weight.dtype for m in frozen.causal_lm.base_model.modules() if _is_frozen(m)}
+    assert dtypes == {torch.bfloat16}
+    assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
+    assert trainer.train()["kl"] is not None
+
+
+def _is_frozen(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Linear) and not module.weight.requires_grad

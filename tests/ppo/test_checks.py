@@ -19,11 +19,12 @@ from fastppo.ppo.checks import (
     check_scores,
     odd_options,
     random_state_restored,
+    rounding_tolerance,
     skip_step,
 )
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.state import RunState
-from fastppo.rollout import Rollout
+from fastppo.rollout import Rollout, RolloutEngine
 from fastppo.run.watch import load_batch
 from runs import first_experience, make_trainer, one_step
 
@@ -41,7 +42,7 @@ def test_the_self_check_sees_a_reference_that_is_not_fresh(tmp_path: Path) -> No
 
 
 def test_the_self_check_sees_a_sampler_of_another_policy(tmp_path: Path) -> None:
-    class Stale:
+    class Stale(RolloutEngine):
         def __init__(self, engine) -> None:
             self.engine = engine
 
@@ -60,7 +61,7 @@ def test_the_self_check_takes_a_few_short_responses_and_no_random_numbers(tmp_pa
     trainer = make_trainer(tmp_path, max_new_tokens=20)
     asked = []
 
-    class Recorded:
+    class Recorded(RolloutEngine):
         def generate(self, prompt_ids, sampling) -> Rollout:
             asked.append((len(prompt_ids), sampling.max_new_tokens))
             return trainer.engine.generate(prompt_ids, sampling)
@@ -103,7 +104,7 @@ def test_the_tolerance_is_that_of_the_compute_dtype(precision: str, tmp_path: Pa
     trainer = make_trainer(tmp_path, precision=precision, kl_coef=0.0)
     engine = trainer.engine
 
-    class Near:
+    class Near(RolloutEngine):
         def generate(self, prompt_ids, sampling) -> Rollout:
             rollout = engine.generate(prompt_ids, sampling)
             own = trainer.model.evaluate(Batch.of(prompt_ids, rollout.tokens)).logprobs
@@ -116,6 +117,86 @@ def test_the_tolerance_is_that_of_the_compute_dtype(precision: str, tmp_path: Pa
     else:
         with pytest.raises(RuntimeError, match=r"by up to 0\.05 nats \(tolerance 0\.001\)"):
             trainer.self_check(trainer.prompts)
+
+
+def _with_logits_up_to(model, batch: Batch, largest: float) -> None:
+    """Scales the lm-head so that the largest logit of the batch has this size, as trained models'
+    have."""
+    with torch.no_grad(), model.autocast():
+        now = model.head.logits(model.hidden(batch.layout())).abs().max()
+        model.head.weight.mul_(largest / now)
+
+
+@pytest.mark.parametrize("largest", [8, 33, 67])
+def test_logits_as_large_as_trained_ones_pass_under_bf16(largest: float, tmp_path: Path) -> None:
+    """One step of bf16 is 0.125 for logits between 16 and 32, so no fixed bound fits them all."""
+    trainer = make_trainer(tmp_path, precision="bf16", rollout="generate", kl_coef=0.0)
+    few = trainer.prompts.token_ids[:CHECKED_PROMPTS]
+    rollout = trainer.engine.generate(few, trainer.sampling)
+    batch = Batch.of(few, rollout.tokens)
+    _with_logits_up_to(trainer.model, batch, largest)
+    wanted = max(0.1, 4 * 2**-8 * largest)
+    assert rounding_tolerance(trainer.model, batch) == pytest.approx(wanted, rel=0.02)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        trainer.prompts.token_ids[:CHECKED_PROMPTS] = [[5 + seed, 9, 4], [7], [8, 3, 6, 12], [2]]
+        state = torch.get_rng_state()
+        trainer.self_check(trainer.prompts)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("largest", [8, 33, 67])
+@pytest.mark.parametrize("mistake", ["positions", "weights"])
+def test_a_real_mistake_is_refused_under_bf16_too(
+    mistake: str, largest: float, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, precision="bf16", rollout="generate", kl_coef=0.0)
+    few = trainer.prompts.token_ids[:CHECKED_PROMPTS]
+    batch = Batch.of(few, trainer.engine.generate(few, trainer.sampling).tokens)
+    _with_logits_up_to(trainer.model, batch, largest)
+    own = trainer.engine
+
+    class Mistaken(RolloutEngine):
+        def generate(self, prompt_ids, sampling) -> Rollout:
+            rollout = own.generate(prompt_ids, sampling)
+            other = tiny.model(seed=1) if mistake == "weights" else trainer.model.causal_lm
+            with torch.no_grad():
+                if mistake == "weights":
+                    other.get_output_embeddings().weight.copy_(trainer.model.head.weight)
+                shift = 9 if mistake == "positions" else 0
+                found = []
+                for prompt, response in zip(prompt_ids, rollout.tokens, strict=True):
+                    ids = torch.tensor([prompt + response])
+                    at = torch.arange(ids.shape[1]).unsqueeze(0)
+                    at[:, len(prompt) :] += shift
+                    logits = other(ids, position_ids=at).logits[0, len(prompt) - 1 : -1]
+                    logprobs = logits.float().log_softmax(-1)
+                    found.append(logprobs[range(len(response)), response])
+            rollout.logprobs = found
+            return rollout
+
+    trainer.engine = Mistaken()
+    with pytest.raises(RuntimeError, match="the sampler's logprobs differ"):
+        trainer.self_check(trainer.prompts)
+
+
+def test_what_a_restriction_adds_to_the_samplers_logprobs_is_no_mistake(tmp_path: Path) -> None:
+    """An engine that tells only what it drew from: higher is a restriction, lower a mistake."""
+    trainer = make_trainer(tmp_path, top_k=5)
+    own, added = trainer.engine, 0.0
+
+    class Processed(RolloutEngine):
+        def generate(self, prompt_ids, sampling) -> Rollout:
+            rollout = own.generate(prompt_ids, sampling)
+            rollout.logprobs = None
+            rollout.sampler_logprobs = [each + added for each in rollout.sampler_logprobs]
+            return rollout
+
+    trainer.engine = Processed()
+    trainer.self_check(trainer.prompts)
+    added = -9.0
+    with pytest.raises(RuntimeError, match="the sampler's logprobs differ"):
+        trainer.self_check(trainer.prompts)
 
 
 def test_random_draws_inside_leave_no_trace_outside() -> None:
@@ -149,8 +230,8 @@ GOOD = ([[4, 5], [6]], [[7, 1], [8]], ["stop", "length"])
 
 
 def test_responses_that_fit_pass() -> None:
-    check_responses(*GOOD, vocabulary=9, context=4)
-    check_responses(*GOOD, vocabulary=9, context=None)
+    check_responses(GOOD[0], Rollout(*GOOD[1:]), vocabulary=9, context=4)
+    check_responses(GOOD[0], Rollout(*GOOD[1:]), vocabulary=9, context=None)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +250,7 @@ def test_responses_that_fit_pass() -> None:
 )
 def test_responses_that_do_not_fit_are_refused(prompts, responses, reasons, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        check_responses(prompts, responses, reasons, vocabulary=9, context=4)
+        check_responses(prompts, Rollout(responses, reasons), vocabulary=9, context=4)
 
 
 @pytest.mark.parametrize("scores", [[1, 2.5], (1.0, 2.5), torch.tensor([1.0, 2.5]).double()])

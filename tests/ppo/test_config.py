@@ -116,6 +116,15 @@ def test_a_threshold_that_cannot_be_read_is_refused() -> None:
             "rollout_batch_size must be a multiple of minibatches, got 10 and 4",
         ),
         (
+            {"samples_per_prompt": 5},
+            "rollout_batch_size counts responses and must be a multiple of samples_per_prompt, "
+            "got 64 and 5",
+        ),
+        (
+            {"min_new_tokens": 9, "max_new_tokens": 8},
+            "min_new_tokens must be at most max_new_tokens, got 9 and 8",
+        ),
+        (
             {"rewards": ["a:b"], "reward_weights": [1.0, 2.0]},
             "reward_weights must be one per reward: got 2 for 1 rewards",
         ),

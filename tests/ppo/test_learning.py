@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -15,7 +16,7 @@ from fastppo.run.log import read_jsonl
 from runs import make_trainer
 
 
-def _rewards(tmp_path: Path, seed: int) -> list[float]:
+def _rewards(tmp_path: Path, seed: int, dtype: str = "float32", **more: Any) -> list[float]:
     """Mean reward of each iteration; a policy at random gets about 1/43, the best gets 1."""
     config = PPOConfig(
         **tiny.options(
@@ -26,10 +27,13 @@ def _rewards(tmp_path: Path, seed: int) -> list[float]:
             learning_rate=2e-3,
             kl_coef=0.0,
             seed=seed,
+            param_dtype=dtype,
+            **more,
         )
     )
     torch.manual_seed(seed)
     model = tiny.AutoModelForCausalLM.from_config(tiny.CONFIGS["llama"]())
+    model = model.to(getattr(torch, dtype))
     PPOTrainer(
         config,
         model=model,
@@ -43,6 +47,19 @@ def _rewards(tmp_path: Path, seed: int) -> list[float]:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_reward_rises(seed: int, tmp_path: Path) -> None:
     rewards = _rewards(tmp_path, seed)
+    assert rewards[0] < 0.1
+    assert rewards[-1] > 0.5
+
+
+def test_the_reward_rises_with_weights_in_bf16_and_fp32_masters(tmp_path: Path) -> None:
+    """One seed here; five on the demo's task are `docs/study_weight_dtypes.py`."""
+    rewards = _rewards(tmp_path, 0, "bfloat16")
+    assert rewards[0] < 0.1
+    assert rewards[-1] > 0.5
+
+
+def test_the_reward_rises_with_token_budgets_and_packed_rows(tmp_path: Path) -> None:
+    rewards = _rewards(tmp_path, 0, microbatch_tokens=256, packing="on")
     assert rewards[0] < 0.1
     assert rewards[-1] > 0.5
 

@@ -61,16 +61,19 @@ def test_metrics_are_means_over_all_tokens_however_they_were_cut() -> None:
     logits, advantages = torch.randn(6, 5), torch.randn(6)
     weights = torch.full((6,), 1 / 6)
     whole, parts = Meter(), Meter()
-    whole.microbatch(_loss(logits, advantages, weights).sums, torch.tensor(0.6))
+    whole.microbatch(
+        _loss(logits, advantages, weights).sums, torch.tensor(0.6), useful=6, computed=8
+    )
     for rows, value in ((slice(0, 5), 0.5), (slice(5, 6), 0.1)):
         sums = _loss(logits[rows], advantages[rows], weights[rows]).sums
-        parts.microbatch(sums, torch.tensor(value))
+        parts.microbatch(sums, torch.tensor(value), useful=3, computed=4)
     for meter in (whole, parts):
         meter.minibatch(loss=0.25, grad_norm=2.0)
     assert whole.metrics() == pytest.approx(parts.metrics(), rel=1e-5)
     p = logits.log_softmax(1)
     assert whole.metrics()["entropy"] == pytest.approx(-(p.exp() * p).sum(1).mean().item())
     assert whole.metrics()["value_loss"] == pytest.approx(0.6)
+    assert whole.metrics()["useful_share"] == 0.75
 
 
 def test_losses_and_what_a_step_reports_are_means_over_the_steps() -> None:
@@ -80,7 +83,7 @@ def test_losses_and_what_a_step_reports_are_means_over_the_steps() -> None:
         torch.manual_seed(seed)
         out = _loss(torch.randn(4, 5), torch.randn(4), torch.full((4,), 0.25))
         found.append(out.metrics["policy_loss"].item())
-        meter.microbatch(out.sums, torch.tensor(value))
+        meter.microbatch(out.sums, torch.tensor(value), useful=3, computed=4)
         meter.minibatch(loss=loss, learning_rate=1e-3)
     metrics = meter.metrics()
     assert metrics["policy_loss"] == pytest.approx(sum(found) / 2, rel=1e-5)

@@ -51,6 +51,11 @@ def _kl(estimator: str, logprobs: torch.Tensor, ref: torch.Tensor) -> torch.Tens
     return {"k1": d, "k2": d.square() / 2, "k3": (-d).exp() - 1 + d}[estimator]
 
 
+WEIGHTS = torch.linspace(0.2, 2.0, 9)
+"""Importance weights of tokens that another distribution drew."""
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["on-policy", "weighted"])
 @pytest.mark.parametrize("loss_path", ["linear", "logits"])
 @pytest.mark.parametrize(
     "options",
@@ -66,10 +71,13 @@ def _kl(estimator: str, logprobs: torch.Tensor, ref: torch.Tensor) -> torch.Tens
     ],
     ids=lambda options: "-".join(map(str, options.values())) or "defaults",
 )
-def test_the_clipped_objective_is_the_papers(options: dict[str, Any], loss_path: str) -> None:
+def test_the_clipped_objective_is_the_papers(
+    options: dict[str, Any], loss_path: str, weights: torch.Tensor | None
+) -> None:
     """Schulman et al. 2017, eq. 7, with the KL and the entropy that the options weigh."""
     config = PPOConfig(temperature=TEMPERATURE, loss_path=loss_path, **options)
     micro, hidden = _experience(), _states(0).requires_grad_()
+    micro = replace(micro, importance_weights=weights)
     ref = REF if config.kl_loss_estimator == "full" else None
     found = clipped_loss(HEAD, hidden, micro, ref, config).loss
 
@@ -81,7 +89,9 @@ def test_the_clipped_objective_is_the_papers(options: dict[str, Any], loss_path:
     if config.dual_clip is not None:
         clipped = torch.where(a < 0, torch.maximum(clipped, config.dual_clip * a), clipped)
     assert (clipped != ratio * a).any()
-    per_token = -clipped + config.entropy_coef * (p.exp() * p).sum(1)
+    per_token = -clipped * (1 if weights is None else weights) + config.entropy_coef * (
+        p.exp() * p
+    ).sum(1)
     if ref is None:
         kl = _kl(config.kl_loss_estimator, logprobs, micro.ref_logprobs)
     else:
@@ -94,13 +104,15 @@ def test_the_clipped_objective_is_the_papers(options: dict[str, Any], loss_path:
     torch.testing.assert_close(_gradient(found, hidden), wanted, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["on-policy", "weighted"])
 @pytest.mark.parametrize("loss_path", ["linear", "logits"])
-def test_the_penalty_objective_is_the_papers(loss_path: str) -> None:
+def test_the_penalty_objective_is_the_papers(loss_path: str, weights: torch.Tensor | None) -> None:
     """Schulman et al. 2017, eq. 8: −r·A + β·KL(old, new), by its estimator r − 1 − log r."""
     config = PPOConfig(
         objective="penalty", temperature=TEMPERATURE, loss_path=loss_path, entropy_coef=0.1
     )
     micro, hidden, beta = _experience(), _states(0).requires_grad_(), 0.7
+    micro = replace(micro, importance_weights=weights)
     out = penalty_loss(HEAD, hidden, micro, beta, config)
 
     p = _log_softmax(HEAD, hidden)
@@ -108,7 +120,8 @@ def test_the_penalty_objective_is_the_papers(loss_path: str) -> None:
     ratio = log_ratio.exp()
     assert (ratio - 1).abs().max() > 0.3, "the clip of the other objective would act"
     kl = ratio - 1 - log_ratio
-    per_token = -ratio * micro.advantages + beta * kl + 0.1 * (p.exp() * p).sum(1)
+    advantages = micro.advantages * (1 if weights is None else weights)
+    per_token = -ratio * advantages + beta * kl + 0.1 * (p.exp() * p).sum(1)
     written = (per_token * micro.token_weights).sum()
     torch.testing.assert_close(out.loss, written, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(

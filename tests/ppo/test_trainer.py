@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import waits
 from rich.console import Console
 from tiny import random_batch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from fastppo.data.batch import Batch
 from fastppo.data.chat import token_ids
+from fastppo.data.microbatches import microbatches
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer, RunStoppedError
 from fastppo.rewards.processing import RunningScale
@@ -206,6 +208,127 @@ def test_the_split_into_microbatches_does_not_matter(aggregation: str, tmp_path:
     assert gradients[0]["value_function.head.weight"].abs().max() > 0
 
 
+def test_token_budgets_and_packing_do_not_change_the_gradient(tmp_path: Path) -> None:
+    """Property 1: lengths are sorted inside a minibatch, whose members stay the same."""
+    common = {"aggregation": "seq-mean-token-mean", "entropy_coef": 0.02}
+    gradients, shares = [], []
+    for options in (
+        {"microbatch_size": 16},
+        {"microbatch_tokens": 30},
+        {"microbatch_tokens": 30, "packing": "on"},
+        {"microbatch_size": 5, "packing": "on"},
+        {"microbatch_tokens": 1},
+    ):
+        options |= common
+        trainer = make_trainer(tmp_path, minibatches=1, ppo_epochs=1, max_grad_norm=1e9, **options)
+        torch.manual_seed(5)
+        metrics = trainer.update(first_experience(make_trainer(tmp_path)), trainer.config)
+        gradients.append({n: p.grad.clone() for n, p in trainer.model.named_parameters()})
+        shares.append(metrics["useful_share"])
+    scale = max(gradient.abs().max().item() for gradient in gradients[0].values())
+    for other in gradients[1:]:
+        for name, gradient in gradients[0].items():
+            # fp32 sums in another order
+            torch.testing.assert_close(other[name], gradient, rtol=1e-4, atol=1e-6 * scale)
+    together, budgeted, packed, packed_by_size, alone = shares
+    assert together < budgeted < packed == packed_by_size == alone == 1
+
+
+def test_a_minibatchs_members_do_not_depend_on_how_it_is_cut(tmp_path: Path) -> None:
+    """So the steps are the same: one random order, and lengths are sorted inside each part."""
+    experience = first_experience(make_trainer(tmp_path))
+    members = []
+    for options in ({}, {"microbatch_tokens": 20}, {"packing": "on"}):
+        trainer = make_trainer(tmp_path, minibatches=4, ppo_epochs=1, **options)
+        real, seen = trainer._optimizer_step, []
+
+        def spy(minibatch, *rest, _real=real, _seen=seen):
+            _seen.append(minibatch.batch.tokens.tolist())
+            return _real(minibatch, *rest)
+
+        trainer._optimizer_step = spy  # type: ignore[method-assign]
+        torch.manual_seed(5)
+        trainer.update(experience, trainer.config)
+        members.append(seen)
+    assert members[0] == members[1] == members[2]
+
+
+@pytest.mark.parametrize("options", [{"microbatch_tokens": 40}, {"microbatch_size": 3}])
+@pytest.mark.parametrize("packing", ["off", "on"])
+@pytest.mark.parametrize("estimator", ["k1", "full"])
+def test_experience_made_in_parts_is_that_of_the_whole(
+    options, packing: str, estimator: str, tmp_path: Path
+) -> None:
+    """Logprobs, values and the reference's come back in the order of the batch."""
+    common = {"kl_estimator": estimator, "value_model": "branch"}
+    found = []
+    for more in ({"microbatch_size": 16}, options | {"packing": packing}):
+        trainer = make_trainer(tmp_path, **common, **more)
+        torch.manual_seed(1)
+        torch.nn.init.normal_(trainer.model.value_function.head.weight)
+        batch = random_batch((7, 2, 5, 1, 6, 3, 4, 8))
+        experience, _ = experience_of(trainer, batch, torch.arange(8.0))
+        found.append(experience)
+    for name in ("old_logprobs", "old_values", "advantages", "returns", "ref_logprobs"):
+        one, other = (getattr(each, name) for each in found)
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral-window"])
+@pytest.mark.parametrize("packing", ["off", "on"])
+def test_a_microbatch_reads_nothing_off_the_device(
+    packing: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No `.item()`, `nonzero`, boolean index or `.tolist()` of what would be on a GPU: ten
+    microbatches wait no more often than one."""
+    experience = first_experience(make_trainer(tmp_path))
+    counts = []
+    for size in (16, 2):
+        trainer = make_trainer(
+            tmp_path, architecture, microbatch_size=size, minibatches=1, packing=packing
+        )
+        if architecture == "mistral-window":  # rows within the window; packed, any will do
+            trainer.model.config.sliding_window = 64
+        with waits.counted() as seen:
+            trainer.update(experience, one_step(trainer))
+        counts.append(seen.total())
+    assert counts[0] == counts[1]
+    assert counts[0] > 0, "the sums of a step are read once"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("packing", ["off", "on"])
+def test_torch_itself_sees_no_wait_for_a_gpu_in_a_microbatch(packing: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, device="cuda", packing=packing, microbatch_size=4)
+    batch = Batch.of(*random_prompts_and_responses(), "cuda")
+    experience, _ = experience_of(trainer, batch, torch.arange(16.0))
+    options = one_step(trainer)
+    trainer.update(experience, options)  # kernels are compiled and memory is allocated
+    minibatch = experience.weighted(options.aggregation)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for rows in microbatches(batch.lengths, options.limits(trainer.model.packing)):
+            micro = minibatch.select(rows)
+            layout = trainer.model.layout(micro.batch)
+            with trainer.model.autocast():
+                hidden, values = trainer.model(layout)
+                policy = trainer._policy_loss(hidden, layout, micro, options)
+            (policy.loss + values.sum()).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def random_prompts_and_responses() -> tuple[list[list[int]], list[list[int]]]:
+    """Sixteen of each, of all lengths."""
+    draw = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 9, (16, 2), generator=draw).tolist()
+    return tuple(  # type: ignore[return-value]
+        [torch.randint(3, 40, (pair[side],), generator=draw).tolist() for pair in lengths]
+        for side in (0, 1)
+    )
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -261,7 +384,14 @@ def test_the_trainer_sends_only_rows_that_predict_response_tokens(
     run = make_trainer(tmp_path)
     experience = first_experience(run)
     tokens = experience.batch.response_count
-    assert sum(rows["linear_token_stats"]) == 2 * tokens  # the policy, and the reference
+    assert sum(rows["linear_token_stats"]) == tokens  # the reference; the sampler has the policy's
+    run.make_experience(
+        experience.batch,
+        Scores(torch.zeros(len(experience))),
+        Rollout([], ["stop"] * len(experience)),
+        run.config,
+    )
+    assert sum(rows["linear_token_stats"]) == 3 * tokens  # of responses without a sampler, both
     run.update(experience, replace(run.config, ppo_epochs=1))
     assert sum(rows["linear_ppo_loss"]) == tokens
     assert tokens < experience.batch.layout().input_ids.numel()
@@ -622,10 +752,50 @@ def test_a_hard_threshold_stops_the_run_with_a_checkpoint(tmp_path: Path) -> Non
     run = tmp_path / "run"
     assert (run / "checkpoint-000001").is_dir()
     assert (run / "policy" / "config.json").is_file()
-    assert records(trainer)[0]["warnings"][0].startswith("stopped: entropy")
+    assert records(trainer)[0]["warnings"][-1].startswith("stopped: entropy")
     resumed = make_trainer(tmp_path, resume=True, iterations=2)
     assert resumed.train()
     assert [record["iteration"] for record in records(resumed)] == [0, 1]
+
+
+def test_several_samples_of_a_prompt_are_rows_of_the_batch(tmp_path: Path) -> None:
+    """`rollout_batch_size` counts responses; the place in the data counts prompts."""
+    asked: list[list[list[int]]] = []
+    trainer = make_trainer(tmp_path, samples_per_prompt=4, iterations=1)
+    own = trainer.engine.generate
+
+    def generate(prompt_ids, sampling) -> Rollout:
+        asked.append(prompt_ids)
+        return own(prompt_ids, sampling)
+
+    trainer.engine.generate = generate
+    trainer.train()
+    rows = asked[-1]
+    assert len(rows) == 16
+    assert all(rows[i] == rows[i - i % 4] for i in range(16))
+    assert len({*map(tuple, rows)}) == 4
+    assert trainer.state.prompts_seen == 4
+
+
+def test_the_engine_is_told_before_and_after_each_update(tmp_path: Path) -> None:
+    trainer, told = make_trainer(tmp_path, iterations=2), []
+    update = trainer.update
+    trainer.engine.release = lambda: told.append("release")
+    trainer.engine.weights_changed = lambda policy: told.append(policy)
+    trainer.update = lambda *args: [told.append("update"), update(*args)][1]
+    trainer.train()
+    assert told == ["release", "update", trainer.model] * 2
+
+
+def test_what_is_not_as_the_options_ask_is_told_in_terminal_and_log(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=300)
+    trainer = make_trainer(tmp_path, iterations=2, console=console)
+    trainer._notes = ["rollout=decoder does not decode it"]
+    trainer.train()
+    assert console.file.getvalue().count("rollout=decoder does not decode it") == 1
+    first, second = records(trainer)
+    assert "rollout=decoder does not decode it" in first["warnings"]
+    assert "rollout=decoder does not decode it" not in second.get("warnings", [])
 
 
 # ------------------------------------------------------------------------ responses that are given

@@ -31,6 +31,7 @@ def test_the_samplers_logprobs_are_the_learners(architecture: str, temperature: 
     learner = LanguageModel(causal_lm).response_logprobs(batch, temperature)
     # fp32, the same sums under other paddings
     torch.testing.assert_close(torch.cat(rollout.logprobs), learner, rtol=1e-4, atol=1e-4)
+    assert torch.equal(torch.cat(rollout.sampler_logprobs), torch.cat(rollout.logprobs))
 
 
 def test_pad_may_be_eos() -> None:
@@ -45,7 +46,8 @@ def test_pad_may_be_eos() -> None:
 
 def test_a_response_ends_with_its_first_stop_token() -> None:
     drawn = torch.tensor([[4, 1, 1, 0], [4, 5, 6, 7], [1, 9, 1, 0]])
-    rollout = _cut_at_stop(drawn, torch.zeros(3, 4), stop={1})
+    zeros = torch.zeros(3, 4)
+    rollout = _cut_at_stop(drawn, zeros, zeros, {1}, [None] * 3)
     assert rollout.tokens == [[4, 1], [4, 5, 6, 7], [1]]
     assert rollout.finish_reasons == [FINISHED, TRUNCATED, FINISHED]
     assert rollout.lengths == [2, 4, 1]
@@ -156,4 +158,4 @@ def test_the_generation_config_is_the_models_own_again_after_an_error() -> None:
 
 def test_no_prompts_give_no_responses() -> None:
     rollout = GenerateEngine(tiny.model(), 0).generate([], Sampling(max_new_tokens=2))
-    assert (rollout.tokens, rollout.finish_reasons, rollout.logprobs) == ([], [], [])
+    assert (rollout.tokens, rollout.finish_reasons, rollout.sampler_logprobs) == ([], [], [])

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling
+from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling, as_engine
 
 
 def test_a_shortened_sampling_is_the_same_but_for_its_length() -> None:
@@ -25,8 +25,51 @@ def test_lengths_and_what_was_cut_off_follow_from_the_responses() -> None:
 
 
 def test_a_rollout_is_extended_in_the_prompts_order() -> None:
-    rollout = Rollout([[4, 1]], [FINISHED], [torch.zeros(2)])
-    rollout.extend(Rollout([[5], [6]], [TRUNCATED, FINISHED], [torch.ones(1), torch.ones(1)]))
+    ones = [torch.ones(1), torch.ones(1)]
+    first = Rollout([[4, 1]], [FINISHED], [torch.zeros(2)], final_values=torch.zeros(1))
+    other = Rollout([[5], [6]], [TRUNCATED, FINISHED], ones, ones, final_values=torch.ones(2))
+    rollout = Rollout.joined([first, other])
     assert rollout.tokens == [[4, 1], [5], [6]]
     assert rollout.finish_reasons == [FINISHED, TRUNCATED, FINISHED]
-    assert torch.cat(rollout.logprobs).tolist() == [0, 0, 1, 1]
+    assert torch.cat(rollout.sampler_logprobs).tolist() == [0, 0, 1, 1]
+    assert rollout.final_values.tolist() == [0, 1, 1]
+    assert rollout.logprobs is None, "one of them could not tell"
+    assert rollout.values is None
+    assert Rollout.joined([other, other]).logprobs == ones + ones
+
+
+@pytest.mark.parametrize(
+    ("options", "restricted"),
+    [
+        ({}, False),
+        ({"temperature": 0.5, "stop_strings": ("w1",), "greedy": True}, False),
+        ({"top_k": 3}, True),
+        ({"top_p": 0.9}, True),
+        ({"min_new_tokens": 2}, False),
+        ({"min_new_tokens": 2, "stop_token_ids": (1,)}, True),
+        ({"no_repeat_ngram_size": 2}, True),
+        ({"extra": {"suppress_tokens": [3]}}, True),
+    ],
+)
+def test_restricted_is_what_draws_from_less_than_the_softmax(options, restricted: bool) -> None:
+    assert Sampling(max_new_tokens=4, **options).is_restricted is restricted
+
+
+def test_an_object_with_generate_alone_is_an_engine_of_other_weights() -> None:
+    rollout = Rollout([[4]], [FINISHED], [torch.zeros(1)])
+
+    class Own:
+        def generate(self, prompt_ids, sampling) -> Rollout:
+            return rollout
+
+    engine = as_engine(Own())
+    assert engine.generate([[1]], Sampling(1)) is rollout
+    assert not engine.same_weights
+    engine.release()
+    engine.weights_changed(None)
+    assert as_engine(engine) is engine
+
+
+def test_an_object_without_generate_is_no_engine() -> None:
+    with pytest.raises(TypeError, match=r"must have generate\(prompt_ids, sampling\)"):
+        as_engine(object())

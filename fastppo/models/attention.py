@@ -1,0 +1,157 @@
+"""Causal attention without a mask: over right-padded rows, and over sequences packed into one row.
+
+transformers makes a mask in every forward pass, and to learn whether one is needed it reads values
+off the device, for which the host waits; a mask then takes SDPA off its fastest kernels. Here it is
+known beforehand: padding on the right is seen by no token, and the borders of packed sequences are
+at hand. So a trunk is given `MARK` in a mask's place, four-dimensional, which transformers passes
+through unread, and its attention functions, wrapped below through `AttentionInterface`, take the
+mark for "causal, nothing masked". Being an argument, the mark is there again when activations are
+recomputed and when a value branch repeats a layer's call. Calls without it, generation's among
+them, go to transformers' own functions unchanged.
+
+Packed rows go through flash-attn where the model was loaded with it, else through torch's
+`varlen_attn`, on a GPU in half precision; anywhere else through SDPA with a block-diagonal mask,
+which is of quadratic size: for tests.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fastppo.data.batch import Packing
+
+WRAPPED = ("sdpa", "flash_attention_2")
+ABSENT = object()
+GROUPED_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+"""torch 2.13 asks for it; before, fewer heads of keys than of queries went without saying."""
+
+
+def mark(device: torch.device) -> Tensor:
+    """What stands for a mask that masks nothing."""
+    return torch.zeros(1, 1, 0, 0, device=device)
+
+
+def packed_arguments(packing: Packing) -> dict[str, Any]:
+    """The keywords of a trunk's forward pass over packed sequences, by transformers' names."""
+    return {
+        "position_ids": packing.position_ids,
+        "cu_seq_lens_q": packing.cu_seqlens,
+        "cu_seq_lens_k": packing.cu_seqlens,
+        "max_length_q": packing.longest,
+        "max_length_k": packing.longest,
+    }
+
+
+def window(trunk: PreTrainedModel) -> int | None:
+    """Tokens that the sliding windows of a trunk's layers see, if there are any."""
+    return getattr(trunk.config.get_text_config(), "sliding_window", None)
+
+
+def has_wrapped_attention(trunk: PreTrainedModel) -> bool:
+    """Whether a trunk's attention goes through a function that knows the mark."""
+    config = trunk.config.get_text_config()
+    return (
+        trunk._supports_attention_backend
+        and config._attn_implementation in WRAPPED
+        and getattr(config, "attention_chunk_size", None) is None
+    )
+
+
+def _knowing_the_mark(name: str, original: Callable) -> Callable:
+    def attention(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **keywords: Any,
+    ) -> tuple[Tensor, None]:
+        if attention_mask is None or attention_mask.dim() != 4 or attention_mask.shape[-1]:
+            return original(module, query, key, value, attention_mask, **keywords)
+        if "cu_seq_lens_q" in keywords:
+            return _packed(module, query, key, value, flash=name != "sdpa", **keywords), None
+        return original(module, query, key, value, None, **keywords)
+
+    return attention
+
+
+def _packed(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    flash: bool,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    sliding_window: Any = ABSENT,
+    softcap: float | None = None,
+    **keywords: Any,
+) -> Tensor:
+    """[1, S, heads, D] of query [1, heads, S, D], key and value [1, fewer heads, S, D]."""
+    config: Any = module.config
+    if sliding_window is ABSENT:
+        if getattr(config, "sliding_window", None) is not None:
+            raise ValueError(f"{type(module).__name__} does not tell attention its sliding window")
+        sliding_window = None
+    if not _has_kernels(value):
+        return _block_diagonal(query, key, value, cu_seq_lens_q, scaling, sliding_window)
+    # Under autocast rotary embeddings leave queries and keys in fp32.
+    q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    left = -1 if sliding_window is None else sliding_window - 1
+    if flash:
+        from flash_attn import flash_attn_varlen_func
+
+        more = {} if softcap is None else {"softcap": softcap}
+        found = flash_attn_varlen_func(
+            q, k, v, *lengths, softmax_scale=scaling, causal=True, window_size=(left, 0), **more
+        )
+    else:
+        found = varlen_attn(
+            q, k, v, *lengths, scale=scaling, window_size=(left, 0), **GROUPED_HEADS
+        )
+    return found.unsqueeze(0)
+
+
+def _has_kernels(value: Tensor) -> bool:
+    """Whether flash-attn's and torch's kernels take such tensors."""
+    return value.is_cuda and value.dtype in (torch.float16, torch.bfloat16)
+
+
+def _block_diagonal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """The same by SDPA, with a mask of [S, S]."""
+    position = torch.arange(query.shape[2], device=query.device)
+    sequence = torch.bucketize(position, cu_seqlens[1:], right=True)
+    distance = position.unsqueeze(1) - position
+    seen = (sequence.unsqueeze(1) == sequence) & (distance >= 0)
+    if sliding_window is not None:
+        seen &= distance < sliding_window
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    found = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, scale=scaling
+    )
+    return found.transpose(1, 2).contiguous()
+
+
+for _name in WRAPPED:
+    AttentionInterface.register(_name, _knowing_the_mark(_name, ALL_ATTENTION_FUNCTIONS[_name]))

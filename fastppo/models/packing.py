@@ -1,0 +1,111 @@
+"""Whether a trunk may be given packed sequences: packed must equal padded, values and gradients.
+
+Most trunks take positions that start anew for each sequence and keep the sequences apart. Some do
+not, in silence: OPT counts positions along the row, whatever it is told. So a small batch is run
+both ways before packing is used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastppo.data.batch import Batch, Layout
+from fastppo.models.policy import ActorCritic, LanguageModel
+from fastppo.models.trunk import context_length, hidden_states, takes_mark
+from fastppo.models.value import CriticValue
+
+LENGTHS = (5, 11, 3, 8)
+"""Of the sequences that are compared: a longer one after a shorter one, and the other way round."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+"""Relative, by the dtype of the products: sums in another order. A wrong position or a token that
+sees another sequence changes the first digit."""
+
+
+def choose_packing(choice: str, policy: ActorCritic, reference: LanguageModel | None) -> str | None:
+    """Sets `packing` of the policy by the option, auto, on or off.
+
+    Args:
+        reference: a model of its own that reads the policy's batches, if there is one.
+
+    Returns:
+        A sentence where auto would pack and the models do not let it.
+
+    Raises:
+        ValueError: the option is on, and packed differs from padded.
+    """
+    trunks = [("the policy", policy.causal_lm.base_model)]
+    if isinstance(policy.value_function, CriticValue):
+        trunks.append(("the critic", policy.value_function.trunk))
+    if reference is not None:
+        trunks.append(("the reference", reference.causal_lm.base_model))
+    if choice == "off":
+        return None
+    if choice == "auto":
+        # Without the kernels for it a packed row has a mask of quadratic size.
+        half = policy.compute_dtype or next(policy.causal_lm.parameters()).dtype
+        fast = policy.device.type == "cuda" and half != torch.float32
+        if not fast or not all(takes_mark(trunk) for _, trunk in trunks):
+            return None
+    for who, trunk in trunks:
+        with policy.autocast():
+            found = difference(trunk)
+        if found is not None:
+            sentence = f"{type(trunk).__name__} ({who}) cannot be packed: {found}"
+            if choice == "on":
+                raise ValueError(f"packing=on: {sentence}. Use packing=off")
+            return f"packing is off: {sentence}"
+    policy.packing = True
+    return None
+
+
+def difference(trunk: Any) -> str | None:
+    """What differs between packed and padded sequences, or None."""
+    context, vocabulary = context_length(trunk), trunk.get_input_embeddings().weight.shape[0]
+    lengths = [min(length, context or length) for length in LENGTHS]
+    rows = [[(7 * i + 3 * length) % vocabulary for i in range(length)] for length in lengths]
+    batch = Batch.of([row[:1] for row in rows], [row[1:] for row in rows], trunk.device)
+    padded = _states_and_gradient(trunk, batch.layout())
+    try:
+        packed = _states_and_gradient(trunk, batch.packed_layout())
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"its forward or backward pass fails ({error})"
+    dtype = torch.float32
+    if torch.is_autocast_enabled(batch.device.type):
+        dtype = torch.get_autocast_dtype(batch.device.type)
+    if padded[0].dtype != torch.float32:
+        dtype = padded[0].dtype
+    for what, one, other in zip(("hidden states", "gradients"), padded, packed, strict=True):
+        off = ((one - other).float().norm() / one.float().norm()).item()
+        if not off <= TOLERANCE[dtype]:
+            return (
+                f"its {what} differ from those of padded sequences by {off:.2g} of their size "
+                f"(tolerance {TOLERANCE[dtype]:g}); it may count positions by itself, or let one "
+                "sequence see another"
+            )
+    return None
+
+
+def _states_and_gradient(trunk: Any, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Hidden states of all tokens but padding, and the gradient in their embeddings, which has
+    passed through every layer and takes no memory of a weight's size: [N + B, H] each."""
+    embedded: list[Tensor] = []
+
+    def keep(module: torch.nn.Module, args: Any, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[0]
+
+    hook = trunk.get_input_embeddings().register_forward_hook(keep)
+    try:
+        with torch.enable_grad():
+            states = hidden_states(trunk, layout.input_ids, packing=layout.packing)
+    finally:
+        hook.remove()
+    tokens = torch.cat([layout.predicting, layout.final])
+    found = states.flatten(0, 1)[tokens]
+    # Weights that differ from one entry to the next, so that no gradient cancels in a norm.
+    weights = torch.linspace(-1, 1, found.numel(), device=found.device).view_as(found)
+    (gradient,) = torch.autograd.grad((found.float() * weights).sum(), embedded)
+    return found.detach(), gradient.flatten(0, 1)[tokens]

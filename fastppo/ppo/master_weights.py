@@ -1,0 +1,101 @@
+"""Weights in bfloat16, trained as fp32 ones are: the optimiser keeps an fp32 master of each.
+
+An update of AdamW is often smaller than 1/256 of its weight, which bfloat16 rounds away; the master
+takes it, and the model's weight is the master, rounded. Gradients are added up in fp32, microbatch
+by microbatch: torch's autograd does that where a weight says so (`grad_dtype`). The model reads
+bfloat16 throughout, so that flash-attn can be used and no product casts a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class MasterWeights:
+    """Mixed into an optimiser of torch's interface: `class A(MasterWeights, torch.optim.AdamW)`.
+
+    Its groups hold the masters; a weight that is in fp32 already is its own. `weights` are the
+    model's, in the same order.
+    """
+
+    weights: list[nn.Parameter]
+
+    def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
+        self.weights = [weight for group in groups for weight in group["params"]]
+        own = [{**group, "params": [*map(_master, group["params"])]} for group in groups]
+        super().__init__(own, **options)  # type: ignore[call-arg]
+
+    @property
+    def _rounded(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """(weight, master) of the weights that are not their own master."""
+        groups: Any = self.param_groups  # type: ignore[attr-defined]
+        masters = [master for group in groups for master in group["params"]]
+        both = zip(self.weights, masters, strict=True)
+        return [(weight, master) for weight, master in both if weight is not master]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """A step of the masters on the weights' gradients, and the weights rounded from them."""
+        pairs = self._rounded
+        for weight, master in pairs:
+            master.grad = weight.grad
+        found = super().step(closure)  # type: ignore[misc]
+        for _, master in pairs:
+            master.grad = None
+        self._round()
+        return found
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for weight, _ in self._rounded:
+            weight.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimiser's, and with each weight's state its master."""
+        found = super().state_dict()  # type: ignore[misc]
+        masters = {id(master) for _, master in self._rounded}
+        groups: Any = self.param_groups  # type: ignore[attr-defined]
+        every = [master for group in groups for master in group["params"]]
+        state = {index: dict(entry) for index, entry in found["state"].items()}
+        for index, master in enumerate(every):
+            if id(master) in masters:
+                state.setdefault(index, {})["master"] = master.detach()
+        return {**found, "state": state}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what `state_dict` gave, and rounds the weights from their masters."""
+        state = {index: dict(entry) for index, entry in state_dict["state"].items()}
+        masters = {index: entry.pop("master", None) for index, entry in state.items()}
+        state = {index: entry for index, entry in state.items() if entry}
+        super().load_state_dict({**state_dict, "state": state})  # type: ignore[misc]
+        groups: Any = self.param_groups  # type: ignore[attr-defined]
+        every = [master for group in groups for master in group["params"]]
+        for index, saved in masters.items():
+            if saved is not None:
+                every[index].copy_(saved)
+        self._round()
+
+    def _round(self) -> None:
+        pairs = self._rounded
+        if pairs:
+            weights, masters = (
+                [each.detach() for each in side] for side in zip(*pairs, strict=True)
+            )
+            torch._foreach_copy_(weights, masters)
+
+
+class MasterAdamW(MasterWeights, torch.optim.AdamW):
+    """AdamW on fp32 masters."""
+
+
+def _master(weight: nn.Parameter) -> nn.Parameter:
+    if weight.dtype == torch.float32:
+        return weight
+    weight.grad_dtype = torch.float32
+    copied: Tensor = weight.detach().float()
+    return nn.Parameter(copied)

@@ -1,0 +1,137 @@
+"""The rollout policy as PPO's ratio needs it: its logprobs and values, and how far the sampler was
+from it.
+
+The sampler's own are taken where it computes what the learner computes, the same weights in fp32;
+then the learner needs no pass over the batch before its first update. Elsewhere the learner
+recomputes them, and what was drawn from another distribution is corrected by the truncated
+importance weight
+
+    w = min(π_old / π_sampler, cap)
+
+of each token, which multiplies the policy term of its loss. With top-k, top-p or another
+restriction π_old/π_sampler is the probability that the restriction left.
+
+Source of the truncation: Ionides 2008; for engines that differ from the learner, Yao et al. 2025.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastppo.data.microbatches import Parts
+from fastppo.models.policy import ActorCritic
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.metrics import to_floats
+from fastppo.rollout import Rollout, RolloutEngine, Sampling
+
+OUTSIDE = 0.1
+"""A ratio π_old/π_sampler beyond 1 ± this is counted: half of the default clip range."""
+
+
+class OldPolicy(NamedTuple):
+    """Of a batch: fp32, packed [N], no gradient."""
+
+    logprobs: Tensor
+    """Nats, of softmax(z/T) under the policy before the update."""
+    values: Tensor
+    final_values: Tensor | None
+    """[B], of the state after each sequence's last token; read where a response was cut off."""
+    importance_weights: Tensor | None = None
+    """None where the sampler drew from the policy itself."""
+    metrics: dict[str, float] = {}  # noqa: RUF012 (replaced, never written to)
+
+
+def old_policy(
+    model: ActorCritic,
+    engine: RolloutEngine,
+    sampling: Sampling,
+    rollout: Rollout,
+    parts: Parts,
+    options: PPOConfig,
+) -> OldPolicy:
+    """Old logprobs and values of the responses of a rollout.
+
+    Args:
+        engine, sampling: what drew them, and how.
+        parts: prompts and responses in microbatches.
+
+    Raises:
+        ValueError: `old_logprobs=sampler`, and the engine does not give them.
+    """
+    is_exact = engine.same_weights and model.is_full_precision
+    if wants_sampler(rollout, is_exact, options):
+        assert rollout.logprobs is not None
+        assert rollout.values is not None
+        final = rollout.final_values
+        old = OldPolicy(
+            torch.cat(rollout.logprobs).to(model.device),
+            torch.cat(rollout.values).to(model.device),
+            None if final is None else final.to(model.device),
+        )
+    else:
+        evaluation = model.evaluate_parts(parts, **options.softmax)
+        old = OldPolicy(evaluation.logprobs, evaluation.values, evaluation.final_values)
+        if rollout.sampler_logprobs is not None:
+            like = rollout.logprobs if rollout.logprobs is not None else rollout.sampler_logprobs
+            old = old._replace(metrics=mismatch(old.logprobs, torch.cat(like).to(model.device)))
+    # The same weights in fp32 differ by rounding alone, and there is nothing to correct.
+    if rollout.sampler_logprobs is None or (is_exact and not sampling.is_restricted):
+        return old
+    weights, metrics = importance(
+        old.logprobs, torch.cat(rollout.sampler_logprobs).to(model.device), options.importance_cap
+    )
+    return old._replace(importance_weights=weights, metrics=old.metrics | metrics)
+
+
+def wants_sampler(rollout: Rollout, is_exact: bool, options: PPOConfig) -> bool:
+    """Whether old logprobs and values are the sampler's.
+
+    Args:
+        is_exact: sampler and learner compute the same weights in fp32.
+
+    Raises:
+        ValueError: `old_logprobs=sampler`, and the engine does not give them.
+    """
+    needed = ["logprobs", "values"] + ["final_values"] * options.bootstrap_truncated
+    lacking = [name for name in needed if getattr(rollout, name) is None]
+    # Responses that no engine drew have no sampler.
+    if options.old_logprobs == "sampler" and lacking and rollout.sampler_logprobs is not None:
+        raise ValueError(
+            f"old_logprobs=sampler: this engine gives no {' and no '.join(lacking)} with this "
+            "sampling and value function; use old_logprobs=auto"
+        )
+    if options.old_logprobs == "recompute" or lacking:
+        return False
+    return is_exact or options.old_logprobs == "sampler"
+
+
+def importance(
+    logprobs: Tensor, sampler_logprobs: Tensor, cap: float | None
+) -> tuple[Tensor | None, dict[str, float]]:
+    """(min(π/π_sampler, cap) [N] fp32, or None without a cap; their effective sample size).
+
+    The effective sample size, (Σw)²/(N·Σw²) of the truncated weights, is 1 where all are equal.
+    """
+    if cap is None or not len(logprobs):
+        return None, {}
+    weights = (logprobs - sampler_logprobs).clamp(-20, 20).exp().clamp(max=cap)
+    size = weights.sum() ** 2 / (len(weights) * (weights**2).sum())
+    return weights, to_floats({"mismatch/effective_sample_size": size})
+
+
+def mismatch(logprobs: Tensor, sampled: Tensor) -> dict[str, float]:
+    """How far the learner's logprobs [N] are from the sampler's, token by token, nats."""
+    if not len(logprobs):
+        return {}
+    gap = logprobs - sampled
+    ratio = gap.clamp(-20, 20).exp()
+    return to_floats(
+        {
+            "mismatch/mean": gap.abs().mean(),
+            "mismatch/worst": gap.abs().max(),
+            "mismatch/outside": ((ratio - 1).abs() > OUTSIDE).float().mean(),
+        }
+    )

@@ -1,0 +1,272 @@
+"""A lean decoding loop over the learner's own trunk and head, with transformers' caches.
+
+What it has over `generate`: the draw yields the logprob as it goes (`rollout.draw`), the hidden
+state that predicts a token also gives its value, so that a learner in fp32 has its old logprobs and
+values without a pass of its own, and rows that have ended leave the batch.
+
+Prompts are padded on the left, with position ids that count tokens. All random numbers of a call
+are drawn before its first token, one per row and step: what a row draws depends neither on which
+other rows have ended nor on how many are decoded at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from fastppo.models.head import Head
+from fastppo.models.policy import ActorCritic, LanguageModel
+from fastppo.models.trunk import next_states
+from fastppo.models.value import ValueFunction
+from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
+from fastppo.rollout.draw import Draws, draw, scratch_for
+from fastppo.rollout.prompts import check_prompts, padded_left
+from fastppo.rollout.restrictions import NO_TOKEN, kept_tokens
+from fastppo.rollout.stopping import StopStrings
+
+
+class DecoderEngine(RolloutEngine):
+    """Decodes the policy that is trained, in batches of `batch_size`.
+
+    Args:
+        policy: with a value function that reads the trunk's final hidden states, values are given.
+        final_values: also give the value after the last token of responses that are cut off, for
+            which the trunk runs once more.
+        tokenizer: for stop strings alone.
+    """
+
+    same_weights = True
+
+    def __init__(
+        self,
+        policy: LanguageModel,
+        *,
+        batch_size: int | None = None,
+        final_values: bool = False,
+        tokenizer: Any = None,
+    ) -> None:
+        self.policy = policy
+        self.batch_size = batch_size
+        self.final_values = final_values
+        self.tokenizer = tokenizer
+
+    @torch.no_grad()
+    def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
+        """Draws one response per prompt from the policy's current weights.
+
+        Raises:
+            ValueError: a prompt is empty; stop strings without a tokenizer; an option in `extra`.
+        """
+        check_prompts(prompt_ids)
+        if sampling.extra:
+            raise ValueError(
+                f"the decoder has no options of its own, got {', '.join(sampling.extra)}; those of "
+                "Hugging Face generate need rollout=generate"
+            )
+        strings = StopStrings(self.tokenizer, sampling.stop_strings)
+        uniforms = None
+        if not sampling.greedy:
+            seed = int(torch.randint(2**63 - 1, ()))
+            uniforms = torch.rand(
+                len(prompt_ids),
+                sampling.max_new_tokens,
+                dtype=torch.float64,
+                generator=torch.Generator().manual_seed(seed),
+            ).to(self.policy.device)
+        causal_lm = self.policy.causal_lm
+        was_training = causal_lm.training
+        causal_lm.eval()  # gradient checkpointing is for training mode and forbids the cache
+        try:
+            with self.policy.autocast():
+                step = self.batch_size or max(1, len(prompt_ids))
+                return Rollout.joined(
+                    [
+                        self._decode(
+                            prompt_ids[start : start + step],
+                            sampling,
+                            None if uniforms is None else uniforms[start : start + step],
+                            strings,
+                        )
+                        for start in range(0, len(prompt_ids), step)
+                    ]
+                )
+        finally:
+            causal_lm.train(was_training)
+
+    def _decode(
+        self,
+        prompt_ids: list[list[int]],
+        sampling: Sampling,
+        uniforms: Tensor | None,
+        strings: StopStrings,
+    ) -> Rollout:
+        rows = _Rows(self.policy, prompt_ids, sampling, uniforms)
+        record = _Record(len(prompt_ids))
+        for drawn in range(sampling.max_new_tokens):
+            hidden = rows.advance()
+            found = rows.draw(hidden, drawn)
+            record.add(rows.live, found, _values(self.policy, hidden))
+            ended = rows.at_stop_token(found.tokens)
+            if sampling.stop_strings and drawn + 1 >= sampling.min_new_tokens:
+                at_string = strings.ended(record.responses(rows.live))
+                ended |= torch.tensor(at_string, device=ended.device)
+            rows.append(found.tokens)
+            if ended.any():
+                record.finished[rows.live[ended]] = True
+                rows.leave(ended)
+                if not len(rows.live):
+                    break
+        final = self._final_values(rows, len(prompt_ids)) if self.final_values else None
+        return record.rollout(final)
+
+    def _final_values(self, rows: _Rows, count: int) -> Tensor | None:
+        """[count] fp32: the value after the last token of the rows that are left, 0 elsewhere."""
+        if _value_function(self.policy) is None:
+            return None
+        final = torch.zeros(count)
+        if len(rows.live):
+            values = _values(self.policy, rows.advance())
+            assert values is not None
+            final[rows.live.cpu()] = values.cpu()
+        return final
+
+
+class _Rows:
+    """The rows that still decode: their cache, and what the next step reads.
+
+    Attributes:
+        live: [L] int64, which of the batch's rows they are, in order.
+    """
+
+    def __init__(
+        self,
+        policy: LanguageModel,
+        prompt_ids: list[list[int]],
+        sampling: Sampling,
+        uniforms: Tensor | None,
+    ) -> None:
+        device = policy.device
+        prompts, mask = padded_left(prompt_ids, NO_TOKEN)
+        self.sampling, self.uniforms = sampling, uniforms
+        self.trunk: Any = policy.causal_lm.base_model
+        self.head: Head = policy.head
+        self.cache = DynamicCache(config=policy.config)
+        self.is_ragged = not mask.all()
+        self.live = torch.arange(len(prompt_ids), device=device)
+        self.stop = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
+        response = torch.ones(len(prompt_ids), sampling.max_new_tokens, dtype=torch.int64)
+        self.mask = torch.cat([mask, response], dim=1).to(device)
+        self.positions = (self.mask.cumsum(1) - 1).clamp(min=0)
+        prompts = prompts.to(device)
+        self.history = prompts if sampling.no_repeat_ngram_size else None
+        self.next = prompts.clamp(min=0)  # what is under the padding is masked
+        self.length = 0
+        self.scratch: Tensor | None = None
+
+    def advance(self) -> Tensor:
+        """[L, H] hidden states that predict the next tokens; the cache takes up the last ones."""
+        begin, self.length = self.length, self.length + self.next.shape[1]
+        states = next_states(
+            self.trunk,
+            self.next,
+            self.mask[:, : self.length] if self.is_ragged else None,
+            self.positions[:, begin : self.length],
+            self.cache,
+        )
+        return states[:, -1]
+
+    def draw(self, hidden: Tensor, drawn: int) -> Draws:
+        """The next token of each row, `drawn` tokens into the response."""
+        scores = self.head.logits(hidden)
+        if self.sampling.temperature != 1:
+            scores = scores / self.sampling.temperature
+        keep = None
+        if self.sampling.is_restricted:
+            keep = kept_tokens(scores, self.sampling, self.history, drawn)
+        if self.scratch is None:
+            self.scratch = scratch_for(scores)
+        uniforms = None if self.uniforms is None else self.uniforms[:, drawn]
+        return draw(scores, uniforms, keep, self.scratch)
+
+    def at_stop_token(self, tokens: Tensor) -> Tensor:
+        """[L] bool."""
+        return torch.isin(tokens, self.stop)
+
+    def append(self, tokens: Tensor) -> None:
+        """Takes up the tokens [L] that were drawn."""
+        self.next = tokens.unsqueeze(1)
+        if self.history is not None:
+            self.history = torch.cat([self.history, self.next], dim=1)
+
+    def leave(self, ended: Tensor) -> None:
+        """Drops the rows that have ended, [L] bool."""
+        left = (~ended).nonzero().squeeze(1)
+        self.live = self.live[left]
+        if not len(left):
+            return
+        self.cache.batch_select_indices(left)
+        self.mask, self.positions = self.mask[left], self.positions[left]
+        self.next = self.next[left]
+        if self.uniforms is not None:
+            self.uniforms = self.uniforms[left]
+        if self.history is not None:
+            self.history = self.history[left]
+
+
+class _Record:
+    """What was drawn, step by step, and the rollout that it makes."""
+
+    def __init__(self, count: int) -> None:
+        self.finished = torch.zeros(count, dtype=torch.bool)
+        self.rows: list[Tensor] = []
+        self.draws: list[Draws] = []
+        self.values: list[Tensor | None] = []
+
+    def add(self, live: Tensor, found: Draws, values: Tensor | None) -> None:
+        """One step's tokens of the rows `live` [L], and the values [L] of the states before."""
+        self.rows.append(live)
+        self.draws.append(found)
+        self.values.append(values)
+
+    def responses(self, live: Tensor) -> list[list[int]]:
+        """The tokens so far of rows that have drawn one at every step."""
+        columns = []
+        for rows, found in zip(self.rows, self.draws, strict=True):
+            columns.append(found.tokens[torch.isin(rows, live)])
+        return torch.stack(columns, dim=1).tolist()
+
+    def rollout(self, final_values: Tensor | None) -> Rollout:
+        """The responses, row by row."""
+        rows = torch.cat(self.rows).cpu()
+        order = rows.argsort(stable=True)  # each row's steps stay in their order
+        lengths = rows.bincount(minlength=len(self.finished)).tolist()
+
+        def packed(steps: list[Tensor]) -> list[Tensor]:
+            return list(torch.cat(steps).cpu()[order].split(lengths))
+
+        values = [each for each in self.values if each is not None]
+        return Rollout(
+            tokens=[each.tolist() for each in packed([found.tokens for found in self.draws])],
+            finish_reasons=[
+                FINISHED if finished else TRUNCATED for finished in self.finished.tolist()
+            ],
+            sampler_logprobs=packed([found.sampler_logprobs for found in self.draws]),
+            logprobs=packed([found.logprobs for found in self.draws]),
+            values=packed(values) if values else None,
+            final_values=final_values,
+        )
+
+
+def _value_function(policy: LanguageModel) -> ValueFunction | None:
+    """The value function, where a final hidden state is all that it reads."""
+    if isinstance(policy, ActorCritic) and policy.value_function.reads_final_hidden:
+        return policy.value_function
+    return None
+
+
+def _values(policy: LanguageModel, hidden: Tensor) -> Tensor | None:
+    function = _value_function(policy)
+    return None if function is None else function.read(hidden)

@@ -1,0 +1,93 @@
+"""Which engine a run gets: by name, and never one that decodes something else than the policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastppo.models.policy import LanguageModel
+from fastppo.rollout import Rollout, RolloutEngine, Sampling
+from fastppo.rollout.decoder import DecoderEngine
+from fastppo.rollout.generate import GenerateEngine
+
+COMPARED_TOKENS = 6
+"""Of each prompt: enough for a wrong position, mask or cache to show."""
+
+
+def make_engine(
+    name: str,
+    policy: LanguageModel,
+    tokenizer: Any,
+    pad_token_id: int,
+    *,
+    batch_size: int | None = None,
+    final_values: bool = False,
+) -> tuple[RolloutEngine, str | None]:
+    """The engine of that name, and a sentence where it is another one after all.
+
+    Args:
+        name: decoder or generate.
+        batch_size: sequences decoded at once; None for all.
+        final_values: the learner needs the value after a response that was cut off.
+    """
+    generate = GenerateEngine(
+        policy.causal_lm,
+        pad_token_id,
+        batch_size=batch_size,
+        compute_dtype=policy.compute_dtype,
+        tokenizer=tokenizer,
+    )
+    if name == "generate":
+        return generate, None
+    decoder = DecoderEngine(
+        policy, batch_size=batch_size, final_values=final_values, tokenizer=tokenizer
+    )
+    wrong = difference(decoder, generate, policy)
+    if wrong is None:
+        return decoder, None
+    return generate, (
+        f"rollout=decoder does not decode {type(policy.causal_lm).__name__} as Hugging Face "
+        f"generate does ({wrong}): using rollout=generate"
+    )
+
+
+def difference(engine: RolloutEngine, generate: RolloutEngine, policy: LanguageModel) -> str | None:
+    """How a few greedy tokens of an engine differ from `generate`'s on the same weights; None where
+    they do not.
+
+    Tokens may differ where two are equally likely but for rounding. So what is compared, up to the
+    first token that differs and with it, is the logprob of the likeliest token.
+    """
+    vocabulary, context = policy.head.vocabulary, policy.context or 64
+    steps = max(1, min(COMPARED_TOKENS, context - 5))
+    lengths = [max(1, min(length, context - steps)) for length in (5, 2, 3)]
+    prompts = [
+        [(7 * row + 3 * i + 3) % vocabulary for i in range(n)] for row, n in enumerate(lengths)
+    ]
+    sampling = Sampling(max_new_tokens=steps, greedy=True)
+    try:
+        ours = engine.generate(prompts, sampling)
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+        return f"{type(error).__name__}: {error}"
+    return _first_difference(ours, generate.generate(prompts, sampling), policy)
+
+
+def _first_difference(ours: Rollout, theirs: Rollout, policy: LanguageModel) -> str | None:
+    # Rounding of fp32, or of bf16 for logprobs of a few nats; a wrong position shows in the first
+    # digit.
+    relative = 1e-3 if policy.is_full_precision else 5e-2
+    assert ours.sampler_logprobs is not None
+    assert theirs.sampler_logprobs is not None
+    tokens = zip(ours.tokens, theirs.tokens, strict=True)
+    logprobs = zip(ours.sampler_logprobs, theirs.sampler_logprobs, strict=True)
+    for (mine, other), (my_logprobs, other_logprobs) in zip(tokens, logprobs, strict=True):
+        differing = [i for i, pair in enumerate(zip(mine, other, strict=True)) if len({*pair}) > 1]
+        length = differing[0] + 1 if differing else len(mine)
+        gap = (my_logprobs[:length] - other_logprobs[:length]).abs()
+        allowed = relative * (1 + other_logprobs[:length].abs())
+        wrong = (~(gap <= allowed)).nonzero().flatten().tolist()
+        if wrong:
+            return (
+                f"greedy token {wrong[0]} of a test prompt is {mine[wrong[0]]} for "
+                f"{other[wrong[0]]}, and its logprob {gap[wrong[0]].item():.3g} nats off"
+            )
+    return None

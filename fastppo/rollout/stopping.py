@@ -1,0 +1,40 @@
+"""Stop strings: where in a response the text is complete that ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+MARGIN = 8
+"""Tokens decoded beyond those that a stop string can have: some tokenizers drop a space before the
+first token that they decode, and a character may be several tokens."""
+
+
+class StopStrings:
+    """Says which of several responses end with a stop string.
+
+    A token stands for at least one byte of text, so a string of n bytes is in the last n tokens:
+    each call decodes no more than those.
+
+    Args:
+        tokenizer: of the policy; may be None where there are no strings.
+        strings: not empty, any of them ends a response.
+
+    Raises:
+        ValueError: strings without a tokenizer, or an empty string.
+    """
+
+    def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
+        if strings and tokenizer is None:
+            raise ValueError("stop_strings need a tokenizer to decode with; the engine has none")
+        if "" in strings:
+            raise ValueError("stop_strings holds an empty string, which every text contains")
+        self.tokenizer, self.strings = tokenizer, tuple(strings)
+        self.window = max((len(each.encode()) for each in strings), default=0) + MARGIN
+
+    def ended(self, responses: Sequence[Sequence[int]]) -> list[bool]:
+        """[B] whether the last token of each response completed a stop string; each response did
+        not contain one before it."""
+        tails = [list(response[-self.window :]) for response in responses]
+        texts = self.tokenizer.batch_decode(tails, skip_special_tokens=True)
+        return [any(string in text for string in self.strings) for text in texts]

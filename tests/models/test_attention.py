@@ -1,0 +1,181 @@
+"""The mark in a mask's place: the same states, no look at the device, no use for generation."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import waits
+from torch import Tensor
+
+from fastppo.data.batch import Batch
+from fastppo.models import attention
+from fastppo.models.attention import has_wrapped_attention, mark
+from fastppo.models.trunk import hidden_states, prepare, takes_mark
+
+MARKED = ("llama", "qwen2", "qwen3", "mistral", "mistral-window", "gpt2", "gpt_neox", "gemma3")
+BATCH = Batch.of([[5, 9], [7, 8, 6, 12], [4]], [[10, 11, 1, 9], [13, 3, 17, 20], [21]])
+
+
+@pytest.mark.parametrize("architecture", MARKED)
+def test_a_marked_trunk_gives_the_states_that_a_mask_gives(architecture: str) -> None:
+    """Right-padded rows: no token sees what comes after it. Rows here outgrow windows of 4."""
+    trunk = tiny.model(architecture).eval().base_model
+    layout = BATCH.layout()
+    tokens = torch.cat([layout.predicting, layout.final])
+    mask = (torch.arange(layout.input_ids.shape[1]) < BATCH.lengths.unsqueeze(1)).long()
+    with torch.no_grad():
+        wanted = hidden_states(trunk, layout.input_ids, mask).flatten(0, 1)[tokens]
+        prepare(trunk)
+        assert takes_mark(trunk)
+        found = hidden_states(trunk, layout.input_ids).flatten(0, 1)[tokens]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2", "gpt_neox"])
+def test_a_marked_trunk_reads_nothing_off_the_device(architecture: str) -> None:
+    trunk = tiny.model(architecture).eval().base_model
+    prepare(trunk)
+    counts = []
+    for mask in (None, torch.ones(2, 4, dtype=torch.int64)):
+        with torch.no_grad(), waits.counted() as seen:
+            hidden_states(trunk, torch.arange(8).view(2, 4), mask)
+        counts.append(seen.total())
+    assert counts[0] == 0
+    assert counts[1] > 0, "transformers reads its mask, so there is something to leave out"
+
+
+def test_a_trunk_that_does_something_with_its_mask_is_not_marked() -> None:
+    """OPT counts positions by the mask."""
+    trunk = tiny.model("opt").eval().base_model
+    prepare(trunk)
+    assert not takes_mark(trunk)
+    with torch.no_grad():
+        found = hidden_states(trunk, torch.arange(3, 11).view(2, 4))
+        wanted = trunk(input_ids=torch.arange(3, 11).view(2, 4)).last_hidden_state
+    assert torch.equal(found, wanted)
+
+
+def test_an_attention_that_is_not_wrapped_is_not_marked() -> None:
+    model = tiny.model("llama").eval()
+    assert has_wrapped_attention(model.base_model)
+    model.set_attn_implementation("eager")
+    assert not has_wrapped_attention(model.base_model)
+    prepare(model.base_model)
+    assert not takes_mark(model.base_model)
+
+
+def test_calls_without_the_mark_are_transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real mask of zero width does not exist, so the mark is mistaken for none."""
+    seen = []
+    wrapped = attention._knowing_the_mark("sdpa", lambda *args, **keywords: seen.append(args[4]))
+    x, mask = torch.zeros(1, 1, 2, 4), torch.ones(1, 1, 2, 2, dtype=torch.bool)
+    for each in (None, mask, mark(x.device)):
+        wrapped(torch.nn.Identity(), x, x, x, each)
+    assert seen == [None, mask, None]
+
+
+# ---------------------------------------------------------------------------------- packed rows
+
+
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, *rest: Any, **how: Any) -> Tensor:
+    """What torch's varlen_attn and flash-attn's function compute, sequence by sequence."""
+    left, right = how["window_size"]
+    assert right == 0
+    found = []
+    for begin, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+        distance = torch.arange(end - begin).unsqueeze(1) - torch.arange(end - begin)
+        seen = (distance >= 0) & ((distance <= left) | torch.tensor(left < 0))
+        parts = [x[begin:end].transpose(0, 1) for x in (q, k, v)]
+        parts[1:] = [x.repeat_interleave(len(parts[0]) // len(x), 0) for x in parts[1:]]
+        scale = how.get("scale", how.get("softmax_scale"))
+        one = torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale)
+        found.append(one.transpose(0, 1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 3])
+@pytest.mark.parametrize("heads", [4, 2, 1])
+def test_a_block_diagonal_mask_keeps_sequences_apart(heads: int, sliding_window) -> None:
+    q, (k, v) = torch.randn(1, 4, 9, 8), torch.randn(2, 1, heads, 9, 8)
+    cu = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
+    found = attention._block_diagonal(q, k, v, cu, 0.3, sliding_window)
+    left = -1 if sliding_window is None else sliding_window - 1
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    wanted = _one_by_one(*rows, cu, scale=0.3, window_size=(left, 0))
+    torch.testing.assert_close(found[0], wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", MARKED)
+def test_torchs_kernel_gets_what_it_needs(architecture: str, monkeypatch) -> None:
+    """Lengths, scale and window reach it through every architecture's layers: with a stand-in for
+    the kernel, packed rows give the states of padded ones."""
+    trunk = tiny.model(architecture).eval().base_model
+    prepare(trunk)
+    calls: list[tuple[int, int]] = []
+
+    def kernel(q, k, v, cu, cu_k, longest, longest_k, *, enable_gqa=True, **how):
+        assert cu is cu_k
+        assert longest == longest_k == 8
+        calls.append(how["window_size"])
+        return _one_by_one(q, k, v, cu, **how)
+
+    monkeypatch.setattr(attention, "_has_kernels", lambda value: True)
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    found = []
+    for layout in (BATCH.layout(), BATCH.packed_layout()):
+        tokens = torch.cat([layout.predicting, layout.final])
+        with torch.no_grad():
+            states = hidden_states(trunk, layout.input_ids, packing=layout.packing)
+        found.append(states.flatten(0, 1)[tokens])
+    windows = {"mistral-window": {(3, 0)}, "gemma3": {(3, 0), (-1, 0)}}.get(architecture)
+    assert {*calls} <= (windows or {(-1, 0)})
+    assert calls
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
+def test_flash_attn_is_used_where_the_model_was_loaded_with_it(monkeypatch) -> None:
+    q, (k, v) = torch.randn(1, 4, 9, 8), torch.randn(2, 1, 2, 9, 8)
+    cu = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
+    seen: dict[str, Any] = {}
+
+    def kernel(q, k, v, cu, cu_k, longest, longest_k, **how):
+        seen.update(how, longest=longest)
+        return _one_by_one(q, k, v, cu, **how)
+
+    monkeypatch.setattr(attention, "_has_kernels", lambda value: True)
+    stand_in = SimpleNamespace(flash_attn_varlen_func=kernel)
+    monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
+    layer: Any = SimpleNamespace(config=SimpleNamespace(sliding_window=3))
+    wrapped = attention._knowing_the_mark("flash_attention_2", None)  # type: ignore[arg-type]
+    found, _ = wrapped(
+        layer,
+        q,
+        k,
+        v,
+        mark(q.device),
+        cu_seq_lens_q=cu,
+        max_length_q=4,
+        scaling=0.3,
+        sliding_window=3,
+        softcap=20.0,
+    )
+    assert seen["softcap"] == 20.0
+    assert (seen["causal"], seen["longest"]) == (True, 4)
+    wanted = attention._block_diagonal(q, k, v, cu, 0.3, 3)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_that_attention_is_not_told_is_refused() -> None:
+    """Packed, it would see the whole sequence, and only sequences longer than the window show
+    it."""
+    layer: Any = SimpleNamespace(config=SimpleNamespace(sliding_window=3))
+    wrapped = attention._knowing_the_mark("sdpa", None)  # type: ignore[arg-type]
+    x = torch.zeros(1, 1, 2, 4)
+    cu = torch.tensor([0, 2], dtype=torch.int32)
+    with pytest.raises(ValueError, match="does not tell attention its sliding window"):
+        wrapped(layer, x, x, x, mark(x.device), cu_seq_lens_q=cu, max_length_q=2)

@@ -1,0 +1,162 @@
+"""Packed equals padded equals one by one: values and every gradient; what cannot is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from fastppo.models.packing import choose_packing, difference
+from fastppo.models.policy import ActorCritic, LanguageModel
+from fastppo.models.trunk import checkpoint_activations
+from fastppo.models.value import BranchValue, critic_of_policy
+
+PACKED = ("llama", "qwen3", "mistral", "mistral-window", "gpt2", "gpt_neox", "gemma2", "gemma3")
+BATCH = tiny.random_batch((5, 1, 9, 3))
+
+
+def _actor(kind: str, architecture: str, packed: bool, recompute: bool = False) -> ActorCritic:
+    causal_lm = tiny.model(architecture)
+    if recompute:
+        checkpoint_activations(causal_lm)
+    value_function: Any = None
+    if kind == "branch":
+        width = causal_lm.get_output_embeddings().weight.shape[1]
+        value_function = BranchValue(causal_lm.base_model, width, 1)
+    elif kind == "critic":
+        value_function = critic_of_policy(causal_lm)
+    actor = ActorCritic(causal_lm, None, value_function)
+    torch.manual_seed(1)
+    torch.nn.init.normal_(actor.value_function.head.weight)
+    actor.packing = packed
+    actor.set_training(recompute)
+    return actor
+
+
+def _count(rows: torch.Tensor) -> int:
+    return BATCH.select(rows).response_count
+
+
+def _run(actor: ActorCritic, rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """States, values and every gradient, of a loss summed over the batches of these rows. It
+    weighs each state and value at random: a norm's outputs have a mean or a size that is fixed,
+    and gradients of those would be rounding alone."""
+    states, values = [], []
+    weights = torch.randn(BATCH.response_count, 33, generator=torch.Generator().manual_seed(2))
+    for each, weight in zip(rows, weights.split([_count(each) for each in rows]), strict=True):
+        hidden, value = actor(actor.layout(BATCH.select(each)))
+        ((hidden * weight[:, 1:]).sum() + (value * weight[:, 0]).sum()).backward()
+        states.append(hidden.detach())
+        values.append(value.detach())
+    found = {n: p.grad for n, p in actor.named_parameters() if p.grad is not None}
+    return {"states": torch.cat(states), "values": torch.cat(values)} | found
+
+
+@pytest.mark.parametrize("kind", ["shared", "branch", "critic"])
+@pytest.mark.parametrize(
+    ("architecture", "recompute"),
+    [*((each, False) for each in PACKED), ("llama", True), ("mistral-window", True)],
+)
+def test_packed_equals_padded_equals_one_by_one(
+    architecture: str, kind: str, recompute: bool
+) -> None:
+    together = [torch.arange(len(BATCH))]
+    packed = _run(_actor(kind, architecture, True, recompute), together)
+    assert packed["states"].shape[0] == 18
+    for rows in (together, list(torch.arange(len(BATCH)).split(1))):
+        other = _run(_actor(kind, architecture, False), rows)
+        assert other.keys() == packed.keys()
+        for name, wanted in other.items():
+            scale = wanted.abs().max().item()
+            # fp32 sums in another order, relative to the largest entry
+            torch.testing.assert_close(packed[name], wanted, rtol=0, atol=1e-5 * scale, msg=name)
+
+
+@pytest.mark.parametrize("architecture", PACKED)
+def test_a_trunk_that_packs_shows_no_difference(architecture: str) -> None:
+    actor = ActorCritic(tiny.model(architecture))
+    assert difference(actor.causal_lm.base_model) is None
+    assert all(p.grad is None for p in actor.parameters()), "the comparison leaves no gradient"
+
+
+def test_opt_which_counts_positions_by_itself_is_refused() -> None:
+    actor = ActorCritic(tiny.model("opt"))
+    says = (
+        r"packing=on: OPTModel \(the policy\) cannot be packed: its hidden states differ from "
+        r"those of padded sequences by 0\.\d+ of their size .* count positions by itself.* Use "
+        r"packing=off"
+    )
+    with pytest.raises(ValueError, match=says):
+        choose_packing("on", actor, None)
+    assert not actor.packing
+
+
+def test_a_wrong_gradient_is_seen_where_the_states_are_right(monkeypatch) -> None:
+    trunk = ActorCritic(tiny.model()).causal_lm.base_model
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    forward = trunk.layers[0].forward
+
+    def wrong(x, **keywords):
+        return forward(Doubled.apply(x) if "cu_seq_lens_q" in keywords else x, **keywords)
+
+    monkeypatch.setattr(trunk.layers[0], "forward", wrong)
+    assert "its gradients differ" in (difference(trunk) or "")
+
+
+def test_a_kernel_that_fails_is_a_difference(monkeypatch) -> None:
+    from fastppo.models import attention
+
+    def fails(*args, **keywords):
+        raise RuntimeError("head dimension 300 is not supported")
+
+    trunk = ActorCritic(tiny.model()).causal_lm.base_model
+    monkeypatch.setattr(attention, "_block_diagonal", fails)
+    assert "fails (head dimension 300 is not supported)" in (difference(trunk) or "")
+
+
+@pytest.mark.parametrize(
+    ("choice", "packs"),
+    [("on", True), ("off", False), ("auto", False)],  # auto packs on a GPU alone
+)
+def test_the_option_decides(choice: str, packs: bool) -> None:
+    actor = ActorCritic(tiny.model())
+    assert choose_packing(choice, actor, None) is None
+    assert actor.packing == packs
+
+
+@pytest.mark.parametrize("of", ["policy", "critic", "reference"])
+def test_auto_says_which_model_cannot_be_packed(of: str, monkeypatch) -> None:
+    """On a GPU; a device's name and the mark of OPT's trunk stand in for one."""
+    from fastppo.models import packing
+
+    opt = LanguageModel(tiny.model("opt"))
+    policy = tiny.model("opt" if of == "policy" else "llama")
+    value = critic_of_policy(opt.causal_lm) if of == "critic" else None
+    actor = ActorCritic(policy, None, value, compute_dtype=torch.bfloat16)
+    monkeypatch.setattr(packing, "takes_mark", lambda trunk: True)
+    monkeypatch.setattr(ActorCritic, "device", torch.device("cuda"))
+    monkeypatch.setattr(ActorCritic, "autocast", lambda self: torch.autocast("cpu", torch.bfloat16))
+    sentence = choose_packing("auto", actor, opt if of == "reference" else None)
+    assert sentence is not None
+    assert sentence.startswith(f"packing is off: OPTModel (the {of}) cannot be packed: its hidden")
+    assert not actor.packing
+
+
+def test_bf16_is_compared_by_its_own_rounding() -> None:
+    actor = ActorCritic(tiny.model(), compute_dtype=torch.bfloat16)
+    choose_packing("on", actor, None)
+    assert actor.packing
+    whole = ActorCritic(tiny.model().bfloat16())
+    choose_packing("on", whole, None)
+    assert whole.packing

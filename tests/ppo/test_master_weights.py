@@ -1,0 +1,190 @@
+"""fp32 masters of bfloat16 weights: small updates add up, gradients too, and a resume is exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+from fastppo.models.policy import ActorCritic
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.master_weights import MasterAdamW
+from fastppo.ppo.optimizer import clip_gradients, make_optimizer
+from runs import first_experience, make_trainer, one_step
+
+
+def _pair(dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Parameter, nn.Parameter, MasterAdamW]:
+    """A weight of the dtype, one of fp32, and their optimiser."""
+    torch.manual_seed(0)
+    rounded = nn.Parameter(torch.randn(3, 4).to(dtype))
+    whole = nn.Parameter(torch.randn(5))
+    groups: list[dict[str, Any]] = [{"params": [rounded]}, {"params": [whole], "lr": 0.5}]
+    return rounded, whole, MasterAdamW(groups, lr=1e-4, fused=True)
+
+
+def _step(rounded: nn.Parameter, whole: nn.Parameter, optimizer: MasterAdamW) -> None:
+    optimizer.zero_grad()
+    (rounded.float().sum() + whole.sum()).backward()
+    optimizer.step()
+
+
+def test_updates_below_the_weights_resolution_add_up() -> None:
+    """1e-4 on weights near 1: bfloat16 alone would round each of them away."""
+    rounded, whole, optimizer = _pair()
+    start = rounded.detach().float().clone()
+    for _ in range(100):
+        _step(rounded, whole, optimizer)
+    exact = nn.Parameter(start.clone())
+    plain = torch.optim.AdamW([exact], lr=1e-4, fused=True)
+    for _ in range(100):
+        exact.grad = torch.ones_like(exact)
+        plain.step()
+    (master,) = optimizer.param_groups[0]["params"]
+    assert torch.equal(master, exact), "AdamW on the fp32 weight, bit for bit"
+    assert torch.equal(rounded, master.bfloat16())
+    assert (rounded.float() - start).abs().max() > 0.005
+    assert rounded.dtype == torch.bfloat16
+
+
+def test_a_weight_in_fp32_is_its_own_master() -> None:
+    rounded, whole, optimizer = _pair()
+    assert optimizer.param_groups[1]["params"] == [whole]
+    assert optimizer.weights == [rounded, whole]
+    _, _, plain = _pair(torch.float32)
+    assert [group["params"][0] for group in plain.param_groups] == plain.weights
+    assert "master" not in plain.state_dict()["state"].get(0, {})
+
+
+def test_gradients_of_microbatches_add_up_in_fp32() -> None:
+    """256 + 1 is 256 in bfloat16."""
+    rounded, _, optimizer = _pair()
+    (rounded * 256).sum().backward()
+    for _ in range(3):
+        (rounded * 1).sum().backward()
+    assert rounded.grad is not None
+    assert rounded.grad.dtype == torch.float32
+    assert (rounded.grad == 259).all()
+    optimizer.zero_grad()
+    assert rounded.grad is None
+
+
+def test_a_resume_has_the_same_bits() -> None:
+    """Weights alone would lose what the masters have beyond bfloat16."""
+    rounded, whole, optimizer = _pair()
+    for _ in range(3):
+        _step(rounded, whole, optimizer)
+    saved = optimizer.state_dict()
+    copied = {
+        index: {name: value.clone() for name, value in entry.items()}
+        for index, entry in saved["state"].items()
+    }
+    other_rounded, other_whole, other = _pair()
+    with torch.no_grad():
+        other_rounded.zero_()
+        other_whole.copy_(whole)
+    other.load_state_dict({**saved, "state": copied})
+    for _ in range(3):
+        _step(rounded, whole, optimizer)
+        _step(other_rounded, other_whole, other)
+    assert torch.equal(rounded, other_rounded)
+    for one, two in zip(optimizer.param_groups, other.param_groups, strict=True):
+        assert torch.equal(one["params"][0], two["params"][0])
+
+
+def test_before_the_first_step_masters_are_saved_too() -> None:
+    _, _, optimizer = _pair()
+    state = optimizer.state_dict()["state"]
+    assert list(state) == [0]
+    _, whole, other = _pair()
+    state[0]["master"] = state[0]["master"] + 0.001
+    other.load_state_dict({**other.state_dict(), "state": state})
+    assert torch.equal(other.param_groups[0]["params"][0], state[0]["master"])
+    _step(other.weights[0], whole, other)  # its moments start as if nothing was loaded
+
+
+def test_the_gradient_is_clipped_where_the_model_has_it() -> None:
+    model = ActorCritic(tiny.model().bfloat16())
+    config = PPOConfig(max_grad_norm=0.5)
+    optimizer = make_optimizer(model, config)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(parameter.shape)
+    count = sum(p.numel() for p in model.parameters())
+    norms = clip_gradients(optimizer, model, config)
+    assert norms["grad_norm"].item() == pytest.approx(count**0.5)
+    after = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    assert after.item() == pytest.approx(0.5, rel=1e-4)
+
+
+# ----------------------------------------------------------------------------------- in a trainer
+
+
+def _bf16(tmp_path: Path, **options: Any) -> Any:
+    """A trainer whose trunk was loaded in bfloat16."""
+    trainer = make_trainer(tmp_path, param_dtype="bfloat16", model_dtype="bfloat16", **options)
+    dtypes = {p.dtype for p in trainer.model.causal_lm.parameters()}
+    assert dtypes == {torch.bfloat16}
+    assert {p.dtype for p in trainer.model.value_function.head.parameters()} == {torch.float32}
+    return trainer
+
+
+@pytest.mark.parametrize("value_model", ["shared", "branch", "critic"])
+def test_every_trained_weight_of_a_run_has_an_fp32_master(value_model, tmp_path: Path) -> None:
+    trainer = _bf16(tmp_path, value_model=value_model)
+    masters = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    assert {p.dtype for p in masters} == {torch.float32}
+    assert {id(p) for p in trainer.optimizer.weights} == {id(p) for p in trainer.model.parameters()}
+    experience = first_experience(trainer)
+    before = [p.detach().clone() for p in masters]
+    metrics = trainer.update(experience, trainer.config)
+    assert metrics["skipped_steps"] == 0
+    assert all((p != q).any() for p, q in zip(masters, before, strict=True) if p.dim() >= 2)
+    for weight, master in zip(trainer.optimizer.weights, masters, strict=True):
+        assert torch.equal(weight, master.to(weight.dtype))
+
+
+def test_the_split_into_microbatches_changes_the_gradient_by_rounding_alone(tmp_path: Path) -> None:
+    """Of the products in bfloat16, 2⁻⁸ each; not of the sum over the microbatches."""
+    gradients = []
+    for size in (16, 1):
+        trainer = _bf16(tmp_path, microbatch_size=size, max_grad_norm=1e9)
+        torch.manual_seed(5)
+        trainer.update(first_experience(_bf16(tmp_path)), one_step(trainer))
+        gradients.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters()]))
+    whole, parts = gradients
+    assert whole.dtype == torch.float32
+    assert (parts - whole).norm() / whole.norm() < 0.02
+
+
+def test_a_resumed_run_of_bf16_weights_ends_in_the_same_bits(tmp_path: Path) -> None:
+    straight = _bf16(tmp_path / "a", iterations=3)
+    straight.train()
+    _bf16(tmp_path / "b", iterations=2).train()
+    resumed = _bf16(tmp_path / "b", iterations=3, resume=True)
+    resumed.train()
+    assert resumed.state.iteration == 3
+    for one, two in zip(
+        straight.optimizer.param_groups, resumed.optimizer.param_groups, strict=True
+    ):
+        for p, q in zip(one["params"], two["params"], strict=True):
+            assert torch.equal(p, q)
+    for p, q in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_names_its_weights(tmp_path: Path) -> None:
+    from fastppo.run.watch import load_batch
+
+    trainer = _bf16(tmp_path)
+    experience = first_experience(trainer)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    experience.advantages[0] = float("inf")
+    trainer.update(experience, one_step(trainer))
+    assert trainer.state.skipped_steps == 1
+    assert all(torch.equal(p, q) for p, q in zip(trainer.model.parameters(), before, strict=True))
+    (saved,) = (tmp_path / "run" / "skipped").iterdir()
+    _, about = load_batch(saved)
+    assert "causal_lm" in str(about["parameters"])

@@ -1,0 +1,203 @@
+"""Old logprobs: the sampler's where it computes what the learner does; else recomputed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fastppo.data.batch import Batch
+from fastppo.data.microbatches import split
+from fastppo.ppo.old_policy import importance, mismatch, old_policy
+from fastppo.ppo.trainer import PPOTrainer
+from fastppo.rollout import Rollout
+from runs import make_trainer, records
+
+
+def _drawn(trainer: PPOTrainer, rows: int = 6) -> tuple[Rollout, Batch]:
+    ids = trainer.prompts.token_ids[:rows]
+    torch.manual_seed(0)
+    rollout = trainer.engine.generate(ids, trainer.sampling)
+    return rollout, Batch.of(ids, rollout.tokens)
+
+
+def _old(trainer: PPOTrainer, rollout: Rollout, batch: Batch):
+    options = trainer.config
+    parts = split(batch, options.limits())
+    return old_policy(trainer.model, trainer.engine, trainer.sampling, rollout, parts, options)
+
+
+def _passes(trainer: PPOTrainer) -> list[int]:
+    """One entry per evaluation of a batch by the policy."""
+    found, own = [], trainer.model.evaluate
+
+    def counted(batch, *args, **options):
+        found.append(len(batch))
+        return own(batch, *args, **options)
+
+    trainer.model.evaluate = counted
+    return found
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("options", [{}, {"bootstrap_truncated": True}, {"temperature": 0.7}])
+def test_the_samplers_are_taken_without_a_pass_and_are_the_learners(
+    architecture: str, options, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, architecture, **options)
+    nn.init.normal_(trainer.model.value_function.head.weight)
+    rollout, batch = _drawn(trainer)
+    passes = _passes(trainer)
+    old = _old(trainer, rollout, batch)
+    assert passes == []
+    wanted = trainer.model.evaluate(batch, **trainer.config.softmax)
+    torch.testing.assert_close(old.logprobs, wanted.logprobs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(old.values, wanted.values, rtol=1e-5, atol=1e-5)
+    assert old.importance_weights is None
+    assert old.metrics == {}
+    if options.get("bootstrap_truncated"):
+        cut = torch.tensor(rollout.truncated)
+        assert cut.any()
+        torch.testing.assert_close(
+            old.final_values[cut], wanted.final_values[cut], rtol=1e-5, atol=1e-5
+        )
+    else:
+        assert old.final_values is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"old_logprobs": "recompute"},
+        {"rollout": "generate"},
+        {"value_model": "branch", "value_branch_layers": 1},
+        {"value_model": "critic"},
+        {"precision": "bf16"},
+    ],
+    ids=lambda each: "-".join(map(str, each.values())),
+)
+def test_elsewhere_they_are_recomputed(options, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, **options)
+    rollout, batch = _drawn(trainer)
+    passes = _passes(trainer)
+    old = _old(trainer, rollout, batch)
+    assert passes == [6]
+    assert {"mismatch/mean", "mismatch/worst", "mismatch/outside"} <= old.metrics.keys()
+    is_exact = "precision" not in options
+    assert old.metrics["mismatch/worst"] < (1e-5 if is_exact else 0.1)
+    assert old.metrics["mismatch/outside"] < 0.05
+    assert (old.importance_weights is None) == is_exact
+
+
+def test_the_samplers_may_be_asked_for_under_bf16(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, precision="bf16", old_logprobs="sampler")
+    rollout, batch = _drawn(trainer)
+    passes = _passes(trainer)
+    assert torch.equal(_old(trainer, rollout, batch).logprobs, torch.cat(rollout.logprobs))
+    assert passes == []
+
+
+def test_what_the_engine_does_not_give_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, rollout="generate", old_logprobs="sampler")
+    with pytest.raises(ValueError, match="old_logprobs=sampler: this engine gives no values with"):
+        _old(trainer, *_drawn(trainer))
+    trainer = make_trainer(
+        tmp_path, rollout="generate", old_logprobs="sampler", bootstrap_truncated=True
+    )
+    with pytest.raises(ValueError, match="gives no values and no final_values"):
+        _old(trainer, *_drawn(trainer))
+
+
+@pytest.mark.parametrize("rollout", ["decoder", "generate"])
+@pytest.mark.parametrize("restriction", [{"top_k": 4}, {"top_p": 0.6}])
+def test_a_restriction_is_corrected_by_the_mass_that_it_left(
+    rollout: str, restriction, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, rollout=rollout, **restriction)
+    drawn, batch = _drawn(trainer)
+    old = _old(trainer, drawn, batch)
+    with torch.no_grad():
+        layout = batch.layout()
+        logits = trainer.model.head.logits(trainer.model.hidden(layout)).double()
+    p = logits.softmax(1).sort(1, descending=True).values
+    if "top_k" in restriction:
+        kept = p[:, :4].sum(1)
+    else:
+        kept = (p * (p.cumsum(1) - p < 0.6)).sum(1)
+    torch.testing.assert_close(old.importance_weights.double(), kept, rtol=1e-4, atol=1e-5)
+    assert 0 < old.metrics["mismatch/effective_sample_size"] < 1
+
+
+def test_without_a_cap_nothing_is_corrected(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, top_k=4, importance_cap=None)
+    assert _old(trainer, *_drawn(trainer)).importance_weights is None
+
+
+def test_responses_from_elsewhere_are_recomputed_and_not_weighed(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, old_logprobs="sampler", top_k=3)
+    rollout, batch = _drawn(trainer)
+    old = _old(trainer, Rollout(rollout.tokens, rollout.finish_reasons), batch)
+    assert torch.equal(old.logprobs, trainer.model.evaluate(batch).logprobs)
+    assert (old.importance_weights, old.metrics) == (None, {})
+
+
+def test_importance_weights_are_truncated() -> None:
+    logprobs = torch.tensor([-1.0, -1.0, -1.0, -1.0])
+    drawn = logprobs - torch.tensor([0.0, math.log(1.5), math.log(3), -math.log(4)])
+    weights, metrics = importance(logprobs, drawn, 2.0)
+    torch.testing.assert_close(weights, torch.tensor([1.0, 1.5, 2.0, 0.25]))
+    wanted = (1 + 1.5 + 2 + 0.25) ** 2 / (4 * (1 + 2.25 + 4 + 0.0625))
+    assert metrics["mismatch/effective_sample_size"] == pytest.approx(wanted)
+
+
+def test_the_mismatch_is_counted_token_by_token() -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -3.0, -4.0])
+    found = mismatch(logprobs, logprobs - torch.tensor([0.0, 0.05, -0.2, 0.3]))
+    assert found["mismatch/mean"] == pytest.approx(0.55 / 4)
+    assert found["mismatch/worst"] == pytest.approx(0.3)
+    assert found["mismatch/outside"] == pytest.approx(0.5)
+
+
+def test_another_policy_behind_the_sampler_shows_in_the_metrics_and_warns(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, precision="bf16", iterations=1)
+    engine, own = trainer.engine, trainer.engine.generate
+    trainer.self_check(trainer.prompts)
+    trainer.self_check = lambda prompts: None
+
+    def stale(prompt_ids, sampling):
+        rollout = own(prompt_ids, sampling)
+        rollout.logprobs = [each - 0.3 for each in rollout.logprobs]
+        rollout.sampler_logprobs = rollout.logprobs
+        return rollout
+
+    engine.generate = stale
+    trainer.train()
+    (record,) = records(trainer)
+    assert record["mismatch/mean"] == pytest.approx(0.3, abs=0.05)
+    assert any("mismatch/outside" in sentence for sentence in record["warnings"])
+
+
+def test_importance_weights_reach_the_loss(tmp_path: Path) -> None:
+    """Twice the weight is twice the policy's gradient, and none of the value's."""
+    gradients = []
+    for weight in (1.0, 2.0):
+        trainer = make_trainer(
+            tmp_path, ppo_epochs=1, minibatches=1, kl_coef=0.0, vf_coef=0.0, max_grad_norm=1e9
+        )
+        rollout, batch = _drawn(trainer, 8)
+        scores = trainer.score(trainer.prompts.select(range(8)), rollout, trainer.config)
+        experience, _ = trainer.make_experience(batch, scores, rollout, trainer.config)
+        weights = torch.full_like(experience.advantages, weight)
+        trainer.update(replace(experience, importance_weights=weights), trainer.config)
+        gradients.append(trainer.model.head.weight.grad.clone())
+    torch.testing.assert_close(2 * gradients[0], gradients[1], rtol=1e-5, atol=1e-7)
+
+
+def test_a_run_with_top_k_trains_and_tells_its_effective_sample_size(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, top_k=4)
+    trainer.train()
+    assert all(0 < each["mismatch/effective_sample_size"] <= 1 for each in records(trainer))

@@ -1,0 +1,242 @@
+"""The decoder gives `generate`'s greedy tokens, the learner's logprobs and values, and its random
+numbers belong to rows."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPTNeoXConfig, MistralConfig
+
+from fastppo.data.batch import Batch
+from fastppo.models.adapters import add_adapters
+from fastppo.models.policy import ActorCritic, LanguageModel
+from fastppo.models.trunk import checkpoint_activations
+from fastppo.models.value import BranchValue, DetachedValue
+from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling
+from fastppo.rollout.decoder import DecoderEngine
+from fastppo.rollout.generate import GenerateEngine
+
+PROMPTS = [[5, 9, 4], [7], [8, 3, 6, 12, 20], [11, 12]]
+STOP = (1, 2, 3, 4, 5, 6, 7)
+"""Many, so that rows end at different steps."""
+
+WINDOWED = {
+    "mistral, window 4": lambda: MistralConfig(**tiny._decoder(sliding_window=4)),
+    "gemma3, window 4": lambda: Gemma3TextConfig(
+        **tiny._decoder(
+            head_dim=8,
+            sliding_window=4,
+            layer_types=["sliding_attention", "full_attention"],
+        )
+    ),
+    "gpt-neox": lambda: GPTNeoXConfig(**tiny._common(intermediate_size=48)),
+}
+
+
+def _model(architecture: str):
+    if architecture not in WINDOWED:
+        return tiny.model(architecture)
+    torch.manual_seed(0)
+    causal_lm = AutoModelForCausalLM.from_config(WINDOWED[architecture]())
+    with torch.no_grad():
+        for parameter in causal_lm.parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(3.0)
+    return causal_lm
+
+
+def _policy(architecture: str = "llama", **parts: object) -> ActorCritic:
+    """With a value head that is not zero, so that values tell states apart."""
+    policy = ActorCritic(_model(architecture), **parts)
+    torch.manual_seed(5)
+    nn.init.normal_(policy.value_function.head.weight)
+    nn.init.constant_(policy.value_function.head.bias, 0.3)
+    return policy
+
+
+def _sampling(**options: object) -> Sampling:
+    return Sampling(**({"max_new_tokens": 16, "stop_token_ids": STOP} | options))
+
+
+def _draw(policy: LanguageModel, seed: int = 0, prompts=PROMPTS, **options: object) -> Rollout:
+    engine = {name: options.pop(name) for name in ("batch_size", "tokenizer") if name in options}
+    torch.manual_seed(seed)
+    return DecoderEngine(policy, final_values=True, **engine).generate(
+        prompts, _sampling(**options)
+    )
+
+
+@pytest.mark.parametrize("stop", [STOP, ()], ids=["rows leave", "rows stay"])
+@pytest.mark.parametrize("architecture", [*tiny.CONFIGS, *WINDOWED])
+def test_greedy_tokens_are_those_of_generate(architecture: str, stop: tuple[int, ...]) -> None:
+    policy = _policy(architecture)
+    sampling = _sampling(greedy=True, stop_token_ids=stop)
+    wanted = GenerateEngine(policy.causal_lm, 0).generate(PROMPTS, sampling)
+    found = DecoderEngine(policy).generate(PROMPTS, sampling)
+    assert found.tokens == wanted.tokens
+    assert found.finish_reasons == wanted.finish_reasons
+    torch.testing.assert_close(
+        torch.cat(found.logprobs), torch.cat(wanted.logprobs), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_greedy_tokens_with_adapters_are_those_of_generate() -> None:
+    causal_lm = tiny.model()
+    peft = add_adapters(causal_lm, 4, 8, None)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in causal_lm.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    policy = ActorCritic(causal_lm, peft)
+    sampling = _sampling(greedy=True)
+    wanted = GenerateEngine(causal_lm, 0).generate(PROMPTS, sampling)
+    assert DecoderEngine(policy).generate(PROMPTS, sampling).tokens == wanted.tokens
+    with policy.adapters_off():
+        assert DecoderEngine(policy).generate(PROMPTS, sampling).tokens != wanted.tokens
+
+
+@pytest.mark.parametrize(
+    "guard", [{"no_repeat_ngram_size": 2}, {"min_new_tokens": 9}], ids=lambda each: next(iter(each))
+)
+def test_greedy_tokens_under_a_guard_are_those_of_transformers_own(guard) -> None:
+    """Prompts of one length: transformers counts padding among the n-grams."""
+    policy, prompts = _policy("qwen2"), [[5, 9, 4], [8, 3, 6], [11, 12, 30]]
+    theirs = GenerateEngine(policy.causal_lm, 0).generate(
+        prompts, _sampling(greedy=True, extra=guard)
+    )
+    assert _draw(policy, prompts=prompts, greedy=True, **guard).tokens == theirs.tokens
+    assert _draw(policy, prompts=prompts, greedy=True).tokens != theirs.tokens
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7}, {"min_new_tokens": 4}]
+)
+@pytest.mark.parametrize("architecture", tiny.TRAINED)
+def test_logprobs_and_values_are_the_learners(architecture: str, options) -> None:
+    """Of the whole softmax whatever was left to draw from; of truncated responses the value after
+    the last token too."""
+    policy = _policy(architecture)
+    rollout = _draw(policy, **options)
+    wanted = policy.evaluate(Batch.of(PROMPTS, rollout.tokens), options.get("temperature", 1.0))
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(torch.cat(rollout.logprobs), wanted.logprobs, **close)
+    torch.testing.assert_close(torch.cat(rollout.values), wanted.values, **close)
+    truncated = torch.tensor(rollout.truncated)
+    final = torch.where(truncated, wanted.final_values, 0.0)
+    torch.testing.assert_close(rollout.final_values, final, **close)
+    gap = torch.cat(rollout.sampler_logprobs) - torch.cat(rollout.logprobs)
+    restricted = _sampling(**options).is_restricted
+    assert (gap > 1e-3).any() == restricted
+    assert (gap >= -1e-6).all()
+
+
+def test_truncated_and_finished_responses_are_both_among_those() -> None:
+    reasons = [reason for seed in range(3) for reason in _draw(_policy(), seed).finish_reasons]
+    assert {*reasons} == {FINISHED, TRUNCATED}
+
+
+def test_a_value_function_that_needs_more_than_the_last_state_gives_no_values() -> None:
+    causal_lm = tiny.model()
+    branch = BranchValue(causal_lm.base_model, 32, 1)
+    for policy in (ActorCritic(causal_lm, None, branch), LanguageModel(causal_lm)):
+        rollout = _draw(policy)
+        assert rollout.values is None
+        assert rollout.final_values is None
+        assert rollout.logprobs is not None
+
+
+def test_a_detached_head_gives_values() -> None:
+    causal_lm = tiny.model()
+    assert _draw(ActorCritic(causal_lm, None, DetachedValue(causal_lm.base_model, 32))).values
+
+
+def test_the_same_seed_draws_the_same_tokens_and_another_others() -> None:
+    policy = _policy()
+    first, again, other = (_draw(policy, seed) for seed in (1, 1, 2))
+    assert first.tokens == again.tokens
+    assert torch.equal(torch.cat(first.logprobs), torch.cat(again.logprobs))
+    assert first.tokens != other.tokens
+
+
+def test_one_call_takes_one_number_of_the_global_generator() -> None:
+    policy = _policy()
+    _draw(policy, 1)
+    after = torch.rand(3)
+    _draw(policy, 1, max_new_tokens=3, prompts=PROMPTS[:1])
+    assert torch.equal(torch.rand(3), after)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_a_row_draws_the_same_whichever_rows_are_beside_it(batch_size: int) -> None:
+    policy = _policy()
+    assert _draw(policy, batch_size=batch_size).tokens == _draw(policy).tokens
+
+
+def test_rows_that_end_leave_the_batch() -> None:
+    policy, rows = _policy("opt"), []
+    policy.causal_lm.base_model.register_forward_pre_hook(
+        lambda module, args, keywords: rows.append(len(keywords["input_ids"])), with_kwargs=True
+    )
+    lengths = _draw(policy).lengths
+    steps = max(lengths)
+    assert len({*lengths}) > 1
+    wanted = [sum(length > step for length in lengths) for step in range(steps)]
+    truncated = sum(length == 16 for length in lengths)
+    assert rows[:steps] == wanted
+    assert rows[steps:] in ([], [truncated])
+
+
+def test_a_stop_string_ends_a_response_at_the_token_that_completes_it() -> None:
+    policy, tokenizer = _policy(), tiny.tokenizer()
+    plain = _draw(policy, stop_token_ids=())
+    texts = [tokenizer.decode(tokens[3:5]) for tokens in plain.tokens]
+    found = _draw(policy, stop_token_ids=(), stop_strings=(texts[0],), tokenizer=tokenizer)
+    assert found.tokens[0] == plain.tokens[0][:5]
+    assert found.finish_reasons[0] == FINISHED
+    assert found.finish_reasons.count(FINISHED) < len(PROMPTS)
+    assert [len(each) for each in found.values] == found.lengths
+    late = _draw(
+        policy,
+        stop_token_ids=(),
+        stop_strings=(texts[0],),
+        min_new_tokens=6,
+        tokenizer=tokenizer,
+    )
+    assert len(late.tokens[0]) > 5
+    engine = GenerateEngine(policy.causal_lm, 0, tokenizer=tokenizer)
+    greedy = _sampling(greedy=True, stop_token_ids=(), stop_strings=(texts[0], "w3 "))
+    ours = DecoderEngine(policy, tokenizer=tokenizer).generate(PROMPTS, greedy)
+    theirs = engine.generate(PROMPTS, greedy)
+    assert (ours.tokens, ours.finish_reasons) == (theirs.tokens, theirs.finish_reasons)
+
+
+def test_gradient_checkpointing_does_not_forbid_the_cache() -> None:
+    causal_lm = tiny.model()
+    checkpoint_activations(causal_lm)
+    policy = ActorCritic(causal_lm)
+    calm = _draw(policy, greedy=True)
+    policy.train()
+    assert _draw(policy, greedy=True).tokens == calm.tokens
+    assert causal_lm.training
+
+
+def test_under_autocast_logprobs_are_the_learners_to_bf16() -> None:
+    policy = _policy(compute_dtype=torch.bfloat16)
+    rollout = _draw(policy)
+    wanted = policy.evaluate(Batch.of(PROMPTS, rollout.tokens))
+    assert torch.cat(rollout.values).dtype == torch.float32
+    torch.testing.assert_close(torch.cat(rollout.logprobs), wanted.logprobs, rtol=0, atol=0.1)
+
+
+def test_options_of_generate_are_refused() -> None:
+    with pytest.raises(ValueError, match="no options of its own, got suppress_tokens"):
+        _draw(_policy(), extra={"suppress_tokens": [3]})
+
+
+def test_an_empty_prompt_is_refused_and_no_prompts_give_no_responses() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        _draw(_policy(), prompts=[[4], []])
+    assert _draw(_policy(), prompts=[]).tokens == []

@@ -1,0 +1,186 @@
+"""The draw: distribution, logprobs, and the tokens that may never come."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastppo.rollout.draw import BLOCK, _inverse_cdf, draw, scratch_for
+
+DRAWS = 200_000
+
+
+def _uniforms(count: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(count, dtype=torch.float64, generator=generator)
+
+
+def _draws(scores: Tensor, keep: Tensor | None = None) -> Tensor:
+    """[DRAWS] tokens drawn from scores [V] as `draw` does; what all rows share is computed once."""
+    if keep is not None:
+        scores = scores.masked_fill(~keep, -torch.inf)
+    scratch = scratch_for(scores.unsqueeze(0))
+    draw(scores.unsqueeze(0), _uniforms(1), scratch=scratch)
+    blocks = scratch.view(1, -1, BLOCK)
+    sums = blocks.sum(2).double()
+    found = []
+    for u in _uniforms(DRAWS).unsqueeze(1).split(20_000):
+        found.append(
+            _inverse_cdf(sums.expand(len(u), -1), blocks.expand(len(u), -1, -1), u).squeeze(1)
+        )
+    return torch.cat(found)
+
+
+def _chi_squared(tokens: Tensor, probabilities: Tensor) -> tuple[float, int]:
+    """(χ², degrees of freedom); tokens expected fewer than ten times go into classes together."""
+    expected = DRAWS * probabilities.double()
+    order = expected.argsort()
+    found = torch.bincount(tokens, minlength=len(expected)).double()[order]
+    classes = (expected[order].cumsum(0) / 10).floor().long()
+    rare = expected[order] < 10
+    classes = torch.where(rare, classes, classes.max() + 1 + torch.arange(len(order)))
+    _, index = classes.unique(return_inverse=True)
+    zeros = torch.zeros(int(index.max()) + 1, dtype=torch.float64)
+    wanted = zeros.index_add(0, index, expected[order])
+    drawn = zeros.index_add(0, index, found)
+    there = wanted > 1
+    return (
+        ((drawn - wanted)[there] ** 2 / wanted[there]).sum().item(),
+        int(there.sum()) - 1,
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("vocabulary", [3, 1000, 50257, 151936])
+def test_tokens_come_as_often_as_the_softmax_says(vocabulary: int, temperature: float) -> None:
+    """χ² within five standard deviations of its mean, n ± 5·√(2n)."""
+    logits = 3 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(1))
+    scores = logits / temperature
+    found, freedom = _chi_squared(_draws(scores), scores.double().softmax(0))
+    assert freedom >= min(vocabulary - 1, 20)
+    assert abs(found - freedom) < 5 * math.sqrt(2 * freedom) + 3
+
+
+@pytest.mark.parametrize("vocabulary", [3, 600])
+def test_rows_of_one_batch_are_drawn_each_from_its_own_softmax(vocabulary: int) -> None:
+    scores = 2 * torch.randn(2, vocabulary, generator=torch.Generator().manual_seed(9))
+    wide = scores.repeat_interleave(DRAWS // 100, 0)
+    tokens = torch.cat(
+        [draw(wide, each).tokens.view(2, -1) for each in _uniforms(2 * DRAWS).split(len(wide))], 1
+    )
+    for row in range(2):
+        found, freedom = _chi_squared(tokens[row], scores[row].double().softmax(0))
+        assert abs(found - freedom) < 5 * math.sqrt(2 * freedom) + 3
+
+
+def test_a_wrong_distribution_would_be_seen() -> None:
+    logits = 3 * torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    found, freedom = _chi_squared(_draws(logits), (1.02 * logits).double().softmax(0))
+    assert abs(found - freedom) > 5 * math.sqrt(2 * freedom) + 3
+
+
+@pytest.mark.parametrize("vocabulary", [3, 300, 50257])
+def test_masked_logits_are_never_drawn(vocabulary: int) -> None:
+    logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(2))
+    out = torch.rand(vocabulary, generator=torch.Generator().manual_seed(3)) < 0.5
+    out[-2:], out[0], out[1 if vocabulary > 3 else 0] = True, vocabulary > 3, False
+    scores = logits.masked_fill(out, -torch.inf)
+    assert not out[_draws(scores)].any()
+
+
+def test_the_ends_of_the_unit_interval_draw_tokens_that_there_are() -> None:
+    """u·total may round up to total, and 0 is below every token's mass."""
+    rows = torch.full((4, 3 * BLOCK + 7), -torch.inf)
+    rows[:2, 5] = rows[:2, BLOCK + 3] = 0.0
+    rows[2:, 0] = rows[2:, -1] = 0.0
+    edge = torch.tensor([0.0, 1 - 2**-53, 0.0, 1 - 2**-53], dtype=torch.float64)
+    assert draw(rows, edge).tokens.tolist() == [5, BLOCK + 3, 0, 3 * BLOCK + 6]
+
+
+def test_tokens_rarer_than_fp32_resolves_are_drawn_as_often_as_they_should() -> None:
+    """The last token has p = e⁻²⁰; u is laid just before and just inside its place."""
+    scores = torch.zeros(1, 2 * BLOCK)
+    scores[0, :-1] = -30.0
+    scores[0, 0] = 20.0
+    p = math.exp(-20) / (1 + math.exp(-20) + (2 * BLOCK - 2) * math.exp(-50))
+    for share, wanted in ((0.9, 2 * BLOCK - 1), (1.1, 0)):
+        u = torch.tensor([1 - share * p], dtype=torch.float64)
+        assert draw(scores, u).tokens.item() == wanted, share
+        assert u.float().double().item() != u.item(), "fp32 cannot tell"
+
+
+@pytest.mark.parametrize("offset", [0.0, 1000.0, -1000.0])
+@pytest.mark.parametrize("vocabulary", [3, 50257, 151936])
+def test_logprobs_are_those_of_fp64(vocabulary: int, offset: float) -> None:
+    generator = torch.Generator().manual_seed(4)
+    scores = 4 * torch.randn(8, vocabulary, generator=generator) + offset
+    found = draw(scores, _uniforms(8))
+    exact = scores.double().log_softmax(1).gather(1, found.tokens.unsqueeze(1)).squeeze(1)
+    # fp32 block sums: a few 2⁻²⁴ of the total
+    torch.testing.assert_close(found.logprobs.double(), exact, rtol=1e-6, atol=1e-6)
+    assert torch.equal(found.sampler_logprobs, found.logprobs)
+
+
+@pytest.mark.parametrize("vocabulary", [5, 1000])
+def test_restricted_draws_say_what_was_left(vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    scores = 2 * torch.randn(64, vocabulary, generator=generator)
+    keep = torch.rand(64, vocabulary, generator=generator) < 0.5
+    keep[:, 1] = True
+    found = draw(scores, _uniforms(64), keep)
+    at = found.tokens.unsqueeze(1)
+    assert keep.gather(1, at).all()
+    exact = scores.double().log_softmax(1)
+    left = (exact.exp() * keep).sum(1).log()
+    torch.testing.assert_close(
+        found.logprobs.double(), exact.gather(1, at).squeeze(1), rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        (found.logprobs - found.sampler_logprobs).double(), left, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_restricted_tokens_come_as_often_as_what_is_left_says() -> None:
+    scores = 2 * torch.randn(700, generator=torch.Generator().manual_seed(6))
+    keep = torch.arange(700) % 3 == 0
+    found, freedom = _chi_squared(
+        _draws(scores, keep), scores.masked_fill(~keep, -torch.inf).double().softmax(0)
+    )
+    assert abs(found - freedom) < 5 * math.sqrt(2 * freedom) + 3
+
+
+def test_what_is_left_may_be_far_below_what_is_not() -> None:
+    scores = torch.full((1, 600), -500.0)
+    scores[0, 7], scores[0, 400] = 0.0, -499.0
+    keep = torch.ones(1, 600, dtype=torch.bool)
+    keep[0, 7] = False
+    found = draw(scores, None, keep)
+    assert found.tokens.item() == 400
+    assert found.logprobs.item() == pytest.approx(-499, rel=1e-6)
+    assert found.sampler_logprobs.item() == pytest.approx(-math.log(1 + 598 / math.e), rel=1e-5)
+
+
+def test_greedy_takes_the_likeliest() -> None:
+    scores = torch.randn(16, 777, generator=torch.Generator().manual_seed(7))
+    assert torch.equal(draw(scores, None).tokens, scores.argmax(1))
+
+
+def test_logits_that_are_not_numbers_give_a_logprob_that_is_not_one() -> None:
+    """The run then stops on a loss that is not finite, and not in an index out of range."""
+    scores = torch.zeros(4, 600)
+    scores[0, 3], scores[1, 4], scores[2] = torch.nan, torch.inf, -torch.inf
+    found = draw(scores, _uniforms(4))
+    assert found.logprobs.isnan().tolist() == [True, True, True, False]
+    assert ((found.tokens >= 0) & (found.tokens < 600)).all()
+
+
+def test_scratch_may_have_more_rows_than_are_drawn() -> None:
+    scores = torch.randn(8, 300, generator=torch.Generator().manual_seed(8))
+    scratch = scratch_for(scores)
+    draw(scores, _uniforms(8), scratch=scratch)
+    found, wanted = (draw(scores[:3], _uniforms(3), scratch=each) for each in (scratch, None))
+    assert torch.equal(found.tokens, wanted.tokens)
+    assert torch.equal(found.logprobs, wanted.logprobs)

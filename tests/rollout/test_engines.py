@@ -1,0 +1,86 @@
+"""An engine by name, and `generate` for a model that the decoder would decode wrongly."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+
+from fastppo.models.policy import ActorCritic
+from fastppo.rollout import RolloutEngine
+from fastppo.rollout.decoder import DecoderEngine
+from fastppo.rollout.engines import difference, make_engine
+from fastppo.rollout.generate import GenerateEngine
+
+
+def _engine(policy: ActorCritic, name: str = "decoder"):
+    return make_engine(name, policy, tiny.tokenizer(), 0, batch_size=3, final_values=True)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("architecture", tiny.CONFIGS)
+def test_the_decoder_is_taken_where_it_decodes_as_generate_does(architecture: str, dtype) -> None:
+    policy = ActorCritic(tiny.model(architecture), compute_dtype=dtype)
+    engine, note = _engine(policy)
+    assert isinstance(engine, DecoderEngine)
+    assert (engine.batch_size, engine.final_values, note) == (3, True, None)
+
+
+def test_generate_is_taken_where_it_is_named() -> None:
+    policy = ActorCritic(tiny.model(), compute_dtype=torch.bfloat16)
+    engine, note = _engine(policy, "generate")
+    assert isinstance(engine, GenerateEngine)
+    assert (engine.model, engine.batch_size) == (policy.causal_lm, 3)
+    assert (engine.compute_dtype, note) == (torch.bfloat16, None)
+
+
+@pytest.mark.parametrize("wrong", ["positions", "no position ids"])
+def test_a_model_that_decodes_otherwise_gets_generate_with_a_sentence(wrong: str) -> None:
+    policy = ActorCritic(tiny.model())
+    trunk, own = policy.causal_lm.base_model, policy.causal_lm.base_model.forward
+
+    def forward(*args, position_ids=None, **keywords):
+        if wrong == "no position ids":
+            raise TypeError("forward() got an unexpected keyword argument 'position_ids'")
+        return own(*args, position_ids=position_ids, **keywords)
+
+    def generated(*args, **keywords):
+        trunk.forward = own
+        try:
+            return generate(*args, **keywords)
+        finally:
+            trunk.forward = forward
+
+    def shifted(*args, position_ids=None, **keywords):
+        return forward(*args, position_ids=position_ids * 3, **keywords)
+
+    generate = policy.causal_lm.generate
+    policy.causal_lm.generate = generated
+    trunk.forward = forward if wrong == "no position ids" else shifted
+    engine, note = _engine(policy)
+    assert isinstance(engine, GenerateEngine)
+    assert note.startswith("rollout=decoder does not decode LlamaForCausalLM as Hugging Face")
+    assert note.endswith("using rollout=generate")
+    assert ("TypeError" if wrong == "no position ids" else "nats off") in note
+
+
+def test_tokens_that_are_equally_likely_may_differ() -> None:
+    policy = ActorCritic(tiny.model())
+    with torch.no_grad():
+        policy.head.weight.zero_()
+    decoder = DecoderEngine(policy)
+
+    class Other(RolloutEngine):
+        def generate(self, prompt_ids, sampling):
+            rollout = decoder.generate(prompt_ids, sampling)
+            rollout.tokens = [[token + 1 for token in tokens] for tokens in rollout.tokens]
+            return rollout
+
+    assert difference(decoder, Other(), policy) is None
+
+
+def test_comparing_takes_no_random_numbers() -> None:
+    policy = ActorCritic(tiny.model())
+    state = torch.get_rng_state()
+    _engine(policy)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,47 @@
+"""Stop strings end a response at the token that completes one, and are found in its last tokens."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+
+from fastppo.rollout.stopping import StopStrings
+
+
+def _bytes(text: str) -> list[int]:
+    return tiny.byte_tokenizer()(text)["input_ids"]
+
+
+def test_a_string_counts_once_its_last_token_is_there() -> None:
+    strings = StopStrings(tiny.byte_tokenizer(), ["\n\n", "END"])
+    texts = ["a\n", "a\n\n", "EN", "the END", "", "end"]
+    assert strings.ended(list(map(_bytes, texts))) == [False, True, False, True, False, False]
+
+
+def test_a_character_of_several_tokens_is_found_whole() -> None:
+    strings = StopStrings(tiny.byte_tokenizer(), ["€"])
+    tokens = _bytes("so €")
+    assert len(tokens) == 6
+    assert [strings.ended([tokens[:n]])[0] for n in range(7)] == [False] * 6 + [True]
+
+
+def test_only_the_last_tokens_are_decoded() -> None:
+    tokenizer = tiny.byte_tokenizer()
+    strings = StopStrings(tokenizer, ["END"])
+    assert strings.ended([_bytes("x" * 5000 + "END")]) == [True]
+    assert strings.window < 20
+
+
+def test_words_of_one_token_each() -> None:
+    strings = StopStrings(tiny.tokenizer(), ["w3 w4"])
+    assert strings.ended([[6, 5, 7], [9, 6], [9, 6, 7]]) == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "strings", "says"),
+    [(None, ["x"], "need a tokenizer"), (tiny.tokenizer(), ["x", ""], "an empty string")],
+)
+def test_what_cannot_be_looked_for_is_refused(tokenizer, strings, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        StopStrings(tokenizer, strings)
+    StopStrings(None, [])
