@@ -1,5 +1,5 @@
-"""The command line: the three stages `fastppo sft`, `reward` and `train`; `generate`, `demo`,
-`report` and `bench`.
+"""The command line: the three stages `fastppo sft`, `reward` and `train`; `plan`, `generate`,
+`demo`, `report` and `bench`.
 
 A command with options has one flag per option, whose definition is that of the option class, under
 the class's sections; `--config FILE` reads them from YAML. The heavy imports wait until a command
@@ -34,16 +34,54 @@ EPILOG = (
 )
 
 TRAIN = "Stage 3: PPO on your model, prompts and rewards."
+PLAN = "The memory that `fastppo train` will need, by part and phase; loads config.json alone."
 SFT = "Stage 1: supervised fine-tuning on prompts and completions, chats or plain text."
 REWARD = "Stage 2: a reward model from preference pairs or ranked lists."
 GENERATE = "Samples from one policy, or several side by side, with the reward of each."
 
 EXAMPLES = {
     "train": "fastppo train --model runs/sft --prompts prompts.jsonl --rewards reward.py:score",
+    "plan": "fastppo plan --config run.yaml --memory 80",
     "sft": "fastppo sft --model my-base-model --data demonstrations.jsonl",
     "reward": "fastppo reward --model runs/sft --data preferences.jsonl",
     "generate": "fastppo generate --models runs/sft runs/ppo/policy --prompts prompts.jsonl",
 }
+
+PROMPT_TOKENS = 512
+"""Length of a prompt in a plan, unless it is given: the prompts are not read."""
+
+
+def _count(text: str) -> int:
+    """A number of things, for argparse."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number of 0 or more, got {text!r}")
+    return int(text)
+
+
+SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
+    "train": {
+        "--profile": {
+            "type": _count,
+            "default": 0,
+            "metavar": "INT",
+            "help": "Iterations after the first that torch.profiler traces into the run directory",
+        }
+    },
+    "plan": {
+        "--memory": {
+            "type": float,
+            "metavar": "NUMBER",
+            "help": "Memory of the device, GB of 10^9 bytes; none: what its GPU has free",
+        },
+        "--prompt_tokens": {
+            "type": _count,
+            "default": PROMPT_TOKENS,
+            "metavar": "INT",
+            "help": f"Length of a prompt, tokens (default: {PROMPT_TOKENS})",
+        },
+    },
+}
+"""What a command takes besides the options of a run: it is in no config file."""
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
@@ -87,12 +125,15 @@ def build_parser() -> argparse.ArgumentParser:
         ("sft", _sft, SFT),
         ("reward", _reward, REWARD),
         ("train", _train, TRAIN),
+        ("plan", _plan, PLAN),
         ("generate", _generate, GENERATE),
     ):
         command = commands.add_parser(
             name, add_help=False, help=description.rstrip("."), description=description
         )
         command.set_defaults(handler=handler, takes_options=True)
+        for flag, keywords in SWITCHES.get(name, {}).items():
+            command.add_argument(flag, **keywords)
 
     report = commands.add_parser(
         "report",
@@ -123,6 +164,8 @@ def options_parser(command: str, options: type[Options], description: str) -> _P
     parser.add_argument("--config", metavar="FILE", help="YAML file of `option: value` lines")
     # argparse takes -1e-1 for a flag unless its pattern of a number allows exponents.
     parser._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+    for flag, keywords in SWITCHES.get(command, {}).items():  # for the help alone
+        parser.add_argument(flag, **(keywords | {"default": argparse.SUPPRESS}))
     hints, defaults = get_type_hints(options), options().to_dict()
     for heading, members in options.sections().items():
         section = parser.add_argument_group(heading)
@@ -189,6 +232,14 @@ def parse_train(arguments: Sequence[str]) -> PPOConfig:
     if not (config.rewards or config.reward_ensemble):
         parser.error("--rewards is missing: give it as a flag or in --config FILE")
     return config
+
+
+def parse_plan(arguments: Sequence[str]) -> PPOConfig:
+    """The PPOConfig of `fastppo plan`'s arguments: those of `fastppo train`, the model alone
+    required."""
+    from fastppo.ppo.config import PPOConfig
+
+    return parse_options(options_parser("plan", PPOConfig, PLAN), PPOConfig, ("model",), arguments)
 
 
 def parse_sft(arguments: Sequence[str]) -> SFTConfig:
@@ -278,11 +329,25 @@ def _generate(options: argparse.Namespace, rest: list[str]) -> None:
 def _train(options: argparse.Namespace, rest: list[str]) -> None:
     config = parse_train(rest)
     from fastppo.ppo.trainer import PPOTrainer
+    from fastppo.run.profile import profiled
 
     trainer = PPOTrainer(config)
-    trainer.train()
+    with profiled(trainer, options.profile):
+        trainer.train()
+    if options.profile:
+        trainer.console.print(f"profile {config.output_dir}/profile.json, profile.txt")
     trainer.console.print(f"report  {config.output_dir}/report.html")
     trainer.console.print(f"policy  {config.output_dir}/policy")
+
+
+def _plan(options: argparse.Namespace, rest: list[str]) -> None:
+    config = parse_plan(rest)
+    from rich.console import Console
+
+    from fastppo.ppo.memory import make_plan, show
+
+    plan = make_plan(config, options.prompt_tokens, options.memory)
+    show(plan, Console())
 
 
 def _report(options: argparse.Namespace, rest: list[str]) -> None:

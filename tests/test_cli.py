@@ -49,6 +49,7 @@ def test_help_names_every_option_of_train_with_its_default(capsys) -> None:
 @pytest.mark.parametrize(
     ("command", "options", "units"),
     [
+        ("plan", PPOConfig, ("--memory NUMBER", "--prompt_tokens INT", "GB of 10^9 bytes")),
         ("sft", SFTConfig, ("tokens", "Rows per", "optimiser steps", "share of the optimiser")),
         ("reward", RewardModelConfig, ("tokens", "reward unit", "texts", "optimiser steps")),
         ("generate", GenerateConfig, ("tokens", "sequences", "prompts")),
@@ -80,7 +81,7 @@ def test_each_subcommand_has_help(command: str, capsys) -> None:
 
 def test_the_top_level_help_names_the_subcommands(capsys) -> None:
     text = _help(capsys)
-    for command in ("sft", "reward", "train", "generate", "demo", "report"):
+    for command in ("sft", "reward", "train", "plan", "generate", "demo", "report"):
         assert f"{command} " in text
 
 

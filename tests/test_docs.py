@@ -92,6 +92,12 @@ def test_the_commands_of_a_stages_page_work_as_printed(name: str, workspace: Pat
         assert cli.main(line) == 0, capsys.readouterr().err
 
 
+def test_the_command_of_the_memory_page_works_as_printed(workspace: Path, capsys) -> None:
+    (line,) = commands(ROOT / "docs" / "memory.md")
+    assert cli.main(line) == 0, capsys.readouterr().err
+    assert "fits 80 GB" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("name", "encode"), [("sft", encode_demonstrations), ("reward-model", encode_comparisons)]
 )

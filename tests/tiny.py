@@ -114,8 +114,13 @@ TRAINED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "opt")
 
 def model(architecture: str = "llama", seed: int = 0) -> Any:
     """A causal LM with random weights, large enough for logits to differ visibly."""
+    return model_of(CONFIGS[architecture](), seed)
+
+
+def model_of(config: PretrainedConfig, seed: int = 0) -> Any:
+    """The same of another shape."""
     torch.manual_seed(seed)
-    causal_lm = AutoModelForCausalLM.from_config(CONFIGS[architecture]())
+    causal_lm = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in causal_lm.parameters():
             if parameter.dim() >= 2:

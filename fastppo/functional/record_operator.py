@@ -42,8 +42,11 @@ class _Layout(NamedTuple):
     def spread(self, value: Any, into: list[Any]) -> None:
         if self.record is None:
             into.append(value)
-        elif value is None:
+        elif value is None and self.optional:
             into.extend([None] * len(self.fields))
+        elif type(value) is not self.record:
+            expected = self.record.__name__ + " or None" * self.optional
+            raise TypeError(f"expected {expected}, got {type(value).__name__}")
         elif self.parts:
             for part, layout in zip(value, self.parts, strict=True):
                 layout.spread(part, into)

@@ -50,6 +50,7 @@ from fastppo.rewards.reward import Reward, RewardTerm
 from fastppo.rewards.scorer import Scorer
 from fastppo.rollout import RolloutEngine, Sampling, as_engine
 from fastppo.rollout.engines import make_engine
+from fastppo.rollout.vllm import VLLMEngine
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,6 +143,12 @@ def _engine(
     """The rollout engine, and a sentence where it is not the one that the config names."""
     if given is not None:
         return as_engine(given), None
+    if config.rollout == "vllm":
+        share = config.vllm_gpu_memory_utilization
+        engine = VLLMEngine(
+            policy, tokenizer, batch_size=config.generate_batch_size, gpu_memory_utilization=share
+        )
+        return engine, None
     return make_engine(
         config.rollout,
         policy,

@@ -133,8 +133,8 @@ class RewardOptions(Options):
 class RolloutOptions(Options):
     """Rollout."""
 
-    rollout: Literal["decoder", "generate"] = option(
-        "decoder", "What draws the responses: FastPPO's decoder, or Hugging Face generate"
+    rollout: Literal["decoder", "generate", "vllm"] = option(
+        "decoder", "What draws the responses: FastPPO's decoder, Hugging Face generate, or vLLM"
     )
     rollout_batch_size: int = option(64, "Responses per iteration, sequences", minimum=1)
     samples_per_prompt: int = option(
@@ -162,6 +162,9 @@ class RolloutOptions(Options):
     )
     stop_strings: Sequence[str] = option(
         [], "Texts that end a response, at the token that completes one"
+    )
+    vllm_gpu_memory_utilization: float = option(
+        0.3, "Share of the GPU's memory for vLLM's weights and KV cache", above=0, maximum=1
     )
     old_logprobs: Literal["auto", "sampler", "recompute"] = option(
         "auto",
@@ -452,6 +455,11 @@ class PPOConfig(
                 self.bootstrap_truncated and self.advantage in ("sequence", "monte_carlo"),
                 f"advantage={self.advantage} is of complete returns; bootstrap_truncated is for "
                 "gae and one_step",
+            ),
+            (
+                self.rollout == "vllm" and self.no_repeat_ngram_size > 0,
+                f"no_repeat_ngram_size={self.no_repeat_ngram_size}: vLLM has no such guard; use "
+                "rollout=decoder",
             ),
             (
                 bool(self.reward_ensemble) and len(self.reward_ensemble) < 2,

@@ -94,3 +94,14 @@ def test_an_annotation_that_torch_has_no_type_for_is_refused() -> None:
         @operator("test_no_such_type")
         def _(x: Tensor, names: list[str]) -> Tensor:
             return x
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [(Pair(torch.ones(2)), 2.0), Pair(torch.ones(2)), None, Mixed(None, 2.0), Mixed((1, 2), 2.0)],
+)
+def test_what_is_not_the_record_is_refused_though_it_has_as_many_fields(mixed: object) -> None:
+    with pytest.raises(TypeError, match=r"expected (Mixed|Pair), got"):
+        layout_op(torch.ones(2), mixed, None, True)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected Pair or None, got tuple"):
+        layout_op(torch.ones(2), Mixed(Pair(torch.ones(2)), 2.0), (1, 2), True)  # type: ignore[arg-type]

@@ -62,6 +62,7 @@ def test_a_moving_kl_coefficient_must_start_above_zero() -> None:
         ({"ptx_block_size": 16}, "effect only with ptx_data"),
         ({"reference_refresh": 1}, "kl_coef must be 0"),
         ({"reference_offload": True, "lora_rank": 4}, "nothing to keep on the CPU"),
+        ({"rollout": "vllm", "no_repeat_ngram_size": 3}, "vLLM has no such guard"),
         ({"value_warmup_iterations": 2, "vf_coef": 0}, "vf_coef must be > 0"),
         ({"dual_clip": 3.0, "schedules": ["dual_clip=linear:0.5"]}, "dual_clip must be > 1"),
         ({"schedules": ["clip_ratio=linear:-0.5"]}, r"clip_ratio must be in \[0, 1\], got -0.5"),

@@ -1,0 +1,226 @@
+"""vLLM in the learner's process: its speed at decoding, on a copy of the policy's weights.
+
+vLLM is given the model's config and tokenizer; the weights themselves are handed over from memory,
+at the start and after every update, in place. There the KV cache of prompts that were seen before
+is emptied, for it was computed with the old weights. During an update on a GPU the engine sleeps:
+its weights and cache are given up, and come back with the handover.
+
+Its kernels are not the learner's, so its logprobs differ from the policy's by rounding, more in
+bf16: the trainer recomputes them (`old_logprobs`). Written for and tested with vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from fastppo.models.adapters import merged_state
+from fastppo.models.policy import LanguageModel
+from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
+from fastppo.rollout.prompts import check_prompts
+
+INSTALL = 'pip install "fastppo[vllm]"'
+CPU_CACHE_BYTES = 2**30
+"""KV cache on a CPU, where vLLM would take a share of the machine's memory."""
+SLEEP = 2
+"""The level at which weights are given up, not kept on the CPU: the next ones are handed over."""
+
+
+class VLLMEngine(RolloutEngine):
+    """`generate(prompt_ids, sampling)` with vLLM.
+
+    One engine per process: vLLM holds a process group and sets environment variables.
+
+    Args:
+        policy: gives architecture, dtype and the first weights.
+        tokenizer: decodes responses where stop strings end them.
+        batch_size: most responses decoded at once; None leaves it to vLLM.
+        gpu_memory_utilization: share of the GPU's memory for vLLM's weights and KV cache.
+        options: more keywords of `vllm.LLM`, which win.
+
+    Raises:
+        ImportError: vLLM is not installed.
+    """
+
+    same_weights = False
+
+    def __init__(
+        self,
+        policy: LanguageModel,
+        tokenizer: Any,
+        *,
+        batch_size: int | None = None,
+        gpu_memory_utilization: float = 0.3,
+        **options: Any,
+    ) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over in memory
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        try:
+            import vllm
+        except ImportError as error:
+            raise ImportError(f"rollout=vllm needs vLLM 0.32: {INSTALL}") from error
+        self._sampling_params = vllm.SamplingParams
+        self._asleep = False
+        self._on_gpu = policy.device.type == "cuda"
+        device: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+        if self._on_gpu:
+            device = {
+                "enable_sleep_mode": True,
+                "gpu_memory_utilization": gpu_memory_utilization,
+            }
+        if batch_size is not None:
+            device["max_num_seqs"] = batch_size
+        with tempfile.TemporaryDirectory() as directory, _process_state_restored(policy.device):
+            _save_all_but_weights(policy, tokenizer, Path(directory))
+            self.llm: Any = vllm.LLM(
+                model=directory,
+                load_format="dummy",
+                generation_config="vllm",  # `Sampling` is all that decides
+                dtype=policy.compute_dtype or policy.causal_lm.dtype,
+                max_model_len=policy.context,
+                enable_prefix_caching=True,
+                logprobs_mode="processed_logprobs",
+                disable_log_stats=True,
+                **device | options,
+            )
+        # At each handover it warns that rotary tables got no weights, which they do not have.
+        reload_logger = "vllm.model_executor.model_loader.reload.layerwise"
+        logging.getLogger(reload_logger).setLevel(logging.ERROR)
+        self.weights_changed(policy)
+
+    def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
+        """Draws one response per prompt. `logprobs` are None where sampling is restricted.
+
+        Of greedy tokens vLLM gives the logprobs at temperature 1.
+
+        Raises:
+            ValueError: a prompt is empty; vLLM has not what `sampling` asks for.
+            RuntimeError: the engine was released and has no weights.
+        """
+        check_prompts(prompt_ids)
+        if self._asleep:
+            raise RuntimeError(
+                "vLLM was released and has no weights: call weights_changed(policy) first"
+            )
+        if not prompt_ids:
+            return Rollout([], [], [], [])
+        options = sampling_options(sampling)
+        # A seed per response: its draws do not depend on what else is in the batch.
+        seeds = torch.randint(2**31, (len(prompt_ids),)).tolist()
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in prompt_ids],
+            [self._sampling_params(seed=seed, **options) for seed in seeds],
+            use_tqdm=False,
+        )
+        responses = [output.outputs[0] for output in outputs]
+        logprobs = [_logprobs(response) for response in responses]
+        whole = not sampling.is_restricted and (not sampling.greedy or sampling.temperature == 1)
+        return Rollout(
+            [list(response.token_ids) for response in responses],
+            [_finish_reason(response.finish_reason) for response in responses],
+            sampler_logprobs=logprobs,
+            logprobs=logprobs if whole else None,
+        )
+
+    @torch.no_grad()
+    def weights_changed(self, policy: LanguageModel) -> None:
+        """Hands the policy's weights over, adapters merged, and forgets what the old ones gave."""
+        if self._asleep:
+            self.llm.wake_up(tags=["weights"])
+        # Not `model.load_weights`: kernels may hold weights in a layout of their own, as those for
+        # CPUs do, and this call goes back to the layout of the files first.
+        weights = iter(_weights(policy).items())
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if self._asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not empty its prefix cache: are there requests in flight?")
+
+    def release(self) -> None:
+        """Gives weights and KV cache up until the next handover; on a CPU nothing happens."""
+        if self._on_gpu and not self._asleep:
+            self.llm.sleep(level=SLEEP)
+            self._asleep = True
+
+
+def sampling_options(sampling: Sampling) -> dict[str, Any]:
+    """The keywords of `vllm.SamplingParams`, all but the seed.
+
+    Raises:
+        ValueError: vLLM has not what is asked for.
+    """
+    if sampling.no_repeat_ngram_size:
+        raise ValueError(
+            f"no_repeat_ngram_size={sampling.no_repeat_ngram_size}: vLLM cannot forbid repeated "
+            "n-grams (its repetition_detection ends the response instead); use rollout=decoder or "
+            "rollout=generate"
+        )
+    return {
+        "max_tokens": sampling.max_new_tokens,
+        "min_tokens": min(sampling.min_new_tokens, sampling.max_new_tokens),
+        "temperature": 0.0 if sampling.greedy else sampling.temperature,
+        "top_k": 0 if sampling.greedy else sampling.top_k,
+        "top_p": 1.0 if sampling.greedy else sampling.top_p,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,  # stop tokens are those above, no more
+        "stop": list(sampling.stop_strings),
+        "detokenize": bool(sampling.stop_strings),
+        "logprobs": 0,  # of the drawn token alone
+        **sampling.extra,
+    }
+
+
+def _finish_reason(reason: str) -> str:
+    if reason not in (FINISHED, TRUNCATED):
+        raise RuntimeError(f"vLLM ended a response with {reason!r}; expected stop or length")
+    return reason
+
+
+def _logprobs(response: Any) -> Tensor:
+    """[length] fp32, nats, of the drawn tokens."""
+    steps = zip(response.token_ids, response.logprobs, strict=True)
+    return torch.tensor([step[token].logprob for token, step in steps], dtype=torch.float32)
+
+
+def _weights(policy: LanguageModel) -> dict[str, Tensor]:
+    """The policy's weights under the names that its files would have."""
+    model = policy.causal_lm
+    state = model.state_dict() if policy.peft is None else merged_state(model)
+    return revert_weight_conversion(model, state)
+
+
+def _save_all_but_weights(policy: LanguageModel, tokenizer: Any, directory: Path) -> None:
+    config = deepcopy(policy.config)
+    config.architectures = [type(policy.causal_lm).__name__]
+    config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+@contextmanager
+def _process_state_restored(device: torch.device) -> Iterator[None]:
+    """vLLM seeds every generator of the process; on a CPU it also takes `torch.set_num_threads`
+    away from the learner."""
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices: Iterable[torch.device] = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)

