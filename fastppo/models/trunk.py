@@ -2,8 +2,7 @@
 
 `hidden_states` is the one place of the program that runs a trunk: policy, reference, critic, reward
 models and supervised fine-tuning all come through here; `next_states` is the same with a cache, for
-decoding. How attention is computed, and over how
-many devices, is decided here and nowhere else.
+decoding. How attention is computed is decided here and nowhere else.
 
 Dropout is off everywhere: with it the ratio of the first update would not be 1.
 """

@@ -16,6 +16,7 @@ scores, as InstructGPT's did (Ouyang et al. 2022, appendix C.4).
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,7 +30,7 @@ from fastppo.models.pretrained import load_whole
 from fastppo.models.trunk import hidden_states
 
 
-class ValueFunction(nn.Module):
+class ValueFunction(nn.Module, ABC):
     """A linear head in fp32 on the states that a subclass gives it."""
 
     reads_final_hidden = False
@@ -67,9 +68,9 @@ class ValueFunction(nn.Module):
         with torch.autocast(states.device.type, enabled=False):
             return self.head(states.float()).squeeze(-1)
 
+    @abstractmethod
     def states(self, hidden: Tensor, layout: Layout, positions: Tensor, detach: bool) -> Tensor:
         """[N, H]: what the head reads."""
-        raise NotImplementedError
 
 
 class SharedValue(ValueFunction):

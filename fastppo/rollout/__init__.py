@@ -14,6 +14,7 @@ so `exp(logprob − sampler_logprob) = m` is the importance weight that corrects
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -111,22 +112,24 @@ class Rollout:
         return cls(**found)
 
 
-class RolloutEngine:
+class RolloutEngine(ABC):
     """What the trainer asks of an engine; subclasses give at least `generate`."""
 
     same_weights: bool = False
     """Whether it reads the learner's own weights: in fp32 its logprobs are then the learner's."""
 
+    @abstractmethod
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
         """One response per prompt, from the policy's weights as they are now. All that is random
         follows from torch's global CPU generator."""
-        raise NotImplementedError
 
-    def weights_changed(self, policy: Any) -> None:
+    # Both do nothing for an engine that reads the learner's own weights.
+
+    def weights_changed(self, policy: Any) -> None:  # noqa: B027
         """After an update and after a checkpoint was loaded: `policy` (the trainer's `ActorCritic`)
         has other weights, so copies and caches of the old ones are to be replaced."""
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027
         """Before an update: gives back what the learner's memory is needed for."""
 
 

@@ -33,8 +33,15 @@ class StopStrings:
         self.window = max((len(each.encode()) for each in strings), default=0) + MARGIN
 
     def ended(self, responses: Sequence[Sequence[int]]) -> list[bool]:
-        """[B] whether the last token of each response completed a stop string; each response did
-        not contain one before it."""
+        """[B] whether the last token of each response completed a stop string. One that was there
+        before it, within a minimum length, ends nothing."""
         tails = [list(response[-self.window :]) for response in responses]
-        texts = self.tokenizer.batch_decode(tails, skip_special_tokens=True)
-        return [any(string in text for string in self.strings) for text in texts]
+        texts = self._decoded(tails)
+        ended = [any(string in text for string in self.strings) for text in texts]
+        for row in [row for row, each in enumerate(ended) if each]:
+            (before,) = self._decoded([tails[row][:-1]])
+            ended[row] = any(texts[row].count(s) > before.count(s) for s in self.strings)
+        return ended
+
+    def _decoded(self, tails: list[list[int]]) -> list[str]:
+        return self.tokenizer.batch_decode(tails, skip_special_tokens=True)

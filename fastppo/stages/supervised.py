@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -161,7 +162,7 @@ def row_limit(model: Any, max_length: int | None) -> int | None:
 # ----------------------------------------------------------------------------------- the training
 
 
-class SupervisedTrainer(Trainer):
+class SupervisedTrainer(Trainer, ABC):
     """`Trainer` with a loss per item; a stage gives `items`, `loss_sum` and `measure`.
 
     Args:
@@ -196,17 +197,17 @@ class SupervisedTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
 
+    @abstractmethod
     def items(self, batch: dict[str, Tensor]) -> float:
         """What the loss is a mean over."""
-        raise NotImplementedError
 
+    @abstractmethod
     def loss_sum(self, batch: dict[str, Tensor]) -> Tensor:
         """The sum of the items' losses, 0-d."""
-        raise NotImplementedError
 
+    @abstractmethod
     def measure(self, rows: list[Any]) -> dict[str, float]:
         """Metrics of held-out rows."""
-        raise NotImplementedError
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         batches, _ = super().get_batch_samples(*args, **kwargs)
