@@ -41,6 +41,11 @@ RUNS: dict[str, dict[str, Any]] = {
         "reference_offload": True,
         "param_dtype": "bfloat16",
     },
+    "full, the same, `optimizer: adamw8bit`": {
+        "reference_offload": True,
+        "param_dtype": "bfloat16",
+        "optimizer": "adamw8bit",
+    },
     "`lora_rank: 16`": {"lora_rank": 16},
     "`lora_rank: 16`, `param_dtype: bfloat16`": {"lora_rank": 16, "param_dtype": "bfloat16"},
 }

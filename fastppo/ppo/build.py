@@ -42,7 +42,6 @@ from fastppo.models.value import (
     critic_of_reward_model,
 )
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.master_weights import MasterAdamW
 from fastppo.ppo.optimizer import make_optimizer
 from fastppo.rewards.ensemble import RewardEnsemble
 from fastppo.rewards.loading import make_terms
@@ -62,7 +61,8 @@ class Parts:
     model: ActorCritic
     reference: ReferencePolicy | None
     """None where no KL needs a model."""
-    optimizer: MasterAdamW
+    optimizer: Any
+    """`fastppo.ppo.master_weights.MasterWeights` over an optimiser of torch's interface."""
     engine: RolloutEngine
     sampling: Sampling
     prompts: Prompts | None

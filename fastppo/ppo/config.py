@@ -302,6 +302,10 @@ class OptimizerOptions(Options):
         "constant", "Learning rate after warm-up: constant, or decay to 0 over the run"
     )
     warmup_steps: int = option(0, "Linear warm-up, optimiser steps", minimum=0)
+    optimizer: Literal["adamw", "adamw8bit"] = option(
+        "adamw",
+        "adamw8bit: moments of 8 bits, bf16 weights without fp32 masters; needs torchao",
+    )
     weight_decay: float = option(0.0, "AdamW's weight decay, on matrices", minimum=0)
     adam_beta1: float = option(0.9, "AdamW's β₁", minimum=0, maximum=1)
     adam_beta2: float = option(0.95, "AdamW's β₂", minimum=0, maximum=1)

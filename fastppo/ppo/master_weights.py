@@ -26,8 +26,19 @@ class MasterWeights:
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         self.weights = [weight for group in groups for weight in group["params"]]
-        own = [{**group, "params": [*map(_master, group["params"])]} for group in groups]
+        own = [{**group, "params": [*map(self._master, group["params"])]} for group in groups]
         super().__init__(own, **options)  # type: ignore[call-arg]
+
+    @staticmethod
+    def has_master(weight: Tensor) -> bool:
+        """Whether a weight that is not in fp32 gets a master."""
+        return True
+
+    def _master(self, weight: nn.Parameter) -> nn.Parameter:
+        if weight.dtype == torch.float32:
+            return weight
+        weight.grad_dtype = torch.float32
+        return nn.Parameter(weight.detach().float()) if self.has_master(weight) else weight
 
     @property
     def _rounded(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -91,11 +102,3 @@ class MasterWeights:
 
 class MasterAdamW(MasterWeights, torch.optim.AdamW):
     """AdamW on fp32 masters."""
-
-
-def _master(weight: nn.Parameter) -> nn.Parameter:
-    if weight.dtype == torch.float32:
-        return weight
-    weight.grad_dtype = torch.float32
-    copied: Tensor = weight.detach().float()
-    return nn.Parameter(copied)

@@ -11,8 +11,8 @@ it saves, and not a formula. The parts of a peak, for parameters of b bytes (4 i
                        dtype) and theirs
     value function     the same of its head (4 bytes each), its layers or its critic
     fp32 masters       4 · trained parameters, where the optimiser has them
-    gradients          b · trained parameters, 4 with masters; they stay from a step to the next
-    optimiser states   8 · trained parameters: AdamW's two moments
+    gradients          4 · trained parameters, in the update
+    optimiser states   8 · trained parameters: AdamW's two moments; 2 with adamw8bit
     reference          b · parameters (its matrices in the compute dtype); none with adapters; with
                        reference_offload on a GPU only while experience is made
     reward models      4 · parameters, of those whose config can be read
@@ -71,6 +71,7 @@ from fastppo.models.value import (
     critic_of_policy,
 )
 from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.eight_bit import empty_moments
 from fastppo.ppo.optimizer import clip_gradients, make_optimizer
 from fastppo.rewards.loading import FUNCTION
 
@@ -280,10 +281,16 @@ class _Run:
         self.optimizer = make_optimizer(self.model, self.config)
         self._hold_gradients()
         self._take_step()
+        self.optimizer.zero_grad(set_to_none=True)
         trained = {id(p) for p in self.model.parameters()}
         masters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.ledger.assign("fp32 masters", [p for p in masters if id(p) not in trained])
         self.ledger.assign("optimiser states", list(self.optimizer.state.values()))
+        if self.config.optimizer == "adamw8bit":
+            self.moments = [
+                empty_moments(p) for group in self.optimizer.param_groups for p in group["params"]
+            ]
+            self.ledger.assign("optimiser states", self.moments)
 
     # ------------------------------------------------------------------------------ what it is of
 
@@ -471,7 +478,6 @@ class _Run:
         config = self.config
         self.model.set_training(checkpointing)
         with self.ledger.phase(name):
-            self.optimizer.zero_grad(set_to_none=True)
             minibatch = config.rollout_batch_size // config.minibatches
             rows = self.rows_at_once(prompt, minibatch)
             if rows < minibatch:
@@ -486,6 +492,7 @@ class _Run:
             if config.ptx_coef:
                 self._pretraining_text()
             self._take_step()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _policy_loss(self, hidden: Tensor, layout: Layout) -> Tensor:
         """The exact KL in the loss has the reference's logits beside the policy's."""
@@ -554,7 +561,8 @@ class _Run:
     def _take_step(self) -> None:
         self.ledger.assign("gradients", [p.grad for p in self.model.parameters()])
         clip_gradients(self.optimizer, self.model, self.config)
-        self.optimizer.step()
+        if self.config.optimizer == "adamw":  # torchao's step is compiled, and needs nothing more
+            self.optimizer.step()
 
     def _hold_gradients(self) -> None:
         for p in self.model.parameters():

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastppo.models.policy import ActorCritic
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.master_weights import MasterAdamW
+from fastppo.ppo.eight_bit import adamw_8bit
+from fastppo.ppo.master_weights import MasterAdamW, MasterWeights
 
 
-def make_optimizer(model: ActorCritic, config: PPOConfig) -> MasterAdamW:
-    """AdamW on fp32 weights, masters of those that the model has in bfloat16; weight decay on the
-    matrices of transformers alone, a rate of its own for the values.
+def make_optimizer(model: ActorCritic, config: PPOConfig) -> Any:
+    """AdamW on fp32 weights, masters of those that the model has in bfloat16 (`master_weights`, and
+    `eight_bit`); weight decay on the matrices of transformers alone, a rate of its own for the
+    values.
 
     Each group keeps its peak rate under `peak_lr`, so a schedule needs only the step's number.
+
+    Raises:
+        ValueError: torchao, which `optimizer=adamw8bit` needs, is not installed.
     """
     trunk = [p for p in model.causal_lm.parameters() if p.requires_grad]
     value_rate = config.value_learning_rate
@@ -34,28 +40,32 @@ def make_optimizer(model: ActorCritic, config: PPOConfig) -> MasterAdamW:
         (head + [p for p in layers if p.dim() < 2], value_rate, 0.0),
         ([p for p in layers if p.dim() >= 2], value_rate, config.weight_decay),
     ]
-    return MasterAdamW(
-        [
-            {"params": parameters, "lr": rate, "peak_lr": rate, "weight_decay": decay}
-            for parameters, rate, decay in groups
-            if parameters
-        ],
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-        fused=True,  # one pass over the weights; on a CPU the loop takes ten times as long
-    )
+    named = [
+        {"params": parameters, "lr": rate, "peak_lr": rate, "weight_decay": decay}
+        for parameters, rate, decay in groups
+        if parameters
+    ]
+    how = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+    if config.optimizer == "adamw8bit":
+        return adamw_8bit()(named, bf16_stochastic_round=True, **how)
+    # Fused is one pass over the weights; on a CPU the loop takes ten times as long.
+    return MasterAdamW(named, fused=True, **how)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: PPOConfig) -> float:
     """Sets every group's rate for optimiser step `step`; returns the trunk's."""
     factor = schedule(config.lr_schedule, step, config.warmup_steps, config.optimizer_steps)
     for group in optimizer.param_groups:
-        group["lr"] = factor * group["peak_lr"]
-    return optimizer.param_groups[0]["lr"]
+        rate = factor * group["peak_lr"]
+        if isinstance(group["lr"], Tensor):  # of a step that is compiled
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    return factor * optimizer.param_groups[0]["peak_lr"]
 
 
 def clip_gradients(
-    optimizer: MasterAdamW, model: ActorCritic, config: PPOConfig
+    optimizer: MasterWeights, model: ActorCritic, config: PPOConfig
 ) -> dict[str, Tensor]:
     """Scales gradients down to `max_grad_norm`; the norms before, 0-d. A critic's are clipped apart
     from the policy's."""

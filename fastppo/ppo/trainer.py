@@ -287,6 +287,7 @@ class PPOTrainer:
         """The update, with the engine out of its way before and told of it after."""
         self.engine.release()
         metrics = self.update(experience, options)
+        self.optimizer.zero_grad(set_to_none=True)  # a rollout needs their memory
         self.engine.weights_changed(self.model)
         return metrics
 
@@ -424,12 +425,11 @@ class PPOTrainer:
             rollout = self.engine.generate(prompts.token_ids, sampling or self.sampling)
         scores = self.score(prompts, rollout, options)
         batch = Batch.of(prompts.token_ids, rollout.tokens, self.device)
-        how = options.softmax
         parts = split(batch, options.limits(self.model.packing))
-        found = self.model.evaluate_parts(parts, **how)
+        found = self.model.evaluate_parts(parts, **options.softmax)
         kl = 0.0
         if self.reference is not None:
-            ref_logprobs = parts.in_order(self.reference.logprobs(parts.batches, **how))
+            ref_logprobs = parts.in_order(self.reference.logprobs(parts.batches, **options.softmax))
             kl = sampled_kl(found.logprobs, ref_logprobs).sum().item() / len(batch)
         return {
             **response_metrics(scores, rollout),

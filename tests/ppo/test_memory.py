@@ -159,7 +159,8 @@ def test_parts_are_what_their_formulas_say(tmp_path: Path) -> None:
     assert rollout["policy weights"] == 4 * count + rotary
     assert rollout["reference"] == 4 * count + rotary
     assert rollout["value function"] == 4 * head
-    assert rollout["gradients"] == 4 * (count + head)
+    assert rollout["gradients"] == 0
+    assert sizes(plan)["gradients"] >= 4 * (count + head)
     steps = 4 * len([*LlamaForCausalLM(llama()).parameters()]) + 8  # each counts its own
     assert rollout["optimiser states"] == 8 * (count + head) + steps
     cache_of_a_layer = 2 * 4 * 2 * 32 * 16 * (PROMPT + 64 - 1)

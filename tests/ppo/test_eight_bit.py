@@ -1,0 +1,204 @@
+"""8-bit moments: what they take, how near they are, and that a step below bf16's grid is taken."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.eight_bit import NEEDED, adamw_8bit, empty_moments, is_quantized
+from fastppo.ppo.memory import make_plan
+from fastppo.ppo.optimizer import set_learning_rate
+from fastppo.ppo.trainer import PPOTrainer
+from fastppo.run.log import read_jsonl
+
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
+)
+
+
+def _weights(dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Parameter, nn.Parameter, Any]:
+    """A matrix, a vector and their optimiser."""
+    torch.manual_seed(0)
+    matrix = nn.Parameter(torch.ones(64, 128, dtype=dtype))
+    vector = nn.Parameter(torch.ones(64, dtype=dtype))
+    groups = [{"params": [matrix, vector], "lr": 1e-4, "peak_lr": 1e-4, "weight_decay": 0.0}]
+    return matrix, vector, adamw_8bit()(groups, bf16_stochastic_round=True)
+
+
+def _step(optimizer: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    optimizer.zero_grad()
+    for weight in optimizer.weights:
+        weight.grad = 1 + 0.1 * torch.randn(weight.shape, generator=generator)
+    optimizer.step()
+
+
+def test_without_torchao_the_option_is_refused(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    adamw_8bit.cache_clear()
+    with pytest.raises(ValueError, match=f"optimizer=adamw8bit needs torchao.*{NEEDED}"):
+        adamw_8bit()
+
+
+def test_small_tensors_and_odd_ones_keep_fp32_moments() -> None:
+    assert is_quantized(torch.empty(64, 64))
+    assert not is_quantized(torch.empty(64, 63)), "below 4096"
+    assert not is_quantized(torch.empty(4097)), "not in blocks of 256"
+    assert sum(x.nbytes for x in empty_moments(torch.empty(64, 64))) == 2 * 4096 + 2 * 4 * 16
+    assert sum(x.nbytes for x in empty_moments(torch.empty(4097))) == 8 * 4097
+
+
+@needs_torchao
+def test_moments_take_two_bytes_and_matrices_have_no_master() -> None:
+    matrix, vector, optimizer = _weights()
+    _step(optimizer, 0)
+    kept, master = optimizer.param_groups[0]["params"]
+    assert kept is matrix
+    assert master is not vector
+    assert master.dtype == torch.float32
+    assert matrix.grad.dtype == vector.grad.dtype == torch.float32
+    for weight in (kept, master):
+        held = optimizer.state[weight]
+        codes = [
+            x
+            for name in ("exp_avg", "exp_avg_sq")
+            for x in ([held[name].codes, held[name].scale] if weight is kept else [held[name]])
+        ]
+        counted = empty_moments(weight)
+        assert sorted(x.nbytes for x in codes) == sorted(x.nbytes for x in counted)
+
+
+@needs_torchao
+def test_steps_below_the_weights_resolution_are_taken_on_average() -> None:
+    """50 steps of 1e-4 from 1, where bf16's grid below is 1/256: rounded to nearest, none moves."""
+    matrix, _, optimizer = _weights()
+    for seed in range(50):
+        _step(optimizer, seed)
+    moved = 1 - matrix.detach().float()
+    assert set(moved.unique().tolist()) > {0.0, 2**-8}
+    # Each weight is moved by about 0.005; the mean of 8192 tells that to 2 %.
+    assert moved.mean().item() == pytest.approx(0.005, rel=0.05)
+    assert (optimizer.param_groups[0]["params"][1] - 1).mean().item() == pytest.approx(-0.005, 0.05)
+
+
+@needs_torchao
+def test_steps_on_fp32_weights_are_adamws_to_the_moments_digits() -> None:
+    matrix, _, optimizer = _weights(torch.float32)
+    exact = nn.Parameter(matrix.detach().clone())
+    plain = torch.optim.AdamW([exact], lr=1e-4, weight_decay=0.0)
+    for seed in range(50):
+        _step(optimizer, seed)
+        exact.grad = matrix.grad.clone()
+        plain.step()
+    off = (matrix - exact).detach().norm() / (exact - 1).detach().norm()
+    assert 0 < off < 0.05
+
+
+@needs_torchao
+def test_what_is_restored_goes_on_to_the_bit() -> None:
+    matrix, _, optimizer = _weights()
+    for seed in range(3):
+        _step(optimizer, seed)
+    saved = optimizer.state_dict()
+    kinds = {type(x) for entry in saved["state"].values() for x in entry.values()}
+    assert kinds <= {torch.Tensor, nn.Parameter}, "what safetensors can hold"
+    saved = {
+        index: {name: x.detach().clone() for name, x in entry.items()}
+        for index, entry in saved["state"].items()
+    }
+    weights = matrix.detach().clone()
+    torch.manual_seed(1)
+    _step(optimizer, 3)
+
+    other, _, resumed = _weights()
+    other.data.copy_(weights)
+    resumed.load_state_dict({**resumed.state_dict(), "state": saved})
+    torch.manual_seed(1)
+    _step(resumed, 3)
+    assert torch.equal(other, matrix)
+    assert not torch.equal(other, weights)
+
+
+@needs_torchao
+def test_the_rate_of_a_compiled_step_is_changed_in_place() -> None:
+    _, _, optimizer = _weights()
+    rate = optimizer.param_groups[0]["lr"]
+    config = PPOConfig(model="m", warmup_steps=4, optimizer="adamw8bit")
+    assert set_learning_rate(optimizer, 1, config) == 0.5e-4
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == pytest.approx(0.5e-4)
+
+
+def _config() -> Any:
+    """Its MLPs are large enough for blocks; they are most of its weights."""
+    config = tiny.CONFIGS["llama"]()
+    config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16
+    return config
+
+
+@needs_torchao
+def test_the_reward_rises_and_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
+    def run(folder: str, iterations: int, **more: Any) -> PPOTrainer:
+        config = PPOConfig(
+            **tiny.options(
+                tmp_path / folder,
+                rollout_batch_size=64,
+                microbatch_size=64,
+                iterations=iterations,
+                learning_rate=2e-3,
+                kl_coef=0.0,
+                param_dtype="bfloat16",
+                optimizer="adamw8bit",
+                **more,
+            )
+        )
+        torch.manual_seed(0)
+        model = tiny.AutoModelForCausalLM.from_config(_config())
+        trainer = PPOTrainer(
+            config,
+            model=model.bfloat16(),
+            tokenizer=tiny.tokenizer(),
+            prompts=tiny.PROMPTS,
+            rewards=[tiny.count_w7],
+        )
+        trainer.train()
+        return trainer
+
+    whole = run("whole", 20)
+    assert any(map(is_quantized, whole.optimizer.weights))
+    records = read_jsonl(tmp_path / "whole" / "run" / "metrics.jsonl")
+    assert records[0]["reward"] < 0.1
+    assert records[-1]["reward"] > 0.5
+
+    run("parts", 18)
+    resumed = run("parts", 20, resume=True)
+    for name, x in whole.model.state_dict().items():
+        assert torch.equal(x, resumed.model.state_dict()[name]), name
+
+
+@needs_torchao
+def test_a_plan_counts_two_bytes_a_weight(tmp_path: Path) -> None:
+    model_config = _config()
+    model_config.hidden_size, model_config.intermediate_size = 512, 1024
+    model_config.save_pretrained(tmp_path / "model")
+    config = PPOConfig(
+        model=str(tmp_path / "model"),
+        device="cpu",
+        param_dtype="bfloat16",
+        optimizer="adamw8bit",
+        max_new_tokens=4,
+    )
+    parts = make_plan(config, 4).peak.parts
+    with torch.device("meta"):
+        model = tiny.AutoModelForCausalLM.from_config(model_config)
+    count = sum(p.numel() for p in model.parameters())
+    assert 2 * count < parts["optimiser states"] < 2.1 * count
+    assert parts["fp32 masters"] < 0.01 * count
