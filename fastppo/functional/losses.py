@@ -52,10 +52,13 @@ class PPOLoss(NamedTuple):
     """(...) fp32, nats, detached, 0 where masked; the same for `entropy` and `kl`."""
     entropy: Tensor
     kl: Tensor
-    metrics: dict[str, Tensor]
-    """Detached 0-d tensors on the device; see `loss_metrics`."""
     sums: Tensor
     """What the metrics are made of. Those of several calls join with `combine_sums`."""
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """Detached 0-d tensors on the device; see `loss_metrics`. Made when asked for."""
+        return loss_metrics(self.sums)
 
 
 def loss_metrics(sums: Tensor) -> dict[str, Tensor]:
@@ -183,7 +186,7 @@ def ppo_loss(
             rows, per_token, objective, softmax, ref_rows, need_grad, inplace, backend
         )
     logprobs, entropies, kl = (x.view(shape) for x in stats)
-    return PPOLoss(loss, logprobs, entropies, kl, loss_metrics(sums), sums)
+    return PPOLoss(loss, logprobs, entropies, kl, sums)
 
 
 def _check_inplace(logits: Tensor) -> None:
@@ -311,7 +314,7 @@ def linear_ppo_loss(
             *projection, per_token, objective, softmax, ref, gemm, asked, compact, backend
         )
     logprobs, entropies, kl = (x.view(shape) for x in stats)
-    return PPOLoss(loss, logprobs, entropies, kl, loss_metrics(sums), sums)
+    return PPOLoss(loss, logprobs, entropies, kl, sums)
 
 
 def _counted_statistics(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastppo.data.batch import Batch, on_device, spans, starts
+from fastppo.data.microbatches import Limits, microbatches
 from fastppo.functional.arguments import aggregation_weights
 
 
@@ -41,6 +43,11 @@ class Experience:
             for name, value in self._per_token().items()
         }
         return Experience(self.batch.select(rows), **per_token)
+
+    def microbatches(self, limits: Limits) -> Iterator[Experience]:
+        """The parts that are run at once; see `fastppo.data.microbatches`."""
+        parts = microbatches(self.batch.lengths, limits)
+        yield from [self] if len(parts) == 1 else map(self.select, parts)
 
     def weighted(self, aggregation: str) -> Experience:
         """With the weight of each token in a loss over all of them."""

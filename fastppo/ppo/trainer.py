@@ -32,7 +32,7 @@ from transformers import PreTrainedModel, set_seed
 
 from fastppo.data.batch import Batch, Layout
 from fastppo.data.chat import decode_completions
-from fastppo.data.microbatches import microbatches, split
+from fastppo.data.microbatches import split
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import Rows
 from fastppo.functional.losses import PPOLoss, value_loss
@@ -342,8 +342,7 @@ class PPOTrainer:
         minibatch = minibatch.weighted(options.aggregation)
         self.optimizer.zero_grad(set_to_none=True)
         loss, microbatch_sums = torch.zeros((), device=self.device), []
-        for rows in microbatches(minibatch.batch.lengths, options.limits(self.model.packing)):
-            micro = minibatch.select(rows)
+        for micro in minibatch.microbatches(options.limits(self.model.packing)):
             layout = self.model.layout(micro.batch)
             with self.model.autocast():
                 hidden, values = self.model(layout, detach_values=warming_up)
