@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import report, trl_grid
 from benchmarks.cases import cases
 from benchmarks.report import RESULTS
 from benchmarks.shapes import SETS
@@ -118,6 +118,14 @@ def _device(record: dict[str, Any]) -> str:
                 ["ratio", "measured", "wanted", "verdict"],
                 [_claim(claim) for claim in record["claims"]],
             ),
+        ]
+    if record.get("trl_grid"):
+        parts += [
+            "A PPO iteration of 16 episodes beside TRL 1.12's, on one thread in one process "
+            f"(`python -m benchmarks.trl_grid`, {record['trl_grid']['date'][:10]}). The floor is "
+            "the iteration's FLOP at the rate of a large matrix product; “at equal efficiency” is "
+            "TRL's FLOP over FastPPO's:",
+            _table(trl_grid.HEADER, [trl_grid.cells(row) for row in record["trl_grid"]["rows"]]),
         ]
     return "\n\n".join(parts)
 

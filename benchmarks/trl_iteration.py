@@ -25,6 +25,7 @@ TRL's gradient checkpointing and bf16, on by default, are off: neither helps a t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import os
@@ -39,6 +40,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.flop import counted
+from benchmarks.measure import measure_ceilings
 
 NEEDED = "trl==1.12.0"
 """The last release with a PPOTrainer."""
@@ -46,6 +51,8 @@ NEEDED = "trl==1.12.0"
 LEARNING_RATE = 1e-5
 KL_COEF = 0.05
 WARM_UP = 1
+COUNTED = 1
+"""Iterations after the timed ones, whose FLOP are counted."""
 
 
 @dataclass(kw_only=True)
@@ -101,6 +108,11 @@ class Result:
     trl_seconds: list[float]
     phases: dict[str, float]
     """Median seconds of FastPPO's phases."""
+    fastppo_flop: int = 0
+    """Of one iteration, counted in one that is not timed; `trl_flop` likewise."""
+    trl_flop: int = 0
+    matmul_flop_per_second: float = 0.0
+    """Of large fp32 matrix products on these threads."""
 
     @property
     def speed_up(self) -> float:
@@ -187,7 +199,7 @@ def _their_trainer(
         gradient_accumulation_steps=1,
         num_mini_batches=options.minibatches,
         num_ppo_epochs=options.epochs,
-        total_episodes=options.batch * (options.iterations + WARM_UP),
+        total_episodes=options.batch * (options.iterations + WARM_UP + COUNTED),
         response_length=options.response,
         local_rollout_forward_batch_size=options.batch,
         temperature=1.0,
@@ -257,20 +269,32 @@ def _compare(options: Options, progress: Any) -> Result:
     ours_seconds: list[float] = []
     theirs_seconds: list[float] = []
     laps: dict[str, list[float]] = {}
+    flop: list[int] = []
 
-    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
+    with (
+        tempfile.TemporaryDirectory() as name,
+        warnings.catch_warnings(),
+        contextlib.ExitStack() as counting,
+    ):
         warnings.simplefilter("ignore")
         folder = Path(name)
         ours = _our_trainer(options, copy.deepcopy(policy), reward, tokenizer, folder)
         theirs = _their_trainer(options, policy, reward, value, tokenizer, folder)
         log: Any = _NoLog()
         clock = [time.perf_counter()]
+        of_theirs: list[FlopCounterMode] = []
 
         class Turns(TrainerCallback):
             """Behind each of TRL's steps, one of FastPPO's."""
 
             def on_step_end(self, *arguments: Any, **more: Any) -> None:
                 now = time.perf_counter()
+                if of_theirs:
+                    counting.close()
+                    with counted() as of_ours:
+                        ours.iterate(log)
+                    flop.extend([of_ours.get_total_flops(), of_theirs[0].get_total_flops()])
+                    return
                 theirs_seconds.append(now - clock[0])
                 metrics = ours.iterate(log)
                 ours_seconds.append(time.perf_counter() - now)
@@ -281,13 +305,24 @@ def _compare(options: Options, progress: Any) -> Result:
                     f"iteration {len(ours_seconds)}: FastPPO {ours_seconds[-1]:.3g} s, "
                     f"TRL {theirs_seconds[-1]:.3g} s"
                 )
+                if len(ours_seconds) == WARM_UP + options.iterations:
+                    of_theirs.append(counting.enter_context(counted()))
                 clock[0] = time.perf_counter()
 
         theirs.add_callback(Turns())
         clock[0] = time.perf_counter()
         theirs.train()
     phases = {key: statistics.median(seconds[WARM_UP:]) for key, seconds in laps.items()}
-    return Result(asdict(options), ours_seconds[WARM_UP:], theirs_seconds[WARM_UP:], phases)
+    rate = measure_ceilings(torch.device("cpu"), [torch.float32]).matmul["float32"]
+    return Result(
+        asdict(options),
+        ours_seconds[WARM_UP:],
+        theirs_seconds[WARM_UP:],
+        phases,
+        fastppo_flop=flop[0],
+        trl_flop=flop[1],
+        matmul_flop_per_second=rate,
+    )
 
 
 def print_result(result: Result) -> None:
@@ -319,7 +354,8 @@ def print_result(result: Result) -> None:
     to.print(f"FastPPO's phases: {phases}", highlight=False)
     to.print(
         f"FastPPO does {result.speed_up:.2f} times the episodes per second "
-        f"(median over {len(result.trl_seconds)} pairs of neighbouring iterations)",
+        f"(median over {len(result.trl_seconds)} pairs of neighbouring iterations); TRL does "
+        f"{result.trl_flop / result.fastppo_flop:.2f} times the FLOP",
         highlight=False,
     )
 

@@ -19,17 +19,20 @@ import pytest
 import torch
 from rich.console import Console
 
+import fastppo
 from benchmarks import __main__ as command
 from benchmarks import case as case_module
 from benchmarks import (
     cases,
     claims,
     docs,
+    flop,
     losses,
     measure,
     report,
     sequences,
     training,
+    trl_grid,
     trl_iteration,
 )
 from benchmarks import conftest as pytest_front_door
@@ -624,7 +627,8 @@ def test_commands_of_the_suites_readme_are_commands() -> None:
         if words[:2] == ["fastppo", "bench"]:
             command.build_parser().parse_args(words[2:])
         elif words[0] == "python":
-            assert words[1:3] == ["-m", trl_iteration.__name__]
+            assert words[1] == "-m"
+            assert words[2] in {trl_iteration.__name__, trl_grid.__name__}
         else:
             assert words[:2] == ["pytest", "benchmarks"]
 
@@ -648,6 +652,48 @@ def test_the_comparison_with_trl_says_what_it_needs(
 def test_a_speed_up_is_the_median_over_neighbouring_iterations() -> None:
     result = trl_iteration.Result({}, [1.0, 10.0, 1.0], [3.0, 30.0, 4.0], {})
     assert result.speed_up == 3.0
+
+
+def test_flop_are_those_of_the_products_the_attention_and_the_fused_head() -> None:
+    n, h, v = 6, 8, 10
+    hidden, weight = torch.randn(n, h, requires_grad=True), torch.randn(v, h, requires_grad=True)
+    tokens, zeros = torch.zeros(n, dtype=torch.int64), torch.zeros(n)
+    with flop.counted() as counter:
+        fastppo.linear_ppo_loss(hidden, weight, tokens, zeros, zeros + 1).loss.backward()
+    assert counter.get_total_flops() == 6 * n * h * v
+    with flop.counted() as counter:
+        fastppo.linear_token_stats(hidden, weight, tokens)
+    assert counter.get_total_flops() == 2 * n * h * v
+    with flop.counted() as counter:
+        (hidden @ weight.T).sum().backward()
+    assert counter.get_total_flops() == 6 * n * h * v
+    query = torch.randn(1, 2, n, 4, requires_grad=True)
+    with flop.counted() as counter:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+    assert counter.get_total_flops() == 2 * 2 * (2 * n * n * 4)
+
+
+def test_a_row_of_the_grid_has_its_floor_and_what_equal_efficiency_would_give() -> None:
+    result = trl_iteration.Result(
+        dataclasses.asdict(trl_iteration.Options(prompt=16)),
+        [2.0, 4.0],
+        [6.0, 12.0],
+        {"update": 1.0},
+        fastppo_flop=10**10,
+        trl_flop=2 * 10**10,
+        matmul_flop_per_second=1e10,
+    )
+    row = trl_grid.describe(dataclasses.asdict(result) | {"speed_up": result.speed_up})
+    assert row["percent_of_floor"] == pytest.approx(100 / 3)
+    assert trl_grid.cells(row) == [
+        "16 + 32 tokens, 2 × 64, V = 32000",
+        *["3.00 s", "1.00 s", "33 %", "9.00 s", "3.00", "2.00"],
+    ]
+    (cpu, *_) = docs.load()[::-1]
+    page = docs.page([cpu | {"trl_grid": {"date": "2026-01-02T00:00:00", "rows": [row]}}])
+    assert f"| {' | '.join(trl_grid.cells(row))} |" in page
+    shapes = [dataclasses.asdict(each) for each in trl_grid.SHAPES]
+    assert len({tuple(each.values()) for each in shapes}) >= 8
 
 
 def test_a_claim_passes_up_to_its_limit_and_fails_behind_it() -> None:
