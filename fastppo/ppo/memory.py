@@ -48,11 +48,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fastppo.data.batch import Batch, Layout
 from fastppo.functional import arguments
 from fastppo.models.adapters import add_adapters
+from fastppo.models.cache import GrowingCache
 from fastppo.models.device import cast_frozen, choose_device, compute_dtype
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import is_sequence_classifier, model_config
@@ -420,14 +421,14 @@ class _Run:
         self.model.eval()
         with torch.no_grad(), self.model.autocast():
             with self.ledger.phase("rollout"):
-                cache = DynamicCache(config=self.model.config)
+                cache = GrowingCache(self.model.config, self.model.compute_dtype)
                 states = next_states(trunk, *_tokens(rows, 0, prompt), cache)
                 self.ledger.assign("KV cache", _cached(cache))
                 self._draw(states[:, -1])
             del states, cache
             # Between the two the cache grows, a token a step.
             longest = prompt + config.max_new_tokens - 1
-            cache = DynamicCache(config=self.model.config)
+            cache = GrowingCache(self.model.config, self.model.compute_dtype)
             next_states(trunk, *_tokens(rows, 0, longest), cache)
             self.ledger.assign("KV cache", _cached(cache))
             with self.ledger.phase("rollout"):

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
+from fastppo.models.cache import GrowingCache
 from fastppo.models.head import Head
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.trunk import next_states
@@ -153,7 +153,7 @@ class _Rows:
         self.sampling, self.uniforms = sampling, uniforms
         self.trunk: Any = policy.causal_lm.base_model
         self.head: Head = policy.head
-        self.cache = DynamicCache(config=policy.config)
+        self.cache = GrowingCache(policy.config, policy.compute_dtype)
         self.is_ragged = not mask.all()
         self.live = torch.arange(len(prompt_ids), device=device)
         self.stop = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)

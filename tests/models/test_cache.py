@@ -1,0 +1,76 @@
+"""Caches keep keys and values in the dtype of the products, and one keeps its memory."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+from transformers import DynamicCache, FalconMambaConfig
+
+from fastppo.models.cache import FixedCache, GrowingCache, has_fixed_cache
+from fastppo.models.trunk import next_states
+
+IDS = torch.tensor([[5, 9, 4, 8], [7, 3, 6, 11]])
+CPU = torch.device("cpu")
+
+
+def _decoded(trunk, cache, dtype) -> Tensor:
+    """[2, 4, H]: the states of two prompts of two tokens, and of two tokens more."""
+    states = []
+    trunk.eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+        for begin, end in ((0, 2), (2, 3), (3, 4)):
+            if isinstance(cache, FixedCache):
+                cache.show(2, 6) if begin else cache.begin()
+                cache.position.fill_(begin)
+            positions = torch.arange(begin, end).expand(2, -1)
+            states.append(next_states(trunk, IDS[:, begin:end], None, positions, cache))
+    return torch.cat(states, dim=1)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "gemma3"])
+@pytest.mark.parametrize("kind", ["growing", "fixed"])
+def test_keys_in_the_dtype_of_the_products_change_no_bit(architecture: str, kind: str) -> None:
+    """Attention would round them to it anyway."""
+    trunk, dtype = tiny.model(architecture).base_model, torch.bfloat16
+    cache = GrowingCache(trunk.config, dtype)
+    if kind == "fixed":
+        cache = FixedCache(trunk.config, 2, 8, dtype, CPU)
+    plain = DynamicCache(config=trunk.config)
+    found, wanted = _decoded(trunk, cache, dtype), _decoded(trunk, plain, dtype)
+    if kind == "growing":
+        assert torch.equal(found, wanted)
+    else:  # sums over a longer row, whose end is masked
+        torch.testing.assert_close(found, wanted, rtol=2**-6, atol=2**-6)
+    held = [each.dtype for layer in cache.layers for each in (layer.keys, layer.values)]
+    assert {*held} == {dtype}
+    if architecture == "llama":  # its rotary embeddings leave keys in fp32
+        assert {layer.keys.dtype for layer in plain.layers} == {torch.float32}
+
+
+@pytest.mark.parametrize("architecture", tiny.CONFIGS)
+def test_a_fixed_cache_gives_the_states_of_a_growing_one(architecture: str) -> None:
+    trunk = tiny.model(architecture).base_model
+    assert has_fixed_cache(trunk.config)
+    fixed = _decoded(trunk, FixedCache(trunk.config, 3, 9, None, CPU), None)
+    growing = _decoded(trunk, GrowingCache(trunk.config, None), None)
+    torch.testing.assert_close(fixed, growing, rtol=1e-5, atol=1e-5)
+
+
+def test_its_memory_stays_and_rows_move_to_the_top() -> None:
+    trunk = tiny.model().base_model
+    cache = FixedCache(trunk.config, 3, 9, None, CPU)
+    _decoded(trunk, cache, None)
+    layer = cache.layers[0]
+    assert layer.all_keys.shape == (3, 2, 9, 8)
+    assert layer.keys.shape == (2, 2, 6, 8)
+    held, second = layer.all_keys.data_ptr(), layer.all_keys[1, :, :4].clone()
+    cache.select(torch.tensor([1]), 4)
+    assert torch.equal(layer.all_keys[0, :, :4], second)
+    assert layer.all_keys.data_ptr() == held
+
+
+def test_a_state_that_is_no_keys_has_no_fixed_cache() -> None:
+    config = FalconMambaConfig(hidden_size=32, num_hidden_layers=2, state_size=4, vocab_size=40)
+    assert not has_fixed_cache(config)
