@@ -7,6 +7,7 @@ they come, keys give the same bits and take half of the memory.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,27 +57,43 @@ class FixedCache(Cache):
     def __init__(
         self, config: Any, rows: int, tokens: int, dtype: torch.dtype | None, device: torch.device
     ) -> None:
-        self.rows, self.tokens, self.dtype = rows, tokens, dtype
+        self.tokens = tokens
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
-        self.is_prefill = False
+        self._shape = _Shape(rows, tokens, dtype, self.position)
         count = len(StaticCache(config=config, max_cache_len=tokens).layers)
-        super().__init__(layers=[_FixedLayer(self) for _ in range(count)])
+        super().__init__(layers=[_FixedLayer(self._shape) for _ in range(count)])
 
     def begin(self) -> None:
         """The next pass is of the prompts."""
-        self.is_prefill = True
+        self._shape.is_prefill = True
 
     def show(self, rows: int, tokens: int) -> None:
         """The steps to come are of the first `rows` and see the first `tokens`."""
-        self.is_prefill = False
-        for layer in self.layers:
+        self._shape.is_prefill = False
+        for layer in self._used():
             layer.show(rows, tokens)
 
     def select(self, rows: Tensor, tokens: int) -> None:
         """Moves rows [n] to the top, as far as their first `tokens`."""
-        for layer in self.layers:
+        for layer in self._used():
             for held in (layer.all_keys, layer.all_values):
                 held[: len(rows), :, :tokens] = held[rows, :, :tokens]
+
+    def _used(self) -> list[Any]:
+        """The layers but those that read another's keys and values."""
+        layers: list[Any] = self.layers
+        return [layer for layer in layers if layer.is_initialized]
+
+
+@dataclass(slots=True)
+class _Shape:
+    """What the layers of a fixed cache have in common."""
+
+    rows: int
+    tokens: int
+    dtype: torch.dtype | None
+    position: Tensor
+    is_prefill: bool = True
 
 
 class _FixedLayer(StaticLayer):
@@ -86,12 +103,12 @@ class _FixedLayer(StaticLayer):
     """[rows, heads, tokens, D], as `all_values`; `keys` and `values` are the window of them."""
     all_values: Tensor
 
-    def __init__(self, cache: FixedCache) -> None:
-        super().__init__(max_cache_len=cache.tokens)
-        self.cache = cache
+    def __init__(self, shape: _Shape) -> None:
+        super().__init__(max_cache_len=shape.tokens)
+        self.shape = shape
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        rows, tokens, dtype = self.cache.rows, self.cache.tokens, self.cache.dtype
+        rows, tokens, dtype = self.shape.rows, self.shape.tokens, self.shape.dtype
         self.all_keys, self.all_values = (
             # Zeros, for attention multiplies even what its mask hides, and 0·NaN is NaN.
             states.new_zeros(rows, states.shape[1], tokens, states.shape[3], dtype=dtype)
@@ -111,22 +128,22 @@ class _FixedLayer(StaticLayer):
             self.lazy_initialization(key_states, value_states)
         key_states = key_states.to(self.all_keys.dtype)
         value_states = value_states.to(self.all_values.dtype)
-        if self.cache.is_prefill:
+        if self.shape.is_prefill:
             rows, _, tokens, _ = key_states.shape
             self.all_keys[:rows, :, :tokens] = key_states
             self.all_values[:rows, :, :tokens] = value_states
             return key_states, value_states
         assert self.keys is not None
         assert self.values is not None
-        self.keys.index_copy_(2, self.cache.position, key_states)
-        self.values.index_copy_(2, self.cache.position, value_states)
+        self.keys.index_copy_(2, self.shape.position, key_states)
+        self.values.index_copy_(2, self.shape.position, value_states)
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (query_length if self.cache.is_prefill else self.max_cache_len), 0
+        return (query_length if self.shape.is_prefill else self.max_cache_len), 0
 
     def get_seq_length(self) -> Any:
-        return 0 if self.cache.is_prefill else self.cache.position.squeeze(0)
+        return 0 if self.shape.is_prefill else self.shape.position.squeeze(0)
 
 
 def has_fixed_cache(config: Any) -> bool:

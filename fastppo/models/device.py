@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,11 +54,46 @@ def cast_frozen(trunk: nn.Module, dtype: torch.dtype | None) -> None:
     Args:
         dtype: None leaves everything as it is.
     """
-    for module in trunk.modules():
-        # GPT-2's Conv1D is a linear layer with its weight transposed.
-        if dtype is not None and (
-            isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-        ):
-            weight = module.weight
-            if not weight.requires_grad and weight.dtype == torch.float32:
-                weight.data = weight.data.to(dtype)
+    for module in linear_layers(trunk):
+        weight = module.weight
+        if dtype is not None and not weight.requires_grad and weight.dtype == torch.float32:
+            weight.data = weight.data.to(dtype)
+
+
+@contextmanager
+def cast_matrices(
+    trunk: nn.Module, dtype: torch.dtype | None, held: dict[nn.Module, nn.Parameter]
+) -> Iterator[None]:
+    """Linear layers with fp32 matrices compute with copies in the dtype of the products, for the
+    time of the block: the same bits under autocast, which need not cast then.
+
+    Args:
+        dtype: None leaves everything as it is.
+        held: where the copies stay; in the next block they are filled anew at the same addresses.
+    """
+    matrices: dict[nn.Module, nn.Parameter] = {}
+    for module in linear_layers(trunk) if dtype is not None else ():
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.dtype == torch.float32:
+            matrices[module] = weight
+    try:
+        for module, weight in matrices.items():
+            if module not in held:
+                held[module] = nn.Parameter(weight.detach().to(dtype), requires_grad=False)
+            else:
+                held[module].data.copy_(weight.detach())
+            module._parameters["weight"] = held[module]
+        yield
+    finally:
+        for module, weight in matrices.items():
+            module._parameters["weight"] = weight
+
+
+def linear_layers(trunk: nn.Module) -> list[Any]:
+    """Those whose matrices autocast casts."""
+    # GPT-2's Conv1D is a linear layer with its weight transposed.
+    return [
+        module
+        for module in trunk.modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    ]

@@ -17,7 +17,8 @@ it saves, and not a formula. The parts of a peak, for parameters of b bytes (4 i
                        reference_offload on a GPU only while experience is made
     reward models      4 · parameters, of those whose config can be read
     KV cache           2 · b' · layers · heads of keys · head width · tokens · sequences, for b' of
-                       the compute dtype, and one layer's once more while it grows
+                       the compute dtype, and one layer's once more while it grows; on a GPU it
+                       has its size from the start, tokens and sequences in whole buckets
     cast weights       2 · parameters in matrix products, for fp32 weights under bf16 autocast
     logits of the loss the chunk of `fastppo_kernels.linear.chunk_rows`, and what the row pass holds
     dW of the loss     4 · V · H while it is accumulated; in the weight's dtype with one chunk
@@ -53,7 +54,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from fastppo.data.batch import Batch, Layout
 from fastppo.functional import arguments
 from fastppo.models.adapters import add_adapters
-from fastppo.models.cache import GrowingCache
+from fastppo.models.cache import FixedCache, GrowingCache, has_fixed_cache
 from fastppo.models.device import cast_frozen, choose_device, compute_dtype
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import is_sequence_classifier, model_config
@@ -75,6 +76,7 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.eight_bit import empty_moments
 from fastppo.ppo.optimizer import clip_gradients, make_optimizer
 from fastppo.rewards.loading import FUNCTION
+from fastppo.rollout.fixed_shapes import ROWS, TOKENS, bucket
 
 ACTIVATIONS = "activations"
 PARTS = (
@@ -421,21 +423,34 @@ class _Run:
         self.model.eval()
         with torch.no_grad(), self.model.autocast():
             with self.ledger.phase("rollout"):
-                cache = GrowingCache(self.model.config, self.model.compute_dtype)
+                cache = self._cache(rows, prompt + config.max_new_tokens)
                 states = next_states(trunk, *_tokens(rows, 0, prompt), cache)
                 self.ledger.assign("KV cache", _cached(cache))
                 self._draw(states[:, -1])
             del states, cache
             # Between the two the cache grows, a token a step.
             longest = prompt + config.max_new_tokens - 1
-            cache = GrowingCache(self.model.config, self.model.compute_dtype)
+            cache = self._cache(rows, prompt + config.max_new_tokens)
             next_states(trunk, *_tokens(rows, 0, longest), cache)
             self.ledger.assign("KV cache", _cached(cache))
+            if isinstance(cache, FixedCache):
+                cache.show(rows, cache.tokens)
             with self.ledger.phase("rollout"):
                 states = next_states(trunk, *_tokens(rows, longest, longest + 1), cache)
                 self.ledger.assign("KV cache", _cached(cache))
                 self._draw(states[:, -1])
         self.model.train(was_training)
+
+    def _cache(self, rows: int, tokens: int) -> GrowingCache | FixedCache:
+        """Where the decoder keeps keys and values: on a GPU at fixed shapes, where it can."""
+        config, dtype = self.model.config, self.model.compute_dtype
+        graphs = self.device.type == "cuda" and self.config.rollout == "decoder"
+        if not graphs or self.config.no_repeat_ngram_size or not has_fixed_cache(config):
+            return GrowingCache(config, dtype)
+        size = bucket(rows, ROWS), bucket(tokens, TOKENS)
+        cache = FixedCache(config, *size, dtype, torch.device("cpu"))
+        cache.begin()
+        return cache
 
     def _draw(self, hidden: Tensor) -> None:
         vocabulary = self.model.head.vocabulary

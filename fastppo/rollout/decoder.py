@@ -23,6 +23,7 @@ from fastppo.models.trunk import next_states
 from fastppo.models.value import ValueFunction
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.rollout.draw import Draws, draw, scratch_for
+from fastppo.rollout.fixed_shapes import FixedShapes
 from fastppo.rollout.prompts import check_prompts, padded_left
 from fastppo.rollout.restrictions import NO_TOKEN, kept_tokens
 from fastppo.rollout.stopping import StopStrings
@@ -36,6 +37,8 @@ class DecoderEngine(RolloutEngine):
         final_values: also give the value after the last token of responses that are cut off, for
             which the trunk runs once more.
         tokenizer: for stop strings alone.
+        fixed_shapes: decode by `rollout.fixed_shapes`, whose steps are CUDA graphs; by default on a
+            GPU. What it cannot decode goes through the loop here.
     """
 
     same_weights = True
@@ -47,11 +50,19 @@ class DecoderEngine(RolloutEngine):
         batch_size: int | None = None,
         final_values: bool = False,
         tokenizer: Any = None,
+        fixed_shapes: bool | None = None,
     ) -> None:
         self.policy = policy
         self.batch_size = batch_size
         self.final_values = final_values
         self.tokenizer = tokenizer
+        self.fixed: FixedShapes | None = None
+        if policy.device.type == "cuda" if fixed_shapes is None else fixed_shapes:
+            self.fixed = FixedShapes(policy, _value_function(policy), final_values)
+
+    def release(self) -> None:
+        if self.fixed is not None:
+            self.fixed.release()
 
     @torch.no_grad()
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
@@ -81,10 +92,13 @@ class DecoderEngine(RolloutEngine):
         causal_lm.eval()  # gradient checkpointing is for training mode and forbids the cache
         try:
             with self.policy.autocast():
+                decode = self._decode
+                if self.fixed is not None and self.fixed.can_decode(sampling):
+                    decode = self.fixed.decode
                 step = self.batch_size or max(1, len(prompt_ids))
                 return Rollout.joined(
                     [
-                        self._decode(
+                        decode(
                             prompt_ids[start : start + step],
                             sampling,
                             None if uniforms is None else uniforms[start : start + step],

@@ -41,9 +41,14 @@ def make_engine(
     decoder = DecoderEngine(
         policy, batch_size=batch_size, final_values=final_values, tokenizer=tokenizer
     )
-    wrong = difference(decoder, generate, policy)
+    wrong, note = difference(decoder, generate, policy), None
+    if wrong is not None and decoder.fixed is not None:
+        note = f"rollout=decoder decodes without CUDA graphs; with them {wrong}"
+        decoder.fixed = None
+        wrong = difference(decoder, generate, policy)
+    decoder.release()
     if wrong is None:
-        return decoder, None
+        return decoder, note
     return generate, (
         f"rollout=decoder does not decode {type(policy.causal_lm).__name__} as Hugging Face "
         f"generate does ({wrong}): using rollout=generate"

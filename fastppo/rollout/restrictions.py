@@ -30,7 +30,8 @@ def kept_tokens(
     keep = None
     if drawn < sampling.min_new_tokens and sampling.stop_token_ids:
         keep = torch.ones_like(scores, dtype=torch.bool)
-        keep[:, list(sampling.stop_token_ids)] = False
+        for token in sampling.stop_token_ids:  # a list of them would be copied to the device
+            keep[:, token] = False
     if sampling.no_repeat_ngram_size > 0:
         assert history is not None
         keep = torch.ones_like(scores, dtype=torch.bool) if keep is None else keep

@@ -6,7 +6,14 @@ import pytest
 import tiny
 import torch
 
-from fastppo.models.device import autocast, cast_frozen, choose_device, compute_dtype
+from fastppo.models.device import (
+    autocast,
+    cast_frozen,
+    cast_matrices,
+    choose_device,
+    compute_dtype,
+    linear_layers,
+)
 from fastppo.models.policy import LanguageModel
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -76,6 +83,28 @@ def test_a_frozen_trunk_cast_once_gives_the_bits_of_autocast(architecture: str) 
     assert torch.equal(model.response_logprobs(batch), wanted)
     assert sum(p.numel() * p.element_size() for p in trunk.parameters()) < 0.65 * size
     assert model.head.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2"])
+def test_cast_for_the_time_of_a_block_gives_the_bits_of_autocast(architecture: str) -> None:
+    model = LanguageModel(tiny.model(architecture), compute_dtype=torch.bfloat16)
+    trunk, batch = model.causal_lm.base_model, tiny.random_batch()
+    parameters, held = dict(trunk.named_parameters()), {}
+    addresses = set()
+    for _ in range(2):
+        wanted = model.response_logprobs(batch)
+        with cast_matrices(trunk, torch.bfloat16, held):
+            assert torch.equal(model.response_logprobs(batch), wanted)
+            matrices = [module.weight for module in linear_layers(trunk)]
+            assert {matrix.dtype for matrix in matrices} == {torch.bfloat16}
+            addresses.add(tuple(matrix.data_ptr() for matrix in matrices))
+        assert all(parameters[name] is p for name, p in trunk.named_parameters())
+        with torch.no_grad():
+            for p in parameters.values():
+                p.mul_(1.1)
+    assert len(addresses) == 1
+    with cast_matrices(trunk, None, {}):
+        assert {p.dtype for p in trunk.parameters()} == {torch.float32}
 
 
 def test_what_is_trained_or_computed_in_fp32_is_not_cast() -> None:

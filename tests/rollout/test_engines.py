@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import tiny
 import torch
 
 from fastppo.models.policy import ActorCritic
-from fastppo.rollout import RolloutEngine
+from fastppo.rollout import RolloutEngine, engines
 from fastppo.rollout.decoder import DecoderEngine
 from fastppo.rollout.engines import difference, make_engine
+from fastppo.rollout.fixed_shapes import FixedShapes
 from fastppo.rollout.generate import GenerateEngine
 
 
@@ -62,6 +65,27 @@ def test_a_model_that_decodes_otherwise_gets_generate_with_a_sentence(wrong: str
     assert note.startswith("rollout=decoder does not decode LlamaForCausalLM as Hugging Face")
     assert note.endswith("using rollout=generate")
     assert ("TypeError" if wrong == "no position ids" else "nats off") in note
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_fixed_shapes_that_fail_leave_the_loop_with_a_sentence(fails: bool, monkeypatch) -> None:
+    def capture(self, *args):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    if fails:
+        monkeypatch.setattr(FixedShapes, "decode", capture)
+    monkeypatch.setattr(engines, "DecoderEngine", partial(DecoderEngine, fixed_shapes=True))
+    engine, note = _engine(ActorCritic(tiny.model()))
+    assert isinstance(engine, DecoderEngine)
+    assert (engine.fixed is None, note) == (
+        fails,
+        "rollout=decoder decodes without CUDA graphs; with them RuntimeError: operation not "
+        "permitted when stream is capturing"
+        if fails
+        else None,
+    )
+    if not fails:
+        assert engine.fixed._memory is None
 
 
 def test_tokens_that_are_equally_likely_may_differ() -> None:

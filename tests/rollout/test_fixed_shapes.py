@@ -1,0 +1,415 @@
+"""At fixed shapes the decoder draws what its loop draws, waits for nothing between two looks, and
+holds its memory until it is released."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+import waits
+from torch import Tensor, nn
+
+from fastppo.data.batch import Batch
+from fastppo.models.adapters import add_adapters
+from fastppo.models.device import linear_layers
+from fastppo.models.policy import ActorCritic, LanguageModel
+from fastppo.models.value import BranchValue
+from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling, fixed_shapes
+from fastppo.rollout.decoder import DecoderEngine
+from fastppo.rollout.fixed_shapes import LOOK, FixedShapes
+from fastppo.rollout.generate import GenerateEngine
+
+PROMPTS = [[5, 9, 4], [7], [8, 3, 6, 12, 20], [11, 12]]
+STOP = (1,)
+"""Some rows end, at different steps."""
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+STEPS = 2 * LOOK + 4
+
+
+def _policy(architecture: str = "llama", **parts: object) -> ActorCritic:
+    """With a value head that is not zero, so that values tell states apart."""
+    policy = ActorCritic(tiny.model(architecture), **parts)
+    torch.manual_seed(5)
+    nn.init.normal_(policy.value_function.head.weight)
+    return policy
+
+
+def _adapted() -> ActorCritic:
+    causal_lm = tiny.model()
+    peft = add_adapters(causal_lm, 4, 8, None)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in causal_lm.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    return ActorCritic(causal_lm, peft)
+
+
+def _sampling(**options: object) -> Sampling:
+    return Sampling(**({"max_new_tokens": STEPS, "stop_token_ids": STOP} | options))
+
+
+def _engine(policy: LanguageModel, fixed: bool = True, **options: object) -> DecoderEngine:
+    tokenizer = tiny.tokenizer()
+    return DecoderEngine(
+        policy, final_values=True, tokenizer=tokenizer, fixed_shapes=fixed, **options
+    )
+
+
+def _draw(engine: DecoderEngine, seed: int = 0, prompts=PROMPTS, **options: object) -> Rollout:
+    torch.manual_seed(seed)
+    return engine.generate(prompts, _sampling(**options))
+
+
+def _assert_same(found: Rollout, wanted: Rollout, **tolerance: float) -> None:
+    assert found.tokens == wanted.tokens
+    assert found.finish_reasons == wanted.finish_reasons
+    for name in ("logprobs", "sampler_logprobs", "values"):
+        pair = (torch.cat(getattr(rollout, name)) for rollout in (found, wanted))
+        torch.testing.assert_close(*pair, **tolerance)
+    torch.testing.assert_close(found.final_values, wanted.final_values, **tolerance)
+
+
+def _memory(engine: DecoderEngine):
+    return engine.fixed._memory
+
+
+@pytest.mark.parametrize("stop", [STOP, ()], ids=["rows end", "none ends"])
+@pytest.mark.parametrize("architecture", [*tiny.CONFIGS, "with adapters"])
+def test_greedy_tokens_are_those_of_generate(architecture: str, stop: tuple[int, ...]) -> None:
+    policy = _adapted() if architecture == "with adapters" else _policy(architecture)
+    sampling = _sampling(greedy=True, stop_token_ids=stop)
+    wanted = GenerateEngine(policy.causal_lm, 0).generate(PROMPTS, sampling)
+    found = _engine(policy).generate(PROMPTS, sampling)
+    assert found.tokens == wanted.tokens
+    assert found.finish_reasons == wanted.finish_reasons
+    torch.testing.assert_close(torch.cat(found.logprobs), torch.cat(wanted.logprobs), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stop_token_ids": (1, 2, 30)},
+        {"temperature": 0.6},
+        {"top_k": 4},
+        {"top_p": 0.7},
+        {"min_new_tokens": LOOK + 2},
+        {"stop_strings": ("w7 w2", "w9")},
+        {"stop_strings": ("w3",), "min_new_tokens": LOOK + 2},
+        {"max_new_tokens": 1},
+    ],
+    ids=str,
+)
+def test_one_seed_draws_the_tokens_of_the_loop(options) -> None:
+    policy = _policy()
+    for seed in range(3):
+        wanted = _draw(_engine(policy, fixed=False), seed, **options)
+        _assert_same(_draw(_engine(policy), seed, **options), wanted, **CLOSE)
+
+
+def test_finished_truncated_and_stopped_responses_are_all_among_those() -> None:
+    reasons, lengths = [], []
+    engine = _engine(_policy())
+    drawn = [_draw(engine, seed) for seed in range(3)]
+    for found in [*drawn, _draw(engine, stop_strings=("w7 w2", "w9"))]:
+        reasons += found.finish_reasons
+        lengths += found.lengths
+    assert {*reasons} == {FINISHED, TRUNCATED}
+    assert any(length % LOOK for length in lengths)
+    assert any(LOOK < length < STEPS for length in lengths)
+
+
+@pytest.mark.parametrize("architecture", tiny.TRAINED)
+def test_logprobs_and_values_are_the_learners(architecture: str) -> None:
+    policy = _policy(architecture)
+    rollout = _draw(_engine(policy), temperature=0.8)
+    wanted = policy.evaluate(Batch.of(PROMPTS, rollout.tokens), 0.8)
+    torch.testing.assert_close(torch.cat(rollout.logprobs), wanted.logprobs, **CLOSE)
+    torch.testing.assert_close(torch.cat(rollout.values), wanted.values, **CLOSE)
+    final = torch.where(torch.tensor(rollout.truncated), wanted.final_values, 0.0)
+    torch.testing.assert_close(rollout.final_values, final, **CLOSE)
+
+
+def test_without_a_head_on_the_last_states_there_are_no_values() -> None:
+    causal_lm = tiny.model()
+    branch = BranchValue(causal_lm.base_model, 32, 1)
+    for policy in (ActorCritic(causal_lm, None, branch), LanguageModel(causal_lm)):
+        rollout = _draw(_engine(policy))
+        assert rollout.values is None
+        assert rollout.final_values is None
+
+
+def test_rows_that_have_ended_write_nothing() -> None:
+    engine = _engine(_policy())
+    _draw(engine)
+    memory = _memory(engine)
+    written = (memory.logprobs, memory.sampler_logprobs, memory.values)
+    for held in written:
+        held.fill_(77.0)
+    memory.responses.fill_(77)
+    lengths = _draw(engine, stop_token_ids=(1,)).lengths
+    lengths += [0] * (memory.rows - len(lengths))
+    assert min(lengths[: len(PROMPTS)]) < max(lengths) == STEPS
+    columns = torch.arange(memory.tokens)
+    beyond = columns >= torch.tensor(lengths).unsqueeze(1)
+    for held in (*written, memory.responses):
+        assert (held[:, :-1][beyond] == 77).all()
+        assert (held[:, :-1][~beyond] != 77).all()
+
+
+def test_ended_rows_leave_by_halves_and_the_others_draw_the_same(monkeypatch) -> None:
+    policy, shapes = _policy("opt"), []
+    wanted = _draw(_engine(policy, fixed=False))
+    for name, value in {"LOOK": 2, "ROWS": 1, "TOKENS": 4}.items():
+        monkeypatch.setattr(fixed_shapes, name, value)
+    policy.causal_lm.base_model.register_forward_pre_hook(
+        lambda module, args, keywords: shapes.append(
+            (len(keywords["input_ids"]), keywords["attention_mask"].shape[1])
+        ),
+        with_kwargs=True,
+    )
+    _assert_same(_draw(_engine(policy)), wanted, **CLOSE)
+    rows, tokens = zip(*shapes[1:], strict=True)
+    assert len({*rows}) > 1
+    assert all(after == before or 2 * after <= before for before, after in pairwise(rows))
+    width = max(map(len, PROMPTS))
+    assert list(tokens) == [-(-(width + i) // 4) * 4 for i in range(1, len(tokens) + 1)]
+    for step, count in enumerate(rows, start=1):
+        live = sum(length > step for length in wanted.lengths)
+        assert count >= live
+        looked = sum(length > step // 2 * 2 for length in wanted.lengths)
+        assert count < 2 * max(looked, 1) or looked == 0
+
+
+def test_between_two_looks_nothing_is_read(monkeypatch) -> None:
+    """`tolist`, which a CPU need not wait for, is counted whatever it is of."""
+    reads, step, look = [], fixed_shapes._Batch._advance, fixed_shapes._Batch._look
+
+    def counted_step(self, drawn: int) -> None:
+        with waits.counted() as seen, pytest.MonkeyPatch.context() as patch:
+            for name in ("tolist", "cpu", "item"):
+                own = getattr(Tensor, name)
+
+                def counting(x: Tensor, name: str = name, own=own):
+                    seen[name] += 1
+                    return own(x)
+
+                patch.setattr(Tensor, name, counting)
+            step(self, drawn)
+        reads.append(dict(seen))
+
+    looks = []
+    monkeypatch.setattr(fixed_shapes._Batch, "_advance", counted_step)
+    monkeypatch.setattr(
+        fixed_shapes._Batch, "_look", lambda self, drawn: looks.append(drawn) or look(self, drawn)
+    )
+    options = {"top_k": 5, "top_p": 0.9, "min_new_tokens": 4}
+    _draw(_engine(_policy()), stop_token_ids=(1,), **options)
+    assert reads == [{}] * (STEPS - 1)
+    assert looks == [LOOK, 2 * LOOK, STEPS]
+
+
+def test_the_same_seed_gives_the_same_bits_whatever_was_decoded_before() -> None:
+    policy = _policy()
+    first = _draw(_engine(policy), 1)
+    engine = _engine(policy)
+    _draw(engine, 2, prompts=[[4] * 20] * 11, max_new_tokens=30)
+    again = _draw(engine, 1)
+    engine.release()
+    _assert_same(again, first, rtol=0, atol=0)
+    _assert_same(_draw(engine, 1), first, rtol=0, atol=0)
+
+
+def test_one_call_takes_one_number_of_the_global_generator() -> None:
+    policy = _policy()
+    states = []
+    for fixed in (True, False):
+        _draw(_engine(policy, fixed), 1)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_memory_is_used_again_grows_where_it_must_and_is_given_up() -> None:
+    engine = _engine(_policy(compute_dtype=torch.bfloat16))
+    _draw(engine)
+    memory = _memory(engine)
+    assert (memory.rows, memory.tokens) == (8, 128)
+    keys = memory.cache.layers[0].all_keys.data_ptr()
+    _draw(engine, prompts=[[3, 4]] * 7, max_new_tokens=100)
+    assert _memory(engine) is memory
+    assert memory.cache.layers[0].all_keys.data_ptr() == keys
+    _draw(engine, prompts=[[3, 4]] * 9)
+    assert (_memory(engine).rows, _memory(engine).tokens) == (16, 128)
+    held = [weakref.ref(memory.cache), weakref.ref(_memory(engine).cache)]
+    held += [weakref.ref(weight) for weight in engine.fixed._cast.values()]
+    assert len(held) > 10
+    del memory
+    gc.collect()
+    gc.disable()  # nothing waits for it
+    try:
+        engine.release()
+        given_up = [each() for each in held]
+    finally:
+        gc.enable()
+    assert given_up == [None] * len(held)
+    assert _draw(engine).tokens
+
+
+def test_a_recorded_step_serves_later_steps_and_batches(monkeypatch) -> None:
+    """What a graph would hold fast is held fast here: all that the host knew when it was made."""
+    recorded = []
+
+    def record(step, pool):
+        batch = copy.copy(step.func.__self__)
+        recorded.append(step.args)
+        return SimpleNamespace(replay=lambda: type(batch)._step(batch, *step.args))
+
+    for name, value in {"LOOK": 2, "ROWS": 1, "TOKENS": 16, "_recorded": record}.items():
+        monkeypatch.setattr(fixed_shapes, name, value)
+    policy = _adapted()
+    engine = _engine(policy)
+    monkeypatch.setattr(FixedShapes, "records", True)
+    for prompts in (PROMPTS, [[9, 2, 3, 4, 6, 7, 8], *PROMPTS[:3]]):
+        for options in ({}, {"min_new_tokens": 6}, {"greedy": True}, {"top_k": 5, "top_p": 0.9}):
+            wanted = _draw(_engine(policy, fixed=False), prompts=prompts, **options)
+            _assert_same(_draw(engine, prompts=prompts, **options), wanted, **CLOSE)
+    many = len(recorded)
+    assert 8 < many < 60
+    for options in ({}, {"min_new_tokens": 6}, {"greedy": True}, {"top_k": 5, "top_p": 0.9}):
+        _draw(engine, prompts=PROMPTS, **options)
+    assert len(recorded) == many
+    with policy.adapters_off():
+        wanted = _draw(_engine(policy, fixed=False))
+        _assert_same(_draw(engine), wanted, **CLOSE)
+    _assert_same(_draw(engine), _draw(_engine(policy, fixed=False)), **CLOSE)
+
+
+@pytest.mark.parametrize("moved", ["a weight", "adapters", "nothing"])
+def test_graphs_are_of_the_weights_that_they_were_recorded_of(moved: str) -> None:
+    policy = _adapted()
+    engine = _engine(policy)
+    _draw(engine)
+    _memory(engine).graphs["recorded"] = None
+    with torch.no_grad():
+        weight = policy.causal_lm.base_model.layers[0].mlp.up_proj.base_layer.weight
+        weight.mul_(1.01)  # as an optimiser does
+        if moved == "a weight":
+            weight.data = weight.data.clone()
+    if moved == "adapters":
+        with policy.adapters_off():
+            _draw(engine)
+    else:
+        _draw(engine)
+    assert ("recorded" in _memory(engine).graphs) == (moved == "nothing")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "with adapters"])
+def test_under_autocast_weights_are_cast_once_a_call_and_follow_an_update(architecture) -> None:
+    policy = _adapted() if architecture == "with adapters" else _policy(architecture)
+    policy.compute_dtype = torch.bfloat16
+    engine, dtypes = _engine(policy), set()
+    for module in linear_layers(policy.causal_lm.base_model):
+        module.register_forward_pre_hook(lambda module, args: dtypes.add(module.weight.dtype))
+    before = {name: p.data_ptr() for name, p in policy.named_parameters()}
+    for scale in (1.0, 1.5):
+        with torch.no_grad():
+            for parameter in policy.causal_lm.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(scale)
+        dtypes.clear()
+        found = _draw(engine, max_new_tokens=6)
+        assert dtypes == {torch.bfloat16}
+        wanted = policy.evaluate(Batch.of(PROMPTS, found.tokens))
+        # A logit z of bf16 is off by 2⁻⁸·z at most; the two ways differ by a few such steps.
+        with policy.autocast():
+            largest = policy.causal_lm(torch.tensor([PROMPTS[0]])).logits.abs().max().item()
+        bound = 4 * 2**-8 * max(1.0, largest)
+        torch.testing.assert_close(torch.cat(found.logprobs), wanted.logprobs, rtol=0, atol=bound)
+    assert {name: p.data_ptr() for name, p in policy.named_parameters()} == before
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}
+
+
+def test_the_repetition_guard_goes_through_the_loop() -> None:
+    policy = _policy("qwen2")
+    engine = _engine(policy)
+    guarded = _draw(engine, no_repeat_ngram_size=2)
+    assert _memory(engine) is None
+    assert guarded.tokens == _draw(_engine(policy, fixed=False), no_repeat_ngram_size=2).tokens
+
+
+def test_on_a_cpu_it_is_never_the_default() -> None:
+    assert DecoderEngine(_policy()).fixed is None
+
+
+def test_flash_attention_gives_way_to_sdpa_for_the_time_of_decoding() -> None:
+    for chosen, used in (("flash_attention_2", "sdpa"), ("sdpa", "sdpa"), ("eager", "eager")):
+        trunk = SimpleNamespace(config=SimpleNamespace(_attn_implementation=chosen))
+        with fixed_shapes._masked_attention(trunk):
+            assert trunk.config._attn_implementation == used
+        assert trunk.config._attn_implementation == chosen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "opt", "with adapters"])
+def test_graphs_draw_what_the_steps_draw(architecture: str, dtype, monkeypatch) -> None:
+    """Bits of a replayed step are those of the same step launched one by one."""
+    policy = _adapted() if architecture == "with adapters" else _policy(architecture)
+    policy = policy.cuda()
+    policy.compute_dtype = dtype
+    engine, plain = DecoderEngine(policy, final_values=True), _engine(policy)
+    assert engine.fixed is not None
+    # The same steps without recording.
+    monkeypatch.setattr(FixedShapes, "records", property(lambda self: self is engine.fixed))
+    for options in ({}, {"min_new_tokens": 6}, {"greedy": True}, {"top_k": 5, "top_p": 0.9}):
+        on_device = torch.cuda.get_rng_state()
+        found = _draw(engine, **options)
+        after = torch.get_rng_state()
+        assert torch.equal(torch.cuda.get_rng_state(), on_device)
+        assert any(graph is not None for graph in _memory(engine).graphs.values())
+        wanted = _draw(plain, **options)
+        assert torch.equal(torch.get_rng_state(), after)
+        assert not _memory(plain).graphs
+        _assert_same(found, wanted, rtol=0, atol=0)
+        _assert_same(_draw(engine, **options), found, rtol=0, atol=0)  # from graphs alone
+
+
+@pytest.mark.gpu
+def test_graphs_follow_an_update_and_their_memory_is_given_up() -> None:
+    policy = _policy().cuda()
+    engine = DecoderEngine(policy)
+    first = _draw(engine)
+    with torch.no_grad():
+        policy.causal_lm.base_model.layers[0].mlp.up_proj.weight.mul_(-1)
+    assert _draw(engine).tokens != first.tokens
+    layers = _memory(engine).cache.layers
+    caches = sum(each.nbytes for layer in layers for each in (layer.all_keys, layer.all_values))
+    del layers
+    before = torch.cuda.memory_allocated()
+    engine.release()
+    assert torch.cuda.memory_allocated() <= before - caches
+
+
+@pytest.mark.gpu
+def test_between_two_looks_a_gpu_is_not_waited_for() -> None:
+    engine = DecoderEngine(_policy().cuda())
+    step = fixed_shapes._Batch._step
+
+    def forbidden(self, drawn: int) -> None:
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(self, drawn)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fixed_shapes._Batch, "_step", forbidden)
+        assert _draw(engine).tokens
