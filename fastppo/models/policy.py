@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from fastppo.data.batch import Batch, Layout
 from fastppo.data.microbatches import Parts
+from fastppo.functional.statistics import TokenStats
 from fastppo.models.adapters import merged_state
 from fastppo.models.device import autocast
 from fastppo.models.head import Head
@@ -98,15 +99,28 @@ class LanguageModel(nn.Module):
         return states.flatten(0, 1)[layout.predicting if positions is None else positions]
 
     @torch.no_grad()
-    def response_logprobs(
+    def response_stats(
         self, batch: Batch, temperature: float = 1.0, backend: str = "auto"
-    ) -> Tensor:
-        """[N] fp32, nats: logprobs of the response tokens, from a forward pass of the trunk."""
+    ) -> TokenStats:
+        """Logprobs and entropy of the response tokens, [N] fp32, nats; no value function runs."""
         with self.autocast():
             hidden = self.hidden(self.layout(batch))
             return self.head.token_stats(
                 hidden, batch.response_tokens, temperature=temperature, backend=backend
-            ).logprobs
+            )
+
+    def response_logprobs(
+        self, batch: Batch, temperature: float = 1.0, backend: str = "auto"
+    ) -> Tensor:
+        """[N] fp32, nats: logprobs of the response tokens, from a forward pass of the trunk."""
+        return self.response_stats(batch, temperature, backend).logprobs
+
+    def stats_of_parts(self, parts: Parts, **how: Any) -> tuple[Tensor, Tensor]:
+        """(logprobs, entropy) by `response_stats`, part by part, in the order of the batch."""
+        found = [self.response_stats(part, **how) for part in parts.batches]
+        logprobs = torch.cat([stats.logprobs for stats in found])
+        entropy = torch.cat([stats.entropy for stats in found])
+        return parts.in_order(logprobs), parts.in_order(entropy)
 
     def language_model_loss(self, input_ids: Tensor, backend: str = "auto") -> Tensor:
         """0-d mean cross entropy of every token but the first, nats, of input_ids [B, S]."""

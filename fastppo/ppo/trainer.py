@@ -425,15 +425,15 @@ class PPOTrainer:
         scores = self.score(prompts, rollout, options)
         batch = Batch.of(prompts.token_ids, rollout.tokens, self.device)
         parts = split(batch, options.limits(self.model.packing))
-        found = self.model.evaluate_parts(parts, **options.softmax)
+        logprobs, entropy = self.model.stats_of_parts(parts, **options.softmax)
         kl = 0.0
         if self.reference is not None:
             ref_logprobs = parts.in_order(self.reference.logprobs(parts.batches, **options.softmax))
-            kl = sampled_kl(found.logprobs, ref_logprobs).sum().item() / len(batch)
+            kl = sampled_kl(logprobs, ref_logprobs).sum().item() / len(batch)
         return {
             **response_metrics(scores, rollout),
             "kl": kl,
-            "entropy": found.entropy.sum().item() / max(batch.response_count, 1),
+            "entropy": entropy.sum().item() / max(batch.response_count, 1),
             "response_length": batch.response_count / len(batch),
             "completions": self.completions(prompts, rollout),
             "scores": scores,

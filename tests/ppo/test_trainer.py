@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from fastppo.data.batch import Batch
 from fastppo.data.chat import token_ids
-from fastppo.data.microbatches import microbatches
+from fastppo.data.microbatches import microbatches, split
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer, RunStoppedError
 from fastppo.rewards.processing import RunningScale
@@ -881,6 +881,21 @@ def test_evaluation_leaves_no_trace(tmp_path: Path) -> None:
     assert found["kl"] == pytest.approx(0, abs=1e-4)
     assert len(found["completions"]) == len(tiny.PROMPTS)
     assert 0 < found["entropy"] < torch.log(torch.tensor(43.0))
+
+
+def test_evaluation_runs_no_value_function(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, value_model="critic")
+    batch = Batch.of([[4, 5], [6]], [[7, 8, 9], [3]])
+    parts = split(batch, trainer.config.limits())
+    wanted = trainer.model.evaluate_parts(parts)
+    found = trainer.model.stats_of_parts(parts)
+    assert torch.equal(found[0], wanted.logprobs)
+    assert torch.equal(found[1], wanted.entropy)
+    calls = []
+    critic = trainer.model.value_function.trunk
+    critic.register_forward_pre_hook(lambda module, args: calls.append(module))
+    trainer.evaluate(trainer.prompts.select(range(4)))
+    assert calls == []
 
 
 def test_evaluation_does_not_move_the_running_scale(tmp_path: Path) -> None:
