@@ -36,11 +36,7 @@ def choose_packing(choice: str, policy: ActorCritic, reference: LanguageModel | 
     Raises:
         ValueError: the option is on, and packed differs from padded.
     """
-    trunks = [("the policy", policy.causal_lm.base_model)]
-    if isinstance(policy.value_function, CriticValue):
-        trunks.append(("the critic", policy.value_function.trunk))
-    if reference is not None:
-        trunks.append(("the reference", reference.causal_lm.base_model))
+    trunks = trunks_of(policy, reference)
     if choice == "off":
         return None
     if choice == "auto":
@@ -59,6 +55,16 @@ def choose_packing(choice: str, policy: ActorCritic, reference: LanguageModel | 
             return f"packing is off: {sentence}"
     policy.packing = True
     return None
+
+
+def trunks_of(policy: ActorCritic, reference: LanguageModel | None) -> list[tuple[str, Any]]:
+    """(who, trunk) of all that read the policy's batches."""
+    found = [("the policy", policy.causal_lm.base_model)]
+    if isinstance(policy.value_function, CriticValue):
+        found.append(("the critic", policy.value_function.trunk))
+    if reference is not None:
+        found.append(("the reference", reference.causal_lm.base_model))
+    return found
 
 
 def difference(trunk: Any) -> str | None:

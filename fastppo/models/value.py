@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from fastppo.data.batch import Layout
+from fastppo.models.layers import layers_of
 from fastppo.models.pretrained import load_whole
 from fastppo.models.trunk import hidden_states
 
@@ -185,21 +186,13 @@ def critic_of_reward_model(
 
 def _last_layers(trunk: PreTrainedModel, count: int) -> tuple[list[nn.Module], list[nn.Module]]:
     """(the last `count` layers, the modules that the trunk calls after them, in order)."""
-    total = trunk.config.get_text_config().num_hidden_layers
-    owners = [
-        (module, child)
-        for module in trunk.modules()
-        for child in module.children()
-        if isinstance(child, nn.ModuleList) and len(child) == total
-    ]
-    if len(owners) != 1:
-        raise ValueError(
-            f"value_model=branch: {type(trunk).__name__} is not one list of {total} layers; use "
-            "value_model=critic"
-        )
+    try:
+        owner, layers = layers_of(trunk)
+    except ValueError as error:
+        raise ValueError(f"value_model=branch: {error}; use value_model=critic") from error
+    total = len(layers)
     if not 1 <= count <= total:
         raise ValueError(f"value_branch_layers must be in [1, {total}], got {count}")
-    owner, layers = owners[0]
     order: list[nn.Module] = []
     hooks = [
         module.register_forward_hook(lambda called, args, output: order.append(called))

@@ -19,7 +19,8 @@ from fastppo.data.rows import Rows, load_rows
 from fastppo.data.text import PretrainingText
 from fastppo.models.adapters import add_adapters
 from fastppo.models.device import cast_frozen, choose_device, compute_dtype
-from fastppo.models.packing import choose_packing
+from fastppo.models.layers import compile_layers, use_liger
+from fastppo.models.packing import choose_packing, trunks_of
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import (
     check_vocabulary,
@@ -99,6 +100,10 @@ def build(
     tokenizer = tokenizer or load_tokenizer(config.model)
     causal_lm = model or _load_model(config.model, config, device)
     causal_lm = causal_lm.to(device)  # type: ignore[arg-type]
+    if config.liger:
+        if device.type != "cuda":
+            raise ValueError(f"liger=true needs a CUDA device, got {device.type}")
+        use_liger(causal_lm)
     stop = stop_token_ids(config.stop_token_ids, tokenizer, causal_lm)
     policy = _actor_critic(causal_lm, tokenizer, config)
     _check_tokens(policy, tokenizer, stop)
@@ -107,6 +112,9 @@ def build(
     frozen = ref_policy.frozen if ref_policy is not None else None
     packing_note = choose_packing(config.packing, policy, frozen)
     chosen, engine_note = _engine(engine, policy, tokenizer, config)
+    if config.compile:  # last: what was compared above ran as it was loaded
+        for _, trunk in trunks_of(policy, frozen):
+            compile_layers(trunk)
     return Parts(
         device=device,
         tokenizer=tokenizer,

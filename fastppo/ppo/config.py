@@ -198,6 +198,12 @@ class UpdateOptions(Options):
         "Sequences of a microbatch end to end, without padding; auto is on for a GPU, if packed "
         "and padded agree on a small batch",
     )
+    compile: bool = option(
+        False, "Compile the trunk's layers by torch.compile; decoding runs them as they are"
+    )
+    liger: bool = option(
+        False, "Liger-Kernel's norms, gated MLPs and rotary embeddings in the policy's trunk"
+    )
     objective: Literal["clip", "penalty"] = option(
         "clip", "clip, or penalty: no clip, β·KL to the rollout policy with a moving β"
     )
@@ -450,6 +456,11 @@ class PPOConfig(
                 self.reference_refresh > 0 and self.reference_model is not None,
                 "reference_refresh replaces the reference by the policy, which may be another "
                 "architecture than reference_model: give one of them",
+            ),
+            (
+                self.compile and self.value_model == "branch",
+                "value_model=branch watches the calls of the trunk's layers, which compiled ones "
+                "do not show: compile must be false",
             ),
             (
                 self.critic_model is not None and self.value_model != "critic",

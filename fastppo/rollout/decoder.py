@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastppo.models.cache import GrowingCache
 from fastppo.models.head import Head
+from fastppo.models.layers import uncompiled
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.trunk import next_states
 from fastppo.models.value import ValueFunction
@@ -91,7 +92,7 @@ class DecoderEngine(RolloutEngine):
         was_training = causal_lm.training
         causal_lm.eval()  # gradient checkpointing is for training mode and forbids the cache
         try:
-            with self.policy.autocast():
+            with self.policy.autocast(), uncompiled(causal_lm.base_model):
                 decode = self._decode
                 if self.fixed is not None and self.fixed.can_decode(sampling):
                     decode = self.fixed.decode

@@ -21,6 +21,7 @@ from transformers import (
 
 from fastppo.functional.statistics import token_logprobs
 from fastppo.models.device import autocast
+from fastppo.models.layers import uncompiled
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.rollout.prompts import check_prompts, padded_left
 from fastppo.rollout.restrictions import NO_TOKEN, kept_tokens
@@ -138,8 +139,8 @@ class GenerateEngine(RolloutEngine):
         recorder = _SampledLogprobs(sampling, input_ids.masked_fill(mask == 0, NO_TOKEN).to(device))
         at_string = _AtStopString(strings, width, sampling.min_new_tokens, len(prompt_ids))
         criteria = StoppingCriteriaList([at_string] if sampling.stop_strings else [])
-        precision = autocast(device, self.compute_dtype)
-        with _generation_config(self.model, self.pad_token_id, sampling), precision:
+        precision, layers = autocast(device, self.compute_dtype), uncompiled(self.model.base_model)
+        with _generation_config(self.model, self.pad_token_id, sampling), precision, layers:
             output = self.model.generate(  # type: ignore[operator]
                 input_ids=input_ids.to(device),
                 attention_mask=mask.to(device),

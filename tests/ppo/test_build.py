@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import DataError
+from fastppo.models.layers import compile_layers
 from fastppo.models.value import BranchValue, CriticValue, DetachedValue, SharedValue
+from fastppo.ppo import build as build_module
 from fastppo.ppo.build import Parts, build
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout.decoder import DecoderEngine
 from fastppo.rollout.generate import GenerateEngine
+from fastppo.run.log import RunLog
 from runs import make_trainer, scores_of
 
 
@@ -95,6 +100,35 @@ def test_the_engine_samples_from_the_policy_itself_unless_another_is_given(tmp_p
     assert (parts.engine.batch_size, parts.engine.compute_dtype) == (3, torch.bfloat16)
     engine = GenerateEngine(tiny.model(), 0)
     assert _parts(tmp_path, engine=engine).engine is engine
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    "options", [{}, {"value_model": "critic", "packing": "on", "microbatch_tokens": 60}], ids=str
+)
+def test_compiled_layers_learn_the_same_and_compile_nothing_after_the_first_iterations(
+    options, tmp_path: Path, monkeypatch
+) -> None:
+    torch._dynamo.reset()
+    counter, counts, metrics = CompileCounter(), [], {}
+    monkeypatch.setattr(build_module, "compile_layers", partial(compile_layers, backend=counter))
+    for compiled in (False, True):
+        more = {"microbatch_tokens": 48, "compile": compiled} | options
+        trainer = make_trainer(tmp_path / str(compiled), **more)
+        log = RunLog(trainer.config.output_dir, trainer.config)
+        for _ in range(4):
+            metrics.setdefault(compiled, []).append(trainer.iterate(log)["loss"])
+            counts.append(counter.frame_count)
+        log.close()
+    torch._dynamo.reset()
+    assert metrics[True] == pytest.approx(metrics[False], rel=1e-4)
+    assert counts[:4] == [0] * 4
+    assert 0 < counts[5] == counts[-1]
+
+
+def test_liger_needs_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="liger=true needs a CUDA device, got cpu"):
+        _parts(tmp_path, liger=True)
 
 
 def test_a_run_without_prompts_or_text_has_none(tmp_path: Path) -> None:

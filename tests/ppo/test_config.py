@@ -82,6 +82,7 @@ def test_a_moving_kl_coefficient_must_start_above_zero() -> None:
         ({"reference_model": "x", "reference_refresh": 3}, "give one of them"),
         ({"reference_offload": True, "kl_coef": 0}, "need a reference"),
         ({"critic_model": "x"}, "critic_model needs value_model=critic"),
+        ({"compile": True, "value_model": "branch"}, "watches the calls .* compile must be false"),
         ({"advantage": "sequence", "bootstrap_truncated": True}, "complete returns"),
         ({"ptx_coef": 1.0}, "ptx_coef > 0 needs ptx_data"),
         ({"ptx_data": "x"}, "expected both or neither"),
