@@ -13,11 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+ROOM = 64
+"""Tokens for which a growing cache has room: one copy of it in so many steps."""
 
 
 class GrowingCache(DynamicCache):
-    """transformers' cache, a token longer with each step.
+    """transformers' cache, a token longer with each step; layers that keep all tokens write them
+    into room that is there already, where transformers copies the whole cache for each.
 
     Args:
         config: of the model.
@@ -26,6 +35,8 @@ class GrowingCache(DynamicCache):
 
     def __init__(self, config: Any, dtype: torch.dtype | None) -> None:
         super().__init__(config=config)
+        layers: list[Any] = self.layers
+        self.layers = [_RoomyLayer() if type(x) is DynamicLayer else x for x in layers]
         self.dtype = dtype
 
     def update(
@@ -34,6 +45,41 @@ class GrowingCache(DynamicCache):
         """Takes up keys and values [B, heads, S, D] of a layer; all that it has."""
         key_states, value_states = key_states.to(self.dtype), value_states.to(self.dtype)
         return super().update(key_states, value_states, layer_idx, *args, **more)
+
+
+class _RoomyLayer(DynamicLayer):
+    """`keys` and `values` are windows of tensors that have room for tokens to come."""
+
+    rooms: tuple[Tensor, Tensor] | None = None
+    windows: tuple[Tensor, Tensor] | None = None
+    """As `update` left them; others when a method of transformers has replaced them since."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **more: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        begin = self.get_seq_length()
+        end = begin + key_states.shape[-2]
+        assert self.keys is not None
+        assert self.values is not None
+        is_ours = self.windows is not None and self.keys is self.windows[0]
+        if self.rooms is None or not is_ours or end > self.rooms[0].shape[-2]:
+            held = self.keys, self.values
+            self.rooms = _roomy(key_states, end), _roomy(value_states, end)
+            if begin:
+                for room, before in zip(self.rooms, held, strict=True):
+                    room[:, :, :begin] = before
+        for room, states in zip(self.rooms, (key_states, value_states), strict=True):
+            room[:, :, begin:end] = states
+        self.windows = self.rooms[0][:, :, :end], self.rooms[1][:, :, :end]
+        self.keys, self.values = self.windows
+        return self.windows
+
+
+def _roomy(states: Tensor, tokens: int) -> Tensor:
+    """Room for so many tokens, and some, of the rows of `states` [B, heads, S, D]."""
+    return states.new_empty(*states.shape[:2], tokens + ROOM, states.shape[3])
 
 
 class FixedCache(Cache):
