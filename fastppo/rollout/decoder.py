@@ -25,7 +25,7 @@ from fastppo.models.value import ValueFunction
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.rollout.draw import Draws, draw, scratch_for
 from fastppo.rollout.fixed_shapes import FixedShapes
-from fastppo.rollout.prompts import check_prompts, padded_left
+from fastppo.rollout.prompts import check_prompts, distinct, padded_left
 from fastppo.rollout.restrictions import NO_TOKEN, kept_tokens
 from fastppo.rollout.stopping import StopStrings
 
@@ -178,20 +178,27 @@ class _Rows:
         prompts = prompts.to(device)
         self.history = prompts if sampling.no_repeat_ngram_size else None
         self.next = prompts.clamp(min=0)  # what is under the padding is masked
+        self.different, self.which = (x.to(device) for x in distinct(prompt_ids))
         self.length = 0
         self.scratch: Tensor | None = None
 
     def advance(self) -> Tensor:
         """[L, H] hidden states that predict the next tokens; the cache takes up the last ones."""
         begin, self.length = self.length, self.length + self.next.shape[1]
+        # A prompt that several rows have is read once, and what is cached of it copied.
+        is_shared = begin == 0 and len(self.different) < len(self.which)
+        rows = self.different if is_shared else slice(None)
         states = next_states(
             self.trunk,
-            self.next,
-            self.mask[:, : self.length] if self.is_ragged else None,
-            self.positions[:, begin : self.length],
+            self.next[rows],
+            self.mask[rows, : self.length] if self.is_ragged else None,
+            self.positions[rows, begin : self.length],
             self.cache,
-        )
-        return states[:, -1]
+        )[:, -1]
+        if is_shared:
+            self.cache.batch_select_indices(self.which)
+            states = states[self.which]
+        return states
 
     def draw(self, hidden: Tensor, drawn: int) -> Draws:
         """The next token of each row, `drawn` tokens into the response."""

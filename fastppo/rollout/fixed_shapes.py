@@ -38,7 +38,7 @@ from fastppo.models.trunk import next_states
 from fastppo.models.value import ValueFunction
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling
 from fastppo.rollout.draw import draw, scratch_for
-from fastppo.rollout.prompts import padded_left
+from fastppo.rollout.prompts import distinct, padded_left
 from fastppo.rollout.restrictions import kept_tokens
 from fastppo.rollout.stopping import StopStrings
 
@@ -227,10 +227,17 @@ class _Batch:
         memory.begin(prompts, mask, uniforms)
         is_ragged = len({*map(len, prompt_ids)}) > 1
         positions = (mask.cumsum(1) - 1).clamp(min=0)
+        different, which = (x.to(prompts.device) for x in distinct(prompt_ids))
         states = next_states(
-            decoder.trunk, prompts, mask if is_ragged else None, positions, memory.cache
+            decoder.trunk,
+            prompts[different],
+            mask[different] if is_ragged else None,
+            positions[different],
+            memory.cache,
         )
-        self.prompt_states = states[:, -1]
+        self.prompt_states = states[which, -1]
+        if len(different) < len(which):  # a prompt that several rows have is read once
+            memory.cache.select(which, self.width)
 
     def decoded(self) -> Rollout:
         most = self.sampling.max_new_tokens

@@ -20,3 +20,10 @@ def padded_left(prompt_ids: Sequence[Sequence[int]], fill: int) -> tuple[Tensor,
     ids = torch.tensor([[fill] * (width - len(each)) + list(each) for each in prompt_ids])
     lengths = torch.tensor([len(each) for each in prompt_ids])
     return ids, (torch.arange(width) >= width - lengths.unsqueeze(1)).long()
+
+
+def distinct(prompt_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """(the first row of each different prompt [U] int64, which of those each row has [B] int64)."""
+    place: dict[tuple[int, ...], int] = {}
+    which = [place.setdefault(tuple(each), len(place)) for each in prompt_ids]
+    return torch.tensor([which.index(u) for u in range(len(place))]), torch.tensor(which)

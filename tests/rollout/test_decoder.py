@@ -14,7 +14,8 @@ from fastppo.models.adapters import add_adapters
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.trunk import checkpoint_activations
 from fastppo.models.value import BranchValue, DetachedValue
-from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling
+from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling, fixed_shapes
+from fastppo.rollout import decoder as decoder_module
 from fastppo.rollout.decoder import DecoderEngine
 from fastppo.rollout.generate import GenerateEngine
 
@@ -244,3 +245,37 @@ def test_an_empty_prompt_is_refused_and_no_prompts_give_no_responses() -> None:
     with pytest.raises(ValueError, match="empty"):
         _draw(_policy(), prompts=[[4], []])
     assert _draw(_policy(), prompts=[]).tokens == []
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed shapes"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3, window 4", "gpt2"])
+def test_a_prompt_of_several_rows_is_read_once(
+    architecture: str, fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = _policy(architecture)
+    prompts = [each for each in PROMPTS for _ in range(3)] + PROMPTS[:1]
+    read = []
+    for module in (decoder_module, fixed_shapes):
+
+        def counted(trunk, ids, *rest, _next=module.next_states):
+            read.append(tuple(ids.shape))
+            return _next(trunk, ids, *rest)
+
+        monkeypatch.setattr(module, "next_states", counted)
+
+    def draw(batch_size: int | None) -> Rollout:
+        torch.manual_seed(0)
+        engine = DecoderEngine(policy, batch_size=batch_size, fixed_shapes=fixed, final_values=True)
+        return engine.generate(prompts, _sampling())
+
+    alone = draw(1)
+    read.clear()
+    together = draw(None)
+    assert read[0] == (len(PROMPTS), max(map(len, PROMPTS)))
+    assert sum(shape[1] for shape in read[1:]) == len(read) - 1
+    assert together.tokens == alone.tokens
+    assert len({tuple(each) for each in together.tokens}) > len(PROMPTS), "each row draws its own"
+    for name in ("logprobs", "values"):
+        found, wanted = (torch.cat(getattr(each, name)) for each in (together, alone))
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(together.final_values, alone.final_values, rtol=1e-5, atol=1e-5)
