@@ -1,25 +1,47 @@
 """The advantages of a batch, by the config's kind.
 
-All kinds are GAE: Monte Carlo is λ = 1 (reward to go less the value), one-step is λ = 0, and the
-sequence's advantage is the Monte Carlo one of its first token, for every token. With the exact KL
-in the reward, the penalty of each token is handed over as a reward at that token.
+With a value function all kinds are GAE: Monte Carlo is λ = 1 (reward to go less the value),
+one-step is λ = 0, and the sequence's advantage is the Monte Carlo one of its first token, for every
+token. Without one, R is the reward of a response, the KL's share in it, and Ḡ the mean over the
+n = samples_per_prompt responses to its prompt:
+
+    reinforce   G_t, the reward to go                               Williams 1992
+    rloo        R − the mean of the other n − 1, n/(n−1)·(R − Ḡ)    Ahmadian et al. 2024
+    group       (R − Ḡ)/(deviation of the n + 1e-4)                 Shao et al. 2024 (GRPO)
+
+`group_std=false` leaves the division out (Liu et al. 2025). With the exact KL in the reward, the
+penalty of each token is handed over as a reward at that token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastppo.data.batch import Batch
 from fastppo.functional.advantages import Advantages, compute_advantages, whiten
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.old_policy import OldPolicy
 from fastppo.rewards.scorer import Scores
 
-LAM = {"sequence": 1.0, "monte_carlo": 1.0, "one_step": 0.0}
+LAM = dict.fromkeys(("sequence", "monte_carlo", *CRITIC_FREE), 1.0) | {"one_step": 0.0}
 """λ of the kinds that fix it."""
+
+GROUP_EPS = 1e-4
+"""Added to a group's deviation, in units of the reward; TRL's value."""
+
+
+class Learned(NamedTuple):
+    """What an update learns from, packed [N] fp32."""
+
+    advantages: Tensor
+    returns: Tensor
+    spread: Tensor
+    """0-d: the advantages' standard deviation before whitening, which would hide that they hardly
+    vary and there is nothing to learn."""
 
 
 def make_advantages(
@@ -31,7 +53,7 @@ def make_advantages(
     exact_kl: Tensor | None,
     kl_coef: float,
     options: PPOConfig,
-) -> Advantages:
+) -> Learned:
     """Shaped rewards, advantages and returns of the packed responses.
 
     Args:
@@ -43,6 +65,8 @@ def make_advantages(
         kl_coef: β of the KL in the reward.
     """
     device, values = batch.device, old.values
+    if options.advantage in CRITIC_FREE:
+        values = torch.zeros_like(values)
     within = None if rewards.within is None else rewards.within.to(device)
     if ref_logprobs is None:
         kl_coef = 0.0
@@ -54,32 +78,72 @@ def make_advantages(
     if options.bootstrap_truncated:
         assert old.final_values is not None
         bootstrap = old.final_values * torch.tensor(truncated, device=device).float()
-    by_sequence = options.advantage == "sequence"
+    by_sequence = options.advantage in ("sequence", "rloo", "group")
+
+    def gae(lam: float | Tensor, whiten: bool) -> Advantages:
+        return compute_advantages(
+            rewards.last.to(device),
+            values,
+            old.logprobs,
+            ref_logprobs,
+            torch.ones_like(values, dtype=torch.bool),
+            cu_seqlens=batch.cu_seqlens,
+            kl_coef=kl_coef,
+            kl_estimator="k1" if exact_kl is not None else options.kl_estimator,
+            gamma=options.gamma,
+            lam=lam,
+            whiten=whiten,
+            bootstrap=bootstrap,
+            token_rewards=within,
+            backend=options.backend,
+        )
+
     # What is made of all tokens' advantages at once, below, is not whitened in the kernel.
     in_kernel = options.whiten_advantages == "full" and not by_sequence
-    result = compute_advantages(
-        rewards.last.to(device),
-        values,
-        old.logprobs,
-        ref_logprobs,
-        torch.ones_like(values, dtype=torch.bool),
-        cu_seqlens=batch.cu_seqlens,
-        kl_coef=kl_coef,
-        kl_estimator="k1" if exact_kl is not None else options.kl_estimator,
-        gamma=options.gamma,
-        lam=LAM.get(options.advantage, options.lam),
-        whiten=in_kernel,
-        bootstrap=bootstrap,
-        token_rewards=within,
-        backend=options.backend,
-    )
-    advantages = result.advantages
+    result = gae(_lam(batch, options), in_kernel)
+    advantages, returns = result.advantages, result.returns
+    spread = (returns - values).std(correction=0)  # returns are never whitened
+    if options.value_lam is not None:
+        returns = gae(options.value_lam, False).returns
     if by_sequence:
         first = batch.cu_seqlens[:-1].clamp(max=max(0, len(values) - 1))
         lengths = batch.response_lengths.to(device)
-        advantages = advantages[first].repeat_interleave(lengths, output_size=len(values))
+        of_responses = _against_group(advantages[first], options)
+        advantages = of_responses.repeat_interleave(lengths, output_size=len(values))
+        spread = advantages.std(correction=0)
         if options.whiten_advantages == "full":
             advantages = whiten(advantages, backend=options.backend)
     if options.whiten_advantages == "variance":
         advantages = advantages * (advantages.var() + 1e-8).rsqrt()
-    return result._replace(advantages=advantages)
+    return Learned(advantages, returns, spread)
+
+
+def _lam(batch: Batch, options: PPOConfig) -> float | Tensor:
+    """λ, or [B] one of each response: 1 − 1/(α·length), at least 0, of Yue et al. 2025 (VAPO)."""
+    if options.lam_alpha is None:
+        return LAM.get(options.advantage, options.lam)
+    lengths = batch.response_lengths.to(batch.device).float().clamp(min=1)
+    return (1 - 1 / (options.lam_alpha * lengths)).clamp(min=0)
+
+
+def _against_group(rewards: Tensor, options: PPOConfig) -> Tensor:
+    """[B] advantages of whole responses; those to one prompt are neighbours.
+
+    Raises:
+        ValueError: the batch is not made of whole groups.
+    """
+    if options.advantage == "sequence":
+        return rewards
+    count = options.samples_per_prompt
+    if len(rewards) % count:
+        raise ValueError(
+            f"advantage={options.advantage} compares the {count} responses to a prompt "
+            f"(samples_per_prompt), which follow one another: got {len(rewards)} responses"
+        )
+    groups = rewards.view(-1, count)
+    above = groups - groups.mean(dim=1, keepdim=True)
+    if options.advantage == "rloo":
+        above = above * (count / (count - 1))
+    elif options.group_std:
+        above = above / (groups.std(dim=1, keepdim=True) + GROUP_EPS)
+    return above.flatten()

@@ -15,7 +15,7 @@ from fastppo.run.watch import parse_threshold
 
 WARNINGS = (
     *("kl > 50", "eos_rate < 0.1", "distinct_2 < 0.1", "skipped_steps > 0"),
-    "mismatch/outside > 0.1",
+    *("mismatch/outside > 0.1", "advantage_std < 0.0001"),
 )
 """Thresholds that warn unless others are given: far outside what a healthy run shows."""
 
@@ -271,10 +271,22 @@ class AdvantageOptions(Options):
 
     gamma: float = option(1.0, "Discount per token", minimum=0, maximum=1)
     lam: float = option(0.95, "λ of GAE, per token", minimum=0, maximum=1)
-    advantage: Literal["gae", "sequence", "monte_carlo", "one_step"] = option(
+    advantage: Literal[
+        "gae", "sequence", "monte_carlo", "one_step", "reinforce", "rloo", "group"
+    ] = option(
         "gae",
         "gae; sequence: R − V(prompt) for every token; monte_carlo: reward to go − V; one_step: "
-        "r + γ·V_next − V",
+        "r + γ·V_next − V; without a value function: reinforce: reward to go; rloo: R − the mean "
+        "of the prompt's other samples; group: as GRPO normalises them",
+    )
+    lam_alpha: float | None = option(
+        None, "α: λ = 1 − 1/(α·length) of each response, in place of lam", above=0
+    )
+    value_lam: float | None = option(
+        None, "λ of what the value function learns; none given means lam", minimum=0, maximum=1
+    )
+    group_std: bool = option(
+        True, "advantage=group divides by the deviation of the prompt's samples"
     )
     whiten_advantages: Literal["full", "variance", "none"] = option(
         "full", "Normalise advantages: full is mean 0 and variance 1, variance keeps their signs"
@@ -467,9 +479,28 @@ class PPOConfig(
                 f"critic_model needs value_model=critic, got {self.value_model}",
             ),
             (
-                self.bootstrap_truncated and self.advantage in ("sequence", "monte_carlo"),
+                self.bootstrap_truncated and self.advantage not in ("gae", "one_step"),
                 f"advantage={self.advantage} is of complete returns; bootstrap_truncated is for "
                 "gae and one_step",
+            ),
+            (
+                self.advantage in CRITIC_FREE and used("vf_coef"),
+                f"advantage={self.advantage} has no value function to train, so vf_coef must be 0",
+            ),
+            (
+                self.advantage in CRITIC_FREE and self.value_model != "shared",
+                f"advantage={self.advantage} has no value function, so value_model must be shared, "
+                "which costs nothing",
+            ),
+            (
+                self.advantage in ("rloo", "group") and self.samples_per_prompt < 2,
+                f"advantage={self.advantage} compares responses to one prompt, so "
+                "samples_per_prompt must be at least 2",
+            ),
+            (
+                self.advantage == "group" and self.whiten_advantages == "full",
+                "advantage=group normalises the samples of each prompt, so whiten_advantages must "
+                "be none or variance",
             ),
             (
                 self.rollout == "vllm" and self.no_repeat_ngram_size > 0,
@@ -529,7 +560,13 @@ class PPOConfig(
             ("kl_loss_estimator", "kl_loss_coef > 0", used("kl_loss_coef")),
             ("kl_target", "a kl_controller that moves", self.kl_controller != "fixed"),
             ("kl_horizon", "kl_controller=adaptive", self.kl_controller == "adaptive"),
-            ("lam", "advantage=gae", self.advantage == "gae"),
+            (
+                "lam",
+                "advantage=gae and no lam_alpha",
+                self.advantage == "gae" and self.lam_alpha is None,
+            ),
+            ("lam_alpha value_lam", "advantage=gae", self.advantage == "gae"),
+            ("group_std", "advantage=group", self.advantage == "group"),
             ("lora_alpha lora_target_modules", "lora_rank > 0", self.lora_rank > 0),
             ("ptx_batch_size ptx_block_size", "ptx_data", self.ptx_data),
         ):
@@ -632,6 +669,9 @@ class Schedule(NamedTuple):
         left = 1 - progress if self.shape == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return self.final + (start - self.final) * left
 
+
+CRITIC_FREE = ("reinforce", "rloo", "group")
+"""Kinds of advantages that need no value function."""
 
 SCHEDULED = (
     *("clip_ratio", "clip_ratio_high", "dual_clip", "value_clip", "entropy_coef", "vf_coef"),

@@ -97,14 +97,19 @@ def explained_variance(returns: Tensor, values: Tensor) -> Tensor:
     return 1 - residual / returns.var(correction=0).clamp(min=1e-8)
 
 
-def experience_metrics(experience: Experience) -> dict[str, float]:
-    """Means over the batch that the update learns from."""
+def experience_metrics(experience: Experience, spread: Tensor) -> dict[str, float]:
+    """Means over the batch that the update learns from.
+
+    Args:
+        spread: 0-d, the deviation of the advantages before they were whitened.
+    """
     batch, count = experience.batch, experience.batch.response_count
     metrics = {
         "response_length": batch.response_lengths.float().mean().to(batch.device),
         "value": experience.old_values.mean(),
         "return": experience.returns.mean(),
         "explained_variance": explained_variance(experience.returns, experience.old_values),
+        "advantage_std": spread,
     }
     if experience.ref_logprobs is not None:
         # k1, whatever the estimator in the reward: the unbiased one, and the one that targets

@@ -280,7 +280,7 @@ class PPOTrainer:
         )
         made = result.advantages, result.returns, ref_logprobs, old.importance_weights
         experience = Experience(batch, old.logprobs, old.values, *made)
-        metrics = experience_metrics(experience) | old.metrics
+        metrics = experience_metrics(experience, result.spread) | old.metrics
         return experience, metrics if ref_logprobs is None else metrics | {"kl_coef": kl_coef}
 
     def _learn(self, experience: Experience, options: PPOConfig) -> dict[str, float]:

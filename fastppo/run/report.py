@@ -46,6 +46,7 @@ GROUPS = (
             Panel("Loss", "as a step follows it", ("loss",)),
             Panel("Value loss", "½(V − R)²", ("value_loss",)),
             Panel("Explained variance", "1 is perfect", ("explained_variance",)),
+            Panel("Deviation of the advantages", "before whitening", ("advantage_std",)),
             Panel("Loss on pretraining text", "nats per token", ("ptx_loss",)),
             Panel("Learning rate", "", ("learning_rate",)),
             Panel("Schedules", "coefficient", (), ("schedule/",)),

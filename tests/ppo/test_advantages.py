@@ -10,12 +10,12 @@ import torch
 from tiny import random_batch
 
 from fastppo.data.batch import Batch
-from fastppo.functional.advantages import Advantages
 from fastppo.models.policy import Evaluation
-from fastppo.ppo.advantages import make_advantages
+from fastppo.ppo.advantages import Learned, make_advantages
 from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.old_policy import OldPolicy
 from fastppo.rewards.scorer import Scores
-from runs import experience_of, first_experience, make_trainer, perturb, scores_of
+from runs import experience_of, first_experience, make_trainer, perturb, records, scores_of
 
 LENGTHS = [5, 3, 1]
 BATCH = random_batch(LENGTHS)
@@ -35,7 +35,7 @@ def _made(
     exact_kl: torch.Tensor | None = None,
     kl_coef: float = 0.0,
     **options: Any,
-) -> Advantages:
+) -> Learned:
     config = PPOConfig(advantage=kind, **{"whiten_advantages": "none", **options})
     rewards = Scores(SCORES) if rewards is None else rewards
     return make_advantages(BATCH, rewards, truncated, OLD, ref, exact_kl, kl_coef, config)
@@ -75,6 +75,101 @@ def test_gae_lies_between_one_step_and_monte_carlo() -> None:
     made = _made("gae", gamma=0.9, lam=0.7)
     torch.testing.assert_close(made.advantages, torch.stack(wanted))
     torch.testing.assert_close(made.returns, made.advantages + OLD.values)
+
+
+# ------------------------------------------------------------------------ without a value function
+
+GROUPED = random_batch([3, 1, 2, 2])
+GROUPED_SCORES = torch.tensor([1.0, -2.0, 0.5, 0.5])
+GROUPED_OLD = OldPolicy(torch.linspace(-3, -1, 8), torch.linspace(5, -5, 8), None)
+
+
+def _of_groups(kind: str, scores: torch.Tensor = GROUPED_SCORES, **options: Any) -> Learned:
+    """Two responses to each of two prompts."""
+    ref = options.pop("ref", None)
+    config = PPOConfig(
+        advantage=kind,
+        **{"vf_coef": 0.0, "samples_per_prompt": 2, "whiten_advantages": "none", **options},
+    )
+    coef = options.get("kl_coef", 0.0)
+    return make_advantages(
+        GROUPED, Scores(scores), [False] * 4, GROUPED_OLD, ref, None, coef, config
+    )
+
+
+def _each(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values).repeat_interleave(GROUPED.response_lengths)
+
+
+def test_reinforce_is_the_reward_to_go_and_reads_no_value() -> None:
+    made = _of_groups("reinforce", gamma=0.5)
+    wanted = torch.tensor([0.25, 0.5, 1.0, -2.0, 0.25, 0.5, 0.25, 0.5])
+    torch.testing.assert_close(made.advantages, wanted)
+
+
+def test_rloo_is_the_reward_less_the_others_mean() -> None:
+    torch.testing.assert_close(_of_groups("rloo").advantages, _each([3.0, -3.0, 0.0, 0.0]))
+    scores = torch.tensor([1.0, 4.0, -2.0, 7.0])
+    config = {"samples_per_prompt": 4, "rollout_batch_size": 64}
+    wanted = _each([1 - 3.0, 4 - 2.0, -2 - 4.0, 7 - 1.0])
+    torch.testing.assert_close(_of_groups("rloo", scores, **config).advantages, wanted)
+
+
+def test_a_group_is_normalised_by_its_own_mean_and_deviation() -> None:
+    unit = 1.5 / (4.5**0.5 + 1e-4)
+    made = _of_groups("group").advantages
+    torch.testing.assert_close(made, _each([unit, -unit, 0.0, 0.0]))
+    plain = _of_groups("group", group_std=False).advantages
+    torch.testing.assert_close(plain, _each([1.5, -1.5, 0.0, 0.0]))
+
+
+def test_the_kl_of_a_response_is_part_of_its_reward() -> None:
+    ref = GROUPED_OLD.logprobs - torch.tensor([0.1, 0.2, 0.3, 1.0, 0.0, 0.0, 0.0, 2.0])
+    made = _of_groups("rloo", ref=ref, kl_coef=0.5)
+    rewards = [1 - 0.3, -2 - 0.5, 0.5, 0.5 - 1.0]
+    wanted = [rewards[0] - rewards[1], rewards[1] - rewards[0], 1.0, -1.0]
+    torch.testing.assert_close(made.advantages, _each(wanted))
+
+
+def test_part_of_a_group_is_refused() -> None:
+    config = PPOConfig(
+        advantage="rloo", vf_coef=0.0, samples_per_prompt=3, rollout_batch_size=12, minibatches=1
+    )
+    with pytest.raises(ValueError, match=r"the 3 responses to a prompt.*got 4 responses"):
+        make_advantages(
+            GROUPED, Scores(GROUPED_SCORES), [False] * 4, GROUPED_OLD, None, None, 0.0, config
+        )
+
+
+@pytest.mark.parametrize("kind", ["gae", "sequence", "one_step"])
+def test_the_spread_is_that_of_the_advantages_before_whitening(kind: str) -> None:
+    raw = _made(kind).advantages
+    for how in ("none", "full", "variance"):
+        made = _made(kind, whiten_advantages=how)
+        torch.testing.assert_close(made.spread, raw.std(correction=0))
+    same = Scores(torch.full((4,), 3.0))
+    assert _of_groups("group", same.last).spread == 0
+
+
+# ------------------------------------------------------------------------------------------------ λ
+
+
+def test_lambda_by_length_is_that_of_each_response() -> None:
+    """α = 0.5: λ = 1 − 2/5, 1 − 2/3, and 0 for one token, where it would be negative."""
+    made = _made("gae", lam_alpha=0.5, gamma=0.9).advantages.split(LENGTHS)
+    for row, lam in enumerate((0.6, 1 / 3, 0.0)):
+        alone = _made("gae", lam=lam, gamma=0.9).advantages.split(LENGTHS)[row]
+        torch.testing.assert_close(made[row], alone)
+
+
+def test_the_value_function_may_learn_with_another_lambda() -> None:
+    made = _made("gae", lam=0.7, value_lam=1.0, gamma=0.9)
+    assert torch.equal(made.advantages, _made("gae", lam=0.7, gamma=0.9).advantages)
+    assert torch.equal(made.returns, _made("gae", lam=1.0, gamma=0.9).returns)
+    assert not torch.equal(made.returns, _made("gae", lam=0.7, gamma=0.9).returns)
+
+
+# ------------------------------------------------------------------------------------ the whitening
 
 
 @pytest.mark.parametrize("kind", ["gae", "sequence", "monte_carlo", "one_step"])
@@ -146,6 +241,18 @@ def test_an_exact_kl_takes_the_place_of_the_estimate() -> None:
 
 
 # ------------------------------------------------------------------------------------- in a trainer
+
+
+def test_a_run_whose_advantages_hardly_vary_is_warned_of(tmp_path: Path) -> None:
+    """All rewards are equal; whitening would make noise of it and the run would look stable."""
+    options: dict[str, Any] = {"advantage": "group", "vf_coef": 0.0, "samples_per_prompt": 4}
+    options |= {"whiten_advantages": "none", "iterations": 1, "kl_coef": 0.0}
+    trainer = make_trainer(
+        tmp_path, rewards=[lambda completions, **_: [1.0] * len(completions)], **options
+    )
+    assert trainer.train()["advantage_std"] == 0
+    (record,) = records(trainer)
+    assert any("advantage_std" in sentence for sentence in record["warnings"])
 
 
 def test_the_exact_kl_in_the_reward(tmp_path: Path) -> None:

@@ -64,6 +64,21 @@ def test_the_reward_rises_with_token_budgets_and_packed_rows(tmp_path: Path) -> 
     assert rewards[-1] > 0.5
 
 
+@pytest.mark.parametrize("advantage", ["reinforce", "rloo", "group"])
+def test_the_reward_rises_without_a_value_function(advantage: str, tmp_path: Path) -> None:
+    whiten = "none" if advantage == "group" else "full"
+    rewards = _rewards(
+        tmp_path,
+        0,
+        advantage=advantage,
+        vf_coef=0.0,
+        samples_per_prompt=4,
+        whiten_advantages=whiten,
+    )
+    assert rewards[0] < 0.1
+    assert rewards[-1] > 0.5
+
+
 def test_the_reward_does_not_rise_with_the_advantages_sign_flipped(
     tmp_path: Path, monkeypatch
 ) -> None:

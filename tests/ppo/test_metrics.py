@@ -117,7 +117,8 @@ def test_the_clock_tells_each_phase_and_tokens_per_second_of_the_whole(monkeypat
 
 
 def test_metrics_of_the_experience_are_means_over_tokens_or_sequences() -> None:
-    found = experience_metrics(EXPERIENCE)
+    found = experience_metrics(EXPERIENCE, torch.tensor(0.25))
+    assert found.pop("advantage_std") == 0.25
     assert found == pytest.approx(
         {
             "response_length": 2.0,
@@ -128,7 +129,7 @@ def test_metrics_of_the_experience_are_means_over_tokens_or_sequences() -> None:
             "kl_per_token": sum(KL) / 4,
         }
     )
-    assert "kl" not in experience_metrics(replace(EXPERIENCE, ref_logprobs=None))
+    assert "kl" not in experience_metrics(replace(EXPERIENCE, ref_logprobs=None), torch.tensor(1.0))
 
 
 def test_a_perfect_value_function_explains_all_and_a_constant_one_nothing() -> None:
