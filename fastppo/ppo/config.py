@@ -133,8 +133,10 @@ class RewardOptions(Options):
 class RolloutOptions(Options):
     """Rollout."""
 
-    rollout: Literal["decoder", "generate", "vllm"] = option(
-        "decoder", "What draws the responses: FastPPO's decoder, Hugging Face generate, or vLLM"
+    rollout: Literal["decoder", "generate", "continuous", "vllm"] = option(
+        "decoder",
+        "What draws the responses: FastPPO's decoder, Hugging Face generate or continuous "
+        "batching, or vLLM",
     )
     rollout_batch_size: int = option(64, "Responses per iteration, sequences", minimum=1)
     samples_per_prompt: int = option(
@@ -506,6 +508,12 @@ class PPOConfig(
                 self.rollout == "vllm" and self.no_repeat_ngram_size > 0,
                 f"no_repeat_ngram_size={self.no_repeat_ngram_size}: vLLM has no such guard; use "
                 "rollout=decoder",
+            ),
+            (
+                self.rollout == "continuous"
+                and bool(self.min_new_tokens or self.no_repeat_ngram_size or self.stop_strings),
+                "rollout=continuous has no min_new_tokens, no_repeat_ngram_size or stop_strings; "
+                "use rollout=decoder",
             ),
             (
                 bool(self.reward_ensemble) and len(self.reward_ensemble) < 2,

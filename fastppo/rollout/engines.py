@@ -6,6 +6,7 @@ from typing import Any
 
 from fastppo.models.policy import LanguageModel
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
+from fastppo.rollout.continuous import ContinuousEngine
 from fastppo.rollout.decoder import DecoderEngine
 from fastppo.rollout.generate import GenerateEngine
 
@@ -25,7 +26,7 @@ def make_engine(
     """The engine of that name, and a sentence where it is another one after all.
 
     Args:
-        name: decoder or generate.
+        name: decoder, continuous or generate.
         batch_size: sequences decoded at once; None for all.
         final_values: the learner needs the value after a response that was cut off.
     """
@@ -38,6 +39,10 @@ def make_engine(
     )
     if name == "generate":
         return generate, None
+    if name == "continuous":
+        engine = ContinuousEngine(policy, batch_size=batch_size)
+        wrong = difference(engine, generate, policy)
+        return (engine, None) if wrong is None else (generate, _instead(name, policy, wrong))
     decoder = DecoderEngine(
         policy, batch_size=batch_size, final_values=final_values, tokenizer=tokenizer
     )
@@ -49,8 +54,12 @@ def make_engine(
     decoder.release()
     if wrong is None:
         return decoder, note
-    return generate, (
-        f"rollout=decoder does not decode {type(policy.causal_lm).__name__} as Hugging Face "
+    return generate, _instead(name, policy, wrong)
+
+
+def _instead(name: str, policy: LanguageModel, wrong: str) -> str:
+    return (
+        f"rollout={name} does not decode {type(policy.causal_lm).__name__} as Hugging Face "
         f"generate does ({wrong}): using rollout=generate"
     )
 

@@ -82,6 +82,10 @@ def test_a_moving_kl_coefficient_must_start_above_zero() -> None:
         ({"reference_model": "x", "reference_refresh": 3}, "give one of them"),
         ({"reference_offload": True, "kl_coef": 0}, "need a reference"),
         ({"critic_model": "x"}, "critic_model needs value_model=critic"),
+        (
+            {"rollout": "continuous", "stop_strings": ["x"]},
+            "rollout=continuous has no .* stop_strings; use rollout=decoder",
+        ),
         ({"compile": True, "value_model": "branch"}, "watches the calls .* compile must be false"),
         ({"advantage": "sequence", "bootstrap_truncated": True}, "complete returns"),
         ({"advantage": "group", "samples_per_prompt": 2}, "no value function to train, so vf_coef"),
