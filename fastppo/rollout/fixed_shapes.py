@@ -17,7 +17,8 @@ stay in place. Nothing random happens in a step: its uniforms are drawn before. 
 cache's and the graphs', is given up by `release`; so an iteration records its graphs anew, three
 steps' time for each.
 
-Without a GPU the same steps run one by one; that is for tests.
+Heads of keys that several heads of queries share are read as they are with transformers 5.23; 5.17
+copies them at every step. Without a GPU the same steps run one by one; that is for tests.
 """
 
 from __future__ import annotations
@@ -130,12 +131,12 @@ class FixedShapes:
         rows, tokens = bucket(rows, ROWS), bucket(tokens, TOKENS)
         memory = self._memory
         if memory is None or memory.rows < rows or memory.tokens < tokens:
-            self._memory = None  # before there is another
             if memory is not None:
                 rows, tokens = max(rows, memory.rows), max(tokens, memory.tokens)
+            memory = self._memory = None  # gone before there is another
             memory = self._memory = _Memory(self.policy, rows, tokens)
         if memory.reads != reads:
-            memory.reads, memory.graphs = reads, {}
+            memory.forget_graphs(reads)
         return memory
 
     def _reads(self, head: Head) -> tuple[object, ...]:
@@ -177,10 +178,15 @@ class _Memory:
         self.values = torch.zeros(rows, tokens + 1, device=device)
         scores = torch.empty(1, policy.head.vocabulary, device=device).expand(rows, -1)
         self.scratch = scratch_for(scores)
+        self.forget_graphs(())
+
+    def forget_graphs(self, reads: tuple[object, ...]) -> None:
+        """Those to come are of what is read now."""
+        self.reads = reads
         self.graphs: dict[object, torch.cuda.CUDAGraph | None] = {}
-        self.reads: tuple[object, ...] = ()
-        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        """The graphs' own memory, which they share: one is replayed at a time."""
+        # Their own memory, which they share: one is replayed at a time. torch does not let a pool
+        # be used again when the last graph in it is gone.
+        self.pool = torch.cuda.graph_pool_handle() if self.next.is_cuda else None
 
     def begin(self, prompts: Tensor, mask: Tensor, uniforms: Tensor | None) -> None:
         """Takes up prompts [B, W] and their mask; slots beyond B have ended."""

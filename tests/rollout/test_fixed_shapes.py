@@ -14,6 +14,8 @@ import tiny
 import torch
 import waits
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fastppo.data.batch import Batch
 from fastppo.models.adapters import add_adapters
@@ -24,6 +26,7 @@ from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling, fixed_shapes
 from fastppo.rollout.decoder import DecoderEngine
 from fastppo.rollout.fixed_shapes import LOOK, FixedShapes
 from fastppo.rollout.generate import GenerateEngine
+from fastppo.rollout.stopping import StopStrings
 
 PROMPTS = [[5, 9, 4], [7], [8, 3, 6, 12, 20], [11, 12]]
 STOP = (1,)
@@ -214,6 +217,52 @@ def test_between_two_looks_nothing_is_read(monkeypatch) -> None:
     _draw(_engine(_policy()), stop_token_ids=(1,), **options)
     assert reads == [{}] * (STEPS - 1)
     assert looks == [LOOK, 2 * LOOK, STEPS]
+
+
+class _FromHost(TorchDispatchMode):
+    """Operations that have a tensor of the CPU among tensors of another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+        if any(x.device.type == "cpu" for x in tensors):
+            self.seen.append(func.name())
+        return out
+
+
+@pytest.mark.parametrize("architecture", tiny.CONFIGS)
+def test_a_step_needs_nothing_of_the_host(architecture: str, monkeypatch) -> None:
+    """On a device without memory, where reading a value raises, and a tensor made on the host would
+    have to be copied: neither can be recorded."""
+    policy = LanguageModel(tiny.model(architecture)).to("meta")
+    policy.config.pad_token_id = None  # GPT-2 looks for it in prompts, to warn
+    decoder = FixedShapes(policy, None, False)
+    sampling = _sampling(temperature=0.7, top_k=4, top_p=0.9, min_new_tokens=3)
+    uniforms = torch.empty(2, STEPS, dtype=torch.float64, device="meta")
+    made, tensor = [], torch.tensor
+    with torch.no_grad():
+        memory = decoder._memory_for(2, 64, ())
+        batch = fixed_shapes._Batch(
+            decoder,
+            policy.head,
+            memory,
+            [[4, 5], [6, 7]],
+            sampling,
+            uniforms,
+            StopStrings(None, ()),
+        )
+        batch._draw(batch.prompt_states, 0)
+        batch.slots = memory.rows
+        monkeypatch.setattr(
+            torch, "tensor", lambda *args, **more: made.append(args) or tensor(*args, **more)
+        )
+        with _FromHost() as found:
+            batch._step(1)
+    assert found.seen == made == []
 
 
 def test_the_same_seed_gives_the_same_bits_whatever_was_decoded_before() -> None:
