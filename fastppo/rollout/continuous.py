@@ -21,6 +21,10 @@ from fastppo.models.policy import LanguageModel
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.rollout.prompts import check_prompts
 
+PAGE = 256
+"""Tokens of a block of the cache, transformers' default."""
+MOST_TOKENS = 8192
+"""Of one forward pass, transformers' default."""
 WAIT = 1.0
 """Seconds after which a result that has not come makes us look whether the thread still runs."""
 
@@ -73,8 +77,9 @@ class ContinuousEngine(RolloutEngine):
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
             uncompiled(model.base_model),
         ):
+            options = self._size(prompt_ids, sampling) | self.options
             manager = model.init_continuous_batching(
-                _generation_config(sampling), ContinuousBatchingConfig(seed=seed, **self.options)
+                _generation_config(sampling), ContinuousBatchingConfig(seed=seed, **options)
             )
             try:
                 names = manager.add_requests(prompt_ids, max_new_tokens=sampling.max_new_tokens)
@@ -90,6 +95,15 @@ class ContinuousEngine(RolloutEngine):
         whole = not sampling.is_restricted and (not sampling.greedy or sampling.temperature == 1)
         reasons = [FINISHED if each[-1] in stop else TRUNCATED for each in tokens]
         return Rollout(tokens, reasons, logprobs, logprobs if whole else None)
+
+    def _size(self, prompt_ids: list[list[int]], sampling: Sampling) -> dict[str, Any]:
+        """Room for these prompts and their responses; else nine tenths of all memory is taken."""
+        rows = min(len(prompt_ids), self.options.get("max_requests_per_batch", len(prompt_ids)))
+        tokens = max(map(len, prompt_ids)) + sampling.max_new_tokens
+        return {
+            "num_blocks": rows * (-(-tokens // PAGE) + 1),
+            "max_batch_tokens": max(rows, min(MOST_TOKENS, sum(map(len, prompt_ids)))),
+        }
 
 
 def check_sampling(sampling: Sampling) -> None:

@@ -75,6 +75,25 @@ def test_an_update_is_seen_and_no_stale_prefix_is_served() -> None:
     assert found.tokens != before.tokens
 
 
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_its_cache_has_the_size_of_the_call(batch_size, monkeypatch) -> None:
+    """By itself transformers takes what memory there is."""
+    sizes, empty = [], torch.empty
+
+    def counted(*args, **more):
+        found = empty(*args, **more)
+        sizes.append(found.nbytes)
+        return found
+
+    policy = ActorCritic(tiny.model())
+    sampling = Sampling(12, greedy=True, stop_token_ids=(1, 2, 3, 4))
+    wanted = GenerateEngine(policy.causal_lm, 0).generate(PROMPTS, sampling)
+    monkeypatch.setattr(torch, "empty", counted)
+    found = ContinuousEngine(policy, batch_size=batch_size).generate(PROMPTS, sampling)
+    assert found.tokens == wanted.tokens
+    assert 0 < max(sizes) < 2**23
+
+
 def test_one_call_takes_one_number_of_the_global_generator() -> None:
     policy = ActorCritic(tiny.model())
     _draw(policy, 1)

@@ -237,7 +237,7 @@ class _FromHost(TorchDispatchMode):
 @pytest.mark.parametrize("architecture", tiny.CONFIGS)
 def test_a_step_needs_nothing_of_the_host(architecture: str, monkeypatch) -> None:
     """On a device without memory, where reading a value raises, and a tensor made on the host would
-    have to be copied: neither can be recorded."""
+    have to be copied: neither can be recorded. (An index that is a list is made out of sight.)"""
     policy = LanguageModel(tiny.model(architecture)).to("meta")
     policy.config.pad_token_id = None  # GPT-2 looks for it in prompts, to warn
     decoder = FixedShapes(policy, None, False)
