@@ -13,6 +13,7 @@ import importlib
 import logging
 import os
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -82,6 +83,12 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """What a command takes besides the options of a run: it is in no config file."""
+
+WRONG_INPUT = 2
+"""Exit code where a file or a value cannot be used; argparse's too."""
+
+FAILED = 1
+"""Exit code of a run that began and did not come to its end."""
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
@@ -281,6 +288,7 @@ def _sft(options: argparse.Namespace, rest: list[str]) -> None:
     config = parse_sft(rest)
     from rich.console import Console
 
+    from fastppo.run.log import say
     from fastppo.stages.sft import train_sft
 
     console = Console(stderr=True)
@@ -288,30 +296,33 @@ def _sft(options: argparse.Namespace, rest: list[str]) -> None:
     line = f"loss {result['loss']:.3f} nats per token"
     if "eval_loss" in result:
         line += f", held out {result['eval_loss']:.3f}"
-    console.print(f"{line}\nmodel  {config.output_dir}")
+    say(console, f"{line}\nmodel  {config.output_dir}")
 
 
 def _reward(options: argparse.Namespace, rest: list[str]) -> None:
     config = parse_reward(rest)
     from rich.console import Console
 
+    from fastppo.run.log import say
     from fastppo.stages.reward_model import train_reward_model
 
     console = Console(stderr=True)
     result = train_reward_model(config, console=console)
-    console.print(f"loss {result['loss']:.3f} nats per pair")
+    say(console, f"loss {result['loss']:.3f} nats per pair")
     if "accuracy" in result:
-        console.print(
+        say(
+            console,
             f"right on {result['accuracy']:.1%} of the held-out pairs, "
             f"calibration error {result['calibration_error']:.3f}\n"
-            f"calibration  {config.output_dir}/calibration.png"
+            f"calibration  {config.output_dir}/calibration.png",
         )
     if "score_mean" in result:
-        console.print(
+        say(
+            console,
             f"reference texts scored {result['score_mean']:.3f} ± {result['score_std']:.3f}; the "
-            f"mean is subtracted from now on"
+            f"mean is subtracted from now on",
         )
-    console.print(f"model  {config.output_dir}")
+    say(console, f"model  {config.output_dir}")
 
 
 def _generate(options: argparse.Namespace, rest: list[str]) -> None:
@@ -329,15 +340,17 @@ def _generate(options: argparse.Namespace, rest: list[str]) -> None:
 def _train(options: argparse.Namespace, rest: list[str]) -> None:
     config = parse_train(rest)
     from fastppo.ppo.trainer import PPOTrainer
+    from fastppo.run.lock import held
     from fastppo.run.profile import profiled
 
-    trainer = PPOTrainer(config)
-    with profiled(trainer, options.profile):
-        trainer.train()
+    with held(config.output_dir):  # before a model is loaded
+        trainer = PPOTrainer(config)
+        with profiled(trainer, options.profile):
+            trainer.train()
     if options.profile:
-        trainer.console.print(f"profile {config.output_dir}/profile.json, profile.txt")
-    trainer.console.print(f"report  {config.output_dir}/report.html")
-    trainer.console.print(f"policy  {config.output_dir}/policy")
+        trainer.say(f"profile {config.output_dir}/profile.json, profile.txt")
+    trainer.say(f"report  {config.output_dir}/report.html")
+    trainer.say(f"policy  {config.output_dir}/policy")
 
 
 def _plan(options: argparse.Namespace, rest: list[str]) -> None:
@@ -396,21 +409,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     if rest and not getattr(options, "takes_options", False):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    from fastppo.run.signals import Stopped, stopping_at_once
+
+    debug = os.environ.get("FASTPPO_DEBUG")
     try:
-        _calm_libraries()
-        return options.handler(options, rest) or 0
-    except (ValueError, ImportError, OSError, RuntimeError, FloatingPointError) as error:
-        # DataError is a ValueError; RewardError, a failed self-check and torch's own are
-        # RuntimeErrors.
-        if os.environ.get("FASTPPO_DEBUG"):
+        with stopping_at_once():
+            _calm_libraries()
+            return options.handler(options, rest) or 0
+    except (ValueError, ImportError, OSError) as error:  # DataError is a ValueError
+        if debug:
             raise
         print(f"fastppo: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        hint = "; `--resume true` goes on from the newest checkpoint"
-        can_resume = options.command in ("sft", "reward", "train")
-        print(f"fastppo: interrupted{hint if can_resume else ''}", file=sys.stderr)
-        return 130
+        return WRONG_INPUT
+    except (RuntimeError, FloatingPointError) as error:
+        # RewardError, CheckpointError, a failed self-check and torch's own are RuntimeErrors.
+        if debug:
+            raise
+        print(f"fastppo: {error}", file=sys.stderr)
+        return FAILED
+    except Stopped as stopped:
+        print(f"fastppo: {stopped}", file=sys.stderr)
+        return stopped.exit_code
+    except KeyboardInterrupt:  # where signals cannot be handled: not in a main thread
+        print("fastppo: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def test_a_negative_number_with_an_exponent_is_a_number(tmp_path: Path) -> None:
 
 
 def test_a_missing_config_file_is_named(capsys) -> None:
-    assert cli.main(["train", "--config", "absent.yaml"]) == 1
+    assert cli.main(["train", "--config", "absent.yaml"]) == 2
     assert "there is no config file absent.yaml" in capsys.readouterr().err
 
 
@@ -165,7 +165,7 @@ def test_a_wrong_flag_is_refused(arguments: list[str], says: str, capsys) -> Non
 
 
 def test_a_flag_with_a_wrong_value_is_refused_in_a_sentence(capsys) -> None:
-    assert cli.main(["train", "--learning_rate", "fast"]) == 1
+    assert cli.main(["train", "--learning_rate", "fast"]) == 2
     assert "learning_rate must be a finite number, got 'fast'" in capsys.readouterr().err
 
 
@@ -203,7 +203,7 @@ def test_python_dash_m_is_the_same_program(capsys, monkeypatch) -> None:
 )
 def test_a_wrong_config_is_refused_in_a_sentence(content, says, tmp_path: Path, capsys) -> None:
     (tmp_path / "run.yaml").write_text(content)
-    assert cli.main(["train", "--config", str(tmp_path / "run.yaml")]) == 1
+    assert cli.main(["train", "--config", str(tmp_path / "run.yaml")]) == 2
     message = capsys.readouterr().err
     assert says in message
     assert "Traceback" not in message
@@ -222,7 +222,7 @@ def test_a_row_that_cannot_be_used_is_refused_in_a_sentence(
     (tmp_path / "d.jsonl").write_text(json.dumps(row))
     model, output = tiny.saved_model(tmp_path / "base"), str(tmp_path / "run")
     flags = ["--model", model, "--data", str(tmp_path / "d.jsonl"), "--output_dir", output]
-    assert cli.main([command, *flags]) == 1
+    assert cli.main([command, *flags]) == 2
     message = capsys.readouterr().err
     assert f"fastppo: {tmp_path / 'd.jsonl'}, {says}" in message
     assert "Traceback" not in message
@@ -232,7 +232,7 @@ def test_a_malformed_line_of_the_prompts_is_named(tmp_path: Path, capsys) -> Non
     (tmp_path / "p.jsonl").write_text('{"prompt": "w1"}\n{"prompt": \n')
     flags = ["--model", tiny.saved_model(tmp_path / "sft"), "--prompts", str(tmp_path / "p.jsonl")]
     flags += ["--rewards", "tiny:count_w7", "--max_new_tokens", "8"]
-    assert cli.main(["train", *flags]) == 1
+    assert cli.main(["train", *flags]) == 2
     assert "p.jsonl, line 2: not valid JSON" in capsys.readouterr().err
 
 
@@ -251,7 +251,7 @@ def test_a_wrong_path_is_named_with_its_option(option, others, tmp_path, capsys)
     options |= {"prompts": tmp_path / "p.jsonl", "rewards": "tiny:count_w7"}
     options |= {option: tmp_path / "no" / "where"}
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    assert cli.main(["train", *flags]) == 1
+    assert cli.main(["train", *flags]) == 2
     says = f"{option.removesuffix('s')} {tmp_path / 'no' / 'where'}: there is no such directory"
     assert says in capsys.readouterr().err
 
@@ -280,11 +280,11 @@ def test_train_and_report_from_the_command_line(tmp_path: Path, capsys) -> None:
 
 
 def test_a_demo_that_cannot_be_is_refused_before_its_first_stage(tmp_path: Path, capsys) -> None:
-    assert cli.main(["demo", "--iterations", "0", "--output_dir", str(tmp_path / "demo")]) == 1
+    assert cli.main(["demo", "--iterations", "0", "--output_dir", str(tmp_path / "demo")]) == 2
     assert "iterations must be >= 1, got 0" in capsys.readouterr().err
     assert not (tmp_path / "demo").exists()
     (tmp_path / "demo" / "ppo").mkdir(parents=True)
-    assert cli.main(["demo", "--device", "cuda:99", "--output_dir", str(tmp_path / "demo")]) == 1
+    assert cli.main(["demo", "--device", "cuda:99", "--output_dir", str(tmp_path / "demo")]) == 2
     assert (tmp_path / "demo" / "ppo").exists(), "an earlier demo's run is still there"
 
 
@@ -299,16 +299,16 @@ def test_a_gpu_that_is_not_there_is_refused_in_a_sentence(command, tmp_path: Pat
         "generate": ["--models", model, "--prompt", "w1"],
         "demo": ["--output_dir", str(tmp_path / "demo")],
     }
-    assert cli.main([command, *flags[command], "--device", "cuda"]) == 1
+    assert cli.main([command, *flags[command], "--device", "cuda"]) == 2
     assert f"device=cuda: torch {torch.__version__} sees 0 GPUs here" in capsys.readouterr().err
 
 
 def test_a_report_of_another_stage_is_refused(tmp_path: Path, capsys) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    assert cli.main(["report", str(tmp_path)]) == 1
+    assert cli.main(["report", str(tmp_path)]) == 2
     assert "is no PPO run, and the report is of one" in capsys.readouterr().err
 
 
 def test_a_report_of_nothing_is_refused(tmp_path: Path, capsys) -> None:
-    assert cli.main(["report", str(tmp_path)]) == 1
+    assert cli.main(["report", str(tmp_path)]) == 2
     assert "no metrics there; is it a run directory?" in capsys.readouterr().err

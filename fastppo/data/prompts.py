@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastppo.data import fingerprint
 from fastppo.data.chat import encode_prompt
 from fastppo.data.rows import DataError, Rows, visiting_order
 
@@ -28,6 +29,11 @@ class Prompts:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def fingerprint(self) -> str:
+        """Of the prompts, their tokens and every column."""
+        rows = zip(self.prompts, self.token_ids, *self.columns.values(), strict=True)
+        return fingerprint.of_rows([list(self.columns), *map(list, rows)])
 
     def select(self, rows: Sequence[int]) -> Prompts:
         return Prompts(

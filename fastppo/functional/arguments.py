@@ -13,6 +13,7 @@ import inspect
 import math
 import numbers
 import os
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, cast, get_type_hints
 
@@ -39,6 +40,25 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 BACKENDS = ("auto", "triton", "torch")
 
 # ---------------------------------------------------------------------------- one value at a time
+
+
+class _Short(reprlib.Repr):
+    """A user's value may be of any size, and nested in any depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 160
+        self.maxlevel, self.maxlong = 3, 60
+        self.maxlist = self.maxtuple = self.maxdict = 4
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write a number of more than 4300 digits.
+        return f"an integer of {x.bit_length()} bits" if x.bit_length() > 400 else repr(x)
+
+
+def shown(value: Any) -> str:
+    """A user's value for a sentence: its repr, shortened."""
+    return _Short().repr(value)
 
 
 def tensor(
@@ -68,7 +88,7 @@ def tensor(
 
 def choice(name: str, value: str, choices: tuple[str, ...]) -> str:
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {shown(value)}")
     return value
 
 

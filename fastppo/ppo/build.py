@@ -6,7 +6,7 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from fastppo.data import fingerprint
 from fastppo.data.prompts import Prompts, encode_prompts
 from fastppo.data.rows import Rows, load_rows
 from fastppo.data.text import PretrainingText
@@ -46,6 +47,7 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.optimizer import make_optimizer
 from fastppo.rewards.ensemble import RewardEnsemble
 from fastppo.rewards.loading import make_terms
+from fastppo.rewards.patience import Patience
 from fastppo.rewards.reward import Reward, RewardTerm
 from fastppo.rewards.scorer import Scorer
 from fastppo.rollout import RolloutEngine, Sampling, as_engine
@@ -71,6 +73,8 @@ class Parts:
     scorer: Scorer
     context: int | None
     """Tokens that a sequence may have: the least of policy, reference and critic, if any says."""
+    fingerprints: dict[str, str]
+    """Of what is read and not saved in a checkpoint, by name."""
     notes: list[str]
     """Sentences on what is not as the options ask for it."""
 
@@ -85,8 +89,12 @@ def build(
     monitor_rewards: Sequence[str | Reward] | None = None,
     reference: PreTrainedModel | None = None,
     engine: Any = None,
+    say: Callable[[str], None] = print,
 ) -> Parts:
     """The parts that the config names, or those that are given instead; see `PPOTrainer`.
+
+    Args:
+        say: takes a sentence for the user.
 
     Raises:
         ValueError: they do not fit: a tokenizer larger than the vocabulary, a prompt longer than
@@ -104,6 +112,7 @@ def build(
         if device.type != "cuda":
             raise ValueError(f"liger=true needs a CUDA device, got {device.type}")
         use_liger(causal_lm)
+    weights = fingerprint.of_weights(causal_lm.named_parameters())  # before they get adapters
     stop = stop_token_ids(config.stop_token_ids, tokenizer, causal_lm)
     policy = _actor_critic(causal_lm, tokenizer, config)
     _check_tokens(policy, tokenizer, stop)
@@ -112,6 +121,9 @@ def build(
     frozen = ref_policy.frozen if ref_policy is not None else None
     packing_note = choose_packing(config.packing, policy, frozen)
     chosen, engine_note = _engine(engine, policy, tokenizer, config)
+    found_prompts = _load_prompts(prompts, tokenizer, context, config)
+    pretraining = _load_pretraining(tokenizer, policy.context, config)
+    terms = _load_rewards(rewards or config.rewards, config, device)
     if config.compile:  # last: what was compared above ran as it was loaded
         for _, trunk in trunks_of(policy, frozen):
             compile_layers(trunk)
@@ -132,17 +144,45 @@ def build(
             stop_token_ids=stop,
             stop_strings=tuple(config.stop_strings),
         ),
-        prompts=_load_prompts(prompts, tokenizer, context, config),
-        pretraining=_load_pretraining(tokenizer, policy.context, config),
+        prompts=found_prompts,
+        pretraining=pretraining,
         scorer=Scorer(
-            _load_rewards(rewards or config.rewards, config, device),
+            terms,
             _load_monitors(monitor_rewards or config.monitor_rewards, config, device),
             tokenizer,
             Path(config.output_dir) / "failed_reward.json",
+            Patience(
+                config.reward_timeout,
+                config.reward_retries,
+                config.reward_failure == "drop",
+                say,
+            ),
         ),
         context=context,
+        fingerprints=_fingerprints(weights, ref_policy, found_prompts, pretraining, terms),
         notes=[note for note in (packing_note, engine_note) if note],
     )
+
+
+def _fingerprints(
+    weights: str,
+    reference: ReferencePolicy | None,
+    prompts: Prompts | None,
+    pretraining: PretrainingText | None,
+    terms: Sequence[RewardTerm],
+) -> dict[str, str]:
+    """Of what the run reads, by option. `weights`: the model's, from which the reference starts."""
+    found = {"model": weights} | {f"rewards/{term.name}": term.fingerprint for term in terms}
+    if reference is not None:
+        given = reference.frozen if reference.is_given else None
+        found["reference_model"] = (
+            weights if given is None else fingerprint.of_weights(given.causal_lm.named_parameters())
+        )
+    if prompts is not None:
+        found["prompts"] = prompts.fingerprint()
+    if pretraining is not None:
+        found["ptx_data"] = fingerprint.of_weights([("blocks", pretraining.blocks)])
+    return found
 
 
 def _engine(
@@ -356,13 +396,15 @@ def _load_rewards(
             config.reward_ensemble,
             config.reward_ensemble_by,
             config.reward_ensemble_std_coef,
+            drop=config.reward_failure == "drop",
             **options,
         )
         if any(term.name == "ensemble" for term in terms):
             raise ValueError(
                 "a reward is called 'ensemble', which is the name of reward_ensemble: rename it"
             )
-        terms.append(RewardTerm("ensemble", ensemble, config.reward_ensemble_weight))
+        members = fingerprint.of_text(" ".join(term.fingerprint for term in ensemble.terms))
+        terms.append(RewardTerm("ensemble", ensemble, config.reward_ensemble_weight, members))
     return terms
 
 
@@ -378,4 +420,10 @@ def _reward_model_options(config: PPOConfig, device: torch.device) -> dict[str, 
         "device": device,
         "batch_size": config.reward_batch_size,
         "max_length": config.reward_max_length,
+        "request_options": {
+            "batch_size": config.reward_batch_size,
+            "concurrency": config.reward_concurrency,
+            "timeout": config.reward_timeout,
+            "retries": config.reward_retries,
+        },
     }

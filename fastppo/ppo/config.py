@@ -86,7 +86,9 @@ class RewardOptions(Options):
     """Rewards."""
 
     rewards: Sequence[str] = option(
-        [], "Required. file.py:function, module:function, or a sequence-classification model"
+        [],
+        "Required. file.py:function, module:function, a sequence-classification model, or an "
+        "https:// URL",
     )
     reward_weights: Sequence[float] | None = option(
         None, "One weight per reward; none given means 1"
@@ -97,6 +99,22 @@ class RewardOptions(Options):
     )
     reward_max_length: int | None = option(
         None, "Longest text of a reward model, tokens; none given means its context", minimum=1
+    )
+    reward_timeout: float | None = option(
+        None,
+        "Longest wait for a reward, seconds; none given waits for a function, and 60 s for a URL. "
+        "A function is then called in a thread, which goes on after the time is up",
+        above=0,
+    )
+    reward_retries: int = option(
+        2, "Further calls of a reward that was too late, or whose server failed", minimum=0
+    )
+    reward_concurrency: int = option(
+        8, "Requests of reward_batch_size texts at a time to a reward that is a URL", minimum=1
+    )
+    reward_failure: Literal["stop", "drop"] = option(
+        "stop",
+        "What a reward does that fails: stop the run with the samples saved, or drop the samples",
     )
     missing_eos_penalty: float | None = option(
         None,
@@ -361,8 +379,26 @@ class RunOptions(Options):
     checkpoint_interval: int = option(
         50, "Iterations between checkpoints; 0 writes the last only", minimum=0
     )
+    checkpoint_minutes: float = option(
+        10.0, "Minutes after which a checkpoint is written all the same; 0 never", minimum=0
+    )
     checkpoint_limit: int = option(2, "Checkpoints kept", minimum=1)
-    resume: bool = option(False, "Go on from the newest checkpoint of output_dir")
+    checkpoint_best: str | None = option(
+        None,
+        "Metric whose best checkpoint is kept besides, by its mean since the checkpoint before: "
+        "reward for the highest, min:kl for the lowest",
+    )
+    checkpoint_async: bool = option(
+        False,
+        "Write checkpoints in a thread while the run goes on; holds a copy of one in host memory",
+    )
+    checkpoint_failure: Literal["stop", "continue"] = option(
+        "stop", "What a checkpoint that cannot be written does: stop the run, or warn"
+    )
+    resume: bool = option(False, "Go on from the newest whole checkpoint of output_dir")
+    allow_config_change: bool = option(
+        False, "Resume although options, model, data or rewards make it another run"
+    )
     wandb_project: str | None = option(None, "Also log to this Weights & Biases project")
 
 
@@ -611,6 +647,16 @@ class PPOConfig(
         """How logits become a distribution, as the keywords of the losses."""
         return {"temperature": self.temperature, "backend": self.backend}
 
+    @property
+    def charges(self) -> dict[str, Any]:
+        """What length and a missing EOS cost, as the keywords of `Scores.charged`."""
+        return {
+            "length_normalized_score": self.length_normalized_score,
+            "length_coef": self.length_penalty,
+            "length_free": self.length_penalty_free,
+            "missing_eos_penalty": self.missing_eos_penalty,
+        }
+
     def limits(self, packed: bool = False) -> Limits:
         """What a microbatch may hold."""
         return Limits(self.microbatch_size, self.microbatch_tokens, packed)
@@ -644,6 +690,21 @@ class PPOConfig(
     def optimizer_steps(self) -> int:
         """Optimiser steps of the whole run."""
         return self.iterations * self.steps_per_iteration
+
+
+IDENTITY = (
+    *("param_dtype", "lora_rank", "lora_alpha", "lora_target_modules"),
+    *("reference_policy", "reference_refresh"),
+    *("value_model", "value_branch_layers", "critic_model"),
+    *("prompt_column", "split", "seed"),
+    *("reward_weights", "score_normalization", "length_normalized_score"),
+    *("reward_ensemble_by", "reward_ensemble_std_coef", "reward_ensemble_weight"),
+    *("rollout_batch_size", "samples_per_prompt", "minibatches", "ppo_epochs"),
+    *("max_new_tokens", "temperature", "top_k", "top_p"),
+    *("objective", "advantage", "aggregation", "kl_estimator", "kl_loss_estimator"),
+)
+"""Options that say which run it is: a resumed run with another value is another run. Models, data
+and rewards are known by their content, wherever they lie; rates and coefficients may move."""
 
 
 class Schedule(NamedTuple):

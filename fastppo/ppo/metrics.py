@@ -4,15 +4,20 @@ what is written down of the responses."""
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from fastppo_kernels.records import combine_sums
 from torch import Tensor
 
+from fastppo.data.batch import Batch
+from fastppo.data.microbatches import split
 from fastppo.data.prompts import Prompts
 from fastppo.functional.losses import loss_metrics
 from fastppo.functional.statistics import sampled_kl
+from fastppo.models.policy import ActorCritic
+from fastppo.models.reference_policy import ReferencePolicy
+from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout
@@ -22,6 +27,20 @@ CLIP_METRICS = (
     *("ratio_above_negative", "ratio_below_negative"),
 )
 """Metrics of the clipped objective alone."""
+
+
+class Microbatch(NamedTuple):
+    """What one microbatch adds to its minibatch, detached."""
+
+    loss: Tensor
+    """0-d, its share of the loss."""
+    sums: Tensor
+    """`SUMS` of the policy's loss."""
+    value: Tensor
+    """0-d, its share of the value loss."""
+    useful: int
+    computed: int
+    """Tokens of the sequences, and all that the trunk was given."""
 
 
 class Meter:
@@ -118,6 +137,25 @@ def experience_metrics(experience: Experience, spread: Tensor) -> dict[str, floa
         metrics["kl"] = total_kl / len(batch)
         metrics["kl_per_token"] = total_kl / max(1, count)
     return to_floats(metrics)
+
+
+def policy_metrics(
+    model: ActorCritic, reference: ReferencePolicy | None, batch: Batch, options: PPOConfig
+) -> dict[str, float]:
+    """Of the policy on responses: the KL to the reference, 0 without one, nats per sequence; the
+    entropy, nats per token; the length, tokens."""
+    how = options.softmax
+    parts = split(batch, options.limits(model.packing))
+    logprobs, entropy = model.stats_of_parts(parts, **how)
+    kl = 0.0
+    if reference is not None:
+        ref_logprobs = parts.in_order(reference.logprobs(parts.batches, **how))
+        kl = sampled_kl(logprobs, ref_logprobs).sum().item() / len(batch)
+    return {
+        "kl": kl,
+        "entropy": entropy.sum().item() / max(batch.response_count, 1),
+        "response_length": batch.response_count / len(batch),
+    }
 
 
 def response_metrics(scores: Scores, rollout: Rollout) -> dict[str, float]:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from fastppo_kernels.records import SUMS
 from torch import Tensor
 
-from fastppo.functional.losses import PPOLoss
+from fastppo.functional.losses import PPOLoss, value_loss
 from fastppo.models.head import Head, RefStates
+from fastppo.models.policy import ActorCritic
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience
 
@@ -72,6 +74,30 @@ def penalty_loss(
     sums[SUMS.index("loss")] -= constant
     sums[SUMS.index("policy_loss")] -= beta * (micro.token_weights * ratio).sum()
     return out._replace(loss=out.loss - constant, sums=sums)
+
+
+def value_term(values: Tensor, micro: Experience, options: PPOConfig) -> Tensor:
+    """The value loss of a microbatch, without its coefficient, 0-d."""
+    return value_loss(
+        values,
+        micro.returns,
+        old_values=micro.old_values,
+        clip_ratio=options.value_clip,
+        weights=micro.token_weights,
+    )
+
+
+def add_ptx_gradient(model: ActorCritic, blocks: Tensor, options: PPOConfig) -> Tensor:
+    """PPO-ptx: adds γ times the gradient of the language-model loss on blocks of text [n, T] int64;
+    returns that loss, 0-d."""
+    total = torch.zeros((), device=model.device)
+    for part in blocks.to(model.device).split(options.limits().count(options.ptx_block_size)):
+        with model.autocast():
+            loss = model.language_model_loss(part, options.backend)
+            loss = loss * (len(part) / len(blocks))
+        (options.ptx_coef * loss).backward()
+        total += loss.detach()
+    return total
 
 
 def _shared(micro: Experience, options: PPOConfig) -> dict[str, Any]:

@@ -7,17 +7,11 @@ from the counters, so a checkpoint holds `state_dict()`, and a run that loads it
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from fastppo.models.policy import ActorCritic
-from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.config import WARNINGS, PPOConfig
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
 from fastppo.rewards.processing import RunningScale
-from fastppo.run import checkpoint
 from fastppo.run.watch import ABSENT_AFTER, SpikeDetector, Watch, parse_threshold
 
 COUNTERS = (
@@ -93,43 +87,6 @@ class RunState:
         self.policy_kl_control.coef = state["policy_kl_coef"]
         self.score_scale = RunningScale(**state["score_scale"])
         self.watch.load_state_dict(state["watch"])
-
-
-def save_run(
-    config: PPOConfig,
-    state: RunState,
-    model: ActorCritic,
-    optimizer: torch.optim.Optimizer,
-    reference: ReferencePolicy | None,
-) -> Path:
-    """Writes a checkpoint of the run as it is; its path."""
-    return checkpoint.save(
-        config.output_dir,
-        state.iteration,
-        model,
-        optimizer,
-        state.state_dict(),
-        reference=reference.state_dict() if reference is not None else {},
-        keep=config.checkpoint_limit,
-    )
-
-
-def load_run(
-    run_dir: Path,
-    state: RunState,
-    model: ActorCritic,
-    optimizer: torch.optim.Optimizer,
-    reference: ReferencePolicy | None,
-) -> Path | None:
-    """Restores the newest checkpoint of a run directory; its path, or None if there is none."""
-    written = checkpoint.checkpoints(run_dir)
-    if not written:
-        return None
-    saved_state, saved_reference = checkpoint.load(written[-1], model, optimizer)
-    state.load_state_dict(saved_state)
-    if reference is not None:
-        reference.load_state_dict(saved_reference)
-    return written[-1]
 
 
 def _kl_control(config: PPOConfig) -> FixedKL | AdaptiveKL | PenaltyKL:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import closing
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,13 @@ from transformers import PreTrainedModel, set_seed
 
 from fastppo.data.batch import Batch, Layout
 from fastppo.data.chat import decode_completions
-from fastppo.data.microbatches import split
+from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import Rows
-from fastppo.functional.losses import PPOLoss, value_loss
-from fastppo.functional.statistics import sampled_kl
+from fastppo.functional.losses import PPOLoss
 from fastppo.ppo.advantages import make_advantages
 from fastppo.ppo.build import build
+from fastppo.ppo.checkpoints import Checkpoints
 from fastppo.ppo.checks import (
     check_on_policy,
     check_responses,
@@ -53,21 +54,30 @@ from fastppo.ppo.metrics import (
     CLIP_METRICS,
     Clock,
     Meter,
+    Microbatch,
     experience_metrics,
+    policy_metrics,
     response_metrics,
     sample_records,
     status,
     to_floats,
 )
-from fastppo.ppo.objective import clipped_loss, penalty_loss
+from fastppo.ppo.objective import add_ptx_gradient, clipped_loss, penalty_loss, value_term
 from fastppo.ppo.old_policy import old_policy
 from fastppo.ppo.optimizer import clip_gradients, set_learning_rate
-from fastppo.ppo.state import RunState, load_run, save_run
+from fastppo.ppo.out_of_memory import Halving
+from fastppo.ppo.state import RunState
+from fastppo.rewards.dropping import without_dropped
 from fastppo.rewards.reward import Reward
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
-from fastppo.run.log import RunLog, check_no_run, progress, read_jsonl
+from fastppo.run.checkpoint import random_state, restore_random_state
+from fastppo.run.identity import keep_config
+from fastppo.run.lock import held
+from fastppo.run.log import RunLog, check_no_run, progress, read_jsonl, say
+from fastppo.run.manifest import permit
 from fastppo.run.report import write_report
+from fastppo.run.signals import Asked, PhaseEndedError, Stopped, listening
 from fastppo.run.watch import rollout_health
 
 
@@ -116,6 +126,7 @@ class PPOTrainer:
             monitor_rewards=monitor_rewards,
             reference=reference,
             engine=engine,
+            say=self.say,
         )
         self.device, self.context = parts.device, parts.context
         self.model, self.reference = parts.model, parts.reference
@@ -124,7 +135,8 @@ class PPOTrainer:
         self.prompts, self.pretraining = parts.prompts, parts.pretraining
         self.scorer = parts.scorer
         self.state = RunState.of(config)
-        self._last_saved: int | None = None
+        self.checkpoints = Checkpoints(config, self.state, parts, self.say)
+        self._halving = Halving(self.say)
         self._notes = parts.notes
 
     # ------------------------------------------------------------------------------ the algorithm
@@ -134,6 +146,8 @@ class PPOTrainer:
 
         Raises:
             RunStoppedError: a metric crossed a threshold of `stop_if`; all is written first.
+            Stopped: a signal asked for it; a checkpoint is written first.
+            CheckpointError: a checkpoint could not be written, and `checkpoint_failure` is stop.
             FloatingPointError: `max_skipped_steps` steps in a row were not finite.
             RewardError: a reward raised, or returned what cannot be trained on.
             RuntimeError: the self-check failed.
@@ -141,53 +155,68 @@ class PPOTrainer:
         if self.prompts is None or not self.scorer.terms:
             raise ValueError("train() needs prompts and at least one reward; step() needs neither")
         config, state, run_dir = self.config, self.state, Path(self.config.output_dir)
-        set_seed(config.seed)
-        if config.resume:
-            self._resume(run_dir)
-        elif state.iteration == 0:
-            check_no_run(run_dir)
-        self.self_check(self.prompts)
-        begin, end = state.iteration, config.iterations
-        log = RunLog(run_dir, config, first=begin, wandb_project=config.wandb_project)
+        with held(run_dir), listening() as asked, closing(self.checkpoints):
+            set_seed(config.seed)
+            if config.resume:
+                self.checkpoints.resume()
+                self.engine.weights_changed(self.model)
+            elif state.iteration == 0:
+                check_no_run(run_dir)
+            self.self_check(self.prompts)
+            keep_config(run_dir, config, state.iteration)
+            metrics = self._iterations(run_dir, asked)
+            self.checkpoints.finish()
+            if asked.stop and state.iteration < config.iterations and not state.watch.stopped_by:
+                raise Stopped(asked.stop, self.checkpoints.how_far())
+            self.save_policy(run_dir / "policy")
+            write_report(run_dir)
+        if state.watch.stopped_by:
+            reasons = "; ".join(state.watch.stopped_by)
+            raise RunStoppedError(
+                f"stopped after iteration {state.iteration - 1}: {reasons}. A checkpoint, the "
+                f"policy and the report are in {run_dir}"
+            )
+        return metrics or read_jsonl(run_dir / "metrics.jsonl")[-1]
+
+    def _iterations(self, run_dir: Path, asked: Asked) -> dict[str, float]:
+        """Iterates to the end, or until the watch or a signal stops it; the last metrics."""
+        config, state, end = self.config, self.state, self.config.iterations
+        log = RunLog(run_dir, config, first=state.iteration, wandb_project=config.wandb_project)
+        self._notes += log.notes
         metrics: dict[str, float] = {}
-        with progress("PPO", self.console, total=end, completed=begin) as show:
-            while state.iteration < end and not state.watch.stopped_by:
+        bar = progress("PPO", self.console, total=end, completed=state.iteration)
+        with closing(log), bar as show:
+            while state.iteration < end and not (state.watch.stopped_by or asked.stop):
+                at_start = random_state()
                 try:
-                    metrics = self.iterate(log)
+                    metrics = self.iterate(log, asked)
+                except PhaseEndedError:
+                    restore_random_state(*at_start)
+                    break
                 except FloatingPointError as error:
                     # No checkpoint: half of the iteration's steps were taken.
                     skipped = {"skipped_steps": float(state.skipped_in_a_row)}
                     log.metrics(state.iteration, skipped, [f"stopped: {error}"])
-                    log.close()
                     write_report(run_dir)
                     raise
                 show(completed=state.iteration, status=status(metrics))
-                interval = config.checkpoint_interval
-                if interval and state.iteration % interval == 0:
-                    self.save_checkpoint()
-        log.close()
-        if state.iteration != self._last_saved:
-            self.save_checkpoint()
-        self.save_policy(run_dir / "policy")
-        write_report(run_dir)
-        if state.watch.stopped_by:
-            raise RunStoppedError(
-                f"stopped after iteration {state.iteration - 1}: "
-                f"{'; '.join(state.watch.stopped_by)}. A checkpoint, the policy and the report are "
-                f"in {run_dir}"
-            )
-        return metrics or read_jsonl(run_dir / "metrics.jsonl")[-1]
+                self.checkpoints.after_iteration(metrics, asked=asked.save())
+        return metrics
 
-    def iterate(self, log: RunLog) -> dict[str, float]:
-        """One PPO iteration; returns its metrics."""
+    def iterate(self, log: RunLog, asked: Asked | None = None) -> dict[str, float]:
+        """One PPO iteration; returns its metrics. `asked` may end it before its update."""
         assert self.prompts is not None
+        asked = asked or Asked()
         options, clock = self._begin_iteration(), Clock()
         place = self.state.prompts_seen, options.prompts_per_iteration
         prompts = self.prompts.at(*place, options.seed, options.samples_per_prompt)
         rollout = self.engine.generate(prompts.token_ids, self.sampling)
         clock.lap("generate")
+        asked.end_phase()
         scores = self.score(prompts, rollout, options)
         clock.lap("score")
+        asked.end_phase()
+        prompts, rollout, scores, dropped = without_dropped(prompts, rollout, scores)
         batch = Batch.of(prompts.token_ids, rollout.tokens, self.device)
         rewards = self.training_rewards(scores, options)
         experience, metrics = self.make_experience(batch, rewards, rollout, options)
@@ -195,8 +224,7 @@ class PPOTrainer:
         metrics |= self._learn(experience, options)
         clock.lap("update")
         metrics |= response_metrics(scores, rollout) | clock.metrics(batch.response_count)
-        metrics |= rollout_health(rollout.tokens, scores.total, scores.monitors)
-
+        metrics |= rollout_health(rollout.tokens, scores.total, scores.monitors) | dropped
         iteration = self.state.iteration
         log.metrics(iteration, metrics, self._warnings(metrics))
         if iteration % options.log_interval == 0:
@@ -245,14 +273,7 @@ class PPOTrainer:
     def score(self, prompts: Prompts, rollout: Rollout, options: PPOConfig) -> Scores:
         """Rewards of the responses' texts: their weighted sum, less the penalties."""
         scores = self.scorer(prompts, self.completions(prompts, rollout), rollout.tokens)
-        return scores.charged(
-            rollout.lengths,
-            rollout.truncated,
-            length_normalized_score=options.length_normalized_score,
-            length_coef=options.length_penalty,
-            length_free=options.length_penalty_free,
-            missing_eos_penalty=options.missing_eos_penalty,
-        )
+        return scores.charged(rollout.lengths, rollout.truncated, **options.charges)
 
     def training_rewards(self, scores: Scores, options: PPOConfig) -> Scores:
         """Scores normalised and clipped: what advantages are made from."""
@@ -265,7 +286,7 @@ class PPOTrainer:
     ) -> tuple[Experience, dict[str, float]]:
         """Old logprobs, reference logprobs and values of the responses; then their advantages."""
         how = options.softmax
-        parts = split(batch, options.limits(self.model.packing))
+        parts = split(batch, self._halving.limits(options.limits(self.model.packing)))
         old = old_policy(self.model, self.engine, self.sampling, rollout, parts, options)
         kl_coef, exact_kl = self.state.kl_control.coef, None
         if self.reference is None:
@@ -340,33 +361,22 @@ class PPOTrainer:
         learning_rate = set_learning_rate(self.optimizer, planned, self.config)
         # The weights are those of the whole minibatch, so how it is split does not matter.
         minibatch = minibatch.weighted(options.aggregation)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss, microbatch_sums = torch.zeros((), device=self.device), []
-        for micro in minibatch.microbatches(options.limits(self.model.packing)):
-            layout = self.model.layout(micro.batch)
-            with self.model.autocast():
-                hidden, values = self.model(layout, detach_values=warming_up)
-                with torch.set_grad_enabled(not warming_up):
-                    policy = self._policy_loss(hidden, layout, micro, options)
-                value = value_loss(
-                    values,
-                    micro.returns,
-                    old_values=micro.old_values,
-                    clip_ratio=options.value_clip,
-                    weights=micro.token_weights,
-                )
-            part = options.vf_coef * value if warming_up else policy.loss + options.vf_coef * value
-            part.backward()
-            loss += part.detach()
-            microbatch_sums.append(policy.sums)
-            sizes = {"useful": len(micro.batch.tokens), "computed": layout.input_ids.numel()}
-            meter.microbatch(policy.sums, value.detach(), **sizes)
+        asked = options.limits(self.model.packing)
+        found = self._halving.run(
+            lambda limits: self._gradient(minibatch, limits, warming_up, options), asked
+        )
+        loss = torch.stack([part.loss for part in found]).sum()
+        for part in found:
+            meter.microbatch(part.sums, part.value, useful=part.useful, computed=part.computed)
         if options.ptx_coef and not warming_up:
-            ptx_loss = self._add_pretraining_gradient(options)
+            assert self.pretraining is not None
+            blocks = self.pretraining.at(self.state.ptx_seen, options.ptx_batch_size, options.seed)
+            self.state.ptx_seen += len(blocks)
+            ptx_loss = add_ptx_gradient(self.model, blocks, options)
             loss += options.ptx_coef * ptx_loss
             meter.pretraining(ptx_loss)
         norms = clip_gradients(self.optimizer, self.model, options)
-        sums = reduce(combine_sums, microbatch_sums)
+        sums = reduce(combine_sums, [part.sums for part in found])
         kl = sums[SUMS.index("approx_kl")] / sums[SUMS.index("tokens")].clamp(min=1)
         numbers = to_floats({"loss": loss, **norms, "kl": kl})
         policy_kl = numbers.pop("kl")
@@ -378,9 +388,28 @@ class PPOTrainer:
             self.state.skipped_in_a_row = 0
         else:
             sentence = skip_step(self.model, minibatch, self.state, numbers, self.config)
-            self.console.print(f"[yellow]{sentence}")
+            self.say(sentence, "yellow")
         self.state.optimizer_step += 1
         return policy_kl, False
+
+    def _gradient(
+        self, minibatch: Experience, limits: Limits, warming_up: bool, options: PPOConfig
+    ) -> list[Microbatch]:
+        """Adds up the gradient of a weighted minibatch over its microbatches."""
+        self.optimizer.zero_grad(set_to_none=True)
+        found = []
+        for micro in minibatch.microbatches(limits):
+            layout = self.model.layout(micro.batch)
+            with self.model.autocast():
+                hidden, values = self.model(layout, detach_values=warming_up)
+                with torch.set_grad_enabled(not warming_up):
+                    policy = self._policy_loss(hidden, layout, micro, options)
+                value = value_term(values, micro, options)
+            part = options.vf_coef * value if warming_up else policy.loss + options.vf_coef * value
+            part.backward()
+            sizes = len(micro.batch.tokens), layout.input_ids.numel()
+            found.append(Microbatch(part.detach(), policy.sums, value.detach(), *sizes))
+        return found
 
     def _policy_loss(
         self, hidden: Tensor, layout: Layout, micro: Experience, options: PPOConfig
@@ -394,20 +423,6 @@ class PPOTrainer:
         assert self.reference is not None
         with self.reference.states(layout) as ref:
             return clipped_loss(head, hidden, micro, ref, options)
-
-    def _add_pretraining_gradient(self, options: PPOConfig) -> Tensor:
-        """PPO-ptx: adds γ times the language-model loss's gradient; returns that loss, 0-d."""
-        assert self.pretraining is not None
-        blocks = self.pretraining.at(self.state.ptx_seen, options.ptx_batch_size, options.seed)
-        self.state.ptx_seen += len(blocks)
-        total = torch.zeros((), device=self.device)
-        for part in blocks.to(self.device).split(options.limits().count(options.ptx_block_size)):
-            with self.model.autocast():
-                loss = self.model.language_model_loss(part, options.backend)
-                loss = loss * (len(part) / len(blocks))
-            (options.ptx_coef * loss).backward()
-            total += loss.detach()
-        return total
 
     # ----------------------------------------------------------------------- looking at the policy
 
@@ -424,17 +439,9 @@ class PPOTrainer:
             rollout = self.engine.generate(prompts.token_ids, sampling or self.sampling)
         scores = self.score(prompts, rollout, options)
         batch = Batch.of(prompts.token_ids, rollout.tokens, self.device)
-        parts = split(batch, options.limits(self.model.packing))
-        logprobs, entropy = self.model.stats_of_parts(parts, **options.softmax)
-        kl = 0.0
-        if self.reference is not None:
-            ref_logprobs = parts.in_order(self.reference.logprobs(parts.batches, **options.softmax))
-            kl = sampled_kl(logprobs, ref_logprobs).sum().item() / len(batch)
         return {
             **response_metrics(scores, rollout),
-            "kl": kl,
-            "entropy": entropy.sum().item() / max(batch.response_count, 1),
-            "response_length": batch.response_count / len(batch),
+            **policy_metrics(self.model, self.reference, batch, options),
             "completions": self.completions(prompts, rollout),
             "scores": scores,
         }
@@ -445,24 +452,21 @@ class PPOTrainer:
 
     def self_check(self, prompts: Prompts) -> None:
         """Raises RuntimeError if the first update would not be on-policy; says what else is odd."""
+        is_fresh = self.state.optimizer_step == 0
+        sampler = self.engine, prompts, self.sampling
         check_on_policy(
-            self.model,
-            self.reference,
-            self.engine,
-            prompts,
-            self.sampling,
-            self.config,
-            reference_is_fresh=self.state.optimizer_step == 0,
+            self.model, self.reference, *sampler, self.config, reference_is_fresh=is_fresh
         )
         for sentence in odd_options(self.config):
-            self.console.print(f"[yellow]{sentence}")
+            self.say(sentence, "yellow")
 
     # ------------------------------------------------------------------------- saving and resuming
 
     def save_checkpoint(self) -> Path:
-        """Writes a checkpoint of the run as it is now."""
-        self._last_saved = self.state.iteration
-        return save_run(self.config, self.state, self.model, self.optimizer, self.reference)
+        """Writes a checkpoint of the run as it is now; its path."""
+        path = self.checkpoints.save()
+        self.checkpoints.wait()
+        return path
 
     def save_policy(self, directory: str | Path) -> None:
         """Writes the policy, its tokenizer and generation config; the value function beside it."""
@@ -470,15 +474,7 @@ class PPOTrainer:
         self.model.save_policy(directory)
         self.tokenizer.save_pretrained(directory)
         self.model.save_value_function(directory.parent / "value_function.safetensors")
-
-    def _resume(self, run_dir: Path) -> None:
-        path = load_run(run_dir, self.state, self.model, self.optimizer, self.reference)
-        if path is None:
-            self.console.print(f"no checkpoint in {run_dir}: starting from the beginning")
-        else:
-            self._last_saved = self.state.iteration
-            self.engine.weights_changed(self.model)
-            self.console.print(f"resuming from {path}")
+        permit(directory, directory.parent / "value_function.safetensors")
 
     # ---------------------------------------------------------------------------- around a step
 
@@ -491,9 +487,13 @@ class PPOTrainer:
         self.state.begin_iteration(options)
         return options
 
+    def say(self, sentence: str, style: str = "") -> None:
+        """Shows the user a sentence."""
+        say(self.console, sentence, style)
+
     def _warnings(self, metrics: dict[str, float]) -> list[str]:
         """What the watch says of the metrics, to which it adds; the terminal gets it too."""
         sentences, self._notes = self._notes + self.state.watch(metrics), []
         for sentence in sentences:
-            self.console.print(f"[yellow]iteration {self.state.iteration}: {sentence}")
+            self.say(f"iteration {self.state.iteration}: {sentence}", "yellow")
         return sentences + [f"stopped: {sentence}" for sentence in self.state.watch.stopped_by]

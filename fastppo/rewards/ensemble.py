@@ -9,6 +9,7 @@ import torch
 
 from fastppo.functional import arguments
 from fastppo.rewards.loading import make_terms
+from fastppo.rewards.patience import Patience
 from fastppo.rewards.reward import Reward, Scored, TermError, score_term
 
 ENSEMBLE_RULES = ("mean", "min", "lcb")
@@ -30,6 +31,7 @@ class RewardEnsemble:
             the minimum over members of different scales is one member.
         by: mean, min or lcb.
         std_coef: deviations below the mean of `lcb`, at least 0.
+        drop: whether a sample of which a member has no score gets NaN, where it else raises.
         model_options: of members that are models, as for `RewardModel`.
 
     Raises:
@@ -45,6 +47,8 @@ class RewardEnsemble:
         members: Sequence[str | Reward],
         by: str = "mean",
         std_coef: float = 1.0,
+        *,
+        drop: bool = False,
         **model_options: Any,
     ) -> None:
         self.__name__ = "ensemble"
@@ -52,6 +56,7 @@ class RewardEnsemble:
             raise ValueError("an ensemble must have at least one member, got none")
         self.by = arguments.choice("by", by, ENSEMBLE_RULES)
         self.std_coef = arguments.finite("std_coef", arguments.at_least("std_coef", std_coef, 0))
+        self.drop = drop
         self.terms = make_terms(members, **model_options)
 
     def __call__(
@@ -63,7 +68,11 @@ class RewardEnsemble:
     ) -> Scored:
         members = []
         for term in self.terms:
-            scored = score_term(term, prompts, completions, columns, completion_ids)
+            scored = score_term(
+                *(term, prompts, completions, columns, completion_ids),
+                Patience(drop=self.drop),
+                failures=[],
+            )
             if scored.partial is not None:
                 row = next(i for i, steps in enumerate(scored.partial) if steps is not None)
                 raise TermError(

@@ -3,6 +3,7 @@
 path/to/file.py:function     a function of a file
 package.module:function      a function of an importable module
 directory or hub name        a model for AutoModelForSequenceClassification
+https://host/path            a reward server
 """
 
 from __future__ import annotations
@@ -12,24 +13,40 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
+from fastppo.data import fingerprint
 from fastppo.rewards.model import RewardModel
 from fastppo.rewards.reward import Reward, RewardTerm
+from fastppo.rewards.url import URLReward
 
+URL = re.compile(r"^https?://", re.IGNORECASE)
 FUNCTION = re.compile(r"^(?P<where>.+):(?P<name>[A-Za-z_]\w*)$")
 
 
-def load_reward(spec: str, *, device: torch.device | str = "cpu", **model_options: Any) -> Reward:
+def load_reward(
+    spec: str,
+    *,
+    device: torch.device | str = "cpu",
+    request_options: Mapping[str, Any] | None = None,
+    **model_options: Any,
+) -> Reward:
     """The reward that `spec` names; see the module's docstring.
+
+    Args:
+        request_options: of `URLReward`; model_options: of `RewardModel`.
 
     Raises:
         ValueError: the file, module, function or model is not there.
     """
+    if URL.match(spec):
+        return URLReward(spec, **(request_options or {}))
     match = FUNCTION.match(spec)
     if match and not Path(spec).exists():
         return _load_function(match["where"], match["name"])
@@ -39,28 +56,24 @@ def load_reward(spec: str, *, device: torch.device | str = "cpu", **model_option
 
 
 def _load_function(where: str, name: str) -> Reward:
-    if where.endswith(".py"):
-        path = Path(where)
-        if not path.is_file():
-            raise ValueError(f"reward {where}:{name}: there is no file {where}")
-        module_spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert module_spec is not None
-        assert module_spec.loader is not None
-        module = importlib.util.module_from_spec(module_spec)
-        sys.modules.setdefault(path.stem, module)
-        _importable_from(path.parent)
-        try:
-            module_spec.loader.exec_module(module)
-        except Exception as error:
-            raise ValueError(
-                f"reward {where}:{name}: importing {where} raised {error!r}"
-            ) from error
-    else:
-        _importable_from(Path.cwd())
-        try:
+    is_file = where.endswith(".py")
+    if is_file and not Path(where).is_file():
+        raise ValueError(f"reward {where}:{name}: there is no file {where}")
+    try:
+        if is_file:
+            with _importable_from(Path(where).parent):
+                module = _load_file(Path(where))
+        else:
+            # A console script does not look for modules in the current folder by itself.
+            if str(Path.cwd()) not in sys.path:
+                sys.path.append(str(Path.cwd()))
             module = importlib.import_module(where)
-        except ModuleNotFoundError as error:
-            raise ValueError(f"reward {where}:{name}: no module {error.name!r}") from error
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and not is_file:
+            sentence = f"no module {error.name!r}"
+        else:
+            sentence = f"importing {where} raised {error!r}"
+        raise ValueError(f"reward {where}:{name}: {sentence}") from error
     function = getattr(module, name, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
@@ -71,14 +84,54 @@ def _load_function(where: str, name: str) -> Reward:
     return function
 
 
-def _importable_from(folder: Path) -> None:
-    """A console script does not look for modules in the current folder by itself."""
-    if str(folder.resolve()) not in sys.path:
-        sys.path.insert(0, str(folder.resolve()))
+def _load_file(path: Path) -> ModuleType:
+    """The module of a file, under a name that no library has. pickle and dataclasses want it among
+    the modules."""
+    unique = f"fastppo_reward_{fingerprint.of_text(str(path.resolve()))}_{path.stem}"
+    module_spec = importlib.util.spec_from_file_location(unique, path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[unique] = module
+    try:
+        module_spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[unique]
+        raise
+    return module
+
+
+@contextmanager
+def _importable_from(folder: Path) -> Iterator[None]:
+    """Modules of the folder are found while the block runs, after all others: a file beside the
+    reward must not take the place of a library."""
+    path = str(folder.resolve())
+    sys.path.append(path)
+    try:
+        yield
+    finally:
+        sys.path.reverse()
+        sys.path.remove(path)
+        sys.path.reverse()
+
+
+def _fingerprint(spec: str | Reward, function: Any) -> str:
+    """Of what the reward is made of: weights, the file of a function, an address, or a name."""
+    if isinstance(function, RewardModel):
+        return fingerprint.of_weights(function.model.named_parameters())
+    if not isinstance(spec, str):
+        kind = function if inspect.isroutine(function) else type(function)
+        return fingerprint.of_text(f"{kind.__module__}.{kind.__qualname__}")
+    try:
+        return fingerprint.of_file(inspect.getsourcefile(inspect.unwrap(function)) or "")
+    except (TypeError, OSError):  # an object, a URL, a module that is no file
+        return fingerprint.of_text(spec)
 
 
 def reward_name(spec: str) -> str:
-    """A short name for logs: the function's, or the model directory's."""
+    """A short name for logs: the function's, the model directory's, or the address's."""
+    if URL.match(spec):
+        return URLReward(spec).__name__
     match = FUNCTION.match(spec)
     if match and not Path(spec).exists():
         return match["name"]
@@ -108,5 +161,6 @@ def make_terms(
         while unique in taken:
             unique, suffix = f"{name}_{suffix}", suffix + 1
         taken.add(unique)
-        terms.append(RewardTerm(unique, function, 1.0 if weights is None else float(weights[i])))
+        weight = 1.0 if weights is None else float(weights[i])
+        terms.append(RewardTerm(unique, function, weight, _fingerprint(reward, function)))
     return terms

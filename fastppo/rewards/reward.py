@@ -16,27 +16,32 @@ their EOS included. For each completion a reward returns
     a list of (end, value) pairs      a reward for each step; `end` is the offset of the character
                                       in the completion that follows the step
 
-and one batch may hold all three.
+and one batch may hold all three. In place of a score may stand an exception, which says why there
+is none. A reward gets copies of everything, so it may do with them what it likes.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from fastppo.functional.arguments import shown
+from fastppo.rewards.patience import Patience
 
 Partial = list[float] | list[tuple[int, float]]
 """Rewards within one completion: one number per response token, or (end, value) pairs."""
 
 Reward = Callable[..., Sequence[float | Partial]]
 
-FP32_MAX = torch.finfo(torch.float32).max
-"""Rewards are trained on in fp32, where more than this is infinite."""
+MAX_REWARD = 1e15
+"""Rewards are trained on in fp32: the value loss squares them, the gradient's norm squares what
+comes of that, and 1e38 is infinite. Beyond this every step would be skipped."""
 
 
 class RewardError(RuntimeError):
@@ -69,6 +74,15 @@ class Scored(list[float]):
         self.partial = None if partial is None else list(partial)
         self.disagreement = None if disagreement is None else list(disagreement)
 
+    def select(self, rows: Sequence[int]) -> Scored:
+        """What it said of some of the completions."""
+        partial, disagreement = self.partial, self.disagreement
+        return Scored(
+            [self[row] for row in rows],
+            None if partial is None else [partial[row] for row in rows],
+            None if disagreement is None else [disagreement[row] for row in rows],
+        )
+
     @property
     def values(self) -> list[float]:
         """[B] the total of each completion, for logs."""
@@ -91,6 +105,8 @@ class RewardTerm:
     name: str
     function: Reward
     weight: float = 1.0
+    fingerprint: str = ""
+    """Of its file, its URL or its weights: another one is another reward."""
 
 
 def score(
@@ -100,30 +116,40 @@ def score(
     columns: dict[str, list[Any]] | None = None,
     failure_file: Path | None = None,
     completion_ids: Sequence[Sequence[int]] | None = None,
+    patience: Patience | None = None,
 ) -> Scored:
-    """The term's rewards of all completions, unweighted.
+    """The term's rewards of all completions, unweighted; NaN for a sample that is dropped.
 
     `completion_ids` are the responses' token ids, for rewards that ask for them and to count the
     rewards of a list with one per token.
 
     Raises:
-        RewardError: the reward raised, returned the wrong number of values, or one that is not a
-            finite number. The samples are written to `failure_file` first.
+        RewardError: the reward raised, was too late, returned the wrong number of values, or one
+            that is not a number within ±`MAX_REWARD`, and nothing is to be dropped. The samples
+            are written to `failure_file` first.
     """
-    columns = columns or {}
+    columns, patience = columns or {}, patience or Patience()
+    failures: list[TermError] = []
     try:
-        return score_term(term, prompts, completions, columns, completion_ids)
+        scored = score_term(term, prompts, completions, columns, completion_ids, patience, failures)
     except TermError as error:
-        rows = range(len(completions)) if error.row is None else [error.row]
-        where = _save_failure(
-            failure_file,
-            error.reward,
-            [prompts[i] for i in rows],
-            [completions[i] for i in rows],
-            {name: [column[i] for i in rows] for name, column in columns.items()},
-            error.sentence,
-        )
-        raise RewardError(f"{error}{where}") from error.__cause__
+        failures, scored = [error], Scored([math.nan] * len(completions))
+    if not failures:
+        return scored
+    first = failures[0]
+    rows = [error.row for error in failures if error.row is not None] or range(len(completions))
+    where = _save_failure(
+        failure_file,
+        first.reward,
+        [prompts[i] for i in rows],
+        [completions[i] for i in rows],
+        {name: [column[i] for i in rows] for name, column in columns.items()},
+        first.sentence,
+    )
+    if not patience.drop:
+        raise RewardError(f"{first}{where}") from first.__cause__
+    patience.say(f"{first}{where}; {len(rows)} of {len(completions)} samples dropped")
+    return scored
 
 
 def score_term(
@@ -132,25 +158,57 @@ def score_term(
     completions: Sequence[str],
     columns: dict[str, list[Any]],
     completion_ids: Sequence[Sequence[int]] | None,
+    patience: Patience | None = None,
+    failures: list[TermError] | None = None,
 ) -> Scored:
     """`score` without the file.
+
+    Args:
+        failures: where `patience` says to drop, takes the errors of single samples; their scores
+            are NaN.
 
     Raises:
         TermError: as `RewardError` there.
     """
+    patience = patience or Patience()
+
+    def call() -> Any:
+        return _call(term.function, prompts, completions, columns, completion_ids)
+
     try:
-        returned = _call(term.function, prompts, completions, columns, completion_ids)
+        limited = getattr(term.function, "has_timeout", False)
+        waits = Patience(say=patience.say) if limited else patience
+        returned = waits.call(term.name, call)
     except TermError as error:  # of a member of an ensemble: both names say where to look
         name = f"{term.name}/{error.reward}"
         raise TermError(name, error.sentence, error.row) from error.__cause__
-    except Exception as error:
+    except TimeoutError as error:
+        if error.errno is not None:  # its own, of a socket
+            raise TermError(term.name, f"raised {error!r}") from error
+        raise TermError(term.name, str(error)) from None
+    except (Exception, SystemExit) as error:  # a script's exit() is no way to end a run
         raise TermError(term.name, f"raised {error!r}") from error
-    return _validated(term.name, returned, len(completions), completion_ids)
+    found: list[TermError] = []
+    scored = _validated(term.name, returned, len(completions), completion_ids, found)
+    if found and (not patience.drop or failures is None):
+        raise found[0]
+    if failures is not None:
+        failures += found
+    return scored
 
 
 def _validated(
-    name: str, returned: Any, count: int, completion_ids: Sequence[Sequence[int]] | None
+    name: str,
+    returned: Any,
+    count: int,
+    completion_ids: Sequence[Sequence[int]] | None,
+    failures: list[TermError],
 ) -> Scored:
+    """What a reward returned, as numbers. A sample that has none gets NaN and a failure.
+
+    Raises:
+        TermError: it is no list of `count`.
+    """
     disagreement = None
     if isinstance(returned, Scored):  # of an ensemble, or of a reward that calls `score` itself
         disagreement = returned.disagreement
@@ -167,17 +225,21 @@ def _validated(
     partial: list[Partial | None] = []
     for row, reward in enumerate(map(_plain, rows)):
         tokens = None if completion_ids is None else len(completion_ids[row])
+        steps, value = None, math.nan
         try:
+            if isinstance(reward, Exception):
+                raise ValueError(str(reward))
             if isinstance(reward, (list, tuple)):
                 steps = _partial(reward, tokens, row)
-                partial.append(steps)
                 numbers = (item[1] if isinstance(item, tuple) else item for item in steps)
-                values.append(_finite(sum(numbers), f"in total for completion {row}"))
+                value = _finite(sum(numbers), f"in total for completion {row}")
             else:
-                partial.append(None)
-                values.append(_finite(reward, f"for completion {row}"))
+                value = _finite(reward, f"for completion {row}")
         except ValueError as error:
-            raise TermError(name, str(error), row) from None
+            failures.append(TermError(name, str(error), row))
+            steps = None
+        values.append(value)
+        partial.append(steps)
     some = any(steps is not None for steps in partial)
     return Scored(values, partial if some else None, disagreement)
 
@@ -189,8 +251,10 @@ def _plain(value: Any) -> Any:
 
 def _finite(value: Any, where: str) -> float:
     value = _plain(value)
-    if not isinstance(value, (int, float)) or not abs(value) <= FP32_MAX:
-        raise ValueError(f"returned {value!r} {where}; expected a finite number (fp32)")
+    if not isinstance(value, (int, float)) or not abs(value) <= MAX_REWARD:
+        raise ValueError(
+            f"returned {shown(value)} {where}; expected a number within ±{MAX_REWARD:g}"
+        )
     return float(value)
 
 
@@ -216,8 +280,8 @@ def _step(item: Sequence[Any], row: int) -> tuple[int, float]:
     end = _plain(item[0]) if len(item) == 2 else None
     if isinstance(end, bool) or not isinstance(end, int) or end < 1:
         raise ValueError(
-            f"returned {tuple(item)!r} for a step of completion {row}; expected (end, value) with "
-            "end the character offset where the step ends, a whole number from 1"
+            f"returned {shown(tuple(item))} for a step of completion {row}; expected (end, value) "
+            "with end the character offset where the step ends, a whole number from 1"
         )
     return end, _finite(item[1], f"for the step of completion {row} that ends at {end}")
 
@@ -229,7 +293,11 @@ def _call(
     columns: dict[str, list[Any]],
     completion_ids: Sequence[Sequence[int]] | None = None,
 ) -> Any:
-    """Calls the reward with what its signature has room for."""
+    """Calls the reward with what its signature has room for: copies, which it may change."""
+    prompts, completions = copy.deepcopy(list(prompts)), list(completions)
+    columns = copy.deepcopy(columns)
+    if completion_ids is not None:
+        completion_ids = [list(ids) for ids in completion_ids]
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

@@ -11,6 +11,7 @@ scaled by; what is added to the total, a mean taken away say, goes to the last t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fastppo.data.prompts import Prompts
+from fastppo.rewards.patience import Patience
 from fastppo.rewards.placing import token_rewards
 from fastppo.rewards.processing import (
     RunningScale,
@@ -27,7 +29,7 @@ from fastppo.rewards.processing import (
     length_penalty,
     whiten_scores,
 )
-from fastppo.rewards.reward import RewardTerm, Scored, score
+from fastppo.rewards.reward import MAX_REWARD, RewardError, RewardTerm, Scored, score
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +46,9 @@ class Scores:
     """Each trained term, unweighted."""
     monitors: Mapping[str, Scored] = field(default_factory=dict)
     """Each reward that is watched and not trained on."""
+
+    kept: list[int] | None = None
+    """The responses that have a score; None where there is none without."""
 
     @property
     def total(self) -> Tensor:
@@ -112,17 +117,36 @@ class Scores:
             "reward_std": self.total.std(correction=0).item(),
         }
         for name, values in self.terms.items():
-            metrics[f"reward/{name}"] = sum(values) / len(values)
+            metrics[f"reward/{name}"] = _mean(values)
             if values.disagreement is not None:
                 disagreement = sum(values.disagreement) / len(values)
                 metrics["ensemble_disagreement"] = disagreement
         for name, values in self.monitors.items():
-            metrics[f"monitor/{name}"] = sum(values) / len(values)
+            metrics[f"monitor/{name}"] = _mean(values)
         return metrics
+
+    def select(self, rows: Sequence[int]) -> Scores:
+        """The scores of some of the responses."""
+        within = self.within
+        if within is not None:
+            parts = within.split(list(self.lengths))
+            within = torch.cat([parts[row] for row in rows])
+        lengths = [self.lengths[row] for row in rows] if self.lengths else ()
+        terms, monitors = (
+            {name: scored.select(rows) for name, scored in group.items()}
+            for group in (self.terms, self.monitors)
+        )
+        return Scores(self.last[list(rows)], within, lengths, terms, monitors)
 
     def _paid(self, within: Tensor) -> Tensor:
         """[B]: the sum over each response."""
         return torch.stack([tokens.sum() for tokens in within.split(list(self.lengths))])
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean of the samples that were not dropped."""
+    kept = [value for value in values if not math.isnan(value)]
+    return sum(kept) / len(kept) if kept else math.nan
 
 
 class Scorer:
@@ -132,6 +156,7 @@ class Scorer:
         terms: what is trained on; monitors: what is only watched.
         tokenizer: the policy's, to find the token at which a step of a completion ends.
         failure_file: where the samples go of which a reward fails.
+        patience: how long each is waited for, and what becomes of samples without a score.
     """
 
     def __init__(
@@ -140,11 +165,13 @@ class Scorer:
         monitors: Sequence[RewardTerm],
         tokenizer: Any,
         failure_file: Path | None = None,
+        patience: Patience | None = None,
     ) -> None:
         self.terms = list(terms)
         self.monitors = list(monitors)
         self.tokenizer = tokenizer
         self.failure_file = failure_file
+        self.patience = patience or Patience()
 
     def __call__(
         self, prompts: Prompts, completions: Sequence[str], response_ids: Sequence[list[int]]
@@ -163,6 +190,7 @@ class Scorer:
                     prompts.columns,
                     self.failure_file,
                     response_ids,
+                    self.patience,
                 )
                 for term in group
             }
@@ -171,9 +199,18 @@ class Scorer:
         last = torch.zeros(len(completions))
         for term in self.terms:
             last += term.weight * torch.tensor(terms[term.name].whole)
+        if last.abs().nan_to_num(0).amax(0) > MAX_REWARD:
+            row = int(last.abs().nan_to_num(0).argmax())
+            raise RewardError(
+                f"the weighted sum of the rewards is {last[row].item():g} for completion {row}; "
+                f"expected a number within ±{MAX_REWARD:g}"
+            )
         within = self._within(terms, prompts, completions, response_ids)
         lengths = [len(ids) for ids in response_ids]
-        return Scores(last, within, lengths, terms, monitors)
+        kept = None
+        if self.patience.drop:
+            kept = [row for row, score in enumerate(last.tolist()) if not math.isnan(score)]
+        return Scores(last, within, lengths, terms, monitors, kept)
 
     def _within(
         self,

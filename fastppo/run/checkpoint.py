@@ -1,84 +1,201 @@
 """Checkpoints of a PPO run: what has changed in it, as safetensors and JSON, whole or not at all.
 
-A checkpoint is written to a temporary directory beside its place and renamed into it, so a run
-that is killed while writing leaves the older one whole. It holds the trained weights (value head
-included), the optimiser's state, a reference that was refreshed, the random states of torch, NumPy
-and Python, and `RunState.state_dict`: counters, controllers of β, the scores' running scale,
-histories. Schedules and the position in the prompts follow from the counters. On a CPU a resumed
-run ends in the same bits as one that was never stopped.
+A checkpoint is written to a temporary directory beside its place, brought to the disk with its
+manifest and renamed, so a run that is killed while writing leaves the older one whole. It holds the
+trained weights (value head included), the optimiser's state, a reference that was refreshed, the
+random states of torch, NumPy and Python, and `RunState.state_dict`: counters, controllers of β, the
+scores' running scale, histories. Schedules and the position in the prompts follow from the
+counters. On a CPU a resumed run ends in the same bits as one that was never stopped.
+
+`snapshot` and `write` are apart, so that a run can go on while a thread writes.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-FORMAT = 2
+from fastppo.run import manifest
+
+FORMAT = 3
 """Raised when an older reader would misread what is written."""
 
 NAME = re.compile(r"^checkpoint-(\d{6,})$")
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; the older ones are as they were."""
+
+
+class Best(NamedTuple):
+    """What one checkpoint is kept for besides the newest: the highest value."""
+
+    metric: str
+    """As the option names it."""
+    value: float | None
+    """The higher the better; None where the run has not had the metric yet."""
+
+
+class Snapshot(NamedTuple):
+    """What a checkpoint holds, on the CPU."""
+
+    files: dict[str, dict[str, Tensor]]
+    """Tensors by the name of their file."""
+    record: dict[str, Any]
+    """state.json."""
+
+
 def checkpoints(run_dir: str | Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
+    """Checkpoints of a run, oldest first."""
     complete = [path for path in Path(run_dir).glob("checkpoint-*") if NAME.match(path.name)]
     return sorted(complete, key=lambda path: int(path.name.split("-")[1]))
 
 
-def save(
-    run_dir: str | Path,
-    iteration: int,
+def snapshot(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
     *,
     reference: dict[str, Tensor] | None = None,
-    keep: int = 2,
-) -> Path:
-    """Writes `checkpoint-<iteration>` and removes all but the newest `keep`, at least 1.
+    copy: bool = False,
+) -> Snapshot:
+    """What a checkpoint of the run as it is now holds.
 
     Args:
         reference: weights of a reference policy that is not the one the run started with.
+        copy: whether the tensors may change before they are written. Only a CPU's need a copy.
+    """
+    random_tensors, random_json = random_state()
+    files: dict[str, Mapping[str, Tensor]] = {
+        "model.safetensors": dict(trained_parameters(model)),
+        "optimizer.safetensors": _optimizer_state(optimizer),
+        "random.safetensors": random_tensors,
+    }
+    if reference:
+        files["reference.safetensors"] = reference
+    return Snapshot(
+        {
+            file: {name: _on_cpu(value, copy) for name, value in tensors.items()}
+            for file, tensors in files.items()
+        },
+        {"format": FORMAT, "state": state, "random": random_json},
+    )
+
+
+def write(
+    run_dir: str | Path,
+    number: int,
+    what: Snapshot,
+    *,
+    run: dict[str, Any] | None = None,
+    keep: int = 2,
+    best: Best | None = None,
+) -> Path:
+    """Writes `checkpoint-<number>` and removes all but the newest `keep`, at least 1, and the best.
+
+    Args:
+        run: the run's identity, for its manifest.
+        best: what this checkpoint is worth, if the best one is kept.
+
+    Raises:
+        CheckpointError: the disk is full, or cannot be written to; nothing half written is left.
     """
     run_dir = Path(run_dir)
-    final = run_dir / f"checkpoint-{iteration:06d}"
-    for stale in run_dir.glob(".checkpoint-*"):  # of a run that was killed while writing
-        shutil.rmtree(stale)
+    final = run_dir / f"checkpoint-{number:06d}"
     temporary = run_dir / f".{final.name}.tmp-{os.getpid()}"
-    temporary.mkdir(parents=True)
-    save_file(_trained(model), temporary / "model.safetensors")
-    save_file(_optimizer_state(optimizer), temporary / "optimizer.safetensors")
-    if reference:
-        weights = {name: value.detach().cpu().contiguous() for name, value in reference.items()}
-        save_file(weights, temporary / "reference.safetensors")
-    random_tensors, random_json = _random_state()
-    save_file(random_tensors, temporary / "random.safetensors")
-    record = {"format": FORMAT, "state": state, "random": random_json}
-    (temporary / "state.json").write_text(json.dumps(record))
-    if final.exists():
-        final.rename(run_dir / f".{final.name}.old")  # the new one first, then the old one goes
-    temporary.rename(final)
-    shutil.rmtree(run_dir / f".{final.name}.old", ignore_errors=True)
-    for old in checkpoints(run_dir)[:-keep]:
-        if old != final:
-            shutil.rmtree(old)
+    try:
+        remove_leftovers(run_dir)
+        temporary.mkdir(parents=True)
+        for file, tensors in what.files.items():
+            save_file(tensors, temporary / file)
+        (temporary / "state.json").write_text(json.dumps(what.record), encoding="utf-8")
+        worth = None if best is None else best._asdict()
+        manifest.write(temporary, number, {"run": run or {}, "best": worth})
+        if final.exists():
+            final.rename(run_dir / f".{final.name}.old")  # the new one first, then the old one goes
+        temporary.rename(final)
+        manifest.sync(run_dir)
+        shutil.rmtree(run_dir / f".{final.name}.old", ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        older = checkpoints(run_dir)
+        stays = f"the newest is {older[-1]}" if older else "there is none yet"
+        raise CheckpointError(
+            f"checkpoint {final} could not be written: {error}; {stays}"
+        ) from error
+    prune(run_dir, keep, None if best is None else best.metric, never=final)
     return final
+
+
+def save(
+    run_dir: str | Path,
+    number: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    *,
+    reference: dict[str, Tensor] | None = None,
+    **options: Any,
+) -> Path:
+    """`write` of a `snapshot`; its path."""
+    what = snapshot(model, optimizer, state, reference=reference)
+    return write(run_dir, number, what, **options)
+
+
+def remove_leftovers(run_dir: Path) -> None:
+    """Removes what a run left behind that was killed while it wrote. A checkpoint that was being
+    replaced comes back, if the new one did not take its place."""
+    for old in run_dir.glob(".checkpoint-*.old"):
+        place = run_dir / old.name[1:].removesuffix(".old")
+        if not place.exists():
+            old.rename(place)
+    for stale in run_dir.glob(".checkpoint-*"):
+        shutil.rmtree(stale)
+
+
+def prune(run_dir: Path, keep: int, metric: str | None = None, never: Path | None = None) -> None:
+    """Removes all but the newest `keep` checkpoints, the best by `metric`, and `never`."""
+    written = checkpoints(run_dir)
+    kept = {*written[-keep:], never}
+    if metric is not None:
+        worth = {path: _worth(path, metric) for path in written}
+        kept |= (
+            {max(worth, key=worth.__getitem__)}
+            if any(map(math.isfinite, worth.values()))
+            else set()
+        )
+    for old in written:
+        if old not in kept:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _worth(path: Path, metric: str) -> float:
+    """The checkpoint's value of the metric; −∞ where it has none, or cannot be read."""
+    try:
+        best = json.loads((path / manifest.FILE).read_bytes())["about"]["best"]
+        same = best["metric"] == metric and best["value"] is not None
+        return float(best["value"]) if same else -math.inf
+    except (OSError, ValueError, LookupError, TypeError):
+        return -math.inf
 
 
 def load(
     path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Restores the weights, the optimiser's state and the random states.
+    """Restores the weights, the optimiser's state and the random states of a whole checkpoint.
 
     Returns:
         (state, reference): as they were saved; the reference is empty if none was.
@@ -90,14 +207,14 @@ def load(
         ValueError: the checkpoint is of another format, or of another model.
     """
     path = Path(path)
-    record = json.loads((path / "state.json").read_text())
+    record = json.loads((path / "state.json").read_text(encoding="utf-8"))
     if record["format"] != FORMAT:
         raise ValueError(
             f"{path}: expected checkpoint format {FORMAT}, got {record['format']}, which another "
             "version of FastPPO wrote; finish the run with that version, or start from its policy"
         )
     saved = load_file(path / "model.safetensors")
-    trained = dict(_trained_parameters(model))
+    trained = dict(trained_parameters(model))
     if saved.keys() != trained.keys():
         unmatched = sorted(saved.keys() ^ trained.keys())
         raise ValueError(
@@ -113,23 +230,23 @@ def load(
                 )
             parameter.copy_(saved[name])
     _restore_optimizer(optimizer, load_file(path / "optimizer.safetensors"))
-    _restore_random(load_file(path / "random.safetensors"), record["random"])
+    restore_random_state(load_file(path / "random.safetensors"), record["random"])
     reference = path / "reference.safetensors"
     return record["state"], load_file(reference) if reference.exists() else {}
 
 
-def _trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """By name; tied weights are one parameter and come once."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def _trained(model: nn.Module) -> dict[str, Tensor]:
-    # Tied weights are one parameter and come once.
-    return {name: p.detach().cpu().contiguous() for name, p in _trained_parameters(model)}
+def _on_cpu(value: Tensor, copy: bool) -> Tensor:
+    return value.detach().to("cpu", copy=copy and value.device.type == "cpu").contiguous()
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {
-        f"{index}.{name}": value.detach().cpu().contiguous()
+        f"{index}.{name}": value
         for index, entry in optimizer.state_dict()["state"].items()
         for name, value in entry.items()
     }
@@ -144,7 +261,8 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tens
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
+def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The states of torch, CUDA, NumPy and Python: (tensors by name, the rest as JSON has it)."""
     tensors = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         for i, device_state in enumerate(torch.cuda.get_rng_state_all()):
@@ -158,7 +276,8 @@ def _random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     }
 
 
-def _restore_random(tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
+def restore_random_state(tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
+    """Sets what `random_state` gave."""
     torch.set_rng_state(tensors["torch"])
     devices = [value for name, value in sorted(tensors.items()) if name.startswith("cuda.")]
     if devices and torch.cuda.is_available():

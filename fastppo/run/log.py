@@ -8,6 +8,8 @@ are about to be written again. `progress` is what a terminal shows of the same n
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +17,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from fastppo.run.options import Options
+
+LINE_SECONDS = 10.0
+"""Between two lines of progress in a log file."""
 
 
 class RunLog:
@@ -41,11 +47,13 @@ class RunLog:
 
         self.directory = Path(directory)
         self.index = index
+        self.notes: list[str] = []
+        """Sentences on what was found in the records."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        config.save(self.directory / "config.yaml")
         for name in ("metrics.jsonl", "samples.jsonl"):
-            _cut(self.directory / name, index, first)
-        self._writer = SummaryWriter(str(self.directory / "tensorboard"), purge_step=first or None)
+            self.notes += cut(self.directory / name, index, first)
+        # Of a run that was killed before its first checkpoint every point is written anew.
+        self._writer = SummaryWriter(str(self.directory / "tensorboard"), purge_step=first)
         self._wandb: Any = None
         if wandb_project is not None:
             try:
@@ -84,16 +92,28 @@ class RunLog:
             self._wandb.finish()
 
 
+def say(console: Console, sentence: str, style: str = "") -> None:
+    """Shows a sentence as it is, on one line where it goes to a file: brackets in names are no
+    markup."""
+    console.print(Text(sentence, style=style), soft_wrap=True)
+
+
 @contextmanager
 def progress(
     title: str, console: Console, *, total: int | None = None, completed: int = 0
 ) -> Iterator[Callable[..., None]]:
-    """A progress bar: gives `update(completed=…, total=…, status=…)`."""
+    """Shows how far a run is: gives `update(completed=…, total=…, status=…)`.
+
+    A bar on a terminal; elsewhere a line, the first and last ones and one every `LINE_SECONDS`.
+    """
+    if not console.is_terminal:
+        yield _progress_lines(title, console, {"total": total, "completed": completed})
+        return
     columns = (
         TextColumn(title),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[status]}"),
+        TextColumn("{task.fields[status]}", markup=False),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as bars:
@@ -103,6 +123,26 @@ def progress(
             bars.update(task, **fields)
 
         yield update
+
+
+def _progress_lines(title: str, console: Console, fields: dict[str, Any]) -> Callable[..., None]:
+    start, first = time.monotonic(), fields["completed"]
+    shown = -math.inf
+
+    def update(**more: Any) -> None:
+        nonlocal shown
+        fields.update(more)
+        done, total, now = fields["completed"], fields["total"], time.monotonic()
+        if done == first or (now - shown < LINE_SECONDS and done != total):
+            return
+        shown = now
+        left = ""
+        if total and done < total:
+            left = f", {(now - start) / (done - first) * (total - done):.0f} s left"
+        status = f"  {fields['status']}" if fields.get("status") else ""
+        say(console, f"{title} {done}/{total or '?'}{status}  {now - start:.0f} s{left}")
+
+    return update
 
 
 def check_no_run(run_dir: str | Path) -> None:
@@ -122,30 +162,62 @@ def check_no_run(run_dir: str | Path) -> None:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a JSONL file; a last line that was cut off while being written is left out."""
+    """The records of a JSONL file; a last line that was cut off while being written is left out.
+
+    Raises:
+        ValueError: another line is no record; it is named.
+    """
     path = Path(path)
     if not path.exists():
         return []
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
+    lines, _ = _lines(path)
+    return [_record(line, path, number) for number, line in enumerate(lines, 1)]
+
+
+def cut(path: Path, index: str, first: int) -> list[str]:
+    """Removes the records from number `first` on, which are about to be written anew, and a last
+    line that was cut off while being written; what else is there stays, byte for byte.
+
+    Returns:
+        list: a sentence, if a line was cut off.
+    """
+    if not path.exists():
+        return []
+    lines, torn = _lines(path)
+    numbered = enumerate(lines, 1)
+    kept = [line for n, line in numbered if _record(line, path, n).get(index, -1) < first]
+    if torn or len(kept) < len(lines):
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(b"".join(line + b"\n" for line in kept))
+        temporary.replace(path)
+    if not torn:
+        return []
+    return [f"{path}: the last line was cut off while it was written, and is dropped"]
+
+
+def _lines(path: Path) -> tuple[list[bytes], bytes]:
+    """(the whole lines, what is after the last of them). In bytes: a text may hold characters that
+    Python takes for the end of a line, and a line may end inside a character."""
+    *lines, torn = path.read_bytes().split(b"\n")
+    return lines, torn
+
+
+def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict):
+        raise ValueError(f"{path}, line {number}: expected a JSON object, as a run writes them")
+    return record
 
 
 def _append(path: Path, records: list[dict[str, Any]]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        for record in records:
-            file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
-
-
-def _cut(path: Path, index: str, first: int) -> None:
-    if not path.exists():
-        return
-    remaining = [record for record in read_jsonl(path) if record[index] < first]
-    temporary = path.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)
-    _append(temporary, remaining)
-    temporary.replace(path)
+    lines = [json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records]
+    # Half of a surrogate pair, which a tokenizer may write, is no UTF-8.
+    data = "".join(lines).encode("utf-8", "backslashreplace")
+    try:
+        with path.open("ab") as file:
+            file.write(data)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error

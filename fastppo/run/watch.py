@@ -109,6 +109,8 @@ def _pearson(name: str, x: list[float], y: list[float]) -> float | None:
     """Pearson's r; None where one side does not vary."""
     if len(x) != len(y):
         raise ValueError(f"{name} must be one per response: got {len(x)} for {len(y)} responses")
+    scored = [(a, b) for a, b in zip(x, y, strict=True) if not (math.isnan(a) or math.isnan(b))]
+    x, y = [a for a, _ in scored], [b for _, b in scored]
     # Asked of the values, because the variance of equal numbers may come out as rounding.
     if any(len(set(side)) < 2 for side in (x, y)):
         return None
@@ -305,12 +307,18 @@ class Watch:
 
     def state_dict(self) -> dict[str, Any]:
         """The histories, as JSON has them."""
-        return {"losses": self.loss_spikes.history, "kl": self.kl_history}
+        return {
+            "losses": self.loss_spikes.history,
+            "kl": self.kl_history,
+            "absent": {"calls": self.absent.calls, "seen": sorted(self.absent.seen)},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` gave."""
         self.loss_spikes = SpikeDetector(list(state["losses"]))
         self.kl_history = list(state["kl"])
+        self.absent.calls = state["absent"]["calls"]
+        self.absent.seen = set(state["absent"]["seen"])
 
 
 # ------------------------------------------------------------------------------- non-finite steps

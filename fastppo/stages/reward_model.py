@@ -38,6 +38,7 @@ from transformers import (
     set_seed,
 )
 
+from fastppo.data import fingerprint
 from fastppo.data.padding import padded_batch
 from fastppo.data.rows import Rows, load_rows, shuffled
 from fastppo.models.adapters import add_adapters
@@ -51,6 +52,8 @@ from fastppo.models.pretrained import (
 )
 from fastppo.models.trunk import checkpoint_activations, switch_dropout_off
 from fastppo.rewards.model import sequence_scores
+from fastppo.run.log import say
+from fastppo.run.manifest import permit
 from fastppo.run.options import option
 from fastppo.stages.calibration import accuracy, calibration, log_loss, write_calibration
 from fastppo.stages.preferences import (
@@ -64,6 +67,7 @@ from fastppo.stages.preferences import (
 from fastppo.stages.supervised import (
     SupervisedConfig,
     SupervisedTrainer,
+    holding_its_directory,
     open_run,
     row_limit,
     split_by_prompt,
@@ -205,6 +209,7 @@ class _PairTrainer(SupervisedTrainer):
         return torch.cat(differences)
 
 
+@holding_its_directory
 def train_reward_model(
     config: RewardModelConfig,
     *,
@@ -257,14 +262,19 @@ def train_reward_model(
     def encode(rows: Rows, source: str) -> Comparisons:
         comparisons = encode_comparisons(rows, tokenizer, limit, source)
         if comparisons.truncated:
-            console.print(f"[yellow]{source}: {comparisons.truncated} texts cut to {limit} tokens")
+            cut = f"{source}: {comparisons.truncated} texts cut to {limit} tokens"
+            say(console, cut, "yellow")
         if comparisons.dropped:
-            console.print(
-                f"[yellow]{source}: {comparisons.dropped} rows without a preference dropped"
-            )
+            dropped = f"{source}: {comparisons.dropped} rows without a preference dropped"
+            say(console, dropped, "yellow")
         return comparisons
 
-    data = encode(rows or load_rows(config.data, config.split), config.data or "data")
+    rows = rows or load_rows(config.data, config.split)
+    fingerprints = {
+        "model": fingerprint.of_weights(model.named_parameters()),
+        "data": fingerprint.of_rows(rows),
+    }
+    data = encode(rows, config.data or "data")
     if eval_rows is not None or config.eval_data is not None:
         held_rows = eval_rows or load_rows(config.eval_data or "", config.split)
         train = data.examples
@@ -277,10 +287,9 @@ def train_reward_model(
     if config.normalize:
         reference = _reference(config, reference_rows, tokenizer, limit, train)
     run_dir = open_run(config)
-    console.print(
-        f"reward model on {len(train)} rows, {sum(len(one.pairs) for one in train)} pairs; "
-        f"{sum(len(one.pairs) for one in held_out)} pairs held out"
-    )
+    pairs, held_pairs = (sum(len(one.pairs) for one in part) for part in (train, held_out))
+    start = f"reward model on {len(train)} rows, {pairs} pairs; {held_pairs} pairs held out"
+    say(console, start)
     peft = None
     if config.lora_rank > 0:
         peft = add_adapters(
@@ -295,6 +304,7 @@ def train_reward_model(
         held_out,
         lambda examples: collate(examples, tokenizer.pad_token_id),
         callbacks,
+        fingerprints,
     )
     trainer.classifier, trainer.center_coef = model, config.center_coef
     result = {"loss": trainer.run(console)["loss"]}
@@ -303,6 +313,7 @@ def train_reward_model(
     model.config.score_mean = 0.0  # also where the model that this one started from had another
     model.save_pretrained(run_dir)
     tokenizer.save_pretrained(run_dir)
+    permit(run_dir)
 
     model.float().eval()
     if held_out:

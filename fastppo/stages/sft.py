@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
+from fastppo.data import fingerprint
 from fastppo.data.rows import Rows, load_rows
 from fastppo.models.adapters import add_adapters
 from fastppo.models.policy import LanguageModel
@@ -26,11 +27,14 @@ from fastppo.models.pretrained import (
     pad_token_id,
 )
 from fastppo.models.trunk import checkpoint_activations, hidden_states
+from fastppo.run.log import say
+from fastppo.run.manifest import permit
 from fastppo.run.options import option
 from fastppo.stages.demonstrations import IGNORED, Demonstrations, collate, encode_demonstrations
 from fastppo.stages.supervised import (
     SupervisedConfig,
     SupervisedTrainer,
+    holding_its_directory,
     open_run,
     row_limit,
     split_by_prompt,
@@ -71,6 +75,7 @@ class _SFTTrainer(SupervisedTrainer):
         return {"loss": total / tokens}
 
 
+@holding_its_directory
 def train_sft(
     config: SFTConfig,
     *,
@@ -107,6 +112,7 @@ def train_sft(
     model = model.to(config.torch_device)  # type: ignore[arg-type]
     embeddings: Any = model.get_input_embeddings()
     check_vocabulary(tokenizer, len(embeddings.weight))
+    weights = fingerprint.of_weights(model.named_parameters())
     peft = None
     if config.lora_rank > 0:
         peft = add_adapters(model, config.lora_rank, config.lora_alpha, config.lora_target_modules)
@@ -117,13 +123,14 @@ def train_sft(
     def encode(rows: Rows, source: str) -> Demonstrations:
         encoded = encode_demonstrations(rows, tokenizer, limit, source)
         if encoded.truncated:
-            console.print(
-                f"[yellow]{source}: {encoded.truncated} of {len(rows)} rows cut to {limit} tokens"
-                + (f", {encoded.dropped} of them dropped: no loss left" if encoded.dropped else "")
-            )
+            cut = f"{source}: {encoded.truncated} of {len(rows)} rows cut to {limit} tokens"
+            dropped = f", {encoded.dropped} of them dropped: no loss left" * bool(encoded.dropped)
+            say(console, cut + dropped, "yellow")
         return encoded
 
-    data = encode(rows or load_rows(config.data, config.split), config.data or "data")
+    rows = rows or load_rows(config.data, config.split)
+    fingerprints = {"model": weights, "data": fingerprint.of_rows(rows)}
+    data = encode(rows, config.data or "data")
     if eval_rows is not None or config.eval_data is not None:
         held_rows = eval_rows or load_rows(config.eval_data or "", config.split)
         held_out = encode(held_rows, config.eval_data or "eval_data").examples
@@ -134,9 +141,7 @@ def train_sft(
         )
     run_dir = open_run(config)
     tokens = sum(label != IGNORED for example in train for label in example["labels"])
-    console.print(
-        f"SFT on {len(train)} rows, {tokens} tokens with a loss; {len(held_out)} held out"
-    )
+    say(console, f"SFT on {len(train)} rows, {tokens} tokens with a loss; {len(held_out)} held out")
     if config.gradient_checkpointing:
         checkpoint_activations(model)
     filler = pad_token_id(tokenizer, model)
@@ -147,6 +152,7 @@ def train_sft(
         held_out,
         lambda examples: collate(examples, filler),
         callbacks,
+        fingerprints,
     )
     trainer.policy = policy
     result = trainer.run(console)
@@ -154,6 +160,7 @@ def train_sft(
     merged = model if peft is None else peft.merge_and_unload()
     merged.save_pretrained(run_dir)
     tokenizer.save_pretrained(run_dir)
+    permit(run_dir)
     return result
 
 

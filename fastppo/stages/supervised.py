@@ -8,26 +8,36 @@ by Trainer's own means, because the losses call trunk and head apart.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
+import re
+import shutil
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from rich.console import Console
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from fastppo.data.rows import DataError
 from fastppo.models.device import autocast, choose_device, compute_dtype
 from fastppo.models.trunk import context_length
-from fastppo.run.log import RunLog, check_no_run, progress
+from fastppo.run import manifest
+from fastppo.run.checkpoint import CheckpointError
+from fastppo.run.identity import check_same_run, keep_config, of_run
+from fastppo.run.lock import held
+from fastppo.run.log import RunLog, check_no_run, progress, read_jsonl, say
 from fastppo.run.options import Options, WeightOptions, option
+from fastppo.run.signals import Asked, Stopped, listening
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -81,8 +91,17 @@ class StageOptions(Options):
     checkpoint_interval: int = option(
         500, "Optimiser steps between checkpoints; 0 writes none", minimum=0
     )
+    checkpoint_minutes: float = option(
+        10.0, "Minutes after which a checkpoint is written all the same; 0 never", minimum=0
+    )
     checkpoint_limit: int = option(2, "Checkpoints kept", minimum=1)
-    resume: bool = option(False, "Go on from the newest checkpoint of output_dir")
+    checkpoint_failure: Literal["stop", "continue"] = option(
+        "stop", "What a checkpoint that cannot be written does: stop the run, or warn"
+    )
+    resume: bool = option(False, "Go on from the newest whole checkpoint of output_dir")
+    allow_config_change: bool = option(
+        False, "Resume although options, model or data make it another run"
+    )
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -103,6 +122,17 @@ class SupervisedConfig(DataOptions, WeightOptions, StepOptions, StageOptions):
     @property
     def compute_dtype(self) -> torch.dtype | None:
         return compute_dtype(self.precision, self.torch_device)
+
+
+IDENTITY = (
+    *("param_dtype", "lora_rank", "lora_alpha", "lora_target_modules"),
+    *("split", "eval_share", "max_length", "seed", "batch_size", "gradient_accumulation"),
+    "center_coef",
+)
+"""Options that say which run it is, as for PPO; model and data are known by their content."""
+
+NAME = re.compile(r"^checkpoint-(\d+)$")
+"""Of a checkpoint of `transformers.Trainer`, by its step."""
 
 
 # ---------------------------------------------------------------------------------------- the data
@@ -168,6 +198,7 @@ class SupervisedTrainer(Trainer, ABC):
     Args:
         model: what is trained and put into checkpoints; a PEFT model has its adapters saved alone.
         rows, eval_rows: encoded, as `collate` takes them.
+        fingerprints: of the model and the data, by name.
     """
 
     title: str
@@ -180,9 +211,12 @@ class SupervisedTrainer(Trainer, ABC):
         eval_rows: list[Any],
         collate: Callable[[list[Any]], dict[str, Tensor]],
         callbacks: list[TrainerCallback] | None = None,
+        fingerprints: Mapping[str, str] | None = None,
     ) -> None:
         self.config = config
         self.collate = collate
+        self.identity = of_run(config, fingerprints or {})
+        self.say: Callable[[str], None] = print
         super().__init__(
             model=model,
             args=_training_arguments(config, evaluate=bool(eval_rows)),
@@ -250,19 +284,27 @@ class SupervisedTrainer(Trainer, ABC):
             yield {name: value.to(self.args.device) for name, value in batch.items()}
 
     def run(self, console: Console) -> dict[str, float]:
-        """Trains, from the newest checkpoint where `resume` says so.
+        """Trains, from the newest whole checkpoint where `resume` says so.
 
         Returns:
             dict: `loss`, the mean of the last tenth of the logged ones; the last held-out metrics.
+
+        Raises:
+            Stopped: a signal asked for it; a checkpoint is written first.
+            CheckpointError: a checkpoint could not be written, and `checkpoint_failure` is stop.
         """
-        newest = newest_checkpoint(self.config.output_dir) if self.config.resume else None
-        if newest is not None:
-            console.print(f"resuming from {newest}")
-        elif self.config.resume:
-            console.print(f"no checkpoint in {self.config.output_dir}: starting from the beginning")
-        with progress(self.title, console) as show:
+        self.say = functools.partial(say, console)
+        newest = self._resume_from() if self.config.resume else None
+        self.args.eval_on_start = bool(self.eval_dataset) and newest is None
+        with progress(self.title, console) as show, listening() as asked:
             self.add_callback(ProgressBar(show))
+            self.add_callback(Interruptions(self.config, asked))
             self.train(resume_from_checkpoint=None if newest is None else str(newest))
+        if asked.stop and self.state.global_step < self.state.max_steps:
+            done, end = self.state.global_step, self.state.max_steps
+            newest = newest_checkpoint(self.config.output_dir)
+            how_far = f" after {done} of {end} steps; `--resume true` goes on from {newest}"
+            raise Stopped(asked.stop, how_far)
         records = self.state.log_history
         losses = [record["loss"] for record in records if "loss" in record]
         tail = losses[-max(1, len(losses) // 10) :]
@@ -273,6 +315,43 @@ class SupervisedTrainer(Trainer, ABC):
                 last = [self.evaluate()]
             result |= {key: value for key, value in last[0].items() if key.startswith("eval_")}
         return result
+
+    def _resume_from(self) -> Path | None:
+        """The newest whole checkpoint, if there is one and it is of this run."""
+        run_dir = Path(self.config.output_dir)
+        found = manifest.newest(checkpoints(run_dir))
+        if found is None:
+            self.say(f"no checkpoint in {run_dir}: starting from the beginning")
+            return None
+        for reason in found.reasons:
+            self.say(f"passed over {reason}")
+        before, allowed = found.about["run"], self.config.allow_config_change
+        for sentence in check_same_run(found.path, before, self.identity, IDENTITY, allowed):
+            self.say(sentence)
+        for path in found.passed_over:
+            self.say(f"{path.name} is set aside as {manifest.set_aside(path).name}")
+        self.say(f"resuming from {found.path}")
+        return found.path
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Trainer's, with a manifest, without which it does not count; then the oldest ones go."""
+        run_dir = Path(self.config.output_dir)
+        path = run_dir / f"checkpoint-{self.state.global_step}"
+        shutil.rmtree(path, ignore_errors=True)  # what a run left that was killed while writing
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+            manifest.write(path, self.state.global_step, {"run": self.identity})
+            manifest.sync(run_dir)
+        except (OSError, SafetensorError, RuntimeError) as error:  # torch.save's is the last
+            shutil.rmtree(path, ignore_errors=True)
+            older = newest_checkpoint(run_dir)
+            stays = "there is none yet" if older is None else f"the newest is {older}"
+            sentence = f"checkpoint {path} could not be written: {error}; {stays}"
+            if self.config.checkpoint_failure == "stop":
+                raise CheckpointError(sentence) from error
+            self.say(f"{sentence}; going on without it (checkpoint_failure=continue)")
+        for old in checkpoints(run_dir)[: -self.config.checkpoint_limit]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _training_arguments(config: SupervisedConfig, *, evaluate: bool) -> TrainingArguments:
@@ -291,10 +370,8 @@ def _training_arguments(config: SupervisedConfig, *, evaluate: bool) -> Training
         logging_first_step=True,
         logging_nan_inf_filter=False,  # a loss that is not a number is to be seen
         eval_strategy="epoch" if evaluate else "no",
-        eval_on_start=evaluate and not config.resume,
         save_strategy="steps" if config.checkpoint_interval else "no",
         save_steps=config.checkpoint_interval or 500,
-        save_total_limit=config.checkpoint_limit,
         report_to="none",
         seed=config.seed,
         use_cpu=on_cpu,
@@ -311,19 +388,26 @@ def _training_arguments(config: SupervisedConfig, *, evaluate: bool) -> Training
     return arguments
 
 
+def checkpoints(run_dir: str | Path) -> list[Path]:
+    """Checkpoints of a run, oldest first."""
+    found = [path for path in Path(run_dir).glob("checkpoint-*") if NAME.match(path.name)]
+    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+
+
 def newest_checkpoint(run_dir: str | Path) -> Path | None:
-    """The newest complete checkpoint: Trainer writes trainer_state.json last."""
-    complete = [
-        p for p in Path(run_dir).glob("checkpoint-*") if (p / "trainer_state.json").exists()
-    ]
-    return max(complete, key=lambda path: int(path.name.split("-")[1]), default=None)
+    """The newest whole checkpoint, None if there is none."""
+    try:
+        found = manifest.newest(checkpoints(run_dir))
+    except manifest.DamagedError:
+        return None
+    return None if found is None else found.path
 
 
 # ------------------------------------------------------------------------------------- the records
 
 
 def open_run(config: SupervisedConfig) -> Path:
-    """The run directory with its config.yaml.
+    """The run directory.
 
     Raises:
         ValueError: it holds a run already, and `resume` is off.
@@ -332,8 +416,21 @@ def open_run(config: SupervisedConfig) -> Path:
     if not config.resume:
         check_no_run(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    config.save(run_dir / "config.yaml")
     return run_dir
+
+
+Train = TypeVar("Train", bound=Callable[..., dict[str, float]])
+
+
+def holding_its_directory(train: Train) -> Train:
+    """A stage that holds its run directory from before it loads anything to its end."""
+
+    @functools.wraps(train)
+    def holding(config: SupervisedConfig, **parts: Any) -> dict[str, float]:
+        with held(config.output_dir):
+            return train(config, **parts)
+
+    return cast(Train, holding)
 
 
 class Records(TrainerCallback):
@@ -346,17 +443,26 @@ class Records(TrainerCallback):
     def __init__(self, config: SupervisedConfig) -> None:
         self.config = config
         self._log: RunLog | None = None
+        self._written: set[tuple[int, frozenset[str]]] = set()
+        """(step, names) of the records: Trainer logs the last ones again after a resume."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         first = state.global_step + 1 if state.global_step else 0
-        self._log = RunLog(self.config.output_dir, self.config, index="step", first=first)
+        run_dir = Path(self.config.output_dir)
+        keep_config(run_dir, self.config, first)
+        self._log = RunLog(run_dir, self.config, index="step", first=first)
+        for record in read_jsonl(run_dir / "metrics.jsonl"):
+            self._written.add((record.pop("step"), frozenset(record)))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if "train_runtime" in logs:
             return  # Trainer's summary of the run
         assert self._log is not None
         numbers = {name: float(value) for name, value in logs.items()}
-        self._log.metrics(state.global_step, numbers)
+        key = state.global_step, frozenset(numbers)
+        if key not in self._written:
+            self._written.add(key)
+            self._log.metrics(state.global_step, numbers)
         if not math.isfinite(numbers.get("loss", 0.0)):
             raise FloatingPointError(
                 f"the loss is {numbers['loss']} at step {state.global_step}; lower learning_rate"
@@ -365,6 +471,28 @@ class Records(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         assert self._log is not None
         self._log.close()
+
+
+class Interruptions(TrainerCallback):
+    """Checkpoints by the clock and on request, and an end after the step at hand on request."""
+
+    def __init__(self, config: SupervisedConfig, asked: Asked) -> None:
+        self.seconds, self.asked = 60 * config.checkpoint_minutes, asked
+        self._time = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        is_late = self.seconds and time.monotonic() - self._time >= self.seconds
+        if self.asked.save() or self.asked.stop or is_late:
+            control.should_save = True
+        if self.asked.stop:
+            control.should_training_stop = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.asked.stop:
+            control.should_evaluate = False  # an epoch that is cut short has no held-out metrics
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._time = time.monotonic()
 
 
 class ProgressBar(TrainerCallback):

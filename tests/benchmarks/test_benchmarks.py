@@ -600,7 +600,7 @@ def test_fastppo_bench_says_what_to_do_without_a_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli, "CHECKOUT", tmp_path)
-    assert cli.main(["bench", "--quick"]) == 1
+    assert cli.main(["bench", "--quick"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "clone the repository" in said

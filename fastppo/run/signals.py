@@ -1,0 +1,107 @@
+"""Signals: what a run does when it is asked to stop, or to write a checkpoint.
+
+SIGTERM, SIGINT and SIGHUP ask a run to stop. While it trains, the first of them lets it finish the
+phase at hand and write a checkpoint; a second one ends the process at once, as if nobody had
+listened. At any other time there is nothing to save, and the first one stops it. SIGUSR1 asks for a
+checkpoint and stops nothing. A signal that the process was started to ignore (`nohup`) stays
+ignored.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Handler = Callable[[int, Any], None]
+
+
+class Stopped(KeyboardInterrupt):  # a stop that was asked for is no error
+    """A signal stopped the program. The text says how far it came."""
+
+    def __init__(self, signum: int, how_far: str = "") -> None:
+        self.signum = signum
+        super().__init__(f"stopped by {signal.Signals(signum).name}{how_far}")
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell reports of a process that the signal killed."""
+        return 128 + self.signum
+
+
+class PhaseEndedError(Exception):
+    """An iteration ends before its update, because the run is to stop."""
+
+
+class Asked:
+    """What signals have asked a run for since it began to listen."""
+
+    def __init__(self) -> None:
+        self.stop: int | None = None
+        """The signal, if one asked it to stop."""
+        self._save = False
+
+    def end_phase(self) -> None:
+        """Raises `PhaseEndedError` if the run is to stop: nothing of this iteration is kept."""
+        if self.stop is not None:
+            raise PhaseEndedError
+
+    def save(self) -> bool:
+        """Whether a checkpoint was asked for since the last call."""
+        asked, self._save = self._save, False
+        return asked
+
+
+@contextmanager
+def stopping_at_once() -> Iterator[None]:
+    """Raises `Stopped` at the first signal; there is nothing yet that a checkpoint would hold."""
+
+    def stop(signum: int, frame: Any) -> None:
+        raise Stopped(signum)
+
+    def nothing_to_save(signum: int, frame: Any) -> None:
+        pass
+
+    with _handled(dict.fromkeys(STOPPING, stop) | {signal.SIGUSR1: nothing_to_save}):
+        yield
+
+
+@contextmanager
+def listening() -> Iterator[Asked]:
+    """What a run is asked for while the block runs; it looks where it can act on it."""
+    asked = Asked()
+
+    def stop(signum: int, frame: Any) -> None:
+        asked.stop = signum
+        for each in STOPPING:  # by the kernel, which waits for no Python code
+            if signal.getsignal(each) is stop:
+                signal.signal(each, signal.SIG_DFL)
+        # Past Python's streams, which the handler may have interrupted in the middle of a line.
+        line = f"{signal.Signals(signum).name}: stopping with a checkpoint after the phase at hand"
+        os.write(2, f"{line}; a second one ends the run at once\n".encode())
+
+    def save(signum: int, frame: Any) -> None:
+        asked._save = True
+
+    with _handled(dict.fromkeys(STOPPING, stop) | {signal.SIGUSR1: save}):
+        yield asked
+
+
+@contextmanager
+def _handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
+    """The handlers for the block; those of before afterwards. Only a main thread may have any."""
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for signum, handler in handlers.items():
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                before[signum] = signal.signal(signum, handler)
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,127 @@
+"""Runs of `fastppo train` as a user starts them: files in a folder, flags, a process of its own."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import tiny
+
+REWARD = """
+import os, signal
+calls = 0
+
+
+def count(prompts, completions, **columns):
+    global calls
+    calls += 1
+    {before}
+    return [text.split().count("w7") / 8 for text in completions]
+"""
+
+TIMING = ("seconds/", "tokens_per_second")
+
+
+class Folder:
+    """A folder with a model, prompts and a reward, and the flags of a short run on them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.run = path, path / "run"
+        self.model = tiny.saved_model(path / "sft")
+        self.prompts = path / "prompts.jsonl"
+        self.prompts.write_text("".join(json.dumps(row) + "\n" for row in tiny.PROMPTS))
+        self.reward = path / "reward.py"
+        self.write_reward()
+
+    def write_reward(self, before: str = "pass") -> None:
+        """The share of w7, after a statement that may use `calls`, from 1."""
+        self.reward.write_text(REWARD.format(before=before))
+
+    def flags(self, command: str = "train", **options: Any) -> list[str]:
+        """Of a run that takes about a second; lists are several values of a flag."""
+        chosen = tiny.options(self.path, model=self.model, prompts=self.prompts, log_samples=1)
+        chosen |= {"rewards": f"{self.reward}:count", "checkpoint_interval": 1, "ppo_epochs": 1}
+        chosen |= options
+        found = [command]
+        for name, value in chosen.items():
+            values = value if isinstance(value, list) else [value]
+            found += [
+                f"--{name}",
+                *(str(v).lower() if isinstance(v, bool) else str(v) for v in values),
+            ]
+        return found
+
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in self.run.glob("checkpoint-*"))
+
+    def bits(self) -> dict[str, bytes]:
+        """What a finished run has made, but for times."""
+        found = {
+            name: (self.run / name).read_bytes()
+            for name in ("policy/model.safetensors", "value_function.safetensors", "samples.jsonl")
+        }
+        lines = (self.run / "metrics.jsonl").read_bytes().splitlines()
+        records = [json.loads(line) for line in lines]
+        untimed = [{k: v for k, v in r.items() if not k.startswith(TIMING)} for r in records]
+        return {**found, "metrics.jsonl": json.dumps(untimed).encode()}
+
+
+# ------------------------------------------------------------------------------------- processes
+
+_context = multiprocessing.get_context("forkserver")
+# One process imports what a run imports; each run is a fork of it, and starts at once.
+_context.set_forkserver_preload(["command_line", "fastppo.ppo.trainer", "fastppo.stages.sft"])
+
+
+def start(arguments: list[str], output: Path, **environment: str) -> BaseProcess:
+    """`fastppo` with these arguments in a process of its own; stdout and stderr go to a file."""
+    process = _context.Process(target=_run, args=(arguments, str(output), environment))
+    process.start()
+    return process
+
+
+def _run(arguments: list[str], output: str, environment: dict[str, str]) -> None:
+    import torch
+
+    from fastppo import cli
+
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ |= environment
+    torch.set_num_threads(1)
+    code = cli.main(arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def finish(process: BaseProcess, seconds: float = 120) -> int:
+    """Waits for a process; its exit code, negative if a signal killed it."""
+    process.join(seconds)
+    if process.is_alive():
+        process.kill()
+        raise AssertionError("the process did not end")
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def wait_for(condition: Callable[[], bool], process: BaseProcess, seconds: float = 120) -> bool:
+    """Waits until the condition holds, or the process has ended; whether it holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if not process.is_alive() or time.monotonic() > end:
+            return condition()
+        time.sleep(0.001)
+    return True

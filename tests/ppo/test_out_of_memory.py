@@ -1,0 +1,87 @@
+"""A microbatch that does not fit is halved, and the gradient is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastppo.data.microbatches import Limits
+from fastppo.ppo.out_of_memory import Halving
+from runs import first_experience, make_trainer
+
+
+def _gradients(tmp_path: Path, room: int | None, **options: Any) -> tuple[dict, list[str], int]:
+    """The gradients of an optimiser step on a device with room for so many sequences."""
+    options = {"minibatches": 1, "ppo_epochs": 1, "max_grad_norm": 1e9, **options}
+    trainer = make_trainer(tmp_path, **options)
+    torch.manual_seed(5)
+    experience = first_experience(trainer)
+    said: list[str] = []
+    trainer._halving.say = said.append
+    original, tries = trainer._policy_loss, []
+
+    def limited(hidden, layout, micro, options):
+        tries.append(len(micro.batch))
+        if room is not None and len(micro.batch) > room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return original(hidden, layout, micro, options)
+
+    trainer._policy_loss = limited
+    metrics = trainer.update(experience, trainer.config)
+    assert metrics["skipped_steps"] == 0
+    found = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+    return found, said, trainer._halving.times
+
+
+def test_the_gradient_is_that_of_the_smaller_microbatch_from_the_start(tmp_path: Path) -> None:
+    found, said, times = _gradients(tmp_path / "a", room=3, microbatch_size=8)
+    wanted, _, _ = _gradients(tmp_path / "b", room=None, microbatch_size=2)
+    whole, _, _ = _gradients(tmp_path / "c", room=None, microbatch_size=16)
+    assert times == 2
+    assert said == [
+        "out of memory: microbatches of at most 4 sequences from here on, same gradient",
+        "out of memory: microbatches of at most 2 sequences from here on, same gradient",
+    ]
+    for name, gradient in found.items():
+        assert torch.equal(gradient, wanted[name]), name
+        # In another order of summation: fp32 sums of some hundred terms.
+        torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=1e-6)
+
+
+def test_later_steps_begin_with_what_fits(tmp_path: Path) -> None:
+    _, said, times = _gradients(tmp_path, room=4, microbatch_size=8, minibatches=2, ppo_epochs=3)
+    assert times == 1
+    assert len(said) == 1, "once"
+
+
+def test_limits_in_tokens_are_halved_too() -> None:
+    halving = Halving(lambda sentence: None)
+    halving.times = 3
+    assert halving.limits(Limits(16, 4096, True)) == Limits(2, 512, True)
+    assert halving.limits(Limits(4, None)) == Limits(1, None)
+    assert halving.limits(Limits(4, 5)).tokens == 1
+
+
+@pytest.mark.parametrize("limits", [Limits(4), Limits(4, 64)])
+def test_a_single_sequence_that_does_not_fit_ends_the_run_with_advice(limits: Limits) -> None:
+    tried: list[Limits] = []
+
+    def never(limits: Limits) -> None:
+        tried.append(limits)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(RuntimeError, match=r"one sequence per microbatch.*gradient_checkpointing"):
+        Halving(lambda sentence: None).run(never, limits)
+    assert tried[-1].sequences == 1
+    assert len(tried) == len({*tried}), "nothing is tried twice"
+
+
+def test_another_error_is_nobody_elses() -> None:
+    def fails(limits: Limits) -> None:
+        raise RuntimeError("shapes")
+
+    with pytest.raises(RuntimeError, match=r"^shapes$"):
+        Halving(print).run(fails, Limits(4))

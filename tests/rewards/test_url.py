@@ -1,0 +1,222 @@
+"""A reward behind a URL: what is sent, what becomes of every answer that a server may give."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastppo.rewards import url
+from fastppo.rewards.loading import load_reward, make_terms, reward_name
+from fastppo.rewards.patience import Patience
+from fastppo.rewards.reward import RewardError, RewardTerm, score
+from fastppo.rewards.url import RequestError, URLReward
+
+PROMPTS, COMPLETIONS = ["p1", "p2", "p3"], ["a", "bb", "ccc"]
+
+
+class Server:
+    """Answers each request as it is told to; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[dict[str, str], Any]] = []
+        self.answer: Callable[[Any], tuple[int, bytes]] = self.lengths
+        self.headers: dict[str, str] = {}
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.requests.append((dict(self.headers), body))
+                status, reply = outer.answer(body)
+                self.send_response(status)
+                for name, value in outer.headers.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(reply)
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/judge"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    @staticmethod
+    def lengths(body: Any) -> tuple[int, bytes]:
+        return 200, json.dumps({"rewards": [len(c) for c in body["completions"]]}).encode()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(url, "FIRST_PAUSE", 0.001)
+    monkeypatch.delenv("http_proxy", raising=False)
+    one = Server()
+    yield one
+    one.http.shutdown()
+    one.http.server_close()
+
+
+def test_what_is_sent_and_what_comes_back(server: Server) -> None:
+    reward = URLReward(server.url, batch_size=2)
+    assert reward(PROMPTS, COMPLETIONS, wanted=[1, 2, 3]) == [1, 2, 3]
+    bodies = sorted((body for _, body in server.requests), key=lambda body: body["prompts"])
+    assert bodies == [
+        {"prompts": ["p1", "p2"], "completions": ["a", "bb"], "columns": {"wanted": [1, 2]}},
+        {"prompts": ["p3"], "completions": ["ccc"], "columns": {"wanted": [3]}},
+    ]
+    assert server.requests[0][0]["Content-Type"] == "application/json"
+
+
+def test_a_config_names_it_by_its_address() -> None:
+    address = "https://judge.example:8000/v1/helpful?key=secret"
+    assert isinstance(load_reward(address), URLReward)
+    assert reward_name(address) == "helpful"
+    assert reward_name("http://judge.example") == "judge.example"
+    one, other = make_terms([address, address.replace("v1", "v2")])
+    assert one.fingerprint != other.fingerprint
+    options = {"request_options": {"timeout": 5, "retries": 1, "batch_size": 3}}
+    assert load_reward(address, **options).timeout == 5
+    for wrong in ("https://", "http://:80", "http://a:b", "http://a b", "https://ü.example"):
+        with pytest.raises(ValueError, match="expected https://host/path"):
+            load_reward(wrong)
+
+
+def test_batches_are_asked_for_side_by_side(server: Server) -> None:
+    together = threading.Barrier(3)  # each answer waits for the others
+
+    def answer(body: Any) -> tuple[int, bytes]:
+        together.wait(30)
+        return Server.lengths(body)
+
+    server.answer = answer
+    assert URLReward(server.url, batch_size=1, concurrency=3)(PROMPTS, COMPLETIONS) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_a_server_that_is_busy_is_asked_again(status: int, server: Server) -> None:
+    answers = iter([(status, b""), (status, b"")])
+    server.answer = lambda body: next(answers, None) or Server.lengths(body)
+    assert URLReward(server.url)(PROMPTS, COMPLETIONS) == [1, 2, 3]
+    assert len(server.requests) == 3
+
+
+def test_what_a_server_says_of_its_return_is_heeded(server: Server, monkeypatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(url.time, "sleep", pauses.append)
+    server.headers = {"Retry-After": "7"}
+    answers = iter([(503, b"")])
+    server.answer = lambda body: next(answers, None) or Server.lengths(body)
+    URLReward(server.url)(PROMPTS, COMPLETIONS)
+    assert pauses == [7.0]
+    assert [url._pause(n, "") <= 0.001 * 2**n for n in range(9)] == [True] * 9
+    assert url._pause(60, "") <= url.LONGEST_PAUSE
+    assert url._pause(0, "99999") == url.LONGEST_PAUSE
+
+
+WRONG = {
+    "a refusal": ((403, b""), "answered 403 Forbidden", 1),
+    "a redirection": ((302, b""), "answered 302 Found", 1),
+    "always busy": ((500, b""), "answered 500 Internal Server Error, 3 times", 3),
+    "no JSON": ((200, b"<html>"), "answered what is not JSON", 1),
+    "not UTF-8": ((200, b"\xff\xfe"), "answered what is not JSON", 1),
+    "deep": ((200, b"[" * 100_000), "answered what is not JSON", 1),
+    "a list": ((200, b"[1, 2, 3]"), "answered no list of rewards", 1),
+    "too few": (
+        (200, b'{"rewards": [1]}'),
+        'answered 1 rewards; expected {"rewards": […]} with 3',
+        1,
+    ),
+    "endless": ((200, b"1" * 2000), "answered more than 1000 bytes", 1),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_answer_is_an_error_in_the_place_of_every_reward(
+    wrong: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(url, "MAX_REPLY", 1000 if wrong == "endless" else 2**20)
+    answer, says, count = WRONG[wrong]
+    server.answer = lambda body: answer
+    if wrong == "a redirection":
+        server.headers = {"Location": server.url}
+    found = URLReward(server.url)(PROMPTS, COMPLETIONS)
+    assert [type(each) for each in found] == [RequestError] * 3
+    assert says in str(found[0])
+    assert len(server.requests) == count
+
+
+@pytest.mark.parametrize(
+    "reply", ["[NaN, 1, 2]", "[1, Infinity, 2]", "[1, 1e30, 2]", '["1", 2, 3]']
+)
+def test_a_reply_is_checked_as_what_a_function_returns(reply: str, server: Server) -> None:
+    server.answer = lambda body: (200, f'{{"rewards": {reply}}}'.encode())
+    with pytest.raises(RewardError, match=r"reward 'judge' returned .* for completion"):
+        score(RewardTerm("judge", URLReward(server.url)), PROMPTS, COMPLETIONS)
+
+
+def test_a_server_that_hangs_or_is_not_there_is_waited_for_so_long_and_no_longer(
+    server: Server,
+) -> None:
+    release = threading.Event()
+
+    def hangs(body: Any) -> tuple[int, bytes]:
+        release.wait(60)
+        return 200, b""
+
+    server.answer = hangs
+    reward = URLReward(server.url, timeout=0.05, retries=1)
+    (found, *_) = reward(PROMPTS, COMPLETIONS)
+    assert "gave no reply within 0.05 s, 2 times" in str(found)
+    release.set()
+    server.http.shutdown()
+    server.http.server_close()
+    (found, *_) = URLReward(server.url, timeout=5, retries=1)(PROMPTS, COMPLETIONS)
+    assert "refused, 2 times" in str(found)
+
+
+def test_the_samples_of_one_failing_request_are_dropped_and_the_others_stay(server: Server) -> None:
+    server.answer = lambda b: (403, b"") if "bb" in b["completions"] else Server.lengths(b)
+    said: list[str] = []
+    term = RewardTerm("judge", URLReward(server.url, batch_size=1))
+    scored = score(term, PROMPTS, COMPLETIONS, patience=Patience(drop=True, say=said.append))
+    assert [scored[0], scored[2]] == [1.0, 3.0]
+    assert scored[1] != scored[1]
+    assert "answered 403 Forbidden; 1 of 3 samples dropped" in said[0]
+    with pytest.raises(RewardError, match=r"reward 'judge' at http.* answered 403"):
+        score(term, PROMPTS, COMPLETIONS)
+
+
+def test_a_token_goes_out_over_https_alone(server: Server, monkeypatch) -> None:
+    monkeypatch.setenv(url.TOKEN, "secret")
+    URLReward(server.url)(PROMPTS, COMPLETIONS)
+    assert "Authorization" not in server.requests[0][0]
+    assert URLReward("https://judge.example/x")._headers["Authorization"] == "Bearer secret"
+
+
+def test_a_certificate_that_nobody_vouches_for_is_refused(
+    server: Server, tmp_path: Path, monkeypatch
+) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    openssl = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    try:
+        command = [*openssl, *names, "-keyout", str(key), "-out", str(certificate)]
+        subprocess.run(command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("openssl makes the certificate")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server.http.socket = context.wrap_socket(server.http.socket, server_side=True)
+    address = f"https://localhost:{server.http.server_port}/judge"
+    (found, *_) = URLReward(address, retries=0)(PROMPTS, COMPLETIONS)
+    assert "CERTIFICATE_VERIFY_FAILED" in str(found)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    assert URLReward(address, retries=0)(PROMPTS, COMPLETIONS) == [1, 2, 3]

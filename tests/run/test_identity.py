@@ -1,0 +1,86 @@
+"""Which run a run is: what is shown of a change, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from fastppo.ppo.config import IDENTITY, PPOConfig
+from fastppo.run import identity
+from fastppo.run.options import Options, option
+from fastppo.stages.reward_model import RewardModelConfig
+from fastppo.stages.sft import SFTConfig
+from fastppo.stages.supervised import IDENTITY as STAGE_IDENTITY
+
+
+@dataclass(kw_only=True, frozen=True)
+class Config(Options):
+    """Run."""
+
+    seed: int = option(0, "Seed")
+    rate: float = option(1.0, "Rate")
+    output_dir: str = option("a", "Where")
+
+
+def _identity(model: str = "m", **options) -> dict:
+    found = identity.of_run(Config(**options), {"model": model})
+    return json.loads(json.dumps(found))
+
+
+def test_the_declared_options_exist() -> None:
+    assert {*IDENTITY} <= PPOConfig().to_dict().keys()
+    assert {*STAGE_IDENTITY} <= SFTConfig().to_dict().keys() | RewardModelConfig().to_dict().keys()
+    assert len({*IDENTITY}) == len(IDENTITY)
+
+
+def test_a_run_is_itself() -> None:
+    assert identity.differences(_identity(), _identity(output_dir="b"), ["seed"]) == []
+
+
+def test_differences_are_told_apart() -> None:
+    found = identity.differences(_identity(), _identity("n", seed=1, rate=2), ["seed"])
+    assert [(each.name, each.is_other_run) for each in found] == [
+        *(("seed", True), ("the content of model", True), ("rate", False)),
+    ]
+    assert str(found[0]) == "seed was 0 and is 1"
+
+
+def test_another_version_is_shown_and_not_refused() -> None:
+    before = _identity()
+    before["versions"]["torch"] = "0.1"
+    (sentence,) = identity.check_same_run(Path("c-1"), before, _identity(), [], allowed=False)
+    assert sentence.startswith("since c-1: torch was '0.1' and is ")
+
+
+def test_what_was_not_there_when_the_checkpoint_was_written_is_not_compared() -> None:
+    before = _identity()
+    del before["options"]["seed"], before["fingerprints"]["model"]
+    assert identity.differences(before, _identity(), ["seed"]) == []
+
+
+def test_another_run_is_refused_unless_it_is_allowed() -> None:
+    before, now = _identity(), _identity(seed=1)
+    with pytest.raises(ValueError, match=r"^c-1 is of another run: seed was 0 and is 1\. `--allow"):
+        identity.check_same_run(Path("c-1"), before, now, ["seed"], allowed=False)
+    assert len(identity.check_same_run(Path("c-1"), before, now, ["seed"], allowed=True)) == 1
+
+
+def test_the_configs_of_all_parts_are_kept(tmp_path: Path) -> None:
+    for number, rate in ((0, 1), (0, 1), (5, 2), (5, 3), (7, 3), (9, 4)):
+        identity.keep_config(tmp_path, Config(rate=rate), number)
+    rates = {path.name: path.read_text().split("rate: ")[1][:3] for path in tmp_path.iterdir()}
+    # What was begun at 5 under rate 2 came to no checkpoint: 5 was begun again under 3.
+    assert rates == {
+        "config-before-000005.yaml": "1.0",
+        "config-before-000009.yaml": "3.0",
+        "config.yaml": "4.0",
+    }
+
+
+def test_a_config_that_cannot_be_read_is_kept_too(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("rate: [")
+    identity.keep_config(tmp_path, Config(), 3)
+    assert (tmp_path / "config-before-000003.yaml").read_text() == "rate: ["

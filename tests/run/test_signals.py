@@ -1,0 +1,76 @@
+"""What signals ask for, and when it is looked at."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from fastppo.run.signals import STOPPING, PhaseEndedError, Stopped, listening, stopping_at_once
+
+
+def _send(signum: signal.Signals) -> None:
+    os.kill(os.getpid(), signum)
+
+
+@pytest.mark.parametrize("signum", STOPPING)
+def test_before_training_the_first_signal_stops(signum: signal.Signals) -> None:
+    with pytest.raises(Stopped, match=f"^stopped by {signum.name}$") as stopped, stopping_at_once():
+        _send(signum)
+    assert stopped.value.exit_code == 128 + signum
+
+
+def test_before_training_there_is_nothing_to_save() -> None:
+    with stopping_at_once():
+        _send(signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("signum", STOPPING)
+def test_while_training_the_first_is_remembered_and_the_second_is_the_kernels(
+    signum: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = {each: signal.getsignal(each) for each in STOPPING}
+    with listening() as asked:
+        asked.end_phase()
+        _send(signum)
+        assert asked.stop == signum
+        assert all(signal.getsignal(each) is signal.SIG_DFL for each in STOPPING)
+        with pytest.raises(PhaseEndedError):
+            asked.end_phase()
+    assert {each: signal.getsignal(each) for each in STOPPING} == before
+    assert f"{signum.name}: stopping with a checkpoint" in capfd.readouterr().err
+
+
+def test_a_checkpoint_is_asked_for_once() -> None:
+    with listening() as asked:
+        assert not asked.save()
+        _send(signal.SIGUSR1)
+        assert asked.save()
+        assert not asked.save()
+        assert asked.stop is None
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopping_at_once(), listening() as asked:
+            _send(signal.SIGHUP)
+            assert asked.stop is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_thread_listens_to_nothing_and_runs_all_the_same() -> None:
+    seen = []
+
+    def work() -> None:
+        with stopping_at_once(), listening() as asked:
+            seen.append(asked.stop)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [None]

@@ -1,0 +1,650 @@
+"""What a run survives, on the command line: kills, damaged checkpoints, a second run, signals, a
+full disk, another config. docs/survival.md says the same in words."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import command_line
+import pytest
+import tiny
+from command_line import Folder
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fastppo import cli
+from fastppo.ppo.trainer import PPOTrainer
+from fastppo.run.log import read_jsonl
+
+KILLS = int(os.environ.get("FASTPPO_KILLS", "50"))
+"""Of the test that kills a run again and again; more of them for a long run."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
+
+
+@pytest.fixture
+def run(folder: Folder, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs `fastppo train` here: its exit code, and what it said."""
+
+    def run(**options: object) -> tuple[int, str]:
+        capsys.readouterr()
+        code = cli.main(folder.flags(**options))
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        return code, said
+
+    return run
+
+
+# -------------------------------------------------------------------------------------------- kills
+
+
+def test_a_run_that_is_killed_again_and_again_ends_in_the_bits_of_one_that_was_not(
+    tmp_path: Path,
+) -> None:
+    """SIGKILL at random moments: while it loads, trains, and writes a checkpoint."""
+    whole, killed = Folder(tmp_path / "whole"), Folder(tmp_path / "killed")
+    options = {"iterations": max(20, KILLS // 2), "rollout_batch_size": 8}
+    code = command_line.finish(command_line.start(whole.flags(**options), tmp_path / "whole.txt"))
+    assert code == 0, (tmp_path / "whole.txt").read_text()
+
+    draw, log = random.Random(0), tmp_path / "killed.txt"
+    kills = inside_a_write = 0
+    while kills < KILLS:
+        before = killed.checkpoints()
+        process = command_line.start(killed.flags(resume=True, **options), log)
+        kind = draw.choice(["loading", "training", "writing", "writing"])
+        if kind == "loading":
+            process.join(draw.uniform(0.0, 0.6))
+        elif kind == "training":
+            command_line.wait_for(lambda: killed.checkpoints() != before, process)  # noqa: B023
+            process.join(draw.uniform(0.0, 0.1))
+        else:
+            half_written = killed.run / ".checkpoint-*"
+            found = lambda: any(killed.run.glob(half_written.name))  # noqa: E731, B023
+            command_line.wait_for(found, process)
+            process.join(draw.uniform(0.0, 0.01))
+        process.kill()
+        if command_line.finish(process) == 0:
+            shutil.rmtree(killed.run)  # it came to its end: begin again
+            continue
+        assert process.exitcode == -signal.SIGKILL, log.read_text()
+        kills += 1
+        inside_a_write += any(killed.run.glob(".checkpoint-*"))
+    code = command_line.finish(command_line.start(killed.flags(resume=True, **options), log))
+    assert code == 0, log.read_text()
+    assert inside_a_write > 0, "no kill met a checkpoint that was being written"
+    assert "Traceback" not in log.read_text()
+    assert killed.bits() == whole.bits()
+    assert not list(killed.run.glob(".checkpoint-*")), "leftovers are removed"
+    assert len(killed.checkpoints()) == 2
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_kill_before_the_first_checkpoint_leaves_nothing_twice(
+    asynchronous: bool, folder: Folder, run
+) -> None:
+    options = {"checkpoint_interval": 0, "iterations": 3, "checkpoint_async": asynchronous}
+    folder.write_reward("calls == 3 and os.kill(os.getpid(), signal.SIGKILL)")
+    log = folder.path / "log.txt"
+    process = command_line.start(folder.flags(**options), log)
+    assert command_line.finish(process) == -signal.SIGKILL, log.read_text()
+    assert folder.checkpoints() == []
+    folder.write_reward()
+    code, _ = run(resume=True, **options)
+    assert code == 0
+    assert [r["iteration"] for r in read_jsonl(folder.run / "metrics.jsonl")] == [0, 1, 2]
+    events = EventAccumulator(str(folder.run / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("reward")] == [0, 1, 2]
+
+
+# ------------------------------------------------------------------------------ damaged checkpoints
+
+
+REFRESHED = {"reference_refresh": 1, "kl_coef": 0, "kl_loss_coef": 0.1}
+"""Options of a run whose checkpoints hold a reference too."""
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Folder, Folder]:
+    """A run that was killed after its checkpoints of iterations 2 and 3; one of another seed."""
+    folders = []
+    for seed in (0, 1):
+        folder = Folder(tmp_path_factory.mktemp(f"seed{seed}"))
+        folder.write_reward("calls == 4 and os.kill(os.getpid(), signal.SIGKILL)")
+        flags = folder.flags(**REFRESHED, iterations=4, seed=seed)
+        log = folder.path / "log.txt"
+        assert command_line.finish(command_line.start(flags, log)) == -9, log.read_text()
+        assert folder.checkpoints() == ["checkpoint-000002", "checkpoint-000003"]
+        folders.append(folder)
+    return folders[0], folders[1]
+
+
+def _flip(position: float) -> Callable[[Path, Path, Path], None]:
+    def flip(path: Path, older: Path, other: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[int(position * (len(data) - 1))] ^= 1
+        path.write_bytes(data)
+
+    return flip
+
+
+def _cut(share: float) -> Callable[[Path, Path, Path], None]:
+    return lambda path, older, other: os.truncate(path, int(share * path.stat().st_size))
+
+
+def _append(path: Path, older: Path, other: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+DAMAGES: dict[str, Callable[[Path, Path, Path], object]] = {
+    "a bit at the start": _flip(0),
+    "a bit in the middle": _flip(0.5),
+    "a bit at the end": _flip(1),
+    "cut in half": _cut(0.5),
+    "empty": _cut(0),
+    "one byte more": _append,
+    "gone": lambda path, older, other: path.unlink(),
+    "of the checkpoint before": lambda path, older, other: shutil.copy(older, path),
+    "of another run": lambda path, older, other: shutil.copy(other, path),
+    "a directory": lambda path, older, other: (path.unlink(), path.mkdir()),
+}
+
+FILES = (
+    *("model.safetensors", "optimizer.safetensors", "random.safetensors"),
+    *("reference.safetensors", "state.json", "manifest.json"),
+)
+
+
+def test_no_damaged_file_of_the_newest_checkpoint_is_ever_trained_on(
+    two_checkpoints: tuple[Folder, Folder], tmp_path: Path, capsys
+) -> None:
+    """Every file, every damage: the one before is taken, and the newest is named and set aside."""
+    folder, other = two_checkpoints
+    trainer = PPOTrainer(cli.parse_train(folder.flags(**REFRESHED, iterations=4, resume=True)[1:]))
+    whole = tmp_path / "whole"
+    shutil.copytree(folder.run, whole)
+    newest = folder.run / "checkpoint-000003"
+    assert {path.name for path in newest.iterdir()} == {*FILES}
+    for file, (name, damage) in itertools.product(FILES, DAMAGES.items()):
+        damage(
+            newest / file,
+            folder.run / "checkpoint-000002" / file,
+            other.run / "checkpoint-000003" / file,
+        )
+        capsys.readouterr()
+        trainer.checkpoints.resume()
+        said = capsys.readouterr().err
+        case = f"{file}, {name}"
+        assert trainer.state.iteration == 2, case
+        assert f"passed over {newest}: " in said, case
+        assert f"resuming from {folder.run / 'checkpoint-000002'}" in said, case
+        assert folder.checkpoints() == ["checkpoint-000002"], case
+        assert (folder.run / "damaged-checkpoint-000003").is_dir(), case
+        shutil.rmtree(folder.run)
+        shutil.copytree(whole, folder.run)
+    trainer.checkpoints.resume()
+    assert trainer.state.iteration == 3, "without damage the newest is taken"
+
+
+@pytest.mark.parametrize("damage", ["whole directory", "a bit", "a file more"])
+def test_a_damaged_checkpoint_on_the_command_line(damage: str, folder: Folder, capsys) -> None:
+    """The run goes on from the one before and ends in the bits of a run without damage."""
+    options = {**REFRESHED, "iterations": 2}
+    assert cli.main(folder.flags(**options)) == 0
+    whole = folder.bits()
+    newest = folder.run / "checkpoint-000002"
+    if damage == "whole directory":
+        shutil.rmtree(newest)
+        shutil.copytree(folder.run / "checkpoint-000001", newest)
+    elif damage == "a bit":
+        _flip(0.5)(newest / "model.safetensors", newest, newest)
+    else:
+        shutil.copy(newest / "model.safetensors", newest / "more.safetensors")
+    capsys.readouterr()
+    assert cli.main(folder.flags(**options, resume=True)) == 0
+    said = capsys.readouterr().err
+    reason = {
+        "whole directory": "expected checkpoint 2, got 1",
+        "a bit": "model.safetensors has other bytes than were written",
+        "a file more": "more.safetensors was not written with it",
+    }[damage]
+    assert f"passed over {newest}: {reason}" in said
+    assert f"resuming from {folder.run / 'checkpoint-000001'}" in said
+    assert folder.bits() == whole
+    assert folder.checkpoints() == ["checkpoint-000001", "checkpoint-000002"]
+
+
+def test_where_no_checkpoint_is_whole_all_are_named(folder: Folder, run) -> None:
+    assert run(iterations=2)[0] == 0
+    for name in folder.checkpoints():
+        _flip(0.5)(folder.run / name / "optimizer.safetensors", Path(), Path())
+    before = (folder.run / "metrics.jsonl").read_bytes()
+    code, said = run(iterations=3, resume=True)
+    assert code == 2
+    for name in ("checkpoint-000001", "checkpoint-000002"):
+        assert f"{folder.run / name}: optimizer.safetensors has other bytes" in said
+    assert (folder.run / "metrics.jsonl").read_bytes() == before
+    assert folder.checkpoints() == ["checkpoint-000001", "checkpoint-000002"]
+
+
+# -------------------------------------------------------------------------- two runs, one directory
+
+
+def test_a_second_run_in_a_directory_is_refused_before_it_loads_a_model(
+    folder: Folder, run
+) -> None:
+    ready, go_on = folder.path / "ready", folder.path / "go_on"
+    folder.write_reward(
+        f"import pathlib, time; pathlib.Path({str(ready)!r}).touch()\n"
+        f"    while not pathlib.Path({str(go_on)!r}).exists(): time.sleep(0.01)"
+    )
+    log = folder.path / "log.txt"
+    first = command_line.start(folder.flags(iterations=1), log)
+    assert command_line.wait_for(ready.exists, first), log.read_text()
+    for options in ({}, {"resume": True}):
+        # A model that is not there would be complained of, were it looked for.
+        code, said = run(iterations=1, model=folder.path / "nowhere", **options)
+        assert code == 2
+        assert f"another run is at work in {folder.run}: process {first.pid} on " in said
+    go_on.touch()
+    assert command_line.finish(first) == 0, log.read_text()
+    assert len(read_jsonl(folder.run / "metrics.jsonl")) == 1
+
+
+def test_the_lock_of_a_run_that_was_killed_holds_nobody_up(folder: Folder, run) -> None:
+    folder.write_reward("calls == 2 and os.kill(os.getpid(), signal.SIGKILL)")
+    log = folder.path / "log.txt"
+    assert command_line.finish(command_line.start(folder.flags(iterations=2), log)) == -9
+    assert (folder.run / ".lock").exists()
+    assert run(iterations=1, resume=True)[0] == 0
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "reward"])
+def test_one_of_several_processes_is_refused(
+    command: str, folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    flags = folder.flags(iterations=1)
+    if command != "train":
+        flags = [command, "--model", folder.model, "--data", str(folder.prompts)]
+    assert cli.main(flags) == 2
+    assert "a run is one process on one device, got WORLD_SIZE=2" in capsys.readouterr().err
+    assert not folder.run.exists()
+
+
+# -------------------------------------------------------------------------------------- the records
+
+
+def test_texts_with_odd_line_ends_and_a_line_torn_inside_a_character_survive_a_resume(
+    folder: Folder, run
+) -> None:
+    rows = [{"prompt": f"w1 w{i} \u2028 \u2029 \x85 w2", "wanted": "é"} for i in range(24)]
+    folder.prompts.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    assert run(iterations=2, log_samples=4)[0] == 0
+    samples = folder.run / "samples.jsonl"
+    before = samples.read_bytes()
+    assert before.count(b"\n") == 8
+    assert "\u2028".encode() in before
+    whole = folder.run / "metrics.jsonl"
+    with samples.open("ab") as file:
+        file.write('{"iteration": 2, "prompt": "é'.encode()[:-1])
+    kept = whole.read_bytes()
+    code, said = run(iterations=3, log_samples=4, resume=True)
+    assert code == 0
+    assert f"{samples}: the last line was cut off while it was written, and is dropped" in said
+    assert samples.read_bytes().startswith(before)
+    assert samples.read_bytes().count(b"\n") == 12
+    assert whole.read_bytes().startswith(kept)
+
+
+# -------------------------------------------------------------------------------------- the signals
+
+
+SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_a_signal_ends_the_phase_at_hand_writes_a_checkpoint_and_says_so(
+    signum: signal.Signals, folder: Folder, run
+) -> None:
+    """Sent by the reward: the iteration is left before its update, and made again in its bits."""
+    options = {"iterations": 3, "checkpoint_interval": 0}
+    assert run(**options)[0] == 0
+    whole = folder.bits()
+    shutil.rmtree(folder.run)
+    folder.write_reward(f"calls == 2 and os.kill(os.getpid(), {int(signum)})")
+    code, said = run(**options)
+    assert code == SIGNALS[signum]
+    where = folder.run / "checkpoint-000001"
+    name = signal.Signals(signum).name
+    wanted = f"fastppo: stopped by {name} after 1 of 3 iterations; `--resume true` goes on from"
+    assert f"{wanted} {where}\n" in said
+    assert folder.checkpoints() == ["checkpoint-000001"]
+    assert len(read_jsonl(folder.run / "metrics.jsonl")) == 1
+    folder.write_reward("calls == 0")
+    assert run(**options, resume=True, allow_config_change=True)[0] == 0
+    assert folder.bits() == whole
+
+
+def test_a_second_signal_ends_a_run_at_once(folder: Folder) -> None:
+    folder.write_reward("import time; time.sleep(1000)")
+    log = folder.path / "log.txt"
+    process = command_line.start(folder.flags(iterations=2), log)
+    assert command_line.wait_for((folder.run / "config.yaml").exists, process), log.read_text()
+    process.join(0.2)
+    process.terminate()
+    said = "SIGTERM: stopping with a checkpoint after the phase at hand"
+    assert command_line.wait_for(lambda: said in log.read_text(), process)
+    assert process.is_alive()
+    process.terminate()
+    assert command_line.finish(process) == -signal.SIGTERM
+
+
+def test_a_signal_before_training_says_that_it_stopped(folder: Folder) -> None:
+    folder.reward.write_text(f"import os\nos.kill(os.getpid(), {int(signal.SIGTERM)})\n")
+    log = folder.path / "log.txt"
+    assert command_line.finish(command_line.start(folder.flags(), log)) == 143
+    assert "fastppo: stopped by SIGTERM\n" in log.read_text()
+
+
+def test_sigusr1_writes_a_checkpoint_and_the_run_goes_on(folder: Folder, run) -> None:
+    folder.write_reward("calls == 2 and os.kill(os.getpid(), signal.SIGUSR1)")
+    code, said = run(iterations=3, checkpoint_interval=0)
+    assert code == 0
+    assert f"checkpoint {folder.run / 'checkpoint-000002'}\n" in said
+    assert folder.checkpoints() == ["checkpoint-000002", "checkpoint-000003"]
+
+
+def test_minutes_bring_a_checkpoint_too(folder: Folder, run) -> None:
+    code, _ = run(iterations=3, checkpoint_interval=0, checkpoint_minutes=1e-6, checkpoint_limit=9)
+    assert code == 0
+    assert len(folder.checkpoints()) == 3
+    shutil.rmtree(folder.run)
+    code, _ = run(iterations=3, checkpoint_interval=0, checkpoint_minutes=0, checkpoint_limit=9)
+    assert folder.checkpoints() == ["checkpoint-000003"]
+
+
+# -------------------------------------------------------------------------------------- a full disk
+
+
+@pytest.fixture
+def small_files() -> Callable[[int], None]:
+    """Files may grow to so many bytes, as if the disk were full then."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_that_finds_the_disk_full_is_removed_and_the_old_one_stays(
+    asynchronous: bool, folder: Folder, run, small_files
+) -> None:
+    options = {"checkpoint_async": asynchronous}
+    assert run(iterations=1, **options)[0] == 0
+    before = {path: path.read_bytes() for path in (folder.run / "checkpoint-000001").iterdir()}
+    small_files(60_000)  # the model's and the optimiser's files are larger, the records are not
+    code, said = run(iterations=4, resume=True, **options)
+    assert code == 1
+    place = folder.run / "checkpoint-000002"
+    assert f"fastppo: checkpoint {place} could not be written: " in said
+    assert f"the newest is {folder.run / 'checkpoint-000001'}" in said
+    assert {path: path.read_bytes() for path in before} == before
+    assert folder.checkpoints() == ["checkpoint-000001"]
+    assert not list(folder.run.glob(".checkpoint-*"))
+
+
+def test_a_run_goes_on_without_a_checkpoint_if_it_is_told_to(
+    folder: Folder, run, small_files
+) -> None:
+    assert run(iterations=1)[0] == 0
+    small_files(60_000)
+    code, said = run(iterations=3, resume=True, checkpoint_failure="continue")
+    assert code == 1, "the last one counts"
+    assert said.count("going on without it (checkpoint_failure=continue)") == 2
+    assert len(read_jsonl(folder.run / "metrics.jsonl")) == 3
+    assert folder.checkpoints() == ["checkpoint-000001"]
+
+
+# ----------------------------------------------------------------------------------- another config
+
+
+def _other_model(folder: Folder) -> object:
+    tiny.model("llama", seed=5).save_pretrained(folder.path / "other")
+    tiny.tokenizer().save_pretrained(folder.path / "other")
+    return folder.path / "other"
+
+
+def _other_prompts(folder: Folder) -> object:
+    lines = folder.prompts.read_text().splitlines(keepends=True)
+    other = folder.path / "other.jsonl"
+    other.write_text("".join(lines[:-1]) + lines[-1].replace("w3", "w2"))
+    return other
+
+
+def _other_reward(folder: Folder) -> object:
+    other = folder.path / "other.py"
+    other.write_text(folder.reward.read_text().replace("w7", "w8"))
+    return f"{other}:count"
+
+
+OTHERS: dict[str, tuple[object, str]] = {
+    "model": (_other_model, "the content of model was '"),
+    "reference_model": (_other_model, "the content of reference_model was '"),
+    "prompts": (_other_prompts, "the content of prompts was '"),
+    "rewards": (_other_reward, "the content of rewards/count was '"),
+    "seed": (1, "seed was 0 and is 1"),
+    "objective": ("penalty", "objective was 'clip' and is 'penalty'"),
+    "advantage": ("monte_carlo", "advantage was 'gae' and is 'monte_carlo'"),
+    "value_model": ("detached", "value_model was 'shared' and is 'detached'"),
+    "rollout_batch_size": (8, "rollout_batch_size was 16 and is 8"),
+    "minibatches": (4, "minibatches was 2 and is 4"),
+    "max_new_tokens": (4, "max_new_tokens was 8 and is 4"),
+    "temperature": (0.5, "temperature was 1.0 and is 0.5"),
+    "reward_weights": (2, "reward_weights was None and is [2.0]"),
+}
+
+
+def test_a_resume_under_another_config_is_refused_unless_it_is_asked_for(
+    folder: Folder, run
+) -> None:
+    assert run(iterations=1)[0] == 0
+    config = (folder.run / "config.yaml").read_bytes()
+    for option, (value, says) in OTHERS.items():
+        value = value(folder) if callable(value) else value
+        options = {"iterations": 2, option: value}
+        code, said = run(resume=True, **options)
+        assert code == 2, option
+        assert f"{folder.run / 'checkpoint-000001'} is of another run: " in said, option
+        assert says in said, option
+        assert "`--allow_config_change true` goes on all the same" in said
+        assert (folder.run / "config.yaml").read_bytes() == config, option
+        assert folder.checkpoints() == ["checkpoint-000001"], option
+
+
+def test_a_change_that_is_asked_for_is_shown_and_both_configs_are_kept(folder: Folder, run) -> None:
+    assert run(iterations=1)[0] == 0
+    first = (folder.run / "config.yaml").read_text()
+    options = {"iterations": 2, "resume": True, "seed": 3, "learning_rate": 1e-5}
+    code, said = run(**options, allow_config_change=True)
+    assert code == 0
+    assert "since checkpoint-000001: seed was 0 and is 3" in said
+    assert "since checkpoint-000001: learning_rate was 0.001 and is 1e-05" in said
+    assert (folder.run / "config-before-000001.yaml").read_text() == first
+    assert "seed: 3" in (folder.run / "config.yaml").read_text()
+
+
+def test_rates_and_coefficients_may_move_without_asking_and_are_shown(folder: Folder, run) -> None:
+    """And so may the place of model and prompts, which are known by their content."""
+    assert run(iterations=1)[0] == 0
+    moved = shutil.copytree(folder.model, folder.path / "moved")
+    code, said = run(iterations=2, resume=True, kl_coef=0.2, clip_ratio=0.1, model=moved)
+    assert code == 0
+    assert "kl_coef was 0.05 and is 0.2" in said
+    assert "clip_ratio was 0.2 and is 0.1" in said
+    assert "the content of" not in said
+
+
+# ---------------------------------------------------------------------------------------- the files
+
+
+def test_files_have_the_permissions_of_the_umask(folder: Folder, run) -> None:
+    before = os.umask(0o027)
+    try:
+        assert run(iterations=1)[0] == 0
+    finally:
+        os.umask(before)
+    files = [path for path in folder.run.rglob("*") if path.is_file()]
+    assert {path.name for path in files} >= {"model.safetensors", "value_function.safetensors"}
+    for path in files:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640, path
+
+
+def test_old_checkpoints_go_even_if_a_kill_came_before_they_were_removed(
+    folder: Folder, run
+) -> None:
+    assert run(iterations=3, checkpoint_limit=3)[0] == 0
+    assert len(folder.checkpoints()) == 3
+    assert run(iterations=3, checkpoint_limit=1, resume=True)[0] == 0
+    assert folder.checkpoints() == ["checkpoint-000003"]
+
+
+def test_the_best_checkpoint_by_a_metric_is_kept_besides_the_last(folder: Folder, run) -> None:
+    folder.write_reward("return [float(calls == 2) + i % 2 / 8 for i in range(len(completions))]")
+    options = {"checkpoint_best": "reward", "checkpoint_limit": 1}
+    code, _ = run(iterations=4, **options)
+    assert code == 0
+    assert folder.checkpoints() == ["checkpoint-000002", "checkpoint-000004"]
+    assert run(iterations=5, **options, resume=True)[0] == 0
+    assert folder.checkpoints()[0] == "checkpoint-000002", "it stays the best after a resume"
+    shutil.rmtree(folder.run)
+    code, said = run(iterations=2, checkpoint_best="min:rewards", checkpoint_limit=1)
+    assert folder.checkpoints() == ["checkpoint-000002"]
+    assert "checkpoint_best=min:rewards: no iteration since the last checkpoint had it" in said
+
+
+def test_asynchronous_checkpoints_end_in_the_same_bits(folder: Folder, run) -> None:
+    assert run(iterations=3)[0] == 0
+    whole, names = folder.bits(), folder.checkpoints()
+    held = {n: (folder.run / n / "optimizer.safetensors").read_bytes() for n in names}
+    shutil.rmtree(folder.run)
+    assert run(iterations=3, checkpoint_async=True)[0] == 0
+    assert (folder.bits(), folder.checkpoints()) == (whole, names)
+    assert {n: (folder.run / n / "optimizer.safetensors").read_bytes() for n in names} == held
+
+
+# ------------------------------------------------------------------------------------ the rewards
+
+
+def test_a_reward_that_changes_all_it_is_given_changes_nothing_of_the_run(
+    folder: Folder, run
+) -> None:
+    """Two of them, so that the second would see what the first has done."""
+    rows = [{"prompt": [{"role": "user", "content": f"w{i}"}], "n": [i]} for i in range(24)]
+    folder.prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tiny.tokenizer(chat=True).save_pretrained(folder.model)
+    score = "[text.split().count('w7') / 8 + n[0] / 99 for text, n in zip(completions, n)]"
+    signature = "prompts, completions, completion_ids, n, **columns"
+    bodies = {
+        "honest.py": "pass",
+        "rude.py": "for given in (prompts, completions, completion_ids, n): given.sort(key=str)\n"
+        "    for ids in completion_ids: ids.clear()\n"
+        "    for messages in prompts: messages[0]['content'] = 'x'\n"
+        "    for each in n: each.append(7)\n"
+        "    for given in (prompts, completions, completion_ids, n): given.clear()",
+    }
+    bits = []
+    for file, body in bodies.items():
+        text = f"def count({signature}):\n    found = {score}\n    {body}\n    return found\n"
+        (folder.path / file).write_text(text)
+        rewards = [f"{folder.path / file}:count"] * 2
+        assert run(iterations=2, rewards=rewards, log_samples=16)[0] == 0
+        bits.append(folder.bits())
+        shutil.rmtree(folder.run)
+    assert bits[0] == bits[1]
+
+
+@pytest.mark.parametrize("statement", ["raise SystemExit(0)", "import sys; sys.exit()"])
+def test_a_reward_that_exits_is_an_error_with_its_samples(
+    statement: str, folder: Folder, run
+) -> None:
+    folder.write_reward(statement)
+    code, said = run(iterations=2)
+    assert code == 1
+    saved = folder.run / "failed_reward.json"
+    assert "fastppo: reward 'count' raised SystemExit" in said
+    assert f"(samples saved to {saved})" in said
+    assert len(json.loads(saved.read_text())["completions"]) == 16
+    folder.reward.write_text(f"{statement}\ndef count(p, c): return [0.0] * len(p)\n")
+    code, said = run(iterations=2)
+    assert code == 2
+    assert f"importing {folder.reward} raised SystemExit" in said
+
+
+def test_a_reward_that_hangs_is_given_up_after_its_time(folder: Folder, run) -> None:
+    folder.write_reward("import time; time.sleep(30 if calls > 1 else 0)")
+    code, said = run(iterations=2, reward_timeout=0.2, reward_retries=1)
+    assert code == 1
+    assert "fastppo: reward 'count' did not return within 0.2 s, 2 times (samples saved to" in said
+    assert folder.checkpoints() == ["checkpoint-000001"]
+
+
+def test_samples_without_a_score_are_dropped_if_that_is_asked_for(folder: Folder, run) -> None:
+    folder.write_reward("return [None if calls == 2 and i < 4 else i / 8 for i in range(16)]")
+    code, said = run(iterations=3, reward_failure="drop")
+    assert code == 0
+    assert "reward 'count' returned None for completion 0; expected a number within" in said
+    assert f"{folder.run / 'failed_reward.json'}); 4 of 16 samples dropped" in said
+    metrics = read_jsonl(folder.run / "metrics.jsonl")
+    assert [record["dropped_samples"] for record in metrics] == [0, 0.25, 0]
+    assert metrics[1]["reward"] == pytest.approx(sum(i / 8 for i in range(4, 16)) / 12)
+    shutil.rmtree(folder.run)
+    code, said = run(iterations=3)
+    assert code == 1
+    assert "returned None for completion 0" in said
+
+
+def test_a_run_says_what_it_waits_for(folder: Folder, run, monkeypatch) -> None:
+    from fastppo.rewards import patience
+
+    monkeypatch.setattr(patience, "HEARTBEAT", 0.01)
+    folder.write_reward("import time; time.sleep(0.1)")
+    code, said = run(iterations=1)
+    assert code == 0
+    assert "waiting for reward 'count' for 0 s" in said
+
+
+def test_scores_that_fp32_cannot_train_on_are_refused_and_the_largest_others_train(
+    folder: Folder, run
+) -> None:
+    folder.write_reward("return [1e30 * i for i in range(len(completions))]")
+    code, said = run(iterations=1)
+    assert code == 1
+    assert "returned 1e+30 for completion 1; expected a number within ±1e+15" in said
+    folder.write_reward("return [1e15 * (-1) ** i for i in range(len(completions))]")
+    options = {"whiten_advantages": "none", "iterations": 2, "max_new_tokens": 32}
+    assert run(**options)[0] == 0
+    assert [r["skipped_steps"] for r in read_jsonl(folder.run / "metrics.jsonl")] == [0, 0]
+    shutil.rmtree(folder.run)
+    code, said = run(**options, reward_weights=1e9)
+    assert code == 1
+    assert "the weighted sum of the rewards is " in said
+
+
+def test_a_reward_file_takes_no_librarys_name(folder: Folder, run) -> None:
+    shutil.copy(folder.reward, folder.path / "tensorboard.py")
+    (folder.path / "yaml.py").write_text("raise RuntimeError('taken for the library')")
+    assert run(iterations=1, rewards=f"{folder.path / 'tensorboard.py'}:count")[0] == 0
+    assert list((folder.run / "tensorboard").glob("events*"))
