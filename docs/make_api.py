@@ -21,7 +21,7 @@ GROUPS = {
     "Losses": ("ppo_loss", "linear_ppo_loss", "policy_loss", "value_loss", "entropy", "total_loss"),
     "Statistics": ("token_stats", "token_logprobs", "linear_token_stats", "linear_token_logprobs"),
     "Advantages": ("compute_advantages", "gae", "whiten"),
-    "Weights of tokens": ("aggregation_weights",),
+    "Weights": ("aggregation_weights", "head_weight"),
     "Results": ("PPOLoss", "TokenStats", "Advantages"),
     "The trainer": ("PPOTrainer", "PPOConfig"),
 }

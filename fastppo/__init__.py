@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fastppo.functional.losses import (
         PPOLoss,
         entropy,
+        head_weight,
         linear_ppo_loss,
         policy_loss,
         ppo_loss,
@@ -39,6 +40,7 @@ _HOMES = {
     "fastppo.functional.losses": (
         "PPOLoss",
         "entropy",
+        "head_weight",
         "linear_ppo_loss",
         "policy_loss",
         "ppo_loss",
@@ -67,6 +69,7 @@ __all__ = [
     "compute_advantages",
     "entropy",
     "gae",
+    "head_weight",
     "linear_ppo_loss",
     "linear_token_logprobs",
     "linear_token_stats",

@@ -223,7 +223,14 @@ def parse_options(
     ]
     given = vars(parser.parse_args(flags))
     file = given.pop("config", None)
-    chosen = options(**({} if file is None else read_yaml(file, options)) | given)
+    read = {} if file is None else read_yaml(file, options)
+    try:
+        chosen = options(**read | given)
+    except ValueError as error:
+        named = re.match(r"\w+", str(error))
+        if named and named[0] in read and named[0] not in given:
+            raise ValueError(f"{file}: {error}") from error
+        raise
     for name in required:
         if not getattr(chosen, name):
             parser.error(f"--{name} is missing: give it as a flag or in --config FILE")

@@ -75,7 +75,9 @@ class GenerateConfig(Options):
         [], "Texts that end a completion, at the token that completes one"
     )
     batch_size: int = option(32, "Sequences generated at once", minimum=1)
-    seed: int = option(0, "Seed of sampling, the same for each policy", minimum=0)
+    seed: int = option(
+        0, "Seed of sampling, the same for each policy", minimum=0, maximum=2**32 - 1
+    )
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, …")
     param_dtype: Literal["float32", "bfloat16"] = option(
         "float32", "Dtype of the policies' weights"

@@ -648,3 +648,150 @@ def test_a_reward_file_takes_no_librarys_name(folder: Folder, run) -> None:
     (folder.path / "yaml.py").write_text("raise RuntimeError('taken for the library')")
     assert run(iterations=1, rewards=f"{folder.path / 'tensorboard.py'}:count")[0] == 0
     assert list((folder.run / "tensorboard").glob("events*"))
+
+
+# ----------------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize("name", ["o[/x]", "q[exp1]", "[red]", "a b", "ü\u2028"])
+def test_a_directorys_name_is_no_markup(name: str, folder: Folder, run) -> None:
+    code, said = run(iterations=1, output_dir=folder.path / name)
+    assert code == 0
+    assert f"report  {folder.path / name}/report.html\n" in said
+    assert f"policy  {folder.path / name}/policy\n" in said
+
+
+def test_a_formula_in_a_models_name_does_not_fail_the_report(folder: Folder, run) -> None:
+    models = [tiny.saved_reward_model(folder.path / name) for name in (r"$\frac{$", "[/b]")]
+    assert run(iterations=1, rewards=models)[0] == 0
+    report = (folder.run / "report.html").read_text()
+    assert r"reward/$\frac{$" in report
+    assert "[/b]" in report
+
+
+# ------------------------------------------------------------------------------- progress in a log
+
+
+def test_a_log_file_shows_progress_line_by_line(folder: Folder, monkeypatch) -> None:
+    """Where there is no terminal; each stage, and no line wider than what it says."""
+    from fastppo.run import log
+
+    monkeypatch.setattr(log, "LINE_SECONDS", 0.0)
+    out = folder.path / "log.txt"
+    assert command_line.finish(command_line.start(folder.flags(iterations=2), out)) == 0
+    lines = out.read_text().splitlines()
+    (last,) = (line for line in lines if line.startswith("PPO 2/2  reward "))
+    assert "KL " in last
+    assert "entropy " in last
+
+
+# ------------------------------------------------------------------------------ the stages before
+
+
+ROWS = [{"prompt": f"w{i}", "completion": f" w{i + 1} w7", "chosen": " w7", "rejected": " w8"}
+        for i in range(24)]  # fmt: skip
+
+
+@pytest.fixture(params=["sft", "reward"])
+def stage(request: pytest.FixtureRequest, folder: Folder) -> Callable[..., list[str]]:
+    """The flags of a short run of a stage: 24 rows, 8 steps an epoch."""
+    rows = folder.path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+    def flags(**options: object) -> list[str]:
+        chosen: dict[str, object] = {"model": folder.model, "data": rows, "device": "cpu"}
+        chosen |= {"batch_size": 3, "gradient_accumulation": 1, "epochs": 1, "log_interval": 1}
+        chosen |= {"eval_share": 0.1, "checkpoint_interval": 2, "output_dir": folder.run}
+        pairs = ((f"--{name}", str(value).lower() if isinstance(value, bool) else str(value))
+                 for name, value in (chosen | options).items())  # fmt: skip
+        return [request.param, *itertools.chain(*pairs)]
+
+    return flags
+
+
+def _records(folder: Folder) -> list[dict]:
+    found = read_jsonl(folder.run / "metrics.jsonl")
+    return [{k: v for k, v in record.items() if "runtime" not in k} for record in found]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1])
+def test_a_stage_that_was_stopped_ends_in_the_same_bits(
+    signum: signal.Signals, stage, folder: Folder, capsys, monkeypatch
+) -> None:
+    from fastppo.stages.supervised import Interruptions
+
+    assert cli.main(stage(epochs=2)) == 0
+    weights = (folder.run / "model.safetensors").read_bytes()
+    records = _records(folder)
+    shutil.rmtree(folder.run)
+    original = Interruptions.on_step_end
+
+    def send(self, args, state, control, **more):
+        if state.global_step == 5:
+            os.kill(os.getpid(), signum)
+        original(self, args, state, control, **more)
+
+    monkeypatch.setattr(Interruptions, "on_step_end", send)
+    if signum == signal.SIGKILL:
+        child = os.fork()
+        if child == 0:
+            os._exit(cli.main(stage(epochs=2)))
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    else:
+        capsys.readouterr()
+        code = cli.main(stage(epochs=2))
+        said = capsys.readouterr().err
+        if signum == signal.SIGUSR1:
+            assert code == 0
+        else:
+            assert code == 143
+            where = folder.run / "checkpoint-5"
+            assert "stopped by SIGTERM after 5 of 16 steps; `--resume true` goes on from" in said
+            assert f"{where}\n" in said
+    monkeypatch.undo()
+    if signum != signal.SIGUSR1:
+        assert cli.main(stage(epochs=2, resume=True)) == 0
+    assert (folder.run / "model.safetensors").read_bytes() == weights
+    assert _records(folder) == records
+    for _ in range(2):  # nothing is left to do, and nothing is written twice
+        assert cli.main(stage(epochs=2, resume=True)) == 0
+    assert _records(folder) == records
+
+
+def test_a_stage_takes_the_newest_whole_checkpoint_and_keeps_as_many_as_it_is_told(
+    stage, folder: Folder, capsys
+) -> None:
+    assert cli.main(stage(checkpoint_limit=2)) == 0
+    assert folder.checkpoints() == ["checkpoint-6", "checkpoint-8"]
+    weights = (folder.run / "model.safetensors").read_bytes()
+    records = _records(folder)
+    newest = folder.run / "checkpoint-8"
+    _flip(0.5)(newest / "optimizer.pt", newest, newest)  # a pickle: it must not even be opened
+    capsys.readouterr()
+    assert cli.main(stage(checkpoint_limit=2, resume=True)) == 0
+    said = capsys.readouterr().err
+    assert f"passed over {newest}: optimizer.pt has other bytes than were written" in said
+    assert f"resuming from {folder.run / 'checkpoint-6'}" in said
+    assert (folder.run / "model.safetensors").read_bytes() == weights
+    assert _records(folder) == records
+    code = cli.main(stage(checkpoint_limit=2, resume=True, seed=5))
+    assert code == 2
+    assert "is of another run: seed was 0 and is 5" in capsys.readouterr().err
+
+
+def test_a_stage_that_finds_the_disk_full_says_so(
+    stage, folder: Folder, capsys, small_files
+) -> None:
+    small_files(60_000)
+    assert cli.main(stage()) == 1
+    said = capsys.readouterr().err
+    assert f"fastppo: checkpoint {folder.run / 'checkpoint-2'} could not be written: " in said
+    assert folder.checkpoints() == []
+    assert "Traceback" not in said
+
+
+def test_a_stage_writes_a_checkpoint_by_the_minute(stage, folder: Folder) -> None:
+    assert cli.main(stage(checkpoint_interval=0, checkpoint_minutes=1e-9, checkpoint_limit=3)) == 0
+    assert folder.checkpoints() == ["checkpoint-6", "checkpoint-7", "checkpoint-8"]
+    for path in folder.run.rglob("*.safetensors"):
+        assert path.stat().st_mode & 0o777 != 0o600 or os.umask(0o022) == 0o077

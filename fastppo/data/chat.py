@@ -20,7 +20,9 @@ def is_chat(value: Any) -> bool:
         isinstance(value, Iterable)
         and not isinstance(value, (str, dict))
         and len(list(value)) > 0
-        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+        and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in value
+        )
     )
 
 
@@ -34,7 +36,8 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]], where: str, **op
         raise DataError(f"{where}: chat messages, but the tokenizer has no chat template")
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:
+        # The first is the template's own; the others come of contents that it does not expect.
         raise DataError(f"{where}: the chat template refuses it: {error}") from error
 
 
@@ -48,12 +51,14 @@ def encode_prompt(prompt: Any, tokenizer: Any, where: str) -> list[int]:
     if isinstance(prompt, str):
         if not prompt.strip():
             raise DataError(f"{where}: the prompt is empty")
+        check_text(prompt, where)
         ids = list(tokenizer(prompt)["input_ids"])
         plain = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         if ids[-1:] == [tokenizer.eos_token_id] != plain[-1:]:
             ids.pop()  # some tokenizers end every text; a prompt is to be continued
     elif is_chat(prompt):
         text = render_chat(tokenizer, prompt, where, add_generation_prompt=True)
+        check_text(text, where)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         raise DataError(
@@ -63,6 +68,16 @@ def encode_prompt(prompt: Any, tokenizer: Any, where: str) -> list[int]:
     if not ids:
         raise DataError(f"{where}: the prompt is empty")
     return list(ids)
+
+
+def check_text(text: str, where: str) -> None:
+    """Raises DataError for a text that no tokenizer takes: half of a surrogate pair in it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: character {error.start + 1} is half of a surrogate pair, and no character"
+        ) from None
 
 
 def token_ids(
@@ -103,4 +118,6 @@ def _description(value: Any) -> str:
         lacking = [key for key in ("role", "content") if key not in message]
         if lacking:
             return f"a message {i} without {' and '.join(lacking)}"
+        if not isinstance(message["role"], str):
+            return f"a message {i} whose role is {type(message['role']).__name__}"
     return "an empty list"

@@ -67,7 +67,7 @@ def encode_prompts(
             too long, each with the row's number.
     """
     if column not in rows[0]:
-        raise DataError(f"{source}: no column {column!r}; there are {', '.join(rows[0])}")
+        raise DataError(f"{source}: no column {column!r}; there are {', '.join(rows[0]) or 'none'}")
     prompts = Prompts([], [])
     names = [name for name in dict.fromkeys(key for row in rows for key in row) if name != column]
     for reserved in RESERVED_COLUMNS:

@@ -6,6 +6,7 @@ is a number and a run can go on where it stopped.
 
 from __future__ import annotations
 
+import codecs
 import json
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,12 @@ def load_rows(source: str, split: str = "train") -> Rows:
             raise DataError(f"{source}: no such file")
         from datasets import Dataset
 
-        rows = Dataset.from_parquet(str(path)).to_list()
+        try:
+            rows = Dataset.from_parquet(str(path)).to_list()
+        except Exception as error:  # the library raises many kinds; the message carries the cause
+            raise DataError(
+                f"{source}: not a Parquet file that can be read: {_cause(error)}"
+            ) from error
     else:
         rows = _load_datasets(source, split)
     if not rows:
@@ -45,23 +51,52 @@ def _load_jsonl(path: Path) -> Rows:
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     rows: Rows = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno})"
-                ) from error
-            if not isinstance(row, dict):
-                raise DataError(
-                    f'{path}, line {number}: expected an object like {{"prompt": …}}, '
-                    f"got {type(row).__name__}"
-                )
-            rows.append(row)
+    try:
+        # In bytes: Python's lines would also end at characters that JSON may hold.
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{where}: not valid JSON ({error.msg} at column {error.colno})"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise DataError(f"{where}: not UTF-8 (byte {error.start + 1} of the line)") from error
+        except (ValueError, RecursionError) as error:  # a number too long, nesting too deep
+            raise DataError(f"{where}: a value that cannot be read ({_cause(error)})") from None
+        if not isinstance(row, dict):
+            raise DataError(
+                f'{where}: expected an object like {{"prompt": …}}, got {type(row).__name__}'
+            )
+        if b"\\ud" in line.lower() and _is_broken(row):
+            raise DataError(
+                f"{where}: a text holds half of a surrogate pair, which is no character"
+            )
+        rows.append(row)
     return rows
+
+
+def _is_broken(row: dict[str, Any]) -> bool:
+    """Whether a text in a row cannot be written as UTF-8."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _cause(error: BaseException) -> str:
+    """The first cause of an error, on one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"
 
 
 def _load_datasets(source: str, split: str) -> Rows:
@@ -74,18 +109,22 @@ def _load_datasets(source: str, split: str) -> Rows:
         raise DataError(f"{source}: there is no such file or directory")
     markers = ("state.json", "dataset_dict.json")  # what save_to_disk writes
     if path.is_dir() and any((path / marker).exists() for marker in markers):
-        dataset = load_from_disk(source)
-        if isinstance(dataset, DatasetDict):
-            if split not in dataset:
-                raise DataError(f"{source}: no split {split!r}; it has {', '.join(dataset)}")
-            dataset = dataset[split]
-        return dataset.to_list()
+        try:
+            dataset = load_from_disk(source)
+            if isinstance(dataset, DatasetDict) and split in dataset:
+                dataset = dataset[split]
+            rows = None if isinstance(dataset, DatasetDict) else dataset.to_list()
+        except Exception as error:  # the library raises many kinds; the message carries the cause
+            raise DataError(f"{source}: cannot be read: {_cause(error)}") from error
+        if rows is None:
+            raise DataError(f"{source}: no split {split!r}; it has {', '.join(dataset)}")
+        return rows
     try:
         return load_dataset(source, split=split).to_list()
     except Exception as error:  # the library raises many kinds; the message carries the cause
         raise DataError(
             f"{source}: neither a .jsonl or .parquet file, nor a directory of save_to_disk, "
-            f"nor a hub dataset that loads ({type(error).__name__}: {error})"
+            f"nor a hub dataset that loads ({_cause(error)})"
         ) from error
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastppo.data.chat import check_text
 from fastppo.data.rows import DataError, Rows, visiting_order
+from fastppo.functional.arguments import shown
 
 
 class PretrainingText:
@@ -40,8 +42,9 @@ class PretrainingText:
             if not isinstance(row.get(column), str):
                 raise DataError(
                     f"{source}, row {number}: expected a text in column {column!r}, "
-                    f"got {row.get(column)!r}"
+                    f"got {shown(row.get(column))}"
                 )
+            check_text(row[column], f"{source}, row {number}")
             stream += [*tokenizer(row[column])["input_ids"], tokenizer.eos_token_id]
         count = len(stream) // block_size
         if count == 0:

@@ -24,6 +24,7 @@ from fastppo.demo.task import gold_reward, make_data, make_tokenizer
 from fastppo.models.device import choose_device
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
+from fastppo.run.log import say
 from fastppo.stages.reward_model import RewardModelConfig, train_reward_model
 from fastppo.stages.sft import SFTConfig, train_sft
 
@@ -180,5 +181,5 @@ def _print(console: Console, prompts: list[str], result: dict[str, Any]) -> None
             text = evaluation["completions"][i].strip()
             gold = gold_reward([prompts[i]], [text])[0]
             console.print(f"  [dim]{name}[/dim]  {text}  [dim](gold {gold:.2f})")
-    console.print(f"\nreport  {result['report']}\npolicy  {result['policy']}")
+    say(console, f"\nreport  {result['report']}\npolicy  {result['policy']}")
     console.print(f"[dim]{result['seconds']:.0f} seconds")

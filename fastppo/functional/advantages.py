@@ -100,7 +100,7 @@ def compute_advantages(
         score_clip: clamp scores to ±score_clip first.
         token_rewards: the shape of values; added to the shaped rewards (partial rewards).
         reduce_moments: takes the moments (count, Σx, Σx²), fp64 [3], and returns those of the whole
-            global batch, say by an all-reduce.
+            global batch, say by an all-reduce. None is refused.
 
     Returns:
         Advantages(advantages, returns, kl).
@@ -110,6 +110,8 @@ def compute_advantages(
 
     Source: Ziegler et al. 2019, eq. 2; Stiennon et al. 2020, section 3.4.
     """
+    arguments.boolean("whiten", whiten)
+    arguments.boolean("shift_mean", shift_mean)
     arguments.tensor("mask", mask, dtypes=(torch.bool,))
     trajectory, batch = arguments.trajectory_of(
         values, token_rewards, mask, cu_seqlens, bootstrap, rewards_name="token_rewards"
@@ -138,7 +140,14 @@ def compute_advantages(
     shaped = operators.shaped_advantages_op(trajectory, shaping, discounts, backend)
     advantages, moments = shaped.advantages, shaped.moments
     if whiten:
-        moments = moments if reduce_moments is None else reduce_moments(moments)
+        if reduce_moments is not None:
+            moments = reduce_moments(moments)
+            if moments is None:  # without it every rank would whiten by itself
+                raise TypeError(
+                    "reduce_moments must return the moments of the whole batch, got None; one that "
+                    "works in place returns its argument"
+                )
+            arguments.tensor("what reduce_moments returns", moments, shape=(3,), like=advantages)
         advantages = operators.whiten_op(advantages, mask, moments, shift_mean, backend)
     return Advantages(advantages, shaped.returns, shaped.kl)
 
@@ -164,6 +173,7 @@ def whiten(
     Source: Ziegler et al. 2019 (their code's `whiten`).
     """
     arguments.tensor("x", x)
+    arguments.boolean("shift_mean", shift_mean)
     if mask is not None:
         arguments.tensor("mask", mask, shape=x.shape, like=x, dtypes=(torch.bool,))
     if moments is not None:

@@ -73,6 +73,7 @@ def tensor(
     """`value` as a Tensor of the given shape, device (that of `like`) and one of `dtypes`."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    refuse_shards(**{name: value})
     if value.dtype not in dtypes:
         wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name} must be {wanted}, got {str(value.dtype).removeprefix('torch.')}")
@@ -83,6 +84,47 @@ def tensor(
         )
     if like is not None and value.device != like.device:
         raise ValueError(f"{name} must be on {like.device}, got {value.device}")
+    return value
+
+
+def refuse_shards(**tensors: Tensor | None) -> None:
+    """A sharded tensor would be read as the part of it that this rank holds.
+
+    `full_tensor()` alone takes its gradient for replicated, and each rank then keeps its own rows'
+    part of a gradient that is the sum over all ranks.
+    """
+    for name, value in tensors.items():
+        if hasattr(value, "full_tensor"):
+            raise TypeError(
+                f"{name} must be a plain tensor, got a DTensor, of which each rank holds a part: "
+                "call the loss inside the wrapped model's forward, where FSDP has gathered it, or "
+                f"gather it with {name}.full_tensor(grad_placements=[Partial()]) (Partial of "
+                "torch.distributed.tensor: the gradient is the sum over the ranks)"
+            )
+
+
+def share(name: str, x: Tensor) -> Tensor:
+    """Refuses values outside [0, 1], where looking is free: on a CPU, and not while a graph is
+    made."""
+    if x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel():
+        least, most = x.min().item(), x.max().item()
+        if not 0 <= least <= most <= 1:
+            raise ValueError(f"{name} must be in [0, 1], got values from {least} to {most}")
+    return x
+
+
+def positive(name: str, x: Tensor) -> Tensor:
+    """Refuses values that are not finite and > 0, where looking is free."""
+    if x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel():
+        least, most = x.min().item(), x.max().item()
+        if not 0 < least <= most < math.inf:
+            raise ValueError(f"{name} must be finite and > 0, got values from {least} to {most}")
+    return x
+
+
+def boolean(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
     return value
 
 
@@ -132,8 +174,10 @@ def clip_range(clip_ratio: float | tuple[float, float] | None) -> tuple[float, f
 
 
 def dual_clip(value: float | None) -> float | None:
-    if value is not None and not number("dual_clip", value) > 1:
-        raise ValueError(f"dual_clip must be > 1 (it bounds ratio·A from below), got {value!r}")
+    if value is not None and not 1 < number("dual_clip", value) < math.inf:
+        raise ValueError(
+            f"dual_clip must be > 1 and finite (it bounds ratio·A from below), got {value!r}"
+        )
     return value
 
 
@@ -299,9 +343,9 @@ def aggregation_weights(
     tensor("mask", mask, dtypes=(torch.bool,))
     if isinstance(denominator, Tensor):
         tensor("denominator", denominator, shape=(), dtypes=NUMBERS)
-        denominator = denominator.detach()
+        denominator = positive("denominator", denominator.detach())
     elif denominator is not None:
-        at_least("denominator", denominator, 0.0, strictly=True)
+        finite("denominator", at_least("denominator", denominator, 0.0, strictly=True))
     weights = mask.to(dtype)
     by_sequence = aggregation.startswith("seq-")
     if by_sequence and mask.dim() < 2:
@@ -351,6 +395,18 @@ def counted_tokens(tokens: Tensor, mask: Tensor | None, weights: Tensor | None) 
     return tokens
 
 
+def counted_temperature(
+    temperature: float | Tensor, mask: Tensor | None, weights: Tensor | None
+) -> float | Tensor:
+    """`temperature` with 1 in place of those of tokens that count for nothing."""
+    if not isinstance(temperature, Tensor) or temperature.dim() == 0:
+        return temperature
+    for counts in (mask, None if weights is None else weights != 0):
+        if counts is not None:
+            temperature = torch.where(counts, temperature, 1.0)
+    return temperature
+
+
 # ---------------------------------------------------------------------------- records of arguments
 
 
@@ -381,7 +437,10 @@ def is_asked(x: Tensor | None) -> bool:
     return x is not None and x.requires_grad and torch.is_grad_enabled()
 
 
-def softmax_of(options: SoftmaxOptions, shape: torch.Size, like: Tensor) -> Softmax:
+def softmax_of(
+    options: SoftmaxOptions, shape: torch.Size, like: Tensor, counts: Tensor | None = None
+) -> Softmax:
+    """`counts`: (...) bool, whose temperatures are looked at; the others may be anything."""
     at_least("logit_scale", options["logit_scale"], 0.0, strictly=True)
     finite("logit_scale", options["logit_scale"])
     softcap = options["softcap"]
@@ -391,6 +450,11 @@ def softmax_of(options: SoftmaxOptions, shape: torch.Size, like: Tensor) -> Soft
     if isinstance(temperature, Tensor):
         if temperature.dim() > 0:
             tensor("temperature", temperature, shape=shape, like=like, wants="one per token")
+        tensor("temperature", temperature, dtypes=NUMBERS)
+        looked_at = temperature.detach()
+        if counts is not None and temperature.dim() > 0:
+            looked_at = torch.where(counts, looked_at, 1)
+        positive("temperature", looked_at)
         wide = accumulation_dtype(like.dtype)
         temperatures = temperature.detach().to(like.device, wide).expand(shape).reshape(-1)
         temperature = 1.0
@@ -456,9 +520,10 @@ def loss_arguments(
         raise ValueError(
             f"kl_coef={kl_coef} with kl_estimator={kl_estimator!r} needs ref_logprobs, got None"
         )
-    weights = token_weights(options, shape, like, mask).reshape(-1)
+    weights = token_weights(options, shape, like, mask)
+    softmax = softmax_of(options, shape, like, weights != 0)
+    weights = weights.reshape(-1)
     lowest_ratio, highest_ratio = clip_range(options["clip_ratio"])
-    softmax = softmax_of(options, shape, like)
     objective = Objective(
         lowest_ratio,
         highest_ratio,
@@ -481,7 +546,7 @@ def projection_arguments(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int | None
 ) -> ProjectionArguments:
     """The lm-head and the hidden states as [N, H], their gradients, the dtype of the GEMMs."""
-    _refuse_shards(hidden=hidden, weight=weight, bias=bias)
+    refuse_shards(hidden=hidden, weight=weight, bias=bias)
     tensor("hidden", hidden)
     tensor("weight", weight, like=hidden)
     if hidden.dim() < 2:
@@ -521,7 +586,7 @@ def ref_projection_argument(
     weight: Tensor,
 ) -> Projection | None:
     """The reference's head, whose width may be another; without gradient."""
-    _refuse_shards(ref_hidden=ref_hidden, ref_weight=ref_weight, ref_bias=ref_bias)
+    refuse_shards(ref_hidden=ref_hidden, ref_weight=ref_weight, ref_bias=ref_bias)
     if (ref_hidden is None) != (ref_weight is None):
         alone = "ref_hidden" if ref_weight is None else "ref_weight"
         raise ValueError(f"ref_hidden and ref_weight must both be passed, got {alone} alone")
@@ -543,16 +608,6 @@ def ref_projection_argument(
         ref_weight.detach(),
         None if ref_bias is None else ref_bias.detach(),
     )
-
-
-def _refuse_shards(**tensors: Tensor | None) -> None:
-    """A sharded tensor would be read as the part of it that this rank holds."""
-    for name, value in tensors.items():
-        if hasattr(value, "full_tensor"):
-            raise TypeError(
-                f"{name} must be a plain tensor, got a DTensor, of which each rank holds a part: "
-                f"gather it first with {name}.full_tensor()"
-            )
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -625,7 +680,8 @@ def _discount(
     if isinstance(value, Tensor):
         if value.dim() == 0:
             value = value.expand(batch)
-        return 0.0, tensor(name, value, shape=(batch,), like=like, wants="one per sequence")
+        tensor(name, value, shape=(batch,), like=like, wants="one per sequence")
+        return 0.0, share(name, value.detach())
     if not 0 <= number(name, value) <= 1:
         raise ValueError(f"{name} must be in [0, 1], got {value!r}")
     return float(value), None

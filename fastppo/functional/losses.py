@@ -29,7 +29,7 @@ from fastppo_kernels.records import (
     Sums,
     accumulation_dtype,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastppo.functional import arguments, operators
 from fastppo.functional.arguments import (
@@ -141,11 +141,13 @@ def ppo_loss(
 
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or options disagree; a token outside the
-            vocabulary (on a CPU, or anywhere with FASTPPO_CHECK_TOKENS=1).
+            vocabulary (on a CPU, or anywhere with FASTPPO_CHECK_TOKENS=1); a DTensor is passed. The
+            values of a temperature or denominator that is a tensor are looked at on a CPU alone.
 
     Source: Schulman et al. 2017, eq. 7 and 9; the KL estimators, Schulman 2020.
     """
     rows, shape = arguments.rows_view("logits", logits), logits.shape[:-1]
+    arguments.boolean("inplace", inplace)
     options = completed(options, LossOptions, ppo_loss)
     ref_rows = None
     if ref_logits is not None:
@@ -156,6 +158,9 @@ def ppo_loss(
             if options["ref_logprobs"] is None:
                 counted = arguments.counted_tokens(tokens, mask, options["weights"])
                 softmax_options: Any = {name: options[name] for name in DEFAULTS[SoftmaxOptions]}  # type: ignore[literal-required]
+                softmax_options["temperature"] = arguments.counted_temperature(
+                    options["temperature"], mask, options["weights"]
+                )
                 options["ref_logprobs"] = token_logprobs(
                     ref_logits.detach(), counted, **softmax_options
                 )
@@ -255,7 +260,8 @@ def linear_ppo_loss(
     Args:
         hidden: (..., H), the final hidden states; row t predicts tokens[t].
         weight: [V, H], the lm-head's weight (or the tied embedding). Its gradient is accumulated in
-            fp32 and cast once; `requires_grad=False` skips it.
+            fp32 and cast once; `requires_grad=False` skips it. A lm-head with LoRA adapters keeps
+            them beside its `.weight`, which lacks them: pass `head_weight(model.lm_head)`.
         bias: [V] or None.
         chunk_size: rows of logits held at once. By default all of them while they are small (on a
             GPU 512 MiB of bf16, on a CPU 32 MiB of fp32), else a share of the rows: an eighth,
@@ -315,6 +321,47 @@ def linear_ppo_loss(
         )
     logprobs, entropies, kl = (x.view(shape) for x in stats)
     return PPOLoss(loss, logprobs, entropies, kl, sums)
+
+
+def head_weight(lm_head: nn.Module) -> Tensor:
+    """The weight [V, H] that a lm-head multiplies by, with its LoRA adapters added in.
+
+    For `linear_ppo_loss` and its sisters: PEFT keeps adapters beside a layer's `.weight`, so that
+    `lm_head.weight` is the frozen matrix alone. Gradients reach the adapters.
+
+    Args:
+        lm_head: `nn.Linear`, or PEFT's layer around one.
+
+    Returns:
+        [V, H]: the weight itself where there is no adapter; otherwise W + Σ scale·B·A of the active
+        ones, in W's dtype.
+
+    Raises:
+        TypeError: another kind of module, or an adapter that is no plain sum (DoRA, dropout in
+            training mode, a bias of its own).
+    """
+    layer: Any = lm_head
+    base = layer.get_base_layer() if hasattr(lm_head, "get_base_layer") else lm_head
+    if not isinstance(base, nn.Linear):
+        raise TypeError(f"lm_head must be nn.Linear or PEFT's layer around one, got {type(base)}")
+    weight: Tensor = base.weight
+    if base is lm_head or layer.disable_adapters or layer.merged:
+        return weight
+    for adapter in layer.active_adapters:
+        if adapter not in getattr(lm_head, "lora_A", {}):
+            raise TypeError(
+                f"lm_head must have LoRA adapters alone, got {adapter!r} of another kind"
+            )
+        dropout = layer.lora_dropout[adapter]
+        drops = layer.training and getattr(dropout, "p", 0.0) > 0
+        if drops or layer.use_dora.get(adapter) or layer.lora_bias.get(adapter):
+            raise TypeError(
+                f"lm_head's adapter {adapter!r} has dropout, DoRA or a bias, so it is no sum of "
+                "weights: merge it first (merge_and_unload)"
+            )
+        delta = layer.get_delta_weight(adapter)
+        weight = weight + delta.to(weight.dtype)
+    return weight
 
 
 def _counted_statistics(

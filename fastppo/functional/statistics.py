@@ -134,6 +134,7 @@ def linear_token_logprobs(
 ) -> Any:
     """`linear_token_stats(...).logprobs`, or (logprobs, entropy) with `return_entropy`."""
     options = completed(options, SoftmaxOptions, linear_token_logprobs)
+    arguments.boolean("return_entropy", return_entropy)
     stats = linear_token_stats(hidden, weight, tokens, bias=bias, chunk_size=chunk_size, **options)
     return (stats.logprobs, stats.entropy) if return_entropy else stats.logprobs
 

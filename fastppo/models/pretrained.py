@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fastppo.data.rows import is_missing_path
@@ -40,10 +39,23 @@ def model_config(name: str, what: str = "model") -> Any:
             "whole model"
         )
     try:
-        return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
+        config = AutoConfig.from_pretrained(name)
+        context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    except Exception as error:  # a config.json may hold anything, and fail in any way
         nothing = "" if path.is_dir() else "no such directory, and no model of the hub that loads: "
-        raise ValueError(f"{what} {name}: {nothing}{error}") from error
+        raise ValueError(f"{what} {name}: {nothing}{_sentence(error)}") from error
+    if context is not None and (not isinstance(context, int) or context < 1):
+        raise ValueError(
+            f"{what} {name}: config.json: max_position_embeddings must be an integer >= 1, "
+            f"got {context!r}"
+        )
+    return config
+
+
+def _sentence(error: Exception) -> str:
+    """The first line of an error, with its kind where it says little by itself."""
+    text = next(iter(str(error).strip().splitlines()), "")
+    return text if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"
 
 
 def is_sequence_classifier(config: Any) -> bool:
@@ -77,8 +89,12 @@ def load_whole(
         model, loading = auto_class.from_pretrained(
             name, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{what} {name}: the weights cannot be read: {error}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of files that are damaged, or of a config that no model fits
+        raise ValueError(
+            f"{what} {name}: the weights cannot be read: {_sentence(error)}"
+        ) from error
     kind = type(model).__name__
     lacking = sorted(loading["missing_keys"])
     refused = [key for key in lacking if may_lack is None or not may_lack(model, key)]
@@ -104,8 +120,10 @@ def load_tokenizer(name: str, what: str = "model") -> Any:
     model_config(name, what)  # a wrong name is not a missing tokenizer
     try:
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{what} {name}: no tokenizer that loads there: {error}") from error
+    except Exception as error:  # the tokenizers' own have no kind but this
+        raise ValueError(
+            f"{what} {name}: no tokenizer that loads there: {_sentence(error)}"
+        ) from error
 
 
 def pad_token_id(tokenizer: Any, model: PreTrainedModel) -> int:

@@ -372,7 +372,9 @@ class RunOptions(Options):
     """Run."""
 
     output_dir: str = option("runs/ppo", "Run directory")
-    seed: int = option(0, "Seed of sampling, shuffling and initialisation", minimum=0)
+    seed: int = option(
+        0, "Seed of sampling, shuffling and initialisation", minimum=0, maximum=2**32 - 1
+    )
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, …")
     log_samples: int = option(8, "Samples written per logged iteration, sequences", minimum=0)
     log_interval: int = option(1, "Iterations between entries of samples.jsonl", minimum=1)

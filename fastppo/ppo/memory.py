@@ -683,4 +683,4 @@ def show(plan: Plan, console: Console) -> None:
     table.add_row("total", *(f"{phase.total / GB:.2f}" for phase in phases))
     console.print(table)
     for sentence in (plan.verdict, *plan.notes):
-        console.print(sentence, soft_wrap=True, highlight=False)
+        console.print(sentence, soft_wrap=True, highlight=False, markup=False)

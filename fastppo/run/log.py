@@ -107,7 +107,9 @@ def progress(
     A bar on a terminal; elsewhere a line, the first and last ones and one every `LINE_SECONDS`.
     """
     if not console.is_terminal:
-        yield _progress_lines(title, console, {"total": total, "completed": completed})
+        lines = _ProgressLines(title, console, {"total": total, "completed": completed})
+        yield lines.update
+        lines.show()
         return
     columns = (
         TextColumn(title),
@@ -125,24 +127,31 @@ def progress(
         yield update
 
 
-def _progress_lines(title: str, console: Console, fields: dict[str, Any]) -> Callable[..., None]:
-    start, first = time.monotonic(), fields["completed"]
-    shown = -math.inf
+class _ProgressLines:
+    """Lines in the place of a bar."""
 
-    def update(**more: Any) -> None:
-        nonlocal shown
-        fields.update(more)
-        done, total, now = fields["completed"], fields["total"], time.monotonic()
-        if done == first or (now - shown < LINE_SECONDS and done != total):
+    def __init__(self, title: str, console: Console, fields: dict[str, Any]) -> None:
+        self.title, self.console, self.fields = title, console, fields
+        self.first, self.start = fields["completed"], time.monotonic()
+        self.shown_at = -math.inf
+        self.shown: dict[str, Any] = dict(fields)
+
+    def update(self, **more: Any) -> None:
+        self.fields.update(more)
+        if time.monotonic() - self.shown_at >= LINE_SECONDS:
+            self.show()
+
+    def show(self) -> None:
+        """A line, unless it has been shown."""
+        done, total, now = self.fields["completed"], self.fields["total"], time.monotonic()
+        if self.fields == self.shown or done == self.first:
             return
-        shown = now
-        left = ""
+        self.shown, self.shown_at = dict(self.fields), now
+        left, passed = "", now - self.start
         if total and done < total:
-            left = f", {(now - start) / (done - first) * (total - done):.0f} s left"
-        status = f"  {fields['status']}" if fields.get("status") else ""
-        say(console, f"{title} {done}/{total or '?'}{status}  {now - start:.0f} s{left}")
-
-    return update
+            left = f", {passed / (done - self.first) * (total - done):.0f} s left"
+        status = f"  {self.fields['status']}" if self.fields.get("status") else ""
+        say(self.console, f"{self.title} {done}/{total or '?'}{status}  {passed:.0f} s{left}")
 
 
 def check_no_run(run_dir: str | Path) -> None:

@@ -19,6 +19,7 @@ of is a section of its help and of its YAML, under the first line of its docstri
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
 from collections.abc import Sequence
@@ -30,6 +31,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from fastppo.functional import arguments
+from fastppo.functional.arguments import shown
+
+MAX_INTEGER = 2**63 - 1
+"""The largest option that is an integer: what a tensor holds."""
 
 BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 """Texts that a flag may have for a bool."""
@@ -54,7 +59,7 @@ class Options:
     """Base of the option classes; subclasses add fields, and `check` where options depend."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
+        hints = _hints(type(self))
         for each in fields(self):
             value = _converted(each.name, getattr(self, each.name), hints[each.name])
             object.__setattr__(self, each.name, value)
@@ -87,6 +92,11 @@ class Options:
         Path(path).write_text(text, encoding="utf-8")
 
 
+@functools.cache
+def _hints(options: type[Options]) -> dict[str, Any]:
+    return get_type_hints(options)
+
+
 def _in_order(cls: type) -> list[type]:
     """The option classes that `cls` is made of, as they are written, then `cls` itself."""
     bases: list[type] = []
@@ -106,7 +116,7 @@ def check_bounds(options: type[Options], name: str, value: Any) -> None:
         inside = low <= value <= maximum if above is None else low < value <= maximum
         if not inside:
             bracket = "[" if above is None else "("
-            raise ValueError(f"{name} must be in {bracket}{low}, {maximum}], got {value!r}")
+            raise ValueError(f"{name} must be in {bracket}{low}, {maximum}], got {shown(value)}")
     elif minimum is not None:
         arguments.at_least(name, value, minimum)
     elif above is not None:
@@ -122,21 +132,58 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
         return None if value is None else _converted(name, value, inner)
     if get_origin(hint) is Sequence:
         if not isinstance(value, (list, tuple)):
-            raise ValueError(f"{name} must be a list, got {value!r}")
+            raise ValueError(f"{name} must be a list, got {shown(value)}")
         return tuple(_converted(name, item, get_args(hint)[0]) for item in value)
     if hint is bool and isinstance(value, str) and value.lower() in BOOLS:
         return BOOLS[value.lower()]
     if hint in (int, float):
-        try:
-            number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if math.isfinite(number) and (hint is float or number == int(number)):
-            return hint(number)
+        number = _number(value, hint)
+        if number is not None:
+            return number
     elif isinstance(value, hint):
+        if hint is str:
+            _check_text(name, value)
         return value
     names = {int: "an integer", float: "a finite number", bool: "true or false", str: "a text"}
-    raise ValueError(f"{name} must be {names[hint]}, got {value!r}")
+    raise ValueError(f"{name} must be {names[hint]}, got {shown(value)}")
+
+
+def _number(value: Any, hint: type) -> Any:
+    """The number that a value of YAML or a flag is, None if it is none of this type."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        # An integer as it is: through a float those above 2⁵³ would be rounded.
+        exact = value if isinstance(value, int) else int(value) if isinstance(value, str) else None
+    except ValueError:
+        exact = None
+    if hint is int and exact is not None:
+        return exact if abs(exact) <= MAX_INTEGER else None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    if not math.isfinite(number) or (hint is int and number != int(number)):
+        return None
+    if hint is int:
+        return int(number) if abs(number) <= 2**53 else None
+    return number
+
+
+def _check_text(name: str, value: str) -> None:
+    """Raises ValueError where a text is none that a file or a terminal could hold."""
+    if "\0" in value or (not value.isprintable() and _has_half_character(value)):
+        raise ValueError(
+            f"{name} must be a text without NUL or half characters, got {shown(value)}"
+        )
+
+
+def _has_half_character(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def read_yaml(path: str | Path, options: type[Options]) -> dict[str, Any]:
@@ -148,18 +195,40 @@ def read_yaml(path: str | Path, options: type[Options]) -> dict[str, Any]:
     if not Path(path).is_file():
         raise ValueError(f"there is no config file {path}")
     try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        loaded = yaml.safe_load(Path(path).read_bytes()) or {}
+    except OSError as error:
+        raise ValueError(f"config file {path} cannot be read: {error.strerror}") from error
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
+        raise ValueError(f"{path} is not valid YAML: {_first_line(error)}") from error
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
+        # A date that is none, a number too long, nesting too deep, a tag without its value.
+        raise ValueError(
+            f"{path} holds a value that cannot be read: {_first_line(error)}"
+        ) from None
     if not isinstance(loaded, dict):
         raise ValueError(f"{path}: expected `option: value` lines, got {type(loaded).__name__}")
     known = [each.name for each in fields(options)]
     for key in loaded:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
+            near = difflib.get_close_matches(key, known, n=1) if isinstance(key, str) else []
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{path}: no option {key!r}{hint}")
+            raise ValueError(f"{path}: no option {shown(key)}{hint}")
     return loaded
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says, without the lines of the file that it quotes."""
+    mark = getattr(error, "problem_mark", None)
+    where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+    text = getattr(error, "problem", None) or next(iter(str(error).splitlines()), "")
+    return f"{text[:200]}{where}"
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -168,7 +168,7 @@ def write_report(run_dir: str | Path) -> Path:
         )
     samples = read_jsonl(run_dir / "samples.jsonl")
     config_file = run_dir / "config.yaml"
-    config = yaml.safe_load(config_file.read_text()) if config_file.exists() else {}
+    config = yaml.safe_load(config_file.read_bytes()) if config_file.exists() else {}
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(
         files("fastppo.run").joinpath("report.html.jinja").read_text(encoding="utf-8")
@@ -328,7 +328,8 @@ def _draw(
         lines = []
         for (name, points), colour in zip(series.items(), COLOURS * len(series), strict=False):
             axes = right_axes if name in right else left_axes
-            label = f"{name} (right)" if name in right else name
+            plain = name.replace("$", r"\$")  # between two of them matplotlib reads a formula
+            label = f"{plain} (right)" if name in right else plain
             shown = marker or ("o" if len(points) == 1 else "")
             lines += axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.4)
             lines[-1].set(label=label, marker=shown)

@@ -22,9 +22,10 @@ from typing import Any
 from torch import Tensor
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fastppo.data.chat import encode_prompt, is_chat, render_chat
+from fastppo.data.chat import check_text, encode_prompt, is_chat, render_chat
 from fastppo.data.padding import pad, padded_batch
 from fastppo.data.rows import DataError, Rows
+from fastppo.functional.arguments import shown
 
 IGNORED = -100
 """Label of the positions without a loss, as transformers' losses read it."""
@@ -112,7 +113,8 @@ def _encode_row(row: dict[str, Any], tokenizer: Any, where: str) -> tuple[Any, l
         return prompt, ids, labels
     if row.get("text") is not None:
         if not isinstance(row["text"], str) or not row["text"].strip():
-            raise DataError(f"{where}: text must be a non-empty string, got {row['text']!r}")
+            raise DataError(f"{where}: text must be a non-empty string, got {shown(row['text'])}")
+        check_text(row["text"], where)
         ids = list(tokenizer(row["text"])["input_ids"])
         if ids[-1] != tokenizer.eos_token_id:
             ids.append(tokenizer.eos_token_id)
@@ -128,6 +130,7 @@ def _encode_strings(
 ) -> tuple[list[int], list[int]]:
     """Tokenised apart: PPO meets them as prompt ids and, after them, response ids."""
     head = encode_prompt(prompt, tokenizer, where)
+    check_text(completion, where)
     tail = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
     if tail[-1:] != [tokenizer.eos_token_id]:
         tail.append(tokenizer.eos_token_id)
@@ -147,6 +150,7 @@ def encode_chat(
             hides where a turn begins.
     """
     whole = render_chat(tokenizer, messages, where)
+    check_text(whole, where)
     if not tokenizer.is_fast:
         raise DataError(f"{where}: chat messages need a fast tokenizer, for its character offsets")
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)

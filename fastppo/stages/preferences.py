@@ -7,7 +7,6 @@ them: a space between the two belongs to the completion.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastppo.data.chat import is_chat, render_chat
+from fastppo.data.chat import check_text, is_chat, render_chat
 from fastppo.data.padding import padded_batch
 from fastppo.data.rows import DataError, Rows
+from fastppo.functional.arguments import shown
 
 
 class Comparison(NamedTuple):
@@ -90,9 +90,11 @@ def _comparison(row: dict[str, Any], where: str) -> tuple[Any, list[Any], list[f
         ranks = row.get("ranks")
         if ranks is None:
             ranks = list(range(len(completions)))
-        numbers = isinstance(ranks, list) and all(isinstance(r, (int, float)) for r in ranks)
+        numbers = isinstance(ranks, list) and all(map(_is_number, ranks))
         if not numbers or len(ranks) != len(completions):
-            raise DataError(f"{where}: ranks must be {len(completions)} numbers, got {ranks!r}")
+            raise DataError(
+                f"{where}: ranks must be {len(completions)} numbers, got {shown(ranks)}"
+            )
     elif row.get("chosen") is not None and row.get("rejected") is not None:
         completions, ranks = [row["chosen"], row["rejected"]], [0, 1]
     else:
@@ -103,11 +105,16 @@ def _comparison(row: dict[str, Any], where: str) -> tuple[Any, list[Any], list[f
     margin = row.get("margin")
     if margin is None:
         margin = 0.0
-    if not isinstance(margin, (int, float)) or not math.isfinite(margin):
-        raise DataError(f"{where}: margin must be a finite number, got {margin!r}")
+    if not _is_number(margin):
+        raise DataError(f"{where}: margin must be a finite number, got {shown(margin)}")
     if len(completions) > 2 and margin:
         raise DataError(f"{where}: a margin is that of one pair; a ranked list has several")
     return *_prompt_and_completions(row.get("prompt"), completions, where), ranks, float(margin)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether fp32 has a number for it."""
+    return isinstance(value, (int, float)) and abs(value) <= torch.finfo(torch.float32).max
 
 
 def _prompt_and_completions(
@@ -171,12 +178,14 @@ def text_ids(tokenizer: Any, prompt: Any, completion: Any, where: str = "text") 
             are several.
     """
     if isinstance(prompt, str):
+        check_text(prompt + completion, where)
         return list(tokenizer(prompt + completion)["input_ids"])
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
     if len(completion) == 1 and isinstance(completion[0]["content"], str):
         completion = [{**completion[0], "content": completion[0]["content"].strip()}]
     text = render_chat(tokenizer, [*prompt, *completion], where)
+    check_text(text, where)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -191,11 +200,13 @@ def reference_text(row: dict[str, Any], tokenizer: Any, where: str) -> list[int]
     """Ids of a demonstration: {messages}, {prompt, completion} or {text}."""
     if is_chat(row.get("messages") or ()):
         text = render_chat(tokenizer, list(row["messages"]), where)
+        check_text(text, where)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if row.get("prompt") is not None and row.get("completion") is not None:
         prompt, (completion,) = _prompt_and_completions(row["prompt"], [row["completion"]], where)
         return text_ids(tokenizer, prompt, completion, where)
     if isinstance(row.get("text"), str):
+        check_text(row["text"], where)
         return list(tokenizer(row["text"])["input_ids"])
     raise DataError(
         f"{where}: expected messages, prompt and completion, or text, "

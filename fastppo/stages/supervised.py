@@ -85,7 +85,9 @@ class StageOptions(Options):
     """Run."""
 
     output_dir: str = option("runs/stage", "Run directory; the model is saved in it")
-    seed: int = option(0, "Seed of shuffling, splitting and initialisation", minimum=0)
+    seed: int = option(
+        0, "Seed of shuffling, splitting and initialisation", minimum=0, maximum=2**32 - 1
+    )
     device: str = option("auto", "auto (a GPU if there is one), cpu or cuda")
     log_interval: int = option(10, "Optimiser steps between lines of metrics.jsonl", minimum=1)
     checkpoint_interval: int = option(

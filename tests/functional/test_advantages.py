@@ -358,3 +358,20 @@ def test_a_nan_stays_in_its_sequence(packed: bool) -> None:
         found = fastppo.gae(rewards, values)[0]
     assert torch.equal(found[[0, 2]], clean)
     assert found[1].isnan().tolist() == [True, True, True, False, False]
+
+
+def test_a_reduction_that_returns_nothing_is_refused_and_one_that_returns_is_used() -> None:
+    """One that works in place and returns None would leave every rank to whiten by itself."""
+    values = torch.randn(2, 3)
+    given = (torch.randn(2), values, values, None, torch.ones(2, 3, dtype=torch.bool))
+
+    def in_place(moments: torch.Tensor) -> None:
+        moments.mul_(2)
+
+    with pytest.raises(TypeError, match=r"reduce_moments must return the moments .* got None"):
+        fastppo.compute_advantages(*given, reduce_moments=in_place)
+    with pytest.raises(ValueError, match=r"what reduce_moments returns must have shape \[3\]"):
+        fastppo.compute_advantages(*given, reduce_moments=lambda moments: moments[:2])
+    alone = fastppo.compute_advantages(*given).advantages
+    other = fastppo.compute_advantages(*given, reduce_moments=lambda m: m * torch.tensor([2, 2, 3]))
+    assert not torch.equal(alone, other.advantages)

@@ -9,10 +9,12 @@ import inspect
 import pydoc
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import two_ranks
 from fastppo_kernels import linear, torch_advantages, torch_rows
 from torch import Tensor
 
@@ -390,7 +392,7 @@ def test_a_sharded_head_is_refused_with_the_way_out() -> None:
         shape = (N, H) if name == "hidden" else (V, H)
         with pytest.raises(
             TypeError,
-            match=rf"{name} must be a plain tensor, got a DTensor.*{name}\.full_tensor\(\)",
+            match=rf"{name} must be a plain tensor, got a DTensor.*{name}\.full_tensor\(",
         ):
             linear_ppo_loss(**{name: Sharded(torch.zeros(shape))})
 
@@ -508,6 +510,7 @@ SIGNATURES: dict[Callable[..., Any], tuple[list[str], dict[str, Any], dict[str, 
         {"aggregation": "token-mean", "denominator": None},
         {"dtype": torch.float32},
     ),
+    fastppo.head_weight: (["lm_head"], {}, {}),
 }
 """Of each public function: required arguments, those that may be given by place, keywords."""
 
@@ -543,3 +546,99 @@ def test_the_docstring_of_the_loss_documents_every_keyword(function: Callable[..
 def test_the_contract_holds_every_public_function() -> None:
     exported = (getattr(fastppo, name) for name in fastppo.__all__)
     assert {x for x in exported if inspect.isfunction(x)} == SIGNATURES.keys()
+
+
+# ----------------------------------------------------------------- values of tensors, and booleans
+
+LOGITS = {
+    "logits": torch.zeros(N, V),
+    "tokens": torch.zeros(N, dtype=torch.int64),
+    "old_logprobs": torch.zeros(N),
+    "advantages": torch.ones(N),
+}
+ADVANTAGES = {
+    "scores": torch.zeros(2),
+    "values": torch.zeros(2, 3),
+    "logprobs": torch.zeros(2, 3),
+    "ref_logprobs": None,
+    "mask": torch.ones(2, 3, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, nan, inf, -inf])
+@pytest.mark.parametrize("shape", [(), (N,)])
+def test_a_temperature_that_is_a_tensor_is_looked_at(value: float, shape: tuple[int, ...]) -> None:
+    temperature = torch.ones(shape).masked_fill(torch.tensor(True), value)
+    with pytest.raises(ValueError, match="temperature must be finite and > 0, got values from"):
+        fastppo.ppo_loss(**LOGITS, temperature=temperature)
+    with pytest.raises(ValueError, match="temperature must be finite and > 0"):
+        fastppo.token_logprobs(LOGITS["logits"], LOGITS["tokens"], temperature=temperature)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, nan, inf])
+def test_a_denominator_is_looked_at(value: float) -> None:
+    for given in (torch.tensor(value), torch.tensor(value, dtype=torch.float64), value):
+        with pytest.raises(ValueError, match="denominator must be"):
+            fastppo.ppo_loss(**LOGITS, denominator=given)
+    mask = torch.ones(N, dtype=torch.bool)
+    with pytest.raises(ValueError, match="denominator must be"):
+        fastppo.aggregation_weights(mask, denominator=torch.tensor(value))
+
+
+@pytest.mark.parametrize("name", ["gamma", "lam"])
+@pytest.mark.parametrize("value", [-0.1, 1.1, nan, inf])
+def test_a_discount_that_is_a_tensor_is_looked_at(name: str, value: float) -> None:
+    for given in (torch.tensor(value), torch.tensor([0.5, value])):
+        with pytest.raises(ValueError, match=rf"{name} must be in \[0, 1\], got values from"):
+            fastppo.gae(torch.zeros(2, 3), torch.zeros(2, 3), **{name: given})
+
+
+@pytest.mark.parametrize("name", ["temperature", "denominator"])
+def test_complex_numbers_are_refused(name: str) -> None:
+    for given in (torch.tensor(1 + 1j), 1 + 1j):
+        with pytest.raises((ValueError, TypeError), match=f"{name} must be"):
+            fastppo.ppo_loss(**LOGITS, **{name: given})
+    with pytest.raises(ValueError, match="gamma must be"):
+        fastppo.gae(torch.zeros(2, 3), torch.zeros(2, 3), gamma=torch.tensor(1j))
+
+
+@pytest.mark.parametrize("value", ["no", "", 0, 1, None])
+def test_what_is_true_or_false_is_a_boolean(value: object) -> None:
+    for call, name in (
+        (lambda: fastppo.ppo_loss(**LOGITS, inplace=value), "inplace"),
+        (lambda: fastppo.compute_advantages(**ADVANTAGES, whiten=value), "whiten"),
+        (lambda: fastppo.compute_advantages(**ADVANTAGES, shift_mean=value), "shift_mean"),
+        (lambda: fastppo.whiten(torch.ones(3), shift_mean=value), "shift_mean"),
+    ):
+        with pytest.raises(TypeError, match=f"{name} must be True or False, got {value!r}"):
+            call()
+
+
+@pytest.mark.parametrize("operand", ["logits", "old_logprobs", "advantages"])
+def test_a_sharded_operand_of_the_loss_from_logits_is_refused_by_name(operand: str) -> None:
+    with pytest.raises(TypeError, match=f"{operand} must be a plain tensor, got a DTensor"):
+        fastppo.ppo_loss(**LOGITS | {operand: _Sharded(LOGITS[operand])})
+
+
+@pytest.mark.parametrize("operand", ["scores", "values", "logprobs"])
+def test_a_sharded_operand_of_the_advantages_is_refused_by_name(operand: str) -> None:
+    with pytest.raises(TypeError, match=f"{operand} must be a plain tensor, got a DTensor"):
+        fastppo.compute_advantages(**ADVANTAGES | {operand: _Sharded(ADVANTAGES[operand])})
+
+
+class _Sharded(torch.nn.Parameter):
+    def full_tensor(self) -> None: ...
+
+
+def test_the_way_that_the_refusal_of_a_sharded_head_names_has_the_right_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes with half of the rows each; without `Partial` half of the gradient is lost."""
+    monkeypatch.undo()  # here the work is done
+    found = two_ranks.run(tmp_path)
+    weight = two_ranks.batch()["weight"].requires_grad_()
+    two_ranks.loss(slice(None), weight).backward()
+    assert weight.grad is not None
+    off = {name: (each - weight.grad).norm() / weight.grad.norm() for name, each in found.items()}
+    assert off["partial"] < 1e-12  # fp64, summed in another order
+    assert off["plain"] > 0.1

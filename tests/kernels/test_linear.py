@@ -689,7 +689,7 @@ def test_a_real_dtensor_is_refused_with_the_way_out(tmp_path: Path) -> None:
         wanted = fastppo.linear_ppo_loss(tokens=data.tokens, **_rest(data), **arguments).loss
         for name, whole in arguments.items():
             sharded = distribute_tensor(whole, mesh, [Shard(0)])
-            says = rf"{name} must be a plain tensor, got a DTensor.*{name}\.full_tensor\(\)"
+            says = rf"{name} must be a plain tensor, got a DTensor.*{name}\.full_tensor\("
             with pytest.raises(TypeError, match=says):
                 fastppo.linear_ppo_loss(
                     tokens=data.tokens, **_rest(data), **(arguments | {name: sharded})

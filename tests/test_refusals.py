@@ -1,0 +1,448 @@
+"""No file and no value of a user's ends in a traceback: one sentence with file, line or key, and
+exit code 2. First what was found once, then what hypothesis finds."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from command_line import Folder
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import fastppo
+from fastppo import cli
+from fastppo.data.prompts import encode_prompts
+from fastppo.data.rows import DataError, load_rows
+from fastppo.ppo.config import PPOConfig
+from fastppo.run import checkpoint, manifest
+from fastppo.run.log import cut, read_jsonl
+from fastppo.run.options import read_yaml
+from fastppo.stages.demonstrations import encode_demonstrations
+from fastppo.stages.preferences import encode_comparisons
+from fastppo.stages.sft import SFTConfig
+
+EXAMPLES = int(os.environ.get("FASTPPO_FUZZ", "10000"))
+"""Malformed inputs of all tests below together; more of them for a long run."""
+
+
+def _fuzz(share: float, batch: int = 10) -> settings:
+    """Of the inputs; hypothesis draws the same ones each time, unless more are asked for."""
+    return settings(
+        max_examples=max(1, int(share * EXAMPLES) // batch),
+        suppress_health_check=list(HealthCheck),
+        derandomize=EXAMPLES <= 10_000,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    return Folder(tmp_path_factory.mktemp("refusals"))
+
+
+def _refused(arguments: list[str], code: int = 2) -> str:
+    """What `fastppo` says of input that it refuses: one line."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        assert cli.main(arguments) == code, err.getvalue()
+    said = [line for line in err.getvalue().splitlines() if line.startswith("fastppo: ")]
+    assert len(said) == 1, err.getvalue()
+    assert "Traceback" not in err.getvalue()
+    assert len(said[0]) < 1000, "values are shortened"
+    return said[0]
+
+
+# ------------------------------------------------------------------------------- what was found
+
+
+HALF = "\\ud800"
+LINES = {
+    "an integer of 5000 digits": (
+        b'{"prompt": ' + b"9" * 5000 + b"}",
+        "a value that cannot be read",
+    ),
+    "an integer of 400 digits": (
+        b'{"prompt": ' + b"9" * 400 + b"}",
+        "row 2: expected a prompt that",
+    ),
+    "half a surrogate pair": (f'{{"prompt": "w1 {HALF}"}}'.encode(), "half of a surrogate pair"),
+    "half a pair in a column": (
+        f'{{"prompt": "w1", "a": "{HALF}"}}'.encode(),
+        "half of a surrogate",
+    ),
+    "not UTF-8": (b'{"prompt": "\xff"}', "line 2: not UTF-8 (byte 13 of the line)"),
+    "deep": (b"[" * 100_000, "line 2: a value that cannot be read"),
+    "no object": (b"[1]", 'line 2: expected an object like {"prompt": '),
+    "cut": (b'{"prompt": "w', "line 2: not valid JSON"),
+    "a long value": (b'{"prompt": {"a": "' + b"x" * 10_000 + b'"}}', "got dict"),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_of_the_prompts_is_refused_with_file_and_line(name: str, folder: Folder) -> None:
+    line, says = LINES[name]
+    path = folder.path / "broken.jsonl"
+    path.write_bytes(b'{"prompt": "w1"}\n' + line + b"\n")
+    said = _refused(folder.flags(prompts=path))
+    assert said.startswith(f"fastppo: {path}, ")
+    assert says in said
+
+
+FILES = {
+    "broken.parquet": b"PAR1 and then nothing",
+    "empty.parquet": b"",
+    "empty.jsonl": b"",
+    "file.txt": b"w1",
+    "folder.jsonl": None,
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_prompts_is_refused_by_name(name: str, folder: Folder) -> None:
+    path, content = folder.path / name, FILES[name]
+    if content is None:
+        path.mkdir(exist_ok=True)
+    else:
+        path.write_bytes(content)
+    assert f"fastppo: {path}: " in _refused(folder.flags(prompts=path))
+
+
+def test_a_directory_of_datasets_that_is_damaged_is_refused_by_name(folder: Folder) -> None:
+    from datasets import Dataset
+
+    path = folder.path / "saved"
+    Dataset.from_list(tiny.PROMPTS).save_to_disk(str(path))
+    for file in sorted(path.iterdir()):
+        before = file.read_bytes()
+        file.write_bytes(before[: len(before) // 2])
+        assert f"fastppo: {path}: " in _refused(folder.flags(prompts=path))
+        file.write_bytes(before)
+
+
+MODELS = {
+    "tokenizer.json": [b"", b"{", b"[]", b'{"model": 7}'],
+    "tokenizer_config.json": [b"", b"[]", b'{"tokenizer_class": "Nowhere"}'],
+    "config.json": [b"", b"[]", b"{}", b"\xff", b'{"model_type": "nowhere"}', b'{"model_type": 7}'],
+    "model.safetensors": [b"", b"\0" * 64],
+}
+
+
+@pytest.mark.parametrize("file", MODELS)
+def test_a_damaged_file_of_a_model_is_refused_by_its_directory(file: str, folder: Folder) -> None:
+    model = folder.path / f"damaged-{file}"
+    shutil.copytree(folder.model, model)
+    for content in MODELS[file]:
+        (model / file).write_bytes(content)
+        assert f"fastppo: model {model}: " in _refused(folder.flags(model=model)), content
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("max_position_embeddings", value) for value in (32.5, 0, -1, "long", [1])),
+        *(("hidden_size", value) for value in (0, -3, 31, 2.5, "wide")),
+        *(("num_attention_heads", value) for value in (0, 7, 3.5)),
+        *(("vocab_size", value) for value in (0, 1, -2, "many")),
+    ],
+)
+def test_a_config_of_a_model_is_refused(key: str, value: object, folder: Folder) -> None:
+    model = folder.path / f"config-{key}-{value}"
+    shutil.copytree(folder.model, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {key: value}))
+    assert str(model) in _refused(folder.flags(model=model))
+
+
+YAML = {
+    "seed: 1e300": "seed must be an integer, got '1e300'",
+    "seed: !!int": "a value that cannot be read",
+    "seed: " + "9" * 400: "seed must be an integer, got an integer of",
+    "seed: " + "9" * 5000: "a value that cannot be read",
+    "learning_rate: " + "9" * 400: "learning_rate must be a finite number, got an integer of",
+    "learning_rate: .inf": "learning_rate must be a finite number",
+    "seed: 2024-13-45": "a value that cannot be read: month must be in 1..12",
+    "? [1, 2]\n: 3": "is not valid YAML",
+    "a: &a [*a]": "no option 'a'",
+    "model: [" * 5000: "",
+    "seed: [1": "is not valid YAML: expected ',' or ']', but got '<stream end>', line 1, column 9",
+    "\x00": "is not valid YAML",
+    "seed: " + "x" * 10_000: "seed must be an integer, got 'xxx",
+    "rewards: a": "rewards must be a list, got 'a'",
+    "7: 7": "no option 7",
+}
+
+
+@pytest.mark.parametrize("text", YAML, ids=lambda text: text[:24])
+def test_a_config_file_is_refused_by_name(text: str, folder: Folder) -> None:
+    path = folder.path / "run.yaml"
+    path.write_text(text)
+    said = _refused(["train", "--config", str(path)])
+    assert str(path) in said
+    assert YAML[text] in said
+
+
+def test_integers_are_what_they_are(tmp_path: Path) -> None:
+    """Through a float those above 2⁵³ would be rounded."""
+    large = 2**53 + 1
+    assert PPOConfig(kl_coef=0.1, log_samples=large).log_samples == large
+    assert PPOConfig(log_samples=str(large)).log_samples == large
+    (tmp_path / "run.yaml").write_text(f"log_samples: {large}")
+    assert read_yaml(tmp_path / "run.yaml", PPOConfig) == {"log_samples": large}
+    assert PPOConfig(log_samples="1e3").log_samples == 1000
+    with pytest.raises(ValueError, match="log_samples must be an integer"):
+        PPOConfig(log_samples=2**63)
+
+
+def test_a_seed_that_a_generator_does_not_take_is_refused(folder: Folder) -> None:
+    assert "seed must be in [0, 4294967295], got 4294967296" in _refused(folder.flags(seed=2**32))
+
+
+# ---------------------------------------------------------------------------- what hypothesis finds
+
+LEAVES = st.one_of(
+    st.sampled_from(["w1 w2", "user", "assistant", "", " ", "\ud800", "\u2028", "1e400", "no"]),
+    st.sampled_from([None, True, 0, -1, 2**53 + 1, 10**400, -0.0, 1e308, math.inf, math.nan]),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=6),
+)
+NAMES = ("prompt", "completion", "messages", "text", "chosen", "rejected", "role", "content")
+
+
+def _value(draw: random.Random, leaves: list[Any], depth: int = 0) -> Any:
+    """A value of JSON, now and then one that is almost what a reader wants."""
+    kind = draw.random()
+    if kind < 0.6 or depth > 2:
+        return draw.choice(leaves)
+    if kind < 0.75:
+        roles = ["user", "assistant", "system", draw.choice(leaves)]
+        return [
+            {"role": draw.choice(roles), "content": _value(draw, leaves, 3)}
+            for _ in range(draw.randrange(3))
+        ]
+    if kind < 0.9:
+        return [_value(draw, leaves, depth + 1) for _ in range(draw.randrange(4))]
+    return {name: _value(draw, leaves, depth + 1) for name in draw.sample(NAMES, draw.randrange(4))}
+
+
+def _row(draw: random.Random, leaves: list[Any]) -> dict[str, Any]:
+    names = [*NAMES[:6], "completions", "ranks", "margin", "a"]
+    row = {name: _value(draw, leaves) for name in draw.sample(names, draw.randrange(5))}
+    if draw.random() < 0.5:
+        row["prompt"] = "w1"
+    return row
+
+
+BATCH = 10
+"""Inputs that are made of one example: hypothesis draws the leaves and the seed of the rest."""
+DRAWN = st.tuples(st.lists(LEAVES, min_size=4, max_size=8), st.integers(0, 2**32))
+OPTIONS = [field.name for field in fields(PPOConfig)]
+_folders: dict[str, Path] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A folder for what is drawn: a fixture per test would be one for all of its examples."""
+    _folders["scratch"] = tmp_path_factory.mktemp("scratch")
+    yield
+    _folders.clear()
+
+
+def _sentence(error: BaseException, name: str = "") -> None:
+    assert str(error), "it says something"
+    assert name in str(error)
+    assert len(str(error)) < 2000, "values are shortened"
+
+
+@_fuzz(0.2)
+@given(DRAWN)
+def test_any_values_of_options_make_a_config_or_a_sentence(drawn: tuple[list[Any], int]) -> None:
+    draw = random.Random(drawn[1])
+    for _ in range(BATCH):
+        options = draw.choice([PPOConfig, SFTConfig])
+        names = draw.sample([field.name for field in fields(options)], draw.randrange(1, 4))
+        values = {name: _value(draw, drawn[0]) for name in names}
+        try:
+            config = options(**values)
+        except ValueError as error:
+            _sentence(error)
+        else:
+            assert options(**config.to_dict()) == config
+
+
+SYNTAX = ["seed", ": ", "\n", "- ", "[", "{", "&a ", "*a", "!!int ", "!!float ", "2024-13-45", "|"]
+SYNTAX += ["!!bool ", "!!timestamp ", "!!binary ", "<<: ", "? ", "0b", "1_", "~", "'", "\0", "\x85"]
+
+
+@_fuzz(0.1)
+@given(st.binary(max_size=40), DRAWN)
+def test_any_config_file_is_read_or_refused(content: bytes, drawn: tuple[list[Any], int]) -> None:
+    path, draw = _folders["scratch"] / "run.yaml", random.Random(drawn[1])
+    for i in range(BATCH):
+        if i:
+            parts = [draw.choice([*SYNTAX, str(draw.choice(drawn[0]))]) for _ in range(6)]
+            content = "".join(parts).encode("utf-8", "surrogatepass")
+        path.write_bytes(content)
+        try:
+            PPOConfig(**read_yaml(path, PPOConfig))
+        except ValueError as error:
+            _sentence(error)
+
+
+@_fuzz(0.15)
+@given(st.binary(max_size=40), DRAWN)
+def test_any_lines_are_rows_or_refused_with_the_file(
+    junk: bytes, drawn: tuple[list[Any], int]
+) -> None:
+    path, draw = _folders["scratch"] / "rows.jsonl", random.Random(drawn[1])
+    for _ in range(BATCH):
+        lines = [json.dumps(_value(draw, drawn[0])).encode() for _ in range(2)]
+        lines += [json.dumps(_row(draw, drawn[0])).encode(), junk, lines[0][: len(lines[0]) // 2]]
+        path.write_bytes(b"\n".join(draw.sample(lines, draw.randrange(1, 5))))
+        try:
+            rows = load_rows(str(path))
+        except DataError as error:
+            _sentence(error, str(path))
+        else:
+            assert all(isinstance(row, dict) for row in rows)
+
+
+TOKENIZER = tiny.tokenizer(chat=True)
+
+
+@_fuzz(0.3)
+@given(DRAWN)
+def test_any_rows_are_encoded_or_refused(drawn: tuple[list[Any], int]) -> None:
+    draw = random.Random(drawn[1])
+    for _ in range(BATCH):
+        rows = [_row(draw, drawn[0]) for _ in range(draw.randrange(1, 3))]
+        encode = draw.choice(
+            [
+                lambda rows: encode_prompts(rows, TOKENIZER, max_prompt_tokens=64),
+                lambda rows: encode_demonstrations(rows, TOKENIZER, 64),
+                lambda rows: encode_comparisons(rows, TOKENIZER, 64),
+            ]
+        )
+        try:
+            encode(rows)
+        except DataError as error:
+            _sentence(error)
+        except Exception as error:
+            raise AssertionError(f"{rows!r} are not refused") from error
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a small model."""
+    run = tmp_path_factory.mktemp("written")
+    model = torch.nn.Linear(2, 2)
+    checkpoint.save(run, 3, model, torch.optim.AdamW(model.parameters()), {"iteration": 3})
+    return run / "checkpoint-000003"
+
+
+@_fuzz(0.1, 1)
+@given(st.data())
+def test_any_damage_of_any_file_of_a_checkpoint_is_found(
+    written: Path, data: st.DataObject
+) -> None:
+    path = data.draw(st.sampled_from(sorted(written.iterdir())))
+    before = path.read_bytes()
+    kind = data.draw(st.sampled_from(["flip", "cut", "insert", "replace", "remove"]))
+    place = data.draw(st.integers(0, max(0, len(before) - 1)))
+    after = bytearray(before)
+    if kind == "flip" and before:
+        after[place] ^= 1 << data.draw(st.integers(0, 7))
+    elif kind == "cut":
+        after = after[:place]
+    elif kind == "insert":
+        after[place:place] = data.draw(st.binary(min_size=1, max_size=8))
+    else:
+        after = bytearray(data.draw(st.binary(max_size=64)))
+    if kind == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(after)
+    try:
+        if path.exists() and path.read_bytes() == before:
+            assert manifest.read(written, 3)["run"] == {}
+            return
+        with pytest.raises(manifest.DamagedError) as error:
+            manifest.read(written, 3)
+        _sentence(error.value)
+        assert path.name in str(error.value)
+    finally:
+        path.write_bytes(before)
+
+
+@_fuzz(0.05, 1)
+@given(st.binary(max_size=60) | st.lists(st.sampled_from(['{"iteration": 1}', "\n", "{", "é"])).map(
+    lambda parts: "".join(parts).encode()
+))  # fmt: skip
+def test_any_records_are_read_or_refused_and_whole_ones_never_cut(content: bytes) -> None:
+    path = _folders["scratch"] / "metrics.jsonl"
+    path.write_bytes(content)
+    try:
+        read_jsonl(path)
+        cut(path, "iteration", 10)
+    except ValueError as error:
+        _sentence(error)
+        assert path.read_bytes() == content
+    else:
+        assert path.read_bytes() == content[: content.rfind(b"\n") + 1]
+
+
+TENSOR = st.builds(
+    lambda shape, dtype, fill: torch.zeros(shape).to(dtype).fill_(fill),
+    st.lists(st.integers(0, 4), max_size=3),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]),
+    st.sampled_from([0, 1, 2]),
+)
+ANYTHING = TENSOR | st.none() | st.integers(-3, 3) | st.floats() | st.text(max_size=5)
+
+
+@_fuzz(0.1, 1)
+@given(st.data())
+def test_any_arguments_of_the_public_functions_are_taken_or_refused(data: st.DataObject) -> None:
+    n, v, t = 4, 5, 3
+    f = torch.zeros(n)
+    flat = {"tokens": torch.zeros(n, dtype=torch.int64), "old_logprobs": f - 1, "advantages": f + 1}
+    mask = torch.ones(2, t, dtype=torch.bool)
+    rows = torch.zeros(2, t)
+    calls: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
+        (fastppo.ppo_loss, {"logits": torch.zeros(n, v), **flat},
+         ("mask", "temperature", "denominator", "clip_ratio", "dual_clip", "inplace", "kl_coef",
+          "ref_logprobs", "kl_estimator", "entropy_coef", "aggregation", "softcap", "weights")),
+        (fastppo.linear_ppo_loss,
+         {"hidden": torch.zeros(n, 3), "weight": torch.zeros(v, 3), **flat},
+         ("mask", "bias", "chunk_size", "temperature", "importance_weights", "logit_scale")),
+        (fastppo.token_stats, {"logits": torch.zeros(n, v), "tokens": flat["tokens"]},
+         ("ref_logits", "temperature", "backend")),
+        (fastppo.gae, {"rewards": rows, "values": rows},
+         ("mask", "gamma", "lam", "bootstrap", "cu_seqlens")),
+        (fastppo.compute_advantages,
+         {"scores": torch.zeros(2), "values": rows, "logprobs": rows, "ref_logprobs": None,
+          "mask": mask},
+         ("gamma", "lam", "whiten", "score_clip", "token_rewards", "kl_coef", "shift_mean")),
+        (fastppo.whiten, {"x": rows}, ("mask", "shift_mean", "moments")),
+        (fastppo.value_loss, {"values": rows, "returns": rows},
+         ("mask", "old_values", "clip_ratio", "denominator", "aggregation")),
+    ]  # fmt: skip
+    function, arguments, more = data.draw(st.sampled_from(calls))
+    names = st.sampled_from([*arguments, *more])
+    changed = data.draw(st.dictionaries(names, ANYTHING, min_size=1, max_size=2))
+    try:
+        function(**arguments | changed)
+    except (ValueError, TypeError) as error:
+        _sentence(error)
