@@ -58,8 +58,13 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is marked `gpu` is skipped where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is marked `gpu` is skipped where there is none, and what is `slow` unless it is asked
+    for."""
+    if "slow" not in config.option.markexpr:
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes: pytest -m slow"))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Mapping
-from importlib import metadata
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,8 +54,8 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
+            found[package] = version(package)
+        except PackageNotFoundError:
             continue
     return found
 
