@@ -59,7 +59,8 @@ class Options:
     """Base of the option classes; subclasses add fields, and `check` where options depend."""
 
     def __post_init__(self) -> None:
-        hints = _hints(type(self))
+        own: Any = type(self)
+        hints = _hints(own)
         for each in fields(self):
             value = _converted(each.name, getattr(self, each.name), hints[each.name])
             object.__setattr__(self, each.name, value)
