@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from fastppo.data.microbatches import Limits
 from fastppo.functional import arguments
+from fastppo.ppo.schedule import Schedule
 from fastppo.run.options import Options, WeightOptions, check_bounds, option
 from fastppo.run.watch import parse_threshold
 
@@ -18,6 +17,9 @@ WARNINGS = (
     *("mismatch/outside > 0.1", "advantage_std < 0.0001"),
 )
 """Thresholds that warn unless others are given: far outside what a healthy run shows."""
+
+CRITIC_FREE = ("reinforce", "rloo", "group")
+"""Kinds of advantages that need no value function."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -707,46 +709,3 @@ IDENTITY = (
 )
 """Options that say which run it is: a resumed run with another value is another run. Models, data
 and rewards are known by their content, wherever they lie; rates and coefficients may move."""
-
-
-class Schedule(NamedTuple):
-    """`name=shape:final`: from the option's own value to `final` over the run's iterations."""
-
-    name: str
-    shape: str
-    final: float
-
-    @classmethod
-    def parse(cls, text: str) -> Schedule:
-        """Raises ValueError with the accepted form."""
-        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\w+)\s*:\s*(\S+)\s*", text)
-        if match is None:
-            raise ValueError(
-                f"schedules: expected name=linear:final or name=cosine:final, got {text!r}"
-            )
-        name, shape, last = match.groups()
-        arguments.choice("schedules: the name", name, SCHEDULED)
-        arguments.choice("schedules: the shape", shape, ("constant", "linear", "cosine"))
-        try:
-            final = float(last)
-        except ValueError:
-            raise ValueError(f"schedules: {last!r} in {text!r} is not a number") from None
-        return cls(name, shape, final)
-
-    def value(self, start: float, progress: float) -> float:
-        """The value at `progress` in [0, 1] of the run."""
-        if self.shape == "constant":
-            return start
-        left = 1 - progress if self.shape == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-        return self.final + (start - self.final) * left
-
-
-CRITIC_FREE = ("reinforce", "rloo", "group")
-"""Kinds of advantages that need no value function."""
-
-SCHEDULED = (
-    *("clip_ratio", "clip_ratio_high", "dual_clip", "value_clip", "entropy_coef", "vf_coef"),
-    *("kl_coef", "kl_loss_coef", "ptx_coef", "length_penalty", "missing_eos_penalty"),
-    "early_stop_kl",
-)
-"""Options that `schedules` may move; the learning rate has `lr_schedule`."""

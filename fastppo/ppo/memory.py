@@ -17,8 +17,8 @@ it saves, and not a formula. The parts of a peak, for parameters of b bytes (4 i
                        reference_offload on a GPU only while experience is made
     reward models      4 · parameters, of those whose config can be read
     KV cache           2 · b' · layers · heads of keys · head width · tokens · sequences, for b' of
-                       the compute dtype, and one layer's once more while it grows; on a GPU it
-                       has its size from the start, tokens and sequences in whole buckets
+                       the compute dtype, with room for 64 tokens more; on a GPU it has its size
+                       from the start, tokens and sequences in whole buckets
     cast weights       2 · parameters in matrix products, for fp32 weights under bf16 autocast
     logits of the loss the chunk of `fastppo_kernels.linear.chunk_rows`, and what the row pass holds
     dW of the loss     4 · V · H while it is accumulated; in the weight's dtype with one chunk

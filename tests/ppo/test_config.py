@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fastppo.ppo.config import SCHEDULED, WARNINGS, PPOConfig, Schedule
+from fastppo.ppo.config import WARNINGS, PPOConfig
 from fastppo.run.watch import parse_threshold
 
 
@@ -169,21 +169,6 @@ def test_the_defaults_go_together_and_warn_of_what_can_be_read() -> None:
 # -------------------------------------------------------------------------------------- schedules
 
 
-def test_schedules_in_closed_form() -> None:
-    linear, cosine = Schedule("vf_coef", "linear", 0.1), Schedule("vf_coef", "cosine", 0.1)
-    assert [linear.value(0.5, x) for x in (0, 0.25, 1)] == pytest.approx([0.5, 0.4, 0.1])
-    half = 0.1 + 0.4 * 0.5 * (1 + math.cos(math.pi / 4))
-    assert [cosine.value(0.5, x) for x in (0, 0.25, 0.5, 1)] == pytest.approx([0.5, half, 0.3, 0.1])
-    assert Schedule("vf_coef", "constant", 0.1).value(0.5, 0.7) == 0.5
-
-
-def test_a_schedule_reads_as_it_is_written() -> None:
-    assert Schedule.parse(" kl_coef = cosine : 1e-2 ") == ("kl_coef", "cosine", 0.01)
-    for wrong in ("kl_coef=linear", "linear:0", "kl_coef=linear:x"):
-        with pytest.raises(ValueError, match="schedules: "):
-            Schedule.parse(wrong)
-
-
 def test_the_options_of_an_iteration_have_each_schedules_value_in_its_place() -> None:
     config = PPOConfig(
         iterations=5, entropy_coef=0.4, schedules=["entropy_coef=linear:0", "vf_coef=cosine:0.1"]
@@ -208,11 +193,6 @@ def test_without_schedules_the_options_of_an_iteration_are_the_runs() -> None:
 def test_a_run_of_one_iteration_begins_where_its_schedules_do() -> None:
     config = PPOConfig(iterations=1, kl_coef=0.2, schedules=["kl_coef=linear:0"])
     assert config.at(0).kl_coef == 0.2
-
-
-def test_every_scheduled_option_is_a_number_of_the_config() -> None:
-    for name in SCHEDULED:
-        assert isinstance(getattr(PPOConfig(), name), (float, type(None))), name
 
 
 # --------------------------------------------------------------------------- what follows from them

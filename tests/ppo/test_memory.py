@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from fastppo import cli
+from fastppo.models.cache import ROOM
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.memory import GB, PARTS, Ledger, Phase, Plan, make_plan
 from fastppo.ppo.trainer import PPOTrainer
@@ -95,7 +96,11 @@ def measured(config: PPOConfig) -> dict[str, int]:
             config,
             model=AutoModelForCausalLM.from_config(llama()),
             tokenizer=tiny.tokenizer(),
-            prompts=[{"prompt": " ".join(["w1"] * PROMPT)}] * config.rollout_batch_size,
+            # Different ones: of the same prompt several rows are read once.
+            prompts=[
+                {"prompt": " ".join([f"w{1 + row}"] * PROMPT)}
+                for row in range(config.rollout_batch_size)
+            ],
             rewards=[tiny.count_w7],
             console=Console(quiet=True),
         )
@@ -163,8 +168,8 @@ def test_parts_are_what_their_formulas_say(tmp_path: Path) -> None:
     assert sizes(plan)["gradients"] >= 4 * (count + head)
     steps = 4 * len([*LlamaForCausalLM(llama()).parameters()]) + 8  # each counts its own
     assert rollout["optimiser states"] == 8 * (count + head) + steps
-    cache_of_a_layer = 2 * 4 * 2 * 32 * 16 * (PROMPT + 64 - 1)
-    assert 2 * cache_of_a_layer < rollout["KV cache"] < 3.2 * cache_of_a_layer
+    cache_of_a_layer = 2 * 4 * 2 * 32 * 16 * (PROMPT + 64 - 1 + ROOM)
+    assert rollout["KV cache"] == 2 * cache_of_a_layer
     assert rollout.keys() == {*PARTS}
 
 
