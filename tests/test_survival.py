@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -790,8 +791,11 @@ def test_a_stage_that_finds_the_disk_full_says_so(
     assert "Traceback" not in said
 
 
-def test_a_stage_writes_a_checkpoint_by_the_minute(stage, folder: Folder) -> None:
+def test_a_stage_writes_a_checkpoint_by_the_minute_and_shows_its_progress_in_a_log(
+    stage, folder: Folder, capsys
+) -> None:
     assert cli.main(stage(checkpoint_interval=0, checkpoint_minutes=1e-9, checkpoint_limit=3)) == 0
+    assert re.search(r"^(SFT|reward model) 8/8  loss \d", capsys.readouterr().err, re.MULTILINE)
     assert folder.checkpoints() == ["checkpoint-6", "checkpoint-7", "checkpoint-8"]
     for path in folder.run.rglob("*.safetensors"):
         assert path.stat().st_mode & 0o777 != 0o600 or os.umask(0o022) == 0o077
