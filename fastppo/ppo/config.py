@@ -540,6 +540,11 @@ class PPOConfig(
                 "samples_per_prompt must be at least 2",
             ),
             (
+                self.advantage in ("rloo", "group") and self.reward_failure == "drop",
+                f"advantage={self.advantage} compares all responses to a prompt, so none may be "
+                "dropped: reward_failure must be stop",
+            ),
+            (
                 self.advantage == "group" and self.whiten_advantages == "full",
                 "advantage=group normalises the samples of each prompt, so whiten_advantages must "
                 "be none or variance",
@@ -705,7 +710,8 @@ IDENTITY = (
     *("reward_ensemble_by", "reward_ensemble_std_coef", "reward_ensemble_weight"),
     *("rollout_batch_size", "samples_per_prompt", "minibatches", "ppo_epochs"),
     *("max_new_tokens", "temperature", "top_k", "top_p"),
-    *("objective", "advantage", "aggregation", "kl_estimator", "kl_loss_estimator"),
+    *("objective", "advantage", "group_std", "lam_alpha", "value_lam", "optimizer", "aggregation"),
+    *("kl_estimator", "kl_loss_estimator"),
 )
 """Options that say which run it is: a resumed run with another value is another run. Models, data
 and rewards are known by their content, wherever they lie; rates and coefficients may move."""
