@@ -229,7 +229,8 @@ def sentences(records: Sequence[dict[str, Any]]) -> str:
         "[what they do not show](benchmarks/README.md#what-these-numbers-are-not)."
     )
     items = [textwrap.fill(f"- {line}", WIDTH, subsequent_indent="  ") for line in lines]
-    intro = f"On a CPU ({device_title(cpu['device'])}, torch {cpu['packages']['torch']}):"
+    date, torch = cpu["claims_measured"]["date"][:10], cpu["packages"]["torch"]
+    intro = f"On a CPU ({device_title(cpu['device'])}, torch {torch}, measured on {date}):"
     return "\n\n".join([intro, "\n".join(items), textwrap.fill(closing, WIDTH)])
 
 
