@@ -434,6 +434,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"fastppo: {error}", file=sys.stderr)
         return FAILED
+    except Exception as error:
+        # A disk that is full under safetensors; by its name, for --help must not import it.
+        if debug or type(error).__name__ != "SafetensorError":
+            raise
+        print(f"fastppo: a file could not be written or read: {error}", file=sys.stderr)
+        return FAILED
     except Stopped as stopped:
         print(f"fastppo: {stopped}", file=sys.stderr)
         return stopped.exit_code

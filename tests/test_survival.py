@@ -19,10 +19,12 @@ import command_line
 import pytest
 import tiny
 from command_line import Folder
+from safetensors import SafetensorError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastppo import cli
 from fastppo.ppo.trainer import PPOTrainer
+from fastppo.run import manifest
 from fastppo.run.log import read_jsonl
 
 KILLS = int(os.environ.get("FASTPPO_KILLS", "50"))
@@ -441,6 +443,12 @@ def _other_reward(folder: Folder) -> object:
     return f"{other}:count"
 
 
+def _renamed_reward(folder: Folder) -> object:
+    other = folder.path / "renamed.py"
+    other.write_text(folder.reward.read_text().replace("def count", "def brevity"))
+    return f"{other}:brevity"
+
+
 OTHERS: dict[str, tuple[object, str]] = {
     "model": (_other_model, "the content of model was '"),
     "reference_model": (_other_model, "the content of reference_model was '"),
@@ -456,6 +464,25 @@ OTHERS: dict[str, tuple[object, str]] = {
     "temperature": (0.5, "temperature was 1.0 and is 0.5"),
     "reward_weights": (2, "reward_weights was None and is [2.0]"),
 }
+
+
+def test_a_reward_of_another_name_makes_another_run(folder: Folder, run) -> None:
+    assert run(iterations=1)[0] == 0
+    code, said = run(resume=True, iterations=2, rewards=_renamed_reward(folder))
+    assert code == 2
+    assert "the content of rewards/brevity was None and is '" in said
+    assert "the content of rewards/count was '" in said
+
+
+def test_a_disk_that_is_full_under_the_policy_is_a_sentence(run, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("I/O error: File too large (os error 27)")
+
+    monkeypatch.setattr(PPOTrainer, "save_policy", full)
+    code, said = run(iterations=1)
+    assert code == 1
+    assert "a file could not be written or read: I/O error: File too large" in said
+    assert "Traceback" not in said
 
 
 def test_a_resume_under_another_config_is_refused_unless_it_is_asked_for(
@@ -778,6 +805,32 @@ def test_a_stage_takes_the_newest_whole_checkpoint_and_keeps_as_many_as_it_is_to
     code = cli.main(stage(checkpoint_limit=2, resume=True, seed=5))
     assert code == 2
     assert "is of another run: seed was 0 and is 5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [1, 2], ids=["the first", "a later one"])
+def test_a_stage_that_is_killed_while_it_writes_a_checkpoint_can_be_resumed(
+    count: int, stage, folder: Folder, monkeypatch
+) -> None:
+    assert cli.main(stage()) == 0
+    weights = (folder.run / "model.safetensors").read_bytes()
+    shutil.rmtree(folder.run)
+    child = os.fork()
+    if child == 0:
+        written = []
+
+        def killed(directory, *rest, _write=manifest.write):
+            written.append(directory)
+            if len(written) == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+            _write(directory, *rest)
+
+        monkeypatch.setattr(manifest, "write", killed)
+        os._exit(cli.main(stage()))
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert folder.checkpoints() == ["checkpoint-2"] * (count - 1)
+    assert cli.main(stage(resume=True)) == 0
+    assert (folder.run / "model.safetensors").read_bytes() == weights
+    assert not [*folder.run.glob(".unfinished*"), *folder.run.glob("damaged*")]
 
 
 def test_a_stage_that_finds_the_disk_full_says_so(

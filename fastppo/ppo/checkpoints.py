@@ -69,7 +69,11 @@ class Checkpoints:
         Raises:
             CheckpointError: it, or the one before, could not be written.
         """
-        self.wait()
+        failed = None
+        try:
+            self.wait()
+        except CheckpointError as error:  # what is saved now matters more
+            failed = error
         number, threaded = self.state.iteration, self.config.checkpoint_async
         what = checkpoint.snapshot(
             self.model,
@@ -91,10 +95,16 @@ class Checkpoints:
         else:
             self.newest = checkpoint.write(self.run_dir, number, what, **options)
         self._begun_at, self._time, self._worth = number, time.monotonic(), []
+        if failed is not None:
+            raise failed
         return self.run_dir / f"checkpoint-{number:06d}"
 
     def finish(self) -> None:
         """Writes a last checkpoint, unless there is one of this iteration, and waits for it."""
+        try:
+            self.wait()
+        except CheckpointError as error:
+            self.say(f"{error}; writing another")
         if self.state.iteration != self._begun_at:
             self.save()
         self.wait()

@@ -318,7 +318,9 @@ class _Batch:
             return
         graph = memory.graphs[kind]
         if graph is None:
-            graph = memory.graphs[kind] = _recorded(partial(self._step, drawn), memory.pool)
+            device = self.decoder.policy.device
+            graph = _recorded(partial(self._step, drawn), memory.pool, device)
+            memory.graphs[kind] = graph
         graph.replay()
 
     # --------------------------------------------------------------------------------- on the host
@@ -391,11 +393,20 @@ class _Batch:
         )
 
 
-def _recorded(step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+def _recorded(step: Callable[[], None], pool: Any, device: torch.device) -> torch.cuda.CUDAGraph:
     """A step as a graph; nothing is computed yet."""
     graph = torch.cuda.CUDAGraph()
-    # Other threads may use the device in the meantime.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    # torch would record on a stream of the current device, which may be another one. Other threads
+    # may use the device in the meantime.
+    with (
+        torch.cuda.device(device),
+        torch.cuda.graph(
+            graph,
+            pool=pool,
+            stream=torch.cuda.Stream(device),
+            capture_error_mode="thread_local",
+        ),
+    ):
         step()
     return graph
 

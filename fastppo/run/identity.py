@@ -72,12 +72,14 @@ def differences(
     found = []
     for part in ("options", "fingerprints", "versions"):
         one, other = before.get(part, {}), now[part]
-        for name in other:
-            if name in NOT_COMPARED or name not in one or one[name] == other[name]:
+        # What is read and was not, or no longer is, differs; an option of a newer version does not.
+        names = {**one, **other} if part == "fingerprints" else [x for x in other if x in one]
+        for name in names:
+            if name in NOT_COMPARED or one.get(name) == other.get(name):
                 continue
             matters = part == "fingerprints" or (part == "options" and name in essential)
             label = f"the content of {name}" if part == "fingerprints" else name
-            found.append(Difference(label, one[name], other[name], matters))
+            found.append(Difference(label, one.get(name), other.get(name), matters))
     return sorted(found, key=lambda difference: not difference.is_other_run)
 
 

@@ -39,6 +39,9 @@ from fastppo.run.log import RunLog, check_no_run, progress, read_jsonl, say
 from fastppo.run.options import Options, WeightOptions, option
 from fastppo.run.signals import Asked, Stopped, listening
 
+UNFINISHED = ".unfinished"
+"""Where a checkpoint is written, in the run directory, before it has its name."""
+
 
 @dataclass(kw_only=True, frozen=True)
 class DataOptions(Options):
@@ -217,6 +220,7 @@ class SupervisedTrainer(Trainer, ABC):
     ) -> None:
         self.config = config
         self.collate = collate
+        self._unfinished: Path | None = None
         self.identity = of_run(config, fingerprints or {})
         self.say: Callable[[str], None] = print
         super().__init__(
@@ -305,7 +309,10 @@ class SupervisedTrainer(Trainer, ABC):
         if asked.stop and self.state.global_step < self.state.max_steps:
             done, end = self.state.global_step, self.state.max_steps
             newest = newest_checkpoint(self.config.output_dir)
-            how_far = f" after {done} of {end} steps; `--resume true` goes on from {newest}"
+            next_run = f"`--resume true` goes on from {newest}"
+            if newest is None:
+                next_run = "no checkpoint was written"
+            how_far = f" after {done} of {end} steps; {next_run}"
             raise Stopped(asked.stop, how_far)
         records = self.state.log_history
         losses = [record["loss"] for record in records if "loss" in record]
@@ -335,23 +342,33 @@ class SupervisedTrainer(Trainer, ABC):
         self.say(f"resuming from {found.path}")
         return found.path
 
+    def _get_output_dir(self, *args: Any, **kwargs: Any) -> str:
+        """Where Trainer writes a checkpoint: a name that is not one, until all of it is there."""
+        return str(self._unfinished or super()._get_output_dir(*args, **kwargs))
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Trainer's, with a manifest, without which it does not count; then the oldest ones go."""
         run_dir = Path(self.config.output_dir)
         path = run_dir / f"checkpoint-{self.state.global_step}"
-        shutil.rmtree(path, ignore_errors=True)  # what a run left that was killed while writing
+        shutil.rmtree(run_dir / UNFINISHED, ignore_errors=True)  # of a run that was killed
+        self._unfinished = run_dir / UNFINISHED
         try:
             super()._save_checkpoint(*args, **kwargs)
-            manifest.write(path, self.state.global_step, {"run": self.identity})
+            written = self._unfinished / path.name
+            manifest.write(written, self.state.global_step, {"run": self.identity})
+            shutil.rmtree(path, ignore_errors=True)
+            written.rename(path)
             manifest.sync(run_dir)
         except (OSError, SafetensorError, RuntimeError) as error:  # torch.save's is the last
-            shutil.rmtree(path, ignore_errors=True)
             older = newest_checkpoint(run_dir)
             stays = "there is none yet" if older is None else f"the newest is {older}"
             sentence = f"checkpoint {path} could not be written: {error}; {stays}"
             if self.config.checkpoint_failure == "stop":
                 raise CheckpointError(sentence) from error
             self.say(f"{sentence}; going on without it (checkpoint_failure=continue)")
+        finally:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+            self._unfinished = None
         for old in checkpoints(run_dir)[: -self.config.checkpoint_limit]:
             shutil.rmtree(old, ignore_errors=True)
 

@@ -84,6 +84,31 @@ def test_what_goes_wrong_in_the_thread_comes_out_at_the_next_checkpoint(
     trainer.checkpoints.close()
 
 
+@pytest.mark.parametrize("later", [True, False], ids=["a later one", "the same again"])
+def test_a_disk_that_was_full_once_costs_no_later_checkpoint(
+    later: bool, tmp_path: Path, monkeypatch
+) -> None:
+    trainer = make_trainer(tmp_path, checkpoint_async=True)
+    write, fail = checkpoint.write, [True]
+
+    def fails_once(*args, **options):
+        if fail.pop() if fail else False:
+            raise CheckpointError("the disk is full")
+        return write(*args, **options)
+
+    monkeypatch.setattr(checkpoint, "write", fails_once)
+    trainer.state.iteration = 1
+    trainer.checkpoints.save()
+    if later:
+        trainer.state.iteration = 2
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            trainer.checkpoints.save()
+    trainer.checkpoints.finish()
+    trainer.checkpoints.close()
+    names = [path.name for path in checkpoint.checkpoints(tmp_path / "run")]
+    assert names == [f"checkpoint-00000{2 if later else 1}"]
+
+
 def test_a_checkpoint_of_a_reward_that_was_edited_is_refused(tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     for text, refused in (("1.0", False), ("2.0", True)):

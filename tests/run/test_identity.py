@@ -55,10 +55,20 @@ def test_another_version_is_shown_and_not_refused() -> None:
     assert sentence.startswith("since c-1: torch was '0.1' and is ")
 
 
-def test_what_was_not_there_when_the_checkpoint_was_written_is_not_compared() -> None:
+def test_an_option_that_was_not_there_when_the_checkpoint_was_written_is_not_compared() -> None:
     before = _identity()
-    del before["options"]["seed"], before["fingerprints"]["model"]
+    del before["options"]["seed"]
     assert identity.differences(before, _identity(), ["seed"]) == []
+
+
+def test_what_is_read_besides_or_no_longer_makes_another_run() -> None:
+    one, both = _identity(), _identity()
+    both["fingerprints"]["rewards/brevity"] = "abc"
+    for before, now, says in ((one, both, "was None and is 'abc'"), (both, one, "is None")):
+        (found,) = identity.differences(before, now, [])
+        assert found.is_other_run
+        assert str(found).startswith("the content of rewards/brevity was ")
+        assert says in str(found)
 
 
 def test_another_run_is_refused_unless_it_is_allowed() -> None:
