@@ -709,7 +709,8 @@ IDENTITY = (
     *("reward_weights", "score_normalization", "length_normalized_score"),
     *("reward_ensemble_by", "reward_ensemble_std_coef", "reward_ensemble_weight"),
     *("rollout_batch_size", "samples_per_prompt", "minibatches", "ppo_epochs"),
-    *("max_new_tokens", "temperature", "top_k", "top_p"),
+    *("max_new_tokens", "temperature", "top_k", "top_p", "min_new_tokens"),
+    *("stop_token_ids", "stop_strings", "no_repeat_ngram_size"),
     *("objective", "advantage", "group_std", "lam_alpha", "value_lam", "optimizer", "aggregation"),
     *("kl_estimator", "kl_loss_estimator"),
 )

@@ -131,7 +131,15 @@ class SupervisedConfig(DataOptions, WeightOptions, StepOptions, StageOptions):
 
 IDENTITY = (
     *("param_dtype", "lora_rank", "lora_alpha", "lora_target_modules"),
-    *("split", "eval_share", "max_length", "seed", "batch_size", "gradient_accumulation"),
+    *(
+        "split",
+        "eval_data",
+        "eval_share",
+        "max_length",
+        "seed",
+        "batch_size",
+        "gradient_accumulation",
+    ),
     "center_coef",
 )
 """Options that say which run it is, as for PPO; model and data are known by their content."""
