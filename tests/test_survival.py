@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,6 +106,7 @@ def test_a_kill_before_the_first_checkpoint_leaves_nothing_twice(
     assert command_line.finish(process) == -signal.SIGKILL, log.read_text()
     assert folder.checkpoints() == []
     folder.write_reward()
+    time.sleep(1.1)  # TensorBoard reads files by their second, and then by process
     code, _ = run(resume=True, **options)
     assert code == 0
     assert [r["iteration"] for r in read_jsonl(folder.run / "metrics.jsonl")] == [0, 1, 2]
