@@ -193,6 +193,35 @@ def test_a_config_file_is_refused_by_name(text: str, folder: Folder) -> None:
     assert YAML[text] in said
 
 
+RECORD = '{"iteration": 0, "reward": 1.0}\n'
+SAMPLE = {"iteration": 0, "prompt": "a", "completion": "b", "reward": 1.0, "rewards": {"r": 1.0}}
+SAMPLE |= {"monitors": {}, "kl": None, "tokens": 1, "finish_reason": "stop"}
+RUN_FILES = [
+    ("metrics.jsonl", RECORD + '{"iteration": "0"}\n', ", line 2: 'iteration' is '0'"),
+    ("metrics.jsonl", RECORD + '{"reward": 1.0}\n', ", line 2: expected a field iteration"),
+    ("metrics.jsonl", RECORD + '{"iteration": 1, "kl": [1]}\n', ", line 2: 'kl' is [1]"),
+    ("metrics.jsonl", '{"iteration": 0, "warnings": 3}\n', ", line 1: 'warnings' is 3"),
+    ("samples.jsonl", '{"iteration": 0}\n', ", line 1: expected a field kl"),
+    ("samples.jsonl", json.dumps(SAMPLE | {"rewards": [1]}) + "\n", ", line 1: 'rewards' is [1]"),
+    ("samples.jsonl", json.dumps(SAMPLE) + "\n\xff\n", ", line 2: expected a JSON object"),
+    ("config.yaml", "model: [", " is not valid YAML"),
+    ("config.yaml", "- model", ": expected `option: value` lines, got list"),
+    ("config.yaml", "seed: 2024-13-45", " holds a value that cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "says"), RUN_FILES)
+def test_a_damaged_file_of_a_run_is_refused_by_the_report(
+    name: str, content: str, says: str, tmp_path: Path
+) -> None:
+    whole = {"metrics.jsonl": RECORD, "samples.jsonl": json.dumps(SAMPLE) + "\n", "config.yaml": ""}
+    for file, text in whole.items():
+        (tmp_path / file).write_text(text)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
+    assert f"{tmp_path / name}{says}" in _refused(["report", str(tmp_path)])
+
+
 def test_integers_are_what_they_are(tmp_path: Path) -> None:
     """Through a float those above 2⁵³ would be rounded."""
     large = 2**53 + 1

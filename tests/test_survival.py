@@ -22,8 +22,10 @@ import tiny
 from command_line import Folder
 from safetensors import SafetensorError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM
 
 from fastppo import cli
+from fastppo.models.policy import ActorCritic
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run import manifest
 from fastppo.run.log import read_jsonl
@@ -487,6 +489,31 @@ def test_a_disk_that_is_full_under_the_policy_is_a_sentence(run, monkeypatch) ->
     assert "Traceback" not in said
 
 
+@pytest.mark.parametrize("how", ["full", "killed"])
+def test_half_a_policy_is_none(how: str, folder: Folder, run, monkeypatch) -> None:
+    """Killed, or on a full disk, while it is written: the run goes on and writes all of it."""
+    original = ActorCritic.save_policy
+
+    def half(self, directory) -> None:
+        original(self, directory)
+        (directory / "model.safetensors").write_bytes(b"half")
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise SafetensorError("I/O error: File too large (os error 27)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ActorCritic, "save_policy", half)
+        child = os.fork()
+        if child == 0:
+            os._exit(run(iterations=1)[0])
+        status = os.waitpid(child, 0)[1]
+    assert status == (signal.SIGKILL if how == "killed" else 1 << 8)
+    assert not [path for path in folder.run.glob("policy/*") if path.name != ".unfinished"]
+    assert run(iterations=1, resume=True)[0] == 0
+    AutoModelForCausalLM.from_pretrained(folder.run / "policy")
+    assert not (folder.run / "policy" / ".unfinished").exists()
+
+
 def test_a_resume_under_another_config_is_refused_unless_it_is_asked_for(
     folder: Folder, run
 ) -> None:
@@ -636,7 +663,7 @@ def test_samples_without_a_score_are_dropped_if_that_is_asked_for(folder: Folder
     code, said = run(iterations=3, reward_failure="drop")
     assert code == 0
     assert "reward 'count' returned None for completion 0; expected a number within" in said
-    assert f"{folder.run / 'failed_reward.json'}); 4 of 16 samples dropped" in said
+    assert f"{folder.run / 'failed_reward.json'}); 4 of 16 samples without a score" in said
     metrics = read_jsonl(folder.run / "metrics.jsonl")
     assert [record["dropped_samples"] for record in metrics] == [0, 0.25, 0]
     assert metrics[1]["reward"] == pytest.approx(sum(i / 8 for i in range(4, 16)) / 12)
@@ -670,7 +697,7 @@ def test_scores_that_fp32_cannot_train_on_are_refused_and_the_largest_others_tra
     shutil.rmtree(folder.run)
     code, said = run(**options, reward_weights=1e9)
     assert code == 1
-    assert "the weighted sum of the rewards is " in said
+    assert "the weighted rewards of completion " in said
 
 
 def test_a_reward_file_takes_no_librarys_name(folder: Folder, run) -> None:
@@ -744,9 +771,13 @@ def _records(folder: Folder) -> list[dict]:
     return [{k: v for k, v in record.items() if "runtime" not in k} for record in found]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("signum", "step"),
+    [(signal.SIGTERM, 5), (signal.SIGKILL, 5), (signal.SIGUSR1, 5), (signal.SIGTERM, 8)],
+    ids=["SIGTERM", "SIGKILL", "SIGUSR1", "SIGTERM at an epoch's end"],
+)
 def test_a_stage_that_was_stopped_ends_in_the_same_bits(
-    signum: signal.Signals, stage, folder: Folder, capsys, monkeypatch
+    signum: signal.Signals, step: int, stage, folder: Folder, capsys, monkeypatch
 ) -> None:
     from fastppo.stages.supervised import Interruptions
 
@@ -757,7 +788,7 @@ def test_a_stage_that_was_stopped_ends_in_the_same_bits(
     original = Interruptions.on_step_end
 
     def send(self, args, state, control, **more):
-        if state.global_step == 5:
+        if state.global_step == step:
             os.kill(os.getpid(), signum)
         original(self, args, state, control, **more)
 
@@ -775,9 +806,8 @@ def test_a_stage_that_was_stopped_ends_in_the_same_bits(
             assert code == 0
         else:
             assert code == 143
-            where = folder.run / "checkpoint-5"
-            assert "stopped by SIGTERM after 5 of 16 steps; `--resume true` goes on from" in said
-            assert f"{where}\n" in said
+            where = f"`--resume true` goes on from {folder.run / f'checkpoint-{step}'}\n"
+            assert f"stopped by SIGTERM after {step} of 16 steps; {where}" in said
     monkeypatch.undo()
     if signum != signal.SIGUSR1:
         assert cli.main(stage(epochs=2, resume=True)) == 0
@@ -807,6 +837,30 @@ def test_a_stage_takes_the_newest_whole_checkpoint_and_keeps_as_many_as_it_is_to
     code = cli.main(stage(checkpoint_limit=2, resume=True, seed=5))
     assert code == 2
     assert "is of another run: seed was 0 and is 5" in capsys.readouterr().err
+
+
+def test_a_stage_with_another_tokenizer_or_another_reference_is_another_run(
+    stage, folder: Folder, capsys
+) -> None:
+    reference = folder.path / "reference.jsonl"
+    lines = [json.dumps({"prompt": f"w{i}", "completion": " w3"}) + "\n" for i in range(6)]
+    reference.write_text("".join(lines))
+    flags = stage()
+    is_reward = flags[0] == "reward"
+    given = ["--reference", str(reference)] * is_reward
+    assert cli.main([*flags, *given]) == 0
+    if is_reward:
+        reference.write_text("".join(lines[:-1]) + lines[0])
+        assert cli.main([*stage(resume=True), *given]) == 2
+        assert "of another run: the content of reference was" in capsys.readouterr().err
+        reference.write_text("".join(lines))
+    tokenizer = Path(folder.model, "tokenizer.json")
+    written = json.loads(tokenizer.read_text())
+    vocabulary = written["model"]["vocab"]
+    vocabulary["w7"], vocabulary["w8"] = vocabulary["w8"], vocabulary["w7"]
+    tokenizer.write_text(json.dumps(written))
+    assert cli.main([*stage(resume=True), *given]) == 2
+    assert "of another run: the content of tokens was" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("count", [1, 2], ids=["the first", "a later one"])

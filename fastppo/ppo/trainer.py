@@ -37,6 +37,7 @@ from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import Rows
 from fastppo.functional.losses import PPOLoss
+from fastppo.models.pretrained import written_whole
 from fastppo.ppo.advantages import make_advantages
 from fastppo.ppo.build import build
 from fastppo.ppo.checkpoints import Checkpoints
@@ -471,10 +472,13 @@ class PPOTrainer:
     def save_policy(self, directory: str | Path) -> None:
         """Writes the policy, its tokenizer and generation config; the value function beside it."""
         directory = Path(directory)
-        self.model.save_policy(directory)
-        self.tokenizer.save_pretrained(directory)
-        self.model.save_value_function(directory.parent / "value_function.safetensors")
-        permit(directory, directory.parent / "value_function.safetensors")
+        values = directory.parent / "value_function.safetensors"
+        with written_whole(directory) as unfinished:
+            self.model.save_policy(unfinished)
+            self.tokenizer.save_pretrained(unfinished)
+            self.model.save_value_function(unfinished / values.name)
+            (unfinished / values.name).replace(values)
+        permit(directory, values)
 
     # ---------------------------------------------------------------------------- around a step
 

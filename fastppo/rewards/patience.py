@@ -45,14 +45,14 @@ class Patience:
             if self.timeout is None:
                 return function()
             for _ in range(self.retries + 1):
-                found = _in_thread(name, function, self.timeout)
+                found = in_thread(name, function, self.timeout)
                 if found is not None:
                     return found()
         times = f", {self.retries + 1} times" if self.retries else ""
         raise TimeoutError(f"did not return within {self.timeout:g} s{times}")
 
 
-def _in_thread(name: str, function: Callable[[], Any], timeout: float) -> Callable[[], Any] | None:
+def in_thread(name: str, function: Callable[[], Any], timeout: float) -> Callable[[], Any] | None:
     """A function that returns or raises what `function` does; None if it is too late."""
     outcome: list[Callable[[], Any]] = []
 

@@ -22,6 +22,7 @@ is none. A reward gets copies of everything, so it may do with them what it like
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 import json
@@ -38,6 +39,9 @@ Partial = list[float] | list[tuple[int, float]]
 """Rewards within one completion: one number per response token, or (end, value) pairs."""
 
 Reward = Callable[..., Sequence[float | Partial]]
+
+LONGEST_MESSAGE = 500
+"""Characters of what a reward raised that are shown."""
 
 MAX_REWARD = 1e15
 """Rewards are trained on in fp32: the value loss squares them, the gradient's norm squares what
@@ -138,7 +142,7 @@ def score(
         return scored
     first = failures[0]
     rows = [error.row for error in failures if error.row is not None] or range(len(completions))
-    where = _save_failure(
+    where = save_failure(
         failure_file,
         first.reward,
         [prompts[i] for i in rows],
@@ -148,7 +152,7 @@ def score(
     )
     if not patience.drop:
         raise RewardError(f"{first}{where}") from first.__cause__
-    patience.say(f"{first}{where}; {len(rows)} of {len(completions)} samples dropped")
+    patience.say(f"{first}{where}; {len(rows)} of {len(completions)} samples without a score")
     return scored
 
 
@@ -184,10 +188,11 @@ def score_term(
         raise TermError(name, error.sentence, error.row) from error.__cause__
     except TimeoutError as error:
         if error.errno is not None:  # its own, of a socket
-            raise TermError(term.name, f"raised {error!r}") from error
+            raise TermError(term.name, _raised(error)) from error
         raise TermError(term.name, str(error)) from None
-    except (Exception, SystemExit) as error:  # a script's exit() is no way to end a run
-        raise TermError(term.name, f"raised {error!r}") from error
+    # A script's exit() is no way to end a run, nor is a task that was cancelled.
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        raise TermError(term.name, _raised(error)) from error
     found: list[TermError] = []
     scored = _validated(term.name, returned, len(completions), completion_ids, found)
     if found and (not patience.drop or failures is None):
@@ -195,6 +200,11 @@ def score_term(
     if failures is not None:
         failures += found
     return scored
+
+
+def _raised(error: BaseException) -> str:
+    text = f"raised {error!r}"
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]} …"
 
 
 def _validated(
@@ -314,7 +324,7 @@ def _call(
     return function(prompts, completions, **wanted)
 
 
-def _save_failure(
+def save_failure(
     path: Path | None,
     reward: str,
     prompts: Sequence[Any],

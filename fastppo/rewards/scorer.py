@@ -29,7 +29,7 @@ from fastppo.rewards.processing import (
     length_penalty,
     whiten_scores,
 )
-from fastppo.rewards.reward import MAX_REWARD, RewardError, RewardTerm, Scored, score
+from fastppo.rewards.reward import MAX_REWARD, RewardError, RewardTerm, Scored, save_failure, score
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,18 +199,41 @@ class Scorer:
         last = torch.zeros(len(completions))
         for term in self.terms:
             last += term.weight * torch.tensor(terms[term.name].whole)
-        if last.abs().nan_to_num(0).amax(0) > MAX_REWARD:
-            row = int(last.abs().nan_to_num(0).argmax())
-            raise RewardError(
-                f"the weighted sum of the rewards is {last[row].item():g} for completion {row}; "
-                f"expected a number within ±{MAX_REWARD:g}"
-            )
         within = self._within(terms, prompts, completions, response_ids)
         lengths = [len(ids) for ids in response_ids]
         kept = None
         if self.patience.drop:
             kept = [row for row, score in enumerate(last.tolist()) if not math.isnan(score)]
-        return Scores(last, within, lengths, terms, monitors, kept)
+        scores = Scores(last, within, lengths, terms, monitors, kept)
+        self._check_range(scores, prompts, completions)
+        return scores
+
+    def _check_range(self, scores: Scores, prompts: Prompts, completions: Sequence[str]) -> None:
+        """Raises RewardError for a weighted sum, of a response or a token, that fp32 PPO cannot
+        use. Of a sample without a score there is none."""
+        largest = scores.total.abs()
+        if scores.within is not None:
+            parts = scores.within.abs().split(list(scores.lengths))
+            tokens = torch.stack([torch.cat([part, torch.zeros(1)]).amax() for part in parts])
+            largest = torch.maximum(largest, tokens)
+        for row, value in enumerate(largest.tolist()):
+            dropped = any(math.isnan(values[row]) for values in scores.terms.values())
+            if value <= MAX_REWARD or dropped:
+                continue
+            sentence = (
+                f"the weighted rewards of completion {row} come to {value:g}; expected a number "
+                f"within ±{MAX_REWARD:g}"
+            )
+            columns = {name: [column[row]] for name, column in prompts.columns.items()}
+            where = save_failure(
+                self.failure_file,
+                "all",
+                [prompts.prompts[row]],
+                [completions[row]],
+                columns,
+                sentence,
+            )
+            raise RewardError(sentence + where)
 
     def _within(
         self,

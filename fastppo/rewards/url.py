@@ -22,6 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
+from fastppo.rewards.patience import in_thread
+
 TIMEOUT = 60.0
 """Seconds for a request, unless others are given."""
 
@@ -78,6 +80,7 @@ class URLReward:
             usable = parts.scheme in ("http", "https") and bool(parts.hostname)
             usable = usable and (parts.port is None or parts.port > 0) and url.isascii()
             usable = usable and not any(character.isspace() for character in url)
+            usable = usable and "@" not in parts.netloc  # a password; a token has its variable
         except ValueError:
             usable = False
         if not usable:
@@ -85,7 +88,8 @@ class URLReward:
         self.url, self.batch_size, self.concurrency = url, batch_size, concurrency
         self.timeout = TIMEOUT if timeout is None else timeout
         self.retries = retries
-        # Not the query, which may hold what is nobody's business.
+        # Without the query, which may hold what is nobody's business.
+        self._shown = f"{parts.scheme}://{parts.netloc}{parts.path}"
         self.__name__ = parts.path.strip("/").rpartition("/")[2] or parts.hostname or url
         self._open = urllib.request.build_opener(_NoRedirect).open
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
@@ -123,12 +127,12 @@ class URLReward:
         try:
             answer = json.loads(reply)
         except (ValueError, RecursionError):
-            raise RequestError(f"at {self.url} answered what is not JSON") from None
+            raise RequestError(f"at {self._shown} answered what is not JSON") from None
         rewards = answer.get("rewards") if isinstance(answer, dict) else None
         if not isinstance(rewards, list) or len(rewards) != count:
             found = f"{len(rewards)} rewards" if isinstance(rewards, list) else "no list of rewards"
             raise RequestError(
-                f'at {self.url} answered {found}; expected {{"rewards": […]}} with {count}'
+                f'at {self._shown} answered {found}; expected {{"rewards": […]}} with {count}'
             )
         return rewards
 
@@ -136,7 +140,7 @@ class URLReward:
         """The reply's bytes, after as many requests as it takes."""
         for attempt in range(self.retries + 1):
             try:
-                return self._request(body)
+                return self._in_time(body)
             except urllib.error.HTTPError as error:
                 with error:
                     wrong = f"answered {error.code} {error.reason}"
@@ -151,18 +155,26 @@ class URLReward:
             if attempt < self.retries:
                 time.sleep(_pause(attempt, after))
         times = f", {attempt + 1} times" if attempt else ""
-        raise RequestError(f"at {self.url} {wrong}{times}")
+        raise RequestError(f"at {self._shown} {wrong}{times}")
+
+    def _in_time(self, body: bytes) -> bytes:
+        """`_request`, which a server that sends its header byte by byte could draw out: the
+        time-out of a socket is of one piece."""
+        found = in_thread("request", lambda: self._request(body), self.timeout)
+        if found is None:
+            raise TimeoutError
+        return found()
 
     def _request(self, body: bytes) -> bytes:
         request = urllib.request.Request(self.url, body, self._headers, method="POST")
         end = time.monotonic() + self.timeout
         found = bytearray()
         with self._open(request, timeout=self.timeout) as response:
-            # Piece by piece: the time-out of a socket is of one piece, and a length may be a lie.
+            # Piece by piece, for a length may be a lie.
             while piece := response.read1(65536):
                 found += piece
                 if len(found) > MAX_REPLY:
-                    raise RequestError(f"at {self.url} answered more than {MAX_REPLY} bytes")
+                    raise RequestError(f"at {self._shown} answered more than {MAX_REPLY} bytes")
                 if time.monotonic() > end:
                     raise TimeoutError
         return bytes(found)

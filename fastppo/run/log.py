@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ class RunLog:
         self.directory.mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "samples.jsonl"):
             self.notes += cut(self.directory / name, index, first)
+        self._excepthook = threading.excepthook
+        threading.excepthook = _silent_of_events(threading.excepthook)
         # Of a run that was killed before its first checkpoint every point is written anew.
         self._writer = SummaryWriter(str(self.directory / "tensorboard"), purge_step=first)
         self._wandb: Any = None
@@ -73,11 +76,13 @@ class RunLog:
         record: dict[str, Any] = {self.index: number, **metrics}
         if warnings:
             record["warnings"] = list(warnings)
-            self._writer.add_text("warnings", "\n\n".join(warnings), number)
+            with self._writing_events():
+                self._writer.add_text("warnings", "\n\n".join(warnings), number)
         _append(self.directory / "metrics.jsonl", [record])
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, number)
-        self._writer.flush()
+        with self._writing_events():
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, number)
+            self._writer.flush()
         if self._wandb is not None:
             self._wandb.log(metrics, step=number)
 
@@ -86,10 +91,32 @@ class RunLog:
         records = [{self.index: number, **sample} for sample in samples]
         _append(self.directory / "samples.jsonl", records)
 
+    @contextmanager
+    def _writing_events(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            events = self.directory / "tensorboard"
+            raise RuntimeError(f"{events} could not be written: {error}") from error
+
     def close(self) -> None:
-        self._writer.close()
+        with suppress(OSError):  # metrics.jsonl holds the same numbers
+            self._writer.close()
+        threading.excepthook = self._excepthook
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def _silent_of_events(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """TensorBoard writes in a thread and raises its OSError once more where the next event is
+    added: the traceback of the thread would be a second word on the same."""
+
+    def silent(failed: Any) -> None:
+        package = type(failed.thread).__module__.partition(".")[0]
+        if not (package == "tensorboard" and issubclass(failed.exc_type, OSError)):
+            hook(failed)
+
+    return silent
 
 
 def say(console: Console, sentence: str, style: str = "") -> None:
@@ -229,4 +256,5 @@ def _append(path: Path, records: list[dict[str, Any]]) -> None:
         with path.open("ab") as file:
             file.write(data)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        # The run has begun: this is no wrong value of the user's.
+        raise RuntimeError(f"{path} could not be written: {error}") from error

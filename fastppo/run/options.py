@@ -193,6 +193,22 @@ def read_yaml(path: str | Path, options: type[Options]) -> dict[str, Any]:
     Raises:
         ValueError: no mapping, or a key that is no option; the nearest option is named.
     """
+    loaded = load_yaml(path)
+    known = [each.name for each in fields(options)]
+    for key in loaded:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1) if isinstance(key, str) else []
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{path}: no option {shown(key)}{hint}")
+    return loaded
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """A YAML file of `key: value` lines.
+
+    Raises:
+        ValueError: it cannot be read, or holds something else.
+    """
     if not Path(path).is_file():
         raise ValueError(f"there is no config file {path}")
     try:
@@ -215,12 +231,6 @@ def read_yaml(path: str | Path, options: type[Options]) -> dict[str, Any]:
         ) from None
     if not isinstance(loaded, dict):
         raise ValueError(f"{path}: expected `option: value` lines, got {type(loaded).__name__}")
-    known = [each.name for each in fields(options)]
-    for key in loaded:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1) if isinstance(key, str) else []
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{path}: no option {shown(key)}{hint}")
     return loaded
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
+from fastppo.functional.arguments import shown
 from fastppo.run.log import read_jsonl
+from fastppo.run.options import load_yaml
 
 
 class Panel(NamedTuple):
@@ -152,6 +153,7 @@ def write_report(run_dir: str | Path) -> Path:
 
     Raises:
         FileNotFoundError: there is no metrics.jsonl, or it is empty.
+        ValueError: the run is no PPO run, or a file of it is damaged; file and line are named.
     """
     import jinja2
 
@@ -166,9 +168,11 @@ def write_report(run_dir: str | Path) -> Path:
             f"{run_dir} is no PPO run, and the report is of one; the curves of sft and reward are "
             f"in {run_dir / 'tensorboard'}"
         )
+    _check(records, run_dir / "metrics.jsonl", METRICS_LINE, others=_is_number)
     samples = read_jsonl(run_dir / "samples.jsonl")
+    _check(samples, run_dir / "samples.jsonl", SAMPLES_LINE)
     config_file = run_dir / "config.yaml"
-    config = yaml.safe_load(config_file.read_bytes()) if config_file.exists() else {}
+    config = load_yaml(config_file) if config_file.exists() else {}
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(
         files("fastppo.run").joinpath("report.html.jinja").read_text(encoding="utf-8")
@@ -185,6 +189,51 @@ def write_report(run_dir: str | Path) -> Path:
     path = run_dir / "report.html"
     path.write_text(html, encoding="utf-8")
     return path
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
+
+
+def _are_sentences(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(sentence, str) for sentence in value)
+
+
+METRICS_LINE = {"iteration": _is_whole, "warnings": _are_sentences}
+SAMPLES_LINE = {
+    "iteration": _is_whole,
+    "reward": _is_number,
+    "rewards": _are_numbers,
+    "monitors": _are_numbers,
+    "kl": lambda value: value is None or _is_number(value),
+    "tokens": _is_whole,
+}
+"""What a field of a line must be for the report to show it."""
+
+
+def _check(
+    records: list[dict[str, Any]],
+    path: Path,
+    expected: Mapping[str, Callable[[Any], bool]],
+    others: Callable[[Any], bool] = lambda value: True,
+) -> None:
+    """Raises ValueError with file and line for a field that is not as `expected` has it."""
+    needed = set(expected) - {"warnings"}
+    for number, record in enumerate(records, 1):
+        missing = sorted(needed - set(record))
+        if missing:
+            raise ValueError(f"{path}, line {number}: expected a field {missing[0]}")
+        for name, value in record.items():
+            if not expected.get(name, others)(value):
+                raise ValueError(f"{path}, line {number}: {shown(name)} is {shown(value)}")
 
 
 def summary(records: list[dict[str, Any]]) -> list[tuple[str, float, float]]:

@@ -49,6 +49,7 @@ from fastppo.models.pretrained import (
     load_tokenizer,
     load_whole,
     model_config,
+    written_whole,
 )
 from fastppo.models.trunk import checkpoint_activations, switch_dropout_off
 from fastppo.rewards.model import sequence_scores
@@ -275,6 +276,7 @@ def train_reward_model(
         "data": fingerprint.of_rows(rows),
     }
     data = encode(rows, config.data or "data")
+    fingerprints["tokens"] = fingerprint.of_rows(data.examples)
     if eval_rows is not None or config.eval_data is not None:
         held_rows = eval_rows or load_rows(config.eval_data or "", config.split)
         train = data.examples
@@ -286,6 +288,7 @@ def train_reward_model(
     reference: list[list[int]] = []
     if config.normalize:
         reference = _reference(config, reference_rows, tokenizer, limit, train)
+        fingerprints["reference"] = fingerprint.of_rows(reference)
     run_dir = open_run(config)
     pairs, held_pairs = (sum(len(one.pairs) for one in part) for part in (train, held_out))
     start = f"reward model on {len(train)} rows, {pairs} pairs; {held_pairs} pairs held out"
@@ -311,8 +314,9 @@ def train_reward_model(
     if peft is not None:
         trainer.classifier = model = peft.merge_and_unload()
     model.config.score_mean = 0.0  # also where the model that this one started from had another
-    model.save_pretrained(run_dir)
-    tokenizer.save_pretrained(run_dir)
+    with written_whole(run_dir) as directory:
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
     permit(run_dir)
 
     model.float().eval()

@@ -25,6 +25,7 @@ from fastppo.models.pretrained import (
     load_causal_lm,
     load_tokenizer,
     pad_token_id,
+    written_whole,
 )
 from fastppo.models.trunk import checkpoint_activations, hidden_states
 from fastppo.run.log import say
@@ -131,6 +132,7 @@ def train_sft(
     rows = rows or load_rows(config.data, config.split)
     fingerprints = {"model": weights, "data": fingerprint.of_rows(rows)}
     data = encode(rows, config.data or "data")
+    fingerprints["tokens"] = fingerprint.of_rows(data.examples)
     if eval_rows is not None or config.eval_data is not None:
         held_rows = eval_rows or load_rows(config.eval_data or "", config.split)
         held_out = encode(held_rows, config.eval_data or "eval_data").examples
@@ -158,8 +160,9 @@ def train_sft(
     result = trainer.run(console)
     _stop_at_eos(model, tokenizer)
     merged = model if peft is None else peft.merge_and_unload()
-    merged.save_pretrained(run_dir)
-    tokenizer.save_pretrained(run_dir)
+    with written_whole(run_dir) as directory:
+        merged.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
     permit(run_dir)
     return result
 

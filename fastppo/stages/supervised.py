@@ -30,6 +30,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from fastppo.data.rows import DataError
 from fastppo.models.device import autocast, choose_device, compute_dtype
+from fastppo.models.pretrained import UNFINISHED
 from fastppo.models.trunk import context_length
 from fastppo.run import manifest
 from fastppo.run.checkpoint import CheckpointError
@@ -38,9 +39,6 @@ from fastppo.run.lock import held
 from fastppo.run.log import RunLog, check_no_run, progress, read_jsonl, say
 from fastppo.run.options import Options, WeightOptions, option
 from fastppo.run.signals import Asked, Stopped, listening
-
-UNFINISHED = ".unfinished"
-"""Where a checkpoint is written, in the run directory, before it has its name."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -515,7 +513,7 @@ class Interruptions(TrainerCallback):
             control.should_training_stop = True
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.asked.stop:
+        if self.asked.stop and not float(state.epoch).is_integer():
             control.should_evaluate = False  # an epoch that is cut short has no held-out metrics
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:

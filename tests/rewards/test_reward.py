@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import numpy as np
@@ -199,3 +200,14 @@ def test_wrong_parts_are_refused_with_their_row(returned, says, tmp_path) -> Non
         _scored(returned, failure_file=tmp_path / "failed.json")
     record = json.loads((tmp_path / "failed.json").read_text())
     assert record["completions"] == COMPLETIONS[1:]
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), ValueError("x" * 100_000)])
+def test_whatever_a_reward_raises_is_one_sentence(error: BaseException) -> None:
+    def raises(completions: list[str]) -> list[float]:
+        raise error
+
+    with pytest.raises(RewardError) as caught:
+        score(RewardTerm("judge", raises), ["p"], ["c"])
+    assert f"raised {type(error).__name__}(" in str(caught.value)
+    assert len(str(caught.value)) < 600

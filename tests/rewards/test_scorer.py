@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,3 +215,32 @@ def test_samples_of_a_failing_reward_are_saved(tmp_path) -> None:
     with pytest.raises(RewardError, match=r"returned nan .*failed_reward\.json"):
         scorer(Prompts(PROMPTS, [[5], [5]]), COMPLETIONS, IDS)
     assert json.loads((tmp_path / "failed_reward.json").read_text())["reward"] == "broken"
+
+
+def _scorer(weights: list[float], returned: list[Any], failure_file: Path) -> Scorer:
+    terms = [
+        RewardTerm(str(i), lambda completions, _r=reward: [_r] * len(completions), weight)
+        for i, (weight, reward) in enumerate(zip(weights, returned, strict=True))
+    ]
+    return Scorer(terms, [], BYTES, failure_file)
+
+
+@pytest.mark.parametrize(
+    ("weights", "returned", "says"),
+    [
+        ([1e9], [1e14], "1e+23"),
+        ([1e30, -1e30], [1e14, 1e14], "nan"),
+        ([1e9], [[(1, 1e14), (2, -1e14)]], "1e+23"),
+    ],
+    ids=["a sum", "inf less inf", "within a response"],
+)
+def test_weighted_rewards_that_fp32_ppo_cannot_use_are_refused(
+    weights: list[float], returned: list[Any], says: str, tmp_path: Path
+) -> None:
+    prompts = Prompts(["ab"], BYTES(["ab"]).input_ids, {})
+    sentence = f"rewards of completion 0 come to {says}; expected a number within ±1e+15"
+    with pytest.raises(RewardError, match=re.escape(sentence)):
+        _scorer(weights, returned, tmp_path / "failed.json")(
+            prompts, ["xyz"], BYTES(["xyz"]).input_ids
+        )
+    assert json.loads((tmp_path / "failed.json").read_text())["completions"] == ["xyz"]

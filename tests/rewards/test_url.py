@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -84,7 +86,14 @@ def test_a_config_names_it_by_its_address() -> None:
     assert one.fingerprint != other.fingerprint
     options = {"request_options": {"timeout": 5, "retries": 1, "batch_size": 3}}
     assert load_reward(address, **options).timeout == 5
-    for wrong in ("https://", "http://:80", "http://a:b", "http://a b", "https://ü.example"):
+    for wrong in (
+        "https://",
+        "http://:80",
+        "http://a:b",
+        "http://a b",
+        "https://ü.a",
+        "http://a:b@c",
+    ):
         with pytest.raises(ValueError, match="expected https://host/path"):
             load_reward(wrong)
 
@@ -182,6 +191,27 @@ def test_a_server_that_hangs_or_is_not_there_is_waited_for_so_long_and_no_longer
     assert "refused, 2 times" in str(found)
 
 
+def test_a_header_that_comes_byte_by_byte_does_not_draw_the_time_out() -> None:
+    listener, done = socket.create_server(("127.0.0.1", 0)), threading.Event()
+
+    def drip() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            while not done.wait(0.02):
+                connection.sendall(b"H")
+
+    threading.Thread(target=drip, daemon=True).start()
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}/judge?key=secret"
+    begin = time.monotonic()
+    (found, *_) = URLReward(address, timeout=0.3, retries=0)(PROMPTS, COMPLETIONS)
+    took = time.monotonic() - begin
+    done.set()
+    listener.close()
+    assert took < 10, "the server never stops by itself"
+    assert "/judge gave no reply within 0.3 s" in str(found)
+    assert "secret" not in str(found)
+
+
 def test_the_samples_of_one_failing_request_are_dropped_and_the_others_stay(server: Server) -> None:
     server.answer = lambda b: (403, b"") if "bb" in b["completions"] else Server.lengths(b)
     said: list[str] = []
@@ -189,7 +219,7 @@ def test_the_samples_of_one_failing_request_are_dropped_and_the_others_stay(serv
     scored = score(term, PROMPTS, COMPLETIONS, patience=Patience(drop=True, say=said.append))
     assert [scored[0], scored[2]] == [1.0, 3.0]
     assert scored[1] != scored[1]
-    assert "answered 403 Forbidden; 1 of 3 samples dropped" in said[0]
+    assert "answered 403 Forbidden; 1 of 3 samples without a score" in said[0]
     with pytest.raises(RewardError, match=r"reward 'judge' at http.* answered 403"):
         score(term, PROMPTS, COMPLETIONS)
 
@@ -211,7 +241,7 @@ def test_a_certificate_that_nobody_vouches_for_is_refused(
         command = [*openssl, *names, "-keyout", str(key), "-out", str(certificate)]
         subprocess.run(command, check=True, capture_output=True)
     except FileNotFoundError:
-        pytest.skip("openssl makes the certificate")
+        pytest.skip("openssl, which makes the certificate, is not installed")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     server.http.socket = context.wrap_socket(server.http.socket, server_side=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
+import re
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from fastppo.run.log import RunLog, check_no_run, progress, read_jsonl
 from fastppo.run.options import Options, option
@@ -104,6 +108,23 @@ def test_numbers_that_are_not_finite_and_odd_objects_are_written_all_the_same(tm
     line = (tmp_path / "samples.jsonl").read_text(encoding="utf-8")
     assert json.loads(line) == {"iteration": 0, "when": "a/b", "text": "é"}
     assert "é" in line
+
+
+def test_events_that_cannot_be_written_are_one_sentence(tmp_path: Path, monkeypatch) -> None:
+    """Without the traceback of TensorBoard's thread, which pytest takes for an error."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    hook = threading.excepthook
+    log = RunLog(tmp_path, Config())
+    monkeypatch.setattr(RecordWriter, "write", full)
+    says = f"{tmp_path / 'tensorboard'} could not be written: [Errno 28] No space left on device"
+    with pytest.raises(RuntimeError, match=re.escape(says)):
+        log.metrics(0, {"loss": 1.0})
+    log.close()
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"iteration": 0, "loss": 1.0}]
+    assert threading.excepthook is hook
 
 
 # ------------------------------------------------------------------------------------- W&B if asked
