@@ -462,9 +462,10 @@ def value_loss(
         mask, aggregation, denominator, weights: see `ppo_loss` and `aggregation_weights`.
 
     Returns:
-        () fp32, differentiable by the values.
+        () fp32, differentiable by the values. The value term of `total_loss` is twice this.
 
-    Source: Schulman et al. 2017, eq. 9; the clipping, the PPO code of OpenAI baselines.
+    Source: Schulman et al. 2017, eq. 9, whose squared error has no ½; ½ and clipping, the PPO code
+    of OpenAI baselines.
     """
     arguments.tensor("values", values)
     shape = values.shape
@@ -533,11 +534,12 @@ def total_loss(
 
     Args:
         logprobs, old_logprobs, advantages, values, returns: (...); logits: (..., V).
-        vf_coef multiplies ½(V − R)².
+        vf_coef multiplies the squared error (V − R)², as in the paper; with `value_clip` the larger
+            one of clipped and unclipped values. `fastppo.value_loss` is half of it.
 
     Returns:
-        dict of 0-d tensors: total_loss, policy_loss, value_loss, entropy; differentiable by
-        logprobs, values and logits.
+        dict of 0-d tensors: total_loss, policy_loss, value_loss (without the ½), entropy;
+        differentiable by logprobs, values and logits.
 
     Source: Schulman et al. 2017, eq. 9.
     """
@@ -553,7 +555,7 @@ def total_loss(
         dual_clip=dual_clip,
         **shared,
     )
-    value = value_loss(
+    value = 2 * value_loss(
         values, returns, mask, old_values=old_values, clip_ratio=value_clip, **shared
     )
     mean_entropy = entropy(logits, mask, temperature=temperature, **shared)
