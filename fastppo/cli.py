@@ -221,7 +221,11 @@ def parse_options(
     flags = [
         re.sub(r"^--[\w-]+", lambda m: "--" + m[0][2:].replace("-", "_"), a) for a in arguments
     ]
-    given = vars(parser.parse_args(flags))
+    known, unknown = parser.parse_known_args(flags)
+    if unknown:
+        hint = options.hint(unknown[0].removeprefix("--").partition("=")[0])
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    given = vars(known)
     file = given.pop("config", None)
     read = {} if file is None else read_yaml(file, options)
     try:

@@ -32,6 +32,7 @@ import yaml
 
 from fastppo.functional import arguments
 from fastppo.functional.arguments import shown
+from fastppo.run.counterparts import TRL
 
 MAX_INTEGER = 2**63 - 1
 """The largest option that is an integer: what a tensor holds."""
@@ -66,6 +67,16 @@ class Options:
             object.__setattr__(self, each.name, value)
             check_bounds(type(self), each.name, value)
         self.check()
+
+    @classmethod
+    def hint(cls, name: str) -> str:
+        """What to add to the sentence that there is no option of this name."""
+        known = [each.name for each in fields(cls)]
+        counterpart = TRL.get(name, "")
+        if counterpart.partition(" ")[0].strip(",;") in known:
+            return f"; TRL's {name} is {counterpart}"
+        near = difflib.get_close_matches(name, known, n=1)
+        return f"; did you mean {near[0]}?" if near else ""
 
     def check(self) -> None:
         """Raises ValueError where options do not go together."""
@@ -197,8 +208,7 @@ def read_yaml(path: str | Path, options: type[Options]) -> dict[str, Any]:
     known = [each.name for each in fields(options)]
     for key in loaded:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1) if isinstance(key, str) else []
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = options.hint(key) if isinstance(key, str) else ""
             raise ValueError(f"{path}: no option {shown(key)}{hint}")
     return loaded
 
