@@ -10,7 +10,6 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from benchmarks import cases, measure
 from benchmarks.case import Case, Provider, UnsupportedError
 from benchmarks.measure import Ceilings, Inputs, Timing
 from benchmarks.shapes import Sweep, Work
+from fastppo.models.device import device_name
 
 PACKAGES = (
     *("fastppo", "torch", "triton", "numpy", "transformers"),
@@ -418,18 +418,6 @@ def _version(distribution: str) -> str | None:
 def _load_average() -> list[float] | None:
     """Of 1, 5 and 15 minutes; a busy machine's times are to be read with care."""
     return [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from benchmarks import cases, measure, run
 from benchmarks.case import Case, Peer, Provider, UnsupportedError, is_installed
 from benchmarks.shapes import SETS
+from fastppo.models.device import device_name
 
 ROUNDS = 5
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -82,7 +83,7 @@ def test_speed(case: Case, maker: Provider | Peer, prepared: Any, benchmark: Any
 
     benchmark.group = f"{case.name}, {case.shape}"
     benchmark.extra_info |= {
-        "device": run.device_name(DEVICE),
+        "device": device_name(DEVICE),
         "threads": torch.get_num_threads(),
         "bytes": case.bytes_moved,
         "flop": case.flop,

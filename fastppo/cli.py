@@ -145,10 +145,12 @@ def build_parser() -> argparse.ArgumentParser:
     report = commands.add_parser(
         "report",
         formatter_class=defaults,
-        help="Rebuild the HTML report of a run",
-        description="Rebuilds report.html from the records of a run directory.",
+        help="Rebuild the HTML report of a run, or compare several",
+        description="Rebuilds report.html from the records of a run directory; of several, "
+        "writes a page with their curves in the same plots and the options in which they differ.",
     )
-    report.add_argument("run", metavar="RUN", help="run directory, say runs/ppo")
+    report.add_argument("runs", metavar="RUN", nargs="+", help="run directory, say runs/ppo")
+    report.add_argument("--output", default="comparison.html", help="the page of several runs")
     report.set_defaults(handler=_report)
 
     bench = commands.add_parser("bench", add_help=False, help="Time every kernel and its peers")
@@ -375,9 +377,12 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
 
 
 def _report(options: argparse.Namespace, rest: list[str]) -> None:
-    from fastppo.run.report import write_report
+    from fastppo.run.report import write_comparison, write_report
 
-    print(write_report(options.run))
+    if len(options.runs) == 1:
+        print(write_report(options.runs[0]))
+    else:
+        print(write_comparison(options.runs, options.output))
 
 
 def _bench(options: argparse.Namespace, rest: list[str]) -> int:

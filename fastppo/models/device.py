@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import platform
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +30,17 @@ def choose_device(name: str) -> torch.device:
             f"device={name}: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs here"
         )
     return device
+
+
+def device_name(device: torch.device) -> str:
+    """What it is, for people: a GPU's name, or the processor's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype | None:

@@ -37,6 +37,7 @@ from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import Rows
 from fastppo.functional.losses import PPOLoss
+from fastppo.models.device import device_name
 from fastppo.models.pretrained import written_whole
 from fastppo.ppo.advantages import make_advantages
 from fastppo.ppo.build import build
@@ -164,7 +165,7 @@ class PPOTrainer:
             elif state.iteration == 0:
                 check_no_run(run_dir)
             self.self_check(self.prompts)
-            keep_config(run_dir, config, state.iteration)
+            keep_config(run_dir, config, state.iteration, device_name(self.model.device))
             metrics = self._iterations(run_dir, asked)
             self.checkpoints.finish()
             if asked.stop and state.iteration < config.iterations and not state.watch.stopped_by:

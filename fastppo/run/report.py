@@ -1,11 +1,15 @@
-"""The report of a run: one HTML file with its plots and samples, loading nothing else."""
+"""The report of a run, or a comparison of several: one HTML file with plots and samples.
+
+The file loads nothing: the numbers, the library that draws them (uPlot, MIT licence) and the little
+that tells it what to draw (page/plots.js) are in it.
+"""
 
 from __future__ import annotations
 
-import io
+import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,6 +121,12 @@ GROUPS = (
 )
 """The panels under their headings. A panel without data is left out, and so is an empty heading."""
 
+LINKED = ("metrics.jsonl", "samples.jsonl", "config.yaml")
+"""Files of a run that its report leads to."""
+
+WATCHED = Panel("Watched rewards", "reward", (), ("monitor/",), "nothing is trained on them")
+"""Of several runs; of one they are drawn beside the reward."""
+
 PANELS = tuple(panel for _, panels in GROUPS for panel in panels)
 
 LABELS = {
@@ -127,25 +137,44 @@ LABELS = {
 }
 """Legends of metrics whose names need the context of their panel."""
 
-COLOURS = ("#1f5fa8", "#c8553d", "#3a8d5d", "#8a5a9e", "#b8892b", "#4c6b7a")
 SAMPLES_PER_ITERATION = 4
 SAMPLED_ITERATIONS = 6
 VALUE = re.compile(r"(= |step[ -])[-+.\w]+")
 """What differs between two warnings of one kind: a metric's value, an optimiser step."""
-GOLD_POINTS = 40
-"""Points of a curve against KL: a rollout's noise in both axes would hide where it bends."""
-LEGEND_WIDTH = 50
-"""Characters that one line of a legend holds."""
+GOLD_GROUPS = 10
+"""Groups of iterations of like KL whose means are joined against it: a rollout's noise in both axes
+would hide where the curves bend."""
 SPAN_RATIO = 4.0
 """Rewards whose spans differ by more get an axis each, or the smaller would be a flat line."""
 
 
-class Figure(NamedTuple):
-    """A drawn plot."""
+class Chart(NamedTuple):
+    """A plot as page/plots.js draws it."""
 
     title: str
     note: str
-    svg: str
+    unit: str
+    xlabel: str
+    x: list[float]
+    series: list[dict[str, Any]]
+    """label, values, and what is special: right, points, trend, dashed, colour."""
+    range: list[float] | None = None
+    """Of the left axis; None fits it to the curves."""
+
+
+Groups = list[tuple[str, list[Chart]]]
+"""(heading, its charts)."""
+
+
+class Run(NamedTuple):
+    """What a run directory holds."""
+
+    name: str
+    records: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
+    config: dict[str, Any]
+    parts: list[dict[str, Any]]
+    """Of each start of the run: when, device, versions; see `fastppo.run.identity`."""
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -155,8 +184,60 @@ def write_report(run_dir: str | Path) -> Path:
         FileNotFoundError: there is no metrics.jsonl, or it is empty.
         ValueError: the run is no PPO run, or a file of it is damaged; file and line are named.
     """
-    import jinja2
+    run = read_run(run_dir)
+    groups, constants = _groups([run])
+    files = [name for name in LINKED if (Path(run_dir) / name).exists()]
+    return _write(
+        Path(run_dir) / "report.html",
+        groups,
+        name=run.name,
+        header=_header(run),
+        links=files,
+        summary=summary(run.records),
+        warnings=_warnings(run.records),
+        constants=constants,
+        samples=_pick_samples(run.samples),
+        config=run.config,
+    )
 
+
+def write_comparison(run_dirs: Sequence[str | Path], path: str | Path) -> Path:
+    """Builds a page with the curves of several runs in the same plots, and the options in which
+    they differ.
+
+    Raises:
+        FileNotFoundError, ValueError: as `write_report`.
+    """
+    runs = [read_run(run_dir) for run_dir in run_dirs]
+    groups, _ = _groups(runs)
+    rows = {run.name: {name: (a, z) for name, a, z in summary(run.records)} for run in runs}
+    metrics = list(dict.fromkeys(name for found in rows.values() for name in found))
+    values = [
+        (run, [f"{f[m][0]:.3g} → {f[m][1]:.3g}" if m in f else "–" for m in metrics])
+        for run, f in rows.items()
+    ]
+    names = list(dict.fromkeys(option for run in runs for option in run.config))
+    differing = []
+    for option in names:
+        shown_values = [shown(run.config.get(option)) for run in runs]
+        if len(set(shown_values)) > 1:
+            differing.append((option, shown_values))
+    return _write(
+        Path(path),
+        groups,
+        name=f"{len(runs)} runs",
+        header=[line for run in runs for line in (f"{run.name}: {'; '.join(_header(run))}",)],
+        comparison={
+            "metrics": metrics,
+            "rows": values,
+            "runs": [run.name for run in runs],
+            "options": differing,
+        },
+    )
+
+
+def read_run(run_dir: str | Path) -> Run:
+    """A run directory's records, checked."""
     run_dir = Path(run_dir)
     records = read_jsonl(run_dir / "metrics.jsonl")
     if not records:
@@ -173,22 +254,66 @@ def write_report(run_dir: str | Path) -> Path:
     _check(samples, run_dir / "samples.jsonl", SAMPLES_LINE)
     config_file = run_dir / "config.yaml"
     config = load_yaml(config_file) if config_file.exists() else {}
+    parts = read_jsonl(run_dir / "parts.jsonl")
+    _check(parts, run_dir / "parts.jsonl", PARTS_LINE)
+    return Run("/".join(run_dir.resolve().parts[-2:]), records, samples, config, parts)
+
+
+def _write(path: Path, groups: Groups, **fields: Any) -> Path:
+    """The page, with the charts' numbers and the library that draws them."""
+    import jinja2
+
+    page = files("fastppo.run").joinpath("page")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(
-        files("fastppo.run").joinpath("report.html.jinja").read_text(encoding="utf-8")
-    )
+    template = environment.from_string(page.joinpath("report.html.jinja").read_text("utf-8"))
+    charts = [_as_json(chart) for _, charts in groups for chart in charts]
     html = template.render(
-        name="/".join(run_dir.resolve().parts[-2:]),
-        iterations=len(records),
-        summary=summary(records),
-        groups=_groups(records),
-        warnings=_warnings(records),
-        samples=_pick_samples(samples),
-        config=config,
+        groups=groups,
+        # "</script>" in a name would end the block, and is in no number.
+        data=json.dumps(charts, ensure_ascii=False).replace("<", "\\u003c"),
+        uplot=page.joinpath("uplot.min.js").read_text("utf-8"),
+        uplot_css=page.joinpath("uplot.min.css").read_text("utf-8"),
+        plots=page.joinpath("plots.js").read_text("utf-8"),
+        **fields,
     )
-    path = run_dir / "report.html"
-    path.write_text(html, encoding="utf-8")
+    path.write_text(html, encoding="utf-8", errors="backslashreplace")
     return path
+
+
+def _as_json(chart: Chart) -> dict[str, Any]:
+    fields = {name: value for name, value in chart._asdict().items() if value is not None}
+    series = [
+        each | {"values": [y if y is None or math.isfinite(y) else None for y in each["values"]]}
+        for each in chart.series
+    ]
+    return fields | {"series": series}
+
+
+def _header(run: Run) -> list[str]:
+    """Lines on what ran, when, for how long and on what."""
+    count = len(run.records)
+    lines = [f"FastPPO · {count} iteration{'' if count == 1 else 's'}"]
+    if run.config.get("model"):
+        lines[0] += f" · {run.config['model']}"
+    laps = ((n, value) for r in run.records for n, value in r.items() if n.startswith("seconds/"))
+    seconds = sum(value for _, value in laps if math.isfinite(value))
+    facts = [_duration(seconds)] if seconds else []
+    if run.parts:
+        newest = run.parts[-1]
+        facts = [run.parts[0]["started"], *facts, newest["device"]]
+        lines.append(" · ".join(facts))
+        lines.append(" · ".join(f"{name} {of}" for name, of in newest["versions"].items()))
+    elif facts:
+        lines.append(" · ".join(facts))
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {left} s" if minutes else f"{left} s"
 
 
 def _is_whole(value: Any) -> bool:
@@ -207,6 +332,10 @@ def _are_sentences(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(sentence, str) for sentence in value)
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 METRICS_LINE = {"iteration": _is_whole, "warnings": _are_sentences}
 SAMPLES_LINE = {
     "iteration": _is_whole,
@@ -215,6 +344,11 @@ SAMPLES_LINE = {
     "monitors": _are_numbers,
     "kl": lambda value: value is None or _is_number(value),
     "tokens": _is_whole,
+}
+PARTS_LINE = {
+    "started": _is_text,
+    "device": _is_text,
+    "versions": lambda value: isinstance(value, dict),
 }
 """What a field of a line must be for the report to show it."""
 
@@ -282,35 +416,70 @@ def _warnings(records: list[dict[str, Any]]) -> list[Warned]:
     return rows
 
 
-def _groups(records: list[dict[str, Any]]) -> list[tuple[str, list[Figure]]]:
-    """(heading, its plots) of all panels that have data."""
+def _groups(runs: list[Run]) -> tuple[Groups, list[tuple[str, float]]]:
+    """((heading, its charts) of all panels that have data; metrics that never change)."""
+    constants = _constants(runs)
     groups = []
     for heading, panels in GROUPS:
-        figures = [figure for panel in panels if (figure := _panel(panel, records)) is not None]
-        if heading == "Learning":
-            figures[1:1] = _gold_against_proxy(records)  # beside the reward
-        if figures:
-            groups.append((heading, figures))
-    return groups
+        charts = [chart for panel in panels if (chart := _panel(panel, runs, constants))]
+        if heading == "Learning":  # beside the reward
+            watched = [chart for chart in [_panel(WATCHED, runs, constants)] if chart]
+            charts[1:1] = watched if len(runs) > 1 else _gold_against_proxy(runs[0].records)
+        if charts:
+            groups.append((heading, charts))
+    return groups, list(constants.items())
 
 
-def _panel(panel: Panel, records: list[dict[str, Any]]) -> Figure | None:
-    """The panel's plot, or None if the run has none of its metrics."""
+def _constants(runs: list[Run]) -> dict[str, float]:
+    """Metrics that are the same in every iteration of several, but the reward."""
+    records = [record for run in runs for record in run.records]
+    if len(records) < 2:
+        return {}
+    names = {name for record in records for name in record} - {"iteration", "warnings"}
+    found = {name: {r[name] for r in records if name in r} for name in sorted(names)}
+    return {
+        name: values.pop()
+        for name, values in found.items()
+        if len(values) == 1 and name != "reward" and all(map(math.isfinite, values))
+    }
+
+
+def _panel(panel: Panel, runs: list[Run], constants: dict[str, float]) -> Chart | None:
+    """The panel's chart, or None if no run has one of its metrics, or none that changes."""
+    records = [record for run in runs for record in run.records]
     names = [name for name in panel.metrics if any(name in record for record in records)]
     for prefix in panel.prefixes:
         prefixed = _with_prefix(records, prefix)
         # A single trained reward is the reward itself: one line is enough.
         names += prefixed if prefix != "reward/" or len(prefixed) > 1 else []
-    if not names:
+    if all(name in constants for name in names):
         return None
-    series = {
-        LABELS.get(name, name): [(r["iteration"], r[name]) for r in records if name in r]
-        for name in names
-    }
-    return Figure(panel.title, panel.note, _draw(series, "iteration", panel.unit))
+    x = sorted({record["iteration"] for record in records})
+    series = []
+    for index, run in enumerate(runs):
+        by_iteration = {record["iteration"]: record for record in run.records}
+        for i, name in enumerate(names):
+            values = [by_iteration.get(at, {}).get(name) for at in x]
+            label = LABELS.get(name, name)
+            one: dict[str, Any] = {"label": label, "values": values}
+            if len(runs) > 1:
+                one["label"] = run.name if len(names) == 1 else f"{run.name}: {label}"
+                one |= {"colour": index, "dashed": i % 2 == 1}
+            series.append(one)
+    return Chart(panel.title, panel.note, panel.unit, "iteration", x, series, _range(panel, series))
 
 
-def _gold_against_proxy(records: list[dict[str, Any]]) -> list[Figure]:
+def _range(panel: Panel, series: list[dict[str, Any]]) -> list[float] | None:
+    """Of an axis of shares: with air above, but no higher than 1."""
+    if not panel.unit.startswith("share"):
+        return None
+    values = [y for each in series for y in each["values"] if y is not None and math.isfinite(y)]
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    air = 0.1 * (high - low) or 0.1
+    return [max(low - air, min(low, 0.0)), min(high + air, max(high, 1.0))]
+
+
+def _gold_against_proxy(records: list[dict[str, Any]]) -> list[Chart]:
     """The trained reward beside what is watched, over the iterations and over the KL.
 
     The second is the picture of Gao et al. 2022: against √KL a trained (proxy) reward goes on
@@ -321,97 +490,41 @@ def _gold_against_proxy(records: list[dict[str, Any]]) -> list[Figure]:
     rows = [r for r in records if all(name in r for name in names)]
     if not monitors or not rows:
         return []
-
-    def series(x: list[float], rows: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-        return {name: [(a, r[name]) for a, r in zip(x, rows, strict=True)] for name in names}
-
     spans = [max(r[name] for r in rows) - min(r[name] for r in rows) for name in names]
     apart = max(spans) > SPAN_RATIO * min(spans) > 0
-    right = tuple(monitors) if apart else ()
-    by_iteration = series([r["iteration"] for r in rows], rows)
-    figures = [
-        Figure(
-            "Gold against proxy",
-            "the trained reward and what is only watched",
-            _draw(by_iteration, "iteration", "reward", right),
-        )
-    ]
-    rows = [r for r in rows if "kl" in r]
+
+    def series(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [
+            {"label": name, "values": [r[name] for r in rows], "colour": i}
+            | ({"right": True} if apart and name != "reward" else {})
+            for i, name in enumerate(names)
+        ]
+
+    title = "Gold against proxy"
+    note = "the trained reward and what is only watched"
+    x = [r["iteration"] for r in rows]
+    charts = [Chart(title, note, "reward", "iteration", x, series(rows))]
+    # A mean of sampled log-ratios may fall below 0 while the policy is near the reference.
+    rows = sorted((r for r in rows if "kl" in r), key=lambda record: record["kl"])
     if rows:
-        # A mean of sampled log-ratios may fall below 0 while the policy is near the reference.
         distance = [math.sqrt(max(r["kl"], 0.0)) for r in rows]
-        size = math.ceil(len(rows) / GOLD_POINTS)
-        binned = {name: _binned(points, size) for name, points in series(distance, rows).items()}
-        note = "over-optimisation: where the curves part"
-        note += f" (means of {size} iterations)" if size > 1 else ""
-        svg = _draw(binned, "√KL to the reference, √nats", "reward", right, marker=".")
-        figures.append(Figure("Gold against proxy, by KL", note, svg))
-    return figures
+        curves, note = series(rows), "over-optimisation: where the curves part"
+        if len(rows) > GOLD_GROUPS:
+            points = [each | {"points": True} for each in curves]
+            curves = [*points, *(each | _trend(each["values"]) for each in curves)]
+            note += f" ({GOLD_GROUPS} means over iterations of like KL)"
+        unit = "√KL to the reference, √nats"
+        charts.append(Chart(f"{title}, by KL", note, "reward", unit, distance, curves))
+    return charts
 
 
-def _binned(points: list[tuple[float, float]], size: int) -> list[tuple[float, float]]:
-    """Means of `size` points after one another."""
-    groups = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(_mean([x for x, _ in group]), _mean([y for _, y in group])) for group in groups]
-
-
-def _draw(
-    series: dict[str, list[tuple[float, float]]],
-    xlabel: str,
-    ylabel: str,
-    right: tuple[str, ...] = (),
-    marker: str = "",
-) -> str:
-    """Lines as inline SVG; those in `right` have an axis of their own on that side."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    with plt.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}):
-        # Fixed margins: fitting them to the labels would draw each plot twice.
-        figure = plt.figure(figsize=(4.4, 2.5))
-        height = 0.76 if len(series) == 1 else 0.66
-        left_axes = figure.add_axes((0.16, 0.19, 0.67 if right else 0.81, height))
-        right_axes = left_axes.twinx() if right else left_axes
-        lines = []
-        for (name, points), colour in zip(series.items(), COLOURS * len(series), strict=False):
-            axes = right_axes if name in right else left_axes
-            plain = name.replace("$", r"\$")  # between two of them matplotlib reads a formula
-            label = f"{plain} (right)" if name in right else plain
-            shown = marker or ("o" if len(points) == 1 else "")
-            lines += axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.4)
-            lines[-1].set(label=label, marker=shown)
-        left_axes.locator_params(nbins=5)
-        left_axes.set_xlabel(xlabel)
-        left_axes.set_ylabel(ylabel)
-        left_axes.spines[["top", "right"]].set_visible(False)
-        left_axes.grid(alpha=0.25, linewidth=0.6)
-        if right:
-            right_axes.locator_params(axis="y", nbins=5)
-            right_axes.spines[["top", "left"]].set_visible(False)
-        if len(series) > 1:
-            # Above the plot: inside it would hide a curve's end in one run or another.
-            rows = 2 if sum(len(str(line.get_label())) for line in lines) > LEGEND_WIDTH else 1
-            figure.legend(
-                handles=lines,
-                loc="upper left",
-                bbox_to_anchor=(0.14, 1.02),
-                ncols=math.ceil(len(lines) / rows),
-                frameon=False,
-                fontsize=7.5,
-                handlelength=1.2,
-                columnspacing=1.0,
-            )
-        if all(y == 0 for points in series.values() for _, y in points):
-            left_axes.set_ylim(0, 1)  # a count of nothing, not a close-up of it
-        elif ylabel.startswith("share"):
-            left_axes.set_ylim(top=min(left_axes.get_ylim()[1], 1.01))  # no share is above 1
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg")
-        plt.close(figure)
-    svg = buffer.getvalue()
-    return svg[svg.index("<svg") :]
+def _trend(values: list[float]) -> dict[str, Any]:
+    """The means of groups of neighbours, each at the middle of its group."""
+    means: list[float | None] = [None] * len(values)
+    for group in range(GOLD_GROUPS):
+        begin, end = (len(values) * (group + i) // GOLD_GROUPS for i in (0, 1))
+        means[(begin + end) // 2] = _mean(values[begin:end])
+    return {"values": means, "trend": True}
 
 
 def _pick_samples(samples: list[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
@@ -425,7 +538,18 @@ def _pick_samples(samples: list[dict[str, Any]]) -> list[tuple[int, list[dict[st
     return [
         (
             iterations[i],
-            [s for s in samples if s["iteration"] == iterations[i]][:SAMPLES_PER_ITERATION],
+            [_as_chat(s) for s in samples if s["iteration"] == iterations[i]][
+                :SAMPLES_PER_ITERATION
+            ],
         )
         for i in picked
     ]
+
+
+def _as_chat(sample: dict[str, Any]) -> dict[str, Any]:
+    """With `turns`, where the prompt is a chat."""
+    prompt = sample.get("prompt")
+    turns = prompt if isinstance(prompt, list) else []
+    if not all(isinstance(turn, dict) and {"role", "content"} <= set(turn) for turn in turns):
+        turns = []
+    return sample | {"turns": turns}

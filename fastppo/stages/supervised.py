@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from fastppo.data.rows import DataError
-from fastppo.models.device import autocast, choose_device, compute_dtype
+from fastppo.models.device import autocast, choose_device, compute_dtype, device_name
 from fastppo.models.pretrained import UNFINISHED
 from fastppo.models.trunk import context_length
 from fastppo.run import manifest
@@ -474,7 +474,7 @@ class Records(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         first = state.global_step + 1 if state.global_step else 0
         run_dir = Path(self.config.output_dir)
-        keep_config(run_dir, self.config, first)
+        keep_config(run_dir, self.config, first, device_name(args.device))
         self._log = RunLog(run_dir, self.config, index="step", first=first)
         for record in read_jsonl(run_dir / "metrics.jsonl"):
             self._written.add((record.pop("step"), frozenset(record)))

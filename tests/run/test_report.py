@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,17 @@ import torch
 from fastppo_kernels.records import SUMS
 
 from fastppo.functional.losses import loss_metrics
+from fastppo.run import report
 from fastppo.run.log import read_jsonl
-from fastppo.run.report import GOLD_POINTS, GROUPS, LABELS, PANELS, summary, write_report
+from fastppo.run.report import (
+    GOLD_GROUPS,
+    GROUPS,
+    LABELS,
+    PANELS,
+    summary,
+    write_comparison,
+    write_report,
+)
 
 METRICS = {
     **{name: 0.5 for panel in PANELS for name in panel.metrics},
@@ -29,7 +40,10 @@ METRICS = {
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    lines = [{"iteration": i, **METRICS, "reward": i / 10} for i in range(20)]
+    lines = [
+        {"iteration": i, **{name: value + i for name, value in METRICS.items()}, "reward": i / 10}
+        for i in range(20)
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     sample = {
         "iteration": 0,
@@ -49,13 +63,15 @@ def run(tmp_path: Path) -> Path:
 
 def test_the_report_draws_every_panel_and_loads_nothing(run: Path) -> None:
     html = write_report(run).read_text()
-    assert html.count("<svg") == len(PANELS) + 2  # and gold against proxy, twice
+    charts = _charts(html)
+    assert len(charts) == html.count('<div id="chart-') == len(PANELS) + 2  # gold against proxy
     for panel in PANELS:
-        assert panel.title in html
+        assert panel.title in charts
     for name in ("monitor/gold", "reward/kind", "my/model", "seed: 3"):
         assert name in html
-    for loads in ("<script", "<link", "src="):
+    for loads in ("<link", "src=", "@import", "url("):
         assert loads not in html
+    assert html.count("<script") == 3  # the numbers, uPlot, and what tells it what to draw
 
 
 def test_text_of_the_model_is_escaped(run: Path) -> None:
@@ -66,7 +82,7 @@ def test_text_of_the_model_is_escaped(run: Path) -> None:
 def test_panels_without_data_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 0, "reward": 1.0}\n')
     html = write_report(tmp_path).read_text()
-    assert html.count("<svg") == 1
+    assert len(_charts(html)) == 1
     for absent in ("Explained variance", "Gold against proxy", "Warnings", "Speed", "Health"):
         assert absent not in html
 
@@ -86,14 +102,18 @@ def test_a_line_cut_off_while_being_written_is_left_out(run: Path) -> None:
 
 def _write(directory: Path, records: list[dict]) -> str:
     lines = [json.dumps({"iteration": i, **record}) for i, record in enumerate(records)]
-    (directory / "metrics.jsonl").write_text("\n".join(lines))
+    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     return write_report(directory).read_text()
 
 
-def _plots(html: str) -> dict[str, str]:
-    """Title to SVG, without what matplotlib writes of itself."""
-    found = re.findall(r"<figcaption>([^<]*?) ?<.*?(<svg.*?</svg>)", html, re.S)
-    return dict(found)
+def _charts(html: str) -> dict[str, dict]:
+    """The charts' data by title."""
+    (data,) = re.findall(r'<script type="application/json" id="charts">(.*?)</script>', html, re.S)
+    return {chart["title"]: chart for chart in json.loads(data)}
+
+
+def _curves(chart: dict) -> dict[str, list]:
+    return {each["label"]: each["values"] for each in chart["series"]}
 
 
 def test_panels_stand_under_their_headings(run: Path) -> None:
@@ -118,13 +138,11 @@ def test_the_clip_corners_are_those_that_the_loss_counts() -> None:
 
 def test_gold_against_proxy_is_drawn_over_iterations_and_over_the_root_of_the_kl(tmp_path) -> None:
     records = [{"reward": i / 9, "monitor/gold": 0.5, "kl": float(i**2)} for i in range(10)]
-    plots = _plots(_write(tmp_path, records))
-    assert "reward" in plots["Gold against proxy"]
-    by_kl = plots["Gold against proxy, by KL"]
-    assert "√KL to the reference, √nats" in by_kl
-    ticks = [float(t) for t in re.findall(r"<text[^>]*>([\d.]+)</text>", by_kl)]
-    assert 8.0 in ticks  # √81 is drawn, not 81
-    assert max(ticks) < 10
+    charts = _charts(_write(tmp_path, records))
+    assert _curves(charts["Gold against proxy"])["reward"] == [i / 9 for i in range(10)]
+    by_kl = charts["Gold against proxy, by KL"]
+    assert by_kl["xlabel"] == "√KL to the reference, √nats"
+    assert by_kl["x"] == list(range(10))  # √81 is drawn, not 81
 
 
 def test_without_a_kl_gold_is_drawn_over_iterations_alone(tmp_path: Path) -> None:
@@ -137,29 +155,43 @@ def test_rewards_of_unlike_spans_get_an_axis_each(tmp_path: Path) -> None:
     unlike = [{"reward": float(i), "monitor/gold": i / 100} for i in range(10)]
     alike = [{"reward": float(i), "monitor/gold": i / 3} for i in range(10)]
     (tmp_path / "alike").mkdir()
-    assert "monitor/gold (right)" in _write(tmp_path, unlike)
-    assert "(right)" not in _write(tmp_path / "alike", alike)
+    for directory, records, right in (
+        (tmp_path, unlike, [False, True]),
+        (tmp_path / "alike", alike, [False, False]),
+    ):
+        chart = _charts(_write(directory, records))["Gold against proxy"]
+        assert [each.get("right", False) for each in chart["series"]] == right
 
 
 def test_a_long_run_is_averaged_against_its_kl(tmp_path: Path) -> None:
-    count = 3 * GOLD_POINTS
-    records = [{"reward": float(i), "monitor/gold": 1.0, "kl": 1.0 + i} for i in range(count)]
-    html = _write(tmp_path, records)
-    assert "(means of 3 iterations)" in html
-    by_kl = _plots(html)["Gold against proxy, by KL"]
-    assert by_kl.count("<use") >= 2 * GOLD_POINTS  # a marker each, and the ticks'
-    assert by_kl.count("<use") < 2 * count
+    """In the order of the KL, whenever it was; a curve in the order of the iterations tangles."""
+    count = 4 * GOLD_GROUPS
+    kls = [float((7 * i) % count) for i in range(count)]
+    records = [{"reward": kl, "monitor/gold": -kl, "kl": kl**2} for kl in kls]
+    chart = _charts(_write(tmp_path, records))["Gold against proxy, by KL"]
+    assert chart["x"] == [float(i) for i in range(count)]
+    points, gold, trend, _ = chart["series"]
+    assert points["values"] == chart["x"]
+    assert points["points"]
+    assert gold["values"] == [-x for x in chart["x"]]
+    assert [y for y in trend["values"] if y is not None] == [
+        4 * i + 1.5 for i in range(GOLD_GROUPS)
+    ]
+    assert [i for i, y in enumerate(trend["values"]) if y is not None] == [
+        4 * i + 2 for i in range(GOLD_GROUPS)
+    ]
 
 
 @pytest.mark.parametrize("kl", [-0.2, 0.0])
 def test_a_kl_estimate_below_0_is_no_distance(kl: float, tmp_path: Path) -> None:
     html = _write(tmp_path, [{"reward": 1.0, "monitor/gold": 0.5, "kl": kl}] * 2)
-    assert "by KL" in html
+    assert _charts(html)["Gold against proxy, by KL"]["x"] == [0, 0]
 
 
 def test_what_is_not_finite_does_not_stop_the_report(tmp_path: Path) -> None:
     html = _write(tmp_path, [{"reward": 1.0, "grad_norm": math.nan}, {"reward": 2.0}] * 3)
-    assert "Gradient norm" in html
+    chart = _charts(html)["Gradient norm"]
+    assert _curves(chart) == {"grad_norm": [None] * 6}
 
 
 def test_warnings_are_listed_with_their_iterations(tmp_path: Path) -> None:
@@ -176,3 +208,70 @@ def test_warnings_are_listed_with_their_iterations(tmp_path: Path) -> None:
         ("iteration 4", "kl = 24 &gt; 22"),
         ("iteration 4", "optimiser step 17: gradient norm nan, &lt;skipped&gt;"),
     ]
+
+
+def test_metrics_that_never_change_are_folded_up(tmp_path: Path) -> None:
+    html = _write(tmp_path, [{"reward": 1.0, "kl": float(i), "eos_rate": 1.0} for i in range(3)])
+    assert list(_charts(html)) == ["Reward", "KL to the reference"]
+    assert "<span>eos_rate <b>1</b></span>" in html
+
+
+def test_a_share_is_drawn_within_its_bounds(tmp_path: Path) -> None:
+    html = _write(tmp_path, [{"reward": 1.0, "eos_rate": rate} for rate in (0.5, 1.0)])
+    low, high = _charts(html)["EOS rate"]["range"]
+    assert low <= 0.5
+    assert 1 <= high <= 1.05
+
+
+def test_a_chat_is_shown_as_turns(run: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why <b>?"}]
+    sample = json.loads((run / "samples.jsonl").read_text()) | {"prompt": chat}
+    (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    html = write_report(run).read_text()
+    assert '<div class="turn text"><b>system</b>Be brief.</div>' in html
+    assert '<div class="turn text"><b>user</b>Why &lt;b&gt;?</div>' in html
+    assert "{&#39;role&#39;" not in html
+
+
+def test_the_header_says_when_where_and_how_long(run: Path) -> None:
+    part = {"first": 0, "started": "2026-11-22 09:30+00:00", "device": "A GPU"}
+    part |= {"versions": {"torch": "2.13.0"}}
+    (run / "parts.jsonl").write_text(json.dumps(part) + "\n")
+    html = write_report(run).read_text()
+    seconds = sum(0.1 + i for i in range(20))
+    assert (
+        f"2026-11-22 09:30+00:00 · {int(seconds // 60)} min {round(seconds % 60)} s · A GPU" in html
+    )
+    assert "torch 2.13.0" in html
+    assert '<a href="samples.jsonl">' in html
+    assert report._duration(3 * 3600 + 61) == "3 h 1 min"
+
+
+def test_runs_are_compared_in_the_same_charts(tmp_path: Path) -> None:
+    for name, slope in (("one", 1.0), ("other", 2.0)):
+        (tmp_path / name).mkdir()
+        records = [{"reward": slope * i, "monitor/gold": 0.1 * i} for i in range(3 + (slope > 1))]
+        _write(tmp_path / name, records)
+        (tmp_path / name / "config.yaml").write_text(f"seed: 0\nlearning_rate: {slope}\n")
+    page = write_comparison([tmp_path / "one", tmp_path / "other"], tmp_path / "both.html")
+    html = page.read_text()
+    names = [f"{tmp_path.name}/{name}" for name in ("one", "other")]
+    chart = _charts(html)["Reward"]
+    assert chart["x"] == [0, 1, 2, 3]
+    assert _curves(chart) == {names[0]: [0, 1, 2, None], names[1]: [0, 2, 4, 6]}
+    assert _charts(html)["Watched rewards"]["series"][1]["colour"] == 1
+    options = html[html.index("Options that differ") :]
+    assert "<td>learning_rate</td><td>1.0</td><td>2.0</td>" in options
+    assert "<td>seed</td>" not in options
+
+
+def test_a_browser_draws_every_chart_without_a_word(run: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium is installed")
+    path = write_report(run)
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    command += ["--virtual-time-budget=3000", "--dump-dom", path.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "CONSOLE" not in shown.stderr
+    assert shown.stdout.count("<canvas") == len(PANELS) + 2

@@ -1,0 +1,131 @@
+// Draws each chart of the page's data with uPlot: zoom by dragging, all of it again by a double
+// click, values under the cursor. Colours are those of the page, light or dark.
+"use strict";
+const charts = JSON.parse(document.getElementById("charts").textContent);
+const drawn = [];
+const HEIGHT = 210;  // pixels
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+const number = (value) => {
+  if (value === null || value === undefined) return "–";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
+  return String(Number(value.toPrecision(4)));
+};
+
+// Where the cursor is: the values of all curves there, beside it.
+function tooltip(chart) {
+  const box = document.createElement("div");
+  box.className = "tooltip";
+  return {
+    hooks: {
+      init: (plot) => plot.over.appendChild(box),
+      setCursor: (plot) => {
+        const {idx, left, top} = plot.cursor;
+        const rows = idx === null || idx === undefined ? [] : plot.series
+          .map((series, i) => [series.label, plot.data[i][idx], i])
+          .filter(([, value, i]) => i > 0 && value !== null && value !== undefined);
+        box.style.display = rows.length && left >= 0 ? "block" : "none";
+        box.replaceChildren();
+        const line = (text, tint) => {
+          const row = document.createElement("div");
+          row.textContent = text;
+          if (tint) row.style.setProperty("--tint", tint);
+          box.appendChild(row);
+        };
+        if (!rows.length) return;
+        line(`${chart.xlabel} ${number(plot.data[0][idx])}`);
+        for (const [label, value, i] of rows) line(`${label}: ${number(value)}`, tint(i - 1, chart));
+        const beyond = left > plot.over.clientWidth / 2;
+        box.style.left = beyond ? "auto" : `${left + 12}px`;
+        box.style.right = beyond ? `${plot.over.clientWidth - left + 12}px` : "auto";
+        box.style.top = `${Math.min(top, plot.over.clientHeight - box.clientHeight)}px`;
+      },
+    },
+  };
+}
+
+const tint = (i, chart) => colour(`--curve-${(chart.series[i].colour ?? i) % 8}`);
+
+function draw(chart, place) {
+  const ink = colour("--soft"), grid = {stroke: colour("--line"), width: 1};
+  const axis = {stroke: ink, grid, ticks: grid, font: "11px system-ui", labelFont: "11px system-ui"};
+  const labels = (_, ticks) => ticks.map(number);
+  const series = chart.series.map((each, i) => ({
+    label: each.label,
+    stroke: tint(i, chart),
+    width: 1.6,
+    scale: each.right ? "right" : "y",
+    dash: each.dashed ? [5, 4] : undefined,
+    spanGaps: Boolean(each.trend),
+    // A mean over the groups has a point in the middle of each; samples are points alone.
+    paths: each.points ? () => null : undefined,
+    points: each.points
+      ? {show: true, size: 4, fill: tint(i, chart), stroke: "transparent"}
+      : {show: chart.x.length === 1 || Boolean(each.trend), size: 6, fill: tint(i, chart)},
+  }));
+  const room = (unit) => ({...axis, values: labels, size: 52, label: unit, labelSize: 18, labelGap: 0});
+  const axes = [
+    {...axis, values: labels, label: chart.xlabel, labelSize: 18, size: 34},
+    {...room(chart.unit), scale: "y"},
+  ];
+  if (chart.series.some((each) => each.right)) {
+    axes.push({...room(chart.unit + ", right"), scale: "right", side: 1, grid: {show: false}});
+  }
+  const fixed = chart.range === undefined ? {} : {y: {range: () => chart.range}};
+  const options = {
+    width: place.clientWidth, height: HEIGHT, series: [{label: chart.xlabel}, ...series], axes,
+    scales: {x: {time: false}, ...fixed}, legend: {show: false},
+    cursor: {points: {size: 6}, drag: {x: true, y: false}},
+    plugins: [tooltip(chart)],
+  };
+  return new uPlot(options, [chart.x, ...chart.series.map((each) => each.values)], place);
+}
+
+// A legend in words, where there is more than one curve; a click hides a curve.
+function legend(chart, place, plot) {
+  const list = document.createElement("div");
+  list.className = "legend";
+  chart.series.forEach((each, i) => {
+    if (each.points && chart.series.some((other) => other.trend)) return;
+    const entry = document.createElement("button");
+    entry.textContent = each.label + (each.right ? " (right)" : "");
+    entry.style.setProperty("--tint", tint(i, chart));
+    entry.onclick = () => {
+      const shown = plot().series[i + 1].show;
+      const same = chart.series.map((other, j) => [other.label, j]);
+      for (const [label, j] of same) {
+        if (label === each.label) plot().setSeries(j + 1, {show: !shown});
+      }
+      entry.classList.toggle("off", shown);
+    };
+    list.appendChild(entry);
+  });
+  if (list.childElementCount > 1) place.before(list);
+}
+
+charts.forEach((chart, i) => {
+  const place = document.getElementById(`chart-${i}`);
+  const entry = {chart, place, plot: draw(chart, place)};
+  legend(chart, place, () => entry.plot);
+  drawn.push(entry);
+});
+
+const again = () => {
+  for (const entry of drawn) {
+    entry.plot.destroy();
+    entry.plot = draw(entry.chart, entry.place);
+  }
+};
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+// A phone that is turned, a window that is drawn wider.
+const sized = new ResizeObserver((entries) => {
+  for (const {target} of entries) {
+    const entry = drawn.find(({place}) => place === target);
+    if (target.clientWidth !== entry.plot.width) {
+      entry.plot.setSize({width: target.clientWidth, height: HEIGHT});
+    }
+  }
+});
+for (const {place} of drawn) sized.observe(place);
