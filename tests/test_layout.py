@@ -501,7 +501,7 @@ def test_a_wheel_holds_every_file_of_both_packages_and_no_top_level_kernels(whee
         for path in (base / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {"fastppo/run/report.html.jinja", "fastppo/demo/demo.yaml"} <= wanted
+    assert {"fastppo/run/page/report.html.jinja", "fastppo/demo/demo.yaml"} <= wanted
     assert names == wanted
 
 
