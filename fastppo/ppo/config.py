@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from fastppo.data.microbatches import Limits
+from fastppo.data.world import TIMEOUT
 from fastppo.functional import arguments
 from fastppo.ppo.schedule import Schedule
 from fastppo.run.options import Options, WeightOptions, check_bounds, option
@@ -407,6 +408,23 @@ class RunOptions(Options):
 
 
 @dataclass(kw_only=True, frozen=True)
+class RanksOptions(Options):
+    """Many GPUs."""
+
+    shard_size: int | None = option(
+        None,
+        "Processes that hold one copy of the weights between them; none given means all of them",
+        minimum=1,
+    )
+    reshard_after_forward: bool = option(
+        True, "Free a layer after its forward pass and gather it again for its backward pass"
+    )
+    distributed_timeout: float = option(
+        TIMEOUT, "Longest wait of a process for the others, seconds", above=0
+    )
+
+
+@dataclass(kw_only=True, frozen=True)
 class PPOConfig(
     PolicyOptions,
     WeightOptions,
@@ -422,6 +440,7 @@ class PPOConfig(
     OptimizerOptions,
     WatchOptions,
     RunOptions,
+    RanksOptions,
 ):
     """Options of a PPO run. Lengths are in tokens, KL and entropy in nats, sizes in sequences."""
 
