@@ -48,6 +48,15 @@ def train_all(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[st
     return found
 
 
+def train_divided(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The same with the gradient's division by the ranks, torch's default, put back."""
+    from torch.distributed.fsdp import FSDPModule
+
+    right = FSDPModule.set_gradient_divide_factor
+    FSDPModule.set_gradient_divide_factor = lambda self, factor: right(self, 2.0)  # type: ignore
+    return train_all(folder, variants)
+
+
 def difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     """The largest difference of the weights, and of each metric in any iteration, relative where a
     number is larger than 1."""
@@ -60,7 +69,11 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     assert one["weights"].keys() == other["weights"].keys()
     assert len(one["metrics"]) == len(other["metrics"])
     for name in COMPARED:
-        pairs = [(a[name], b[name]) for a, b in zip(one["metrics"], other["metrics"], strict=True) if name in a]
+        pairs = [
+            (a[name], b[name])
+            for a, b in zip(one["metrics"], other["metrics"], strict=True)
+            if name in a
+        ]
         if pairs:
             found[name] = max(abs(a - b) / max(1.0, abs(a)) for a, b in pairs)
     assert torch.tensor([*found.values()]).isfinite().all(), found

@@ -33,7 +33,9 @@ def start(
 ) -> list[tuple[int | None, str]]:
     """(exit code, what it raised) of each rank."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fastppo.ppo.trainer", "tiny"])  # imported once, not `count` times
+    context.set_forkserver_preload(
+        ["fastppo.ppo.trainer", "tiny"]
+    )  # imported once, not `count` times
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

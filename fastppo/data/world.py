@@ -135,9 +135,7 @@ class World:
         return f"rank {self.rank} of {self.size}: another rank has ended; look at what it said last"
 
 
-def join(
-    device: torch.device, *, timeout: float = TIMEOUT, shard_size: int | None = None
-) -> World:
+def join(device: torch.device, *, timeout: float = TIMEOUT, shard_size: int | None = None) -> World:
     """The world of the processes that torchrun started; of one process where it did not.
 
     Args:

@@ -172,7 +172,9 @@ class ReferencePolicy:
         assert self._adapters is not None
         reshard(self.policy)
         for name, parameter in self._trained():
-            if is_sharded(self.policy):  # what is gathered is read where the shards have always been
+            if is_sharded(
+                self.policy
+            ):  # what is gathered is read where the shards have always been
                 before = parameter.detach().clone()
                 parameter.detach().copy_(self._adapters[name])
                 self._adapters[name] = before

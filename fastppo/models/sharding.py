@@ -20,7 +20,7 @@ GPU and many compute the same.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -65,9 +65,7 @@ def shard(model: LanguageModel, world: World, *, reshard_after_forward: bool = T
         policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
     how: dict[str, Any] = {"mesh": world.mesh}
     for module in _groups(model):
-        fully_shard(
-            module, mp_policy=policy, reshard_after_forward=reshard_after_forward, **how
-        )
+        fully_shard(module, mp_policy=policy, reshard_after_forward=reshard_after_forward, **how)
     if isinstance(model, ActorCritic):
         fully_shard(model.value_function.head, **how)  # in fp32 whatever the trunk is
     fully_shard(model, mp_policy=policy, **how)
@@ -91,10 +89,8 @@ def _groups(model: LanguageModel) -> list[nn.Module]:
     if isinstance(value_function, CriticValue):
         trunks.append(value_function.trunk)
     for trunk in trunks:
-        try:
+        with suppress(ValueError):  # a trunk that is no list of layers is one piece with the root
             found += layers_of(trunk)[1]
-        except ValueError:  # in one piece with the root
-            pass
         embedding = trunk.get_input_embeddings()
         if embedding.weight is not model.causal_lm.get_output_embeddings().weight:
             found.append(embedding)
@@ -109,7 +105,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def groups_of(model: nn.Module) -> list[Any]:
-    """The modules that are gathered by themselves, the root first; none of a model that is whole."""
+    """The modules that are gathered by themselves, root first; none where nothing is sharded."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 

@@ -8,9 +8,9 @@
 Stiennon et al. 2020 (section 3.4) found that a shared trunk can hurt the policy early in training,
 when values are mostly wrong; the other three are the answers to that, in order of their cost.
 
-Heads are fp32 whatever the trunk is (fp64 of one in fp64): values are regressed to a few digits. They start at zero, no
-opinion before the first returns are seen; a critic that starts from a reward model starts from its
-scores, as InstructGPT's did (Ouyang et al. 2022, appendix C.4).
+Heads are fp32 whatever the trunk is (fp64 of one in fp64): values are regressed to a few digits.
+They start at zero, no opinion before the first returns are seen; a critic that starts from a reward
+model starts from its scores, as InstructGPT's did (Ouyang et al. 2022, appendix C.4).
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, distributed
 
 from fastppo.data.world import World
+from fastppo.models.policy import ActorCritic
 from fastppo.models.sharding import reshard
 from fastppo.ppo.build import Parts
 from fastppo.ppo.config import IDENTITY, PPOConfig
@@ -22,6 +23,15 @@ from fastppo.run.checkpoint import Best, CheckpointError
 
 LOWEST = "min:"
 """Before a metric of `checkpoint_best` whose lowest value is the best."""
+
+
+def export(model: ActorCritic, tokenizer: Any, directory: Path) -> None:
+    """Writes a policy whose weights are whole, and its value function beside the directory."""
+    value_function = directory.parent / "value_function.safetensors"
+    model.save_policy(directory)
+    tokenizer.save_pretrained(directory)
+    model.save_value_function(value_function)
+    manifest.permit(directory, value_function)
 
 
 class Checkpoints:
@@ -212,7 +222,11 @@ class Checkpoints:
             except OSError as error:
                 raise checkpoint.failed(run_dir, number, error) from error
             final = run_dir / f"checkpoint-{number:06d}"
-            return checkpoint.finish(run_dir, number, temporary, what, **options) if world.is_main else final
+            return (
+                checkpoint.finish(run_dir, number, temporary, what, **options)
+                if world.is_main
+                else final
+            )
 
         return write
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 class MasterWeights:
     """Mixed into an optimiser of torch's interface: `class A(MasterWeights, torch.optim.AdamW)`.
 
-    Its groups hold the masters; a weight that is in fp32 already, or fp64, is its own. `weights` are the
-    model's, in the same order.
+    Its groups hold the masters; a weight that is in fp32 already, or fp64, is its own. `weights`
+    are the model's, in the same order.
     """
 
     weights: list[nn.Parameter]

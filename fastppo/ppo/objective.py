@@ -10,15 +10,16 @@ Source: Schulman et al. 2017, eq. 7 and 8.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from fastppo_kernels.records import SUMS
 from torch import Tensor
 
-from fastppo.functional.losses import PPOLoss, value_loss
 from fastppo.data.batch import Layout
 from fastppo.data.world import World
+from fastppo.functional.losses import PPOLoss, value_loss
 from fastppo.models.head import Head, RefStates
 from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
@@ -122,9 +123,9 @@ def add_ptx_gradient(
     own = world.own(len(blocks))
     size = options.limits().count(options.ptx_block_size)
     parts = [*blocks[own.start : own.stop].to(model.device).split(size)] if own else []
-    rounds = -(-(-(-len(blocks) // world.size)) // size)  # of the rank that has most
+    most = math.ceil(len(blocks) / world.size)  # of one rank
     losses = []
-    for i in range(rounds):
+    for i in range(math.ceil(most / size)):
         part = parts[i] if i < len(parts) else blocks[:1].to(model.device)
         with model.autocast():
             loss = model.language_model_loss(part, options.backend)

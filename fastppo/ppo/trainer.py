@@ -18,10 +18,10 @@ is the config with the schedules of the iteration applied.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from contextlib import closing
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from fastppo.data.world import World
 from fastppo.models.sharding import unsharded
 from fastppo.ppo.advantages import make_advantages
 from fastppo.ppo.build import build, world_of
-from fastppo.ppo.checkpoints import Checkpoints
+from fastppo.ppo.checkpoints import Checkpoints, export
 from fastppo.ppo.checks import (
     check_on_policy,
     check_responses,
@@ -77,7 +77,6 @@ from fastppo.run.checkpoint import random_state, restore_random_state
 from fastppo.run.identity import keep_config
 from fastppo.run.lock import held
 from fastppo.run.log import SharedLog, check_no_run, progress, read_jsonl, say
-from fastppo.run.manifest import permit
 from fastppo.run.report import write_report
 from fastppo.run.signals import Asked, PhaseEndedError, Stopped, listening
 from fastppo.run.watch import rollout_health
@@ -377,10 +376,8 @@ class PPOTrainer:
         learning_rate = set_learning_rate(self.optimizer, planned, self.config)
         # The weights are those of the whole minibatch, so how it is split does not matter.
         minibatch = minibatch.weighted(options.aggregation)
-        asked = options.limits(self.model.packing)
-        found = self._halving.run(
-            lambda limits: self._gradient(minibatch, limits, warming_up, options), asked
-        )
+        attempt = functools.partial(self._gradient, minibatch, warming_up, options)
+        found = self._halving.run(attempt, options.limits(self.model.packing))
         loss = torch.stack([part.loss for part in found]).sum()
         for part in found:
             meter.microbatch(part.sums, part.value, useful=part.useful, computed=part.computed)
@@ -392,7 +389,7 @@ class PPOTrainer:
             loss += options.ptx_coef * ptx_loss
             meter.pretraining(ptx_loss)
         norms = clip_gradients(self.optimizer, self.model, options)
-        sums = reduce(combine_sums, [part.sums for part in found])
+        sums = functools.reduce(combine_sums, [part.sums for part in found])
         kl = sums[SUMS.index("approx_kl")] / sums[SUMS.index("tokens")].clamp(min=1)
         numbers = to_floats({"loss": loss, **norms, "kl": kl})
         policy_kl = numbers.pop("kl")
@@ -409,7 +406,7 @@ class PPOTrainer:
         return policy_kl, False
 
     def _gradient(
-        self, minibatch: Experience, limits: Limits, warming_up: bool, options: PPOConfig
+        self, minibatch: Experience, warming_up: bool, options: PPOConfig, limits: Limits
     ) -> list[Microbatch]:
         """Adds up the gradient of a weighted minibatch over its microbatches, every rank's."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -476,16 +473,8 @@ class PPOTrainer:
     def save_policy(self, directory: str | Path) -> None:
         """Writes the policy, its tokenizer and generation config; the value function beside it."""
         directory = Path(directory)
-        value_function = directory.parent / "value_function.safetensors"
-
-        def write() -> None:
-            self.model.save_policy(directory)
-            self.tokenizer.save_pretrained(directory)
-            self.model.save_value_function(value_function)
-            permit(directory, value_function)
-
         with unsharded(self.model):
-            self.world.first(write)
+            self.world.first(lambda: export(self.model, self.tokenizer, directory))
 
     # ---------------------------------------------------------------------------- around a step
 

@@ -88,9 +88,7 @@ class Scored(list[float]):
         """What it said of several batches, one after the other."""
         partial = disagreement = None
         if any(part.partial is not None for part in parts):
-            partial = [
-                steps for part in parts for steps in part.partial or [None] * len(part)
-            ]
+            partial = [steps for part in parts for steps in part.partial or [None] * len(part)]
         if all(part.disagreement is not None for part in parts):
             disagreement = [value for part in parts for value in part.disagreement or ()]
         return cls([value for part in parts for value in part], partial, disagreement)

@@ -41,11 +41,11 @@ class SharedEngine(RolloutEngine):
                 return None
             return _packed(self.engine.generate(prompt_ids[own.start : own.stop], placed))
 
-        with unsharded(self.policy):
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                if not self.engine.draws_by_row and not sampling.greedy:
-                    torch.manual_seed(_seed() + self.world.rank)
-                found = self.world.share(draw, "generate")
+        devices = [device] if device.type == "cuda" else []
+        with unsharded(self.policy), torch.random.fork_rng(devices=devices):
+            if not self.engine.draws_by_row and not sampling.greedy:
+                torch.manual_seed(_seed() + self.world.rank)
+            found = self.world.share(draw, "generate")
         if not sampling.greedy:
             _seed()  # every rank goes on from the same state, the one that the decoder leaves
         return Rollout.joined([_unpacked(each) for each in found if each is not None])

@@ -1,0 +1,88 @@
+"""Several processes train what one trains: weights, gradients and metrics, to rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import many_ranks
+import pytest
+import ranks
+
+WIDE: dict[str, Any] = {"model_dtype": "float64"}
+LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8.0}
+EXACT: dict[str, Any] = {"kl_loss_coef": 0.1, "kl_loss_estimator": "full"}
+MOVED: dict[str, Any] = {"reference_refresh": 1, "kl_coef": 0.0, **EXACT}
+NARROW: dict[str, Any] = {"learning_rate": 1e-4}
+"""In fp32: Adam's first steps are the sign of a gradient, whatever its size, times this."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": WIDE,
+    "qwen2": WIDE | {"architecture": "qwen2", "gradient_checkpointing": True},
+    "lora": WIDE | LORA | EXACT | {"kl_estimator": "full"},
+    "uneven": WIDE | {"rollout_batch_size": 15, "minibatches": 5, "microbatch_size": 2},
+    "fp32": NARROW | {"value_model": "critic", "bootstrap_truncated": True},
+}
+"""What the suite runs on one process and on two."""
+
+MORE: dict[str, dict[str, Any]] = {
+    "gpt2": WIDE | {"architecture": "gpt2"},
+    "opt": WIDE | {"architecture": "opt"},
+    "gemma2": NARROW | {"architecture": "gemma2"},
+    "lora, refreshed": WIDE | LORA | MOVED,
+    "refreshed": WIDE | MOVED,
+    "critic": WIDE | {"value_model": "critic"},
+    "branch": WIDE | {"value_model": "branch", "value_branch_layers": 1},
+    "exact KL": WIDE | {"kl_estimator": "full"},
+    "penalty": WIDE | {"objective": "penalty"},
+    "ptx": WIDE | {"ptx_coef": 0.5, "ptx_batch_size": 3, "ptx_block_size": 12},
+    "tokens": WIDE | {"microbatch_tokens": 40},
+    "packed": NARROW | {"microbatch_tokens": 40, "packing": "on"},
+    "warm-up": WIDE | {"value_model": "detached", "value_warmup_iterations": 1},
+    "rloo": WIDE | {"advantage": "rloo", "samples_per_prompt": 4, "vf_coef": 0.0},
+    "kept": WIDE | {"reshard_after_forward": False},
+    "early stop": WIDE | {"early_stop_kl": 1e-4, "early_stop_check": "minibatch"},
+}
+"""The rest."""
+
+
+def tolerance(name: str, variant: dict[str, Any]) -> float:
+    """Sums in another order: of fp32, or of fp64; OPT's products are the largest."""
+    if "model_dtype" not in variant:
+        return 1e-6
+    return 1e-10 if variant.get("architecture") == "opt" else 1e-12
+
+
+def _compare(folder: Path, variants: dict[str, dict[str, Any]], counts: list[int]) -> None:
+    found = {
+        count: ranks.run(
+            count, many_ranks.train_all, folder / str(count), str(folder / str(count)), variants
+        )
+        for count in (1, *counts)
+    }
+    wrong = {}
+    for name, variant in variants.items():
+        for count in counts:
+            off = many_ranks.difference(found[1][name], found[count][name])
+            far = {key: value for key, value in off.items() if value > tolerance(name, variant)}
+            wrong |= {(name, count): far} if far else {}
+    assert not wrong
+
+
+def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
+    _compare(tmp_path, VARIANTS, [2])
+
+
+@pytest.mark.slow
+def test_two_and_four_processes_train_what_one_trains_in_every_variant(tmp_path: Path) -> None:
+    _compare(tmp_path, MORE, [2, 4])
+    _compare(tmp_path, VARIANTS, [4])
+
+
+def test_gradients_that_are_divided_by_the_ranks_show(tmp_path: Path) -> None:
+    """Adam hides it from the weights, all but for its ε; the gradient's norm does not."""
+    variants = {"llama": WIDE | {"iterations": 1}}
+    one = ranks.run(1, many_ranks.train_all, tmp_path / "1", str(tmp_path / "1"), variants)
+    two = ranks.run(2, many_ranks.train_divided, tmp_path / "2", str(tmp_path / "2"), variants)
+    off = many_ranks.difference(one["llama"], two["llama"])
+    assert off["grad_norm"] > 0.1
