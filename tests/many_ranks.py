@@ -19,10 +19,12 @@ COMPARED = ("loss", "grad_norm", "kl", "reward", "approx_kl", "value_loss", "ent
 
 
 def weights(trainer: PPOTrainer) -> dict[str, Tensor]:
-    """The whole trained weights."""
+    """The whole trained weights, as the optimiser has them."""
     reshard(trainer.model)
-    named = trainer.model.named_parameters()
-    return {name: whole(p.detach()).clone() for name, p in named if p.requires_grad}
+    names = {id(p): name for name, p in trainer.model.named_parameters()}
+    masters = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    both = zip(trainer.optimizer.weights, masters, strict=True)
+    return {names[id(weight)]: whole(master.detach()).clone() for weight, master in both}
 
 
 def train(folder: str, variant: Mapping[str, Any]) -> dict[str, Any]:
