@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import many_ranks
 import pytest
 import ranks
+from command_line import Folder
 
 from fastppo.data.world import World
 from fastppo.ppo.build import check_ranks
 from fastppo.ppo.config import PPOConfig
+
+ROOT = Path(__file__).parents[1]
 
 WIDE: dict[str, Any] = {"model_dtype": "float64"}
 LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8.0}
@@ -123,3 +129,47 @@ def test_options_that_several_processes_do_not_have_are_refused(options, says: s
     with pytest.raises(ValueError, match=says):
         check_ranks(PPOConfig(**options), World(size=2))
     check_ranks(PPOConfig(**options), World())
+
+
+KILLED = """
+import os, signal
+from pathlib import Path
+calls = 0
+
+
+def count(prompts, completions, **columns):
+    global calls
+    calls += 1
+    mark = Path(__file__).with_name("killed")
+    if os.environ.get("RANK") == "1" and calls == 3 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [text.split().count("w7") / 8 for text in completions]
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_torchrun_restarts_ends_where_one_ends_that_was_not_killed(
+    tmp_path: Path,
+) -> None:
+    folders = {"whole": Folder(tmp_path / "whole"), "killed": Folder(tmp_path / "killed")}
+    folders["killed"].reward.write_text(KILLED)
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    for name, folder in folders.items():
+        command = [*torchrun, "--max-restarts", "1", "-m", "fastppo"]
+        done = subprocess.run(
+            [*command, *folder.flags(iterations=4, resume=True)],
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert ("resuming from" in done.stderr) == (name == "killed")
+    policies = [folder.run / "policy" / "model.safetensors" for folder in folders.values()]
+    assert policies[0].read_bytes() == policies[1].read_bytes()
