@@ -352,12 +352,14 @@ def _generate(options: argparse.Namespace, rest: list[str]) -> None:
 
 def _train(options: argparse.Namespace, rest: list[str]) -> None:
     config = parse_train(rest)
+    from fastppo.ppo.build import world_of
     from fastppo.ppo.trainer import PPOTrainer
     from fastppo.run.lock import held
     from fastppo.run.profile import profiled
 
-    with held(config.output_dir):  # before a model is loaded
-        trainer = PPOTrainer(config)
+    world = world_of(config)
+    with world.answering(), held(config.output_dir, world):  # before a model is loaded
+        trainer = PPOTrainer(config, world=world)
         with profiled(trainer, options.profile):
             trainer.train()
     if options.profile:

@@ -7,6 +7,7 @@ does not fit in memory shows at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastppo.data.batch import Batch, on_device, spans, starts
+from fastppo.data.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,33 @@ def _sizes(longest_first: list[int], limits: Limits) -> list[int]:
     return [*sizes, count - begin]
 
 
+class Dealt(NamedTuple):
+    """The microbatches of a batch that the ranks of a world share."""
+
+    ranks: list[list[Tensor]]
+    """Of each rank its microbatches' rows, int64 on the CPU."""
+    rounds: int
+    """How many every rank runs: collectives wait for all."""
+    filler: Tensor
+    """[1]: what a rank runs, without weight, in the rounds that it has nothing for."""
+
+
+def deal(lengths: Tensor, limits: Limits, world: World) -> Dealt:
+    """Microbatches for every rank, of sequences of these lengths [B], which all ranks know. Every
+    rank has as many sequences, or one more, of like lengths; the limits are of one rank."""
+    if world.size == 1:
+        found = microbatches(lengths, limits)
+        return Dealt([found], len(found), torch.arange(min(1, len(lengths))))
+    order = torch.argsort(lengths, descending=True, stable=True)
+    ranks = []
+    for rank in range(world.size):
+        rows = order[rank :: world.size].sort().values
+        ranks.append([rows[part] for part in microbatches(lengths[rows], limits)])
+    return Dealt(ranks, max(map(len, ranks)), order[-1:])
+
+
 class Parts(NamedTuple):
-    """A batch in microbatches, and the way back to its order."""
+    """A batch in microbatches, those of this rank, and the way back to its order."""
 
     batches: list[Batch]
     sequence_order: Tensor | None
@@ -70,27 +97,39 @@ class Parts(NamedTuple):
     None if nothing moved."""
     token_order: Tensor | None
     """[N] int64 on the device: likewise for response tokens."""
+    cat: Callable[[Tensor], Tensor] = World().cat
+    """What ranks have, end to end."""
+    counts: tuple[int | None, int | None] = (None, None)
+    """Sequences and response tokens of this rank, without what it runs to fill its rounds."""
 
     def in_order(self, values: Tensor) -> Tensor:
         """[N] values of the parts' response tokens, one part after another, as the batch has
         them."""
+        values = self.cat(values[: self.counts[1]])
         return values if self.token_order is None else values[self.token_order]
 
     def sequences_in_order(self, values: Tensor) -> Tensor:
         """[B]: likewise for one value per sequence."""
+        values = self.cat(values[: self.counts[0]])
         return values if self.sequence_order is None else values[self.sequence_order]
 
 
-def split(batch: Batch, limits: Limits) -> Parts:
+def split(batch: Batch, limits: Limits, world: World | None = None) -> Parts:
     """The microbatches of a batch that is only read."""
-    rows = microbatches(batch.lengths, limits)
-    if len(rows) == 1:
+    world = world or World()
+    dealt = deal(batch.lengths, limits, world)
+    rows = [each for of_rank in dealt.ranks for each in of_rank]
+    if world.size == 1 and len(rows) == 1:
         return Parts([batch], None, None)
     place = torch.argsort(torch.cat(rows)) if rows else torch.arange(0)
     lengths = batch.response_lengths
     begin = starts(lengths[torch.cat(rows)])[place] if rows else lengths
+    own = dealt.ranks[world.rank]
+    mine = torch.cat(own) if own else torch.arange(0)
     return Parts(
-        [batch.select(each) for each in rows],
+        [batch.select(each) for each in own + [dealt.filler] * (dealt.rounds - len(own))],
         on_device(place, batch.device),
         on_device(spans(begin, lengths), batch.device),
+        world.cat,
+        (len(mine), int(lengths[mine].sum())),
     )

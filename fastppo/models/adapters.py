@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
@@ -41,6 +41,16 @@ def add_adapters(
     return get_peft_model(model, config)
 
 
+def whole_state(module: nn.Module) -> dict[str, Tensor]:
+    """`state_dict` of a module whose tensors are whole now: under FSDP that method gives shards."""
+    state: dict[str, Tensor] = {}
+    for prefix, each in module.named_modules(remove_duplicate=False):
+        for name, value in (*each._parameters.items(), *each._buffers.items()):
+            if value is not None and name not in each._non_persistent_buffers_set:
+                state[f"{prefix}.{name}" if prefix else name] = value.detach()
+    return state
+
+
 def merged_state(model: PreTrainedModel) -> dict[str, Tensor]:
     """State of the plain model with each adapter's weights added in; the model is left as it is."""
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -52,7 +62,7 @@ def merged_state(model: PreTrainedModel) -> dict[str, Tensor]:
     # Frozen matrices may be in half precision, which would round the adapters away.
     embeddings: Any = model.get_input_embeddings()
     whole = embeddings.weight.dtype
-    for name, value in model.state_dict().items():
+    for name, value in whole_state(model).items():
         value = value.to(torch.promote_types(value.dtype, whole))
         owner = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
         if owner is None:

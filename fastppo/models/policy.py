@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from fastppo.data.batch import Batch, Layout
 from fastppo.data.microbatches import Parts
 from fastppo.functional.statistics import TokenStats
-from fastppo.models.adapters import merged_state
+from fastppo.models.adapters import merged_state, whole_state
 from fastppo.models.device import autocast
 from fastppo.models.head import Head
 from fastppo.models.trunk import context_length, hidden_states, prepare, switch_dropout_off
@@ -47,6 +47,9 @@ class LanguageModel(nn.Module):
         self.compute_dtype = compute_dtype
         self.packing = False
         """Whether batches are laid out as one row; see `fastppo.models.packing`."""
+        self.fixed_precision: bool | None = None
+        """`is_full_precision` of a model whose weights are gathered in another dtype than they are
+        held in."""
         self._peft = [peft]  # in a list, so that its modules are not registered a second time
         if hasattr(causal_lm.get_output_embeddings(), "base_layer"):
             raise ValueError(
@@ -82,6 +85,8 @@ class LanguageModel(nn.Module):
     @property
     def is_full_precision(self) -> bool:
         """Whether weights and matrix products are fp32 throughout."""
+        if self.fixed_precision is not None:
+            return self.fixed_precision
         return self.compute_dtype is None and self.head.weight.dtype == torch.float32
 
     def autocast(self) -> AbstractContextManager:
@@ -94,6 +99,10 @@ class LanguageModel(nn.Module):
 
     def hidden(self, layout: Layout, positions: Tensor | None = None) -> Tensor:
         """Final hidden states [N, H] at the positions, by default those that predict responses."""
+        return self._hidden(layout, positions)
+
+    def _hidden(self, layout: Layout, positions: Tensor | None = None) -> Tensor:
+        # For passes within a pass: `hidden` begins one (`fastppo.models.sharding`).
         trunk = self.causal_lm.base_model
         states = hidden_states(trunk, layout.input_ids, packing=layout.packing)
         return states.flatten(0, 1)[layout.predicting if positions is None else positions]
@@ -216,8 +225,9 @@ class ActorCritic(LanguageModel):
         if positions is None:
             positions = layout.predicting
         with self.value_function.watching():
-            hidden = self.hidden(layout, positions)
-        return hidden, self.value_function(hidden, layout, positions, detach=detach_values)
+            hidden = self._hidden(layout, positions)
+        values = self.value_function(hidden, layout, positions, detach=detach_values)
+        return hidden, values.clone()  # FSDP hangs hooks on what it returns, and a view loses them
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, temperature: float = 1.0, backend: str = "auto") -> Evaluation:
@@ -260,12 +270,12 @@ class ActorCritic(LanguageModel):
 
     def save_policy(self, directory: str | Path) -> None:
         """Writes the policy alone, adapters merged, for `AutoModelForCausalLM.from_pretrained`."""
-        merged = merged_state(self.causal_lm) if self.peft is not None else None
-        self.causal_lm.save_pretrained(directory, state_dict=merged)
+        state = merged_state if self.peft is not None else whole_state
+        self.causal_lm.save_pretrained(directory, state_dict=state(self.causal_lm))
 
     def save_value_function(self, path: str | Path) -> None:
         """Writes the value function alone, as safetensors: its head, and the layers it owns."""
-        state = self.value_function.state_dict()
+        state = whole_state(self.value_function)
         save_file({name: value.contiguous().cpu() for name, value in state.items()}, path)
 
     def load_value_function(self, path: str | Path) -> None:

@@ -23,6 +23,7 @@ from fastppo.data.batch import Batch, Layout
 from fastppo.models.device import cast_frozen
 from fastppo.models.head import RefStates
 from fastppo.models.policy import ActorCritic, LanguageModel
+from fastppo.models.sharding import is_sharded, like, reshard
 
 
 class TokenKL(NamedTuple):
@@ -79,6 +80,7 @@ class ReferencePolicy:
             try:
                 yield self._frozen
             finally:
+                reshard(self._frozen)
                 if self.offload:
                     self._frozen.to("cpu")
         elif self._adapters is None:
@@ -132,6 +134,7 @@ class ReferencePolicy:
     @torch.no_grad()
     def refresh(self) -> None:
         """The policy as it is now becomes the reference."""
+        reshard(self.policy)
         if self._frozen is None:
             self._adapters = {name: p.detach().clone() for name, p in self._trained()}
         else:
@@ -155,20 +158,30 @@ class ReferencePolicy:
             return
         self.refreshed = True
         if self._frozen is None:
-            self._adapters = {name: value.to(self.policy.device) for name, value in state.items()}
+            trained = dict(self._trained())
+            self._adapters = {name: like(value, trained[name]) for name, value in state.items()}
         else:
             for name, parameter in self._frozen.causal_lm.named_parameters():
-                parameter.copy_(state[name])
+                parameter.copy_(like(state[name], parameter))
 
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
         parameters = self.policy.causal_lm.named_parameters()
         return [(name, p) for name, p in parameters if p.requires_grad]
 
     def _swap_adapters(self) -> None:
-        # Storage changes hands, nothing is written: a graph that was built before stays valid.
         assert self._adapters is not None
+        reshard(self.policy)
         for name, parameter in self._trained():
-            parameter.data, self._adapters[name] = self._adapters[name], parameter.data
+            if is_sharded(
+                self.policy
+            ):  # what is gathered is read where the shards have always been
+                before = parameter.detach().clone()
+                parameter.detach().copy_(self._adapters[name])
+                self._adapters[name] = before
+            else:
+                # Storage changes hands, nothing is written: a graph that was built before stays
+                # valid.
+                parameter.data, self._adapters[name] = self._adapters[name], parameter.data
 
 
 def frozen_copy(model: LanguageModel) -> LanguageModel:

@@ -8,9 +8,9 @@
 Stiennon et al. 2020 (section 3.4) found that a shared trunk can hurt the policy early in training,
 when values are mostly wrong; the other three are the answers to that, in order of their cost.
 
-Heads are fp32 whatever the trunk is: values are regressed to a few digits. They start at zero, no
-opinion before the first returns are seen; a critic that starts from a reward model starts from its
-scores, as InstructGPT's did (Ouyang et al. 2022, appendix C.4).
+Heads are fp32 whatever the trunk is (fp64 of one in fp64): values are regressed to a few digits.
+They start at zero, no opinion before the first returns are seen; a critic that starts from a reward
+model starts from its scores, as InstructGPT's did (Ouyang et al. 2022, appendix C.4).
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class ValueFunction(nn.Module, ABC):
 
     def __init__(self, trunk: Any, width: int) -> None:
         super().__init__()
-        self.head = nn.Linear(width, 1, device=trunk.device, dtype=torch.float32)
+        dtype = torch.promote_types(trunk.dtype, torch.float32)
+        self.head = nn.Linear(width, 1, device=trunk.device, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
@@ -67,7 +68,7 @@ class ValueFunction(nn.Module, ABC):
     def read(self, states: Tensor) -> Tensor:
         """[N] fp32 values of the states [N, H] that the head reads."""
         with torch.autocast(states.device.type, enabled=False):
-            return self.head(states.float()).squeeze(-1)
+            return self.head(states.to(self.head.weight.dtype)).squeeze(-1)
 
     @abstractmethod
     def states(self, hidden: Tensor, layout: Layout, positions: Tensor, detach: bool) -> Tensor:

@@ -18,6 +18,7 @@ from fastppo.data import fingerprint
 from fastppo.data.prompts import Prompts, encode_prompts
 from fastppo.data.rows import Rows, load_rows
 from fastppo.data.text import PretrainingText
+from fastppo.data.world import World, join
 from fastppo.models.adapters import add_adapters
 from fastppo.models.device import cast_frozen, choose_device, compute_dtype
 from fastppo.models.layers import compile_layers, use_liger
@@ -33,6 +34,7 @@ from fastppo.models.pretrained import (
     stop_token_ids,
 )
 from fastppo.models.reference_policy import ReferencePolicy
+from fastppo.models.sharding import shard
 from fastppo.models.trunk import checkpoint_activations, context_length
 from fastppo.models.value import (
     BranchValue,
@@ -52,6 +54,7 @@ from fastppo.rewards.reward import Reward, RewardTerm
 from fastppo.rewards.scorer import Scorer
 from fastppo.rollout import RolloutEngine, Sampling, as_engine
 from fastppo.rollout.engines import make_engine
+from fastppo.rollout.sharing import SharedEngine
 from fastppo.rollout.vllm import VLLMEngine
 
 
@@ -79,6 +82,48 @@ class Parts:
     """Sentences on what is not as the options ask for it."""
 
 
+def world_of(config: PPOConfig) -> World:
+    """The processes that torchrun started for the run; raises ValueError where they do not fit."""
+    world = join(
+        choose_device(config.device),
+        timeout=config.distributed_timeout,
+        shard_size=config.shard_size,
+    )
+    check_ranks(config, world)
+    return world
+
+
+def check_ranks(config: PPOConfig, world: World) -> None:
+    """Raises ValueError for options that several processes do not have."""
+    if world.size == 1:
+        return
+    for wrong, sentence in (
+        (
+            config.reference_offload,
+            "reference_offload: each holds a shard of the reference, and moving it costs more than "
+            "it gives",
+        ),
+        (
+            config.rollout in ("vllm", "continuous"),
+            f"rollout={config.rollout} has caches of its own in each; use rollout=decoder",
+        ),
+        (
+            config.optimizer == "adamw8bit",
+            "optimizer=adamw8bit has no moments that are sharded; use optimizer=adamw",
+        ),
+        (config.compile, "compile: sharded layers are not compiled; use compile=false"),
+        (
+            not config.reshard_after_forward
+            and config.lora_rank > 0
+            and config.reference_refresh > 0,
+            "reference_refresh with LoRA puts the reference's adapters in the policy's place, so "
+            "reshard_after_forward must be true",
+        ),
+    ):
+        if wrong:
+            raise ValueError(f"{world.size} processes: {sentence}")
+
+
 def build(
     config: PPOConfig,
     *,
@@ -90,11 +135,13 @@ def build(
     reference: PreTrainedModel | None = None,
     engine: Any = None,
     say: Callable[[str], None] = print,
+    world: World | None = None,
 ) -> Parts:
     """The parts that the config names, or those that are given instead; see `PPOTrainer`.
 
     Args:
         say: takes a sentence for the user.
+        world: of the ranks over which the models are sharded, after all checks.
 
     Raises:
         ValueError: they do not fit: a tokenizer larger than the vocabulary, a prompt longer than
@@ -104,7 +151,8 @@ def build(
         raise ValueError("model must be a directory or hub name, got nothing")
     if tokenizer is None and not config.model:
         raise ValueError("a model that is passed in needs its tokenizer passed in too")
-    device = choose_device(config.device)
+    world = world or World()
+    device = world.device or choose_device(config.device)
     tokenizer = tokenizer or load_tokenizer(config.model)
     causal_lm = model or _load_model(config.model, config, device)
     causal_lm = causal_lm.to(device)  # type: ignore[arg-type]
@@ -120,13 +168,19 @@ def build(
     context = _shortest_context(policy, ref_policy)
     frozen = ref_policy.frozen if ref_policy is not None else None
     packing_note = choose_packing(config.packing, policy, frozen)
-    chosen, engine_note = _engine(engine, policy, tokenizer, config)
+    chosen, engine_note = _engine(engine, policy, tokenizer, config, world)
     found_prompts = _load_prompts(prompts, tokenizer, context, config)
     pretraining = _load_pretraining(tokenizer, policy.context, config)
     terms = _load_rewards(rewards or config.rewards, config, device)
     if config.compile:  # last: what was compared above ran as it was loaded
         for _, trunk in trunks_of(policy, frozen):
             compile_layers(trunk)
+    if world.size > 1:
+        reshards = config.reshard_after_forward
+        for each in (policy, frozen):
+            if each is not None:
+                shard(each, world, reshard_after_forward=reshards)
+        chosen = SharedEngine(chosen, policy, world)
     return Parts(
         device=device,
         tokenizer=tokenizer,
@@ -157,6 +211,7 @@ def build(
                 config.reward_failure == "drop",
                 say,
             ),
+            world,
         ),
         context=context,
         fingerprints=_fingerprints(weights, ref_policy, found_prompts, pretraining, terms),
@@ -186,7 +241,7 @@ def _fingerprints(
 
 
 def _engine(
-    given: Any, policy: ActorCritic, tokenizer: Any, config: PPOConfig
+    given: Any, policy: ActorCritic, tokenizer: Any, config: PPOConfig, world: World
 ) -> tuple[RolloutEngine, str | None]:
     """The rollout engine, and a sentence where it is not the one that the config names."""
     if given is not None:
@@ -204,6 +259,8 @@ def _engine(
         pad_token_id(tokenizer, policy.causal_lm),
         batch_size=config.generate_batch_size,
         final_values=config.bootstrap_truncated,
+        # A CUDA graph reads weights where they were, and gathered ones are elsewhere each time.
+        fixed_shapes=False if world.size > 1 else None,
     )
 
 

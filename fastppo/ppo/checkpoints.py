@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -9,14 +10,31 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, distributed
+
+from fastppo.data.world import World
+from fastppo.models.policy import ActorCritic
+from fastppo.models.pretrained import written_whole
+from fastppo.models.sharding import reshard
 from fastppo.ppo.build import Parts
 from fastppo.ppo.config import IDENTITY, PPOConfig
 from fastppo.ppo.state import RunState
-from fastppo.run import checkpoint, identity, manifest
+from fastppo.run import checkpoint, identity, manifest, shards
 from fastppo.run.checkpoint import Best, CheckpointError
 
 LOWEST = "min:"
 """Before a metric of `checkpoint_best` whose lowest value is the best."""
+
+
+def export(model: ActorCritic, tokenizer: Any, directory: Path) -> None:
+    """Writes a policy whose weights are whole, and its value function beside the directory."""
+    value_function = directory.parent / "value_function.safetensors"
+    with written_whole(directory) as unfinished:
+        model.save_policy(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        model.save_value_function(unfinished / value_function.name)
+        (unfinished / value_function.name).replace(value_function)
+    manifest.permit(directory, value_function)
 
 
 class Checkpoints:
@@ -25,12 +43,21 @@ class Checkpoints:
     Args:
         parts: what the run trains and reads.
         say: takes a sentence for the user.
+        world: the ranks, each of which writes its shards; the first does the rest.
     """
 
     def __init__(
-        self, config: PPOConfig, state: RunState, parts: Parts, say: Callable[[str], None]
+        self,
+        config: PPOConfig,
+        state: RunState,
+        parts: Parts,
+        say: Callable[[str], None],
+        world: World | None = None,
     ) -> None:
         self.config, self.state, self.say = config, state, say
+        self.world = world or World()
+        self._group: Any = None
+        """Of the ranks, for a checkpoint that is written while the run goes on."""
         self.model, self.optimizer, self.reference = parts.model, parts.optimizer, parts.reference
         self.run_dir = Path(config.output_dir)
         self.run = identity.of_run(config, parts.fingerprints)
@@ -49,7 +76,9 @@ class Checkpoints:
         self._remember(metrics)
         interval, minutes = self.config.checkpoint_interval, self.config.checkpoint_minutes
         by_count = interval and self.state.iteration % interval == 0
-        by_time = minutes and time.monotonic() - self._time >= 60 * minutes
+        by_time = minutes and self.world.first(
+            lambda: time.monotonic() - self._time >= 60 * minutes
+        )
         if not (asked or by_count or by_time):
             return
         try:
@@ -79,21 +108,24 @@ class Checkpoints:
             self.model,
             self.optimizer,
             self.state.state_dict(),
-            reference=self.reference.state_dict() if self.reference is not None else {},
+            reference=self._reference_state(),
             copy=threaded,
+            in_shards=self.world.size > 1,
         )
         options: dict[str, Any] = {
             "run": self.run,
             "keep": self.config.checkpoint_limit,
             "best": self._best(),
         }
+        if self.world.size > 1:
+            write = self._begin_shards(number, what, options)
+        else:
+            write = functools.partial(checkpoint.write, self.run_dir, number, what, **options)
         if threaded:
             self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
-            self._writing = self._thread.submit(
-                checkpoint.write, self.run_dir, number, what, **options
-            )
+            self._writing = self._thread.submit(write)
         else:
-            self.newest = checkpoint.write(self.run_dir, number, what, **options)
+            (self.newest, *_) = self.world.share(write)
         self._begun_at, self._time, self._worth = number, time.monotonic(), []
         if failed is not None:
             raise failed
@@ -120,7 +152,7 @@ class Checkpoints:
         if writing is None:
             return
         try:
-            self.newest = writing.result()
+            (self.newest, *_) = self.world.share(writing.result)
         except CheckpointError:
             self._begun_at = None
             raise
@@ -138,8 +170,7 @@ class Checkpoints:
             DamagedError: there are checkpoints, and none is whole.
             ValueError: it is of another run or model, and `allow_config_change` is off.
         """
-        checkpoint.remove_leftovers(self.run_dir)
-        found = manifest.newest(checkpoint.checkpoints(self.run_dir))
+        found = self.world.first(self._newest)
         if found is None:
             self.say(f"no checkpoint in {self.run_dir}: starting from the beginning")
             return False
@@ -153,13 +184,54 @@ class Checkpoints:
         self.state.load_state_dict(saved_state)
         if self.reference is not None:
             self.reference.load_state_dict(saved_reference)
+        self.world.first(lambda: self._tidy(found))
+        self.newest, self._begun_at = found.path, self.state.iteration
+        self.say(f"resuming from {found.path}")
+        return True
+
+    def _newest(self) -> manifest.Found | None:
+        checkpoint.remove_leftovers(self.run_dir)
+        return manifest.newest(checkpoint.checkpoints(self.run_dir))
+
+    def _tidy(self, found: manifest.Found) -> None:
+        """Sets aside what is damaged, and removes what is not to be kept."""
         for path in found.passed_over:
             self.say(f"{path.name} is set aside as {manifest.set_aside(path).name}")
         metric = self.config.checkpoint_best
         checkpoint.prune(self.run_dir, self.config.checkpoint_limit, metric, never=found.path)
-        self.newest, self._begun_at = found.path, self.state.iteration
-        self.say(f"resuming from {found.path}")
-        return True
+
+    def _reference_state(self) -> dict[str, Tensor]:
+        return self.reference.state_dict() if self.reference is not None else {}
+
+    def _begin_shards(
+        self, number: int, what: checkpoint.Snapshot, options: dict[str, Any]
+    ) -> Callable[[], Path]:
+        """Makes a copy of this rank's shards if a thread is to write; what is left to do."""
+        world, run_dir = self.world, self.run_dir
+        temporary = world.first(lambda: checkpoint.begin(run_dir, number))
+        reshard(self.model)
+        state = shards.state_of(self.model, self.optimizer, self._reference_state())
+        writing: Future | None = None
+        if self.config.checkpoint_async:
+            self._group = self._group or distributed.new_group(backend="gloo")
+            writing = shards.begin_writing(state, temporary, self._group)
+
+        def write() -> Path:
+            try:
+                if writing is None:
+                    shards.write(state, temporary)
+                else:
+                    shards.wait_for(writing)
+            except OSError as error:
+                raise checkpoint.failed(run_dir, number, error) from error
+            final = run_dir / f"checkpoint-{number:06d}"
+            return (
+                checkpoint.finish(run_dir, number, temporary, what, **options)
+                if world.is_main
+                else final
+            )
+
+        return write
 
     def _remember(self, metrics: Mapping[str, float]) -> None:
         metric = self.config.checkpoint_best

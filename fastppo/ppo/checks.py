@@ -14,6 +14,7 @@ from torch import Tensor
 from fastppo.data.batch import Batch
 from fastppo.data.chat import token_ids
 from fastppo.data.prompts import Prompts
+from fastppo.data.world import World
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.config import PPOConfig
@@ -193,6 +194,7 @@ def skip_step(
     state: RunState,
     numbers: dict[str, float],
     config: PPOConfig,
+    world: World,
 ) -> str:
     """Counts an optimiser step that is not taken and saves its batch; a sentence about it.
 
@@ -206,13 +208,17 @@ def skip_step(
     state.skipped_in_a_row += 1
     wrong = [name for name, value in numbers.items() if not math.isfinite(value)]
     values = ", ".join(f"{name} {numbers[name]}" for name in wrong)
-    saved = save_batch(
-        Path(config.output_dir) / "skipped" / f"step-{state.optimizer_step:06d}.safetensors",
-        minibatch.tensors(),
-        iteration=state.iteration,
-        step=state.optimizer_step,
-        non_finite="loss" if "loss" in wrong else "grad_norm",
-        parameters=non_finite_gradients(model),
+    saved = Path(config.output_dir) / "skipped" / f"step-{state.optimizer_step:06d}.safetensors"
+    of_ranks = world.gather(non_finite_gradients(model))
+    world.first(
+        lambda: save_batch(
+            saved,
+            minibatch.tensors(),
+            iteration=state.iteration,
+            step=state.optimizer_step,
+            non_finite="loss" if "loss" in wrong else "grad_norm",
+            parameters=list(dict.fromkeys(name for names in of_ranks for name in names)),
+        )
     )
     if state.skipped_in_a_row >= config.max_skipped_steps:
         raise FloatingPointError(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fastppo.data.microbatches import Limits
 from fastppo.functional import arguments
 from fastppo.ppo.schedule import Schedule
-from fastppo.run.options import Options, WeightOptions, check_bounds, option
+from fastppo.run.options import Options, RanksOptions, WeightOptions, check_bounds, option
 from fastppo.run.watch import parse_threshold
 
 WARNINGS = (
@@ -422,6 +422,7 @@ class PPOConfig(
     OptimizerOptions,
     WatchOptions,
     RunOptions,
+    RanksOptions,
 ):
     """Options of a PPO run. Lengths are in tokens, KL and entropy in nats, sizes in sequences."""
 

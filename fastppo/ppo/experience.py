@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fastppo.data.batch import Batch, on_device, spans, starts
-from fastppo.data.microbatches import Limits, microbatches
+from fastppo.data.microbatches import Limits, deal
+from fastppo.data.world import World
 from fastppo.functional.arguments import aggregation_weights
 
 
@@ -44,10 +45,24 @@ class Experience:
         }
         return Experience(self.batch.select(rows), **per_token)
 
-    def microbatches(self, limits: Limits) -> Iterator[Experience]:
-        """The parts that are run at once; see `fastppo.data.microbatches`."""
-        parts = microbatches(self.batch.lengths, limits)
-        yield from [self] if len(parts) == 1 else map(self.select, parts)
+    def microbatches(
+        self, limits: Limits, world: World | None = None
+    ) -> Iterator[tuple[Experience, bool]]:
+        """(a part that is run at once, whether it is one of the batch); see
+        `fastppo.data.microbatches`. Where other ranks have more parts than this one, rows without
+        weight come last."""
+        world = world or World()
+        dealt = deal(self.batch.lengths, limits, world)
+        parts = dealt.ranks[world.rank]
+        if world.size == 1 and len(parts) == 1:
+            yield self, True
+            return
+        for part in parts:
+            yield self.select(part), True
+        for _ in range(dealt.rounds - len(parts)):
+            filler = self.select(dealt.filler)
+            assert filler.token_weights is not None
+            yield replace(filler, token_weights=torch.zeros_like(filler.token_weights)), False
 
     def weighted(self, aggregation: str) -> Experience:
         """With the weight of each token in a loss over all of them."""

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 class MasterWeights:
     """Mixed into an optimiser of torch's interface: `class A(MasterWeights, torch.optim.AdamW)`.
 
-    Its groups hold the masters; a weight that is in fp32 already is its own. `weights` are the
-    model's, in the same order.
+    Its groups hold the masters; a weight that is in fp32 already, or fp64, is its own. `weights`
+    are the model's, in the same order.
     """
 
     weights: list[nn.Parameter]
@@ -35,7 +35,7 @@ class MasterWeights:
         return True
 
     def _master(self, weight: nn.Parameter) -> nn.Parameter:
-        if weight.dtype == torch.float32:
+        if weight.dtype in (torch.float32, torch.float64):
             return weight
         weight.grad_dtype = torch.float32
         return nn.Parameter(weight.detach().float()) if self.has_master(weight) else weight

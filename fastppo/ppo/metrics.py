@@ -7,12 +7,13 @@ import time
 from typing import Any, NamedTuple
 
 import torch
-from fastppo_kernels.records import combine_sums
+from fastppo_kernels.records import SUMS, combine_sums
 from torch import Tensor
 
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import split
 from fastppo.data.prompts import Prompts
+from fastppo.data.world import World
 from fastppo.functional.losses import loss_metrics
 from fastppo.functional.statistics import sampled_kl
 from fastppo.models.policy import ActorCritic
@@ -41,6 +42,19 @@ class Microbatch(NamedTuple):
     useful: int
     computed: int
     """Tokens of the sequences, and all that the trunk was given."""
+
+
+def of_all_ranks(found: list[Microbatch], world: World, device: torch.device) -> list[Microbatch]:
+    """The microbatches of every rank, on every rank; one has none where there are few rows."""
+    if world.size == 1:
+        return found
+    numbers = torch.zeros(len(found), 4 + len(SUMS), dtype=torch.float64, device=device)
+    for row, each in zip(numbers, found, strict=True):
+        row[0], row[1], row[2], row[3], row[4:] = each.loss, each.value, *each[3:], each.sums
+    joined = world.cat(numbers)
+    sizes = joined[:, 2:4].long().tolist()
+    pairs = zip(joined, sizes, strict=True)
+    return [Microbatch(row[0], row[4:], row[1], *of_row) for row, of_row in pairs]
 
 
 class Meter:
@@ -99,14 +113,18 @@ class Clock:
         self.laps[f"seconds/{name}"] = now - self.last
         self.last = now
 
-    def metrics(self, tokens: int) -> dict[str, float]:
-        """The laps, and the response tokens per second of the whole iteration."""
-        return {**self.laps, "tokens_per_second": tokens / (self.last - self.start)}
+    def metrics(self, tokens: int, world: World) -> dict[str, float]:
+        """The laps, and the response tokens per second of the whole iteration; of several ranks
+        the longest, which all of them then know, and `World.stragglers`."""
+        ranks = world.gather({**self.laps, "total": self.last - self.start})
+        longest = {name: max(laps[name] for laps in ranks) for name in ranks[0]}
+        total = longest.pop("total")
+        return {**longest, "tokens_per_second": tokens / total, **world.stragglers}
 
 
 def to_floats(metrics: dict[str, Tensor]) -> dict[str, float]:
     """0-d tensors as numbers, in one transfer."""
-    flat = torch.stack([value.detach().float() for value in metrics.values()]).tolist()
+    flat = torch.stack([value.detach().double() for value in metrics.values()]).tolist()
     return dict(zip(metrics, flat, strict=True))
 
 
@@ -140,12 +158,16 @@ def experience_metrics(experience: Experience, spread: Tensor) -> dict[str, floa
 
 
 def policy_metrics(
-    model: ActorCritic, reference: ReferencePolicy | None, batch: Batch, options: PPOConfig
+    model: ActorCritic,
+    reference: ReferencePolicy | None,
+    batch: Batch,
+    options: PPOConfig,
+    world: World,
 ) -> dict[str, float]:
     """Of the policy on responses: the KL to the reference, 0 without one, nats per sequence; the
     entropy, nats per token; the length, tokens."""
     how = options.softmax
-    parts = split(batch, options.limits(model.packing))
+    parts = split(batch, options.limits(model.packing), world)
     logprobs, entropy = model.stats_of_parts(parts, **how)
     kl = 0.0
     if reference is not None:

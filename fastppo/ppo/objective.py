@@ -10,15 +10,19 @@ Source: Schulman et al. 2017, eq. 7 and 8.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from fastppo_kernels.records import SUMS
 from torch import Tensor
 
+from fastppo.data.batch import Layout
+from fastppo.data.world import World
 from fastppo.functional.losses import PPOLoss, value_loss
 from fastppo.models.head import Head, RefStates
 from fastppo.models.policy import ActorCritic
+from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience
 
@@ -69,11 +73,35 @@ def penalty_loss(
     )
     assert micro.token_weights is not None
     ratio = (out.logprobs - micro.old_logprobs).exp()
-    constant = beta * micro.token_weights.sum()
+    constant = beta * micro.token_weights.sum(dtype=out.loss.dtype)
     sums = out.sums.clone()
     sums[SUMS.index("loss")] -= constant
     sums[SUMS.index("policy_loss")] -= beta * (micro.token_weights * ratio).sum()
     return out._replace(loss=out.loss - constant, sums=sums)
+
+
+def policy_loss(
+    head: Head,
+    hidden: Tensor,
+    layout: Layout,
+    micro: Experience,
+    reference: ReferencePolicy | None,
+    beta: float,
+    options: PPOConfig,
+) -> PPOLoss:
+    """The policy's loss from the hidden states that predict the response tokens.
+
+    Args:
+        reference: for the exact KL in the loss.
+        beta: of the penalty.
+    """
+    if options.objective == "penalty":
+        return penalty_loss(head, hidden, micro, beta, options)
+    if not options.kl_loss_coef or options.kl_loss_estimator != "full":
+        return clipped_loss(head, hidden, micro, None, options)
+    assert reference is not None
+    with reference.states(layout) as ref:
+        return clipped_loss(head, hidden, micro, ref, options)
 
 
 def value_term(values: Tensor, micro: Experience, options: PPOConfig) -> Tensor:
@@ -87,16 +115,26 @@ def value_term(values: Tensor, micro: Experience, options: PPOConfig) -> Tensor:
     )
 
 
-def add_ptx_gradient(model: ActorCritic, blocks: Tensor, options: PPOConfig) -> Tensor:
-    """PPO-ptx: adds γ times the gradient of the language-model loss on blocks of text [n, T] int64;
-    returns that loss, 0-d."""
-    total = torch.zeros((), device=model.device)
-    for part in blocks.to(model.device).split(options.limits().count(options.ptx_block_size)):
+def add_ptx_gradient(
+    model: ActorCritic, blocks: Tensor, options: PPOConfig, world: World
+) -> Tensor:
+    """PPO-ptx: adds γ times the gradient of the language-model loss on blocks of text [n, T] int64,
+    which the ranks share; returns that loss, 0-d."""
+    own = world.own(len(blocks))
+    size = options.limits().count(options.ptx_block_size)
+    parts = [*blocks[own.start : own.stop].to(model.device).split(size)] if own else []
+    most = math.ceil(len(blocks) / world.size)  # of one rank
+    losses = []
+    for i in range(math.ceil(most / size)):
+        part = parts[i] if i < len(parts) else blocks[:1].to(model.device)
         with model.autocast():
             loss = model.language_model_loss(part, options.backend)
-            loss = loss * (len(part) / len(blocks))
+            loss = loss * (len(part) / len(blocks) if i < len(parts) else 0.0)
         (options.ptx_coef * loss).backward()
-        total += loss.detach()
+        losses.append(loss.detach())
+    total = torch.zeros((), device=model.device)
+    for loss in world.cat(torch.stack(losses)):
+        total = total + loss
     return total
 
 

@@ -22,10 +22,11 @@ class Halving:
 
     Args:
         say: takes a sentence for the user.
+        alone: whether this is the only process; others would wait where one begins again.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
+    def __init__(self, say: Callable[[str], None], alone: bool = True) -> None:
+        self.say, self.alone = say, alone
         self.times = 0
 
     def limits(self, asked: Limits) -> Limits:
@@ -37,13 +38,18 @@ class Halving:
         """What `attempt` gives with the first limits under which its memory does not run out.
 
         Raises:
-            RuntimeError: it runs out with the smallest microbatch too.
+            RuntimeError: it runs out with the smallest microbatch too, or on one of several ranks.
         """
         while True:
             limits = self.limits(asked)
             try:
                 return attempt(limits)
             except torch.OutOfMemoryError as error:
+                if not self.alone:
+                    raise RuntimeError(
+                        f"out of memory on one of several processes: {error}. Go on by `--resume "
+                        "true` with a smaller microbatch_size or microbatch_tokens"
+                    ) from None
                 if limits == self._halved(asked):
                     raise RuntimeError(
                         f"out of memory with one sequence per microbatch: {error}. Try "

@@ -18,10 +18,10 @@ is the config with the schedules of the iteration applied.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from contextlib import closing
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +31,17 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, set_seed
 
-from fastppo.data.batch import Batch, Layout
+from fastppo.data.batch import Batch
 from fastppo.data.chat import decode_completions
 from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import Rows
-from fastppo.functional.losses import PPOLoss
+from fastppo.data.world import World
 from fastppo.models.device import device_name
-from fastppo.models.pretrained import written_whole
+from fastppo.models.sharding import unsharded
 from fastppo.ppo.advantages import make_advantages
-from fastppo.ppo.build import build
-from fastppo.ppo.checkpoints import Checkpoints
+from fastppo.ppo.build import build, world_of
+from fastppo.ppo.checkpoints import Checkpoints, export
 from fastppo.ppo.checks import (
     check_on_policy,
     check_responses,
@@ -58,13 +58,14 @@ from fastppo.ppo.metrics import (
     Meter,
     Microbatch,
     experience_metrics,
+    of_all_ranks,
     policy_metrics,
     response_metrics,
     sample_records,
     status,
     to_floats,
 )
-from fastppo.ppo.objective import add_ptx_gradient, clipped_loss, penalty_loss, value_term
+from fastppo.ppo.objective import add_ptx_gradient, policy_loss, value_term
 from fastppo.ppo.old_policy import old_policy
 from fastppo.ppo.optimizer import clip_gradients, set_learning_rate
 from fastppo.ppo.out_of_memory import Halving
@@ -76,8 +77,7 @@ from fastppo.rollout import Rollout, RolloutEngine, Sampling
 from fastppo.run.checkpoint import random_state, restore_random_state
 from fastppo.run.identity import keep_config
 from fastppo.run.lock import held
-from fastppo.run.log import RunLog, check_no_run, progress, read_jsonl, say
-from fastppo.run.manifest import permit
+from fastppo.run.log import SharedLog, check_no_run, progress, read_jsonl, say
 from fastppo.run.report import write_report
 from fastppo.run.signals import Asked, PhaseEndedError, Stopped, listening
 from fastppo.run.watch import rollout_health
@@ -88,7 +88,7 @@ class RunStoppedError(RuntimeError):
 
 
 class PPOTrainer:
-    """PPO on one device.
+    """PPO on one device, or on as many as torchrun has started processes for.
 
     Args:
         config: the options.
@@ -98,6 +98,7 @@ class PPOTrainer:
         reference: a model for the KL, instead of a frozen copy of the policy as it starts.
         engine: a `RolloutEngine`, or an object that has its `generate`, instead of the config's.
         console: where progress is shown.
+        world: the processes; by default those of torchrun.
 
     Raises:
         ValueError: the parts do not fit; see `fastppo.ppo.build`.
@@ -115,9 +116,12 @@ class PPOTrainer:
         reference: PreTrainedModel | None = None,
         engine: RolloutEngine | None = None,
         console: Console | None = None,
+        world: World | None = None,
     ) -> None:
         self.config = config
-        self.console = console or Console(stderr=True)
+        self.world = world = world or world_of(config)
+        console = console or Console(stderr=True)
+        self.console = console if world.is_main else Console(quiet=True)
         set_seed(config.seed)
         parts = build(
             config,
@@ -129,6 +133,7 @@ class PPOTrainer:
             reference=reference,
             engine=engine,
             say=self.say,
+            world=world,
         )
         self.device, self.context = parts.device, parts.context
         self.model, self.reference = parts.model, parts.reference
@@ -137,8 +142,8 @@ class PPOTrainer:
         self.prompts, self.pretraining = parts.prompts, parts.pretraining
         self.scorer = parts.scorer
         self.state = RunState.of(config)
-        self.checkpoints = Checkpoints(config, self.state, parts, self.say)
-        self._halving = Halving(self.say)
+        self.checkpoints = Checkpoints(config, self.state, parts, self.say, world)
+        self._halving = Halving(self.say, alone=world.size == 1)
         self._notes = parts.notes
 
     # ------------------------------------------------------------------------------ the algorithm
@@ -156,34 +161,42 @@ class PPOTrainer:
         """
         if self.prompts is None or not self.scorer.terms:
             raise ValueError("train() needs prompts and at least one reward; step() needs neither")
-        config, state, run_dir = self.config, self.state, Path(self.config.output_dir)
-        with held(run_dir), listening() as asked, closing(self.checkpoints):
+        config, state, world = self.config, self.state, self.world
+        run_dir = Path(config.output_dir)
+        with (
+            world.answering(),
+            held(run_dir, world),
+            listening(world) as asked,
+            closing(self.checkpoints),
+        ):
             set_seed(config.seed)
             if config.resume:
                 self.checkpoints.resume()
                 self.engine.weights_changed(self.model)
             elif state.iteration == 0:
-                check_no_run(run_dir)
+                world.first(lambda: check_no_run(run_dir))
             self.self_check(self.prompts)
-            keep_config(run_dir, config, state.iteration, device_name(self.model.device))
+            device = device_name(self.model.device)
+            world.first(lambda: keep_config(run_dir, config, state.iteration, device))
             metrics = self._iterations(run_dir, asked)
             self.checkpoints.finish()
             if asked.stop and state.iteration < config.iterations and not state.watch.stopped_by:
                 raise Stopped(asked.stop, self.checkpoints.how_far())
             self.save_policy(run_dir / "policy")
-            write_report(run_dir)
+            world.first(lambda: write_report(run_dir))
         if state.watch.stopped_by:
             reasons = "; ".join(state.watch.stopped_by)
             raise RunStoppedError(
                 f"stopped after iteration {state.iteration - 1}: {reasons}. A checkpoint, the "
                 f"policy and the report are in {run_dir}"
             )
-        return metrics or read_jsonl(run_dir / "metrics.jsonl")[-1]
+        return metrics or world.first(lambda: read_jsonl(run_dir / "metrics.jsonl")[-1])
 
     def _iterations(self, run_dir: Path, asked: Asked) -> dict[str, float]:
         """Iterates to the end, or until the watch or a signal stops it; the last metrics."""
         config, state, end = self.config, self.state, self.config.iterations
-        log = RunLog(run_dir, config, first=state.iteration, wandb_project=config.wandb_project)
+        records = {"first": state.iteration, "wandb_project": config.wandb_project}
+        log = SharedLog(self.world, run_dir, config, **records)
         self._notes += log.notes
         metrics: dict[str, float] = {}
         bar = progress("PPO", self.console, total=end, completed=state.iteration)
@@ -199,13 +212,13 @@ class PPOTrainer:
                     # No checkpoint: half of the iteration's steps were taken.
                     skipped = {"skipped_steps": float(state.skipped_in_a_row)}
                     log.metrics(state.iteration, skipped, [f"stopped: {error}"])
-                    write_report(run_dir)
+                    self.world.first(lambda: write_report(run_dir))
                     raise
                 show(completed=state.iteration, status=status(metrics))
                 self.checkpoints.after_iteration(metrics, asked=asked.save())
         return metrics
 
-    def iterate(self, log: RunLog, asked: Asked | None = None) -> dict[str, float]:
+    def iterate(self, log: SharedLog, asked: Asked | None = None) -> dict[str, float]:
         """One PPO iteration; returns its metrics. `asked` may end it before its update."""
         assert self.prompts is not None
         asked = asked or Asked()
@@ -225,7 +238,8 @@ class PPOTrainer:
         clock.lap("experience")
         metrics |= self._learn(experience, options)
         clock.lap("update")
-        metrics |= response_metrics(scores, rollout) | clock.metrics(batch.response_count)
+        metrics |= response_metrics(scores, rollout)
+        metrics |= clock.metrics(batch.response_count, self.world)
         metrics |= rollout_health(rollout.tokens, scores.total, scores.monitors) | dropped
         iteration = self.state.iteration
         log.metrics(iteration, metrics, self._warnings(metrics))
@@ -288,7 +302,8 @@ class PPOTrainer:
     ) -> tuple[Experience, dict[str, float]]:
         """Old logprobs, reference logprobs and values of the responses; then their advantages."""
         how = options.softmax
-        parts = split(batch, self._halving.limits(options.limits(self.model.packing)))
+        limits = self._halving.limits(options.limits(self.model.packing))
+        parts = split(batch, limits, self.world)
         old = old_policy(self.model, self.engine, self.sampling, rollout, parts, options)
         kl_coef, exact_kl = self.state.kl_control.coef, None
         if self.reference is None:
@@ -363,10 +378,8 @@ class PPOTrainer:
         learning_rate = set_learning_rate(self.optimizer, planned, self.config)
         # The weights are those of the whole minibatch, so how it is split does not matter.
         minibatch = minibatch.weighted(options.aggregation)
-        asked = options.limits(self.model.packing)
-        found = self._halving.run(
-            lambda limits: self._gradient(minibatch, limits, warming_up, options), asked
-        )
+        attempt = functools.partial(self._gradient, minibatch, warming_up, options)
+        found = self._halving.run(attempt, options.limits(self.model.packing))
         loss = torch.stack([part.loss for part in found]).sum()
         for part in found:
             meter.microbatch(part.sums, part.value, useful=part.useful, computed=part.computed)
@@ -374,11 +387,11 @@ class PPOTrainer:
             assert self.pretraining is not None
             blocks = self.pretraining.at(self.state.ptx_seen, options.ptx_batch_size, options.seed)
             self.state.ptx_seen += len(blocks)
-            ptx_loss = add_ptx_gradient(self.model, blocks, options)
+            ptx_loss = add_ptx_gradient(self.model, blocks, options, self.world)
             loss += options.ptx_coef * ptx_loss
             meter.pretraining(ptx_loss)
         norms = clip_gradients(self.optimizer, self.model, options)
-        sums = reduce(combine_sums, [part.sums for part in found])
+        sums = functools.reduce(combine_sums, [part.sums for part in found])
         kl = sums[SUMS.index("approx_kl")] / sums[SUMS.index("tokens")].clamp(min=1)
         numbers = to_floats({"loss": loss, **norms, "kl": kl})
         policy_kl = numbers.pop("kl")
@@ -389,42 +402,31 @@ class PPOTrainer:
             self.optimizer.step()
             self.state.skipped_in_a_row = 0
         else:
-            sentence = skip_step(self.model, minibatch, self.state, numbers, self.config)
-            self.say(sentence, "yellow")
+            how = self.state, numbers, self.config, self.world
+            self.say(skip_step(self.model, minibatch, *how), "yellow")
         self.state.optimizer_step += 1
         return policy_kl, False
 
     def _gradient(
-        self, minibatch: Experience, limits: Limits, warming_up: bool, options: PPOConfig
+        self, minibatch: Experience, warming_up: bool, options: PPOConfig, limits: Limits
     ) -> list[Microbatch]:
-        """Adds up the gradient of a weighted minibatch over its microbatches."""
+        """Adds up the gradient of a weighted minibatch over its microbatches, every rank's."""
         self.optimizer.zero_grad(set_to_none=True)
-        found = []
-        for micro in minibatch.microbatches(limits):
+        found, beta = [], self.state.policy_kl_control.coef
+        for micro, counts in minibatch.microbatches(limits, self.world):
             layout = self.model.layout(micro.batch)
             with self.model.autocast():
                 hidden, values = self.model(layout, detach_values=warming_up)
                 with torch.set_grad_enabled(not warming_up):
-                    policy = self._policy_loss(hidden, layout, micro, options)
+                    given = layout, micro, self.reference, beta, options
+                    policy = policy_loss(self.model.head, hidden, *given)
                 value = value_term(values, micro, options)
             part = options.vf_coef * value if warming_up else policy.loss + options.vf_coef * value
             part.backward()
             sizes = len(micro.batch.tokens), layout.input_ids.numel()
-            found.append(Microbatch(part.detach(), policy.sums, value.detach(), *sizes))
-        return found
-
-    def _policy_loss(
-        self, hidden: Tensor, layout: Layout, micro: Experience, options: PPOConfig
-    ) -> PPOLoss:
-        """The policy's loss from the hidden states that predict the response tokens."""
-        head = self.model.head
-        if options.objective == "penalty":
-            return penalty_loss(head, hidden, micro, self.state.policy_kl_control.coef, options)
-        if not options.kl_loss_coef or options.kl_loss_estimator != "full":
-            return clipped_loss(head, hidden, micro, None, options)
-        assert self.reference is not None
-        with self.reference.states(layout) as ref:
-            return clipped_loss(head, hidden, micro, ref, options)
+            if counts:
+                found.append(Microbatch(part.detach(), policy.sums, value.detach(), *sizes))
+        return of_all_ranks(found, self.world, self.device)
 
     # ----------------------------------------------------------------------- looking at the policy
 
@@ -443,7 +445,7 @@ class PPOTrainer:
         batch = Batch.of(prompts.token_ids, rollout.tokens, self.device)
         return {
             **response_metrics(scores, rollout),
-            **policy_metrics(self.model, self.reference, batch, options),
+            **policy_metrics(self.model, self.reference, batch, options, self.world),
             "completions": self.completions(prompts, rollout),
             "scores": scores,
         }
@@ -473,13 +475,8 @@ class PPOTrainer:
     def save_policy(self, directory: str | Path) -> None:
         """Writes the policy, its tokenizer and generation config; the value function beside it."""
         directory = Path(directory)
-        values = directory.parent / "value_function.safetensors"
-        with written_whole(directory) as unfinished:
-            self.model.save_policy(unfinished)
-            self.tokenizer.save_pretrained(unfinished)
-            self.model.save_value_function(unfinished / values.name)
-            (unfinished / values.name).replace(values)
-        permit(directory, values)
+        with unsharded(self.model):
+            self.world.first(lambda: export(self.model, self.tokenizer, directory))
 
     # ---------------------------------------------------------------------------- around a step
 

@@ -87,6 +87,16 @@ class Scored(list[float]):
             None if disagreement is None else [disagreement[row] for row in rows],
         )
 
+    @classmethod
+    def joined(cls, parts: Sequence[Scored]) -> Scored:
+        """What it said of several batches, one after the other."""
+        partial = disagreement = None
+        if any(part.partial is not None for part in parts):
+            partial = [steps for part in parts for steps in part.partial or [None] * len(part)]
+        if all(part.disagreement is not None for part in parts):
+            disagreement = [value for part in parts for value in part.disagreement or ()]
+        return cls([value for part in parts for value in part], partial, disagreement)
+
     @property
     def values(self) -> list[float]:
         """[B] the total of each completion, for logs."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fastppo.data.prompts import Prompts
+from fastppo.data.world import World
 from fastppo.rewards.patience import Patience
 from fastppo.rewards.placing import token_rewards
 from fastppo.rewards.processing import (
@@ -138,6 +139,29 @@ class Scores:
         )
         return Scores(self.last[list(rows)], within, lengths, terms, monitors)
 
+    @classmethod
+    def joined(cls, parts: Sequence[Scores]) -> Scores:
+        """The scores of several batches of responses, one batch after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        within = None
+        if any(part.within is not None for part in parts):
+            none = [torch.zeros(sum(part.lengths)) for part in parts]
+            both = zip(parts, none, strict=True)
+            within = torch.cat([n if part.within is None else part.within for part, n in both])
+        terms, monitors = (
+            {name: Scored.joined([group[name] for group in groups]) for name in groups[0]}
+            for groups in ([part.terms for part in parts], [part.monitors for part in parts])
+        )
+        kept = None
+        if parts[0].kept is not None:
+            first = [sum(len(part.last) for part in parts[:i]) for i in range(len(parts))]
+            both_kept = zip(first, parts, strict=True)
+            kept = [begin + row for begin, part in both_kept for row in part.kept or ()]
+        lengths = [length for part in parts for length in part.lengths]
+        last = torch.cat([part.last for part in parts])
+        return cls(last, within, lengths, terms, monitors, kept)
+
     def _paid(self, within: Tensor) -> Tensor:
         """[B]: the sum over each response."""
         return torch.stack([tokens.sum() for tokens in within.split(list(self.lengths))])
@@ -157,6 +181,7 @@ class Scorer:
         tokenizer: the policy's, to find the token at which a step of a completion ends.
         failure_file: where the samples go of which a reward fails.
         patience: how long each is waited for, and what becomes of samples without a score.
+        world: of the ranks that share the responses of a batch; every reward gets a rank's own.
     """
 
     def __init__(
@@ -166,7 +191,9 @@ class Scorer:
         tokenizer: Any,
         failure_file: Path | None = None,
         patience: Patience | None = None,
+        world: World | None = None,
     ) -> None:
+        self.world = world or World()
         self.terms = list(terms)
         self.monitors = list(monitors)
         self.tokenizer = tokenizer
@@ -181,6 +208,27 @@ class Scorer:
         Raises:
             RewardError: a reward raised, or returned what cannot be trained on.
         """
+        if self.world.size == 1:
+            return self._score(prompts, completions, response_ids)
+        rows = self.world.own(len(prompts))
+        begin, end = rows.start, rows.stop
+
+        def own() -> Scores | None:
+            if not rows:
+                return None
+            # A reward may draw, and every rank must go on from the same random state.
+            with torch.random.fork_rng(devices=[]):
+                return self._score(
+                    prompts.select(rows), completions[begin:end], response_ids[begin:end]
+                )
+
+        found = self.world.share(own, "score")
+        return Scores.joined([scores for scores in found if scores is not None])
+
+    def _score(
+        self, prompts: Prompts, completions: Sequence[str], response_ids: Sequence[list[int]]
+    ) -> Scores:
+        """Of responses that are all this rank's."""
         terms, monitors = (
             {
                 term.name: score(

@@ -48,6 +48,8 @@ class Sampling:
     """The likeliest token; `sampler_logprobs` are then those of drawing it."""
     extra: dict[str, object] = field(default_factory=dict)
     """Engine-specific options."""
+    place: tuple[int, int] | None = None
+    """(first row, rows): where the prompts are in a batch of which these are a part."""
 
     @property
     def is_restricted(self) -> bool:
@@ -117,6 +119,8 @@ class RolloutEngine(ABC):
 
     same_weights: bool = False
     """Whether it reads the learner's own weights: in fp32 its logprobs are then the learner's."""
+    draws_by_row: bool = False
+    """Whether what a row draws follows from its place in the batch (`Sampling.place`) alone."""
 
     @abstractmethod
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:

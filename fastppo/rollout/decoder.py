@@ -43,6 +43,7 @@ class DecoderEngine(RolloutEngine):
     """
 
     same_weights = True
+    draws_by_row = True
 
     def __init__(
         self,
@@ -82,12 +83,13 @@ class DecoderEngine(RolloutEngine):
         uniforms = None
         if not sampling.greedy:
             seed = int(torch.randint(2**63 - 1, ()))
+            first, rows = sampling.place or (0, len(prompt_ids))
             uniforms = torch.rand(
-                len(prompt_ids),
+                rows,
                 sampling.max_new_tokens,
                 dtype=torch.float64,
                 generator=torch.Generator().manual_seed(seed),
-            ).to(self.policy.device)
+            )[first : first + len(prompt_ids)].to(self.policy.device)
         causal_lm = self.policy.causal_lm
         was_training = causal_lm.training
         causal_lm.eval()  # gradient checkpointing is for training mode and forbids the cache

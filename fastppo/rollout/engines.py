@@ -22,6 +22,7 @@ def make_engine(
     *,
     batch_size: int | None = None,
     final_values: bool = False,
+    fixed_shapes: bool | None = None,
 ) -> tuple[RolloutEngine, str | None]:
     """The engine of that name, and a sentence where it is another one after all.
 
@@ -29,6 +30,7 @@ def make_engine(
         name: decoder, continuous or generate.
         batch_size: sequences decoded at once; None for all.
         final_values: the learner needs the value after a response that was cut off.
+        fixed_shapes: of the decoder; by default on a GPU.
     """
     generate = GenerateEngine(
         policy.causal_lm,
@@ -44,7 +46,11 @@ def make_engine(
         wrong = difference(engine, generate, policy)
         return (engine, None) if wrong is None else (generate, _instead(name, policy, wrong))
     decoder = DecoderEngine(
-        policy, batch_size=batch_size, final_values=final_values, tokenizer=tokenizer
+        policy,
+        batch_size=batch_size,
+        final_values=final_values,
+        tokenizer=tokenizer,
+        fixed_shapes=fixed_shapes,
     )
     wrong, note = difference(decoder, generate, policy), None
     if wrong is not None and decoder.fixed is not None:

@@ -28,7 +28,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fastppo.run import manifest
+from fastppo.models.sharding import like, reshard
+from fastppo.run import manifest, shards
 
 FORMAT = 3
 """Raised when an older reader would misread what is written."""
@@ -71,20 +72,23 @@ def snapshot(
     *,
     reference: dict[str, Tensor] | None = None,
     copy: bool = False,
+    in_shards: bool = False,
 ) -> Snapshot:
     """What a checkpoint of the run as it is now holds.
 
     Args:
         reference: weights of a reference policy that is not the one the run started with.
         copy: whether the tensors may change before they are written. Only a CPU's need a copy.
+        in_shards: of what ranks hold shards of, `fastppo.run.shards` writes; this is the rest.
     """
     random_tensors, random_json = random_state()
-    files: dict[str, Mapping[str, Tensor]] = {
-        "model.safetensors": dict(trained_parameters(model)),
-        "optimizer.safetensors": _optimizer_state(optimizer),
-        "random.safetensors": random_tensors,
-    }
-    if reference:
+    files: dict[str, Mapping[str, Tensor]] = {"random.safetensors": random_tensors}
+    if not in_shards:
+        files |= {
+            "model.safetensors": dict(trained_parameters(model)),
+            "optimizer.safetensors": _optimizer_state(optimizer),
+        }
+    if reference and not in_shards:
         files["reference.safetensors"] = reference
     return Snapshot(
         {
@@ -113,12 +117,41 @@ def write(
     Raises:
         CheckpointError: the disk is full, or cannot be written to; nothing half written is left.
     """
+    temporary = begin(run_dir, number)
+    return finish(run_dir, number, temporary, what, run=run, keep=keep, best=best)
+
+
+def begin(run_dir: str | Path, number: int) -> Path:
+    """The empty directory that `checkpoint-<number>` is written in.
+
+    Raises:
+        CheckpointError: there is no room for one.
+    """
     run_dir = Path(run_dir)
-    final = run_dir / f"checkpoint-{number:06d}"
-    temporary = run_dir / f".{final.name}.tmp-{os.getpid()}"
+    temporary = run_dir / f".checkpoint-{number:06d}.tmp-{os.getpid()}"
     try:
         remove_leftovers(run_dir)
         temporary.mkdir(parents=True)
+    except OSError as error:
+        raise failed(run_dir, number, error) from error
+    return temporary
+
+
+def finish(
+    run_dir: str | Path,
+    number: int,
+    temporary: Path,
+    what: Snapshot,
+    *,
+    run: dict[str, Any] | None = None,
+    keep: int = 2,
+    best: Best | None = None,
+) -> Path:
+    """Writes the files of a checkpoint into its directory, beside what is there, and gives it its
+    name; arguments and errors are those of `write`."""
+    run_dir = Path(run_dir)
+    final = run_dir / f"checkpoint-{number:06d}"
+    try:
         for file, tensors in what.files.items():
             save_file(tensors, temporary / file)
         (temporary / "state.json").write_text(json.dumps(what.record), encoding="utf-8")
@@ -131,13 +164,17 @@ def write(
         shutil.rmtree(run_dir / f".{final.name}.old", ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        older = checkpoints(run_dir)
-        stays = f"the newest is {older[-1]}" if older else "there is none yet"
-        raise CheckpointError(
-            f"checkpoint {final} could not be written: {error}; {stays}"
-        ) from error
+        raise failed(run_dir, number, error) from error
     prune(run_dir, keep, None if best is None else best.metric, never=final)
     return final
+
+
+def failed(run_dir: Path, number: int, error: Exception) -> CheckpointError:
+    """What is raised where a checkpoint could not be written."""
+    older = checkpoints(run_dir)
+    stays = f"the newest is {older[-1]}" if older else "there is none yet"
+    final = run_dir / f"checkpoint-{number:06d}"
+    return CheckpointError(f"checkpoint {final} could not be written: {error}; {stays}")
 
 
 def save(
@@ -213,7 +250,17 @@ def load(
             f"{path}: expected checkpoint format {FORMAT}, got {record['format']}, which another "
             "version of FastPPO wrote; finish the run with that version, or start from its policy"
         )
-    saved = load_file(path / "model.safetensors")
+    reshard(model)
+    if (path / shards.FOLDER).is_dir():
+        found = shards.read(path, model, optimizer)
+    else:
+        file = path / "reference.safetensors"
+        found = shards.Read(
+            load_file(path / "model.safetensors"),
+            shards.sharded(load_file(path / "optimizer.safetensors"), optimizer),
+            load_file(file) if file.exists() else {},
+        )
+    saved = found.model
     trained = dict(trained_parameters(model))
     if saved.keys() != trained.keys():
         unmatched = sorted(saved.keys() ^ trained.keys())
@@ -228,11 +275,10 @@ def load(
                     f"{path} does not fit the model: {name} is {list(saved[name].shape)} there "
                     f"and {list(parameter.shape)} here"
                 )
-            parameter.copy_(saved[name])
-    _restore_optimizer(optimizer, load_file(path / "optimizer.safetensors"))
+            parameter.copy_(like(saved[name], parameter))
+    _restore_optimizer(optimizer, found.optimizer)
     restore_random_state(load_file(path / "random.safetensors"), record["random"])
-    reference = path / "reference.safetensors"
-    return record["state"], load_file(reference) if reference.exists() else {}
+    return record["state"], found.reference
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -14,9 +14,11 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+from fastppo.data.world import World
 
 FILE = ".lock"
 
@@ -37,13 +39,20 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 @contextmanager
-def held(run_dir: str | Path) -> Iterator[None]:
-    """Holds a run directory for the block; a process that holds it already may enter again.
+def held(run_dir: str | Path, world: World | None = None) -> Iterator[None]:
+    """Holds a run directory for the block; a process that holds it already may enter again. Of
+    several ranks the first holds it for all.
 
     Raises:
-        ValueError: another process holds it, it is a file, or this is one of several processes.
+        ValueError: another run holds it, or it is a file.
     """
-    check_one_process()
+    with ExitStack() as stack:
+        (world or World()).first(lambda: stack.enter_context(_holding(run_dir)))
+        yield
+
+
+@contextmanager
+def _holding(run_dir: str | Path) -> Iterator[None]:
     path = Path(run_dir).absolute()
     if path in _held:
         yield
@@ -85,14 +94,3 @@ def _holder(descriptor: int) -> str:
         return f"process {record['pid']} on {record['host']}, since {record['since']}"
     except (OSError, ValueError, LookupError, TypeError):
         return "it has not said who it is yet"
-
-
-def check_one_process() -> None:
-    """Raises ValueError in one of several processes, as `torchrun` starts them: each would train
-    by itself."""
-    count = os.environ.get("WORLD_SIZE", "1")
-    if count.isdecimal() and int(count) > 1:
-        raise ValueError(
-            f"a run is one process on one device, got WORLD_SIZE={count}: start it without "
-            "torchrun, or with --nproc_per_node 1"
-        )

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from fastppo.data.world import World
 from fastppo.run.options import Options
 
 LINE_SECONDS = 10.0
@@ -117,6 +118,31 @@ def _silent_of_events(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
             hook(failed)
 
     return silent
+
+
+class SharedLog:
+    """The records of a run of several ranks: the first writes them, and the others wait, so that
+    an error of the disk is everyone's. Arguments are those of `RunLog`."""
+
+    def __init__(self, world: World, *args: Any, **options: Any) -> None:
+        self.world = world
+        self._log: Any = None
+
+        def begin() -> list[str]:
+            self._log = RunLog(*args, **options)
+            return self._log.notes
+
+        self.notes = world.first(begin)
+
+    def metrics(self, number: int, metrics: dict[str, float], warnings: Sequence[str] = ()) -> None:
+        self.world.first(lambda: self._log.metrics(number, metrics, warnings))
+
+    def samples(self, number: int, samples: list[dict[str, Any]]) -> None:
+        self.world.first(lambda: self._log.samples(number, samples))
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
 
 
 def say(console: Console, sentence: str, style: str = "") -> None:

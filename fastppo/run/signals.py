@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from fastppo.data.world import World
+
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Handler = Callable[[int, Any], None]
@@ -39,20 +41,41 @@ class PhaseEndedError(Exception):
 
 
 class Asked:
-    """What signals have asked a run for since it began to listen."""
+    """What signals have asked a run for since it began to listen.
 
-    def __init__(self) -> None:
+    Args:
+        world: ranks that are asked together: what one has heard all know when `end_phase` and
+            `save` are called, and not before.
+    """
+
+    def __init__(self, world: World | None = None) -> None:
+        self.world = world or World()
         self.stop: int | None = None
         """The signal, if one asked it to stop."""
+        self._heard: int | None = None
         self._save = False
+
+    def hear(self, signum: int) -> None:
+        """A signal asks this process to stop."""
+        self._heard = signum
+        if self.world.size == 1:
+            self.stop = signum
+
+    def _agree(self) -> None:
+        if self.world.size > 1:
+            heard = self.world.gather((self._heard, self._save))
+            self.stop = next((signum for signum, _ in heard if signum is not None), self.stop)
+            self._save = any(save for _, save in heard)
 
     def end_phase(self) -> None:
         """Raises `PhaseEndedError` if the run is to stop: nothing of this iteration is kept."""
+        self._agree()
         if self.stop is not None:
             raise PhaseEndedError
 
     def save(self) -> bool:
         """Whether a checkpoint was asked for since the last call."""
+        self._agree()
         asked, self._save = self._save, False
         return asked
 
@@ -72,12 +95,12 @@ def stopping_at_once() -> Iterator[None]:
 
 
 @contextmanager
-def listening() -> Iterator[Asked]:
+def listening(world: World | None = None) -> Iterator[Asked]:
     """What a run is asked for while the block runs; it looks where it can act on it."""
-    asked = Asked()
+    asked = Asked(world)
 
     def stop(signum: int, frame: Any) -> None:
-        asked.stop = signum
+        asked.hear(signum)
         for each in STOPPING:  # by the kernel, which waits for no Python code
             if signal.getsignal(each) is stop:
                 signal.signal(each, signal.SIG_DFL)

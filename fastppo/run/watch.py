@@ -29,6 +29,7 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 SLOPE_WINDOW = 10
 """Iterations over which a slope is fitted: few enough to turn with the run, enough that the noise
@@ -329,8 +330,13 @@ def non_finite_gradients(model: nn.Module) -> list[str]:
     return [
         name
         for name, parameter in model.named_parameters()
-        if parameter.grad is not None and not bool(parameter.grad.isfinite().all())
+        if parameter.grad is not None and not bool(_local(parameter.grad).isfinite().all())
     ]
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """This rank's shard of a gradient that is sharded."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def save_batch(

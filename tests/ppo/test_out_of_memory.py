@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from fastppo.data.microbatches import Limits
+from fastppo.ppo import trainer as trainer_module
+from fastppo.ppo.objective import policy_loss
 from fastppo.ppo.out_of_memory import Halving
 from runs import first_experience, make_trainer
 
@@ -21,16 +23,18 @@ def _gradients(tmp_path: Path, room: int | None, **options: Any) -> tuple[dict, 
     experience = first_experience(trainer)
     said: list[str] = []
     trainer._halving.say = said.append
-    original, tries = trainer._policy_loss, []
+    tries = []
 
-    def limited(hidden, layout, micro, options):
+    def limited(*given):
+        micro = given[3]
         tries.append(len(micro.batch))
         if room is not None and len(micro.batch) > room:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        return original(hidden, layout, micro, options)
+        return policy_loss(*given)
 
-    trainer._policy_loss = limited
-    metrics = trainer.update(experience, trainer.config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module, "policy_loss", limited)
+        metrics = trainer.update(experience, trainer.config)
     assert metrics["skipped_steps"] == 0
     found = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
     return found, said, trainer._halving.times
@@ -85,3 +89,11 @@ def test_another_error_is_nobody_elses() -> None:
 
     with pytest.raises(RuntimeError, match=r"^shapes$"):
         Halving(print).run(fails, Limits(4))
+
+
+def test_one_of_several_processes_does_not_begin_again_alone() -> None:
+    def attempt(limits: Limits) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory on one of several processes"):
+        Halving(print, alone=False).run(attempt, Limits(8))

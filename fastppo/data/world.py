@@ -1,0 +1,201 @@
+"""The processes of a run: which rows are this one's, and how all of them come to know the same.
+
+Control is replicated, compute is shared. Ranks share the rows of a batch for generation, scores,
+forward and backward passes; what comes of them is gathered, and every rank then makes the same
+advantages, permutations, minibatches, metrics and decisions from the same whole batch. So nothing
+is normalised by a reduction that could be forgotten, and a world of one is the same code.
+
+The rule that keeps ranks together: no `if` on what one rank alone knows between two collectives.
+An error is gathered like a result, and every rank raises it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, distributed
+
+Result = TypeVar("Result")
+
+TIMEOUT = 1800.0
+"""Seconds that a rank waits for the others, unless another time is asked for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class World:
+    """The ranks of a run and this process's place among them. As it is by default, one process."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device | None = None
+    """This rank's; None leaves the choice to the run."""
+    mesh: Any = None
+    """A `DeviceMesh` of the ranks, those that hold one copy of the weights last."""
+    timeout: float = TIMEOUT
+    """Seconds."""
+    stragglers: dict[str, float] = field(default_factory=dict)
+    """`straggler/NAME`: seconds of the slowest rank in the last shared work over their mean."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files and speaks to the user."""
+        return self.rank == 0
+
+    def own(self, count: int) -> range:
+        """This rank's of `count` rows: neighbours, as many on each rank, or one more."""
+        return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, by rank; any that can be pickled."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        distributed.all_gather_object(found, value)
+        return found
+
+    def cat(self, rows: Tensor) -> Tensor:
+        """The rows of every rank [n, …], end to end; n may differ."""
+        if self.size == 1:
+            return rows
+        count = torch.tensor([len(rows)], device=rows.device)
+        lengths = [int(length) for length in self._all(count)]
+        padded = rows.new_zeros(max(lengths), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        both = zip(self._all(padded), lengths, strict=True)
+        return torch.cat([part[:length] for part, length in both])
+
+    def _all(self, value: Tensor) -> list[Tensor]:
+        found = [torch.zeros_like(value) for _ in range(self.size)]
+        distributed.all_gather(found, value)
+        return found
+
+    def share(self, work: Callable[[], Result], name: str = "") -> list[Result]:
+        """What every rank's work gives, by rank; where one raises, all raise the same.
+
+        Args:
+            name: of the work, for `stragglers`.
+        """
+        if self.size == 1:
+            return [work()]
+        start = time.perf_counter()
+        value, error = None, None
+        try:
+            value = work()
+        except Exception as raised:  # whatever it is, the other ranks wait
+            error = raised
+        seconds = time.perf_counter() - start
+        found = self.gather((value, None if error is None else _portable(error), seconds))
+        errors = [(rank, other) for rank, (_, other, _) in enumerate(found) if other is not None]
+        if errors:
+            rank, other = errors[0]
+            raise error if error is not None and rank == self.rank else other
+        if name:
+            times = [taken for _, _, taken in found]
+            self.stragglers[f"straggler/{name}"] = max(times) * len(times) / max(sum(times), 1e-9)
+        return [value for value, _, _ in found]
+
+    def first(self, work: Callable[[], Result]) -> Result:
+        """What the first rank's work gives, on every rank; where it raises, all raise the same."""
+        found: list[Any] = self.share(work if self.is_main else _nothing)
+        return found[0]
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """A rank that does not answer any more ends the block with a sentence.
+
+        Raises:
+            RuntimeError: one is late by more than `timeout`, or gone.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            sentence = self._silence(error)
+            if sentence is None:
+                raise
+            raise RuntimeError(sentence) from error
+
+    def _silence(self, error: RuntimeError) -> str | None:
+        """What an error of torch's collectives means; None for any other."""
+        text = str(error)
+        if self.size == 1 or not (isinstance(error, distributed.DistError) or "gloo" in text):
+            return None
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            return (
+                f"rank {self.rank} of {self.size} waited {self.timeout:g} s for the others, and "
+                "one did not answer (distributed_timeout); look at what that rank last said"
+            )
+        return f"rank {self.rank} of {self.size}: another rank has ended; look at what it said last"
+
+
+def join(device: torch.device, *, timeout: float = TIMEOUT, shard_size: int | None = None) -> World:
+    """The world of the processes that torchrun started; of one process where it did not.
+
+    Args:
+        device: the kind of device; of several GPUs a rank takes the one of its local number.
+        timeout: seconds that a rank waits for the others.
+        shard_size: ranks that hold one copy of the weights; all by default.
+
+    Raises:
+        ValueError: the ranks cannot be divided into copies, or have no GPU each.
+    """
+    size = _number("WORLD_SIZE", 1)
+    if size == 1:
+        if shard_size not in (None, 1):
+            raise ValueError(f"shard_size={shard_size} needs as many processes: start by torchrun")
+        return World()
+    held = size if shard_size is None else shard_size
+    if size % held:
+        raise ValueError(f"shard_size must divide the {size} processes, got {held}")
+    backend = "gloo"
+    if device.type == "cuda":
+        if device.index is not None:
+            raise ValueError(f"device={device}: with several processes each has its own; use cuda")
+        local = _number("LOCAL_RANK", 0)
+        if local >= torch.cuda.device_count():
+            raise ValueError(
+                f"{local + 1} processes or more on a node with {torch.cuda.device_count()} GPUs: "
+                "start one for each GPU (--nproc_per_node)"
+            )
+        device, backend = torch.device("cuda", local), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    if not distributed.is_initialized():
+        distributed.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    shape, names = ((held,), ("shard",))
+    if held < size:
+        shape, names = (size // held, held), ("copy", "shard")  # type: ignore[assignment]
+    mesh = distributed.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=names)
+    return World(distributed.get_rank(), size, device, mesh, timeout)
+
+
+def leave() -> None:
+    """Ends what `join` began."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else default
+
+
+def _nothing() -> Any:
+    return None
+
+
+def _portable(error: Exception) -> Exception:
+    """The error as another process can raise it: of its kind, where that can be pickled."""
+    try:
+        copied = pickle.loads(pickle.dumps(error))
+        if str(copied) == str(error):
+            return error
+    except Exception:  # of whatever its class does
+        pass
+    return RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,158 @@
+"""One model over many GPUs, by torch's FSDP2: each rank holds a shard of every weight.
+
+The root is the policy with its heads (`LanguageModel`), not the causal LM: torch's hooks then fire
+on the passes that PPO makes. Layers, an untied embedding and the value head are groups of their
+own, gathered when they run; what is left, the last norm and the lm-head, is the root's, which torch
+keeps whole from a forward pass to the end of its backward pass. So `head.weight` is a plain tensor
+where the losses read it, tied or not.
+
+    hidden, forward, language_model_loss    the passes; each gathers what it needs, and all ranks
+                                            make as many of them
+    unsharded(model)                        the whole model on every rank for the block, in which
+                                            nothing is gathered: rollouts, and saving
+
+Gradients are summed, never divided by the number of ranks: weights of a loss are those of the whole
+minibatch. Weights that are trained are sharded in fp32, moments and gradients with them; those of a
+model in half precision are gathered in it, and a model in fp32 is gathered as it is, so that one
+GPU and many compute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fastppo.data.batch import Batch
+from fastppo.data.world import World
+from fastppo.models.layers import layers_of
+from fastppo.models.policy import ActorCritic, LanguageModel
+from fastppo.models.value import BranchValue, CriticValue
+
+ENTRIES = ("hidden", "language_model_loss")
+"""Methods that run a pass and are not `forward`."""
+
+RESHARDS = "_fastppo_reshards"
+"""The attribute of a root that says whether its layers are freed after each pass."""
+
+
+def shard(model: LanguageModel, world: World, *, reshard_after_forward: bool = True) -> None:
+    """Shards a model over the ranks, in place, and makes a first pass, which sets its root.
+
+    Args:
+        reshard_after_forward: free a layer after its forward pass and gather it again for its
+            backward pass.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    halves = {p.dtype for p in trained if p.dtype in (torch.bfloat16, torch.float16)}
+    model.fixed_precision = model.is_full_precision
+    for parameter in trained:
+        if parameter.dtype in halves:
+            parameter.data = parameter.data.float()
+    policy = MixedPrecisionPolicy()
+    if halves:
+        (half,) = halves
+        policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
+    how: dict[str, Any] = {"mesh": world.mesh}
+    for module in _groups(model):
+        fully_shard(module, mp_policy=policy, reshard_after_forward=reshard_after_forward, **how)
+    if isinstance(model, ActorCritic):
+        fully_shard(model.value_function.head, **how)  # in fp32 whatever the trunk is
+    fully_shard(model, mp_policy=policy, **how)
+    setattr(model, RESHARDS, reshard_after_forward)
+    for group in groups_of(model):
+        group.set_gradient_divide_factor(1.0)
+        group.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+    for name in ENTRIES:
+        register_fsdp_forward_method(model, name)
+    batch = Batch.of([[0]], [[0]], model.device)
+    with torch.no_grad():
+        model.hidden(model.layout(batch))
+    reshard(model)
+
+
+def _groups(model: LanguageModel) -> list[nn.Module]:
+    """What is gathered by itself, but for the value head and the root."""
+    value_function = model.value_function if isinstance(model, ActorCritic) else None
+    found: list[nn.Module] = []
+    trunks: list[Any] = [model.causal_lm.base_model]
+    if isinstance(value_function, CriticValue):
+        trunks.append(value_function.trunk)
+    for trunk in trunks:
+        with suppress(ValueError):  # a trunk that is no list of layers is one piece with the root
+            found += layers_of(trunk)[1]
+        embedding = trunk.get_input_embeddings()
+        if embedding.weight is not model.causal_lm.get_output_embeddings().weight:
+            found.append(embedding)
+    if isinstance(value_function, BranchValue):
+        found += value_function.layers
+    return found
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `shard` has been at it."""
+    return isinstance(model, FSDPModule)
+
+
+def groups_of(model: nn.Module) -> list[Any]:
+    """The modules that are gathered by themselves, root first; none where nothing is sharded."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees what was gathered; the parameters are the optimiser's again."""
+    for group in groups_of(model):
+        group.reshard()
+
+
+def settle(model: nn.Module) -> None:
+    """Before an update: `reshard`, and what torch remembers of passes without gradients, for whose
+    sake it would gather too much in the backward pass, is forgotten."""
+    # Newer than torch 2.11, where there is one gather too many in an update.
+    reset = getattr(model, "reset_iter_state", None)
+    if reset is not None:
+        reset()
+    reshard(model)
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """The whole model on this rank, for passes without gradients; no rank waits for another in the
+    block."""
+    groups = groups_of(model)
+    for group in groups:
+        group.unshard()
+        group.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for group in groups:
+            # The root stays whole after its forward passes.
+            reshards = group is not model and getattr(model, RESHARDS)
+            group.set_reshard_after_forward(reshards, recurse=False)
+            group.reshard()
+
+
+def like(value: Tensor, weight: Tensor) -> Tensor:
+    """A whole tensor, which every rank has, as a weight of its shape is held: sharded, or whole."""
+    value = value.to(weight.device)
+    if not isinstance(weight, DTensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != weight.shape:
+        return value
+    return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
+
+
+def whole(value: Tensor) -> Tensor:
+    """A tensor of which ranks hold shards, on every rank; all ranks ask for it."""
+    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -1,0 +1,83 @@
+"""Runs that several processes share, as torchrun would start them, on the CPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TIMEOUT = 240
+"""Seconds: of processes that hang."""
+
+
+def run(count: int, function: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
+    """What `function(*arguments)` returns on the first of `count` ranks.
+
+    Raises:
+        AssertionError: a rank raised; with what it said.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for code, said in start(count, function, folder, *arguments):
+        assert code == 0, said
+    return torch.load(folder / "result.pt", weights_only=False)
+
+
+def start(
+    count: int, function: Callable[..., Any], folder: Path, *arguments: Any
+) -> list[tuple[int | None, str]]:
+    """(exit code, what it raised) of each rank."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["fastppo.ppo.trainer", "tiny"]
+    )  # imported once, not `count` times
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    given = count, port, str(folder), function, arguments
+    ranks = [context.Process(target=_rank, args=(rank, *given)) for rank in range(count)]
+    for process in ranks:
+        process.start()
+    found = []
+    for rank, process in enumerate(ranks):
+        process.join(TIMEOUT)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        said = folder / f"rank-{rank}.txt"
+        found.append((process.exitcode, said.read_text() if said.exists() else ""))
+    return found
+
+
+def _rank(
+    rank: int,
+    count: int,
+    port: int,
+    folder: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    from fastppo.data.world import leave
+
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    try:
+        result = function(*arguments)
+        if rank == 0:
+            torch.save(result, Path(folder) / "result.pt")
+        leave()
+    except BaseException:
+        (Path(folder) / f"rank-{rank}.txt").write_text(traceback.format_exc())
+        os._exit(1)
