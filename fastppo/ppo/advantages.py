@@ -107,7 +107,7 @@ def make_advantages(
         returns = gae(options.value_lam, False).returns
     if by_sequence:
         first = batch.cu_seqlens[:-1].clamp(max=max(0, len(values) - 1))
-        lengths = batch.response_lengths.to(device)
+        lengths = batch.written_lengths.to(device)
         of_responses = _against_group(advantages[first], options)
         advantages = of_responses.repeat_interleave(lengths, output_size=len(values))
         spread = advantages.std(correction=0)
@@ -122,7 +122,7 @@ def _lam(batch: Batch, options: PPOConfig) -> float | Tensor:
     """λ, or [B] one of each response: 1 − 1/(α·length), at least 0, of Yue et al. 2025 (VAPO)."""
     if options.lam_alpha is None:
         return LAM.get(options.advantage, options.lam)
-    lengths = batch.response_lengths.to(batch.device).float().clamp(min=1)
+    lengths = batch.written_lengths.to(batch.device).float().clamp(min=1)
     return (1 - 1 / (options.lam_alpha * lengths)).clamp(min=0)
 
 

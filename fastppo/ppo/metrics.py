@@ -142,7 +142,7 @@ def experience_metrics(experience: Experience, spread: Tensor) -> dict[str, floa
     """
     batch, count = experience.batch, experience.batch.response_count
     metrics = {
-        "response_length": batch.response_lengths.float().mean().to(batch.device),
+        "response_length": batch.written_lengths.float().mean().to(batch.device),
         "value": experience.old_values.mean(),
         "return": experience.returns.mean(),
         "explained_variance": explained_variance(experience.returns, experience.old_values),
@@ -198,7 +198,7 @@ def sample_records(
     token_kl = None
     if experience.ref_logprobs is not None:
         difference = sampled_kl(experience.old_logprobs, experience.ref_logprobs)
-        token_kl = difference.split(rollout.lengths)
+        token_kl = difference.split(rollout.written_lengths)
     total = scores.total.tolist()
     return [
         {
@@ -208,7 +208,7 @@ def sample_records(
             "rewards": {name: values[i] for name, values in scores.terms.items()},
             "monitors": {name: values[i] for name, values in scores.monitors.items()},
             "kl": None if token_kl is None else token_kl[i].sum().item(),
-            "tokens": rollout.lengths[i],
+            "tokens": rollout.written_lengths[i],
             "finish_reason": rollout.finish_reasons[i],
         }
         for i in range(min(count, len(prompts)))

@@ -44,6 +44,14 @@ class OldPolicy(NamedTuple):
     metrics: dict[str, float] = {}  # noqa: RUF012 (replaced, never written to)
 
 
+class GivenPolicy(NamedTuple):
+    """What is known of responses that somebody else generated: fp32, packed [N]."""
+
+    logprobs: Tensor | None = None
+    """Nats, of softmax(z/T) under the policy that drew them; None: those of the policy as it is."""
+    values: Tensor | None = None
+
+
 def old_policy(
     model: ActorCritic,
     engine: RolloutEngine,
@@ -51,16 +59,23 @@ def old_policy(
     rollout: Rollout,
     parts: Parts,
     options: PPOConfig,
+    given: GivenPolicy | None = None,
 ) -> OldPolicy:
     """Old logprobs and values of the responses of a rollout.
 
     Args:
         engine, sampling: what drew them, and how.
         parts: prompts and responses in microbatches.
+        given: in place of what the engine says; values after responses that were cut off are
+            always those of the model as it is.
 
     Raises:
         ValueError: `old_logprobs=sampler`, and the engine does not give them.
     """
+    given = given or GivenPolicy()
+    is_known = given.logprobs is not None and given.values is not None
+    if is_known and not options.bootstrap_truncated:
+        return OldPolicy(given.logprobs, given.values, None)  # type: ignore[arg-type]
     is_exact = engine.same_weights and model.is_full_precision
     if wants_sampler(rollout, is_exact, options):
         assert rollout.logprobs is not None
@@ -73,7 +88,9 @@ def old_policy(
         )
     else:
         evaluation = model.evaluate_parts(parts, **options.softmax)
-        old = OldPolicy(evaluation.logprobs, evaluation.values, evaluation.final_values)
+        logprobs = evaluation.logprobs if given.logprobs is None else given.logprobs
+        values = evaluation.values if given.values is None else given.values
+        old = OldPolicy(logprobs, values, evaluation.final_values)
         if rollout.sampler_logprobs is not None:
             like = rollout.logprobs if rollout.logprobs is not None else rollout.sampler_logprobs
             old = old._replace(metrics=mismatch(old.logprobs, torch.cat(like).to(model.device)))

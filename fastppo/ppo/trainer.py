@@ -46,6 +46,8 @@ from fastppo.ppo.checks import (
     check_responses,
     given_responses,
     odd_options,
+    packed_rewards,
+    packed_values,
     random_state_restored,
     skip_step,
 )
@@ -65,7 +67,7 @@ from fastppo.ppo.metrics import (
     to_floats,
 )
 from fastppo.ppo.objective import add_ptx_gradient, policy_loss, value_term
-from fastppo.ppo.old_policy import old_policy
+from fastppo.ppo.old_policy import GivenPolicy, old_policy
 from fastppo.ppo.optimizer import clip_gradients, set_learning_rate
 from fastppo.ppo.out_of_memory import Halving
 from fastppo.ppo.state import RunState
@@ -230,7 +232,7 @@ class PPOTrainer:
         clock.lap("score")
         asked.end_phase()
         prompts, rollout, scores, dropped = without_dropped(prompts, rollout, scores)
-        batch = Batch.of(prompts.token_ids, rollout.tokens, self.device)
+        batch = Batch.of(prompts.token_ids, rollout.tokens, self.device, rollout.written)
         rewards = self.training_rewards(scores, options)
         experience, metrics = self.make_experience(batch, rewards, rollout, options)
         clock.lap("experience")
@@ -238,7 +240,7 @@ class PPOTrainer:
         clock.lap("update")
         metrics |= response_metrics(scores, rollout)
         metrics |= clock.metrics(batch.response_count, self.world)
-        metrics |= rollout_health(rollout.tokens, scores.total, scores.monitors) | dropped
+        metrics |= rollout_health(rollout.written_tokens, scores.total, scores.monitors) | dropped
         iteration = self.state.iteration
         log.metrics(iteration, metrics, self._warnings(metrics))
         if iteration % options.log_interval == 0:
@@ -255,29 +257,56 @@ class PPOTrainer:
         responses: Sequence[str | Sequence[int]],
         scores: Sequence[float] | Tensor,
         finish_reasons: Sequence[str] | None = None,
+        *,
+        masks: Sequence[Sequence[bool] | Tensor] | None = None,
+        token_rewards: Sequence[Sequence[float] | Tensor] | None = None,
+        old_logprobs: Sequence[Sequence[float] | Tensor] | None = None,
+        values: Sequence[Sequence[float] | Tensor] | None = None,
     ) -> dict[str, float]:
         """One PPO update on responses that are given; returns its metrics.
 
+        What there is of each response by token has one entry per response token.
+
         Args:
-            prompts, responses: texts or token ids; old logprobs are the current policy's.
+            prompts, responses: texts or token ids.
             scores: [B], normalised and clipped as the config says, not charged for length or EOS.
             finish_reasons: `stop` or `length`; by default, whether a stop token comes last.
+            masks: of each response, True on the tokens that the policy wrote. The others, a tool's
+                answer say, are read and not learned from. None means that it wrote all.
+            token_rewards: of each response, reward units; what is not on a token of the policy is
+                paid at the last one before it. None means 0.
+            old_logprobs: of each response, nats, of softmax(z/T) under the policy that drew it;
+                read where the mask is True. None means the current policy's.
+            values: of each response, of the state before each token; read where the mask is True.
+                None means the current value function's.
 
         Raises:
             ValueError: lengths disagree; a prompt or response is empty, too long for the context
-                or outside the vocabulary; a score is not finite.
+                or outside the vocabulary; a number is not finite; a mask is not bool, or never
+                True.
             RunStoppedError: a metric crossed a threshold of `stop_if`; the update is done.
         """
         stop, vocabulary = self.sampling.stop_token_ids, self.model.head.vocabulary
-        given = given_responses(prompts, responses, scores, finish_reasons, self.tokenizer, stop)
-        check_responses(given.prompt_ids, given.rollout, vocabulary, self.context)
+        given = given_responses(
+            prompts, responses, scores, finish_reasons, self.tokenizer, stop, masks
+        )
+        rollout = given.rollout
+        check_responses(given.prompt_ids, rollout, vocabulary, self.context)
+        within = None if token_rewards is None else packed_rewards(token_rewards, rollout)
+        old = GivenPolicy(
+            *(
+                None if rows is None else packed_values(name, rows, rollout).to(self.device)
+                for name, rows in (("old_logprobs", old_logprobs), ("values", values))
+            )
+        )
         options = self._begin_iteration()
-        batch = Batch.of(given.prompt_ids, given.rollout.tokens, self.device)
-        rewards = self.training_rewards(Scores(given.scores), options)
-        experience, metrics = self.make_experience(batch, rewards, given.rollout, options)
+        batch = Batch.of(given.prompt_ids, rollout.tokens, self.device, rollout.written)
+        paid = Scores(given.scores, within, rollout.written_lengths)
+        rewards = self.training_rewards(paid, options)
+        experience, metrics = self.make_experience(batch, rewards, rollout, options, old)
         metrics |= self._learn(experience, options)
-        metrics["reward"] = given.scores.mean().item()
-        metrics |= rollout_health(given.rollout.tokens, given.scores)
+        metrics["reward"] = paid.total.mean().item()
+        metrics |= rollout_health(rollout.written_tokens, paid.total)
         self._warnings(metrics)
         self.state.finish_iteration(metrics.get("kl"), len(batch), options)
         if self.state.watch.stopped_by:
@@ -286,8 +315,9 @@ class PPOTrainer:
 
     def score(self, prompts: Prompts, rollout: Rollout, options: PPOConfig) -> Scores:
         """Rewards of the responses' texts: their weighted sum, less the penalties."""
-        scores = self.scorer(prompts, self.completions(prompts, rollout), rollout.tokens)
-        return scores.charged(rollout.lengths, rollout.truncated, **options.charges)
+        texts = self.completions(prompts, rollout)
+        scores = self.scorer(prompts, texts, rollout.tokens, rollout.written)
+        return scores.charged(rollout.written_lengths, rollout.truncated, **options.charges)
 
     def training_rewards(self, scores: Scores, options: PPOConfig) -> Scores:
         """Scores normalised and clipped: what advantages are made from."""
@@ -296,13 +326,22 @@ class PPOTrainer:
 
     @torch.no_grad()
     def make_experience(
-        self, batch: Batch, rewards: Scores, rollout: Rollout, options: PPOConfig
+        self,
+        batch: Batch,
+        rewards: Scores,
+        rollout: Rollout,
+        options: PPOConfig,
+        given: GivenPolicy | None = None,
     ) -> tuple[Experience, dict[str, float]]:
-        """Old logprobs, reference logprobs and values of the responses; then their advantages."""
+        """Old logprobs, reference logprobs and values of the responses; then their advantages.
+
+        Args:
+            given: old logprobs and values of responses that no engine of the trainer drew.
+        """
         how = options.softmax
         limits = self._halving.limits(options.limits(self.model.packing))
         parts = split(batch, limits, self.world)
-        old = old_policy(self.model, self.engine, self.sampling, rollout, parts, options)
+        old = old_policy(self.model, self.engine, self.sampling, rollout, parts, options, given)
         kl_coef, exact_kl = self.state.kl_control.coef, None
         if self.reference is None:
             ref_logprobs = old.logprobs if options.reference_policy == "rollout" else None
@@ -440,7 +479,7 @@ class PPOTrainer:
             torch.manual_seed(options.seed)
             rollout = self.engine.generate(prompts.token_ids, sampling or self.sampling)
         scores = self.score(prompts, rollout, options)
-        batch = Batch.of(prompts.token_ids, rollout.tokens, self.device)
+        batch = Batch.of(prompts.token_ids, rollout.tokens, self.device, rollout.written)
         return {
             **response_metrics(scores, rollout),
             **policy_metrics(self.model, self.reference, batch, options, self.world),

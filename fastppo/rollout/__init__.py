@@ -14,6 +14,7 @@ so `exp(logprob − sampler_logprob) = m` is the importance weight that corrects
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -88,11 +89,27 @@ class Rollout:
     """Each [length], of the state before the token."""
     final_values: Tensor | None = None
     """[B], of the state after the last token where the response was cut off; 0 elsewhere."""
+    written: list[list[bool]] | None = None
+    """Each [length], the tokens that the policy wrote; None means all. What is given above by token
+    is given for those alone."""
 
     @property
     def lengths(self) -> list[int]:
         """[B] response tokens."""
         return [len(tokens) for tokens in self.tokens]
+
+    @property
+    def written_lengths(self) -> list[int]:
+        """[B] tokens that the policy wrote."""
+        return self.lengths if self.written is None else [sum(row) for row in self.written]
+
+    @property
+    def written_tokens(self) -> list[list[int]]:
+        """[B] the tokens that the policy wrote."""
+        if self.written is None:
+            return self.tokens
+        both = zip(self.tokens, self.written, strict=True)
+        return [list(itertools.compress(*each)) for each in both]
 
     @property
     def truncated(self) -> list[bool]:
