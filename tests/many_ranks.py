@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tiny
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as _collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import DTensor
 
 from fastppo.models.sharding import reshard, whole
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.log import read_jsonl
-from runs import make_trainer
+from runs import first_experience, make_trainer
 
 COMPARED = ("loss", "grad_norm", "kl", "reward", "approx_kl", "value_loss", "entropy")
 
 
 def weights(trainer: PPOTrainer) -> dict[str, Tensor]:
-    """The whole trained weights."""
+    """The whole trained weights, as the optimiser has them."""
     reshard(trainer.model)
-    named = trainer.model.named_parameters()
-    return {name: whole(p.detach()).clone() for name, p in named if p.requires_grad}
+    names = {id(p): name for name, p in trainer.model.named_parameters()}
+    masters = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    both = zip(trainer.optimizer.weights, masters, strict=True)
+    return {names[id(weight)]: whole(master.detach()).clone() for weight, master in both}
 
 
 def train(folder: str, variant: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,6 +61,71 @@ def train_divided(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dic
     right = FSDPModule.set_gradient_divide_factor
     FSDPModule.set_gradient_divide_factor = lambda self, factor: right(self, 2.0)  # type: ignore
     return train_all(folder, variants)
+
+
+def fails(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
+    """A reward that is out on the second process."""
+    if distributed.get_rank() == 1:
+        raise ValueError("the server is out")
+    return [0.0] * len(completions)
+
+
+def is_late(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
+    """A reward that the second process waits for, longer than the first waits for that."""
+    if distributed.get_rank() == 1:
+        time.sleep(12)
+    return [0.0] * len(completions)
+
+
+def train_with_a_failing_reward(folder: str) -> None:
+    train(folder, {"rewards": [fails]})
+
+
+def train_with_a_late_rank(folder: str) -> None:
+    train(folder, {"rewards": [is_late], "distributed_timeout": 4.0})
+
+
+def collectives(folder: str) -> dict[int, dict[str, int]]:
+    """By the microbatches of a rank: gathers before forward and backward passes, and reductions of
+    gradients, in one optimiser step."""
+    found = {}
+    for microbatches in (1, 2):
+        options = {"minibatches": 1, "ppo_epochs": 1, "microbatch_size": 8 // microbatches}
+        trainer = make_trainer(Path(folder), **options)
+        experience = first_experience(trainer)
+        counts = {"forward": 0, "backward": 0, "reduced": 0}
+        right = _collectives.foreach_all_gather, _collectives.foreach_reduce
+        group = _fsdp_param_group
+
+        def gather(*args: Any, _counts: Any = counts, _right: Any = right, **options: Any) -> Any:
+            is_backward = torch._C._current_graph_task_id() != -1
+            _counts["backward" if is_backward else "forward"] += 1
+            return _right[0](*args, **options)
+
+        def reduce(*args: Any, _counts: Any = counts, _right: Any = right, **options: Any) -> Any:
+            _counts["reduced"] += 1
+            return _right[1](*args, **options)
+
+        group.foreach_all_gather, group.foreach_reduce = gather, reduce
+        try:
+            trainer.engine.release()
+            trainer.update(experience, trainer.config)
+        finally:
+            group.foreach_all_gather, group.foreach_reduce = right
+        found[microbatches] = counts
+    return found
+
+
+def held_bytes(folder: str) -> int:
+    """What this rank holds of weights, gradients and moments after a step."""
+    options = {"minibatches": 1, "ppo_epochs": 1}
+    trainer = make_trainer(Path(folder), **options)
+    trainer.update(first_experience(trainer), trainer.config)
+    reshard(trainer.model)
+    held = [*trainer.model.parameters(), *(p.grad for p in trainer.model.parameters())]
+    held += [x for entry in trainer.optimizer.state.values() for x in entry.values()]
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in held if x is not None]
+    return sum(x.numel() * x.element_size() for x in local)
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:

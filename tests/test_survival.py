@@ -277,19 +277,6 @@ def test_the_lock_of_a_run_that_was_killed_holds_nobody_up(folder: Folder, run) 
     assert run(iterations=1, resume=True)[0] == 0
 
 
-@pytest.mark.parametrize("command", ["train", "sft", "reward"])
-def test_one_of_several_processes_is_refused(
-    command: str, folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    flags = folder.flags(iterations=1)
-    if command != "train":
-        flags = [command, "--model", folder.model, "--data", str(folder.prompts)]
-    assert cli.main(flags) == 2
-    assert "a run is one process on one device, got WORLD_SIZE=2" in capsys.readouterr().err
-    assert not folder.run.exists()
-
-
 # -------------------------------------------------------------------------------------- the records
 
 

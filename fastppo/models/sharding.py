@@ -115,6 +115,16 @@ def reshard(model: nn.Module) -> None:
         group.reshard()
 
 
+def settle(model: nn.Module) -> None:
+    """Before an update: `reshard`, and what torch remembers of passes without gradients, for whose
+    sake it would gather too much in the backward pass, is forgotten."""
+    # Newer than torch 2.11, where there is one gather too many in an update.
+    reset = getattr(model, "reset_iter_state", None)
+    if reset is not None:
+        reset()
+    reshard(model)
+
+
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
     """The whole model on this rank, for passes without gradients; no rank waits for another in the

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastppo.data.world import World
 from fastppo.models.policy import LanguageModel
-from fastppo.models.sharding import unsharded
+from fastppo.models.sharding import settle, unsharded
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
 
 
@@ -52,6 +52,7 @@ class SharedEngine(RolloutEngine):
 
     def release(self) -> None:
         self.engine.release()
+        settle(self.policy)
 
     def weights_changed(self, policy: Any) -> None:
         self.engine.weights_changed(policy)

@@ -6,6 +6,7 @@ Each rank writes its own shards into `shards/` of the checkpoint, under plain na
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -88,7 +89,10 @@ def read(path: Path, model: nn.Module, optimizer: Any) -> Read:
             found.optimizer[f"{numbers[name]}.{leaf}"] = target
         else:
             getattr(found, part)[name] = target
-    dcp.load(targets, storage_reader=reader, no_dist=not distributed.is_initialized())
+    alone = not distributed.is_initialized()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is")  # that one process is alone
+        dcp.load(targets, storage_reader=reader, no_dist=alone)
     for name, index in numbers.items():
         # Shards are in fp32; a whole weight in half precision has its master beside it.
         if name in found.model and optimizer.weights[index].dtype != found.model[name].dtype:

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from fastppo.data.batch import Batch
+from fastppo.data.world import World
 from fastppo.ppo.checks import (
     CHECKED_PROMPTS,
     CHECKED_TOKENS,
@@ -312,7 +313,7 @@ def test_the_sentence_names_what_was_not_finite_and_where_its_batch_is(tmp_path:
     state.iteration, state.optimizer_step = 4, 17
     experience = first_experience(trainer)
     norms = {"loss": 1.0, "grad_norm": float("inf"), "value_grad_norm": 2.0}
-    sentence = skip_step(trainer.model, experience, state, norms, trainer.config)
+    sentence = skip_step(trainer.model, experience, state, norms, trainer.config, World())
     path = tmp_path / "run" / "skipped" / "step-000017.safetensors"
     assert sentence == f"optimiser step 17: grad_norm inf; skipped, batch in {path}"
     assert (state.skipped_steps, state.skipped_in_a_row) == (1, 1)

@@ -11,6 +11,7 @@ import torch
 
 from fastppo.data.batch import Batch
 from fastppo.data.prompts import Prompts
+from fastppo.data.world import World
 from fastppo.functional.losses import ppo_loss
 from fastppo.ppo import metrics as metrics_module
 from fastppo.ppo.experience import Experience
@@ -106,7 +107,7 @@ def test_the_clock_tells_each_phase_and_tokens_per_second_of_the_whole(monkeypat
     clock = Clock()
     clock.lap("generate")
     clock.lap("update")
-    assert clock.metrics(100) == {
+    assert clock.metrics(100, World()) == {
         "seconds/generate": 2.0,
         "seconds/update": 3.0,
         "tokens_per_second": 20.0,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fastppo.data.world import World
 from fastppo.run import lock
 
 
@@ -85,11 +86,6 @@ def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None
         pass
 
 
-@pytest.mark.parametrize(("count", "refused"), [("1", False), ("4", True), ("x", False)])
-def test_several_processes_are_refused(count: str, refused: bool, monkeypatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", count)
-    if refused:
-        with pytest.raises(ValueError, match="one process on one device, got WORLD_SIZE=4"):
-            lock.check_one_process()
-    else:
-        lock.check_one_process()
+def test_of_several_ranks_the_first_holds_it_and_what_it_says_all_say(tmp_path: Path) -> None:
+    with lock.held(tmp_path, World(rank=0, size=1)), pytest.raises(BlockingIOError):
+        _take(tmp_path)
