@@ -21,8 +21,10 @@ from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience
+from fastppo.ppo.old_policy import GivenPolicy
 from fastppo.ppo.state import RunState
 from fastppo.rewards.placing import paid_where_written
+from fastppo.rewards.scorer import Scores
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.run.watch import non_finite_gradients, save_batch
 
@@ -121,14 +123,18 @@ def odd_options(config: PPOConfig) -> list[str]:
     ]
 
 
+TokenRows = Sequence[Sequence[float] | Tensor]
+"""A number for each token of each response."""
+
+
 class GivenResponses(NamedTuple):
     """Responses that somebody else generated and scored."""
 
     prompt_ids: list[list[int]]
     rollout: Rollout
     """Without the sampler's logprobs: nobody says how they were drawn."""
-    scores: Tensor
-    """[B] fp32 on the CPU."""
+    scores: Scores
+    old: GivenPolicy
 
 
 def given_responses(
@@ -139,11 +145,15 @@ def given_responses(
     tokenizer: Any,
     stop_token_ids: Sequence[int],
     masks: Sequence[Sequence[bool] | Tensor] | None = None,
+    token_rewards: TokenRows | None = None,
+    old_logprobs: TokenRows | None = None,
+    values: TokenRows | None = None,
 ) -> GivenResponses:
     """Texts or token ids as tokens; without finish reasons, whether a stop token comes last.
 
     Raises:
-        ValueError: the scores are not one per prompt, or not finite; masks that do not fit.
+        ValueError: the scores are not one per prompt, or not finite; what there is by token does
+            not fit the responses, or is not finite.
     """
     prompt_ids = [token_ids(tokenizer, prompt) for prompt in prompts]
     response_ids = [token_ids(tokenizer, each, special_tokens=False) for each in responses]
@@ -153,7 +163,13 @@ def given_responses(
     total = check_scores(scores, len(prompt_ids))
     written = None if masks is None else check_masks(masks, response_ids)
     rollout = Rollout(response_ids, list(finish_reasons), written=written)
-    return GivenResponses(prompt_ids, rollout, total)
+    within = None if token_rewards is None else packed_rewards(token_rewards, rollout)
+    old = GivenPolicy(
+        None if old_logprobs is None else packed_values("old_logprobs", old_logprobs, rollout),
+        None if values is None else packed_values("values", values, rollout),
+    )
+    paid = Scores(total, within, rollout.written_lengths)
+    return GivenResponses(prompt_ids, rollout, paid, old)
 
 
 def check_masks(
@@ -170,9 +186,7 @@ def check_masks(
     return rows
 
 
-def packed_values(
-    name: str, values: Sequence[Sequence[float] | Tensor], rollout: Rollout
-) -> Tensor:
+def packed_values(name: str, values: TokenRows, rollout: Rollout) -> Tensor:
     """[N] fp32 on the CPU, of the tokens that the policy wrote; raises ValueError where a row does
     not fit its response, or has what is not a finite number for one of them."""
     rows = _rows(name, values, rollout.tokens)
@@ -182,7 +196,7 @@ def packed_values(
     return _finite_numbers(name, rows)
 
 
-def packed_rewards(values: Sequence[Sequence[float] | Tensor], rollout: Rollout) -> Tensor:
+def packed_rewards(values: TokenRows, rollout: Rollout) -> Tensor:
     """[N] fp32 on the CPU, each paid where the policy wrote; raises ValueError as `packed_values`
     does."""
     rows = _rows("token_rewards", values, rollout.tokens)

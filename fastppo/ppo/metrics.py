@@ -101,6 +101,24 @@ class Meter:
         return metrics
 
 
+def update_metrics(meter: Meter, taken: int, too_far: bool, options: PPOConfig) -> dict[str, float]:
+    """Of the update of an iteration: what is in its loss.
+
+    Args:
+        taken: optimiser steps; too_far: whether its KL ended it.
+    """
+    metrics = meter.metrics() | options.scheduled_values()
+    if not options.kl_loss_coef:
+        del metrics["kl_loss"]  # a term that is not in the loss
+    if options.early_stop_kl is not None:
+        metrics["early_stopped"] = float(too_far)
+        metrics["optimizer_steps"] = float(taken)
+    if options.objective == "penalty":
+        for name in CLIP_METRICS:
+            metrics.pop(name, None)  # nothing is clipped
+    return metrics
+
+
 class Clock:
     """Seconds of each phase of an iteration."""
 

@@ -45,7 +45,7 @@ class OldPolicy(NamedTuple):
 
 
 class GivenPolicy(NamedTuple):
-    """What is known of responses that somebody else generated: fp32, packed [N]."""
+    """What is known of responses that somebody else generated: fp32, packed [N] on the CPU."""
 
     logprobs: Tensor | None = None
     """Nats, of softmax(z/T) under the policy that drew them; None: those of the policy as it is."""
@@ -72,10 +72,9 @@ def old_policy(
     Raises:
         ValueError: `old_logprobs=sampler`, and the engine does not give them.
     """
-    given = given or GivenPolicy()
-    is_known = given.logprobs is not None and given.values is not None
-    if is_known and not options.bootstrap_truncated:
-        return OldPolicy(given.logprobs, given.values, None)  # type: ignore[arg-type]
+    logprobs, values = (None if x is None else x.to(model.device) for x in given or (None, None))
+    if logprobs is not None and values is not None and not options.bootstrap_truncated:
+        return OldPolicy(logprobs, values, None)
     is_exact = engine.same_weights and model.is_full_precision
     if wants_sampler(rollout, is_exact, options):
         assert rollout.logprobs is not None
@@ -88,9 +87,11 @@ def old_policy(
         )
     else:
         evaluation = model.evaluate_parts(parts, **options.softmax)
-        logprobs = evaluation.logprobs if given.logprobs is None else given.logprobs
-        values = evaluation.values if given.values is None else given.values
-        old = OldPolicy(logprobs, values, evaluation.final_values)
+        old = OldPolicy(
+            evaluation.logprobs if logprobs is None else logprobs,
+            evaluation.values if values is None else values,
+            evaluation.final_values,
+        )
         if rollout.sampler_logprobs is not None:
             like = rollout.logprobs if rollout.logprobs is not None else rollout.sampler_logprobs
             old = old._replace(metrics=mismatch(old.logprobs, torch.cat(like).to(model.device)))

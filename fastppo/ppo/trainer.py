@@ -33,7 +33,7 @@ from transformers import PreTrainedModel, set_seed
 
 from fastppo.data.batch import Batch
 from fastppo.data.chat import decode_completions
-from fastppo.data.microbatches import Limits, split
+from fastppo.data.microbatches import split
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import Rows
 from fastppo.data.world import World
@@ -42,31 +42,28 @@ from fastppo.ppo.advantages import make_advantages
 from fastppo.ppo.build import build, world_of
 from fastppo.ppo.checkpoints import Checkpoints, export
 from fastppo.ppo.checks import (
+    TokenRows,
     check_on_policy,
     check_responses,
     given_responses,
     odd_options,
-    packed_rewards,
-    packed_values,
     random_state_restored,
     skip_step,
 )
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.metrics import (
-    CLIP_METRICS,
     Clock,
     Meter,
-    Microbatch,
     experience_metrics,
-    of_all_ranks,
     policy_metrics,
     response_metrics,
     sample_records,
     status,
     to_floats,
+    update_metrics,
 )
-from fastppo.ppo.objective import add_ptx_gradient, policy_loss, value_term
+from fastppo.ppo.objective import add_ptx_gradient, minibatch_gradient
 from fastppo.ppo.old_policy import GivenPolicy, old_policy
 from fastppo.ppo.optimizer import clip_gradients, set_learning_rate
 from fastppo.ppo.out_of_memory import Halving
@@ -259,9 +256,9 @@ class PPOTrainer:
         finish_reasons: Sequence[str] | None = None,
         *,
         masks: Sequence[Sequence[bool] | Tensor] | None = None,
-        token_rewards: Sequence[Sequence[float] | Tensor] | None = None,
-        old_logprobs: Sequence[Sequence[float] | Tensor] | None = None,
-        values: Sequence[Sequence[float] | Tensor] | None = None,
+        token_rewards: TokenRows | None = None,
+        old_logprobs: TokenRows | None = None,
+        values: TokenRows | None = None,
     ) -> dict[str, float]:
         """One PPO update on responses that are given; returns its metrics.
 
@@ -287,21 +284,13 @@ class PPOTrainer:
             RunStoppedError: a metric crossed a threshold of `stop_if`; the update is done.
         """
         stop, vocabulary = self.sampling.stop_token_ids, self.model.head.vocabulary
-        given = given_responses(
-            prompts, responses, scores, finish_reasons, self.tokenizer, stop, masks
+        of_tokens = masks, token_rewards, old_logprobs, values
+        ids, rollout, paid, old = given_responses(
+            *(prompts, responses, scores, finish_reasons, self.tokenizer, stop), *of_tokens
         )
-        rollout = given.rollout
-        check_responses(given.prompt_ids, rollout, vocabulary, self.context)
-        within = None if token_rewards is None else packed_rewards(token_rewards, rollout)
-        old = GivenPolicy(
-            *(
-                None if rows is None else packed_values(name, rows, rollout).to(self.device)
-                for name, rows in (("old_logprobs", old_logprobs), ("values", values))
-            )
-        )
+        check_responses(ids, rollout, vocabulary, self.context)
         options = self._begin_iteration()
-        batch = Batch.of(given.prompt_ids, rollout.tokens, self.device, rollout.written)
-        paid = Scores(given.scores, within, rollout.written_lengths)
+        batch = Batch.of(ids, rollout.tokens, self.device, rollout.written)
         rewards = self.training_rewards(paid, options)
         experience, metrics = self.make_experience(batch, rewards, rollout, options, old)
         metrics |= self._learn(experience, options)
@@ -384,18 +373,11 @@ class PPOTrainer:
             if too_far:
                 break
         taken = state.optimizer_step - steps_before
-        metrics = meter.metrics() | options.scheduled_values()
-        if not options.kl_loss_coef:
-            del metrics["kl_loss"]  # a term that is not in the loss
         spikes = [state.watch.loss_spikes(step["loss"]) for step in meter.steps[:taken]]
+        metrics = update_metrics(meter, taken, too_far, options)
         metrics["loss_spikes"] = float(sum(spikes))
         metrics["skipped_steps"] = float(state.skipped_steps - skipped_before)
-        if options.early_stop_kl is not None:
-            metrics["early_stopped"] = float(too_far)
-            metrics["optimizer_steps"] = float(taken)
         if options.objective == "penalty":
-            for name in CLIP_METRICS:
-                metrics.pop(name, None)  # nothing is clipped
             metrics["policy_kl_coef"] = state.policy_kl_control.coef
             if not state.is_warming_up(options):
                 state.policy_kl_control.update(policy_kl, len(experience))
@@ -415,7 +397,9 @@ class PPOTrainer:
         learning_rate = set_learning_rate(self.optimizer, planned, self.config)
         # The weights are those of the whole minibatch, so how it is split does not matter.
         minibatch = minibatch.weighted(options.aggregation)
-        attempt = functools.partial(self._gradient, minibatch, warming_up, options)
+        beta = self.state.policy_kl_control.coef
+        given = minibatch, self.model, self.reference, self.optimizer, self.world
+        attempt = functools.partial(minibatch_gradient, *given, beta, warming_up, options)
         found = self._halving.run(attempt, options.limits(self.model.packing))
         loss = torch.stack([part.loss for part in found]).sum()
         for part in found:
@@ -443,27 +427,6 @@ class PPOTrainer:
             self.say(skip_step(self.model, minibatch, *how), "yellow")
         self.state.optimizer_step += 1
         return policy_kl, False
-
-    def _gradient(
-        self, minibatch: Experience, warming_up: bool, options: PPOConfig, limits: Limits
-    ) -> list[Microbatch]:
-        """Adds up the gradient of a weighted minibatch over its microbatches, every rank's."""
-        self.optimizer.zero_grad(set_to_none=True)
-        found, beta = [], self.state.policy_kl_control.coef
-        for micro, counts in minibatch.microbatches(limits, self.world):
-            layout = self.model.layout(micro.batch)
-            with self.model.autocast():
-                hidden, values = self.model(layout, detach_values=warming_up)
-                with torch.set_grad_enabled(not warming_up):
-                    given = layout, micro, self.reference, beta, options
-                    policy = policy_loss(self.model.head, hidden, *given)
-                value = value_term(values, micro, options)
-            part = options.vf_coef * value if warming_up else policy.loss + options.vf_coef * value
-            part.backward()
-            sizes = len(micro.batch.tokens), layout.input_ids.numel()
-            if counts:
-                found.append(Microbatch(part.detach(), policy.sums, value.detach(), *sizes))
-        return of_all_ranks(found, self.world, self.device)
 
     # ----------------------------------------------------------------------- looking at the policy
 

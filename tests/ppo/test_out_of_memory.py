@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fastppo.data.microbatches import Limits
+from fastppo.ppo import objective
 from fastppo.ppo.out_of_memory import Halving
 from runs import first_experience, make_trainer
 
@@ -21,16 +22,17 @@ def _gradients(tmp_path: Path, room: int | None, **options: Any) -> tuple[dict, 
     experience = first_experience(trainer)
     said: list[str] = []
     trainer._halving.say = said.append
-    original, tries = trainer._policy_loss, []
+    original, tries = objective.policy_loss, []
 
-    def limited(hidden, layout, micro, options):
+    def limited(head, hidden, layout, micro, *more):
         tries.append(len(micro.batch))
         if room is not None and len(micro.batch) > room:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        return original(hidden, layout, micro, options)
+        return original(head, hidden, layout, micro, *more)
 
-    trainer._policy_loss = limited
-    metrics = trainer.update(experience, trainer.config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(objective, "policy_loss", limited)
+        metrics = trainer.update(experience, trainer.config)
     assert metrics["skipped_steps"] == 0
     found = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
     return found, said, trainer._halving.times

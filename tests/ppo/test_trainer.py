@@ -21,6 +21,7 @@ from fastppo.data.batch import Batch
 from fastppo.data.chat import token_ids
 from fastppo.data.microbatches import microbatches, split
 from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.objective import policy_loss
 from fastppo.ppo.trainer import PPOTrainer, RunStoppedError
 from fastppo.rewards.processing import RunningScale
 from fastppo.rewards.reward import RewardError
@@ -314,7 +315,8 @@ def test_torch_itself_sees_no_wait_for_a_gpu_in_a_microbatch(packing: str, tmp_p
             layout = trainer.model.layout(micro.batch)
             with trainer.model.autocast():
                 hidden, values = trainer.model(layout)
-                policy = trainer._policy_loss(hidden, layout, micro, options)
+                given = layout, micro, trainer.reference, 1.0, options
+                policy = policy_loss(trainer.model.head, hidden, *given)
             (policy.loss + values.sum()).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -465,7 +467,7 @@ def test_the_aggregation_decides_the_loss(tmp_path: Path) -> None:
     torch.testing.assert_close(total[name], tokens * mean[name], rtol=1e-4, atol=1e-6 * scale)
 
 
-def test_a_schedule_moves_its_coefficient_over_the_run(tmp_path: Path) -> None:
+def test_a_schedule_moves_its_coefficient_over_the_run(tmp_path: Path, monkeypatch) -> None:
     trainer = make_trainer(
         tmp_path,
         iterations=3,
@@ -474,13 +476,12 @@ def test_a_schedule_moves_its_coefficient_over_the_run(tmp_path: Path) -> None:
         schedules=["entropy_coef=linear:0", "kl_coef=cosine:0.1", "clip_ratio = linear : 0.1"],
     )
     seen: list[tuple[float, float]] = []
-    original = trainer._policy_loss
 
-    def spied(hidden, layout, micro, options):
+    def spied(head, hidden, layout, micro, reference, beta, options):
         seen.append((options.entropy_coef, options.clip_ratio))
-        return original(hidden, layout, micro, options)
+        return policy_loss(head, hidden, layout, micro, reference, beta, options)
 
-    trainer._policy_loss = spied
+    monkeypatch.setattr("fastppo.ppo.objective.policy_loss", spied)
     trainer.train()
     entropy, clip = (sorted({pair[i] for pair in seen}) for i in (0, 1))
     assert entropy == pytest.approx([0.0, 0.15, 0.3])
