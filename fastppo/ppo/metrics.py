@@ -3,6 +3,7 @@ what is written down of the responses."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience
 from fastppo.rewards.scorer import Scores
-from fastppo.rollout import Rollout
+from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Rollout
 
 CLIP_METRICS = (
     *("clip_fraction", "dual_clip_fraction", "ratio_above_positive", "ratio_below_positive"),
@@ -201,7 +202,19 @@ def policy_metrics(
 def response_metrics(scores: Scores, rollout: Rollout) -> dict[str, float]:
     """Means of the rewards over a batch, and the share of responses that ended by themselves."""
     finished = len(rollout.tokens) - sum(rollout.truncated)
-    return {**scores.metrics(), "eos_rate": finished / max(1, len(rollout.tokens))}
+    metrics = {**scores.metrics(), "eos_rate": finished / max(1, len(rollout.tokens))}
+    if rollout.rewards is not None:
+        metrics |= turn_metrics(rollout)
+    return metrics
+
+
+def turn_metrics(rollout: Rollout) -> dict[str, float]:
+    """Of the episodes of an environment: turns, and the share that ended for each reason."""
+    count = max(1, len(rollout.tokens))
+    runs = [key for row in rollout.written or () for key, _ in itertools.groupby(row)]
+    reasons = (FINISHED, TRUNCATED, OUT_OF_TURNS)
+    shares = {f"finish/{name}": rollout.finish_reasons.count(name) / count for name in reasons}
+    return {"turns": sum(runs) / count, **shares}
 
 
 def sample_records(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,7 @@ class PPOTrainer:
         prompts: rows with a prompt column, instead of loading `config.prompts`.
         rewards, monitor_rewards: callables or specs, instead of those of the config.
         reference: a model for the KL, instead of a frozen copy of the policy as it starts.
+        environment: makes the environments that answer the policy's turns, instead of the config's.
         engine: a `RolloutEngine`, or an object that has its `generate`, instead of the config's.
         console: where progress is shown.
         world: the processes; by default those of torchrun.
@@ -112,6 +113,7 @@ class PPOTrainer:
         rewards: Sequence[str | Reward] | None = None,
         monitor_rewards: Sequence[str | Reward] | None = None,
         reference: PreTrainedModel | None = None,
+        environment: Callable[[], Any] | None = None,
         engine: RolloutEngine | None = None,
         console: Console | None = None,
         world: World | None = None,
@@ -129,6 +131,7 @@ class PPOTrainer:
             rewards=rewards,
             monitor_rewards=monitor_rewards,
             reference=reference,
+            environment=environment,
             engine=engine,
             say=self.say,
             world=world,
@@ -136,7 +139,7 @@ class PPOTrainer:
         self.device, self.context = parts.device, parts.context
         self.model, self.reference = parts.model, parts.reference
         self.tokenizer, self.optimizer = parts.tokenizer, parts.optimizer
-        self.engine, self.sampling = parts.engine, parts.sampling
+        self.engine, self.sampling, self.turns = parts.engine, parts.sampling, parts.turns
         self.prompts, self.pretraining = parts.prompts, parts.pretraining
         self.scorer = parts.scorer
         self.state = RunState.of(config)
@@ -157,7 +160,7 @@ class PPOTrainer:
             RewardError: a reward raised, or returned what cannot be trained on.
             RuntimeError: the self-check failed.
         """
-        if self.prompts is None or not self.scorer.terms:
+        if self.prompts is None or not (self.scorer.terms or self.turns.pays):
             raise ValueError("train() needs prompts and at least one reward; step() needs neither")
         config, state, world = self.config, self.state, self.world
         run_dir = Path(config.output_dir)
@@ -222,7 +225,7 @@ class PPOTrainer:
         options, clock = self._begin_iteration(), Clock()
         place = self.state.prompts_seen, options.prompts_per_iteration
         prompts = self.prompts.at(*place, options.seed, options.samples_per_prompt)
-        rollout = self.engine.generate(prompts.token_ids, self.sampling)
+        prompts, rollout = self.turns.play(prompts, self.engine, self.sampling)
         clock.lap("generate")
         asked.end_phase()
         scores = self.score(prompts, rollout, options)
@@ -268,27 +271,23 @@ class PPOTrainer:
             prompts, responses: texts or token ids.
             scores: [B], normalised and clipped as the config says, not charged for length or EOS.
             finish_reasons: `stop` or `length`; by default, whether a stop token comes last.
-            masks: of each response, True on the tokens that the policy wrote. The others, a tool's
-                answer say, are read and not learned from. None means that it wrote all.
+            masks: of each response, True on the tokens that the policy wrote; the others, a tool's
+                answer say, are read and not learned from.
             token_rewards: of each response, reward units; what is not on a token of the policy is
-                paid at the last one before it. None means 0.
-            old_logprobs: of each response, nats, of softmax(z/T) under the policy that drew it;
-                read where the mask is True. None means the current policy's.
-            values: of each response, of the state before each token; read where the mask is True.
-                None means the current value function's.
+                paid at the last one before it.
+            old_logprobs, values: of each response, nats under softmax(z/T) of the policy that drew
+                it, and of the state before each token; read where the mask is True. None means the
+                model's as it is.
 
         Raises:
             ValueError: lengths disagree; a prompt or response is empty, too long for the context
-                or outside the vocabulary; a number is not finite; a mask is not bool, or never
-                True.
+                or outside the vocabulary; a number is not finite, a mask not bool or never True.
             RunStoppedError: a metric crossed a threshold of `stop_if`; the update is done.
         """
-        stop, vocabulary = self.sampling.stop_token_ids, self.model.head.vocabulary
-        of_tokens = masks, token_rewards, old_logprobs, values
-        ids, rollout, paid, old = given_responses(
-            *(prompts, responses, scores, finish_reasons, self.tokenizer, stop), *of_tokens
-        )
-        check_responses(ids, rollout, vocabulary, self.context)
+        of_all = prompts, responses, scores, finish_reasons, self.tokenizer
+        of_tokens = self.sampling.stop_token_ids, masks, token_rewards, old_logprobs, values
+        ids, rollout, paid, old = given_responses(*of_all, *of_tokens)
+        check_responses(ids, rollout, self.model.head.vocabulary, self.context)
         options = self._begin_iteration()
         batch = Batch.of(ids, rollout.tokens, self.device, rollout.written)
         rewards = self.training_rewards(paid, options)
@@ -306,6 +305,7 @@ class PPOTrainer:
         """Rewards of the responses' texts: their weighted sum, less the penalties."""
         texts = self.completions(prompts, rollout)
         scores = self.scorer(prompts, texts, rollout.tokens, rollout.written)
+        scores = scores.plus("environment", rollout.rewards)
         return scores.charged(rollout.written_lengths, rollout.truncated, **options.charges)
 
     def training_rewards(self, scores: Scores, options: PPOConfig) -> Scores:
@@ -440,7 +440,7 @@ class PPOTrainer:
         options = self.config.at(self.state.iteration)
         with random_state_restored(self.device):
             torch.manual_seed(options.seed)
-            rollout = self.engine.generate(prompts.token_ids, sampling or self.sampling)
+            prompts, rollout = self.turns.play(prompts, self.engine, sampling or self.sampling)
         scores = self.score(prompts, rollout, options)
         batch = Batch.of(prompts.token_ids, rollout.tokens, self.device, rollout.written)
         return {

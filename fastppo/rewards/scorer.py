@@ -56,6 +56,20 @@ class Scores:
         """[B] fp32: both parts together."""
         return self.last if self.within is None else self.last + self._paid(self.within)
 
+    def plus(self, name: str, rewards: Sequence[Sequence[float]] | None) -> Scores:
+        """With another term, paid at each token that the policy wrote; NaN drops a sample."""
+        if rewards is None:
+            return self
+        paid = torch.tensor([reward for row in rewards for reward in row])
+        within = paid if self.within is None else self.within + paid
+        totals = [sum(row) for row in rewards]
+        kept = self.kept
+        if any(map(math.isnan, totals)):
+            rows = range(len(totals)) if kept is None else kept
+            kept = [row for row in rows if not math.isnan(totals[row])]
+        terms = {name: Scored(totals), **self.terms}
+        return replace(self, within=within, terms=terms, kept=kept)
+
     def charged(
         self,
         lengths: Sequence[int],
