@@ -265,19 +265,16 @@ class PPOTrainer:
     ) -> dict[str, float]:
         """One PPO update on responses that are given; returns its metrics.
 
-        What there is of each response by token has one entry per response token.
-
         Args:
             prompts, responses: texts or token ids.
             scores: [B], normalised and clipped as the config says, not charged for length or EOS.
             finish_reasons: `stop` or `length`; by default, whether a stop token comes last.
-            masks: of each response, True on the tokens that the policy wrote; the others, a tool's
-                answer say, are read and not learned from.
-            token_rewards: of each response, reward units; what is not on a token of the policy is
-                paid at the last one before it.
-            old_logprobs, values: of each response, nats under softmax(z/T) of the policy that drew
-                it, and of the state before each token; read where the mask is True. None means the
-                model's as it is.
+            masks: for each token, True if the policy wrote it; the others, a tool's answer say, are
+                read and not learned from.
+            token_rewards: for each token; what is not on one of the policy's is paid at the last
+                one before it.
+            old_logprobs, values: for each token, nats under softmax(z/T) of the policy that drew
+                it, and of the state before it; read where the mask is True; else the model's own.
 
         Raises:
             ValueError: lengths disagree; a prompt or response is empty, too long for the context

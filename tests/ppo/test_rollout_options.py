@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import environments
@@ -9,6 +10,7 @@ import pytest
 import tiny
 
 from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.rollout_options import TurnOptions
 from runs import make_trainer
 
 
@@ -27,6 +29,12 @@ def test_options_of_turns_reach_what_plays_them(tmp_path: Path) -> None:
     turns = trainer.turns
     assert (turns.max_turns, turns.max_tokens, turns.concurrency) == (3, 9, 2)
     assert turns.context == tiny.CONTEXT
+
+
+def test_the_options_of_turns_are_a_section_of_their_own() -> None:
+    own = {each.name for each in fields(TurnOptions)}
+    assert own == {*("environment", "max_turns"), "max_response_tokens", "environment_concurrency"}
+    assert own <= {*PPOConfig().to_dict()}
 
 
 def test_steps_of_turns_are_gaes() -> None:
