@@ -18,7 +18,10 @@ from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout
 from fastppo.run.log import read_jsonl
 
-PARTS = ("rewards", "prompts", "tokenizer", "reference", "engine", "monitor_rewards", "console")
+PARTS = (
+    *("rewards", "prompts", "tokenizer", "reference", "engine", "environment"),
+    *("monitor_rewards", "console"),
+)
 
 
 def make_trainer(tmp_path: Path, architecture: str = "llama", **options: Any) -> PPOTrainer:

@@ -5,6 +5,10 @@ response or padding: the pad token may be any token, EOS included. What there is
 (logprobs, values, advantages, …) is packed: the response tokens of sequence 0, then those of
 sequence 1, and so on, `[N]`. Nothing is computed for a prompt or for padding.
 
+A response may hold tokens that the policy did not write: a tool's answer between two turns, say.
+The policy reads them; they are none of the N, so no loss, KL, entropy or value knows of them. A
+turn is a run of tokens that it did write.
+
 A transformer reads a `Layout`: the same tokens as rows, and where in them the hidden states are
 that predict the response tokens. Rows are padded on the right, so with causal attention no token
 sees any padding and no mask is needed; packed, all sequences are one row.
@@ -55,7 +59,11 @@ class Batch:
     """[B] int64 on the CPU, tokens; at least 1: the last prompt token predicts the first of the
     response."""
     response_lengths: Tensor
-    """[B] int64 on the CPU, tokens; the EOS that ended a response is one of them."""
+    """[B] int64 on the CPU, tokens after the prompt; the EOS that ended a response is one of
+    them."""
+    written: Tensor | None = None
+    """[Σ response length] bool on the CPU: the tokens of the responses that the policy wrote; None
+    means all."""
 
     @classmethod
     def of(
@@ -63,8 +71,12 @@ class Batch:
         prompts: Sequence[Sequence[int]],
         responses: Sequence[Sequence[int]],
         device: torch.device | str = "cpu",
+        written: Sequence[Sequence[bool]] | None = None,
     ) -> Batch:
         """The batch of token lists, one response per prompt.
+
+        Args:
+            written: of each response, the tokens that the policy wrote; None means all.
 
         Raises:
             ValueError: another number of responses than of prompts, or an empty prompt.
@@ -83,6 +95,7 @@ class Batch:
             torch.tensor(tokens, dtype=torch.int64).to(device),
             torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
             torch.tensor([len(response) for response in responses], dtype=torch.int64),
+            None if written is None else torch.tensor([each for row in written for each in row]),
         )
 
     def __len__(self) -> int:
@@ -99,26 +112,52 @@ class Batch:
 
     @property
     def response_count(self) -> int:
-        """N, the response tokens of all sequences."""
-        return sum(self.response_lengths.tolist())
+        """N, the tokens that the policy wrote, of all sequences."""
+        return sum(self.written_lengths.tolist())
+
+    @property
+    def written_lengths(self) -> Tensor:
+        """[B] int64 on the CPU: tokens that the policy wrote."""
+        if self.written is None:
+            return self.response_lengths
+        ends = torch.nn.functional.pad(self.written.long().cumsum(0), (1, 0))
+        begin = starts(self.response_lengths)
+        return ends[begin + self.response_lengths] - ends[begin]
+
+    def turns(self) -> tuple[Tensor, Tensor]:
+        """([B] how many turns each response has, [Σ of those] their lengths), int64 on the CPU."""
+        if self.written is None:
+            has_any = self.response_lengths > 0
+            return has_any.long(), self.response_lengths[has_any]
+        begins = self.written.clone()
+        begins[1:] &= ~self.written[:-1]
+        firsts = starts(self.response_lengths)[self.response_lengths > 0]
+        begins[firsts] = self.written[firsts]
+        of_row = torch.arange(len(self)).repeat_interleave(self.response_lengths)
+        counts = torch.bincount(of_row[begins], minlength=len(self))
+        which = begins.long().cumsum(0)[self.written] - 1
+        return counts, torch.bincount(which, minlength=int(counts.sum()))
 
     @property
     def response_tokens(self) -> Tensor:
         """[N] int64, packed."""
         begin = starts(self.lengths) + self.prompt_lengths
-        return self.tokens[on_device(spans(begin, self.response_lengths), self.device)]
+        return self.tokens[on_device(self._written(begin), self.device)]
 
     @property
     def cu_seqlens(self) -> Tensor:
         """[B + 1] int64: where each response begins in the packed tokens, and N."""
-        ends = torch.nn.functional.pad(self.response_lengths.cumsum(0), (1, 0))
+        ends = torch.nn.functional.pad(self.written_lengths.cumsum(0), (1, 0))
         return on_device(ends, self.device)
 
     def select(self, rows: Tensor) -> Batch:
         """The sequences of the given rows [k], int64 on the CPU, in their order."""
         index = spans(starts(self.lengths)[rows], self.lengths[rows])
         tokens = self.tokens[on_device(index, self.device)]
-        return Batch(tokens, self.prompt_lengths[rows], self.response_lengths[rows])
+        lengths, written = self.response_lengths[rows], self.written
+        if written is not None:
+            written = written[spans(starts(self.response_lengths)[rows], lengths)]
+        return Batch(tokens, self.prompt_lengths[rows], lengths, written)
 
     def layout(self) -> Layout:
         """One row per sequence, right-padded to the longest."""
@@ -142,9 +181,14 @@ class Batch:
 
     def _positions(self, first: Tensor) -> tuple[Tensor, Tensor]:
         """`predicting` and `final` of a layout whose sequences begin at `first` [B]."""
-        predicting = spans(first + self.prompt_lengths - 1, self.response_lengths)
+        predicting = self._written(first + self.prompt_lengths - 1)
         final = first + self.lengths - 1
         return on_device(predicting, self.device), on_device(final, self.device)
+
+    def _written(self, begin: Tensor) -> Tensor:
+        """[N] of the spans that the responses are, from `begin` [B], what the policy wrote."""
+        places = spans(begin, self.response_lengths)
+        return places if self.written is None else places[self.written]
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:

@@ -122,7 +122,7 @@ def split(batch: Batch, limits: Limits, world: World | None = None) -> Parts:
     if world.size == 1 and len(rows) == 1:
         return Parts([batch], None, None)
     place = torch.argsort(torch.cat(rows)) if rows else torch.arange(0)
-    lengths = batch.response_lengths
+    lengths = batch.written_lengths
     begin = starts(lengths[torch.cat(rows)])[place] if rows else lengths
     own = dealt.ranks[world.rank]
     mine = torch.cat(own) if own else torch.arange(0)

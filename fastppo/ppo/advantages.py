@@ -21,8 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastppo.data.batch import Batch
-from fastppo.functional.advantages import Advantages, compute_advantages, whiten
+from fastppo.data.batch import Batch, on_device
+from fastppo.functional.advantages import Advantages, compute_advantages, gae, whiten
+from fastppo.functional.statistics import sampled_kl
 from fastppo.ppo.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.old_policy import OldPolicy
 from fastppo.rewards.scorer import Scores
@@ -80,7 +81,7 @@ def make_advantages(
         bootstrap = old.final_values * torch.tensor(truncated, device=device).float()
     by_sequence = options.advantage in ("sequence", "rloo", "group")
 
-    def gae(lam: float | Tensor, whiten: bool) -> Advantages:
+    def by_token(lam: float | Tensor, whiten: bool) -> Advantages:
         return compute_advantages(
             rewards.last.to(device),
             values,
@@ -98,16 +99,32 @@ def make_advantages(
             backend=options.backend,
         )
 
+    def by_turn(lam: float) -> tuple[Tensor, Tensor]:
+        paid = torch.zeros_like(values) if within is None else within.clone()
+        if kl_coef:
+            assert ref_logprobs is not None
+            paid -= kl_coef * sampled_kl(old.logprobs, ref_logprobs, options.kl_estimator)
+        paid[batch.cu_seqlens[1:] - 1] += rewards.last.to(device)
+        return turn_gae(batch, paid, values, lam, bootstrap, options)
+
     # What is made of all tokens' advantages at once, below, is not whitened in the kernel.
     in_kernel = options.whiten_advantages == "full" and not by_sequence
-    result = gae(_lam(batch, options), in_kernel)
-    advantages, returns = result.advantages, result.returns
-    spread = (returns - values).std(correction=0)  # returns are never whitened
-    if options.value_lam is not None:
-        returns = gae(options.value_lam, False).returns
+    if options.gae_by == "turn":
+        advantages, returns = by_turn(options.lam)
+        spread = advantages.std(correction=0)
+        if options.value_lam is not None:
+            returns = by_turn(options.value_lam)[1]
+        if options.whiten_advantages == "full":
+            advantages = whiten(advantages, backend=options.backend)
+    else:
+        result = by_token(_lam(batch, options), in_kernel)
+        advantages, returns = result.advantages, result.returns
+        spread = (returns - values).std(correction=0)  # returns are never whitened
+        if options.value_lam is not None:
+            returns = by_token(options.value_lam, False).returns
     if by_sequence:
         first = batch.cu_seqlens[:-1].clamp(max=max(0, len(values) - 1))
-        lengths = batch.response_lengths.to(device)
+        lengths = batch.written_lengths.to(device)
         of_responses = _against_group(advantages[first], options)
         advantages = of_responses.repeat_interleave(lengths, output_size=len(values))
         spread = advantages.std(correction=0)
@@ -118,11 +135,50 @@ def make_advantages(
     return Learned(advantages, returns, spread)
 
 
+def turn_gae(
+    batch: Batch,
+    rewards: Tensor,
+    values: Tensor,
+    lam: float,
+    bootstrap: Tensor | None,
+    options: PPOConfig,
+) -> tuple[Tensor, Tensor]:
+    """GAE whose steps are turns, γ and λ per turn, with V_k the value before turn k:
+
+        δ_k = Σ r_t of the turn + γ·V_{k+1} − V_k,   A_k = δ_k + γλ·A_{k+1}
+
+    Args:
+        rewards, values: [N] fp32, by token; rewards with the KL's share and the score in them.
+
+    Returns:
+        ([N] advantages, that of its turn for every token; [N] returns: what is paid from a token to
+        the end of its turn, and γ·(V_{k+1} + λ·A_{k+1})).
+    """
+    counts, lengths = (on_device(each, batch.device) for each in batch.turns())
+    first = lengths.cumsum(0) - lengths
+    advantages, returns = gae(
+        torch.segment_reduce(rewards, "sum", lengths=lengths),
+        values[first],
+        cu_seqlens=torch.nn.functional.pad(counts.cumsum(0), (1, 0)),
+        gamma=options.gamma,
+        lam=lam,
+        bootstrap=bootstrap,
+        backend=options.backend,
+    )
+    # In fp64, since both sums go from the batch's beginning.
+    before = rewards.double().cumsum(0) - rewards.double()
+    paid = before - before[first].repeat_interleave(lengths, output_size=len(values))
+    advantages, returns = (
+        each.repeat_interleave(lengths, output_size=len(values)) for each in (advantages, returns)
+    )
+    return advantages, (returns.double() - paid).float()
+
+
 def _lam(batch: Batch, options: PPOConfig) -> float | Tensor:
     """λ, or [B] one of each response: 1 − 1/(α·length), at least 0, of Yue et al. 2025 (VAPO)."""
     if options.lam_alpha is None:
         return LAM.get(options.advantage, options.lam)
-    lengths = batch.response_lengths.to(batch.device).float().clamp(min=1)
+    lengths = batch.written_lengths.to(batch.device).float().clamp(min=1)
     return (1 - 1 / (options.lam_alpha * lengths)).clamp(min=0)
 
 

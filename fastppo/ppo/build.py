@@ -48,7 +48,8 @@ from fastppo.models.value import (
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.optimizer import make_optimizer
 from fastppo.rewards.ensemble import RewardEnsemble
-from fastppo.rewards.loading import make_terms
+from fastppo.rewards.environment import OneTurn, Turns
+from fastppo.rewards.loading import load_environment, make_terms
 from fastppo.rewards.patience import Patience
 from fastppo.rewards.reward import Reward, RewardTerm
 from fastppo.rewards.scorer import Scorer
@@ -71,6 +72,7 @@ class Parts:
     """`fastppo.ppo.master_weights.MasterWeights` over an optimiser of torch's interface."""
     engine: RolloutEngine
     sampling: Sampling
+    turns: OneTurn | Turns
     prompts: Prompts | None
     pretraining: PretrainingText | None
     scorer: Scorer
@@ -124,6 +126,13 @@ def check_ranks(config: PPOConfig, world: World) -> None:
             raise ValueError(f"{world.size} processes: {sentence}")
 
 
+def check_defaults(config: PPOConfig, *names: str) -> None:
+    """Raises ValueError for options of turns where nothing answers them."""
+    for name in names:
+        if getattr(config, name) != getattr(PPOConfig(), name):
+            raise ValueError(f"{name} has an effect only with environment")
+
+
 def build(
     config: PPOConfig,
     *,
@@ -133,6 +142,7 @@ def build(
     rewards: Sequence[str | Reward] | None = None,
     monitor_rewards: Sequence[str | Reward] | None = None,
     reference: PreTrainedModel | None = None,
+    environment: Callable[[], Any] | None = None,
     engine: Any = None,
     say: Callable[[str], None] = print,
     world: World | None = None,
@@ -172,6 +182,9 @@ def build(
     found_prompts = _load_prompts(prompts, tokenizer, context, config)
     pretraining = _load_pretraining(tokenizer, policy.context, config)
     terms = _load_rewards(rewards or config.rewards, config, device)
+    term = load_environment(environment or config.environment)
+    if term is None:
+        check_defaults(config, "max_turns", "max_response_tokens", "environment_concurrency")
     if config.compile:  # last: what was compared above ran as it was loaded
         for _, trunk in trunks_of(policy, frozen):
             compile_layers(trunk)
@@ -181,6 +194,9 @@ def build(
             if each is not None:
                 shard(each, world, reshard_after_forward=reshards)
         chosen = SharedEngine(chosen, policy, world)
+    failures = Path(config.output_dir)
+    timeout, drop = config.reward_timeout, config.reward_failure == "drop"
+    patience = Patience(timeout, config.reward_retries, drop, say)
     return Parts(
         device=device,
         tokenizer=tokenizer,
@@ -204,17 +220,25 @@ def build(
             terms,
             _load_monitors(monitor_rewards or config.monitor_rewards, config, device),
             tokenizer,
-            Path(config.output_dir) / "failed_reward.json",
-            Patience(
-                config.reward_timeout,
-                config.reward_retries,
-                config.reward_failure == "drop",
-                say,
-            ),
+            failures / "failed_reward.json",
+            patience,
             world,
         ),
+        turns=OneTurn()
+        if term is None
+        else Turns(
+            term.function,
+            tokenizer,
+            max_turns=config.max_turns,
+            max_tokens=config.max_response_tokens,
+            context=context,
+            concurrency=config.environment_concurrency,
+            patience=patience,
+            failure_file=failures / "failed_episode.json",
+            world=world,
+        ),
         context=context,
-        fingerprints=_fingerprints(weights, ref_policy, found_prompts, pretraining, terms),
+        fingerprints=_fingerprints(weights, ref_policy, found_prompts, pretraining, terms, term),
         notes=[note for note in (packing_note, engine_note) if note],
     )
 
@@ -225,9 +249,12 @@ def _fingerprints(
     prompts: Prompts | None,
     pretraining: PretrainingText | None,
     terms: Sequence[RewardTerm],
+    environment: RewardTerm | None,
 ) -> dict[str, str]:
     """Of what the run reads, by option. `weights`: the model's, from which the reference starts."""
     found = {"model": weights} | {f"rewards/{term.name}": term.fingerprint for term in terms}
+    if environment is not None:
+        found["environment"] = environment.fingerprint
     if reference is not None:
         given = reference.frozen if reference.is_given else None
         found["reference_model"] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,11 +16,15 @@ from fastppo.data.batch import Batch
 from fastppo.data.chat import token_ids
 from fastppo.data.prompts import Prompts
 from fastppo.data.world import World
+from fastppo.functional.arguments import shown
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience
+from fastppo.ppo.old_policy import GivenPolicy
 from fastppo.ppo.state import RunState
+from fastppo.rewards.placing import paid_where_written
+from fastppo.rewards.scorer import Scores
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.run.watch import non_finite_gradients, save_batch
 
@@ -118,14 +123,18 @@ def odd_options(config: PPOConfig) -> list[str]:
     ]
 
 
+TokenRows = Sequence[Sequence[float] | Tensor]
+"""A number for each token of each response."""
+
+
 class GivenResponses(NamedTuple):
     """Responses that somebody else generated and scored."""
 
     prompt_ids: list[list[int]]
     rollout: Rollout
     """Without the sampler's logprobs: nobody says how they were drawn."""
-    scores: Tensor
-    """[B] fp32 on the CPU."""
+    scores: Scores
+    old: GivenPolicy
 
 
 def given_responses(
@@ -135,11 +144,16 @@ def given_responses(
     finish_reasons: Sequence[str] | None,
     tokenizer: Any,
     stop_token_ids: Sequence[int],
+    masks: Sequence[Sequence[bool] | Tensor] | None = None,
+    token_rewards: TokenRows | None = None,
+    old_logprobs: TokenRows | None = None,
+    values: TokenRows | None = None,
 ) -> GivenResponses:
     """Texts or token ids as tokens; without finish reasons, whether a stop token comes last.
 
     Raises:
-        ValueError: the scores are not one per prompt, or not finite.
+        ValueError: the scores are not one per prompt, or not finite; what there is by token does
+            not fit the responses, or is not finite.
     """
     prompt_ids = [token_ids(tokenizer, prompt) for prompt in prompts]
     response_ids = [token_ids(tokenizer, each, special_tokens=False) for each in responses]
@@ -147,7 +161,80 @@ def given_responses(
         ended = [{*response[-1:]} <= {*stop_token_ids} for response in response_ids]
         finish_reasons = [FINISHED if each else TRUNCATED for each in ended]
     total = check_scores(scores, len(prompt_ids))
-    return GivenResponses(prompt_ids, Rollout(response_ids, list(finish_reasons)), total)
+    written = None if masks is None else check_masks(masks, response_ids)
+    rollout = Rollout(response_ids, list(finish_reasons), written=written)
+    within = None if token_rewards is None else packed_rewards(token_rewards, rollout)
+    old = GivenPolicy(
+        None if old_logprobs is None else packed_values("old_logprobs", old_logprobs, rollout),
+        None if values is None else packed_values("values", values, rollout),
+    )
+    paid = Scores(total, within, rollout.written_lengths)
+    return GivenResponses(prompt_ids, rollout, paid, old)
+
+
+def check_masks(
+    masks: Sequence[Sequence[bool] | Tensor], responses: Sequence[Sequence[int]]
+) -> list[list[bool]]:
+    """Each response's as a list; raises ValueError where one does not fit its response, is not
+    bool, or is never True."""
+    rows = _rows("masks", masks, responses)
+    for row, mask in enumerate(rows):
+        if not all(isinstance(each, bool) for each in mask):
+            raise ValueError(f"masks of response {row} must be bool, got {shown(mask)}")
+        if not any(mask):
+            raise ValueError(f"masks of response {row} is never True: the policy wrote none of it")
+    return rows
+
+
+def packed_values(name: str, values: TokenRows, rollout: Rollout) -> Tensor:
+    """[N] fp32 on the CPU, of the tokens that the policy wrote; raises ValueError where a row does
+    not fit its response, or has what is not a finite number for one of them."""
+    rows = _rows(name, values, rollout.tokens)
+    if rollout.written is not None:
+        both = zip(rows, rollout.written, strict=True)
+        rows = [list(itertools.compress(*each)) for each in both]
+    return _finite_numbers(name, rows)
+
+
+def packed_rewards(values: TokenRows, rollout: Rollout) -> Tensor:
+    """[N] fp32 on the CPU, each paid where the policy wrote; raises ValueError as `packed_values`
+    does."""
+    rows = _rows("token_rewards", values, rollout.tokens)
+    _finite_numbers("token_rewards", rows)
+    if rollout.written is not None:
+        both = zip(rows, rollout.written, strict=True)
+        rows = [paid_where_written(*each) for each in both]
+    return _finite_numbers("token_rewards", rows)
+
+
+def _finite_numbers(name: str, rows: list[list[Any]]) -> Tensor:
+    found = []
+    for row, numbers in enumerate(rows):
+        kinds = {type(number) for number in numbers}
+        packed = torch.tensor(numbers if kinds <= {int, float} else [math.nan])
+        if not packed.float().isfinite().all():
+            raise ValueError(
+                f"{name} of response {row} must be finite numbers, got {shown(numbers)}"
+            )
+        found.append(packed.float())
+    return torch.cat(found)
+
+
+def _rows(name: str, values: Any, responses: Sequence[Sequence[int]]) -> list[list[Any]]:
+    """A list for each response, of as many as it has tokens."""
+    rows = [each.tolist() if hasattr(each, "tolist") else each for each in values]
+    if len(rows) != len(responses):
+        raise ValueError(
+            f"{name} must be one list per response, got {len(rows)} for {len(responses)}"
+        )
+    for row, (given, response) in enumerate(zip(rows, responses, strict=True)):
+        if not isinstance(given, (list, tuple)) or len(given) != len(response):
+            count = len(given) if isinstance(given, (list, tuple)) else shown(given)
+            raise ValueError(
+                f"{name} of response {row} must be one per token: expected {len(response)}, got "
+                f"{count}"
+            )
+    return [list(given) for given in rows]
 
 
 def check_responses(

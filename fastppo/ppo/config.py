@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from fastppo.data.microbatches import Limits
 from fastppo.functional import arguments
+from fastppo.ppo.rollout_options import RolloutOptions, TurnOptions
 from fastppo.ppo.schedule import Schedule
 from fastppo.run.options import Options, RanksOptions, WeightOptions, check_bounds, option
 from fastppo.run.watch import parse_threshold
@@ -150,58 +151,6 @@ class RewardOptions(Options):
 
 
 @dataclass(kw_only=True, frozen=True)
-class RolloutOptions(Options):
-    """Rollout."""
-
-    rollout: Literal["decoder", "generate", "continuous", "vllm"] = option(
-        "decoder",
-        "What draws the responses: FastPPO's decoder, Hugging Face generate or continuous "
-        "batching, or vLLM",
-    )
-    rollout_batch_size: int = option(64, "Responses per iteration, sequences", minimum=1)
-    samples_per_prompt: int = option(
-        1, "Responses to each prompt, of the rollout_batch_size", minimum=1
-    )
-    generate_batch_size: int | None = option(
-        None, "Sequences generated at once; none given means the whole rollout batch", minimum=1
-    )
-    max_new_tokens: int = option(128, "Longest response, tokens", minimum=1)
-    temperature: float = option(1.0, "Sampling temperature, the loss's too", above=0)
-    top_k: int = option(
-        0, "Sample from the k likeliest tokens, tokens; 0 is all of them", minimum=0
-    )
-    top_p: float = option(
-        1.0, "Sample from the smallest set of this probability; 1 is all", above=0, maximum=1
-    )
-    min_new_tokens: int = option(
-        0, "Tokens of a response before one of the stop tokens may be drawn", minimum=0
-    )
-    no_repeat_ngram_size: int = option(
-        0, "n: no n tokens in a row come twice in prompt and response; 0 is off", minimum=0
-    )
-    stop_token_ids: Sequence[int] | None = option(
-        None, "Tokens that end a response; none given means the model's EOS tokens"
-    )
-    stop_strings: Sequence[str] = option(
-        [], "Texts that end a response, at the token that completes one"
-    )
-    vllm_gpu_memory_utilization: float = option(
-        0.3, "Share of the GPU's memory for vLLM's weights and KV cache", above=0, maximum=1
-    )
-    old_logprobs: Literal["auto", "sampler", "recompute"] = option(
-        "auto",
-        "Old logprobs and values: the sampler's own, or recomputed by the learner; auto: the "
-        "sampler's where both compute the same weights in fp32",
-    )
-    importance_cap: float | None = option(
-        2.0,
-        "Cap of the importance weight that corrects for the sampler's distribution; none is no "
-        "correction",
-        above=0,
-    )
-
-
-@dataclass(kw_only=True, frozen=True)
 class UpdateOptions(Options):
     """Update."""
 
@@ -300,6 +249,9 @@ class AdvantageOptions(Options):
         "gae; sequence: R − V(prompt) for every token; monte_carlo: reward to go − V; one_step: "
         "r + γ·V_next − V; without a value function: reinforce: reward to go; rloo: R − the mean "
         "of the prompt's other samples; group: as GRPO normalises them",
+    )
+    gae_by: Literal["token", "turn"] = option(
+        "token", "Steps of GAE: tokens, or turns, whose tokens all have the turn's advantage"
     )
     lam_alpha: float | None = option(
         None, "α: λ = 1 − 1/(α·length) of each response, in place of lam", above=0
@@ -415,6 +367,7 @@ class PPOConfig(
     PromptOptions,
     RewardOptions,
     RolloutOptions,
+    TurnOptions,
     UpdateOptions,
     KLOptions,
     AdvantageOptions,
@@ -551,6 +504,10 @@ class PPOConfig(
                 "be none or variance",
             ),
             (
+                self.gae_by == "turn" and self.lam_alpha is not None,
+                "lam_alpha follows from a response's tokens, so gae_by must be token",
+            ),
+            (
                 self.rollout == "vllm" and self.no_repeat_ngram_size > 0,
                 f"no_repeat_ngram_size={self.no_repeat_ngram_size}: vLLM has no such guard; use "
                 "rollout=decoder",
@@ -619,7 +576,7 @@ class PPOConfig(
                 "advantage=gae and no lam_alpha",
                 self.advantage == "gae" and self.lam_alpha is None,
             ),
-            ("lam_alpha value_lam", "advantage=gae", self.advantage == "gae"),
+            ("lam_alpha value_lam gae_by", "advantage=gae", self.advantage == "gae"),
             ("group_std", "advantage=group", self.advantage == "group"),
             ("lora_alpha lora_target_modules", "lora_rank > 0", self.lora_rank > 0),
             ("ptx_batch_size ptx_block_size", "ptx_data", self.ptx_data),
@@ -712,6 +669,7 @@ IDENTITY = (
     *("rollout_batch_size", "samples_per_prompt", "minibatches", "ppo_epochs"),
     *("max_new_tokens", "temperature", "top_k", "top_p", "min_new_tokens"),
     *("stop_token_ids", "stop_strings", "no_repeat_ngram_size"),
+    *("max_turns", "max_response_tokens", "gae_by"),
     *("objective", "advantage", "group_std", "lam_alpha", "value_lam", "optimizer", "aggregation"),
     *("kl_estimator", "kl_loss_estimator"),
 )

@@ -37,7 +37,7 @@ class Experience:
 
     def select(self, rows: Tensor) -> Experience:
         """The experience of the sequences `rows` [k], int64 on the CPU, in their order."""
-        lengths = self.batch.response_lengths
+        lengths = self.batch.written_lengths
         index = on_device(spans(starts(lengths)[rows], lengths[rows]), self.batch.device)
         per_token: dict[str, Any] = {
             name: None if value is None else value[index]
@@ -66,7 +66,7 @@ class Experience:
 
     def weighted(self, aggregation: str) -> Experience:
         """With the weight of each token in a loss over all of them."""
-        weights = token_weights(self.batch.response_lengths, aggregation)
+        weights = token_weights(self.batch.written_lengths, aggregation)
         return replace(self, token_weights=on_device(weights, self.batch.device))
 
     def tensors(self) -> dict[str, Tensor | None]:

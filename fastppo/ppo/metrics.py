@@ -3,6 +3,7 @@ what is written down of the responses."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience
 from fastppo.rewards.scorer import Scores
-from fastppo.rollout import Rollout
+from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Rollout
 
 CLIP_METRICS = (
     *("clip_fraction", "dual_clip_fraction", "ratio_above_positive", "ratio_below_positive"),
@@ -101,6 +102,24 @@ class Meter:
         return metrics
 
 
+def update_metrics(meter: Meter, taken: int, too_far: bool, options: PPOConfig) -> dict[str, float]:
+    """Of the update of an iteration: what is in its loss.
+
+    Args:
+        taken: optimiser steps; too_far: whether its KL ended it.
+    """
+    metrics = meter.metrics() | options.scheduled_values()
+    if not options.kl_loss_coef:
+        del metrics["kl_loss"]  # a term that is not in the loss
+    if options.early_stop_kl is not None:
+        metrics["early_stopped"] = float(too_far)
+        metrics["optimizer_steps"] = float(taken)
+    if options.objective == "penalty":
+        for name in CLIP_METRICS:
+            metrics.pop(name, None)  # nothing is clipped
+    return metrics
+
+
 class Clock:
     """Seconds of each phase of an iteration."""
 
@@ -142,7 +161,7 @@ def experience_metrics(experience: Experience, spread: Tensor) -> dict[str, floa
     """
     batch, count = experience.batch, experience.batch.response_count
     metrics = {
-        "response_length": batch.response_lengths.float().mean().to(batch.device),
+        "response_length": batch.written_lengths.float().mean().to(batch.device),
         "value": experience.old_values.mean(),
         "return": experience.returns.mean(),
         "explained_variance": explained_variance(experience.returns, experience.old_values),
@@ -183,7 +202,19 @@ def policy_metrics(
 def response_metrics(scores: Scores, rollout: Rollout) -> dict[str, float]:
     """Means of the rewards over a batch, and the share of responses that ended by themselves."""
     finished = len(rollout.tokens) - sum(rollout.truncated)
-    return {**scores.metrics(), "eos_rate": finished / max(1, len(rollout.tokens))}
+    metrics = {**scores.metrics(), "eos_rate": finished / max(1, len(rollout.tokens))}
+    if rollout.rewards is not None:
+        metrics |= turn_metrics(rollout)
+    return metrics
+
+
+def turn_metrics(rollout: Rollout) -> dict[str, float]:
+    """Of the episodes of an environment: turns, and the share that ended for each reason."""
+    count = max(1, len(rollout.tokens))
+    runs = [key for row in rollout.written or () for key, _ in itertools.groupby(row)]
+    reasons = (FINISHED, TRUNCATED, OUT_OF_TURNS)
+    shares = {f"finish/{name}": rollout.finish_reasons.count(name) / count for name in reasons}
+    return {"turns": sum(runs) / count, **shares}
 
 
 def sample_records(
@@ -198,7 +229,7 @@ def sample_records(
     token_kl = None
     if experience.ref_logprobs is not None:
         difference = sampled_kl(experience.old_logprobs, experience.ref_logprobs)
-        token_kl = difference.split(rollout.lengths)
+        token_kl = difference.split(rollout.written_lengths)
     total = scores.total.tolist()
     return [
         {
@@ -208,7 +239,7 @@ def sample_records(
             "rewards": {name: values[i] for name, values in scores.terms.items()},
             "monitors": {name: values[i] for name, values in scores.monitors.items()},
             "kl": None if token_kl is None else token_kl[i].sum().item(),
-            "tokens": rollout.lengths[i],
+            "tokens": rollout.written_lengths[i],
             "finish_reason": rollout.finish_reasons[i],
         }
         for i in range(min(count, len(prompts)))

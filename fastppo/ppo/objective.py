@@ -18,6 +18,7 @@ from fastppo_kernels.records import SUMS
 from torch import Tensor
 
 from fastppo.data.batch import Layout
+from fastppo.data.microbatches import Limits
 from fastppo.data.world import World
 from fastppo.functional.losses import PPOLoss, value_loss
 from fastppo.models.head import Head, RefStates
@@ -25,6 +26,7 @@ from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience
+from fastppo.ppo.metrics import Microbatch, of_all_ranks
 
 
 def clipped_loss(
@@ -113,6 +115,39 @@ def value_term(values: Tensor, micro: Experience, options: PPOConfig) -> Tensor:
         clip_ratio=options.value_clip,
         weights=micro.token_weights,
     )
+
+
+def minibatch_gradient(
+    minibatch: Experience,
+    model: ActorCritic,
+    reference: ReferencePolicy | None,
+    optimizer: Any,
+    world: World,
+    beta: float,
+    warming_up: bool,
+    options: PPOConfig,
+    limits: Limits,
+) -> list[Microbatch]:
+    """Adds up the gradient of a weighted minibatch over its microbatches; of those, every rank's.
+
+    Args:
+        beta: of the penalty. warming_up: the value function alone is trained.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    found = []
+    for micro, counts in minibatch.microbatches(limits, world):
+        layout = model.layout(micro.batch)
+        with model.autocast():
+            hidden, values = model(layout, detach_values=warming_up)
+            with torch.set_grad_enabled(not warming_up):
+                policy = policy_loss(model.head, hidden, layout, micro, reference, beta, options)
+            value = value_term(values, micro, options)
+        part = options.vf_coef * value if warming_up else policy.loss + options.vf_coef * value
+        part.backward()
+        sizes = len(micro.batch.tokens), layout.input_ids.numel()
+        if counts:
+            found.append(Microbatch(part.detach(), policy.sums, value.detach(), *sizes))
+    return of_all_ranks(found, world, model.device)
 
 
 def add_ptx_gradient(

@@ -44,6 +44,14 @@ class OldPolicy(NamedTuple):
     metrics: dict[str, float] = {}  # noqa: RUF012 (replaced, never written to)
 
 
+class GivenPolicy(NamedTuple):
+    """What is known of responses that somebody else generated: fp32, packed [N] on the CPU."""
+
+    logprobs: Tensor | None = None
+    """Nats, of softmax(z/T) under the policy that drew them; None: those of the policy as it is."""
+    values: Tensor | None = None
+
+
 def old_policy(
     model: ActorCritic,
     engine: RolloutEngine,
@@ -51,16 +59,22 @@ def old_policy(
     rollout: Rollout,
     parts: Parts,
     options: PPOConfig,
+    given: GivenPolicy | None = None,
 ) -> OldPolicy:
     """Old logprobs and values of the responses of a rollout.
 
     Args:
         engine, sampling: what drew them, and how.
         parts: prompts and responses in microbatches.
+        given: in place of what the engine says; values after responses that were cut off are
+            always those of the model as it is.
 
     Raises:
         ValueError: `old_logprobs=sampler`, and the engine does not give them.
     """
+    logprobs, values = (None if x is None else x.to(model.device) for x in given or (None, None))
+    if logprobs is not None and values is not None and not options.bootstrap_truncated:
+        return OldPolicy(logprobs, values, None)
     is_exact = engine.same_weights and model.is_full_precision
     if wants_sampler(rollout, is_exact, options):
         assert rollout.logprobs is not None
@@ -73,7 +87,11 @@ def old_policy(
         )
     else:
         evaluation = model.evaluate_parts(parts, **options.softmax)
-        old = OldPolicy(evaluation.logprobs, evaluation.values, evaluation.final_values)
+        old = OldPolicy(
+            evaluation.logprobs if logprobs is None else logprobs,
+            evaluation.values if values is None else values,
+            evaluation.final_values,
+        )
         if rollout.sampler_logprobs is not None:
             like = rollout.logprobs if rollout.logprobs is not None else rollout.sampler_logprobs
             old = old._replace(metrics=mismatch(old.logprobs, torch.cat(like).to(model.device)))

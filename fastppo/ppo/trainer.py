@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from transformers import PreTrainedModel, set_seed
 
 from fastppo.data.batch import Batch
 from fastppo.data.chat import decode_completions
-from fastppo.data.microbatches import Limits, split
+from fastppo.data.microbatches import split
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import Rows
 from fastppo.data.world import World
@@ -43,6 +43,7 @@ from fastppo.ppo.advantages import make_advantages
 from fastppo.ppo.build import build, world_of
 from fastppo.ppo.checkpoints import Checkpoints, export
 from fastppo.ppo.checks import (
+    TokenRows,
     check_on_policy,
     check_responses,
     given_responses,
@@ -53,20 +54,18 @@ from fastppo.ppo.checks import (
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.metrics import (
-    CLIP_METRICS,
     Clock,
     Meter,
-    Microbatch,
     experience_metrics,
-    of_all_ranks,
     policy_metrics,
     response_metrics,
     sample_records,
     status,
     to_floats,
+    update_metrics,
 )
-from fastppo.ppo.objective import add_ptx_gradient, policy_loss, value_term
-from fastppo.ppo.old_policy import old_policy
+from fastppo.ppo.objective import add_ptx_gradient, minibatch_gradient
+from fastppo.ppo.old_policy import GivenPolicy, old_policy
 from fastppo.ppo.optimizer import clip_gradients, set_learning_rate
 from fastppo.ppo.out_of_memory import Halving
 from fastppo.ppo.state import RunState
@@ -96,6 +95,7 @@ class PPOTrainer:
         prompts: rows with a prompt column, instead of loading `config.prompts`.
         rewards, monitor_rewards: callables or specs, instead of those of the config.
         reference: a model for the KL, instead of a frozen copy of the policy as it starts.
+        environment: makes the environments that answer the policy's turns, instead of the config's.
         engine: a `RolloutEngine`, or an object that has its `generate`, instead of the config's.
         console: where progress is shown.
         world: the processes; by default those of torchrun.
@@ -114,6 +114,7 @@ class PPOTrainer:
         rewards: Sequence[str | Reward] | None = None,
         monitor_rewards: Sequence[str | Reward] | None = None,
         reference: PreTrainedModel | None = None,
+        environment: Callable[[], Any] | None = None,
         engine: RolloutEngine | None = None,
         console: Console | None = None,
         world: World | None = None,
@@ -131,6 +132,7 @@ class PPOTrainer:
             rewards=rewards,
             monitor_rewards=monitor_rewards,
             reference=reference,
+            environment=environment,
             engine=engine,
             say=self.say,
             world=world,
@@ -138,7 +140,7 @@ class PPOTrainer:
         self.device, self.context = parts.device, parts.context
         self.model, self.reference = parts.model, parts.reference
         self.tokenizer, self.optimizer = parts.tokenizer, parts.optimizer
-        self.engine, self.sampling = parts.engine, parts.sampling
+        self.engine, self.sampling, self.turns = parts.engine, parts.sampling, parts.turns
         self.prompts, self.pretraining = parts.prompts, parts.pretraining
         self.scorer = parts.scorer
         self.state = RunState.of(config)
@@ -159,7 +161,7 @@ class PPOTrainer:
             RewardError: a reward raised, or returned what cannot be trained on.
             RuntimeError: the self-check failed.
         """
-        if self.prompts is None or not self.scorer.terms:
+        if self.prompts is None or not (self.scorer.terms or self.turns.pays):
             raise ValueError("train() needs prompts and at least one reward; step() needs neither")
         config, state, world = self.config, self.state, self.world
         run_dir = Path(config.output_dir)
@@ -225,14 +227,14 @@ class PPOTrainer:
         options, clock = self._begin_iteration(), Clock()
         place = self.state.prompts_seen, options.prompts_per_iteration
         prompts = self.prompts.at(*place, options.seed, options.samples_per_prompt)
-        rollout = self.engine.generate(prompts.token_ids, self.sampling)
+        prompts, rollout = self.turns.play(prompts, self.engine, self.sampling)
         clock.lap("generate")
         asked.end_phase()
         scores = self.score(prompts, rollout, options)
         clock.lap("score")
         asked.end_phase()
         prompts, rollout, scores, dropped = without_dropped(prompts, rollout, scores)
-        batch = Batch.of(prompts.token_ids, rollout.tokens, self.device)
+        batch = Batch.of(prompts.token_ids, rollout.tokens, self.device, rollout.written)
         rewards = self.training_rewards(scores, options)
         experience, metrics = self.make_experience(batch, rewards, rollout, options)
         clock.lap("experience")
@@ -240,7 +242,7 @@ class PPOTrainer:
         clock.lap("update")
         metrics |= response_metrics(scores, rollout)
         metrics |= clock.metrics(batch.response_count, self.world)
-        metrics |= rollout_health(rollout.tokens, scores.total, scores.monitors) | dropped
+        metrics |= rollout_health(rollout.written_tokens, scores.total, scores.monitors) | dropped
         iteration = self.state.iteration
         log.metrics(iteration, metrics, self._warnings(metrics))
         if iteration % options.log_interval == 0:
@@ -257,29 +259,41 @@ class PPOTrainer:
         responses: Sequence[str | Sequence[int]],
         scores: Sequence[float] | Tensor,
         finish_reasons: Sequence[str] | None = None,
+        *,
+        masks: Sequence[Sequence[bool] | Tensor] | None = None,
+        token_rewards: TokenRows | None = None,
+        old_logprobs: TokenRows | None = None,
+        values: TokenRows | None = None,
     ) -> dict[str, float]:
         """One PPO update on responses that are given; returns its metrics.
 
         Args:
-            prompts, responses: texts or token ids; old logprobs are the current policy's.
+            prompts, responses: texts or token ids.
             scores: [B], normalised and clipped as the config says, not charged for length or EOS.
             finish_reasons: `stop` or `length`; by default, whether a stop token comes last.
+            masks: for each token, True if the policy wrote it; the others, a tool's answer say, are
+                read and not learned from.
+            token_rewards: for each token; what is not on one of the policy's is paid at the last
+                one before it.
+            old_logprobs, values: for each token, nats under softmax(z/T) of the policy that drew
+                it, and of the state before it; read where the mask is True; else the model's own.
 
         Raises:
             ValueError: lengths disagree; a prompt or response is empty, too long for the context
-                or outside the vocabulary; a score is not finite.
+                or outside the vocabulary; a number is not finite, a mask not bool or never True.
             RunStoppedError: a metric crossed a threshold of `stop_if`; the update is done.
         """
-        stop, vocabulary = self.sampling.stop_token_ids, self.model.head.vocabulary
-        given = given_responses(prompts, responses, scores, finish_reasons, self.tokenizer, stop)
-        check_responses(given.prompt_ids, given.rollout, vocabulary, self.context)
+        of_all = prompts, responses, scores, finish_reasons, self.tokenizer
+        of_tokens = self.sampling.stop_token_ids, masks, token_rewards, old_logprobs, values
+        ids, rollout, paid, old = given_responses(*of_all, *of_tokens)
+        check_responses(ids, rollout, self.model.head.vocabulary, self.context)
         options = self._begin_iteration()
-        batch = Batch.of(given.prompt_ids, given.rollout.tokens, self.device)
-        rewards = self.training_rewards(Scores(given.scores), options)
-        experience, metrics = self.make_experience(batch, rewards, given.rollout, options)
+        batch = Batch.of(ids, rollout.tokens, self.device, rollout.written)
+        rewards = self.training_rewards(paid, options)
+        experience, metrics = self.make_experience(batch, rewards, rollout, options, old)
         metrics |= self._learn(experience, options)
-        metrics["reward"] = given.scores.mean().item()
-        metrics |= rollout_health(given.rollout.tokens, given.scores)
+        metrics["reward"] = paid.total.mean().item()
+        metrics |= rollout_health(rollout.written_tokens, paid.total)
         self._warnings(metrics)
         self.state.finish_iteration(metrics.get("kl"), len(batch), options)
         if self.state.watch.stopped_by:
@@ -288,8 +302,10 @@ class PPOTrainer:
 
     def score(self, prompts: Prompts, rollout: Rollout, options: PPOConfig) -> Scores:
         """Rewards of the responses' texts: their weighted sum, less the penalties."""
-        scores = self.scorer(prompts, self.completions(prompts, rollout), rollout.tokens)
-        return scores.charged(rollout.lengths, rollout.truncated, **options.charges)
+        texts = self.completions(prompts, rollout)
+        scores = self.scorer(prompts, texts, rollout.tokens, rollout.written)
+        scores = scores.plus("environment", rollout.rewards)
+        return scores.charged(rollout.written_lengths, rollout.truncated, **options.charges)
 
     def training_rewards(self, scores: Scores, options: PPOConfig) -> Scores:
         """Scores normalised and clipped: what advantages are made from."""
@@ -298,13 +314,22 @@ class PPOTrainer:
 
     @torch.no_grad()
     def make_experience(
-        self, batch: Batch, rewards: Scores, rollout: Rollout, options: PPOConfig
+        self,
+        batch: Batch,
+        rewards: Scores,
+        rollout: Rollout,
+        options: PPOConfig,
+        given: GivenPolicy | None = None,
     ) -> tuple[Experience, dict[str, float]]:
-        """Old logprobs, reference logprobs and values of the responses; then their advantages."""
+        """Old logprobs, reference logprobs and values of the responses; then their advantages.
+
+        Args:
+            given: old logprobs and values of responses that no engine of the trainer drew.
+        """
         how = options.softmax
         limits = self._halving.limits(options.limits(self.model.packing))
         parts = split(batch, limits, self.world)
-        old = old_policy(self.model, self.engine, self.sampling, rollout, parts, options)
+        old = old_policy(self.model, self.engine, self.sampling, rollout, parts, options, given)
         kl_coef, exact_kl = self.state.kl_control.coef, None
         if self.reference is None:
             ref_logprobs = old.logprobs if options.reference_policy == "rollout" else None
@@ -347,18 +372,11 @@ class PPOTrainer:
             if too_far:
                 break
         taken = state.optimizer_step - steps_before
-        metrics = meter.metrics() | options.scheduled_values()
-        if not options.kl_loss_coef:
-            del metrics["kl_loss"]  # a term that is not in the loss
         spikes = [state.watch.loss_spikes(step["loss"]) for step in meter.steps[:taken]]
+        metrics = update_metrics(meter, taken, too_far, options)
         metrics["loss_spikes"] = float(sum(spikes))
         metrics["skipped_steps"] = float(state.skipped_steps - skipped_before)
-        if options.early_stop_kl is not None:
-            metrics["early_stopped"] = float(too_far)
-            metrics["optimizer_steps"] = float(taken)
         if options.objective == "penalty":
-            for name in CLIP_METRICS:
-                metrics.pop(name, None)  # nothing is clipped
             metrics["policy_kl_coef"] = state.policy_kl_control.coef
             if not state.is_warming_up(options):
                 state.policy_kl_control.update(policy_kl, len(experience))
@@ -378,7 +396,9 @@ class PPOTrainer:
         learning_rate = set_learning_rate(self.optimizer, planned, self.config)
         # The weights are those of the whole minibatch, so how it is split does not matter.
         minibatch = minibatch.weighted(options.aggregation)
-        attempt = functools.partial(self._gradient, minibatch, warming_up, options)
+        beta = self.state.policy_kl_control.coef
+        given = minibatch, self.model, self.reference, self.optimizer, self.world
+        attempt = functools.partial(minibatch_gradient, *given, beta, warming_up, options)
         found = self._halving.run(attempt, options.limits(self.model.packing))
         loss = torch.stack([part.loss for part in found]).sum()
         for part in found:
@@ -407,27 +427,6 @@ class PPOTrainer:
         self.state.optimizer_step += 1
         return policy_kl, False
 
-    def _gradient(
-        self, minibatch: Experience, warming_up: bool, options: PPOConfig, limits: Limits
-    ) -> list[Microbatch]:
-        """Adds up the gradient of a weighted minibatch over its microbatches, every rank's."""
-        self.optimizer.zero_grad(set_to_none=True)
-        found, beta = [], self.state.policy_kl_control.coef
-        for micro, counts in minibatch.microbatches(limits, self.world):
-            layout = self.model.layout(micro.batch)
-            with self.model.autocast():
-                hidden, values = self.model(layout, detach_values=warming_up)
-                with torch.set_grad_enabled(not warming_up):
-                    given = layout, micro, self.reference, beta, options
-                    policy = policy_loss(self.model.head, hidden, *given)
-                value = value_term(values, micro, options)
-            part = options.vf_coef * value if warming_up else policy.loss + options.vf_coef * value
-            part.backward()
-            sizes = len(micro.batch.tokens), layout.input_ids.numel()
-            if counts:
-                found.append(Microbatch(part.detach(), policy.sums, value.detach(), *sizes))
-        return of_all_ranks(found, self.world, self.device)
-
     # ----------------------------------------------------------------------- looking at the policy
 
     def evaluate(self, prompts: Prompts, sampling: Sampling | None = None) -> dict[str, Any]:
@@ -440,9 +439,9 @@ class PPOTrainer:
         options = self.config.at(self.state.iteration)
         with random_state_restored(self.device):
             torch.manual_seed(options.seed)
-            rollout = self.engine.generate(prompts.token_ids, sampling or self.sampling)
+            prompts, rollout = self.turns.play(prompts, self.engine, sampling or self.sampling)
         scores = self.score(prompts, rollout, options)
-        batch = Batch.of(prompts.token_ids, rollout.tokens, self.device)
+        batch = Batch.of(prompts.token_ids, rollout.tokens, self.device, rollout.written)
         return {
             **response_metrics(scores, rollout),
             **policy_metrics(self.model, self.reference, batch, options, self.world),

@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -55,10 +55,28 @@ def load_reward(
     return RewardModel(spec, device=device, **model_options)
 
 
-def _load_function(where: str, name: str) -> Reward:
+def load_environment(spec: str | Callable[[], Any]) -> RewardTerm | None:
+    """What makes environments, `file.py:Name`, `package.module:Name` or a callable, with its
+    fingerprint; None of an empty name.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    if not spec:
+        return None
+    make: Any = spec
+    if isinstance(spec, str):
+        match = FUNCTION.match(spec)
+        if match is None:
+            raise ValueError(f"environment {spec}: expected file.py:Name or module:Name")
+        make = _load_function(match["where"], match["name"], "environment")
+    return RewardTerm("environment", make, fingerprint=_fingerprint(spec, make))
+
+
+def _load_function(where: str, name: str, what: str = "reward") -> Reward:
     is_file = where.endswith(".py")
     if is_file and not Path(where).is_file():
-        raise ValueError(f"reward {where}:{name}: there is no file {where}")
+        raise ValueError(f"{what} {where}:{name}: there is no file {where}")
     try:
         if is_file:
             with _importable_from(Path(where).parent):
@@ -73,12 +91,13 @@ def _load_function(where: str, name: str) -> Reward:
             sentence = f"no module {error.name!r}"
         else:
             sentence = f"importing {where} raised {error!r}"
-        raise ValueError(f"reward {where}:{name}: {sentence}") from error
+        raise ValueError(f"{what} {where}:{name}: {sentence}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        kind = inspect.isfunction if what == "reward" else inspect.isclass
+        known = [key for key, value in vars(module).items() if kind(value)]
         raise ValueError(
-            f"reward {where}:{name}: no function {name!r} there; "
+            f"{what} {where}:{name}: no function {name!r} there; "
             f"it has {', '.join(known) or 'none'}"
         )
     return function

@@ -73,3 +73,13 @@ def token_rewards(
         token = bisect.bisect_left(range(count), end, key=reached)
         rewards[min(token, count - 1)] += value
     return rewards
+
+
+def paid_where_written(rewards: Sequence[float], written: Sequence[bool]) -> list[float]:
+    """Rewards of the tokens that the policy wrote. That of another token is paid at the last one
+    before it that the policy wrote, or at the first after it where there is none before."""
+    paid, rest = [0.0] * sum(written), 0
+    for reward, is_written in zip(rewards, written, strict=True):
+        rest += is_written
+        paid[max(rest - 1, 0)] += reward
+    return paid

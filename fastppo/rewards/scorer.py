@@ -23,7 +23,7 @@ from torch import Tensor
 from fastppo.data.prompts import Prompts
 from fastppo.data.world import World
 from fastppo.rewards.patience import Patience
-from fastppo.rewards.placing import token_rewards
+from fastppo.rewards.placing import paid_where_written, token_rewards
 from fastppo.rewards.processing import (
     RunningScale,
     length_normalized,
@@ -35,14 +35,14 @@ from fastppo.rewards.reward import MAX_REWARD, RewardError, RewardTerm, Scored, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """Rewards of B responses with N tokens in all, on the CPU, in the prompts' order."""
+    """Rewards of B responses, of which the policy wrote N tokens, on the CPU, in order."""
 
     last: Tensor
     """[B] fp32, paid at the last token."""
     within: Tensor | None = None
     """[N] fp32, paid at each token, or None where every reward was one number."""
     lengths: Sequence[int] = ()
-    """[B] response tokens; needed where `within` is given."""
+    """[B] response tokens that the policy wrote; needed where `within` is given."""
     terms: Mapping[str, Scored] = field(default_factory=dict)
     """Each trained term, unweighted."""
     monitors: Mapping[str, Scored] = field(default_factory=dict)
@@ -55,6 +55,20 @@ class Scores:
     def total(self) -> Tensor:
         """[B] fp32: both parts together."""
         return self.last if self.within is None else self.last + self._paid(self.within)
+
+    def plus(self, name: str, rewards: Sequence[Sequence[float]] | None) -> Scores:
+        """With another term, paid at each token that the policy wrote; NaN drops a sample."""
+        if rewards is None:
+            return self
+        paid = torch.tensor([reward for row in rewards for reward in row])
+        within = paid if self.within is None else self.within + paid
+        totals = [sum(row) for row in rewards]
+        kept = self.kept
+        if any(map(math.isnan, totals)):
+            rows = range(len(totals)) if kept is None else kept
+            kept = [row for row in rows if not math.isnan(totals[row])]
+        terms = {name: Scored(totals), **self.terms}
+        return replace(self, within=within, terms=terms, kept=kept)
 
     def charged(
         self,
@@ -201,15 +215,24 @@ class Scorer:
         self.patience = patience or Patience()
 
     def __call__(
-        self, prompts: Prompts, completions: Sequence[str], response_ids: Sequence[list[int]]
+        self,
+        prompts: Prompts,
+        completions: Sequence[str],
+        response_ids: Sequence[list[int]],
+        written: Sequence[Sequence[bool]] | None = None,
     ) -> Scores:
         """The weighted sum of the terms, each where it is paid.
+
+        Args:
+            written: of each response, the tokens that the policy wrote; None means all.
 
         Raises:
             RewardError: a reward raised, or returned what cannot be trained on.
         """
+        if written is None:
+            written = [[True] * len(ids) for ids in response_ids]
         if self.world.size == 1:
-            return self._score(prompts, completions, response_ids)
+            return self._score(prompts, completions, response_ids, written)
         rows = self.world.own(len(prompts))
         begin, end = rows.start, rows.stop
 
@@ -219,14 +242,21 @@ class Scorer:
             # A reward may draw, and every rank must go on from the same random state.
             with torch.random.fork_rng(devices=[]):
                 return self._score(
-                    prompts.select(rows), completions[begin:end], response_ids[begin:end]
+                    prompts.select(rows),
+                    completions[begin:end],
+                    response_ids[begin:end],
+                    written[begin:end],
                 )
 
         found = self.world.share(own, "score")
         return Scores.joined([scores for scores in found if scores is not None])
 
     def _score(
-        self, prompts: Prompts, completions: Sequence[str], response_ids: Sequence[list[int]]
+        self,
+        prompts: Prompts,
+        completions: Sequence[str],
+        response_ids: Sequence[list[int]],
+        written: Sequence[Sequence[bool]],
     ) -> Scores:
         """Of responses that are all this rank's."""
         terms, monitors = (
@@ -247,8 +277,8 @@ class Scorer:
         last = torch.zeros(len(completions))
         for term in self.terms:
             last += term.weight * torch.tensor(terms[term.name].whole)
-        within = self._within(terms, prompts, completions, response_ids)
-        lengths = [len(ids) for ids in response_ids]
+        within = self._within(terms, prompts, completions, response_ids, written)
+        lengths = [sum(row) for row in written]
         kept = None
         if self.patience.drop:
             kept = [row for row, score in enumerate(last.tolist()) if not math.isnan(score)]
@@ -289,6 +319,7 @@ class Scorer:
         prompts: Prompts,
         completions: Sequence[str],
         response_ids: Sequence[list[int]],
+        written: Sequence[Sequence[bool]],
     ) -> Tensor | None:
         """[N] weighted rewards by token; None where no term is paid within a response."""
         if all(scored.partial is None for scored in terms.values()):
@@ -305,4 +336,5 @@ class Scorer:
                 )
                 for token, value in enumerate(placed):
                     per_token[row][token] += term.weight * value
-        return torch.tensor([value for row in per_token for value in row])
+        both = zip(per_token, written, strict=True)
+        return torch.tensor([value for row in both for value in paid_where_written(*row)])

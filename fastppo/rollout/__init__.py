@@ -14,6 +14,7 @@ so `exp(logprob − sampler_logprob) = m` is the importance weight that corrects
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -25,7 +26,9 @@ from torch import Tensor
 FINISHED = "stop"
 """The response ended with a stop token, which is its last token, or completed a stop string."""
 TRUNCATED = "length"
-"""The response was cut off at `max_new_tokens`."""
+"""The response was cut off at `max_new_tokens`, or there is no room for another turn."""
+OUT_OF_TURNS = "turns"
+"""The response has as many turns as it may have, and its environment would go on."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,7 +81,7 @@ class Rollout:
     tokens: list[list[int]]
     """Response tokens, a stop token included."""
     finish_reasons: list[str]
-    """`stop` or `length`."""
+    """`stop`, `length` or `turns`."""
     sampler_logprobs: list[Tensor] | None = None
     """Each [length], nats, of the distribution that the token was drawn from: after temperature and
     every restriction. Every engine gives them; responses from elsewhere have none."""
@@ -88,6 +91,11 @@ class Rollout:
     """Each [length], of the state before the token."""
     final_values: Tensor | None = None
     """[B], of the state after the last token where the response was cut off; 0 elsewhere."""
+    written: list[list[bool]] | None = None
+    """Each [length], the tokens that the policy wrote; None means all. What is given above by token
+    is given for those alone."""
+    rewards: list[list[float]] | None = None
+    """Each [tokens that the policy wrote], reward units: what an environment paid."""
 
     @property
     def lengths(self) -> list[int]:
@@ -95,9 +103,22 @@ class Rollout:
         return [len(tokens) for tokens in self.tokens]
 
     @property
+    def written_lengths(self) -> list[int]:
+        """[B] tokens that the policy wrote."""
+        return self.lengths if self.written is None else [sum(row) for row in self.written]
+
+    @property
+    def written_tokens(self) -> list[list[int]]:
+        """[B] the tokens that the policy wrote."""
+        if self.written is None:
+            return self.tokens
+        both = zip(self.tokens, self.written, strict=True)
+        return [list(itertools.compress(*each)) for each in both]
+
+    @property
     def truncated(self) -> list[bool]:
         """[B] whether a response was cut off."""
-        return [reason == TRUNCATED for reason in self.finish_reasons]
+        return [reason != FINISHED for reason in self.finish_reasons]
 
     @classmethod
     def joined(cls, parts: Sequence[Rollout]) -> Rollout:

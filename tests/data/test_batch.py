@@ -114,3 +114,38 @@ def test_spans_are_consecutive_numbers_from_each_beginning() -> None:
     assert spans(torch.tensor([10, 99, 20]), lengths).tolist() == [10, 11, 20, 21, 22]
     nothing = torch.tensor([], dtype=torch.int64)
     assert spans(nothing, nothing).tolist() == starts(nothing).tolist() == []
+
+
+def test_what_the_policy_did_not_write_is_read_and_not_packed() -> None:
+    written = [[True, False, True], [True], [False, True]]
+    batch = Batch.of(PROMPTS, RESPONSES, written=written)
+    assert batch.tokens.tolist() == BATCH.tokens.tolist()
+    assert batch.layout().input_ids.tolist() == BATCH.layout().input_ids.tolist()
+    assert batch.layout().final.tolist() == BATCH.layout().final.tolist()
+    assert batch.response_tokens.tolist() == [1, 4, 2, 3]
+    assert batch.cu_seqlens.tolist() == [0, 2, 3, 4]
+    assert batch.response_count == 4
+    assert batch.packed_layout().predicting.tolist() == [1, 3, 5, 10]
+    part = batch.select(torch.tensor([2, 0]))
+    assert part.response_tokens.tolist() == [3, 1, 4]
+    assert part.written_lengths.tolist() == [1, 2]
+    assert part.packed_layout().predicting.tolist() == [3, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("written", "counts", "lengths"),
+    [
+        ([[1, 1, 1], [1], [1, 1]], [1, 1, 1], [3, 1, 2]),
+        ([[1, 0, 1], [1], [0, 1]], [2, 1, 1], [1, 1, 1, 1]),
+        ([[0, 1, 1], [1], [1, 0]], [1, 1, 1], [2, 1, 1]),
+        ([[0, 0, 0], [1], [1, 1]], [0, 1, 1], [1, 2]),
+        ([[1, 1, 0], [0], [1, 0]], [1, 0, 1], [2, 1]),
+    ],
+)
+def test_a_turn_is_a_run_of_what_the_policy_wrote(written, counts, lengths) -> None:
+    """Two responses never share a turn, though one ends and the next begins with the policy's."""
+    masks = [[bool(each) for each in row] for row in written]
+    found = Batch.of(PROMPTS, RESPONSES, written=masks).turns()
+    assert [each.tolist() for each in found] == [counts, lengths]
+    if all(map(all, masks)):
+        assert [each.tolist() for each in BATCH.turns()] == [counts, lengths]

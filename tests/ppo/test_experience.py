@@ -87,7 +87,7 @@ def test_its_tensors_go_by_name_with_those_of_the_batch() -> None:
     found = _experience().tensors()
     assert found.keys() == {
         *("old_logprobs", "old_values", "advantages", "returns", "ref_logprobs", "token_weights"),
-        *("importance_weights", "tokens", "prompt_lengths", "response_lengths"),
+        *("importance_weights", "tokens", "prompt_lengths", "response_lengths", "written"),
     }
     assert found["tokens"] is BATCH.tokens
     assert found["ref_logprobs"] is None

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from fastppo.data.microbatches import Limits
-from fastppo.ppo import trainer as trainer_module
-from fastppo.ppo.objective import policy_loss
+from fastppo.ppo import objective
 from fastppo.ppo.out_of_memory import Halving
 from runs import first_experience, make_trainer
 
@@ -23,17 +22,16 @@ def _gradients(tmp_path: Path, room: int | None, **options: Any) -> tuple[dict, 
     experience = first_experience(trainer)
     said: list[str] = []
     trainer._halving.say = said.append
-    tries = []
+    original, tries = objective.policy_loss, []
 
-    def limited(*given):
-        micro = given[3]
+    def limited(head, hidden, layout, micro, *more):
         tries.append(len(micro.batch))
         if room is not None and len(micro.batch) > room:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        return policy_loss(*given)
+        return original(head, hidden, layout, micro, *more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_module, "policy_loss", limited)
+        patch.setattr(objective, "policy_loss", limited)
         metrics = trainer.update(experience, trainer.config)
     assert metrics["skipped_steps"] == 0
     found = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 from dataclasses import replace
@@ -19,7 +20,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from fastppo.data.batch import Batch
 from fastppo.data.chat import token_ids
 from fastppo.data.microbatches import microbatches, split
-from fastppo.ppo import trainer as trainer_module
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.objective import policy_loss
 from fastppo.ppo.trainer import PPOTrainer, RunStoppedError
@@ -315,8 +315,8 @@ def test_torch_itself_sees_no_wait_for_a_gpu_in_a_microbatch(packing: str, tmp_p
             layout = trainer.model.layout(micro.batch)
             with trainer.model.autocast():
                 hidden, values = trainer.model(layout)
-                given = hidden, layout, micro, trainer.reference
-                policy = policy_loss(trainer.model.head, *given, 1.0, options)
+                given = layout, micro, trainer.reference, 1.0, options
+                policy = policy_loss(trainer.model.head, hidden, *given)
             (policy.loss + values.sum()).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -477,12 +477,11 @@ def test_a_schedule_moves_its_coefficient_over_the_run(tmp_path: Path, monkeypat
     )
     seen: list[tuple[float, float]] = []
 
-    def spied(*given):
-        options = given[-1]
+    def spied(head, hidden, layout, micro, reference, beta, options):
         seen.append((options.entropy_coef, options.clip_ratio))
-        return policy_loss(*given)
+        return policy_loss(head, hidden, layout, micro, reference, beta, options)
 
-    monkeypatch.setattr(trainer_module, "policy_loss", spied)
+    monkeypatch.setattr("fastppo.ppo.objective.policy_loss", spied)
     trainer.train()
     entropy, clip = (sorted({pair[i] for pair in seen}) for i in (0, 1))
     assert entropy == pytest.approx([0.0, 0.15, 0.3])
@@ -870,6 +869,178 @@ def test_a_response_without_a_stop_token_is_taken_for_cut_off(tmp_path: Path) ->
     returns = [experience.returns.tolist() for experience, _ in made]
     assert [returns[0][1], returns[0][3]] == pytest.approx([3.0, 0.0])
     assert [returns[1][1], returns[1][3]] == pytest.approx([0.0, 3.0])
+
+
+# ------------------------------------------------------------------ what the policy did not write
+
+
+def _stepped(tmp_path: Path, name: str, *given: Any, **more: Any) -> tuple[Any, dict[str, float]]:
+    """The policy's and the value function's weights after a step, in one vector; its metrics."""
+    options = {"prompts": None, "rewards": [], "kl_coef": 0.1, "entropy_coef": 0.01, "lam": 0.9}
+    trainer = make_trainer(tmp_path / name, **options)
+    torch.manual_seed(3)
+    metrics = trainer.step(*given, **more)
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()]), metrics
+
+
+GIVEN = [[4, 5], [6]], [[7, 8, 1], [9, 1]], [1.0, 0.0]
+
+
+def test_a_gap_before_the_policys_tokens_is_the_prompts(tmp_path: Path) -> None:
+    """The bits of a step on longer prompts."""
+    prompts, responses, scores = GIVEN
+    gaps = [[20, 21], [22]]
+    filled = [gap + response for gap, response in zip(gaps, responses, strict=True)]
+    masks = [[False, False, True, True, True], torch.tensor([False, True, True])]
+    found = _stepped(tmp_path, "gap", prompts, filled, scores, masks=masks)
+    longer = [prompt + gap for prompt, gap in zip(prompts, gaps, strict=True)]
+    wanted = _stepped(tmp_path, "cut", longer, responses, scores)
+    assert torch.equal(found[0], wanted[0])
+    assert found[1] == wanted[1]
+
+
+def test_a_gap_after_the_policys_tokens_changes_nothing(tmp_path: Path) -> None:
+    """It is fp32's rounding in rows of another width."""
+    prompts, responses, scores = GIVEN
+    filled = [[7, 8, 1, 20, 21], [9, 1, 22]]
+    masks = [[True] * 3 + [False] * 2, [True, True, False]]
+    reasons = ["stop", "stop"]
+    found = _stepped(tmp_path, "gap", prompts, filled, scores, reasons, masks=masks)
+    wanted = _stepped(tmp_path, "cut", prompts, responses, scores, reasons)
+    torch.testing.assert_close(found[0], wanted[0], rtol=0, atol=1e-6)
+    assert found[1].keys() == wanted[1].keys()
+    for name in found[1].keys() - {"useful_share"}:
+        assert found[1][name] == pytest.approx(wanted[1][name], abs=2e-6), name
+
+
+def test_turns_have_the_gradient_of_their_turns_one_by_one(tmp_path: Path) -> None:
+    """A response of two turns is, once its advantages are made, two responses: the second to all
+    that stands before it."""
+    options = {"kl_loss_coef": 0.2, "entropy_coef": 0.01, "learning_rate": 1e-30}
+    trainer = make_trainer(tmp_path, **options, max_grad_norm=1e9)
+    mask = [True] * 3 + [False] * 2 + [True] * 2
+    turns = Batch.of([[4, 5]], [[7, 8, 1, 20, 21, 9, 1]], written=[mask])
+    apart = Batch.of([[4, 5], [4, 5, 7, 8, 1, 20, 21]], [[7, 8, 1], [9, 1]])
+    assert turns.response_tokens.tolist() == apart.response_tokens.tolist() == [7, 8, 1, 9, 1]
+    experience, _ = experience_of(trainer, turns, torch.ones(1))
+    perturb(trainer)
+    gradients = []
+    for batch in (turns, apart):
+        given = replace(experience, batch=batch)
+        torch.manual_seed(5)
+        trainer.optimizer.zero_grad(set_to_none=True)
+        stepped = trainer.update(given, one_step(trainer))
+        gradients.append([p.grad.clone() for p in trainer.model.parameters()])
+        assert stepped["entropy"] > 0
+    for found, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    # The KL of the metrics and of the reward is that of the policy's five tokens alone.
+    parts = split(apart, trainer.config.limits())
+    moved = trainer.model.evaluate_parts(parts).logprobs
+    again, metrics = experience_of(trainer, turns, torch.ones(1))
+    kl = (moved - experience.old_logprobs).sum().item()
+    assert metrics["kl"] == pytest.approx(kl, rel=1e-4)
+    assert metrics["response_length"] == 5
+    assert abs(kl) > 1e-3
+    assert again.returns.shape == (5,)
+
+
+def test_the_step_over_a_gap_in_gae_is_one_step(tmp_path: Path) -> None:
+    options = {"gamma": 0.9, "lam": 0.8, "kl_coef": 0.0, "whiten_advantages": "none"}
+    trainer = make_trainer(tmp_path, **options)
+    mask = [True, False, False, True]
+    batch = Batch.of([[4, 5]], [[7, 20, 21, 1]], written=[mask])
+    experience, _ = experience_of(trainer, batch, torch.ones(1))
+    first, last = experience.old_values.tolist()
+    advantage = 1 - last
+    wanted = [0.9 * last - first + 0.72 * advantage, advantage]
+    assert experience.advantages.tolist() == pytest.approx(wanted, abs=1e-6)
+
+
+def test_rewards_of_ones_own_tokens_are_paid_at_the_policys(tmp_path: Path) -> None:
+    """Reward to go, without a value function: each token earns what is paid from it on."""
+    trainer = make_trainer(
+        tmp_path,
+        **{"prompts": None, "rewards": [], "advantage": "reinforce", "vf_coef": 0.0},
+        **{"kl_coef": 0.0, "whiten_advantages": "none"},
+    )
+    made = []
+    original = trainer.make_experience
+    trainer.make_experience = lambda *args: made.append(original(*args)) or made[-1]
+    metrics = trainer.step(
+        *([[4, 5], [6]], [[7, 20, 8, 1], [9, 1]], [1.0, 0.0]),
+        masks=[[True, False, True, True], [True, True]],
+        token_rewards=[[0.25, 0.5, 0.0, 0.0], torch.tensor([0.0, 2.0])],
+    )
+    assert made[0][0].advantages.tolist() == [1.75, 1.0, 1.0, 2.0, 2.0]
+    assert metrics["reward"] == pytest.approx((1.75 + 2.0) / 2)
+
+
+def test_old_logprobs_and_values_of_ones_own_are_the_old_policy(tmp_path: Path) -> None:
+    """They take the place of the pass that would make them, each by itself or both."""
+    trainer = make_trainer(tmp_path, prompts=None, rewards=[], kl_coef=0.0)
+    made = []
+    original = trainer.make_experience
+    trainer.make_experience = lambda *args: made.append(original(*args)[0]) or original(*args)
+    passes = []
+    evaluate = trainer.model.evaluate_parts
+    trainer.model.evaluate_parts = lambda *a, **k: passes.append(1) or evaluate(*a, **k)
+    prompts, responses, scores = [[4, 5]] * 2, [[7, 20, 8, 1], [9, 1]], [1.0, 0.0]
+    masks = [[True, False, True, True], [True, True]]
+    logprobs = [[-1.0, float("nan"), -2.0, -3.0], torch.tensor([-4.0, -5.0])]
+    values = [[0.1, 0.0, 0.2, 0.3], [0.4, 0.5]]
+    step = functools.partial(trainer.step, prompts, responses, scores, masks=masks)
+    step(old_logprobs=logprobs, values=values)
+    assert passes == []
+    step(old_logprobs=logprobs)
+    step(values=values)
+    wanted = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0])
+    assert torch.equal(made[0].old_logprobs, wanted)
+    assert torch.equal(made[1].old_logprobs, wanted)
+    assert not torch.equal(made[2].old_logprobs, wanted)
+    assert made[0].old_values.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert made[2].old_values.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert made[1].old_values.tolist() != made[0].old_values.tolist()
+
+
+def test_given_logprobs_of_the_policy_itself_are_the_step_without_them(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, prompts=None, rewards=[])
+    batch = Batch.of(*GIVEN[:2])
+    evaluation = trainer.model.evaluate_parts(split(batch, trainer.config.limits()))
+    own = {"old_logprobs": evaluation.logprobs.split([3, 2])}
+    own["values"] = evaluation.values.split([3, 2])
+    found = _stepped(tmp_path, "given", *GIVEN, **own)
+    wanted = _stepped(tmp_path, "made", *GIVEN)
+    assert torch.equal(found[0], wanted[0])
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"masks": [[True]]}, "masks must be one list per response, got 1 for 2"),
+        ({"masks": [[True] * 2, [True] * 2]}, "masks of response 0 .* expected 3, got 2"),
+        ({"masks": [[1] * 3, [1] * 2]}, "masks of response 0 must be bool, got"),
+        ({"masks": [[True] * 3, [False] * 2]}, "masks of response 1 is never True"),
+        ({"masks": [True, False]}, "masks of response 0 must be one per token: expected 3, got T"),
+        ({"token_rewards": [[0.0] * 3, [0.0]]}, "token_rewards of response 1 .* expected 2, got 1"),
+        (
+            {"token_rewards": [[0.0] * 3, [0.0, 1e300]]},
+            "token_rewards of response 1 must be finite",
+        ),
+        (
+            {"old_logprobs": [[-1.0] * 3, [-1.0, float("nan")]]},
+            "old_logprobs of response 1 must be",
+        ),
+        ({"old_logprobs": [["a"] * 3, [-1.0] * 2]}, "old_logprobs of response 0 must be finite"),
+        ({"values": [[True] * 3, [0.0] * 2]}, "values of response 0 must be finite numbers, got"),
+        ({"values": torch.zeros(2, 3)}, "values of response 1 .* expected 2, got 3"),
+    ],
+)
+def test_step_refuses_what_does_not_fit_its_tokens(more, says, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, prompts=None, rewards=[])
+    with pytest.raises(ValueError, match=says):
+        trainer.step(*GIVEN, **more)
+    assert trainer.state.iteration == 0
 
 
 # ---------------------------------------------------------------------------- looking at the policy

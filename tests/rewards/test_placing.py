@@ -7,7 +7,7 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastppo.rewards.placing import token_rewards
+from fastppo.rewards.placing import paid_where_written, token_rewards
 
 BYTES = tiny.byte_tokenizer()
 
@@ -122,3 +122,15 @@ def test_placement_agrees_with_counting_bytes_and_keeps_the_sum(completion, step
         expected[len(completion[:end].encode()) - 1 if inside else -1] += value
     found = _placed([(end, float(value)) for end, value in steps], completion)
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "paid"),
+    [
+        ([True, True, True, True], [1.0, 2.0, 4.0, 8.0]),
+        ([True, False, False, True], [7.0, 8.0]),
+        ([False, False, True, False], [15.0]),
+    ],
+)
+def test_a_reward_off_the_policys_tokens_goes_to_the_last_before_it(written, paid) -> None:
+    assert paid_where_written([1.0, 2.0, 4.0, 8.0], written) == paid

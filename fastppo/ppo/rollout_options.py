@@ -1,0 +1,80 @@
+"""Options of how responses are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fastppo.run.options import Options, option
+
+
+@dataclass(kw_only=True, frozen=True)
+class RolloutOptions(Options):
+    """Rollout."""
+
+    rollout: Literal["decoder", "generate", "continuous", "vllm"] = option(
+        "decoder",
+        "What draws the responses: FastPPO's decoder, Hugging Face generate or continuous "
+        "batching, or vLLM",
+    )
+    rollout_batch_size: int = option(64, "Responses per iteration, sequences", minimum=1)
+    samples_per_prompt: int = option(
+        1, "Responses to each prompt, of the rollout_batch_size", minimum=1
+    )
+    generate_batch_size: int | None = option(
+        None, "Sequences generated at once; none given means the whole rollout batch", minimum=1
+    )
+    max_new_tokens: int = option(128, "Longest response, tokens", minimum=1)
+    temperature: float = option(1.0, "Sampling temperature, the loss's too", above=0)
+    top_k: int = option(
+        0, "Sample from the k likeliest tokens, tokens; 0 is all of them", minimum=0
+    )
+    top_p: float = option(
+        1.0, "Sample from the smallest set of this probability; 1 is all", above=0, maximum=1
+    )
+    min_new_tokens: int = option(
+        0, "Tokens of a response before one of the stop tokens may be drawn", minimum=0
+    )
+    no_repeat_ngram_size: int = option(
+        0, "n: no n tokens in a row come twice in prompt and response; 0 is off", minimum=0
+    )
+    stop_token_ids: Sequence[int] | None = option(
+        None, "Tokens that end a response; none given means the model's EOS tokens"
+    )
+    stop_strings: Sequence[str] = option(
+        [], "Texts that end a response, at the token that completes one"
+    )
+    vllm_gpu_memory_utilization: float = option(
+        0.3, "Share of the GPU's memory for vLLM's weights and KV cache", above=0, maximum=1
+    )
+    old_logprobs: Literal["auto", "sampler", "recompute"] = option(
+        "auto",
+        "Old logprobs and values: the sampler's own, or recomputed by the learner; auto: the "
+        "sampler's where both compute the same weights in fp32",
+    )
+    importance_cap: float | None = option(
+        2.0,
+        "Cap of the importance weight that corrects for the sampler's distribution; none is no "
+        "correction",
+        above=0,
+    )
+
+
+@dataclass(kw_only=True, frozen=True)
+class TurnOptions(Options):
+    """Turns."""
+
+    environment: str = option(
+        "", "What answers the policy's turns and pays them: file.py:Name or module:Name"
+    )
+    max_turns: int = option(8, "Turns of a response, each of max_new_tokens at most", minimum=1)
+    max_response_tokens: int | None = option(
+        None,
+        "Longest response of several turns, what the environment wrote included, tokens; none "
+        "given means the context",
+        minimum=1,
+    )
+    environment_concurrency: int = option(
+        1, "Environments at work at a time; those whose methods are coroutines all are", minimum=1
+    )

@@ -1,0 +1,51 @@
+"""An environment of two turns on the tiny models' words."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from fastppo.rollout import Rollout, RolloutEngine, Sampling
+
+PROMPTS = [
+    {"prompt": f"w{a} w{b}", "total": f"w{a + b}"}
+    for a in (2, 3, 4)
+    for b in (2, 3)
+    for _ in (0, 1)
+]
+
+OPTIONS: dict[str, Any] = {
+    "stop_token_ids": list(range(3, 23)),  # w0 … w19: a turn ends with one of them
+    "max_new_tokens": 4,
+    "max_turns": 2,
+    "rollout_batch_size": 16,
+}
+
+
+class Calculator:
+    """A turn that ends with w1 is a call and earns a half; the answer comes after w38 or w39. A
+    second turn that ends with the total earns the other half."""
+
+    def reset(self, prompt: str, total: str) -> None:
+        self.total, self.turns = total, 0
+
+    def step(self, text: str) -> tuple[str | None, float, bool]:
+        self.turns += 1
+        wanted = "w1" if self.turns == 1 else self.total
+        reward = 0.5 * (text.split()[-1] == wanted)
+        return f"{random.choice(['w38', 'w39'])} {self.total}", reward, self.turns == 2
+
+
+class Scripted(RolloutEngine):
+    """Says the same turns to every prompt, and writes down what it was asked."""
+
+    def __init__(self, turns: list[list[int]], stop: tuple[int, ...] = (1,)) -> None:
+        self.turns, self.stop = turns, stop
+        self.asked: list[list[list[int]]] = []
+
+    def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
+        turn = self.turns[len(self.asked)]
+        self.asked.append([list(ids) for ids in prompt_ids])
+        reason = "stop" if turn[-1] in self.stop else "length"
+        count = len(prompt_ids)
+        return Rollout([list(turn) for _ in range(count)], [reason] * count)

@@ -1,0 +1,216 @@
+"""Training on episodes: it learns, resumes to the bit, and gives each turn what it earned."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from environments import OPTIONS, PROMPTS, Calculator
+from fastppo_kernels.definition import sampled_kl
+
+from fastppo.data.batch import Batch
+from fastppo.data.microbatches import split
+from fastppo.ppo.advantages import make_advantages
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.old_policy import OldPolicy
+from fastppo.ppo.trainer import PPOTrainer
+from fastppo.rewards.reward import RewardError
+from fastppo.rewards.scorer import Scores
+from runs import make_trainer, records
+
+
+def _trainer(directory: Path, **more: Any) -> PPOTrainer:
+    parts = {"rewards": [], "prompts": PROMPTS, "environment": Calculator}
+    return make_trainer(directory, **{**parts, **OPTIONS, **more})
+
+
+@pytest.mark.parametrize("gae_by", ["token", "turn"])
+def test_a_run_learns_to_call_and_to_answer(gae_by: str, tmp_path: Path) -> None:
+    """With a critic. A policy at random earns a half of 1/20 in each turn."""
+    learning = {"learning_rate": 3e-3, "kl_coef": 0.0, "iterations": 25}
+    trainer = _trainer(tmp_path, gae_by=gae_by, rollout_batch_size=64, **learning)
+    trainer.train()
+    lines = records(trainer)
+    rewards = [line["reward"] for line in lines]
+    assert sum(rewards[:3]) / 3 < 0.15
+    assert sum(rewards[-3:]) / 3 > 0.45
+    assert lines[-1]["reward/environment"] == rewards[-1]
+    assert 1 < lines[-1]["turns"] <= 2
+    shares = [lines[-1][f"finish/{reason}"] for reason in ("stop", "length", "turns")]
+    assert sum(shares) == pytest.approx(1)
+    assert lines[-1]["eos_rate"] == shares[0] > 0.5
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path) -> None:
+    """The environment draws from Python's generator, whose state is in the checkpoint."""
+    whole = _trainer(tmp_path / "whole", iterations=4)
+    whole.train()
+    _trainer(tmp_path / "parts", iterations=2).train()
+    random.seed(99)
+    again = _trainer(tmp_path / "parts", iterations=4, resume=True)
+    again.train()
+    for found, wanted in zip(again.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+    assert [line["reward"] for line in records(again)] == [
+        line["reward"] for line in records(whole)
+    ]
+
+
+def test_old_logprobs_and_values_of_each_turn_are_the_learners(tmp_path: Path) -> None:
+    """Those that the decoder gave turn by turn are those of one pass over the whole."""
+    trainer = _trainer(tmp_path)
+    assert trainer.prompts is not None
+    prompts, rollout = trainer.turns.play(
+        trainer.prompts.at(0, 16, 0), trainer.engine, trainer.sampling
+    )
+    assert rollout.written is not None
+    assert any(False in row for row in rollout.written)
+    batch = Batch.of(prompts.token_ids, rollout.tokens, written=rollout.written)
+    wanted = trainer.model.evaluate_parts(split(batch, trainer.config.limits()))
+    assert rollout.logprobs is not None
+    assert rollout.values is not None
+    logprobs, values = torch.cat(rollout.logprobs), torch.cat(rollout.values)
+    torch.testing.assert_close(logprobs, wanted.logprobs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(values, wanted.values, rtol=1e-4, atol=1e-4)
+
+
+def test_rewards_stand_beside_the_environments(tmp_path: Path) -> None:
+    """A reward reads the whole response, what the environment wrote included."""
+    seen: list[str] = []
+
+    def third(prompts: Any, completions: list[str]) -> list[float]:
+        seen.extend(completions)
+        return [0.25] * len(completions)
+
+    trainer = _trainer(tmp_path, rewards=[third])
+    found = trainer.evaluate(trainer.prompts.select(range(6)))  # type: ignore[union-attr]
+    assert found["reward"] == pytest.approx(found["reward/environment"] + 0.25)
+    assert any("w38" in text or "w39" in text for text in seen)
+    assert {"turns", "finish/stop"} <= found.keys()
+
+
+def test_a_reward_by_token_skips_what_the_environment_wrote(tmp_path: Path) -> None:
+    def one_each(prompts: Any, completions: Any, completion_ids: Any) -> list[list[float]]:
+        return [[1.0] * len(ids) for ids in completion_ids]
+
+    trainer = _trainer(tmp_path, rewards=[one_each])
+    assert trainer.prompts is not None
+    prompts, rollout = trainer.turns.play(
+        trainer.prompts.at(0, 16, 0), trainer.engine, trainer.sampling
+    )
+    scores = trainer.score(prompts, rollout, trainer.config)
+    assert scores.within is not None
+    assert len(scores.within) == sum(rollout.written_lengths) < sum(rollout.lengths)
+    paid = [sum(row) for row in rollout.rewards or ()]
+    wanted = [length + reward for length, reward in zip(rollout.lengths, paid, strict=True)]
+    assert scores.total.tolist() == pytest.approx(wanted)
+
+
+def test_an_environment_that_fails_stops_the_run_or_loses_its_sample(tmp_path: Path) -> None:
+    class Fragile(Calculator):
+        def step(self, text: str) -> Any:
+            if self.total == "w4":
+                raise ConnectionError("no calculator")
+            return super().step(text)
+
+    with pytest.raises(RewardError, match="environment 'Fragile' raised ConnectionError"):
+        _trainer(tmp_path / "stop", environment=Fragile).train()
+    saved = json.loads((tmp_path / "stop" / "run" / "failed_episode.json").read_text())
+    assert saved["columns"] == {"total": "w4"}
+    trainer = _trainer(tmp_path / "drop", environment=Fragile, reward_failure="drop")
+    trainer.train()
+    shares = [line["dropped_samples"] for line in records(trainer)]
+    assert all(0 <= share < 0.5 for share in shares)
+    assert max(shares) > 0
+
+
+def test_a_cut_off_episode_is_followed_by_the_value_of_what_it_was_told(tmp_path: Path) -> None:
+    """With one turn allowed and no reward, λ = 0: V_next is the value after the answer."""
+    more = {"bootstrap_truncated": True, "lam": 0.0, "kl_coef": 0.0, "max_turns": 1}
+    trainer = _trainer(tmp_path, **more, whiten_advantages="none")
+    assert trainer.prompts is not None
+    prompts, rollout = trainer.turns.play(
+        trainer.prompts.at(0, 16, 0), trainer.engine, trainer.sampling
+    )
+    row = rollout.finish_reasons.index("turns")
+    assert rollout.written is not None
+    assert rollout.written[row][-2:] == [False, False]
+    batch = Batch.of(prompts.token_ids, rollout.tokens, written=rollout.written)
+    none = Scores(torch.zeros(16))
+    experience, _ = trainer.make_experience(batch, none, rollout, trainer.config)
+    told = Batch.of([prompts.token_ids[row] + rollout.tokens[row]], [[5]])
+    value = trainer.model.evaluate(told).values[0].item()
+    last = batch.cu_seqlens[row + 1] - 1
+    assert experience.returns[last].item() == pytest.approx(value, abs=1e-4)
+
+
+# --------------------------------------------------------------------------------- GAE by the turn
+
+
+def _by_turn(batch: Batch, written: list[list[bool]], more: dict[str, Any]) -> Any:
+    """Turn by turn in plain Python, from the definition in `turn_gae`."""
+    advantages, returns, begin = [], [], 0
+    for row, mask in enumerate(written):
+        lengths, inside = [], False
+        for each in mask:
+            if each and not inside:
+                lengths.append(0)
+            lengths[-1:] = [lengths[-1] + 1] if each else lengths[-1:]
+            inside = each
+        starts = [begin + sum(lengths[:k]) for k in range(len(lengths))]
+        begin += sum(lengths)
+        follow, next_value, found = 0.0, more["bootstrap"][row], []
+        for start, length in zip(reversed(starts), reversed(lengths), strict=True):
+            rewards = [more["rewards"][t] for t in range(start, start + length)]
+            value = more["values"][start]
+            rest = more["gamma"] * (next_value + more["lam"] * follow)
+            follow, next_value = sum(rewards) + rest - value, value
+            found.append((follow, [sum(rewards[t:]) + rest for t in range(length)]))
+        for advantage, of_tokens in reversed(found):
+            advantages += [advantage] * len(of_tokens)
+            returns += of_tokens
+    return advantages, returns
+
+
+@pytest.mark.parametrize("bootstrap", [False, True])
+def test_gae_by_turns_is_gae_over_turns(bootstrap: bool) -> None:
+    written = [[True, True, False, True, False], [True] * 3, [False, True, False, True, True]]
+    tokens = [[7] * len(row) for row in written]
+    batch = Batch.of([[4]] * 3, tokens, written=written)
+    count = batch.response_count
+    draw = torch.Generator().manual_seed(0)
+    values, logprobs, reference, within = torch.randn(4, count, generator=draw)
+    last, final = torch.randn(2, 3, generator=draw)
+    truncated = [True, False, True]
+    options = PPOConfig(
+        **{"gae_by": "turn", "gamma": 0.9, "lam": 0.7, "kl_coef": 0.3, "kl_estimator": "k3"},
+        **{"whiten_advantages": "none", "bootstrap_truncated": bootstrap, "value_lam": 0.4},
+    )
+    old = OldPolicy(logprobs, values, final)
+    scores = Scores(last, within, batch.written_lengths.tolist())
+    found = make_advantages(batch, scores, truncated, old, reference, None, 0.3, options)
+    rewards = within - 0.3 * sampled_kl(logprobs - reference, "k3")
+    rewards[batch.cu_seqlens[1:] - 1] += last
+    ends = final * torch.tensor(truncated) if bootstrap else torch.zeros(3)
+    given = {"rewards": rewards.tolist(), "values": values.tolist(), "bootstrap": ends.tolist()}
+    advantages = _by_turn(batch, written, given | {"gamma": 0.9, "lam": 0.7})[0]
+    returns = _by_turn(batch, written, given | {"gamma": 0.9, "lam": 0.4})[1]
+    assert found.advantages.tolist() == pytest.approx(advantages, abs=1e-5)
+    assert found.returns.tolist() == pytest.approx(returns, abs=1e-5)
+
+
+def test_with_one_token_a_turn_both_are_one() -> None:
+    written = [[True, False, True, False, True], [True]]
+    batch = Batch.of([[4]] * 2, [[7] * len(row) for row in written], written=written)
+    values, logprobs, reference = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    old, scores = OldPolicy(logprobs, values, None), Scores(torch.tensor([1.0, -1.0]))
+    found = [
+        make_advantages(batch, scores, [False] * 2, old, reference, None, 0.1, PPOConfig(gae_by=by))
+        for by in ("turn", "token")
+    ]
+    torch.testing.assert_close(found[0].advantages, found[1].advantages, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[0].returns, found[1].returns, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,346 @@
+"""Episodes: tokens stay those that were drawn, limits end them, failures are told with them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from environments import Scripted
+
+from fastppo.data.prompts import Prompts
+from fastppo.data.rows import DataError
+from fastppo.rewards.environment import Turns
+from fastppo.rewards.loading import load_environment
+from fastppo.rewards.patience import Patience
+from fastppo.rewards.reward import RewardError
+from fastppo.rollout import Rollout, Sampling
+
+
+class Echo:
+    """Answers with what it was told, as long as it goes on."""
+
+    turns = 2
+    reward = 0.5
+
+    def reset(self, prompt: Any, **columns: Any) -> Any:
+        self.told: list[str] = []
+        return None
+
+    def step(self, text: str) -> Any:
+        self.told.append(text)
+        return f"{text} w9", self.reward, len(self.told) == self.turns
+
+
+def _prompts(count: int = 2) -> Prompts:
+    texts = [f"w1 w{i + 2}" for i in range(count)]
+    ids = [tiny.tokenizer()(text)["input_ids"] for text in texts]
+    return Prompts(texts, ids, {"name": [f"n{i}" for i in range(count)]})
+
+
+def _chat() -> Prompts:
+    messages = [{"role": "user", "content": "w5"}]
+    return Prompts([messages], [[4, 8, 3]], {})
+
+
+def _play(
+    make: Any, turns: list[list[int]], prompts: Prompts | None = None, **options: Any
+) -> tuple[Prompts, Rollout, Scripted]:
+    options = {"max_turns": 4, **options}
+    engine = Scripted(turns)
+    chat = prompts is not None and not isinstance(prompts.prompts[0], str)
+    player = Turns(make, tiny.tokenizer(chat=chat), **options)
+    sampling = Sampling(max_new_tokens=4, stop_token_ids=(1,))
+    return *player.play(prompts or _prompts(), engine, sampling), engine
+
+
+def test_what_the_environment_writes_stands_between_the_turns() -> None:
+    prompts, rollout, engine = _play(Echo, [[7, 1], [8, 9, 1]])
+    assert engine.asked == [
+        [[4, 5], [4, 6]],
+        [[4, 5, 7, 1, 7, 12], [4, 6, 7, 1, 7, 12]],  # the first turn is w4, and w9 is 12
+    ]
+    assert rollout.tokens == [[7, 1, 7, 12, 8, 9, 1]] * 2
+    assert rollout.written == [[True] * 2 + [False] * 2 + [True] * 3] * 2
+    assert rollout.rewards == [[0.0, 0.5, 0.0, 0.0, 0.5]] * 2
+    assert rollout.finish_reasons == ["stop"] * 2
+    assert rollout.truncated == [False] * 2
+    assert prompts.prompts == _prompts().prompts
+
+
+def test_episodes_end_one_by_one() -> None:
+    class Uneven(Echo):
+        def reset(self, prompt: str, name: str) -> None:
+            self.told, self.turns = [], 1 if name == "n0" else 3
+
+    _, rollout, engine = _play(Uneven, [[7, 1], [8, 1], [9, 1]], _prompts(3))
+    assert [len(asked) for asked in engine.asked] == [3, 2, 2]
+    assert rollout.written_lengths == [2, 6, 6]
+    assert rollout.tokens[0] == [7, 1]
+
+
+def test_a_chat_gets_what_its_template_writes_between_two_messages() -> None:
+    """The stop token that the policy drew is not written a second time."""
+    template = (
+        "{% for m in messages %}{{ m['role'] | replace('user', 'w20') | replace('assistant', 'w21')"
+        " | replace('tool', 'w22') }} {{ m['content'] }} <eos> {% endfor %}"
+        "{% if add_generation_prompt %}w21{% endif %}"
+    )
+
+    class Tool(Echo):
+        def step(self, text: str) -> Any:
+            super().step(text)
+            if len(self.told) == 1:
+                return [{"role": "tool", "content": "w9"}], 0.0, False
+            return "w10", 0.0, len(self.told) == 3
+
+    tokenizer = tiny.tokenizer(chat=True)
+    tokenizer.chat_template = template
+    engine = Scripted([[7, 1], [8], [9, 1]], stop=(1, 8))
+    first = [23, 8, 1, 24]
+    prompts = Prompts([[{"role": "user", "content": "w5"}]], [first], {})
+    player = Turns(Tool, tokenizer, max_turns=4)
+    _, rollout = player.play(prompts, engine, Sampling(max_new_tokens=4, stop_token_ids=(1,)))
+    then = [25, 12, 1, 24]  # <eos> was drawn; then the tool's message and w21
+    after = [1, 23, 13, 1, 24]  # the second turn ended without it
+    assert rollout.tokens == [[7, 1, *then, 8, *after, 9, 1]]
+    assert engine.asked[2] == [[*first, 7, 1, *then, 8, *after]]
+    # The conversation as a whole is what the template makes of its messages.
+    whole = [
+        *({"role": "user", "content": "w5"}, {"role": "assistant", "content": "w4"}),
+        *({"role": "tool", "content": "w9"}, {"role": "assistant", "content": "w5"}),
+        {"role": "user", "content": "w10"},
+    ]
+    ids = tokenizer.apply_chat_template(whole, add_generation_prompt=True, return_dict=False)
+    assert engine.asked[2] == [ids]
+
+
+def test_an_environment_may_say_what_the_policy_reads_first() -> None:
+    class Opening(Echo):
+        turns = 1
+
+        def reset(self, prompt: str) -> str:
+            self.told = []
+            return f"{prompt} w30"
+
+    prompts, _, engine = _play(Opening, [[7, 1]])
+    assert engine.asked[0] == prompts.token_ids == [[4, 5, 33], [4, 6, 33]]
+    assert prompts.prompts == _prompts().prompts
+
+
+@pytest.mark.parametrize(
+    ("options", "turns", "reason", "length"),
+    [
+        ({"max_turns": 2}, [[7, 1], [7, 1]], "turns", 8),
+        ({}, [[7, 1], [7, 7, 7, 7]], "length", 8),
+        # Another turn of four has no room after the first answer, which ends the response.
+        ({"max_tokens": 7}, [[7, 1]], "length", 4),
+        ({"context": 9}, [[7, 1]], "length", 4),
+        ({"context": 10}, [[7, 1], [7, 1]], "length", 8),
+        ({"context": 7, "max_tokens": 6}, [[7, 7, 1]], "length", 5),
+    ],
+)
+def test_limits_end_an_episode(options, turns, reason, length) -> None:
+    class Endless(Echo):
+        turns = 99
+
+    _, rollout, engine = _play(Endless, turns, **options)
+    assert rollout.finish_reasons == [reason] * 2
+    assert rollout.truncated == [True] * 2
+    assert rollout.lengths == [length] * 2
+    assert len(engine.asked) == len(turns)
+
+
+def test_a_turn_that_was_cut_off_is_not_answered() -> None:
+    _, rollout, _ = _play(Echo, [[7, 7, 7, 7]])
+    assert rollout.rewards == [[0.0] * 4] * 2
+    assert rollout.finish_reasons == ["length"] * 2
+
+
+def test_an_episode_without_room_for_a_turn_is_refused() -> None:
+    with pytest.raises(
+        DataError, match="begins with 2 tokens, which leave no room for a turn of 4"
+    ):
+        _play(Echo, [[7, 1]], context=5)
+
+
+def test_coroutines_wait_together() -> None:
+    """Every episode's step has begun before any of them ends."""
+    begun: list[int] = []
+
+    class Waiting(Echo):
+        async def step(self, text: str) -> Any:
+            begun.append(1)
+            while len(begun) % 3:
+                await asyncio.sleep(0.001)
+            return Echo.step(self, text)
+
+    prompts = _prompts(3)
+    _, rollout, _ = _play(Waiting, [[7, 1], [8, 1]], prompts)
+    assert rollout.rewards == [[0.0, 0.5, 0.0, 0.5]] * 3
+
+
+def test_threads_let_several_work_at_a_time() -> None:
+    meeting = threading.Barrier(2, timeout=30)
+
+    class Meeting(Echo):
+        turns = 1
+
+        def step(self, text: str) -> Any:
+            meeting.wait()
+            return super().step(text)
+
+    _, rollout, _ = _play(Meeting, [[7, 1]], concurrency=2)
+    assert rollout.finish_reasons == ["stop"] * 2
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (None, r"returned None in step; expected \(observation, reward, done\)"),
+        (("w1", 1.0), "returned .* in step; expected"),
+        (("w1", "much", False), "returned the reward 'much' in step; expected a number"),
+        (("w1", math.nan, False), "returned the reward nan in step"),
+        (("w1", 1.0, "no"), "returned done='no' in step; expected a bool"),
+        ((None, 1.0, False), "returned the observation None in step; expected a text or chat"),
+    ],
+)
+def test_what_is_no_answer_stops_the_run_with_the_episode_saved(
+    returned, says, tmp_path: Path
+) -> None:
+    class Wrong(Echo):
+        def step(self, text: str) -> Any:
+            return super().step(text) if not self.told else returned
+
+    saved = tmp_path / "failed_episode.json"
+    with pytest.raises(RewardError, match=f"environment 'Wrong' {says}"):
+        _play(Wrong, [[7, 1], [8, 1]], failure_file=saved)
+    record = json.loads(saved.read_text())
+    assert record["turns"] == [" w4", " w5"]
+    assert record["prompt"] == "w1 w2"
+    assert record["columns"] == {"name": "n0"}
+    assert record["conversation"].split() == ["w1", "w2", "w4", "<eos>", "w4", "w9", "w5", "<eos>"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_an_environment_raises_is_told(is_async: bool) -> None:
+    class Raising(Echo):
+        def step(self, text: str) -> Any:
+            raise KeyError("sum")
+
+    class RaisingLater(Echo):
+        async def step(self, text: str) -> Any:
+            raise KeyError("sum")
+
+    with pytest.raises(RewardError, match=r"raised KeyError\('sum'\) in step"):
+        _play(RaisingLater if is_async else Raising, [[7, 1]])
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_one_that_is_late_is_told(is_async: bool) -> None:
+    release = threading.Event()
+
+    class Late(Echo):
+        def step(self, text: str) -> Any:
+            release.wait(30)
+
+    class LateAsync(Echo):
+        async def step(self, text: str) -> Any:
+            await asyncio.sleep(30)
+
+    try:
+        with pytest.raises(RewardError, match=r"within 0\.01 s"):
+            _play(LateAsync if is_async else Late, [[7, 1]], patience=Patience(timeout=0.01))
+    finally:
+        release.set()
+
+
+def test_one_that_fails_may_be_dropped_alone() -> None:
+    said: list[str] = []
+
+    class Sometimes(Echo):
+        turns = 1
+
+        def reset(self, prompt: str, name: str) -> None:
+            self.told, self.name = [], name
+
+        def step(self, text: str) -> Any:
+            if self.name == "n1":
+                raise OSError("gone")
+            return super().step(text)
+
+    patience = Patience(drop=True, say=said.append)
+    _, rollout, _ = _play(Sometimes, [[7, 1]], patience=patience)
+    assert rollout.rewards is not None
+    assert rollout.rewards[0] == [0.0, 0.5]
+    assert math.isnan(rollout.rewards[1][-1])
+    assert "1 of 2 samples dropped" in said[0]
+
+
+def test_a_reset_that_fails_stops_the_run() -> None:
+    class Broken(Echo):
+        def reset(self, prompt: str) -> Any:
+            return 7
+
+    with pytest.raises(RewardError, match="returned 7 in reset; expected a text, chat messages or"):
+        _play(Broken, [[7, 1]], patience=Patience(drop=True))
+
+
+@pytest.mark.parametrize(
+    ("observation", "prompts", "says"),
+    [
+        (
+            [{"role": "user", "content": "w3"}],
+            _prompts(),
+            "the prompt is a text, so it must be one",
+        ),
+        ("", _prompts(), "it has no tokens"),
+        ([{"role": "user", "content": "\ud800"}], _chat(), "half of a surrogate pair"),
+    ],
+)
+def test_an_observation_that_does_not_fit_is_refused(observation, prompts, says) -> None:
+    class Odd(Echo):
+        def step(self, text: str) -> Any:
+            return observation, 0.0, False
+
+    with pytest.raises(DataError, match=f"an observation: .*{says}"):
+        _play(Odd, [[7, 1]], prompts)
+
+
+def test_environments_are_made_once_and_reset_for_each_episode() -> None:
+    made: list[Any] = []
+
+    class Counted(Echo):
+        turns = 1
+
+        def __init__(self) -> None:
+            made.append(self)
+
+    player = Turns(Counted, tiny.tokenizer(), max_turns=2)
+    sampling = Sampling(max_new_tokens=4, stop_token_ids=(1,))
+    for count in (2, 1, 3):
+        player.play(_prompts(count), Scripted([[7, 1]]), sampling)
+    assert len(made) == 3
+
+
+def test_an_environment_is_found_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("class Mine:\n    pass\n")
+    term = load_environment(f"{path}:Mine")
+    assert term is not None
+    assert type(term.function()).__name__ == "Mine"
+    changed = tmp_path / "other.py"
+    changed.write_text("class Mine:\n    x = 1\n")
+    other = load_environment(f"{changed}:Mine")
+    assert other is not None
+    assert other.fingerprint != term.fingerprint
+    assert load_environment("") is None
+    with pytest.raises(ValueError, match=r"environment .*: no function 'Yours' there; it has Mine"):
+        load_environment(f"{path}:Yours")
+    with pytest.raises(ValueError, match=r"environment mine: expected file.py:Name"):
+        load_environment("mine")
