@@ -131,6 +131,7 @@ def metrics(
         "dual_clip_fraction": dual / n,
         "ratio_mean": sum(ratios) / n,
         "ratio_max": max(ratios),
+        "ratio_variance": sum((r - sum(ratios) / n) ** 2 for r in ratios) / n,
         "effective_sample_size": sum(ratios) ** 2 / (n * sum(r * r for r in ratios)),
         **{f"ratio_{name}": count / n for name, count in corners.items()},
     }

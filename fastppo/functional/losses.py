@@ -68,7 +68,8 @@ def loss_metrics(sums: Tensor) -> dict[str, Tensor]:
     `entropy`, `kl` (to the reference), `approx_kl` (to the old policy, k3), `ratio_mean`,
     `clip_fraction` (tokens whose gradient a clip cut off), `dual_clip_fraction`, and the four
     corners `ratio_{above,below}_{positive,negative}`: shares of tokens beyond the clip range, by
-    the sign of the advantage. `ratio_max`; `effective_sample_size`, (Σr)²/(n·Σr²), in (0, 1].
+    the sign of the advantage. `ratio_variance`, `ratio_max`; `effective_sample_size`,
+    (Σr)²/(n·Σr²), in (0, 1].
     """
     part = Sums(*sums.unbind())
     n = part.tokens.clamp(min=1)
@@ -80,6 +81,7 @@ def loss_metrics(sums: Tensor) -> dict[str, Tensor]:
         "clip_fraction": (part.above_positive + part.below_negative) / n,
         "dual_clip_fraction": part.dual_clipped / n,
         "ratio_mean": part.ratio / n,
+        "ratio_variance": (part.ratio_squared / n - (part.ratio / n) ** 2).clamp(min=0),
         "ratio_max": part.ratio_max,
         "effective_sample_size": part.ratio**2
         / (n * part.ratio_squared).clamp(min=torch.finfo(sums.dtype).tiny),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,8 @@ class Microbatch(NamedTuple):
     """`SUMS` of the policy's loss."""
     value: Tensor
     """0-d, its share of the value loss."""
+    value_clipped: Tensor
+    """0-d, its tokens whose value loss is that of the clipped value."""
     useful: int
     computed: int
     """Tokens of the sequences, and all that the trunk was given."""
@@ -49,13 +52,14 @@ def of_all_ranks(found: list[Microbatch], world: World, device: torch.device) ->
     """The microbatches of every rank, on every rank; one has none where there are few rows."""
     if world.size == 1:
         return found
-    numbers = torch.zeros(len(found), 4 + len(SUMS), dtype=torch.float64, device=device)
+    numbers = torch.zeros(len(found), 5 + len(SUMS), dtype=torch.float64, device=device)
     for row, each in zip(numbers, found, strict=True):
-        row[0], row[1], row[2], row[3], row[4:] = each.loss, each.value, *each[3:], each.sums
+        row[0], row[1], row[2], row[3], row[4] = each.loss, *each[2:]
+        row[5:] = each.sums
     joined = world.cat(numbers)
-    sizes = joined[:, 2:4].long().tolist()
+    sizes = joined[:, 3:5].long().tolist()
     pairs = zip(joined, sizes, strict=True)
-    return [Microbatch(row[0], row[4:], row[1], *of_row) for row, of_row in pairs]
+    return [Microbatch(row[0], row[5:], row[1], row[2], *of_row) for row, of_row in pairs]
 
 
 class Meter:
@@ -64,19 +68,17 @@ class Meter:
     def __init__(self) -> None:
         self.sums: Tensor | None = None
         self.value_losses: list[Tensor] = []
+        self.value_clipped: list[Tensor] = []
         self.ptx_losses: list[Tensor] = []
         self.steps: list[dict[str, float]] = []
         self.useful = self.computed = 0
 
-    def microbatch(self, sums: Tensor, value: Tensor, *, useful: int, computed: int) -> None:
-        """
-        Args:
-            useful, computed: tokens of the sequences, and all that the trunk was given.
-        """
-        self.useful += useful
-        self.computed += computed
-        self.sums = sums if self.sums is None else combine_sums(self.sums, sums)
-        self.value_losses.append(value)
+    def microbatch(self, part: Microbatch) -> None:
+        self.useful += part.useful
+        self.computed += part.computed
+        self.sums = part.sums if self.sums is None else combine_sums(self.sums, part.sums)
+        self.value_losses.append(part.value)
+        self.value_clipped.append(part.value_clipped)
 
     def pretraining(self, loss: Tensor) -> None:
         self.ptx_losses.append(loss)
@@ -92,6 +94,8 @@ class Meter:
         # Each minibatch's policy loss is whole, being weighted; the sum over minibatches is not.
         means["policy_loss"] = means["policy_loss"] / steps
         means["value_loss"] = torch.stack(self.value_losses).sum() / steps
+        tokens = self.sums[SUMS.index("tokens")].clamp(min=1)
+        means["value_clip_fraction"] = torch.stack(self.value_clipped).sum() / tokens
         means["kl_loss"] = means.pop("kl")
         if self.ptx_losses:
             means["ptx_loss"] = torch.stack(self.ptx_losses).mean()
@@ -111,6 +115,8 @@ def update_metrics(meter: Meter, taken: int, too_far: bool, options: PPOConfig) 
     metrics = meter.metrics() | options.scheduled_values()
     if not options.kl_loss_coef:
         del metrics["kl_loss"]  # a term that is not in the loss
+    if options.value_clip is None:
+        del metrics["value_clip_fraction"]
     if options.early_stop_kl is not None:
         metrics["early_stopped"] = float(too_far)
         metrics["optimizer_steps"] = float(taken)
@@ -199,13 +205,22 @@ def policy_metrics(
     }
 
 
-def response_metrics(scores: Scores, rollout: Rollout) -> dict[str, float]:
-    """Means of the rewards over a batch, and the share of responses that ended by themselves."""
+def response_metrics(
+    scores: Scores, rollout: Rollout, metrics: Mapping[str, float]
+) -> dict[str, float]:
+    """Means of the rewards over a batch, and the share of responses that ended by themselves.
+
+    Args:
+        metrics: of the experience: the KL and β, for the reward less what the KL costs.
+    """
     finished = len(rollout.tokens) - sum(rollout.truncated)
-    metrics = {**scores.metrics(), "eos_rate": finished / max(1, len(rollout.tokens))}
+    found = {**scores.metrics(), "eos_rate": finished / max(1, len(rollout.tokens))}
+    if "kl_coef" in metrics:
+        found["non_score_reward"] = -metrics["kl_coef"] * metrics["kl"]
+        found["rlhf_reward"] = found["reward"] + found["non_score_reward"]
     if rollout.rewards is not None:
-        metrics |= turn_metrics(rollout)
-    return metrics
+        found |= turn_metrics(rollout)
+    return found
 
 
 def turn_metrics(rollout: Rollout) -> dict[str, float]:

@@ -117,6 +117,15 @@ def value_term(values: Tensor, micro: Experience, options: PPOConfig) -> Tensor:
     )
 
 
+def value_clipped(values: Tensor, micro: Experience, options: PPOConfig) -> Tensor:
+    """0-d: how many tokens' value loss is that of the clipped value."""
+    if options.value_clip is None:
+        return values.new_zeros(())
+    moved = (values.detach() - micro.old_values).clamp(-options.value_clip, options.value_clip)
+    clipped = (micro.old_values + moved - micro.returns) ** 2
+    return (clipped > (values.detach() - micro.returns) ** 2).sum().to(values.dtype)
+
+
 def minibatch_gradient(
     minibatch: Experience,
     model: ActorCritic,
@@ -146,7 +155,8 @@ def minibatch_gradient(
         part.backward()
         sizes = len(micro.batch.tokens), layout.input_ids.numel()
         if counts:
-            found.append(Microbatch(part.detach(), policy.sums, value.detach(), *sizes))
+            clipped = value_clipped(values, micro, options)
+            found.append(Microbatch(part.detach(), policy.sums, value.detach(), clipped, *sizes))
     return of_all_ranks(found, world, model.device)
 
 

@@ -240,7 +240,7 @@ class PPOTrainer:
         clock.lap("experience")
         metrics |= self._learn(experience, options)
         clock.lap("update")
-        metrics |= response_metrics(scores, rollout)
+        metrics |= response_metrics(scores, rollout, metrics)
         metrics |= clock.metrics(batch.response_count, self.world)
         metrics |= rollout_health(rollout.written_tokens, scores.total, scores.monitors) | dropped
         iteration = self.state.iteration
@@ -402,7 +402,7 @@ class PPOTrainer:
         found = self._halving.run(attempt, options.limits(self.model.packing))
         loss = torch.stack([part.loss for part in found]).sum()
         for part in found:
-            meter.microbatch(part.sums, part.value, useful=part.useful, computed=part.computed)
+            meter.microbatch(part)
         if options.ptx_coef and not warming_up:
             assert self.pretraining is not None
             blocks = self.pretraining.at(self.state.ptx_seen, options.ptx_batch_size, options.seed)
@@ -443,7 +443,7 @@ class PPOTrainer:
         scores = self.score(prompts, rollout, options)
         batch = Batch.of(prompts.token_ids, rollout.tokens, self.device, rollout.written)
         return {
-            **response_metrics(scores, rollout),
+            **response_metrics(scores, rollout, {}),
             **policy_metrics(self.model, self.reference, batch, options, self.world),
             "completions": self.completions(prompts, rollout),
             "scores": scores,

@@ -50,6 +50,7 @@ GROUPS = (
             ),
             Panel("Loss", "as a step follows it", ("loss",)),
             Panel("Value loss", "½(V − R)²", ("value_loss",)),
+            Panel("Reward less the cost of the KL", "reward", ("rlhf_reward",)),
             Panel("Explained variance", "1 is perfect", ("explained_variance",)),
             Panel("Deviation of the advantages", "before whitening", ("advantage_std",)),
             Panel("Loss on pretraining text", "nats per token", ("ptx_loss",)),
@@ -67,7 +68,7 @@ GROUPS = (
             Panel("β of the KL to the rollout policy", "per nat", ("policy_kl_coef",)),
             Panel("Early stops", "stopped", ("early_stopped",), (), "on the KL to the rollout"),
             Panel("Ratio", "new / old probability", ("ratio_mean", "ratio_max")),
-            Panel("Clip fraction", "share of tokens", ("clip_fraction",)),
+            Panel("Clip fraction", "share of tokens", ("clip_fraction", "value_clip_fraction")),
             Panel(
                 "Beyond the clip range",
                 "share of tokens",

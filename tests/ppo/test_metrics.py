@@ -18,6 +18,7 @@ from fastppo.ppo.experience import Experience
 from fastppo.ppo.metrics import (
     Clock,
     Meter,
+    Microbatch,
     experience_metrics,
     explained_variance,
     response_metrics,
@@ -57,17 +58,22 @@ def _loss(logits: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor)
     return ppo_loss(logits, tokens, torch.full((len(logits),), -1.6), advantages, weights=weights)
 
 
+def _part(
+    sums: torch.Tensor, value: float, clipped: float, useful: int, computed: int
+) -> Microbatch:
+    loss = torch.tensor(0.0)
+    return Microbatch(loss, sums, torch.tensor(value), torch.tensor(clipped), useful, computed)
+
+
 def test_metrics_are_means_over_all_tokens_however_they_were_cut() -> None:
     """A microbatch of one token counts for one token, not for half of the mean."""
     logits, advantages = torch.randn(6, 5), torch.randn(6)
     weights = torch.full((6,), 1 / 6)
     whole, parts = Meter(), Meter()
-    whole.microbatch(
-        _loss(logits, advantages, weights).sums, torch.tensor(0.6), useful=6, computed=8
-    )
+    whole.microbatch(_part(_loss(logits, advantages, weights).sums, 0.6, 3, 6, 8))
     for rows, value in ((slice(0, 5), 0.5), (slice(5, 6), 0.1)):
         sums = _loss(logits[rows], advantages[rows], weights[rows]).sums
-        parts.microbatch(sums, torch.tensor(value), useful=3, computed=4)
+        parts.microbatch(_part(sums, value, 1.5, 3, 4))
     for meter in (whole, parts):
         meter.minibatch(loss=0.25, grad_norm=2.0)
     assert whole.metrics() == pytest.approx(parts.metrics(), rel=1e-5)
@@ -75,6 +81,7 @@ def test_metrics_are_means_over_all_tokens_however_they_were_cut() -> None:
     assert whole.metrics()["entropy"] == pytest.approx(-(p.exp() * p).sum(1).mean().item())
     assert whole.metrics()["value_loss"] == pytest.approx(0.6)
     assert whole.metrics()["useful_share"] == 0.75
+    assert whole.metrics()["value_clip_fraction"] == 0.5
 
 
 def test_losses_and_what_a_step_reports_are_means_over_the_steps() -> None:
@@ -84,7 +91,7 @@ def test_losses_and_what_a_step_reports_are_means_over_the_steps() -> None:
         torch.manual_seed(seed)
         out = _loss(torch.randn(4, 5), torch.randn(4), torch.full((4,), 0.25))
         found.append(out.metrics["policy_loss"].item())
-        meter.microbatch(out.sums, torch.tensor(value), useful=3, computed=4)
+        meter.microbatch(_part(out.sums, value, 0, 3, 4))
         meter.minibatch(loss=loss, learning_rate=1e-3)
     metrics = meter.metrics()
     assert metrics["policy_loss"] == pytest.approx(sum(found) / 2, rel=1e-5)
@@ -155,7 +162,10 @@ def test_the_logged_kl_is_k1_whatever_the_reward_uses(estimator: str, tmp_path: 
 
 
 def test_the_share_of_responses_that_ended_by_themselves_is_beside_their_rewards() -> None:
-    found = response_metrics(SCORES, ROLLOUT)
+    found = response_metrics(SCORES, ROLLOUT, {"kl": 3.0, "kl_coef": 0.1})
+    assert found["non_score_reward"] == pytest.approx(-0.3)
+    assert found["rlhf_reward"] == pytest.approx(found["reward"] - 0.3)
+    assert "rlhf_reward" not in response_metrics(SCORES, ROLLOUT, {})
     assert found["eos_rate"] == 0.5
     assert found.items() >= SCORES.metrics().items()
 

@@ -13,7 +13,7 @@ import torch
 from fastppo.models.head import Head, RefStates
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience
-from fastppo.ppo.objective import clipped_loss, penalty_loss
+from fastppo.ppo.objective import clipped_loss, penalty_loss, policy_loss, value_clipped
 from runs import first_experience, make_trainer, perturb
 
 BATCH = tiny.random_batch((5, 3, 1))
@@ -173,7 +173,8 @@ def test_the_rollout_policy_as_the_reference_of_the_loss(tmp_path: Path) -> None
     perturb(trainer)
     layout = experience.batch.layout()
     hidden = trainer.model(layout)[0]
-    loss = trainer._policy_loss(hidden, layout, experience, trainer.config).loss
+    given = hidden, layout, experience, None, 1.0, trainer.config
+    loss = policy_loss(trainer.model.head, *given).loss
     d = trainer.model.response_logprobs(experience.batch) - experience.old_logprobs
     torch.testing.assert_close(loss, 0.5 * ((-d).exp() - 1 + d).mean(), rtol=1e-4, atol=1e-6)
     assert trainer.train()["kl"] == 0
@@ -207,3 +208,15 @@ def test_the_exact_kl_in_the_loss_pulls_towards_the_reference(tmp_path: Path) ->
         assert last < 0.8 * first
         results.append((first, last))
     assert results[0] == pytest.approx(results[1], rel=1e-3)
+
+
+def test_tokens_whose_clipped_value_counts_are_counted(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    micro = first_experience(trainer)
+    micro = replace(micro, returns=micro.old_values + 2)
+    values = micro.old_values + torch.linspace(-1, 1, len(micro.old_values))
+    near = micro.old_values + (values - micro.old_values).clamp(-0.3, 0.3)
+    wanted = ((near - micro.returns) ** 2 > (values - micro.returns) ** 2).sum().item()
+    assert 0 < wanted < len(values)
+    for clip, count in ((0.3, wanted), (None, 0)):
+        assert value_clipped(values, micro, replace(trainer.config, value_clip=clip)) == count
