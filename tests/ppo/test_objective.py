@@ -13,7 +13,7 @@ import torch
 from fastppo.models.head import Head, RefStates
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience
-from fastppo.ppo.objective import clipped_loss, penalty_loss
+from fastppo.ppo.objective import clipped_loss, penalty_loss, policy_loss
 from runs import first_experience, make_trainer, perturb
 
 BATCH = tiny.random_batch((5, 3, 1))
@@ -173,7 +173,8 @@ def test_the_rollout_policy_as_the_reference_of_the_loss(tmp_path: Path) -> None
     perturb(trainer)
     layout = experience.batch.layout()
     hidden = trainer.model(layout)[0]
-    loss = trainer._policy_loss(hidden, layout, experience, trainer.config).loss
+    given = layout, experience, trainer.reference, 1.0, trainer.config
+    loss = policy_loss(trainer.model.head, hidden, *given).loss
     d = trainer.model.response_logprobs(experience.batch) - experience.old_logprobs
     torch.testing.assert_close(loss, 0.5 * ((-d).exp() - 1 + d).mean(), rtol=1e-4, atol=1e-6)
     assert trainer.train()["kl"] == 0
