@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import environments
 import many_ranks
 import pytest
 import ranks
@@ -23,6 +24,11 @@ WIDE: dict[str, Any] = {"model_dtype": "float64"}
 LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8.0}
 EXACT: dict[str, Any] = {"kl_loss_coef": 0.1, "kl_loss_estimator": "full"}
 MOVED: dict[str, Any] = {"reference_refresh": 1, "kl_coef": 0.0, **EXACT}
+TURNS: dict[str, Any] = {
+    "environment": environments.Exact,
+    "prompts": environments.PROMPTS,
+    "gae_by": "turn",
+}
 NARROW: dict[str, Any] = {"learning_rate": 1e-4}
 """In fp32: Adam's first steps are the sign of a gradient, whatever its size, times this."""
 
@@ -32,6 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lora": WIDE | LORA | EXACT | {"kl_estimator": "full"},
     "uneven": WIDE | {"rollout_batch_size": 15, "minibatches": 5, "microbatch_size": 2},
     "fp32": NARROW | {"value_model": "critic", "bootstrap_truncated": True},
+    "turns": WIDE | environments.OPTIONS | TURNS,
 }
 """What the suite runs on one process and on two."""
 
