@@ -30,6 +30,13 @@ GROUPS = (
         (
             Panel("Reward", "reward", ("reward",), ("reward/",), "what is trained on"),
             Panel(
+                "Held-out reward",
+                "reward",
+                ("eval/reward", "eval/greedy/reward"),
+                ("eval/reward/",),
+                "on eval_prompts",
+            ),
+            Panel(
                 "Agreement with the gold reward",
                 "correlation over responses",
                 (),
