@@ -46,6 +46,7 @@ from fastppo.models.value import (
     critic_of_reward_model,
 )
 from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.evaluation import Evaluation
 from fastppo.ppo.optimizer import make_optimizer
 from fastppo.rewards.ensemble import RewardEnsemble
 from fastppo.rewards.environment import OneTurn, Turns
@@ -76,6 +77,7 @@ class Parts:
     prompts: Prompts | None
     pretraining: PretrainingText | None
     scorer: Scorer
+    evaluation: Evaluation
     context: int | None
     """Tokens that a sequence may have: the least of policy, reference and critic, if any says."""
     fingerprints: dict[str, str]
@@ -179,7 +181,9 @@ def build(
     frozen = ref_policy.frozen if ref_policy is not None else None
     packing_note = choose_packing(config.packing, policy, frozen)
     chosen, engine_note = _engine(engine, policy, tokenizer, config, world)
-    found_prompts = _load_prompts(prompts, tokenizer, context, config)
+    of_prompts = config.prompts, config.split
+    found_prompts = _load_prompts(prompts, tokenizer, context, config, *of_prompts)
+    held_out = _load_prompts(None, tokenizer, context, config, config.eval_prompts, config.split)
     pretraining = _load_pretraining(tokenizer, policy.context, config)
     terms = _load_rewards(rewards or config.rewards, config, device)
     term = load_environment(environment or config.environment)
@@ -197,6 +201,8 @@ def build(
     failures = Path(config.output_dir)
     timeout, drop = config.reward_timeout, config.reward_failure == "drop"
     patience = Patience(timeout, config.reward_retries, drop, say)
+    how_to_score = tokenizer, failures / "failed_reward.json", patience, world
+    monitors = _load_monitors(monitor_rewards or config.monitor_rewards, config, device)
     return Parts(
         device=device,
         tokenizer=tokenizer,
@@ -216,13 +222,13 @@ def build(
         ),
         prompts=found_prompts,
         pretraining=pretraining,
-        scorer=Scorer(
-            terms,
-            _load_monitors(monitor_rewards or config.monitor_rewards, config, device),
-            tokenizer,
-            failures / "failed_reward.json",
-            patience,
-            world,
+        scorer=Scorer(terms, monitors, *how_to_score),
+        evaluation=Evaluation(
+            held_out,
+            Scorer(_load_monitors(config.eval_rewards, config, device) or terms, [], *how_to_score),
+            config.eval_interval,
+            config.eval_sampling,
+            config.rollout_batch_size,
         ),
         turns=OneTurn()
         if term is None
@@ -427,15 +433,20 @@ def _check_tokens(model: ActorCritic, tokenizer: Any, stop: Sequence[int]) -> No
 
 
 def _load_prompts(
-    rows: Rows | None, tokenizer: Any, context: int | None, config: PPOConfig
+    rows: Rows | None,
+    tokenizer: Any,
+    context: int | None,
+    config: PPOConfig,
+    name: str,
+    split: str,
 ) -> Prompts | None:
-    """The prompts of `rows` or of the config, encoded; None if there are none.
+    """The prompts of `rows` or of that name, encoded; None if there are none.
 
     Raises:
         ValueError: `max_new_tokens` leaves no room for a prompt in the context.
         DataError: a prompt that cannot be used; see `encode_prompts`.
     """
-    if rows is None and not config.prompts:
+    if rows is None and not name:
         return None
     room = (context or 2**31) - config.max_new_tokens
     if room < 1:
@@ -444,11 +455,11 @@ def _load_prompts(
             f"context of {context} tokens"
         )
     return encode_prompts(
-        load_rows(config.prompts, config.split) if rows is None else rows,
+        load_rows(name, split) if rows is None else rows,
         tokenizer,
         column=config.prompt_column,
         max_prompt_tokens=room,
-        source=config.prompts or "prompts",
+        source=name or "prompts",
     )
 
 

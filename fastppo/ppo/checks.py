@@ -144,6 +144,7 @@ def given_responses(
     finish_reasons: Sequence[str] | None,
     tokenizer: Any,
     stop_token_ids: Sequence[int],
+    room: tuple[int, int | None],
     masks: Sequence[Sequence[bool] | Tensor] | None = None,
     token_rewards: TokenRows | None = None,
     old_logprobs: TokenRows | None = None,
@@ -151,9 +152,12 @@ def given_responses(
 ) -> GivenResponses:
     """Texts or token ids as tokens; without finish reasons, whether a stop token comes last.
 
+    Args:
+        room: the vocabulary's and the context's size.
+
     Raises:
-        ValueError: the scores are not one per prompt, or not finite; what there is by token does
-            not fit the responses, or is not finite.
+        ValueError: see `check_responses`; the scores are not one per prompt, or not finite; what
+            there is by token does not fit the responses, or is not finite.
     """
     prompt_ids = [token_ids(tokenizer, prompt) for prompt in prompts]
     response_ids = [token_ids(tokenizer, each, special_tokens=False) for each in responses]
@@ -168,6 +172,7 @@ def given_responses(
         None if old_logprobs is None else packed_values("old_logprobs", old_logprobs, rollout),
         None if values is None else packed_values("values", values, rollout),
     )
+    check_responses(prompt_ids, rollout, *room)
     paid = Scores(total, within, rollout.written_lengths)
     return GivenResponses(prompt_ids, rollout, paid, old)
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from fastppo.data.microbatches import Limits
 from fastppo.functional import arguments
+from fastppo.ppo.evaluation import EvaluationOptions
 from fastppo.ppo.rollout_options import RolloutOptions, TurnOptions
 from fastppo.ppo.schedule import Schedule
 from fastppo.run.options import Options, RanksOptions, WeightOptions, check_bounds, option
@@ -373,6 +374,7 @@ class PPOConfig(
     AdvantageOptions,
     PretrainingOptions,
     OptimizerOptions,
+    EvaluationOptions,
     WatchOptions,
     RunOptions,
     RanksOptions,
@@ -578,6 +580,8 @@ class PPOConfig(
             ),
             ("lam_alpha value_lam gae_by", "advantage=gae", self.advantage == "gae"),
             ("group_std", "advantage=group", self.advantage == "group"),
+            ("eval_interval eval_rewards eval_sampling", "eval_prompts", self.eval_prompts),
+            ("eval_patience", "eval_prompts", self.eval_prompts),
             ("lora_alpha lora_target_modules", "lora_rank > 0", self.lora_rank > 0),
             ("ptx_batch_size ptx_block_size", "ptx_data", self.ptx_data),
         ):

@@ -233,14 +233,13 @@ def turn_metrics(rollout: Rollout) -> dict[str, float]:
 
 
 def sample_records(
-    count: int,
     prompts: Prompts,
     completions: list[str],
     rollout: Rollout,
     scores: Scores,
     experience: Experience,
 ) -> list[dict[str, Any]]:
-    """The first `count` responses as samples.jsonl has them."""
+    """The responses as samples.jsonl has them, as many as there are completions."""
     token_kl = None
     if experience.ref_logprobs is not None:
         difference = sampled_kl(experience.old_logprobs, experience.ref_logprobs)
@@ -257,7 +256,7 @@ def sample_records(
             "tokens": rollout.written_lengths[i],
             "finish_reason": rollout.finish_reasons[i],
         }
-        for i in range(min(count, len(prompts)))
+        for i in range(len(completions))
     ]
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fastppo.ppo.config import WARNINGS, PPOConfig
+from fastppo.ppo.evaluation import Progress
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
 from fastppo.rewards.processing import RunningScale
 from fastppo.run.watch import ABSENT_AFTER, SpikeDetector, Watch, parse_threshold
@@ -37,6 +38,7 @@ class RunState:
     """Blocks of pretraining text."""
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
+    evaluations: Progress = field(default_factory=Progress)
 
     @classmethod
     def of(cls, config: PPOConfig) -> RunState:
@@ -64,6 +66,10 @@ class RunState:
             self.kl_control.update(kl, sequences)
         self.iteration += 1
 
+    def has_enough(self, config: PPOConfig) -> bool:
+        """Whether a threshold, or evaluations that rise no more, end the run."""
+        return bool(self.watch.stopped_by) or self.evaluations.is_over(config.eval_patience)
+
     def is_warming_up(self, options: PPOConfig) -> bool:
         """Whether this iteration trains the value function alone."""
         return self.iteration < options.value_warmup_iterations
@@ -75,6 +81,7 @@ class RunState:
             "kl_coef": self.kl_control.coef,
             "policy_kl_coef": self.policy_kl_control.coef,
             "score_scale": asdict(self.score_scale),
+            "evaluations": asdict(self.evaluations),
             "watch": self.watch.state_dict(),
         }
 
@@ -86,6 +93,7 @@ class RunState:
             self.kl_control.coef = state["kl_coef"]
         self.policy_kl_control.coef = state["policy_kl_coef"]
         self.score_scale = RunningScale(**state["score_scale"])
+        self.evaluations = Progress(**state.get("evaluations", {}))
         self.watch.load_state_dict(state["watch"])
 
 

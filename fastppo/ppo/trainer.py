@@ -45,7 +45,6 @@ from fastppo.ppo.checkpoints import Checkpoints, export
 from fastppo.ppo.checks import (
     TokenRows,
     check_on_policy,
-    check_responses,
     given_responses,
     odd_options,
     random_state_restored,
@@ -71,10 +70,9 @@ from fastppo.ppo.out_of_memory import Halving
 from fastppo.ppo.state import RunState
 from fastppo.rewards.dropping import without_dropped
 from fastppo.rewards.reward import Reward
-from fastppo.rewards.scorer import Scores
+from fastppo.rewards.scorer import Scorer, Scores
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
 from fastppo.run.checkpoint import random_state, restore_random_state
-from fastppo.run.identity import keep_config
 from fastppo.run.lock import held
 from fastppo.run.log import SharedLog, check_no_run, progress, read_jsonl, say
 from fastppo.run.report import write_report
@@ -139,14 +137,13 @@ class PPOTrainer:
         )
         self.device, self.context = parts.device, parts.context
         self.model, self.reference = parts.model, parts.reference
-        self.tokenizer, self.optimizer = parts.tokenizer, parts.optimizer
+        self.tokenizer, self.optimizer, self._notes = parts.tokenizer, parts.optimizer, parts.notes
         self.engine, self.sampling, self.turns = parts.engine, parts.sampling, parts.turns
         self.prompts, self.pretraining = parts.prompts, parts.pretraining
-        self.scorer = parts.scorer
+        self.scorer, self.evaluation = parts.scorer, parts.evaluation
         self.state = RunState.of(config)
         self.checkpoints = Checkpoints(config, self.state, parts, self.say, world)
         self._halving = Halving(self.say, alone=world.size == 1)
-        self._notes = parts.notes
 
     # ------------------------------------------------------------------------------ the algorithm
 
@@ -178,8 +175,6 @@ class PPOTrainer:
             elif state.iteration == 0:
                 world.first(lambda: check_no_run(run_dir))
             self.self_check(self.prompts)
-            device = device_name(self.model.device)
-            world.first(lambda: keep_config(run_dir, config, state.iteration, device))
             metrics = self._iterations(run_dir, asked)
             self.checkpoints.finish()
             if asked.stop and state.iteration < config.iterations and not state.watch.stopped_by:
@@ -197,13 +192,13 @@ class PPOTrainer:
     def _iterations(self, run_dir: Path, asked: Asked) -> dict[str, float]:
         """Iterates to the end, or until the watch or a signal stops it; the last metrics."""
         config, state, end = self.config, self.state, self.config.iterations
-        records = {"first": state.iteration, "wandb_project": config.wandb_project}
-        log = SharedLog(self.world, run_dir, config, **records)
+        about = {"first": state.iteration, "device": device_name(self.device)}
+        log = SharedLog(self.world, run_dir, config, **about, wandb_project=config.wandb_project)
         self._notes += log.notes
         metrics: dict[str, float] = {}
         bar = progress("PPO", self.console, total=end, completed=state.iteration)
         with closing(log), bar as show:
-            while state.iteration < end and not (state.watch.stopped_by or asked.stop):
+            while state.iteration < end and not (asked.stop or state.has_enough(config)):
                 at_start = random_state()
                 try:
                     metrics = self.iterate(log, asked)
@@ -244,11 +239,11 @@ class PPOTrainer:
         metrics |= clock.metrics(batch.response_count, self.world)
         metrics |= rollout_health(rollout.written_tokens, scores.total, scores.monitors) | dropped
         iteration = self.state.iteration
+        metrics |= self.evaluation.after(self)
         log.metrics(iteration, metrics, self._warnings(metrics))
         if iteration % options.log_interval == 0:
-            texts, count = self.completions(prompts, rollout), options.log_samples
-            samples = sample_records(count, prompts, texts, rollout, scores, experience)
-            log.samples(iteration, samples)
+            texts = self.completions(prompts, rollout)[: options.log_samples]
+            log.samples(iteration, sample_records(prompts, texts, rollout, scores, experience))
         self.state.prompts_seen += options.prompts_per_iteration
         self.state.finish_iteration(metrics.get("kl"), len(prompts), options)
         return metrics
@@ -283,10 +278,10 @@ class PPOTrainer:
                 or outside the vocabulary; a number is not finite, a mask not bool or never True.
             RunStoppedError: a metric crossed a threshold of `stop_if`; the update is done.
         """
-        of_all = prompts, responses, scores, finish_reasons, self.tokenizer
-        of_tokens = self.sampling.stop_token_ids, masks, token_rewards, old_logprobs, values
-        ids, rollout, paid, old = given_responses(*of_all, *of_tokens)
-        check_responses(ids, rollout, self.model.head.vocabulary, self.context)
+        stop, room = self.sampling.stop_token_ids, (self.model.head.vocabulary, self.context)
+        of_tokens = self.tokenizer, stop, room, masks, token_rewards, old_logprobs, values
+        given = given_responses(prompts, responses, scores, finish_reasons, *of_tokens)
+        ids, rollout, paid, old = given
         options = self._begin_iteration()
         batch = Batch.of(ids, rollout.tokens, self.device, rollout.written)
         rewards = self.training_rewards(paid, options)
@@ -300,10 +295,12 @@ class PPOTrainer:
             raise RunStoppedError(f"stopped: {'; '.join(self.state.watch.stopped_by)}")
         return metrics
 
-    def score(self, prompts: Prompts, rollout: Rollout, options: PPOConfig) -> Scores:
+    def score(
+        self, prompts: Prompts, rollout: Rollout, options: PPOConfig, scorer: Scorer | None = None
+    ) -> Scores:
         """Rewards of the responses' texts: their weighted sum, less the penalties."""
         texts = self.completions(prompts, rollout)
-        scores = self.scorer(prompts, texts, rollout.tokens, rollout.written)
+        scores = (scorer or self.scorer)(prompts, texts, rollout.tokens, rollout.written)
         scores = scores.plus("environment", rollout.rewards)
         return scores.charged(rollout.written_lengths, rollout.truncated, **options.charges)
 
@@ -429,7 +426,9 @@ class PPOTrainer:
 
     # ----------------------------------------------------------------------- looking at the policy
 
-    def evaluate(self, prompts: Prompts, sampling: Sampling | None = None) -> dict[str, Any]:
+    def evaluate(
+        self, prompts: Prompts, sampling: Sampling | None = None, scorer: Scorer | None = None
+    ) -> dict[str, Any]:
         """Samples and scores responses to `prompts` without learning from them.
 
         Returns:
@@ -440,7 +439,7 @@ class PPOTrainer:
         with random_state_restored(self.device):
             torch.manual_seed(options.seed)
             prompts, rollout = self.turns.play(prompts, self.engine, sampling or self.sampling)
-        scores = self.score(prompts, rollout, options)
+        scores = self.score(prompts, rollout, options, scorer)
         batch = Batch.of(prompts.token_ids, rollout.tokens, self.device, rollout.written)
         return {
             **response_metrics(scores, rollout, {}),

@@ -126,10 +126,12 @@ class Scores:
         return replace(self, last=total - self._paid(within), within=within)
 
     def metrics(self) -> dict[str, float]:
-        """Means over the batch: the total, each term and each monitored reward."""
+        """Means over the batch, without dropped samples: the total, each term and each monitored
+        reward."""
+        total = self.total if self.kept is None else self.total[self.kept]
         metrics = {
-            "reward": self.total.mean().item(),
-            "reward_std": self.total.std(correction=0).item(),
+            "reward": total.mean().item(),
+            "reward_std": total.std(correction=0).item(),
         }
         for name, values in self.terms.items():
             metrics[f"reward/{name}"] = _mean(values)

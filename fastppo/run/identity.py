@@ -7,10 +7,8 @@ for.
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Iterable, Mapping
-from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,18 +105,13 @@ def check_same_run(
     return [f"since {path.name}: {difference}" for difference in found]
 
 
-def keep_config(run_dir: Path, config: Options, number: int, device: str) -> None:
+def keep_config(run_dir: Path, config: Options, number: int) -> None:
     """Writes config.yaml; an earlier part's, if it was another, stays as
-    `config-before-<number>.yaml`. A line of parts.jsonl says when and on what this part runs.
+    `config-before-<number>.yaml`.
 
     Args:
         number: of the first iteration or step under this config.
-        device: its name.
     """
-    started = datetime.now().astimezone().isoformat(" ", "minutes")
-    part = {"first": number, "started": started, "device": device, "versions": versions()}
-    with (run_dir / "parts.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(part) + "\n")
     path = run_dir / "config.yaml"
     kept = run_dir / f"config-before-{number:06d}.yaml"
     if path.exists() and number and not kept.exists():

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from fastppo.data.world import World
+from fastppo.run.identity import keep_config, versions
 from fastppo.run.options import Options
 
 LINE_SECONDS = 10.0
@@ -31,8 +34,10 @@ class RunLog:
     """Appends to the records of a run directory.
 
     Args:
+        config: kept as config.yaml, beside those of earlier parts of the run.
         index: what a record is numbered by: iteration, or step.
         first: the number of the first record to come; older ones from there on are cut off.
+        device: its name, for the report.
         wandb_project: also log to this project.
     """
 
@@ -43,6 +48,7 @@ class RunLog:
         *,
         index: str = "iteration",
         first: int = 0,
+        device: str = "",
         wandb_project: str | None = None,
     ) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -52,6 +58,8 @@ class RunLog:
         self.notes: list[str] = []
         """Sentences on what was found in the records."""
         self.directory.mkdir(parents=True, exist_ok=True)
+        keep_config(self.directory, config, first)
+        self._begin_part(first, device)
         for name in ("metrics.jsonl", "samples.jsonl"):
             self.notes += cut(self.directory / name, index, first)
         self._excepthook = threading.excepthook
@@ -70,6 +78,14 @@ class RunLog:
                 dir=str(self.directory),
                 config=config.to_dict(),
             )
+
+    def _begin_part(self, first: int, device: str) -> None:
+        """A line of parts.jsonl: when, on what and with which versions the run goes on."""
+        path = self.directory / "parts.jsonl"
+        self.notes += cut(path, "first", sys.maxsize)  # of an earlier part all lines stay
+        started = datetime.now().astimezone().isoformat(" ", "minutes")
+        part = {"first": first, "started": started, "device": device, "versions": versions()}
+        _append(path, [part])
 
     def metrics(self, number: int, metrics: dict[str, float], warnings: Sequence[str] = ()) -> None:
         """One line of metrics.jsonl, and the same numbers as TensorBoard scalars. The sentences of

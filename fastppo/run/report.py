@@ -35,6 +35,13 @@ GROUPS = (
         (
             Panel("Reward", "reward", ("reward",), ("reward/",), "what is trained on"),
             Panel(
+                "Held-out reward",
+                "reward",
+                ("eval/reward", "eval/greedy/reward"),
+                ("eval/reward/",),
+                "on eval_prompts",
+            ),
+            Panel(
                 "Agreement with the gold reward",
                 "correlation over responses",
                 (),
@@ -175,7 +182,7 @@ class Run(NamedTuple):
     samples: list[dict[str, Any]]
     config: dict[str, Any]
     parts: list[dict[str, Any]]
-    """Of each start of the run: when, device, versions; see `fastppo.run.identity`."""
+    """Of each start of the run: when, device, versions; see `fastppo.run.log`."""
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -302,7 +309,7 @@ def _header(run: Run) -> list[str]:
     if run.parts:
         newest = run.parts[-1]
         facts = [run.parts[0]["started"], *facts, newest["device"]]
-        lines.append(" · ".join(facts))
+        lines.append(" · ".join(filter(None, facts)))
         lines.append(" · ".join(f"{name} {of}" for name, of in newest["versions"].items()))
     elif facts:
         lines.append(" · ".join(facts))

@@ -35,7 +35,7 @@ from fastppo.models.pretrained import UNFINISHED
 from fastppo.models.trunk import context_length
 from fastppo.run import manifest
 from fastppo.run.checkpoint import CheckpointError
-from fastppo.run.identity import check_same_run, keep_config, of_run
+from fastppo.run.identity import check_same_run, of_run
 from fastppo.run.lock import held
 from fastppo.run.log import RunLog, check_no_run, progress, read_jsonl, say
 from fastppo.run.options import Options, WeightOptions, option
@@ -483,8 +483,8 @@ class Records(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         first = state.global_step + 1 if state.global_step else 0
         run_dir = Path(self.config.output_dir)
-        keep_config(run_dir, self.config, first, device_name(args.device))
-        self._log = RunLog(run_dir, self.config, index="step", first=first)
+        device = device_name(args.device)
+        self._log = RunLog(run_dir, self.config, index="step", first=first, device=device)
         for record in read_jsonl(run_dir / "metrics.jsonl"):
             self._written.add((record.pop("step"), frozenset(record)))
 

@@ -173,7 +173,7 @@ def test_the_share_of_responses_that_ended_by_themselves_is_beside_their_rewards
 def test_the_first_responses_are_written_down_with_all_that_they_got() -> None:
     prompts = Prompts(["w1", "w2 w3"], [[4], [5, 6]])
     args = (prompts, [" a", " b"], ROLLOUT, SCORES, EXPERIENCE)
-    first, second = sample_records(8, *args)
+    first, second = sample_records(*args)
     assert first == {
         "prompt": "w1",
         "completion": " a",
@@ -185,10 +185,10 @@ def test_the_first_responses_are_written_down_with_all_that_they_got() -> None:
         "finish_reason": "stop",
     }
     assert (second["kl"], second["finish_reason"]) == (pytest.approx(KL[1]), "length")
-    assert sample_records(1, *args) == [first]
-    assert sample_records(0, *args) == []
+    assert sample_records(prompts, [" a"], *args[2:]) == [first]
+    assert sample_records(prompts, [], *args[2:]) == []
     without = replace(EXPERIENCE, ref_logprobs=None)
-    assert sample_records(1, *args[:-1], without)[0]["kl"] is None
+    assert sample_records(*args[:-1], without)[0]["kl"] is None
 
 
 def test_the_bar_shows_the_numbers_that_people_watch() -> None:

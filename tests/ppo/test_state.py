@@ -14,6 +14,7 @@ import tiny
 import torch
 
 from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.evaluation import Progress
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
 from fastppo.ppo.state import COUNTERS, RunState
 from fastppo.ppo.trainer import PPOTrainer
@@ -26,6 +27,7 @@ from runs import make_trainer, records
 def _used(config: PPOConfig) -> RunState:
     """A state of which nothing is as it was at the start."""
     state = RunState.of(config)
+    state.evaluations = Progress(0.5, 2)
     for number, name in enumerate(COUNTERS, 11):
         setattr(state, name, number)
     state.kl_control.coef, state.policy_kl_control.coef = 0.7, 0.9
@@ -58,7 +60,7 @@ def test_a_state_comes_back_whole_through_json(controller: str) -> None:
 
 def test_every_counter_of_a_state_is_one_that_is_saved() -> None:
     """A field that is added to the state is not forgotten in a checkpoint."""
-    parts = {"kl_control", "policy_kl_control", "watch", "score_scale"}
+    parts = {"kl_control", "policy_kl_control", "watch", "score_scale", "evaluations"}
     assert {each.name for each in fields(RunState)} == parts | {*COUNTERS}
 
 

@@ -80,8 +80,8 @@ def test_another_run_is_refused_unless_it_is_allowed() -> None:
 
 def test_the_configs_of_all_parts_are_kept(tmp_path: Path) -> None:
     for number, rate in ((0, 1), (0, 1), (5, 2), (5, 3), (7, 3), (9, 4)):
-        identity.keep_config(tmp_path, Config(rate=rate), number, "a device")
-    rates = {path.name: path.read_text().split("rate: ")[1][:3] for path in tmp_path.glob("*.yaml")}
+        identity.keep_config(tmp_path, Config(rate=rate), number)
+    rates = {path.name: path.read_text().split("rate: ")[1][:3] for path in tmp_path.iterdir()}
     # What was begun at 5 under rate 2 came to no checkpoint: 5 was begun again under 3.
     assert rates == {
         "config-before-000005.yaml": "1.0",
@@ -92,5 +92,5 @@ def test_the_configs_of_all_parts_are_kept(tmp_path: Path) -> None:
 
 def test_a_config_that_cannot_be_read_is_kept_too(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("rate: [")
-    identity.keep_config(tmp_path, Config(), 3, "a device")
+    identity.keep_config(tmp_path, Config(), 3)
     assert (tmp_path / "config-before-000003.yaml").read_text() == "rate: ["

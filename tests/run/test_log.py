@@ -110,6 +110,20 @@ def test_numbers_that_are_not_finite_and_odd_objects_are_written_all_the_same(tm
     assert "é" in line
 
 
+def test_each_part_of_a_run_has_a_line_whatever_became_of_the_last(tmp_path: Path) -> None:
+    RunLog(tmp_path, Config(), device="A GPU").close()
+    with (tmp_path / "parts.jsonl").open("a") as file:
+        file.write('{"fir')  # killed while it was written
+    log = RunLog(tmp_path, Config(), first=3, device="Another")
+    log.metrics(3, {"reward": 1.0})
+    log.close()
+    parts = read_jsonl(tmp_path / "parts.jsonl")
+    assert [(part["first"], part["device"]) for part in parts] == [(0, "A GPU"), (3, "Another")]
+    assert "torch" in parts[0]["versions"]
+    assert f"{parts[0]['started']} · Another" in write_report(tmp_path).read_text()
+    assert (tmp_path / "config.yaml").exists()
+
+
 def test_events_that_cannot_be_written_are_one_sentence(tmp_path: Path, monkeypatch) -> None:
     """Without the traceback of TensorBoard's thread, which pytest takes for an error."""
 

@@ -1,0 +1,108 @@
+"""Held-out evaluation: what the policy earns on prompts that it does not learn from.
+
+Every `eval_interval` iterations, after the update, the policy answers `eval_prompts` and its
+responses are scored, always with the same random numbers. What comes of it goes to the iteration's
+metrics under `eval/`, so `checkpoint_best`, `warn_if` and `stop_if` may name it. `eval_patience`
+ends a run whose `eval/reward` rises no more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from fastppo.data.prompts import Prompts
+from fastppo.rewards.scorer import Scorer
+from fastppo.rollout import Sampling
+from fastppo.run.options import Options, option
+
+SHOWN = ("reward", "kl", "response_length", "eos_rate", "turns")
+"""Metrics of an evaluation, beside each reward and finish reason: means over its responses."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class EvaluationOptions(Options):
+    """Evaluation."""
+
+    eval_prompts: str = option(
+        "", "Prompts that are answered and not learned from, with the columns of prompts"
+    )
+    eval_interval: int = option(10, "Iterations between evaluations", minimum=1)
+    eval_rewards: Sequence[str] = option(
+        [], "Rewards of an evaluation; none given means those that are trained on"
+    )
+    eval_sampling: Literal["sampled", "greedy", "both"] = option(
+        "sampled",
+        "Draw responses as in training, take the likeliest tokens (eval/greedy/), or both",
+    )
+    eval_patience: int | None = option(
+        None, "Evaluations without a better eval/reward after which the run ends", minimum=1
+    )
+
+
+@dataclass(slots=True)
+class Progress:
+    """The evaluations of a run so far."""
+
+    best: float | None = None
+    """Of eval/reward."""
+    since: int = 0
+    """Evaluations after the best one."""
+
+    def take(self, reward: float) -> None:
+        # A reward that is not finite is never better.
+        if reward > (-math.inf if self.best is None else self.best):
+            self.best, self.since = reward, 0
+        else:
+            self.since += 1
+
+    def is_over(self, patience: int | None) -> bool:
+        return patience is not None and self.since >= patience
+
+
+class Evaluation:
+    """The evaluations of a run.
+
+    Args:
+        prompts: None for no evaluation.
+        scorer: of its rewards.
+        interval: iterations.
+        how: sampled, greedy or both.
+        at_once: responses that are generated at once.
+    """
+
+    def __init__(
+        self, prompts: Prompts | None, scorer: Scorer, interval: int, how: str, at_once: int
+    ) -> None:
+        self.prompts, self.scorer, self.interval = prompts, scorer, interval
+        self.how, self.at_once = how, at_once
+
+    def after(self, trainer: Any) -> dict[str, float]:
+        """The metrics of an evaluation after an iteration's update, which the trainer's state takes
+        note of; none where none is due."""
+        if self.prompts is None or (trainer.state.iteration + 1) % self.interval:
+            return {}
+        found: dict[str, float] = {}
+        if self.how != "greedy":
+            found |= self._means("eval/", trainer, self.prompts, trainer.sampling)
+        if self.how != "sampled":
+            greedy = replace(trainer.sampling, greedy=True)
+            found |= self._means("eval/greedy/", trainer, self.prompts, greedy)
+        if self.how == "greedy":
+            found["eval/reward"] = found["eval/greedy/reward"]
+        trainer.state.evaluations.take(found["eval/reward"])
+        return found
+
+    def _means(
+        self, prefix: str, trainer: Any, prompts: Prompts, sampling: Sampling
+    ) -> dict[str, float]:
+        """Over all responses, of metrics that are themselves means over responses."""
+        sums: dict[str, float] = {}
+        for begin in range(0, len(prompts), self.at_once):
+            part = prompts.select(range(begin, min(begin + self.at_once, len(prompts))))
+            for name, value in trainer.evaluate(part, sampling, self.scorer).items():
+                if name in SHOWN or name.startswith(("reward/", "finish/")):
+                    sums[name] = sums.get(name, 0.0) + value * len(part)
+        return {prefix + name: total / len(prompts) for name, total in sums.items()}

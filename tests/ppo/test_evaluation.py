@@ -1,0 +1,121 @@
+"""Held-out evaluation: due when it is due, the same draws each time, and no trace in the run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.evaluation import Progress
+from fastppo.ppo.trainer import PPOTrainer
+from fastppo.run.report import PANELS
+from runs import make_trainer, records
+
+REWARD = """
+def one(prompts, completions, wanted):
+    return [1.0 + (w == "w0") for w in wanted]
+"""
+
+
+def _trainer(directory: Path, **more: Any) -> PPOTrainer:
+    directory.mkdir(parents=True, exist_ok=True)
+    held_out = directory / "held-out.jsonl"
+    held_out.write_text("\n".join(map(json.dumps, tiny.PROMPTS[:20])))
+    return make_trainer(directory, eval_prompts=str(held_out), **more)
+
+
+def test_an_evaluation_comes_every_so_many_iterations(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, iterations=5, eval_interval=2, eval_sampling="both")
+    trainer.train()
+    lines = records(trainer)
+    assert ["eval/reward" in line for line in lines] == [False, True, False, True, False]
+    found = {name for name in lines[1] if name.startswith("eval/")}
+    names = {"reward", "reward/count_w7", "kl", "response_length", "eos_rate"}
+    assert found == {f"eval/{each}" for each in names} | {f"eval/greedy/{each}" for each in names}
+    assert lines[3]["eval/reward"] != lines[1]["eval/reward"]
+
+
+def test_its_means_are_those_of_all_prompts_at_once(tmp_path: Path) -> None:
+    """Of twenty prompts in parts of eight; greedily, since the draws of a part are its own."""
+    options = {"rollout_batch_size": 8, "eval_sampling": "greedy", "eval_interval": 1}
+    trainer = _trainer(tmp_path, **options, iterations=1)
+    metrics = trainer.train()
+    prompts = trainer.evaluation.prompts
+    assert prompts is not None
+    whole = trainer.evaluate(prompts, replace(trainer.sampling, greedy=True))
+    for name in ("reward", "kl", "response_length", "eos_rate"):
+        assert metrics[f"eval/greedy/{name}"] == pytest.approx(whole[name], abs=1e-5), name
+    assert metrics["eval/reward"] == metrics["eval/greedy/reward"]
+
+
+def test_it_leaves_no_trace_in_the_run(tmp_path: Path) -> None:
+    one = _trainer(tmp_path / "with", eval_interval=1, iterations=3)
+    other = make_trainer(tmp_path / "without", iterations=3)
+    one.train()
+    other.train()
+    for found, wanted in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_it_has_rewards_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "gold.py").write_text(REWARD)
+    gold = [f"{tmp_path / 'gold.py'}:one"]
+    metrics = _trainer(tmp_path, eval_interval=1, eval_rewards=gold, iterations=1).train()
+    wanted = sum(1.0 + (row["wanted"] == "w0") for row in tiny.PROMPTS[:20]) / 20
+    assert metrics["eval/reward"] == metrics["eval/reward/one"] == pytest.approx(wanted)
+    assert "reward/one" not in metrics
+
+
+def test_a_run_ends_where_it_rises_no_more_and_keeps_its_best(tmp_path: Path) -> None:
+    """A reward that is the same for ever: the first evaluation is the best, two follow."""
+    (tmp_path / "gold.py").write_text(REWARD)
+    options = {"eval_rewards": [f"{tmp_path / 'gold.py'}:one"], "eval_interval": 2}
+    options |= {"eval_patience": 2, "checkpoint_best": "eval/reward", "checkpoint_interval": 2}
+    trainer = _trainer(tmp_path, **options, iterations=20)
+    trainer.train()
+    assert trainer.state.iteration == 6
+    assert (Path(trainer.config.output_dir) / "policy").is_dir()
+    again = _trainer(tmp_path, **options, iterations=20, resume=True)
+    again.train()
+    assert again.state.iteration == 6, "what ended the run is in the checkpoint"
+    assert again.state.evaluations == trainer.state.evaluations
+
+
+def test_only_a_better_one_counts() -> None:
+    progress = Progress()
+    nan = float("nan")
+    for reward, since in ((nan, 1), (1.0, 0), (0.5, 1), (1.0, 2), (nan, 3), (1.5, 0), (1.0, 1)):
+        progress.take(reward)
+        assert progress.since == since
+    assert (progress.best, progress.is_over(None)) == (1.5, False)
+    assert [progress.is_over(patience) for patience in (1, 2)] == [True, False]
+
+
+def test_a_dropped_sample_is_not_among_its_means(tmp_path: Path) -> None:
+    (tmp_path / "gold.py").write_text(
+        "def some(prompts, completions, wanted):\n"
+        "    return [ValueError('no') if w == 'w1' else 2.0 for w in wanted]\n"
+    )
+    options = {"eval_rewards": [f"{tmp_path / 'gold.py'}:some"], "eval_interval": 1}
+    metrics = _trainer(tmp_path, **options, iterations=1, reward_failure="drop").train()
+    assert metrics["eval/reward"] == metrics["eval/reward/some"] == 2.0
+
+
+@pytest.mark.parametrize(
+    "options", [{"eval_interval": 3}, {"eval_patience": 3}, {"eval_sampling": "both"}]
+)
+def test_its_options_need_its_prompts(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(ValueError, match=f"{name} has an effect only with eval_prompts"):
+        PPOConfig(**options)
+
+
+def test_the_report_has_a_panel_of_it() -> None:
+    (panel,) = [panel for panel in PANELS if "eval/reward" in panel.metrics]
+    assert "eval/greedy/reward" in panel.metrics
