@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 class Compiled(NamedTuple):
     """One kernel of one launch: registers per thread; stack, local and shared memory in bytes; the
-    layout of every scan, in their order: where it differs, so does the order of the sums."""
+    layout of every scan, in their order: where it differs, so does the order of the sums; the file
+    of the machine code; the registers that the launch names."""
 
     launch: str
     kernel: str
@@ -38,6 +39,8 @@ class Compiled(NamedTuple):
     local: int
     shared: int
     scans: list[str]
+    cubin: str
+    named_registers: int | None
 
 
 def compiled(launches: Path, capability: int, cache: Path) -> list[Compiled]:
@@ -113,8 +116,10 @@ def main(launches: str, capability: str) -> None:
     def compile_only(kernel: JITFunction, grid: Any) -> Any:
         def launch(*args: Any, **kwargs: Any) -> None:
             result = kernel.warmup(*args, grid=grid, **kwargs)
+            cubin = Path(os.environ["TRITON_CACHE_DIR"]) / f"{result.hash}.cubin"
             if result.hash not in resources:
                 resources[result.hash] = _resources(result.asm["cubin"])
+                cubin.write_bytes(result.asm["cubin"])
             constants = {
                 name: value
                 for name, value in kwargs.items()
@@ -128,6 +133,8 @@ def main(launches: str, capability: str) -> None:
                 # the cubin knows of static shared memory alone
                 **resources[result.hash] | {"shared": result.metadata.shared},
                 scans=_scan_layouts(result.asm["ttgir"]),
+                cubin=str(cubin),
+                named_registers=kwargs.get("maxnreg"),
             )
             print(json.dumps(row._asdict(), default=str), flush=True)
 

@@ -1,9 +1,10 @@
 """The launches of `fastppo_kernels.triton_rows` that are compiled for each GPU generation.
 
-Every tile of its table (short and long rows, 2- and 4-byte logits; whole, and halved for a
-reference or a soft-cap) is compiled for each of the row kernels, with the other optional operands
-present, which is when the most registers are live. Each way of leaving operands out that changes a
-loop, and rows that do not lie on 16 bytes, are compiled in the tile that holds the most.
+Every tile of its table (short, middle and long rows; whole, and halved for a reference or a
+soft-cap) is compiled for each of the row kernels, with the other optional operands present, which
+is when the most registers are live. The rows in the middle do not lie on 16 bytes. Each way of
+leaving operands out that changes a loop, and rows that lie differently in two tensors, are compiled
+in the tile that holds the most.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def launches() -> list[tuple[str, Callable[[], None]]]:
     found: list[tuple[str, Callable[[], None]]] = []
     for vocab, dtype in (
         (SHORT, torch.bfloat16),
-        (SHORT, torch.float32),
+        (ODD, torch.bfloat16),
         (LONG, torch.bfloat16),
         (LONG, torch.float32),
     ):
@@ -86,16 +87,20 @@ def launches() -> list[tuple[str, Callable[[], None]]]:
         dtype_name = str(dtype).removeprefix("torch.")
         found += [(f"{name}, V={vocab} {dtype_name}", call) for name, call in named]
     x, odd = _logits(LONG, torch.bfloat16), _logits(ODD, torch.bfloat16)
+    off = _logits(LONG + 1, torch.bfloat16)[:, 1:]
+    cut, ref = _logits(ODD, x.dtype, (N, 3))[:, :-1], _logits(ODD, x.dtype, (N, 2))
     found += [
         ("loss, bare", partial(_loss, x)),
         ("loss, in place", partial(_loss, x, inplace=True)),
         ("loss, no gradient", partial(_loss, x, need_grad=False)),
         ("loss, no gradient, fp16", partial(_loss, x.half(), need_grad=False)),
         ("loss, logits[:, :-1]", partial(_loss, _logits(LONG, x.dtype, (N // 2, 3))[:, :-1])),
-        ("loss, k3, off 16 bytes", partial(_sampled, odd, SCALED)),
-        ("loss, k3, soft-cap, off 16 bytes", partial(_sampled, odd, CAPPED)),
-        ("statistics, off 16 bytes", partial(_stats, odd, BARE)),
-        ("backward, off 16 bytes", partial(_backward, odd, BARE)),
+        ("loss, k3, logits[:, 1:]", partial(_sampled, off, SCALED)),
+        ("loss, float32, off 16 bytes", partial(_sampled, odd.float(), SCALED)),
+        ("loss, rows of two kinds", partial(_sampled, cut, SCALED)),
+        ("loss, full KL, soft-cap, rows of two kinds", partial(_full, cut, CAPPED, ref)),
+        ("statistics, full KL, rows of two kinds", partial(_stats, cut, SCALED, ref)),
+        ("backward, rows of two kinds", partial(_backward, cut, BARE)),
         ("statistics, fp16", partial(_stats, x.half(), BARE)),
         ("backward, fp16", partial(_backward, x.half(), BARE)),
         ("scale", partial(triton_rows.scale_, x, torch.ones(()))),

@@ -7,6 +7,7 @@ Host arithmetic on lengths is NumPy's or Python's, and so is none.
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,3 +58,23 @@ def counted() -> Iterator[Counter[str]]:
     with pytest.MonkeyPatch.context() as patch, _Reads(seen):
         patch.setattr(Tensor, "tolist", counting)
         yield seen
+
+
+@contextmanager
+def refused_by_torch() -> Iterator[None]:
+    """On a GPU: torch raises where the host would wait; afterwards the mode is what it was.
+
+    Setting a mode warns, which is an error in these tests.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    try:
+        _set_mode("error")
+        yield
+    finally:
+        _set_mode(before)
+
+
+def _set_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")
+        torch.cuda.set_sync_debug_mode(mode)

@@ -198,7 +198,8 @@ def choose_backend(backend: str, x: Tensor) -> str:
     """
     choice("backend", backend, BACKENDS)
     if backend == "auto":
-        runs = x.is_cuda and x.dtype != torch.float64
+        # Some of the kernels hold PTX: an AMD GPU's tensors are "cuda" too.
+        runs = x.is_cuda and torch.version.hip is None and x.dtype != torch.float64
         return "triton" if runs and HAS_TRITON else "torch"
     if backend == "triton":
         if x.dtype == torch.float64:

@@ -132,7 +132,11 @@ def linear_token_logprobs(
     chunk_size: int | None = None,
     **options: Unpack[SoftmaxOptions],
 ) -> Any:
-    """`linear_token_stats(...).logprobs`, or (logprobs, entropy) with `return_entropy`."""
+    """`linear_token_stats(...).logprobs`, or (logprobs, entropy) with `return_entropy`.
+
+    The logits are rounded to the dtype of the product, that of `hidden` or of autocast, before the
+    softmax: to bf16 for bf16, as in `linear_ppo_loss`, so that the ratio of a first update is 1.
+    """
     options = completed(options, SoftmaxOptions, linear_token_logprobs)
     arguments.boolean("return_entropy", return_entropy)
     stats = linear_token_stats(hidden, weight, tokens, bias=bias, chunk_size=chunk_size, **options)

@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fastppo_kernels.linear import chunk_rows
+from fastppo_kernels.linear import accumulator_rows, chunk_rows
 from fastppo_kernels.torch_rows import ROW_CHUNK_ELEMENTS, ROW_CHUNK_THREADS
 from rich.console import Console
 from rich.table import Table
@@ -220,17 +220,17 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, run: _Run, buffers: int) -> Tensor:
-        chunk = run.logits(hidden, weight, buffers=buffers)
-        rows, vocabulary = hidden.shape[0], weight.shape[0]
-        step = chunk_rows(rows, vocabulary, run.device)
+        chunk = run.logits(hidden, weight, buffers=buffers, trained=weight.requires_grad)
+        step = run.chunk(hidden, weight, buffers=buffers, trained=weight.requires_grad)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = None
         if weight.requires_grad:
-            dtype = weight.dtype if rows <= step else torch.float32
+            dtype = weight.dtype if hidden.shape[0] <= step else torch.float32
             wide = torch.empty_like(weight, dtype=dtype)
+            run.ledger.assign("dW of the loss", wide)
+            del chunk  # the logits go before dW is cast
             grad_weight = wide.to(weight.dtype)
-            run.ledger.assign("dW of the loss", [wide, grad_weight])
-        del chunk
+            run.ledger.assign("dW of the loss", grad_weight)
         ctx.save_for_backward(grad_hidden, grad_weight)
         return hidden.new_zeros((), dtype=torch.float32)
 
@@ -540,20 +540,37 @@ class _Run:
             return _LogitsLoss.apply(logits, self)
         return _LinearLoss.apply(hidden, head.weight, self, 2 if second is not None else 1)
 
+    def chunk(self, hidden: Tensor, weight: Tensor, *, buffers: int, trained: bool) -> int:
+        """Rows of logits that the linear loss, or its statistics, hold at once."""
+        (rows, width), vocabulary = hidden.shape, weight.shape[0]
+        spared = accumulator_rows(weight, self._gemm_dtype(hidden), buffers=buffers)
+        return chunk_rows(
+            rows, vocabulary, self.device, width=width, spared_rows=spared if trained else 0
+        )
+
+    def _gemm_dtype(self, hidden: Tensor) -> torch.dtype:
+        autocast = torch.is_autocast_enabled("cpu")
+        return torch.get_autocast_dtype("cpu") if autocast else hidden.dtype
+
     def logits(
-        self, hidden: Tensor, weight: Tensor, *, buffers: int = 1, spare: int = 0
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        *,
+        buffers: int = 1,
+        spare: int = 0,
+        trained: bool = False,
     ) -> list[Tensor]:
         """The chunks of logits that a linear loss, or its statistics, hold at once.
 
         Args:
             buffers: models whose logits are formed.
             spare: further buffers of the row pass.
+            trained: the head's gradient is formed beside them.
         """
-        autocast = torch.is_autocast_enabled("cpu")
-        dtype = torch.get_autocast_dtype("cpu") if autocast else hidden.dtype
-        rows, vocabulary = hidden.shape[0], weight.shape[0]
-        held = chunk_rows(rows, vocabulary, self.device)
-        found = [torch.empty(held, vocabulary, dtype=dtype) for _ in range(buffers)]
+        dtype = self._gemm_dtype(hidden)
+        held = self.chunk(hidden, weight, buffers=buffers, trained=trained)
+        found = [torch.empty(held, weight.shape[0], dtype=dtype) for _ in range(buffers)]
         cast = weight.to(dtype)
         narrow = dtype != torch.float32
         found += self.scratch(found[0], held, buffers=2 + (spare or narrow))

@@ -76,12 +76,13 @@ class LinearBudget(NamedTuple):
     whole: int  # logits, in elements, that are formed in one chunk in any case
     share: int  # otherwise at most one row in `share`,
     least: int  # but no fewer rows than this,
+    least_narrow: int  # or this, where the hidden states are narrower than NARROW,
     enough: int  # and no more than this, unless `whole` has room for them
 
 
 LINEAR_BUDGETS = {
-    "cpu": LinearBudget(whole=2**23, share=4, least=384, enough=512),
-    "cuda": LinearBudget(whole=2**28, share=8, least=1024, enough=4096),
+    "cpu": LinearBudget(whole=2**23, share=4, least=384, least_narrow=384, enough=512),
+    "cuda": LinearBudget(whole=2**28, share=8, least=2048, least_narrow=4096, enough=4096),
 }
 """On a CPU each GEMM packs the weight anew: 256 rows a time cost 5 % more than 1024, 64 rows 28 %
 (sgemm, V = 32000, one thread). On a GPU each chunk reads and writes the fp32 dW, as many bytes as
@@ -89,18 +90,40 @@ LINEAR_BUDGETS = {
 of the logits' memory. 2^28 logits are 512 MiB of bf16, and 2^23 are 32 MiB of fp32: fewer rows in
 one chunk instead of two take a fifth less time (64 rows; 256 rows: an eighth)."""
 
+NARROW = 2048
+"""The traffic of dW is 733/rows of the time of a chunk's last GEMM (kernels/NOTES.md) whatever H
+is; but what else a chunk costs, its launches and the ends of its GEMMs, weighs more where they are
+short."""
 
-def chunk_rows(rows: int, vocab: int, device: torch.device) -> int:
+
+def accumulator_rows(weight: Tensor, dtype: torch.dtype, *, buffers: int = 1) -> int:
+    """Rows of logits, in `buffers` of `dtype`, in the memory of the fp32 accumulator that several
+    chunks need for dW and one chunk does not: 2·H for a bf16 head. A head in fp32 has none."""
+    width = accumulation_dtype(weight.dtype).itemsize
+    spared = weight.shape[1] * width if weight.dtype.itemsize < width else 0
+    return spared // (buffers * dtype.itemsize)
+
+
+def chunk_rows(
+    rows: int, vocab: int, device: torch.device, *, width: int, spared_rows: int = 0
+) -> int:
     """Rows of logits held at once: chunks of equal size (but for the last).
 
-    A GPU's default stays below 15 % of the logits' memory from 8192 rows on.
+    Args:
+        width: H of the hidden states.
+        spared_rows: `accumulator_rows` where dW is asked for. On a GPU no more rows than these are
+            one chunk: it holds no more than several would, and moves less.
     """
     budget = LINEAR_BUDGETS.get(device.type, LINEAR_BUDGETS["cuda"])
-    if rows * vocab <= budget.whole:
+    spared_rows = 0 if device.type == "cpu" else spared_rows
+    if rows * vocab <= budget.whole or rows <= spared_rows:
         return max(1, rows)
+    least = budget.least_narrow if width < NARROW else budget.least
     most = max(budget.enough, budget.whole // vocab)
-    limit = min(max(math.ceil(rows / budget.share), budget.least), most)
+    limit = min(max(math.ceil(rows / budget.share), least), most)
     chunks = max(2, math.ceil(rows / limit))
+    if device.type != "cpu":  # each as large as the least, or there is one
+        chunks = max(1, min(chunks, rows // least))
     return math.ceil(rows / chunks)
 
 
@@ -223,11 +246,17 @@ def _heads(
     count: int,
     rows: ModuleType,
     gemm: Gemm,
+    *,
+    trained: bool,
 ) -> _Heads:
-    """For a loop over `count` rows."""
+    """For a loop over `count` rows; `trained`: dW is asked for."""
     hidden, weight = projection.hidden, projection.weight
     dtype = gemm.dtype or hidden.dtype
-    step = gemm.chunk_size or chunk_rows(count, weight.shape[0], hidden.device)
+    buffers = 1 if ref_projection is None else 2
+    spared = accumulator_rows(weight, dtype, buffers=buffers) if trained else 0
+    step = gemm.chunk_size or chunk_rows(
+        count, weight.shape[0], hidden.device, width=weight.shape[1], spared_rows=spared
+    )
     held, aligned = min(step, count), not rows.READS_VALUES
     policy, reference = _Head(projection, dtype, held, aligned=aligned), None
     if ref_projection is not None:
@@ -279,7 +308,7 @@ def ppo_loss(
         counted = None
     if objective.kl_estimator != "full":
         ref_projection = None
-    heads = _heads(projection, ref_projection, count, rows, gemm)
+    heads = _heads(projection, ref_projection, count, rows, gemm, trained=asked.weight)
     head, step = heads.policy, heads.step
     grads = _Gradients(projection, asked, one_chunk=count <= step)
     wide = accumulation_dtype(head.dtype)
@@ -308,6 +337,8 @@ def ppo_loss(
         grads.add(index, chunk.grad, x, head.weight)
     if sums is None:
         sums = loss_sums(logprobs, entropy, kl, per_token, objective)
+    # The logits go before dW is cast.
+    heads = head = chunk = None  # type: ignore[assignment]
     return LinearPPORows(sums, logprobs, entropy, kl, grads.finished())
 
 
@@ -325,7 +356,7 @@ def token_stats(
     A reference adds as much again, for its hidden states and head.
     """
     n = projection.hidden.shape[0]
-    heads = _heads(projection, ref_projection, n, rows, gemm)
+    heads = _heads(projection, ref_projection, n, rows, gemm, trained=False)
     head = heads.policy
     parts = [
         rows.token_stats(
@@ -361,7 +392,7 @@ def token_stats_backward(
     if grads.kl is None:
         ref_projection = None
     n = projection.hidden.shape[0]
-    heads = _heads(projection, ref_projection, n, rows, gemm)
+    heads = _heads(projection, ref_projection, n, rows, gemm, trained=asked.weight)
     head = heads.policy
     gathered = _Gradients(projection, asked, one_chunk=n <= heads.step)
     for index in _chunks(n, heads.step, None):
@@ -375,4 +406,5 @@ def token_stats_backward(
             ref_logits=heads.ref_logits(index),
         )
         gathered.add(index, grad, x, head.weight)
+    heads = head = grad = None  # type: ignore[assignment]  # before dW is cast
     return gathered.finished()

@@ -425,6 +425,27 @@ def _moment_sums_kernel(
     tl.store(place + 3, tl.sum(square_sum, axis=0))
 
 
+@triton.jit
+def _whitening(moments_ptr):
+    """(mean in two parts, 1/√(var + ε)): x − mean keeps its digits in fp32 however far the mean is
+    from 0. Every thread forms them: two divisions in fp64, and the root of an fp32 number."""
+    count = tl.load(moments_ptr).to(tl.float64)
+    total_sum = tl.load(moments_ptr + 1).to(tl.float64)
+    square_sum = tl.load(moments_ptr + 2).to(tl.float64)
+    mean = total_sum / tl.maximum(count, 1.0)
+    variance = (square_sum - count * mean * mean) / tl.maximum(count - 1.0, 1.0)
+    variance = tl.where(variance < 0.0, 0.0, variance)
+    scale = 1.0 / tl.sqrt_rn((variance + WHITEN_EPSILON).to(tl.float32))
+    mean_high = mean.to(tl.float32)
+    return mean_high, (mean - mean_high.to(tl.float64)).to(tl.float32), scale
+
+
+@triton.jit
+def _white(x, mean_high, mean_low, scale, SHIFT_MEAN: tl.constexpr):
+    white = ((x.to(tl.float32) - mean_high) - mean_low) * scale
+    return white if SHIFT_MEAN else white + mean_high
+
+
 @triton.jit(do_not_specialize=["elements"])
 def _whiten_kernel(
     x_ptr,
@@ -434,29 +455,29 @@ def _whiten_kernel(
     elements,
     SHIFT_MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
-    count = tl.load(moments_ptr).to(tl.float64)
-    total_sum = tl.load(moments_ptr + 1).to(tl.float64)
-    square_sum = tl.load(moments_ptr + 2).to(tl.float64)
-    mean = total_sum / tl.maximum(count, 1.0)
-    variance = (square_sum - count * mean * mean) / tl.maximum(count - 1.0, 1.0)
-    variance = tl.where(variance < 0.0, 0.0, variance)
-    scale = (1.0 / tl.sqrt(variance + WHITEN_EPSILON)).to(tl.float32)
-    # The mean in two parts: x − mean keeps its digits in fp32 however far the mean is from 0.
-    mean_high = mean.to(tl.float32)
-    mean_low = (mean - mean_high.to(tl.float64)).to(tl.float32)
-
-    first = tl.program_id(0).to(tl.int64) * BLOCK
+    """STEPS blocks of a flat tensor; inside it without a mask, so that loads are by the vector."""
+    mean_high, mean_low, scale = _whitening(moments_ptr)
+    start = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
     lane = tl.arange(0, BLOCK)
-    inside = first + lane < elements
-    x = tl.load(x_ptr + first + lane, mask=inside, other=0.0).to(tl.float32)
-    white = ((x - mean_high) - mean_low) * scale
-    if not SHIFT_MEAN:
-        white += mean_high
-    if mask_ptr is not None:
-        valid = tl.load(mask_ptr + first + lane, mask=inside, other=0) != 0
-        white = tl.where(valid, white, 0.0)
-    tl.store(white_ptr + first + lane, white, mask=inside)
+    if start + BLOCK * STEPS <= elements:
+        for step in tl.static_range(STEPS):
+            first = start + step * BLOCK
+            x = tl.load(x_ptr + first + lane)
+            white = _white(x, mean_high, mean_low, scale, SHIFT_MEAN)
+            if mask_ptr is not None:
+                white = tl.where(tl.load(mask_ptr + first + lane) != 0, white, 0.0)
+            tl.store(white_ptr + first + lane, white)
+    else:
+        for first in range(start, elements, BLOCK):
+            inside = first + lane < elements
+            x = tl.load(x_ptr + first + lane, mask=inside, other=0.0)
+            white = _white(x, mean_high, mean_low, scale, SHIFT_MEAN)
+            if mask_ptr is not None:
+                valid = tl.load(mask_ptr + first + lane, mask=inside, other=0) != 0
+                white = tl.where(valid, white, 0.0)
+            tl.store(white_ptr + first + lane, white, mask=inside)
 
 
 # ---------------------------------------------------------------------------------------- launchers
@@ -466,6 +487,9 @@ _SUM_LANES = 128
 _MOMENT_LANES = 1024
 _FLAT_BLOCK = 1024
 _FLAT_STEPS = 8
+_WHITEN_BLOCK, _WHITEN_STEPS = 512, 8
+"""A thread takes 4 tokens at once, fp32 or mask: their layouts are one. It takes 32 in all, which
+share what it forms of the moments."""
 
 
 _NO_SHAPING = Shaping(scores=None, logprobs=None)  # type: ignore[arg-type]
@@ -631,14 +655,15 @@ def whiten(
     white = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if x.numel():
         with current(x.device):
-            _whiten_kernel[(triton.cdiv(x.numel(), _FLAT_BLOCK),)](
+            _whiten_kernel[(triton.cdiv(x.numel(), _WHITEN_BLOCK * _WHITEN_STEPS),)](
                 dense(x),
                 dense(mask),
                 dense(moments),
                 white,
                 x.numel(),
                 SHIFT_MEAN=shift_mean,
-                BLOCK=_FLAT_BLOCK,
+                BLOCK=_WHITEN_BLOCK,
+                STEPS=_WHITEN_STEPS,
                 enable_fp_fusion=_ENABLE_FP_FUSION,
             )
     return white

@@ -56,9 +56,11 @@ from fastppo_kernels.jit import (
     between,
     capped,
     expm1,
+    fma,
     log1p_below_one,
     row_scale,
     sampled_kl,
+    score_unit,
     shifted,
 )
 from fastppo_kernels.launch import check_dtype, current, dense, dense_record, device_limits
@@ -104,6 +106,26 @@ class _Lanes(NamedTuple):
     ref_mass: Any
 
 
+class _Anchors(NamedTuple):
+    """What the sums of a sweep's whole tiles are relative to, one of each per lane.
+
+    The maxima times c·log₂e and their difference, each rounded: t = fma(z, c·log₂e, −anchor) is one
+    instruction and one rounding.
+    """
+
+    policy: Any
+    reference: Any
+    apart: Any
+
+
+class _Factors(NamedTuple):
+    """dx_j = e^{t_j}·(constant + linear·t_j + kl_linear·(t_j − r_j)), t and r in base 2."""
+
+    constant: Any
+    linear: Any
+    kl_linear: Any
+
+
 class _RowStats(NamedTuple):
     """What a row's first sweep finds, in nats; what belongs to the reference is 0 without one."""
 
@@ -118,6 +140,7 @@ class _RowStats(NamedTuple):
     mean_gap: Any  # γ
     ref_max: Any
     ref_log_sum: Any  # log S_ref
+    plain: Any  # no −inf, no NaN: the sums need no clamp
 
 
 # ---------------------------------------------------------------------------- one row of a tensor
@@ -131,11 +154,30 @@ def _row_of(view, row):
 
 
 @triton.jit
+def _head(row, VEC: tl.constexpr):
+    """Elements between the 16-byte boundary before a row and the row."""
+    width: tl.constexpr = row.dtype.element_ty.primitive_bitwidth // 8
+    return ((row.to(tl.int64) // width) % VEC).to(tl.int32)
+
+
+@triton.jit
+def _from_boundary(row, head, PHASED: tl.constexpr):
+    """The 16-byte boundary before a row: a row's places count from there."""
+    return tl.multiple_of(row - head, 16) if PHASED else row
+
+
+@triton.jit
 def _at_token(row, token, vocab):
     """The token's entry, read before the row's first sweep: the sweep's reductions join all
     threads, so no thread can have written the gradient in place yet."""
     known = (token >= 0) & (token < vocab)
     return tl.load(row + token, known, other=float("nan")).to(tl.float32)
+
+
+@triton.jit
+def _place(head, token, vocab):
+    """The token's place in its row, in 32 bits; outside the row for one that is not there."""
+    return head + tl.minimum(tl.maximum(token, -1), vocab).to(tl.int32)
 
 
 # --------------------------------------------------------------------------- sweeps over one row
@@ -149,18 +191,69 @@ def _gap(values, ref_values, t, r, maximum, ref_maximum, scale):
     return tl.where((t <= LOWEST) | (r <= LOWEST), t - r, near)
 
 
+# A row is cut into whole tiles of BLOCK_V places and what they leave: its end, and the beginning of
+# a phased row, whose places count from the 16-byte boundary before it. Those are taken by the part,
+# with a mask. Where a row has −inf or NaN in it, all of it is.
+
+
+@triton.constexpr_function
+def _part(block_v, vectors):
+    """Places of a part of a tile of four vectors a thread; smaller tiles are not cut."""
+    return block_v // 4 if block_v // 4 >= vectors else block_v
+
+
 @triton.jit
-def _load_capped(x_row, start, columns, vocab, softmax, MASKED: tl.constexpr, HINT: tl.constexpr):
-    if MASKED:
-        x = tl.load(
-            x_row + start + columns,
-            start + columns < vocab,
-            other=-float("inf"),
+def _whole(end, BLOCK_V: tl.constexpr, PART: tl.constexpr, PHASED: tl.constexpr):
+    """Places in whole tiles. A phased row's first part goes before them."""
+    return tl.maximum(end - (PART if PHASED else 0), 0) // BLOCK_V * BLOCK_V
+
+
+@triton.jit
+def _part_start(part, whole, PART: tl.constexpr, PHASED: tl.constexpr):
+    """The first part of a phased row is its beginning; all others follow the whole tiles."""
+    return part * PART + (tl.minimum(part, 1) if PHASED else 1) * whole
+
+
+@triton.jit
+def _load_whole(
+    x_row, start, softmax, BLOCK_V: tl.constexpr, VEC: tl.constexpr, HINT: tl.constexpr
+):
+    """(scores, slopes of the cap) of a tile inside the row."""
+    if x_row.dtype.element_ty == tl.bfloat16 and VEC > 1:
+        # Two at a time: a bf16 is the upper half of its fp32, a shift or a mask away.
+        words = tl.load(
+            x_row.to(tl.pointer_type(tl.int32)) + start // 2 + tl.arange(0, BLOCK_V // 2),
             eviction_policy=HINT,
         )
+        low = (words << 16).to(tl.float32, bitcast=True)
+        high = (words & -65536).to(tl.float32, bitcast=True)
+        x = tl.reshape(tl.join(low, high), (BLOCK_V,))
     else:
-        x = tl.load(x_row + start + columns, eviction_policy=HINT)
-    return capped(x.to(tl.float32), softmax)
+        x = tl.load(x_row + start + tl.arange(0, BLOCK_V), eviction_policy=HINT).to(tl.float32)
+    return capped(x, softmax)
+
+
+@triton.jit
+def _load_part(
+    x_row, start, first, end, left_out, softmax,
+    BLOCK_V: tl.constexpr, VEC: tl.constexpr, PHASED: tl.constexpr, HINT: tl.constexpr,
+):  # fmt: skip
+    """(scores, slopes) of a tile that the row does not fill, −inf outside it and at the place
+    `left_out` if there is one."""
+    columns = tl.arange(0, BLOCK_V)
+    # A phased row shares its first and last 16 bytes with its neighbours: read, and not used.
+    read = (columns // VEC * VEC if PHASED else columns) < end - start
+    x = tl.load(x_row + start + columns, read, other=-float("inf"), eviction_policy=HINT)
+    values, slope = capped(x.to(tl.float32), softmax)
+    # A soft-cap turns the padding's −inf into −cap, a value like any other.
+    if PHASED or softmax.softcap is not None:
+        inside = (columns >= first - start) & (columns < end - start)
+        if left_out is not None:
+            inside = inside & (columns != left_out - start)
+        values = tl.where(inside, values, -float("inf"))
+    elif left_out is not None:
+        values = tl.where(columns == left_out - start, -float("inf"), values)
+    return values, slope
 
 
 @triton.jit
@@ -182,25 +275,106 @@ def _moved(mass, lost, moment, gap, shift, ref_shift, apart, HAS_REF: tl.constex
 
 
 @triton.jit
-def _fold(
-    lanes, x_row, ref_row, start, token, vocab, softmax, scale,
-    BLOCK_V: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
-    MASKED: tl.constexpr, HINT: tl.constexpr,
+def _of_lanes(x):
+    """Summed inside each thread: [vectors, lanes, vector] to [lanes]."""
+    return tl.sum(tl.sum(x, 2), 0)
+
+
+@triton.jit
+def _dot_of_lanes(x, y):
+    """Σ x·y inside each thread, most of it in multiply-adds, which a sum of products is not."""
+    if x.shape[2] % 4 == 0:
+        SHAPE: tl.constexpr = (x.shape[0], x.shape[1], x.shape[2] // 4, 2, 2)
+        x_even, x_odd = tl.split(tl.reshape(x, SHAPE))
+        y_even, y_odd = tl.split(tl.reshape(y, SHAPE))
+        x0, x2 = tl.split(x_even)
+        x1, x3 = tl.split(x_odd)
+        y0, y2 = tl.split(y_even)
+        y1, y3 = tl.split(y_odd)
+        return _of_lanes(fma(x3, y3, fma(x2, y2, fma(x1, y1, x0 * y0))))
+    else:
+        return _of_lanes(x * y)
+
+
+@triton.jit
+def _fold_whole(
+    lanes, anchors, x_row, ref_row, start, token, softmax, scale,
+    BLOCK_V: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
-    """One tile into the sums of the lanes.
+    """One tile inside the row into the sums of the lanes, in as few instructions as it takes.
 
     The tile is seen as [BLOCK_V/(LANES·VEC), LANES, VEC], which is how its vectors lie in the
-    threads: a lane is a thread, and the loop needs no word between threads.
+    threads: a lane is a thread, and the loop needs no word between threads. The sums are relative
+    to the rounded products `anchors`, and nothing is clamped: −inf makes them NaN.
     """
     HAS_REF: tl.constexpr = ref_row is not None
     SHAPE: tl.constexpr = (BLOCK_V // (LANES * VEC), LANES, VEC)
-    columns = tl.arange(0, BLOCK_V)
-    values, _ = _load_capped(x_row, start, columns, vocab, softmax, MASKED, HINT)
-    # A soft-cap turns the padding's −inf into −cap, a value like any other.
-    if MASKED and softmax.softcap is not None:
-        values = tl.where(start + columns < vocab, values, -float("inf"))
+    values, _ = _load_whole(x_row, start, softmax, BLOCK_V, VEC, HINT)
     if (token >= start) & (token < start + BLOCK_V):
-        values = tl.where(start + columns == token, -float("inf"), values)
+        values = tl.where(tl.arange(0, BLOCK_V) == token - start, LOWEST, values)
+    values = tl.reshape(values, SHAPE)
+    top = tl.max(tl.max(values, 2), 0)
+    anchor = tl.maximum(anchors.policy, top * scale)
+    shift = anchors.policy - anchor
+    decay = tl.exp2(shift)
+    t = fma(values, scale, -anchor[None, :, None])
+    e = tl.exp2(t)
+    moment = (lanes.moment + shift * lanes.mass) * decay + _dot_of_lanes(e, t)
+    ref_max, ref_mass, gap = lanes.ref_max, lanes.ref_mass, lanes.gap
+    ref_anchor, apart_anchor = anchors.reference, anchors.apart
+    if HAS_REF:
+        ref_values, _ = _load_whole(ref_row, start, softmax, BLOCK_V, VEC, HINT)
+        ref_values = tl.reshape(ref_values, SHAPE)
+        ref_top = tl.max(tl.max(ref_values, 2), 0)
+        ref_max = tl.maximum(ref_max, ref_top)
+        ref_anchor = tl.maximum(ref_anchor, ref_top * scale)
+        r = fma(ref_values, scale, -ref_anchor[None, :, None])
+        ref_mass = ref_mass * tl.exp2(anchors.reference - ref_anchor) + _of_lanes(tl.exp2(r))
+        apart_anchor = anchor - ref_anchor
+        apart = fma(values - ref_values, scale, -apart_anchor[None, :, None])
+        gap = (gap + (anchors.apart - apart_anchor) * lanes.mass) * decay + _dot_of_lanes(e, apart)
+    mass = lanes.mass * decay + _of_lanes(e)
+    row_max = tl.maximum(lanes.row_max, top)
+    return (
+        _Lanes(row_max, mass, lanes.lost, moment, gap, ref_max, ref_mass),
+        _Anchors(anchor, ref_anchor, apart_anchor),
+    )
+
+
+@triton.jit
+def _give_back(lanes, anchors, scale, HAS_REF: tl.constexpr):
+    """The sums relative to the maxima themselves: what was rounded away in the anchors is known to
+    the last bit."""
+    residual = _residual(lanes.row_max, anchors.policy, scale)
+    back = tl.exp2(-residual)
+    ref_mass, gap = lanes.ref_mass, lanes.gap
+    if HAS_REF:
+        ref_mass *= tl.exp2(-_residual(lanes.ref_max, anchors.reference, scale))
+        moved_apart = _residual(lanes.row_max - lanes.ref_max, anchors.apart, scale)
+        some = (lanes.row_max > LOWEST) & (lanes.ref_max > LOWEST)
+        gap = (gap - tl.where(some, moved_apart, 0.0) * lanes.mass) * back
+    return _Lanes(
+        lanes.row_max, lanes.mass * back, lanes.lost, (lanes.moment - residual * lanes.mass) * back,
+        gap, lanes.ref_max, ref_mass,
+    )  # fmt: skip
+
+
+@triton.jit
+def _residual(maximum, anchor, scale):
+    """maximum·scale − anchor, 0 where no column has been seen."""
+    return tl.where(tl.abs(maximum) < -LOWEST, fma(maximum, scale, -anchor), 0.0)
+
+
+@triton.jit
+def _fold_part(
+    lanes, x_row, ref_row, start, first, end, token, softmax, scale,
+    BLOCK_V: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, PHASED: tl.constexpr,
+    HINT: tl.constexpr,
+):  # fmt: skip
+    """One tile into the sums of the lanes, whatever is in it and however much of it is the row."""
+    HAS_REF: tl.constexpr = ref_row is not None
+    SHAPE: tl.constexpr = (BLOCK_V // (LANES * VEC), LANES, VEC)
+    values, _ = _load_part(x_row, start, first, end, token, softmax, BLOCK_V, VEC, PHASED, HINT)
     values = tl.reshape(values, SHAPE)
     new_max = tl.maximum(lanes.row_max, tl.max(tl.max(values, 2), 0))
     shift = shifted(lanes.row_max, new_max, scale)
@@ -209,68 +383,46 @@ def _fold(
     ref_shift, moved_apart = shift, shift
     new_ref_max, ref_mass = lanes.ref_max, lanes.ref_mass
     if HAS_REF:
-        ref_values, _ = _load_capped(ref_row, start, columns, vocab, softmax, MASKED, HINT)
-        if MASKED and softmax.softcap is not None:
-            ref_values = tl.where(start + columns < vocab, ref_values, -float("inf"))
+        ref_values, _ = _load_part(
+            ref_row, start, first, end, None, softmax, BLOCK_V, VEC, PHASED, HINT
+        )
         ref_values = tl.reshape(ref_values, SHAPE)
         new_ref_max = tl.maximum(lanes.ref_max, tl.max(tl.max(ref_values, 2), 0))
         ref_shift = shifted(lanes.ref_max, new_ref_max, scale)
         r = shifted(ref_values, new_ref_max[None, :, None], scale)
-        ref_mass = ref_mass * tl.exp2(ref_shift) + tl.sum(tl.sum(tl.exp2(r), 2), 0)
+        ref_mass = ref_mass * tl.exp2(ref_shift) + _of_lanes(tl.exp2(r))
         moved_apart = _gap(
             lanes.row_max, lanes.ref_max, shift, ref_shift, new_max, new_ref_max, scale
         )
     mass, lost, moment, gap = _moved(
         lanes.mass, lanes.lost, lanes.moment, lanes.gap, shift, ref_shift, moved_apart, HAS_REF
     )
-    moment += tl.sum(tl.sum(e * t, 2), 0)
+    moment += _of_lanes(e * t)
     if HAS_REF:
         counted = tl.where(r <= LOWEST, 0.0, e)
-        lost += tl.sum(tl.sum(e - counted, 2), 0)
+        lost += _of_lanes(e - counted)
         apart = _gap(
             values, ref_values, t, r, new_max[None, :, None], new_ref_max[None, :, None], scale
         )
-        gap += tl.sum(tl.sum(counted * apart, 2), 0)
+        gap += _of_lanes(counted * apart)
         e = counted
-    mass += tl.sum(tl.sum(e, 2), 0)
+    mass += _of_lanes(e)
     return _Lanes(new_max, mass, lost, moment, gap, new_ref_max, ref_mass)
 
 
 @triton.jit
-def _row_statistics(
-    x_row, ref_row, x_token, ref_token, token, vocab, softmax, scale,
-    BLOCK_V: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, HINT: tl.constexpr,
-):  # fmt: skip
-    """The first sweep."""
-    HAS_REF: tl.constexpr = ref_row is not None
-    token_value, _ = capped(x_token, softmax)
-    scale2 = scale * LOG2_E
-    lowest = tl.full([LANES], FIRST_MAX, tl.float32)
-    nothing = tl.zeros([LANES], tl.float32)
-    lanes = _Lanes(lowest, nothing, nothing, nothing, nothing, lowest, nothing)
-    whole = vocab // BLOCK_V * BLOCK_V
-    for start in range(0, whole, BLOCK_V):
-        lanes = _fold(
-            lanes, x_row, ref_row, start, token, vocab, softmax, scale2,
-            BLOCK_V, LANES, VEC, False, HINT,
-        )  # fmt: skip
-    if whole < vocab:
-        lanes = _fold(
-            lanes, x_row, ref_row, whole, token, vocab, softmax, scale2,
-            BLOCK_V, LANES, VEC, True, HINT,
-        )  # fmt: skip
-
-    # The lanes become one.
+def _joined(lanes, scale, HAS_REF: tl.constexpr):
+    """The lanes become one."""
     top = tl.max(lanes.row_max, 0)
-    shift = shifted(lanes.row_max, top, scale2)
+    shift = shifted(lanes.row_max, top, scale)
     ref_top = 0.0
-    ref_log_sum = 0.0
+    ref_mass = 0.0
     ref_shift, moved_apart = shift, shift
     if HAS_REF:
         ref_top = tl.max(lanes.ref_max, 0)
-        ref_shift = shifted(lanes.ref_max, ref_top, scale2)
-        moved_apart = _gap(lanes.row_max, lanes.ref_max, shift, ref_shift, top, ref_top, scale2)
-        ref_log_sum = tl.log(tl.sum(lanes.ref_mass * tl.exp2(ref_shift), 0))
+        ref_shift = shifted(lanes.ref_max, ref_top, scale)
+        moved_apart = _gap(lanes.row_max, lanes.ref_max, shift, ref_shift, top, ref_top, scale)
+        ref_mass = tl.sum(lanes.ref_mass * tl.exp2(ref_shift), 0)
     mass, lost, moment, gap = _moved(
         lanes.mass, lanes.lost, lanes.moment, lanes.gap, shift, ref_shift, moved_apart, HAS_REF
     )
@@ -279,6 +431,59 @@ def _row_statistics(
         lost, gap = tl.sum(lost, 0), tl.sum(gap, 0)
     else:
         lost, gap = 0.0, 0.0
+    return _Lanes(top, mass, lost, moment, gap, ref_top, ref_mass)
+
+
+@triton.jit
+def _nothing(LANES: tl.constexpr):
+    lowest = tl.full([LANES], FIRST_MAX, tl.float32)
+    zero = tl.zeros([LANES], tl.float32)
+    return _Lanes(lowest, zero, zero, zero, zero, lowest, zero)
+
+
+@triton.jit
+def _row_statistics(
+    x_row, ref_row, x_token, ref_token, first, end, token, softmax, scale,
+    BLOCK_V: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, PHASED: tl.constexpr,
+    HINT: tl.constexpr,
+):  # fmt: skip
+    """The first sweep over the places first to end − 1 of a row."""
+    HAS_REF: tl.constexpr = ref_row is not None
+    token_value, _ = capped(x_token, softmax)
+    scale2 = scale * LOG2_E
+    lowest = tl.full([LANES], LOWEST, tl.float32)
+    anchors = _Anchors(lowest, lowest, lowest * 0.0)
+    lanes = _nothing(LANES)
+    PART: tl.constexpr = BLOCK_V  # of another shape, the lanes would change their layout
+    whole = _whole(end, BLOCK_V, PART, PHASED)
+    for start in range(PART if PHASED else 0, whole + (PART if PHASED else 0), BLOCK_V):
+        lanes, anchors = _fold_whole(
+            lanes, anchors, x_row, ref_row, start, token, softmax, scale2,
+            BLOCK_V, LANES, VEC, HINT,
+        )  # fmt: skip
+    lanes = _give_back(lanes, anchors, scale2, HAS_REF)
+    for part in range(0, tl.cdiv(end - whole, PART)):
+        lanes = _fold_part(
+            lanes, x_row, ref_row, _part_start(part, whole, PART, PHASED), first, end, token,
+            softmax, scale2, PART, LANES, VEC, PHASED, HINT,
+        )  # fmt: skip
+    joined = _joined(lanes, scale2, HAS_REF)
+    plain = (tl.abs(joined.moment) < -LOWEST) & (joined.row_max > LOWEST)
+    if HAS_REF:
+        plain = plain & (tl.abs(joined.gap) < -LOWEST) & (joined.ref_max > LOWEST)
+    if plain == 0:
+        # A column of −inf, of NaN, or so low that it may be one.
+        lanes = _nothing(LANES)
+        for part in range(0, tl.cdiv(end, PART)):
+            lanes = _fold_part(
+                lanes, x_row, ref_row, part * PART, first, end, token, softmax, scale2,
+                PART, LANES, VEC, PHASED, HINT,
+            )  # fmt: skip
+        joined = _joined(lanes, scale2, HAS_REF)
+    top, mass, lost, moment, gap, ref_top, ref_mass = (
+        joined.row_max, joined.mass, joined.lost, joined.moment, joined.gap, joined.ref_max,
+        joined.ref_mass,
+    )  # fmt: skip
 
     # The token joins the others. The reference's maximum has seen its column: it does not move.
     row_top = tl.maximum(top, token_value)
@@ -301,7 +506,9 @@ def _row_statistics(
     log_sum = tl.where(likely, t_token - logprob, log_total)
     kl = 0.0
     mean_gap = 0.0
+    ref_log_sum = 0.0
     if HAS_REF:
+        ref_log_sum = tl.log(ref_mass)
         ref_value, _ = capped(ref_token, softmax)
         r_token = shifted(ref_value, ref_top, scale2)
         token_lost = r_token <= LOWEST
@@ -312,7 +519,7 @@ def _row_statistics(
         kl = mean_gap - log_sum + ref_log_sum
     return _RowStats(
         logprob, log_sum - mean_shifted, kl, row_top, log_sum, total, mean_shifted,
-        others / total, mean_gap, ref_top, ref_log_sum,
+        others / total, mean_gap, ref_top, ref_log_sum, plain & (tl.abs(t_token) < -LOWEST),
     )  # fmt: skip
 
 
@@ -331,36 +538,63 @@ def _token_gradient(x_token, ref_token, stats, g, softmax, scale, slope, HAS_REF
 
 
 @triton.jit
-def _write_tile(
-    x_row, ref_row, grad_row, start, token, vocab, softmax, scale,
-    stats, constant, linear, kl_linear, at_token,
-    BLOCK_V: tl.constexpr, MASKED: tl.constexpr,
+def _write_whole(
+    x_row, ref_row, grad_row, start, token, softmax, scale, anchor, apart_anchor, factors,
+    at_token, BLOCK_V: tl.constexpr, VEC: tl.constexpr, CLAMPED: tl.constexpr,
 ):  # fmt: skip
-    HAS_REF: tl.constexpr = ref_row is not None
-    columns = tl.arange(0, BLOCK_V)
-    values, slope = _load_capped(x_row, start, columns, vocab, softmax, MASKED, "evict_first")
-    t = shifted(values, stats.row_max, scale)
-    factor = constant + linear * t
-    if HAS_REF:
-        ref_values, _ = _load_capped(ref_row, start, columns, vocab, softmax, MASKED, "evict_first")
-        r = shifted(ref_values, stats.ref_max, scale)
-        factor += kl_linear * _gap(values, ref_values, t, r, stats.row_max, stats.ref_max, scale)
+    """The gradient of one tile inside a row of plain numbers; `CLAMPED`: or of −inf."""
+    values, slope = _load_whole(x_row, start, softmax, BLOCK_V, VEC, "evict_first")
+    t = fma(values, scale, -anchor)
+    if CLAMPED:
+        t = tl.maximum(t, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+    factor = fma(t, factors.linear, factors.constant)
+    if ref_row is not None:
+        ref_values, _ = _load_whole(ref_row, start, softmax, BLOCK_V, VEC, "evict_first")
+        factor = fma(fma(values - ref_values, scale, -apart_anchor), factors.kl_linear, factor)
     grad = tl.exp2(t) * factor
     if softmax.softcap is not None:
         grad *= slope
+    columns = tl.arange(0, BLOCK_V)
     if (token >= start) & (token < start + BLOCK_V):
-        grad = tl.where(start + columns == token, at_token, grad)
-    grad = grad.to(grad_row.dtype.element_ty)
-    if MASKED:
-        tl.store(grad_row + start + columns, grad, start + columns < vocab)
-    else:
-        tl.store(grad_row + start + columns, grad)
+        grad = tl.where(columns == token - start, at_token, grad)
+    tl.store(grad_row + start + columns, grad.to(grad_row.dtype.element_ty))
+
+
+@triton.jit
+def _write_part(
+    x_row, ref_row, grad_row, start, first, end, token, softmax, scale, stats, factors, at_token,
+    BLOCK_V: tl.constexpr, VEC: tl.constexpr, PHASED: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one tile, whatever is in it and however much of it is the row."""
+    HAS_REF: tl.constexpr = ref_row is not None
+    values, slope = _load_part(
+        x_row, start, first, end, None, softmax, BLOCK_V, VEC, PHASED, "evict_first"
+    )
+    t = shifted(values, stats.row_max, scale)
+    factor = factors.constant + factors.linear * t
+    if HAS_REF:
+        ref_values, _ = _load_part(
+            ref_row, start, first, end, None, softmax, BLOCK_V, VEC, PHASED, "evict_first"
+        )
+        r = shifted(ref_values, stats.ref_max, scale)
+        factor += factors.kl_linear * _gap(
+            values, ref_values, t, r, stats.row_max, stats.ref_max, scale
+        )
+    grad = tl.exp2(t) * factor
+    if softmax.softcap is not None:
+        grad *= slope
+    columns = tl.arange(0, BLOCK_V)
+    grad = tl.where(columns == token - start, at_token, grad).to(grad_row.dtype.element_ty)
+    inside = (columns >= first - start) & (columns < end - start)
+    tl.store(grad_row + start + columns, grad, inside)
 
 
 @triton.jit
 def _write_gradient(
-    x_row, ref_row, grad_row, x_token, ref_token, token, vocab, stats, g, softmax, scale, slope,
-    slope_over_total, BLOCK_V: tl.constexpr,
+    x_row, ref_row, grad_row, x_token, ref_token, first, end, token, stats, g, softmax, scale,
+    slope, slope_over_total,
+    BLOCK_V: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, PHASED: tl.constexpr,
+    CLAMPED: tl.constexpr,
 ):  # fmt: skip
     """The second sweep, last tile first. `slope_over_total` is (dx/dt)/S; e^t stands in for p."""
     HAS_REF: tl.constexpr = ref_row is not None
@@ -369,22 +603,38 @@ def _write_gradient(
     if HAS_REF:
         # An infinite KL that is only reported does not touch the gradient.
         constant -= tl.where(g.kl != 0, g.kl * stats.mean_gap, 0.0)
-    constant *= slope_over_total
     # The sweep's t has base 2: ln 2 goes into its coefficients.
-    linear = -g.entropy * LN_2 * slope_over_total
-    kl_linear = g.kl * LN_2 * slope_over_total
+    factors = _Factors(
+        constant * slope_over_total,
+        -g.entropy * LN_2 * slope_over_total,
+        g.kl * LN_2 * slope_over_total,
+    )
     scale2 = scale * LOG2_E
-    whole = vocab // BLOCK_V * BLOCK_V
-    if whole < vocab:
-        _write_tile(
-            x_row, ref_row, grad_row, whole, token, vocab, softmax, scale2,
-            stats, constant, linear, kl_linear, at_token, BLOCK_V, True,
+    # A part's stores may be masked by the element, whose addresses take registers.
+    PART: tl.constexpr = _part(BLOCK_V, LANES * VEC)
+    whole = tl.where(stats.plain, _whole(end, BLOCK_V, PART, PHASED), 0)
+    for part in range(0, tl.cdiv(end - whole, PART)):
+        _write_part(
+            x_row, ref_row, grad_row, _part_start(part, whole, PART, PHASED), first, end, token,
+            softmax, scale2, stats, factors, at_token, PART, VEC, PHASED,
         )  # fmt: skip
-    for back in range(BLOCK_V, whole + BLOCK_V, BLOCK_V):
-        _write_tile(
-            x_row, ref_row, grad_row, whole - back, token, vocab, softmax, scale2,
-            stats, constant, linear, kl_linear, at_token, BLOCK_V, False,
-        )  # fmt: skip
+    if whole > 0:
+        anchor = stats.row_max * scale2
+        residual = fma(stats.row_max, scale2, -anchor)
+        constant = factors.constant - factors.linear * residual
+        apart_anchor = 0.0
+        if HAS_REF:
+            apart_max = stats.row_max - stats.ref_max
+            apart_anchor = apart_max * scale2
+            constant -= factors.kl_linear * fma(apart_max, scale2, -apart_anchor)
+        back = tl.exp2(-residual)
+        factors = _Factors(constant * back, factors.linear * back, factors.kl_linear * back)
+        last = whole + (PART if PHASED else 0)
+        for done in range(BLOCK_V, whole + BLOCK_V, BLOCK_V):
+            _write_whole(
+                x_row, ref_row, grad_row, last - done, token, softmax, scale2, anchor,
+                apart_anchor, factors, at_token, BLOCK_V, VEC, CLAMPED,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -472,7 +722,7 @@ def _token_loss(row, stats, weight, per_token, objective, HAS_REF: tl.constexpr)
 def _ppo_loss_kernel(
     logits, ref_logits, grad, per_token, objective, softmax,
     logprobs, entropies, kls, sums, n, vocab,
-    BLOCK_V: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+    BLOCK_V: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, PHASED: tl.constexpr,
 ):  # fmt: skip
     """Rows program_id, program_id + num_programs, …; absent operands are None and cost nothing.
 
@@ -482,7 +732,8 @@ def _ppo_loss_kernel(
     HAS_REF: tl.constexpr = ref_logits is not None
     # Held for the second sweep, or evicted at once.
     HINT: tl.constexpr = "evict_first" if grad is None else "evict_last"
-    for row in range(tl.program_id(0), n, tl.num_programs(0)):
+    # What is the same for all rows is formed anew for each: held, it would cost registers.
+    for row in tl.range(tl.program_id(0), n, tl.num_programs(0), disable_licm=True):
         weight = tl.load(per_token.weights + row).to(tl.float32)
         if weight != 0:
             token = tl.load(per_token.tokens + row)
@@ -493,13 +744,20 @@ def _ppo_loss_kernel(
                 ref_row = _row_of(ref_logits, row)
                 ref_token = _at_token(ref_row, token, vocab)
             scale, slope = row_scale(row, softmax)
+            head = _head(x_row, VEC) if PHASED else 0
+            place = _place(head, token, vocab)
+            x_row = _from_boundary(x_row, head, PHASED)
+            if HAS_REF:
+                ref_row = _from_boundary(ref_row, head, PHASED)
             stats = _row_statistics(
-                x_row, ref_row, x_token, ref_token, token, vocab, softmax, scale,
-                BLOCK_V, LANES, VEC, HINT,
+                x_row, ref_row, x_token, ref_token, head, head + vocab, place, softmax,
+                scale, BLOCK_V, LANES, VEC, PHASED, HINT,
             )  # fmt: skip
             kl, g, share = _token_loss(row, stats, weight, per_token, objective, HAS_REF)
+            column = sums + row
             for entry in tl.static_range(SUM_COUNT):
-                tl.store(sums + row + entry * n.to(tl.int64), share[entry])
+                tl.store(column, share[entry])
+                column += n
             tl.store(logprobs + row, stats.logprob)
             tl.store(entropies + row, stats.entropy)
             tl.store(kls + row, kl)
@@ -508,26 +766,29 @@ def _ppo_loss_kernel(
                 # A row that is NaN says so in its gradient too.
                 is_number = stats.log_sum == stats.log_sum
                 if (g.logprobs == 0) & (g.entropy == 0) & (g.kl == 0) & is_number:
-                    _write_zeros(grad_row, vocab, BLOCK_V)
+                    _write_zeros(grad_row, vocab, _part(BLOCK_V, LANES * VEC))
                 else:
                     _write_gradient(
-                        x_row, ref_row, grad_row, x_token, ref_token, token, vocab, stats, g,
-                        softmax, scale, slope, slope / stats.total, BLOCK_V,
+                        x_row, ref_row, _from_boundary(grad_row, head, PHASED), x_token, ref_token,
+                        head, head + vocab, place, stats, g, softmax, scale, slope,
+                        slope / stats.total, BLOCK_V, LANES, VEC, PHASED, False,
                     )  # fmt: skip
         else:
             tl.store(logprobs + row, 0.0)
             tl.store(entropies + row, 0.0)
             tl.store(kls + row, 0.0)
-            for entry in tl.static_range(SUM_COUNT):
-                tl.store(sums + row + entry * n.to(tl.int64), 0.0)
+            column = sums + row
+            for _entry in tl.static_range(SUM_COUNT):
+                tl.store(column, 0.0)
+                column += n
             if grad is not None:
-                _write_zeros(_row_of(grad, row), vocab, BLOCK_V)
+                _write_zeros(_row_of(grad, row), vocab, _part(BLOCK_V, LANES * VEC))
 
 
 @triton.jit(do_not_specialize=["n"])
 def _token_stats_kernel(
     logits, ref_logits, tokens, softmax, results, n, vocab,
-    BLOCK_V: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr,
+    BLOCK_V: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, PHASED: tl.constexpr,
 ):  # fmt: skip
     """The first sweep of `_ppo_loss_kernel` by itself, to the TokenStats `results`."""
     for row in range(tl.program_id(0), n, tl.num_programs(0)):
@@ -537,32 +798,40 @@ def _token_stats_kernel(
         if ref_logits is not None:
             ref_row = _row_of(ref_logits, row)
             ref_token = _at_token(ref_row, token, vocab)
+        x_token = _at_token(x_row, token, vocab)
         scale, _ = row_scale(row, softmax)
+        head = _head(x_row, VEC) if PHASED else 0
+        place = _place(head, token, vocab)
+        x_row = _from_boundary(x_row, head, PHASED)
+        if ref_logits is not None:
+            ref_row = _from_boundary(ref_row, head, PHASED)
         stats = _row_statistics(
-            x_row, ref_row, _at_token(x_row, token, vocab), ref_token, token, vocab, softmax,
-            scale, BLOCK_V, LANES, VEC, "evict_first",
+            x_row, ref_row, x_token, ref_token, head, head + vocab, place, softmax, scale,
+            BLOCK_V, LANES, VEC, PHASED, "evict_first",
         )  # fmt: skip
         tl.store(results.logprobs + row, stats.logprob)
         tl.store(results.entropy + row, stats.entropy)
         tl.store(results.kl + row, stats.kl)
-        tl.store(results.normalizer + 2 * row, stats.row_max)
+        unit = score_unit(softmax)
+        tl.store(results.normalizer + 2 * row, stats.row_max * unit)
         tl.store(results.normalizer + 2 * row + 1, stats.log_sum)
-        tl.store(results.ref_normalizer + 2 * row, stats.ref_max)
+        tl.store(results.ref_normalizer + 2 * row, stats.ref_max * unit)
         tl.store(results.ref_normalizer + 2 * row + 1, stats.ref_log_sum)
 
 
 @triton.jit(do_not_specialize=["n"])
 def _token_stats_backward_kernel(
-    logits, ref_logits, grad, grads, tokens, saved, softmax, n, vocab, BLOCK_V: tl.constexpr
-):
-    """The second sweep of `_ppo_loss_kernel` from the TokenStats `saved`; `grad` is dense [N, V].
+    logits, ref_logits, grad, grads, tokens, saved, softmax, n, vocab,
+    BLOCK_V: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, PHASED: tl.constexpr,
+):  # fmt: skip
+    """The second sweep of `_ppo_loss_kernel` from the TokenStats `saved`.
 
     Of the StatsGradients `grads` entropy may be None; `ref_logits` and its kl are both there or
     both None.
     """
     HAS_REF: tl.constexpr = ref_logits is not None
     for row in range(tl.program_id(0), n, tl.num_programs(0)):
-        grad_row = grad + tl.cast(row, tl.int64) * vocab
+        grad_row = _row_of(grad, row)
         g_logprob = tl.load(grads.logprobs + row).to(tl.float32)
         g_entropy = 0.0
         if grads.entropy is not None:
@@ -571,32 +840,44 @@ def _token_stats_backward_kernel(
         if HAS_REF:
             g_kl = tl.load(grads.kl + row).to(tl.float32)
         if (g_logprob == 0) & (g_entropy == 0) & (g_kl == 0):
-            _write_zeros(grad_row, vocab, BLOCK_V)
+            _write_zeros(grad_row, vocab, _part(BLOCK_V, LANES * VEC))
         else:
             token = tl.load(tokens + row)
             x_row = _row_of(logits, row)
             logprob = tl.load(saved.logprobs + row)
-            row_max = tl.load(saved.normalizer + 2 * row)
+            unit = score_unit(softmax)
+            row_max = tl.load(saved.normalizer + 2 * row) / unit
             log_sum = tl.load(saved.normalizer + 2 * row + 1)
             entropy = tl.load(saved.entropy + row)
             ref_row, ref_token, ref_max, ref_log_sum, kl, mean_gap = None, 0.0, 0.0, 0.0, 0.0, 0.0
             if HAS_REF:
                 ref_row = _row_of(ref_logits, row)
                 ref_token = _at_token(ref_row, token, vocab)
-                ref_max = tl.load(saved.ref_normalizer + 2 * row)
+                ref_max = tl.load(saved.ref_normalizer + 2 * row) / unit
                 ref_log_sum = tl.load(saved.ref_normalizer + 2 * row + 1)
                 kl = tl.load(saved.kl + row)
                 mean_gap = kl + log_sum - ref_log_sum
+            scale, slope = row_scale(row, softmax)
+            # Nothing tells of −inf among the logits: they are clamped, and against a reference
+            # every tile is taken the careful way.
+            plain = tl.abs(row_max * scale) < -LOWEST
+            if HAS_REF:
+                plain = row_max != row_max
             stats = _RowStats(
                 logprob, entropy, kl, row_max, log_sum, tl.exp(log_sum), log_sum - entropy,
-                -expm1(logprob), mean_gap, ref_max, ref_log_sum,
+                -expm1(logprob), mean_gap, ref_max, ref_log_sum, plain,
             )  # fmt: skip
             g = StatsGradients(g_logprob, g_entropy, g_kl)  # type: ignore[arg-type]
-            scale, slope = row_scale(row, softmax)
+            x_token = _at_token(x_row, token, vocab)
+            head = _head(x_row, VEC) if PHASED else 0
+            place = _place(head, token, vocab)
+            if HAS_REF:
+                ref_row = _from_boundary(ref_row, head, PHASED)
             _write_gradient(
-                x_row, ref_row, grad_row, _at_token(x_row, token, vocab), ref_token, token, vocab,
-                stats, g, softmax, scale, slope,
-                slope * tl.exp(-log_sum), BLOCK_V,
+                _from_boundary(x_row, head, PHASED), ref_row,
+                _from_boundary(grad_row, head, PHASED), x_token, ref_token,
+                head, head + vocab, place, stats, g, softmax, scale, slope,
+                slope * tl.exp(-log_sum), BLOCK_V, LANES, VEC, PHASED, True,
             )  # fmt: skip
 
 
@@ -637,33 +918,33 @@ def _scale_kernel(x, factor, rows, columns, BLOCK_V: tl.constexpr):
 
 
 class Tile(NamedTuple):
-    """How a row is cut: a program has `num_warps`·32 threads and takes `block_v` columns a time."""
+    """How a row is cut: a program has `num_warps`·32 threads of `registers` each and takes
+    `block_v` columns a time."""
 
     block_v: int
     num_warps: int
-    max_registers: int | None = None
+    registers: int
 
-
-WARPS_PER_SM = 32
-"""Wanted on each multiprocessor, over all its programs."""
 
 VECTOR_BYTES = 16
-"""The widest load of a thread; rows that do not start on this boundary are read by the element."""
+"""The widest load of a thread."""
 
-MAX_REGISTERS = 128
-"""Of a thread: all that 16 warps can have. Kernels that need a little more than 64 name it, because
-ptxas by itself aims for two programs in place of one on a multiprocessor and spills to get there.
-The whole tiles do not: they take about as many unasked, and spill when it is named."""
+SINGLES_PER_VECTOR = 2
+"""Loads of one element that stand in for a 16-byte load where a row of the logits and one of the
+reference's or the gradient's lie differently against 16 bytes: with as many as a vector has
+elements, their addresses alone would fill the registers."""
 
-SINGLES_PER_VECTOR = 4
-"""Loads of one element that stand in for a 16-byte load in rows that do not start on 16 bytes: with
-as many as a vector has elements, their addresses alone would fill the registers."""
+REGISTERS = 65536
+"""Of a multiprocessor. With those of a thread named to ptxas, they say how many programs run on it;
+unasked, ptxas takes 64 to 212 of them, and sometimes spills to get below a limit of its own."""
 
-# (logits per row up to, warps of a program, loads that a thread issues before it needs the first).
-# Long rows: one or two programs per multiprocessor, so that the rows in flight fit in the
-# second-level cache, with enough loads in flight to cover the memory's latency. Short rows: more
-# programs, since each one waits at the end of its row.
-TILES = ((8192, 4, 2), (math.inf, 16, 4))
+# (bytes of a row up to, warps of a program, loads that a thread issues before it needs the first,
+# registers of a thread). The rows in flight should fit in the second-level cache, and the loads
+# should cover the memory's latency: a long row has a multiprocessor to itself. Shorter ones, and
+# rows that are read but once, share it: while one program waits, at the end of its row above all,
+# another works.
+TILES = ((2**14, 4, 2, 128), (2**17, 8, 4, 128), (math.inf, 16, 4, 128))
+SWEPT_ONCE = (*TILES[:1], (math.inf, 8, 4, 128))
 
 CACHE_SHARE = 0.7
 """Of the second-level cache, for rows that wait for their second sweep."""
@@ -673,26 +954,31 @@ UNCUT = 2**31 - 1
 layouts run one kernel; a constant makes ptxas spill in the longest tile on sm_80."""
 
 SUMS_BLOCK = 2048
-SCALE_TILE = Tile(block_v=4096, num_warps=8)
+SCALE_BLOCK, SCALE_WARPS, SCALE_PROGRAMS = 4096, 8, 4
 
 
-def tile(vocab: int, vector_width: int, *, has_ref: bool, has_softcap: bool) -> Tile:
-    """The tile for rows of `vocab` logits.
+def tile(
+    row_bytes: int, itemsize: int, *, singles: bool, halvings: int = 0, swept_once: bool = False
+) -> Tile:
+    """The tile for rows of `row_bytes`, read by the vector or in `singles`.
 
-    With a reference a tile each of two rows is held, scores and shifted ones: a quarter fits the
-    registers. A soft-cap's temporaries halve the tile.
+    With a reference a tile each of two rows is held, scores and shifted ones: two halvings of the
+    tile fit the registers. A soft-cap's temporaries are one more.
     """
-    num_warps, loads = next((warps, loads) for most, warps, loads in TILES if vocab <= most)
-    width = SINGLES_PER_VECTOR if vector_width == 1 else vector_width
-    halvings = 2 * has_ref + has_softcap
-    block_v = 32 * num_warps * max(1, loads >> halvings) * width
-    return Tile(block_v, num_warps, MAX_REGISTERS if halvings else None)
+    num_warps, loads, registers = next(
+        row[1:] for row in (SWEPT_ONCE if swept_once else TILES) if row_bytes <= row[0]
+    )
+    width = SINGLES_PER_VECTOR if singles else VECTOR_BYTES // itemsize
+    return Tile(32 * num_warps * max(1, loads >> halvings) * width, num_warps, registers)
 
 
-def _program_count(device: torch.device, rows: int, row_bytes: int, num_warps: int) -> int:
+def _program_count(device: torch.device, rows: int, held_bytes: int, shape: Tile) -> int:
+    """Programs that run at once, while the `held_bytes` of each stay in the cache."""
     multiprocessors, cache = device_limits(device)
-    fitting = int(CACHE_SHARE * cache) // (multiprocessors * row_bytes)
-    return min(rows, multiprocessors * max(1, min(WARPS_PER_SM // num_warps, fitting)))
+    resident = REGISTERS // (32 * shape.num_warps * shape.registers)
+    if held_bytes:
+        resident = min(resident, int(CACHE_SHARE * cache) // (multiprocessors * held_bytes))
+    return min(rows, multiprocessors * max(1, resident))
 
 
 def _view(x: Tensor | None) -> RowsView | None:
@@ -707,6 +993,22 @@ def _view(x: Tensor | None) -> RowsView | None:
     raise ValueError(f"logits must be [N, V] or [B, T, V], got {list(x.shape)}")
 
 
+def _agree(a: RowsView, b: RowsView, width: int) -> bool:
+    """Whether row i of each begins as many elements behind a vector's boundary, for every i."""
+    rows = a.tensor.shape[:-1].numel()
+
+    def offsets(view: RowsView) -> tuple[int, int]:
+        return view.stride % width, view.outer_stride % width if rows > view.inner else 0
+
+    # [N, V] and a dense [B, T, V] are the same rows.
+    def flat(view: RowsView) -> bool:
+        return rows <= view.inner or view.outer_stride == view.inner * view.stride
+
+    if flat(a) and flat(b):
+        return (a.stride - b.stride) % width == 0
+    return a.inner == b.inner and offsets(a) == offsets(b)
+
+
 class _Launch(NamedTuple):
     """What every launch over rows of logits decides: its views of them, its grid and its tile."""
 
@@ -716,25 +1018,46 @@ class _Launch(NamedTuple):
     grid: tuple[int]
     tile: Tile
     vector_width: int
+    phased: bool
 
 
 def _launch_over(
-    logits: Tensor, softmax: Softmax, ref_logits: Tensor | None, grad: Tensor | None = None
+    logits: Tensor,
+    softmax: Softmax,
+    ref_logits: Tensor | None,
+    grad: Tensor | None = None,
+    *,
+    sweeps: int,
 ) -> _Launch:
     n, vocab = logits.shape[:-1].numel(), logits.shape[-1]
     views = {"logits": _view(logits), "ref_logits": _view(ref_logits), "grad": _view(grad)}
-    width = 1 if vocab % 16 else VECTOR_BYTES // logits.element_size()
-    for view in views.values():
-        # Triton can prove that rows lie on 16 elements, or a thread loads one at a time.
-        if view is not None and (
-            view.tensor.data_ptr() % 16 or view.outer_stride % 16 or view.stride % 16
-        ):
-            width = 1
-    has_ref, has_softcap = ref_logits is not None, softmax.softcap is not None
-    shape = tile(vocab, width, has_ref=has_ref, has_softcap=has_softcap)
-    row_bytes = vocab * logits.element_size() * (1 + has_ref)
-    programs = _program_count(logits.device, n, row_bytes, shape.num_warps)
-    return _Launch(**views, grid=(programs,), tile=shape, vector_width=width)
+    width = VECTOR_BYTES // logits.element_size()
+    present = [view for view in views.values() if view is not None]
+    # Triton can prove that rows lie on 16 elements; or all rows of a number lie alike against the
+    # boundary, which the kernel finds; or a thread loads one at a time.
+    phased = vocab % 16 != 0 or any(
+        view.tensor.data_ptr() % 16 or view.outer_stride % 16 or view.stride % 16
+        for view in present
+    )
+    one = present[0]
+    if phased and any(
+        (view.tensor.data_ptr() - one.tensor.data_ptr()) % VECTOR_BYTES
+        or view.tensor.element_size() != one.tensor.element_size()
+        or not _agree(view, one, width)
+        for view in present
+    ):
+        width, phased = 1, False
+    row_bytes = vocab * logits.element_size()
+    shape = tile(
+        row_bytes,
+        logits.element_size(),
+        singles=width == 1,
+        halvings=2 * (ref_logits is not None) + (softmax.softcap is not None),
+        swept_once=sweeps == 1,
+    )
+    held = 0 if sweeps == 1 else row_bytes * (1 + (ref_logits is not None))
+    programs = _program_count(logits.device, n, held, shape)
+    return _Launch(**views, grid=(programs,), tile=shape, vector_width=width, phased=phased)
 
 
 def ppo_loss(
@@ -775,7 +1098,7 @@ def ppo_loss(
     logprobs, entropy, kl = (logits.new_empty(n, dtype=torch.float32) for _ in range(3))
     row_sums = logits.new_empty((len(SUMS), n), dtype=torch.float32)
     sums = logits.new_empty(len(SUMS), dtype=torch.float32)
-    launch = _launch_over(logits, softmax, ref_logits, grad)
+    launch = _launch_over(logits, softmax, ref_logits, grad, sweeps=1 if grad is None else 2)
     with current(logits.device):
         if n > 0:
             _ppo_loss_kernel[launch.grid](
@@ -795,8 +1118,9 @@ def ppo_loss(
                 BLOCK_V=launch.tile.block_v,
                 LANES=32 * launch.tile.num_warps,
                 VEC=launch.vector_width,
+                PHASED=launch.phased,
                 num_warps=launch.tile.num_warps,
-                maxnreg=launch.tile.max_registers,
+                maxnreg=launch.tile.registers,
                 enable_fp_fusion=True,
             )
         _add_sums_kernel[(len(SUMS),)](
@@ -836,7 +1160,7 @@ def token_stats(
     logprobs, entropy, kl = (logits.new_empty(n, dtype=torch.float32) for _ in range(3))
     normalizer, ref_normalizer = (logits.new_empty((n, 2), dtype=torch.float32) for _ in range(2))
     stats = TokenStats(logprobs, entropy, kl, normalizer, ref_normalizer)
-    launch = _launch_over(logits, softmax, ref_logits)
+    launch = _launch_over(logits, softmax, ref_logits, sweeps=1)
     if n > 0:
         with current(logits.device):
             _token_stats_kernel[launch.grid](
@@ -850,8 +1174,9 @@ def token_stats(
                 BLOCK_V=launch.tile.block_v,
                 LANES=32 * launch.tile.num_warps,
                 VEC=launch.vector_width,
+                PHASED=launch.phased,
                 num_warps=launch.tile.num_warps,
-                maxnreg=launch.tile.max_registers,
+                maxnreg=launch.tile.registers,
                 enable_fp_fusion=True,
             )
     return stats
@@ -872,13 +1197,13 @@ def token_stats_backward(
     if grads.kl is None:
         ref_logits = None
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    launch = _launch_over(logits, softmax, ref_logits)
+    launch = _launch_over(logits, softmax, ref_logits, grad, sweeps=1)
     if n > 0:
         with current(logits.device):
             _token_stats_backward_kernel[launch.grid](
                 launch.logits,
                 launch.ref_logits,
-                grad,
+                launch.grad,
                 dense_record(grads),
                 dense(tokens),
                 dense_record(stats),
@@ -886,8 +1211,11 @@ def token_stats_backward(
                 n,
                 vocab,
                 BLOCK_V=launch.tile.block_v,
+                LANES=32 * launch.tile.num_warps,
+                VEC=launch.vector_width,
+                PHASED=launch.phased,
                 num_warps=launch.tile.num_warps,
-                maxnreg=MAX_REGISTERS,
+                maxnreg=launch.tile.registers,
                 enable_fp_fusion=True,
             )
     return grad
@@ -908,16 +1236,16 @@ def scale_(x: Tensor, factor: Tensor) -> Tensor:
     flat = x.view(-1, x.shape[-1]) if x.dim() != 2 and x.is_contiguous() else x
     rows, columns = flat.shape[:-1].numel(), flat.shape[-1]
     multiprocessors, _ = device_limits(x.device)
-    tiles = rows * triton.cdiv(columns, SCALE_TILE.block_v)
-    programs = min(tiles, multiprocessors * WARPS_PER_SM // SCALE_TILE.num_warps)
+    tiles = rows * triton.cdiv(columns, SCALE_BLOCK)
+    programs = min(tiles, multiprocessors * SCALE_PROGRAMS)
     with current(x.device):
         _scale_kernel[(programs,)](
             _view(flat),
             factor,
             rows,
             columns,
-            BLOCK_V=SCALE_TILE.block_v,
-            num_warps=SCALE_TILE.num_warps,
+            BLOCK_V=SCALE_BLOCK,
+            num_warps=SCALE_WARPS,
             enable_fp_fusion=True,
         )
     return x

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from datasets import Dataset, DatasetDict
 
 from fastppo.data.rows import DataError, is_missing_path, load_rows, shuffled, visiting_order
 
@@ -19,6 +18,8 @@ def _write_jsonl(path, *lines: str) -> str:
 
 def test_every_source_gives_the_same_rows(tmp_path) -> None:
     jsonl = _write_jsonl(tmp_path / "rows.jsonl", *map(json.dumps, ROWS), "")
+    from datasets import Dataset, DatasetDict
+
     Dataset.from_list(ROWS).to_parquet(str(tmp_path / "rows.parquet"))
     Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
     DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "splits"))
@@ -54,6 +55,8 @@ def test_a_source_that_is_not_there_is_refused(tmp_path) -> None:
         load_rows(str(tmp_path / "rows.txt"))
     with pytest.raises(DataError, match=r"neither a \.jsonl or \.parquet file"):
         load_rows(str(tmp_path / "empty"))
+    from datasets import Dataset, DatasetDict
+
     DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "splits"))
     with pytest.raises(DataError, match="no split 'test'; it has train"):
         load_rows(str(tmp_path / "splits"), split="test")

@@ -9,6 +9,7 @@ the same numbers.
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from fastppo_kernels.records import (
     StatsGradients,
 )
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastppo
@@ -593,24 +595,68 @@ def test_bf16_is_off_by_at_most_twice_what_plain_bf16_is(term: str, chunk_size: 
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("width", [896, 4096])
 @pytest.mark.parametrize("vocab", [3, 1009, 32000, 151936, 262144])
 @pytest.mark.parametrize("rows", [0, 1, 7, 512, 2048, 8192, 8193, 32768, 100_001, 2**20])
-def test_the_default_chunk_keeps_its_promises(device: str, vocab: int, rows: int) -> None:
-    size = linear.chunk_rows(rows, vocab, torch.device(device))
+def test_the_default_chunk_keeps_its_promises(
+    device: str, width: int, vocab: int, rows: int
+) -> None:
+    size = linear.chunk_rows(rows, vocab, torch.device(device), width=width)
     whole, enough = {"cpu": (2**23, 512), "cuda": (2**28, 4096)}[device]
     assert 1 <= size <= max(1, rows)
     if rows * vocab <= whole:
         assert size == max(1, rows)
         return
-    assert size < rows or rows == 1
-    assert size <= max(enough, whole // vocab)
     chunks = -(-rows // size)
-    if device == "cuda" and rows >= 8192:
-        assert size <= 0.15 * rows
-        # an eighth of the rows, or 4096 and more
-        assert chunks <= 9 or size > 0.9 * 4096
+    if device == "cuda":
+        least = 4096 if width < 2048 else 2048
+        assert size >= min(rows, least)
+        assert size <= max(enough, whole // vocab, 2 * least - 1)
+        if rows >= 8 * least:
+            assert size <= 0.15 * rows
+    else:
+        assert size < rows or rows == 1
+        assert size <= max(enough, whole // vocab)
     # No last chunk of a few rows, which would cost as much dW traffic as a full one.
     assert rows - (chunks - 1) * size > 0.5 * size or rows < 2 * chunks
+
+
+def test_one_chunk_where_it_takes_no_more_than_the_accumulator_of_several() -> None:
+    """A bf16 head's dW is gathered in fp32, the memory of 2·H rows of bf16 logits; not fp32's."""
+    cuda, vocab, width = torch.device("cuda"), 151936, 4096
+    fp32 = torch.empty(vocab, width, device="meta")
+    bf16 = fp32.bfloat16()
+    spared = linear.accumulator_rows(bf16, torch.bfloat16)
+    assert spared == 2 * width
+    assert linear.accumulator_rows(bf16, torch.bfloat16, buffers=2) == width
+    assert linear.accumulator_rows(fp32, torch.bfloat16) == 0
+    for rows in (2 * width, 2 * width + 1):
+        size = linear.chunk_rows(rows, vocab, cuda, width=width, spared_rows=spared)
+        assert (size == rows) == (rows <= spared)
+    assert (
+        linear.chunk_rows(8192, vocab, torch.device("cpu"), width=width, spared_rows=spared) < 8192
+    )
+
+
+def test_the_logits_are_gone_before_dw_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[StorageWeakRef] = []
+    logits, finished = linear._Head.logits, linear._Gradients.finished
+
+    def noted(self: Any, x: torch.Tensor) -> torch.Tensor:
+        kept.append(StorageWeakRef(self.buffer.untyped_storage()))
+        return logits(self, x)
+
+    def checked(self: Any) -> Any:
+        gc.collect()
+        assert kept
+        assert all(storage.expired() for storage in kept)
+        return finished(self)
+
+    monkeypatch.setattr(linear._Head, "logits", noted)
+    monkeypatch.setattr(linear._Gradients, "finished", checked)
+    leaves = [x.requires_grad_() for x in head(12, 521, 8, torch.bfloat16)]
+    data = near(*(x.detach() for x in leaves))
+    fastppo.linear_ppo_loss(*leaves[:2], *data[1:], bias=leaves[2], chunk_size=4).loss.backward()
 
 
 @backends

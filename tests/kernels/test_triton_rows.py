@@ -7,7 +7,9 @@ them all and fails on a line of a jit function that none of them reaches):
 |--------------------------------------------------------------|-----------------------------|
 | one tile, partly filled                                      | bare                        |
 | whole tiles and no rest; whole tiles and a rest              | whole tiles, rest           |
-| rows on 16 bytes; rows off them, read by the element         | whole tiles; bare           |
+| rows on 16 bytes; rows off them, every phase                 | whole tiles; off 16 bytes   |
+| rows of two tensors that lie differently                     | rows of two kinds           |
+| −inf, NaN, the lowest number in a whole tile: swept again    | masked, a broken row …      |
 | the long rows' tile                                          | long rows                   |
 | token in the first tile, in the rest, in the last column     | bare, rest                  |
 | no gradient: one sweep                                       | no gradient                 |
@@ -160,6 +162,35 @@ def path_rest() -> None:
     arguments = draw(3, 2064)
     arguments["tokens"] = torch.tensor([0, 2063, 1024])
     check_loss(arguments)
+
+
+def path_off_16_bytes() -> None:
+    """Every distance of a row from the boundary; the token in its first part, in a whole tile, in
+    its last column; a row shorter than a part."""
+    for dtype, vocab in ((torch.bfloat16, 5003), (torch.float32, 2061), (torch.bfloat16, 7)):
+        arguments = draw(9, vocab, dtype)
+        arguments["tokens"][:4] = torch.tensor([0, vocab - 1, vocab // 2, 1])
+        check_loss(arguments)
+        check_loss(arguments | {"logits": arguments["logits"].to(DEVICE).clone()}, inplace=True)
+        check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(9))
+    arguments, ref = draw(9, 5003, torch.bfloat16), draw(9, 5003, torch.bfloat16, seed=1)["logits"]
+    check_loss(arguments, kl_estimator="full", ref_logits=ref, kl_coef=0.3, softcap=15.0)
+    check_stats(
+        arguments["logits"], arguments["tokens"], upstream=_upstream(9, kl=True), ref_logits=ref
+    )
+    shifted = torch.zeros(9, 5008, dtype=torch.bfloat16, device=DEVICE)[:, 3:5006]
+    shifted.copy_(arguments["logits"])
+    check_loss(arguments | {"logits": shifted}, inplace=True)
+
+
+def path_rows_of_two_kinds() -> None:
+    """The gradient's rows, dense, or the reference's lie differently against 16 bytes."""
+    arguments = draw(6, 2061, torch.bfloat16)
+    wide = torch.randn(3, 3, 2061, device=DEVICE).bfloat16()
+    wide[:, :-1] = arguments["logits"].view(3, 2, 2061)
+    check_loss(arguments | {"logits": wide[:, :-1]})
+    arguments, ref = draw(3, 2064), torch.randn(3, 2065, device=DEVICE)[:, 1:]
+    check_loss(arguments, kl_estimator="full", ref_logits=ref, kl_coef=0.3)
 
 
 def path_long_rows() -> None:
@@ -413,7 +444,8 @@ def test_dtypes(dtype: torch.dtype) -> None:
 def test_grid_stays_small() -> None:
     """One program per row would exceed a grid dimension of 65535 (Liger 1294)."""
     device = torch.device("cpu") if DEVICE == "cpu" else torch.device("cuda", 0)
-    count = triton_rows._program_count(device, 2**24, 1000, 4)
+    shape = triton_rows.tile(1000, 2, singles=False)
+    count = triton_rows._program_count(device, 2**24, 1000, shape)
     multiprocessors, _ = device_limits(device)
     assert 0 < count <= 16 * multiprocessors
 
@@ -448,6 +480,7 @@ def test_offset_rows(offset: float) -> None:
 
 
 def test_an_offset_changes_no_bit() -> None:
+    """Outside whole tiles, as here; inside it changes what an anchor rounds away."""
     arguments = draw(3, 507, torch.bfloat16)
     arguments["logits"] = arguments["logits"].float()
     shifted = arguments | {"logits": arguments["logits"] + 1024.0}
@@ -489,10 +522,35 @@ def test_a_token_that_is_masked_out() -> None:
     torch.testing.assert_close(got.grad.cpu(), want.grad)
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_row_of_the_lowest_number_is_uniform(softcap: float | None) -> None:
+    """Its maximum times log₂e is −inf in fp32."""
+    arguments = draw(3, 2064)
+    arguments["logits"][0] = torch.finfo(torch.float32).min
+    arguments["logits"][1, ::2] = torch.finfo(torch.float32).min
+    arguments["tokens"][1] = 5
+    check_loss(arguments, entropy_coef=0.1, softcap=softcap)
+    check_stats(
+        arguments["logits"], arguments["tokens"], Softmax(softcap=softcap), upstream=_upstream(3)
+    )
+
+
+@pytest.mark.parametrize("vocab", [5003, 5008])
+def test_masked_vocabularies_in_bf16(vocab: int) -> None:
+    arguments = draw(9, vocab, torch.bfloat16)
+    arguments["logits"][::2, : vocab // 2] = -torch.inf
+    arguments["tokens"][::2] = vocab - 1
+    got = check_loss(arguments, entropy_coef=0.1)
+    assert got.grad is not None
+    assert got.grad.isfinite().all()
+    check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(9))
+
+
+@pytest.mark.parametrize("vocab", [507, 2064, 2061])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_broken_row_shows(bad: float) -> None:
+def test_a_broken_row_shows(bad: float, vocab: int) -> None:
     """NaN or +inf in one logit makes its row NaN, loss and gradient, clipped or not; no other."""
-    arguments = draw(3, 507)
+    arguments = draw(3, vocab)
     arguments["logits"][1, 100] = bad
     arguments["tokens"][1] = 3
     got = kernel_loss(arguments)
@@ -517,14 +575,15 @@ def test_a_token_outside_the_vocabulary_reads_nothing() -> None:
     assert got.logprobs.isnan().tolist() == [True, True, False]
 
 
+@pytest.mark.parametrize("vocab", [2064, 2061])
 @pytest.mark.parametrize("gap", [5.0, 12.0, 20.0])
 @pytest.mark.parametrize("at_peak", [True, False])
-def test_peaked_rows(gap: float, at_peak: bool) -> None:
+def test_peaked_rows(gap: float, at_peak: bool, vocab: int) -> None:
     """1 − p and log p + entropy keep their digits however close p comes to 1.
 
     Up to 20 nats: at 30 the definition in fp64 has lost five digits of its 1 − p_y, too.
     """
-    arguments = draw(3, 2064, spread=0.5)
+    arguments = draw(3, vocab, spread=0.5)
     arguments["logits"][:, 1200] = arguments["logits"].amax(-1) + gap
     if at_peak:
         arguments["tokens"][:] = 1200

@@ -16,6 +16,7 @@ from fastppo_kernels import definition, torch_rows
 from fastppo_kernels.records import SUMS, PPORows
 from rows import PLAIN, VOCABULARIES, assert_gradient, assert_statistic, in_fp64, operands
 from torch import Tensor
+from waits import refused_by_torch
 
 import fastppo
 from fastppo.functional.arguments import choose_backend
@@ -201,12 +202,8 @@ def test_nothing_waits_for_the_gpu(name: str) -> None:
             fastppo.token_logprobs(leaf, rest[0]).sum().backward()
 
     step()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with refused_by_torch():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
     assert leaf.grad is not None
     assert leaf.grad.isfinite().all()
 

@@ -308,8 +308,7 @@ def test_torch_itself_sees_no_wait_for_a_gpu_in_a_microbatch(packing: str, tmp_p
     options = one_step(trainer)
     trainer.update(experience, options)  # kernels are compiled and memory is allocated
     minibatch = experience.weighted(options.aggregation)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits.refused_by_torch():
         for rows in microbatches(batch.lengths, options.limits(trainer.model.packing)):
             micro = minibatch.select(rows)
             layout = trainer.model.layout(micro.batch)
@@ -318,8 +317,6 @@ def test_torch_itself_sees_no_wait_for_a_gpu_in_a_microbatch(packing: str, tmp_p
                 given = layout, micro, trainer.reference, 1.0, options
                 policy = policy_loss(trainer.model.head, hidden, *given)
             (policy.loss + values.sum()).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def random_prompts_and_responses() -> tuple[list[list[int]], list[list[int]]]:

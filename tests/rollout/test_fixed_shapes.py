@@ -448,12 +448,8 @@ def test_between_two_looks_a_gpu_is_not_waited_for() -> None:
     step = fixed_shapes._Batch._step
 
     def forbidden(self, drawn: int) -> None:
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waits.refused_by_torch():
             step(self, drawn)
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fixed_shapes._Batch, "_step", forbidden)

@@ -1,0 +1,43 @@
+"""The launches whose instructions are counted: the tables of `kernels/NOTES.md`, the ceilings of
+`tests/kernels/test_cost.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import triton_linear_stats_launches
+from fastppo_kernels import triton_advantages
+from fastppo_kernels.records import Softmax
+from triton_rows_launches import CAPPED, LONG, ODD, SCALED, _backward, _full, _logits, _sampled
+from triton_rows_launches import _stats as _statistics
+
+TOKENS = (16, 4096)
+"""Of the tensor that is whitened: whole programs."""
+
+
+def _whiten() -> None:
+    x, mask = torch.zeros(TOKENS), torch.zeros(TOKENS, dtype=torch.bool)
+    triton_advantages.whiten(x, mask, moments=torch.zeros(3, dtype=torch.float64))
+
+
+def _linear() -> None:
+    vocab, width = triton_linear_stats_launches.V, triton_linear_stats_launches.H
+    triton_linear_stats_launches._launch(torch.bfloat16, vocab, width, Softmax(), False)
+
+
+def launches() -> list[tuple[str, Callable[[], None]]]:
+    x, odd = _logits(LONG, torch.bfloat16), _logits(ODD, torch.bfloat16)
+    return [
+        ("loss", partial(_sampled, x, SCALED)),
+        ("statistics", partial(_statistics, x, SCALED)),
+        ("statistics' backward", partial(_backward, x, SCALED)),
+        ("full KL", partial(_full, x, SCALED, x)),
+        ("soft-cap", partial(_sampled, x, CAPPED)),
+        ("loss, V = 50257", partial(_sampled, odd, SCALED)),
+        ("statistics, V = 50257", partial(_statistics, odd, SCALED)),
+        ("loss, fp32", partial(_sampled, x.float(), SCALED)),
+        ("whiten", _whiten),
+        ("linear statistics", _linear),
+    ]
