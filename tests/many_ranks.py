@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives as _collective
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
+from fastppo.data.world import join
 from fastppo.models.sharding import reshard, whole
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.log import read_jsonl
@@ -126,6 +127,54 @@ def held_bytes(folder: str) -> int:
     held += [x for entry in trainer.optimizer.state.values() for x in entry.values()]
     local = [x.to_local() if isinstance(x, DTensor) else x for x in held if x is not None]
     return sum(x.numel() * x.element_size() for x in local)
+
+
+class OddError(Exception):
+    """An error that cannot be sent as it is."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(one)
+
+
+def gathered() -> dict[str, Any]:
+    """What two ranks know of one another."""
+    world = join(torch.device("cpu"))
+    rank = world.rank
+
+    def raises(error: Exception) -> str:
+        def work() -> None:
+            if rank == 1:
+                raise error
+
+        try:
+            world.share(work)
+        except Exception as raised:
+            return f"{type(raised).__name__}: {raised}"
+        return "nothing"
+
+    return {
+        "rows": world.cat(torch.arange(1 + rank) + 10 * rank).tolist(),
+        "none": world.cat(torch.full((rank,), 7)).tolist(),
+        "values": world.gather(f"of {rank}"),
+        "first": world.first(lambda: f"of {rank}"),
+        "error": raises(ValueError("of 1")),
+        "unpicklable": raises(OddError("of 1", "")),
+    }
+
+
+def rollouts(folder: str) -> dict[str, Any]:
+    """Rollouts of five prompts and of one, and what is drawn after them."""
+    trainer = make_trainer(Path(folder))
+    torch.manual_seed(3)
+    found = [
+        trainer.engine.generate([[4, 5], [6], [7, 8, 9], [4], [5]], trainer.sampling),
+        trainer.engine.generate([[4, 5]], trainer.sampling),
+    ]
+    after = torch.rand(3)
+    known = trainer.world.gather(([each.tokens for each in found], after.tolist()))
+    same = all(each == known[0] for each in known)
+    name = type(trainer.engine).__name__
+    return {"rollouts": found, "next": after, "engine": name, "same": same}
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:

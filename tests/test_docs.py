@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import tiny
 import yaml
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 import fastppo
 from fastppo import cli
@@ -23,6 +26,7 @@ from fastppo.stages.sft import SFTConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -82,6 +86,30 @@ def test_the_readmes_own_run_works_as_printed(workspace: Path, capsys) -> None:
         assert cli.main(line) == 0, capsys.readouterr().err
     for name in re.findall(r"^\| `([^`]+)`", (ROOT / "README.md").read_text("utf-8"), re.M):
         assert (workspace / "runs" / "mine" / name).exists(), name
+
+
+@pytest.mark.slow
+def test_the_readmes_own_run_works_on_two_processes(workspace: Path) -> None:
+    line = next(line for line in commands(ROOT / "README.md") if "--config" in line)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    done = subprocess.run(
+        [*TORCHRUN, "--nproc_per_node", "2", "-m", "fastppo", *line],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("policy  ") == 1, "one process speaks"
+    AutoModelForCausalLM.from_pretrained(workspace / "runs" / "mine" / "policy")
+
+
+def test_options_of_the_page_on_many_gpus_exist() -> None:
+    page = (ROOT / "docs" / "many-gpus.md").read_text("utf-8")
+    named = re.findall(r"`(\w+): ", page) + re.findall(r"^\| `(\w+)` \|", page, re.M)
+    assert len(named) > 8
+    for option in named:
+        assert hasattr(PPOConfig(), option), option
 
 
 @pytest.mark.parametrize("name", ["sft", "reward-model", "generate"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +12,13 @@ import environments
 import many_ranks
 import pytest
 import ranks
-import torch
-from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM
+from command_line import Folder
 
-from fastppo.data.world import World, join
+from fastppo.data.world import World
 from fastppo.ppo.build import check_ranks
 from fastppo.ppo.config import PPOConfig
+
+ROOT = Path(__file__).parents[1]
 
 WIDE: dict[str, Any] = {"model_dtype": "float64"}
 LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8.0}
@@ -105,46 +108,6 @@ def test_gradients_that_are_divided_by_the_ranks_show(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------- going on, or not
 
 
-def _train(count: int, folder: Path, **variant: Any) -> dict[str, Any]:
-    return ranks.run(count, many_ranks.train, folder, str(folder), variant)
-
-
-def test_two_processes_then_one_then_four_end_where_one_ends_that_never_stopped(
-    tmp_path: Path,
-) -> None:
-    """Checkpoints are written in a thread by two, and read by any number."""
-    whole = _train(1, tmp_path / "whole", **WIDE, iterations=4, reference_refresh=2)
-    for count, iterations, threaded in ((2, 2, True), (1, 3, False), (4, 4, False)):
-        parts = _train(
-            count,
-            tmp_path / "parts",
-            **WIDE,
-            reference_refresh=2,
-            iterations=iterations,
-            checkpoint_async=threaded,
-            checkpoint_interval=1,
-            resume=True,
-        )
-    off = many_ranks.difference(whole, parts)
-    assert max(off.values()) <= 1e-12, off
-
-
-def test_weights_in_bf16_keep_their_fp32_masters_from_two_processes_to_one(tmp_path: Path) -> None:
-    narrow = {"model_dtype": "bfloat16", "param_dtype": "bfloat16"}
-    two = _train(2, tmp_path, **narrow)
-    one = _train(1, tmp_path, **narrow, resume=True)
-    for name, weight in two["weights"].items():
-        assert weight.dtype == one["weights"][name].dtype == torch.float32
-        assert torch.equal(weight, one["weights"][name]), name
-
-
-def test_the_policy_of_two_processes_is_a_model_that_loads(tmp_path: Path) -> None:
-    found = _train(2, tmp_path, iterations=1, architecture="qwen2")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
-    for name, parameter in loaded.named_parameters():
-        assert torch.equal(parameter, found["weights"][f"causal_lm.{name}"]), name
-
-
 def test_a_reward_that_raises_on_one_process_raises_the_same_on_all(tmp_path: Path) -> None:
     ended = ranks.start(2, many_ranks.train_with_a_failing_reward, tmp_path, str(tmp_path))
     assert [code for code, _ in ended] == [1, 1]
@@ -175,34 +138,45 @@ def test_options_that_several_processes_do_not_have_are_refused(options, says: s
     check_ranks(PPOConfig(**options), World())
 
 
-def test_processes_that_cannot_be_divided_into_copies_are_refused(monkeypatch) -> None:
-    with pytest.raises(ValueError, match="shard_size=2 needs as many processes"):
-        join(torch.device("cpu"), shard_size=2)
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match="shard_size must divide the 4 processes, got 3"):
-        join(torch.device("cpu"), shard_size=3)
+KILLED = """
+import os, signal
+from pathlib import Path
+calls = 0
 
 
-# ------------------------------------------------------------------------------------ what it costs
+def count(prompts, completions, **columns):
+    global calls
+    calls += 1
+    mark = Path(__file__).with_name("killed")
+    if os.environ.get("RANK") == "1" and calls == 3 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [text.split().count("w7") / 8 for text in completions]
+"""
 
 
-def test_an_optimiser_step_gathers_what_it_should(tmp_path: Path) -> None:
-    """Of two layers: root, embedding, two layers and the value head before the forward pass of a
-    microbatch; before its backward pass all of them but the root, which stays. One reduction each.
-    """
-    found = ranks.run(2, many_ranks.collectives, tmp_path, str(tmp_path))
-    for microbatches, counts in found.items():
-        assert counts["forward"] == 5 * microbatches
-        extra = not hasattr(FSDPModule, "reset_iter_state")  # torch 2.11 orders one too many
-        assert counts["backward"] == 4 * microbatches + extra
-        assert counts["reduced"] == 5 * microbatches
-
-
-def test_what_a_process_holds_falls_with_their_number(tmp_path: Path) -> None:
-    """Weights, gradients, moments: bytes of the tensors that a rank has between two steps."""
-    held = {
-        n: ranks.run(n, many_ranks.held_bytes, tmp_path / str(n), str(tmp_path / str(n)))
-        for n in (1, 2, 4)
+@pytest.mark.slow
+def test_a_run_that_torchrun_restarts_ends_where_one_ends_that_was_not_killed(
+    tmp_path: Path,
+) -> None:
+    folders = {"whole": Folder(tmp_path / "whole"), "killed": Folder(tmp_path / "killed")}
+    folders["killed"].reward.write_text(KILLED)
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    assert held[2] < 0.55 * held[1]
-    assert held[4] < 0.3 * held[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    for name, folder in folders.items():
+        command = [*torchrun, "--max-restarts", "1", "-m", "fastppo"]
+        done = subprocess.run(
+            [*command, *folder.flags(iterations=4, resume=True)],
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert ("resuming from" in done.stderr) == (name == "killed")
+    policies = [folder.run / "policy" / "model.safetensors" for folder in folders.values()]
+    assert policies[0].read_bytes() == policies[1].read_bytes()

@@ -6,9 +6,13 @@ with the functions that the package exports, and ends with a policy that plain t
 
 from __future__ import annotations
 
+import functools
 import json
+import multiprocessing
+import os
 import shutil
 import time
+from concurrent.futures import ProcessPoolExecutor
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fastppo.data.prompts import encode_prompts
 from fastppo.demo.task import gold_reward, make_data, make_tokenizer
 from fastppo.models.device import choose_device
+from fastppo.ppo.build import world_of
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.log import say
@@ -63,15 +68,26 @@ def run_demo(
         `reward_model`, its held-out accuracy; `report`, `policy`, paths; `seconds`.
     """
     start = time.perf_counter()
-    console = console or Console()
     output_dir = Path(output_dir)
     more = {} if iterations is None else {"iterations": iterations}
     # Made first, so that an option which is refused is refused before the first two stages.
     config = ppo_config(output_dir, output_dir / "ppo", seed=seed, device=device, **more)
     choose_device(device)
-    shutil.rmtree(output_dir / "ppo", ignore_errors=True)  # an earlier demo's
-    data, rewards = supervised_stages(output_dir, seed=seed, device=device, console=console)
-    trainer = PPOTrainer(config, console=console)
+    world = world_of(config)
+    console = (console or Console()) if world.is_main else Console(quiet=True)
+
+    def first_stages() -> tuple[dict[str, list[dict[str, Any]]], dict[str, float]]:
+        shutil.rmtree(output_dir / "ppo", ignore_errors=True)  # an earlier demo's
+        if world.size == 1:
+            return supervised_stages(output_dir, seed=seed, device=device, console=console)
+        # Of one process each, and this one is of several.
+        alone = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, alone, initializer=_leave_torchrun) as pool:
+            stages = functools.partial(supervised_stages, output_dir, seed=seed, device=device)
+            return pool.submit(stages).result()
+
+    data, rewards = world.first(first_stages)
+    trainer = PPOTrainer(config, console=console, world=world)
     held_out = encode_prompts(data["held_out"], trainer.tokenizer, max_prompt_tokens=24)
     before = trainer.evaluate(held_out)
     trainer.train()
@@ -88,6 +104,12 @@ def run_demo(
     return result
 
 
+def _leave_torchrun() -> None:
+    """This process is none of those that torchrun started."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        os.environ.pop(name, None)
+
+
 def ppo_config(stages_dir: Path, output_dir: Path, **options: Any) -> PPOConfig:
     """The recipe's PPO options on the first two stages of `stages_dir`, with `options` instead."""
     recipe = yaml.safe_load(files("fastppo.demo").joinpath("demo.yaml").read_text())
@@ -102,14 +124,14 @@ def ppo_config(stages_dir: Path, output_dir: Path, **options: Any) -> PPOConfig:
 
 
 def supervised_stages(
-    output_dir: str | Path, *, seed: int, device: str, console: Console
+    output_dir: str | Path, *, seed: int, device: str, console: Console | None = None
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, float]]:
     """Stages 1 and 2: writes data/, sft/ and reward_model/.
 
     Returns:
         (the task's data by name, what `train_reward_model` returns).
     """
-    output_dir = Path(output_dir)
+    output_dir, console = Path(output_dir), console or Console()
     for stage in ("sft", "reward_model"):
         shutil.rmtree(output_dir / stage, ignore_errors=True)  # an earlier demo's
     if choose_device(device).type == "cpu":

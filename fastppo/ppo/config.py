@@ -7,12 +7,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from fastppo.data.microbatches import Limits
-from fastppo.data.world import TIMEOUT
 from fastppo.functional import arguments
 from fastppo.ppo.evaluation import EvaluationOptions
 from fastppo.ppo.rollout_options import RolloutOptions, TurnOptions
 from fastppo.ppo.schedule import Schedule
-from fastppo.run.options import Options, WeightOptions, check_bounds, option
+from fastppo.run.options import Options, RanksOptions, WeightOptions, check_bounds, option
 from fastppo.run.watch import parse_threshold
 
 WARNINGS = (
@@ -358,23 +357,6 @@ class RunOptions(Options):
         False, "Resume although options, model, data or rewards make it another run"
     )
     wandb_project: str | None = option(None, "Also log to this Weights & Biases project")
-
-
-@dataclass(kw_only=True, frozen=True)
-class RanksOptions(Options):
-    """Many GPUs."""
-
-    shard_size: int | None = option(
-        None,
-        "Processes that hold one copy of the weights between them; none given means all of them",
-        minimum=1,
-    )
-    reshard_after_forward: bool = option(
-        True, "Free a layer after its forward pass and gather it again for its backward pass"
-    )
-    distributed_timeout: float = option(
-        TIMEOUT, "Longest wait of a process for the others, seconds", above=0
-    )
 
 
 @dataclass(kw_only=True, frozen=True)

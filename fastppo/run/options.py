@@ -30,6 +30,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
+from fastppo.data.world import TIMEOUT
 from fastppo.functional import arguments
 from fastppo.functional.arguments import shown
 
@@ -252,4 +253,21 @@ class WeightOptions(Options):
     lora_alpha: float = option(32.0, "LoRA scale: the update is alpha/rank · BA", above=0)
     lora_target_modules: Sequence[str] | None = option(
         None, "Modules that get adapters; none given means all linear layers"
+    )
+
+
+@dataclass(kw_only=True, frozen=True)
+class RanksOptions(Options):
+    """Many GPUs."""
+
+    shard_size: int | None = option(
+        None,
+        "Processes that hold one copy of the weights between them; none given means all of them",
+        minimum=1,
+    )
+    reshard_after_forward: bool = option(
+        True, "Free a layer after its forward pass and gather it again for its backward pass"
+    )
+    distributed_timeout: float = option(
+        TIMEOUT, "Longest wait of a process for the others, seconds", above=0
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -406,10 +407,6 @@ def _training_arguments(config: SupervisedConfig, *, evaluate: bool) -> Training
         remove_unused_columns=False,
         dataloader_pin_memory=not on_cpu,
     )
-    if arguments.world_size > 1:
-        raise ValueError(
-            f"this stage runs in one process on one device, got {arguments.world_size} processes"
-        )
     if not on_cpu:
         arguments._n_gpu = 1  # else Trainer spreads each batch over all GPUs by DataParallel
     return arguments
@@ -446,6 +443,17 @@ def open_run(config: SupervisedConfig) -> Path:
     return run_dir
 
 
+def check_one_process() -> None:
+    """Raises ValueError in one of several processes, as `torchrun` starts them: each would train
+    by itself."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    if count.isdecimal() and int(count) > 1:
+        raise ValueError(
+            f"this stage is one process on one device, got WORLD_SIZE={count}: start it without "
+            "torchrun, which is for `fastppo train`"
+        )
+
+
 Train = TypeVar("Train", bound=Callable[..., dict[str, float]])
 
 
@@ -454,6 +462,7 @@ def holding_its_directory(train: Train) -> Train:
 
     @functools.wraps(train)
     def holding(config: SupervisedConfig, **parts: Any) -> dict[str, float]:
+        check_one_process()
         with held(config.output_dir):
             return train(config, **parts)
 

@@ -87,3 +87,11 @@ def test_another_error_is_nobody_elses() -> None:
 
     with pytest.raises(RuntimeError, match=r"^shapes$"):
         Halving(print).run(fails, Limits(4))
+
+
+def test_one_of_several_processes_does_not_begin_again_alone() -> None:
+    def attempt(limits: Limits) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory on one of several processes"):
+        Halving(print, alone=False).run(attempt, Limits(8))

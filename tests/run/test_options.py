@@ -195,6 +195,7 @@ def test_ppos_sections_come_in_the_order_of_its_help() -> None:
         "Optimizer",
         "Watching",
         "Run",
+        "Many GPUs",
     ]
 
 

@@ -1,0 +1,66 @@
+"""The processes of a run: whose rows are whose, and whose errors are whose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import many_ranks
+import pytest
+import ranks
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastppo.data.world import World, join
+
+
+@given(st.integers(0, 50), st.integers(1, 9))
+def test_every_row_is_one_ranks_and_none_has_two_more_than_another(count: int, size: int) -> None:
+    shares = [World(rank, size).own(count) for rank in range(size)]
+    assert [row for share in shares for row in share] == list(range(count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_one_process_is_a_world_that_changes_nothing() -> None:
+    world, x = World(), torch.arange(3)
+    assert world.is_main
+    assert world.cat(x) is x
+    assert world.gather("a") == ["a"]
+    assert world.share(lambda: 3) == [3]
+    with pytest.raises(KeyError), world.answering():
+        world.first(lambda: {}["nothing"])
+    assert join(torch.device("cpu")).size == 1
+
+
+def test_two_processes_gather_rows_values_and_errors(tmp_path: Path) -> None:
+    found = ranks.run(2, many_ranks.gathered, tmp_path)
+    assert found == {
+        "rows": [0, 10, 11],
+        "none": [7],
+        "values": ["of 0", "of 1"],
+        "first": "of 0",
+        "error": "ValueError: of 1",
+        "unpicklable": "RuntimeError: OddError: of 1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[x/gloo/y.cc] Timed out waiting 4000ms for recv", "rank 1 of 2 waited 1800 s for the"),
+        ("[x/gloo/y.cc] Connection closed by peer", "rank 1 of 2: another rank has ended"),
+    ],
+)
+def test_a_rank_that_is_silent_is_a_sentence(text: str, says: str) -> None:
+    with pytest.raises(RuntimeError, match=says), World(1, 2).answering():
+        raise RuntimeError(text)
+    with pytest.raises(RuntimeError, match="something else"), World(1, 2).answering():
+        raise RuntimeError("something else")
+
+
+def test_processes_that_cannot_be_divided_into_copies_are_refused(monkeypatch) -> None:
+    with pytest.raises(ValueError, match="shard_size=2 needs as many processes"):
+        join(torch.device("cpu"), shard_size=2)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="shard_size must divide the 4 processes, got 3"):
+        join(torch.device("cpu"), shard_size=3)

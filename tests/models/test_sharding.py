@@ -1,0 +1,58 @@
+"""A model over several processes: what is gathered, what each holds, and what it computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import many_ranks
+import ranks
+import tiny
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from fastppo.models.policy import ActorCritic
+from fastppo.models.sharding import groups_of, is_sharded, like, reshard, unsharded, whole
+
+
+def test_an_optimiser_step_gathers_what_it_should(tmp_path: Path) -> None:
+    """Of two layers: root, embedding, two layers and the value head before the forward pass of a
+    microbatch; before its backward pass all of them but the root, which stays. One reduction each.
+    """
+    found = ranks.run(2, many_ranks.collectives, tmp_path, str(tmp_path))
+    for microbatches, counts in found.items():
+        assert counts["forward"] == 5 * microbatches
+        extra = not hasattr(FSDPModule, "reset_iter_state")  # torch 2.11 orders one too many
+        assert counts["backward"] == 4 * microbatches + extra
+        assert counts["reduced"] == 5 * microbatches
+
+
+def test_what_a_process_holds_falls_with_their_number(tmp_path: Path) -> None:
+    """Weights, gradients, moments: bytes of the tensors that a rank has between two steps."""
+    held = {
+        n: ranks.run(n, many_ranks.held_bytes, tmp_path / str(n), str(tmp_path / str(n)))
+        for n in (1, 2, 4)
+    }
+    assert held[2] < 0.55 * held[1]
+    assert held[4] < 0.3 * held[1]
+
+
+def test_copies_of_shards_add_up_the_same_gradient(tmp_path: Path) -> None:
+    """Two copies of two shards each (HSDP) train what one process trains."""
+    variant = {"model_dtype": "float64", "iterations": 1}
+    one = ranks.run(1, many_ranks.train, tmp_path / "1", str(tmp_path / "1"), variant)
+    copies = variant | {"shard_size": 2}
+    four = ranks.run(4, many_ranks.train, tmp_path / "4", str(tmp_path / "4"), copies)
+    off = many_ranks.difference(one, four)
+    assert max(off.values()) <= 1e-12, off
+
+
+def test_a_model_that_is_whole_is_left_alone() -> None:
+    model = ActorCritic(tiny.model())
+    assert not is_sharded(model)
+    assert groups_of(model) == []
+    before = model.head.weight
+    with unsharded(model):
+        reshard(model)
+        assert model.head.weight is before
+    assert whole(before) is before
+    assert torch.equal(like(before.detach(), before), before)

@@ -1,0 +1,25 @@
+"""A rollout that ranks share is the one that a process makes alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import many_ranks
+import ranks
+import torch
+
+from fastppo.rollout.sharing import SharedEngine
+
+
+def test_two_ranks_draw_what_one_draws_and_go_on_from_the_same_state(tmp_path: Path) -> None:
+    """Of five prompts, and of one, for which the second rank has nothing to do."""
+    found = {n: ranks.run(n, many_ranks.rollouts, tmp_path / str(n), str(tmp_path)) for n in (1, 2)}
+    for one, two in zip(found[1]["rollouts"], found[2]["rollouts"], strict=True):
+        assert one.tokens == two.tokens
+        assert one.finish_reasons == two.finish_reasons
+        for name in ("logprobs", "sampler_logprobs", "values"):
+            for a, b in zip(getattr(one, name), getattr(two, name), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert torch.equal(found[1]["next"], found[2]["next"])
+    assert found[2]["engine"] == SharedEngine.__name__
+    assert found[2]["same"], "ranks differ in what they know"

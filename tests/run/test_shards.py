@@ -1,0 +1,66 @@
+"""Checkpoints that several processes write and any number reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import many_ranks
+import pytest
+import ranks
+import torch
+from torch.distributed.checkpoint import CheckpointException
+from transformers import AutoModelForCausalLM
+
+from fastppo.run import shards
+
+WIDE = {"model_dtype": "float64"}
+
+
+def _train(count: int, folder: Path, **variant: Any) -> dict[str, Any]:
+    return ranks.run(count, many_ranks.train, folder, str(folder), variant)
+
+
+def test_two_processes_then_one_then_four_end_where_one_ends_that_never_stopped(
+    tmp_path: Path,
+) -> None:
+    """Checkpoints are written in a thread by two, and read by any number."""
+    whole = _train(1, tmp_path / "whole", **WIDE, iterations=4, reference_refresh=2)
+    for count, iterations, threaded in ((2, 2, True), (1, 3, False), (4, 4, False)):
+        parts = _train(
+            count,
+            tmp_path / "parts",
+            **WIDE,
+            reference_refresh=2,
+            iterations=iterations,
+            checkpoint_async=threaded,
+            checkpoint_interval=1,
+            resume=True,
+        )
+    off = many_ranks.difference(whole, parts)
+    assert max(off.values()) <= 1e-12, off
+
+
+def test_weights_in_bf16_keep_their_fp32_masters_from_two_processes_to_one(tmp_path: Path) -> None:
+    narrow = {"model_dtype": "bfloat16", "param_dtype": "bfloat16"}
+    two = _train(2, tmp_path, **narrow)
+    one = _train(1, tmp_path, **narrow, resume=True)
+    for name, weight in two["weights"].items():
+        assert weight.dtype == one["weights"][name].dtype == torch.float32
+        assert torch.equal(weight, one["weights"][name]), name
+
+
+def test_the_policy_of_two_processes_is_a_model_that_loads(tmp_path: Path) -> None:
+    found = _train(2, tmp_path, iterations=1, architecture="qwen2")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, found["weights"][f"causal_lm.{name}"]), name
+
+
+def test_a_disk_that_is_full_is_an_error_of_the_disk(tmp_path: Path, monkeypatch) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise CheckpointException("", {1: (OSError(28, "No space left"), None)})  # type: ignore
+
+    monkeypatch.setattr(shards.dcp, "save", full)
+    with pytest.raises(OSError, match=r"rank 1: OSError: .*No space left"):
+        shards.write({}, tmp_path)
