@@ -144,8 +144,12 @@ class Code:
         ]
 
     def sweeps(self) -> list[Way]:
-        """The loops that read global memory, in the order of their addresses."""
-        return [way for way in self.loops if way.loaded]
+        """The loops that read global memory, in the order of their addresses.
+
+        A turn that reads less than one 16-byte load is the loop over rows, where the compiler has a
+        copy of it for rows without a whole tile.
+        """
+        return [way for way in self.loops if way.loaded >= 16]
 
     def whole(self) -> Way:
         """The way to the last store that is in no loop, and on to the end: for a kernel without a
