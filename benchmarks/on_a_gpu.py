@@ -1,0 +1,394 @@
+"""The parts of `on_a_gpu.sh` that are Python: every launcher once, what each launch parameter is
+worth, and a trainer's iteration by phase, host wait and kernel.
+
+    python -m benchmarks.on_a_gpu smoke | rows | head | trainer | once
+
+`--tiny` runs each at a toy size, on a CPU in Triton's interpreter too: that proves this file and
+times nothing. README.md says what each number decides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import itertools
+import math
+import statistics
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastppo
+
+WARPS_LOADS = ((16, 4), (16, 2), (8, 4), (8, 2), (8, 8), (4, 4))
+"""Warps of a program, 16-byte loads in flight a thread."""
+CLIPPED: dict[str, Any] = {"clip_ratio": 0.2, "backend": "triton"}
+SHAPED: dict[str, Any] = {"kl_coef": 0.1, "gamma": 1.0, "lam": 0.95, "backend": "triton"}
+
+
+class Bench:
+    """Prints a line per measurement, and no more of them when the time is up."""
+
+    def __init__(self, device: torch.device, seconds: float) -> None:
+        self.device, self.end = device, time.monotonic() + seconds
+
+    def line(
+        self,
+        name: str,
+        call: Callable[[], object],
+        *,
+        bytes_: int = 0,
+        flop: int = 0,
+        calls: int = 7,
+    ) -> None:
+        if time.monotonic() > self.end:
+            print(f"{name:56s} skipped: the time is up")
+            return
+        try:
+            call()
+            seconds = [
+                self._seconds(call) for _ in range(calls if self.device.type == "cuda" else 1)
+            ]
+        except Exception as error:  # the others are still worth measuring
+            print(f"{name:56s} FAILED {type(error).__name__}: {str(error)[:90]}")
+            return
+        best, rate = min(seconds), ""
+        if bytes_:
+            rate = f"{bytes_ / best / 1e12:6.2f} TB/s"
+        elif flop:
+            rate = f"{flop / best / 1e12:6.0f} TFLOP/s"
+        times = f"{1e3 * statistics.median(seconds):9.3f} ms  best {1e3 * best:9.3f}"
+        print(f"{name:56s} {times}  {rate}", flush=True)
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        if self.device.type != "cuda":
+            begin = time.perf_counter()
+            call()
+            return time.perf_counter() - begin
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(2_000_000)  # hides the launches behind the device's own work
+        before.record()
+        call()
+        after.record()
+        after.synchronize()
+        return before.elapsed_time(after) / 1e3
+
+
+def rows_of(n: int, vocab: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Operands of `fastppo.ppo_loss` near the rollout's policy."""
+    logits = torch.empty(n, vocab, dtype=dtype, device=device).normal_(0, 3)
+    tokens = torch.randint(vocab, (n,), device=device)
+    old = fastppo.token_logprobs(logits, tokens, backend="triton")
+    noise = 0.3 * torch.randn(n, device=device)
+    return {
+        "logits": logits,
+        "tokens": tokens,
+        "old_logprobs": old + noise,
+        "advantages": torch.randn(n, device=device),
+    }
+
+
+def loss(operands: dict[str, Any], **more: Any) -> None:
+    """The loss with the gradient of the logits, which the forward pass writes."""
+    logits = operands["logits"].detach().requires_grad_()
+    fastppo.ppo_loss(**operands | {"logits": logits}, **CLIPPED, **more).loss.backward()
+
+
+def smoke(bench: Bench, tiny: bool) -> None:
+    """Every launcher once, so that one mistake shows before the tests compile for minutes."""
+    device = bench.device
+    given = rows_of(2 if tiny else 64, 1040 if tiny else 151936, device, torch.bfloat16)
+    logits, tokens = given["logits"], given["tokens"]
+    reference, old = torch.randn_like(logits), given["old_logprobs"]
+    hidden, weight = (torch.randn(s, 64, device=device).bfloat16() for s in (64, 2048))
+    few = torch.randint(2048, (64,), device=device)
+    flat = torch.randn(64, device=device)
+    values = torch.randn(4, 300, device=device)
+    mask = torch.rand(4, 300, device=device) < 0.9
+
+    def head(**more: Any) -> None:
+        leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+        fastppo.linear_ppo_loss(
+            leaves[0], leaves[1], few, flat, flat, **CLIPPED, **more
+        ).loss.backward()
+
+    def statistics_backward() -> None:
+        leaf = logits.detach().requires_grad_()
+        found = fastppo.token_stats(leaf, tokens, backend="triton")
+        (found.logprobs.sum() + found.entropy.sum()).backward()
+
+    calls: dict[str, Callable[[], object]] = {
+        "loss": lambda: loss(given),
+        "loss, entropy and k3": lambda: loss(
+            given, ref_logprobs=old, kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01
+        ),
+        "loss, full KL": lambda: loss(
+            given, ref_logits=reference, kl_coef=0.1, kl_estimator="full"
+        ),
+        "loss, soft-cap": lambda: loss(given, softcap=30.0),
+        "statistics and their backward": statistics_backward,
+        "fused head, one chunk": head,
+        "fused head, four chunks": lambda: head(chunk_size=16),
+        "statistics of the head": lambda: fastppo.linear_token_logprobs(
+            hidden, weight, few, backend="triton"
+        ),
+        "gae": lambda: fastppo.gae(values, values, mask, backend="triton"),
+        "shaped advantages": lambda: fastppo.compute_advantages(
+            values[:, 0], values, values, values, mask, **SHAPED
+        ),
+        "whiten": lambda: fastppo.whiten(values, mask, backend="triton"),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+            bench.wait()
+            print("ok    ", name, flush=True)
+        except Exception as error:  # the others are to be seen too
+            print("FAILED", name, type(error).__name__, str(error)[:300])
+            traceback.print_exc(limit=-2)
+
+
+@contextlib.contextmanager
+def launched_with(warps: int, loads: int) -> Iterator[None]:
+    """The row kernels with other programs than their table says."""
+    from fastppo_kernels import triton_rows
+
+    module: Any = triton_rows
+    before = module.TILES, module.SWEPT_ONCE
+    module.TILES = module.SWEPT_ONCE = ((math.inf, warps, loads, min(128, 65536 // (32 * warps))),)
+    try:
+        yield
+    finally:
+        module.TILES, module.SWEPT_ONCE = before
+
+
+def rows(bench: Bench, tiny: bool) -> None:
+    """The row kernels beside their floors, by launch parameter, and the host's share."""
+    n, vocab = (2, 1040) if tiny else (8192, 151936)
+    given = rows_of(n, vocab, bench.device, torch.bfloat16)
+    size = given["logits"].nbytes
+    stats = partial(fastppo.token_stats, given["logits"], given["tokens"], backend="triton")
+    bench.line("copy", partial(torch.clone, given["logits"]), bytes_=2 * size)
+    print("--- as they are: N = 8192, V = 151936, bf16; floors 0.58 and 1.16 ms on an H200")
+    bench.line("statistics", stats, bytes_=size)
+    bench.line("loss", partial(loss, given), bytes_=2 * size)
+    k3 = {"ref_logprobs": given["old_logprobs"], "kl_coef": 0.1, "kl_estimator": "k3"}
+    both = partial(loss, given, entropy_coef=0.01, **k3)
+    bench.line("loss, entropy and k3", both, bytes_=2 * size)
+    _full_kl(bench, given)
+    bench.line("loss, soft-cap", partial(loss, given, softcap=30.0), bytes_=2 * size)
+    print("--- by warps and loads")
+    for warps, loads in WARPS_LOADS[:2] if tiny else WARPS_LOADS:
+        how = f"{warps} warps, {loads} loads"
+        with launched_with(warps, loads):
+            bench.line(f"statistics, {how}", stats, bytes_=size, calls=5)
+            bench.line(f"loss, {how}", partial(loss, given), bytes_=2 * size, calls=5)
+    del given, stats, k3, both
+    odd = rows_of(n, 1003 if tiny else 50257, bench.device, torch.bfloat16)
+    print("--- rows off 16 bytes; floor 0.38 ms")
+    bench.line("loss, V = 50257", partial(loss, odd), bytes_=2 * odd["logits"].nbytes)
+    print("--- a call with nothing to wait for, microseconds")
+    small = rows_of(2, 1024, bench.device, torch.bfloat16)
+    _host(bench, "ppo_loss", partial(fastppo.ppo_loss, **small, **CLIPPED), tiny)
+    logprobs = partial(fastppo.token_logprobs, small["logits"], small["tokens"], backend="triton")
+    _host(bench, "token_logprobs", logprobs, tiny)
+    print("--- advantages; floors 33, 41 and 18 microseconds at 2048 x 4096")
+    for batch, length in ((4, 100),) if tiny else ((2048, 4096), (64, 131072)):
+        _advantages(bench, batch, length)
+
+
+def _full_kl(bench: Bench, given: dict[str, Any]) -> None:
+    reference = torch.empty_like(given["logits"]).normal_()
+    call = partial(loss, given, ref_logits=reference, kl_coef=0.1, kl_estimator="full")
+    bench.line("loss, full KL", call, bytes_=3 * reference.nbytes)
+
+
+def _host(bench: Bench, name: str, call: Callable[[], object], tiny: bool) -> None:
+    call()
+    bench.wait()
+    count, begin = 2 if tiny else 200, time.perf_counter()
+    for _ in range(count):
+        call()
+    print(f"{name:56s} {1e6 * (time.perf_counter() - begin) / count:9.0f}")
+    bench.wait()
+
+
+def _advantages(bench: Bench, batch: int, length: int) -> None:
+    x = torch.randn(batch, length, device=bench.device)
+    mask = torch.rand(batch, length, device=bench.device) < 0.9
+    gae = partial(fastppo.gae, x, x, mask, backend="triton")
+    whiten = partial(fastppo.whiten, x, mask, backend="triton")
+    shaped = partial(fastppo.compute_advantages, x[:, 0], x, x, x, mask, **SHAPED)
+    for name, call, bytes_ in (("gae", gae, 17), ("whiten", whiten, 14), ("shaped", shaped, 30)):
+        bench.line(f"{name} {batch} x {length}", call, bytes_=bytes_ * batch * length)
+
+
+def head(bench: Bench, tiny: bool) -> None:
+    """The fused head by chunk size, and statistics in one kernel or by chunks."""
+    n, vocab = (8, 512) if tiny else (8192, 151936)
+    for width in (32,) if tiny else (4096, 896):
+        _head_of_width(bench, width, n, vocab, (4,) if tiny else (1024, 2048, 4096, 8192))
+
+
+def _head_of_width(bench: Bench, width: int, n: int, vocab: int, chunks: Sequence[int]) -> None:
+    from fastppo_kernels import triton_linear_stats
+    from fastppo_kernels.records import Projection, Softmax
+
+    hidden = torch.randn(n, width, device=bench.device).bfloat16()
+    weight = (torch.randn(vocab, width, device=bench.device) * 3 / width**0.5).bfloat16()
+    tokens = torch.randint(vocab, (n,), device=bench.device)
+    flat, flop = torch.randn(n, device=bench.device), 2 * n * width * vocab
+    leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
+
+    def step(rows_: int) -> None:
+        how: dict[str, Any] = {"chunk_size": rows_, **CLIPPED}
+        fastppo.linear_ppo_loss(leaves[0], leaves[1], tokens, flat, flat, **how).loss.backward()
+        for leaf in leaves:
+            leaf.grad = None
+
+    for rows_ in chunks:
+        name = f"H = {width}, by chunks of {rows_}"
+        bench.line(f"loss, {name}", partial(step, rows_), flop=3 * flop, calls=3)
+        stats = partial(fastppo.linear_token_logprobs, hidden, weight, tokens, backend="triton")
+        bench.line(f"statistics, {name}", partial(stats, chunk_size=rows_), flop=flop, calls=3)
+    projection = Projection(hidden, weight)
+    one = partial(triton_linear_stats.linear_token_stats, projection, tokens, Softmax())
+    bench.line(f"statistics, H = {width}, in one kernel", one, flop=flop, calls=3)
+
+
+def trainer(bench: Bench, tiny: bool) -> None:
+    """One iteration of a 0.5B model: seconds and peak memory by phase, host waits, kernels."""
+    from rich.console import Console
+    from torch.profiler import ProfilerActivity, profile
+
+    from benchmarks.shapes import MODELS
+    from benchmarks.training import make_config, make_model, make_tokenizer, prompt_texts
+    from fastppo.ppo.config import PPOConfig
+    from fastppo.ppo.trainer import PPOTrainer
+
+    on_gpu = bench.device.type == "cuda"
+    shape = MODELS["qwen2.5-0.5b"]
+    batch, prompt, response = (4, 8, 8) if tiny else (64, 128, 192)
+    if tiny:
+        shape = shape._replace(vocab=512, hidden=64, intermediate=128, heads=4)
+    model = make_model(
+        make_config(shape, 2 if tiny else shape.layers, prompt + response), bench.device
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        config = PPOConfig(
+            device=str(bench.device),
+            rollout_batch_size=batch,
+            max_new_tokens=response,
+            microbatch_size=max(2, batch // 4),
+            ppo_epochs=1,
+            minibatches=2,
+            entropy_coef=0.01,
+            stop_token_ids=[],
+            learning_rate=1e-6,
+            output_dir=folder,
+        )
+        texts = prompt_texts(batch, prompt, shape.vocab)
+        ours = PPOTrainer(
+            config,
+            model=model,
+            tokenizer=make_tokenizer(shape.vocab),
+            prompts=[{"prompt": text} for text in texts],
+            rewards=[
+                lambda prompts, completions, **columns: [len(c) % 16 / 8 for c in completions]
+            ],
+            console=Console(quiet=True),
+        )
+        log: Any = _NoLog()
+        begin = time.perf_counter()
+        ours.iterate(log)
+        print(f"first iteration, compiling: {time.perf_counter() - begin:.2f} s")
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        metrics = ours.iterate(log)
+        for name, value in metrics.items():
+            if name.startswith("seconds/") or name in ("tokens_per_second", "useful_share"):
+                print(f"  {name:24s} {value:10.3f}")
+        print(f"  ms a decoding step       {1e3 * metrics['seconds/generate'] / response:10.2f}")
+        if on_gpu:
+            print(f"  peak memory              {torch.cuda.max_memory_allocated() / 1e9:10.2f} GB")
+            for place, count in _host_waits(lambda: ours.iterate(log)):
+                print(f"  {count:6d} waits at {place}")
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        with profile(activities=kinds) as traced:
+            ours.iterate(log)
+        key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        table = sorted(traced.key_averages(), key=lambda event: -getattr(event, key))
+        total = sum(getattr(event, key) for event in table)
+        for event in itertools.islice(table, 20):
+            spent = getattr(event, key)
+            print(
+                f"  {spent / 1e3:9.2f} ms {spent / total:6.1%} {event.count:7d}  {event.key[:80]}"
+            )
+
+
+class _NoLog:
+    """Stands for a run's records."""
+
+    def metrics(self, *given: Any) -> None: ...
+
+    def samples(self, *given: Any) -> None: ...
+
+
+def _host_waits(call: Callable[[], object]) -> list[tuple[str, int]]:
+    """(line of ours, times) that the host waited for the device."""
+    found: collections.Counter[str] = collections.Counter()
+
+    def count(message: Any, *rest: Any, **more: Any) -> None:
+        if "synchroniz" in str(message):
+            own = [f for f in traceback.extract_stack() if "/fastppo" in f.filename]
+            found[f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "elsewhere"] += 1
+
+    before = warnings.showwarning
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = count
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            warnings.showwarning = before
+    return found.most_common(12)
+
+
+def once(bench: Bench, tiny: bool) -> None:
+    """The loss alone, for a profiler of the hardware's counters."""
+    n, vocab = (2, 1040) if tiny else (8192, 151936)
+    given = rows_of(n, vocab, bench.device, torch.bfloat16)
+    for _ in range(3):
+        loss(given)
+
+
+PARTS = {"smoke": smoke, "rows": rows, "head": head, "trainer": trainer, "once": once}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.on_a_gpu", description=__doc__)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=240, help="no line is begun after them")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes, which time nothing")
+    options = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    PARTS[options.part](Bench(torch.device(options.device), options.seconds), options.tiny)
+
+
+if __name__ == "__main__":
+    main()
