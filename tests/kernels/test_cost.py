@@ -6,6 +6,7 @@ kernels' times next to the bytes they move, and a change that makes a loop deare
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import compile_check
@@ -18,6 +19,8 @@ import machine_code
 
 Costs = dict[str, cost.Cost]
 
+NEW = [int(part) for part in version("triton").split(".")[:2]] >= [3, 9]
+
 
 @pytest.fixture(scope="module", params=[80, 90, 100])
 def costs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Costs:
@@ -29,7 +32,8 @@ CEILINGS = {
     "statistics": (8.3,),
     "statistics' backward": (8.3,),
     "full KL": (24, 16),
-    "soft-cap": (26, 32),
+    # Triton 3.6 makes 26.6 and 28.9 of it, 3.9 25.3 and 28.2.
+    "soft-cap": (26 if NEW else 27, 32),
     "loss, V = 50257": (9.5, 9.5),
     "statistics, V = 50257": (9.5,),
     "whiten": (16,),

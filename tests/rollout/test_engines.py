@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import tiny
 import torch
@@ -17,8 +15,9 @@ from fastppo.rollout.fixed_shapes import FixedShapes
 from fastppo.rollout.generate import GenerateEngine
 
 
-def _engine(policy: ActorCritic, name: str = "decoder"):
-    return make_engine(name, policy, tiny.tokenizer(), 0, batch_size=3, final_values=True)
+def _engine(policy: ActorCritic, name: str = "decoder", *, fixed_shapes: bool | None = None):
+    how = {"batch_size": 3, "final_values": True, "fixed_shapes": fixed_shapes}
+    return make_engine(name, policy, tiny.tokenizer(), 0, **how)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -86,8 +85,7 @@ def test_fixed_shapes_that_fail_leave_the_loop_with_a_sentence(fails: bool, monk
 
     if fails:
         monkeypatch.setattr(FixedShapes, "decode", capture)
-    monkeypatch.setattr(engines, "DecoderEngine", partial(DecoderEngine, fixed_shapes=True))
-    engine, note = _engine(ActorCritic(tiny.model()))
+    engine, note = _engine(ActorCritic(tiny.model()), fixed_shapes=True)
     assert isinstance(engine, DecoderEngine)
     assert (engine.fixed is None, note) == (
         fails,

@@ -29,6 +29,9 @@ from fastppo.stages.supervised import (
     split_by_prompt,
 )
 
+ON_CPU = SimpleNamespace(device=torch.device("cpu"))
+"""Trainer's arguments, as far as the records read them."""
+
 
 def test_held_out_rows_share_no_prompt_with_the_others() -> None:
     rows = [{"prompt": f"w{i % 10}", "n": i} for i in range(40)]
@@ -152,7 +155,7 @@ def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path) -> No
 def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path: Path) -> None:
     records = Records(SFTConfig(output_dir=str(tmp_path)))
     state = SimpleNamespace(global_step=7)
-    records.on_train_begin(None, SimpleNamespace(global_step=0), None)
+    records.on_train_begin(ON_CPU, SimpleNamespace(global_step=0), None)
     with pytest.raises(FloatingPointError, match="the loss is nan at step 7"):
         records.on_log(None, state, None, logs={"loss": math.nan})
     line = (tmp_path / "metrics.jsonl").read_text()
@@ -163,12 +166,12 @@ def test_a_resumed_run_writes_the_steps_after_its_checkpoint_anew(tmp_path: Path
     config = SFTConfig(output_dir=str(tmp_path))
     start = SimpleNamespace(global_step=0)
     records = Records(config)
-    records.on_train_begin(None, start, None)
+    records.on_train_begin(ON_CPU, start, None)
     for step in (1, 2, 3):
         records.on_log(None, SimpleNamespace(global_step=step), None, logs={"loss": float(step)})
     records.on_train_end(None, start, None)
     resumed = Records(config)
-    resumed.on_train_begin(None, SimpleNamespace(global_step=2), None)
+    resumed.on_train_begin(ON_CPU, SimpleNamespace(global_step=2), None)
     resumed.on_log(None, SimpleNamespace(global_step=3), None, logs={"loss": 30.0})
     resumed.on_log(None, SimpleNamespace(global_step=3), None, logs={"train_runtime": 1.0})
     resumed.on_train_end(None, start, None)
