@@ -721,7 +721,9 @@ def test_a_formula_in_a_models_name_does_not_fail_the_report(folder: Folder, run
     models = [tiny.saved_reward_model(folder.path / name) for name in (r"$\frac{$", "[/b]")]
     assert run(iterations=1, rewards=models)[0] == 0
     report = (folder.run / "report.html").read_text()
-    assert r"reward/$\frac{$" in report
+    data = report.split('id="charts">')[1].split("</script>")[0]
+    labels = {each["label"] for chart in json.loads(data) for each in chart["series"]}
+    assert r"reward/$\frac{$" in labels
     assert "[/b]" in report
 
 
