@@ -126,7 +126,8 @@ def test_clamps_let_nan_through() -> None:
 
 @pytest.mark.parametrize("softcap", [None, 0.5, 30.0])
 def test_the_soft_cap_and_its_slope(softcap: float | None) -> None:
-    """The slope keeps its digits where the cap is reached, and 1 − tanh² has none."""
+    """Scores in units of the cap, which goes into the row's scale. The slope keeps its digits where
+    the cap is reached, and 1 − tanh² has none."""
     softmax = Softmax(logit_scale=1.5, softcap=softcap)
     value, slope = run(_capped, BOTH_SIGNS, softmax)
     x = BOTH_SIGNS.double()
@@ -135,7 +136,7 @@ def test_the_soft_cap_and_its_slope(softcap: float | None) -> None:
         assert (slope == 1).all()
         return
     inner = 1.5 * x / softcap
-    torch.testing.assert_close(value, softcap * torch.tanh(inner), rtol=1e-6, atol=0)
+    torch.testing.assert_close(value, torch.tanh(inner), rtol=1e-6, atol=0)
     # relative to the slope, whose exponent is rounded to fp32 before it is taken
     wanted = 1 / torch.cosh(inner) ** 2
     assert ((slope - wanted).abs() <= wanted * (1e-6 + 2.0**-22 * inner.abs()) + 1e-38).all()
