@@ -235,16 +235,20 @@ class Tile(NamedTuple):
 # 128 KiB of shared memory. Operands that do not lie on 16 bytes are loaded by the element, whose
 # addresses need the registers.
 HALF_TILE = Tile(block_n=128, block_v=128, block_h=64, num_warps=8, num_stages=4)
+# A soft-cap's temporaries beside it are too many: sm_100 spilled 32 bytes.
+CAPPED_TILE = HALF_TILE._replace(block_v=64)
 FLOAT_TILE = Tile(block_n=64, block_v=64, block_h=32, num_warps=4, num_stages=2)
 UNALIGNED_TILE = Tile(block_n=64, block_v=64, block_h=16, num_warps=4, num_stages=2)
 
 
-def tile(hidden: Tensor, weight: Tensor) -> Tile:
+def tile(hidden: Tensor, weight: Tensor, softmax: Softmax) -> Tile:
     """The tile for [N, H] × [V, H]: Triton proves an alignment where 16 divides the argument."""
     for x in (hidden, weight):
         if x.data_ptr() % 16 or x.stride(0) % 16 or x.shape[1] % 16:
             return UNALIGNED_TILE
-    return FLOAT_TILE if hidden.dtype == torch.float32 else HALF_TILE
+    if hidden.dtype == torch.float32:
+        return FLOAT_TILE
+    return HALF_TILE if softmax.softcap is None else CAPPED_TILE
 
 
 GROUP_TILES = 8
@@ -294,7 +298,7 @@ def linear_token_stats(
     stats = TokenStats(logprobs, entropy, kl, normalizer, ref_normalizer)
     if n == 0:
         return stats
-    blocks = tile(hidden, weight)
+    blocks = tile(hidden, weight, softmax)
     row_tiles = triton.cdiv(n, blocks.block_n)
     multiprocessors, _ = device_limits(hidden.device)
     stretch = _stretch(
