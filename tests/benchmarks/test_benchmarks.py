@@ -621,11 +621,14 @@ def test_pytest_benchmarks_without_the_plugin_is_refused_in_a_sentence(
 
 def test_commands_of_the_suites_readme_are_commands() -> None:
     page = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
-    (block,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
-    for line in block.splitlines():
+    blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 2
+    for line in "".join(blocks).splitlines():
         words = shlex.split(line, comments=True)
         if words[:2] == ["fastppo", "bench"]:
             command.build_parser().parse_args(words[2:])
+        elif words[0] == "bash":
+            assert f"\n{words[2]})" in (ROOT / words[1]).read_text("utf-8"), "no such part"
         elif words[0] == "python":
             assert words[1] == "-m"
             assert words[2] in {trl_iteration.__name__, trl_grid.__name__}
