@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+pytestmark = pytest.mark.xdist_group("compile")
+
 import cost
 import machine_code
 
@@ -24,7 +26,7 @@ NEW = [int(part) for part in version("triton").split(".")[:2]] >= [3, 9]
 
 @pytest.fixture(scope="module", params=[80, 90, 100])
 def costs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Costs:
-    return cost.costs(request.param, tmp_path_factory.mktemp("triton"))
+    return cost.costs(request.param, tmp_path_factory.getbasetemp() / "triton")
 
 
 CEILINGS = {

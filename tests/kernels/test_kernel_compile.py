@@ -15,6 +15,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+pytestmark = pytest.mark.xdist_group("compile")
+
 import triton_advantages_launches
 import triton_linear_stats_launches
 import triton_rows_launches
@@ -26,7 +28,7 @@ Key = tuple[str, int]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, Future]:
-    """Two compilers at a time, each with a cache of its own."""
+    """Two compilers at a time."""
     files = (triton_rows_launches, triton_linear_stats_launches, triton_advantages_launches)
     with ThreadPoolExecutor(2) as pool:
         return {
@@ -34,7 +36,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, Future]:
                 compile_check.compiled,
                 Path(str(file.__file__)),
                 capability,
-                tmp_path_factory.mktemp(f"triton-{capability}"),
+                tmp_path_factory.getbasetemp() / "triton",
             )
             for module, file in zip(MODULES, files, strict=True)
             for capability in CAPABILITIES
