@@ -154,12 +154,25 @@ class Asked(NamedTuple):
 # ---------------------------------------------------------------------------- what the loss gives
 
 
+ELSEWHERE = -1
+"""The token of a row whose token is in another part of the vocabulary; `vocabulary.join`."""
+
+
 class TokenStats(NamedTuple):
-    """All [N] but the normalizers [N, 2]: (row maximum, log Σ e^t), which backward needs."""
+    """All [N] but the normalizers [N, 2]: (row maximum, log Σ e^t), which backward needs.
+
+    `p_others` is 1 − p of the token, as a sum over the others: where p is near 1 it keeps digits
+    that the difference does not have. `mean_gap` is Σ p (t − r), the KL without the log sums, t and
+    r the shifted scores of policy and reference; 0 without a reference. Of a token that is
+    ELSEWHERE the logprob is LOWEST and `p_others` 1. log Σ e^t is −inf for a row of −inf alone,
+    whose other statistics are NaN.
+    """
 
     logprobs: Tensor
     entropy: Tensor
     kl: Tensor
+    p_others: Tensor
+    mean_gap: Tensor
     normalizer: Tensor
     ref_normalizer: Tensor
 

@@ -47,7 +47,7 @@ import pytest
 import torch
 from fastppo_kernels import definition, jit, torch_rows
 from fastppo_kernels.launch import DTYPES, device_limits
-from fastppo_kernels.records import PPORows, Softmax, StatsGradients, Sums
+from fastppo_kernels.records import ELSEWHERE, PPORows, Softmax, StatsGradients, Sums
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import (
@@ -569,10 +569,10 @@ def test_rows_of_minus_infinity_are_nan() -> None:
 
 def test_a_token_outside_the_vocabulary_reads_nothing() -> None:
     """Where checking it would mean waiting for the GPU, it is NaN and no stray read."""
-    arguments = draw(3, 507)
-    arguments["tokens"][:2] = torch.tensor([-100, 507])
+    arguments = draw(4, 507)
+    arguments["tokens"][:3] = torch.tensor([-100, 507, ELSEWHERE])
     got = kernel_loss(arguments)
-    assert got.logprobs.isnan().tolist() == [True, True, False]
+    assert got.logprobs.isnan().tolist() == [True, True, True, False]
 
 
 @pytest.mark.parametrize("vocab", [2064, 2061])
