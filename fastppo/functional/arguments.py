@@ -251,6 +251,8 @@ class LossOptions(SoftmaxOptions, AggregationOptions, total=False):
     kl_coef: Annotated[float, 0.0]
     # k1, k2, k3, or full
     kl_estimator: Annotated[str, "k3"]
+    # the KL of k1 or k3 times the ratio, gradient through both
+    kl_ratio_weighted: Annotated[bool, False]
     entropy_coef: Annotated[float, 0.0]
     # (...) times the policy term
     importance_weights: Annotated[Tensor | None, None]
@@ -521,6 +523,14 @@ def loss_arguments(
         raise ValueError(
             f"kl_coef={kl_coef} with kl_estimator={kl_estimator!r} needs ref_logprobs, got None"
         )
+    if boolean("kl_ratio_weighted", options["kl_ratio_weighted"]):
+        if kl_estimator not in records.RATIO_WEIGHTED:
+            raise ValueError(
+                "kl_ratio_weighted=True needs kl_estimator='k1' or 'k3', which the ratio makes "
+                f"unbiased, got {kl_estimator!r}"
+            )
+        if not kl_coef:
+            raise ValueError("kl_ratio_weighted=True needs a kl_coef that is not 0, got 0")
     weights = token_weights(options, shape, like, mask)
     softmax = softmax_of(options, shape, like, weights != 0)
     weights = weights.reshape(-1)
@@ -532,6 +542,7 @@ def loss_arguments(
         kl_coef=float(kl_coef),
         kl_estimator=kl_estimator,
         entropy_coef=float(options["entropy_coef"]),
+        kl_ratio_weighted=options["kl_ratio_weighted"],
     )
     per_token = PerToken(flat_tokens, weights=weights, **operands)  # type: ignore[arg-type]
     return LossArguments(per_token, objective, softmax, choose_backend(options["backend"], like))

@@ -8,7 +8,7 @@ names, operands and results are these, are compared with it in fp64, it with the
     KL      = Σ_j p_j (log p_j − log q_j)    q the reference's softmax; or an estimate at y alone
     ratio   = exp(clamp(logprob − old_logprob, −20, 20))
     loss    = Σ_t w_t · ( −min(ratio·A, clip(ratio)·A)·importance_weight
-                          + kl_coef·KL − entropy_coef·entropy )
+                          + kl_coef·KL − entropy_coef·entropy )     KL, or ratio·KL
 
 Sources: Schulman et al. 2016 (GAE), 2017 (the clipped loss), 2020 (the estimators of the KL);
 Ziegler et al. 2019 (shaped rewards, whitening); Ye et al. 2020 (the dual clip).
@@ -105,7 +105,8 @@ def loss(
     if objective.kl_estimator != "full" and t.ref_logprobs is not None:
         kl = sampled_kl(logprobs - t.ref_logprobs, objective.kl_estimator)
     # A KL that is only reported may be infinite.
-    penalty = objective.kl_coef * kl if objective.kl_coef else 0.0
+    penalty = objective.kl_coef * kl if objective.kl_coef else torch.zeros_like(kl)
+    penalty = ratio * penalty if objective.kl_ratio_weighted else penalty
     total = (t.weights * (policy + penalty - objective.entropy_coef * h)).sum()
     above, below = ratio > objective.highest_ratio, ratio < objective.lowest_ratio
     positive, negative = t.advantages > 0, t.advantages < 0

@@ -411,6 +411,13 @@ def _moves(grads: StatsGradients) -> Tensor:
 # ----------------------------------------------------------------------------------- token losses
 
 
+def ratio_of(logprobs: Tensor, per_token: PerToken) -> tuple[Tensor, Tensor]:
+    """(π/π_old, whether its exponent was clamped, where it has no derivative)."""
+    difference = logprobs - per_token.old_logprobs
+    ratio = torch.exp(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    return ratio, difference.abs() > LOG_RATIO_LIMIT
+
+
 def policy_term(
     logprobs: Tensor, per_token: PerToken, objective: Objective
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -421,13 +428,12 @@ def policy_term(
     eq. 7; the dual clip, Ye et al. 2020, eq. 3.
     """
     advantages = per_token.advantages
-    difference = logprobs - per_token.old_logprobs
-    ratio = torch.exp(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    ratio, is_clamped = ratio_of(logprobs, per_token)
     unclipped = ratio * advantages
     clipped = ratio.clamp(objective.lowest_ratio, objective.highest_ratio) * advantages
     surrogate = torch.minimum(unclipped, clipped)
     # Written so that a NaN counts as active: it must reach the gradient, where it is noticed.
-    active = ~(unclipped > clipped) & ~(difference.abs() > LOG_RATIO_LIMIT)
+    active = ~(unclipped > clipped) & ~is_clamped
     if objective.dual_clip is not None:
         floor = objective.dual_clip * advantages
         dual = (advantages < 0) & (surrogate < floor)
@@ -458,13 +464,31 @@ def sampled_kl(difference: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
     raise ValueError(f"kl_estimator must be k1, k2, k3 or full, got {estimator!r}")
 
 
+def ratio_weighted_slope(
+    logprobs: Tensor, kl: Tensor, slope: Tensor, per_token: PerToken, objective: Objective
+) -> Tensor:
+    """The derivative of ratio·KL by the logprob, from the estimate and its slope.
+
+    ratio·(KL + slope) where the ratio moves. Of k3 that sum is d: as a sum of e^{−d} − 1 + d and
+    1 − e^{−d} it would lose its digits far below the reference.
+    """
+    assert per_token.ref_logprobs is not None
+    ratio, is_clamped = ratio_of(logprobs, per_token)
+    both = kl + slope
+    if objective.kl_estimator == "k3":
+        difference = logprobs - per_token.ref_logprobs
+        both = torch.where(difference.abs() > LOG_RATIO_LIMIT, both, difference)
+    return ratio * torch.where(is_clamped, slope, both)
+
+
 def token_loss(
     logprobs: Tensor, full_kl: Tensor | None, per_token: PerToken, objective: Objective
 ) -> tuple[Tensor, StatsGradients]:
     """(KL, 0 where the weight is 0; the loss's derivatives by the statistics), [N] each.
 
-    Of w·(policy term·importance weight + kl_coef·KL − entropy_coef·entropy); tokens of weight 0
-    count for nothing, whatever they hold. The loss itself is in `loss_sums`.
+    Of w·(policy term·importance weight + kl_coef·KL − entropy_coef·entropy), the KL times the ratio
+    if that is asked for; tokens of weight 0 count for nothing, whatever they hold. The loss itself
+    is in `loss_sums`.
     """
     weights = per_token.weights
     _, g_logprob, _ = policy_term(logprobs, per_token, objective)
@@ -475,6 +499,8 @@ def token_loss(
             g_kl = weights * objective.kl_coef if objective.kl_coef else None
     elif per_token.ref_logprobs is not None:
         kl, slope = sampled_kl(logprobs - per_token.ref_logprobs, objective.kl_estimator)
+        if objective.kl_ratio_weighted:
+            slope = ratio_weighted_slope(logprobs, kl, slope, per_token, objective)
         if objective.kl_coef:
             g_logprob = g_logprob + objective.kl_coef * slope
     valid = weights != 0
@@ -492,7 +518,8 @@ def loss_sums(
     weights, advantages = per_token.weights, per_token.advantages
     policy, _, ratio = policy_term(logprobs, per_token, objective)
     loss = policy - objective.entropy_coef * entropy
-    loss = loss + (objective.kl_coef * kl if objective.kl_coef else 0.0)
+    penalty = ratio * kl if objective.kl_ratio_weighted else kl
+    loss = loss + (objective.kl_coef * penalty if objective.kl_coef else 0.0)
     approx_kl, _ = sampled_kl(per_token.old_logprobs - logprobs, "k3")
     above, below = ratio > objective.highest_ratio, ratio < objective.lowest_ratio
     positive, negative = advantages > 0, advantages < 0

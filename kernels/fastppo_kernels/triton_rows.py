@@ -58,6 +58,7 @@ from fastppo_kernels.jit import (
     capped,
     fma,
     log1p_below_one,
+    ratio_weighted_slope,
     row_scale,
     sampled_kl,
     score_unit,
@@ -695,12 +696,17 @@ def _token_loss(row, stats, weight, per_token, objective, HAS_REF: tl.constexpr)
         g_kl = weight * objective.kl_coef
     elif HAS_SAMPLED_KL:
         ref_logprob = tl.load(per_token.ref_logprobs + row).to(tl.float32)
-        kl, slope = sampled_kl(stats.logprob - ref_logprob, objective.kl_estimator)
+        from_ref = stats.logprob - ref_logprob
+        kl, slope = sampled_kl(from_ref, objective.kl_estimator)
+        if objective.kl_ratio_weighted:
+            both = ratio_weighted_slope(from_ref, kl, slope, objective.kl_estimator)
+            slope = ratio * tl.where(tl.abs(difference) > RATIO_LIMIT, slope, both)
         g_logprob += tl.where(objective.kl_coef != 0, objective.kl_coef * slope, 0.0)
     loss = policy - objective.entropy_coef * stats.entropy
     if HAS_REF or HAS_SAMPLED_KL:
+        penalty = ratio * kl if objective.kl_ratio_weighted else kl
         # A KL that is only reported may be infinite without spoiling the loss.
-        loss += tl.where(objective.kl_coef != 0, objective.kl_coef * kl, 0.0)
+        loss += tl.where(objective.kl_coef != 0, objective.kl_coef * penalty, 0.0)
     approx_kl, _ = sampled_kl(-difference, "k3")
     above, below = ratio > objective.highest_ratio, ratio < objective.lowest_ratio
     positive, negative = advantage > 0, advantage < 0
@@ -1117,8 +1123,11 @@ def ppo_loss(
                 launch.ref_logits,
                 launch.grad,
                 dense_record(per_token),
-                # A name is no value of a kernel, but a compile-time constant of it.
-                objective._replace(kl_estimator=tl.constexpr(objective.kl_estimator)),
+                # Names are no values of a kernel, but compile-time constants of it.
+                objective._replace(
+                    kl_estimator=tl.constexpr(objective.kl_estimator),
+                    kl_ratio_weighted=tl.constexpr(objective.kl_ratio_weighted),
+                ),
                 dense_record(softmax),
                 logprobs,
                 entropy,

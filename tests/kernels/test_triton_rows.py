@@ -18,6 +18,7 @@ them all and fails on a line of a jit function that none of them reaches):
 | row whose derivatives are all 0                              | clipped                     |
 | a program's second row                                       | every case of more rows     |
 | k1, k2, k3 (near and far from 0), full KL                    | k1, k2, k3, full            |
+| k1, k3 by the ratio, clamped or not                          | times the ratio             |
 | a column that the reference rules out, early, late, a token  | ruled out                   |
 | importance weights, dual clip, no clip                       | weighted, dual clip         |
 | temperature per token, soft-cap (near and far from 0)        | capped                      |
@@ -243,6 +244,16 @@ def path_k3() -> None:
     near = logprobs_of(arguments["logits"], arguments["tokens"]).float()
     far = torch.tensor([1e-4, -3.0, 30.0, -30.0])
     check_loss(arguments, kl_estimator="k3", kl_coef=0.2, ref_logprobs=near + far)
+
+
+def path_times_the_ratio() -> None:
+    arguments = draw(5, 40)
+    arguments["old_logprobs"][4] -= 25.0  # where the ratio is clamped
+    options: dict[str, Any] = {"kl_coef": 0.2, "kl_ratio_weighted": True}
+    logprobs = logprobs_of(arguments["logits"], arguments["tokens"]).float()
+    options["ref_logprobs"] = logprobs + torch.tensor([1e-4, -3.0, 19.0, -30.0, 1.0])
+    check_loss(arguments, kl_estimator="k3", **options)
+    check_loss(arguments, kl_estimator="k1", **options)
 
 
 def path_full() -> None:
