@@ -194,14 +194,21 @@ def choose_backend(backend: str, x: Tensor) -> str:
     """The backend, "torch" or "triton", that runs an operation on `x`.
 
     Raises:
-        ValueError: "triton" where it cannot run: fp64, or a CPU without the interpreter.
+        ValueError: "triton" where it cannot run: fp64, an AMD GPU, or a CPU without the
+            interpreter.
     """
     choice("backend", backend, BACKENDS)
+    # An AMD GPU's tensors are "cuda" too.
+    is_amd = x.is_cuda and torch.version.hip is not None
     if backend == "auto":
-        # Some of the kernels hold PTX: an AMD GPU's tensors are "cuda" too.
-        runs = x.is_cuda and torch.version.hip is None and x.dtype != torch.float64
+        runs = x.is_cuda and not is_amd and x.dtype != torch.float64
         return "triton" if runs and HAS_TRITON else "torch"
     if backend == "triton":
+        if is_amd:
+            raise ValueError(
+                "backend='triton' needs an NVIDIA GPU, whose instructions some of the kernels "
+                f"hold, got ROCm {torch.version.hip}; use 'auto' or 'torch'"
+            )
         if x.dtype == torch.float64:
             raise ValueError(
                 "backend='triton' computes in fp32, got float64; use 'auto' or 'torch'"

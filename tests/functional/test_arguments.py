@@ -10,6 +10,7 @@ import pydoc
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -353,6 +354,20 @@ def test_wrong_input_is_named_with_what_it_got_and_what_is_wanted(row: Row) -> N
         function(**changes)
     for word in words:
         assert word in str(refusal.value)
+
+
+def test_an_amd_gpu_gets_the_torch_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors are "cuda" too, and some of the kernels hold NVIDIA's instructions."""
+    x: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(arguments, "HAS_TRITON", True)
+    assert arguments.choose_backend("auto", x) == "triton"
+    assert arguments.choose_backend("triton", x) == "triton"
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    assert arguments.choose_backend("auto", x) == "torch"
+    assert arguments.choose_backend("torch", x) == "torch"
+    with pytest.raises(ValueError, match=r"'triton' needs an NVIDIA GPU, .* got ROCm 6\.4\.43482"):
+        arguments.choose_backend("triton", x)
 
 
 @pytest.mark.parametrize("token", [-1, V, -100, 10**9])
