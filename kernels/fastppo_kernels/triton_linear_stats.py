@@ -22,8 +22,8 @@ they pass through memory: the policy's logprobs then have no other rounding here
 and the ratio of a first update stays at 1.
 
 Floor: 2·N·H·V FLOP; bytes are the operands' alone. The chunked path (`linear`) adds one write
-and one read of the logits to a GEMM that is cuBLAS's. Which of the two is faster depends on how
-near this GEMM comes to cuBLAS's, and has not been measured: `linear` is the default.
+and one read of the logits to a GEMM that is cuBLAS's. Which of the two is faster has not been
+measured; `linear.in_one_kernel` decides it on paper.
 
 No gradient, no reference distribution, no fp64.
 """
