@@ -25,7 +25,7 @@ from fastppo.models.device import device_name
 
 PACKAGES = (
     *("fastppo", "torch", "triton", "numpy", "transformers"),
-    *("liger-kernel", "trl", "verl", "cut-cross-entropy", "quack-kernels"),
+    *("liger-kernel", "trl", "verl", "agilerl", "cut-cross-entropy", "quack-kernels"),
 )
 
 FORMAT = 2
