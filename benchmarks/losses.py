@@ -524,6 +524,18 @@ def linear_loss_case(
         exact = _around(peers.cce_linear_stats(device, filter_eps=None))
         return usual, provider("Cut Cross-Entropy, unfiltered", exact)
 
+    def quack(device: torch.device) -> tuple[Provider, ...]:
+        mean = peers.quack_linear_cross_entropy(device)
+
+        def call(inputs: Inputs) -> Outputs:
+            loss = mean(inputs["hidden"], inputs["weight"], inputs["tokens"])
+            grads = torch.autograd.grad(loss, [inputs[name] for name in of])
+            return {"loss": loss.detach(), "hidden_grad": grads[0], "weight_grad": grads[1]}
+
+        logprobs = provider("QuACK", _around(peers.quack_linear_stats(device)))
+        # The same three products around a simpler loss: what this one could come to.
+        return logprobs, Provider("QuACK, mean logprob", call, is_bound=True)
+
     peers_of_case = [
         Peer("verl", "verl", verl),
         Peer(
@@ -548,11 +560,7 @@ def linear_loss_case(
                 "cut-cross-entropy",
                 cce,
             ),
-            Peer(
-                "QuACK",
-                "quack-kernels",
-                lambda d: (provider("QuACK", _around(peers.quack_linear_stats(d))),),
-            ),
+            Peer("QuACK", "quack-kernels", quack),
         ]
     without = ("AgileRL", "Liger-Kernel", "Cut Cross-Entropy", "QuACK")
     notes = dict.fromkeys(without, NO_ENTROPY)

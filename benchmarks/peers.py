@@ -388,6 +388,14 @@ def quack_linear_stats(device: torch.device) -> Stats:
     )
 
 
+def quack_linear_cross_entropy(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The mean logprob, its gradient formed in the forward pass: where it can (bf16 on sm_90, V a
+    multiple of 128) without ever writing the gradient of the logits. No token has a weight of its
+    own in it, so it is no PPO loss."""
+    _need_hopper(device)
+    return _module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+
+
 # ----------------------------------------------------------------------------------- transformers
 
 

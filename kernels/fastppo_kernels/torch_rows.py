@@ -333,6 +333,7 @@ def token_stats(
         rows, logprobs[chunk], mean_shifted = _exponentials(
             x, tokens[chunk], of, scratch, elsewhere
         )
+        assert rows.p_others is not None
         entropy[chunk], p_others[chunk] = rows.log_sum - mean_shifted, rows.p_others
         normalizer[chunk] = _normalizer(rows)
         if ref_logits is not None:

@@ -317,11 +317,11 @@ def linear_token_stats(
     stretches = triton.cdiv(vocab, stretch)
     partial = hidden.new_empty((3, stretches, n), dtype=torch.float32)
     token_logits = hidden.new_full((n,), math.nan, dtype=torch.float32)
-    softmax, tokens = dense_record(softmax), dense(tokens)
+    softmax = dense_record(softmax)
     with current(hidden.device):
         _linear_stats_kernel[(row_tiles * stretches,)](
             Projection(hidden, weight, bias),
-            tokens,
+            dense(tokens),
             softmax,
             partial,
             token_logits,
@@ -343,7 +343,7 @@ def linear_token_stats(
         _join_stats_kernel[(triton.cdiv(n, JOIN_BLOCK),)](
             partial,
             token_logits,
-            tokens,
+            dense(tokens),
             softmax,
             stats,
             n,
