@@ -131,6 +131,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, console: 
             names=tuple(options.case or cases.NAMES),
             # Compiling alone would take the quick set's minute.
             compiled=not (options.no_compile or options.quick),
+            compiled_last=device.type == "cuda",
             progress=progress,
         )
     report.print_table(record, console)

@@ -51,21 +51,32 @@ _LINEAR: dict[str, tuple[Callable[[Tokens, torch.dtype], Case], ...]] = {
 _SEQUENCES = {"gae": gae_case, "advantages": advantages_case, "whiten": whiten_case}
 
 
+LATER = ("cross-entropy",)
+"""What the loss comes down to, and no row that decides anything."""
+
+
 def cases(work: Work, names: tuple[str, ...] = tuple(NAMES)) -> list[Case]:
-    """The cases of a set, restricted to `names`; sweeps apart."""
-    chosen: list[Case] = []
+    """The cases of a set, restricted to `names`; sweeps apart.
+
+    The rows that matter first, for a set whose time ends early: each operation at the first of its
+    shapes, then its variants and the other shapes.
+    """
+    first: list[Case] = []
+    later: list[Case] = []
     for builders, shapes in ((_LOGITS, work.logits), (_LINEAR, work.linear)):
         for shape in shapes:
             for name, variants in builders.items():
                 if name in names:
-                    chosen += [build(shape, work.dtype) for build in variants]
+                    usual, *others = (build(shape, work.dtype) for build in variants)
+                    matters = shape is shapes[0] and name not in LATER
+                    (first if matters else later).append(usual)
+                    later += others
     for sequences in work.sequences:
-        chosen += [build(sequences) for name, build in _SEQUENCES.items() if name in names]
-    chosen += [update_case(shape, work.dtype) for shape in work.update if "update" in names]
-    chosen += [
-        iteration_case(shape, work.dtype) for shape in work.iteration if "iteration" in names
-    ]
-    return chosen
+        built = [build(sequences) for name, build in _SEQUENCES.items() if name in names]
+        (first if sequences is work.sequences[0] else later).extend(built)
+    first += [update_case(shape, work.dtype) for shape in work.update if "update" in names]
+    first += [iteration_case(shape, work.dtype) for shape in work.iteration if "iteration" in names]
+    return first + later
 
 
 def sweep_cases(sweep: Sweep, dtype: torch.dtype) -> list[tuple[int, Case]]:

@@ -41,6 +41,8 @@ GRADIENT_FLOP = 4  # per logit, once the statistics are known: subtract, exp, mu
 
 NO_ENTROPY = "has no entropy term"
 
+TRL_KERNEL = "TRL, Triton kernel"
+
 
 # ---------------------------------------------------------------------------------------- inputs
 
@@ -229,6 +231,11 @@ def loss_case(
         providers.insert(1, Provider("FastPPO, in place", inplace, writes=("logits",)))
     peers_of_case = [
         Peer("TRL", "trl", lambda d: (provider("TRL", _around(peers.trl_stats(d))),)),
+        Peer(
+            TRL_KERNEL,
+            "trl",
+            lambda d: (provider(TRL_KERNEL, _around(peers.trl_kernel_stats(d))),),
+        ),
         Peer("verl", "verl", lambda d: (provider("verl", peers.verl_loss(d)),)),
     ]
     if not entropy_coef:
@@ -401,6 +408,7 @@ def stats_case(shape: Tokens, dtype: torch.dtype) -> Case:
         tolerance=STATS_TOLERANCE,
         peers=(
             Peer("TRL", "trl", lambda d: (provider("TRL", peers.trl_stats(d)),)),
+            Peer(TRL_KERNEL, "trl", lambda d: (provider(TRL_KERNEL, peers.trl_kernel_stats(d)),)),
             Peer("verl", "verl", lambda d: (provider("verl", peers.verl_stats(d)),)),
         ),
     )
@@ -516,24 +524,46 @@ def linear_loss_case(
         exact = _around(peers.cce_linear_stats(device, filter_eps=None))
         return usual, provider("Cut Cross-Entropy, unfiltered", exact)
 
-    peers_of_case = [Peer("verl", "verl", verl)]
+    def quack(device: torch.device) -> tuple[Provider, ...]:
+        mean = peers.quack_linear_cross_entropy(device)
+
+        def call(inputs: Inputs) -> Outputs:
+            loss = mean(inputs["hidden"], inputs["weight"], inputs["tokens"])
+            grads = torch.autograd.grad(loss, [inputs[name] for name in of])
+            return {"loss": loss.detach(), "hidden_grad": grads[0], "weight_grad": grads[1]}
+
+        logprobs = provider("QuACK", _around(peers.quack_linear_stats(device)))
+        # The same three products around a simpler loss: what this one could come to.
+        return logprobs, Provider("QuACK, mean logprob", call, is_bound=True)
+
+    peers_of_case = [
+        Peer("verl", "verl", verl),
+        Peer(
+            "TRL",
+            "trl",
+            lambda d: (
+                provider(
+                    "TRL",
+                    _around(peers.trl_linear_stats(d, entropy_gradient=bool(entropy_coef))),
+                ),
+            ),
+        ),
+    ]
     if not entropy_coef:
         peers_of_case += [
-            Peer("TRL", "trl", lambda d: (provider("TRL", _around(peers.trl_linear_stats(d))),)),
+            Peer(
+                "AgileRL", "agilerl", lambda d: (provider("AgileRL", peers.agilerl_linear_loss(d)),)
+            ),
             Peer("Liger-Kernel", "liger-kernel", liger),
             Peer(
                 "Cut Cross-Entropy",
                 "cut-cross-entropy",
                 cce,
             ),
-            Peer(
-                "QuACK",
-                "quack-kernels",
-                lambda d: (provider("QuACK", _around(peers.quack_linear_stats(d))),),
-            ),
+            Peer("QuACK", "quack-kernels", quack),
         ]
-    notes = dict.fromkeys(("Liger-Kernel", "Cut Cross-Entropy", "QuACK"), NO_ENTROPY)
-    notes["TRL"] = "gives an entropy without a gradient"
+    without = ("AgileRL", "Liger-Kernel", "Cut Cross-Entropy", "QuACK")
+    notes = dict.fromkeys(without, NO_ENTROPY)
     return Case(
         "linear loss" if entropy_coef else "linear loss, no entropy",
         str(shape),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import os
 import warnings
 from collections.abc import Callable
@@ -87,17 +88,48 @@ def trl_stats(device: torch.device) -> Stats:
     return stats
 
 
-def trl_linear_stats(device: torch.device) -> Stats:
-    """The function under `patch_chunked_lm_head`, which its GRPO trainers put in a model."""
-    function = _module("trl.trainer.utils")._ChunkedLogProbFunction
-    chunk = 8192  # columns; its trainers leave the size to the user
+TRL_COLUMNS, TRL_KERNEL_COLUMNS = 8192, 32768
+"""Of a chunk: TRL 1.12 leaves it to the user, its newest trainers take the second."""
+
+
+def trl_linear_stats(device: torch.device, *, entropy_gradient: bool = False) -> Stats:
+    """The function under its trainers' chunked lm-head: since TRL 1.16 in `trl.kernels`, cuBLAS on
+    tiles and a Triton kernel on each (torch's operations on a CPU), formed again in the backward
+    pass; before, in PyTorch, with an entropy that has no gradient."""
+    try:
+        kernel = _module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    except ModuleNotFoundError as error:
+        if entropy_gradient:
+            raise UnsupportedError(
+                f"its entropy has a gradient since 1.16, got {importlib.metadata.version('trl')}"
+            ) from error
+        function = _module("trl.trainer.utils")._ChunkedLogProbFunction
+        return lambda hidden, weight, tokens, with_entropy=True: function.apply(
+            hidden, weight, tokens, 1.0, TRL_COLUMNS
+        )
 
     def stats(
         hidden: Tensor, weight: Tensor, tokens: Tensor, with_entropy: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        return function.apply(hidden, weight, tokens, 1.0, chunk)
+        outputs = ("entropy",) if with_entropy else ()
+        logprobs, entropy, *_ = kernel.apply(
+            hidden, weight, None, tokens, 1.0, TRL_KERNEL_COLUMNS, None, 1.0, outputs
+        )
+        return logprobs, entropy
 
     return stats
+
+
+def trl_kernel_stats(device: torch.device) -> Stats:
+    """Logprob and entropy in one pass over the logits, both with a gradient."""
+    need_gpu(device)
+    try:
+        function = _module("trl.kernels.logprob_entropy").selective_log_softmax_and_entropy
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"its kernel came with 1.16, got {importlib.metadata.version('trl')}"
+        ) from error
+    return lambda logits, tokens, with_entropy=True: function(logits, tokens)
 
 
 def trl_whiten(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
@@ -190,6 +222,41 @@ def verl_advantages(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]
 def verl_whiten(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
     function = _module("verl.utils.torch_functional").masked_whiten
     return lambda x, mask: function(x, mask.float()) * mask
+
+
+# ---------------------------------------------------------------------------------------- AgileRL
+
+
+def agilerl_linear_loss(device: torch.device) -> Callable[..., Tensor]:
+    """The loss of its LLMPPO by tokens: chunks of 2048 rows through `torch.func.grad_and_value`,
+    the gradient formed in the forward pass, without an entropy."""
+    function = _module("agilerl.algorithms.core.llm_ops.fused_loss").apply_fused_policy_loss
+
+    def loss(
+        hidden: Tensor,
+        weight: Tensor,
+        tokens: Tensor,
+        old: Tensor,
+        advantages: Tensor,
+        entropy_coef: float,
+    ) -> Tensor:
+        return function(
+            hidden[None],
+            weight,
+            None,
+            target_ids=tokens[None],
+            attention_mask=torch.ones_like(old)[None],
+            advantages=advantages[None],
+            ref_per_token_logps=None,
+            old_per_token_logps=old[None],
+            beta=0.0,
+            epsilon_low=CLIP_RATIO,
+            epsilon_high=CLIP_RATIO,
+            temperature=1.0,
+            importance_sampling_level="token",
+        )[0]
+
+    return loss
 
 
 # ----------------------------------------------------------------------------------- Liger-Kernel
@@ -319,6 +386,14 @@ def quack_linear_stats(device: torch.device) -> Stats:
         -function(hidden, weight, None, tokens, reduction="none").float(),
         None,
     )
+
+
+def quack_linear_cross_entropy(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The mean logprob, its gradient formed in the forward pass: where it can (bf16 on sm_90, V a
+    multiple of 128) without ever writing the gradient of the logits. No token has a weight of its
+    own in it, so it is no PPO loss."""
+    _need_hopper(device)
+    return _module("quack.linear_cross_entropy").chunked_linear_cross_entropy
 
 
 # ----------------------------------------------------------------------------------- transformers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import gc
@@ -24,7 +25,7 @@ from fastppo.models.device import device_name
 
 PACKAGES = (
     *("fastppo", "torch", "triton", "numpy", "transformers"),
-    *("liger-kernel", "trl", "verl", "cut-cross-entropy", "quack-kernels"),
+    *("liger-kernel", "trl", "verl", "agilerl", "cut-cross-entropy", "quack-kernels"),
 )
 
 FORMAT = 2
@@ -263,9 +264,16 @@ def run(
     *,
     names: tuple[str, ...] = tuple(cases.NAMES),
     compiled: bool = True,
+    compiled_last: bool = False,
     progress: Progress = lambda line: None,
 ) -> tuple[dict[str, Any], list[Result]]:
-    """The record of a run, as the JSON has it, and the results that it is made of."""
+    """The record of a run, as the JSON has it, and the results that it is made of.
+
+    Args:
+        compiled: `torch.compile` takes part.
+        compiled_last: after everything else, not in turns with the others. On a GPU compiling takes
+            about half of a set's time, which is what its last rows would be skipped for.
+    """
     start = time.monotonic()
     chosen = cases.cases(work, names)
     sweeps = work.sweeps if "sweeps" in names else ()
@@ -281,13 +289,16 @@ def run(
     }
     progress("ceilings: a copy and matrix products")
     every = [*chosen, *(case for sized in points.values() for _, case in sized)]
+    last = compiled and compiled_last
+    alone = [compiled_alone(case) if last and case.compiled else None for case in chosen]
+    turns = len(every) + sum(case is not None for case in alone)
     ceilings = measure.measure_ceilings(device, [case.dtype for case in every])
     short = for_sweeps(work)
     estimate = sum(estimate_seconds(c, work, ceilings, compiled=compiled) for c in chosen)
     for sized in points.values():
         estimate += sum(estimate_seconds(c, short, ceilings, compiled=False) for _, c in sized)
     progress(
-        f"{len(every)} cases, about {min(estimate, work.seconds):.0f} s; none starts after "
+        f"{turns} cases, about {min(estimate, work.seconds):.0f} s; none starts after "
         f"{work.seconds:.0f} s"
     )
 
@@ -296,7 +307,7 @@ def run(
     def step(case: Case, of: Work, compiled: bool) -> Result:
         nonlocal done
         done += 1
-        title = f"{done}/{len(every)}  {case.name}, {case.shape}"
+        title = f"{done}/{turns}  {case.name}, {case.shape}"
         spent = time.monotonic() - start
         if spent > work.seconds:
             progress(f"{title}: skipped")
@@ -317,12 +328,19 @@ def run(
             names = [provider.name for provider in case.providers]
             return Result(case, floor, [Row(name, "failed", _one_line(error)) for name in names])
 
-    results = [step(case, work, compiled) for case in chosen]
-    record["cases"] = [describe(result) for result in results]
-    record["sweeps"] = [
+    results = [
+        step(case, work, compiled and later is None)
+        for case, later in zip(chosen, alone, strict=True)
+    ]
+    swept = [
         describe_sweep(sweep, [(size, step(case, short, False)) for size, case in sized])
         for sweep, sized in points.items()
     ]
+    for index, case in enumerate(alone):
+        if case is not None:
+            results[index] = with_rows(results[index], step(case, work, False).rows)
+    record["cases"] = [describe(result) for result in results]
+    record["sweeps"] = swept
     record["load_average_after"] = _load_average()
     record["seconds"] = round(time.monotonic() - start, 1)
     record["estimated_seconds"] = round(estimate, 1)
@@ -331,6 +349,17 @@ def run(
         "matmul_flop_per_second": dict(ceilings.matmul),
     }
     return record, results
+
+
+def compiled_alone(case: Case) -> Case:
+    """The case with what is compiled for its only providers."""
+    return dataclasses.replace(case, providers=case.compiled, compiled=(), peers=(), notes={})
+
+
+def with_rows(result: Result, rows: list[Row]) -> Result:
+    """The result with more rows behind those of the case's own providers."""
+    own = len(result.case.providers)
+    return result._replace(rows=[*result.rows[:own], *rows, *result.rows[own:]])
 
 
 def for_sweeps(work: Work) -> Work:

@@ -19,7 +19,7 @@ import machine_code
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes of a multiprocessor for its programs: the CUDA programming guide's table."""
 
-ELEMENT_BYTES = {"full KL": 4, "loss, fp32": 4, "whiten": 5}
+ELEMENT_BYTES = {"full KL": 4, "loss, fp32": 4, "whiten": 5, "gae": 9, "shaping, GAE": 13}
 """Read for one element, where that is not one bf16: with the reference's; with the mask's."""
 
 
@@ -59,8 +59,8 @@ def _cost(kernel: compile_check.Compiled, capability: int) -> Cost:
     code = machine_code.read(Path(kernel.cubin))
     width = ELEMENT_BYTES.get(kernel.launch, 2)
 
-    def sweep(way: machine_code.Way) -> Sweep:
-        elements = way.loaded / width
+    def sweep(way: machine_code.Way, elements: float = 0.0) -> Sweep:
+        elements = elements or way.loaded / width
         pipes = {name: count / elements for name, count in way.pipes().items()}
         return Sweep(
             len(way.instructions) / elements, pipes, way.narrowest_load, way.barriers, way.loaded
@@ -69,7 +69,9 @@ def _cost(kernel: compile_check.Compiled, capability: int) -> Cost:
     if kernel.launch == "whiten":
         sweeps, careful = [sweep(code.whole())], []
     elif kernel.launch == "linear statistics":
-        sweeps, careful = [], []
+        # What folds a tile of logits; the products are the loop inside.
+        tile = kernel.constants["BLOCK_N"] * kernel.constants["BLOCK_V"]
+        sweeps, careful = [sweep(code.around(), tile / (32 * kernel.num_warps))], []
     else:
         # The first reads alone, the second reads and writes; the loops for what the tiles leave
         # and for rows of −inf are the dearer ones of each kind.

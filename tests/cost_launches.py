@@ -9,17 +9,26 @@ from functools import partial
 import torch
 import triton_linear_stats_launches
 from fastppo_kernels import triton_advantages
-from fastppo_kernels.records import Softmax
+from fastppo_kernels.records import Discounts, Shaping, Softmax, Trajectory
 from triton_rows_launches import CAPPED, LONG, ODD, SCALED, _backward, _full, _logits, _sampled
 from triton_rows_launches import _stats as _statistics
 
 TOKENS = (16, 4096)
-"""Of the tensor that is whitened: whole programs."""
+"""Of the tensor that is whitened, and of the rewards: whole programs, one for each row."""
 
 
 def _whiten() -> None:
     x, mask = torch.zeros(TOKENS), torch.zeros(TOKENS, dtype=torch.bool)
     triton_advantages.whiten(x, mask, moments=torch.zeros(3, dtype=torch.float64))
+
+
+def _gae(shaped: bool) -> None:
+    x, mask = torch.zeros(TOKENS), torch.zeros(TOKENS, dtype=torch.bool)
+    if not shaped:
+        triton_advantages.gae(Trajectory(x, x, mask), Discounts())
+        return
+    shaping = Shaping(torch.zeros(TOKENS[0]), x, x, 0.1)
+    triton_advantages.shaped_advantages(Trajectory(x, None, mask), shaping, Discounts())
 
 
 def _linear() -> None:
@@ -39,5 +48,7 @@ def launches() -> list[tuple[str, Callable[[], None]]]:
         ("statistics, V = 50257", partial(_statistics, odd, SCALED)),
         ("loss, fp32", partial(_sampled, x.float(), SCALED)),
         ("whiten", _whiten),
+        ("gae", partial(_gae, False)),
+        ("shaping, GAE", partial(_gae, True)),
         ("linear statistics", _linear),
     ]

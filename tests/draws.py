@@ -56,6 +56,7 @@ def exact(
     ref_logits: Tensor | None = None,
     kl_coef: float = 0.0,
     kl_estimator: str = "k3",
+    kl_ratio_weighted: bool = False,
     entropy_coef: float = 0.0,
     importance_weights: Tensor | None = None,
     **softmax_keywords: Any,
@@ -68,7 +69,9 @@ def exact(
     loss, rows = definition.loss(
         logits.double(),
         PerToken(tokens, *map(wide, (old_logprobs, advantages, weights, *optional))),
-        Objective(1 - low, 1 + high, dual_clip, kl_coef, kl_estimator, entropy_coef),
+        Objective(
+            1 - low, 1 + high, dual_clip, kl_coef, kl_estimator, entropy_coef, kl_ratio_weighted
+        ),
         as_softmax(**softmax_keywords),
         wide(ref_logits),
     )
@@ -189,6 +192,8 @@ def options(n: Batch, name: str) -> dict[str, Any]:
         "k2": {"kl_coef": 0.4, "kl_estimator": "k2", **ref},
         "k3": {"kl_coef": 0.4, "kl_estimator": "k3", **ref},
         "k3 from ref_logits": {"kl_coef": 0.4, **ref_logits},
+        "ratio·k1": {"kl_coef": 0.4, "kl_estimator": "k1", "kl_ratio_weighted": True, **ref},
+        "ratio·k3": {"kl_coef": 0.4, "kl_ratio_weighted": True, **ref},
         "full KL": {"kl_coef": 0.4, "kl_estimator": "full", **ref_logits},
         "importance weights": {"importance_weights": like(n.old_logprobs, 10, 1.0, True)},
         "temperature": {"temperature": 0.6, "entropy_coef": 0.3},
@@ -220,6 +225,8 @@ TERMS = (
     "k2",
     "k3",
     "k3 from ref_logits",
+    "ratio·k1",
+    "ratio·k3",
     "full KL",
     "importance weights",
     "temperature",

@@ -10,7 +10,8 @@ negated objectives: the papers maximise.
     shaping    Ziegler et al. 2019, "Fine-tuning language models from human preferences", eq. 2,
                sec. 2.2 (adaptive β) and its code (whitening); Stiennon et al. 2020, "Learning to
                summarize from human feedback", sec. 3.4
-    KL         Schulman 2020, "Approximating KL divergence" (k1, k2, k3)
+    KL         Schulman 2020, "Approximating KL divergence" (k1, k2, k3); times the ratio,
+               DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1
     dual clip  Ye et al. 2020, "Mastering complex control in MOBA games", eq. 3
 """
 
@@ -50,6 +51,14 @@ def sampled_kl(logprobs: Array, ref_logprobs: Array, estimator: str) -> Array:
     """With r = q(x)/p(x) for x ~ p: k1 = −log r, k2 = (log r)²/2, k3 = (r − 1) − log r."""
     log_r = ref_logprobs - logprobs
     return {"k1": -log_r, "k2": log_r**2 / 2, "k3": np.exp(log_r) - 1 - log_r}[estimator]
+
+
+def ratio_weighted_kl(
+    logprobs: Array, old_logprobs: Array, ref_logprobs: Array, estimator: str
+) -> Array:
+    """π/π_old times the estimate: of k3, π_θ/π_old·(π_ref/π_θ − log(π_ref/π_θ) − 1)."""
+    ratio = np.exp(logprobs) / np.exp(old_logprobs)
+    return ratio * sampled_kl(logprobs, ref_logprobs, estimator)
 
 
 def clipped_surrogate(

@@ -22,7 +22,7 @@ SHORT, LONG, ODD = 1024, 151936, 50257
 N = 2
 ZEROS, ONES = torch.zeros(N), torch.ones(N)
 CLIPPED = Objective(0.8, 1.2, entropy_coef=0.1)
-EVERYTHING = CLIPPED._replace(dual_clip=3.0, kl_coef=0.1)
+EVERYTHING = CLIPPED._replace(dual_clip=3.0, kl_coef=0.1, kl_ratio_weighted=True)
 BARE, SCALED = Softmax(), Softmax(temperatures=ONES)
 CAPPED = SCALED._replace(softcap=30.0)
 
@@ -45,7 +45,7 @@ def _sampled(logits: Tensor, softmax: Softmax) -> None:
 
 
 def _full(logits: Tensor, softmax: Softmax, ref_logits: Tensor) -> None:
-    objective = EVERYTHING._replace(kl_estimator="full")
+    objective = EVERYTHING._replace(kl_estimator="full", kl_ratio_weighted=False)
     per_token = _per_token(importance_weights=ONES)
     triton_rows.ppo_loss(logits, per_token, objective, softmax, ref_logits=ref_logits)
 
@@ -58,7 +58,7 @@ def _stats(logits: Tensor, softmax: Softmax, ref_logits: Tensor | None = None) -
 def _backward(logits: Tensor, softmax: Softmax, ref_logits: Tensor | None = None) -> None:
     grads = StatsGradients(ZEROS, ZEROS, None if ref_logits is None else ZEROS)
     pairs = torch.zeros(N, 2)
-    stats = TokenStats(ZEROS, ZEROS, ZEROS, pairs, pairs)
+    stats = TokenStats(*[ZEROS] * 5, pairs, pairs)
     tokens = _per_token().tokens
     triton_rows.token_stats_backward(grads, logits, tokens, stats, softmax, ref_logits=ref_logits)
 

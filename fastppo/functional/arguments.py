@@ -194,14 +194,21 @@ def choose_backend(backend: str, x: Tensor) -> str:
     """The backend, "torch" or "triton", that runs an operation on `x`.
 
     Raises:
-        ValueError: "triton" where it cannot run: fp64, or a CPU without the interpreter.
+        ValueError: "triton" where it cannot run: fp64, an AMD GPU, or a CPU without the
+            interpreter.
     """
     choice("backend", backend, BACKENDS)
+    # An AMD GPU's tensors are "cuda" too.
+    is_amd = x.is_cuda and torch.version.hip is not None
     if backend == "auto":
-        # Some of the kernels hold PTX: an AMD GPU's tensors are "cuda" too.
-        runs = x.is_cuda and torch.version.hip is None and x.dtype != torch.float64
+        runs = x.is_cuda and not is_amd and x.dtype != torch.float64
         return "triton" if runs and HAS_TRITON else "torch"
     if backend == "triton":
+        if is_amd:
+            raise ValueError(
+                "backend='triton' needs an NVIDIA GPU, whose instructions some of the kernels "
+                f"hold, got ROCm {torch.version.hip}; use 'auto' or 'torch'"
+            )
         if x.dtype == torch.float64:
             raise ValueError(
                 "backend='triton' computes in fp32, got float64; use 'auto' or 'torch'"
@@ -251,6 +258,8 @@ class LossOptions(SoftmaxOptions, AggregationOptions, total=False):
     kl_coef: Annotated[float, 0.0]
     # k1, k2, k3, or full
     kl_estimator: Annotated[str, "k3"]
+    # the KL of k1 or k3 times the ratio, gradient through both
+    kl_ratio_weighted: Annotated[bool, False]
     entropy_coef: Annotated[float, 0.0]
     # (...) times the policy term
     importance_weights: Annotated[Tensor | None, None]
@@ -521,6 +530,14 @@ def loss_arguments(
         raise ValueError(
             f"kl_coef={kl_coef} with kl_estimator={kl_estimator!r} needs ref_logprobs, got None"
         )
+    if boolean("kl_ratio_weighted", options["kl_ratio_weighted"]):
+        if kl_estimator not in records.RATIO_WEIGHTED:
+            raise ValueError(
+                "kl_ratio_weighted=True needs kl_estimator='k1' or 'k3', which the ratio makes "
+                f"unbiased, got {kl_estimator!r}"
+            )
+        if not kl_coef:
+            raise ValueError("kl_ratio_weighted=True needs a kl_coef that is not 0, got 0")
     weights = token_weights(options, shape, like, mask)
     softmax = softmax_of(options, shape, like, weights != 0)
     weights = weights.reshape(-1)
@@ -532,6 +549,7 @@ def loss_arguments(
         kl_coef=float(kl_coef),
         kl_estimator=kl_estimator,
         entropy_coef=float(options["entropy_coef"]),
+        kl_ratio_weighted=options["kl_ratio_weighted"],
     )
     per_token = PerToken(flat_tokens, weights=weights, **operands)  # type: ignore[arg-type]
     return LossArguments(per_token, objective, softmax, choose_backend(options["backend"], like))

@@ -126,6 +126,8 @@ def ppo_loss(
             logprobs from it where `ref_logprobs` is not given. No gradient.
         kl_coef: weight of the KL in the loss. The KL is reported whenever a reference is given.
         kl_estimator: k1 = d, k2 = d²/2, k3 = e^{−d} − 1 + d of d = logprob − ref_logprob; or full.
+        kl_ratio_weighted: the loss has kl_coef·r_t·KL_t, gradient through both, which makes k1 and
+            k3 unbiased for tokens of π_old. The reported KL stays the estimator itself.
         entropy_coef: weight of the entropy bonus.
         temperature: a number > 0, or (...) one per token.
         importance_weights: (...), multiply the policy term (correct for the sampler's logprobs).
@@ -146,7 +148,8 @@ def ppo_loss(
             vocabulary (on a CPU, or anywhere with FASTPPO_CHECK_TOKENS=1); a DTensor is passed. The
             values of a temperature or denominator that is a tensor are looked at on a CPU alone.
 
-    Source: Schulman et al. 2017, eq. 7 and 9; the KL estimators, Schulman 2020.
+    Source: Schulman et al. 2017, eq. 7 and 9; the KL estimators, Schulman 2020; weighted by the
+    ratio, DeepSeek-AI 2025 (DeepSeek-V3.2), section 3.1.
     """
     rows, shape = arguments.rows_view("logits", logits), logits.shape[:-1]
     arguments.boolean("inplace", inplace)

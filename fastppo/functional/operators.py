@@ -120,7 +120,7 @@ def _(
 def _empty_stats(tokens: Tensor, dtype: torch.dtype) -> TokenStats:
     (n,) = tokens.shape
     return TokenStats(
-        *(tokens.new_empty(shape, dtype=dtype) for shape in ((n,), (n,), (n,), (n, 2), (n, 2)))
+        *(tokens.new_empty(shape, dtype=dtype) for shape in (*[(n,)] * 5, (n, 2), (n, 2)))
     )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from fastppo_kernels.records import RATIO_WEIGHTED
+
 from fastppo.data.microbatches import Limits
 from fastppo.functional import arguments
 from fastppo.ppo.evaluation import EvaluationOptions
@@ -235,6 +237,9 @@ class KLOptions(Options):
     kl_loss_estimator: Literal["k1", "k2", "k3", "full"] = option(
         "k3", "Estimator of the KL in the loss; full is exact and runs the reference in the update"
     )
+    kl_loss_ratio_weighted: bool = option(
+        False, "The KL in the loss, k1 or k3, times the ratio: unbiased after several steps too"
+    )
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -451,6 +456,11 @@ class PPOConfig(
                 "reference_refresh=1",
             ),
             (
+                self.kl_loss_ratio_weighted and self.kl_loss_estimator not in RATIO_WEIGHTED,
+                "kl_loss_ratio_weighted needs kl_loss_estimator k1 or k3, which the ratio makes "
+                f"unbiased, got {self.kl_loss_estimator}",
+            ),
+            (
                 self.reference_policy == "rollout"
                 and bool(self.reference_model or self.reference_refresh or self.reference_offload),
                 "reference_policy=rollout holds no model: reference_model, reference_refresh and "
@@ -570,7 +580,11 @@ class PPOConfig(
                 self.reward_ensemble_by == "lcb",
             ),
             ("kl_estimator", "kl_coef > 0", used("kl_coef")),
-            ("kl_loss_estimator", "kl_loss_coef > 0", used("kl_loss_coef")),
+            (
+                "kl_loss_estimator kl_loss_ratio_weighted",
+                "kl_loss_coef > 0",
+                used("kl_loss_coef"),
+            ),
             ("kl_target", "a kl_controller that moves", self.kl_controller != "fixed"),
             ("kl_horizon", "kl_controller=adaptive", self.kl_controller == "adaptive"),
             (
@@ -675,7 +689,7 @@ IDENTITY = (
     *("stop_token_ids", "stop_strings", "no_repeat_ngram_size"),
     *("max_turns", "max_response_tokens", "gae_by"),
     *("objective", "advantage", "group_std", "lam_alpha", "value_lam", "optimizer", "aggregation"),
-    *("kl_estimator", "kl_loss_estimator"),
+    *("kl_estimator", "kl_loss_estimator", "kl_loss_ratio_weighted"),
 )
 """Options that say which run it is: a resumed run with another value is another run. Models, data
 and rewards are known by their content, wherever they lie; rates and coefficients may move."""

@@ -3,7 +3,8 @@
     clip       −w·min(r·A, clip(r, 1−ε, 1+ε)·A) + kl_loss_coef·KL(reference) − entropy_coef·entropy
     penalty    −w·r·A + β(r − 1 − log r) − entropy_coef·entropy
 
-w is 1, or the importance weight of a token that was drawn from another distribution than π_old.
+With kl_loss_ratio_weighted the KL is times r. w is 1, or the importance weight of a token that was
+drawn from another distribution than π_old.
 
 Source: Schulman et al. 2017, eq. 7 and 8.
 """
@@ -48,6 +49,8 @@ def clipped_loss(
         ref_logprobs=micro.ref_logprobs,
         kl_coef=options.kl_loss_coef,
         kl_estimator=options.kl_loss_estimator,
+        # A schedule may have taken the coefficient to 0.
+        kl_ratio_weighted=options.kl_loss_ratio_weighted and options.kl_loss_coef > 0,
         **_shared(micro, options),
     )
 

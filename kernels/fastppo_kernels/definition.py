@@ -1,15 +1,14 @@
 """What every operation is, in plain PyTorch, to be read: the specification.
 
-No chunks, no buffers, no gradient by hand: autograd differentiates it. The backends and the kernels
-are compared with it (in fp64), and it with the papers' formulas. Names, operands and results are
-those of the backends.
+No chunks, no buffers, no gradient by hand: autograd differentiates it. Backends and kernels, whose
+names, operands and results are these, are compared with it in fp64, it with the papers' formulas.
 
     logprob = log p_y                        p = softmax(z/T), z the scaled and capped logits
     entropy = −Σ_j p_j log p_j
     KL      = Σ_j p_j (log p_j − log q_j)    q the reference's softmax; or an estimate at y alone
     ratio   = exp(clamp(logprob − old_logprob, −20, 20))
     loss    = Σ_t w_t · ( −min(ratio·A, clip(ratio)·A)·importance_weight
-                          + kl_coef·KL − entropy_coef·entropy )
+                          + kl_coef·KL − entropy_coef·entropy )     KL, or ratio·KL
 
 Sources: Schulman et al. 2016 (GAE), 2017 (the clipped loss), 2020 (the estimators of the KL);
 Ziegler et al. 2019 (shaped rewards, whitening); Ye et al. 2020 (the dual clip).
@@ -30,12 +29,10 @@ from fastppo_kernels.records import LOG_RATIO_LIMIT, LOWEST, Objective, PerToken
 def scores(logits: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
     """(z/T [N, V] in the accumulation dtype, row maximum: max z with a soft-cap, else of x)."""
     x = logits.flatten(0, -2).to(records.accumulation_dtype(logits.dtype))
-    z, row_max = softmax.logit_scale * x, x.amax(-1)
+    z, each = softmax.logit_scale * x, softmax.temperatures
     if softmax.softcap is not None:
-        z = softmax.softcap * torch.tanh(z / softmax.softcap)
-        row_max = z.amax(-1)
-    each = softmax.temperatures
-    return z / (softmax.temperature if each is None else each.unsqueeze(-1)), row_max
+        x = z = softmax.softcap * torch.tanh(z / softmax.softcap)
+    return z / (softmax.temperature if each is None else each.unsqueeze(-1)), x.amax(-1)
 
 
 def log_softmax(logits: Tensor, softmax: Softmax) -> Tensor:
@@ -62,9 +59,10 @@ def sampled_kl(difference: Tensor, estimator: str) -> Tensor:
 
 
 def normalizer(logits: Tensor, softmax: Softmax) -> Tensor:
-    """[N, 2]: (row maximum, log Σ_j e^{(z_j − max z)/T})."""
+    """[N, 2]: (row maximum, log Σ_j e^{(z_j − max z)/T}), −inf both of a row of −inf alone."""
     z, row_max = scores(logits, softmax)
-    return torch.stack([row_max, torch.logsumexp(z - z.amax(-1, keepdim=True), -1)], -1).detach()
+    log_sum = torch.logsumexp(z - z.amax(-1, keepdim=True).clamp(min=LOWEST), -1)
+    return torch.stack([row_max, log_sum], -1).detach()
 
 
 def token_stats(
@@ -76,8 +74,13 @@ def token_stats(
     if ref_logits is not None:
         kl = full_kl(log_p, log_softmax(ref_logits, softmax))
         ref_normalizers = normalizer(ref_logits, softmax)
-    logprobs = log_p.gather(1, tokens[:, None])[:, 0]
-    return records.TokenStats(logprobs, entropy(log_p), kl, normalizers, ref_normalizers)
+    elsewhere = tokens == records.ELSEWHERE  # in another part of the vocabulary: no share in this
+    column = tokens.masked_fill(elsewhere, 0)[:, None]
+    logprobs = log_p.gather(1, column)[:, 0].masked_fill(elsewhere, LOWEST)
+    others = log_p.exp().scatter(1, column, 0.0).sum(-1).masked_fill(elsewhere, 1.0)
+    gap = kl if ref_logits is None else kl + normalizers[:, 1] - ref_normalizers[:, 1]
+    stats = logprobs, entropy(log_p), kl, others, gap.detach()
+    return records.TokenStats(*stats, normalizers, ref_normalizers)
 
 
 def loss(
@@ -102,7 +105,8 @@ def loss(
     if objective.kl_estimator != "full" and t.ref_logprobs is not None:
         kl = sampled_kl(logprobs - t.ref_logprobs, objective.kl_estimator)
     # A KL that is only reported may be infinite.
-    penalty = objective.kl_coef * kl if objective.kl_coef else 0.0
+    penalty = objective.kl_coef * kl if objective.kl_coef else torch.zeros_like(kl)
+    penalty = ratio * penalty if objective.kl_ratio_weighted else penalty
     total = (t.weights * (policy + penalty - objective.entropy_coef * h)).sum()
     above, below = ratio > objective.highest_ratio, ratio < objective.lowest_ratio
     positive, negative = t.advantages > 0, t.advantages < 0
@@ -122,10 +126,9 @@ def loss(
         dual_clipped=(negative & (ratio > (objective.dual_clip or math.inf))).sum(),
         ratio_max=torch.cat([ratio, ratio.new_zeros(1)]).max(),
     )
-    stacked = torch.stack([x.detach().to(total.dtype) for x in sums])
     nothing = log_p.new_zeros(len(counted))
     whole = (nothing.masked_scatter(counted, x.detach()) for x in (logprobs, h, kl))
-    return total, records.PPORows(stacked, *whole)
+    return total, records.PPORows(torch.stack([x.detach().to(total.dtype) for x in sums]), *whole)
 
 
 def ppo_loss(
@@ -181,8 +184,7 @@ def responses(trajectory: records.Trajectory) -> Iterator[list[int]]:
     """The tokens of each sequence that count, as indices into the flattened batch."""
     values, ends = trajectory.token_values, trajectory.cu_seqlens
     counted = torch.ones_like(values) if trajectory.mask is None else trajectory.mask
-    if ends is None:
-        ends = torch.arange(len(values) + 1) * values.shape[1]
+    ends = torch.arange(len(values) + 1) * values.shape[1] if ends is None else ends
     for start, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
         yield [start + t for t in counted.flatten()[start:end].nonzero().flatten().tolist()]
 
@@ -207,9 +209,8 @@ def gae(trajectory: records.Trajectory, discounts: records.Discounts) -> records
             next_advantage = r[t] + gamma * next_value - v[t] + gamma * lam * next_advantage
             next_value = v[t]
             advantages[t], returns[t] = next_advantage, next_advantage + v[t]
-    dtype = records.accumulation_dtype(values.dtype)
-    tensors = (torch.tensor(x, dtype=dtype).view(values.shape) for x in (advantages, returns))
-    return records.Gae(*tensors)
+    both = torch.tensor([advantages, returns], dtype=records.accumulation_dtype(values.dtype))
+    return records.Gae(*both.view(2, *values.shape))
 
 
 def shaped_advantages(
@@ -218,10 +219,9 @@ def shaped_advantages(
     """Rewards −kl_coef·KL_t and the score on a response's last token, then GAE; not whitened."""
     kls = torch.zeros_like(trajectory.token_values, dtype=torch.float64)
     if shaping.ref_logprobs is not None:
-        difference = shaping.logprobs.double() - shaping.ref_logprobs.double()
-        kls = sampled_kl(difference, shaping.kl_estimator)
-    rewards = 0.0 if trajectory.token_rewards is None else trajectory.token_rewards.double()
-    rewards, bound = rewards - shaping.kl_coef * kls, shaping.score_clip or math.inf
+        kls = sampled_kl(shaping.logprobs.double() - shaping.ref_logprobs, shaping.kl_estimator)
+    rewards, bound = -shaping.kl_coef * kls, shaping.score_clip or math.inf
+    rewards = rewards if trajectory.token_rewards is None else rewards + trajectory.token_rewards
     kl = shaping.scores.new_zeros(len(shaping.scores), dtype=torch.float64)
     for i, tokens in enumerate(responses(trajectory)):
         rewards.view(-1)[tokens[-1:]] += shaping.scores[i].clamp(-bound, bound)

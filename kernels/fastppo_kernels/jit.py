@@ -123,6 +123,19 @@ def sampled_kl(difference, ESTIMATOR: tl.constexpr):
         return value, tl.where(inside, -expm1(limited), 1.0)
 
 
+@triton.jit
+def ratio_weighted_slope(difference, kl, slope, ESTIMATOR: tl.constexpr):
+    """The derivative of ratio·KL by the logprob over the ratio, where the ratio moves: KL + slope.
+
+    Of k3 that is d, which the sum of e^{−d} − 1 + d and 1 − e^{−d} has no digits of where d is far
+    below 0.
+    """
+    if ESTIMATOR == "k3":
+        return tl.where(tl.abs(difference) > RATIO_LIMIT, kl + slope, difference)
+    else:
+        return kl + slope
+
+
 # ------------------------------------------------------------------------------- scores of a row
 
 

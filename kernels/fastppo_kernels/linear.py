@@ -29,8 +29,8 @@ What differs between backends and devices:
 
 Sums are added in a fixed order.
 
-What this does not do: the GEMM and the softmax are not one kernel (`triton_linear_stats` is, for
-the statistics alone).
+What this does not do: the GEMM and the softmax are not one kernel. `triton_linear_stats` is, for
+the statistics alone; `in_one_kernel` is the rule that chooses between the two.
 """
 
 from __future__ import annotations
@@ -125,6 +125,35 @@ def chunk_rows(
     if device.type != "cpu":  # each as large as the least, or there is one
         chunks = max(1, min(chunks, rows // least))
     return math.ceil(rows / chunks)
+
+
+PRODUCTS_A_CLOCK = 3411
+"""FLOP of a multiprocessor at cuBLAS's rate in 16 bits: 788e12 / (132 · 1.75e9)."""
+
+ONE_KERNEL_SHARE = 0.85
+"""Of that rate, what a Triton GEMM of `triton_linear_stats`'s tile reaches: 0.8 to 0.9."""
+
+EPILOGUE_CLOCKS = 3050
+"""For which that kernel's tile of 128 × 128 logits keeps the products waiting: 23.8 instructions a
+logit, counted, four warps' of them a clock."""
+
+LOGITS_CLOCKS = 2640
+"""For which the chunks' tile waits for its logits' write and read, 65 kB at 18.6 bytes a clock:
+3520 with nothing overlapped, 1760 with the write under the products; halfway."""
+
+
+def in_one_kernel(width: int, dtype: torch.dtype) -> bool:
+    """Whether statistics of H = `width` wide hidden states are faster in one kernel than in chunks.
+
+    By the clocks of a multiprocessor for a tile of 128 × 128 logits, on paper: never, because the
+    epilogue costs more than the logits' way through memory and the products are slower besides. The
+    measurements that would change it are in kernels/NOTES.md. Not in fp32, whose products
+    `triton_linear_stats` forms without tensor cores.
+    """
+    if dtype.itemsize != 2:
+        return False
+    products = 2 * 128 * 128 * width / PRODUCTS_A_CLOCK
+    return products / ONE_KERNEL_SHARE + EPILOGUE_CLOCKS < products + LOGITS_CLOCKS
 
 
 # ------------------------------------------------------------------------------------ the products
@@ -356,6 +385,14 @@ def token_stats(
     A reference adds as much again, for its hidden states and head.
     """
     n = projection.hidden.shape[0]
+    dtype = gemm.dtype or projection.hidden.dtype
+    kernels_run = ref_projection is None and not rows.READS_VALUES
+    if kernels_run and in_one_kernel(projection.weight.shape[1], dtype):
+        from fastppo_kernels import triton_linear_stats  # Triton, where it is used
+
+        return triton_linear_stats.linear_token_stats(
+            projection, tokens, softmax, compute_dtype=dtype
+        )
     heads = _heads(projection, ref_projection, n, rows, gemm, trained=False)
     head = heads.policy
     parts = [

@@ -29,6 +29,11 @@ WHITEN_EPSILON = 1e-8
 KL_ESTIMATORS = ("k1", "k2", "k3")
 """Those on the sampled token; the other one, "full", reads the whole distribution."""
 
+RATIO_WEIGHTED = ("k1", "k3")
+"""Those that the ratio makes unbiased: over tokens of π_old, the mean of ratio·k1 and that of
+ratio·k3 are KL(π‖reference), and the means of their gradients its gradient. k2 is biased however it
+is weighted; the full KL samples no token."""
+
 
 class Sums(NamedTuple):
     """What the metrics are made of, 0-d each; `sums` [len(SUMS)] holds them in this order.
@@ -100,6 +105,7 @@ class Objective(NamedTuple):
 
     The clip range is 1 − ε_low to 1 + ε_high, rounded once for every backend; −inf to inf is no
     clipping. `kl_estimator` is k1, k2, k3, or full, which needs the reference's logits.
+    `kl_ratio_weighted`: the KL is times the ratio, gradient through both; of k1 and k3.
     """
 
     lowest_ratio: float = -math.inf
@@ -108,6 +114,7 @@ class Objective(NamedTuple):
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0
+    kl_ratio_weighted: bool = False
 
 
 class PerToken(NamedTuple):
@@ -154,12 +161,25 @@ class Asked(NamedTuple):
 # ---------------------------------------------------------------------------- what the loss gives
 
 
+ELSEWHERE = -1
+"""The token of a row whose token is in another part of the vocabulary; `vocabulary.join`."""
+
+
 class TokenStats(NamedTuple):
-    """All [N] but the normalizers [N, 2]: (row maximum, log Σ e^t), which backward needs."""
+    """All [N] but the normalizers [N, 2]: (row maximum, log Σ e^t), which backward needs.
+
+    `p_others` is 1 − p of the token, as a sum over the others: where p is near 1 it keeps digits
+    that the difference does not have. `mean_gap` is Σ p (t − r), the KL without the log sums, t and
+    r the shifted scores of policy and reference; 0 without a reference. Of a token that is
+    ELSEWHERE the logprob is LOWEST and `p_others` 1. log Σ e^t is −inf for a row of −inf alone,
+    whose other statistics are NaN.
+    """
 
     logprobs: Tensor
     entropy: Tensor
     kl: Tensor
+    p_others: Tensor
+    mean_gap: Tensor
     normalizer: Tensor
     ref_normalizer: Tensor
 

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from fastppo_kernels.records import (
+    ELSEWHERE,
     LOG_RATIO_LIMIT,
     LOWEST,
     ChunkRows,
@@ -145,6 +146,7 @@ class _Shifted(NamedTuple):
     row_max: Tensor  # max x, or max z with a soft-cap
     log_sum: Tensor
     slope: Tensor | None  # dz/dx / logit_scale, only with a soft-cap
+    p_others: Tensor | None = None  # 1 − p of the token, from the others' sum
 
 
 def _temperature(softmax: Softmax) -> float | Tensor:
@@ -181,16 +183,23 @@ def _widened(x: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
 
 
 def _exponentials(
-    x: Tensor, tokens: Tensor, softmax: Softmax, scratch: _Scratch = _ALLOCATE
+    x: Tensor,
+    tokens: Tensor,
+    softmax: Softmax,
+    scratch: _Scratch = _ALLOCATE,
+    elsewhere: Tensor | None = None,
 ) -> tuple[_Shifted, Tensor, Tensor]:
     """(shifted scores and exponentials, logprob of the token, mean of t under p).
 
     The token is left out of the sum and added after it: where it holds most of the mass, logprob
     is then −log(1 + the others' part), and keeps its digits however sure the policy is.
+
+    Args:
+        elsewhere: [n] bool, the rows whose token is in another part of the vocabulary.
     """
     shifted, row_max, slope = _shift(x, softmax, None, scratch.shifted)
     exp = torch.exp(shifted, out=scratch.exp)
-    column = tokens.unsqueeze(-1)
+    column = _column(tokens, elsewhere)
     token_exp = exp.gather(1, column)
     others = exp.scatter_(1, column, 0.0).sum(-1)
     exp.scatter_(1, column, token_exp)
@@ -198,9 +207,25 @@ def _exponentials(
     total = others + token_exp
     log_sum = total.log()
     rare = shifted.gather(1, column).squeeze(-1) - log_sum
+    if elsewhere is not None:
+        others = torch.where(elsewhere, total, others)
+        token_exp = token_exp.masked_fill(elsewhere, 0.0)
+        rare = rare.masked_fill(elsewhere, LOWEST)
     logprobs = torch.where(token_exp > others, -torch.log1p(others / token_exp), rare)
     mean_shifted = torch.mul(exp, shifted, out=scratch.product).sum(-1) / total
-    return _Shifted(shifted, exp, row_max, log_sum, slope), logprobs, mean_shifted
+    rows = _Shifted(shifted, exp, row_max, log_sum, slope, others / total)
+    return rows, logprobs, mean_shifted
+
+
+def _column(tokens: Tensor, elsewhere: Tensor | None) -> Tensor:
+    """[n, 1]: the tokens' columns, 0 for those that are elsewhere."""
+    return (tokens if elsewhere is None else tokens.masked_fill(elsewhere, 0)).unsqueeze(-1)
+
+
+def _elsewhere(tokens: Tensor) -> Tensor | None:
+    """[N] bool, or None where every token is in this part of the vocabulary."""
+    elsewhere = tokens == ELSEWHERE
+    return elsewhere if bool(elsewhere.any()) else None
 
 
 def _row_gradient(
@@ -209,21 +234,23 @@ def _row_gradient(
     tokens: Tensor,
     logprobs: Tensor,
     mean_shifted: Tensor,
+    mean_gap: Tensor | None,
     g: StatsGradients,
     softmax: Softmax,
     scratch: _Scratch,
+    elsewhere: Tensor | None = None,
 ) -> Tensor:
     """dL/dx [n, V] in the accumulation dtype; the formula in the module's docstring.
 
     In it log p_j + entropy is t_j − Σ p t, and log p_j − log q_j − KL is t_j − r_j − Σ p (t − r):
-    log sums cancel and are not formed. At the token, 1 − p_y is −expm1(logprob). What is constant
+    log sums cancel and are not formed. At the token, 1 − p_y is the others' share. What is constant
     along a row, 1/Σ e^t and dx/dt included, is multiplied before it meets the row: one pass over
     the chunk for each term.
     """
     scale = softmax.logit_scale / _temperature(softmax)
     exp = torch.exp(rows.shifted, out=scratch.exp) if rows.exp is None else rows.exp
     normalize = torch.exp(-rows.log_sum)
-    column = tokens.unsqueeze(-1)
+    column = _column(tokens, elsewhere)
     constant, linear = -g.logprobs, torch.zeros_like(g.logprobs)
     at_token = torch.zeros_like(g.logprobs)
     if g.entropy is not None:
@@ -233,9 +260,9 @@ def _row_gradient(
         at_token = g.entropy * (mean_shifted - token_shifted)
     if g.kl is not None:
         assert gap is not None
-        # Summed again rather than taken from the KL, where log sums would cancel. An infinite KL
-        # that is only reported does not touch the gradient.
-        mean_gap = torch.where(g.kl != 0, torch.linalg.vecdot(exp, gap) * normalize, 0.0)
+        assert mean_gap is not None
+        # An infinite KL that is only reported does not touch the gradient.
+        mean_gap = torch.where(g.kl != 0, mean_gap, 0.0)
         constant = constant - g.kl * mean_gap
         token_gap = gap.gather(1, column).squeeze(-1)
         at_token = at_token + g.kl * (token_gap - mean_gap)
@@ -249,8 +276,12 @@ def _row_gradient(
             assert gap is not None
             factor.addcmul_(gap, g.kl.unsqueeze(-1) * per_row)
         grad = exp.mul_(factor)
-    token_grad = torch.exp(logprobs) * at_token - g.logprobs * torch.expm1(logprobs)
-    grad.scatter_(1, column, token_grad.unsqueeze(-1) * scale)
+    assert rows.p_others is not None
+    token_grad = torch.exp(logprobs) * at_token + g.logprobs * rows.p_others
+    token_grad = token_grad.unsqueeze(-1) * scale
+    if elsewhere is not None:
+        token_grad = torch.where(elsewhere.unsqueeze(-1), grad.gather(1, column), token_grad)
+    grad.scatter_(1, column, token_grad)
     if rows.slope is not None:
         grad.mul_(rows.slope)
     return grad
@@ -274,13 +305,13 @@ def _gap(x: Tensor, ref_x: Tensor, rows: _Shifted, ref: _Shifted, softmax: Softm
     return gap
 
 
-def _full_kl(rows: _Shifted, ref: _Shifted, gap: Tensor) -> Tensor:
-    """Σ p (log p − log q) per row, exact; +inf where q is 0 and p is not."""
+def _full_kl(rows: _Shifted, ref: _Shifted, gap: Tensor) -> tuple[Tensor, Tensor]:
+    """(Σ p (log p − log q), Σ p (t − r)) per row, exact; both +inf where q is 0 and p is not."""
     assert rows.exp is not None
     mean_gap = torch.linalg.vecdot(rows.exp, gap) / torch.exp(rows.log_sum)
     ruled_out = (ref.shifted <= LOWEST).logical_and_(rows.exp > 0).any(-1)
-    kl = mean_gap - rows.log_sum + ref.log_sum
-    return torch.where(ruled_out, math.inf, kl)
+    mean_gap = mean_gap.masked_fill(ruled_out, math.inf)
+    return mean_gap - rows.log_sum + ref.log_sum, mean_gap
 
 
 # ------------------------------------------------------------------------------------- statistics
@@ -292,20 +323,32 @@ def token_stats(
     """Logprob of the token, entropy and (given `ref_logits` [N, V]) the full KL of each row."""
     n, vocab = logits.shape[:-1].numel(), logits.shape[-1]
     dtype = accumulation_dtype(logits.dtype)
-    logprobs, entropy, kl = (logits.new_zeros(n, dtype=dtype) for _ in range(3))
+    logprobs, entropy, kl, p_others, mean_gap = (logits.new_zeros(n, dtype=dtype) for _ in range(5))
     normalizer, ref_normalizer = (logits.new_zeros((n, 2), dtype=dtype) for _ in range(2))
+    absent = _elsewhere(tokens)
     for chunk, scratch in _chunks(n, vocab, logits.device, dtype):
-        x, of = _take(logits, chunk), softmax.at(chunk)
-        rows, logprobs[chunk], mean_shifted = _exponentials(x, tokens[chunk], of, scratch)
-        entropy[chunk] = rows.log_sum - mean_shifted
-        normalizer[chunk, 0], normalizer[chunk, 1] = rows.row_max, rows.log_sum
+        x, of, elsewhere = _take(logits, chunk), softmax.at(chunk), None
+        if absent is not None:
+            elsewhere = absent[chunk]
+        rows, logprobs[chunk], mean_shifted = _exponentials(
+            x, tokens[chunk], of, scratch, elsewhere
+        )
+        assert rows.p_others is not None
+        entropy[chunk], p_others[chunk] = rows.log_sum - mean_shifted, rows.p_others
+        normalizer[chunk] = _normalizer(rows)
         if ref_logits is not None:
             # In the same order of sums as the policy, so that the KL to itself is exactly 0.
             ref_x = _take(ref_logits, chunk)
-            ref, *_ = _exponentials(ref_x, tokens[chunk], of)
-            kl[chunk] = _full_kl(rows, ref, _gap(x, ref_x, rows, ref, of))
-            ref_normalizer[chunk, 0], ref_normalizer[chunk, 1] = ref.row_max, ref.log_sum
-    return TokenStats(logprobs, entropy, kl, normalizer, ref_normalizer)
+            ref, *_ = _exponentials(ref_x, tokens[chunk], of, elsewhere=elsewhere)
+            kl[chunk], mean_gap[chunk] = _full_kl(rows, ref, _gap(x, ref_x, rows, ref, of))
+            ref_normalizer[chunk] = _normalizer(ref)
+    return TokenStats(logprobs, entropy, kl, p_others, mean_gap, normalizer, ref_normalizer)
+
+
+def _normalizer(rows: _Shifted) -> Tensor:
+    """[n, 2]; a row of −inf alone has no mass."""
+    log_sum = rows.log_sum.masked_fill(rows.row_max == -math.inf, -math.inf)
+    return torch.stack([rows.row_max, log_sum], -1)
 
 
 def token_stats_backward(
@@ -319,7 +362,7 @@ def token_stats_backward(
 ) -> Tensor:
     """dL/dlogits in the logits' shape and dtype, from one more read of the rows with a gradient."""
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    asked = _moves(grads)
+    asked, absent = _moves(grads), _elsewhere(tokens)
     counted_rows = None if bool(asked.all()) else asked.nonzero().squeeze(-1)
     if counted_rows is not None:
         _put(grad, (~asked).nonzero().squeeze(-1), 0.0)
@@ -331,7 +374,7 @@ def token_stats_backward(
         x, of, of_rows = _take(logits, index), softmax.at(index), stats.at(index)
         row_max, log_sum = of_rows.normalizer.unbind(-1)
         shifted, row_max, slope = _shift(x, of, row_max, scratch.shifted)
-        rows = _Shifted(shifted, None, row_max, log_sum, slope)
+        rows = _Shifted(shifted, None, row_max, log_sum, slope, of_rows.p_others)
         gap = None
         if grads.kl is not None:
             assert ref_logits is not None
@@ -342,7 +385,16 @@ def token_stats_backward(
             gap = _gap(x, ref_x, rows, ref, of)
         mean_shifted = log_sum - of_rows.entropy
         row_grad = _row_gradient(
-            rows, gap, tokens[index], of_rows.logprobs, mean_shifted, grads.at(index), of, scratch
+            rows,
+            gap,
+            tokens[index],
+            of_rows.logprobs,
+            mean_shifted,
+            of_rows.mean_gap,
+            grads.at(index),
+            of,
+            scratch,
+            None if absent is None else absent[index],
         )
         if written is None:
             _put(grad, index, row_grad.to(grad.dtype))
@@ -360,6 +412,13 @@ def _moves(grads: StatsGradients) -> Tensor:
 # ----------------------------------------------------------------------------------- token losses
 
 
+def ratio_of(logprobs: Tensor, per_token: PerToken) -> tuple[Tensor, Tensor]:
+    """(π/π_old, whether its exponent was clamped, where it has no derivative)."""
+    difference = logprobs - per_token.old_logprobs
+    ratio = torch.exp(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    return ratio, difference.abs() > LOG_RATIO_LIMIT
+
+
 def policy_term(
     logprobs: Tensor, per_token: PerToken, objective: Objective
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -370,13 +429,12 @@ def policy_term(
     eq. 7; the dual clip, Ye et al. 2020, eq. 3.
     """
     advantages = per_token.advantages
-    difference = logprobs - per_token.old_logprobs
-    ratio = torch.exp(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    ratio, is_clamped = ratio_of(logprobs, per_token)
     unclipped = ratio * advantages
     clipped = ratio.clamp(objective.lowest_ratio, objective.highest_ratio) * advantages
     surrogate = torch.minimum(unclipped, clipped)
     # Written so that a NaN counts as active: it must reach the gradient, where it is noticed.
-    active = ~(unclipped > clipped) & ~(difference.abs() > LOG_RATIO_LIMIT)
+    active = ~(unclipped > clipped) & ~is_clamped
     if objective.dual_clip is not None:
         floor = objective.dual_clip * advantages
         dual = (advantages < 0) & (surrogate < floor)
@@ -407,13 +465,31 @@ def sampled_kl(difference: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
     raise ValueError(f"kl_estimator must be k1, k2, k3 or full, got {estimator!r}")
 
 
+def ratio_weighted_slope(
+    logprobs: Tensor, kl: Tensor, slope: Tensor, per_token: PerToken, objective: Objective
+) -> Tensor:
+    """The derivative of ratio·KL by the logprob, from the estimate and its slope.
+
+    ratio·(KL + slope) where the ratio moves. Of k3 that sum is d: as a sum of e^{−d} − 1 + d and
+    1 − e^{−d} it would lose its digits far below the reference.
+    """
+    assert per_token.ref_logprobs is not None
+    ratio, is_clamped = ratio_of(logprobs, per_token)
+    both = kl + slope
+    if objective.kl_estimator == "k3":
+        difference = logprobs - per_token.ref_logprobs
+        both = torch.where(difference.abs() > LOG_RATIO_LIMIT, both, difference)
+    return ratio * torch.where(is_clamped, slope, both)
+
+
 def token_loss(
     logprobs: Tensor, full_kl: Tensor | None, per_token: PerToken, objective: Objective
 ) -> tuple[Tensor, StatsGradients]:
     """(KL, 0 where the weight is 0; the loss's derivatives by the statistics), [N] each.
 
-    Of w·(policy term·importance weight + kl_coef·KL − entropy_coef·entropy); tokens of weight 0
-    count for nothing, whatever they hold. The loss itself is in `loss_sums`.
+    Of w·(policy term·importance weight + kl_coef·KL − entropy_coef·entropy), the KL times the ratio
+    if that is asked for; tokens of weight 0 count for nothing, whatever they hold. The loss itself
+    is in `loss_sums`.
     """
     weights = per_token.weights
     _, g_logprob, _ = policy_term(logprobs, per_token, objective)
@@ -424,6 +500,8 @@ def token_loss(
             g_kl = weights * objective.kl_coef if objective.kl_coef else None
     elif per_token.ref_logprobs is not None:
         kl, slope = sampled_kl(logprobs - per_token.ref_logprobs, objective.kl_estimator)
+        if objective.kl_ratio_weighted:
+            slope = ratio_weighted_slope(logprobs, kl, slope, per_token, objective)
         if objective.kl_coef:
             g_logprob = g_logprob + objective.kl_coef * slope
     valid = weights != 0
@@ -441,7 +519,8 @@ def loss_sums(
     weights, advantages = per_token.weights, per_token.advantages
     policy, _, ratio = policy_term(logprobs, per_token, objective)
     loss = policy - objective.entropy_coef * entropy
-    loss = loss + (objective.kl_coef * kl if objective.kl_coef else 0.0)
+    penalty = ratio * kl if objective.kl_ratio_weighted else kl
+    loss = loss + (objective.kl_coef * penalty if objective.kl_coef else 0.0)
     approx_kl, _ = sampled_kl(per_token.old_logprobs - logprobs, "k3")
     above, below = ratio > objective.highest_ratio, ratio < objective.lowest_ratio
     positive, negative = advantages > 0, advantages < 0
@@ -502,15 +581,17 @@ def _row_pass(
     tokens = per_token.tokens
     rows, logprobs, mean_shifted = _exponentials(x, tokens, softmax, scratch)
     entropy = rows.log_sum - mean_shifted
-    full_kl, gap = None, None
+    full_kl, gap, mean_gap = None, None, None
     if ref_x is not None:
         ref, *_ = _exponentials(ref_x, tokens, softmax)
         gap = _gap(x, ref_x, rows, ref, softmax)
-        full_kl = _full_kl(rows, ref, gap)
+        full_kl, mean_gap = _full_kl(rows, ref, gap)
     kl, by_stats = token_loss(logprobs, full_kl, per_token, objective)
     grad = None
     if need_grad:
-        grad = _row_gradient(rows, gap, tokens, logprobs, mean_shifted, by_stats, softmax, scratch)
+        grad = _row_gradient(
+            rows, gap, tokens, logprobs, mean_shifted, mean_gap, by_stats, softmax, scratch
+        )
     return _RowPass(logprobs, entropy, kl, by_stats, grad)
 
 

@@ -22,8 +22,8 @@ they pass through memory: the policy's logprobs then have no other rounding here
 and the ratio of a first update stays at 1.
 
 Floor: 2·N·H·V FLOP; bytes are the operands' alone. The chunked path (`linear`) adds one write
-and one read of the logits to a GEMM that is cuBLAS's. Which of the two is faster depends on how
-near this GEMM comes to cuBLAS's, and has not been measured: `linear` is the default.
+and one read of the logits to a GEMM that is cuBLAS's. Which of the two is faster has not been
+measured; `linear.in_one_kernel` decides it on paper.
 
 No gradient, no reference distribution, no fp64.
 """
@@ -39,6 +39,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastppo_kernels import records
 from fastppo_kernels.jit import (
     FIRST_MAX,
     INTERPRETED,
@@ -52,6 +53,8 @@ from fastppo_kernels.jit import (
 )
 from fastppo_kernels.launch import check_dtype, current, dense, dense_record, device_limits
 from fastppo_kernels.records import Projection, Softmax, TokenStats
+
+ELSEWHERE = tl.constexpr(records.ELSEWHERE)
 
 
 @triton.jit
@@ -166,7 +169,9 @@ def _linear_stats_kernel(
 
 
 @triton.jit(do_not_specialize=["n", "stretches"])
-def _join_stats_kernel(partial, token_logits, softmax, stats, n, stretches, BLOCK_N: tl.constexpr):
+def _join_stats_kernel(
+    partial, token_logits, tokens, softmax, stats, n, stretches, BLOCK_N: tl.constexpr
+):
     """A row's stretches become one, in their order; then the token joins the others."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     stored = rows < n
@@ -191,6 +196,8 @@ def _join_stats_kernel(partial, token_logits, softmax, stats, n, stretches, BLOC
         row_max = new_max
 
     token_logit = tl.load(token_logits + rows, stored, other=0.0)
+    elsewhere = tl.load(tokens + rows, stored, other=0) == ELSEWHERE
+    token_logit = tl.where(elsewhere, -float("inf"), token_logit)
     top = tl.maximum(row_max, token_logit, propagate_nan=tl.PropagateNan.ALL)
     shift = shifted(row_max, top, scale2)
     others = mass * tl.exp2(shift)
@@ -212,6 +219,8 @@ def _join_stats_kernel(partial, token_logits, softmax, stats, n, stretches, BLOC
     log_sum = tl.where(likely, token_shifted - logprob, log_total)
     tl.store(stats.logprobs + rows, logprob, stored)
     tl.store(stats.entropy + rows, log_sum - mean_shifted, stored)
+    tl.store(stats.p_others + rows, others / total, stored)
+    log_sum = tl.where(total == 0, -float("inf"), log_sum)
     tl.store(stats.normalizer + 2 * rows.to(tl.int64), top * score_unit(softmax), stored)
     tl.store(stats.normalizer + 2 * rows.to(tl.int64) + 1, log_sum, stored)
 
@@ -276,7 +285,8 @@ def linear_token_stats(
 
     Args:
         projection: bf16, fp16 or fp32, dense last axes.
-        tokens: [N] int64; one outside the vocabulary gives NaN and no stray read.
+        tokens: [N] int64, or ELSEWHERE; any other outside the vocabulary gives NaN and no stray
+            read.
 
     Returns:
         TokenStats, fp32; kl and ref_normalizer are 0.
@@ -292,10 +302,10 @@ def linear_token_stats(
         if x.shape[-1] > 1 and x.stride(-1) != 1:
             raise ValueError(f"{name} must have a dense last axis, got strides {x.stride()}")
     n, vocab = hidden.shape[0], weight.shape[0]
-    logprobs, entropy = (hidden.new_empty(n, dtype=torch.float32) for _ in range(2))
+    logprobs, entropy, p_others = (hidden.new_empty(n, dtype=torch.float32) for _ in range(3))
     normalizer = hidden.new_empty((n, 2), dtype=torch.float32)
-    kl, ref_normalizer = torch.zeros_like(entropy), torch.zeros_like(normalizer)
-    stats = TokenStats(logprobs, entropy, kl, normalizer, ref_normalizer)
+    kl, mean_gap, ref_normalizer = map(torch.zeros_like, (entropy, entropy, normalizer))
+    stats = TokenStats(logprobs, entropy, kl, p_others, mean_gap, normalizer, ref_normalizer)
     if n == 0:
         return stats
     blocks = tile(hidden, weight, softmax)
@@ -333,6 +343,7 @@ def linear_token_stats(
         _join_stats_kernel[(triton.cdiv(n, JOIN_BLOCK),)](
             partial,
             token_logits,
+            dense(tokens),
             softmax,
             stats,
             n,

@@ -47,6 +47,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastppo_kernels import records
 from fastppo_kernels.jit import (
     FIRST_MAX,
     LN_2,
@@ -55,9 +56,9 @@ from fastppo_kernels.jit import (
     RATIO_LIMIT,
     between,
     capped,
-    expm1,
     fma,
     log1p_below_one,
+    ratio_weighted_slope,
     row_scale,
     sampled_kl,
     score_unit,
@@ -80,6 +81,7 @@ from fastppo_kernels.records import (
 READS_VALUES = False
 """The host looks at no value: the launchers can be captured in a CUDA graph."""
 
+ELSEWHERE = tl.constexpr(records.ELSEWHERE)
 SUM_COUNT = tl.constexpr(len(SUMS))
 MAX_ENTRY = tl.constexpr(RATIO_MAX)
 
@@ -172,6 +174,12 @@ def _at_token(row, token, vocab):
     threads, so no thread can have written the gradient in place yet."""
     known = (token >= 0) & (token < vocab)
     return tl.load(row + token, known, other=float("nan")).to(tl.float32)
+
+
+@triton.jit
+def _at_token_of_part(row, token, vocab):
+    """`_at_token` where the row may be a part of the vocabulary, and the token in another one."""
+    return tl.where(token == ELSEWHERE, -float("inf"), _at_token(row, token, vocab))
 
 
 @triton.jit
@@ -447,9 +455,12 @@ def _row_statistics(
     BLOCK_V: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, PHASED: tl.constexpr,
     HINT: tl.constexpr,
 ):  # fmt: skip
-    """The first sweep over the places first to end − 1 of a row."""
+    """The first sweep over the places first to end − 1 of a row; a token of −inf before them is in
+    another part of the vocabulary."""
     HAS_REF: tl.constexpr = ref_row is not None
     token_value, _ = capped(x_token, softmax)
+    if softmax.softcap is not None:  # which turns −inf into −cap
+        token_value = tl.where((token < first) & (x_token == x_token), x_token, token_value)
     scale2 = scale * LOG2_E
     lowest = tl.full([LANES], LOWEST, tl.float32)
     anchors = _Anchors(lowest, lowest, lowest * 0.0)
@@ -685,12 +696,17 @@ def _token_loss(row, stats, weight, per_token, objective, HAS_REF: tl.constexpr)
         g_kl = weight * objective.kl_coef
     elif HAS_SAMPLED_KL:
         ref_logprob = tl.load(per_token.ref_logprobs + row).to(tl.float32)
-        kl, slope = sampled_kl(stats.logprob - ref_logprob, objective.kl_estimator)
+        from_ref = stats.logprob - ref_logprob
+        kl, slope = sampled_kl(from_ref, objective.kl_estimator)
+        if objective.kl_ratio_weighted:
+            both = ratio_weighted_slope(from_ref, kl, slope, objective.kl_estimator)
+            slope = ratio * tl.where(tl.abs(difference) > RATIO_LIMIT, slope, both)
         g_logprob += tl.where(objective.kl_coef != 0, objective.kl_coef * slope, 0.0)
     loss = policy - objective.entropy_coef * stats.entropy
     if HAS_REF or HAS_SAMPLED_KL:
+        penalty = ratio * kl if objective.kl_ratio_weighted else kl
         # A KL that is only reported may be infinite without spoiling the loss.
-        loss += tl.where(objective.kl_coef != 0, objective.kl_coef * kl, 0.0)
+        loss += tl.where(objective.kl_coef != 0, objective.kl_coef * penalty, 0.0)
     approx_kl, _ = sampled_kl(-difference, "k3")
     above, below = ratio > objective.highest_ratio, ratio < objective.lowest_ratio
     positive, negative = advantage > 0, advantage < 0
@@ -797,8 +813,8 @@ def _token_stats_kernel(
         ref_row, ref_token = None, 0.0
         if ref_logits is not None:
             ref_row = _row_of(ref_logits, row)
-            ref_token = _at_token(ref_row, token, vocab)
-        x_token = _at_token(x_row, token, vocab)
+            ref_token = _at_token_of_part(ref_row, token, vocab)
+        x_token = _at_token_of_part(x_row, token, vocab)
         scale, _ = row_scale(row, softmax)
         head = _head(x_row, VEC) if PHASED else 0
         place = _place(head, token, vocab)
@@ -812,9 +828,12 @@ def _token_stats_kernel(
         tl.store(results.logprobs + row, stats.logprob)
         tl.store(results.entropy + row, stats.entropy)
         tl.store(results.kl + row, stats.kl)
+        tl.store(results.p_others + row, stats.others)
+        tl.store(results.mean_gap + row, stats.mean_gap)
         unit = score_unit(softmax)
+        log_sum = tl.where(stats.total == 0, -float("inf"), stats.log_sum)
         tl.store(results.normalizer + 2 * row, stats.row_max * unit)
-        tl.store(results.normalizer + 2 * row + 1, stats.log_sum)
+        tl.store(results.normalizer + 2 * row + 1, log_sum)
         tl.store(results.ref_normalizer + 2 * row, stats.ref_max * unit)
         tl.store(results.ref_normalizer + 2 * row + 1, stats.ref_log_sum)
 
@@ -849,14 +868,12 @@ def _token_stats_backward_kernel(
             row_max = tl.load(saved.normalizer + 2 * row) / unit
             log_sum = tl.load(saved.normalizer + 2 * row + 1)
             entropy = tl.load(saved.entropy + row)
-            ref_row, ref_token, ref_max, ref_log_sum, kl, mean_gap = None, 0.0, 0.0, 0.0, 0.0, 0.0
+            ref_row, ref_token, ref_max, mean_gap = None, 0.0, 0.0, 0.0
             if HAS_REF:
                 ref_row = _row_of(ref_logits, row)
                 ref_token = _at_token(ref_row, token, vocab)
                 ref_max = tl.load(saved.ref_normalizer + 2 * row) / unit
-                ref_log_sum = tl.load(saved.ref_normalizer + 2 * row + 1)
-                kl = tl.load(saved.kl + row)
-                mean_gap = kl + log_sum - ref_log_sum
+                mean_gap = tl.load(saved.mean_gap + row)
             scale, slope = row_scale(row, softmax)
             # Nothing tells of −inf among the logits: they are clamped, and against a reference
             # every tile is taken the careful way.
@@ -864,8 +881,8 @@ def _token_stats_backward_kernel(
             if HAS_REF:
                 plain = row_max != row_max
             stats = _RowStats(
-                logprob, entropy, kl, row_max, log_sum, tl.exp(log_sum), log_sum - entropy,
-                -expm1(logprob), mean_gap, ref_max, ref_log_sum, plain,
+                logprob, entropy, 0.0, row_max, log_sum, tl.exp(log_sum), log_sum - entropy,
+                tl.load(saved.p_others + row), mean_gap, ref_max, 0.0, plain,
             )  # fmt: skip
             g = StatsGradients(g_logprob, g_entropy, g_kl)  # type: ignore[arg-type]
             x_token = _at_token(x_row, token, vocab)
@@ -1106,8 +1123,11 @@ def ppo_loss(
                 launch.ref_logits,
                 launch.grad,
                 dense_record(per_token),
-                # A name is no value of a kernel, but a compile-time constant of it.
-                objective._replace(kl_estimator=tl.constexpr(objective.kl_estimator)),
+                # Names are no values of a kernel, but compile-time constants of it.
+                objective._replace(
+                    kl_estimator=tl.constexpr(objective.kl_estimator),
+                    kl_ratio_weighted=tl.constexpr(objective.kl_ratio_weighted),
+                ),
                 dense_record(softmax),
                 logprobs,
                 entropy,
@@ -1157,9 +1177,9 @@ def token_stats(
     """`definition.token_stats` in one read of the logits; bf16, fp16 or fp32, else ValueError."""
     check_dtype("logits", logits)
     n, vocab = logits.shape[:-1].numel(), logits.shape[-1]
-    logprobs, entropy, kl = (logits.new_empty(n, dtype=torch.float32) for _ in range(3))
-    normalizer, ref_normalizer = (logits.new_empty((n, 2), dtype=torch.float32) for _ in range(2))
-    stats = TokenStats(logprobs, entropy, kl, normalizer, ref_normalizer)
+    columns = (logits.new_empty(n, dtype=torch.float32) for _ in range(5))
+    normalizers = (logits.new_empty((n, 2), dtype=torch.float32) for _ in range(2))
+    stats = TokenStats(*columns, *normalizers)
     launch = _launch_over(logits, softmax, ref_logits, sweeps=1)
     if n > 0:
         with current(logits.device):

@@ -514,6 +514,45 @@ def test_a_restricted_run_holds_the_chosen_cases_alone() -> None:
 
 
 @pytest.mark.usefixtures("no_peers")
+def test_what_is_compiled_comes_last_where_compiling_takes_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turns: list[str] = []
+    monkeypatch.setattr(sequences, "compiled", lambda function: function)
+    how: dict[str, Any] = {"names": ("gae", "whiten"), "progress": turns.append}
+    last, _ = run(TINY, CPU, **how, compiled_last=True)
+    begun = [line for line in turns if "/3  " in line and ":" not in line]
+    assert begun == [
+        "1/3  gae, B=3, T=20", "2/3  whiten, B=3, T=20", "3/3  whiten, B=3, T=20"
+    ]  # fmt: skip
+    assert turns[-3:] == [f"{begun[-1]}: {what}" for what in (
+        "checking torch.compile", "weighing torch.compile", "timing"
+    )]  # fmt: skip
+    in_turns, _ = run(TINY, CPU, **how)
+    for one, other in zip(last["cases"], in_turns["cases"], strict=True):
+        assert [row["provider"] for row in one["rows"]] == [
+            row["provider"] for row in other["rows"]
+        ]
+        assert [row["status"] for row in one["rows"]] == [row["status"] for row in other["rows"]]
+    alone = [row for row in last["cases"][1]["rows"] if row["provider"] == "torch.compile"]
+    assert [row["status"] for row in alone] == ["timed"]
+    ended, _ = run(TINY._replace(seconds=-1.0), CPU, **how, compiled_last=True)
+    assert all(row["status"] in ("skipped", "unsupported") for row in ended["cases"][1]["rows"])
+
+
+def test_the_rows_that_matter_come_first() -> None:
+    work = SETS["cuda", "default"]
+    order = [(case.name, case.shape) for case in cases.cases(work)]
+    usual = ["loss", "statistics", "linear loss", "linear logprobs"]
+    assert [name for name, _ in order[:4]] == usual
+    assert {shape for _, shape in order[:4]} == {"qwen3-8b, N=8192"}
+    assert {name.split(",")[0] for name, _ in order[4:9]} == {
+        "gae", "advantages", "whiten", "PPO update", "PPO iteration"
+    }  # fmt: skip
+    assert len(order) == len(set(order)) == 30
+
+
+@pytest.mark.usefixtures("no_peers")
 def test_a_page_can_be_made_of_results_without_sweeps(tmp_path: Path) -> None:
     record, _ = run(TINY, CPU, names=("gae",), compiled=False)
     page = write_page(record, tmp_path).read_text("utf-8")

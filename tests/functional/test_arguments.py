@@ -10,6 +10,7 @@ import pydoc
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,6 +128,7 @@ def meta(*shape: int) -> Tensor:
 
 
 Row = tuple[Callable[..., Any], dict[str, Any], list[str]]
+ZEROS = torch.zeros(N)
 
 BOTH: list[tuple[dict[str, Any], list[str]]] = [  # of ppo_loss and of linear_ppo_loss
     ({"tokens": torch.zeros(N)}, ["tokens", "int64", "float32"]),
@@ -159,6 +161,12 @@ BOTH: list[tuple[dict[str, Any], list[str]]] = [  # of ppo_loss and of linear_pp
         {"kl_coef": 0.1, "kl_estimator": "full", "ref_logprobs": torch.zeros(N)},
         ["kl_estimator='full'", "ref_logits"],
     ),
+    (
+        {"kl_coef": 0.1, "kl_estimator": "k2", "kl_ratio_weighted": True, "ref_logprobs": ZEROS},
+        ["kl_ratio_weighted", "'k1' or 'k3'", "'k2'"],
+    ),
+    ({"kl_ratio_weighted": True}, ["kl_ratio_weighted", "kl_coef", "not 0"]),
+    ({"kl_ratio_weighted": 1}, ["kl_ratio_weighted", "True or False", "1"]),
     ({"kl_coef": nan}, ["kl_coef", "finite", "nan"]),
     ({"kl_coef": "0.1"}, ["kl_coef", "number", "str"]),
     ({"entropy_coef": inf}, ["entropy_coef", "finite", "inf"]),
@@ -189,6 +197,16 @@ OTHERS: list[Row] = [
     (ppo_loss, {"logits": torch.zeros(V, N).T}, ["logits", "dense last axis", "(1, 4)"]),
     (ppo_loss, {"logits": ints(N, V)}, ["logits", "bfloat16", "int64"]),
     (ppo_loss, {"logits": None}, ["logits", "torch.Tensor", "NoneType"]),
+    (
+        ppo_loss,
+        {
+            "kl_coef": 0.1,
+            "kl_estimator": "full",
+            "kl_ratio_weighted": True,
+            "ref_logits": torch.zeros(N, V),
+        },
+        ["kl_ratio_weighted", "'k1' or 'k3'", "'full'"],
+    ),
     (ppo_loss, {"ref_logits": torch.zeros(N, V + 1)}, ["ref_logits", "[4, 7]", "[4, 8]"]),
     (ppo_loss, {"ref_logits": torch.zeros(V, N).T}, ["ref_logits", "dense last axis"]),
     (linear_ppo_loss, {"hidden": torch.zeros(H)}, ["hidden", "(..., H)", "[3]"]),
@@ -338,6 +356,20 @@ def test_wrong_input_is_named_with_what_it_got_and_what_is_wanted(row: Row) -> N
         assert word in str(refusal.value)
 
 
+def test_an_amd_gpu_gets_the_torch_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors are "cuda" too, and some of the kernels hold NVIDIA's instructions."""
+    x: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(arguments, "HAS_TRITON", True)
+    assert arguments.choose_backend("auto", x) == "triton"
+    assert arguments.choose_backend("triton", x) == "triton"
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    assert arguments.choose_backend("auto", x) == "torch"
+    assert arguments.choose_backend("torch", x) == "torch"
+    with pytest.raises(ValueError, match=r"'triton' needs an NVIDIA GPU, .* got ROCm 6\.4\.43482"):
+        arguments.choose_backend("triton", x)
+
+
 @pytest.mark.parametrize("token", [-1, V, -100, 10**9])
 @pytest.mark.parametrize(
     "function", [ppo_loss, linear_ppo_loss, token_stats, linear_token_stats, linear_token_logprobs]
@@ -418,6 +450,7 @@ LOSS = {
     "ref_logprobs": None,
     "kl_coef": 0.0,
     "kl_estimator": "k3",
+    "kl_ratio_weighted": False,
     "entropy_coef": 0.0,
     "importance_weights": None,
 }

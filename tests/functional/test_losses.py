@@ -9,6 +9,8 @@ rounded, once: 2⁻⁸ and 2⁻¹⁰ of it.
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import draws
@@ -833,3 +835,57 @@ def test_a_head_that_is_no_sum_of_weights_is_refused() -> None:
         layer = peft.inject_adapter_in_model(config, model)["lm_head"].train()
         with pytest.raises(TypeError, match="merge it first"):
             fastppo.head_weight(layer)
+
+
+def test_the_kl_by_the_ratio_is_that_of_trls_grpo() -> None:
+    """TRL's own `_compute_loss`, value and gradient to 1e-6 in fp32, with the loss that averages
+    over all tokens of the batch."""
+    module = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed")
+    data = draws.batch((3, 4), V, torch.float32)
+    ref = data.old_logprobs + draws.like(data.old_logprobs, 7, 0.5)
+    mask = torch.arange(4) < torch.tensor([[4], [2], [3]])
+    advantages = torch.tensor([1.0, -0.5, 0.3])
+    x = data.logits.clone().requires_grad_()
+
+    def statistics(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, None]:
+        log_p = x.log_softmax(-1)
+        return (
+            log_p.gather(-1, data.tokens[..., None])[..., 0],
+            -(log_p.exp() * log_p).sum(-1),
+            None,
+        )
+
+    one_process = SimpleNamespace(gather=lambda t: t, reduce=lambda t, reduction: t)
+    trainer = SimpleNamespace(
+        _get_per_token_logps_and_entropies=statistics,
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        importance_sampling_level="token",
+        beta=0.4,
+        args=SimpleNamespace(use_bias_correction_kl=True, delta=None),
+        loss_type="bnpo",
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        use_vllm=False,
+        model=SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=1,
+        _entropy_bonus_enabled=False,
+        accelerator=one_process,
+        _metrics={"train": defaultdict(list)},
+    )
+    batch = {
+        **{"prompt_ids": data.tokens[:, :1], "prompt_mask": mask[:, :1]},
+        **{"completion_ids": data.tokens, "completion_mask": mask.long()},
+        **{"advantages": advantages, "old_per_token_logps": data.old_logprobs},
+        "ref_per_token_logps": ref,
+    }
+    theirs = module.GRPOTrainer._compute_loss(trainer, None, batch)
+    (wanted,) = torch.autograd.grad(theirs, x)
+    given = (data.tokens, data.old_logprobs, advantages[:, None].expand(3, 4).contiguous(), mask)
+    out = fastppo.ppo_loss(x, *given, kl_coef=0.4, ref_logprobs=ref, kl_ratio_weighted=True)
+    (grad,) = torch.autograd.grad(out.loss, x)
+    torch.testing.assert_close(out.loss, theirs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grad, wanted, rtol=0, atol=1e-6)
+    plain = fastppo.ppo_loss(x, *given, kl_coef=0.4, ref_logprobs=ref)
+    assert (torch.autograd.grad(plain.loss, x)[0] - wanted).abs().max() > 1e-3

@@ -39,6 +39,9 @@ CEILINGS = {
     "loss, V = 50257": (9.5, 9.5),
     "statistics, V = 50257": (9.5,),
     "whiten": (16,),
+    "gae": (108,),
+    "shaping, GAE": (130,),
+    "linear statistics": (25,),
 }
 """Executed instructions an element, by sweep."""
 
@@ -50,7 +53,7 @@ def test_instructions_an_element(launch: str, costs: Costs) -> None:
         assert sweep.instructions <= ceiling, costs[launch]
 
 
-ROWS = [name for name in CEILINGS if name != "whiten"]
+ROWS = list(CEILINGS)[: list(CEILINGS).index("whiten")]
 
 
 @pytest.mark.parametrize("launch", ROWS)

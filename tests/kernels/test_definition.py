@@ -119,6 +119,44 @@ def test_the_loss_is_surrogate_minus_kl_penalty_plus_entropy_bonus(
     close(rows.sums[1], policy.mean())
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_kl_by_the_ratio_is_the_kl_and_its_gradient_the_kl_s(estimator: str) -> None:
+    """Over every token, weighted as π_old draws them; without the ratio neither holds."""
+    x, old, ref = draw(1, V), draw(1, V), draw(1, V)
+    logits, every = x.expand(V, V), torch.arange(V)
+    p_old, q = (paper.token_logprobs(z.expand(V, V).numpy(), every.numpy()) for z in (old, ref))
+    per_token = PerToken(
+        every,
+        torch.from_numpy(p_old),
+        torch.zeros(V, dtype=torch.float64),
+        torch.from_numpy(np.exp(p_old)),
+        None,
+        torch.from_numpy(q),
+    )
+    plain = Objective(kl_coef=1.0, kl_estimator=estimator)
+    weighted = definition.ppo_loss(
+        logits, per_token, plain._replace(kl_ratio_weighted=True), Softmax()
+    )
+    unweighted = definition.ppo_loss(logits, per_token, plain, Softmax())
+    leaf = x.clone().requires_grad_()
+    exact = definition.token_stats(leaf, every[:1], Softmax(), ref_logits=ref).kl
+    (wanted,) = torch.autograd.grad(exact.sum(), leaf)
+    close(weighted.sums[0], paper.full_kl(x.numpy(), ref.numpy())[0])
+    assert weighted.grad is not None
+    assert unweighted.grad is not None
+    close(weighted.grad.sum(0), wanted[0].numpy())
+    assert (unweighted.grad.sum(0) - wanted[0]).abs().max() > 1e-2
+    # What is reported is the estimator.
+    close(
+        weighted.kl,
+        paper.sampled_kl(paper.token_logprobs(logits.numpy(), every.numpy()), q, estimator),
+    )
+    per_token_kl = paper.ratio_weighted_kl(
+        paper.token_logprobs(logits.numpy(), every.numpy()), p_old, q, estimator
+    )
+    close(weighted.sums[0], (np.exp(p_old) * per_token_kl).sum())
+
+
 @pytest.mark.parametrize("term", draws.TERMS)
 def test_gradients_are_those_of_finite_differences(term: str) -> None:
     data = draws.batch((4,), 5).leaf()

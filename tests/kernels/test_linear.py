@@ -638,6 +638,43 @@ def test_one_chunk_where_it_takes_no_more_than_the_accumulator_of_several() -> N
     )
 
 
+@pytest.mark.parametrize("width", [64, 288, 896, 2048, 4096, 8192])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_statistics_go_in_chunks_at_every_width_until_a_measurement_says_otherwise(
+    width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not linear.in_one_kernel(width, dtype)
+    # An epilogue of 14 instructions a logit would pay where the products are short.
+    monkeypatch.setattr(linear, "EPILOGUE_CLOCKS", 14 / 23.8 * linear.EPILOGUE_CLOCKS)
+    assert linear.in_one_kernel(width, dtype) == (dtype == torch.bfloat16 and width < 512)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.parametrize("faster", [True, False])
+def test_the_rule_says_who_forms_the_statistics(
+    faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one kernel no logits are formed, and the backward pass takes what it saved."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    formed, logits = [], linear._Head.logits
+
+    def counted(self: Any, x: Tensor) -> Tensor:
+        formed.append(len(x))
+        return logits(self, x)
+
+    monkeypatch.setattr(linear._Head, "logits", counted)
+    monkeypatch.setattr(linear, "in_one_kernel", lambda width, dtype: faster)
+    hidden, weight, _ = (x.requires_grad_() for x in head(5, 37, 16, torch.float32))
+    tokens = torch.randint(37, (5,))
+    found = fastppo.linear_token_logprobs(hidden, weight, tokens, backend="triton")
+    assert formed == ([] if faster else [5])
+    grads = torch.autograd.grad(found.sum(), (hidden, weight))
+    wanted = torch.log_softmax(hidden @ weight.T, -1).gather(1, tokens[:, None])[:, 0]
+    assert_close(found, wanted, 1e-5)
+    for one, other in zip(grads, torch.autograd.grad(wanted.sum(), (hidden, weight)), strict=True):
+        assert_close(one, other, 1e-5)
+
+
 def test_the_logits_are_gone_before_dw_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[StorageWeakRef] = []
     logits, finished = linear._Head.logits, linear._Gradients.finished

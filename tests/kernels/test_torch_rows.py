@@ -13,7 +13,7 @@ import pytest
 import torch
 from fastppo_kernels import definition, torch_rows
 from fastppo_kernels.records import Objective, StatsGradients
-from rows import PLAIN, draw, in_fp64, operands
+from rows import PLAIN, assert_gradient, draw, in_fp64, logprobs_of, operands
 from torch import Tensor
 
 N, V = 13, 37
@@ -34,6 +34,8 @@ TERMS: dict[str, dict[str, Any]] = {
     "policy": {},
     "entropy": {"entropy_coef": 0.1},
     "k3": {"kl_coef": 0.2},
+    "ratio·k1": {"kl_coef": 0.2, "kl_estimator": "k1", "kl_ratio_weighted": True},
+    "ratio·k3": {"kl_coef": 0.2, "kl_ratio_weighted": True},
     "full KL": {"kl_coef": 0.2, "kl_estimator": "full"},
     "everything": {
         "kl_coef": 0.2,
@@ -154,6 +156,20 @@ def test_rows_of_a_view_are_taken_where_they_lie() -> None:
     assert found.grad is not None
     assert wanted.grad is not None
     assert torch.equal(found.grad.flatten(0, 1), wanted.grad)
+
+
+@pytest.mark.parametrize("below", [3.0, 12.0, 19.0, 30.0])
+def test_the_gradient_of_ratio_k3_keeps_its_digits_below_the_reference(below: float) -> None:
+    """e^{−d} cancels between the estimate and its slope: at 19 nats all of fp32 would be gone."""
+    given = draw(N, V) | {"kl_coef": 0.2, "kl_ratio_weighted": True}
+    given["advantages"][:] = 0.0
+    given["ref_logprobs"] = logprobs_of(given["logits"], given["tokens"]).float() + below
+    exact, _ = operands(in_fp64(given))
+    wanted = definition.ppo_loss(*exact).grad
+    found = torch_rows.ppo_loss(*operands(given)[0]).grad
+    assert wanted is not None
+    assert found is not None
+    assert_gradient(found, wanted)
 
 
 def test_an_unknown_estimator_is_refused() -> None:

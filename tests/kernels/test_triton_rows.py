@@ -18,6 +18,7 @@ them all and fails on a line of a jit function that none of them reaches):
 | row whose derivatives are all 0                              | clipped                     |
 | a program's second row                                       | every case of more rows     |
 | k1, k2, k3 (near and far from 0), full KL                    | k1, k2, k3, full            |
+| k1, k3 by the ratio, clamped or not                          | times the ratio             |
 | a column that the reference rules out, early, late, a token  | ruled out                   |
 | importance weights, dual clip, no clip                       | weighted, dual clip         |
 | temperature per token, soft-cap (near and far from 0)        | capped                      |
@@ -47,7 +48,7 @@ import pytest
 import torch
 from fastppo_kernels import definition, jit, torch_rows
 from fastppo_kernels.launch import DTYPES, device_limits
-from fastppo_kernels.records import PPORows, Softmax, StatsGradients, Sums
+from fastppo_kernels.records import ELSEWHERE, PPORows, Softmax, StatsGradients, Sums
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import (
@@ -243,6 +244,16 @@ def path_k3() -> None:
     near = logprobs_of(arguments["logits"], arguments["tokens"]).float()
     far = torch.tensor([1e-4, -3.0, 30.0, -30.0])
     check_loss(arguments, kl_estimator="k3", kl_coef=0.2, ref_logprobs=near + far)
+
+
+def path_times_the_ratio() -> None:
+    arguments = draw(5, 40)
+    arguments["old_logprobs"][4] -= 25.0  # where the ratio is clamped
+    options: dict[str, Any] = {"kl_coef": 0.2, "kl_ratio_weighted": True}
+    logprobs = logprobs_of(arguments["logits"], arguments["tokens"]).float()
+    options["ref_logprobs"] = logprobs + torch.tensor([1e-4, -3.0, 19.0, -30.0, 1.0])
+    check_loss(arguments, kl_estimator="k3", **options)
+    check_loss(arguments, kl_estimator="k1", **options)
 
 
 def path_full() -> None:
@@ -569,10 +580,10 @@ def test_rows_of_minus_infinity_are_nan() -> None:
 
 def test_a_token_outside_the_vocabulary_reads_nothing() -> None:
     """Where checking it would mean waiting for the GPU, it is NaN and no stray read."""
-    arguments = draw(3, 507)
-    arguments["tokens"][:2] = torch.tensor([-100, 507])
+    arguments = draw(4, 507)
+    arguments["tokens"][:3] = torch.tensor([-100, 507, ELSEWHERE])
     got = kernel_loss(arguments)
-    assert got.logprobs.isnan().tolist() == [True, True, False]
+    assert got.logprobs.isnan().tolist() == [True, True, True, False]
 
 
 @pytest.mark.parametrize("vocab", [2064, 2061])

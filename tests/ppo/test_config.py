@@ -56,6 +56,11 @@ def test_a_moving_kl_coefficient_must_start_above_zero() -> None:
         ({"reward_ensemble_std_coef": 2.0}, "effect only with reward_ensemble_by=lcb"),
         ({"kl_estimator": "k3", "kl_coef": 0}, "effect only with kl_coef > 0"),
         ({"kl_loss_estimator": "k2"}, "effect only with kl_loss_coef > 0"),
+        ({"kl_loss_ratio_weighted": True}, "effect only with kl_loss_coef > 0"),
+        (
+            {"kl_loss_ratio_weighted": True, "kl_loss_coef": 0.1, "kl_loss_estimator": "full"},
+            "needs kl_loss_estimator k1 or k3, which the ratio makes unbiased, got full",
+        ),
         ({"kl_target": 2.0}, "effect only with a kl_controller that moves"),
         ({"lam": 0.9, "advantage": "one_step"}, "effect only with advantage=gae"),
         ({"lora_alpha": 16.0}, "effect only with lora_rank > 0"),

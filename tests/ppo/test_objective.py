@@ -68,6 +68,7 @@ WEIGHTS = torch.linspace(0.2, 2.0, 9)
         {"kl_loss_coef": 0.5, "kl_loss_estimator": "k2"},
         {"kl_loss_coef": 0.5},
         {"kl_loss_coef": 0.5, "kl_loss_estimator": "full"},
+        {"kl_loss_coef": 0.5, "kl_loss_ratio_weighted": True},
     ],
     ids=lambda options: "-".join(map(str, options.values())) or "defaults",
 )
@@ -96,6 +97,7 @@ def test_the_clipped_objective_is_the_papers(
         kl = _kl(config.kl_loss_estimator, logprobs, micro.ref_logprobs)
     else:
         kl = (p.exp() * (p - _log_softmax(ref.head, ref.hidden))).sum(1)
+    kl = ratio * kl if config.kl_loss_ratio_weighted else kl
     per_token = per_token + config.kl_loss_coef * kl
     written = (per_token * micro.token_weights).sum()
     torch.testing.assert_close(found, written, rtol=1e-5, atol=1e-6)

@@ -425,6 +425,7 @@ def _calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[dict]:
         ("temperature", 0.8, "linear_token_stats", "temperature", 0.8),
         ("kl_loss_coef", 0.2, "linear_ppo_loss", "kl_coef", 0.2),
         ("kl_loss_estimator", "k2", "linear_ppo_loss", "kl_estimator", "k2"),
+        ("kl_loss_ratio_weighted", True, "linear_ppo_loss", "kl_ratio_weighted", True),
         ("loss_path", "logits", "ppo_loss", "inplace", True),
         ("value_clip", 0.4, "value_loss", "clip_ratio", 0.4),
         ("gamma", 0.9, "compute_advantages", "gamma", 0.9),
@@ -440,8 +441,8 @@ def test_an_option_reaches_the_maths(
     option, value, function, keyword, arrives, tmp_path: Path, monkeypatch
 ) -> None:
     seen = _calls(monkeypatch, function)
-    needs = {"kl_loss_coef": 0.1} if option == "kl_loss_estimator" else {}
-    make_trainer(tmp_path, iterations=1, **{option: value}, **needs).train()
+    needs = {"kl_loss_coef": 0.1} if option.startswith("kl_loss_") else {}
+    make_trainer(tmp_path, iterations=1, **needs | {option: value}).train()
     assert seen
     assert all(keywords[keyword] == arrives for keywords in seen)
 
