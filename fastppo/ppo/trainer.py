@@ -167,6 +167,7 @@ class PPOTrainer:
             held(run_dir, world),
             listening(world) as asked,
             closing(self.checkpoints),
+            closing(self.turns),
         ):
             set_seed(config.seed)
             if config.resume:
