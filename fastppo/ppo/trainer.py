@@ -242,7 +242,7 @@ class PPOTrainer:
         metrics |= clock.metrics(batch.response_count, self.world)
         metrics |= rollout_health(rollout.written_tokens, scores.total, scores.monitors) | dropped
         iteration = self.state.iteration
-        metrics |= self.evaluation.after(self)
+        metrics |= self.evaluation.after(self, log)
         log.metrics(iteration, metrics, self._warnings(metrics))
         if iteration % options.log_interval == 0:
             texts = self.completions(prompts, rollout)[: options.log_samples]
@@ -433,7 +433,7 @@ class PPOTrainer:
 
         Returns:
             dict: reward, each reward term and monitor, kl (nats per sequence), entropy (nats per
-            token), response_length, eos_rate: means; `completions`, the texts; `scores`.
+            token), response_length, eos_rate: means; `completions`, the texts; `scores`; `rollout`.
         """
         options = self.config.at(self.state.iteration)
         with random_state_restored(self.device):
@@ -446,6 +446,7 @@ class PPOTrainer:
             **policy_metrics(self.model, self.reference, batch, options, self.world),
             "completions": self.completions(prompts, rollout),
             "scores": scores,
+            "rollout": rollout,
         }
 
     def completions(self, prompts: Prompts, rollout: Rollout) -> list[str]:
