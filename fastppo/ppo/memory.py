@@ -547,13 +547,15 @@ class _Run:
         loss.backward()
 
     def _loss(self, hidden: Tensor, second: Tensor | None = None) -> Tensor:
-        """The loss on hidden states; with a second buffer of logits if there are second ones."""
+        """The loss on hidden states; with a second buffer of logits if there are second ones, or if
+        a loss scale lets their gradient be formed beside them."""
         head = self.model.head
         if self.config.loss_path == "logits":
             logits = nn.functional.linear(hidden, head.weight, head.bias)
             self.ledger.assign("logits of the loss", logits)
             return _LogitsLoss.apply(logits, self)
-        return _LinearLoss.apply(hidden, head.weight, self, 2 if second is not None else 1)
+        twice = self.config.precision == "fp16" or second is not None
+        return _LinearLoss.apply(hidden, head.weight, self, 2 if twice else 1)
 
     def chunk(self, hidden: Tensor, weight: Tensor, *, buffers: int, trained: bool) -> int:
         """Rows of logits that the linear loss, or its statistics, hold at once."""

@@ -10,6 +10,7 @@ import tiny
 import torch
 
 from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.memory import make_plan
 from fastppo.ppo.state import LEAST_SCALE
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.stages.sft import SFTConfig
@@ -156,6 +157,19 @@ def test_the_stages_before_have_no_loss_scale() -> None:
         ValueError, match="precision=fp16 needs the loss scale that `fastppo train`"
     ):
         SFTConfig(precision="fp16")
+
+
+def test_a_plan_has_the_gradient_of_the_logits_beside_them(tmp_path: Path) -> None:
+    shape = tiny.CONFIGS["llama"]()
+    shape.vocab_size = 20_000  # so that the update is at its peak in the loss
+    model = str(tmp_path / "model")
+    tiny.model_of(shape).save_pretrained(model)
+    held = {}
+    for precision in ("bf16", "fp16"):
+        config = PPOConfig(**tiny.options(tmp_path, model=model, precision=precision))
+        (update,) = [each for each in make_plan(config, 8).phases if each.name == "update"]
+        held[precision] = update.parts["logits of the loss"]
+    assert held["fp16"] > held["bf16"] > 0
 
 
 def test_without_it_there_is_no_scale(tmp_path: Path) -> None:
