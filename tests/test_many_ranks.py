@@ -29,6 +29,13 @@ TURNS: dict[str, Any] = {
     "prompts": environments.PROMPTS,
     "gae_by": "turn",
 }
+CURRICULUM: dict[str, Any] = {
+    "prompt_weights": "many_ranks:weigh",
+    "solved_reward": 0.125,
+    "success_window": 1,
+    "leave_out": "solved",
+    "iterations": 3,
+}
 NARROW: dict[str, Any] = {"learning_rate": 1e-4}
 """In fp32: Adam's first steps are the sign of a gradient, whatever its size, times this."""
 
@@ -39,6 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "uneven": WIDE | {"rollout_batch_size": 15, "minibatches": 5, "microbatch_size": 2},
     "fp32": NARROW | {"value_model": "critic", "bootstrap_truncated": True},
     "turns": WIDE | environments.OPTIONS | TURNS,
+    "curriculum": WIDE | CURRICULUM,
 }
 """What the suite runs on one process and on two."""
 
@@ -130,6 +138,8 @@ def test_a_process_that_hangs_ends_the_run_with_a_sentence(tmp_path: Path) -> No
         ({"rollout": "vllm"}, "2 processes: rollout=vllm has "),
         ({"optimizer": "adamw8bit"}, "2 processes: optimizer=adamw8bit has "),
         ({"compile": True}, "2 processes: compile: "),
+        ({"precision": "fp16"}, "2 processes: precision=fp16 has "),
+        ({"quantization": "nf4", "lora_rank": 4}, "2 processes: quantization=nf4 has "),
     ],
 )
 def test_options_that_several_processes_do_not_have_are_refused(options, says: str) -> None:

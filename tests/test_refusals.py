@@ -196,6 +196,7 @@ def test_a_config_file_is_refused_by_name(text: str, folder: Folder) -> None:
 RECORD = '{"iteration": 0, "reward": 1.0}\n'
 SAMPLE = {"iteration": 0, "prompt": "a", "completion": "b", "reward": 1.0, "rewards": {"r": 1.0}}
 SAMPLE |= {"monitors": {}, "kl": None, "tokens": 1, "finish_reason": "stop"}
+HELD_OUT = SAMPLE | {"row": 0, "sampling": "greedy"}
 RUN_FILES = [
     ("metrics.jsonl", RECORD + '{"iteration": "0"}\n', ", line 2: 'iteration' is '0'"),
     ("metrics.jsonl", RECORD + '{"reward": 1.0}\n', ", line 2: expected a field iteration"),
@@ -204,6 +205,13 @@ RUN_FILES = [
     ("samples.jsonl", '{"iteration": 0}\n', ", line 1: expected a field kl"),
     ("samples.jsonl", json.dumps(SAMPLE | {"rewards": [1]}) + "\n", ", line 1: 'rewards' is [1]"),
     ("samples.jsonl", json.dumps(SAMPLE) + "\n\xff\n", ", line 2: expected a JSON object"),
+    ("eval_samples.jsonl", json.dumps(SAMPLE) + "\n", ", line 1: expected a field row"),
+    ("eval_samples.jsonl", json.dumps(HELD_OUT | {"row": "a"}) + "\n", ", line 1: 'row' is 'a'"),
+    (
+        "eval_samples.jsonl",
+        json.dumps(HELD_OUT | {"sampling": ["x"]}) + "\n",
+        ", line 1: 'sampling' is ['x']",
+    ),
     ("config.yaml", "model: [", " is not valid YAML"),
     ("config.yaml", "- model", ": expected `option: value` lines, got list"),
     ("config.yaml", "seed: 2024-13-45", " holds a value that cannot be read"),

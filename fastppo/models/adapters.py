@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fastppo.models.quantized import is_quantized, whole_weight
+
 
 def add_adapters(
     model: PreTrainedModel,
@@ -52,7 +54,8 @@ def whole_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def merged_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """State of the plain model with each adapter's weights added in; the model is left as it is."""
+    """State of the plain model with each adapter's weights added in; the model is left as it is.
+    Matrices of 4 bits a weight are there as fp32."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers: dict[str, Any] = {
@@ -62,7 +65,10 @@ def merged_state(model: PreTrainedModel) -> dict[str, Tensor]:
     # Frozen matrices may be in half precision, which would round the adapters away.
     embeddings: Any = model.get_input_embeddings()
     whole = embeddings.weight.dtype
+    of_four_bits = {f"{name}.weight": m for name, m in model.named_modules() if is_quantized(m)}
     for name, value in whole_state(model).items():
+        if name in of_four_bits:
+            value = whole_weight(of_four_bits[name])
         value = value.to(torch.promote_types(value.dtype, whole))
         owner = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
         if owner is None:

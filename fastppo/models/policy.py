@@ -24,6 +24,7 @@ from fastppo.functional.statistics import TokenStats
 from fastppo.models.adapters import merged_state, whole_state
 from fastppo.models.device import autocast
 from fastppo.models.head import Head
+from fastppo.models.quantized import is_quantized, without_quantization
 from fastppo.models.trunk import context_length, hidden_states, prepare, switch_dropout_off
 from fastppo.models.value import BranchValue, CriticValue, SharedValue, ValueFunction
 
@@ -271,7 +272,10 @@ class ActorCritic(LanguageModel):
     def save_policy(self, directory: str | Path) -> None:
         """Writes the policy alone, adapters merged, for `AutoModelForCausalLM.from_pretrained`."""
         state = merged_state if self.peft is not None else whole_state
-        self.causal_lm.save_pretrained(directory, state_dict=state(self.causal_lm))
+        plain = self.causal_lm
+        if any(map(is_quantized, plain.modules())):
+            plain = without_quantization(plain)
+        plain.save_pretrained(directory, state_dict=state(self.causal_lm))
 
     def save_value_function(self, path: str | Path) -> None:
         """Writes the value function alone, as safetensors: its head, and the layers it owns."""

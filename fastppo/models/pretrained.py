@@ -200,10 +200,12 @@ def load_causal_lm(
     attn_implementation: str = "auto",
     device: torch.device | str = "cpu",
     what: str = "model",
+    quantization: Any = None,
 ) -> PreTrainedModel:
     """A causal LM of a directory or hub name.
 
     Args:
+        quantization: a config of transformers, for frozen weights of few bits.
         what: the option that names it, for the message.
 
     Raises:
@@ -218,11 +220,15 @@ def load_causal_lm(
     # With tied weights nothing would be missing.
     if _is_a(config, "ForSequenceClassification", "ForTokenClassification"):
         raise ValueError(f"{what} {name} is a {config.architectures[0]}; expected a causal LM")
+    place: dict[str, Any] = {}
+    if quantization is not None:  # made on the device that they are used on
+        place = {"quantization_config": quantization, "device_map": {"": device}}
     model, _ = load_whole(
         AutoModelForCausalLM,
         name,
         what,
         dtype=dtype,
         attn_implementation=attention_implementation(attn_implementation, dtype),
+        **place,
     )
     return model.to(device)  # type: ignore[arg-type]

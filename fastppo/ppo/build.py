@@ -19,6 +19,7 @@ from fastppo.data.prompts import Prompts, encode_prompts
 from fastppo.data.rows import Rows, load_rows
 from fastppo.data.text import PretrainingText
 from fastppo.data.world import World, join
+from fastppo.models import quantized
 from fastppo.models.adapters import add_adapters
 from fastppo.models.device import cast_frozen, choose_device, compute_dtype
 from fastppo.models.layers import compile_layers, use_liger
@@ -46,6 +47,7 @@ from fastppo.models.value import (
     critic_of_reward_model,
 )
 from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.curriculum import Curriculum
 from fastppo.ppo.evaluation import Evaluation
 from fastppo.ppo.optimizer import make_optimizer
 from fastppo.rewards.ensemble import RewardEnsemble
@@ -75,6 +77,7 @@ class Parts:
     sampling: Sampling
     turns: OneTurn | Turns
     prompts: Prompts | None
+    curriculum: Curriculum
     pretraining: PretrainingText | None
     scorer: Scorer
     evaluation: Evaluation
@@ -114,6 +117,14 @@ def check_ranks(config: PPOConfig, world: World) -> None:
         (
             config.optimizer == "adamw8bit",
             "optimizer=adamw8bit has no moments that are sharded; use optimizer=adamw",
+        ),
+        (
+            config.precision == "fp16",
+            "precision=fp16 has a loss scale that follows one process's gradients; use bf16",
+        ),
+        (
+            config.quantization != "none",
+            f"quantization={config.quantization} has matrices that are not sharded; use none",
         ),
         (config.compile, "compile: sharded layers are not compiled; use compile=false"),
         (
@@ -166,7 +177,11 @@ def build(
     world = world or World()
     device = world.device or choose_device(config.device)
     tokenizer = tokenizer or load_tokenizer(config.model)
-    causal_lm = model or _load_model(config.model, config, device)
+    if model is not None and config.quantization != "none":
+        raise ValueError(
+            f"quantization={config.quantization}: a model that is passed in stays as it is"
+        )
+    causal_lm = model or _load_model(config.model, config, device, quantization=config.quantization)
     causal_lm = causal_lm.to(device)  # type: ignore[arg-type]
     if config.liger:
         if device.type != "cuda":
@@ -183,6 +198,7 @@ def build(
     chosen, engine_note = _engine(engine, policy, tokenizer, config, world)
     of_prompts = config.prompts, config.split
     found_prompts = _load_prompts(prompts, tokenizer, context, config, *of_prompts)
+    curriculum = Curriculum(found_prompts or Prompts([], []), config, say, world)
     held_out = _load_prompts(None, tokenizer, context, config, config.eval_prompts, config.split)
     pretraining = _load_pretraining(tokenizer, policy.context, config)
     terms = _load_rewards(rewards or config.rewards, config, device)
@@ -221,6 +237,7 @@ def build(
             stop_strings=tuple(config.stop_strings),
         ),
         prompts=found_prompts,
+        curriculum=curriculum,
         pretraining=pretraining,
         scorer=Scorer(terms, monitors, *how_to_score),
         evaluation=Evaluation(
@@ -244,7 +261,8 @@ def build(
             world=world,
         ),
         context=context,
-        fingerprints=_fingerprints(weights, ref_policy, found_prompts, pretraining, terms, term),
+        fingerprints=_fingerprints(weights, ref_policy, found_prompts, pretraining, terms, term)
+        | curriculum.fingerprints,
         notes=[note for note in (packing_note, engine_note) if note],
     )
 
@@ -301,16 +319,28 @@ def _engine(
 
 
 def _load_model(
-    name: str, config: PPOConfig, device: torch.device, what: str = "model"
+    name: str,
+    config: PPOConfig,
+    device: torch.device,
+    what: str = "model",
+    quantization: str = "none",
 ) -> PreTrainedModel:
     """A causal LM in the run's dtype and attention implementation; `what` is the option."""
-    return load_causal_lm(
+    dtype, how = getattr(torch, config.param_dtype), None
+    if quantization != "none":
+        of_products = compute_dtype(config.precision, device) or dtype
+        how = quantized.quantization_config(quantization, of_products)
+    model = load_causal_lm(
         name,
-        dtype=getattr(torch, config.param_dtype),
+        dtype=dtype,
         attn_implementation=config.attn_implementation,
         device=device,
         what=what,
+        quantization=how,
     )
+    if how is not None:
+        quantized.settle(model)
+    return model
 
 
 def _actor_critic(causal_lm: PreTrainedModel, tokenizer: Any, config: PPOConfig) -> ActorCritic:

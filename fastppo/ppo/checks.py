@@ -280,6 +280,36 @@ def check_scores(scores: Sequence[float] | Tensor, count: int) -> Tensor:
     return total
 
 
+def take_step(
+    optimizer: Any,
+    model: ActorCritic,
+    minibatch: Experience,
+    state: RunState,
+    numbers: dict[str, float],
+    config: PPOConfig,
+    world: World,
+) -> str | None:
+    """Takes an optimiser step if its numbers are finite, and counts it; a sentence if it is skipped
+    and no loss scale was too large.
+
+    Args:
+        numbers: loss and norms of the gradient.
+
+    Raises:
+        FloatingPointError: too many in a row were not finite.
+    """
+    sentence = None
+    if all(map(math.isfinite, numbers.values())):
+        optimizer.step()
+        state.skipped_in_a_row = 0
+    elif state.overflowed and math.isfinite(numbers["loss"]):
+        state.overflowed_steps += 1
+    else:
+        sentence = skip_step(model, minibatch, state, numbers, config, world)
+    state.optimizer_step += 1
+    return sentence
+
+
 def skip_step(
     model: ActorCritic,
     minibatch: Experience,

@@ -10,7 +10,9 @@ from fastppo_kernels.records import RATIO_WEIGHTED
 
 from fastppo.data.microbatches import Limits
 from fastppo.functional import arguments
+from fastppo.ppo.curriculum import CurriculumOptions
 from fastppo.ppo.evaluation import EvaluationOptions
+from fastppo.ppo.reward_options import RewardOptions
 from fastppo.ppo.rollout_options import RolloutOptions, TurnOptions
 from fastppo.ppo.schedule import Schedule
 from fastppo.run.options import Options, RanksOptions, WeightOptions, check_bounds, option
@@ -32,6 +34,11 @@ class PolicyOptions(Options):
 
     model: str = option(
         "", "Required. The SFT model: directory or hub name; policy and reference start there"
+    )
+    quantization: Literal["none", "nf4", "fp4"] = option(
+        "none",
+        "Hold the frozen matrices under LoRA adapters in 4 bits a weight, NormalFloat or floating "
+        "point (QLoRA); needs bitsandbytes",
     )
 
 
@@ -85,72 +92,6 @@ class PromptOptions(Options):
     )
     prompt_column: str = option("prompt", "Column of the prompt: a string or chat messages")
     split: str = option("train", "Split of a datasets directory or hub dataset")
-
-
-@dataclass(kw_only=True, frozen=True)
-class RewardOptions(Options):
-    """Rewards."""
-
-    rewards: Sequence[str] = option(
-        [],
-        "Required. file.py:function, module:function, a sequence-classification model, or an "
-        "https:// URL",
-    )
-    reward_weights: Sequence[float] | None = option(
-        None, "One weight per reward; none given means 1"
-    )
-    monitor_rewards: Sequence[str] = option([], "Rewards that are logged and not trained on")
-    reward_batch_size: int = option(
-        32, "Texts per forward pass of a reward model, sequences", minimum=1
-    )
-    reward_max_length: int | None = option(
-        None, "Longest text of a reward model, tokens; none given means its context", minimum=1
-    )
-    reward_timeout: float | None = option(
-        None,
-        "Longest wait for a reward, seconds; none given waits for a function, and 60 s for a URL. "
-        "A function is then called in a thread, which goes on after the time is up",
-        above=0,
-    )
-    reward_retries: int = option(
-        2, "Further calls of a reward that was too late, or whose server failed", minimum=0
-    )
-    reward_concurrency: int = option(
-        8, "Requests of reward_batch_size texts at a time to a reward that is a URL", minimum=1
-    )
-    reward_failure: Literal["stop", "drop"] = option(
-        "stop",
-        "What a reward does that fails: stop the run with the samples saved, or drop the samples",
-    )
-    missing_eos_penalty: float | None = option(
-        None,
-        "Subtracted from the score of a response cut off at max_new_tokens, reward units",
-        minimum=0,
-    )
-    length_penalty: float = option(
-        0.0, "Subtracted from the score per response token, reward units", minimum=0
-    )
-    length_penalty_free: int = option(
-        0, "Response tokens that length_penalty leaves free", minimum=0
-    )
-    length_normalized_score: bool = option(
-        False, "Divide the rewards of a response by its length in tokens"
-    )
-    score_normalization: Literal["none", "running", "batch"] = option(
-        "none",
-        "running: divide scores by the running deviation of all so far; batch: whiten each batch",
-    )
-    score_clip: float | None = option(
-        None, "Clamp scores to ±this, after normalisation, reward units", above=0
-    )
-    reward_ensemble: Sequence[str] = option(
-        [], "Reward models that are combined into one reward, by the name of ensemble"
-    )
-    reward_ensemble_by: Literal["mean", "min", "lcb"] = option(
-        "mean", "mean, minimum, or lcb: mean − reward_ensemble_std_coef · deviation"
-    )
-    reward_ensemble_std_coef: float = option(1.0, "Multiple of the deviation in lcb", minimum=0)
-    reward_ensemble_weight: float = option(1.0, "Weight of the ensemble among the rewards")
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -371,6 +312,7 @@ class PPOConfig(
     ReferenceOptions,
     ValueOptions,
     PromptOptions,
+    CurriculumOptions,
     RewardOptions,
     RolloutOptions,
     TurnOptions,
@@ -435,6 +377,33 @@ class PPOConfig(
             return getattr(self, name) > 0 or name in scheduled
 
         for wrong, sentence in (
+            *self.curriculum_combinations(),
+            (
+                self.quantization != "none"
+                and (self.lora_rank == 0 or self.value_model not in ("shared", "detached")),
+                f"quantization={self.quantization} freezes the model's matrices, so lora_rank must "
+                "be > 0 and value_model shared or detached",
+            ),
+            (
+                self.quantization != "none" and self.rollout in ("vllm", "continuous"),
+                f"quantization={self.quantization}: rollout={self.rollout} takes whole weights; "
+                "use rollout=decoder",
+            ),
+            (
+                self.precision == "fp16"
+                and (self.param_dtype != "float32" or self.optimizer != "adamw"),
+                "precision=fp16 scales gradients of fp32 weights, so param_dtype must be float32 "
+                f"and optimizer adamw, got {self.param_dtype} and {self.optimizer}",
+            ),
+            (
+                self.precision == "fp16"
+                and (
+                    self.loss_path == "logits"
+                    or (used("kl_loss_coef") and self.kl_loss_estimator == "full")
+                ),
+                "precision=fp16 forms the loss's gradient after its scale is known, which "
+                "loss_path=logits and kl_loss_estimator=full do not have",
+            ),
             (
                 self.objective == "penalty" and used("kl_loss_coef"),
                 "objective=penalty has a KL of its own in the loss; a KL to the reference goes "
@@ -596,6 +565,8 @@ class PPOConfig(
             ("group_std", "advantage=group", self.advantage == "group"),
             ("eval_interval eval_rewards eval_sampling", "eval_prompts", self.eval_prompts),
             ("eval_patience", "eval_prompts", self.eval_prompts),
+            ("success_window", "solved_reward", self.solved_reward is not None),
+            ("leave_out_for", "leave_out", self.leave_out != "none"),
             ("lora_alpha lora_target_modules", "lora_rank > 0", self.lora_rank > 0),
             ("ptx_batch_size ptx_block_size", "ptx_data", self.ptx_data),
         ):
@@ -678,10 +649,11 @@ class PPOConfig(
 
 
 IDENTITY = (
-    *("param_dtype", "lora_rank", "lora_alpha", "lora_target_modules"),
+    *("param_dtype", "quantization", "lora_rank", "lora_alpha", "lora_target_modules"),
     *("reference_policy", "reference_refresh"),
     *("value_model", "value_branch_layers", "critic_model"),
     *("prompt_column", "split", "seed"),
+    *("solved_reward", "success_window", "leave_out", "leave_out_for"),
     *("reward_weights", "score_normalization", "length_normalized_score"),
     *("reward_ensemble_by", "reward_ensemble_std_coef", "reward_ensemble_weight"),
     *("rollout_batch_size", "samples_per_prompt", "minibatches", "ppo_epochs"),

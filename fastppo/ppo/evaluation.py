@@ -2,8 +2,9 @@
 
 Every `eval_interval` iterations, after the update, the policy answers `eval_prompts` and its
 responses are scored, always with the same random numbers. What comes of it goes to the iteration's
-metrics under `eval/`, so `checkpoint_best`, `warn_if` and `stop_if` may name it. `eval_patience`
-ends a run whose `eval/reward` rises no more.
+metrics under `eval/`, so `checkpoint_best`, `warn_if` and `stop_if` may name it, and the responses
+to the first prompts to eval_samples.jsonl. `eval_patience` ends a run whose `eval/reward` rises no
+more.
 """
 
 from __future__ import annotations
@@ -79,30 +80,56 @@ class Evaluation:
         self.prompts, self.scorer, self.interval = prompts, scorer, interval
         self.how, self.at_once = how, at_once
 
-    def after(self, trainer: Any) -> dict[str, float]:
+    def after(self, trainer: Any, log: Any) -> dict[str, float]:
         """The metrics of an evaluation after an iteration's update, which the trainer's state takes
-        note of; none where none is due."""
+        note of; none where none is due. Responses to the first `log_samples` prompts go to the
+        log."""
         if self.prompts is None or (trainer.state.iteration + 1) % self.interval:
             return {}
         found: dict[str, float] = {}
+        samples: list[dict[str, Any]] = []
         if self.how != "greedy":
-            found |= self._means("eval/", trainer, self.prompts, trainer.sampling)
+            means, texts = self._evaluated(trainer, self.prompts, trainer.sampling)
+            found |= {f"eval/{name}": value for name, value in means.items()}
+            samples += [{"sampling": "sampled", **each} for each in texts]
         if self.how != "sampled":
             greedy = replace(trainer.sampling, greedy=True)
-            found |= self._means("eval/greedy/", trainer, self.prompts, greedy)
+            means, texts = self._evaluated(trainer, self.prompts, greedy)
+            found |= {f"eval/greedy/{name}": value for name, value in means.items()}
+            samples += [{"sampling": "greedy", **each} for each in texts]
         if self.how == "greedy":
             found["eval/reward"] = found["eval/greedy/reward"]
         trainer.state.evaluations.take(found["eval/reward"])
+        log.samples(trainer.state.iteration, samples, held_out=True)
         return found
 
-    def _means(
-        self, prefix: str, trainer: Any, prompts: Prompts, sampling: Sampling
-    ) -> dict[str, float]:
-        """Over all responses, of metrics that are themselves means over responses."""
+    def _evaluated(
+        self, trainer: Any, prompts: Prompts, sampling: Sampling
+    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """(means over all responses, of metrics that are themselves means over responses; the first
+        responses)."""
         sums: dict[str, float] = {}
+        samples: list[dict[str, Any]] = []
         for begin in range(0, len(prompts), self.at_once):
             part = prompts.select(range(begin, min(begin + self.at_once, len(prompts))))
-            for name, value in trainer.evaluate(part, sampling, self.scorer).items():
+            found = trainer.evaluate(part, sampling, self.scorer)
+            for name, value in found.items():
                 if name in SHOWN or name.startswith(("reward/", "finish/")):
                     sums[name] = sums.get(name, 0.0) + value * len(part)
-        return {prefix + name: total / len(prompts) for name, total in sums.items()}
+            wanted = min(len(part), trainer.config.log_samples - len(samples))
+            samples += [_record(begin, row, part, found) for row in range(wanted)]
+        return {name: total / len(prompts) for name, total in sums.items()}, samples
+
+
+def _record(begin: int, row: int, prompts: Prompts, found: dict[str, Any]) -> dict[str, Any]:
+    """A line of eval_samples.jsonl: a response of an evaluation's part that begins at a prompt."""
+    scores, rollout = found["scores"], found["rollout"]
+    return {
+        "row": begin + row,
+        "prompt": prompts.prompts[row],
+        "completion": found["completions"][row],
+        "reward": scores.total[row].item(),
+        "rewards": {name: values[row] for name, values in scores.terms.items()},
+        "tokens": rollout.written_lengths[row],
+        "finish_reason": rollout.finish_reasons[row],
+    }

@@ -8,7 +8,7 @@ what autograd saves of an architecture, with or without checkpointing, adapters 
 it saves, and not a formula. The parts of a peak, for parameters of b bytes (4 in fp32, 2 in bf16):
 
     policy weights     b · parameters; with adapters the frozen ones (their matrices in the compute
-                       dtype) and theirs
+                       dtype, or 4 bits with quantization) and theirs
     value function     the same of its head (4 bytes each), its layers or its critic
     fp32 masters       4 · trained parameters, where the optimiser has them
     gradients          4 · trained parameters, in the update
@@ -53,6 +53,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fastppo.data.batch import Batch, Layout
 from fastppo.functional import arguments
+from fastppo.models import quantized
 from fastppo.models.adapters import add_adapters
 from fastppo.models.cache import FixedCache, GrowingCache, has_fixed_cache
 from fastppo.models.device import cast_frozen, choose_device, compute_dtype
@@ -411,6 +412,20 @@ class _Run:
             found.append(model)
         return found
 
+    def in_four_bits(self, phases: list[Phase]) -> list[Phase]:
+        """The phases with frozen matrices in 4 bits, where `quantization` has them so: they went
+        through in the dtype of their products, of which then the largest is held at a time."""
+        if self.config.quantization == "none":
+            return phases
+        held = [each.weight for each in quantized.matrices(self.model.causal_lm)]
+        saved = sum(w.numel() * w.itemsize - quantized.bytes_of(w.numel()) for w in held)
+        largest = max(w.numel() * w.itemsize for w in held)
+        change = {"policy weights": -saved, "cast weights": largest}
+        return [
+            Phase(each.name, {part: n + change.get(part, 0) for part, n in each.parts.items()})
+            for each in phases
+        ]
+
     # ------------------------------------------------------------------------- what it goes through
 
     def rollout(self, prompt: int) -> None:
@@ -532,13 +547,15 @@ class _Run:
         loss.backward()
 
     def _loss(self, hidden: Tensor, second: Tensor | None = None) -> Tensor:
-        """The loss on hidden states; with a second buffer of logits if there are second ones."""
+        """The loss on hidden states; with a second buffer of logits if there are second ones, or if
+        a loss scale lets their gradient be formed beside them."""
         head = self.model.head
         if self.config.loss_path == "logits":
             logits = nn.functional.linear(hidden, head.weight, head.bias)
             self.ledger.assign("logits of the loss", logits)
             return _LogitsLoss.apply(logits, self)
-        return _LinearLoss.apply(hidden, head.weight, self, 2 if second is not None else 1)
+        twice = self.config.precision == "fp16" or second is not None
+        return _LinearLoss.apply(hidden, head.weight, self, 2 if twice else 1)
 
     def chunk(self, hidden: Tensor, weight: Tensor, *, buffers: int, trained: bool) -> int:
         """Rows of logits that the linear loss, or its statistics, hold at once."""
@@ -662,7 +679,7 @@ def make_plan(config: PPOConfig, prompt_tokens: int, memory: float | None = None
             run.experience(prompt_tokens)
             run.update(prompt_tokens, name="update", checkpointing=now)
             run.update(prompt_tokens, name="other", checkpointing=not now)
-    *phases, other = ledger.peaks()
+    *phases, other = run.in_four_bits(ledger.peaks())
     at_once = run.rows_at_once(prompt_tokens, config.rollout_batch_size // config.minibatches)
     notes = [
         f"{config.rollout_batch_size} sequences of {prompt_tokens} + {config.max_new_tokens} "

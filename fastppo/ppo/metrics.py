@@ -4,6 +4,7 @@ what is written down of the responses."""
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -83,8 +84,11 @@ class Meter:
     def pretraining(self, loss: Tensor) -> None:
         self.ptx_losses.append(loss)
 
-    def minibatch(self, **numbers: float) -> None:
-        self.steps.append(numbers)
+    def minibatch(self, overflowed: bool = False, **numbers: float) -> None:
+        """Of a step. A norm is no metric where a loss scale that was too large made it."""
+        is_of_scale = {n for n, x in numbers.items() if n.endswith("norm") and not math.isfinite(x)}
+        left_out = is_of_scale if overflowed else set()
+        self.steps.append({n: x for n, x in numbers.items() if n not in left_out})
 
     def metrics(self) -> dict[str, float]:
         """Means over the tokens of all minibatches, or over the minibatches."""
@@ -101,8 +105,9 @@ class Meter:
             means["ptx_loss"] = torch.stack(self.ptx_losses).mean()
         metrics = to_floats(means)
         metrics["useful_share"] = self.useful / max(1, self.computed)
-        for name in self.steps[0]:
-            metrics[name] = sum(step[name] for step in self.steps) / steps
+        for name in dict.fromkeys(name for step in self.steps for name in step):
+            values = [step[name] for step in self.steps if name in step]
+            metrics[name] = sum(values) / len(values)
         return metrics
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from fastppo_kernels.records import SUMS
 from torch import Tensor
+from torch.amp import GradScaler
 
 from fastppo.data.batch import Layout
 from fastppo.data.microbatches import Limits
@@ -135,6 +136,7 @@ def minibatch_gradient(
     reference: ReferencePolicy | None,
     optimizer: Any,
     world: World,
+    scaler: GradScaler,
     beta: float,
     warming_up: bool,
     options: PPOConfig,
@@ -143,6 +145,7 @@ def minibatch_gradient(
     """Adds up the gradient of a weighted minibatch over its microbatches; of those, every rank's.
 
     Args:
+        scaler: of the loss, whose scale the gradient then has.
         beta: of the penalty. warming_up: the value function alone is trained.
     """
     optimizer.zero_grad(set_to_none=True)
@@ -155,7 +158,7 @@ def minibatch_gradient(
                 policy = policy_loss(model.head, hidden, layout, micro, reference, beta, options)
             value = value_term(values, micro, options)
         part = options.vf_coef * value if warming_up else policy.loss + options.vf_coef * value
-        part.backward()
+        scaler.scale(part).backward()
         sizes = len(micro.batch.tokens), layout.input_ids.numel()
         if counts:
             clipped = value_clipped(values, micro, options)
@@ -164,7 +167,7 @@ def minibatch_gradient(
 
 
 def add_ptx_gradient(
-    model: ActorCritic, blocks: Tensor, options: PPOConfig, world: World
+    model: ActorCritic, blocks: Tensor, options: PPOConfig, world: World, scaler: GradScaler
 ) -> Tensor:
     """PPO-ptx: adds γ times the gradient of the language-model loss on blocks of text [n, T] int64,
     which the ranks share; returns that loss, 0-d."""
@@ -178,7 +181,7 @@ def add_ptx_gradient(
         with model.autocast():
             loss = model.language_model_loss(part, options.backend)
             loss = loss * (len(part) / len(blocks) if i < len(parts) else 0.0)
-        (options.ptx_coef * loss).backward()
+        scaler.scale(options.ptx_coef * loss).backward()
         losses.append(loss.detach())
     total = torch.zeros((), device=model.device)
     for loss in world.cat(torch.stack(losses)):

@@ -7,9 +7,13 @@ from the counters, so a checkpoint holds `state_dict()`, and a run that loads it
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from torch.amp import GradScaler
+
+from fastppo.models.device import choose_device
 from fastppo.ppo.config import WARNINGS, PPOConfig
+from fastppo.ppo.curriculum import Seen
 from fastppo.ppo.evaluation import Progress
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
 from fastppo.rewards.processing import RunningScale
@@ -17,8 +21,19 @@ from fastppo.run.watch import ABSENT_AFTER, SpikeDetector, Watch, parse_threshol
 
 COUNTERS = (
     *("iteration", "optimizer_step", "prompts_seen", "ptx_seen"),
-    *("skipped_steps", "skipped_in_a_row"),
+    *("skipped_steps", "skipped_in_a_row", "overflowed_steps"),
 )
+
+LEAST_SCALE = 1.0
+"""Of a loss. Where a smaller one still overflows, the scale is not to blame."""
+
+
+class Steps(NamedTuple):
+    """Optimiser steps of a run: all, and those of them that were not taken."""
+
+    all: int
+    skipped: int
+    overflowed: int
 
 
 @dataclass(slots=True)
@@ -38,7 +53,15 @@ class RunState:
     """Blocks of pretraining text."""
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
+    overflowed_steps: int = 0
+    """Not taken because the scaled loss had a gradient beyond fp16; the next scale is smaller."""
     evaluations: Progress = field(default_factory=Progress)
+    scaler: GradScaler = field(default_factory=lambda: GradScaler("cpu", enabled=False))
+    """Of the loss under precision=fp16; elsewhere it leaves the loss as it is."""
+    overflowed: bool = False
+    """Whether the last gradient was beyond fp16 under a scale that can still be made smaller."""
+    successes: dict[int, Seen] = field(default_factory=dict)
+    """Of each prompt that was asked, by its row; kept where `solved_reward` is given."""
 
     @classmethod
     def of(cls, config: PPOConfig) -> RunState:
@@ -47,6 +70,9 @@ class RunState:
             kl_control=_kl_control(config),
             policy_kl_control=PenaltyKL(config.policy_kl_coef, config.policy_kl_target),
             watch=_watch(config),
+            scaler=GradScaler(
+                choose_device(config.device).type, enabled=config.precision == "fp16"
+            ),
         )
 
     def begin_iteration(self, options: PPOConfig) -> None:
@@ -66,6 +92,30 @@ class RunState:
             self.kl_control.update(kl, sequences)
         self.iteration += 1
 
+    def unscale(self, optimizer: Any) -> None:
+        """Takes the loss scale out of the gradients of the optimiser's parameters, and moves it:
+        half where one of them is not finite, twice after 2000 steps without that."""
+        if not self.scaler.is_enabled():
+            return
+        before = self.scaler.get_scale()
+        self.scaler.unscale_(optimizer)
+        self.scaler.update()
+        self.overflowed = self.scaler.get_scale() < before and before > LEAST_SCALE
+
+    @property
+    def steps(self) -> Steps:
+        """The optimiser steps so far."""
+        return Steps(self.optimizer_step, self.skipped_steps, self.overflowed_steps)
+
+    def step_metrics(self, before: Steps) -> dict[str, float]:
+        """Of the steps since: those that were not taken; under a loss scale, what it is now and how
+        many it was too large for."""
+        metrics = {"skipped_steps": float(self.skipped_steps - before.skipped)}
+        if self.scaler.is_enabled():
+            metrics["loss_scale"] = self.scaler.get_scale()
+            metrics["overflowed_steps"] = float(self.overflowed_steps - before.overflowed)
+        return metrics
+
     def has_enough(self, config: PPOConfig) -> bool:
         """Whether a threshold, or evaluations that rise no more, end the run."""
         return bool(self.watch.stopped_by) or self.evaluations.is_over(config.eval_patience)
@@ -82,18 +132,24 @@ class RunState:
             "policy_kl_coef": self.policy_kl_control.coef,
             "score_scale": asdict(self.score_scale),
             "evaluations": asdict(self.evaluations),
+            "scaler": self.scaler.state_dict(),
+            "successes": [[row, *seen] for row, seen in self.successes.items()],
             "watch": self.watch.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` gave. A fixed β stays that of the options."""
         for name in COUNTERS:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, 0))
         if not isinstance(self.kl_control, FixedKL):
             self.kl_control.coef = state["kl_coef"]
         self.policy_kl_control.coef = state["policy_kl_coef"]
         self.score_scale = RunningScale(**state["score_scale"])
         self.evaluations = Progress(**state.get("evaluations", {}))
+        if state.get("scaler") and self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
+        rows = state.get("successes", [])
+        self.successes = {row: Seen(recent, iteration) for row, recent, iteration in rows}
         self.watch.load_state_dict(state["watch"])
 
 

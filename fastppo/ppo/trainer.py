@@ -19,7 +19,6 @@ is the config with the schedules of the iteration applied.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -48,7 +47,7 @@ from fastppo.ppo.checks import (
     given_responses,
     odd_options,
     random_state_restored,
-    skip_step,
+    take_step,
 )
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience
@@ -139,8 +138,9 @@ class PPOTrainer:
         self.model, self.reference = parts.model, parts.reference
         self.tokenizer, self.optimizer, self._notes = parts.tokenizer, parts.optimizer, parts.notes
         self.engine, self.sampling, self.turns = parts.engine, parts.sampling, parts.turns
-        self.prompts, self.pretraining = parts.prompts, parts.pretraining
-        self.scorer, self.evaluation = parts.scorer, parts.evaluation
+        self.prompts, self.curriculum = parts.prompts, parts.curriculum
+        self.pretraining, self.scorer = parts.pretraining, parts.scorer
+        self.evaluation = parts.evaluation
         self.state = RunState.of(config)
         self.checkpoints = Checkpoints(config, self.state, parts, self.say, world)
         self._halving = Halving(self.say, alone=world.size == 1)
@@ -167,6 +167,7 @@ class PPOTrainer:
             held(run_dir, world),
             listening(world) as asked,
             closing(self.checkpoints),
+            closing(self.turns),
         ):
             set_seed(config.seed)
             if config.resume:
@@ -220,31 +221,32 @@ class PPOTrainer:
         assert self.prompts is not None
         asked = asked or Asked()
         options, clock = self._begin_iteration(), Clock()
-        place = self.state.prompts_seen, options.prompts_per_iteration
-        prompts = self.prompts.at(*place, options.seed, options.samples_per_prompt)
+        how_many = options.prompts_per_iteration, options.seed, options.samples_per_prompt
+        chosen = self.curriculum.at(self.state, *how_many)
+        prompts = self.prompts.select(chosen.rows)
         prompts, rollout = self.turns.play(prompts, self.engine, self.sampling)
         clock.lap("generate")
         asked.end_phase()
         scores = self.score(prompts, rollout, options)
         clock.lap("score")
         asked.end_phase()
+        metrics = self.curriculum.take(chosen, scores, self.state)
         prompts, rollout, scores, dropped = without_dropped(prompts, rollout, scores)
         batch = Batch.of(prompts.token_ids, rollout.tokens, self.device, rollout.written)
         rewards = self.training_rewards(scores, options)
-        experience, metrics = self.make_experience(batch, rewards, rollout, options)
+        experience, found = self.make_experience(batch, rewards, rollout, options)
         clock.lap("experience")
-        metrics |= self._learn(experience, options)
+        metrics |= found | self._learn(experience, options)
         clock.lap("update")
         metrics |= response_metrics(scores, rollout, metrics)
         metrics |= clock.metrics(batch.response_count, self.world)
         metrics |= rollout_health(rollout.written_tokens, scores.total, scores.monitors) | dropped
         iteration = self.state.iteration
-        metrics |= self.evaluation.after(self)
+        metrics |= self.evaluation.after(self, log)
         log.metrics(iteration, metrics, self._warnings(metrics))
         if iteration % options.log_interval == 0:
             texts = self.completions(prompts, rollout)[: options.log_samples]
             log.samples(iteration, sample_records(prompts, texts, rollout, scores, experience))
-        self.state.prompts_seen += options.prompts_per_iteration
         self.state.finish_iteration(metrics.get("kl"), len(prompts), options)
         return metrics
 
@@ -354,7 +356,7 @@ class PPOTrainer:
     def update(self, experience: Experience, options: PPOConfig) -> dict[str, float]:
         """Mini-epochs of clipped updates on one batch of experience; returns their mean metrics."""
         meter, state = Meter(), self.state
-        steps_before, skipped_before = state.optimizer_step, state.skipped_steps
+        before = state.steps
         too_far = False
         for _ in range(options.ppo_epochs):
             order = torch.randperm(len(experience))
@@ -368,11 +370,11 @@ class PPOTrainer:
             too_far = too_far or options.stops_at(policy_kl, "epoch")
             if too_far:
                 break
-        taken = state.optimizer_step - steps_before
+        taken = state.optimizer_step - before.all
         spikes = [state.watch.loss_spikes(step["loss"]) for step in meter.steps[:taken]]
         metrics = update_metrics(meter, taken, too_far, options)
         metrics["loss_spikes"] = float(sum(spikes))
-        metrics["skipped_steps"] = float(state.skipped_steps - skipped_before)
+        metrics |= state.step_metrics(before)
         if options.objective == "penalty":
             metrics["policy_kl_coef"] = state.policy_kl_control.coef
             if not state.is_warming_up(options):
@@ -395,7 +397,8 @@ class PPOTrainer:
         minibatch = minibatch.weighted(options.aggregation)
         beta = self.state.policy_kl_control.coef
         given = minibatch, self.model, self.reference, self.optimizer, self.world
-        attempt = functools.partial(minibatch_gradient, *given, beta, warming_up, options)
+        scaler = self.state.scaler
+        attempt = functools.partial(minibatch_gradient, *given, scaler, beta, warming_up, options)
         found = self._halving.run(attempt, options.limits(self.model.packing))
         loss = torch.stack([part.loss for part in found]).sum()
         for part in found:
@@ -404,24 +407,21 @@ class PPOTrainer:
             assert self.pretraining is not None
             blocks = self.pretraining.at(self.state.ptx_seen, options.ptx_batch_size, options.seed)
             self.state.ptx_seen += len(blocks)
-            ptx_loss = add_ptx_gradient(self.model, blocks, options, self.world)
+            ptx_loss = add_ptx_gradient(self.model, blocks, options, self.world, scaler)
             loss += options.ptx_coef * ptx_loss
             meter.pretraining(ptx_loss)
+        self.state.unscale(self.optimizer)
         norms = clip_gradients(self.optimizer, self.model, options)
         sums = functools.reduce(combine_sums, [part.sums for part in found])
         kl = sums[SUMS.index("approx_kl")] / sums[SUMS.index("tokens")].clamp(min=1)
         numbers = to_floats({"loss": loss, **norms, "kl": kl})
         policy_kl = numbers.pop("kl")
-        meter.minibatch(**numbers, learning_rate=learning_rate)
+        meter.minibatch(self.state.overflowed, **numbers, learning_rate=learning_rate)
         if options.stops_at(policy_kl, "minibatch"):
             return policy_kl, True
-        if all(map(math.isfinite, numbers.values())):
-            self.optimizer.step()
-            self.state.skipped_in_a_row = 0
-        else:
-            how = self.state, numbers, self.config, self.world
-            self.say(skip_step(self.model, minibatch, *how), "yellow")
-        self.state.optimizer_step += 1
+        how = self.state, numbers, self.config, self.world
+        if skipped := take_step(self.optimizer, self.model, minibatch, *how):
+            self.say(skipped, "yellow")
         return policy_kl, False
 
     # ----------------------------------------------------------------------- looking at the policy
@@ -433,7 +433,7 @@ class PPOTrainer:
 
         Returns:
             dict: reward, each reward term and monitor, kl (nats per sequence), entropy (nats per
-            token), response_length, eos_rate: means; `completions`, the texts; `scores`.
+            token), response_length, eos_rate: means; `completions`, the texts; `scores`; `rollout`.
         """
         options = self.config.at(self.state.iteration)
         with random_state_restored(self.device):
@@ -446,6 +446,7 @@ class PPOTrainer:
             **policy_metrics(self.model, self.reference, batch, options, self.world),
             "completions": self.completions(prompts, rollout),
             "scores": scores,
+            "rollout": rollout,
         }
 
     def completions(self, prompts: Prompts, rollout: Rollout) -> list[str]:

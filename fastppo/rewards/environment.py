@@ -5,8 +5,9 @@ episode at a time, and the next one after it is reset:
 
     reset(prompt, **columns) -> str | messages | None  what the policy reads first; None: the prompt
     step(text) -> (observation, reward, done)          what it answers to a turn of the policy
+    close()                                            at the end of the run, if there is such a one
 
-Both may be coroutines; then all episodes wait at once. `prompt` is as the dataset holds it, a text
+They may be coroutines; then all episodes wait at once. `prompt` is as the dataset holds it, a text
 or chat messages; of the columns `reset` gets those that it names, or all with `**columns`. `text`
 is the turn without special tokens. The observation is a text, which a chat gets as a message of the
 user, or chat messages; where `done` is true it is not looked at. The reward is paid at the last
@@ -87,11 +88,17 @@ class Episode:
     """The turns."""
     finish_reason: str | None = None
     """None while it goes on."""
+    is_lost: bool = False
+    """Whether its environment could not be reset: it is dropped after a turn that nobody hears."""
 
     @property
     def conversation(self) -> list[int]:
         """Token ids: all that the policy reads."""
         return self.prompt_ids + self.tokens
+
+    def drop(self) -> None:
+        """Ends it without a reward, so that the sample is left out of the batch."""
+        self.rewards[-1], self.finish_reason = math.nan, FINISHED
 
     def hear(self, gap: Sequence[int], room: int) -> None:
         """Takes up tokens that the policy did not write, as many as there is room for."""
@@ -109,6 +116,9 @@ class OneTurn:
         self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling
     ) -> tuple[Prompts, Rollout]:
         return prompts, engine.generate(prompts.token_ids, sampling)
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 class Turns:
@@ -172,6 +182,8 @@ class Turns:
             texts = decode_completions(self.tokenizer, conversations, drawn.tokens)
             for place, row in enumerate(live):
                 _take_turn(episodes[row], texts[place], drawn, place)
+                if episodes[row].is_lost:
+                    episodes[row].drop()
             acting = [row for row in live if episodes[row].finish_reason is None]
             answers = self._ask(
                 len(episodes),
@@ -182,6 +194,20 @@ class Turns:
             for row in acting:
                 self._take_answer(episodes[row], answers[row], sampling, turn + 1)
         return self._prompts(prompts, episodes), _rollout(episodes)
+
+    def close(self) -> None:
+        """Calls `close` of every environment that has one; what goes wrong there is said, and no
+        more. Later episodes have new environments."""
+        closing = [env for env in self.made.values() if callable(getattr(env, "close", None))]
+        self.made = {}
+        calls = [_Call(env.close, (), {}, lambda returned: None) for env in closing]
+        with heartbeat(f"closing environment {self.name!r}", self.patience.say):
+            failed = [found for found in self._run(calls) if isinstance(found, Failure)]
+        if failed:
+            self.patience.say(
+                f"environment {self.name!r} {failed[0].sentence}; {len(failed)} of {len(closing)} "
+                "were not closed"
+            )
 
     # ------------------------------------------------------------------------------ the episodes
 
@@ -199,9 +225,11 @@ class Turns:
             for prompt, ids, of_row in zip(prompts.prompts, prompts.token_ids, columns, strict=True)
         ]
         first = self._ask(len(episodes), asked, _opening)
-        self._check(first, episodes, drop=False)
+        self._check(first, episodes, drop=self.patience.drop)
         for row, episode in enumerate(episodes):
-            if first[row] is not None:
+            if isinstance(first[row], Failure):
+                episode.is_lost = True
+            elif first[row] is not None:
                 where = f"environment {self.name!r}, what reset returned"
                 episode.prompt = first[row]
                 episode.prompt_ids = encode_prompt(first[row], self.tokenizer, where)
@@ -219,7 +247,7 @@ class Turns:
     ) -> None:
         """Pays the turn, and goes on with what the environment wrote, or ends."""
         if isinstance(answer, Failure):
-            episode.rewards[-1], episode.finish_reason = math.nan, FINISHED
+            episode.drop()
             return
         episode.rewards[-1] += answer.reward
         if answer.done:
@@ -307,6 +335,10 @@ class Turns:
                 self.made[row] = self.make()
             function = getattr(self.made[row], method)
             bound.append(_Call(function, copy.deepcopy(given), _named(function, columns), read))
+        return self._run(bound)
+
+    def _run(self, bound: Sequence[_Call]) -> list[Any]:
+        """What the calls give, or a `Failure` of each."""
         if any(inspect.iscoroutinefunction(call.function) for call in bound):
             self.loop = self.loop or _Loop()
             return self.loop.run([call.wait(self.patience.timeout) for call in bound])

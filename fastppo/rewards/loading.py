@@ -62,15 +62,24 @@ def load_environment(spec: str | Callable[[], Any]) -> RewardTerm | None:
     Raises:
         ValueError: it is not there.
     """
-    if not spec:
-        return None
-    make: Any = spec
+    return load_callable(spec, "environment") if spec else None
+
+
+def load_callable(spec: str | Callable[..., Any], what: str) -> RewardTerm:
+    """A callable, or the one that `file.py:name` or `package.module:name` names, under the name of
+    the option `what`, with its fingerprint.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    function: Any = spec
     if isinstance(spec, str):
         match = FUNCTION.match(spec)
         if match is None:
-            raise ValueError(f"environment {spec}: expected file.py:Name or module:Name")
-        make = _load_function(match["where"], match["name"], "environment")
-    return RewardTerm("environment", make, fingerprint=_fingerprint(spec, make))
+            name = "Name" if what == "environment" else "function"
+            raise ValueError(f"{what} {spec}: expected file.py:{name} or module:{name}")
+        function = _load_function(match["where"], match["name"], what)
+    return RewardTerm(what, function, fingerprint=_fingerprint(spec, function))
 
 
 def _load_function(where: str, name: str, what: str = "reward") -> Reward:
@@ -94,7 +103,7 @@ def _load_function(where: str, name: str, what: str = "reward") -> Reward:
         raise ValueError(f"{what} {where}:{name}: {sentence}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        kind = inspect.isfunction if what == "reward" else inspect.isclass
+        kind = inspect.isclass if what == "environment" else inspect.isfunction
         known = [key for key, value in vars(module).items() if kind(value)]
         raise ValueError(
             f"{what} {where}:{name}: no function {name!r} there; "

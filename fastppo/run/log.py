@@ -26,6 +26,9 @@ from fastppo.data.world import World
 from fastppo.run.identity import keep_config, versions
 from fastppo.run.options import Options
 
+SAMPLES = {False: "samples.jsonl", True: "eval_samples.jsonl"}
+"""Responses that are trained on, and those to held-out prompts."""
+
 LINE_SECONDS = 10.0
 """Between two lines of progress in a log file."""
 
@@ -60,7 +63,7 @@ class RunLog:
         self.directory.mkdir(parents=True, exist_ok=True)
         keep_config(self.directory, config, first)
         self._begin_part(first, device)
-        for name in ("metrics.jsonl", "samples.jsonl"):
+        for name in ("metrics.jsonl", *SAMPLES.values()):
             self.notes += cut(self.directory / name, index, first)
         self._excepthook = threading.excepthook
         threading.excepthook = _silent_of_events(threading.excepthook)
@@ -103,10 +106,14 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.log(metrics, step=number)
 
-    def samples(self, number: int, samples: list[dict[str, Any]]) -> None:
-        """Lines of samples.jsonl: prompt, completion, each reward term, KL."""
+    def samples(
+        self, number: int, samples: list[dict[str, Any]], *, held_out: bool = False
+    ) -> None:
+        """Lines of samples.jsonl, or of eval_samples.jsonl: prompt, completion, each reward term;
+        the KL of what is trained on."""
         records = [{self.index: number, **sample} for sample in samples]
-        _append(self.directory / "samples.jsonl", records)
+        if records or not held_out:
+            _append(self.directory / SAMPLES[held_out], records)
 
     @contextmanager
     def _writing_events(self) -> Iterator[None]:
@@ -153,8 +160,10 @@ class SharedLog:
     def metrics(self, number: int, metrics: dict[str, float], warnings: Sequence[str] = ()) -> None:
         self.world.first(lambda: self._log.metrics(number, metrics, warnings))
 
-    def samples(self, number: int, samples: list[dict[str, Any]]) -> None:
-        self.world.first(lambda: self._log.samples(number, samples))
+    def samples(
+        self, number: int, samples: list[dict[str, Any]], *, held_out: bool = False
+    ) -> None:
+        self.world.first(lambda: self._log.samples(number, samples, held_out=held_out))
 
     def close(self) -> None:
         if self._log is not None:

@@ -59,6 +59,13 @@ GROUPS = (
             Panel("Value loss", "½(V − R)²", ("value_loss",)),
             Panel("Reward less the cost of the KL", "reward", ("rlhf_reward",)),
             Panel("Explained variance", "1 is perfect", ("explained_variance",)),
+            Panel(
+                "Solved",
+                "share",
+                ("solved", "left_out"),
+                ("left_out/",),
+                "of responses; of prompts",
+            ),
             Panel("Deviation of the advantages", "before whitening", ("advantage_std",)),
             Panel("Loss on pretraining text", "nats per token", ("ptx_loss",)),
             Panel("Learning rate", "", ("learning_rate",)),
@@ -112,10 +119,11 @@ GROUPS = (
             Panel(
                 "Skipped steps",
                 "steps",
-                ("skipped_steps",),
+                ("skipped_steps", "overflowed_steps"),
                 (),
-                "loss or gradient not finite",
+                "loss or gradient not finite; a loss scale that was too large",
             ),
+            Panel("Scale of the loss", "under fp16", ("loss_scale",)),
             Panel("Loss spikes", "steps", ("loss_spikes",), (), "far from the losses before"),
         ),
     ),
@@ -129,7 +137,7 @@ GROUPS = (
 )
 """The panels under their headings. A panel without data is left out, and so is an empty heading."""
 
-LINKED = ("metrics.jsonl", "samples.jsonl", "config.yaml")
+LINKED = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "config.yaml")
 """Files of a run that its report leads to."""
 
 WATCHED = Panel("Watched rewards", "reward", (), ("monitor/",), "nothing is trained on them")
@@ -145,6 +153,8 @@ LABELS = {
 }
 """Legends of metrics whose names need the context of their panel."""
 
+SAMPLINGS = {"sampled": "eval/", "greedy": "eval/greedy/"}
+"""How held-out prompts are answered, with the prefix of the metrics of each."""
 SAMPLES_PER_ITERATION = 4
 SAMPLED_ITERATIONS = 6
 VALUE = re.compile(r"(= |step[ -])[-+.\w]+")
@@ -181,6 +191,8 @@ class Run(NamedTuple):
     records: list[dict[str, Any]]
     samples: list[dict[str, Any]]
     config: dict[str, Any]
+    held_out: list[dict[str, Any]]
+    """Responses to prompts of eval_prompts."""
     parts: list[dict[str, Any]]
     """Of each start of the run: when, device, versions; see `fastppo.run.log`."""
 
@@ -205,6 +217,7 @@ def write_report(run_dir: str | Path) -> Path:
         warnings=_warnings(run.records),
         constants=constants,
         samples=_pick_samples(run.samples),
+        held_out=_held_out(run),
         config=run.config,
     )
 
@@ -260,11 +273,13 @@ def read_run(run_dir: str | Path) -> Run:
     _check(records, run_dir / "metrics.jsonl", METRICS_LINE, others=_is_number)
     samples = read_jsonl(run_dir / "samples.jsonl")
     _check(samples, run_dir / "samples.jsonl", SAMPLES_LINE)
+    held_out = read_jsonl(run_dir / "eval_samples.jsonl")
+    _check(held_out, run_dir / "eval_samples.jsonl", EVAL_SAMPLES_LINE)
     config_file = run_dir / "config.yaml"
     config = load_yaml(config_file) if config_file.exists() else {}
     parts = read_jsonl(run_dir / "parts.jsonl")
     _check(parts, run_dir / "parts.jsonl", PARTS_LINE)
-    return Run("/".join(run_dir.resolve().parts[-2:]), records, samples, config, parts)
+    return Run("/".join(run_dir.resolve().parts[-2:]), records, samples, config, held_out, parts)
 
 
 def _write(path: Path, groups: Groups, **fields: Any) -> Path:
@@ -351,6 +366,14 @@ SAMPLES_LINE = {
     "rewards": _are_numbers,
     "monitors": _are_numbers,
     "kl": lambda value: value is None or _is_number(value),
+    "tokens": _is_whole,
+}
+EVAL_SAMPLES_LINE = {
+    "iteration": _is_whole,
+    "sampling": lambda value: value in [*SAMPLINGS],
+    "row": _is_whole,
+    "reward": _is_number,
+    "rewards": _are_numbers,
     "tokens": _is_whole,
 }
 PARTS_LINE = {
@@ -552,6 +575,91 @@ def _pick_samples(samples: list[dict[str, Any]]) -> list[tuple[int, list[dict[st
         )
         for i in picked
     ]
+
+
+class HeldOut(NamedTuple):
+    """What the evaluations of a run found: metrics and responses at a few of its iterations."""
+
+    note: str
+    moments: list[tuple[str, int]]
+    """(first, best or last, its iteration)."""
+    samplings: list[str]
+    metrics: list[tuple[str, list[float | None]]]
+    """(name, its values: those of each sampling at each moment)."""
+    samples: list[tuple[dict[str, Any], list[tuple[str, list[dict[str, Any] | None]]]]]
+    """(a record with the prompt, of each sampling its response at each moment)."""
+
+
+def _held_out(run: Run) -> HeldOut | None:
+    """The first, the best and the last evaluation, None of a run without any."""
+    found = [record for record in run.records if "eval/reward" in record]
+    if not found:
+        return None
+    finite = [record for record in found if math.isfinite(record["eval/reward"])]
+    best = max(finite or found, key=lambda record: record["eval/reward"])
+    named = (("first", found[0]), ("best", best), ("last", found[-1]))
+    moments: dict[int, list[str]] = {}
+    for name, record in named:
+        moments.setdefault(record["iteration"], []).append(name)
+    chosen = {record["iteration"]: record for _, record in named}
+    samplings = [
+        name
+        for name, prefix in SAMPLINGS.items()
+        if any(f"{prefix}response_length" in record for record in found)
+    ]
+    names = dict.fromkeys(
+        name.removeprefix(SAMPLINGS[sampling])
+        for sampling in samplings
+        for record in found
+        for name in record
+        if name.startswith(SAMPLINGS[sampling])
+        and (sampling == "greedy" or not name.startswith(SAMPLINGS["greedy"]))
+    )
+    metrics = [
+        (
+            name,
+            [
+                chosen[at].get(SAMPLINGS[sampling] + name)
+                for sampling in samplings
+                for at in moments
+            ],
+        )
+        for name in names
+    ]
+    # A single reward is the reward itself.
+    alone = [name for name in names if name.startswith("reward/")][:2]
+    metrics = [
+        (name, values)
+        for name, values in metrics
+        if name == "reward" or (any(values) and [name] != alone)
+    ]
+    count = f"{len(found)} evaluation" + ("" if len(found) == 1 else "s")
+    by = "greedy " if samplings == ["greedy"] else ""
+    return HeldOut(
+        f"{count} on eval_prompts; the best by its {by}reward",
+        [(" and ".join(at_once), at) for at, at_once in moments.items()],
+        samplings,
+        metrics,
+        _held_out_samples(run.held_out, samplings, list(moments)),
+    )
+
+
+def _held_out_samples(
+    samples: list[dict[str, Any]], samplings: list[str], moments: list[int]
+) -> list[tuple[dict[str, Any], list[tuple[str, list[dict[str, Any] | None]]]]]:
+    """Responses to the first prompts, as `HeldOut` has them."""
+    by_place = {(s["row"], s["sampling"], s["iteration"]): s for s in samples}
+    rows = sorted({sample["row"] for sample in samples})[:SAMPLES_PER_ITERATION]
+    found = []
+    for row in rows:
+        responses = [
+            (sampling, [by_place.get((row, sampling, at)) for at in moments])
+            for sampling in samplings
+        ]
+        there = next((each for _, line in responses for each in line if each), None)
+        if there is not None:
+            found.append((_as_chat(there), responses))
+    return found
 
 
 def _as_chat(sample: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from fastppo.run.watch import parse_threshold
     ("option", "value", "says"),
     [
         ("kl_controller", "adaptve", "kl_controller must be one of fixed, adaptive, penalty"),
-        ("precision", "fp16", "precision must be one of"),
+        ("precision", "fp8", "precision must be one of"),
         ("max_new_tokens", 4.5, "max_new_tokens must be an integer, got 4.5"),
         ("iterations", "many", "iterations must be an integer, got 'many'"),
         ("learning_rate", float("nan"), "learning_rate must be a finite number"),

@@ -14,6 +14,7 @@ import torch
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.evaluation import Progress
 from fastppo.ppo.trainer import PPOTrainer
+from fastppo.run.log import read_jsonl
 from fastppo.run.report import PANELS
 from runs import make_trainer, records
 
@@ -85,6 +86,27 @@ def test_a_run_ends_where_it_rises_no_more_and_keeps_its_best(tmp_path: Path) ->
     again.train()
     assert again.state.iteration == 6, "what ended the run is in the checkpoint"
     assert again.state.evaluations == trainer.state.evaluations
+
+
+def test_the_first_responses_are_kept(tmp_path: Path) -> None:
+    """Of the same prompts each time, and in parts as in one."""
+    options = {"eval_sampling": "both", "eval_interval": 1, "log_samples": 10}
+    trainer = _trainer(tmp_path, **options, rollout_batch_size=8, iterations=2)
+    trainer.train()
+    lines = read_jsonl(Path(trainer.config.output_dir) / "eval_samples.jsonl")
+    assert [(line["iteration"], line["sampling"], line["row"]) for line in lines] == [
+        (iteration, sampling, row)
+        for iteration in (0, 1)
+        for sampling in ("sampled", "greedy")
+        for row in range(10)
+    ]
+    for line in lines:
+        assert line["prompt"] == tiny.PROMPTS[line["row"]]["prompt"]
+        assert line["reward"] == pytest.approx(line["completion"].split().count("w7") / 8)
+        assert line["rewards"] == {"count_w7": pytest.approx(line["reward"])}
+    again = _trainer(tmp_path, **options, rollout_batch_size=8, iterations=3, resume=True)
+    again.train()
+    assert read_jsonl(Path(again.config.output_dir) / "eval_samples.jsonl")[:40] == lines
 
 
 def test_only_a_better_one_counts() -> None:

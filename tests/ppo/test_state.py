@@ -14,6 +14,7 @@ import tiny
 import torch
 
 from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.curriculum import Seen
 from fastppo.ppo.evaluation import Progress
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
 from fastppo.ppo.state import COUNTERS, RunState
@@ -28,6 +29,9 @@ def _used(config: PPOConfig) -> RunState:
     """A state of which nothing is as it was at the start."""
     state = RunState.of(config)
     state.evaluations = Progress(0.5, 2)
+    state.successes = {3: Seen("01", 2), 0: Seen("1", 1)}
+    if state.scaler.is_enabled():
+        state.scaler.load_state_dict(state.scaler.state_dict() | {"scale": 128.0})
     for number, name in enumerate(COUNTERS, 11):
         setattr(state, name, number)
     state.kl_control.coef, state.policy_kl_control.coef = 0.7, 0.9
@@ -44,7 +48,7 @@ CONTROLLERS = {"fixed": FixedKL, "adaptive": AdaptiveKL, "penalty": PenaltyKL}
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
 def test_a_state_comes_back_whole_through_json(controller: str) -> None:
-    config = PPOConfig(kl_controller=controller, kl_coef=0.3)
+    config = PPOConfig(kl_controller=controller, kl_coef=0.3, precision="fp16")
     used = _used(config)
     assert type(used.kl_control) is CONTROLLERS[controller]
     restored = RunState.of(config)
@@ -61,7 +65,10 @@ def test_a_state_comes_back_whole_through_json(controller: str) -> None:
 def test_every_counter_of_a_state_is_one_that_is_saved() -> None:
     """A field that is added to the state is not forgotten in a checkpoint."""
     parts = {"kl_control", "policy_kl_control", "watch", "score_scale", "evaluations"}
-    assert {each.name for each in fields(RunState)} == parts | {*COUNTERS}
+    parts |= {"successes", "scaler"}
+    of_the_last_step = {"overflowed"}
+    found = {each.name for each in fields(RunState)}
+    assert found == parts | of_the_last_step | {*COUNTERS}
 
 
 @pytest.mark.parametrize(

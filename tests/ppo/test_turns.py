@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -146,6 +146,63 @@ def test_a_cut_off_episode_is_followed_by_the_value_of_what_it_was_told(tmp_path
     value = trainer.model.evaluate(told).values[0].item()
     last = batch.cu_seqlens[row + 1] - 1
     assert experience.returns[last].item() == pytest.approx(value, abs=1e-4)
+
+
+# -------------------------------------------------------------------------------- the environments
+
+
+class _Server(Calculator):
+    """Counts those that are open."""
+
+    open: ClassVar[list[int]] = []
+    fails: ClassVar[str | None] = None
+
+    def __init__(self) -> None:
+        self.open.append(id(self))
+
+    def reset(self, prompt: str, total: str) -> None:
+        super().reset(prompt, total)
+        if self.fails == "reset" and total == "w4":
+            raise OSError("no room")
+
+    def step(self, text: str) -> Any:
+        if self.fails == "step":
+            raise OSError("gone")
+        return super().step(text)
+
+    def close(self) -> None:
+        self.open.remove(id(self))
+
+
+@pytest.mark.parametrize("fails", [None, "step"])
+def test_a_run_closes_its_environments_however_it_ends(fails: str | None, tmp_path: Path) -> None:
+    kind = type("_Mine", (_Server,), {"open": [], "fails": fails})
+    made: list[int] = []
+
+    def make() -> Any:
+        server = kind()
+        made.append(id(server))
+        return server
+
+    trainer = _trainer(tmp_path, iterations=1, environment=make)
+    if fails is None:
+        trainer.train()
+    else:
+        with pytest.raises(RewardError, match=r"raised OSError\('gone'\) in step"):
+            trainer.train()
+    assert len(made) == 16
+    assert kind.open == []
+
+
+def test_episodes_whose_reset_fails_are_dropped_with_their_share(tmp_path: Path) -> None:
+    kind = type("_Mine", (_Server,), {"open": [], "fails": "reset"})
+    trainer = _trainer(tmp_path, iterations=1, environment=kind, reward_failure="drop")
+    trainer.train()
+    (line,) = records(trainer)
+    asked = trainer.prompts.at(0, 16, trainer.config.seed)  # type: ignore[union-attr]
+    share = asked.columns["total"].count("w4") / 16
+    assert line["dropped_samples"] == pytest.approx(share)
+    assert 0 < share < 1
 
 
 # --------------------------------------------------------------------------------- GAE by the turn

@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 from environments import Scripted
 
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import DataError
+from fastppo.rewards.dropping import without_dropped
 from fastppo.rewards.environment import Turns
 from fastppo.rewards.loading import load_environment
 from fastppo.rewards.patience import Patience
 from fastppo.rewards.reward import RewardError
+from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout, Sampling
 
 
@@ -282,13 +285,93 @@ def test_one_that_fails_may_be_dropped_alone() -> None:
     assert "1 of 2 samples dropped" in said[0]
 
 
-def test_a_reset_that_fails_stops_the_run() -> None:
-    class Broken(Echo):
-        def reset(self, prompt: str) -> Any:
-            return 7
+class _OutOfRooms(Echo):
+    """Has no room for the second episode."""
 
-    with pytest.raises(RewardError, match="returned 7 in reset; expected a text, chat messages or"):
-        _play(Broken, [[7, 1]], patience=Patience(drop=True))
+    def reset(self, prompt: str, name: str) -> Any:
+        self.told = []
+        return 7 if name == "n1" else None
+
+
+def test_a_reset_that_fails_stops_the_run(tmp_path: Path) -> None:
+    says = "returned 7 in reset; expected a text, chat messages or"
+    with pytest.raises(RewardError, match=says):
+        _play(_OutOfRooms, [[7, 1]], failure_file=tmp_path / "failed.json")
+    assert json.loads((tmp_path / "failed.json").read_text())["columns"] == {"name": "n1"}
+
+
+def test_a_reset_that_fails_may_be_dropped_alone() -> None:
+    """Its episode ends after one turn, which nobody hears."""
+    said: list[str] = []
+    patience = Patience(drop=True, say=said.append)
+    prompts, rollout, engine = _play(_OutOfRooms, [[7, 1], [8, 1]], _prompts(3), patience=patience)
+    assert "returned 7 in reset" in said[0]
+    assert "1 of 3 samples dropped" in said[0]
+    assert [len(asked) for asked in engine.asked] == [3, 2]
+    assert rollout.rewards is not None
+    assert [math.isnan(sum(row)) for row in rollout.rewards] == [False, True, False]
+    assert rollout.tokens[1] == [7, 1]
+    assert rollout.finish_reasons == ["stop"] * 3
+    scores = Scores(torch.zeros(3), lengths=rollout.written_lengths)
+    scores = scores.plus("environment", rollout.rewards)
+    left, *_, metrics = without_dropped(prompts, rollout, scores)
+    assert left.columns == {"name": ["n0", "n2"]}
+    assert metrics == {"dropped_samples": pytest.approx(1 / 3)}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_environments_are_closed_once(is_async: bool) -> None:
+    closed: list[Any] = []
+
+    class Server(Echo):
+        turns = 1
+
+        def close(self) -> None:
+            closed.append(self)
+
+    class AsyncServer(Echo):
+        turns = 1
+
+        async def close(self) -> None:
+            await asyncio.sleep(0)
+            closed.append(self)
+
+    make = AsyncServer if is_async else Server
+    player = Turns(make, tiny.tokenizer(), max_turns=2)
+    sampling = Sampling(max_new_tokens=4, stop_token_ids=(1,))
+    player.close()
+    assert closed == []
+    for count in (2, 3):
+        player.play(_prompts(count), Scripted([[7, 1]]), sampling)
+    player.close()
+    player.close()
+    assert len({*map(id, closed)}) == len(closed) == 3
+    player.play(_prompts(1), Scripted([[7, 1]]), sampling)
+    player.close()
+    assert len({*map(id, closed)}) == 4, "after them come new ones"
+
+
+def test_one_that_cannot_be_closed_is_said_and_the_others_are() -> None:
+    said: list[str] = []
+    closed: list[Any] = []
+
+    class Stuck(Echo):
+        turns = 1
+
+        def reset(self, prompt: str, name: str) -> None:
+            self.told, self.name = [], name
+
+        def close(self) -> None:
+            if self.name == "n0":
+                raise OSError("busy")
+            closed.append(self.name)
+
+    player = Turns(Stuck, tiny.tokenizer(), max_turns=1, patience=Patience(say=said.append))
+    sampling = Sampling(max_new_tokens=4, stop_token_ids=(1,))
+    player.play(_prompts(3), Scripted([[7, 1]]), sampling)
+    player.close()
+    assert closed == ["n1", "n2"]
+    assert said == ["environment 'Stuck' raised OSError('busy') in close; 1 of 3 were not closed"]
 
 
 @pytest.mark.parametrize(

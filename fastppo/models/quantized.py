@@ -1,0 +1,117 @@
+"""Frozen bases of 4 bits a weight under LoRA adapters (QLoRA), by bitsandbytes.
+
+transformers loads the linear layers of a model, but for the lm-head, as bitsandbytes' `Linear4bit`:
+weights in blocks of 64 with a scale each, scales in 8 bits themselves. A product turns its matrix
+into the compute dtype and lets it go again. Adapters, embeddings, norms and the lm-head stay in the
+dtype that the model is loaded in, and nothing of 4 bits is trained. What is saved in the end is the
+model with whole weights and the adapters in them: `whole_weight` and `without_quantization`.
+
+Source: Dettmers et al. 2023.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+NEEDED = "bitsandbytes>=0.49"
+
+BLOCK = 64
+"""Weights that share a scale."""
+SCALES = 256
+"""Scales of 8 bits that share one of 32."""
+
+
+def quantization_config(kind: str, dtype: torch.dtype) -> Any:
+    """What transformers is asked for.
+
+    Args:
+        kind: nf4 or fp4, the 16 values that a weight may have.
+        dtype: of the products.
+
+    Raises:
+        ValueError: bitsandbytes is not installed.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(
+            f"quantization={kind} needs bitsandbytes, which is not installed: "
+            f"pip install '{NEEDED}'"
+        )
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether it is a linear layer of 4 bits a weight, adapters around it apart."""
+    return type(module).__name__ == "Linear4bit" and hasattr(
+        module._parameters.get("weight"), "quant_state"
+    )
+
+
+def whole_weight(layer: Any) -> Tensor:
+    """[out, in] fp32: what a layer of 4 bits a weight multiplies by."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    weight = layer.weight
+    return dequantize_4bit(weight.data, weight.quant_state).float()
+
+
+def without_quantization(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same class whose config knows of no quantization, without memory: to save
+    whole weights with."""
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    plain.generation_config = model.generation_config
+    return plain
+
+
+def bytes_of(count: int) -> int:
+    """Of so many weights in 4 bits, with their scales and the scales of those."""
+    scales = -(-count // BLOCK)
+    return -(-count // 2) + scales + 4 * -(-scales // SCALES)
+
+
+def matrices(model: PreTrainedModel) -> list[Any]:
+    """The layers that would be quantized: the linear ones but for adapters and the lm-head."""
+    head = model.get_output_embeddings()
+    linear = [each for each in model.modules() if type(each) is nn.Linear and each is not head]
+    return [each for each in linear if not each.weight.requires_grad]
+
+
+def settle(model: PreTrainedModel) -> None:
+    """Keeps the weights as they were loaded, with a product that has a gradient.
+
+    On a CPU with AVX512-BF16 bitsandbytes packs them anew in the first pass without a gradient, for
+    a product in bf16 that no gradient goes through, and uses that one from then on.
+
+    Raises:
+        ValueError: nothing is quantized, weights are held transposed (GPT-2), or rows are no whole
+            blocks, which bitsandbytes' product on a CPU gets wrong.
+    """
+    found: list[Any] = [module for module in model.modules() if is_quantized(module)]
+    if not found or any(each.source_cls is not nn.Linear for each in found):
+        raise ValueError(
+            f"quantization: expected a model of torch's linear layers, got {type(model).__name__}, "
+            "whose layers are of another kind"
+        )
+    for each in found:
+        if each.weight.quant_state.shape[1] % BLOCK:
+            raise ValueError(
+                f"quantization: expected matrices whose rows are whole blocks of {BLOCK} weights, "
+                f"got {list(each.weight.quant_state.shape)}"
+            )
+        each.support_avx512bf16_for_cpu = False

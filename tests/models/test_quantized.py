@@ -1,0 +1,215 @@
+"""4 bits a weight: it trains adapters alone, is saved whole, and is refused where it cannot be."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+from fastppo.models import quantized
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.memory import make_plan
+from fastppo.ppo.trainer import PPOTrainer
+from runs import records
+
+ROOT = Path(__file__).parents[2]
+
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
+
+NF4: dict[str, Any] = {"quantization": "nf4", "lora_rank": 4, "lora_alpha": 8.0}
+
+
+def save(directory: Path, width: int = 64) -> None:
+    """A Llama whose rows are whole blocks, unless its width is none."""
+    config = tiny.CONFIGS["llama"]()
+    config.hidden_size, config.intermediate_size, config.head_dim = width, 2 * width, width // 4
+    tiny.model_of(config).save_pretrained(directory)
+    tiny.tokenizer().save_pretrained(directory)
+
+
+def _trainer(directory: Path, **options: Any) -> PPOTrainer:
+    model = directory / "model"
+    if not model.exists():
+        save(model)
+    config = PPOConfig(**tiny.options(directory, model=str(model), **{**NF4, **options}))
+    return PPOTrainer(config, prompts=tiny.PROMPTS, rewards=[tiny.count_w7])
+
+
+def _matrices(trainer: PPOTrainer) -> dict[str, Any]:
+    modules = trainer.model.causal_lm.named_modules()
+    return {name: module for name, module in modules if quantized.is_quantized(module)}
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_a_run_trains_the_adapters_and_nothing_else(kind: str, tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, quantization=kind, learning_rate=1e-2)
+    matrices = _matrices(trainer)
+    assert len(matrices) == 14, "seven in each of two layers, and not the lm-head"
+    for module in matrices.values():
+        assert module.weight.dtype == torch.uint8
+        assert module.weight.quant_state.quant_type == kind
+    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert all("lora_" in name or "value_function" in name for name in trained)
+    before = {name: quantized.whole_weight(module) for name, module in matrices.items()}
+    trainer.train()
+    for name, module in _matrices(trainer).items():
+        assert torch.equal(quantized.whole_weight(module), before[name])
+    lines = records(trainer)
+    assert abs(lines[0]["kl"]) < 1e-3, "the reference is the base as it is quantized"
+    assert abs(lines[1]["kl"]) > 1e-3
+
+
+@needs_bitsandbytes
+def test_the_policy_is_saved_whole(tmp_path: Path) -> None:
+    """What is loaded from it, without bitsandbytes, has the policy's own logits."""
+    trainer = _trainer(tmp_path, learning_rate=1e-2)
+    trainer.train()
+    policy = tmp_path / "run" / "policy"
+    assert "quantization_config" not in json.loads((policy / "config.json").read_text())
+    loaded = AutoModelForCausalLM.from_pretrained(policy)
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    ids = torch.arange(3, 23).view(2, 10)
+    with torch.no_grad():
+        wanted = trainer.model.causal_lm(ids).logits
+        # The same weights, in one sum and in two: fp32's rounding of logits of ten.
+        torch.testing.assert_close(loaded(ids).logits, wanted, rtol=1e-4, atol=1e-3)
+        assert (base(ids).logits - wanted).abs().max() > 0.1
+
+
+@needs_bitsandbytes
+def test_four_bits_are_near_the_weights(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for name, module in _matrices(trainer).items():
+        weight = model.get_submodule(name.removesuffix(".base_layer")).weight
+        off = (quantized.whole_weight(module) - weight).norm() / weight.norm()
+        # NormalFloat of 16 values, blocks of 64: a normal weight is off by about a tenth of σ.
+        assert 0.05 < off < 0.15, name
+
+
+@needs_bitsandbytes
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path) -> None:
+    whole = _trainer(tmp_path / "whole", iterations=3)
+    whole.train()
+    _trainer(tmp_path / "parts", iterations=2).train()
+    resumed = _trainer(tmp_path / "parts", iterations=3, resume=True)
+    resumed.train()
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@needs_bitsandbytes
+def test_a_model_that_holds_its_weights_transposed_is_refused(tmp_path: Path) -> None:
+    tiny.saved_model(tmp_path / "model", "gpt2")
+    with pytest.raises(ValueError, match="got GPT2LMHeadModel, whose layers are of another kind"):
+        _trainer(tmp_path)
+
+
+@needs_bitsandbytes
+def test_rows_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
+    save(tmp_path / "model", 32)
+    with pytest.raises(ValueError, match=r"rows are whole blocks of 64 weights, got \[32, 32\]"):
+        _trainer(tmp_path)
+
+
+def test_without_bitsandbytes_a_sentence_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name == "bitsandbytes" else found(name, *more),
+    )
+    says = r"quantization=nf4 needs bitsandbytes, .*: pip install 'bitsandbytes>="
+    with pytest.raises(ValueError, match=says):
+        _trainer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"lora_rank": 0}, "freezes the model's matrices, so lora_rank must be > 0"),
+        ({"value_model": "critic"}, "and value_model shared or detached"),
+        ({"value_model": "branch"}, "and value_model shared or detached"),
+        ({"rollout": "vllm"}, "rollout=vllm takes whole weights; use rollout=decoder"),
+    ],
+)
+def test_what_needs_whole_weights_is_refused(more: dict[str, Any], says: str) -> None:
+    options = NF4 | more
+    if not options["lora_rank"]:
+        del options["lora_alpha"]
+    with pytest.raises(ValueError, match=says):
+        PPOConfig(**options)
+
+
+def test_a_model_that_is_passed_in_is_not_quantized(tmp_path: Path) -> None:
+    config = PPOConfig(**tiny.options(tmp_path, **NF4))
+    with pytest.raises(ValueError, match="quantization=nf4: a model that is passed in stays as it"):
+        PPOTrainer(config, model=tiny.model(), tokenizer=tiny.tokenizer())
+
+
+def test_bytes_of_a_matrix_are_its_nibbles_scales_and_their_scales() -> None:
+    """A weight has 4 bits, 8/64 of its scale and 32/(64·256) of that one's: 4.127."""
+    assert quantized.bytes_of(2**24) * 8 / 2**24 == pytest.approx(4.127, abs=1e-3)
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_a_plan_counts_them(param_dtype: str, tmp_path: Path) -> None:
+    tiny.saved_model(tmp_path / "model")
+    options = {"model": str(tmp_path / "model"), "lora_rank": 4, "param_dtype": param_dtype}
+    plans = {
+        kind: make_plan(PPOConfig(**tiny.options(tmp_path, **options, quantization=kind)), 8)
+        for kind in ("none", "nf4")
+    }
+    layers = [each for each in tiny.model().model.layers.modules() if hasattr(each, "weight")]
+    counts = [each.weight.numel() for each in layers if isinstance(each, torch.nn.Linear)]
+    size = 4 if param_dtype == "float32" else 2
+    saved = sum(count * size - quantized.bytes_of(count) for count in counts)
+    for whole, small in zip(plans["none"].phases, plans["nf4"].phases, strict=True):
+        assert whole.parts["policy weights"] - small.parts["policy weights"] == saved
+        assert small.parts["cast weights"] - whole.parts["cast weights"] == max(counts) * size
+
+
+def test_the_loaders_do_not_take_the_folder_kernels_for_a_package() -> None:
+    """From the repository's root `import kernels` finds a plain folder. Hugging Face's package is
+    wanted there by transformers' kernels, its quantizers, and bitsandbytes on a CPU."""
+    code = """
+import importlib.util
+import transformers.integrations.hub_kernels, transformers.integrations.bitsandbytes
+import transformers.quantizers.auto
+from transformers import BitsAndBytesConfig
+from transformers.utils import is_kernels_available
+import peft.tuners.lora
+assert not is_kernels_available()
+if importlib.util.find_spec("bitsandbytes"):
+    import bitsandbytes, torch
+    layer = bitsandbytes.nn.Linear4bit(64, 64, bias=False, quant_type="nf4").to("cpu")
+    with torch.no_grad():
+        assert layer(torch.ones(2, 64)).isfinite().all()
+print("fine")
+"""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("fine")

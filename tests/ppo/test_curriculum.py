@@ -1,0 +1,351 @@
+"""Which prompts are asked: sorted, weighed or left out, the same in every run of one seed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from fastppo.data.prompts import Prompts
+from fastppo.data.rows import visiting_order
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.curriculum import Curriculum, Seen
+from fastppo.ppo.state import RunState
+from fastppo.ppo.trainer import PPOTrainer
+from fastppo.rewards.scorer import Scores
+from fastppo.run.signals import PhaseEndedError
+from runs import make_trainer, records
+
+COUNT = 10
+DIFFICULTY = [3, 1, 2, 1, 5, 4, 9, 8, 7, 6]
+
+FUNCTIONS = """
+def by_length(prompts):
+    return [len(prompt) for prompt in prompts]
+
+def of_column(prompts, difficulty):
+    difficulty.reverse()  # a copy
+    return difficulty[::-1]
+
+def unsolved_first(prompts, success):
+    return [1.0 if share is None or share < 1 else 0.0 for share in success]
+
+def one_each(prompts, iteration):
+    return [float(row == iteration) for row in range(len(prompts))]
+
+def too_few(prompts):
+    return [1.0]
+
+def negative(prompts):
+    return [-1.0] * len(prompts)
+
+def raises(prompts):
+    raise KeyError("no")
+"""
+
+
+def _prompts(**columns: list[Any]) -> Prompts:
+    texts = [f"w{row}" for row in range(COUNT)]
+    return Prompts(texts, [[row + 3] for row in range(COUNT)], columns)
+
+
+def _curriculum(
+    prompts: Prompts | None = None, **options: Any
+) -> tuple[Curriculum, RunState, list]:
+    config = PPOConfig(**options)
+    said: list[str] = []
+    prompts = prompts or _prompts(difficulty=DIFFICULTY)
+    return Curriculum(prompts, config, said.append), RunState.of(config), said
+
+
+def _asked(curriculum: Curriculum, state: RunState, iterations: int, count: int) -> list[list[int]]:
+    """The rows of iterations in which every response earns as many as its row."""
+    found = []
+    for _ in range(iterations):
+        chosen = curriculum.at(state, count, 0, 1)
+        found.append(chosen.rows)
+        curriculum.take(chosen, Scores(torch.tensor([float(row) for row in chosen.rows])), state)
+        state.iteration += 1
+    return found
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> str:
+    path = tmp_path / "difficulty.py"
+    path.write_text(FUNCTIONS)
+    return str(path)
+
+
+# ---------------------------------------------------------------------------------- order, weights
+
+
+def test_without_options_epochs_are_shuffled_as_ever() -> None:
+    curriculum, state, _ = _curriculum()
+    asked = _asked(curriculum, state, 5, 7)
+    assert [*chain(*asked)] == visiting_order(COUNT, 0, 35, 0)
+    assert state.prompts_seen == 35
+
+
+def test_samples_of_a_prompt_follow_one_another() -> None:
+    curriculum, state, _ = _curriculum()
+    once, twice = (curriculum.at(state, 4, 0, samples).rows for samples in (1, 2))
+    assert twice == [row for row in once for _ in range(2)]
+
+
+@pytest.mark.parametrize("spec", ["difficulty", "of_column"])
+def test_an_epoch_goes_from_the_least_to_the_greatest(spec: str, functions: str) -> None:
+    order = spec if spec == "difficulty" else f"{functions}:{spec}"
+    curriculum, state, _ = _curriculum(prompt_order=order)
+    for _ in range(3):
+        rows = [*chain(*_asked(curriculum, state, 2, 5))]
+        assert sorted(rows) == list(range(COUNT))
+        assert [DIFFICULTY[row] for row in rows] == sorted(DIFFICULTY)
+
+
+def test_equal_ones_are_shuffled_in_each_epoch() -> None:
+    curriculum, state, _ = _curriculum(_prompts(same=[1] * COUNT), prompt_order="same")
+    assert [*chain(*_asked(curriculum, state, 4, 5))] == visiting_order(COUNT, 0, 20, 0)
+
+
+def test_prompts_are_drawn_by_weight_each_once_in_an_iteration() -> None:
+    """Of 4 weights, 1 to 4, the first of a draw has its share of 4000 within four deviations."""
+    weights = [1.0, 2.0, 3.0, 4.0, 0, 0, 0, 0, 0, 0]
+    curriculum, state, _ = _curriculum(_prompts(w=weights), prompt_weights="w")
+    firsts: Counter[int] = Counter()
+    for iteration in range(4000):
+        state.iteration = iteration
+        rows = curriculum.at(state, 3, 0, 1).rows
+        assert len({*rows}) == 3
+        assert {*rows} <= {0, 1, 2, 3}
+        firsts[rows[0]] += 1
+    for row in range(4):
+        share = weights[row] / 10
+        deviation = (share * (1 - share) * 4000) ** 0.5
+        assert abs(firsts[row] - share * 4000) < 4 * deviation, row
+
+
+def test_more_than_there_are_come_in_rounds() -> None:
+    curriculum, state, _ = _curriculum(
+        _prompts(w=[1, 1, 0, 0, 0, 0, 0, 0, 0, 0]), prompt_weights="w"
+    )
+    rows = curriculum.at(state, 5, 0, 1).rows
+    assert {*rows[:2]} == {*rows[2:4]} == {0, 1}
+
+
+def test_a_draw_follows_from_seed_and_iteration() -> None:
+    def draws(seed: int) -> list[list[int]]:
+        curriculum, state, _ = _curriculum(prompt_weights="difficulty")
+        found = []
+        for state.iteration in range(3):
+            torch.rand(7)
+            found.append(curriculum.at(state, 4, seed, 1).rows)
+        return found
+
+    assert draws(0) == draws(0)
+    assert draws(0) != draws(1)
+    assert len({tuple(rows) for rows in draws(0)}) == 3
+
+
+def test_a_function_of_weights_knows_the_iteration_and_what_was_solved(functions: str) -> None:
+    moving, state, _ = _curriculum(prompt_weights=f"{functions}:one_each")
+    assert _asked(moving, state, 3, 2) == [[0, 0], [1, 1], [2, 2]]
+    options = {"prompt_weights": f"{functions}:unsolved_first", "solved_reward": 5.0}
+    curriculum, state, _ = _curriculum(**options)
+    asked = _asked(curriculum, state, 3, COUNT)
+    assert sorted(asked[0]) == list(range(COUNT)), "nothing is known yet"
+    assert {*asked[1]} == {*asked[2]} == {0, 1, 2, 3, 4}
+
+
+# ------------------------------------------------------------------------------------- leaving out
+
+
+def test_what_is_always_solved_is_asked_no_more() -> None:
+    """Row n earns n, and 6 is enough: from the second pass on the last four are out."""
+    options = {"solved_reward": 6.0, "leave_out": "solved", "success_window": 1}
+    curriculum, state, _ = _curriculum(**options)
+    first, *others = _asked(curriculum, state, 4, COUNT)
+    assert sorted(first) == list(range(COUNT))
+    for rows in others:
+        assert {*rows} == {0, 1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize(
+    ("leave_out", "left"),
+    [("solved", {0, 1, 2, 3, 4, 5}), ("unsolved", {6, 7, 8, 9}), ("none", {*range(COUNT)})],
+)
+def test_a_window_has_to_be_full(leave_out: str, left: set[int]) -> None:
+    options: dict[str, Any] = {"solved_reward": 6.0, "leave_out": leave_out, "success_window": 2}
+    if leave_out == "none":
+        options = {}
+    curriculum, state, _ = _curriculum(**options)
+    asked = _asked(curriculum, state, 4, COUNT)
+    assert sorted(asked[1]) == list(range(COUNT)), "once is not always"
+    assert {*asked[2]} == {*asked[3]} == left
+
+
+def test_the_share_is_a_metric() -> None:
+    options = {"solved_reward": 6.0, "leave_out": "both", "success_window": 1}
+    curriculum, state, _ = _curriculum(**options)
+    chosen = curriculum.at(state, 5, 0, 1)
+    solved = sum(row >= 6 for row in chosen.rows)
+    assert 0 < solved < 5
+    metrics = curriculum.take(
+        chosen, Scores(torch.tensor([float(row) for row in chosen.rows])), state
+    )
+    assert metrics == {
+        "solved": solved / 5,
+        "left_out": 5 / COUNT,
+        "left_out/solved": solved / COUNT,
+        "left_out/unsolved": (5 - solved) / COUNT,
+    }
+
+
+def test_one_that_is_sometimes_solved_stays() -> None:
+    options = {"solved_reward": 1.0, "leave_out": "both", "success_window": 2}
+    curriculum, state, _ = _curriculum(**options)
+    state.successes = {0: Seen("01", 0), 1: Seen("11", 0), 2: Seen("00", 0), 3: Seen("1", 0)}
+    assert {*range(COUNT)} - {*curriculum.at(state, 8, 0, 1).rows} == {1, 2}
+
+
+def test_a_prompt_is_asked_again_after_so_many_iterations() -> None:
+    options = {"solved_reward": 6.0, "leave_out": "solved", "success_window": 1}
+    curriculum, state, _ = _curriculum(**options, leave_out_for=2)
+    state.successes = {9: Seen("1", 0)}
+    asked = []
+    for state.iteration in range(5):
+        asked.append(9 in curriculum.at(state, COUNT, 0, 1).rows)
+    assert asked == [False, False, False, True, True]
+
+
+def test_a_sample_without_a_score_is_no_success_and_no_failure() -> None:
+    options = {"solved_reward": 0.0, "leave_out": "both", "success_window": 1}
+    curriculum, state, _ = _curriculum(**options)
+    chosen = curriculum.at(state, 2, 0, 1)
+    scores = Scores(torch.tensor([float("nan"), 1.0]), kept=[1])
+    assert curriculum.take(chosen, scores, state)["solved"] == 1.0
+    assert [*state.successes] == [chosen.rows[1]]
+
+
+def test_the_run_ends_where_every_prompt_is_left_out() -> None:
+    options = {"solved_reward": 0.0, "leave_out": "solved", "success_window": 1}
+    curriculum, state, said = _curriculum(**options)
+    _asked(curriculum, state, 1, COUNT)
+    with pytest.raises(PhaseEndedError):
+        curriculum.at(state, 1, 0, 1)
+    assert said == ["leave_out=solved: every prompt is left out; the run ends"]
+
+
+# ------------------------------------------------------------------------------------------ refused
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"prompt_order": "a", "prompt_weights": "b"}, "prompt_order goes through all prompts in "),
+        ({"leave_out": "solved"}, "leave_out=solved needs solved_reward"),
+        ({"success_window": 3}, "success_window has an effect only with solved_reward"),
+        ({"leave_out_for": 3}, "leave_out_for has an effect only with leave_out"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        PPOConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"prompt_order": "hardness"}, "no such column of the prompts; there are difficulty, text"),
+        ({"prompt_order": "text"}, "prompt 1: expected a finite number, got 'easy'"),
+        ({"prompt_weights": "sign"}, "prompt 2: expected a finite number >= 0, got -1"),
+        ({"prompt_weights": "zero"}, "prompt_weights=zero: every weight is 0"),
+        ({"prompt_weights": "PATH:too_few"}, "expected a number for each of 10 prompts, got "),
+        ({"prompt_weights": "PATH:negative"}, "expected a finite number >= 0, got -1.0"),
+        ({"prompt_order": "PATH:raises"}, r"raises raised KeyError\('no'\)"),
+        ({"prompt_order": "PATH:nowhere"}, "no function 'nowhere' there; it has by_length, of_col"),
+        ({"prompt_weights": "PATH:unsolved_first"}, "asks for success, which needs solved_reward"),
+        ({"solved_reward": 1.0}, "solved_reward has an effect only with leave_out, or with a func"),
+    ],
+)
+def test_what_gives_no_numbers_is_refused(
+    options: dict[str, Any], says: str, functions: str
+) -> None:
+    columns = {"difficulty": DIFFICULTY, "text": ["easy"] * COUNT, "sign": [1, -1] * 5}
+    options = {
+        name: value.replace("PATH", functions) if isinstance(value, str) else value
+        for name, value in options.items()
+    }
+    with pytest.raises(ValueError, match=says):
+        _curriculum(_prompts(**columns, zero=[0] * COUNT), **options)
+
+
+# -------------------------------------------------------------------------------------- in the run
+
+
+def _trainer(directory: Path, asked: list[list[str]], **options: Any) -> PPOTrainer:
+    """A run that solves prompts whose second word is above w19, and writes down what it asks."""
+
+    def second(prompts: list[str], completions: list[str]) -> list[float]:
+        asked.append(list(prompts))
+        words = [prompt.split()[1] for prompt in prompts]
+        # A part that is learned from, too small to matter to what is solved.
+        shares = tiny.count_w7(prompts, completions)
+        return [float(int(w[1:]) > 19) + x / 100 for w, x in zip(words, shares, strict=True)]
+
+    own = {"solved_reward": 1.0, "leave_out": "solved", "success_window": 1, "iterations": 4}
+    return make_trainer(directory, rewards=[second], **{**own, **options})
+
+
+def test_a_run_asks_no_more_what_it_has_solved(tmp_path: Path) -> None:
+    asked: list[list[str]] = []
+    trainer = _trainer(tmp_path, asked)
+    trainer.train()
+    solved = {row["prompt"] for row in tiny.PROMPTS if int(row["prompt"].split()[1][1:]) > 19}
+    assert 0 < len(solved) < 24
+    before: set[str] = set()
+    for prompts in asked:
+        assert not solved & before & {*prompts}
+        before |= {*prompts}
+    assert solved < before
+    lines = records(trainer)
+    assert lines[-1]["left_out"] == pytest.approx(len(solved) / 24)
+    assert [line["left_out"] for line in lines] == sorted(line["left_out"] for line in lines)
+
+
+def test_a_run_that_has_solved_every_prompt_ends_with_its_policy(tmp_path: Path) -> None:
+    options = {"solved_reward": 0.0, "leave_out": "solved", "success_window": 1}
+    trainer = make_trainer(tmp_path, iterations=9, **options)
+    trainer.train()
+    assert trainer.state.iteration == 2, "16 prompts of 24, then the other 8 among them"
+    assert (tmp_path / "run" / "policy" / "config.json").exists()
+    assert records(trainer)[-1]["left_out"] == 1.0
+
+
+@pytest.mark.parametrize("more", [{}, {"prompt_weights": "PATH:unsolved_first"}])
+def test_a_resumed_run_asks_what_the_whole_one_asked(
+    more: dict[str, str], tmp_path: Path, functions: str
+) -> None:
+    more = {name: value.replace("PATH", functions) for name, value in more.items()}
+    asked: dict[str, list[list[str]]] = {"whole": [], "parts": []}
+    whole = _trainer(tmp_path / "whole", asked["whole"], **more)
+    whole.train()
+    _trainer(tmp_path / "parts", asked["parts"], iterations=2, **more).train()
+    resumed = _trainer(tmp_path / "parts", asked["parts"], resume=True, **more)
+    resumed.train()
+    assert asked["whole"] == asked["parts"]
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert whole.state.successes == resumed.state.successes
+
+
+def test_another_order_is_another_run(tmp_path: Path) -> None:
+    rows = [row | {"a": i, "b": -i} for i, row in enumerate(tiny.PROMPTS)]
+    make_trainer(tmp_path, prompts=rows, iterations=1, prompt_order="a").train()
+    other = make_trainer(tmp_path, prompts=rows, iterations=2, prompt_order="b", resume=True)
+    with pytest.raises(ValueError, match="the content of prompt_order"):
+        other.train()
