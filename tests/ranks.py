@@ -23,8 +23,8 @@ def run(count: int, function: Callable[..., Any], folder: Path, *arguments: Any)
         AssertionError: a rank raised; with what it said.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for code, said in start(count, function, folder, *arguments):
-        assert code == 0, said
+    ended = start(count, function, folder, *arguments)
+    assert all(code == 0 for code, _ in ended), "\n".join(said for _, said in ended)
     return torch.load(folder / "result.pt", weights_only=False)
 
 
