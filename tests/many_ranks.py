@@ -199,6 +199,7 @@ def load_both_ways(
             build._files = way  # type: ignore[assignment]
             options = tiny.options(place / str(len(both)), model=str(place), iterations=1)
             parts = {"prompts": tiny.PROMPTS, "rewards": [tiny.count_w7]}
+            parts["tokenizer"] = tiny.tokenizer()
             read.clear()
             trainer = PPOTrainer(PPOConfig(**options), **parts)
             trainer.train()
@@ -206,7 +207,7 @@ def load_both_ways(
             both.append(
                 {
                     "weights": weights(trainer),
-                    "fingerprints": trainer.checkpoints.run,
+                    "fingerprints": trainer.checkpoints.run["fingerprints"],
                     "marked": takes_mark(trunk),
                     "read": sum(read.values()),
                 }
@@ -306,6 +307,7 @@ def gathered() -> dict[str, Any]:
         "rows": world.cat(torch.arange(1 + rank) + 10 * rank).tolist(),
         "none": world.cat(torch.full((rank,), 7)).tolist(),
         "values": world.gather(f"of {rank}"),
+        "sum": world.sum(torch.tensor(10.0 + rank)).item(),
         "first": world.first(lambda: f"of {rank}"),
         "error": raises(ValueError("of 1")),
         "unpicklable": raises(OddError("of 1", "")),
@@ -336,6 +338,7 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
             for name in one["weights"]
         )
     }
+    assert any(record["grad_norm"] > 0 for record in one["metrics"]), "nothing was learned"
     assert one["weights"].keys() == other["weights"].keys()
     assert len(one["metrics"]) == len(other["metrics"])
     for name in COMPARED:
