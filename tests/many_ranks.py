@@ -21,6 +21,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as _collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from fastppo.data.world import join
 from fastppo.models.sharding import reshard, whole
@@ -44,20 +45,28 @@ def weights(trainer: PPOTrainer) -> dict[str, Tensor]:
 
 
 @contextmanager
-def wide_softmax() -> Iterator[None]:
-    """transformers' eager attention, which Gemma 2 takes for its soft-cap, has its softmax in fp32
-    even in a model in fp64, and in fp32 the sum over a row depends on how far it is padded. Here it
-    is in fp64."""
-    narrow = nn.functional.softmax
+def wide() -> Iterator[None]:
+    """Two things that transformers forms in fp32 in a model in fp64 too are in fp64, in which the
+    sums over a split batch are the same: the softmax of its eager attention, which Gemma 2 takes
+    for its soft-cap and whose sum depends on how far a row is padded, and the weights of Gemma 2's
+    norms, whose gradient is a sum over tokens."""
+    narrow, norm = nn.functional.softmax, Gemma2RMSNorm.forward
 
     def softmax(x: Tensor, dim: int | None = None, dtype: Any = None, **more: Any) -> Tensor:
         return narrow(x, dim=dim, dtype=None if x.dtype == torch.float64 else dtype, **more)
 
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if x.dtype != torch.float64:
+            return norm(self, x)
+        return self._norm(x) * (1.0 + self.weight)
+
     nn.functional.softmax = softmax  # type: ignore[assignment]
+    Gemma2RMSNorm.forward = forward  # type: ignore[method-assign]
     try:
         yield
     finally:
         nn.functional.softmax = narrow
+        Gemma2RMSNorm.forward = norm  # type: ignore[method-assign]
 
 
 def train(folder: str, variant: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +77,7 @@ def train(folder: str, variant: Mapping[str, Any]) -> dict[str, Any]:
     options = dict(variant)
     if "ptx_coef" in options:
         options["ptx_data"] = tiny.saved_text(Path(folder) / "text.jsonl")
-    with wide_softmax():
+    with wide():
         trainer = make_trainer(Path(folder), **options)
         trainer.train()
     return {"weights": weights(trainer), "metrics": read_jsonl(Path(folder) / "run/metrics.jsonl")}

@@ -250,7 +250,7 @@ def _torchrun(count: int, arguments: list[str], *more: str) -> subprocess.Comple
     }
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(count)]
     return subprocess.run(
-        [*launch, "--master_port", "0", *more, "-m", "fastppo", *arguments],
+        [*launch, "--standalone", *more, "-m", "fastppo", *arguments],
         env=os.environ | variables,
         capture_output=True,
         text=True,
@@ -275,6 +275,7 @@ LONG = 200
 """Iterations: far more than there are until the signal has come round."""
 
 
+@pytest.mark.slow
 def test_torchrun_that_is_told_to_stop_stops_all_with_a_checkpoint(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.reward.write_text(STOPPED)

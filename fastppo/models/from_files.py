@@ -78,6 +78,8 @@ class Files:
 
     def fit(self) -> bool:
         """Whether they hold every parameter of the model by its name and in its shape."""
+        if self.lm._keep_in_fp32_modules_strict:  # whatever it is loaded in
+            return False
         for name, parameter in self.lm.named_parameters():
             if name not in self.files:
                 return False
