@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -222,6 +223,19 @@ def test_options_that_several_processes_do_not_have_are_refused(options, says: s
     with pytest.raises(ValueError, match=says):
         check_ranks(PPOConfig(**options), World(size=2))
     check_ranks(PPOConfig(**options), World())
+
+
+@pytest.mark.slow
+def test_the_peak_memory_of_a_process_falls_with_their_number(tmp_path: Path) -> None:
+    """By the kernel's count, as docs/many-gpus.md has it."""
+    script = runpy.run_path(str(ROOT / "docs" / "ranks_memory.py"))
+    script["save_model"](tmp_path)
+    one, two, four = (script["measure"](count, tmp_path) for count in script["COUNTS"])
+    print(one, two, four)
+    assert two["counted"] < 0.51 * one["counted"]
+    assert four["counted"] < 0.26 * one["counted"]
+    for phase in ("update", "rollout"):
+        assert four[phase] < 0.9 * two[phase] < 0.8 * one[phase], phase
 
 
 KILLED = """
