@@ -301,10 +301,11 @@ def _sft(options: argparse.Namespace, rest: list[str]) -> None:
     config = parse_sft(rest)
     from rich.console import Console
 
+    from fastppo.data.world import is_first
     from fastppo.run.log import say
     from fastppo.stages.sft import train_sft
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=not is_first())
     result = train_sft(config, console=console)
     line = f"loss {result['loss']:.3f} nats per token"
     if "eval_loss" in result:
@@ -316,10 +317,11 @@ def _reward(options: argparse.Namespace, rest: list[str]) -> None:
     config = parse_reward(rest)
     from rich.console import Console
 
+    from fastppo.data.world import is_first
     from fastppo.run.log import say
     from fastppo.stages.reward_model import train_reward_model
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=not is_first())
     result = train_reward_model(config, console=console)
     say(console, f"loss {result['loss']:.3f} nats per pair")
     if "accuracy" in result:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import stage_runs
 import tiny
 import torch
-from torch import Tensor, distributed
+from safetensors.torch import load_file
+from torch import Tensor, distributed, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as _collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from fastppo.data.world import join
 from fastppo.models.sharding import reshard, whole
+from fastppo.models.trunk import takes_mark
+from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.log import read_jsonl
+from fastppo.stages.reward_model import load_classifier
 from runs import first_experience, make_trainer
 
 COMPARED = ("loss", "grad_norm", "kl", "reward", "approx_kl", "value_loss", "entropy")
@@ -32,6 +44,31 @@ def weights(trainer: PPOTrainer) -> dict[str, Tensor]:
     return {names[id(weight)]: whole(master.detach()).clone() for weight, master in both}
 
 
+@contextmanager
+def wide() -> Iterator[None]:
+    """Two things that transformers forms in fp32 in a model in fp64 too are in fp64, in which the
+    sums over a split batch are the same: the softmax of its eager attention, which Gemma 2 takes
+    for its soft-cap and whose sum depends on how far a row is padded, and the weights of Gemma 2's
+    norms, whose gradient is a sum over tokens."""
+    narrow, norm = nn.functional.softmax, Gemma2RMSNorm.forward
+
+    def softmax(x: Tensor, dim: int | None = None, dtype: Any = None, **more: Any) -> Tensor:
+        return narrow(x, dim=dim, dtype=None if x.dtype == torch.float64 else dtype, **more)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if x.dtype != torch.float64:
+            return norm(self, x)
+        return self._norm(x) * (1.0 + self.weight)
+
+    nn.functional.softmax = softmax  # type: ignore[assignment]
+    Gemma2RMSNorm.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.functional.softmax = narrow
+        Gemma2RMSNorm.forward = norm  # type: ignore[method-assign]
+
+
 def train(folder: str, variant: Mapping[str, Any]) -> dict[str, Any]:
     """A run's weights at its end, and its metrics."""
     import fastppo.ppo.trainer as module
@@ -40,8 +77,9 @@ def train(folder: str, variant: Mapping[str, Any]) -> dict[str, Any]:
     options = dict(variant)
     if "ptx_coef" in options:
         options["ptx_data"] = tiny.saved_text(Path(folder) / "text.jsonl")
-    trainer = make_trainer(Path(folder), **options)
-    trainer.train()
+    with wide():
+        trainer = make_trainer(Path(folder), **options)
+        trainer.train()
     return {"weights": weights(trainer), "metrics": read_jsonl(Path(folder) / "run/metrics.jsonl")}
 
 
@@ -122,6 +160,76 @@ def collectives(folder: str) -> dict[int, dict[str, int]]:
     return found
 
 
+def train_with_a_slow_clock(folder: str) -> dict[str, float]:
+    """The metrics of an iteration; the work that ranks share takes the second thrice as long."""
+    from fastppo.data import world
+
+    ticks, rank = itertools.count(), int(os.environ["RANK"])
+    world.time = SimpleNamespace(perf_counter=lambda: next(ticks) * (1 + 2 * rank))  # type: ignore
+    return train(folder, {"iterations": 1})["metrics"][-1]
+
+
+def train_without_room(folder: str, microbatch_size: int, room: int) -> dict[str, Any]:
+    """An update of 16 sequences, of which the loss of the second rank has room for so many at
+    once."""
+    from fastppo.ppo import objective
+
+    right, rank = objective.policy_loss, int(os.environ["RANK"])
+
+    def limited(head: Any, hidden: Tensor, layout: Any, micro: Any, *more: Any) -> Any:
+        if rank == 1 and len(micro.batch) > room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return right(head, hidden, layout, micro, *more)
+
+    trainer = make_trainer(Path(folder), minibatches=1)
+    experience = first_experience(trainer)
+    trainer.engine.release()
+    objective.policy_loss = limited
+    trainer.update(experience, replace(trainer.config, microbatch_size=microbatch_size))
+    return {"weights": weights(trainer), "times": trainer._halving.times}
+
+
+def load_both_ways(
+    folder: str, architectures: Sequence[str]
+) -> dict[str, tuple[dict[str, Any], ...]]:
+    """By architecture what comes of a model, which is saved in a folder of that name, that is read
+    into shards, and of one that is loaded whole."""
+    from fastppo.models import from_files
+    from fastppo.ppo import build
+
+    files, write = build._files, from_files.Files._write
+    read: dict[str | None, int] = {}
+
+    def counted(self: Any, value: Any, name: str | None) -> None:
+        write(self, value, name)
+        read[name] = value.to_local().nbytes
+
+    from_files.Files._write = counted  # type: ignore[method-assign]
+    found = {}
+    for architecture in architectures:
+        place = Path(folder) / architecture
+        both = []
+        for way in (files, lambda *args: None):
+            build._files = way  # type: ignore[assignment]
+            options = tiny.options(place / str(len(both)), model=str(place), iterations=1)
+            parts = {"prompts": tiny.PROMPTS, "rewards": [tiny.count_w7]}
+            parts["tokenizer"] = tiny.tokenizer()
+            read.clear()
+            trainer = PPOTrainer(PPOConfig(**options), **parts)
+            trainer.train()
+            trunk = trainer.model.causal_lm.base_model
+            both.append(
+                {
+                    "weights": weights(trainer),
+                    "fingerprints": trainer.checkpoints.run["fingerprints"],
+                    "marked": takes_mark(trunk),
+                    "read": sum(read.values()),
+                }
+            )
+        found[architecture] = tuple(both)
+    return found
+
+
 def held_bytes(folder: str) -> int:
     """What this rank holds of weights, gradients and moments after a step."""
     options = {"minibatches": 1, "ppo_epochs": 1}
@@ -139,6 +247,58 @@ class OddError(Exception):
 
     def __init__(self, one: str, other: str) -> None:
         super().__init__(one)
+
+
+STAGES: dict[str, dict[str, Any]] = {
+    "sft": {"eval_share": 0.25, "epochs": 2},
+    "sft, one row": {"batch_size": 1, "gradient_accumulation": 2, "architecture": "gpt2"},
+    "sft, lora": {"lora_rank": 4, "lora_alpha": 8.0},
+    "reward": {"eval_share": 0.25, "batch_size": 5, "gradient_accumulation": 2},
+    "reward, lora": {"lora_rank": 4, "lora_alpha": 8.0},
+}
+"""Variants of the stages before PPO. Of the 8 and 36 rows, batches of 1 leave the second of two
+processes nothing to do."""
+
+
+def stage(folder: str, name: str, base: str = "", **more: Any) -> dict[str, Any]:
+    """A stage's weights as they are saved, its records and its result.
+
+    Args:
+        base: the saved model that a reward model starts from. transformers saves one from the
+            first process alone.
+    """
+    place = Path(folder) / name
+    place.mkdir(parents=True, exist_ok=True)
+    options = STAGES[name] | {"warmup": 0.0, "learning_rate": 1e-3, **more}
+    architecture = options.pop("architecture", "llama")
+    parts = {"callbacks": options.pop("callbacks")} if "callbacks" in options else {}
+    if name.startswith("sft"):
+        model = tiny.model(architecture)
+        result = stage_runs.sft(stage_runs.sft_config(place, **options), model, **parts)
+    else:
+        config = stage_runs.reward_config(place, **options)
+        result = stage_runs.reward_model(config, place, model=load_classifier(base))
+    saved = load_file(place / "run" / "model.safetensors")
+    records = read_jsonl(place / "run" / "metrics.jsonl")
+    about = json.loads((place / "run" / "config.json").read_text())
+    mean = {"score_mean": about.get("score_mean", 0.0)}
+    return {"weights": saved, "metrics": records, "result": result | mean}
+
+
+def stage_of(folder: str, options: Mapping[str, Any], stop: int) -> dict[str, Any] | None:
+    """SFT; before step `stop`, if that is not 0, it is interrupted."""
+    more = dict(options)
+    if stop:
+        more["callbacks"] = [stage_runs.Interrupt(stop)]
+    try:
+        return stage(folder, "sft", **more)
+    except KeyboardInterrupt:
+        return None
+
+
+def stages(folder: str, base: str) -> dict[str, Any]:
+    """All of them, one after another in the same processes."""
+    return {name: stage(folder, name, base) for name in STAGES}
 
 
 def gathered() -> dict[str, Any]:
@@ -161,6 +321,7 @@ def gathered() -> dict[str, Any]:
         "rows": world.cat(torch.arange(1 + rank) + 10 * rank).tolist(),
         "none": world.cat(torch.full((rank,), 7)).tolist(),
         "values": world.gather(f"of {rank}"),
+        "sum": world.sum(torch.tensor(10.0 + rank)).item(),
         "first": world.first(lambda: f"of {rank}"),
         "error": raises(ValueError("of 1")),
         "unpicklable": raises(OddError("of 1", "")),
@@ -191,6 +352,7 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
             for name in one["weights"]
         )
     }
+    assert any(record["grad_norm"] > 0 for record in one["metrics"]), "nothing was learned"
     assert one["weights"].keys() == other["weights"].keys()
     assert len(one["metrics"]) == len(other["metrics"])
     for name in COMPARED:

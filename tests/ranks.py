@@ -16,20 +16,30 @@ TIMEOUT = 240
 """Seconds: of processes that hang."""
 
 
-def run(count: int, function: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
+def run(
+    count: int,
+    function: Callable[..., Any],
+    folder: Path,
+    *arguments: Any,
+    timeout: float = TIMEOUT,
+) -> Any:
     """What `function(*arguments)` returns on the first of `count` ranks.
 
     Raises:
         AssertionError: a rank raised; with what it said.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for code, said in start(count, function, folder, *arguments):
-        assert code == 0, said
+    ended = start(count, function, folder, *arguments, timeout=timeout)
+    assert all(code == 0 for code, _ in ended), "\n".join(said for _, said in ended)
     return torch.load(folder / "result.pt", weights_only=False)
 
 
 def start(
-    count: int, function: Callable[..., Any], folder: Path, *arguments: Any
+    count: int,
+    function: Callable[..., Any],
+    folder: Path,
+    *arguments: Any,
+    timeout: float = TIMEOUT,
 ) -> list[tuple[int | None, str]]:
     """(exit code, what it raised) of each rank."""
     context = multiprocessing.get_context("forkserver")
@@ -46,7 +56,7 @@ def start(
         process.start()
     found = []
     for rank, process in enumerate(ranks):
-        process.join(TIMEOUT)
+        process.join(timeout)
         if process.is_alive():
             process.kill()
             process.join()

@@ -104,6 +104,22 @@ def test_the_readmes_own_run_works_on_two_processes(workspace: Path) -> None:
     AutoModelForCausalLM.from_pretrained(workspace / "runs" / "mine" / "policy")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["sft", "reward"])
+def test_the_readmes_stages_work_on_two_processes(command: str, workspace: Path) -> None:
+    line = next(line for line in commands(ROOT / "README.md") if line[0] == command)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    done = subprocess.run(
+        [*TORCHRUN, "--nproc_per_node", "2", "-m", "fastppo", *line],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("model  ") == 1, "one process speaks"
+
+
 def test_options_of_the_page_on_many_gpus_exist() -> None:
     page = (ROOT / "docs" / "many-gpus.md").read_text("utf-8")
     named = re.findall(r"`(\w+): ", page) + re.findall(r"^\| `(\w+)` \|", page, re.M)

@@ -279,18 +279,6 @@ def test_the_lock_of_a_run_that_was_killed_holds_nobody_up(folder: Folder, run) 
     assert run(iterations=1, resume=True)[0] == 0
 
 
-@pytest.mark.parametrize("command", ["sft", "reward"])
-def test_a_stage_that_is_one_of_several_processes_is_refused(
-    command: str, folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    flags = [command, "--model", folder.model, "--data", str(folder.prompts)]
-    assert cli.main([*flags, "--output_dir", str(folder.run)]) == 2
-    said = capsys.readouterr().err
-    assert "this stage is one process on one device, got WORLD_SIZE=2" in said
-    assert not folder.run.exists()
-
-
 # -------------------------------------------------------------------------------------- the records
 
 

@@ -73,6 +73,25 @@ class Dealt(NamedTuple):
     filler: Tensor
     """[1]: what a rank runs, without weight, in the rounds that it has nothing for."""
 
+    def work(self, lengths: Tensor, limits: Limits) -> Tensor:
+        """[rounds, ranks]: the tokens that each rank computes in each round, padding included."""
+
+        def tokens(rows: Tensor) -> int:
+            found = lengths[rows]
+            return int(found.sum() if limits.packed else found.max() * len(found))
+
+        fillers = [self.filler] * self.rounds
+        found = [map(tokens, (parts + fillers)[: self.rounds]) for parts in self.ranks]
+        return torch.tensor([*zip(*found, strict=True)], dtype=torch.float64)
+
+
+def longest_over_mean(work: Tensor) -> float:
+    """How much longer ranks are at work than if it were evenly dealt: in each round [rounds, ranks]
+    all wait for the one that has most."""
+    if not work.numel():
+        return 1.0
+    return (work.amax(1).sum() / work.mean(1).sum().clamp(min=1)).item()
+
 
 def deal(lengths: Tensor, limits: Limits, world: World) -> Dealt:
     """Microbatches for every rank, of sequences of these lengths [B], which all ranks know. Every
@@ -101,6 +120,8 @@ class Parts(NamedTuple):
     """What ranks have, end to end."""
     counts: tuple[int | None, int | None] = (None, None)
     """Sequences and response tokens of this rank, without what it runs to fill its rounds."""
+    metrics: dict[str, float] = {}  # noqa: RUF012 (replaced, never written to)
+    """Of several ranks `straggler/experience`, `longest_over_mean` of their work."""
 
     def in_order(self, values: Tensor) -> Tensor:
         """[N] values of the parts' response tokens, one part after another, as the batch has
@@ -132,4 +153,7 @@ def split(batch: Batch, limits: Limits, world: World | None = None) -> Parts:
         on_device(spans(begin, lengths), batch.device),
         world.cat,
         (len(mine), int(lengths[mine].sum())),
+        {}
+        if world.size == 1
+        else {"straggler/experience": longest_over_mean(dealt.work(batch.lengths, limits))},
     )

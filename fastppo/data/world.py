@@ -107,6 +107,10 @@ class World:
         found: list[Any] = self.share(work if self.is_main else _nothing)
         return found[0]
 
+    def sum(self, value: Tensor) -> Tensor:
+        """A 0-d tensor, added up over the ranks in their order."""
+        return value if self.size == 1 else self.cat(value.reshape(1)).sum()
+
     @contextmanager
     def answering(self) -> Iterator[None]:
         """A rank that does not answer any more ends the block with a sentence.
@@ -173,6 +177,26 @@ def join(device: torch.device, *, timeout: float = TIMEOUT, shard_size: int | No
         shape, names = (size // held, held), ("copy", "shard")  # type: ignore[assignment]
     mesh = distributed.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=names)
     return World(distributed.get_rank(), size, device, mesh, timeout)
+
+
+VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+"""What torchrun tells a process of its place."""
+
+
+@contextmanager
+def hidden() -> Iterator[None]:
+    """Within it a library that looks for torchrun's variables takes this process for the only
+    one."""
+    before = {name: os.environ.pop(name) for name in VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ |= before
+
+
+def is_first() -> bool:
+    """Whether this process is the first of those that torchrun started, or the only one."""
+    return _number("RANK", 0) == 0
 
 
 def leave() -> None:

@@ -24,6 +24,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastppo.data.prompts import encode_prompts
+from fastppo.data.world import VARIABLES
 from fastppo.demo.task import gold_reward, make_data, make_tokenizer
 from fastppo.models.device import choose_device
 from fastppo.ppo.build import world_of
@@ -106,7 +107,7 @@ def run_demo(
 
 def _leave_torchrun() -> None:
     """This process is none of those that torchrun started."""
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+    for name in VARIABLES:
         os.environ.pop(name, None)
 
 

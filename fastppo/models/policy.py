@@ -108,6 +108,13 @@ class LanguageModel(nn.Module):
         states = hidden_states(trunk, layout.input_ids, packing=layout.packing)
         return states.flatten(0, 1)[layout.predicting if positions is None else positions]
 
+    def padded_states(
+        self, input_ids: Tensor, attention_mask: Tensor, row: Tensor, column: Tensor
+    ) -> Tensor:
+        """Final hidden states [N, H] at places [N] of rows [B, S] that are padded on the right."""
+        states = hidden_states(self.causal_lm.base_model, input_ids, attention_mask)
+        return states[row, column]
+
     @torch.no_grad()
     def response_stats(
         self, batch: Batch, temperature: float = 1.0, backend: str = "auto"

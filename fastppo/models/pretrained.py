@@ -193,6 +193,19 @@ def attention_implementation(choice: str, dtype: torch.dtype) -> str | None:
     return choice
 
 
+def causal_lm_config(name: str, what: str = "model") -> Any:
+    """The config of a directory or hub name that is of a causal LM; raises ValueError if not."""
+    config = model_config(name, what)
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"{what} {name} is an encoder–decoder ({config.model_type}); expected a causal LM"
+        )
+    # With tied weights nothing would be missing.
+    if _is_a(config, "ForSequenceClassification", "ForTokenClassification"):
+        raise ValueError(f"{what} {name} is a {config.architectures[0]}; expected a causal LM")
+    return config
+
+
 def load_causal_lm(
     name: str,
     *,
@@ -212,14 +225,7 @@ def load_causal_lm(
         ValueError: there is no model, or it is no causal LM (an encoder–decoder, a reward model,
             a checkpoint without all of its weights).
     """
-    config = model_config(name, what)
-    if config.is_encoder_decoder:
-        raise ValueError(
-            f"{what} {name} is an encoder–decoder ({config.model_type}); expected a causal LM"
-        )
-    # With tied weights nothing would be missing.
-    if _is_a(config, "ForSequenceClassification", "ForTokenClassification"):
-        raise ValueError(f"{what} {name} is a {config.architectures[0]}; expected a causal LM")
+    causal_lm_config(name, what)
     place: dict[str, Any] = {}
     if quantization is not None:  # made on the device that they are used on
         place = {"quantization_config": quantization, "device_map": {"": device}}

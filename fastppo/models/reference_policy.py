@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fastppo.data.batch import Batch, Layout
 from fastppo.models.device import cast_frozen
+from fastppo.models.from_files import is_empty
 from fastppo.models.head import RefStates
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.sharding import is_sharded, like, reshard
@@ -58,7 +59,8 @@ class ReferencePolicy:
         self.refreshed = False
         if self._frozen is not None:
             cast_frozen(self._frozen.causal_lm.base_model, policy.compute_dtype)
-            self._frozen.to("cpu" if offload else policy.device)
+            if not is_empty(self._frozen):
+                self._frozen.to("cpu" if offload else policy.device)
 
     @property
     def frozen(self) -> LanguageModel | None:

@@ -7,7 +7,7 @@ keeps whole from a forward pass to the end of its backward pass. So `head.weight
 where the losses read it, tied or not.
 
     hidden, forward, language_model_loss    the passes; each gathers what it needs, and all ranks
-                                            make as many of them
+                                            make as many of them; in SFT padded_states
     unsharded(model)                        the whole model on every rank for the block, in which
                                             nothing is gathered: rollouts, and saving
 
@@ -19,7 +19,7 @@ GPU and many compute the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -42,19 +42,28 @@ from fastppo.models.value import BranchValue, CriticValue
 ENTRIES = ("hidden", "language_model_loss")
 """Methods that run a pass and are not `forward`."""
 
+HALVES = (torch.bfloat16, torch.float16)
+
 RESHARDS = "_fastppo_reshards"
 """The attribute of a root that says whether its layers are freed after each pass."""
 
 
-def shard(model: LanguageModel, world: World, *, reshard_after_forward: bool = True) -> None:
+def shard(
+    model: LanguageModel,
+    world: World,
+    *,
+    reshard_after_forward: bool = True,
+    fill: Callable[[], None] | None = None,
+) -> None:
     """Shards a model over the ranks, in place, and makes a first pass, which sets its root.
 
     Args:
         reshard_after_forward: free a layer after its forward pass and gather it again for its
             backward pass.
+        fill: gives the shards of a model without weights theirs.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    halves = {p.dtype for p in trained if p.dtype in (torch.bfloat16, torch.float16)}
+    halves = {p.dtype for p in trained if p.dtype in HALVES}
     model.fixed_precision = model.is_full_precision
     for parameter in trained:
         if parameter.dtype in halves:
@@ -63,22 +72,51 @@ def shard(model: LanguageModel, world: World, *, reshard_after_forward: bool = T
     if halves:
         (half,) = halves
         policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
-    how: dict[str, Any] = {"mesh": world.mesh}
-    for module in _groups(model):
-        fully_shard(module, mp_policy=policy, reshard_after_forward=reshard_after_forward, **how)
-    if isinstance(model, ActorCritic):
-        fully_shard(model.value_function.head, **how)  # in fp32 whatever the trunk is
-    fully_shard(model, mp_policy=policy, **how)
-    setattr(model, RESHARDS, reshard_after_forward)
-    for group in groups_of(model):
-        group.set_gradient_divide_factor(1.0)
-        group.set_force_sum_reduction_for_comms(True)  # gloo knows no other
-    for name in ENTRIES:
-        register_fsdp_forward_method(model, name)
+    _shard(model, _groups(model), policy, world, ENTRIES, reshard_after_forward)
+    if fill is not None:
+        fill()
     batch = Batch.of([[0]], [[0]], model.device)
     with torch.no_grad():
         model.hidden(model.layout(batch))
     reshard(model)
+
+
+def shard_as_it_is(root: nn.Module, trunk: Any, world: World, entries: Sequence[str] = ()) -> None:
+    """Shards a module around a trunk, in place, with its weights in the dtype that they have. The
+    first pass after it must be the root's own.
+
+    Args:
+        entries: methods of the root that run a pass and are not `forward`.
+    """
+    halves = any(p.dtype in HALVES for p in root.parameters() if p.requires_grad)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32) if halves else MixedPrecisionPolicy()
+    head = None
+    if isinstance(root, LanguageModel):
+        head = root.causal_lm.get_output_embeddings().weight
+    _shard(root, _groups_of_trunk(trunk, head), policy, world, entries)
+
+
+def _shard(
+    root: nn.Module,
+    groups: Sequence[nn.Module],
+    policy: MixedPrecisionPolicy,
+    world: World,
+    entries: Sequence[str],
+    reshard_after_forward: bool = True,
+) -> None:
+    """Shards a module of which some parts are gathered by themselves."""
+    how: dict[str, Any] = {"mesh": world.mesh}
+    for module in groups:
+        fully_shard(module, mp_policy=policy, reshard_after_forward=reshard_after_forward, **how)
+    if isinstance(root, ActorCritic):
+        fully_shard(root.value_function.head, **how)  # in fp32 whatever the trunk is
+    fully_shard(root, mp_policy=policy, **how)
+    setattr(root, RESHARDS, reshard_after_forward)
+    for group in groups_of(root):
+        group.set_gradient_divide_factor(1.0)
+        group.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+    for name in entries:
+        register_fsdp_forward_method(root, name)
 
 
 def _groups(model: LanguageModel) -> list[nn.Module]:
@@ -89,13 +127,20 @@ def _groups(model: LanguageModel) -> list[nn.Module]:
     if isinstance(value_function, CriticValue):
         trunks.append(value_function.trunk)
     for trunk in trunks:
-        with suppress(ValueError):  # a trunk that is no list of layers is one piece with the root
-            found += layers_of(trunk)[1]
-        embedding = trunk.get_input_embeddings()
-        if embedding.weight is not model.causal_lm.get_output_embeddings().weight:
-            found.append(embedding)
+        found += _groups_of_trunk(trunk, model.causal_lm.get_output_embeddings().weight)
     if isinstance(value_function, BranchValue):
         found += value_function.layers
+    return found
+
+
+def _groups_of_trunk(trunk: Any, head: Tensor | None) -> list[nn.Module]:
+    """A trunk's layers, and its embedding where that is not the weight of the lm-head."""
+    found: list[nn.Module] = []
+    with suppress(ValueError):  # a trunk that is no list of layers is one piece with the root
+        found += layers_of(trunk)[1]
+    embedding = trunk.get_input_embeddings()
+    if embedding.weight is not head:
+        found.append(embedding)
     return found
 
 
@@ -127,12 +172,13 @@ def settle(model: nn.Module) -> None:
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """The whole model on this rank, for passes without gradients; no rank waits for another in the
-    block."""
+    """The whole model on this rank, for passes without gradients of its weights; no rank waits for
+    another in the block."""
     groups = groups_of(model)
     for group in groups:
         group.unshard()
         group.set_reshard_after_forward(False, recurse=False)
+        group.set_reshard_after_backward(False, recurse=False)
     try:
         yield
     finally:
@@ -140,6 +186,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
             # The root stays whole after its forward passes.
             reshards = group is not model and getattr(model, RESHARDS)
             group.set_reshard_after_forward(reshards, recurse=False)
+            group.set_reshard_after_backward(True, recurse=False)
             group.reshard()
 
 

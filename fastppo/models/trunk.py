@@ -86,9 +86,10 @@ def takes_mark(trunk: Any) -> bool:
 
 @torch.no_grad()
 def prepare(trunk: Any) -> None:
-    """Finds out whether a trunk takes the mark of `fastppo.models.attention` for a mask."""
+    """Finds out whether a trunk takes the mark of `fastppo.models.attention` for a mask; nothing of
+    one that has no weights yet."""
     setattr(trunk, TAKES_MARK, False)
-    if not has_wrapped_attention(trunk):
+    if not has_wrapped_attention(trunk) or trunk.get_input_embeddings().weight.is_meta:
         return
     length = min(8, context_length(trunk) or 8)
     ids = torch.arange(2 * length, device=trunk.device).view(2, length)
@@ -100,6 +101,11 @@ def prepare(trunk: Any) -> None:
     except Exception:  # whatever a trunk does with a mask of a shape that it does not expect
         same = False
     setattr(trunk, TAKES_MARK, same)
+
+
+def take_mark_of(trunk: Any, other: Any) -> None:
+    """What `prepare` found of a trunk holds of another one with the same weights."""
+    setattr(other, TAKES_MARK, takes_mark(trunk))
 
 
 def context_length(model: Any) -> int | None:

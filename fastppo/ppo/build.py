@@ -6,7 +6,9 @@ run.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from fastppo.data.world import World, join
 from fastppo.models import quantized
 from fastppo.models.adapters import add_adapters
 from fastppo.models.device import cast_frozen, choose_device, compute_dtype
+from fastppo.models.from_files import Files, is_empty, open_files
 from fastppo.models.layers import compile_layers, use_liger
 from fastppo.models.packing import choose_packing, trunks_of
 from fastppo.models.policy import ActorCritic, LanguageModel
@@ -35,8 +38,8 @@ from fastppo.models.pretrained import (
     stop_token_ids,
 )
 from fastppo.models.reference_policy import ReferencePolicy
-from fastppo.models.sharding import shard
-from fastppo.models.trunk import checkpoint_activations, context_length
+from fastppo.models.sharding import is_sharded, shard, unsharded
+from fastppo.models.trunk import checkpoint_activations, context_length, prepare, take_mark_of
 from fastppo.models.value import (
     BranchValue,
     CriticValue,
@@ -181,21 +184,41 @@ def build(
         raise ValueError(
             f"quantization={config.quantization}: a model that is passed in stays as it is"
         )
-    causal_lm = model or _load_model(config.model, config, device, quantization=config.quantization)
-    causal_lm = causal_lm.to(device)  # type: ignore[arg-type]
+    files = None if model is not None else _files(config, world)
+    how = config, device
+    if files is None:
+        causal_lm = model or _load_model(config.model, *how, quantization=config.quantization)
+        causal_lm = causal_lm.to(device)  # type: ignore[arg-type]
+    else:
+        causal_lm = files.lm
     if config.liger:
         if device.type != "cuda":
             raise ValueError(f"liger=true needs a CUDA device, got {device.type}")
         use_liger(causal_lm)
-    weights = fingerprint.of_weights(causal_lm.named_parameters())  # before they get adapters
+    if files is None:
+        weights = fingerprint.of_weights(causal_lm.named_parameters())  # before they get adapters
+    else:
+        weights = world.first(lambda: fingerprint.of_weights(files.weights()))
     stop = stop_token_ids(config.stop_token_ids, tokenizer, causal_lm)
     policy = _actor_critic(causal_lm, tokenizer, config)
     _check_tokens(policy, tokenizer, stop)
     ref_policy = _reference_policy(policy, reference, tokenizer, config)
     context = _shortest_context(policy, ref_policy)
     frozen = ref_policy.frozen if ref_policy is not None else None
-    packing_note = choose_packing(config.packing, policy, frozen)
-    chosen, engine_note = _engine(engine, policy, tokenizer, config, world)
+    copied = frozen if files is not None and ref_policy and not ref_policy.is_given else None
+    with ExitStack() as whole:
+        if files is not None:
+            for each in (policy, copied):
+                if each is not None:
+                    fill = functools.partial(files.fill, each, each.causal_lm, device)
+                    _shard(each, world, config, fill)
+            whole.enter_context(unsharded(policy))
+            prepare(policy.causal_lm.base_model)
+            policy.check_heads()
+            if copied is not None:  # the same weights
+                take_mark_of(policy.causal_lm.base_model, copied.causal_lm.base_model)
+        packing_note = choose_packing(config.packing, policy, None if copied else frozen)
+        chosen, engine_note = _engine(engine, policy, tokenizer, config, world)
     of_prompts = config.prompts, config.split
     found_prompts = _load_prompts(prompts, tokenizer, context, config, *of_prompts)
     curriculum = Curriculum(found_prompts or Prompts([], []), config, say, world)
@@ -209,10 +232,9 @@ def build(
         for _, trunk in trunks_of(policy, frozen):
             compile_layers(trunk)
     if world.size > 1:
-        reshards = config.reshard_after_forward
         for each in (policy, frozen):
-            if each is not None:
-                shard(each, world, reshard_after_forward=reshards)
+            if each is not None and not is_sharded(each):
+                _shard(each, world, config)
         chosen = SharedEngine(chosen, policy, world)
     failures = Path(config.output_dir)
     timeout, drop = config.reward_timeout, config.reward_failure == "drop"
@@ -318,6 +340,22 @@ def _engine(
 # -------------------------------------------------------------------------------------- the models
 
 
+def _files(config: PPOConfig, world: World) -> Files | None:
+    """The files from which each of several ranks reads its shards of the policy; None where the
+    model is loaded whole: by one process, from the hub, or where more is made of it than a copy."""
+    changed = config.lora_rank or config.liger or config.quantization != "none"
+    plain = config.value_model in ("shared", "detached") and not changed
+    if world.size == 1 or not plain or not Path(config.model).is_dir():
+        return None
+    return open_files(config.model, getattr(torch, config.param_dtype), config.attn_implementation)
+
+
+def _shard(
+    model: LanguageModel, world: World, config: PPOConfig, fill: Callable[[], None] | None = None
+) -> None:
+    shard(model, world, reshard_after_forward=config.reshard_after_forward, fill=fill)
+
+
 def _load_model(
     name: str,
     config: PPOConfig,
@@ -359,7 +397,8 @@ def _actor_critic(causal_lm: PreTrainedModel, tokenizer: Any, config: PPOConfig)
     value_function = _value_function(causal_lm, tokenizer, config)
     dtype = compute_dtype(config.precision, causal_lm.device)
     model = ActorCritic(causal_lm, peft, value_function, dtype)
-    model.check_heads()
+    if not is_empty(model):
+        model.check_heads()
     if peft is not None:
         cast_frozen(causal_lm.base_model, dtype)
     model.set_training(config.gradient_checkpointing)

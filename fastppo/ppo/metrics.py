@@ -14,7 +14,7 @@ from fastppo_kernels.records import SUMS, combine_sums
 from torch import Tensor
 
 from fastppo.data.batch import Batch
-from fastppo.data.microbatches import split
+from fastppo.data.microbatches import Limits, deal, longest_over_mean, split
 from fastppo.data.prompts import Prompts
 from fastppo.data.world import World
 from fastppo.functional.losses import loss_metrics
@@ -72,6 +72,7 @@ class Meter:
         self.value_clipped: list[Tensor] = []
         self.ptx_losses: list[Tensor] = []
         self.steps: list[dict[str, float]] = []
+        self.work: list[Tensor] = []
         self.useful = self.computed = 0
 
     def microbatch(self, part: Microbatch) -> None:
@@ -83,6 +84,15 @@ class Meter:
 
     def pretraining(self, loss: Tensor) -> None:
         self.ptx_losses.append(loss)
+
+    def microbatches(self, found: list[Microbatch]) -> None:
+        for part in found:
+            self.microbatch(part)
+
+    def dealt(self, lengths: Tensor, limits: Limits, world: World) -> None:
+        """Notes how the sequences of a minibatch, of these lengths [B], were dealt to the ranks."""
+        if world.size > 1:
+            self.work.append(deal(lengths, limits, world).work(lengths, limits))
 
     def minibatch(self, overflowed: bool = False, **numbers: float) -> None:
         """Of a step. A norm is no metric where a loss scale that was too large made it."""
@@ -105,6 +115,8 @@ class Meter:
             means["ptx_loss"] = torch.stack(self.ptx_losses).mean()
         metrics = to_floats(means)
         metrics["useful_share"] = self.useful / max(1, self.computed)
+        if self.work:
+            metrics["straggler/update"] = longest_over_mean(torch.cat(self.work))
         for name in dict.fromkeys(name for step in self.steps for name in step):
             values = [step[name] for step in self.steps if name in step]
             metrics[name] = sum(values) / len(values)

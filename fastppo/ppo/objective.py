@@ -11,6 +11,7 @@ Source: Schulman et al. 2017, eq. 7 and 8.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -29,6 +30,7 @@ from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.metrics import Microbatch, of_all_ranks
+from fastppo.ppo.out_of_memory import agreed
 
 
 def clipped_loss(
@@ -154,8 +156,9 @@ def minibatch_gradient(
         layout = model.layout(micro.batch)
         with model.autocast():
             hidden, values = model(layout, detach_values=warming_up)
+            of = model.head, hidden, layout, micro, reference, beta, options
             with torch.set_grad_enabled(not warming_up):
-                policy = policy_loss(model.head, hidden, layout, micro, reference, beta, options)
+                policy = agreed(world, functools.partial(policy_loss, *of))
             value = value_term(values, micro, options)
         part = options.vf_coef * value if warming_up else policy.loss + options.vf_coef * value
         scaler.scale(part).backward()

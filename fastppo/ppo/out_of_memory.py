@@ -2,6 +2,10 @@
 
 Weights of the loss are those of the whole minibatch, so a minibatch whose memory ran out is begun
 again with microbatches of half the size, and so are all that come after it.
+
+Several ranks begin again together. They can where memory runs out in the loss, which no rank leaves
+before all have said whether they had room for it. In a pass of the trunk, forward or backward, the
+others wait for the layers of the one that has none, and the run ends.
 """
 
 from __future__ import annotations
@@ -13,8 +17,34 @@ from typing import TypeVar
 import torch
 
 from fastppo.data.microbatches import Limits
+from fastppo.data.world import World
 
 Result = TypeVar("Result")
+
+
+class NoRoomError(RuntimeError):
+    """Memory ran out on a rank, and all ranks know it."""
+
+
+def agreed(world: World, work: Callable[[], Result]) -> Result:
+    """What `work` gives, which waits for no other rank.
+
+    Raises:
+        NoRoomError: on every rank, where memory ran out on one of several.
+    """
+    if world.size == 1:
+        return work()
+    found: list[Result] = []
+    error = None
+    try:
+        found.append(work())
+    except torch.OutOfMemoryError as raised:
+        error = str(raised)
+    errors = [(rank, text) for rank, text in enumerate(world.gather(error)) if text is not None]
+    if errors:
+        rank, text = errors[0]
+        raise NoRoomError(f"rank {rank}: {text}")
+    return found[0]
 
 
 class Halving:
@@ -22,11 +52,17 @@ class Halving:
 
     Args:
         say: takes a sentence for the user.
-        alone: whether this is the only process; others would wait where one begins again.
+        alone: whether this is the only process.
+        settle: frees what a pass that did not come to its end has gathered.
     """
 
-    def __init__(self, say: Callable[[str], None], alone: bool = True) -> None:
-        self.say, self.alone = say, alone
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        alone: bool = True,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.say, self.alone, self.settle = say, alone, settle
         self.times = 0
 
     def limits(self, asked: Limits) -> Limits:
@@ -38,14 +74,15 @@ class Halving:
         """What `attempt` gives with the first limits under which its memory does not run out.
 
         Raises:
-            RuntimeError: it runs out with the smallest microbatch too, or on one of several ranks.
+            RuntimeError: it runs out with the smallest microbatch too, or on one of several ranks
+                where the others do not know it.
         """
         while True:
             limits = self.limits(asked)
             try:
                 return attempt(limits)
-            except torch.OutOfMemoryError as error:
-                if not self.alone:
+            except (torch.OutOfMemoryError, NoRoomError) as error:
+                if not self.alone and not isinstance(error, NoRoomError):
                     raise RuntimeError(
                         f"out of memory on one of several processes: {error}. Go on by `--resume "
                         "true` with a smaller microbatch_size or microbatch_tokens"
@@ -57,6 +94,7 @@ class Halving:
                     ) from None
             # Outside of the handler, whose error keeps the failed attempt's tensors alive.
             self.times += 1
+            self.settle()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             size = self.limits(asked)

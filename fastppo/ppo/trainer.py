@@ -37,7 +37,7 @@ from fastppo.data.prompts import Prompts
 from fastppo.data.rows import Rows
 from fastppo.data.world import World
 from fastppo.models.device import device_name
-from fastppo.models.sharding import unsharded
+from fastppo.models.sharding import settle, unsharded
 from fastppo.ppo.advantages import make_advantages
 from fastppo.ppo.build import build, world_of
 from fastppo.ppo.checkpoints import Checkpoints, export
@@ -143,7 +143,7 @@ class PPOTrainer:
         self.evaluation = parts.evaluation
         self.state = RunState.of(config)
         self.checkpoints = Checkpoints(config, self.state, parts, self.say, world)
-        self._halving = Halving(self.say, alone=world.size == 1)
+        self._halving = Halving(self.say, world.size == 1, functools.partial(settle, self.model))
 
     # ------------------------------------------------------------------------------ the algorithm
 
@@ -342,7 +342,7 @@ class PPOTrainer:
         )
         made = result.advantages, result.returns, ref_logprobs, old.importance_weights
         experience = Experience(batch, old.logprobs, old.values, *made)
-        metrics = experience_metrics(experience, result.spread) | old.metrics
+        metrics = experience_metrics(experience, result.spread) | old.metrics | parts.metrics
         return experience, metrics if ref_logprobs is None else metrics | {"kl_coef": kl_coef}
 
     def _learn(self, experience: Experience, options: PPOConfig) -> dict[str, float]:
@@ -399,10 +399,11 @@ class PPOTrainer:
         given = minibatch, self.model, self.reference, self.optimizer, self.world
         scaler = self.state.scaler
         attempt = functools.partial(minibatch_gradient, *given, scaler, beta, warming_up, options)
-        found = self._halving.run(attempt, options.limits(self.model.packing))
+        limits = options.limits(self.model.packing)
+        found = self._halving.run(attempt, limits)
+        meter.microbatches(found)
+        meter.dealt(minibatch.batch.lengths, self._halving.limits(limits), self.world)
         loss = torch.stack([part.loss for part in found]).sum()
-        for part in found:
-            meter.microbatch(part)
         if options.ptx_coef and not warming_up:
             assert self.pretraining is not None
             blocks = self.pretraining.at(self.state.ptx_seen, options.ptx_batch_size, options.seed)

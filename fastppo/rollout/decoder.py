@@ -147,7 +147,7 @@ class DecoderEngine(RolloutEngine):
         if len(rows.live):
             values = _values(self.policy, rows.advance())
             assert values is not None
-            final[rows.live.cpu()] = values.cpu()
+            final[rows.live.cpu()] = values.float().cpu()
         return final
 
 

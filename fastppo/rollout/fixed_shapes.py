@@ -368,7 +368,7 @@ class _Batch:
         if slots:
             assert self.decoder.value_function is not None
             states = self._states(self.sampling.max_new_tokens)
-            values = self.decoder.value_function.read(states).cpu()
+            values = self.decoder.value_function.read(states).float().cpu()
             final[memory.row.cpu()[slots]] = values[slots]
         return final
 

@@ -41,7 +41,8 @@ from transformers import (
 from fastppo.data import fingerprint
 from fastppo.data.padding import padded_batch
 from fastppo.data.rows import Rows, load_rows, shuffled
-from fastppo.models.adapters import add_adapters
+from fastppo.data.world import World
+from fastppo.models.adapters import add_adapters, whole_state
 from fastppo.models.pretrained import (
     attention_implementation,
     check_vocabulary,
@@ -51,6 +52,7 @@ from fastppo.models.pretrained import (
     model_config,
     written_whole,
 )
+from fastppo.models.sharding import unsharded
 from fastppo.models.trunk import checkpoint_activations, switch_dropout_off
 from fastppo.rewards.model import sequence_scores
 from fastppo.run.log import say
@@ -176,18 +178,30 @@ def head_std(width: int) -> float:
 # ------------------------------------------------------------------------------------ the training
 
 
+class _Classifier(nn.Module):
+    """A sequence classifier as what several processes shard: its pass gives scores."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """[B] fp32, of right-padded texts [B, S]."""
+        return sequence_scores(self.model, input_ids, attention_mask)
+
+
 class _PairTrainer(SupervisedTrainer):
     """The Bradley–Terry loss: the mean over prompts of the mean over a prompt's pairs."""
 
     title = "reward model"
-    classifier: PreTrainedModel
+    root: _Classifier
     center_coef: float
 
     def items(self, batch: dict[str, Tensor]) -> float:
         return float(batch["prompts"])
 
     def loss_sum(self, batch: dict[str, Tensor]) -> Tensor:
-        scores = sequence_scores(self.classifier, batch["input_ids"], batch["attention_mask"])
+        scores = self.root(batch["input_ids"], batch["attention_mask"])
         return bradley_terry_loss(
             scores[batch["better"]],
             scores[batch["worse"]],
@@ -203,11 +217,16 @@ class _PairTrainer(SupervisedTrainer):
     @torch.no_grad()
     def differences(self, rows: list[Any]) -> Tensor:
         """[P] fp32 on the CPU: s_better − s_worse of every pair."""
-        differences = []
+        differences = [torch.zeros(0)]
         for batch in self.batches(rows):
-            scores = sequence_scores(self.classifier, batch["input_ids"], batch["attention_mask"])
-            differences.append((scores[batch["better"]] - scores[batch["worse"]]).cpu())
-        return torch.cat(differences)
+            scores = self.root(batch["input_ids"], batch["attention_mask"])
+            if self.items(batch):
+                differences.append((scores[batch["better"]] - scores[batch["worse"]]).cpu())
+        return self.world.cat(torch.cat(differences))
+
+    def without_items(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        nothing = {name: torch.zeros_like(batch[name]) for name in ("weight", "prompts")}
+        return {**batch, **nothing}
 
 
 @holding_its_directory
@@ -221,6 +240,7 @@ def train_reward_model(
     reference_rows: Rows | None = None,
     callbacks: list[TrainerCallback] | None = None,
     console: Console | None = None,
+    world: World | None = None,
 ) -> dict[str, float]:
     """Trains a reward model and saves it with its tokenizer in `config.output_dir`.
 
@@ -232,6 +252,7 @@ def train_reward_model(
     Args:
         model, tokenizer: instead of loading `config.model`; the model is trained in place.
         rows, eval_rows, reference_rows: instead of `config.data`, `eval_data` and `reference`.
+        world: the processes; always those of torchrun.
 
     Returns:
         dict: `loss`, mean of the last tenth, nats; with held-out rows `accuracy`, `log_loss`
@@ -242,7 +263,8 @@ def train_reward_model(
         DataError: a row cannot be used.
         ValueError: model, tokenizer and options do not fit, or the directory holds a run already.
     """
-    console = console or Console(stderr=True)
+    world = world or World()
+    console = (console or Console(stderr=True)) if world.is_main else Console(quiet=True)
     set_seed(config.seed)
     if model is None:
         model = load_classifier(
@@ -254,7 +276,8 @@ def train_reward_model(
         raise ValueError(f"expected a classifier of 1 label, got {model.config.num_labels}")
     tokenizer = tokenizer or load_tokenizer(config.model)
     tokenizer = _with_pad(model, tokenizer)
-    model = model.to(config.torch_device)  # type: ignore[arg-type]
+    device = world.device or config.torch_device
+    model = model.to(device)  # type: ignore[arg-type]
     embeddings: Any = model.get_input_embeddings()
     check_vocabulary(tokenizer, len(embeddings.weight))
     switch_dropout_off(model)
@@ -289,7 +312,7 @@ def train_reward_model(
     if config.normalize:
         reference = _reference(config, reference_rows, tokenizer, limit, train)
         fingerprints["reference"] = fingerprint.of_rows(reference)
-    run_dir = open_run(config)
+    run_dir = open_run(config, world)
     pairs, held_pairs = (sum(len(one.pairs) for one in part) for part in (train, held_out))
     start = f"reward model on {len(train)} rows, {pairs} pairs; {held_pairs} pairs held out"
     say(console, start)
@@ -308,31 +331,46 @@ def train_reward_model(
         lambda examples: collate(examples, tokenizer.pad_token_id),
         callbacks,
         fingerprints,
+        world,
     )
-    trainer.classifier, trainer.center_coef = model, config.center_coef
+    trainer.root, trainer.trunk = _Classifier(model), model.base_model
+    trainer.center_coef = config.center_coef
     result = {"loss": trainer.run(console)["loss"]}
-    if peft is not None:
-        trainer.classifier = model = peft.merge_and_unload()
-    model.config.score_mean = 0.0  # also where the model that this one started from had another
-    with written_whole(run_dir) as directory:
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-    permit(run_dir)
 
-    model.float().eval()
-    if held_out:
-        difference = trainer.differences(held_out)
-        held_out_calibration = calibration(difference)
-        result |= {
-            name: value for name, value in held_out_calibration.items() if isinstance(value, float)
-        }
-        write_calibration(run_dir, held_out_calibration)
-    if reference:
-        scores = _scores(model, reference, tokenizer.pad_token_id, config.batch_size)
-        result |= {"score_mean": scores.mean().item(), "score_std": scores.std(correction=0).item()}
-        _write_score_mean(run_dir, result["score_mean"])
-        model.config.score_mean = result["score_mean"]
-    return result
+    def merged() -> PreTrainedModel:
+        return model if peft is None else peft.merge_and_unload()
+
+    def save(trained: PreTrainedModel) -> None:
+        trained.config.score_mean = 0.0  # also where the model that this started from had another
+        with written_whole(run_dir) as directory:
+            trained.save_pretrained(directory, state_dict=whole_state(trained))
+            tokenizer.save_pretrained(directory)
+        permit(run_dir)
+
+    def measure(saved: PreTrainedModel) -> dict[str, float]:
+        saved.float().eval()
+        found: dict[str, float] = {}
+        pad, size = tokenizer.pad_token_id, config.batch_size
+        if held_out:
+            held_out_calibration = calibration(_differences(saved, held_out, pad, size))
+            numbers = held_out_calibration.items()
+            found |= {name: value for name, value in numbers if isinstance(value, float)}
+            write_calibration(run_dir, held_out_calibration)
+        if reference:
+            scores = _scores(saved, reference, pad, size)
+            found["score_mean"] = scores.mean().item()
+            found["score_std"] = scores.std(correction=0).item()
+            _write_score_mean(run_dir, found["score_mean"])
+            saved.config.score_mean = found["score_mean"]
+        return found
+
+    if world.size == 1:
+        trained = merged()
+        save(trained)
+        return result | measure(trained)
+    with unsharded(trainer.root):
+        world.first(lambda: save(merged()))
+    return result | world.first(lambda: measure(load_classifier(str(run_dir)).to(device)))
 
 
 def _with_pad(model: PreTrainedModel, tokenizer: Any) -> Any:
@@ -364,6 +402,20 @@ def _reference(
     source = config.reference or "reference"
     texts = [reference_text(rows[i], tokenizer, f"{source}, row {i + 1}") for i in drawn]
     return [cut(text, tokenizer, limit) for text in texts]
+
+
+@torch.no_grad()
+def _differences(
+    model: PreTrainedModel, rows: list[Comparison], pad_token_id: int, batch_size: int
+) -> Tensor:
+    """[P] fp32 on the CPU: s_better − s_worse of every pair."""
+    differences = []
+    for start in range(0, len(rows), batch_size):
+        batch = collate(rows[start : start + batch_size], pad_token_id)
+        ids, mask = (batch[name].to(model.device) for name in ("input_ids", "attention_mask"))
+        scores = sequence_scores(model, ids, mask).cpu()
+        differences.append(scores[batch["better"]] - scores[batch["worse"]])
+    return torch.cat(differences)
 
 
 @torch.no_grad()

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from fastppo.data import fingerprint
 from fastppo.data.rows import Rows, load_rows
-from fastppo.models.adapters import add_adapters
+from fastppo.data.world import World
+from fastppo.models.adapters import add_adapters, whole_state
 from fastppo.models.policy import LanguageModel
 from fastppo.models.pretrained import (
     check_vocabulary,
@@ -27,7 +28,8 @@ from fastppo.models.pretrained import (
     pad_token_id,
     written_whole,
 )
-from fastppo.models.trunk import checkpoint_activations, hidden_states
+from fastppo.models.sharding import unsharded
+from fastppo.models.trunk import checkpoint_activations
 from fastppo.run.log import say
 from fastppo.run.manifest import permit
 from fastppo.run.options import option
@@ -56,6 +58,7 @@ class _SFTTrainer(SupervisedTrainer):
 
     title = "SFT"
     policy: LanguageModel
+    entries = ("padded_states",)
 
     def items(self, batch: dict[str, Tensor]) -> float:
         return float((batch["labels"] != IGNORED).sum())
@@ -63,9 +66,9 @@ class _SFTTrainer(SupervisedTrainer):
     def loss_sum(self, batch: dict[str, Tensor]) -> Tensor:
         labels = batch["labels"][:, 1:]
         row, column = (labels != IGNORED).nonzero(as_tuple=True)
-        trunk = self.policy.causal_lm.base_model
-        states = hidden_states(trunk, batch["input_ids"], batch["attention_mask"])
-        stats = self.policy.head.token_stats(states[row, column], labels[row, column])
+        texts = batch["input_ids"], batch["attention_mask"]
+        states = self.policy.padded_states(*texts, row, column)
+        stats = self.policy.head.token_stats(states, labels[row, column])
         return -stats.logprobs.sum()
 
     def measure(self, rows: list[Any]) -> dict[str, float]:
@@ -73,7 +76,11 @@ class _SFTTrainer(SupervisedTrainer):
         for batch in self.batches(rows):
             total += self.loss_sum(batch).item()
             tokens += self.items(batch)
-        return {"loss": total / tokens}
+        totals, counts = zip(*self.world.gather((total, tokens)), strict=True)
+        return {"loss": sum(totals) / sum(counts)}
+
+    def without_items(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
 
 
 @holding_its_directory
@@ -86,12 +93,14 @@ def train_sft(
     eval_rows: Rows | None = None,
     callbacks: list[TrainerCallback] | None = None,
     console: Console | None = None,
+    world: World | None = None,
 ) -> dict[str, float]:
     """Fine-tunes a causal LM and saves it with its tokenizer in `config.output_dir`.
 
     Args:
         model, tokenizer: instead of loading `config.model`; the model is trained in place.
         rows, eval_rows: instead of `config.data` and `config.eval_data`.
+        world: the processes; always those of torchrun.
 
     Returns:
         dict: `loss`, mean cross entropy per token of the last tenth, nats; `eval_loss`, the same of
@@ -101,7 +110,8 @@ def train_sft(
         DataError: a row cannot be used.
         ValueError: model, tokenizer and options do not fit, or the directory holds a run already.
     """
-    console = console or Console(stderr=True)
+    world = world or World()
+    console = (console or Console(stderr=True)) if world.is_main else Console(quiet=True)
     set_seed(config.seed)
     if model is None:
         model = load_causal_lm(
@@ -110,7 +120,7 @@ def train_sft(
             attn_implementation=config.attn_implementation,
         )
     tokenizer = tokenizer or load_tokenizer(config.model)
-    model = model.to(config.torch_device)  # type: ignore[arg-type]
+    model = model.to(world.device or config.torch_device)  # type: ignore[arg-type]
     embeddings: Any = model.get_input_embeddings()
     check_vocabulary(tokenizer, len(embeddings.weight))
     weights = fingerprint.of_weights(model.named_parameters())
@@ -141,7 +151,7 @@ def train_sft(
         train, held_out = split_by_prompt(
             data.examples, data.prompts, config.eval_share, config.seed
         )
-    run_dir = open_run(config)
+    run_dir = open_run(config, world)
     tokens = sum(label != IGNORED for example in train for label in example["labels"])
     say(console, f"SFT on {len(train)} rows, {tokens} tokens with a loss; {len(held_out)} held out")
     if config.gradient_checkpointing:
@@ -155,15 +165,22 @@ def train_sft(
         lambda examples: collate(examples, filler),
         callbacks,
         fingerprints,
+        world,
     )
-    trainer.policy = policy
+    trainer.policy = trainer.root = policy
+    trainer.trunk = model.base_model
     result = trainer.run(console)
     _stop_at_eos(model, tokenizer)
-    merged = model if peft is None else peft.merge_and_unload()
-    with written_whole(run_dir) as directory:
-        merged.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-    permit(run_dir)
+
+    def save() -> None:
+        merged = model if peft is None else peft.merge_and_unload()
+        with written_whole(run_dir) as directory:
+            merged.save_pretrained(directory, state_dict=whole_state(merged))
+            tokenizer.save_pretrained(directory)
+        permit(run_dir)
+
+    with unsharded(policy):
+        world.first(save)
     return result
 
 

@@ -4,6 +4,11 @@ Both are a thin layer over `transformers.Trainer`. A stage's loss is a sum over 
 tokens in SFT, prompts in the reward model) divided by the items of the whole optimiser step, so it
 does not depend on how a step is cut into batches. Matrix products run under autocast here and not
 by Trainer's own means, because the losses call trunk and head apart.
+
+Several processes share the rows of each batch and hold a shard of every weight, as in PPO
+(`fastppo.models.sharding`); the gradient is that of the whole batch. Trainer takes each of them for
+the only one: all make the same batches, metrics and decisions, and the first writes. Its own FSDP2
+shards the model that it is given, whose `forward` no loss here calls, and only on GPUs.
 """
 
 from __future__ import annotations
@@ -11,7 +16,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import random
 import re
 import shutil
@@ -26,18 +30,21 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import torch
 from rich.console import Console
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from fastppo.data.rows import DataError
+from fastppo.data.world import World, hidden, join
 from fastppo.models.device import autocast, choose_device, compute_dtype, device_name
 from fastppo.models.pretrained import UNFINISHED
+from fastppo.models.sharding import like, settle, shard_as_it_is, whole
 from fastppo.models.trunk import context_length
 from fastppo.run import manifest
 from fastppo.run.checkpoint import CheckpointError
 from fastppo.run.identity import check_same_run, of_run
 from fastppo.run.lock import held
-from fastppo.run.log import RunLog, check_no_run, progress, read_jsonl, say
+from fastppo.run.log import SharedLog, check_no_run, progress, read_jsonl, say
 from fastppo.run.options import Options, WeightOptions, option
 from fastppo.run.signals import Asked, Stopped, listening
 
@@ -218,9 +225,15 @@ class SupervisedTrainer(Trainer, ABC):
         model: what is trained and put into checkpoints; a PEFT model has its adapters saved alone.
         rows, eval_rows: encoded, as `collate` takes them.
         fingerprints: of the model and the data, by name.
+        world: the processes that share the rows of each batch.
     """
 
     title: str
+    root: nn.Module
+    """What several processes shard; the passes of `loss_sum` are its own."""
+    trunk: Any
+    entries: Sequence[str] = ()
+    """Methods of the root that run a pass and are not `forward`."""
 
     def __init__(
         self,
@@ -231,19 +244,23 @@ class SupervisedTrainer(Trainer, ABC):
         collate: Callable[[list[Any]], dict[str, Tensor]],
         callbacks: list[TrainerCallback] | None = None,
         fingerprints: Mapping[str, str] | None = None,
+        world: World | None = None,
     ) -> None:
         self.config = config
+        self.world = world or World()
         self.collate = collate
         self._unfinished: Path | None = None
+        self._weights: dict[str, Tensor] | None = None
+        """The whole weights, while the first of several processes writes a checkpoint."""
         self.identity = of_run(config, fingerprints or {})
         self.say: Callable[[str], None] = print
         super().__init__(
             model=model,
-            args=_training_arguments(config, evaluate=bool(eval_rows)),
+            args=_training_arguments(config, self.world, evaluate=bool(eval_rows)),
             train_dataset=rows,
             eval_dataset=eval_rows or None,
-            data_collator=collate,
-            callbacks=[Records(config), *(callbacks or [])],
+            data_collator=self.own_rows,
+            callbacks=[Records(config, self.world), *(callbacks or [])],
         )
         self.remove_callback(PrinterCallback)
         # The loss is divided by the items of all batches of the step: Trainer must not divide
@@ -263,10 +280,23 @@ class SupervisedTrainer(Trainer, ABC):
     def measure(self, rows: list[Any]) -> dict[str, float]:
         """Metrics of held-out rows."""
 
+    def without_items(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A batch of whose loss nothing is left: of a process that has no row of a batch, and has
+        to run all the same, for the others wait."""
+        raise NotImplementedError
+
+    def own_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        """This process's rows of a batch, collated."""
+        own = self.world.own(len(rows))
+        return self.collate(rows[own.start : own.stop]) if own else self._filler(rows)
+
+    def _filler(self, rows: list[Any]) -> dict[str, Tensor]:
+        return self.without_items(self.collate(rows[:1]))
+
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         batches, _ = super().get_batch_samples(*args, **kwargs)
         count = sum(self.items(batch) for batch in batches)
-        return batches, torch.tensor(float(count), device=self.args.device)
+        return batches, torch.tensor(sum(self.world.gather(float(count))), device=self.args.device)
 
     def compute_loss(
         self,
@@ -277,7 +307,24 @@ class SupervisedTrainer(Trainer, ABC):
     ) -> Any:
         with autocast(self.args.device, self.config.compute_dtype):
             total = self.loss_sum(inputs)
-        return total / (self.items(inputs) if num_items_in_batch is None else num_items_in_batch)
+        loss = total / (self.items(inputs) if num_items_in_batch is None else num_items_in_batch)
+        if self.world.size == 1:
+            return loss
+        # Its value is the whole batch's, for the log; its gradient that of this process's rows.
+        return loss + (self.world.sum(loss.detach()) - loss.detach())
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, over shards. It comes after a checkpoint's weights and before its states."""
+        if self.world.size == 1:
+            return super().create_optimizer(*args, **kwargs)
+        shard_as_it_is(self.root, self.trunk, self.world, self.entries)
+        optimizer = super().create_optimizer(*args, **kwargs)
+        optimizer.register_load_state_dict_pre_hook(_sharded_states)
+        return optimizer
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        norm = super()._get_grad_norm(*args, **kwargs)
+        return whole(norm) if isinstance(norm, Tensor) else norm
 
     @torch.no_grad()
     def evaluate(
@@ -289,6 +336,8 @@ class SupervisedTrainer(Trainer, ABC):
         self.model.eval()
         with autocast(self.args.device, self.config.compute_dtype):
             measured = self.measure(rows)  # type: ignore[arg-type]
+        if self.world.size > 1:
+            settle(self.root)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(
@@ -297,10 +346,10 @@ class SupervisedTrainer(Trainer, ABC):
         return metrics
 
     def batches(self, rows: list[Any]) -> Iterator[dict[str, Tensor]]:
-        """Collated batches of rows, in order, on the device."""
+        """Collated batches of rows, in order, on the device: of each this process's share."""
         size = self.config.batch_size
         for start in range(0, len(rows), size):
-            batch = self.collate(rows[start : start + size])
+            batch = self.own_rows(rows[start : start + size])
             yield {name: value.to(self.args.device) for name, value in batch.items()}
 
     def run(self, console: Console) -> dict[str, float]:
@@ -314,15 +363,15 @@ class SupervisedTrainer(Trainer, ABC):
             CheckpointError: a checkpoint could not be written, and `checkpoint_failure` is stop.
         """
         self.say = functools.partial(say, console)
-        newest = self._resume_from() if self.config.resume else None
+        newest = self.world.first(self._resume_from) if self.config.resume else None
         self.args.eval_on_start = bool(self.eval_dataset) and newest is None
-        with progress(self.title, console) as show, listening() as asked:
+        with progress(self.title, console) as show, listening(self.world) as asked:
             self.add_callback(ProgressBar(show))
-            self.add_callback(Interruptions(self.config, asked))
+            self.add_callback(Interruptions(self.config, asked, self.world))
             self.train(resume_from_checkpoint=None if newest is None else str(newest))
         if asked.stop and self.state.global_step < self.state.max_steps:
             done, end = self.state.global_step, self.state.max_steps
-            newest = newest_checkpoint(self.config.output_dir)
+            newest = self.world.first(lambda: newest_checkpoint(self.config.output_dir))
             next_run = f"`--resume true` goes on from {newest}"
             if newest is None:
                 next_run = "no checkpoint was written"
@@ -361,7 +410,33 @@ class SupervisedTrainer(Trainer, ABC):
         return str(self._unfinished or super()._get_output_dir(*args, **kwargs))
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Trainer's, with a manifest, without which it does not count; then the oldest ones go."""
+        """Trainer's, with a manifest, without which it does not count; then the oldest ones go. Of
+        several processes the first writes it, whole."""
+        if self.world.size == 1:
+            self._write_checkpoint(*args, **kwargs)
+            return
+        settle(self.root)
+        optimizer: Any = self.optimizer
+        self._weights = tree_map(self._on_the_first, cast(Any, self.model).state_dict())
+        states = tree_map(self._on_the_first, optimizer.state_dict())
+        optimizer.state_dict = lambda: states
+        try:
+            self.world.first(lambda: self._write_checkpoint(*args, **kwargs))
+        finally:
+            del optimizer.state_dict
+            self._weights = None
+
+    def _on_the_first(self, value: Any) -> Any:
+        """A tensor whole, on the first process's CPU and nowhere else."""
+        if not isinstance(value, Tensor):
+            return value
+        value = whole(value)
+        return value.cpu() if self.world.is_main else None
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, self._weights if state_dict is None else state_dict)
+
+    def _write_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         run_dir = Path(self.config.output_dir)
         path = run_dir / f"checkpoint-{self.state.global_step}"
         shutil.rmtree(run_dir / UNFINISHED, ignore_errors=True)  # of a run that was killed
@@ -387,9 +462,34 @@ class SupervisedTrainer(Trainer, ABC):
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _training_arguments(config: SupervisedConfig, *, evaluate: bool) -> TrainingArguments:
+def _sharded_states(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """An optimiser's state with whole tensors, as its weights are held."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    states = {
+        index: {
+            name: like(value, weights[index]) if isinstance(value, Tensor) else value
+            for name, value in entry.items()
+        }
+        for index, entry in state["state"].items()
+    }
+    return {**state, "state": states}
+
+
+class RankArguments(TrainingArguments):
+    """Trainer's arguments on a GPU that is not the first."""
+
+    own_device: torch.device | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return super().device if self.own_device is None else self.own_device
+
+
+def _training_arguments(
+    config: SupervisedConfig, world: World, *, evaluate: bool
+) -> TrainingArguments:
     on_cpu = config.torch_device.type == "cpu"
-    arguments = TrainingArguments(
+    arguments = RankArguments(
         output_dir=config.output_dir,
         num_train_epochs=config.epochs,
         per_device_train_batch_size=config.batch_size,
@@ -414,6 +514,9 @@ def _training_arguments(config: SupervisedConfig, *, evaluate: bool) -> Training
     )
     if not on_cpu:
         arguments._n_gpu = 1  # else Trainer spreads each batch over all GPUs by DataParallel
+        if world.device is not None:
+            arguments.own_device = world.device
+            torch.cuda.set_device(world.device)  # making the arguments has set the first
     return arguments
 
 
@@ -435,41 +538,35 @@ def newest_checkpoint(run_dir: str | Path) -> Path | None:
 # ------------------------------------------------------------------------------------- the records
 
 
-def open_run(config: SupervisedConfig) -> Path:
+def open_run(config: SupervisedConfig, world: World | None = None) -> Path:
     """The run directory.
 
     Raises:
         ValueError: it holds a run already, and `resume` is off.
     """
     run_dir = Path(config.output_dir)
-    if not config.resume:
-        check_no_run(run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
+
+    def open_it() -> None:
+        if not config.resume:
+            check_no_run(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+
+    (world or World()).first(open_it)
     return run_dir
-
-
-def check_one_process() -> None:
-    """Raises ValueError in one of several processes, as `torchrun` starts them: each would train
-    by itself."""
-    count = os.environ.get("WORLD_SIZE", "1")
-    if count.isdecimal() and int(count) > 1:
-        raise ValueError(
-            f"this stage is one process on one device, got WORLD_SIZE={count}: start it without "
-            "torchrun, which is for `fastppo train`"
-        )
 
 
 Train = TypeVar("Train", bound=Callable[..., dict[str, float]])
 
 
 def holding_its_directory(train: Train) -> Train:
-    """A stage that holds its run directory from before it loads anything to its end."""
+    """A stage that holds its run directory from before it loads anything to its end; it is given
+    the processes that torchrun started."""
 
     @functools.wraps(train)
     def holding(config: SupervisedConfig, **parts: Any) -> dict[str, float]:
-        check_one_process()
-        with held(config.output_dir):
-            return train(config, **parts)
+        world = join(config.torch_device)
+        with hidden(), world.answering(), held(config.output_dir, world):
+            return train(config, world=world, **parts)
 
     return cast(Train, holding)
 
@@ -481,9 +578,10 @@ class Records(TrainerCallback):
         FloatingPointError: a loss is not a finite number.
     """
 
-    def __init__(self, config: SupervisedConfig) -> None:
+    def __init__(self, config: SupervisedConfig, world: World | None = None) -> None:
         self.config = config
-        self._log: RunLog | None = None
+        self.world = world or World()
+        self._log: SharedLog | None = None
         self._written: set[tuple[int, frozenset[str]]] = set()
         """(step, names) of the records: Trainer logs the last ones again after a resume."""
 
@@ -491,8 +589,9 @@ class Records(TrainerCallback):
         first = state.global_step + 1 if state.global_step else 0
         run_dir = Path(self.config.output_dir)
         device = device_name(args.device)
-        self._log = RunLog(run_dir, self.config, index="step", first=first, device=device)
-        for record in read_jsonl(run_dir / "metrics.jsonl"):
+        about: dict[str, Any] = {"index": "step", "first": first, "device": device}
+        self._log = SharedLog(self.world, run_dir, self.config, **about)
+        for record in self.world.first(lambda: read_jsonl(run_dir / "metrics.jsonl")):
             self._written.add((record.pop("step"), frozenset(record)))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
@@ -517,12 +616,15 @@ class Records(TrainerCallback):
 class Interruptions(TrainerCallback):
     """Checkpoints by the clock and on request, and an end after the step at hand on request."""
 
-    def __init__(self, config: SupervisedConfig, asked: Asked) -> None:
+    def __init__(self, config: SupervisedConfig, asked: Asked, world: World | None = None) -> None:
         self.seconds, self.asked = 60 * config.checkpoint_minutes, asked
+        self.world = world or World()
         self._time = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        is_late = self.seconds and time.monotonic() - self._time >= self.seconds
+        is_late = self.seconds and self.world.first(
+            lambda: time.monotonic() - self._time >= self.seconds
+        )
         if self.asked.save() or self.asked.stop or is_late:
             control.should_save = True
         if self.asked.stop:

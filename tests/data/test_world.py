@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import many_ranks
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastppo.data.world import World, join
+from fastppo.data.world import VARIABLES, World, hidden, is_first, join
 
 
 @given(st.integers(0, 50), st.integers(1, 9))
@@ -27,6 +28,7 @@ def test_one_process_is_a_world_that_changes_nothing() -> None:
     assert world.cat(x) is x
     assert world.gather("a") == ["a"]
     assert world.share(lambda: 3) == [3]
+    assert world.sum(x[2]) == 2
     with pytest.raises(KeyError), world.answering():
         world.first(lambda: {}["nothing"])
     assert join(torch.device("cpu")).size == 1
@@ -38,6 +40,7 @@ def test_two_processes_gather_rows_values_and_errors(tmp_path: Path) -> None:
         "rows": [0, 10, 11],
         "none": [7],
         "values": ["of 0", "of 1"],
+        "sum": 21.0,
         "first": "of 0",
         "error": "ValueError: of 1",
         "unpicklable": "RuntimeError: OddError: of 1",
@@ -64,3 +67,13 @@ def test_processes_that_cannot_be_divided_into_copies_are_refused(monkeypatch) -
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match="shard_size must divide the 4 processes, got 3"):
         join(torch.device("cpu"), shard_size=3)
+
+
+def test_a_library_does_not_see_what_torchrun_has_set(monkeypatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "1")
+    assert not is_first()
+    with hidden():
+        assert not {*VARIABLES} & {*os.environ}
+        assert is_first()
+    assert {os.environ[name] for name in VARIABLES} == {"1"}

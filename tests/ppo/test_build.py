@@ -13,10 +13,11 @@ from torch._dynamo.testing import CompileCounter
 
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import DataError
+from fastppo.data.world import World
 from fastppo.models.layers import compile_layers
 from fastppo.models.value import BranchValue, CriticValue, DetachedValue, SharedValue
 from fastppo.ppo import build as build_module
-from fastppo.ppo.build import Parts, build
+from fastppo.ppo.build import Parts, _files, build
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout.decoder import DecoderEngine
@@ -393,3 +394,21 @@ def test_frozen_weights_of_a_bf16_run_are_in_bf16_and_trained_ones_are_not(
 
 def _is_frozen(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.Linear) and not module.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "straight"),
+    [
+        ({}, 2, True),
+        ({}, 1, False),
+        ({"value_model": "detached"}, 2, True),
+        ({"value_model": "critic"}, 2, False),
+        ({"lora_rank": 4}, 2, False),
+        ({"model": "a-name-of-the-hub"}, 2, False),
+    ],
+)
+def test_several_processes_read_shards_where_nothing_else_is_made_of_the_model(
+    options, size: int, straight: bool, tmp_path: Path
+) -> None:
+    config = PPOConfig(**{"model": tiny.saved_model(tmp_path), **options})
+    assert (_files(config, World(size=size)) is not None) == straight

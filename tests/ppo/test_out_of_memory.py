@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fastppo.data.microbatches import Limits
+from fastppo.data.world import World
 from fastppo.ppo import objective
-from fastppo.ppo.out_of_memory import Halving
+from fastppo.ppo.out_of_memory import Halving, NoRoomError, agreed
 from runs import first_experience, make_trainer
 
 
@@ -87,6 +88,28 @@ def test_another_error_is_nobody_elses() -> None:
 
     with pytest.raises(RuntimeError, match=r"^shapes$"):
         Halving(print).run(fails, Limits(4))
+
+
+def test_several_processes_begin_again_where_all_know_that_one_has_no_room() -> None:
+    settled: list[int] = []
+    halving = Halving(lambda sentence: None, alone=False, settle=lambda: settled.append(1))
+
+    def attempt(limits: Limits) -> int:
+        if limits.sequences > 2:
+            raise NoRoomError("rank 1: CUDA out of memory")
+        return limits.sequences
+
+    assert halving.run(attempt, Limits(8)) == 2
+    assert settled == [1, 1], "what was gathered is freed each time"
+
+
+def test_one_process_has_nobody_to_agree_with() -> None:
+    def fails() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert agreed(World(), lambda: 3) == 3
+    with pytest.raises(torch.OutOfMemoryError):
+        agreed(World(), fails)
 
 
 def test_one_of_several_processes_does_not_begin_again_alone() -> None:

@@ -69,6 +69,16 @@ def _draw(policy: LanguageModel, seed: int = 0, prompts=PROMPTS, **options: obje
     )
 
 
+def test_a_policy_in_fp64_is_decoded_with_its_final_values() -> None:
+    policy = _policy("llama").double()
+    rollout = _draw(policy, stop_token_ids=())
+    wanted = policy.evaluate(Batch.of(PROMPTS, rollout.tokens))
+    assert rollout.final_values.dtype == torch.float32
+    torch.testing.assert_close(
+        rollout.final_values.double(), wanted.final_values, check_dtype=False
+    )
+
+
 @pytest.mark.parametrize("stop", [STOP, ()], ids=["rows leave", "rows stay"])
 @pytest.mark.parametrize("architecture", [*tiny.CONFIGS, *WINDOWED])
 def test_greedy_tokens_are_those_of_generate(architecture: str, stop: tuple[int, ...]) -> None:
