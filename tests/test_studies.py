@@ -48,8 +48,7 @@ def test_the_settings_of_the_second_study_are_options_of_the_recipe() -> None:
 
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arithmetic, "LARGEST", 19)
-    monkeypatch.setattr(arithmetic, "DEMONSTRATIONS", 100)
+    monkeypatch.setattr(arithmetic, "LARGEST", 9)
     monkeypatch.setattr(arithmetic, "HELD_OUT", 24)
     shape = characters.model_config
     monkeypatch.setattr(characters, "model_config", lambda: shape(hidden=32, layers=1))

@@ -19,7 +19,7 @@ from fastppo.recipes.characters import train_from_scratch
 SMALLEST, LARGEST = 10, 99
 """Of the two numbers of a product."""
 
-DEMONSTRATIONS, HELD_OUT, PROMPTS = 1500, 300, 3000
+DEMONSTRATIONS, HELD_OUT, PROMPTS = 1500, 200, 3000
 
 WRONG = 0.5
 """Share of the demonstrated calls that are of another product."""
@@ -44,4 +44,4 @@ def prepare(directory: Path, seed: int, console: Console) -> None:
             {"prompt": asked, "completion": call},
             {"prompt": f"{asked}{call}={a * b};", "completion": str(a * b)},
         ]
-    train_from_scratch(directory / "model", demonstrations, seed, console)
+    train_from_scratch(directory / "model", demonstrations, seed, console, epochs=5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,7 +18,11 @@ def test_demonstrations_are_of_both_turns_and_half_of_the_calls_are_wrong(
     tmp_path: Path, monkeypatch
 ) -> None:
     shown: list[dict[str, str]] = []
-    monkeypatch.setattr(calculator, "train_from_scratch", lambda _, rows, *more: shown.extend(rows))
+
+    def keep(directory: Path, rows: list[dict[str, str]], *more: Any, **options: Any) -> None:
+        shown.extend(rows)
+
+    monkeypatch.setattr(calculator, "train_from_scratch", keep)
     calculator.prepare(tmp_path, 0, Console(file=io.StringIO()))
     prompts = load_rows(str(tmp_path / "prompts.jsonl"))
     held_out = load_rows(str(tmp_path / "held_out.jsonl"))

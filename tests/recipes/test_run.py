@@ -81,9 +81,10 @@ def _unpack(directory: Path) -> None:
 @pytest.fixture(autouse=True)
 def _toys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "unpack", _unpack)
-    monkeypatch.setattr(arithmetic, "LARGEST", 19)
+    monkeypatch.setattr(arithmetic, "LARGEST", 8)
+    monkeypatch.setattr(arithmetic, "SHOWN", 1)
+    monkeypatch.setattr(calculator, "DEMONSTRATIONS", 32)
     for module in (arithmetic, calculator):
-        monkeypatch.setattr(module, "DEMONSTRATIONS", 32)
         monkeypatch.setattr(module, "HELD_OUT", 16)
     monkeypatch.setattr(calculator, "PROMPTS", 64)
     monkeypatch.setattr(questions, "PROMPTS", 64)
@@ -161,7 +162,7 @@ def test_the_folder_is_a_run_that_train_repeats(tmp_path: Path, capsys) -> None:
 def test_what_a_person_changed_stays_and_is_what_runs(tmp_path: Path, capsys) -> None:
     lay_out(find("arithmetic"), tmp_path)
     (tmp_path / "reward.py").write_text("def correct(prompts, completions):\n    return [7.0] * 16")
-    config = (tmp_path / "run.yaml").read_text().replace("kl_coef: 0.01", "kl_coef: 0.03")
+    config = (tmp_path / "run.yaml").read_text().replace("kl_coef: 0.02", "kl_coef: 0.03")
     (tmp_path / "run.yaml").write_text(config)
     assert _run("arithmetic", tmp_path) == 0, capsys.readouterr().err
     lines = read_jsonl(tmp_path / "ppo" / "metrics.jsonl")
