@@ -24,7 +24,8 @@ def prepare_sums(directory: Path, seed: int, console: Console) -> None:
 
 
 def _write(directory: Path, seed: int, make: Any) -> None:
-    draw, rows = random.Random(seed), {}
+    draw = random.Random(seed)
+    rows: dict[str, dict[str, Any]] = {}
     while len(rows) < PROMPTS + HELD_OUT:
         question, answer = make(draw)
         rows[question] = {
