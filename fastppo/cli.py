@@ -1,5 +1,5 @@
 """The command line: the three stages `fastppo sft`, `reward` and `train`; `plan`, `generate`,
-`demo`, `report` and `bench`.
+`demo`, `recipe`, `report` and `bench`.
 
 A command with options has one flag per option, whose definition is that of the option class, under
 the class's sections; `--config FILE` reads them from YAML. The heavy imports wait until a command
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 DESCRIPTION = "PPO for language models: the loss in one pass over the logits, or with no logits."
 
 EPILOG = (
-    "`fastppo demo` shows all three stages; `fastppo COMMAND --help` lists a command's options."
+    "`fastppo demo` shows all three stages; `fastppo recipe` lists runs to begin with; "
+    "`fastppo COMMAND --help` lists a command's options."
 )
 
 TRAIN = "Stage 3: PPO on your model, prompts and rewards."
@@ -127,6 +128,18 @@ def build_parser() -> argparse.ArgumentParser:
         "--iterations", type=int, default=None, help="PPO iterations; None means the recipe's 40"
     )
     demo.set_defaults(handler=_demo)
+
+    recipe = commands.add_parser(
+        "recipe",
+        usage="fastppo recipe [NAME [--show] [--out DIR] [--OPTION VALUE ...]]",
+        help="A run to begin with, or the list of them",
+        description="Without a name, the list. With one, lays config, reward and data out in a "
+        "folder, trains, and writes the report. Options are those of `fastppo train`; they win "
+        "over the recipe's.",
+    )
+    recipe.add_argument("--show", action="store_true", help="print the recipe's YAML and stop")
+    recipe.add_argument("--out", metavar="DIR", help="folder of the run (default: runs/NAME)")
+    recipe.set_defaults(handler=_recipe, takes_options=True)
 
     for name, handler, description in (
         ("sft", _sft, SFT),
@@ -249,7 +262,7 @@ def parse_train(arguments: Sequence[str]) -> PPOConfig:
 
     parser = options_parser("train", PPOConfig, TRAIN)
     config = parse_options(parser, PPOConfig, ("model", "prompts"), arguments)
-    if not (config.rewards or config.reward_ensemble):
+    if not (config.rewards or config.reward_ensemble or config.environment):
         parser.error("--rewards is missing: give it as a flag or in --config FILE")
     return config
 
@@ -368,6 +381,30 @@ def _train(options: argparse.Namespace, rest: list[str]) -> None:
         trainer.say(f"profile {config.output_dir}/profile.json, profile.txt")
     trainer.say(f"report  {config.output_dir}/report.html")
     trainer.say(f"policy  {config.output_dir}/policy")
+
+
+def _recipe(options: argparse.Namespace, rest: list[str]) -> None:
+    from rich.console import Console
+
+    from fastppo.recipes.catalogue import find
+    from fastppo.recipes.run import lay_out, run_recipe, show_recipes
+
+    if not rest:
+        show_recipes(Console())
+        return
+    # By its place: argparse would take an option's value for the name, or the name for a value.
+    name, *flags = rest
+    if name.startswith("-"):
+        raise ValueError(f"expected the name of a recipe before its options, got {name}")
+    if "--config" in flags:
+        raise ValueError("a recipe has a config of its own; `fastppo train --config` takes yours")
+    recipe = find(name)
+    out = Path(options.out or Path("runs") / name)
+    if options.show:
+        print(recipe.config(out), end="")
+        return
+    config = parse_train(["--config", str(lay_out(recipe, out)), *flags])
+    run_recipe(recipe, out, config)
 
 
 def _plan(options: argparse.Namespace, rest: list[str]) -> None:

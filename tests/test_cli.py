@@ -74,14 +74,14 @@ def test_help_names_every_option_of_the_other_stages_with_its_default(
         assert unit in text, unit
 
 
-@pytest.mark.parametrize("command", ["demo", "report"])
+@pytest.mark.parametrize("command", ["demo", "recipe", "report"])
 def test_each_subcommand_has_help(command: str, capsys) -> None:
     assert f"fastppo {command}" in _help(capsys, command)
 
 
 def test_the_top_level_help_names_the_subcommands(capsys) -> None:
     text = _help(capsys)
-    for command in ("sft", "reward", "train", "plan", "generate", "demo", "report"):
+    for command in ("sft", "reward", "train", "plan", "generate", "demo", "recipe", "report"):
         assert f"{command} " in text
 
 
@@ -99,6 +99,14 @@ def test_flags_and_yaml_mean_the_same(tmp_path: Path) -> None:
     assert from_file.learning_rate == 1e-6
     assert from_file.reward_weights == (1.0, -0.5)
     assert from_file.whiten_advantages == "none"
+
+
+def test_an_environment_pays_in_the_place_of_rewards(capsys) -> None:
+    given = "--model m --prompts p.jsonl"
+    assert cli.parse_train([*given.split(), "--environment", "e.py:Game"]).rewards == ()
+    with pytest.raises(SystemExit):
+        cli.parse_train(given.split())
+    assert "--rewards is missing" in capsys.readouterr().err
 
 
 def test_the_other_stages_read_yaml_and_flags_alike(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ FLOORS = (
     ("rollout",),
     ("rewards",),
     ("run",),
-    ("ppo", "stages"),  # side by side: neither imports the other
-    ("demo",),
+    ("ppo", "stages"),  # side by side: neither imports the other, and so on the next floor
+    ("demo", "recipes"),
     ("top",),
 )
 """Folders of `fastppo/` from the ground up. A module may import from its own folder, where no

@@ -47,6 +47,12 @@ def load_rows(source: str, split: str = "train") -> Rows:
     return rows
 
 
+def write_rows(path: Path, rows: Rows) -> None:
+    """Writes a JSONL file."""
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    path.write_text("".join(lines), encoding="utf-8")
+
+
 def _load_jsonl(path: Path) -> Rows:
     if not path.is_file():
         raise DataError(f"{path}: no such file")

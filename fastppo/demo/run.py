@@ -7,7 +7,6 @@ with the functions that the package exports, and ends with a policy that plain t
 from __future__ import annotations
 
 import functools
-import json
 import multiprocessing
 import os
 import shutil
@@ -24,6 +23,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastppo.data.prompts import encode_prompts
+from fastppo.data.rows import write_rows
 from fastppo.data.world import VARIABLES
 from fastppo.demo.task import gold_reward, make_data, make_tokenizer
 from fastppo.models.device import choose_device
@@ -177,8 +177,7 @@ def supervised_stages(
 def _write(directory: Path, data: dict[str, list[dict[str, Any]]]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for name, rows in data.items():
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (directory / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        write_rows(directory / f"{name}.jsonl", rows)
 
 
 ROWS = (

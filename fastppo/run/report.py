@@ -14,7 +14,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fastppo.functional.arguments import shown
+from fastppo.rewards.limit import best_of_several, curve
 from fastppo.run.log import read_jsonl
 from fastppo.run.options import load_yaml
 
@@ -155,6 +158,12 @@ LABELS = {
 
 SAMPLINGS = {"sampled": "eval/", "greedy": "eval/greedy/"}
 """How held-out prompts are answered, with the prefix of the metrics of each."""
+BASE_REWARDS = "base_rewards.json"
+"""Of a run: [prompts, samples], what samples of the policy earned before the first iteration."""
+
+LIMIT_POINTS = 40
+"""Of the curve of the limit."""
+
 SAMPLES_PER_ITERATION = 4
 SAMPLED_ITERATIONS = 6
 VALUE = re.compile(r"(= |step[ -])[-+.\w]+")
@@ -206,6 +215,7 @@ def write_report(run_dir: str | Path) -> Path:
     """
     run = read_run(run_dir)
     groups, constants = _groups([run])
+    groups[:1] = [(groups[0][0], groups[0][1] + _against_the_limit(Path(run_dir), run.records))]
     files = [name for name in LINKED if (Path(run_dir) / name).exists()]
     return _write(
         Path(run_dir) / "report.html",
@@ -547,6 +557,45 @@ def _gold_against_proxy(records: list[dict[str, Any]]) -> list[Chart]:
         unit = "√KL to the reference, √nats"
         charts.append(Chart(f"{title}, by KL", note, "reward", unit, distance, curves))
     return charts
+
+
+def _against_the_limit(run_dir: Path, records: list[dict[str, Any]]) -> list[Chart]:
+    """The reward against the KL beside what no policy exceeds there, where samples of the base are
+    at hand: on held-out prompts if there are any, as those of the samples are.
+
+    Raises:
+        ValueError: the file of the samples is damaged.
+    """
+    path = run_dir / BASE_REWARDS
+    prefix = "eval/" if any("eval/kl" in record for record in records) else ""
+    names = f"{prefix}kl", f"{prefix}reward"
+    points = [(max(r[names[0]], 0.0), r[names[1]]) for r in records if names[0] in r]
+    if not path.exists() or not points:
+        return []
+    try:
+        rewards = json.loads(path.read_text())
+        best = best_of_several(rewards)
+        farthest = max([1.0, *(kl for kl, _ in points), *(each.kl for each in best)])
+        grid = [farthest * i / LIMIT_POINTS for i in range(LIMIT_POINTS + 1)]
+        limits = [each.reward for each in curve(rewards, grid)]
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    rows: list[tuple[float, float | None, float | None]] = [
+        *((kl, None, None) for kl in grid),
+        *((kl, reward, None) for kl, reward in points),
+        *((each.kl, None, each.reward) for each in best),
+    ]
+    rows.sort(key=lambda row: row[0])
+    x, policy, chosen = map(list, zip(*rows, strict=True))
+    series = [
+        {"label": names[1], "values": policy, "points": True},
+        {"label": "limit: the base, tilted", "values": np.interp(x, grid, limits).tolist()},
+        {"label": f"best of {', '.join(str(each.n) for each in best)}", "values": chosen}
+        | {"points": True},
+    ]
+    note = f"by {len(rewards[0])} samples of the base to each of {len(rewards)} prompts"
+    unit = "KL to the base, nats per response"
+    return [Chart("Reward against its limit", note, "reward", unit, x, series)]
 
 
 def _trend(values: list[float]) -> dict[str, Any]:

@@ -6,7 +6,14 @@ import json
 
 import pytest
 
-from fastppo.data.rows import DataError, is_missing_path, load_rows, shuffled, visiting_order
+from fastppo.data.rows import (
+    DataError,
+    is_missing_path,
+    load_rows,
+    shuffled,
+    visiting_order,
+    write_rows,
+)
 
 ROWS = [{"prompt": "w1 w2", "answer": "w3"}, {"prompt": "w4", "answer": "w5"}]
 
@@ -103,3 +110,10 @@ def test_the_visiting_order_is_that_of_the_epochs_one_after_the_other() -> None:
     epochs = [row for epoch in range(4) for row in shuffled(7, 5, epoch)]
     for start, size in ((0, 7), (0, 20), (5, 3), (6, 9), (13, 1), (3, 0)):
         assert visiting_order(7, start, size, seed=5) == epochs[start : start + size]
+
+
+def test_rows_that_are_written_are_the_rows_that_are_read(tmp_path) -> None:
+    rows = [{"prompt": "zwölf\nZeilen"}, {"prompt": [{"role": "user", "content": "“1”"}]}]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    assert load_rows(str(tmp_path / "rows.jsonl")) == rows
+    assert "zwölf" in (tmp_path / "rows.jsonl").read_text("utf-8")

@@ -17,6 +17,7 @@ from fastppo.functional.losses import loss_metrics
 from fastppo.run import report
 from fastppo.run.log import read_jsonl
 from fastppo.run.report import (
+    BASE_REWARDS,
     GOLD_GROUPS,
     GROUPS,
     LABELS,
@@ -350,3 +351,27 @@ def test_a_browser_draws_every_chart_without_a_word(run: Path) -> None:
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "CONSOLE" not in shown.stderr
     assert shown.stdout.count("<canvas") == len(PANELS) + 2
+
+
+def test_where_samples_of_the_base_are_at_hand_the_reward_stands_beside_its_limit(
+    run: Path,
+) -> None:
+    (run / BASE_REWARDS).write_text(json.dumps([[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]))
+    chart = _charts(write_report(run).read_text())["Reward against its limit"]
+    policy, limit, best = chart["series"]
+    at = dict(zip(chart["x"], limit["values"], strict=True))
+    assert chart["x"] == sorted(chart["x"])
+    assert at[0.0] == pytest.approx(1 / 3, abs=1e-5)
+    assert max(limit["values"]) == limit["values"][-1] == pytest.approx(2 / 3)
+    assert [value for value in policy["values"] if value is not None] == [
+        line["reward"] for line in read_jsonl(run / "metrics.jsonl")
+    ]
+    assert [value for value in best["values"] if value is not None] == pytest.approx([2 / 3])
+    assert "by 2 samples of the base to each of 3 prompts" in chart["note"]
+
+
+@pytest.mark.parametrize("damage", ["[[1.0], [2.0, 3.0]]", "{}", "[", '[["a", "b"]]'])
+def test_damaged_samples_of_the_base_are_named(damage: str, run: Path) -> None:
+    (run / BASE_REWARDS).write_text(damage)
+    with pytest.raises(ValueError, match=BASE_REWARDS):
+        write_report(run)

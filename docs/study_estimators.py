@@ -1,0 +1,226 @@
+"""PPO with a critic against REINFORCE, RLOO, GRPO and best of n: study B.
+
+    python docs/study_estimators.py runs/estimators
+    python docs/study_estimators.py runs/estimators-quick --quick     # a few minutes
+
+Trains the recipe `arithmetic` with each way to make advantages, from the same model per seed, with
+the same β, learning rate, batch and epochs, for the same time, counted as processor time of one
+thread. Prints the reward after equal compute, the reward where a run first reached equal KL, and
+best of n of the model at the start; draws estimators.png. A run that is there already is not run
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+import yaml
+from rich.console import Console
+
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.trainer import PPOTrainer
+from fastppo.recipes.catalogue import find
+from fastppo.recipes.run import base_rewards, lay_out, prepare
+from fastppo.rewards.limit import BestOf, best_of_several
+from fastppo.run.log import RunLog, read_jsonl
+
+NO_CRITIC = {"vf_coef": 0.0, "lam": 0.95, "value_model": "shared"}
+"""`lam` as it is by default: without a value function it has no effect and may not be given."""
+
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "PPO": ({"advantage": "gae", "value_model": "shared"}, "#1f5fa8"),
+    "REINFORCE": (NO_CRITIC | {"advantage": "reinforce"}, "#8a5a9e"),
+    "RLOO": (NO_CRITIC | {"advantage": "rloo", "samples_per_prompt": 8}, "#3a8d5d"),
+    "GRPO": (
+        NO_CRITIC | {"advantage": "group", "samples_per_prompt": 8, "whiten_advantages": "none"},
+        "#c8553d",
+    ),
+}
+MOST_PROMPTS = 100
+"""Held-out prompts of which the base is sampled."""
+
+SMOOTH = 5
+"""Iterations of which a point is the mean."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Where it lies and how much of it there is."""
+
+    directory: Path
+    recipe: str
+    seeds: int
+    seconds: float
+    kls: tuple[float, ...]
+    base_samples: int
+
+    def seed_dir(self, seed: int) -> Path:
+        return self.directory / f"seed-{seed}"
+
+
+def run(study: Study) -> None:
+    """All that is not there yet."""
+    console = Console(stderr=True)
+    recipe = find(study.recipe)
+    for seed in range(study.seeds):
+        out = study.seed_dir(seed)
+        lay_out(recipe, out)
+        prepare(recipe, out, seed, console)
+        read = yaml.safe_load(recipe.config(out))
+        # A rate that does not depend on the number of iterations, which differs by setting.
+        read |= {"seed": seed, "device": "cpu", "iterations": 100_000, "lr_schedule": "constant"}
+        read |= {"eval_interval": 100_000}
+        for label, (options, _) in SETTINGS.items():
+            output = out / label
+            if (output / "times.json").exists():
+                continue
+            config = PPOConfig(**read | options | {"output_dir": str(output)})
+            trainer = PPOTrainer(config, console=console)
+            if not (out / "base_rewards.json").exists():
+                held_out = trainer.evaluation.prompts
+                assert held_out is not None
+                few = held_out.select(range(min(MOST_PROMPTS, len(held_out))))
+                found = base_rewards(trainer, few, study.base_samples)
+                (out / "base_rewards.json").write_text(json.dumps(found))
+            log, times, start = RunLog(output, config), [], time.process_time()
+            while not times or times[-1] < study.seconds:
+                metrics = trainer.iterate(log)
+                times.append(time.process_time() - start)
+            log.close()
+            (output / "times.json").write_text(json.dumps(times))
+            console.print(f"seed {seed}, {label}: {len(times)} its, {metrics['reward']:.3f}")
+
+
+def smooth(values: Sequence[float]) -> np.ndarray:
+    """Each the mean of it and those before it, `SMOOTH` at most."""
+    return np.array([np.mean(values[max(0, i + 1 - SMOOTH) : i + 1]) for i in range(len(values))])
+
+
+def at_kl(kl: np.ndarray, reward: np.ndarray, wanted: float) -> float:
+    """The reward where the KL first reached `wanted`, on the line between two iterations; NaN if it
+    never did."""
+    beyond = np.flatnonzero(kl >= wanted)
+    if len(beyond) == 0:
+        return float("nan")
+    i = int(beyond[0])
+    if i == 0:
+        return float(reward[0])
+    share = (wanted - kl[i - 1]) / (kl[i] - kl[i - 1])
+    return float(reward[i - 1] + share * (reward[i] - reward[i - 1]))
+
+
+def runs(study: Study, label: str) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """(seconds, reward, KL) of each seed, smoothed."""
+    found = []
+    for seed in range(study.seeds):
+        output = study.seed_dir(seed) / label
+        records = read_jsonl(output / "metrics.jsonl")
+        times = np.array(json.loads((output / "times.json").read_text()))
+        curves = (smooth([record[name] for record in records]) for name in ("reward", "kl"))
+        found.append((times, *curves))
+    return found
+
+
+def table(study: Study) -> list[str]:
+    """Mean ± deviation over the seeds, as Markdown."""
+    seconds = [study.seconds / 3, 2 * study.seconds / 3, study.seconds]
+    heads = [f"{point:.0f} s" for point in seconds] + [f"{kl:g} nats" for kl in study.kls]
+    lines = [f"| reward | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
+    for label in SETTINGS:
+        cells = []
+        found = runs(study, label)
+        for point in seconds:
+            cells.append([float(np.interp(point, t, reward)) for t, reward, _ in found])
+        for kl in study.kls:
+            cells.append([at_kl(kls, reward, kl) for _, reward, kls in found])
+        lines.append(f"| {label} | " + " | ".join(map(_cell, cells)) + " |")
+    for best in best_of_seeds(study):
+        reward = _cell([each.reward for each in best])
+        lines.append(f"| best of {best[0].n} | {reward} at {best[0].kl:.2f} nats |")
+    return lines
+
+
+def best_of_seeds(study: Study) -> list[list[BestOf]]:
+    """For each n, of each seed."""
+    found = []
+    for seed in range(study.seeds):
+        rewards = json.loads((study.seed_dir(seed) / "base_rewards.json").read_text())
+        found.append(best_of_several(rewards))
+    return [list(each) for each in zip(*found, strict=True)]
+
+
+def _cell(values: Sequence[float]) -> str:
+    """Mean ± deviation of the runs that have a value, and how many they are where some have not."""
+    there = np.array([value for value in values if value == value])
+    if len(there) == 0:
+        return "not reached"
+    spread = there.std(ddof=1) if len(there) > 1 else 0.0
+    of = "" if len(there) == len(values) else f" ({len(there)} of {len(values)})"
+    return f"{there.mean():.3f} ± {spread:.3f}{of}"
+
+
+def draw(study: Study, path: Path) -> None:
+    """Left the reward against compute, right against the KL."""
+    plt.rcParams.update({"font.size": 10, "font.family": "sans-serif"})
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    x = np.linspace(0, study.seconds, 80)
+    for label, (_, colour) in SETTINGS.items():
+        found = runs(study, label)
+        lines = np.array([np.interp(x, times, reward) for times, reward, _ in found])
+        left.plot(x, lines.mean(0), color=colour, linewidth=1.8, label=label)
+        left.fill_between(x, lines.min(0), lines.max(0), color=colour, alpha=0.12, linewidth=0)
+        for _, reward, kl in found:
+            right.plot(kl, reward, color=colour, linewidth=0.9, alpha=0.5)
+    for best in best_of_seeds(study):
+        place = best[0].kl, float(np.mean([each.reward for each in best]))
+        right.scatter(*place, color="black", s=18, zorder=3)
+        label = f"best of {best[0].n}"
+        right.annotate(label, place, xytext=(4, -9), fontsize=8, textcoords="offset points")
+    for axis, title, label in (
+        (left, "Reward against compute", "seconds, one thread"),
+        (right, "Reward against the distance", "KL to the start, nats per response"),
+    ):
+        axis.set_title(title, loc="left", fontweight="bold", fontsize=11)
+        axis.set_xlabel(label)
+        axis.set_ylabel("reward: share that is right")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25, linewidth=0.6)
+    left.legend(frameon=False, loc="lower right", fontsize=9)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path, help="where the runs go")
+    parser.add_argument("--recipe", default="arithmetic")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=120.0, help="of each run")
+    parser.add_argument("--kls", type=float, nargs="+", default=[0.25, 0.5, 1.0])
+    parser.add_argument("--quick", action="store_true", help="two seeds of 10 seconds each")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    study = Study(
+        directory=given.directory,
+        recipe=given.recipe,
+        seeds=2 if given.quick else given.seeds,
+        seconds=10.0 if given.quick else given.seconds,
+        kls=tuple(given.kls),
+        base_samples=16 if given.quick else 64,
+    )
+    run(study)
+    draw(study, study.directory / "estimators.png")
+    print("\n".join(table(study)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""Reward against KL, gold against proxy, and the limit that the base sets: study A.
+
+    python docs/study_reward_kl.py runs/reward-kl
+    python docs/study_reward_kl.py runs/reward-kl-quick --quick     # a few minutes
+
+Trains a recipe (SmolLM2 and sentiment, unless another is named) with several β and seeds. Every few
+iterations the policy answers the held-out prompts, several times each, and the trained reward, the
+monitored one and the KL to the base are written down. Beside the curves stand what samples of the
+base say of the same prompts: the most that any policy earns at a KL (`fastppo.rewards.limit`), and
+best of n. Draws reward-kl.png from what was run, and prints the table and samples of each β; a run
+that is there already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import yaml
+from rich.console import Console
+
+from fastppo.data.rows import load_rows, write_rows
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.trainer import PPOTrainer
+from fastppo.recipes.catalogue import find
+from fastppo.recipes.run import base_rewards, lay_out, look, prepare
+from fastppo.rewards.limit import best_of_several, curve, limit, share_of_gain
+from fastppo.run.log import read_jsonl
+
+COLOURS = ("#c8553d", "#d99a2b", "#1f5fa8", "#3a8d5d", "#8a5a9e")
+SHOWN = 3
+"""Prompts whose responses are printed for each β."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Where it lies and how much of it there is."""
+
+    directory: Path
+    recipe: str
+    betas: tuple[float, ...]
+    seeds: int
+    iterations: int
+    samples: int
+    """Responses to each held-out prompt in an evaluation."""
+    base_samples: int
+    interval: int
+    """Iterations between evaluations."""
+
+    @property
+    def base(self) -> Path:
+        return self.directory / "base"
+
+    def run_dir(self, beta: float, seed: int) -> Path:
+        return self.directory / f"beta-{beta:g}-seed-{seed}"
+
+    def config(self, **options: Any) -> PPOConfig:
+        """The recipe's, with every held-out prompt answered several times."""
+        read = yaml.safe_load(find(self.recipe).config(self.base))
+        shown = {
+            "eval_prompts": str(self.base / f"held_out_{self.samples}.jsonl"),
+            "eval_interval": self.interval,
+            "eval_rewards": [*read["rewards"], *read.get("monitor_rewards", [])],
+            "eval_sampling": "sampled",
+            "reference_model": read["model"],  # without a penalty too: it is the x axis
+            "iterations": self.iterations,
+        }
+        return PPOConfig(**read | shown | options)
+
+
+def run(study: Study) -> None:
+    """All that is not there yet."""
+    console = Console(stderr=True)
+    recipe = find(study.recipe)
+    lay_out(recipe, study.base)
+    prepare(recipe, study.base, 0, console)
+    held_out = load_rows(str(study.base / "held_out.jsonl"))
+    several = study.base / f"held_out_{study.samples}.jsonl"
+    write_rows(several, [row for row in held_out for _ in range(study.samples)])
+    rewards = study.directory / "base_rewards.json"
+    if not rewards.exists():
+        options = {
+            "eval_prompts": str(study.base / "held_out.jsonl"),
+            "output_dir": str(study.base),
+        }
+        trainer = PPOTrainer(study.config(**options), console=console)
+        assert trainer.evaluation.prompts is not None
+        found = base_rewards(trainer, trainer.evaluation.prompts, study.base_samples)
+        rewards.write_text(json.dumps(found))
+    for seed in range(study.seeds):
+        for beta in study.betas:
+            output = study.run_dir(beta, seed)
+            if (output / "look.json").exists():
+                continue
+            config = study.config(kl_coef=beta, seed=seed, output_dir=str(output))
+            trainer = PPOTrainer(config, console=console)
+            trainer.train()
+            assert trainer.evaluation.prompts is not None
+            seen = look(trainer, trainer.evaluation.prompts)
+            kept = {name: seen[name] for name in ("reward", "kl", "prompts", "completions")}
+            (output / "look.json").write_text(json.dumps(kept))
+
+
+def curves(study: Study, beta: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(KL, proxy, gold) [seeds, evaluations] on the held-out prompts. The gold reward is the first
+    that is monitored, the proxy itself where there is none."""
+    config = study.config()
+    names = [spec.rpartition(":")[2] for spec in (*config.rewards, *config.monitor_rewards)]
+    proxy, gold = names[0], names[len(config.rewards) :][:1] or names[:1]
+    found = []
+    for seed in range(study.seeds):
+        records = read_jsonl(study.run_dir(beta, seed) / "metrics.jsonl")
+        evaluated = [record for record in records if "eval/reward" in record]
+        keys = ("eval/kl", f"eval/reward/{proxy}", f"eval/reward/{gold[0]}")
+        found.append([[record[key] for record in evaluated] for key in keys])
+    kl, first, second = np.array(found).transpose(1, 0, 2)
+    return kl, first, second
+
+
+def table(study: Study) -> list[str]:
+    """The last evaluation of each β, means over the seeds, as Markdown; then best of n."""
+    rewards = json.loads((study.directory / "base_rewards.json").read_text())
+    lines = [
+        "| policy | KL, nats | proxy | gold | r − β·KL | limit at that KL | share of its gain |",
+        "|---|---|---|---|---|---|---|",
+        f"| the base | 0 | {np.mean(rewards):.3f} | | | | |",
+    ]
+    for beta in study.betas:
+        kl, proxy, gold = (values[:, -1].mean() for values in curves(study, beta))
+        at, share = limit(rewards, max(kl, 0.0)), share_of_gain(rewards, proxy, kl)
+        lines.append(
+            f"| β = {beta:g} | {kl:.2f} | {proxy:.3f} | {gold:.3f} | {proxy - beta * kl:.3f} | "
+            f"{at.reward:.3f} ({at.effective_samples:.0f} effective samples) | {share:.2f} |"
+        )
+    for best in best_of_several(rewards):
+        at, share = limit(rewards, best.kl), share_of_gain(rewards, best.reward, best.kl)
+        lines.append(
+            f"| best of {best.n} | {best.kl:.2f} | {best.reward:.3f} | | | {at.reward:.3f} "
+            f"({at.effective_samples:.0f} effective samples) | {share:.2f} |"
+        )
+    return lines
+
+
+def samples(study: Study) -> list[str]:
+    """Responses of each β, seed 0, to the same prompts."""
+    lines = []
+    for beta in study.betas:
+        seen = json.loads((study.run_dir(beta, 0) / "look.json").read_text())
+        step = max(1, len(seen["prompts"]) // SHOWN)
+        lines += [f"β = {beta:g}: KL {seen['kl']:.2f}, reward {seen['reward']:.3f}"]
+        lines += [
+            f"    {seen['prompts'][row]} …{seen['completions'][row]}"
+            for row in range(0, step * SHOWN, step)
+            if row < len(seen["prompts"])
+        ]
+    return lines
+
+
+def draw(study: Study, path: Path) -> None:
+    """Left the reward against the KL, with the limit; right gold against proxy."""
+    rewards = json.loads((study.directory / "base_rewards.json").read_text())
+    plt.rcParams.update({"font.size": 10, "font.family": "sans-serif"})
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    farthest = 0.0
+    for beta, colour in zip(study.betas, COLOURS, strict=False):
+        kl, proxy, gold = curves(study, beta)
+        farthest = max(farthest, float(kl.max()))
+        for axis, x, y in ((left, kl, proxy), (right, proxy, gold)):
+            for one_x, one_y in zip(x, y, strict=True):  # the band: every seed
+                axis.plot(one_x, one_y, color=colour, linewidth=0.7, alpha=0.4)
+            axis.plot(x.mean(0), y.mean(0), color=colour, linewidth=2, label=f"β = {beta:g}")
+    at = curve(rewards, list(np.linspace(0.0, max(farthest, 1.0), 50)))
+    seen = [(each.kl, each.reward) for each in at]
+    left.plot(*zip(*seen, strict=True), color="black", linewidth=1.4, label="the limit")
+    best = best_of_several(rewards)
+    left.scatter([b.kl for b in best], [b.reward for b in best], color="black", s=18, zorder=3)
+    for each in best:
+        left.annotate(
+            f"best of {each.n}",
+            (each.kl, each.reward),
+            xytext=(4, -9),
+            fontsize=8,
+            textcoords="offset points",
+        )
+    for axis, title, x_label, y_label in (
+        (left, "Reward against the distance", "KL to the base, nats per response", "reward"),
+        (right, "Gold against proxy", "reward, trained on", "gold reward, never trained on"),
+    ):
+        axis.set_title(title, loc="left", fontweight="bold", fontsize=11)
+        axis.set_xlabel(x_label)
+        axis.set_ylabel(y_label)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25, linewidth=0.6)
+    left.legend(frameon=False, loc="lower right", fontsize=9)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path, help="where the runs go")
+    parser.add_argument("--recipe", default="smollm2-sentiment")
+    parser.add_argument("--betas", type=float, nargs="+", default=[0.0, 0.02, 0.05, 0.1])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--quick", action="store_true", help="one seed, two β, few iterations")
+    given = parser.parse_args(arguments)
+    quick = given.quick
+    study = Study(
+        directory=given.directory,
+        recipe=given.recipe,
+        betas=(0.0, 0.05) if quick else tuple(given.betas),
+        seeds=1 if quick else given.seeds,
+        iterations=6 if quick else given.iterations,
+        samples=2 if quick else 8,
+        base_samples=16 if quick else 64,
+        interval=2 if quick else 5,
+    )
+    run(study)
+    draw(study, study.directory / "reward-kl.png")
+    print("\n".join([*table(study), "", *samples(study)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""`arithmetic`: sums of two numbers, a model made from scratch, and a verifier as the reward.
+
+The demonstrations are a hasty pupil's: every sum several times, often off by one or by ten. What is
+fine-tuned on them is as often wrong; PPO learns from right and wrong which answer it was. Held-out
+sums are in no demonstration and no prompt.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from rich.console import Console
+
+from fastppo.data.rows import write_rows
+from fastppo.recipes.characters import train_from_scratch
+
+LARGEST = 19
+"""Of the two numbers of a sum."""
+
+HELD_OUT = 40
+"""Sums; all others are prompts."""
+
+SHOWN = 12
+"""Demonstrations of each prompt."""
+
+SLIPS = 0.5
+"""Share of the demonstrations that are wrong."""
+
+
+def prepare(directory: Path, seed: int, console: Console) -> None:
+    """Writes model/, prompts.jsonl and held_out.jsonl."""
+    draw = random.Random(seed)
+    sums = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
+    draw.shuffle(sums)
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums]
+    write_rows(directory / "held_out.jsonl", rows[:HELD_OUT])
+    write_rows(directory / "prompts.jsonl", rows[HELD_OUT:])
+    demonstrations = [
+        {"prompt": row["prompt"], "completion": _slip(row["answer"], draw)}
+        for row in rows[HELD_OUT:]
+        for _ in range(SHOWN)
+    ]
+    train_from_scratch(directory / "model", demonstrations, seed, console, epochs=6)
+
+
+def _slip(answer: str, draw: random.Random) -> str:
+    """The answer, or one that is off by one or by ten."""
+    if draw.random() >= SLIPS:
+        return answer
+    near = [int(answer) + off for off in (-10, -1, 1, 10)]
+    return str(draw.choice([number for number in near if number >= 0]))

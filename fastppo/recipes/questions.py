@@ -1,0 +1,50 @@
+"""Sums in words for models that chat, with a verifier as the reward."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fastppo.data.rows import write_rows
+
+PROMPTS, HELD_OUT = 2000, 100
+
+
+def prepare(directory: Path, seed: int, console: Console) -> None:
+    """Writes prompts.jsonl and held_out.jsonl: sums, differences and products of two steps."""
+    _write(directory, seed, _two_steps)
+
+
+def prepare_sums(directory: Path, seed: int, console: Console) -> None:
+    """The same of one sum each, for the smallest models."""
+    _write(directory, seed, _sum)
+
+
+def _write(directory: Path, seed: int, make: Any) -> None:
+    draw = random.Random(seed)
+    rows: dict[str, dict[str, Any]] = {}
+    while len(rows) < PROMPTS + HELD_OUT:
+        question, answer = make(draw)
+        rows[question] = {
+            "prompt": [{"role": "user", "content": question}],
+            "answer": str(answer),
+        }
+    found = list(rows.values())
+    write_rows(directory / "held_out.jsonl", found[:HELD_OUT])
+    write_rows(directory / "prompts.jsonl", found[HELD_OUT:])
+
+
+def _sum(draw: random.Random) -> tuple[str, int]:
+    a, b = draw.randint(1, 49), draw.randint(1, 49)
+    return f"What is {a} + {b}? Answer with the number alone.", a + b
+
+
+def _two_steps(draw: random.Random) -> tuple[str, int]:
+    a, b, c = draw.randint(11, 99), draw.randint(3, 29), draw.randint(11, 999)
+    sign = draw.choice("+-")
+    result = a * b + c if sign == "+" else a * b - c
+    question = f"What is {a} * {b} {sign} {c}? Think step by step. End with the number alone."
+    return question, result

@@ -1,0 +1,16 @@
+"""The reward of recipes that put sums into words: the verifier. Copied into their folders, to be
+changed."""
+
+import re
+
+NUMBER = re.compile(r"-?\d+")
+
+
+def correct(prompts: list, completions: list[str], answer: list[str]) -> list[float]:
+    """1 where the last number of the response is the answer, 0 otherwise."""
+    return [float(_last(text) == right) for text, right in zip(completions, answer, strict=True)]
+
+
+def _last(text: str) -> str:
+    found = NUMBER.findall(text.replace(",", ""))
+    return found[-1] if found else ""

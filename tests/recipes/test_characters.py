@@ -1,0 +1,46 @@
+"""The language of digits and signs."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fastppo.recipes.characters import CHARACTERS, make_tokenizer, model_config, train_from_scratch
+
+
+def test_every_character_is_a_token_and_comes_back_without_spaces() -> None:
+    tokenizer = make_tokenizer()
+    ids = tokenizer("37+45=")["input_ids"]
+    assert len(ids) == 6
+    assert tokenizer.decode(ids) == "37+45="
+    assert tokenizer.decode(tokenizer(CHARACTERS)["input_ids"]) == CHARACTERS
+    assert tokenizer.unk_token_id not in tokenizer(CHARACTERS)["input_ids"]
+    assert tokenizer("x")["input_ids"] == [tokenizer.unk_token_id]
+    assert model_config().vocab_size == len(tokenizer)
+
+
+def test_a_model_from_scratch_says_what_it_was_shown_and_stops(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "2+2=", "completion": "4"}] * 8
+    train_from_scratch(tmp_path / "m", rows, 0, Console(file=io.StringIO()), batch_size=4)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
+    for row in rows[:2]:
+        ids = torch.tensor([tokenizer(row["prompt"])["input_ids"]])
+        response = model.generate(ids, do_sample=False, max_new_tokens=4)[0, ids.shape[1] :]
+        assert response.tolist() == [
+            *tokenizer(row["completion"])["input_ids"],
+            tokenizer.eos_token_id,
+        ]
+
+
+def test_the_seed_decides_the_weights(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "completion": "2"}] * 4
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        quiet = Console(file=io.StringIO())
+        train_from_scratch(tmp_path / name, rows, seed, quiet, batch_size=4, epochs=1)
+    first, same, other = ((tmp_path / n / "model.safetensors").read_bytes() for n in "abc")
+    assert first == same != other

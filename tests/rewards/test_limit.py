@@ -1,0 +1,132 @@
+"""The tilted base and best of n, against closed forms."""
+
+from __future__ import annotations
+
+import math
+import re
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+
+from fastppo.rewards.limit import best_of, curve, limit, share_of_gain, tilted
+
+COUNTS = np.array([5, 3, 2])
+REWARDS = np.array([0.0, 1.0, 3.0])
+SAMPLES = np.repeat(REWARDS, COUNTS)[None]
+"""One prompt with three answers, drawn just as often as the base does: probabilities 0.5, 0.3 and
+0.2."""
+
+
+def _exact(beta: float) -> tuple[float, float]:
+    """(reward, KL) of the tilted distribution over three answers."""
+    base = COUNTS / COUNTS.sum()
+    policy = base * np.exp(REWARDS / beta)
+    policy /= policy.sum()
+    return float(policy @ REWARDS), float(policy @ np.log(policy / base))
+
+
+@pytest.mark.parametrize("beta", [0.2, 0.7, 3.0, 100.0])
+def test_a_tilt_of_exact_samples_is_the_tilted_distribution(beta: float) -> None:
+    found = tilted(SAMPLES, beta)
+    assert (found.reward, found.kl) == pytest.approx(_exact(beta), abs=1e-12)
+
+
+def test_the_limit_is_the_tilt_of_that_kl_and_earns_most_there() -> None:
+    reward, kl = _exact(0.9)
+    found = limit(SAMPLES, kl)
+    assert found.beta == pytest.approx(0.9, rel=1e-9)
+    assert found.reward == pytest.approx(reward)
+    base = COUNTS / COUNTS.sum()
+    draw = np.random.default_rng(0)
+    for _ in range(200):  # any other policy, moved along its line from the base to that KL
+        other, low, high = draw.dirichlet(np.ones(3)), 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            policy = base + middle * (other - base)
+            low, high = (middle, high) if policy @ np.log(policy / base) < kl else (low, middle)
+        policy = base + low * (other - base)
+        if low < 1 - 1e-6:  # else it does not go as far
+            assert policy @ REWARDS <= reward + 1e-9
+
+
+def test_of_normal_rewards_the_gain_is_the_root_of_twice_the_kl() -> None:
+    """r ~ N(μ, σ²): the tilt is N(μ + σ²/β, σ²), its KL σ²/(2β²)."""
+    grid = [NormalDist(0.5, 2.0).inv_cdf((i + 0.5) / 20_000) for i in range(20_000)]
+    for kl in (0.1, 0.5, 1.0, 2.0):
+        assert limit([grid], kl).reward == pytest.approx(0.5 + 2 * math.sqrt(2 * kl), abs=0.02)
+
+
+def test_one_beta_for_all_prompts_earns_more_than_the_same_kl_for_each() -> None:
+    flat, steep = [0.0, 0.1] * 8, [0.0, 1.0] * 8
+    both = limit([flat, steep], 0.3)
+    apart = (limit([flat], 0.3).reward + limit([steep], 0.3).reward) / 2
+    assert both.kl == pytest.approx(0.3)
+    assert both.reward > apart + 0.01
+
+
+def test_effective_samples_say_how_many_answers_count() -> None:
+    assert tilted(SAMPLES, 1e6).effective_samples == pytest.approx(10, rel=1e-4)
+    assert tilted(SAMPLES, 0.01).effective_samples == pytest.approx(2), "the two best"
+
+
+def test_a_kl_beyond_the_samples_is_answered_with_the_best_of_them() -> None:
+    found = limit(SAMPLES, 50.0)
+    assert found.reward == pytest.approx(3.0)
+    assert found.kl == pytest.approx(math.log(10 / 2))
+
+
+def test_where_all_is_one_there_is_nothing_to_gain() -> None:
+    found = limit([[0.5] * 4], 1.0)
+    assert (found.reward, found.kl) == (0.5, 0.0)
+    assert math.isnan(share_of_gain([[0.5] * 4], 0.7, 1.0))
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 12])
+def test_best_of_n_of_the_numbers_to_m_is_the_textbooks(n: int) -> None:
+    """E max of n of 1 … m, without putting back: n(m + 1)/(n + 1)."""
+    numbers = [list(range(1, 13))]
+    assert best_of(numbers, n).reward == pytest.approx(n * 13 / (n + 1))
+    assert best_of(numbers, n).kl == pytest.approx(math.log(n) - (n - 1) / n)
+
+
+@pytest.mark.parametrize(("n", "mean"), [(2, 0.5642), (4, 1.0294), (8, 1.4236)])
+def test_best_of_n_of_normal_rewards_has_nine_tenths_of_the_limits_gain(
+    n: int, mean: float
+) -> None:
+    """E max of n standard normals, from the tables of order statistics."""
+    draws = np.random.default_rng(1).normal(size=(8, 4096))
+    found = best_of(draws, n)
+    assert found.reward == pytest.approx(mean, abs=0.02)  # 32768 draws
+    share = share_of_gain(draws, found.reward, found.kl)
+    assert share == pytest.approx(mean / math.sqrt(2 * found.kl), abs=0.02)
+    assert 0.9 < share < 0.93
+
+
+def test_the_share_is_one_at_the_limit_and_none_at_the_base() -> None:
+    found = tilted(SAMPLES, 0.9)
+    assert share_of_gain(SAMPLES, found.reward, found.kl) == pytest.approx(1)
+    assert share_of_gain(SAMPLES, float(SAMPLES.mean()), found.kl) == pytest.approx(0)
+    assert math.isnan(share_of_gain(SAMPLES, 2.0, -0.01)), "no KL, no gain to share"
+
+
+def test_a_curve_rises_with_the_kl() -> None:
+    rewards = [each.reward for each in curve(SAMPLES, [0.0, 0.2, 0.5, 1.0, 1.5])]
+    assert rewards[0] == pytest.approx(SAMPLES.mean(), abs=1e-5)
+    assert rewards == sorted(rewards)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: tilted([1.0, 2.0], 1.0), "rewards must be [prompts, samples]"),
+        (lambda: tilted([[1.0]], 1.0), "two samples or more, got (1, 1)"),
+        (lambda: tilted([[1.0, math.nan]], 1.0), "rewards must be finite"),
+        (lambda: tilted([[1.0, 2.0]], 0.0), "beta must be > 0, got 0.0"),
+        (lambda: limit([[1.0, 2.0]], -1.0), "kl must be >= 0, got -1.0"),
+        (lambda: best_of([[1.0, 2.0]], 3), "n must be in [1, 2], the number of samples, got 3"),
+    ],
+)
+def test_what_has_no_limit_is_refused_in_a_sentence(call, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        call()
