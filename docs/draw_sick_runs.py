@@ -160,7 +160,11 @@ def draw(
 ) -> None:
     """A panel for each (metric, title), a line for each case."""
     plt.rcParams.update({"font.size": 10, "font.family": "sans-serif", "svg.hashsalt": "fastppo"})
-    figure, axes = plt.subplots(1, len(panels), figsize=(3.6 * len(panels), 3.3))
+    rows = -(-len(panels) // 3)
+    figure, grid = plt.subplots(rows, 3, figsize=(10, 2.7 * rows + 0.5), squeeze=False)
+    axes, unused = grid.flat[: len(panels)], grid.flat[len(panels) :]
+    for axis in unused:
+        axis.set_axis_off()
     for case in cases:
         records = run(directory, case, iterations)
         for axis, (metric, _) in zip(axes, panels, strict=True):
@@ -176,8 +180,12 @@ def draw(
         axis.axhline(0, color="#999999", linewidth=0.8)
     lines = [plt.Line2D([], [], color=case.colour, linewidth=2) for case in cases]
     labels = [case.label for case in cases]
-    figure.tight_layout(rect=(0, 0.1, 1, 1))
-    figure.legend(lines, labels, loc="lower center", ncols=len(cases), frameon=False, fontsize=9)
+    if len(unused):
+        figure.tight_layout()
+        unused[0].legend(lines, labels, loc="center", frameon=False)
+    else:
+        figure.tight_layout(rect=(0, 0.09, 1, 1))
+        figure.legend(lines, labels, loc="lower center", ncols=len(cases), frameon=False)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 

@@ -370,6 +370,7 @@ def test_every_test_and_option_that_the_checklist_names_exists() -> None:
 # -------------------------------------------------------------------- pictures, site, notebook
 
 
+@pytest.mark.slow
 def test_the_sick_runs_of_the_page_can_be_run_anew(tmp_path: Path) -> None:
     """At two iterations; the page's pictures are of thirty."""
     script = [sys.executable, str(ROOT / "docs" / "draw_sick_runs.py"), str(tmp_path / "runs")]
