@@ -255,9 +255,10 @@ def test_wandb_itself_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert all(name.endswith(known) for name in found), "two parts of one run"
 
 
+@pytest.mark.filterwarnings("default")  # of MLflow's own use of its libraries
 def test_mlflow_itself_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow", reason="pip install mlflow")
-    monkeypatch.setenv("MLFLOW_ENABLE_ASYNC_LOGGING", "false")
+    monkeypatch.chdir(tmp_path)  # where its artifacts go
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     for resume in (False, True):
         trainer = make_trainer(
