@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -26,9 +26,6 @@ from rich.text import Text
 from fastppo.data.world import World
 from fastppo.run.identity import keep_config, versions
 from fastppo.run.options import Options
-
-if TYPE_CHECKING:
-    from fastppo.run.callbacks import Callbacks
 
 LINE_SECONDS = 10.0
 """Between two lines of progress in a log file."""
@@ -131,12 +128,10 @@ class SharedLog:
     an error of the disk is everyone's. Arguments are those of `RunLog`.
 
     Args:
-        callbacks: told of what is written.
+        callbacks: `fastppo.run.callbacks.Callbacks`, told of what is written.
     """
 
-    def __init__(
-        self, world: World, *args: Any, callbacks: Callbacks | None = None, **options: Any
-    ) -> None:
+    def __init__(self, world: World, *args: Any, callbacks: Any = None, **options: Any) -> None:
         self.world, self.callbacks = world, callbacks
         self._log: Any = None
 

@@ -64,7 +64,7 @@ class Publisher(TrainerCallback):
             return
         run_dir = Path(self.config.output_dir)
         try:
-            write_card(run_dir, self.config)
+            write_card(run_dir, self.config, self.repository)
         except Exception as error:  # the policy is worth more than its card
             self.say(f"{run_dir}/policy/README.md could not be written: {error}")
         if self.repository is None:
@@ -87,8 +87,12 @@ def push(directory: Path, repository: str) -> str:
     return str(done)
 
 
-def write_card(run_dir: Path, config: Any) -> Path:
-    """Writes `policy/README.md` and `policy/curves.png` from the records of a run."""
+def write_card(run_dir: Path, config: Any, repository: str | None = None) -> Path:
+    """Writes `policy/README.md` and `policy/curves.png` from the records of a run.
+
+    Args:
+        repository: of the hub, where the card is to be read.
+    """
     records = read_jsonl(run_dir / "metrics.jsonl")
     parts = read_jsonl(run_dir / "parts.jsonl")
     directory = run_dir / "policy"
@@ -105,7 +109,8 @@ def write_card(run_dir: Path, config: Any) -> Path:
     card = ModelCard.from_template(
         data,
         template_str=TEMPLATE.read_text("utf-8"),
-        name=(config.hub_model_id or run_dir.resolve().name).rpartition("/")[2],
+        name=(repository or run_dir.resolve().name).rpartition("/")[2],
+        address=repository or directory,
         config=config,
         options=yaml.safe_dump(changed, sort_keys=False, allow_unicode=True),
         summary=summary(records),

@@ -107,6 +107,7 @@ def test_a_policy_goes_to_the_hub_at_the_end(hub: Hub, tmp_path: Path) -> None:
     assert sent["repo_id"] == "me/mine"
     assert {"README.md", "curves.png", "model.safetensors", "config.json"} <= {*sent["names"]}
     assert "hub  hub/me/mine" in printed.getvalue()
+    assert 'from_pretrained("me/mine")' in _card(tmp_path / "run")[1]
 
 
 def test_nothing_goes_to_the_hub_unasked(hub: Hub, tmp_path: Path) -> None:
