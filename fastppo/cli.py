@@ -1,5 +1,5 @@
 """The command line: the three stages `fastppo sft`, `reward` and `train`; `plan`, `generate`,
-`demo`, `recipe`, `report` and `bench`.
+`demo`, `recipe`, `report`, `bench` and `completion`.
 
 A command with options has one flag per option, whose definition is that of the option class, under
 the class's sections; `--config FILE` reads them from YAML. The heavy imports wait until a command
@@ -165,6 +165,16 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("runs", metavar="RUN", nargs="+", help="run directory, say runs/ppo")
     report.add_argument("--output", default="comparison.html", help="the page of several runs")
     report.set_defaults(handler=_report)
+
+    completion = commands.add_parser(
+        "completion",
+        help="Print the shell's completion of commands and options",
+        description="Prints a script for the shell, which has to be made anew after an update: "
+        'bash: eval "$(fastppo completion bash)"; zsh: fastppo completion zsh > '
+        "a folder of $fpath/_fastppo. Needs shtab.",
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+    completion.set_defaults(handler=_completion)
 
     bench = commands.add_parser("bench", add_help=False, help="Time every kernel and its peers")
     bench.set_defaults(handler=_bench, takes_options=True)
@@ -357,10 +367,14 @@ def _generate(options: argparse.Namespace, rest: list[str]) -> None:
     config = parse_generate(rest)
     from rich.console import Console
 
-    from fastppo.generate import generate, show, write
+    from fastppo.generate import generate, rate, show, show_votes, write
 
     rows, policies = generate(config)
-    show(rows, policies, config, Console())
+    if config.rate is None:
+        show(rows, policies, config, Console())
+    else:
+        tally = rate(rows, policies, config, Console())
+        show_votes(tally, policies, config, Console())
     if config.output is not None:
         write(config.output, rows, policies, config)
 
@@ -424,6 +438,29 @@ def _report(options: argparse.Namespace, rest: list[str]) -> None:
         print(write_report(options.runs[0]))
     else:
         print(write_comparison(options.runs, options.output))
+
+
+def _completion(options: argparse.Namespace, rest: list[str]) -> None:
+    try:
+        import shtab
+    except ImportError as error:
+        raise ImportError("completion needs shtab: pip install shtab") from error
+    from fastppo.generate import GenerateConfig
+    from fastppo.ppo.config import PPOConfig
+    from fastppo.stages.reward_model import RewardModelConfig
+    from fastppo.stages.sft import SFTConfig
+
+    parser = build_parser()
+    (commands,) = (each.choices for each in parser._actions if each.dest == "command")
+    for name, config, description in (
+        ("sft", SFTConfig, SFT),
+        ("reward", RewardModelConfig, REWARD),
+        ("train", PPOConfig, TRAIN),
+        ("plan", PPOConfig, PLAN),
+        ("generate", GenerateConfig, GENERATE),
+    ):
+        commands[name] = options_parser(name, config, description)  # type: ignore[index]
+    print(shtab.complete(parser, options.shell))
 
 
 def _bench(options: argparse.Namespace, rest: list[str]) -> int:

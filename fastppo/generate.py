@@ -4,13 +4,18 @@ For looking, not for evaluation at scale: policies are loaded one after another 
 the same seed; rewards are those of `fastppo train`. A policy wins against the first where its
 completion of a prompt gets more; every sample of the one meets every sample of the other, and a tie
 counts one half.
+
+`--rate OTHER` asks a person instead which of two completions is better, in random order and without
+names. Votes are rows that `fastppo reward` reads.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -83,8 +88,20 @@ class GenerateConfig(Options):
         "float32", "Dtype of the policies' weights"
     )
     output: str | None = option(None, "Also write every completion to this .jsonl file")
+    rate: str | None = option(
+        None,
+        "Another policy: you are shown one answer of each, unnamed and in random order, and say "
+        "which is better",
+    )
+    votes: str = option(
+        "votes.jsonl", "With rate: the .jsonl file that votes are added to, for `fastppo reward`"
+    )
 
     def check(self) -> None:
+        if self.rate is not None and len(self.models) != 1:
+            raise ValueError(
+                f"rate compares one policy with another: got {len(self.models)} models"
+            )
         if self.prompt is not None and self.prompts is not None:
             raise ValueError("expected prompt or prompts, got both")
 
@@ -122,7 +139,8 @@ def generate(config: GenerateConfig) -> tuple[Rows, list[Completions]]:
         raise ValueError("expected a prompt or a file of prompts, got neither")
     device = choose_device(config.device)
     policies = []
-    for name, directory in zip(short_names(config.models), config.models, strict=True):
+    directories = [*config.models, *([config.rate] if config.rate is not None else [])]
+    for name, directory in zip(short_names(directories), directories, strict=True):
         policies.append(_complete(name, directory, rows, config, device))
     for term in make_terms(config.rewards, device=device, batch_size=config.reward_batch_size):
         for policy in policies:
@@ -205,6 +223,81 @@ def win_rate(rewards: Sequence[float], first: Sequence[float], num_samples: int)
     return wins / (len(first) * num_samples)
 
 
+# ------------------------------------------------------------------------------------- blind rating
+
+ANSWERS = {"1": "first", "2": "second", "t": "tie", "s": "skip", "q": "quit"}
+
+
+def rate(
+    rows: Rows,
+    policies: Sequence[Completions],
+    config: GenerateConfig,
+    console: Console,
+    ask: Callable[[str], str] = input,
+) -> Counter[str]:
+    """Shows pairs of completions and adds what is preferred to `config.votes`, a row per vote.
+
+    Args:
+        policies: two.
+        ask: shows a text and gives what is typed; EOFError ends it.
+
+    Returns:
+        Counter: votes by policy name, and of `tie`.
+    """
+    order = random.Random(config.seed)
+    path = Path(config.votes)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tally: Counter[str] = Counter()
+    pairs = [at for at in range(len(policies[0].texts)) if len({p.texts[at] for p in policies}) > 1]
+    order.shuffle(pairs)
+    for number, at in enumerate(pairs, 1):
+        pair = order.sample(list(policies), 2)
+        row = rows[at // config.num_samples]
+        console.rule(f"{number} of {len(pairs)}")
+        console.print(_prompt_text(row[config.prompt_column]))
+        for shown, policy in enumerate(pair, 1):
+            console.print(Text(f"\n[{shown}]", style="bold"), _written(policy, at))
+        answer = _answer(ask)
+        if answer == "quit":
+            break
+        if answer == "tie":
+            tally["tie"] += 1
+        if answer not in ("first", "second"):
+            continue
+        chosen, rejected = pair if answer == "first" else reversed(pair)
+        tally[chosen.name] += 1
+        vote = {
+            "prompt": row[config.prompt_column],
+            "chosen": chosen.texts[at],
+            "rejected": rejected.texts[at],
+            "chosen_model": chosen.name,
+            "rejected_model": rejected.name,
+        }
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(vote, ensure_ascii=False) + "\n")
+    return tally
+
+
+def _answer(ask: Callable[[str], str]) -> str:
+    """What is typed, once it is one of ANSWERS; the end of the input is the end of the rating."""
+    while True:
+        try:
+            typed = ask("better: 1, 2, (t)ie, (s)kip, (q)uit? ").strip().lower()
+        except EOFError:
+            return "quit"
+        if typed in ANSWERS:
+            return ANSWERS[typed]
+
+
+def show_votes(
+    tally: Counter[str], policies: Sequence[Completions], config: GenerateConfig, console: Console
+) -> None:
+    """How often each policy was preferred; only now by name."""
+    for policy in policies:
+        console.print(Text(f"{policy.name}: {tally[policy.name]} of {tally.total()} votes"))
+    console.print(Text(f"ties: {tally['tie']}\nvotes  {config.votes}"))
+
+
 # ------------------------------------------------------------------------------------- the picture
 
 
@@ -249,12 +342,18 @@ def _shown(text: str) -> Text:
     return Text(CONTROL.sub(lambda control: repr(control[0])[1:-1], text))
 
 
-def _cell(policy: Completions, at: int) -> Text:
-    """The completion, that it was cut off, and its rewards."""
+def _written(policy: Completions, at: int) -> Text:
+    """The completion, and that it was cut off."""
     written = policy.texts[at].strip()
     text = _shown(written) if written else Text("(empty)", style="dim italic")
     if policy.finish_reasons[at] == TRUNCATED:
         text.append(" (cut off)", style="dim italic")
+    return text
+
+
+def _cell(policy: Completions, at: int) -> Text:
+    """The completion and its rewards."""
+    text = _written(policy, at)
     numbers = "  ".join(f"{name} {values[at]:.3f}" for name, values in policy.rewards.items())
     if numbers:
         text.append(f"\n{numbers}", style="dim")

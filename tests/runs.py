@@ -20,7 +20,7 @@ from fastppo.run.log import read_jsonl
 
 PARTS = (
     *("rewards", "prompts", "tokenizer", "reference", "engine", "environment"),
-    *("monitor_rewards", "console"),
+    *("monitor_rewards", "console", "callbacks"),
 )
 
 

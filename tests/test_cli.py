@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -323,3 +324,25 @@ def test_a_report_of_another_stage_is_refused(tmp_path: Path, capsys) -> None:
 def test_a_report_of_nothing_is_refused(tmp_path: Path, capsys) -> None:
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "no metrics there; is it a run directory?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_the_shells_completion_knows_commands_options_and_choices(shell: str, capsys) -> None:
+    pytest.importorskip("shtab", reason="pip install shtab")
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for word in (
+        "generate",
+        "kl_coef",
+        "eval_share",
+        "prompt_tokens",
+        "monte_carlo",
+        "num_samples",
+    ):
+        assert word in script, word
+
+
+def test_without_shtab_the_install_command_is_named(capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "bash"]) == cli.WRONG_INPUT
+    assert "completion needs shtab: pip install shtab" in capsys.readouterr().err

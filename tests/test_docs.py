@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
 import re
 import runpy
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
@@ -279,3 +282,152 @@ def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text("utf-8")
     for page in (ROOT / "docs").glob("*.md"):
         assert page.name == "README.md" or f"({page.name})" in index, page.name
+
+
+# -------------------------------------------------------------------------- pages with a rating
+
+
+def test_the_round_of_labels_works_as_printed(
+    workspace: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Votes are typed, the reward model goes on with them, and so does the policy."""
+    policy = workspace / "runs" / "ppo" / "policy"
+    tiny.model(seed=1).save_pretrained(policy)
+    tiny.tokenizer().save_pretrained(policy)
+    monkeypatch.setattr("sys.stdin", io.StringIO("1\n2\n1\nt\n"))
+    lines = commands(ROOT / "docs" / "labels.md")
+    assert [line[0] for line in lines] == ["generate", "reward", "train"]
+    before = (workspace / "my-reward-model" / "model.safetensors").read_bytes()
+    for line in lines:
+        more = ["--epochs", "4"] if line[0] == "reward" else []  # three votes are one step
+        assert cli.main(line + more) == 0, capsys.readouterr().err
+    assert len((workspace / "votes.jsonl").read_text().splitlines()) == 3
+    assert (workspace / "runs" / "reward-2" / "model.safetensors").read_bytes() != before
+    assert (workspace / "runs" / "ppo-2" / "policy" / "README.md").exists()
+
+
+def test_the_row_of_votes_that_the_page_shows_can_be_used() -> None:
+    (code,) = blocks(ROOT / "docs" / "labels.md", "json")
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["4", "5"])
+    assert len(encode_comparisons([json.loads(code)], tokenizer).examples) == 1
+
+
+def test_red_team_prompts_are_watched_as_the_page_says(workspace: Path, capsys) -> None:
+    page = ROOT / "docs" / "your-own-run.md"
+    (options,) = (yaml.safe_load(code) for code in blocks(page, "yaml") if "redteam.jsonl" in code)
+    (code,) = (code for code in blocks(page, "python") if code.startswith("# redteam.py"))
+    (workspace / "redteam.py").write_text(code)
+    (workspace / "redteam.jsonl").write_text('{"prompt": "w1 w2"}\n{"prompt": "w3"}\n')
+    options |= {"eval_interval": 1, "stop_if": [], "iterations": 1, "max_new_tokens": 8}
+    more = {"model": "my-sft-model", "prompts": "prompts.jsonl", "rewards": ["redteam.py:refuses"]}
+    (workspace / "run.yaml").write_text(yaml.safe_dump(options | more))
+    assert cli.main(["train", "--config", "run.yaml", "--output_dir", "runs/watched"]) == 0
+    assert "eval/reward = 0 < 0.9" in capsys.readouterr().err
+    (line,) = (workspace / "runs" / "watched" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["eval/greedy/reward/refuses"] == 0
+
+
+# ------------------------------------------------------------------------ the articles' numbers
+
+
+def test_the_picture_of_the_clipped_objective_has_the_four_cases() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs" / "draw_clipping.py"))
+    ratio = torch.tensor([0.5, 1.0, 1.5], dtype=torch.float64)
+    good, good_gradient = drawn["objective"](ratio, 1.0)
+    bad, bad_gradient = drawn["objective"](ratio, -1.0)
+    assert good.tolist() == pytest.approx([0.5, 1.0, 1.2])
+    assert good_gradient.tolist() == pytest.approx([0.5, 1.0, 0.0])
+    assert bad.tolist() == pytest.approx([-0.8, -1.0, -1.5])
+    assert bad_gradient.tolist() == pytest.approx([0.0, -1.0, -1.5])
+    assert (ROOT / "docs" / "clipping.svg").exists()
+
+
+def test_the_numbers_of_the_articles_come_out() -> None:
+    """docs/checklist.md says which are whose."""
+
+    def objective(ratio: float, advantage: float = 1.0) -> float:
+        x = torch.tensor([math.log(ratio)], dtype=torch.float64)
+        return -fastppo.policy_loss(x, torch.zeros_like(x), torch.full_like(x, advantage)).item()
+
+    assert objective(0.12 / 0.10) == pytest.approx(1.2)
+    # clip itself: with a negative advantage it is seen below the range, with a positive one above
+    clipped = [-objective(0.5, -1), objective(0.9), objective(1.15), objective(1.5)]
+    assert clipped == pytest.approx([0.8, 0.9, 1.15, 1.2])
+
+    advantages, _ = fastppo.gae(torch.tensor([[1.0, 0.0]]), torch.tensor([[5.0, 6.0]]), lam=0.0)
+    assert advantages[0, 0] == pytest.approx(2.0)
+
+    # δ = 0.094, 0.093, 0.092, 0.2 of the rewards and values that give them
+    deltas, values = [0.094, 0.093, 0.092, 0.2], [0.5, 0.6, 0.7, 0.8]
+    following = [*values[1:], 0.0]
+    rewards = [d + v - 0.99 * n for d, v, n in zip(deltas, values, following, strict=True)]
+    given = (torch.tensor([x], dtype=torch.float64) for x in (rewards, values))
+    found, _ = fastppo.gae(*given, gamma=0.99, lam=0.95)
+    assert found[0].tolist() == pytest.approx([0.429, 0.356, 0.280, 0.2], abs=5e-4)
+
+    assert fastppo.entropy(torch.zeros(3, 1000)).item() == pytest.approx(6.9078, abs=5e-5)
+    assert torch.tensor([3.0, 5.0]).softmax(-1).tolist() == pytest.approx([0.12, 0.88], abs=5e-3)
+    assert pytest.approx(3.6320, abs=5e-5) == 1.3864 + 0.5 * 4.6192 - 0.01 * 6.3992
+
+
+def test_every_test_and_option_that_the_checklist_names_exists() -> None:
+    page = (ROOT / "docs" / "checklist.md").read_text("utf-8")
+    for path in re.findall(r"`(tests/[\w/.]+)`", page):
+        assert (ROOT / path).is_file(), path
+    for name in re.findall(r"`(\w+): [\w.]+`", page):
+        assert hasattr(PPOConfig(), name), name
+    for name in re.findall(r"`fastppo\.(\w+)`", page):
+        assert hasattr(fastppo, name), name
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    assert all(line.count(" | ") == 1 and line.endswith(" |") for line in rows)
+
+
+# -------------------------------------------------------------------- pictures, site, notebook
+
+
+@pytest.mark.slow
+def test_the_sick_runs_of_the_page_can_be_run_anew(tmp_path: Path) -> None:
+    """At two iterations; the page's pictures are of thirty."""
+    script = [sys.executable, str(ROOT / "docs" / "draw_sick_runs.py"), str(tmp_path / "runs")]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    done = subprocess.run(
+        [*script, "--iterations", "2", "--out", str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("does-not-learn.svg", "negative-kl.svg"):
+        assert "</svg>" in (tmp_path / name).read_text()
+        assert (ROOT / "docs" / name).exists()
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason='pip install "fastppo[docs]"')
+    runpy.run_path(str(ROOT / "docs" / "make_site.py"))["build"](tmp_path / "site")
+    page = (tmp_path / "site" / "docs" / "ppo.html").read_text()
+    assert "importance_cap" in page
+    assert 'href="definitions.html' in page
+    assert "fonts.googleapis" not in page
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch) -> None:
+    nbclient = pytest.importorskip("nbclient", reason='pip install "fastppo[docs]"')
+    pytest.importorskip("ipykernel", reason='pip install "fastppo[docs]"')
+    import nbformat
+
+    here = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(here))
+    notebook = nbformat.read(ROOT / "docs" / "first_run.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute(cwd=tmp_path)
+    printed = json.dumps([cell.get("outputs", []) for cell in notebook.cells])
+    assert "nats per token" in printed
+    assert "image/png" in printed
+
+
+def test_the_notebook_is_kept_without_outputs() -> None:
+    cells = json.loads((ROOT / "docs" / "first_run.ipynb").read_text("utf-8"))["cells"]
+    assert [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")] == []

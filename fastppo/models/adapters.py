@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,10 @@ def add_adapters(
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
         task_type=task_type,
     )
-    return get_peft_model(model, config)
+    with warnings.catch_warnings():
+        # peft's use of an attribute that transformers renamed: nothing that a user can mend.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+        return get_peft_model(model, config)
 
 
 def whole_state(module: nn.Module) -> dict[str, Tensor]:

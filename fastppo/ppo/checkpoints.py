@@ -43,6 +43,7 @@ class Checkpoints:
     Args:
         parts: what the run trains and reads.
         say: takes a sentence for the user.
+        saved: called where one is written, or with `checkpoint_async` begun.
         world: the ranks, each of which writes its shards; the first does the rest.
     """
 
@@ -53,8 +54,9 @@ class Checkpoints:
         parts: Parts,
         say: Callable[[str], None],
         world: World | None = None,
+        saved: Callable[[], None] = lambda: None,
     ) -> None:
-        self.config, self.state, self.say = config, state, say
+        self.config, self.state, self.say, self.saved = config, state, say, saved
         self.world = world or World()
         self._group: Any = None
         """Of the ranks, for a checkpoint that is written while the run goes on."""
@@ -127,6 +129,7 @@ class Checkpoints:
         else:
             (self.newest, *_) = self.world.share(write)
         self._begun_at, self._time, self._worth = number, time.monotonic(), []
+        self.saved()
         if failed is not None:
             raise failed
         return self.run_dir / f"checkpoint-{number:06d}"

@@ -15,7 +15,14 @@ from fastppo.ppo.evaluation import EvaluationOptions
 from fastppo.ppo.reward_options import RewardOptions
 from fastppo.ppo.rollout_options import RolloutOptions, TurnOptions
 from fastppo.ppo.schedule import Schedule
-from fastppo.run.options import Options, RanksOptions, WeightOptions, check_bounds, option
+from fastppo.run.options import (
+    Options,
+    RanksOptions,
+    SharingOptions,
+    WeightOptions,
+    check_bounds,
+    option,
+)
 from fastppo.run.watch import parse_threshold
 
 WARNINGS = (
@@ -302,7 +309,6 @@ class RunOptions(Options):
     allow_config_change: bool = option(
         False, "Resume although options, model, data or rewards make it another run"
     )
-    wandb_project: str | None = option(None, "Also log to this Weights & Biases project")
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -324,6 +330,7 @@ class PPOConfig(
     EvaluationOptions,
     WatchOptions,
     RunOptions,
+    SharingOptions,
     RanksOptions,
 ):
     """Options of a PPO run. Lengths are in tokens, KL and entropy in nats, sizes in sequences."""
@@ -358,6 +365,7 @@ class PPOConfig(
         for option_name in ("warn_if", "stop_if"):
             for text in getattr(self, option_name):
                 parse_threshold(text, option_name)
+        self.check_sharing()
         self._check_combinations()
         schedules = [Schedule.parse(text) for text in self.schedules]
         if len({schedule.name for schedule in schedules}) < len(schedules):
@@ -569,6 +577,8 @@ class PPOConfig(
             ("leave_out_for", "leave_out", self.leave_out != "none"),
             ("lora_alpha lora_target_modules", "lora_rank > 0", self.lora_rank > 0),
             ("ptx_batch_size ptx_block_size", "ptx_data", self.ptx_data),
+            ("project run_name", "report_to", self.report_to),
+            ("hub_model_id hub_private_repo", "push_to_hub", self.push_to_hub),
         ):
             for name in names.split():
                 (default,) = (each.default for each in fields(self) if each.name == name)

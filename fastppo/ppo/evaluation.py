@@ -80,11 +80,12 @@ class Evaluation:
         self.prompts, self.scorer, self.interval = prompts, scorer, interval
         self.how, self.at_once = how, at_once
 
-    def after(self, trainer: Any, log: Any) -> dict[str, float]:
+    def after(self, trainer: Any, log: Any, asked: bool = False) -> dict[str, float]:
         """The metrics of an evaluation after an iteration's update, which the trainer's state takes
-        note of; none where none is due. Responses to the first `log_samples` prompts go to the
-        log."""
-        if self.prompts is None or (trainer.state.iteration + 1) % self.interval:
+        note of; none where none is due or asked for. Responses to the first `log_samples` prompts
+        go to the log."""
+        due = asked or (trainer.state.iteration + 1) % self.interval == 0
+        if self.prompts is None or not due:
             return {}
         found: dict[str, float] = {}
         samples: list[dict[str, Any]] = []

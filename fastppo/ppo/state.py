@@ -7,6 +7,7 @@ from the counters, so a checkpoint holds `state_dict()`, and a run that loads it
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.amp import GradScaler
@@ -34,6 +35,10 @@ class Steps(NamedTuple):
     all: int
     skipped: int
     overflowed: int
+
+
+class RunStoppedError(RuntimeError):
+    """A threshold of `stop_if` was crossed; checkpoint, policy and report are written."""
 
 
 @dataclass(slots=True)
@@ -119,6 +124,21 @@ class RunState:
     def has_enough(self, config: PPOConfig) -> bool:
         """Whether a threshold, or evaluations that rise no more, end the run."""
         return bool(self.watch.stopped_by) or self.evaluations.is_over(config.eval_patience)
+
+    def raise_if_stopped(self, run_dir: Path | None = None) -> None:
+        """Raises RunStoppedError if a threshold was crossed.
+
+        Args:
+            run_dir: where checkpoint, policy and report are, at the end of a run.
+        """
+        if self.watch.stopped_by:
+            reasons = "; ".join(self.watch.stopped_by)
+            if run_dir is None:
+                raise RunStoppedError(f"stopped: {reasons}")
+            raise RunStoppedError(
+                f"stopped after iteration {self.iteration - 1}: {reasons}. A checkpoint, the "
+                f"policy and the report are in {run_dir}"
+            )
 
     def is_warming_up(self, options: PPOConfig) -> bool:
         """Whether this iteration trains the value function alone."""

@@ -71,16 +71,13 @@ from fastppo.rewards.dropping import without_dropped
 from fastppo.rewards.reward import Reward
 from fastppo.rewards.scorer import Scorer, Scores
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
+from fastppo.run.callbacks import Callbacks
 from fastppo.run.checkpoint import random_state, restore_random_state
 from fastppo.run.lock import held
 from fastppo.run.log import SharedLog, check_no_run, progress, read_jsonl, say
 from fastppo.run.report import write_report
 from fastppo.run.signals import Asked, PhaseEndedError, Stopped, listening
 from fastppo.run.watch import rollout_health
-
-
-class RunStoppedError(RuntimeError):
-    """A threshold of `stop_if` was crossed; checkpoint, policy and report are written."""
 
 
 class PPOTrainer:
@@ -94,6 +91,7 @@ class PPOTrainer:
         reference: a model for the KL, instead of a frozen copy of the policy as it starts.
         environment: makes the environments that answer the policy's turns, instead of the config's.
         engine: a `RolloutEngine`, or an object that has its `generate`, instead of the config's.
+        callbacks: transformers' `TrainerCallback`s, told how `train` goes.
         console: where progress is shown.
         world: the processes; by default those of torchrun.
 
@@ -113,6 +111,7 @@ class PPOTrainer:
         reference: PreTrainedModel | None = None,
         environment: Callable[[], Any] | None = None,
         engine: RolloutEngine | None = None,
+        callbacks: Sequence[Any] = (),
         console: Console | None = None,
         world: World | None = None,
     ) -> None:
@@ -142,7 +141,8 @@ class PPOTrainer:
         self.pretraining, self.scorer = parts.pretraining, parts.scorer
         self.evaluation = parts.evaluation
         self.state = RunState.of(config)
-        self.checkpoints = Checkpoints(config, self.state, parts, self.say, world)
+        self.callbacks = told = Callbacks(callbacks, config, world, self.say, **parts.of_callbacks)
+        self.checkpoints = Checkpoints(config, self.state, parts, self.say, world, told.saved)
         self._halving = Halving(self.say, world.size == 1, functools.partial(settle, self.model))
 
     # ------------------------------------------------------------------------------ the algorithm
@@ -166,6 +166,7 @@ class PPOTrainer:
             world.answering(),
             held(run_dir, world),
             listening(world) as asked,
+            closing(self.callbacks),
             closing(self.checkpoints),
             closing(self.turns),
         ):
@@ -182,24 +183,24 @@ class PPOTrainer:
                 raise Stopped(asked.stop, self.checkpoints.how_far())
             self.save_policy(run_dir / "policy")
             world.first(lambda: write_report(run_dir))
-        if state.watch.stopped_by:
-            reasons = "; ".join(state.watch.stopped_by)
-            raise RunStoppedError(
-                f"stopped after iteration {state.iteration - 1}: {reasons}. A checkpoint, the "
-                f"policy and the report are in {run_dir}"
-            )
+            self.callbacks.tell("on_train_end")
+        state.raise_if_stopped(run_dir)
         return metrics or world.first(lambda: read_jsonl(run_dir / "metrics.jsonl")[-1])
 
     def _iterations(self, run_dir: Path, asked: Asked) -> dict[str, float]:
         """Iterates to the end, or until the watch or a signal stops it; the last metrics."""
-        config, state, end = self.config, self.state, self.config.iterations
+        config, state, told, end = self.config, self.state, self.callbacks, self.config.iterations
         about = {"first": state.iteration, "device": device_name(self.device)}
-        log = SharedLog(self.world, run_dir, config, **about, wandb_project=config.wandb_project)
+        log = SharedLog(self.world, run_dir, config, callbacks=told, **about)
         self._notes += log.notes
         metrics: dict[str, float] = {}
         bar = progress("PPO", self.console, total=end, completed=state.iteration)
         with closing(log), bar as show:
-            while state.iteration < end and not (asked.stop or state.has_enough(config)):
+            told.begin(state.iteration)
+            while state.iteration < end and not (
+                asked.stop or told.stop or state.has_enough(config)
+            ):
+                told.tell("on_step_begin")
                 at_start = random_state()
                 try:
                     metrics = self.iterate(log, asked)
@@ -213,7 +214,8 @@ class PPOTrainer:
                     self.world.first(lambda: write_report(run_dir))
                     raise
                 show(completed=state.iteration, status=status(metrics))
-                self.checkpoints.after_iteration(metrics, asked=asked.save())
+                save = told.step_ended() | asked.save()
+                self.checkpoints.after_iteration(metrics, asked=save)
         return metrics
 
     def iterate(self, log: SharedLog, asked: Asked | None = None) -> dict[str, float]:
@@ -242,7 +244,7 @@ class PPOTrainer:
         metrics |= clock.metrics(batch.response_count, self.world)
         metrics |= rollout_health(rollout.written_tokens, scores.total, scores.monitors) | dropped
         iteration = self.state.iteration
-        metrics |= self.evaluation.after(self, log)
+        metrics |= self.evaluation.after(self, log, self.callbacks.take("should_evaluate"))
         log.metrics(iteration, metrics, self._warnings(metrics))
         if iteration % options.log_interval == 0:
             texts = self.completions(prompts, rollout)[: options.log_samples]
@@ -293,8 +295,7 @@ class PPOTrainer:
         metrics |= rollout_health(rollout.written_tokens, paid.total)
         self._warnings(metrics)
         self.state.finish_iteration(metrics.get("kl"), len(batch), options)
-        if self.state.watch.stopped_by:
-            raise RunStoppedError(f"stopped: {'; '.join(self.state.watch.stopped_by)}")
+        self.state.raise_if_stopped()
         return metrics
 
     def score(

@@ -29,7 +29,6 @@ TRL = {
     "num_train_epochs": "iterations",
     "per_device_train_batch_size": "microbatch_size, of rollout_batch_size in all",
     "ref_model": "reference_model",
-    "report_to": "wandb_project; TensorBoard is always written",
     "response_length": "max_new_tokens",
     "reward_model_path": "rewards",
     "save_steps": "checkpoint_interval",

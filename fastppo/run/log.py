@@ -1,4 +1,4 @@
-"""A run directory's records: `metrics.jsonl`, `samples.jsonl`, TensorBoard events, W&B if asked.
+"""A run directory's records: `metrics.jsonl`, `samples.jsonl`, TensorBoard events.
 
 One line of JSON per iteration (or optimiser step, in the supervised stages), so that a run can be
 read with any tool while it is going. After a resume the lines past the checkpoint are cut off: they
@@ -20,6 +20,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from fastppo.data.world import World
@@ -33,6 +34,10 @@ LINE_SECONDS = 10.0
 """Between two lines of progress in a log file."""
 
 
+NARROW = 80
+"""Columns of a terminal below which numbers take the bar's place."""
+
+
 class RunLog:
     """Appends to the records of a run directory.
 
@@ -41,7 +46,6 @@ class RunLog:
         index: what a record is numbered by: iteration, or step.
         first: the number of the first record to come; older ones from there on are cut off.
         device: its name, for the report.
-        wandb_project: also log to this project.
     """
 
     def __init__(
@@ -52,7 +56,6 @@ class RunLog:
         index: str = "iteration",
         first: int = 0,
         device: str = "",
-        wandb_project: str | None = None,
     ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -69,18 +72,6 @@ class RunLog:
         threading.excepthook = _silent_of_events(threading.excepthook)
         # Of a run that was killed before its first checkpoint every point is written anew.
         self._writer = SummaryWriter(str(self.directory / "tensorboard"), purge_step=first)
-        self._wandb: Any = None
-        if wandb_project is not None:
-            try:
-                import wandb
-            except ImportError as error:
-                raise ImportError("wandb_project needs wandb: pip install wandb") from error
-            self._wandb = wandb.init(
-                project=wandb_project,
-                name=self.directory.name,
-                dir=str(self.directory),
-                config=config.to_dict(),
-            )
 
     def _begin_part(self, first: int, device: str) -> None:
         """A line of parts.jsonl: when, on what and with which versions the run goes on."""
@@ -103,8 +94,6 @@ class RunLog:
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, number)
             self._writer.flush()
-        if self._wandb is not None:
-            self._wandb.log(metrics, step=number)
 
     def samples(
         self, number: int, samples: list[dict[str, Any]], *, held_out: bool = False
@@ -127,8 +116,6 @@ class RunLog:
         with suppress(OSError):  # metrics.jsonl holds the same numbers
             self._writer.close()
         threading.excepthook = self._excepthook
-        if self._wandb is not None:
-            self._wandb.finish()
 
 
 def _silent_of_events(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -145,10 +132,14 @@ def _silent_of_events(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 class SharedLog:
     """The records of a run of several ranks: the first writes them, and the others wait, so that
-    an error of the disk is everyone's. Arguments are those of `RunLog`."""
+    an error of the disk is everyone's. Arguments are those of `RunLog`.
 
-    def __init__(self, world: World, *args: Any, **options: Any) -> None:
-        self.world = world
+    Args:
+        callbacks: `fastppo.run.callbacks.Callbacks`, told of what is written.
+    """
+
+    def __init__(self, world: World, *args: Any, callbacks: Any = None, **options: Any) -> None:
+        self.world, self.callbacks = world, callbacks
         self._log: Any = None
 
         def begin() -> list[str]:
@@ -159,11 +150,15 @@ class SharedLog:
 
     def metrics(self, number: int, metrics: dict[str, float], warnings: Sequence[str] = ()) -> None:
         self.world.first(lambda: self._log.metrics(number, metrics, warnings))
+        if self.callbacks is not None:
+            self.callbacks.logged(number, metrics)
 
     def samples(
         self, number: int, samples: list[dict[str, Any]], *, held_out: bool = False
     ) -> None:
         self.world.first(lambda: self._log.samples(number, samples, held_out=held_out))
+        if self.callbacks is not None and samples and not held_out:
+            self.callbacks.tell("on_samples", samples=samples)
 
     def close(self) -> None:
         if self._log is not None:
@@ -190,11 +185,11 @@ def progress(
         lines.show()
         return
     columns = (
-        TextColumn(title),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[status]}", markup=False),
-        TimeRemainingColumn(),
+        TextColumn(title, table_column=Column(no_wrap=True, min_width=len(title))),
+        *((BarColumn(),) if console.width >= NARROW else ()),
+        MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=len(f"{total}") * 2 + 1)),
+        TextColumn("{task.fields[status]}", markup=False, table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),
     )
     with Progress(*columns, console=console) as bars:
         task = bars.add_task(title, total=total, completed=completed, status="")

@@ -42,6 +42,9 @@ BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0":
 """Texts that a flag may have for a bool."""
 
 
+TRACKERS = ("wandb", "trackio", "mlflow")
+
+
 def option(
     default: Any,
     help: str,
@@ -293,3 +296,32 @@ class RanksOptions(Options):
     distributed_timeout: float = option(
         TIMEOUT, "Longest wait of a process for the others, seconds", above=0
     )
+
+
+@dataclass(kw_only=True, frozen=True)
+class SharingOptions(Options):
+    """Trackers and hub."""
+
+    report_to: Sequence[str] = option(
+        [], "Trackers besides TensorBoard, which is always written: wandb, trackio, mlflow"
+    )
+    project: str = option("fastppo", "Project of the trackers; MLflow's experiment")
+    run_name: str | None = option(
+        None, "The run's name in the trackers; none: that of output_dir, with the time"
+    )
+    push_to_hub: bool = option(False, "Upload the policy with its card to the hub at the end")
+    hub_model_id: str | None = option(
+        None, "Its repository there, NAME or OWNER/NAME; none: the name of output_dir"
+    )
+    hub_private_repo: bool | None = option(
+        None, "Whether a repository that is made is private; none: as the owner's are"
+    )
+
+    def check_sharing(self) -> None:
+        """Raises ValueError for a tracker that is not known."""
+        for name in self.report_to:
+            if name not in TRACKERS:
+                raise ValueError(
+                    f"report_to must be of {', '.join(TRACKERS)}, got {shown(name)}; TensorBoard "
+                    "is always written, and PPOTrainer(callbacks=[…]) takes others"
+                )

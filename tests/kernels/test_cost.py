@@ -14,10 +14,10 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-pytestmark = pytest.mark.xdist_group("compile")
-
 import cost
 import machine_code
+
+pytestmark = pytest.mark.xdist_group("compile")
 
 Costs = dict[str, cost.Cost]
 

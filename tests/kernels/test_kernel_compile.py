@@ -15,11 +15,11 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-pytestmark = pytest.mark.xdist_group("compile")
-
 import triton_advantages_launches
 import triton_linear_stats_launches
 import triton_rows_launches
+
+pytestmark = pytest.mark.xdist_group("compile")
 
 CAPABILITIES = (80, 90, 100)
 MODULES = ("triton_rows", "triton_linear_stats", "triton_advantages")

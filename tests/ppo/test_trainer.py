@@ -22,7 +22,8 @@ from fastppo.data.chat import token_ids
 from fastppo.data.microbatches import microbatches, split
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.objective import policy_loss
-from fastppo.ppo.trainer import PPOTrainer, RunStoppedError
+from fastppo.ppo.state import RunStoppedError
+from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.processing import RunningScale
 from fastppo.rewards.reward import RewardError
 from fastppo.rewards.scorer import Scores

@@ -7,12 +7,9 @@ import io
 import json
 import math
 import re
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -141,33 +138,6 @@ def test_events_that_cannot_be_written_are_one_sentence(tmp_path: Path, monkeypa
     assert threading.excepthook is hook
 
 
-# ------------------------------------------------------------------------------------- W&B if asked
-
-
-def test_a_run_is_logged_to_wandb_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, Any]] = []
-    run = SimpleNamespace(
-        log=lambda metrics, step: calls.append(("log", (metrics, step))),
-        finish=lambda: calls.append(("finish", None)),
-    )
-    fake = SimpleNamespace(init=lambda **options: calls.append(("init", options)) or run)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    log = RunLog(tmp_path / "mine", Config(seed=3), wandb_project="project")
-    log.metrics(4, {"loss": 1.0})
-    log.close()
-    (_, options), *rest = calls
-    assert options["project"] == "project"
-    assert (options["name"], options["dir"]) == ("mine", str(tmp_path / "mine"))
-    assert options["config"] == {"seed": 3}
-    assert rest == [("log", ({"loss": 1.0}, 4)), ("finish", None)]
-
-
-def test_without_wandb_the_install_command_is_named(tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match="wandb_project needs wandb: pip install wandb"):
-        RunLog(tmp_path, Config(), wandb_project="project")
-
-
 # ----------------------------------------------------------------------------------- the directory
 
 
@@ -205,3 +175,13 @@ def test_the_bar_shows_how_far_a_run_is() -> None:
     text = printed.getvalue()
     for shown in ("PPO", "5/8", "reward 0.250"):
         assert shown in text
+
+
+def test_a_narrow_terminal_has_the_numbers_and_no_bar() -> None:
+    printed = io.StringIO()
+    console = Console(file=printed, width=50, force_terminal=True, color_system=None)
+    with progress("PPO", console, total=100) as show:
+        show(completed=57, status="reward 0.250  KL 3.21  entropy 1.23")
+    (line,) = {each for each in re.split(r"[\r\n]|\x1b\[2K", printed.getvalue()) if "57" in each}
+    assert re.match(r"PPO +57/100 reward 0\.250  KL 3\.21", line)
+    assert len(line) <= 50

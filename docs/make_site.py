@@ -1,0 +1,98 @@
+"""Builds the pages as a site: python docs/make_site.py SITE (pip install "fastppo[docs]")
+
+The pages link to each other and to files beside them as they lie in the repository. So the site is
+built from a copy of the pages and of the files that they link to, in the same folders, and every
+link that works in the repository works there. A link or anchor that leads nowhere fails.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "kernels/NOTES.md", "examples")
+LINK = re.compile(r"\]\(([^)#\s]+)")
+
+CONFIG = {
+    "site_name": "FastPPO",
+    "theme": {
+        "name": "material",
+        "font": False,  # the reader's own: a page loads nothing from elsewhere
+        "palette": [
+            {"media": "(prefers-color-scheme: light)", "scheme": "default"},
+            {"media": "(prefers-color-scheme: dark)", "scheme": "slate"},
+        ],
+        "features": ["navigation.indexes", "content.code.copy"],
+    },
+    "markdown_extensions": [
+        "tables",
+        "fenced_code",
+        "md_in_html",
+        {"toc": {"permalink": True, "slugify": "!!slugify"}},
+    ],
+    "plugins": ["search"],
+    "use_directory_urls": False,  # so that the site can be read from files, too
+    "validation": {
+        "links": {"not_found": "warn", "anchors": "warn", "unrecognized_links": "warn"},
+        "nav": {"omitted_files": "ignore"},
+    },
+}
+
+
+def navigation(index: str) -> list[dict[str, str]]:
+    """The pages in the order of the index of docs."""
+    found = dict.fromkeys(re.findall(r"\[([^]]+)\]\((\w[\w-]*\.md)\)", index))
+    return [{title: f"docs/{page}"} for title, page in found]
+
+
+def gather(target: Path) -> None:
+    """Copies the pages, and the files that they link to, to their places below `target`."""
+    for name in PAGES:
+        source = ROOT / name
+        if source.is_dir():
+            kept = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+            shutil.copytree(source, target / name, ignore=kept)
+        else:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target / name)
+    for page in list(target.rglob("*.md")):
+        for link in LINK.findall(page.read_text("utf-8")):
+            linked = (ROOT / page.relative_to(target).parent / link).resolve()
+            place = target / linked.relative_to(ROOT) if linked.is_relative_to(ROOT) else None
+            if place is not None and linked.is_file() and not place.exists():
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(linked, place)
+
+
+def build(site: Path) -> None:
+    """Builds the site; raises SystemExit with mkdocs' warnings, of which none is allowed."""
+    with tempfile.TemporaryDirectory() as folder:
+        pages = Path(folder) / "pages"
+        gather(pages)
+        index = (ROOT / "docs" / "README.md").read_text("utf-8")
+        config = CONFIG | {
+            "docs_dir": str(pages),
+            "site_dir": str(site.resolve()),
+            "nav": [{"FastPPO": "README.md"}, {"Pages": "docs/README.md"}, *navigation(index)],
+        }
+        text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+        # GitHub's anchors, so that one link is right in both places.
+        github = "!!python/object/apply:pymdownx.slugs.slugify {kwds: {case: lower}}"
+        path = Path(folder) / "mkdocs.yml"
+        path.write_text(text.replace("'!!slugify'", github), encoding="utf-8")
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        said = [line for line in done.stderr.splitlines() if line.startswith(("WARNING", "ERROR"))]
+        if done.returncode or said:
+            raise SystemExit("\n".join(said) or done.stderr)
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]))

@@ -1,0 +1,155 @@
+"""Callbacks: who is told how a run goes, by the conventions of transformers' `Trainer`.
+
+    class Printer(TrainerCallback):
+        def on_log(self, args, state, control, logs, **kwargs):
+            print(state.global_step, logs["reward"])
+
+A step is an iteration, and `state.global_step` the number of those that are done. Events are
+`on_train_begin`, `on_step_begin`, `on_evaluate` (`metrics`), `on_log` (`logs`), `on_step_end`,
+`on_save` and `on_train_end`; `on_samples` (`samples`, as in samples.jsonl) is ours, for callbacks
+that have it. Metrics have the names of metrics.jsonl, but `eval_` where that has `eval/`, as
+transformers names them. `args` are the run's options. `control.should_training_stop` ends the run
+after the iteration, `should_save` asks for a checkpoint after it, `should_evaluate` for an
+evaluation in the next one that has none yet. A callback is no part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from fastppo.data.world import World
+from fastppo.run.options import Options
+from fastppo.run.publish import Publisher, repository_of
+
+FLAGS = ("should_training_stop", "should_save", "should_evaluate")
+"""What a callback can ask for."""
+
+
+class Arguments:
+    """`args` of a callback: the run's options by their names. What else `TrainingArguments` has is
+    here as it is there by default."""
+
+    def __init__(self, config: Options, **more: Any) -> None:
+        self._config = config
+        defaults = {
+            each.name: None if each.default is MISSING else each.default
+            for each in fields(TrainingArguments)
+            if each.init and not hasattr(config, each.name)
+        }
+        self.__dict__.update(defaults | config.to_dict() | more)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The run's options."""
+        return self._config.to_dict()
+
+
+class Callbacks:
+    """The callbacks of a run, on every rank; what one of them asks for, all ranks do.
+
+    Args:
+        callbacks: objects or classes.
+        config: the run's options; its `report_to` names trackers, which are told first, and the
+            model card is told last.
+        say: takes a sentence for the user.
+        parts: what each event is given besides: model, processing_class, optimizer.
+
+    Raises:
+        ValueError: one of them is no `TrainerCallback`; the hub takes no repository.
+        ImportError: a tracker is not installed.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Any],
+        config: Any,
+        world: World | None = None,
+        say: Callable[[str], None] = print,
+        **parts: Any,
+    ) -> None:
+        self.world, self.parts = world or World(), parts
+        self.callbacks = [_made(callback) for callback in callbacks]
+        names: dict[str, Any] = {"run_name": config.run_name}
+        if config.report_to:
+            # Their imports are slow, and most runs have none.
+            from fastppo.run.trackers import Kept, make_trackers
+
+            kept = Kept(config.output_dir, config.run_name)
+            names["run_name"] = kept.run_name
+            self.callbacks = [*make_trackers(config.report_to, kept), *self.callbacks]
+        repository = self.world.first(lambda: repository_of(config))
+        self.callbacks.append(Publisher(config, repository, say))
+        self.args = Arguments(config, **names)
+        self.state, self.control = TrainerState(max_steps=config.iterations), TrainerControl()
+        self.state.is_local_process_zero = self.state.is_world_process_zero = self.world.is_main
+
+    @property
+    def stop(self) -> bool:
+        """Whether the run is to end."""
+        return self.control.should_training_stop
+
+    def take(self, flag: str) -> bool:
+        """Whether something is asked for, which is then no longer so."""
+        asked = getattr(self.control, flag)
+        setattr(self.control, flag, False)
+        return asked
+
+    def begin(self, done: int) -> None:
+        """The run begins, or goes on, after so many iterations."""
+        self.control, self.state.global_step = TrainerControl(), done
+        self.tell("on_train_begin")
+
+    def logged(self, number: int, metrics: dict[str, float]) -> None:
+        """The metrics of an iteration are written."""
+        self.state.global_step = number + 1
+        logs = {
+            f"eval_{name.removeprefix('eval/')}" if name.startswith("eval/") else name: value
+            for name, value in metrics.items()
+        }
+        evaluated = {name: value for name, value in logs.items() if name.startswith("eval_")}
+        if evaluated:
+            self.tell("on_evaluate", metrics=evaluated)
+        self.state.log_history.append({**logs, "step": number + 1})
+        self.tell("on_log", logs=logs)
+
+    def step_ended(self) -> bool:
+        """An iteration is done; whether a checkpoint is asked for."""
+        self.tell("on_step_end")
+        return self.take("should_save")
+
+    def saved(self) -> None:
+        """A checkpoint is written."""
+        self.tell("on_save")
+
+    def tell(self, event: str, **more: Any) -> None:
+        """Calls the method of this name of each that has it."""
+
+        def call() -> list[bool]:
+            for callback in self.callbacks:
+                method = getattr(callback, event, None)
+                if method is not None:
+                    changed = method(self.args, self.state, self.control, **self.parts, **more)
+                    self.control = changed or self.control
+            return [getattr(self.control, flag) for flag in FLAGS]
+
+        for flag, asked in zip(FLAGS, zip(*self.world.share(call), strict=True), strict=True):
+            setattr(self.control, flag, any(asked))
+
+    def close(self) -> None:
+        """Ends what trackers have opened, however the run went."""
+        for callback in self.callbacks:
+            close = getattr(callback, "close", None)
+            if close is not None:
+                close()
+
+
+def _made(callback: Any) -> TrainerCallback:
+    made = callback() if isinstance(callback, type) else callback
+    if not isinstance(made, TrainerCallback):
+        raise ValueError(
+            f"callbacks: expected a transformers.TrainerCallback, got {type(made).__name__}"
+        )
+    return made

@@ -1,0 +1,150 @@
+"""What a finished policy is published with: its model card, and its upload to the hub.
+
+`policy/README.md` says what it was made from and how: data, options, how the metrics went (a
+picture beside it), device and versions. A run that took days does not fail for its card, nor for a
+hub that does not answer: then it says what did not go, and the command that repeats it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+from transformers import TrainerCallback
+
+from fastppo.run.log import read_jsonl
+from fastppo.run.report import summary
+
+TEMPLATE = Path(__file__).parent / "page" / "card.md.jinja"
+CURVES = (
+    ("reward", "reward"),
+    ("eval/reward", "reward on held-out prompts"),
+    ("kl", "KL to the reference, nats"),
+    ("entropy", "entropy, nats per token"),
+    ("response_length", "response length, tokens"),
+)
+"""(metric, title) of the card's picture; a metric that the run does not have is left out."""
+
+
+def repository_of(config: Any) -> str | None:
+    """The repository that the policy is uploaded to, made if it is not there; None for none.
+
+    Raises:
+        ValueError: the hub does not take it. The run has not begun then.
+    """
+    if not config.push_to_hub:
+        return None
+    name = config.hub_model_id or Path(config.output_dir).resolve().name
+    try:
+        made = HfApi().create_repo(name, private=config.hub_private_repo, exist_ok=True)
+    except Exception as error:  # no token, no network, no such owner: whatever it is, say it now
+        raise ValueError(
+            f"push_to_hub: the hub takes no repository {name} ({error}); log in by `hf auth login`"
+        ) from error
+    return made.repo_id
+
+
+class Publisher(TrainerCallback):
+    """Writes the card and uploads the policy when all else is written.
+
+    Args:
+        repository: of the hub; None uploads nothing.
+        say: takes a sentence for the user.
+    """
+
+    def __init__(self, config: Any, repository: str | None, say: Callable[[str], None]) -> None:
+        self.config, self.repository, self.say = config, repository, say
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        run_dir = Path(self.config.output_dir)
+        try:
+            write_card(run_dir, self.config, self.repository)
+        except Exception as error:  # the policy is worth more than its card
+            self.say(f"{run_dir}/policy/README.md could not be written: {error}")
+        if self.repository is None:
+            return
+        try:
+            url = push(run_dir / "policy", self.repository)
+            self.say(f"hub  {url}")
+        except Exception as error:  # of the network or the hub: the run is done all the same
+            self.say(
+                f"the policy is not on the hub ({error}); "
+                f"`hf upload {self.repository} {run_dir}/policy` does it"
+            )
+
+
+def push(directory: Path, repository: str) -> str:
+    """Uploads a directory; the address of what is there then."""
+    done = HfApi().upload_folder(
+        repo_id=repository, folder_path=directory, commit_message="A policy trained with FastPPO"
+    )
+    return str(done)
+
+
+def write_card(run_dir: Path, config: Any, repository: str | None = None) -> Path:
+    """Writes `policy/README.md` and `policy/curves.png` from the records of a run.
+
+    Args:
+        repository: of the hub, where the card is to be read.
+    """
+    records = read_jsonl(run_dir / "metrics.jsonl")
+    parts = read_jsonl(run_dir / "parts.jsonl")
+    directory = run_dir / "policy"
+    draw_curves(records, directory / "curves.png")
+    defaults = type(config)().to_dict()
+    changed = {name: value for name, value in config.to_dict().items() if value != defaults[name]}
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["fastppo", "ppo", "reinforcement-learning", "rlhf"],
+        base_model=_on_the_hub(config.model),
+        datasets=_on_the_hub(config.prompts),
+    )
+    card = ModelCard.from_template(
+        data,
+        template_str=TEMPLATE.read_text("utf-8"),
+        name=(repository or run_dir.resolve().name).rpartition("/")[2],
+        address=repository or directory,
+        config=config,
+        options=yaml.safe_dump(changed, sort_keys=False, allow_unicode=True),
+        summary=summary(records),
+        iterations=len(records),
+        last=parts[-1] if parts else {},
+        first=parts[0] if parts else {},
+    )
+    path = directory / "README.md"
+    card.save(path)
+    return path
+
+
+def _on_the_hub(name: str) -> str | None:
+    """A name that the hub may have: no file or directory here, and of its form."""
+    there = bool(name) and not Path(name).exists() and name.count("/") <= 1
+    return name if there and not name.startswith((".", "/")) else None
+
+
+def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
+    """The metrics that people look at first, one under the other's number of iterations."""
+    from matplotlib.figure import Figure  # slow to import, and needed once
+
+    shown = [each for each in CURVES if any(each[0] in record for record in records)]
+    figure = Figure(figsize=(3.4 * len(shown), 2.6), layout="constrained")
+    axes = figure.subplots(1, len(shown), squeeze=False)[0]
+    for axis, (name, title) in zip(axes, shown, strict=True):
+        points = [
+            (record["iteration"], record[name])
+            for record in records
+            if math.isfinite(record.get(name, math.nan))
+        ]
+        axis.plot(*zip(*points, strict=True), color="#1f5fa8", linewidth=1.6)
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.set_xlabel("iteration")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25, linewidth=0.6)
+    figure.savefig(path, dpi=110)

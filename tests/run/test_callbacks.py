@@ -1,0 +1,182 @@
+"""Callbacks hear of a run what transformers' Trainer tells its own, and are obeyed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainingArguments,
+)
+
+from fastppo.data.world import World
+from fastppo.ppo.config import PPOConfig
+from fastppo.run.callbacks import Arguments, Callbacks
+from fastppo.run.log import read_jsonl
+from runs import make_trainer, records
+
+
+class Listener(TrainerCallback):
+    """Keeps what it hears; `asks[event]` are flags that it raises at the event's first coming."""
+
+    def __init__(self, **asks: str) -> None:
+        self.heard: list[tuple[str, int, dict[str, Any]]] = []
+        self.asks = asks
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_") or name == "on_init_end":
+            return object.__getattribute__(self, name)
+
+        def method(args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+            self.heard.append((name, state.global_step, kwargs))
+            flag = self.asks.pop(name, None)
+            if flag:
+                setattr(control, flag, True)
+
+        return method
+
+    @property
+    def events(self) -> list[tuple[str, int]]:
+        return [(name.removeprefix("on_"), step) for name, step, _ in self.heard]
+
+
+def test_the_events_of_a_run_come_in_the_order_of_the_trainers(tmp_path: Path) -> None:
+    listener = Listener()
+    trainer = make_trainer(tmp_path, callbacks=[listener], checkpoint_interval=1)
+    trainer.train()
+    assert listener.events == [
+        ("train_begin", 0),
+        *(("step_begin", 0), ("log", 1), ("samples", 1), ("step_end", 1), ("save", 1)),
+        *(("step_begin", 1), ("log", 2), ("samples", 2), ("step_end", 2), ("save", 2)),
+        ("train_end", 2),
+    ]
+    for _, _, given in listener.heard:
+        assert isinstance(given["model"], PreTrainedModel)
+        assert given["processing_class"] is trainer.tokenizer
+        assert given["optimizer"] is trainer.optimizer
+
+
+def test_logs_are_the_line_of_the_metrics_file(tmp_path: Path) -> None:
+    listener = Listener()
+    trainer = make_trainer(tmp_path, callbacks=[listener])
+    trainer.train()
+    logs = [given["logs"] for name, _, given in listener.heard if name == "on_log"]
+    for line, heard in zip(records(trainer), logs, strict=True):
+        assert heard == {k: v for k, v in line.items() if k not in ("iteration", "warnings")}
+    samples = [given["samples"] for name, _, given in listener.heard if name == "on_samples"]
+    written = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert [{"iteration": n} | one for n, each in enumerate(samples) for one in each] == written
+
+
+def test_an_evaluation_is_heard_of_by_transformers_names(tmp_path: Path) -> None:
+    held_out = tmp_path / "held-out.jsonl"
+    held_out.write_text("\n".join(map(json.dumps, tiny.PROMPTS[:4])))
+    listener = Listener(on_step_begin="should_evaluate")
+    trainer = make_trainer(
+        tmp_path, callbacks=[listener], eval_prompts=str(held_out), eval_interval=100
+    )
+    trainer.train()
+    found = [(step, given["metrics"]) for name, step, given in listener.heard if "eval" in name]
+    first, second = records(trainer)
+    assert "eval/reward" not in second
+    ((step, metrics),) = found  # it was asked for once, and never due
+    assert step == 1
+    assert metrics == {
+        name.replace("eval/", "eval_", 1): value
+        for name, value in first.items()
+        if name.startswith("eval/")
+    }
+    assert metrics["eval_reward"] == first["eval/reward"]
+
+
+def test_a_callback_ends_the_run_which_is_written_all_the_same(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, callbacks=[Listener(on_step_end="should_training_stop")], iterations=5
+    )
+    metrics = trainer.train()
+    assert metrics["reward"] == records(trainer)[-1]["reward"]
+    assert len(records(trainer)) == 1
+    for name in ("policy/config.json", "report.html", "checkpoint-000001"):
+        assert (tmp_path / "run" / name).exists()
+    resumed = make_trainer(tmp_path, iterations=2, resume=True)
+    resumed.train()
+    assert [line["iteration"] for line in records(resumed)] == [0, 1]
+
+
+def test_a_callback_asks_for_a_checkpoint(tmp_path: Path) -> None:
+    listener = Listener(on_log="should_save")
+    make_trainer(tmp_path, callbacks=[listener], iterations=3).train()
+    found = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert found == ["checkpoint-000001", "checkpoint-000003"]
+    assert [step for name, step in listener.events if name == "save"] == [1, 3]
+
+
+def test_a_run_that_is_heard_of_is_the_same_run(tmp_path: Path) -> None:
+    with_one = make_trainer(tmp_path / "a", callbacks=[Listener()])
+    without = make_trainer(tmp_path / "b")
+    with_one.train()
+    without.train()
+    state = without.model.state_dict()
+    for name, value in with_one.model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+
+
+def test_transformers_own_callbacks_work_as_they_are(tmp_path: Path, capsys) -> None:
+    make_trainer(tmp_path, callbacks=[PrinterCallback], iterations=1).train()
+    assert "'reward':" in capsys.readouterr().out
+
+
+def test_an_error_of_a_callback_ends_the_run_with_it(tmp_path: Path) -> None:
+    class Fails(TrainerCallback):
+        closed = False
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            raise KeyError("mine")
+
+        def close(self) -> None:
+            self.closed = True
+
+    fails = Fails()
+    with pytest.raises(KeyError, match="mine"):
+        make_trainer(tmp_path, callbacks=[fails]).train()
+    assert fails.closed
+
+
+def test_what_is_no_callback_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected a transformers\.TrainerCallback, got list"):
+        make_trainer(tmp_path, callbacks=[[]])
+
+
+def test_arguments_are_the_options_and_the_trainers_defaults() -> None:
+    arguments = Arguments(PPOConfig(learning_rate=3e-6), run_name="mine")
+    assert arguments.learning_rate == 3e-6
+    assert arguments.kl_coef == PPOConfig().kl_coef
+    assert arguments.run_name == "mine"
+    assert arguments.hub_token is None  # TrainingArguments has it, and PPOConfig has not
+    assert arguments.logging_first_step == TrainingArguments.logging_first_step
+    assert arguments.to_dict() == PPOConfig(learning_rate=3e-6).to_dict()
+    with pytest.raises(AttributeError):
+        arguments.no_such_option  # noqa: B018
+
+
+def test_what_one_rank_asks_for_all_ranks_do() -> None:
+    """A world whose other rank answers that it wants to stop."""
+
+    class Two(World):
+        def share(self, work: Any, name: str = "") -> list[Any]:
+            return [work(), [True, False, False]]
+
+    listener = Listener()
+    callbacks = Callbacks([listener], PPOConfig(), Two(rank=1, size=1))
+    callbacks.begin(0)
+    assert callbacks.stop
+    assert not callbacks.take("should_save")
+    assert not callbacks.state.is_world_process_zero

@@ -1,0 +1,275 @@
+"""Trackers hear of a run through transformers' callbacks, and of a resumed one as the same run.
+
+The packages are stand-ins here that keep what they are told. Where one is installed, the tests that
+need it run it offline.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastppo.ppo.config import PPOConfig
+from fastppo.run.trackers import MAKERS, Kept, make_trackers, table
+from runs import make_trainer, records
+
+Heard = list[tuple[str, Any]]
+
+COMMON = """
+heard = []
+def note(name):
+    return lambda *values, **options: heard.append((name, values[0] if values else options))
+class Config(dict):
+    def update(self, values, allow_val_change=False):
+        super().update(values)
+"""
+
+STAND_INS = {
+    "wandb": {
+        "__init__.py": COMMON
+        + """
+from types import SimpleNamespace
+run, config = None, Config()
+def init(**options):
+    global run
+    heard.append(("init", options))
+    run = SimpleNamespace(id=options["id"] or "new", _label=lambda **_: None, summary={})
+    return run
+def finish():
+    global run
+    run = None
+    heard.append(("finish", None))
+log, define_metric = note("log"), lambda *_, **__: None
+class Table:
+    def __init__(self, columns, data):
+        self.columns, self.data = columns, data
+""",
+        "sdk/__init__.py": "",
+        "sdk/lib/__init__.py": "",
+        "sdk/lib/config_util.py": "class ConfigError(Exception): ...\n",
+    },
+    "trackio": {
+        "__init__.py": COMMON
+        + """
+from types import SimpleNamespace
+__version__, config = "0.30.0", Config()
+init, log, finish = note("init"), note("log"), note("finish")
+context_vars = SimpleNamespace(current_space_id=SimpleNamespace(get=lambda: None))
+""",
+    },
+    "mlflow": {
+        "__init__.py": COMMON
+        + """
+from types import SimpleNamespace
+__version__ = "3.0.0"
+utils = SimpleNamespace(
+    validation=SimpleNamespace(MAX_PARAM_VAL_LENGTH=6000, MAX_PARAMS_TAGS_PER_BATCH=100)
+)
+_active = None
+def active_run():
+    return _active
+def get_run(run_id):
+    return SimpleNamespace(info=SimpleNamespace(run_id=run_id, experiment_id="of " + run_id))
+def start_run(run_name=None, run_id=None, nested=False):
+    global _active
+    heard.append(("start_run", run_id or run_name))
+    _active = get_run(run_id or "new")
+def end_run():
+    global _active
+    _active = None
+    heard.append(("end_run", None))
+def log_params(params, synchronous=True):
+    heard.append(("log_params", params))
+def log_metrics(metrics, step, synchronous=True):
+    heard.append(("log_metrics", (step, metrics)))
+set_experiment, log_table = note("set_experiment"), note("log_table")
+is_tracking_uri_set, get_tracking_uri = lambda: True, lambda: "here"
+""",
+    },
+}
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Heard]]:
+    """Puts a stand-in in a tracker's place; gives the list of what it is told."""
+    folder = tmp_path / "packages"
+    monkeypatch.syspath_prepend(str(folder))
+
+    def forget() -> dict[str, Any]:
+        found = [name for name in sys.modules if name.split(".")[0] in STAND_INS]
+        return {name: sys.modules.pop(name) for name in found}
+
+    theirs = forget()
+
+    def make(name: str) -> Heard:
+        for file, source in STAND_INS[name].items():
+            (folder / name / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name / file).write_text(source)
+        importlib.invalidate_caches()
+        return importlib.import_module(name).heard
+
+    yield make
+    forget()
+    sys.modules.update(theirs)
+
+
+def _of(heard: Heard, name: str) -> list[Any]:
+    return [value for each, value in heard if each == name]
+
+
+def test_wandb_hears_of_a_run_and_of_its_resume_as_the_same_run(stand_in, tmp_path) -> None:
+    heard = stand_in("wandb")
+    options = {"report_to": ["wandb"], "project": "mine", "log_samples": 2}
+    trainer = make_trainer(tmp_path, **options)
+    trainer.train()
+    (begun,) = _of(heard, "init")
+    assert (begun["project"], begun["id"], begun["resume"]) == ("mine", None, "allow")
+    assert begun["name"].startswith("run-")
+    assert begun["dir"] == str(tmp_path / "run")
+    metrics = [line for line in _of(heard, "log") if "samples" not in line]
+    for line, written in zip(metrics, records(trainer), strict=True):
+        assert line["train/reward"] == written["reward"]
+        assert line["train/global_step"] == written["iteration"] + 1
+    tables = [line for line in _of(heard, "log") if "samples" in line]
+    assert [line["train/global_step"] for line in tables] == [1, 2]
+    columns, rows = tables[0]["samples"].columns, tables[0]["samples"].data
+    assert len(rows) == 2
+    assert {"prompt", "completion", "reward", "rewards/count_w7", "kl"} <= {*columns}
+    assert heard[-1] == ("finish", None)
+
+    heard.clear()
+    make_trainer(tmp_path, **options, iterations=3, resume=True).train()
+    (again,) = _of(heard, "init")
+    assert (again["id"], again["name"]) == ("new", begun["name"])
+    assert _of(heard, "log")[0]["train/global_step"] == 3
+
+
+def test_a_run_that_fails_is_closed_in_the_tracker(stand_in, tmp_path) -> None:
+    heard = stand_in("wandb")
+
+    def fails(prompts, completions):
+        raise ValueError("no")
+
+    with pytest.raises(RuntimeError):
+        make_trainer(tmp_path, report_to=["wandb"], rewards=[fails]).train()
+    assert heard[-1] == ("finish", None)
+
+
+def test_a_run_of_wandb_that_was_open_stays_open(stand_in, tmp_path) -> None:
+    heard = stand_in("wandb")
+    importlib.import_module("wandb").init(id="theirs")
+    make_trainer(tmp_path, report_to=["wandb"], iterations=1).train()
+    assert len(_of(heard, "init")) == 1
+    assert not _of(heard, "finish")
+
+
+def test_mlflow_hears_of_a_run_and_of_its_resume_as_the_same_run(stand_in, tmp_path) -> None:
+    heard = stand_in("mlflow")
+    trainer = make_trainer(tmp_path, report_to=["mlflow"], log_samples=3)
+    trainer.train()
+    assert _of(heard, "set_experiment") == ["fastppo"]
+    assert _of(heard, "start_run")[0].startswith("run-")
+    params = {name: value for part in _of(heard, "log_params") for name, value in part.items()}
+    assert params["kl_coef"] == trainer.config.kl_coef
+    logged = _of(heard, "log_metrics")
+    assert [step for step, _ in logged] == [1, 2]
+    assert logged[0][1]["reward"] == records(trainer)[0]["reward"]
+    assert len(_of(heard, "log_table")[0]["completion"]) == 3
+    assert heard[-1] == ("end_run", None)
+
+    heard.clear()
+    make_trainer(tmp_path, report_to=["mlflow"], iterations=3, resume=True).train()
+    assert _of(heard, "start_run") == ["new"]
+    assert _of(heard, "set_experiment") == [{"experiment_id": "of new"}]
+    assert not _of(heard, "log_params"), "a run's parameters cannot be written twice"
+    assert [step for step, _ in _of(heard, "log_metrics")] == [3]
+
+
+def test_trackio_continues_the_run_of_the_same_name(stand_in, tmp_path) -> None:
+    heard = stand_in("trackio")
+    make_trainer(tmp_path, report_to=["trackio"], run_name="mine", iterations=1).train()
+    make_trainer(tmp_path, report_to=["trackio"], run_name="mine", resume=True).train()
+    first, second = _of(heard, "init")
+    assert (first["project"], first["name"], first["resume"]) == ("fastppo", "mine", "allow")
+    assert second["name"] == "mine"
+    assert first["space_id"] is None, "nothing leaves the machine unasked"
+    assert [line["train/global_step"] for line in _of(heard, "log")] == [1, 2]
+    assert heard[-1][0] == "finish"
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_without_the_package_the_install_command_is_named(name, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(MAKERS, name, (lambda: False, MAKERS[name][1]))
+    with pytest.raises(ImportError, match=rf"report_to={name} needs {name}: pip install {name}"):
+        make_trackers([name], Kept(tmp_path, None))
+
+
+def test_a_tracker_that_is_not_known_is_refused() -> None:
+    says = r"report_to must be of wandb, trackio, mlflow, got 'comet'; TensorBoard is always"
+    with pytest.raises(ValueError, match=says):
+        PPOConfig(report_to=["comet"])
+    with pytest.raises(ValueError, match="run_name has an effect only with report_to"):
+        PPOConfig(run_name="mine")
+
+
+def test_two_runs_in_directories_of_one_name_have_two_names(tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "a" / "ppo", None)
+    kept.keep(wandb="one")
+    assert kept.run_name.startswith("ppo-")
+    assert Kept(tmp_path / "a" / "ppo", None).names == {"run_name": kept.run_name, "wandb": "one"}
+    assert Kept(tmp_path / "b" / "ppo", None).names == {}
+    assert Kept(tmp_path / "a" / "ppo", "chosen").run_name == "chosen"
+
+
+def test_samples_become_a_table() -> None:
+    chat = [{"role": "user", "content": "é"}]
+    columns, rows = table(
+        [
+            {"prompt": "a", "rewards": {"x": 1.0, "y": 2.0}, "kl": None},
+            {"prompt": chat, "rewards": {"x": 3.0}, "kl": 0.5},
+        ]
+    )
+    assert columns == ["prompt", "rewards/x", "rewards/y", "kl"]
+    assert rows == [["a", 1.0, 2.0, None], [json.dumps(chat, ensure_ascii=False), 3.0, None, 0.5]]
+
+
+# ------------------------------------------------------------------------ the packages themselves
+
+
+def test_wandb_itself_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb", reason="pip install wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for resume in (False, True):
+        make_trainer(tmp_path, report_to=["wandb"], iterations=1 + resume, resume=resume).train()
+    assert wandb.run is None
+    known = json.loads((tmp_path / "run" / "trackers.json").read_text())["wandb"]
+    found = [path.name for path in (tmp_path / "run" / "wandb").glob("offline-run-*")]
+    assert len(found) == 2
+    assert all(name.endswith(known) for name in found), "two parts of one run"
+
+
+@pytest.mark.filterwarnings("default")  # of MLflow's own use of its libraries
+def test_mlflow_itself_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="pip install mlflow")
+    monkeypatch.chdir(tmp_path)  # where its artifacts go
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    for resume in (False, True):
+        trainer = make_trainer(
+            tmp_path, report_to=["mlflow"], iterations=1 + resume, resume=resume, log_samples=2
+        )
+        trainer.train()
+    mlflow.flush_async_logging()
+    known = json.loads((tmp_path / "run" / "trackers.json").read_text())["mlflow"]
+    client = mlflow.MlflowClient()
+    history = client.get_metric_history(known, "reward")
+    found = sorted((each.step, each.value) for each in history)
+    assert found == [(line["iteration"] + 1, line["reward"]) for line in records(trainer)]
+    assert client.get_run(known).info.status == "FINISHED"
+    assert len(client.search_runs(client.get_run(known).info.experiment_id)) == 1
