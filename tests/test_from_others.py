@@ -1,4 +1,4 @@
-"""The pages for those who come from other trainers: our names and defaults are those of the code."""
+"""The pages for those who come from verl or OpenRLHF: our names and defaults are the code's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from fastppo.ppo.config import PPOConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ["from-verl.md"]
+PAGES = ["from-verl.md", "from-openrlhf.md"]
 OURS = {each.name for each in fields(PPOConfig)}
 NUMBER = re.compile(r"^-?[\d.]+(e-?\d+)?$")
 
