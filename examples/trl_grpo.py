@@ -1,6 +1,6 @@
 """FastPPO's loss in TRL's GRPOTrainer, beside TRL's own: the same run, and the memory of its loss.
 
-    pip install trl==1.12.*
+    pip install "trl==1.12.*" requests
     python examples/trl_grpo.py
 
 Two trainers with the same options, first weights and seed answer the same prompts. The import is

@@ -19,7 +19,8 @@ LEARN = ["ppo.py", "grpo.py", "accelerate_loop.py"]
 
 def run(*command: str) -> str:
     """What Python prints of a command in the repository."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    given = os.environ.get("PYTHONPATH", "")
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *given.split(os.pathsep)])
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
@@ -88,7 +89,10 @@ def test_adapters_on_the_lm_head_are_merged_or_refused() -> None:
     assert good > 0 > bad
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="TRL is not installed")
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("trl", "requests"))),
+    reason='TRL is not installed: pip install "trl==1.12.*" requests',
+)
 def test_trls_grpo_with_the_fused_loss_is_the_same_run_in_less_memory() -> None:
     printed = run("examples/trl_grpo.py", "--steps", "4")
     rows = re.findall(r"^ +\d +(.*)$", printed, re.M)

@@ -16,6 +16,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import LlamaConfig
 
+pytest.importorskip("requests", reason="TRL 1.12 imports requests and does not ask for it")
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.12.*")
 adapter = pytest.importorskip("fastppo.integrations.trl")
 
