@@ -22,6 +22,7 @@ GROUPS = {
     "Statistics": ("token_stats", "token_logprobs", "linear_token_stats", "linear_token_logprobs"),
     "Advantages": ("compute_advantages", "gae", "whiten"),
     "Weights": ("aggregation_weights", "head_weight"),
+    "Metrics": ("loss_metrics", "combine_sums"),
     "Results": ("PPOLoss", "TokenStats", "Advantages"),
     "The trainer": ("PPOTrainer", "PPOConfig"),
 }

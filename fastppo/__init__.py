@@ -10,6 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastppo_kernels.records import combine_sums
+
     from fastppo.functional.advantages import Advantages, compute_advantages, gae, whiten
     from fastppo.functional.arguments import aggregation_weights
     from fastppo.functional.losses import (
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
         entropy,
         head_weight,
         linear_ppo_loss,
+        loss_metrics,
         policy_loss,
         ppo_loss,
         total_loss,
@@ -42,6 +45,7 @@ _HOMES = {
         "entropy",
         "head_weight",
         "linear_ppo_loss",
+        "loss_metrics",
         "policy_loss",
         "ppo_loss",
         "total_loss",
@@ -56,6 +60,7 @@ _HOMES = {
     ),
     "fastppo.ppo.config": ("PPOConfig",),
     "fastppo.ppo.trainer": ("PPOTrainer",),
+    "fastppo_kernels.records": ("combine_sums",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -66,6 +71,7 @@ __all__ = [
     "PPOTrainer",
     "TokenStats",
     "aggregation_weights",
+    "combine_sums",
     "compute_advantages",
     "entropy",
     "gae",
@@ -73,6 +79,7 @@ __all__ = [
     "linear_ppo_loss",
     "linear_token_logprobs",
     "linear_token_stats",
+    "loss_metrics",
     "policy_loss",
     "ppo_loss",
     "token_logprobs",

@@ -1,7 +1,8 @@
-"""The files in examples/ run as a reader would run them, and learn."""
+"""The files in examples/ run as a reader would run them, and show what they say."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -13,21 +14,28 @@ import pytest
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MOST_LINES = 150
+LEARN = ["ppo.py", "grpo.py", "accelerate_loop.py"]
 
 
-@pytest.mark.parametrize("name", ["ppo.py", "grpo.py"])
-def test_an_example_learns(name: str) -> None:
-    """Chance is 1/16."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+def run(*command: str, cwd: Path = ROOT) -> str:
+    """What Python prints of a command, in the repository or elsewhere."""
+    given = os.environ.get("PYTHONPATH", "")
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *given.split(os.pathsep)])
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), "--iterations", "31"],
+        [sys.executable, *command],
+        cwd=cwd,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    rewards = [float(each) for each in re.findall(r" reward (\d\.\d{3}) ", done.stdout)]
+    return done.stdout
+
+
+def assert_learns(printed: str) -> None:
+    """Of a run of 31 iterations. Chance is 1/16."""
+    rewards = [float(each) for each in re.findall(r" reward (\d\.\d{3})", printed)]
     assert len(rewards) == 4
     assert rewards[0] < 0.12
     assert rewards[-1] > 0.3
@@ -35,17 +43,8 @@ def test_an_example_learns(name: str) -> None:
 
 def test_the_example_of_a_task_learns_to_call_and_to_answer(tmp_path: Path) -> None:
     """On sums that it was not trained on. A policy at random calls in 1 of 23 first turns."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "tasks.py"), "--iterations", "20"],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    numbers = re.findall(r"left out (\S+)  held-out (\S+)  greedy (\S+)", done.stdout)
+    printed = run(str(ROOT / "examples" / "tasks.py"), "--iterations", "20", cwd=tmp_path)
+    numbers = re.findall(r"left out (\S+)  held-out (\S+)  greedy (\S+)", printed)
     (_, (left_out, held_out, greedy)) = [tuple(map(float, row)) for row in numbers]
     assert held_out > 0.35, "the call alone earns 0.2"
     assert greedy > 0.35
@@ -54,7 +53,77 @@ def test_the_example_of_a_task_learns_to_call_and_to_answer(tmp_path: Path) -> N
     assert "Held-out prompts" in report.read_text("utf-8")
 
 
+@pytest.mark.parametrize("name", LEARN)
+def test_an_example_learns(name: str) -> None:
+    printed = run(f"examples/{name}", "--iterations", "31")
+    assert_learns(printed)
+    if name == "accelerate_loop.py":
+        right, wrong = (float(off) for off in re.findall(r"(\S+) of its norm off", printed))
+        assert right < 1e-5
+        assert wrong > 1e-3
+
+
+def under_fsdp(iterations: int) -> str:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    return run(*torchrun, "examples/fsdp2.py", "--iterations", str(iterations))
+
+
+@pytest.mark.slow
+def test_two_processes_under_fsdp_learn() -> None:
+    assert_learns(under_fsdp(31))
+
+
+def test_two_processes_under_fsdp_have_one_gradient() -> None:
+    printed = under_fsdp(1)
+    held, whole = map(int, re.search(r"holds (\d+) of (\d+) weights", printed).groups())
+    assert held == whole / 2
+    norms = re.search(r"norm of the gradient (\S+), of one process with all rows (\S+)\n", printed)
+    assert float(norms[1]) == pytest.approx(float(norms[2]), rel=1e-5)
+    assert "outside the forward: weight must be a plain tensor, got a DTensor" in printed
+
+
+def test_adapters_on_the_lm_head_are_merged_or_refused() -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    printed = run("examples/lora_head.py")
+    wanted = float(re.search(r"by the logits +(\S+)\n", printed)[1])
+    found = re.findall(r"logprobs (\S+) nats off, gradient (\S+)\n", printed)
+    (merged, reached), (ignored, lost) = ([float(x) for x in pair] for pair in found)
+    assert wanted > 0.01
+    assert merged < 1e-5
+    assert reached == wanted
+    assert ignored > 0.01
+    assert lost == 0
+    for what in ("DoRA", "dropout"):
+        assert re.search(f"{what} is refused: .* merge it first", printed)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+) ", printed)]
+    assert losses[-1] < losses[0] - 0.05
+    good, bad = (float(x) for x in re.findall(r"([+-]\d\S+)", printed.splitlines()[-1]))
+    assert good > 0 > bad
+
+
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("trl", "requests"))),
+    reason='TRL is not installed: pip install "trl==1.12.*" requests',
+)
+def test_trls_grpo_with_the_fused_loss_is_the_same_run_in_less_memory() -> None:
+    printed = run("examples/trl_grpo.py", "--steps", "4")
+    rows = re.findall(r"^ +\d +(.*)$", printed, re.M)
+    assert len(rows) == 4
+    for row in rows:
+        numbers = [float(x) for x in row.split()]
+        assert numbers[::2] == pytest.approx(numbers[1::2], abs=2e-5)
+    assert float(re.search(r"after 4 steps: (\S+)", printed)[1]) < 1e-5
+    theirs, ours = (float(x) for x in re.findall(r"(\S+) MB", printed))
+    assert ours < theirs / 1.8
+
+
 def test_examples_can_be_read_at_a_sitting() -> None:
-    assert {each.name for each in EXAMPLES} == {"ppo.py", "grpo.py", "tasks.py"}
+    assert {each.name for each in EXAMPLES} == {
+        *LEARN,
+        "tasks.py",
+        "fsdp2.py",
+        "lora_head.py",
+        "trl_grpo.py",
+    }
     for path in EXAMPLES:
         assert len(path.read_text("utf-8").splitlines()) <= MOST_LINES, path

@@ -41,7 +41,7 @@ def test_the_names_that_type_checkers_see_are_those_that_there_are() -> None:
     seen = {
         (node.module, alias.name)
         for node in ast.walk(source)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fastppo.")
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fastppo")
         for alias in node.names
     }
     assert seen == {(home, name) for name, home in fastppo._HOME_OF.items()}

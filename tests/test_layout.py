@@ -27,10 +27,10 @@ FLOORS = (
     ("functional",),
     ("data",),
     ("models",),
-    ("rollout",),
+    ("rollout", "integrations"),  # side by side
     ("rewards",),
     ("run",),
-    ("ppo", "stages"),  # side by side: neither imports the other, and so on the next floor
+    ("ppo", "stages"),  # as are these: neither imports the other
     ("demo", "recipes"),
     ("top",),
 )

@@ -62,7 +62,7 @@ class PPOLoss(NamedTuple):
 
 
 def loss_metrics(sums: Tensor) -> dict[str, Tensor]:
-    """The metrics of `records.Sums`, [len(SUMS)], which may be those of several calls combined.
+    """The metrics of `PPOLoss.sums`, which may be those of several calls joined by `combine_sums`.
 
     `policy_loss` is weighted as the loss is. The rest are means over the tokens of non-zero weight:
     `entropy`, `kl` (to the reference), `approx_kl` (to the old policy, k3), `ratio_mean`,

@@ -62,7 +62,14 @@ LOSS, RATIO_MAX = SUMS.index("loss"), SUMS.index("ratio_max")
 
 
 def combine_sums(total: Tensor, part: Tensor) -> Tensor:
-    """Joins the `sums` [len(SUMS)] of two disjoint sets of tokens."""
+    """Joins the `sums` of two losses over disjoint sets of tokens, say of two microbatches.
+
+    Args:
+        total, part: `PPOLoss.sums`, or what this function returned.
+
+    Returns:
+        the same shape and dtype: the sums added, the largest ratio the larger of both.
+    """
     joined = total + part
     joined[RATIO_MAX] = torch.maximum(total[RATIO_MAX], part[RATIO_MAX])
     return joined

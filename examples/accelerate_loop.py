@@ -1,0 +1,142 @@
+"""FastPPO's loss under Hugging Face accelerate: microbatches that add up to their minibatch.
+
+    python examples/accelerate_loop.py
+    accelerate launch --num_processes 2 examples/accelerate_loop.py
+
+`accelerator.backward` divides each loss by the microbatches of a step, and several processes take
+the mean of their gradients. Responses differ in length, so a mean of means is not the mean over all
+tokens: short microbatches would weigh too much. `denominator = total / steps` undoes the division,
+with the number of tokens of all microbatches and processes, known before the first of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from ppo import PROMPT, RESPONSE, VOCABULARY, draw_prompts
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fastppo import PPOLoss, combine_sums, linear_ppo_loss, linear_token_logprobs, loss_metrics
+
+EPISODES, MINIBATCHES, STEPS = 128, 2, 4  # of one process; STEPS microbatches to an optimiser step
+
+
+class Policy(nn.Module):
+    """A causal LM that computes its loss in its forward pass, where every wrapper wants it."""
+
+    def __init__(self, causal_lm: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+
+    def hidden(self, sequences: Tensor) -> Tensor:
+        """[B, RESPONSE, H] that predict the responses."""
+        states = self.causal_lm.model(sequences, use_cache=False).last_hidden_state
+        return states[:, PROMPT - 1 : -1]
+
+    def forward(self, sequences: Tensor, *operands: Tensor, denominator: Tensor) -> PPOLoss:
+        """`operands`: old logprobs, advantages and mask, [B, RESPONSE] each."""
+        weight = self.causal_lm.lm_head.weight
+        responses = sequences[:, PROMPT:]
+        return linear_ppo_loss(
+            self.hidden(sequences), weight, responses, *operands, denominator=denominator
+        )
+
+
+def roll_out(policy: Policy, accelerator: Accelerator) -> tuple[Tensor, list[Tensor]]:
+    """(mean reward, [sequences, old logprobs, advantages, mask] of this process's episodes)."""
+    prompts = draw_prompts(EPISODES, accelerator.device)
+    with torch.no_grad():
+        sequences = policy.causal_lm.generate(
+            prompts, do_sample=True, top_k=0, max_new_tokens=RESPONSE
+        )
+        responses = sequences[:, PROMPT:]
+        weight = policy.causal_lm.lm_head.weight
+        logprobs = linear_token_logprobs(policy.hidden(sequences), weight, responses)
+    # Each episode has a length of its own, 1 to RESPONSE tokens; what is behind it does not count.
+    lengths = torch.randint(1, RESPONSE + 1, (EPISODES, 1), device=accelerator.device)
+    mask = torch.arange(RESPONSE, device=accelerator.device) < lengths
+    right = (responses == prompts.amin(1, keepdim=True)) & mask
+    scores = right.sum(1) / mask.sum(1)
+    everyone = accelerator.gather(scores)
+    advantages = ((scores - everyone.mean()) / (everyone.std() + 1e-4)).unsqueeze(1)
+    return everyone.mean(), [sequences, logprobs, advantages.expand_as(mask), mask]
+
+
+def gradient(policy: Policy, batch: list[Tensor], microbatches: int, by: str) -> Tensor:
+    """The gradient of a minibatch in so many microbatches, flat, as accelerate would add it up."""
+    total, parameters = batch[-1].sum(), list(policy.parameters())
+    found = torch.zeros(sum(p.numel() for p in parameters), device=total.device)
+    for part in zip(*(x.chunk(microbatches) for x in batch), strict=True):
+        denominator = total / microbatches if by == "total / steps" else part[-1].sum()
+        loss = policy(*part, denominator=denominator).loss / microbatches
+        found += torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+    return found
+
+
+def compare(policy: Policy, batch: list[Tensor], accelerator: Accelerator) -> None:
+    """What the two denominators make of the same tokens."""
+    whole = gradient(policy, batch, 1, "total / steps")
+    accelerator.print(f"gradient of {int(batch[-1].sum())} tokens in {STEPS} microbatches:")
+    for by in ("total / steps", "tokens of the microbatch"):
+        off = (gradient(policy, batch, STEPS, by) - whole).norm() / whole.norm()
+        accelerator.print(f"  denominator = {by:25s} {off:.1e} of its norm off")
+
+
+def train(iterations: int, seed: int = 0) -> list[float]:
+    """Runs the loop; the mean reward of each iteration."""
+    set_seed(seed)  # the same first weights in every process
+    accelerator = Accelerator(gradient_accumulation_steps=STEPS)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    policy = Policy(LlamaForCausalLM(config))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3, weight_decay=0.0)
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    plain = accelerator.unwrap_model(policy)
+    set_seed(seed, device_specific=True)  # and episodes of its own in each
+    history = []
+
+    for iteration in range(iterations):
+        reward, batch = roll_out(plain, accelerator)
+        if not history:
+            compare(plain, [x[: EPISODES // MINIBATCHES] for x in batch], accelerator)
+        for rows in torch.randperm(EPISODES, device=accelerator.device).chunk(MINIBATCHES):
+            minibatch = [x[rows] for x in batch]
+            total = accelerator.reduce(minibatch[-1].sum(), "sum") / accelerator.num_processes
+            sums = None
+            for part in zip(*(x.chunk(STEPS) for x in minibatch), strict=True):
+                with accelerator.accumulate(policy):
+                    out = policy(*part, denominator=total / STEPS)
+                    accelerator.backward(out.loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(policy.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                sums = out.sums if sums is None else combine_sums(sums, out.sums)
+        history.append(reward.item())
+        if iteration % 10 == 0 or iteration == iterations - 1:
+            metrics = loss_metrics(sums)  # of the whole minibatch of this process
+            accelerator.print(
+                f"iteration {iteration:3d}   reward {history[-1]:.3f}   "
+                f"entropy {metrics['entropy']:.2f}   clipped {metrics['clip_fraction']:.1%}",
+                flush=True,
+            )
+    accelerator.end_training()
+    return history
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    train(**vars(parser.parse_args()))

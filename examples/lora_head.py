@@ -1,0 +1,127 @@
+"""LoRA adapters on the lm-head: merged into the weight that the loss reads, or refused.
+
+    python examples/lora_head.py
+
+PEFT keeps an adapter beside the layer that it changes, so `model.lm_head.weight` is the frozen
+matrix alone: a loss that multiplies by it trains a policy that nobody samples from, and the
+head's adapter gets no gradient. `fastppo.head_weight` is the weight that the model multiplies by.
+What cannot be one, DoRA or dropout in training, it refuses.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from ppo import PROMPT, RESPONSE, VOCABULARY, draw_prompts
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fastppo import head_weight, linear_ppo_loss, linear_token_logprobs, token_logprobs
+
+EPISODES, RANK = 32, 4
+
+
+def adapted(**more: Any) -> Any:
+    """A small Llama with adapters on its projections and on its lm-head."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    targets = ["q_proj", "v_proj", "lm_head"]
+    lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=targets, **more)
+    model = get_peft_model(LlamaForCausalLM(config), lora)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero at first: as if it had been trained for a while
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def hidden_states(model: Any, sequences: Tensor) -> Tensor:
+    """[B, RESPONSE, H] that predict the responses, of the adapted trunk."""
+    trunk = model.base_model.model.model
+    return trunk(sequences, use_cache=False).last_hidden_state[:, PROMPT - 1 : -1]
+
+
+def adapter_gradient(model: Any, logprobs: Tensor) -> float:
+    """The norm of what the head's adapter gets of a gradient; 0 where none reaches it."""
+    own = [p for name, p in model.named_parameters() if "lm_head.lora" in name]
+    found = torch.autograd.grad(logprobs.sum(), own, allow_unused=True, retain_graph=True)
+    return sum(float((g**2).sum()) for g in found if g is not None) ** 0.5
+
+
+def compare(model: Any, sequences: Tensor) -> None:
+    """The model's own logprobs, by merging the adapters, and by leaving them out."""
+    responses, lm_head = sequences[:, PROMPT:], model.get_output_embeddings()
+    wanted = token_logprobs(model(sequences).logits[:, PROMPT - 1 : -1], responses)
+    hidden = hidden_states(model, sequences)
+    print(f"gradient of the head's adapter, by the logits    {adapter_gradient(model, wanted):.4f}")
+    for name, weight in (
+        ("head_weight(lm_head)", head_weight(lm_head)),
+        ("lm_head.weight", lm_head.weight),
+    ):
+        found = linear_token_logprobs(hidden, weight, responses)
+        print(
+            f"  by {name:22s} logprobs {(found - wanted).abs().max():.1e} nats off, "
+            f"gradient {adapter_gradient(model, found):.4f}"
+        )
+
+
+def refuse(what: str, **more: Any) -> None:
+    """Adapters whose sum is no weight."""
+    try:
+        head_weight(adapted(**more).train().get_output_embeddings())
+    except TypeError as error:
+        print(f"{what} is refused: {error}")
+
+
+def train(model: Any, sequences: Tensor, steps: int) -> None:
+    """Steps on one batch: the even tokens of the responses are good, the odd ones bad."""
+    responses = sequences[:, PROMPT:]
+    advantages = torch.where(responses % 2 == 0, 1.0, -1.0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=2e-3, weight_decay=0.0)
+    lm_head = model.get_output_embeddings()
+    frozen = lm_head.weight.clone()
+    with torch.no_grad():
+        old = linear_token_logprobs(
+            hidden_states(model, sequences), head_weight(lm_head), responses
+        )
+    for step in range(steps):
+        out = linear_ppo_loss(
+            hidden_states(model, sequences), head_weight(lm_head), responses, old, advantages
+        )
+        optimizer.zero_grad()
+        out.loss.backward()
+        optimizer.step()
+        if step % 10 == 0 or step == steps - 1:
+            clipped = out.metrics["clip_fraction"]
+            print(f"step {step:3d}   loss {out.loss:.3f}   clipped {clipped:.1%}", flush=True)
+    with torch.no_grad():
+        merged = model.merge_and_unload()
+        now = token_logprobs(merged(sequences).logits[:, PROMPT - 1 : -1], responses)
+    moved = (head_weight(merged.lm_head) - frozen).abs().max()
+    print(f"merged: the head moved by up to {moved:.3f}", end="; ")
+    print(f"good tokens {(now - old)[advantages > 0].mean():+.3f} nats", end=", ")
+    print(f"bad ones {(now - old)[advantages < 0].mean():+.3f}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=31)
+    options = parser.parse_args()
+    policy = adapted()
+    prompts = draw_prompts(EPISODES, torch.device("cpu"))
+    answers = policy.generate(input_ids=prompts, do_sample=True, top_k=0, max_new_tokens=RESPONSE)
+    compare(policy, answers)
+    refuse("DoRA", use_dora=True)
+    refuse("dropout", lora_dropout=0.1)
+    train(policy, answers, options.steps)

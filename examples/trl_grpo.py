@@ -1,0 +1,141 @@
+"""FastPPO's loss in TRL's GRPOTrainer, beside TRL's own: the same run, and the memory of its loss.
+
+    pip install "trl==1.12.*" requests
+    python examples/trl_grpo.py
+
+Two trainers with the same options, first weights and seed answer the same prompts. The import is
+the only line that differs. On a GPU the peak is CUDA's; on a CPU it is counted from the allocations
+of one more loss and its gradient, at a vocabulary that makes the logits the largest thing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.profiler import ProfilerActivity, profile
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    set_seed,
+)
+
+from fastppo.integrations.trl import GRPOTrainer
+
+VOCABULARY, PROMPT, RESPONSE, GROUP, ROWS = 16384, 4, 16, 8, 32
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Tokens t0, t1, …; no response ends early."""
+    names = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, VOCABULARY)}
+    words = Tokenizer(models.WordLevel(names, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+
+
+def policy() -> LlamaForCausalLM:
+    """The first weights of both, and of their reference."""
+    set_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    return LlamaForCausalLM(config)
+
+
+def even(completion_ids: list[list[int]], **others: Any) -> list[float]:
+    """The reward: the share of even tokens."""
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def train(kind: type, steps: int, folder: str) -> Any:
+    """A run of one of the trainers, from the model that is saved in the folder."""
+    prompts = torch.randint(2, VOCABULARY, (ROWS, PROMPT), generator=torch.manual_seed(1)).tolist()
+    rows = Dataset.from_dict({"prompt": [" ".join(f"t{i}" for i in row) for row in prompts]})
+    options = trl.GRPOConfig(
+        output_dir=folder,
+        max_steps=steps,
+        per_device_train_batch_size=ROWS,
+        gradient_accumulation_steps=2,
+        num_generations=GROUP,
+        num_iterations=2,  # two optimiser steps on each generation: the second one clips
+        max_completion_length=RESPONSE,
+        beta=0.02,
+        use_bias_correction_kl=False,  # else FastPPO's statistics, and TRL's loss of them
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        bf16=torch.cuda.is_available(),
+        gradient_checkpointing=False,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=0,
+    )
+    trainer = kind(
+        model=folder,
+        reward_funcs=even,
+        args=options,
+        train_dataset=rows,
+        processing_class=tokenizer(),
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return trainer
+
+
+def loss_memory(trainer: Any) -> int:
+    """Bytes at the peak of one more loss and its gradient, above what was there before."""
+    (inputs, *_), model = trainer._buffered_inputs, trainer.model
+    model.zero_grad()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        trainer._compute_loss(model, inputs).backward()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        trainer._compute_loss(model, inputs).backward()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def main(steps: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        policy().save_pretrained(folder)
+        theirs, ours = (train(kind, steps, folder) for kind in (trl.GRPOTrainer, GRPOTrainer))
+    print("step   loss: TRL, FastPPO   clipped             KL                  entropy")
+    names = ("loss", "clip_ratio/region_mean", "kl", "entropy")
+    for a, b in zip(theirs.state.log_history, ours.state.log_history, strict=True):
+        if "loss" in a:
+            cells = (f"{a[name]:8.5f} {b[name]:8.5f}" for name in names)
+            print(f"{a['step']:4d}   " + "   ".join(cells))
+    pairs = zip(theirs.model.parameters(), ours.model.parameters(), strict=True)
+    off = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    print(f"largest difference of a weight after {steps} steps: {off:.1e}")
+    for name, trainer in (("TRL", theirs), ("FastPPO", ours)):
+        print(
+            f"memory of the loss and its gradient, {name:8s} {loss_memory(trainer) / 1e6:6.1f} MB"
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=8)
+    main(**vars(parser.parse_args()))

@@ -1,0 +1,1 @@
+"""The losses inside other trainers: one module a package, which it needs to be installed."""

@@ -1,0 +1,192 @@
+"""FastPPO's loss and statistics in TRL's GRPOTrainer.
+
+    from fastppo.integrations.trl import GRPOTrainer  # in place of: from trl import GRPOTrainer
+
+It is TRL's trainer with TRL's options, metrics and files. What needs the lm-head comes from hidden
+states and its weight, so that the `[B, T, V]` logits are never whole:
+
+- logprobs and entropy, of the policy, the old and the reference policy, from
+  `fastppo.linear_token_stats`. Every loss of TRL's is made of them: 8·N·H·V FLOP with its gradient;
+- the whole loss from `fastppo.linear_ppo_loss`, 6·N·H·V, where it is PPO's clipped one with ratios
+  by token, and the batch has old logprobs, as it has with more than one optimiser step to a
+  generation.
+
+Soft-caps and scales of the logits and adapters on the lm-head are computed. Models that get images,
+virtual tokens of a prompt, a load-balancing loss or an lm-head in fp32 under lower precision go
+TRL's way, with all logits. Tested with TRL 1.12.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import trl
+from torch import Tensor
+from trl.models.utils import _ForwardRedirection
+from trl.trainer.utils import nanmax, nanmin
+
+from fastppo.functional.losses import PPOLoss, head_weight, linear_ppo_loss
+from fastppo.models.head import Head
+
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo")
+"""Loss types that differ from one another in the weights of tokens alone."""
+
+IMAGES = ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids")
+"""What a batch has beside token ids where a model sees images."""
+
+
+class GRPOTrainer(trl.GRPOTrainer):
+    """TRL's GRPOTrainer with FastPPO's loss and statistics; its arguments are TRL's."""
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        images = any(value is not None for name, value in inputs.items() if name in IMAGES)
+        if images or not _is_fused(self, inputs):
+            return super()._compute_loss(model, inputs)
+        plain = self.accelerator.unwrap_model(model)
+        # Through the wrapper's forward, in which FSDP and DeepSpeed gather the weights.
+        return _ForwardRedirection()(model, plain, self._fused_loss, plain, inputs)
+
+    def _fused_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        mask = inputs["completion_mask"]
+        if "tool_mask" in inputs:
+            mask = mask * inputs["tool_mask"]
+        mask, tokens = mask.bool(), inputs["completion_ids"]
+        hidden = self._get_last_hidden_state(
+            model,
+            torch.cat([inputs["prompt_ids"], tokens], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            tokens.shape[1],
+        )
+        head, old_logprobs = _head_of(model), inputs["old_per_token_logps"]
+        advantages = inputs["advantages"]
+        if advantages.dim() == 1:
+            advantages = advantages.unsqueeze(1)
+        advantages = advantages.expand_as(mask)
+        importance_weights = None
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            importance_weights = inputs["importance_sampling_ratio"].expand_as(mask)
+        aggregation, denominator = self._weights(mask, inputs)
+        out = linear_ppo_loss(
+            hidden,
+            head.weight,
+            tokens,
+            old_logprobs,
+            advantages,
+            mask,
+            bias=head.bias,
+            **head.transform,
+            clip_ratio=(self.epsilon_low, self.epsilon_high),
+            dual_clip=self.args.delta,
+            ref_logprobs=inputs["ref_per_token_logps"] if self.beta else None,
+            kl_coef=self.beta,
+            temperature=self.temperature,
+            importance_weights=importance_weights,
+            aggregation=aggregation,
+            denominator=denominator,
+        )
+        self._report(out, old_logprobs, advantages, mask)
+        return out.loss
+
+    def _weights(self, mask: Tensor, inputs: dict[str, Any]) -> tuple[str, Tensor | float]:
+        """(aggregation, denominator) of `loss_type`, the microbatches of a step included."""
+        steps = self.current_gradient_accumulation_steps if self.model.training else 1
+        if self.loss_type == "grpo":
+            return "seq-mean-token-mean", float(len(mask) * steps)
+        if self.loss_type == "bnpo":
+            return "token-mean", mask.sum().clamp(min=1) * steps
+        if self.loss_type == "dr_grpo":
+            return "token-mean", float(len(mask) * self.max_completion_length * steps)
+        tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
+        if self.model.training:  # of the whole generation: the share of one optimiser step
+            tokens = tokens * steps / self.args.steps_per_generation
+        return "token-mean", tokens
+
+    def _report(self, out: PPOLoss, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> None:
+        """TRL's metrics, by its names."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        ratio = torch.exp(torch.where(mask, out.logprobs - old_logprobs, 0.0))
+        low = (ratio < 1 - self.epsilon_low) & (advantages < 0)
+        high = (ratio > 1 + self.epsilon_high) & (advantages > 0)
+        means = {
+            "kl": out.kl,
+            "entropy": out.entropy,
+            "clip_ratio/low_mean": low,
+            "clip_ratio/high_mean": high,
+            "clip_ratio/region_mean": low | high,
+        }
+        sums = torch.stack([(x.float() * mask).sum() for x in (*means.values(), mask)])
+        *totals, tokens = self.accelerator.reduce(sums, reduction="sum").tolist()
+        for name, total in zip(means, totals, strict=True):
+            if name != "kl" or self.beta:
+                metrics[name].append(total / max(tokens, 1.0))
+        of_sequences = torch.stack([(x * mask).sum(1) / mask.sum(1) for x in (low, high)], dim=1)
+        lows, highs = self.accelerator.gather(of_sequences).unbind(1)
+        metrics["clip_ratio/low_min"].append(nanmin(lows).item())
+        metrics["clip_ratio/high_max"].append(nanmax(highs).item())
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(logprobs, entropies [B, T], None), so many sequences at a time; differentiable."""
+        if _needs_logits(self) or any(x is not None and x is not False for x in others.values()):
+            return super()._get_per_token_logps_and_entropies(
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size,
+                compute_entropy,
+                **others,
+            )
+        plain = self.accelerator.unwrap_model(model)
+
+        def statistics(ids: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = self._get_last_hidden_state(plain, ids, attended, logits_to_keep)
+            stats = _head_of(plain).token_stats(
+                hidden, ids[:, -logits_to_keep:], temperature=self.temperature
+            )
+            return stats.logprobs, stats.entropy
+
+        size = batch_size or len(input_ids)
+        parts = [
+            _ForwardRedirection()(model, plain, statistics, ids, attended)
+            for ids, attended in zip(input_ids.split(size), attention_mask.split(size), strict=True)
+        ]
+        logprobs, entropies = (torch.cat(each) for each in zip(*parts, strict=True))
+        return logprobs, entropies if compute_entropy else None, None
+
+
+def _head_of(model: Any) -> Head:
+    """The model's head, with the adapters that are on it."""
+    return Head.of(model)._replace(weight=head_weight(model.get_output_embeddings()))
+
+
+def _needs_logits(trainer: Any) -> bool:
+    """Whether the model's logits are not its lm-head's weight times the trunk's states."""
+    adapters = getattr(trainer.model, "peft_config", {}).values()
+    return trainer.args.cast_lm_head_to_fp32 or any(x.is_prompt_learning for x in adapters)
+
+
+def _is_fused(trainer: Any, inputs: dict[str, Any]) -> bool:
+    """Whether a batch's loss is `linear_ppo_loss`."""
+    args = trainer.args
+    return (
+        trainer.loss_type in CLIPPED
+        and trainer.importance_sampling_level == "token"
+        and inputs.get("old_per_token_logps") is not None
+        and not (trainer.beta and args.use_bias_correction_kl)
+        and (args.delta is None or args.delta >= 1 + trainer.epsilon_high)
+        and not trainer._entropy_bonus_enabled  # TRL weighs it otherwise than the loss
+        and trainer.top_entropy_quantile == 1.0
+        and trainer.off_policy_mask_threshold is None
+        and not trainer.aux_loss_enabled
+        and not _needs_logits(trainer)
+    )

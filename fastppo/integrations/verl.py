@@ -1,0 +1,175 @@
+"""FastPPO's functions inside verl: importing this module puts them there.
+
+    VERL_USE_EXTERNAL_MODULES=fastppo.integrations.verl python -m verl.trainer.main_ppo \\
+        actor_rollout_ref.model.use_fused_kernels=true \\
+        actor_rollout_ref.actor.policy_loss.loss_mode=fastppo …
+
+verl imports the modules of that variable in its driver and in its workers. Then
+
+- `use_fused_kernels` takes logprobs and entropy from `fastppo.linear_token_stats`, in place of
+  verl's `FusedLinearForPPO`;
+- `loss_mode: fastppo` is `fastppo.policy_loss` under verl's names for clips and aggregation;
+- `adv_estimator: gae` is `fastppo.gae` and `fastppo.whiten`.
+
+verl forms the loss after the model's forward pass, so its fused head computes the logits again in
+its backward pass, and so does ours: 8·N·H·V FLOP, where `fastppo.linear_ppo_loss` has 6. Tested
+with verl 0.9.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import verl.utils.experimental.torch_functional as verl_fused
+from torch import Tensor, nn
+from verl.trainer.ppo import core_algos
+
+from fastppo.functional import losses
+from fastppo.functional.advantages import gae, whiten
+from fastppo.functional.statistics import linear_token_stats
+
+LOSS_MODE = "fastppo"
+MODES = (
+    *("token-mean", "token-sum"),
+    *("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+)
+"""verl's aggregations of a loss over tokens."""
+
+
+class FusedLinearForPPO(nn.Module):
+    """verl's module of that name: logprobs and entropy of a lm-head without its logits.
+
+    Args:
+        chunk_size: rows of logits held at once; None leaves it to FastPPO.
+    """
+
+    def __init__(self, chunk_size: int | None = None, **_: Any) -> None:
+        super().__init__()
+        self.chunk_size = chunk_size
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        vocab_weights: Tensor,
+        input_ids: Tensor,
+        temperature: float | Tensor = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """hidden_states (..., H), vocab_weights [V, H], input_ids (...): logprobs and entropy
+        (...), fp32, nats, differentiable. temperature: one number, or one per token."""
+        tokens = input_ids.long()
+        if isinstance(temperature, Tensor):
+            one = temperature.numel() == 1
+            temperature = temperature.reshape(() if one else tokens.shape)
+        stats = linear_token_stats(
+            hidden_states,
+            vocab_weights,
+            tokens,
+            chunk_size=self.chunk_size,
+            temperature=temperature,
+        )
+        return stats.logprobs, stats.entropy
+
+
+def policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """verl's "vanilla" loss, dual clip included: (loss (), metrics by verl's names).
+
+    Args:
+        old_log_prob, log_prob, advantages, response_mask, rollout_is_weights: [B, T].
+        config: verl's ActorConfig.
+
+    Raises:
+        ValueError: an aggregation that verl has none of.
+    """
+    mask = response_mask.bool()
+    clips = (config.clip_ratio_low, config.clip_ratio_high)
+    low, high = (config.clip_ratio if clip is None else clip for clip in clips)
+    dual = config.get("clip_ratio_c", 3.0)
+    aggregation, denominator = _aggregation(loss_agg_mode, mask, **config.global_batch_info)
+    loss = losses.policy_loss(
+        log_prob,
+        old_log_prob,
+        advantages,
+        mask,
+        clip_ratio=(low, high),
+        dual_clip=dual,
+        importance_weights=rollout_is_weights,
+        aggregation=aggregation,
+        denominator=denominator,
+    )
+    with torch.no_grad():
+        difference = torch.where(mask, log_prob - old_log_prob, 0.0).clamp(-20.0, 20.0)
+        ratio = difference.exp()
+        clipped = torch.where(advantages > 0, ratio > 1 + high, ratio < 1 - low)
+        shares = {
+            "actor/pg_clipfrac": clipped & (advantages != 0),
+            "actor/ppo_kl": -difference,
+            "actor/pg_clipfrac_lower": (advantages < 0) & (ratio > dual),
+        }
+        tokens = mask.sum().clamp(min=1)
+        metrics = {name: ((x * mask).sum() / tokens).item() for name, x in shares.items()}
+    return loss, metrics
+
+
+def _aggregation(
+    mode: str,
+    mask: Tensor,
+    *,
+    dp_size: int = 1,
+    batch_num_tokens: Any = None,
+    global_batch_size: Any = None,
+    loss_scale_factor: Any = None,
+) -> tuple[str, Any]:
+    """(aggregation, denominator) of verl's `agg_loss`: a mean over all ranks, times their number,
+    by which FSDP divides."""
+    tokens, sequences = batch_num_tokens, global_batch_size
+    needed = tokens if mode == "token-mean" else sequences
+    if dp_size > 1 and needed is None and mode != "token-sum":
+        name = "batch_num_tokens" if mode == "token-mean" else "global_batch_size"
+        raise ValueError(f"{name} must be that of all {dp_size} ranks, got None")
+    if tokens is None:
+        tokens = mask.sum().clamp(min=1)
+    if sequences is None:
+        sequences = mask.any(-1).sum().clamp(min=1)
+    if mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
+        return mode, (tokens if mode == "token-mean" else sequences) / dp_size
+    if mode == "seq-mean-token-sum-norm":
+        return "seq-mean-token-sum", sequences * (loss_scale_factor or mask.shape[-1]) / dp_size
+    if mode == "token-sum":
+        return mode, 1 / dp_size
+    raise ValueError(f"loss_agg_mode must be one of {', '.join(MODES)}, got {mode!r}")
+
+
+def gae_advantage_return(
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float | Tensor,
+    lam: float | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """verl's `compute_gae_advantage_return`: (whitened advantages, returns), [B, T] fp32 each.
+
+    What verl leaves behind a response's end is 0 here.
+    """
+    mask = response_mask.bool()
+    advantages, returns = gae(token_level_rewards, values, mask, gamma=gamma, lam=lam)
+    return whiten(advantages, mask), returns
+
+
+def install() -> None:
+    """Puts all three in their places; importing this module has done so."""
+    verl_fused.FusedLinearForPPO = FusedLinearForPPO
+    core_algos.register_policy_loss(LOSS_MODE)(policy_loss)
+    core_algos.compute_gae_advantage_return = gae_advantage_return
+    core_algos.ADV_ESTIMATOR_REGISTRY["gae"] = gae_advantage_return
+
+
+install()

@@ -1,0 +1,220 @@
+"""FastPPO's loss in TRL's GRPOTrainer against TRL's own: loss, gradients, metrics, in fp32.
+
+Tolerance: sums of some hundred terms of order 1 in another order, 1e-6 of the largest number.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from allocations import allocations
+from datasets import Dataset
+from torch import Tensor
+from transformers import LlamaConfig
+
+pytest.importorskip("requests", reason="TRL 1.12 imports requests and does not ask for it")
+trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.12.*")
+adapter = pytest.importorskip("fastppo.integrations.trl")
+
+pytestmark = pytest.mark.filterwarnings("default")  # TRL's are its own affair
+
+B, PROMPT, T, VOCABULARY = 6, 5, 7, len(tiny.VOCABULARY)
+
+
+def trainer(kind: type, folder: Path, model: Any = "llama", **options: Any) -> Any:
+    peft_config = options.pop("peft_config", None)
+    config = trl.GRPOConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=B,
+        num_generations=2,
+        max_completion_length=T + 2,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        **options,
+    )
+    made = kind(
+        # By path, from which TRL makes the reference policy too.
+        model=tiny.saved_model(folder / model, model) if isinstance(model, str) else model,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": ["w1 w2"] * 8}),
+        processing_class=tiny.tokenizer(),
+        peft_config=peft_config,
+    )
+    made.current_gradient_accumulation_steps = 2
+    made.model.train()
+    return made
+
+
+def inputs_of(theirs: Any, *, old: bool = True, tool: bool = False) -> dict[str, Tensor]:
+    """Prompts padded left, completions padded right, and logprobs some way off the policy's."""
+    g = torch.Generator().manual_seed(0)
+    prompt_mask = (torch.arange(PROMPT) >= torch.randint(0, 4, (B, 1), generator=g)).long()
+    lengths = torch.tensor([[7], [3], [1], [5], [7], [4]])
+    completion_mask = (torch.arange(T) < lengths).long()
+    inputs = {
+        "prompt_ids": torch.randint(3, VOCABULARY, (B, PROMPT), generator=g) * prompt_mask,
+        "prompt_mask": prompt_mask,
+        "completion_ids": torch.randint(3, VOCABULARY, (B, T), generator=g) * completion_mask,
+        "completion_mask": completion_mask,
+        "advantages": torch.randn(B, generator=g),
+        "num_items_in_batch": torch.tensor(2 * int(lengths.sum())),
+        "importance_sampling_ratio": torch.rand(B, T, generator=g) + 0.5,
+    }
+    if tool:
+        inputs["tool_mask"] = (torch.rand(B, T, generator=g) < 0.7).long()
+    with torch.no_grad():
+        logps, _, _ = trl.GRPOTrainer._get_per_token_logps_and_entropies(
+            theirs,
+            theirs.model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([prompt_mask, completion_mask], dim=1),
+            T,
+        )
+    if old:
+        inputs["old_per_token_logps"] = logps + 0.3 * torch.randn(B, T, generator=g)
+    inputs["ref_per_token_logps"] = logps + 0.3 * torch.randn(B, T, generator=g)
+    return inputs
+
+
+def results(made: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, list[Tensor], dict[str, float]]:
+    """(loss, gradients, metrics)."""
+    made.model.zero_grad()
+    made._metrics["train"].clear()
+    loss = made._compute_loss(made.model, inputs)
+    loss.backward()
+    gradients = [p.grad for p in made.model.parameters() if p.requires_grad]
+    metrics = {name: value for name, (value,) in made._metrics["train"].items()}
+    return loss.detach(), gradients, metrics
+
+
+def assert_agree(
+    folder: Path, is_fused: bool, *, inputs: dict[str, Any] | None = None, **options: Any
+) -> None:
+    vllm = options.pop("vllm", False)
+    options = {"use_bias_correction_kl": False} | options
+    both = [trainer(kind, folder, **options) for kind in (trl.GRPOTrainer, adapter.GRPOTrainer)]
+    for (name, theirs), (_, ours) in zip(
+        both[0].model.named_parameters(), both[1].model.named_parameters(), strict=True
+    ):
+        if "lora_B" in name:  # zero at first
+            torch.nn.init.normal_(theirs, std=0.3)
+        ours.data.copy_(theirs.data)
+    for each in both:
+        each.use_vllm = vllm  # its import alone would need vLLM
+    batch = inputs_of(both[0], **(inputs or {}))
+    assert adapter._is_fused(both[1], batch) == is_fused
+    (loss, gradients, metrics), (found, ours, reported) = (results(each, batch) for each in both)
+    torch.testing.assert_close(found, loss, rtol=1e-6, atol=1e-6)
+    largest = max(float(g.abs().max()) for g in gradients)
+    assert largest > 0
+    assert len(ours) == len(gradients)
+    for mine, wanted in zip(ours, gradients, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-6 * max(1.0, largest))
+    assert reported == pytest.approx(metrics, abs=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", adapter.CLIPPED)
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_clipped_loss_is_trls(loss_type: str, beta: float, tmp_path: Path) -> None:
+    assert_agree(tmp_path, True, loss_type=loss_type, beta=beta, temperature=0.7, epsilon_high=0.28)
+
+
+@pytest.mark.parametrize(
+    ("options", "inputs"),
+    [({"delta": 1.3}, {}), ({"vllm": True, "beta": 0.1}, {}), ({}, {"tool": True})],
+    ids=["delta", "importance-weights", "tool-mask"],
+)
+def test_what_changes_a_clipped_loss_changes_it_alike(
+    options: dict[str, Any], inputs: dict[str, Any], tmp_path: Path
+) -> None:
+    assert_agree(tmp_path, True, inputs=inputs, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": "cispo"},
+        {"loss_type": "sapo"},
+        {"importance_sampling_level": "sequence"},
+        {"beta": 0.1, "use_bias_correction_kl": True},
+        {"entropy_coef": 0.05},
+        {"entropy_coef": 0.05, "use_adaptive_entropy": True},
+        {"top_entropy_quantile": 0.5},
+        {"off_policy_mask_threshold": 0.01},
+        {"delta": 1.1},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_other_losses_are_trls_from_statistics(options: dict[str, Any], tmp_path: Path) -> None:
+    assert_agree(tmp_path, False, **options)
+
+
+def test_without_old_logprobs_the_ratio_is_one(tmp_path: Path) -> None:
+    assert_agree(tmp_path, False, inputs={"old": False})
+
+
+def test_an_lm_head_in_fp32_goes_trls_way(tmp_path: Path) -> None:
+    assert_agree(tmp_path, False, cast_lm_head_to_fp32=True)
+
+
+@pytest.mark.parametrize("model", ["qwen2", "gemma2", "cohere", "phi"])
+def test_tied_capped_scaled_and_biased_heads_are_as_in_the_model(
+    model: str, tmp_path: Path
+) -> None:
+    assert_agree(tmp_path, True, model=model, beta=0.1)
+
+
+def test_adapters_on_the_head_get_their_gradient(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], lora_alpha=8)
+    assert_agree(tmp_path, True, peft_config=lora)
+
+
+def test_logprobs_of_old_and_reference_policy_are_trls(tmp_path: Path) -> None:
+    theirs, ours = (
+        trainer(kind, tmp_path, temperature=0.7) for kind in (trl.GRPOTrainer, adapter.GRPOTrainer)
+    )
+    ids = torch.randint(3, VOCABULARY, (B, PROMPT + T))
+    operands = (ids, torch.ones_like(ids), T, 4)  # at most four sequences at a time
+    with torch.no_grad():
+        wanted = theirs._get_per_token_logps_and_entropies(
+            theirs.model, *operands, compute_entropy=True, num_images=None
+        )
+        found = ours._get_per_token_logps_and_entropies(
+            ours.model, *operands, compute_entropy=True, num_images=None
+        )
+    for mine, other in zip(found[:2], wanted[:2], strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=2e-6)
+    assert found[2] is wanted[2] is None
+
+
+def test_an_evaluation_has_trls_loss(tmp_path: Path) -> None:
+    both = [trainer(kind, tmp_path) for kind in (trl.GRPOTrainer, adapter.GRPOTrainer)]
+    batch = inputs_of(both[0])
+    losses = []
+    for each in both:
+        each.model.eval()
+        with torch.no_grad():
+            losses.append(each._compute_loss(each.model, batch))
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("old", [True, False], ids=["loss", "statistics"])
+def test_fewer_copies_of_the_logits_are_held(old: bool, tmp_path: Path) -> None:
+    """Bytes that the loss and its gradient allocate, where logits are the largest thing."""
+    vocabulary = 20_000
+    peaks, whole = {}, B * T * vocabulary * 4
+    for kind in (trl.GRPOTrainer, adapter.GRPOTrainer):
+        config = tiny.CONFIGS["llama"]().to_dict() | {"vocab_size": vocabulary, "hidden_size": 8}
+        model = tiny.model_of(LlamaConfig(**config | {"architectures": None}))
+        made = trainer(kind, tmp_path, model=model)
+        batch = inputs_of(made, old=old)
+        peaks[kind] = allocations(lambda m=made, b=batch: m._compute_loss(m.model, b).backward())[1]
+    # Statistics form a chunk's logits again; so few rows as here are one chunk.
+    assert peaks[adapter.GRPOTrainer] < (3 if old else 5) * whole < peaks[trl.GRPOTrainer]

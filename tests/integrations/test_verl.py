@@ -1,0 +1,176 @@
+"""FastPPO's functions inside verl against verl's own: values and gradients, in fp32.
+
+Tolerance: sums of some hundred terms of order 1 in another order, 1e-6 of the largest number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from allocations import allocations
+from torch import Tensor
+
+pytest.importorskip("verl", reason="verl is not installed: docs/from-verl.md")
+core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
+fused = pytest.importorskip("verl.utils.experimental.torch_functional")
+THEIRS = {  # before ours take their places
+    "linear": fused.FusedLinearForPPO,
+    "gae": core_algos.compute_gae_advantage_return,
+}
+adapter = pytest.importorskip("fastppo.integrations.verl")
+workers = pytest.importorskip("verl.workers.config")
+
+pytestmark = pytest.mark.filterwarnings("default")  # verl's are its own affair
+
+B, T, H, V = 5, 9, 16, 37
+GLOBAL = {"dp_size": 2, "batch_num_tokens": 61, "global_batch_size": 12, "loss_scale_factor": 7}
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(
+        found, wanted, rtol=0, atol=1e-6 * max(1.0, float(wanted.abs().max()))
+    )
+
+
+def mask_of(lengths: tuple[int, ...] = (9, 4, 1, 7, 6)) -> Tensor:
+    mask = (torch.arange(T) < torch.tensor(lengths)[:, None]).float()
+    mask[0, 3:5] = 0.0  # what a tool wrote
+    return mask
+
+
+def config(**options: Any) -> Any:
+    return workers.ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **options
+    )
+
+
+# ------------------------------------------------------------------------------- the fused lm-head
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, torch.tensor(0.7), torch.tensor([0.7])])
+@pytest.mark.parametrize("shape", [(B * T,), (1, B * T)], ids=["flat", "packed"])
+def test_the_fused_head_is_verls(shape: tuple[int, ...], temperature: float | Tensor) -> None:
+    hidden, weight = torch.randn(*shape, H), torch.randn(V, H) / 4
+    tokens = torch.randint(V, shape)
+    upstream = torch.randn(2, *shape)
+    results = []
+    for kind in (THEIRS["linear"], fused.FusedLinearForPPO):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logprobs, entropy = kind(chunk_size=16)(h, w, tokens, temperature)
+        (logprobs * upstream[0] + entropy * upstream[1]).sum().backward()
+        results.append((logprobs.detach(), entropy.detach(), h.grad, w.grad))
+    for found, wanted in zip(results[1], results[0], strict=True):
+        close(found, wanted)
+
+
+def test_a_temperature_per_token_is_verls() -> None:
+    hidden, weight, tokens = torch.randn(B * T, H), torch.randn(V, H), torch.randint(V, (B * T,))
+    temperature = torch.rand(B * T) + 0.5
+    found = fused.FusedLinearForPPO()(hidden, weight, tokens, temperature)
+    for mine, wanted in zip(found, _by_hand(hidden, weight, tokens, temperature), strict=True):
+        close(mine, wanted)
+
+
+def _by_hand(
+    hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor]:
+    logp = torch.log_softmax(hidden @ weight.T / temperature[:, None], -1)
+    return logp.gather(-1, tokens[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
+
+
+def test_the_fused_head_allocates_less() -> None:
+    n, vocabulary = 512, 4000
+    peaks = []
+    for kind in (THEIRS["linear"], fused.FusedLinearForPPO):
+        hidden = torch.randn(n, H, requires_grad=True)
+        weight = torch.randn(vocabulary, H, requires_grad=True)
+        tokens = torch.randint(vocabulary, (n,))
+
+        def work(kind: Any = kind, h: Tensor = hidden, w: Tensor = weight, t: Any = tokens) -> None:
+            logprobs, entropy = kind()(h, w, t)
+            (logprobs - 0.01 * entropy).sum().backward()
+
+        peaks.append(allocations(work)[1])
+    assert peaks[1] < peaks[0] / 2
+
+
+# ---------------------------------------------------------------------------------- the policy loss
+
+
+@pytest.mark.parametrize("mode", adapter.MODES)
+@pytest.mark.parametrize("info", [{}, GLOBAL], ids=["of-the-batch", "of-all-ranks"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
+def test_the_policy_loss_is_verls(mode: str, info: dict[str, Any], weighted: bool) -> None:
+    mask, advantages = mask_of(), 3 * torch.randn(B, T)
+    logprobs = torch.randn(B, T) - 2
+    old = logprobs + torch.randn(B, T)  # beyond the clips, and beyond the dual clip
+    options = config(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=2.0)
+    options.global_batch_info.update(info)
+    weights = torch.rand(B, T) + 0.5 if weighted else None
+    results = []
+    for name in ("vanilla", adapter.LOSS_MODE):
+        new = logprobs.clone().requires_grad_()
+        loss, metrics = core_algos.get_policy_loss_fn(name)(
+            old_log_prob=old,
+            log_prob=new,
+            advantages=advantages,
+            response_mask=mask,
+            loss_agg_mode=mode,
+            config=options,
+            rollout_is_weights=weights,
+        )
+        loss.backward()
+        results.append((loss.detach(), new.grad, metrics))
+    (wanted, gradient, metrics), (found, mine, reported) = results
+    close(found, wanted)
+    close(mine, gradient)
+    assert float(gradient.abs().max()) > 0
+    assert reported == pytest.approx(metrics, abs=1e-6)
+    assert reported["actor/pg_clipfrac_lower"] > 0
+
+
+def test_an_aggregation_that_verl_has_not_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"loss_agg_mode must be one of token-mean, .* got 'mean'"):
+        adapter.policy_loss(*torch.zeros(4, B, T), loss_agg_mode="mean", config=config())
+
+
+def test_a_mean_over_ranks_without_their_number_of_tokens_is_refused() -> None:
+    options = config()
+    options.global_batch_info["dp_size"] = 2
+    with pytest.raises(ValueError, match="batch_num_tokens must be that of all 2 ranks, got None"):
+        adapter.policy_loss(*torch.zeros(3, B, T), mask_of(), config=options)
+
+
+# -------------------------------------------------------------------------------------- advantages
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.99, 1.0), (0.9, 0.0)])
+def test_advantages_are_verls(gamma: float, lam: float) -> None:
+    mask = mask_of()
+    rewards, values = torch.randn(B, T) * mask, torch.randn(B, T)
+    wanted = THEIRS["gae"](rewards, values, mask, gamma, lam)
+    found = core_algos.compute_gae_advantage_return(rewards, values, mask, gamma, lam)
+    for mine, other in zip(found, wanted, strict=True):
+        close(mine, other * mask)
+
+
+def test_verls_compute_advantage_calls_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = pytest.importorskip("verl.trainer.ppo.ray_trainer")
+    verl = pytest.importorskip("verl")
+    mask = mask_of()
+    batch = {
+        "token_level_rewards": torch.randn(B, T) * mask,
+        "values": torch.randn(B, T),
+        "response_mask": mask,
+    }
+    results = []
+    for function in (THEIRS["gae"], adapter.gae_advantage_return):
+        monkeypatch.setattr(core_algos, "compute_gae_advantage_return", function)
+        data = verl.DataProto.from_dict(dict(batch))
+        done = trainer.compute_advantage(data, "gae", gamma=1.0, lam=0.95, config={})
+        results.append((done.batch["advantages"] * mask, done.batch["returns"] * mask))
+    for mine, other in zip(results[1], results[0], strict=True):
+        close(mine, other)
+    assert not torch.equal(results[0][0], torch.zeros(B, T))

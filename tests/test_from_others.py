@@ -1,0 +1,61 @@
+"""The pages for those who come from verl or OpenRLHF: our names and defaults are the code's."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from fastppo.ppo.config import PPOConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ["from-verl.md", "from-openrlhf.md"]
+OURS = {each.name for each in fields(PPOConfig)}
+NUMBER = re.compile(r"^-?[\d.]+(e-?\d+)?$")
+
+
+def rows(page: str, heading: str) -> list[list[str]]:
+    """The cells of the table under a heading, without its head."""
+    section = (ROOT / "docs" / page).read_text("utf-8").split(f"## {heading}\n")[1]
+    lines = [line for line in section.split("\n## ")[0].splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_options_of_the_page_exist_with_the_defaults_it_names(page: str) -> None:
+    defaults, compared = PPOConfig().to_dict(), 0
+    for _, here, _, shown in rows(page, "Options"):
+        names = re.findall(r"`(\w+)`", here)
+        assert set(names) <= OURS, here
+        for name, value in zip(names, shown.split(", "), strict=False):
+            if "×" in here or "/" in here or value == "required":
+                continue
+            wanted = defaults[name]
+            if NUMBER.match(value):
+                assert float(value) == wanted, here
+            elif value in ("true", "false"):
+                assert (value == "true") == wanted, here
+            else:
+                assert value == ("none" if wanted in (None, "", ()) else wanted), here
+            compared += 1
+    assert compared > 20
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_to_set_for_the_others_way_can_be_set(page: str) -> None:
+    for _, _, _, how in rows(page, "What differs in silence"):
+        for name in re.findall(r"`(\w+)", how):
+            assert name in OURS, how
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_command_of_the_page_has_options_that_exist(page: str) -> None:
+    (line,) = re.findall(
+        r"^\$ (fastppo train .*)$", (ROOT / "docs" / page).read_text("utf-8"), re.M
+    )
+    flags = [word.removeprefix("--") for word in shlex.split(line) if word.startswith("--")]
+    assert len(flags) > 8
+    assert set(flags) <= OURS
