@@ -370,7 +370,7 @@ def train_reward_model(
         return result | measure(trained)
     with unsharded(trainer.root):
         world.first(lambda: save(merged()))
-    return result | world.first(lambda: measure(load_classifier(str(run_dir)).to(device)))  # type: ignore[arg-type]
+    return result | world.first(lambda: measure(load_classifier(str(run_dir)).to(device)))  # type: ignore
 
 
 def _with_pad(model: PreTrainedModel, tokenizer: Any) -> Any:
