@@ -186,6 +186,7 @@ def test_ppos_sections_come_in_the_order_of_its_help() -> None:
         "Reference policy",
         "Value function",
         "Prompts",
+        "Curriculum",
         "Rewards",
         "Rollout",
         "Turns",
