@@ -137,9 +137,8 @@ class PPOTrainer:
         self.model, self.reference = parts.model, parts.reference
         self.tokenizer, self.optimizer, self._notes = parts.tokenizer, parts.optimizer, parts.notes
         self.engine, self.sampling, self.turns = parts.engine, parts.sampling, parts.turns
-        self.prompts, self.curriculum = parts.prompts, parts.curriculum
-        self.pretraining, self.scorer = parts.pretraining, parts.scorer
-        self.evaluation = parts.evaluation
+        self.prompts, self.curriculum, self.scorer = parts.prompts, parts.curriculum, parts.scorer
+        self.pretraining, self.evaluation = parts.pretraining, parts.evaluation
         self.state = RunState.of(config)
         self.callbacks = told = Callbacks(callbacks, config, world, self.say, **parts.of_callbacks)
         self.checkpoints = Checkpoints(config, self.state, parts, self.say, world, told.saved)
@@ -398,9 +397,8 @@ class PPOTrainer:
         minibatch = minibatch.weighted(options.aggregation)
         beta = self.state.policy_kl_control.coef
         given = minibatch, self.model, self.reference, self.optimizer, self.world
-        scaler = self.state.scaler
+        limits, scaler = options.limits(self.model.packing), self.state.scaler
         attempt = functools.partial(minibatch_gradient, *given, scaler, beta, warming_up, options)
-        limits = options.limits(self.model.packing)
         found = self._halving.run(attempt, limits)
         meter.microbatches(found)
         meter.dealt(minibatch.batch.lengths, self._halving.limits(limits), self.world)
