@@ -1,7 +1,7 @@
 """FastPPO's loss under Hugging Face accelerate: microbatches that add up to their minibatch.
 
     python examples/accelerate_loop.py
-    accelerate launch --num_processes 2 examples/accelerate_loop.py
+    ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 examples/accelerate_loop.py
 
 `accelerator.backward` divides each loss by the microbatches of a step, and several processes take
 the mean of their gradients. Responses differ in length, so a mean of means is not the mean over all
