@@ -61,7 +61,9 @@ def _seeded() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Under pytest-xdist, one process runs the tests of an `xdist_group`: they share what is dear
     to make."""
-    if getattr(config.option, "dist", None) == "load":
+    if hasattr(config, "workerinput"):
+        config.option.loadgroup = True  # a worker sees the command line alone
+    elif getattr(config.option, "dist", None) == "load":
         config.option.dist = "loadgroup"
 
 
