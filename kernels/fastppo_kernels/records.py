@@ -168,8 +168,9 @@ class Asked(NamedTuple):
 # ---------------------------------------------------------------------------- what the loss gives
 
 
-ELSEWHERE = -1
-"""The token of a row whose token is in another part of the vocabulary; `vocabulary.join`."""
+ELSEWHERE = -(2**62)
+"""The token of a row whose token is in another part of the vocabulary; `vocabulary.join`. Not −1,
+with which people pad: on a GPU, where no value is looked at, that gives NaN."""
 
 
 class TokenStats(NamedTuple):

@@ -55,6 +55,8 @@ def _shares(normalizer: Tensor, scale: float | Tensor) -> _Shares:
     log_share = torch.where(share > 0.5, torch.log1p(-rest), rare)
     # The largest part's has the most digits.
     log_sum = (mass - log_share).gather(0, share.argmax(0, keepdim=True))[0]
+    nothing = empty.all(0)
+    row_max, log_sum = (x.masked_fill(nothing, -math.inf) for x in (row_max, log_sum))
     return _Shares(row_max, log_sum, shift, log_share, empty)
 
 
@@ -78,6 +80,7 @@ def join(
 
     p_others = mean(each.p_others)
     at_token = (each.logprobs + policy.log_share).masked_fill(policy.empty, LOWEST).amax(0)
+    at_token = at_token.masked_fill(policy.empty.all(0), math.nan)
     kl, mean_gap, ref_normalizer = each.kl[0], each.mean_gap[0], each.ref_normalizer[0]
     if has_reference:
         ref = _shares(each.ref_normalizer, scale)

@@ -468,6 +468,8 @@ SIGNATURES: dict[Callable[..., Any], tuple[list[str], dict[str, Any], dict[str, 
         {"mask": None},
         {"bias": None, "chunk_size": None, **REFERENCE, **SOFTMAX, **AGGREGATION, **LOSS},
     ),
+    fastppo.combine_sums: (["total", "part"], {}, {}),
+    fastppo.loss_metrics: (["sums"], {}, {}),
     fastppo.token_logprobs: (["logits", "tokens"], {}, SOFTMAX),
     fastppo.token_stats: (["logits", "tokens"], {}, {"ref_logits": None, **SOFTMAX}),
     fastppo.linear_token_stats: (

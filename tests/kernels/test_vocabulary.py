@@ -6,6 +6,7 @@ logprob of a sure policy, are held to 1e-5 of themselves: digits that 1 − p do
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -242,8 +243,22 @@ def test_one_part_is_the_whole() -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-def test_other_negative_tokens_are_not_a_number_in_the_kernels() -> None:
+@pytest.mark.parametrize("token", [-1, -2, -100])
+def test_what_people_pad_with_is_not_a_number_in_the_kernels(token: int) -> None:
+    """Nobody looks at the values of a GPU's tokens: a wrong one must show."""
     logits, tokens = draw()
-    tokens[0] = -2
+    tokens[0] = token
     found = triton_rows.token_stats(logits.to(DEVICE), tokens.to(DEVICE), on_device(PLAIN))
     assert found.logprobs.isnan().tolist() == [True] + [False] * (N - 1)
+
+
+@BACKENDS
+def test_a_row_of_minus_infinity_alone_joins_to_what_it_is_in_one_piece(
+    backend: ModuleType,
+) -> None:
+    logits, tokens = draw()
+    logits[0] = -math.inf
+    joined = vocabulary.join(parts_of(CUTS["two parts"], backend, logits, tokens, PLAIN), PLAIN)
+    for name in ("logprobs", "entropy", "p_others"):
+        assert getattr(joined, name).isnan().tolist() == [True] + [False] * (N - 1)
+    assert joined.normalizer[0].tolist() == [-math.inf, -math.inf]
