@@ -61,7 +61,8 @@ def sampled_kl(difference: Tensor, estimator: str) -> Tensor:
 def normalizer(logits: Tensor, softmax: Softmax) -> Tensor:
     """[N, 2]: (row maximum, log Σ_j e^{(z_j − max z)/T}), −inf both of a row of −inf alone."""
     z, row_max = scores(logits, softmax)
-    log_sum = torch.logsumexp(z - z.amax(-1, keepdim=True).clamp(min=LOWEST), -1)
+    top = z.amax(-1, keepdim=True)
+    log_sum = torch.logsumexp(z - top.masked_fill(top == -torch.inf, 0.0), -1)
     return torch.stack([row_max, log_sum], -1).detach()
 
 
