@@ -31,7 +31,10 @@ def agilerl(function: Any, hidden: Tensor, weight: Tensor, *operands: Tensor) ->
     tokens, old, advantages = (x.view(8, -1) for x in operands)
     mask = torch.ones_like(old)
     given = (hidden.view(8, -1, H), weight, None, tokens, mask, advantages, None, old)
-    return function(*given, 0.0, 0.2, 0.2, 1.0, "token")[0]
+    # The chunk that LLMPPO hands over unless its user names one.
+    base = importlib.import_module("agilerl.algorithms.core.base")
+    chunk = base.LLMAlgorithm._resolve_fused_chunk_rows(len(weight))
+    return function(*given, 0.0, 0.2, 0.2, 1.0, "token", token_chunk_size=chunk)[0]
 
 
 def count(package: str) -> tuple[float, float]:

@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import tiny
 
 from fastppo.ppo.config import PPOConfig
 
@@ -59,3 +60,21 @@ def test_the_command_of_the_page_has_options_that_exist(page: str) -> None:
     flags = [word.removeprefix("--") for word in shlex.split(line) if word.startswith("--")]
     assert len(flags) > 8
     assert set(flags) <= OURS
+
+
+def test_verl_takes_the_command_of_its_page(tmp_path: Path) -> None:
+    """Composed with verl's own configs and checked as its trainer checks them before a run."""
+    pytest.importorskip("requests", reason="Ray imports requests and does not ask for it")
+    verl = pytest.importorskip("verl", reason="verl is not installed: docs/from-verl.md")
+    hydra = pytest.importorskip("hydra", reason="verl is not installed: docs/from-verl.md")
+    checks = pytest.importorskip("verl.utils.config")
+    page = (ROOT / "docs" / "from-verl.md").read_text("utf-8").split("## A run, moved\n")[1]
+    command = page.split("```bash\n")[1].split("```")[0]
+    command = command.replace("my-sft-model", tiny.saved_model(tmp_path / "model"))  # it is loaded
+    overrides = [word for word in shlex.split(command.replace("\\\n", " ")) if "=" in word]
+    assert len(overrides) > 10
+    configs = Path(verl.__file__).parent / "trainer" / "config"
+    with hydra.initialize_config_dir(str(configs), version_base=None):
+        config = hydra.compose("ppo_trainer", overrides)
+    assert config.actor_rollout_ref.rollout.name is not None
+    checks.validate_config(config, use_reference_policy=True, use_critic=True)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from agilerl.algorithms import ppo_llm, reinforce_llm
+from agilerl.algorithms.core.base import LLMAlgorithm
 from agilerl.algorithms.core.llm_ops import fused_loss
 from torch import Tensor
 
@@ -29,7 +30,7 @@ PLACES = (fused_loss, ppo_llm, reinforce_llm)
 THEIRS: Any = fused_loss.apply_fused_policy_loss
 _signature = inspect.signature(THEIRS)
 CHUNK = _signature.parameters["token_chunk_size"].default
-"""AgileRL's, in tokens; unless another is asked for, FastPPO chooses."""
+"""AgileRL's, in tokens, where it is given none."""
 
 
 @functools.wraps(THEIRS)
@@ -47,6 +48,8 @@ def apply_fused_policy_loss(*arguments: Any, **keywords: Any) -> tuple[Tensor, t
     if named["importance_sampling_level"] != "token" or old_logprobs is None:
         return THEIRS(*arguments, **keywords)
     mask, chunk = named["attention_mask"].bool(), named["token_chunk_size"]
+    # Both are AgileRL's choice, of which its algorithms hand over the second: FastPPO's is its own.
+    unasked = (CHUNK, LLMAlgorithm._resolve_fused_chunk_rows(len(named["head_w"])))
     out = linear_ppo_loss(
         named["policy_hidden"],
         named["head_w"],
@@ -60,7 +63,7 @@ def apply_fused_policy_loss(*arguments: Any, **keywords: Any) -> tuple[Tensor, t
         kl_coef=0.0 if ref_logprobs is None else beta,
         importance_weights=named["vllm_is_ratio"],
         temperature=named["temperature"],
-        chunk_size=None if chunk == CHUNK else chunk,
+        chunk_size=None if chunk in unasked else chunk,
     )
     if clamp is not None and bool((out.kl > clamp).any()):
         return THEIRS(*arguments, **keywords)

@@ -11,13 +11,16 @@ states and its weight, so that the `[B, T, V]` logits are never whole:
   by token, and the batch has old logprobs, as it has with more than one optimiser step to a
   generation.
 
-Soft-caps and scales of the logits and adapters on the lm-head are computed. Models that get images,
-virtual tokens of a prompt, a load-balancing loss or an lm-head in fp32 under lower precision go
-TRL's way, with all logits. Tested with TRL 1.12.
+Soft-caps and scales of the logits are computed, and heads that are trained or have LoRA adapters.
+TRL's way, with all logits, go models that get images, virtual tokens of a prompt, a load-balancing
+loss, an lm-head in fp32 under lower precision or one with dropout, DoRA or a bias in its adapters,
+and FSDP2 in mixed precision. Tested with TRL 1.12.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +30,7 @@ from trl.models.utils import _ForwardRedirection
 from trl.trainer.utils import nanmax, nanmin
 
 from fastppo.functional.losses import PPOLoss, head_weight, linear_ppo_loss
-from fastppo.models.head import Head
+from fastppo.models.head import Head, lm_head_of
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo")
 """Loss types that differ from one another in the weights of tokens alone."""
@@ -44,8 +47,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         if images or not _is_fused(self, inputs):
             return super()._compute_loss(model, inputs)
         plain = self.accelerator.unwrap_model(model)
-        # Through the wrapper's forward, in which FSDP and DeepSpeed gather the weights.
-        return _ForwardRedirection()(model, plain, self._fused_loss, plain, inputs)
+        return self._inside(model, lambda: self._fused_loss(plain, inputs))
+
+    def _inside(self, model: Any, function: Callable[[], Any]) -> Any:
+        """What the function returns, called where FSDP and DeepSpeed have gathered the weights: in
+        the wrapper's forward. It takes no arguments because a wrapper may round those to bf16."""
+        plain = self.accelerator.unwrap_model(model)
+
+        def called() -> Any:
+            with self.accelerator.autocast():  # which is on the model's own forward
+                return function()
+
+        return _ForwardRedirection()(model, plain, called)
 
     def _fused_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         mask = inputs["completion_mask"]
@@ -157,7 +170,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
         size = batch_size or len(input_ids)
         parts = [
-            _ForwardRedirection()(model, plain, statistics, ids, attended)
+            self._inside(model, functools.partial(statistics, ids, attended))
             for ids, attended in zip(input_ids.split(size), attention_mask.split(size), strict=True)
         ]
         logprobs, entropies = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -166,13 +179,27 @@ class GRPOTrainer(trl.GRPOTrainer):
 
 def _head_of(model: Any) -> Head:
     """The model's head, with the adapters that are on it."""
-    return Head.of(model)._replace(weight=head_weight(model.get_output_embeddings()))
+    return Head.of(model)._replace(weight=head_weight(lm_head_of(model)))
 
 
 def _needs_logits(trainer: Any) -> bool:
-    """Whether the model's logits are not its lm-head's weight times the trunk's states."""
+    """Whether logits are no product of one weight with the trunk's states, or a wrapper rounds
+    what leaves its forward."""
+    accelerator = trainer.accelerator
+    if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.mixed_precision_policy is not None:
+        return True
     adapters = getattr(trainer.model, "peft_config", {}).values()
-    return trainer.args.cast_lm_head_to_fp32 or any(x.is_prompt_learning for x in adapters)
+    if trainer.args.cast_lm_head_to_fp32 or any(x.is_prompt_learning for x in adapters):
+        return True
+    layer = lm_head_of(trainer.model)
+    # What `head_weight` refuses in training, asked without the weights: here they may be sharded.
+    return hasattr(layer, "get_base_layer") and any(
+        name not in getattr(layer, "lora_A", {})
+        or getattr(layer.lora_dropout[name], "p", 0.0) > 0
+        or layer.use_dora.get(name)
+        or layer.lora_bias.get(name)
+        for name in layer.active_adapters
+    )
 
 
 def _is_fused(trainer: Any, inputs: dict[str, Any]) -> bool:

@@ -33,7 +33,7 @@ class Head(NamedTuple):
     @classmethod
     def of(cls, causal_lm: PreTrainedModel) -> Head:
         """The head of a causal LM, tied to its embeddings or not."""
-        layer: Any = causal_lm.get_output_embeddings()
+        layer = lm_head_of(causal_lm)
         return cls(layer.weight, getattr(layer, "bias", None), *_logit_transform(causal_lm.config))
 
     @property
@@ -131,6 +131,17 @@ class RefStates(NamedTuple):
 
     hidden: Tensor
     head: Head
+
+
+def lm_head_of(causal_lm: PreTrainedModel) -> Any:
+    """The layer that makes the logits; where PEFT trains it whole (`modules_to_save`), that is the
+    active adapter's copy of it."""
+    layer: Any = causal_lm.get_output_embeddings()
+    copies = getattr(layer, "modules_to_save", None)
+    if copies is None:
+        return layer
+    active = [] if layer.disable_adapters else [x for x in layer.active_adapters if x in copies]
+    return copies[active[0]] if active else layer.original_module
 
 
 def _reference_operands(ref: RefStates | None) -> dict[str, Any]:

@@ -77,6 +77,29 @@ def test_the_loss_is_agilerls(options: dict[str, Any]) -> None:
         close(mine, wanted)
 
 
+@pytest.mark.parametrize("asked", [None, "auto", 8], ids=["default", "auto-tuned", "asked"])
+def test_the_chunk_is_ours_unless_one_is_asked_for(
+    asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AgileRL's algorithms hand over one that they choose by the vocabulary."""
+    chunks, loss = [], adapter.linear_ppo_loss
+
+    def spy(*operands: Any, chunk_size: int | None, **options: Any) -> Any:
+        chunks.append(chunk_size)
+        return loss(*operands, chunk_size=chunk_size, **options)
+
+    monkeypatch.setattr(adapter, "linear_ppo_loss", spy)
+    chosen = adapter.LLMAlgorithm._resolve_fused_chunk_rows(V)
+    given = {"auto": {"token_chunk_size": chosen}, 8: {"token_chunk_size": 8}, None: {}}[asked]
+    adapter.apply_fused_policy_loss(**operands(), **given)
+    assert chunks == [8 if asked == 8 else None]
+
+
+def test_turns_beside_ratios_by_token_are_left_unread_as_by_agilerl() -> None:
+    given = operands() | {"turn_ids": torch.zeros(B, T, dtype=torch.long)}
+    close(adapter.apply_fused_policy_loss(**given)[0], adapter.THEIRS(**given)[0])
+
+
 @pytest.mark.parametrize("how", ["by keyword", "by position"])
 def test_arguments_are_taken_as_agilerl_takes_them(how: str) -> None:
     given = operands()

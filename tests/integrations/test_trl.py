@@ -14,10 +14,12 @@ import torch
 from allocations import allocations
 from datasets import Dataset
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig
 
 pytest.importorskip("requests", reason="TRL 1.12 imports requests and does not ask for it")
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.12.*")
+accelerate = pytest.importorskip("accelerate")
 adapter = pytest.importorskip("fastppo.integrations.trl")
 
 pytestmark = pytest.mark.filterwarnings("default")  # TRL's are its own affair
@@ -32,7 +34,7 @@ def trainer(kind: type, folder: Path, model: Any = "llama", **options: Any) -> A
         per_device_train_batch_size=B,
         num_generations=2,
         max_completion_length=T + 2,
-        bf16=False,
+        bf16=options.pop("bf16", False),
         gradient_checkpointing=False,
         report_to="none",
         **options,
@@ -174,6 +176,91 @@ def test_adapters_on_the_head_get_their_gradient(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], lora_alpha=8)
     assert_agree(tmp_path, True, peft_config=lora)
+
+
+def test_a_head_that_is_trained_whole_gets_its_gradient(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    assert_agree(tmp_path, True, peft_config=lora)
+
+
+@pytest.mark.parametrize(
+    "options", [{"lora_dropout": 0.5}, {"use_dora": True}], ids=["dropout", "dora"]
+)
+def test_a_head_that_is_no_sum_of_weights_goes_trls_way(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], **options)
+    both = [
+        trainer(kind, tmp_path, peft_config=lora) for kind in (trl.GRPOTrainer, adapter.GRPOTrainer)
+    ]
+    both[1].model.load_state_dict(both[0].model.state_dict())
+    with pytest.raises(TypeError, match="merge it first"):
+        adapter._head_of(both[1].model)
+    batch, losses = inputs_of(both[0]), []
+    for each in both:
+        torch.manual_seed(0)  # of the dropout
+        losses.append(each._compute_loss(each.model, batch))
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("old", [True, False], ids=["loss", "statistics"])
+def test_mixed_precision_reaches_the_trunk(old: bool, tmp_path: Path) -> None:
+    """The same loss as TRL's within bf16's rounding, from products in bf16 of weights in fp32."""
+    losses, seen = [], []
+    for kind in (trl.GRPOTrainer, adapter.GRPOTrainer):
+        made = trainer(kind, tmp_path, bf16=True, use_cpu=True)
+        model = made.accelerator.prepare_model(made.model)
+        batch = inputs_of(made, old=old)
+        layer = model.model.layers[0].self_attn.q_proj
+        layer.register_forward_hook(lambda m, i, out: seen.append((m.weight.dtype, out.dtype)))
+        made._get_per_token_logps_and_entropies(
+            model, batch["completion_ids"], batch["completion_mask"], T - 1
+        )
+        losses.append(made._compute_loss(model, batch))
+    assert set(seen) == {(torch.float32, torch.bfloat16)}
+    assert len(seen) == 4
+    torch.testing.assert_close(*losses, rtol=0, atol=2**-8)
+
+
+def test_a_wrapper_that_rounds_goes_trls_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP2 in bf16 casts what enters and leaves its forward: an advantage, an old logprob."""
+    distributed = torch.distributed
+    theirs, ours = (trainer(kind, tmp_path) for kind in (trl.GRPOTrainer, adapter.GRPOTrainer))
+    batch, accelerator = inputs_of(theirs), ours.accelerator
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2, mixed_precision_policy="bf16"
+    )
+    monkeypatch.setattr(type(accelerator), "is_fsdp2", property(lambda self: True))
+    monkeypatch.setattr(accelerator.state, "fsdp_plugin", plugin, raising=False)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        for each in (theirs, ours):
+            fully_shard(each.model, mp_policy=plugin.mixed_precision_policy)
+        (loss, gradients, metrics), (found, others, reported) = (
+            results(each, batch) for each in (theirs, ours)
+        )
+        assert torch.equal(found, loss)
+        for mine, wanted in zip(others, gradients, strict=True):
+            assert torch.equal(mine.to_local(), wanted.to_local())
+        assert reported == metrics
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_a_wrapper_gets_no_operands_that_it_could_round(tmp_path: Path) -> None:
+    made = trainer(adapter.GRPOTrainer, tmp_path)
+    given: list[Any] = []
+    made.model.register_forward_pre_hook(
+        lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True
+    )
+    made._compute_loss(made.model, inputs_of(made))
+    assert given[-1] == ((), {})
 
 
 def test_logprobs_of_old_and_reference_policy_are_trls(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 import fastppo
 from fastppo.data.batch import Batch
-from fastppo.models.head import Head, RefStates
+from fastppo.models.head import Head, RefStates, lm_head_of
 from fastppo.models.policy import ActorCritic, LanguageModel
 
 BATCH = Batch.of([[5, 9], [7, 8, 6, 12]], [[10, 11, 1], [13, 3]])
@@ -166,3 +166,17 @@ def test_its_tensors_are_the_models_own_parameters() -> None:
     biased = tiny.model("phi")
     assert Head.of(biased).bias is biased.lm_head.bias
     assert Head.of(tiny.model("opt")).width == 24, "OPT projects down before its head"
+
+
+# PEFT asks transformers by an old name.
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_the_head_that_an_adapter_trains_whole_is_the_one_that_is_active() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = peft.get_peft_model(tiny.model("llama"), config)
+    wrapper = model.get_output_embeddings()
+    assert lm_head_of(model) is wrapper.modules_to_save["default"]
+    with model.disable_adapter():
+        assert lm_head_of(model) is wrapper.original_module
+        assert Head.of(model).weight is wrapper.original_module.weight
+    assert Head.of(model).weight is wrapper.modules_to_save["default"].weight
