@@ -78,9 +78,25 @@ def train(folder: str, variant: Mapping[str, Any]) -> dict[str, Any]:
     if "ptx_coef" in options:
         options["ptx_data"] = tiny.saved_text(Path(folder) / "text.jsonl")
     with wide():
-        trainer = make_trainer(Path(folder), **options)
+        trainer = _trainer(Path(folder), options)
         trainer.train()
     return {"weights": weights(trainer), "metrics": read_jsonl(Path(folder) / "run/metrics.jsonl")}
+
+
+def save_directories(folder: Path) -> dict[str, str]:
+    """Options that name a model and another as its reference."""
+    reference = folder / "reference"
+    tiny.model(seed=1).save_pretrained(reference)
+    tiny.tokenizer().save_pretrained(reference)
+    return {"model": tiny.saved_model(folder / "model"), "reference_model": str(reference)}
+
+
+def _trainer(folder: Path, options: dict[str, Any]) -> PPOTrainer:
+    """On a model that is passed in, or on the one that the options name."""
+    if "model" not in options:
+        return make_trainer(folder, **options)
+    config = PPOConfig(**tiny.options(folder, **options))
+    return PPOTrainer(config, prompts=tiny.PROMPTS, rewards=[tiny.count_w7])
 
 
 def train_all(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
