@@ -422,6 +422,13 @@ def _actor_critic(
     if peft is not None:
         cast_frozen(causal_lm.base_model, dtype)
     model.set_training(config.gradient_checkpointing)
+    if config.precision == "fp16":
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter.dtype != torch.float32:
+                raise ValueError(
+                    "precision=fp16 scales gradients of fp32 weights, so what is trained must be "
+                    f"float32, got {name} in {parameter.dtype}"
+                )
     return model
 
 
