@@ -185,19 +185,21 @@ def train_with_a_slow_clock(folder: str) -> dict[str, float]:
     return train(folder, {"iterations": 1})["metrics"][-1]
 
 
-def train_without_room(folder: str, microbatch_size: int, room: int) -> dict[str, Any]:
+def train_without_room(
+    folder: str, microbatch_size: int, room: int, **options: Any
+) -> dict[str, Any]:
     """An update of 16 sequences, of which the loss of the second rank has room for so many at
     once."""
     from fastppo.ppo import objective
 
     right, rank = objective.policy_loss, int(os.environ["RANK"])
 
-    def limited(head: Any, hidden: Tensor, layout: Any, micro: Any, *more: Any) -> Any:
+    def limited(head: Any, hidden: Tensor, micro: Any, *more: Any) -> Any:
         if rank == 1 and len(micro.batch) > room:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        return right(head, hidden, layout, micro, *more)
+        return right(head, hidden, micro, *more)
 
-    trainer = make_trainer(Path(folder), minibatches=1)
+    trainer = make_trainer(Path(folder), minibatches=1, **options)
     experience = first_experience(trainer)
     trainer.engine.release()
     objective.policy_loss = limited

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import subprocess
@@ -215,6 +216,14 @@ def test_memory_that_runs_out_on_one_process_halves_the_microbatches_of_all(
     assert (found["times"], wanted["times"]) == (2, 0)
     for name, weight in found["weights"].items():
         assert torch.equal(weight, wanted["weights"][name]), name
+
+
+def test_memory_that_runs_out_beside_the_references_pass_halves_them_too(tmp_path: Path) -> None:
+    """That pass, of the exact KL in the loss, gathers layers of which every process holds a
+    part."""
+    given = functools.partial(many_ranks.train_without_room, **EXACT, distributed_timeout=20.0)
+    found = ranks.run(2, given, tmp_path, str(tmp_path), 8, 4)
+    assert found["times"] == 1
 
 
 def test_memory_that_runs_out_on_one_process_for_a_single_sequence_ends_all_with_advice(

@@ -92,7 +92,6 @@ def penalty_loss(
 def policy_loss(
     head: Head,
     hidden: Tensor,
-    layout: Layout,
     micro: Experience,
     ref: RefStates | None,
     beta: float,
@@ -166,7 +165,7 @@ def minibatch_gradient(
             hidden, values = model(layout, detach_values=warming_up)
             # The reference's pass waits for other ranks, and the loss does not.
             with _reference_states(layout, reference, options) as ref:
-                of = model.head, hidden, layout, micro, ref, beta, options
+                of = model.head, hidden, micro, ref, beta, options
                 with torch.set_grad_enabled(not warming_up):
                     policy = agreed(world, functools.partial(policy_loss, *of))
             value = value_term(values, micro, options)
