@@ -380,6 +380,12 @@ def _load_model(
 ) -> PreTrainedModel:
     """A causal LM in the run's dtype and attention implementation; `what` is the option."""
     dtype, how = getattr(torch, config.param_dtype), None
+    theirs = getattr(model_config(name, what), "quantization_config", None)
+    if what == "model" and quantization == "none" and theirs is not None:
+        raise ValueError(
+            f"model {name} is quantized already, which quantization=none does not train; pass its "
+            "whole weights, and quantization=nf4 or fp4 with LoRA"
+        )
     if quantization != "none":
         of_products = compute_dtype(config.precision, device) or dtype
         how = quantized.quantization_config(quantization, of_products)

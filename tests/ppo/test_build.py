@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -421,3 +422,12 @@ def test_a_model_without_weights_computes_as_its_device_will(tmp_path: Path) -> 
     for name, wanted in (("cuda", torch.bfloat16), ("cpu", None)):
         policy = _actor_critic(empty, tiny.tokenizer(), config, torch.device(name))
         assert policy.compute_dtype == wanted, name
+
+
+def test_a_directory_that_is_quantized_already_is_refused(tmp_path: Path) -> None:
+    name = tiny.saved_model(tmp_path)
+    path = tmp_path / "config.json"
+    kind = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": kind}))
+    with pytest.raises(ValueError, match="is quantized already, which quantization=none does not"):
+        build(PPOConfig(**tiny.options(tmp_path, model=name)))
