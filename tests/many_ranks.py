@@ -78,9 +78,25 @@ def train(folder: str, variant: Mapping[str, Any]) -> dict[str, Any]:
     if "ptx_coef" in options:
         options["ptx_data"] = tiny.saved_text(Path(folder) / "text.jsonl")
     with wide():
-        trainer = make_trainer(Path(folder), **options)
+        trainer = _trainer(Path(folder), options)
         trainer.train()
     return {"weights": weights(trainer), "metrics": read_jsonl(Path(folder) / "run/metrics.jsonl")}
+
+
+def save_directories(folder: Path) -> dict[str, str]:
+    """Options that name a model and another as its reference."""
+    reference = folder / "reference"
+    tiny.model(seed=1).save_pretrained(reference)
+    tiny.tokenizer().save_pretrained(reference)
+    return {"model": tiny.saved_model(folder / "model"), "reference_model": str(reference)}
+
+
+def _trainer(folder: Path, options: dict[str, Any]) -> PPOTrainer:
+    """On a model that is passed in, or on the one that the options name."""
+    if "model" not in options:
+        return make_trainer(folder, **options)
+    config = PPOConfig(**tiny.options(folder, **options))
+    return PPOTrainer(config, prompts=tiny.PROMPTS, rewards=[tiny.count_w7])
 
 
 def train_all(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -169,19 +185,21 @@ def train_with_a_slow_clock(folder: str) -> dict[str, float]:
     return train(folder, {"iterations": 1})["metrics"][-1]
 
 
-def train_without_room(folder: str, microbatch_size: int, room: int) -> dict[str, Any]:
+def train_without_room(
+    folder: str, microbatch_size: int, room: int, **options: Any
+) -> dict[str, Any]:
     """An update of 16 sequences, of which the loss of the second rank has room for so many at
     once."""
     from fastppo.ppo import objective
 
     right, rank = objective.policy_loss, int(os.environ["RANK"])
 
-    def limited(head: Any, hidden: Tensor, layout: Any, micro: Any, *more: Any) -> Any:
+    def limited(head: Any, hidden: Tensor, micro: Any, *more: Any) -> Any:
         if rank == 1 and len(micro.batch) > room:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        return right(head, hidden, layout, micro, *more)
+        return right(head, hidden, micro, *more)
 
-    trainer = make_trainer(Path(folder), minibatches=1)
+    trainer = make_trainer(Path(folder), minibatches=1, **options)
     experience = first_experience(trainer)
     trainer.engine.release()
     objective.policy_loss = limited

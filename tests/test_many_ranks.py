@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import subprocess
@@ -41,6 +42,8 @@ CURRICULUM: dict[str, Any] = {
 }
 NARROW: dict[str, Any] = {"learning_rate": 1e-4}
 """In fp32: Adam's first steps are the sign of a gradient, whatever its size, times this."""
+BF16: dict[str, Any] = {"precision": "bf16", "iterations": 1}
+"""Frozen matrices are then in bf16, and trained ones in fp32."""
 GEMMA2: dict[str, Any] = {"architecture": "gemma2", "rollout_batch_size": 16, "max_new_tokens": 8}
 """Its soft-cap leaves all words nearly as likely: of fewer none is the one that is rewarded."""
 SHORT: dict[str, Any] = {"rollout_batch_size": 8, "max_new_tokens": 6, "ppo_epochs": 1}
@@ -54,6 +57,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": NARROW | {"value_model": "critic", "bootstrap_truncated": True},
     "turns": WIDE | environments.OPTIONS | TURNS,
     "curriculum": WIDE | CURRICULUM,
+    "bf16": NARROW | BF16,
 }
 """What the suite runs on one process and on two."""
 
@@ -74,6 +78,7 @@ MORE: dict[str, dict[str, Any]] = {
     "packed": WIDE | {"microbatch_tokens": 40, "packing": "on"},
     "warm-up": WIDE | {"value_model": "detached", "value_warmup_iterations": 1},
     "rloo": WIDE | {"advantage": "rloo", "samples_per_prompt": 4, "vf_coef": 0.0},
+    "bf16, lora": NARROW | BF16 | LORA,
     "kept": WIDE | {"reshard_after_forward": False},
     "early stop": WIDE | {"early_stop_kl": 1e-4, "early_stop_check": "minibatch"},
 }
@@ -81,7 +86,10 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 def tolerance(name: str, variant: dict[str, Any]) -> float:
-    """Sums in another order: of fp32, or of fp64; OPT's products are the largest."""
+    """Sums in another order: of products in bf16, of fp32, or of fp64; OPT's products are the
+    largest."""
+    if variant.get("precision") == "bf16":
+        return 2**-8
     if "model_dtype" not in variant:
         return 1e-6
     return 1e-10 if variant.get("architecture") == "opt" else 1e-12
@@ -104,7 +112,8 @@ def _compare(
 
 
 def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
-    _compare(tmp_path, VARIANTS, [2])
+    directories = NARROW | many_ranks.save_directories(tmp_path)
+    _compare(tmp_path, VARIANTS | {"directories": directories}, [2])
 
 
 @pytest.mark.slow
@@ -207,6 +216,14 @@ def test_memory_that_runs_out_on_one_process_halves_the_microbatches_of_all(
     assert (found["times"], wanted["times"]) == (2, 0)
     for name, weight in found["weights"].items():
         assert torch.equal(weight, wanted["weights"][name]), name
+
+
+def test_memory_that_runs_out_beside_the_references_pass_halves_them_too(tmp_path: Path) -> None:
+    """That pass, of the exact KL in the loss, gathers layers of which every process holds a
+    part."""
+    given = functools.partial(many_ranks.train_without_room, **EXACT, distributed_timeout=20.0)
+    found = ranks.run(2, given, tmp_path, str(tmp_path), 8, 4)
+    assert found["times"] == 1
 
 
 def test_memory_that_runs_out_on_one_process_for_a_single_sequence_ends_all_with_advice(

@@ -77,8 +77,11 @@ class Files:
             return found[start:stop].to(self.dtype, copy=True)
 
     def fit(self) -> bool:
-        """Whether they hold every parameter of the model by its name and in its shape."""
+        """Whether they hold every parameter of the model by its name and in its shape, and none of
+        its buffers, which `fill` leaves as they were computed."""
         if self.lm._keep_in_fp32_modules_strict:  # whatever it is loaded in
+            return False
+        if any(name in self.files for name, _ in self.lm.named_buffers()):
             return False
         for name, parameter in self.lm.named_parameters():
             if name not in self.files:

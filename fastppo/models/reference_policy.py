@@ -59,7 +59,7 @@ class ReferencePolicy:
         self.refreshed = False
         if self._frozen is not None:
             cast_frozen(self._frozen.causal_lm.base_model, policy.compute_dtype)
-            if not is_empty(self._frozen):
+            if not is_empty(policy):  # one without weights is on no device
                 self._frozen.to("cpu" if offload else policy.device)
 
     @property

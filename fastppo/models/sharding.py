@@ -76,7 +76,7 @@ def shard(
     if fill is not None:
         fill()
     batch = Batch.of([[0]], [[0]], model.device)
-    with torch.no_grad():
+    with torch.no_grad(), model.autocast():  # frozen matrices may be in the products' dtype
         model.hidden(model.layout(batch))
     reshard(model)
 

@@ -209,9 +209,10 @@ def build(
     else:
         weights = world.first(lambda: fingerprint.of_weights(files.weights()))
     stop = stop_token_ids(config.stop_token_ids, tokenizer, causal_lm)
-    policy = _actor_critic(causal_lm, tokenizer, config)
+    policy = _actor_critic(causal_lm, tokenizer, *how)
     _check_tokens(policy, tokenizer, stop)
-    ref_policy = _reference_policy(policy, reference, tokenizer, config)
+    ref_policy = _reference_policy(policy, reference, tokenizer, *how)
+    of_reference = _fingerprint_of_reference(ref_policy, weights)  # before it is sharded
     context = _shortest_context(policy, ref_policy)
     frozen = ref_policy.frozen if ref_policy is not None else None
     copied = frozen if files is not None and ref_policy and not ref_policy.is_given else None
@@ -292,29 +293,34 @@ def build(
             world=world,
         ),
         context=context,
-        fingerprints=_fingerprints(weights, ref_policy, found_prompts, pretraining, terms, term)
+        fingerprints={"model": weights}
+        | of_reference
+        | _fingerprints(found_prompts, pretraining, terms, term)
         | curriculum.fingerprints,
         notes=[note for note in (packing_note, engine_note) if note],
     )
 
 
+def _fingerprint_of_reference(reference: ReferencePolicy | None, weights: str) -> dict[str, str]:
+    """Of the reference that is held, by option. `weights`: the model's, from which it starts."""
+    if reference is None:
+        return {}
+    given = reference.frozen if reference.is_given else None
+    if given is not None:
+        weights = fingerprint.of_weights(given.causal_lm.named_parameters())
+    return {"reference_model": weights}
+
+
 def _fingerprints(
-    weights: str,
-    reference: ReferencePolicy | None,
     prompts: Prompts | None,
     pretraining: PretrainingText | None,
     terms: Sequence[RewardTerm],
     environment: RewardTerm | None,
 ) -> dict[str, str]:
-    """Of what the run reads, by option. `weights`: the model's, from which the reference starts."""
-    found = {"model": weights} | {f"rewards/{term.name}": term.fingerprint for term in terms}
+    """Of what the run reads beside its models, by option."""
+    found = {f"rewards/{term.name}": term.fingerprint for term in terms}
     if environment is not None:
         found["environment"] = environment.fingerprint
-    if reference is not None:
-        given = reference.frozen if reference.is_given else None
-        found["reference_model"] = (
-            weights if given is None else fingerprint.of_weights(given.causal_lm.named_parameters())
-        )
     if prompts is not None:
         found["prompts"] = prompts.fingerprint()
     if pretraining is not None:
@@ -374,6 +380,12 @@ def _load_model(
 ) -> PreTrainedModel:
     """A causal LM in the run's dtype and attention implementation; `what` is the option."""
     dtype, how = getattr(torch, config.param_dtype), None
+    theirs = getattr(model_config(name, what), "quantization_config", None)
+    if what == "model" and quantization == "none" and theirs is not None:
+        raise ValueError(
+            f"model {name} is quantized already, which quantization=none does not train; pass its "
+            "whole weights, and quantization=nf4 or fp4 with LoRA"
+        )
     if quantization != "none":
         of_products = compute_dtype(config.precision, device) or dtype
         how = quantized.quantization_config(quantization, of_products)
@@ -390,8 +402,13 @@ def _load_model(
     return model
 
 
-def _actor_critic(causal_lm: PreTrainedModel, tokenizer: Any, config: PPOConfig) -> ActorCritic:
+def _actor_critic(
+    causal_lm: PreTrainedModel, tokenizer: Any, config: PPOConfig, device: torch.device
+) -> ActorCritic:
     """Policy and value function on `causal_lm`, which gets its adapters here.
+
+    Args:
+        device: of the run, which a model without weights is not on.
 
     Raises:
         ValueError: the heads do not give the model's own logits; the value function does not fit.
@@ -403,18 +420,27 @@ def _actor_critic(causal_lm: PreTrainedModel, tokenizer: Any, config: PPOConfig)
         )
     if config.gradient_checkpointing:
         checkpoint_activations(causal_lm)
-    value_function = _value_function(causal_lm, tokenizer, config)
-    dtype = compute_dtype(config.precision, causal_lm.device)
+    value_function = _value_function(causal_lm, tokenizer, config, device)
+    dtype = compute_dtype(config.precision, device)
     model = ActorCritic(causal_lm, peft, value_function, dtype)
     if not is_empty(model):
         model.check_heads()
     if peft is not None:
         cast_frozen(causal_lm.base_model, dtype)
     model.set_training(config.gradient_checkpointing)
+    if config.precision == "fp16":
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter.dtype != torch.float32:
+                raise ValueError(
+                    "precision=fp16 scales gradients of fp32 weights, so what is trained must be "
+                    f"float32, got {name} in {parameter.dtype}"
+                )
     return model
 
 
-def _value_function(causal_lm: PreTrainedModel, tokenizer: Any, config: PPOConfig) -> ValueFunction:
+def _value_function(
+    causal_lm: PreTrainedModel, tokenizer: Any, config: PPOConfig, device: torch.device
+) -> ValueFunction:
     trunk: Any = causal_lm.base_model
     width = causal_lm.get_output_embeddings().weight.shape[1]
     if config.value_model == "shared":
@@ -429,9 +455,9 @@ def _value_function(causal_lm: PreTrainedModel, tokenizer: Any, config: PPOConfi
     _check_same_vocabulary("critic_model", name, tokenizer)
     if is_sequence_classifier(model_config(name, "critic_model")):
         dtype = getattr(torch, config.param_dtype)
-        critic = critic_of_reward_model(name, dtype=dtype, device=trunk.device)
+        critic = critic_of_reward_model(name, dtype=dtype, device=device)
     else:
-        other = _load_model(name, config, trunk.device, "critic_model")
+        other = _load_model(name, config, device, "critic_model")
         critic = CriticValue(other.base_model, other.get_output_embeddings().weight.shape[1])
     if config.gradient_checkpointing:
         checkpoint_activations(critic.trunk)
@@ -449,7 +475,11 @@ def _check_same_vocabulary(option: str, name: str, tokenizer: Any) -> None:
 
 
 def _reference_policy(
-    policy: ActorCritic, given: PreTrainedModel | None, tokenizer: Any, config: PPOConfig
+    policy: ActorCritic,
+    given: PreTrainedModel | None,
+    tokenizer: Any,
+    config: PPOConfig,
+    device: torch.device,
 ) -> ReferencePolicy | None:
     """The reference policy, or None where no KL needs a model.
 
@@ -461,7 +491,7 @@ def _reference_policy(
     """
     if given is None and config.reference_model is not None:
         _check_same_vocabulary("reference_model", config.reference_model, tokenizer)
-        given = _load_model(config.reference_model, config, policy.device, "reference_model")
+        given = _load_model(config.reference_model, config, device, "reference_model")
     if given is not None and config.reference_policy == "rollout":
         raise ValueError("reference_policy=rollout holds no model, but one is passed in")
     if given is not None and config.reference_refresh:
@@ -472,7 +502,7 @@ def _reference_policy(
         return None
     if given is None:
         return ReferencePolicy(policy, offload=config.reference_offload)
-    given = given.to(policy.device)  # type: ignore[arg-type]
+    given = given.to(device)  # type: ignore[arg-type]
     reference = LanguageModel(given, compute_dtype=policy.compute_dtype)
     reference.check_heads()
     theirs, ours = reference.head, policy.head

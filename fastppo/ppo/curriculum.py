@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -166,6 +166,8 @@ class Numbers:
                 f"{self.what}={self.spec}: expected a number for each of {count} prompts, got "
                 f"{shown(found)}"
             )
+        # Numbers of NumPy or torch among them.
+        found = [value.item() if hasattr(value, "item") else value for value in found]
         least = 0.0 if self.what == "prompt_weights" else -math.inf
         for row, value in enumerate(found, 1):
             is_number = isinstance(value, (int, float)) and math.isfinite(value)
@@ -237,10 +239,10 @@ class Curriculum:
             state: the run's, `RunState`.
 
         Raises:
-            PhaseEndedError: every prompt is left out; the user is told.
+            PhaseEndedError: every prompt is left out for good; the user is told.
             ValueError: a function gives no numbers, or a weight to none that is asked.
         """
-        out = self._left_out(state)
+        out = self._left_out(state.successes, state.iteration)
         asked = [row not in out for row in range(len(self.prompts))]
         if not any(asked):
             self.say(f"leave_out={self.options.leave_out}: every prompt is left out; the run ends")
@@ -302,20 +304,25 @@ class Curriculum:
 
     # --------------------------------------------------------------------------- what is left out
 
-    def _left_out(self, state: Any) -> dict[int, str]:
-        """Of each prompt that is left out in this iteration, `solved` or `unsolved`."""
+    def _left_out(self, successes: Mapping[int, Seen], iteration: int) -> dict[int, str]:
+        """Of each prompt that is left out in an iteration, `solved` or `unsolved`; where
+        leave_out_for lets prompts come back and none would be asked, those that have been out
+        longest do now."""
         kinds = {"solved": "0", "unsolved": "1"}  # what is not among its responses
         wanted = self.options.leave_out
         found: dict[int, str] = {}
-        for row, seen in state.successes.items() if self.leaves else ():
-            again = self.options.leave_out_for
+        again = self.options.leave_out_for
+        for row, seen in successes.items() if self.leaves else ():
             if len(seen.recent) < self.options.success_window:
                 continue
-            if again is not None and state.iteration - seen.iteration > again:
+            if again is not None and iteration - seen.iteration > again:
                 continue
             for kind, absent in kinds.items():
                 if wanted in (kind, "both") and absent not in seen.recent:
                     found[row] = kind
+        if again is not None and len(found) == len(self.prompts):
+            longest = min(successes[row].iteration for row in found)
+            found = {row: kind for row, kind in found.items() if successes[row].iteration > longest}
         return found
 
     def take(self, chosen: Chosen, scores: Scores, state: Any) -> dict[str, float]:
@@ -333,16 +340,17 @@ class Curriculum:
         if bound is None:
             return {}
         kept = range(len(chosen.rows)) if scores.kept is None else scores.kept
-        total = scores.total.tolist()
+        # As tensors: a score has the bits of fp32, and 0.9 is not less than 0.9.
+        is_solved = (scores.total >= bound).tolist()
         for place in kept:
             row = chosen.rows[place]
             before = state.successes.get(row, Seen("", 0)).recent
-            recent = (before + "01"[total[place] >= bound])[-window:]
+            recent = (before + "01"[is_solved[place]])[-window:]
             state.successes[row] = Seen(recent, state.iteration)
-        solved = sum(total[place] >= bound for place in kept)
+        solved = sum(is_solved[place] for place in kept)
         metrics = {"solved": solved / max(1, len(kept))}
         if self.leaves:
-            out = [*self._left_out(state).values()]
+            out = [*self._left_out(state.successes, state.iteration + 1).values()]
             count = len(self.prompts)
             metrics["left_out"] = len(out) / count
             if self.options.leave_out == "both":

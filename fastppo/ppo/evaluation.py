@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fastppo.data.prompts import Prompts
-from fastppo.rewards.scorer import Scorer
+from fastppo.rewards.scorer import Scorer, Scores
 from fastppo.rollout import Sampling
 from fastppo.run.options import Options, option
 
-SHOWN = ("reward", "kl", "response_length", "eos_rate", "turns")
-"""Metrics of an evaluation, beside each reward and finish reason: means over its responses."""
+SHOWN = ("reward", "kl", "response_length", "eos_rate", "turns", "dropped_samples")
+"""Metrics of an evaluation, beside each reward and finish reason: means over its responses;
+those of rewards are over the responses that were not dropped."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -52,11 +53,12 @@ class Progress:
     since: int = 0
     """Evaluations after the best one."""
 
-    def take(self, reward: float) -> None:
+    def take(self, reward: float, waits: bool = False) -> None:
+        """Notes an evaluation; one in which the run `waits` does not count against it."""
         # A reward that is not finite is never better.
         if reward > (-math.inf if self.best is None else self.best):
             self.best, self.since = reward, 0
-        else:
+        elif not waits:
             self.since += 1
 
     def is_over(self, patience: int | None) -> bool:
@@ -100,7 +102,9 @@ class Evaluation:
             samples += [{"sampling": "greedy", **each} for each in texts]
         if self.how == "greedy":
             found["eval/reward"] = found["eval/greedy/reward"]
-        trainer.state.evaluations.take(found["eval/reward"])
+        # A policy that does not move yet gets no better.
+        waits = trainer.state.is_warming_up(trainer.config)
+        trainer.state.evaluations.take(found["eval/reward"], waits)
         log.samples(trainer.state.iteration, samples, held_out=True)
         return found
 
@@ -108,29 +112,48 @@ class Evaluation:
         self, trainer: Any, prompts: Prompts, sampling: Sampling
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """(means over all responses, of metrics that are themselves means over responses; the first
-        responses)."""
+        responses). One that no response has is NaN."""
         sums: dict[str, float] = {}
+        counts: dict[str, int] = {}
         samples: list[dict[str, Any]] = []
         for begin in range(0, len(prompts), self.at_once):
             part = prompts.select(range(begin, min(begin + self.at_once, len(prompts))))
             found = trainer.evaluate(part, sampling, self.scorer)
+            kept = found["scores"].kept
+            if kept is not None:
+                found["dropped_samples"] = 1 - len(kept) / len(part)
             for name, value in found.items():
                 if name in SHOWN or name.startswith(("reward/", "finish/")):
-                    sums[name] = sums.get(name, 0.0) + value * len(part)
+                    count = _count(name, found["scores"], len(part))
+                    counts[name] = counts.get(name, 0) + count
+                    sums[name] = sums.get(name, 0.0) + (value * count if count else 0.0)
             wanted = min(len(part), trainer.config.log_samples - len(samples))
             samples += [_record(begin, row, part, found) for row in range(wanted)]
-        return {name: total / len(prompts) for name, total in sums.items()}, samples
+        means = {name: sums[name] / count if count else math.nan for name, count in counts.items()}
+        return means, samples
+
+
+def _count(name: str, scores: Scores, responses: int) -> int:
+    """How many of a part's responses a metric is a mean over: for a reward, those that have it."""
+    if name == "reward":
+        return responses if scores.kept is None else len(scores.kept)
+    if name.startswith("reward/"):
+        return sum(not math.isnan(value) for value in scores.terms[name.removeprefix("reward/")])
+    return responses
 
 
 def _record(begin: int, row: int, prompts: Prompts, found: dict[str, Any]) -> dict[str, Any]:
-    """A line of eval_samples.jsonl: a response of an evaluation's part that begins at a prompt."""
+    """A line of eval_samples.jsonl: a response of an evaluation's part that begins at a prompt. A
+    reward that could not be had is None."""
     scores, rollout = found["scores"], found["rollout"]
+    is_kept = scores.kept is None or row in scores.kept
+    rewards = {name: values[row] for name, values in scores.terms.items()}
     return {
         "row": begin + row,
         "prompt": prompts.prompts[row],
         "completion": found["completions"][row],
-        "reward": scores.total[row].item(),
-        "rewards": {name: values[row] for name, values in scores.terms.items()},
+        "reward": scores.total[row].item() if is_kept else None,
+        "rewards": {name: None if math.isnan(x) else x for name, x in rewards.items()},
         "tokens": rollout.written_lengths[row],
         "finish_reason": rollout.finish_reasons[row],
     }

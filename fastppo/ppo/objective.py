@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -91,25 +92,31 @@ def penalty_loss(
 def policy_loss(
     head: Head,
     hidden: Tensor,
-    layout: Layout,
     micro: Experience,
-    reference: ReferencePolicy | None,
+    ref: RefStates | None,
     beta: float,
     options: PPOConfig,
 ) -> PPOLoss:
     """The policy's loss from the hidden states that predict the response tokens.
 
     Args:
-        reference: for the exact KL in the loss.
+        ref: the reference's, for the exact KL in the loss.
         beta: of the penalty.
     """
     if options.objective == "penalty":
         return penalty_loss(head, hidden, micro, beta, options)
-    if not options.kl_loss_coef or options.kl_loss_estimator != "full":
-        return clipped_loss(head, hidden, micro, None, options)
+    return clipped_loss(head, hidden, micro, ref, options)
+
+
+def _reference_states(
+    layout: Layout, reference: ReferencePolicy | None, options: PPOConfig
+) -> AbstractContextManager[RefStates | None]:
+    """What the exact KL in the loss is formed with, for the time of the block; else None."""
+    is_exact = options.kl_loss_coef and options.kl_loss_estimator == "full"
+    if options.objective == "penalty" or not is_exact:
+        return nullcontext()
     assert reference is not None
-    with reference.states(layout) as ref:
-        return clipped_loss(head, hidden, micro, ref, options)
+    return reference.states(layout)
 
 
 def value_term(values: Tensor, micro: Experience, options: PPOConfig) -> Tensor:
@@ -156,9 +163,11 @@ def minibatch_gradient(
         layout = model.layout(micro.batch)
         with model.autocast():
             hidden, values = model(layout, detach_values=warming_up)
-            of = model.head, hidden, layout, micro, reference, beta, options
-            with torch.set_grad_enabled(not warming_up):
-                policy = agreed(world, functools.partial(policy_loss, *of))
+            # The reference's pass waits for other ranks, and the loss does not.
+            with _reference_states(layout, reference, options) as ref:
+                of = model.head, hidden, micro, ref, beta, options
+                with torch.set_grad_enabled(not warming_up):
+                    policy = agreed(world, functools.partial(policy_loss, *of))
             value = value_term(values, micro, options)
         part = options.vf_coef * value if warming_up else policy.loss + options.vf_coef * value
         scaler.scale(part).backward()

@@ -361,6 +361,11 @@ def _are_numbers(value: Any) -> bool:
     return isinstance(value, dict) and all(map(_is_number, value.values()))
 
 
+def _is_score(value: Any) -> bool:
+    """Of a response of an evaluation: None where the reward could not be had."""
+    return value is None or _is_number(value)
+
+
 def _are_sentences(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(sentence, str) for sentence in value)
 
@@ -382,8 +387,8 @@ EVAL_SAMPLES_LINE = {
     "iteration": _is_whole,
     "sampling": lambda value: value in [*SAMPLINGS],
     "row": _is_whole,
-    "reward": _is_number,
-    "rewards": _are_numbers,
+    "reward": _is_score,
+    "rewards": lambda value: isinstance(value, dict) and all(map(_is_score, value.values())),
     "tokens": _is_whole,
 }
 PARTS_LINE = {
@@ -697,7 +702,7 @@ def _held_out_samples(
     samples: list[dict[str, Any]], samplings: list[str], moments: list[int]
 ) -> list[tuple[dict[str, Any], list[tuple[str, list[dict[str, Any] | None]]]]]:
     """Responses to the first prompts, as `HeldOut` has them."""
-    by_place = {(s["row"], s["sampling"], s["iteration"]): s for s in samples}
+    by_place = {(s["row"], s["sampling"], s["iteration"]): _with_numbers(s) for s in samples}
     rows = sorted({sample["row"] for sample in samples})[:SAMPLES_PER_ITERATION]
     found = []
     for row in rows:
@@ -709,6 +714,13 @@ def _held_out_samples(
         if there is not None:
             found.append((_as_chat(there), responses))
     return found
+
+
+def _with_numbers(sample: dict[str, Any]) -> dict[str, Any]:
+    """With NaN for a reward that could not be had."""
+    rewards = {name: math.nan if x is None else x for name, x in sample["rewards"].items()}
+    reward = math.nan if sample["reward"] is None else sample["reward"]
+    return sample | {"reward": reward, "rewards": rewards}
 
 
 def _as_chat(sample: dict[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import pytest
 import ranks
 import tiny
 import torch
+from safetensors.torch import load_file, save_file
 
-from fastppo.models.from_files import INDEX, empty_causal_lm, is_empty, open_files
+from fastppo.models.from_files import INDEX, Files, empty_causal_lm, is_empty, open_files
 from fastppo.models.pretrained import load_causal_lm
 
 ARCHITECTURES = ("llama", "qwen2", "gpt2", "gemma2", "opt")
@@ -59,6 +60,20 @@ def test_files_that_do_not_hold_the_model_are_left_to_transformers(tmp_path: Pat
     assert open_files(name, torch.float32, "auto") is None
     with pytest.raises(ValueError, match="is a LlamaForSequenceClassification"):
         open_files(tiny.saved_reward_model(tmp_path / "b"), torch.float32, "auto")
+
+
+def test_buffers_that_the_files_hold_are_left_to_transformers(tmp_path: Path) -> None:
+    """Such as a scale of a layer, which may be another than the one that is computed."""
+    name = tiny.saved_model(tmp_path)
+    files = open_files(name, torch.float32, "auto")
+    assert files is not None
+    files.lm.base_model.layers[0].register_buffer("layer_scalar", torch.ones(1))
+    assert files.fit(), "the files do not hold it"
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path) | {"model.layers.0.layer_scalar": torch.tensor([0.25])}
+    save_file(tensors, path, metadata={"format": "pt"})
+    again = Files(tmp_path, files.lm)
+    assert not again.fit()
 
 
 def test_an_empty_model_stops_where_the_saved_one_does(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from torch._dynamo.testing import CompileCounter
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import DataError
 from fastppo.data.world import World
+from fastppo.models.from_files import empty_causal_lm
 from fastppo.models.layers import compile_layers
 from fastppo.models.value import BranchValue, CriticValue, DetachedValue, SharedValue
 from fastppo.ppo import build as build_module
-from fastppo.ppo.build import Parts, _files, build
+from fastppo.ppo.build import Parts, _actor_critic, _files, build
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout.decoder import DecoderEngine
@@ -412,3 +414,20 @@ def test_several_processes_read_shards_where_nothing_else_is_made_of_the_model(
 ) -> None:
     config = PPOConfig(**{"model": tiny.saved_model(tmp_path), **options})
     assert (_files(config, World(size=size)) is not None) == straight
+
+
+def test_a_model_without_weights_computes_as_its_device_will(tmp_path: Path) -> None:
+    empty = empty_causal_lm(tiny.saved_model(tmp_path), torch.float32, "auto")
+    config = PPOConfig(**tiny.options(tmp_path, precision="auto"))
+    for name, wanted in (("cuda", torch.bfloat16), ("cpu", None)):
+        policy = _actor_critic(empty, tiny.tokenizer(), config, torch.device(name))
+        assert policy.compute_dtype == wanted, name
+
+
+def test_a_directory_that_is_quantized_already_is_refused(tmp_path: Path) -> None:
+    name = tiny.saved_model(tmp_path)
+    path = tmp_path / "config.json"
+    kind = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": kind}))
+    with pytest.raises(ValueError, match="is quantized already, which quantization=none does not"):
+        build(PPOConfig(**tiny.options(tmp_path, model=name)))

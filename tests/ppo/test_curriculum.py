@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import visiting_order
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.curriculum import Curriculum, Seen
+from fastppo.ppo.curriculum import Chosen, Curriculum, Seen
 from fastppo.ppo.state import RunState
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.scorer import Scores
@@ -25,6 +26,8 @@ COUNT = 10
 DIFFICULTY = [3, 1, 2, 1, 5, 4, 9, 8, 7, 6]
 
 FUNCTIONS = """
+import numpy
+
 def by_length(prompts):
     return [len(prompt) for prompt in prompts]
 
@@ -37,6 +40,9 @@ def unsolved_first(prompts, success):
 
 def one_each(prompts, iteration):
     return [float(row == iteration) for row in range(len(prompts))]
+
+def of_numpy(prompts):
+    return [numpy.int64(len(prompt)) for prompt in prompts]
 
 def too_few(prompts):
     return [1.0]
@@ -105,6 +111,12 @@ def test_an_epoch_goes_from_the_least_to_the_greatest(spec: str, functions: str)
         rows = [*chain(*_asked(curriculum, state, 2, 5))]
         assert sorted(rows) == list(range(COUNT))
         assert [DIFFICULTY[row] for row in rows] == sorted(DIFFICULTY)
+
+
+def test_a_function_may_return_numbers_of_numpy(functions: str) -> None:
+    curriculum, _, _ = _curriculum(prompt_weights=f"{functions}:of_numpy")
+    assert curriculum.weights is not None
+    assert curriculum.weights.fixed == [2.0] * COUNT
 
 
 def test_equal_ones_are_shuffled_in_each_epoch() -> None:
@@ -220,6 +232,39 @@ def test_a_prompt_is_asked_again_after_so_many_iterations() -> None:
     for state.iteration in range(5):
         asked.append(9 in curriculum.at(state, COUNT, 0, 1).rows)
     assert asked == [False, False, False, True, True]
+
+
+def test_where_all_are_left_out_for_a_while_those_that_are_out_longest_come_back() -> None:
+    options = {"solved_reward": 6.0, "leave_out": "both", "success_window": 1}
+    curriculum, state, said = _curriculum(**options, leave_out_for=5)
+    state.successes = {row: Seen("1", row // 4) for row in range(COUNT)}
+    state.iteration = 3
+    assert {*curriculum.at(state, COUNT, 0, 1).rows} == {0, 1, 2, 3}
+    assert not said
+
+
+def test_the_shares_are_those_of_the_next_iteration() -> None:
+    options = {"solved_reward": 6.0, "leave_out": "solved", "success_window": 1}
+    curriculum, state, _ = _curriculum(**options, leave_out_for=2)
+    state.successes = {9: Seen("1", 0)}
+    chosen = Chosen([0], 1)
+    found = []
+    for state.iteration in range(4):
+        metrics = curriculum.take(chosen, Scores(torch.tensor([0.0])), state)
+        following = replace(state, iteration=state.iteration + 1)
+        asked = {*curriculum.at(following, 2 * COUNT, 0, 1).rows}
+        assert metrics["left_out"] == (COUNT - len(asked)) / COUNT
+        found.append(metrics["left_out"])
+    assert found == [0.1, 0.1, 0.0, 0.0]
+
+
+def test_a_reward_of_just_the_bound_has_solved_its_prompt() -> None:
+    """0.9 in fp32 is less than in fp64."""
+    options = {"solved_reward": 0.9, "leave_out": "solved", "success_window": 1}
+    curriculum, state, _ = _curriculum(**options)
+    metrics = curriculum.take(Chosen([3, 4], 2), Scores(torch.tensor([0.9, 0.89])), state)
+    assert metrics["solved"] == 0.5
+    assert state.successes[3].recent == "1"
 
 
 def test_a_sample_without_a_score_is_no_success_and_no_failure() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.evaluation import Progress
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.log import read_jsonl
-from fastppo.run.report import PANELS
+from fastppo.run.report import PANELS, write_report
 from runs import make_trainer, records
 
 REWARD = """
@@ -88,6 +89,16 @@ def test_a_run_ends_where_it_rises_no_more_and_keeps_its_best(tmp_path: Path) ->
     assert again.state.evaluations == trainer.state.evaluations
 
 
+def test_a_warm_up_does_not_try_its_patience(tmp_path: Path) -> None:
+    """The policy does not move in it, so no evaluation is better than the first."""
+    options = {"eval_interval": 1, "eval_patience": 1, "value_warmup_iterations": 3}
+    (tmp_path / "gold.py").write_text(REWARD)
+    options["eval_rewards"] = [f"{tmp_path / 'gold.py'}:one"]
+    trainer = _trainer(tmp_path, **options, iterations=9)
+    trainer.train()
+    assert trainer.state.iteration == 4
+
+
 def test_the_first_responses_are_kept(tmp_path: Path) -> None:
     """Of the same prompts each time, and in parts as in one."""
     options = {"eval_sampling": "both", "eval_interval": 1, "log_samples": 10}
@@ -119,14 +130,41 @@ def test_only_a_better_one_counts() -> None:
     assert [progress.is_over(patience) for patience in (1, 2)] == [True, False]
 
 
+@pytest.mark.filterwarnings("ignore:std\\(\\)")  # of a part of which nothing is left
 def test_a_dropped_sample_is_not_among_its_means(tmp_path: Path) -> None:
+    """In parts of eight prompts, of which the first has no reward at all and the second a few."""
     (tmp_path / "gold.py").write_text(
-        "def some(prompts, completions, wanted):\n"
-        "    return [ValueError('no') if w == 'w1' else 2.0 for w in wanted]\n"
+        "def some(prompts, completions, place):\n"
+        "    return [ValueError('no') if p < 11 else float(p) for p in place]\n"
     )
+    rows = [{**row, "place": place} for place, row in enumerate(tiny.PROMPTS[:20])]
+    (tmp_path / "placed.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = {"eval_rewards": [f"{tmp_path / 'gold.py'}:some"], "eval_interval": 1}
-    metrics = _trainer(tmp_path, **options, iterations=1, reward_failure="drop").train()
-    assert metrics["eval/reward"] == metrics["eval/reward/some"] == 2.0
+    options |= {"eval_prompts": str(tmp_path / "placed.jsonl"), "log_samples": 12}
+    options |= {"rollout_batch_size": 8, "reward_failure": "drop"}
+    trainer = make_trainer(tmp_path, **options, iterations=1)
+    metrics = trainer.train()
+    assert metrics["eval/reward"] == metrics["eval/reward/some"] == pytest.approx(15.0)
+    assert metrics["eval/dropped_samples"] == pytest.approx(11 / 20)
+    lines = read_jsonl(Path(trainer.config.output_dir) / "eval_samples.jsonl")
+    assert [line["reward"] for line in lines] == [None] * 11 + [11.0]
+    assert [line["rewards"]["some"] for line in lines] == [None] * 11 + [11.0]
+    write_report(Path(trainer.config.output_dir))
+    report = (Path(trainer.config.output_dir) / "report.html").read_text()
+    assert "<b>nan</b>" in report
+
+
+@pytest.mark.filterwarnings("ignore:std\\(\\)")
+def test_a_reward_that_no_response_has_is_no_number(tmp_path: Path) -> None:
+    (tmp_path / "gold.py").write_text(
+        "def none(prompts, completions):\n    return [ValueError('no')] * len(prompts)\n"
+    )
+    options = {"eval_rewards": [f"{tmp_path / 'gold.py'}:none"], "eval_interval": 1}
+    trainer = _trainer(tmp_path, **options, iterations=1, reward_failure="drop")
+    metrics = trainer.train()
+    assert math.isnan(metrics["eval/reward"])
+    assert metrics["eval/dropped_samples"] == 1.0
+    assert trainer.state.evaluations.best is None
 
 
 @pytest.mark.parametrize(

@@ -175,3 +175,9 @@ def test_a_plan_has_the_gradient_of_the_logits_beside_them(tmp_path: Path) -> No
 def test_without_it_there_is_no_scale(tmp_path: Path) -> None:
     metrics = make_trainer(tmp_path, **ONE_STEP).train()
     assert not {"loss_scale", "overflowed_steps"} & {*metrics}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_that_are_trained_are_in_fp32(dtype: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="scales gradients of fp32 weights, so what is trained"):
+        make_trainer(tmp_path, model_dtype=dtype, **FP16)

@@ -25,11 +25,11 @@ def _gradients(tmp_path: Path, room: int | None, **options: Any) -> tuple[dict, 
     trainer._halving.say = said.append
     original, tries = objective.policy_loss, []
 
-    def limited(head, hidden, layout, micro, *more):
+    def limited(head, hidden, micro, *more):
         tries.append(len(micro.batch))
         if room is not None and len(micro.batch) > room:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        return original(head, hidden, layout, micro, *more)
+        return original(head, hidden, micro, *more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(objective, "policy_loss", limited)
