@@ -370,7 +370,7 @@ def test_bash_completes_files_and_recipes(tmp_path: Path, capsys) -> None:
     assert offered("report", "ru") == ["run.yaml"]
     assert {"arithmetic", "calculator"} <= {*offered("recipe", "")}
     assert offered("recipe", "arith") == ["arithmetic"]
-    assert offered("train", "--value_model", "no") == ["none"]
+    assert offered("train", "--value_model", "cr") == ["critic"]
 
 
 def test_without_shtab_the_install_command_is_named(capsys, monkeypatch) -> None:
