@@ -24,5 +24,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if importlib.util.find_spec("pytest_benchmark") is None:
         raise pytest.UsageError(
-            "pytest benchmarks needs pytest-benchmark: pip install 'fastppo[bench]'"
+            "pytest benchmarks needs pytest-benchmark: pip install -e '.[bench]'"
         )

@@ -1,4 +1,4 @@
-"""Builds the pages as a site: python docs/make_site.py SITE (pip install "fastppo[docs]")
+"""Builds the pages as a site: python docs/make_site.py SITE (pip install -e ".[docs]")
 
 The pages link to each other and to files beside them as they lie in the repository. So the site is
 built from a copy of the pages and of the files that they link to, in the same folders, and every

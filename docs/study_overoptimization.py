@@ -11,6 +11,7 @@ that is there already is not run again.
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -28,12 +29,17 @@ def run(directory: Path, seed: int, iterations: int) -> None:
     console = Console(stderr=True)
     stages = directory / f"seed-{seed}"
     if not (stages / "reward_model" / "config.json").exists():
+        shutil.rmtree(stages, ignore_errors=True)  # what an interrupted run left
         supervised_stages(stages, seed=seed, device="cpu", console=console)
     for kl_coef, _ in SETTINGS.values():
         output = stages / f"beta-{kl_coef}"
         if (output / "policy").exists():
             continue
+        resume = any(output.glob("checkpoint-*"))
+        if not resume:  # what an interrupted run left
+            shutil.rmtree(output, ignore_errors=True)
         options = {
+            "resume": resume,
             "kl_coef": kl_coef,
             "reference_model": str(stages / "sft"),  # without a penalty too: it is the x axis
             "iterations": iterations,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.recipes.catalogue import find
 from fastppo.recipes.run import base_rewards, lay_out, look, prepare
-from fastppo.rewards.limit import best_of_several, curve, limit, share_of_gain
+from fastppo.rewards.limit import base_reward, best_of_several, curve, limit, share_of_gain
 from fastppo.run.log import read_jsonl
 
 COLOURS = ("#c8553d", "#d99a2b", "#1f5fa8", "#3a8d5d", "#8a5a9e")
@@ -98,7 +99,11 @@ def run(study: Study) -> None:
             output = study.run_dir(beta, seed)
             if (output / "look.json").exists():
                 continue
-            config = study.config(kl_coef=beta, seed=seed, output_dir=str(output))
+            resume = any(output.glob("checkpoint-*"))
+            if not resume:  # what an interrupted run left
+                shutil.rmtree(output, ignore_errors=True)
+            options = {"output_dir": str(output), "resume": resume}
+            config = study.config(kl_coef=beta, seed=seed, **options)
             trainer = PPOTrainer(config, console=console)
             trainer.train()
             assert trainer.evaluation.prompts is not None
@@ -129,7 +134,7 @@ def table(study: Study) -> list[str]:
     lines = [
         "| policy | KL, nats | proxy | gold | r − β·KL | limit at that KL | share of its gain |",
         "|---|---|---|---|---|---|---|",
-        f"| the base | 0 | {np.mean(rewards):.3f} | | | | |",
+        f"| the base | 0 | {base_reward(rewards):.3f} | | | | |",
     ]
     for beta in study.betas:
         kl, proxy, gold = (values[:, -1].mean() for values in curves(study, beta))
@@ -212,6 +217,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, two β, few iterations")
     given = parser.parse_args(arguments)
     quick = given.quick
+    interval = 2 if quick else 5
+    if not quick and given.iterations < interval:
+        parser.error(f"--iterations must be >= {interval}, the interval of the evaluations")
     study = Study(
         directory=given.directory,
         recipe=given.recipe,
@@ -220,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         iterations=6 if quick else given.iterations,
         samples=2 if quick else 8,
         base_samples=16 if quick else 64,
-        interval=2 if quick else 5,
+        interval=interval,
     )
     run(study)
     draw(study, study.directory / "reward-kl.png")

@@ -93,6 +93,9 @@ FAILED = 1
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
+PATHS = ("TEXT", "FILE", "DIR", "RUN")
+"""Metavars of what may be a path, which the shell's completion then offers."""
+
 FLAG_WIDTH = 32
 """Columns of a flag and its value in help texts."""
 
@@ -121,7 +124,9 @@ def build_parser() -> argparse.ArgumentParser:
         description="Supervised fine-tuning, a reward model and PPO on a small synthetic language. "
         "One to three minutes on two CPU cores; nothing is downloaded.",
     )
-    demo.add_argument("--output_dir", default="runs/demo", help="directory of the run")
+    demo.add_argument(
+        "--output_dir", metavar="DIR", default="runs/demo", help="directory of the run"
+    )
     demo.add_argument("--seed", type=int, default=0, help="seed of data, models and sampling")
     demo.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda")
     demo.add_argument(
@@ -163,7 +168,12 @@ def build_parser() -> argparse.ArgumentParser:
         "writes a page with their curves in the same plots and the options in which they differ.",
     )
     report.add_argument("runs", metavar="RUN", nargs="+", help="run directory, say runs/ppo")
-    report.add_argument("--output", default="comparison.html", help="the page of several runs")
+    report.add_argument(
+        "--output",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="the page (default: report.html in the run, of several comparison.html)",
+    )
     report.set_defaults(handler=_report)
 
     completion = commands.add_parser(
@@ -404,13 +414,15 @@ def _recipe(options: argparse.Namespace, rest: list[str]) -> None:
     from fastppo.recipes.run import lay_out, run_recipe, show_recipes
 
     if not rest:
+        if options.show or options.out is not None:
+            raise ValueError("--show and --out are of a recipe: expected its name before them")
         show_recipes(Console())
         return
     # By its place: argparse would take an option's value for the name, or the name for a value.
     name, *flags = rest
     if name.startswith("-"):
         raise ValueError(f"expected the name of a recipe before its options, got {name}")
-    if "--config" in flags:
+    if any(flag.partition("=")[0] == "--config" for flag in flags):
         raise ValueError("a recipe has a config of its own; `fastppo train --config` takes yours")
     recipe = find(name)
     out = Path(options.out or Path("runs") / name)
@@ -434,10 +446,11 @@ def _plan(options: argparse.Namespace, rest: list[str]) -> None:
 def _report(options: argparse.Namespace, rest: list[str]) -> None:
     from fastppo.run.report import write_comparison, write_report
 
+    output = getattr(options, "output", None)
     if len(options.runs) == 1:
-        print(write_report(options.runs[0]))
+        print(write_report(options.runs[0], output))
     else:
-        print(write_comparison(options.runs, options.output))
+        print(write_comparison(options.runs, output or "comparison.html"))
 
 
 def _completion(options: argparse.Namespace, rest: list[str]) -> None:
@@ -447,6 +460,7 @@ def _completion(options: argparse.Namespace, rest: list[str]) -> None:
         raise ImportError("completion needs shtab: pip install shtab") from error
     from fastppo.generate import GenerateConfig
     from fastppo.ppo.config import PPOConfig
+    from fastppo.recipes.catalogue import RECIPES
     from fastppo.stages.reward_model import RewardModelConfig
     from fastppo.stages.sft import SFTConfig
 
@@ -460,6 +474,13 @@ def _completion(options: argparse.Namespace, rest: list[str]) -> None:
         ("generate", GenerateConfig, GENERATE),
     ):
         commands[name] = options_parser(name, config, description)  # type: ignore[index]
+    # Of the completion alone: the command itself takes the name by its place.
+    names = [recipe.name for recipe in RECIPES]
+    commands["recipe"].add_argument("name", choices=names)  # type: ignore[index]
+    for command in commands.values():  # type: ignore[union-attr]
+        for action in command._actions:
+            if action.metavar in PATHS and action.choices is None:
+                action.complete = shtab.FILE
     print(shtab.complete(parser, options.shell))
 
 

@@ -35,6 +35,7 @@ from fastppo.rewards.loading import make_terms
 from fastppo.rewards.reward import RewardTerm, score
 from fastppo.rollout import TRUNCATED, Sampling
 from fastppo.rollout.generate import GenerateEngine
+from fastppo.run.log import short_names
 from fastppo.run.options import Options, option
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -201,16 +202,6 @@ def _score(
     columns = {name: [row.get(name) for row in repeated] for name in names}
     prompts = [row[config.prompt_column] for row in repeated]
     return list(score(term, prompts, policy.texts, columns, completion_ids=policy.token_ids))
-
-
-def short_names(directories: Sequence[str]) -> list[str]:
-    """The shortest distinct ends of the paths: `a/policy`, `b/policy`."""
-    paths = [Path(directory).parts or (directory,) for directory in directories]
-    for length in range(1, max(map(len, paths), default=1) + 1):
-        names = ["/".join(path[-length:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{name} ({i})" for i, name in enumerate(directories, 1)]  # one policy given twice
 
 
 def win_rate(rewards: Sequence[float], first: Sequence[float], num_samples: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -286,6 +287,10 @@ def test_train_and_report_from_the_command_line(tmp_path: Path, capsys) -> None:
     assert cli.main(["report", str(tmp_path / "run")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "run" / "report.html")
     assert (tmp_path / "run" / "report.html").exists()
+    (tmp_path / "pages").mkdir()
+    mine = tmp_path / "pages" / "mine.html"
+    assert cli.main(["report", str(tmp_path / "run"), "--output", str(mine)]) == 0
+    assert 'href="../run/metrics.jsonl"' in mine.read_text()
     page = tmp_path / "both.html"
     assert cli.main(["report", *[str(tmp_path / "run")] * 2, "--output", str(page)]) == 0
     assert "2 runs" in page.read_text()
@@ -340,6 +345,32 @@ def test_the_shells_completion_knows_commands_options_and_choices(shell: str, ca
         "num_samples",
     ):
         assert word in script, word
+
+
+def test_bash_completes_files_and_recipes(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("shtab", reason="pip install shtab")
+    assert cli.main(["completion", "bash"]) == 0
+    script = tmp_path / "completion.bash"
+    script.write_text(capsys.readouterr().out)
+    for name in ("run.yaml", "prompts.jsonl"):
+        (tmp_path / name).touch()
+
+    def offered(*words: str) -> list[str]:
+        asked = (
+            'compopt() { :; }; source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); '
+            '_shtab_fastppo fastppo "${!#}" "${COMP_WORDS[COMP_CWORD - 1]}"; '
+            'printf "%s\\n" "${COMPREPLY[@]}"'
+        )
+        command = ["bash", "-c", asked, "bash", str(script), "fastppo", *words]
+        found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        return found.stdout.split()
+
+    assert offered("train", "--config", "ru") == ["run.yaml"]
+    assert offered("train", "--prompts", "pr") == ["prompts.jsonl"]
+    assert offered("report", "ru") == ["run.yaml"]
+    assert {"arithmetic", "calculator"} <= {*offered("recipe", "")}
+    assert offered("recipe", "arith") == ["arithmetic"]
+    assert offered("train", "--value_model", "cr") == ["critic"]
 
 
 def test_without_shtab_the_install_command_is_named(capsys, monkeypatch) -> None:

@@ -24,7 +24,7 @@ from fastppo import cli
 from fastppo.ppo.config import PPOConfig
 from fastppo.stages.demonstrations import encode_demonstrations
 from fastppo.stages.preferences import encode_comparisons
-from fastppo.stages.reward_model import RewardModelConfig
+from fastppo.stages.reward_model import RewardModelConfig, bradley_terry_loss
 from fastppo.stages.sft import SFTConfig
 
 ROOT = Path(__file__).parents[1]
@@ -367,8 +367,17 @@ def test_the_numbers_of_the_articles_come_out() -> None:
     assert found[0].tolist() == pytest.approx([0.429, 0.356, 0.280, 0.2], abs=5e-4)
 
     assert fastppo.entropy(torch.zeros(3, 1000)).item() == pytest.approx(6.9078, abs=5e-5)
-    assert torch.tensor([3.0, 5.0]).softmax(-1).tolist() == pytest.approx([0.12, 0.88], abs=5e-3)
-    assert pytest.approx(3.6320, abs=5e-5) == 1.3864 + 0.5 * 4.6192 - 0.01 * 6.3992
+    high, low = torch.tensor([5.0]), torch.tensor([3.0])
+    shares = [math.exp(-bradley_terry_loss(*pair).item()) for pair in ((low, high), (high, low))]
+    assert shares == pytest.approx([0.12, 0.88], abs=5e-3)
+
+    one = torch.zeros(1)
+    logits = torch.zeros(1, 601)  # of entropy log 601, which is 6.3986: 6e-6 of the total away
+    parts = fastppo.total_loss(one, one, one - 1.3864, one, one + 4.6192**0.5, logits)
+    assert parts["policy_loss"].item() == pytest.approx(1.3864)
+    assert parts["value_loss"].item() == pytest.approx(4.6192)
+    assert parts["entropy"].item() == pytest.approx(6.3992, abs=1e-3)
+    assert parts["total_loss"].item() == pytest.approx(3.6320, abs=5e-5)
 
 
 def test_every_test_and_option_that_the_checklist_names_exists() -> None:
@@ -405,7 +414,7 @@ def test_the_sick_runs_of_the_page_can_be_run_anew(tmp_path: Path) -> None:
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs", reason='pip install "fastppo[docs]"')
+    pytest.importorskip("mkdocs", reason='pip install -e ".[docs]"')
     runpy.run_path(str(ROOT / "docs" / "make_site.py"))["build"](tmp_path / "site")
     page = (tmp_path / "site" / "docs" / "ppo.html").read_text()
     assert "importance_cap" in page
@@ -415,8 +424,8 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, monkeypatch) -> None:
-    nbclient = pytest.importorskip("nbclient", reason='pip install "fastppo[docs]"')
-    pytest.importorskip("ipykernel", reason='pip install "fastppo[docs]"')
+    nbclient = pytest.importorskip("nbclient", reason='pip install -e ".[docs]"')
+    pytest.importorskip("ipykernel", reason='pip install -e ".[docs]"')
     import nbformat
 
     here = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]

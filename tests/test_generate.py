@@ -19,7 +19,6 @@ from fastppo.generate import (
     GenerateConfig,
     generate,
     rate,
-    short_names,
     show,
     win_rate,
     write,
@@ -200,12 +199,6 @@ def test_the_win_rate_meets_every_sample_with_every_other() -> None:
     # prompt 1: 2 beats 1 and 0, ties with 2; 0 ties with 0; prompt 2: all lost
     assert win_rate([2, 0, 0, 0], [1, 2, 5, 5], num_samples=2) == (1 + 0.5) / 8
     assert win_rate([1, 2], [1, 2], num_samples=1) == 0.5
-
-
-def test_policies_go_by_the_shortest_names_that_tell_them_apart() -> None:
-    assert short_names(["runs/a/policy", "runs/b/policy"]) == ["a/policy", "b/policy"]
-    assert short_names(["runs/sft", "org/model"]) == ["sft", "model"]
-    assert short_names(["runs/sft", "runs/sft"]) == ["runs/sft (1)", "runs/sft (2)"]
 
 
 def test_chat_prompts_go_through_the_template(two, tmp_path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,53 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arithmetic, "HELD_OUT", 24)
     shape = characters.model_config
     monkeypatch.setattr(characters, "model_config", lambda: shape(hidden=32, layers=1))
+
+
+def test_a_study_without_an_evaluation_is_refused_before_it_trains(tmp_path: Path, capsys) -> None:
+    main = _script("study_reward_kl")["main"]
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "study"), "--iterations", "4"])
+    assert "--iterations must be >= 5" in capsys.readouterr().err
+    assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize(("checkpoint", "resume"), [(True, True), (False, False)])
+def test_a_study_goes_on_where_it_was_interrupted(
+    checkpoint: bool, resume: bool, tmp_path: Path, monkeypatch
+) -> None:
+    """From the run's checkpoint; a run without one is begun again in an empty folder."""
+    script = _script("study_reward_kl")
+    asked: list[tuple[bool, bool]] = []
+
+    class Trainer:
+        evaluation = SimpleNamespace(prompts=[])
+
+        def __init__(self, config: Any, console: Any) -> None:
+            output = Path(config.output_dir)
+            asked.append((config.resume, output.exists()))
+            output.mkdir(exist_ok=True)
+
+        def train(self) -> None:
+            pass
+
+    seen = {"reward": 1.0, "kl": 1.0, "prompts": [], "completions": []}
+    parts = {"lay_out": None, "prepare": None, "load_rows": [], "look": seen}
+    run = script["run"]
+    for name, value in parts.items():
+        monkeypatch.setitem(run.__globals__, name, lambda *_, value=value: value)
+    monkeypatch.setitem(run.__globals__, "PPOTrainer", Trainer)
+    sizes = {"seeds": 1, "iterations": 6, "samples": 2, "base_samples": 2, "interval": 2}
+    study = script["Study"](directory=tmp_path, recipe="arithmetic", betas=(0.5,), **sizes)
+    study.base.mkdir()
+    (tmp_path / "base_rewards.json").write_text("[]")
+    output = study.run_dir(0.5, 0)
+    output.mkdir()
+    (output / "metrics.jsonl").write_text("{}\n")
+    if checkpoint:
+        (output / "checkpoint-2").mkdir()
+    run(study)
+    assert asked == [(resume, checkpoint)]
+    assert (output / "look.json").exists()
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ is what runs.
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,26 @@ from fastppo.ppo.checks import random_state_restored
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.recipes.catalogue import RECIPES, Recipe
-from fastppo.rewards.limit import best_of_several, limit, share_of_gain
-from fastppo.run.log import check_no_run, say
+from fastppo.rewards.limit import (
+    BaseRewards,
+    base_reward,
+    best_of_several,
+    limit,
+    share_of_gain,
+    shows,
+)
+from fastppo.run.lock import held
+from fastppo.run.log import check_no_run, holds_run, say
 from fastppo.run.report import BASE_REWARDS
+
+OWNER = "recipe.txt"
+"""In the folder, from the first file on: the recipe whose it is."""
 
 MARK = "prepared.json"
 """In the folder, when all is made: by which recipe, and from which seed."""
+
+STAGES = ("model", "reward_model")
+"""Folders of what a preparation trains."""
 
 LOOKED_AT = 192
 """Responses to held-out prompts, before and after; more than one to each where they are few."""
@@ -36,16 +52,31 @@ LOOKED_AT = 192
 AT_ONCE = 256
 """Samples of the base that are generated at once."""
 
+WIDE = 100
+"""Columns of a terminal from which on the list of recipes says what they take, and how long."""
+
 SHOWN = 3
 """Prompts whose responses before and after are printed."""
 
 
 def lay_out(recipe: Recipe, out: Path) -> Path:
-    """Writes run.yaml and the shipped files that are not there yet; the path of run.yaml."""
+    """Writes run.yaml and the shipped files that are not there yet; the path of run.yaml.
+
+    Raises:
+        ImportError: a package is missing; nothing is written then.
+        ValueError: the folder is another recipe's, or a file.
+    """
+    recipe.check_packages()
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file")
     out.mkdir(parents=True, exist_ok=True)
-    wanted = {"run.yaml": recipe.config(out)}
+    owner = out / OWNER
+    found = owner.read_text("utf-8").strip() if owner.exists() else recipe.name
+    if found != recipe.name:
+        raise ValueError(
+            f"{out} holds the files of recipe {found}, expected {recipe.name}: choose another --out"
+        )
+    wanted = {OWNER: f"{recipe.name}\n", "run.yaml": recipe.config(out)}
     for name, copied in recipe.shipped.items():
         wanted[copied] = files("fastppo.recipes").joinpath(name).read_text("utf-8")
     for name, text in wanted.items():
@@ -55,7 +86,7 @@ def lay_out(recipe: Recipe, out: Path) -> Path:
 
 
 def prepare(recipe: Recipe, out: Path, seed: int, console: Console) -> None:
-    """Makes what the config reads, once.
+    """Makes what the config reads, once. What an interrupted preparation left is made anew.
 
     Raises:
         ImportError: a package is missing.
@@ -65,6 +96,7 @@ def prepare(recipe: Recipe, out: Path, seed: int, console: Console) -> None:
     made = {"recipe": recipe.name, "seed": seed if recipe.seeded else None}
     mark = out / MARK
     if not mark.exists():
+        _discard_stages(out)
         recipe.prepare(out, seed, console)
         mark.write_text(json.dumps(made))
         return
@@ -74,6 +106,14 @@ def prepare(recipe: Recipe, out: Path, seed: int, console: Console) -> None:
             f"{out} was made for recipe {found['recipe']} with seed {found['seed']}, expected "
             f"{made['recipe']} with seed {made['seed']}: choose another --out"
         )
+
+
+def _discard_stages(out: Path) -> None:
+    """Deletes the stages that a preparation began, or ended without the others."""
+    for stage in STAGES:
+        if holds_run(out / stage):
+            with held(out / stage):  # not that of a preparation at work
+                shutil.rmtree(out / stage)
 
 
 def run_recipe(
@@ -112,10 +152,14 @@ def run_recipe(
     result["after"] = look(trainer, held_out)
     _print(console, result)
     if rewards is not None:
-        result["limit"] = beside_the_limit(rewards, result["after"])
-        path = Path(config.output_dir) / "limit.json"
-        path.write_text(json.dumps(result["limit"], indent=2))
-        _print_limit(console, result["limit"])
+        try:
+            result["limit"] = beside_the_limit(rewards, result["after"])
+        except ValueError as error:  # the training is done: no reason to fail
+            say(console, f"no limit beside the result: {error}", "yellow")
+        else:
+            path = Path(config.output_dir) / "limit.json"
+            path.write_text(json.dumps(result["limit"], indent=2, allow_nan=False))
+            _print_limit(console, result["limit"])
     say(console, f"\nreport  {config.output_dir}/report.html\npolicy  {config.output_dir}/policy")
     say(console, f"again   fastppo train --config {out / 'run.yaml'} --output_dir …")
     return result
@@ -142,10 +186,8 @@ def look(trainer: PPOTrainer, prompts: Prompts) -> dict[str, Any]:
     return found | {"prompts": [prompts.prompts[row] for row in rows]}
 
 
-def _base_rewards(
-    recipe: Recipe, trainer: PPOTrainer, prompts: Prompts
-) -> list[list[float]] | None:
-    """[prompts, samples]: rewards of the base; those that a resumed run has, or None."""
+def _base_rewards(recipe: Recipe, trainer: PPOTrainer, prompts: Prompts) -> BaseRewards | None:
+    """Rewards of the base; those that a resumed run has, or None."""
     path = Path(trainer.config.output_dir) / BASE_REWARDS
     if recipe.base_samples == 0:
         return None
@@ -158,13 +200,13 @@ def _base_rewards(
     return found
 
 
-def base_rewards(trainer: PPOTrainer, prompts: Prompts, samples: int) -> list[list[float]]:
-    """[prompts, samples]: what responses of the policy as it is earn, for `fastppo.rewards.limit`.
+def base_rewards(trainer: PPOTrainer, prompts: Prompts, samples: int) -> BaseRewards:
+    """What responses of the policy as it is earn, for `fastppo.rewards.limit`.
 
     Few prompts at a time, with all their samples: each part has the same draws.
     """
     at_once = max(1, AT_ONCE // samples)
-    found: list[list[float]] = []
+    found: BaseRewards = []
     for begin in range(0, len(prompts), at_once):
         end = min(begin + at_once, len(prompts))
         part = prompts.select([row for row in range(begin, end) for _ in range(samples)])
@@ -172,28 +214,46 @@ def base_rewards(trainer: PPOTrainer, prompts: Prompts, samples: int) -> list[li
             torch.manual_seed(trainer.config.seed)
             part, rollout = trainer.turns.play(part, trainer.engine, trainer.sampling)
         total = trainer.score(part, rollout, trainer.config).total
-        found += total.view(end - begin, samples).tolist()
+        found += [
+            [None if math.isnan(reward) else reward for reward in earned]
+            for earned in total.view(end - begin, samples).tolist()
+        ]
     return found
 
 
-def beside_the_limit(rewards: list[list[float]], after: dict[str, Any]) -> dict[str, Any]:
+def beside_the_limit(rewards: BaseRewards, after: dict[str, Any]) -> dict[str, Any]:
     """A policy beside the base, the limit at its KL, and the best of n.
 
     Args:
         rewards: [prompts, samples] of the base.
         after: `reward` and `kl` of the policy, nats per response.
+
+    Returns:
+        dict: of numbers that JSON has: None in the place of one that is not finite. `shown` is
+        whether the samples show the limit at that KL; `share_of_gain` is None if they do not.
+
+    Raises:
+        ValueError: the KL is not finite, or too few of the samples have a reward.
     """
     reward, kl = after["reward"], after["kl"]
+    if not math.isfinite(kl):
+        raise ValueError(f"the KL must be finite, got {kl}")
     best = limit(rewards, max(kl, 0.0))
+    shown = shows(best, kl)
     return {
-        "base_reward": sum(map(sum, rewards)) / sum(map(len, rewards)),
-        "reward": reward,
+        "base_reward": base_reward(rewards),
+        "reward": _finite(reward),
         "kl": kl,
-        "limit": best._asdict(),
-        "share_of_gain": share_of_gain(rewards, reward, kl),
+        "limit": {name: _finite(value) for name, value in best._asdict().items()},
+        "shown": shown,
+        "share_of_gain": _finite(share_of_gain(rewards, reward, kl)) if shown else None,
         "samples": len(rewards[0]),
         "best_of": [each._asdict() for each in best_of_several(rewards)],
     }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 # ----------------------------------------------------------------------------------------- printing
@@ -237,25 +297,36 @@ def _as_text(prompt: Any) -> str:
 
 
 def _print_limit(console: Console, found: dict[str, Any]) -> None:
-    best = found["limit"]
-    say(
-        console,
-        f"\nThe base earns {found['base_reward']:.3f}. At {found['kl']:.2f} nats no policy earns "
-        f"more than {best['reward']:.3f}, by {found['samples']} samples of the base to a prompt, "
-        f"{best['effective_samples']:.1f} of them effective; this one earns {found['reward']:.3f}: "
-        f"{found['share_of_gain']:.0%} of the gain. "
-        + ", ".join(
-            f"Best of {each['n']}: {each['reward']:.3f} at {each['kl']:.2f} nats"
-            for each in found["best_of"]
-        ),
-    )
+    best, share = found["limit"], found["share_of_gain"]
+    samples = f"{found['samples']} samples of the base to a prompt"
+    lines = [f"The base earns {found['base_reward']:.3f}."]
+    if found["shown"]:
+        lines.append(
+            f"At {found['kl']:.2f} nats no policy earns more than about {best['reward']:.3f}, by "
+            f"{samples}, {best['effective_samples']:.1f} of them effective."
+        )
+    else:
+        lines.append(
+            f"What a policy can earn at {found['kl']:.2f} nats is beyond what {samples} show."
+        )
+    if found["reward"] is not None:
+        of_gain = "" if share is None else f": about {share:.0%} of the gain"
+        lines.append(f"This one earns {found['reward']:.3f}{of_gain}.")
+    lines += [
+        f"Best of {each['n']}: {each['reward']:.3f} at {each['kl']:.2f} nats."
+        for each in found["best_of"]
+    ]
+    say(console, "\n" + " ".join(lines))
 
 
 def show_recipes(console: Console) -> None:
-    """The list of all recipes."""
+    """The list of all recipes; on a narrow terminal their names and what they are."""
     table = Table(title="fastppo recipe NAME", title_justify="left")
-    for title in ("name", "what", "takes", "minutes"):
+    table.add_column("name", no_wrap=True, min_width=max(len(recipe.name) for recipe in RECIPES))
+    others = ("what", "takes", "minutes") if console.width >= WIDE else ("what",)
+    for title in others:
         table.add_column(title)
     for recipe in RECIPES:
-        table.add_row(recipe.name, recipe.line, recipe.takes, recipe.minutes)
+        cells = {"what": recipe.line, "takes": recipe.takes, "minutes": recipe.minutes}
+        table.add_row(recipe.name, *(cells[title] for title in others))
     console.print(table)

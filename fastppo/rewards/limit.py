@@ -11,7 +11,11 @@ is w_i = e^{r_i/β}/Σ e^{r_j/β}, and
     reward Σ w_i r_i      KL Σ w_i log(m·w_i)      effective samples 1/Σ w_i²
 
 β is the same for all prompts: that spends the KL where it earns most. A KL above log m cannot be
-seen in m samples; few effective samples mean that the reward is that of a handful of lucky ones.
+seen in m samples; few effective samples mean that the reward is that of a handful of lucky ones,
+less than what the base could be tilted to. `shows` says where the estimate is to be believed.
+
+A sample that the reward dropped is None: it counts for nothing, and a prompt with fewer than two
+others is left out.
 
 Best of n draws is nearly as good as the tilt; of normal rewards it has nine tenths of the gain. Its
 KL is at most log n − (n − 1)/n (Beirami et al. 2024), with equality where no two rewards tie.
@@ -28,8 +32,15 @@ import numpy as np
 BEST_OF = (2, 4, 8, 16)
 """n that stand beside a policy, where there are as many samples."""
 
+LEAST_EFFECTIVE = 6.0
+"""Effective samples to a prompt below which the limit is not shown: it would be too low."""
+
 HALVINGS = 100
 """Of the interval of log β: far more than a float's digits."""
+
+
+BaseRewards = list[list[float | None]]
+"""[prompts, samples]: of samples of the base; None where the reward dropped the sample."""
 
 
 class Tilted(NamedTuple):
@@ -53,22 +64,37 @@ class BestOf(NamedTuple):
 
 
 def _samples(rewards: Any) -> np.ndarray:
-    """[prompts, samples] fp64.
+    """[prompts, samples] fp64: NaN for a sample that was dropped, without the prompts that have
+    fewer than two others.
 
     Raises:
-        ValueError: another shape, a number that is not finite, or fewer than two samples.
+        ValueError: another shape, a number that is not finite, or no prompt with two samples.
     """
     try:
-        array = np.asarray(rewards, dtype=np.float64)
+        given = np.asarray(rewards)
+        dropped = np.asarray(given == np.array(None), dtype=bool)
+        array = given.astype(np.float64)
     except (TypeError, ValueError):
         raise ValueError("rewards must be as many numbers for each prompt") from None
     if array.ndim != 2 or array.shape[0] < 1 or array.shape[1] < 2:
         raise ValueError(
             f"rewards must be [prompts, samples] with two samples or more, got {array.shape}"
         )
-    if not np.isfinite(array).all():
+    if not np.isfinite(array[~dropped]).all():
         raise ValueError("rewards must be finite")
+    array = array[(~dropped).sum(1) >= 2]
+    if not len(array):
+        raise ValueError("rewards must have two samples or more of a prompt that are not dropped")
     return array
+
+
+def base_reward(rewards: Any) -> float:
+    """The mean of what the base earns, over the prompts.
+
+    Args:
+        rewards: [prompts, samples] of samples of the base.
+    """
+    return float(np.nanmean(_samples(rewards), 1).mean())
 
 
 def tilted(rewards: Any, beta: float) -> Tilted:
@@ -78,16 +104,20 @@ def tilted(rewards: Any, beta: float) -> Tilted:
         rewards: [prompts, samples] of samples of the base.
         beta: above 0, reward units per nat.
     """
-    array = _samples(rewards)
     if not beta > 0:
         raise ValueError(f"beta must be > 0, got {beta}")
-    log_weights = (array - array.max(1, keepdims=True)) / beta
-    log_weights -= np.log(np.exp(log_weights).sum(1, keepdims=True))
+    return _tilted(_samples(rewards), beta)
+
+
+def _tilted(array: np.ndarray, beta: float) -> Tilted:
+    log_weights = (array - np.nanmax(array, 1, keepdims=True)) / beta
+    log_weights -= np.log(np.nansum(np.exp(log_weights), 1, keepdims=True))
     weights = np.exp(log_weights)
     # 0·log 0 is 0: a weight that underflows has a finite logarithm here.
-    kl = (weights * (log_weights + math.log(array.shape[1]))).sum(1)
-    effective = 1 / (weights**2).sum(1)
-    reward = (weights * array).sum(1)
+    count = np.isfinite(array).sum(1, keepdims=True)
+    kl = np.nansum(weights * (log_weights + np.log(count)), 1)
+    effective = 1 / np.nansum(weights**2, 1)
+    reward = np.nansum(weights * array, 1)
     return Tilted(float(reward.mean()), float(kl.mean()), float(effective.mean()), float(beta))
 
 
@@ -101,19 +131,27 @@ def limit(rewards: Any, kl: float) -> Tilted:
     array = _samples(rewards)
     if kl < 0:
         raise ValueError(f"kl must be >= 0, got {kl}")
-    spread = float((array.max(1) - array.min(1)).max())
+    spread = float((np.nanmax(array, 1) - np.nanmin(array, 1)).max())
     if spread == 0:  # nothing to earn
-        return Tilted(float(array.mean()), 0.0, float(array.shape[1]), math.inf)
+        count = np.isfinite(array).sum(1).mean()
+        return Tilted(base_reward(rewards), 0.0, float(count), math.inf)
     sharp, flat = math.log(spread * 1e-6), math.log(spread * 1e6)
-    if tilted(array, math.exp(sharp)).kl <= kl:
-        return tilted(array, math.exp(sharp))
+    if _tilted(array, math.exp(sharp)).kl <= kl:
+        return _tilted(array, math.exp(sharp))
     for _ in range(HALVINGS):
         middle = (sharp + flat) / 2
-        if tilted(array, math.exp(middle)).kl > kl:
+        if _tilted(array, math.exp(middle)).kl > kl:
             sharp = middle
         else:
             flat = middle
-    return tilted(array, math.exp(flat))
+    return _tilted(array, math.exp(flat))
+
+
+def shows(found: Tilted, kl: float) -> bool:
+    """Whether the samples show the limit at `kl`, of which `found` is what they say: it reaches
+    that KL, by `LEAST_EFFECTIVE` samples or more."""
+    reached = found.kl >= kl or math.isclose(found.kl, kl, rel_tol=1e-6, abs_tol=1e-9)
+    return reached and found.effective_samples >= LEAST_EFFECTIVE
 
 
 def best_of(rewards: Any, n: int) -> BestOf:
@@ -124,21 +162,24 @@ def best_of(rewards: Any, n: int) -> BestOf:
     which is unbiased for n independent draws.
 
     Args:
-        rewards: [prompts, samples] of samples of the base, n samples or more.
+        rewards: [prompts, samples] of samples of the base, n samples or more to each prompt.
     """
     array = _samples(rewards)
-    m = array.shape[1]
-    if not 1 <= n <= m:
-        raise ValueError(f"n must be in [1, {m}], the number of samples, got {n}")
-    chosen = np.array([math.comb(i, n - 1) / math.comb(m, n) for i in range(m)])
-    reward = float((np.sort(array, 1) @ chosen).mean())
-    return BestOf(n, reward, math.log(n) - (n - 1) / n)
+    fewest = int(np.isfinite(array).sum(1).min())
+    if not 1 <= n <= fewest:
+        raise ValueError(f"n must be in [1, {fewest}], the number of samples, got {n}")
+    means = []
+    for ranked in (np.sort(row[np.isfinite(row)]) for row in array):
+        m = len(ranked)
+        chosen = np.array([math.comb(i, n - 1) / math.comb(m, n) for i in range(m)])
+        means.append(float(ranked @ chosen))
+    return BestOf(n, float(np.mean(means)), math.log(n) - (n - 1) / n)
 
 
 def best_of_several(rewards: Any) -> list[BestOf]:
     """`best_of` for each n of `BEST_OF` that the samples allow."""
-    array = _samples(rewards)
-    return [best_of(array, n) for n in BEST_OF if n <= array.shape[1]]
+    fewest = int(np.isfinite(_samples(rewards)).sum(1).min())
+    return [best_of(rewards, n) for n in BEST_OF if n <= fewest]
 
 
 def share_of_gain(rewards: Any, reward: float, kl: float) -> float:
@@ -152,11 +193,10 @@ def share_of_gain(rewards: Any, reward: float, kl: float) -> float:
         float: 1 at the limit; NaN where there is nothing to gain, and at an estimated KL of 0 or
         less.
     """
-    array = _samples(rewards)
+    base = base_reward(rewards)
     if kl <= 0:
         return math.nan
-    base = float(array.mean())
-    gain = limit(array, kl).reward - base
+    gain = limit(rewards, kl).reward - base
     return (reward - base) / gain if gain > 0 else math.nan
 
 

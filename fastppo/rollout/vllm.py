@@ -31,7 +31,7 @@ from fastppo.models.policy import LanguageModel
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.rollout.prompts import check_prompts
 
-INSTALL = 'pip install "fastppo[vllm]"'
+INSTALL = 'pip install -e ".[vllm]"'
 CPU_CACHE_BYTES = 2**30
 """KV cache on a CPU, where vLLM would take a share of the machine's memory."""
 SLEEP = 2

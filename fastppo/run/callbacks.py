@@ -15,6 +15,7 @@ evaluation in the next one that has none yet. A callback is no part of a checkpo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
@@ -33,8 +34,8 @@ class Arguments:
     """`args` of a callback: the run's options by their names. What else `TrainingArguments` has is
     here as it is there by default."""
 
-    def __init__(self, config: Options, **more: Any) -> None:
-        self._config = config
+    def __init__(self, config: Options, world: World | None = None, **more: Any) -> None:
+        self._config, self._world = config, world or World()
         defaults = {
             each.name: None if each.default is MISSING else each.default
             for each in fields(TrainingArguments)
@@ -45,6 +46,37 @@ class Arguments:
     def to_dict(self) -> dict[str, Any]:
         """The run's options."""
         return self._config.to_dict()
+
+    def to_json_string(self) -> str:
+        """The run's options as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """The run's options, as text what TensorBoard's table of them cannot take."""
+        return {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in self.to_dict().items()
+        }
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run."""
+        return self._world.size
+
+    @property
+    def process_index(self) -> int:
+        """This process among them."""
+        return self._world.rank
+
+    @property
+    def should_log(self) -> bool:
+        """Whether this process writes the log."""
+        return self._world.is_main
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this process writes files."""
+        return self._world.is_main
 
 
 class Callbacks:
@@ -82,7 +114,7 @@ class Callbacks:
             self.callbacks = [*make_trackers(config.report_to, kept), *self.callbacks]
         repository = self.world.first(lambda: repository_of(config))
         self.callbacks.append(Publisher(config, repository, say))
-        self.args = Arguments(config, **names)
+        self.args = Arguments(config, self.world, **names)
         self.state, self.control = TrainerState(max_steps=config.iterations), TrainerControl()
         self.state.is_local_process_zero = self.state.is_world_process_zero = self.world.is_main
 

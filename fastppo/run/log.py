@@ -235,12 +235,28 @@ def check_no_run(run_dir: str | Path) -> None:
     run_dir = Path(run_dir)
     if run_dir.exists() and not run_dir.is_dir():
         raise ValueError(f"output_dir {run_dir} is a file")
-    records = run_dir / "metrics.jsonl"
-    if (records.exists() and records.stat().st_size) or any(run_dir.glob("checkpoint-*")):
+    if holds_run(run_dir):
         raise ValueError(
             f"{run_dir} holds a run already: go on with `resume: true`, or choose another "
             "output_dir"
         )
+
+
+def holds_run(run_dir: str | Path) -> bool:
+    """Whether a run has left records or checkpoints there."""
+    records = Path(run_dir) / "metrics.jsonl"
+    left = records.exists() and records.stat().st_size > 0
+    return left or any(Path(run_dir).glob("checkpoint-*"))
+
+
+def short_names(paths: Sequence[str | Path]) -> list[str]:
+    """The shortest distinct ends of the paths: `a/policy`, `b/policy`."""
+    parts = [Path(path).parts or (str(path),) for path in paths]
+    for length in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(each[-length:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{path} ({i})" for i, path in enumerate(paths, 1)]  # one given twice
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:

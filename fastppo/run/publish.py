@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import TrainerCallback
 
 from fastppo.run.log import read_jsonl
@@ -115,6 +116,7 @@ def write_card(run_dir: Path, config: Any, repository: str | None = None) -> Pat
         options=yaml.safe_dump(changed, sort_keys=False, allow_unicode=True),
         summary=summary(records),
         iterations=len(records),
+        rewards=_rewards(config),
         last=parts[-1] if parts else {},
         first=parts[0] if parts else {},
     )
@@ -124,9 +126,28 @@ def write_card(run_dir: Path, config: Any, repository: str | None = None) -> Pat
 
 
 def _on_the_hub(name: str) -> str | None:
-    """A name that the hub may have: no file or directory here, and of its form."""
-    there = bool(name) and not Path(name).exists() and name.count("/") <= 1
-    return name if there and not name.startswith((".", "/")) else None
+    """A name that the hub may have: no file or directory here, and of its form. One that has no
+    owner and a dot is a file's."""
+    if not name or Path(name).exists() or ("/" not in name and "." in name):
+        return None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
+
+
+def _rewards(config: Any) -> list[tuple[str, list[str]]]:
+    """(what it is, its names) of each kind of reward that the run has; no names where rewards were
+    handed over as functions."""
+    kinds = [
+        ("environment", [config.environment] if config.environment else []),
+        ("ensemble of reward models", [*config.reward_ensemble]),
+        ("rewards", [*config.rewards]),
+    ]
+    paid = [(title, names) for title, names in kinds if names] or [("rewards", [])]
+    watched = [*config.monitor_rewards]
+    return paid + ([("watched, never trained on", watched)] if watched else [])
 
 
 def draw_curves(records: list[dict[str, Any]], path: Path) -> None:

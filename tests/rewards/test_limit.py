@@ -9,7 +9,17 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from fastppo.rewards.limit import best_of, curve, limit, share_of_gain, tilted
+from fastppo.rewards.limit import (
+    LEAST_EFFECTIVE,
+    base_reward,
+    best_of,
+    best_of_several,
+    curve,
+    limit,
+    share_of_gain,
+    shows,
+    tilted,
+)
 
 COUNTS = np.array([5, 3, 2])
 REWARDS = np.array([0.0, 1.0, 3.0])
@@ -110,6 +120,32 @@ def test_the_share_is_one_at_the_limit_and_none_at_the_base() -> None:
     assert math.isnan(share_of_gain(SAMPLES, 2.0, -0.01)), "no KL, no gain to share"
 
 
+def test_a_limit_is_shown_as_far_as_enough_samples_carry_it() -> None:
+    """Of 64 normal rewards to a prompt the estimate falls behind the truth, √(2·KL), before log 64,
+    where it ends."""
+    draws = np.random.default_rng(2).normal(size=(64, 64))
+    for kl, shown in ((0.1, True), (1.5, True), (3.0, False), (math.log(64) + 0.1, False)):
+        found = limit(draws, kl)
+        assert shows(found, kl) == shown, kl
+        behind = 1 - found.reward / math.sqrt(2 * kl)
+        assert (abs(behind) < 0.05) if shown else (behind > 0.1), kl
+    assert not shows(limit(np.repeat(draws, 4, 1), 6.0), 6.0), "many, but not as far"
+    assert not shows(tilted(draws[:, : int(LEAST_EFFECTIVE) - 1], 1e6), 0.0), "as far, but few"
+
+
+def test_dropped_samples_count_for_nothing() -> None:
+    whole = [[0.0, 1.0, 3.0, 1.0], [0.5, 0.0, 0.25, 1.0]]
+    parted = [[None, 0.0, 1.0, 3.0, 1.0], [0.5, None, 0.0, 0.25, 1.0], [None, None, None, None, 9]]
+    assert base_reward(parted) == base_reward(whole)
+    assert tilted(parted, 0.7) == pytest.approx(tilted(whole, 0.7))
+    assert limit(parted, 0.3) == pytest.approx(limit(whole, 0.3))
+    assert best_of_several(parted) == best_of_several(whole)
+    uneven = [[0.0, 1.0, None, None], [0.0, 1.0, 2.0, 3.0]]
+    assert [each.n for each in best_of_several(uneven)] == [2]
+    assert best_of(uneven, 2).reward == pytest.approx((1 + 14 / 6) / 2)
+    assert limit([[2.0, 2.0, None]], 1.0).effective_samples == 2
+
+
 def test_a_curve_rises_with_the_kl() -> None:
     rewards = [each.reward for each in curve(SAMPLES, [0.0, 0.2, 0.5, 1.0, 1.5])]
     assert rewards[0] == pytest.approx(SAMPLES.mean(), abs=1e-5)
@@ -122,6 +158,7 @@ def test_a_curve_rises_with_the_kl() -> None:
         (lambda: tilted([1.0, 2.0], 1.0), "rewards must be [prompts, samples]"),
         (lambda: tilted([[1.0]], 1.0), "two samples or more, got (1, 1)"),
         (lambda: tilted([[1.0, math.nan]], 1.0), "rewards must be finite"),
+        (lambda: tilted([[1.0, None], [None] * 2], 1.0), "two samples or more of a prompt"),
         (lambda: tilted([[1.0, 2.0]], 0.0), "beta must be > 0, got 0.0"),
         (lambda: limit([[1.0, 2.0]], -1.0), "kl must be >= 0, got -1.0"),
         (lambda: best_of([[1.0, 2.0]], 3), "n must be in [1, 2], the number of samples, got 3"),

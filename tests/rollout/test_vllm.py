@@ -137,7 +137,7 @@ def test_the_repetition_guard_is_refused() -> None:
 
 def test_without_vllm_the_refusal_has_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ImportError, match=r'pip install "fastppo\[vllm\]"'):
+    with pytest.raises(ImportError, match=r'pip install -e "\.\[vllm\]"'):
         listening_engine()
 
 

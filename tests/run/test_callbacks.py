@@ -18,6 +18,7 @@ from transformers import (
     TrainerControl,
     TrainingArguments,
 )
+from transformers.integrations import TensorBoardCallback
 
 from fastppo.data.world import World
 from fastppo.ppo.config import PPOConfig
@@ -136,6 +137,12 @@ def test_transformers_own_callbacks_work_as_they_are(tmp_path: Path, capsys) -> 
     assert "'reward':" in capsys.readouterr().out
 
 
+def test_transformers_tensorboard_works_as_it_is(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    make_trainer(tmp_path, callbacks=[TensorBoardCallback], iterations=1).train()
+    assert list((tmp_path / "board").glob("events.*"))
+
+
 def test_an_error_of_a_callback_ends_the_run_with_it(tmp_path: Path) -> None:
     class Fails(TrainerCallback):
         closed = False
@@ -165,6 +172,16 @@ def test_arguments_are_the_options_and_the_trainers_defaults() -> None:
     assert arguments.hub_token is None  # TrainingArguments has it, and PPOConfig has not
     assert arguments.logging_first_step == TrainingArguments.logging_first_step
     assert arguments.to_dict() == PPOConfig(learning_rate=3e-6).to_dict()
+    assert json.loads(arguments.to_json_string()) == arguments.to_dict()
+    assert arguments.to_sanitized_dict() == {
+        name: value if type(value) in (bool, int, float, str) else str(value)
+        for name, value in arguments.to_dict().items()
+    }
+    assert (arguments.world_size, arguments.process_index) == (1, 0)
+    assert arguments.should_log
+    second = Arguments(PPOConfig(), World(rank=1, size=2))
+    assert (second.world_size, second.process_index) == (2, 1)
+    assert not second.should_save
     with pytest.raises(AttributeError):
         arguments.no_such_option  # noqa: B018
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from fastppo.run.log import RunLog, check_no_run, progress, read_jsonl
+from fastppo.run.log import RunLog, check_no_run, holds_run, progress, read_jsonl, short_names
 from fastppo.run.options import Options, option
 from fastppo.run.report import write_report
 
@@ -185,3 +185,20 @@ def test_a_narrow_terminal_has_the_numbers_and_no_bar() -> None:
     (line,) = {each for each in re.split(r"[\r\n]|\x1b\[2K", printed.getvalue()) if "57" in each}
     assert re.match(r"PPO +57/100 reward 0\.250  KL 3\.21", line)
     assert len(line) <= 50
+
+
+def test_runs_go_by_the_shortest_names_that_tell_them_apart() -> None:
+    assert short_names(["runs/a/policy", "runs/b/policy"]) == ["a/policy", "b/policy"]
+    assert short_names(["runs/sft", "org/model"]) == ["sft", "model"]
+    assert short_names(["runs/sft", "runs/sft"]) == ["runs/sft (1)", "runs/sft (2)"]
+
+
+def test_a_folder_with_records_or_a_checkpoint_holds_a_run(tmp_path: Path) -> None:
+    assert not holds_run(tmp_path / "none")
+    (tmp_path / "metrics.jsonl").touch()
+    assert not holds_run(tmp_path), "a run that failed before its first record"
+    (tmp_path / "checkpoint-1").mkdir()
+    assert holds_run(tmp_path)
+    (tmp_path / "checkpoint-1").rmdir()
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert holds_run(tmp_path)

@@ -89,6 +89,42 @@ def test_the_card_names_model_and_prompts_of_the_hub_and_no_directory(tmp_path: 
     assert "rewards: `org/reward`" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        ("gpt2", True),
+        ("org/model-1.5b", True),
+        *(("~/models", False), ("p.jsonlx", False), ("../sft", False), ("./sft", False)),
+        *(("/runs/sft", False), ("runs/a/sft", False), ("a model", False), ("", False)),
+    ],
+)
+def test_a_name_is_the_hubs_if_it_has_its_form(name: str, is_one: bool) -> None:
+    assert (publish._on_the_hub(name) == name) == is_one or not name
+    assert publish._on_the_hub(name) == (name if is_one else None)
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        ({"rewards": ["a.py:f", "b.py:g"]}, ["- rewards: `a.py:f`, `b.py:g`"]),
+        ({"environment": "e.py:E"}, ["- environment: `e.py:E`"]),
+        (
+            {"reward_ensemble": ["m1", "m2"], "monitor_rewards": ["c.py:gold"]},
+            ["- ensemble of reward models: `m1`, `m2`", "- watched, never trained on: `c.py:gold`"],
+        ),
+    ],
+)
+def test_the_card_says_what_paid_and_what_was_watched(
+    options: dict[str, Any], lines: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 0, "reward": 1.0}\n')
+    publish.write_card(tmp_path, PPOConfig(model="m", prompts="org/prompts", **options))
+    _, text = _card(tmp_path)
+    data = text[text.index("## Data") : text.index("## Training")].strip().splitlines()
+    assert data[2:] == ["- prompts: `org/prompts`", *lines]
+
+
 def test_a_metric_that_is_not_there_or_not_finite_is_not_drawn(tmp_path: Path) -> None:
     lines = [{"iteration": i, "reward": float(i), "kl": float("nan")} for i in range(3)]
     draw_curves(lines, tmp_path / "some.png")
