@@ -12,7 +12,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +24,7 @@ from rich.table import Column
 from rich.text import Text
 
 from fastppo.data.world import World
+from fastppo.functional.arguments import shown
 from fastppo.run.identity import keep_config, versions
 from fastppo.run.options import Options
 
@@ -320,3 +321,45 @@ def _append(path: Path, records: list[dict[str, Any]]) -> None:
     except OSError as error:
         # The run has begun: this is no wrong value of the user's.
         raise RuntimeError(f"{path} could not be written: {error}") from error
+
+
+def is_whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def is_score(value: Any) -> bool:
+    """Of a response of an evaluation: None where the reward could not be had."""
+    return value is None or is_number(value)
+
+
+def are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(is_number, value.values()))
+
+
+def are_sentences(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(sentence, str) for sentence in value)
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def check_fields(
+    records: list[dict[str, Any]],
+    path: Path,
+    expected: Mapping[str, Callable[[Any], bool]],
+    others: Callable[[Any], bool] = lambda value: True,
+) -> None:
+    """Raises ValueError with file and line for a field that is not as `expected` has it."""
+    needed = set(expected) - {"warnings"}
+    for number, record in enumerate(records, 1):
+        missing = sorted(needed - set(record))
+        if missing:
+            raise ValueError(f"{path}, line {number}: expected a field {missing[0]}")
+        for name, value in record.items():
+            if not expected.get(name, others)(value):
+                raise ValueError(f"{path}, line {number}: {shown(name)} is {shown(value)}")

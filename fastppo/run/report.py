@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,17 @@ import numpy as np
 
 from fastppo.functional.arguments import shown
 from fastppo.rewards.limit import best_of_several, curve, shows
-from fastppo.run.log import read_jsonl, short_names
+from fastppo.run.log import (
+    are_numbers,
+    are_sentences,
+    check_fields,
+    is_number,
+    is_score,
+    is_text,
+    is_whole,
+    read_jsonl,
+    short_names,
+)
 from fastppo.run.options import load_yaml
 
 
@@ -296,15 +306,15 @@ def read_run(run_dir: str | Path) -> Run:
             f"{run_dir} is no PPO run, and the report is of one; the curves of sft and reward are "
             f"in {run_dir / 'tensorboard'}"
         )
-    _check(records, run_dir / "metrics.jsonl", METRICS_LINE, others=_is_number)
+    check_fields(records, run_dir / "metrics.jsonl", METRICS_LINE, others=is_number)
     samples = read_jsonl(run_dir / "samples.jsonl")
-    _check(samples, run_dir / "samples.jsonl", SAMPLES_LINE)
+    check_fields(samples, run_dir / "samples.jsonl", SAMPLES_LINE)
     held_out = read_jsonl(run_dir / "eval_samples.jsonl")
-    _check(held_out, run_dir / "eval_samples.jsonl", EVAL_SAMPLES_LINE)
+    check_fields(held_out, run_dir / "eval_samples.jsonl", EVAL_SAMPLES_LINE)
     config_file = run_dir / "config.yaml"
     config = load_yaml(config_file) if config_file.exists() else {}
     parts = read_jsonl(run_dir / "parts.jsonl")
-    _check(parts, run_dir / "parts.jsonl", PARTS_LINE)
+    check_fields(parts, run_dir / "parts.jsonl", PARTS_LINE)
     return Run("/".join(run_dir.resolve().parts[-2:]), records, samples, config, held_out, parts)
 
 
@@ -365,71 +375,29 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {left} s" if minutes else f"{left} s"
 
 
-def _is_whole(value: Any) -> bool:
-    return type(value) is int
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_number, value.values()))
-
-
-def _is_score(value: Any) -> bool:
-    """Of a response of an evaluation: None where the reward could not be had."""
-    return value is None or _is_number(value)
-
-
-def _are_sentences(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(sentence, str) for sentence in value)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-METRICS_LINE = {"iteration": _is_whole, "warnings": _are_sentences}
+METRICS_LINE = {"iteration": is_whole, "warnings": are_sentences}
 SAMPLES_LINE = {
-    "iteration": _is_whole,
-    "reward": _is_number,
-    "rewards": _are_numbers,
-    "monitors": _are_numbers,
-    "kl": lambda value: value is None or _is_number(value),
-    "tokens": _is_whole,
+    "iteration": is_whole,
+    "reward": is_number,
+    "rewards": are_numbers,
+    "monitors": are_numbers,
+    "kl": lambda value: value is None or is_number(value),
+    "tokens": is_whole,
 }
 EVAL_SAMPLES_LINE = {
-    "iteration": _is_whole,
+    "iteration": is_whole,
     "sampling": lambda value: value in [*SAMPLINGS],
-    "row": _is_whole,
-    "reward": _is_score,
-    "rewards": lambda value: isinstance(value, dict) and all(map(_is_score, value.values())),
-    "tokens": _is_whole,
+    "row": is_whole,
+    "reward": is_score,
+    "rewards": lambda value: isinstance(value, dict) and all(map(is_score, value.values())),
+    "tokens": is_whole,
 }
 PARTS_LINE = {
-    "started": _is_text,
-    "device": _is_text,
+    "started": is_text,
+    "device": is_text,
     "versions": lambda value: isinstance(value, dict),
 }
 """What a field of a line must be for the report to show it."""
-
-
-def _check(
-    records: list[dict[str, Any]],
-    path: Path,
-    expected: Mapping[str, Callable[[Any], bool]],
-    others: Callable[[Any], bool] = lambda value: True,
-) -> None:
-    """Raises ValueError with file and line for a field that is not as `expected` has it."""
-    needed = set(expected) - {"warnings"}
-    for number, record in enumerate(records, 1):
-        missing = sorted(needed - set(record))
-        if missing:
-            raise ValueError(f"{path}, line {number}: expected a field {missing[0]}")
-        for name, value in record.items():
-            if not expected.get(name, others)(value):
-                raise ValueError(f"{path}, line {number}: {shown(name)} is {shown(value)}")
 
 
 def summary(records: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
@@ -598,11 +566,8 @@ def _against_the_limit(run_dir: Path, run: Run) -> list[Chart]:
         return []
     prefix = "eval/" if any("eval/kl" in record for record in run.records) else ""
     names = f"{prefix}kl", f"{prefix}reward"
-    points = [
-        (max(r[names[0]], 0.0), r[names[1]])
-        for r in run.records
-        if math.isfinite(r.get(names[0], math.nan))
-    ]
+    known = [r for r in run.records if math.isfinite(r.get(names[0], math.nan))]
+    points = [(max(r[names[0]], 0.0), r[names[1]]) for r in known]
     if not path.exists() or not points:
         return []
     rewards = json.loads(path.read_text())
