@@ -348,6 +348,31 @@ def is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+METRICS_LINE = {"iteration": is_whole, "warnings": are_sentences}
+SAMPLES_LINE = {
+    "iteration": is_whole,
+    "reward": is_number,
+    "rewards": are_numbers,
+    "monitors": are_numbers,
+    "kl": lambda value: value is None or is_number(value),
+    "tokens": is_whole,
+}
+EVAL_SAMPLES_LINE = {
+    "iteration": is_whole,
+    "sampling": lambda value: value in ("sampled", "greedy"),
+    "row": is_whole,
+    "reward": is_score,
+    "rewards": lambda value: isinstance(value, dict) and all(map(is_score, value.values())),
+    "tokens": is_whole,
+}
+PARTS_LINE = {
+    "started": is_text,
+    "device": is_text,
+    "versions": lambda value: isinstance(value, dict),
+}
+"""What a field of a line must be for the report to show it."""
+
+
 def check_fields(
     records: list[dict[str, Any]],
     path: Path,

@@ -20,13 +20,12 @@ import numpy as np
 from fastppo.functional.arguments import shown
 from fastppo.rewards.limit import best_of_several, curve, shows
 from fastppo.run.log import (
-    are_numbers,
-    are_sentences,
+    EVAL_SAMPLES_LINE,
+    METRICS_LINE,
+    PARTS_LINE,
+    SAMPLES_LINE,
     check_fields,
     is_number,
-    is_score,
-    is_text,
-    is_whole,
     read_jsonl,
     short_names,
 )
@@ -373,31 +372,6 @@ def _duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {left} s" if minutes else f"{left} s"
-
-
-METRICS_LINE = {"iteration": is_whole, "warnings": are_sentences}
-SAMPLES_LINE = {
-    "iteration": is_whole,
-    "reward": is_number,
-    "rewards": are_numbers,
-    "monitors": are_numbers,
-    "kl": lambda value: value is None or is_number(value),
-    "tokens": is_whole,
-}
-EVAL_SAMPLES_LINE = {
-    "iteration": is_whole,
-    "sampling": lambda value: value in [*SAMPLINGS],
-    "row": is_whole,
-    "reward": is_score,
-    "rewards": lambda value: isinstance(value, dict) and all(map(is_score, value.values())),
-    "tokens": is_whole,
-}
-PARTS_LINE = {
-    "started": is_text,
-    "device": is_text,
-    "versions": lambda value: isinstance(value, dict),
-}
-"""What a field of a line must be for the report to show it."""
 
 
 def summary(records: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
