@@ -131,7 +131,7 @@ class Scores:
         total = self.total if self.kept is None else self.total[self.kept]
         metrics = {
             "reward": total.mean().item(),
-            "reward_std": total.std(correction=0).item(),
+            "reward_std": total.std(correction=0).item() if len(total) else math.nan,
         }
         for name, values in self.terms.items():
             metrics[f"reward/{name}"] = _mean(values)

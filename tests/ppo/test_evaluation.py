@@ -130,7 +130,6 @@ def test_only_a_better_one_counts() -> None:
     assert [progress.is_over(patience) for patience in (1, 2)] == [True, False]
 
 
-@pytest.mark.filterwarnings("ignore:std\\(\\)")  # of a part of which nothing is left
 def test_a_dropped_sample_is_not_among_its_means(tmp_path: Path) -> None:
     """In parts of eight prompts, of which the first has no reward at all and the second a few."""
     (tmp_path / "gold.py").write_text(
@@ -154,7 +153,6 @@ def test_a_dropped_sample_is_not_among_its_means(tmp_path: Path) -> None:
     assert "<b>nan</b>" in report
 
 
-@pytest.mark.filterwarnings("ignore:std\\(\\)")
 def test_a_reward_that_no_response_has_is_no_number(tmp_path: Path) -> None:
     (tmp_path / "gold.py").write_text(
         "def none(prompts, completions):\n    return [ValueError('no')] * len(prompts)\n"
