@@ -135,10 +135,22 @@ def test_gradients_that_are_divided_by_the_ranks_show(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- the other stages
 
 
+def _with_gradient(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """What of a weight has a gradient. The softmax of attention does not see the bias of GPT-2's
+    keys: its gradient is rounding, of which Adam makes a step as large as any."""
+    if not name.endswith("attn.c_attn.bias"):
+        return weight
+    query, _, value = weight.chunk(3)
+    return torch.cat([query, value])
+
+
 def _stages_differ(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     """The largest difference of the weights, of each metric and of each result."""
     assert one["weights"].keys() == other["weights"].keys()
-    pairs = [(one["weights"][name], other["weights"][name]) for name in one["weights"]]
+    pairs = [
+        (_with_gradient(name, one["weights"][name]), _with_gradient(name, other["weights"][name]))
+        for name in one["weights"]
+    ]
     found = {"weights": max((a - b).abs().max().item() for a, b in pairs)}
     assert [record.keys() for record in one["metrics"]] == [r.keys() for r in other["metrics"]]
     records = [*zip(one["metrics"], other["metrics"], strict=True)]
