@@ -58,15 +58,6 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Under pytest-xdist, one process runs the tests of an `xdist_group`: they share what is dear
-    to make."""
-    if hasattr(config, "workerinput"):
-        config.option.loadgroup = True  # a worker sees the command line alone
-    elif getattr(config.option, "dist", None) == "load":
-        config.option.dist = "loadgroup"
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What is marked `gpu` is skipped where there is none, and what is `slow` unless it is asked
     for."""

@@ -17,8 +17,6 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import cost
 import machine_code
 
-pytestmark = pytest.mark.xdist_group("compile")
-
 Costs = dict[str, cost.Cost]
 
 NEW = [int(part) for part in version("triton").split(".")[:2]] >= [3, 9]

@@ -19,8 +19,6 @@ import triton_advantages_launches
 import triton_linear_stats_launches
 import triton_rows_launches
 
-pytestmark = pytest.mark.xdist_group("compile")
-
 CAPABILITIES = (80, 90, 100)
 MODULES = ("triton_rows", "triton_linear_stats", "triton_advantages")
 Key = tuple[str, int]
