@@ -175,7 +175,7 @@ def test_the_rollout_policy_as_the_reference_of_the_loss(tmp_path: Path) -> None
     perturb(trainer)
     layout = experience.batch.layout()
     hidden = trainer.model(layout)[0]
-    given = hidden, layout, experience, None, 1.0, trainer.config
+    given = hidden, experience, None, 1.0, trainer.config
     loss = policy_loss(trainer.model.head, *given).loss
     d = trainer.model.response_logprobs(experience.batch) - experience.old_logprobs
     torch.testing.assert_close(loss, 0.5 * ((-d).exp() - 1 + d).mean(), rtol=1e-4, atol=1e-6)
