@@ -315,7 +315,7 @@ def test_torch_itself_sees_no_wait_for_a_gpu_in_a_microbatch(packing: str, tmp_p
             layout = trainer.model.layout(micro.batch)
             with trainer.model.autocast():
                 hidden, values = trainer.model(layout)
-                given = layout, micro, trainer.reference, 1.0, options
+                given = micro, None, 1.0, options
                 policy = policy_loss(trainer.model.head, hidden, *given)
             (policy.loss + values.sum()).backward()
 
@@ -476,9 +476,9 @@ def test_a_schedule_moves_its_coefficient_over_the_run(tmp_path: Path, monkeypat
     )
     seen: list[tuple[float, float]] = []
 
-    def spied(head, hidden, layout, micro, reference, beta, options):
+    def spied(head, hidden, micro, ref, beta, options):
         seen.append((options.entropy_coef, options.clip_ratio))
-        return policy_loss(head, hidden, layout, micro, reference, beta, options)
+        return policy_loss(head, hidden, micro, ref, beta, options)
 
     monkeypatch.setattr("fastppo.ppo.objective.policy_loss", spied)
     trainer.train()
