@@ -91,9 +91,8 @@ def test_the_readmes_own_run_works_as_printed(workspace: Path, capsys) -> None:
         assert (workspace / "runs" / "mine" / name).exists(), name
 
 
-@pytest.mark.slow
-def test_the_readmes_own_run_works_on_two_processes(workspace: Path) -> None:
-    line = next(line for line in commands(ROOT / "README.md") if "--config" in line)
+def on_two_processes(line: list[str]) -> str:
+    """What a command of FastPPO writes to stderr under torchrun."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
         [*TORCHRUN, "--nproc_per_node", "2", "-m", "fastppo", *line],
@@ -103,7 +102,13 @@ def test_the_readmes_own_run_works_on_two_processes(workspace: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("policy  ") == 1, "one process speaks"
+    return done.stderr
+
+
+@pytest.mark.slow
+def test_the_readmes_own_run_works_on_two_processes(workspace: Path) -> None:
+    line = next(line for line in commands(ROOT / "README.md") if "--config" in line)
+    assert on_two_processes(line).count("policy  ") == 1, "one process speaks"
     AutoModelForCausalLM.from_pretrained(workspace / "runs" / "mine" / "policy")
 
 
@@ -111,16 +116,7 @@ def test_the_readmes_own_run_works_on_two_processes(workspace: Path) -> None:
 @pytest.mark.parametrize("command", ["sft", "reward"])
 def test_the_readmes_stages_work_on_two_processes(command: str, workspace: Path) -> None:
     line = next(line for line in commands(ROOT / "README.md") if line[0] == command)
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    done = subprocess.run(
-        [*TORCHRUN, "--nproc_per_node", "2", "-m", "fastppo", *line],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("model  ") == 1, "one process speaks"
+    assert on_two_processes(line).count("model  ") == 1, "one process speaks"
 
 
 def test_options_of_the_page_on_many_gpus_exist() -> None:

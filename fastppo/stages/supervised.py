@@ -280,10 +280,10 @@ class SupervisedTrainer(Trainer, ABC):
     def measure(self, rows: list[Any]) -> dict[str, float]:
         """Metrics of held-out rows."""
 
+    @abstractmethod
     def without_items(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """A batch of whose loss nothing is left: of a process that has no row of a batch, and has
         to run all the same, for the others wait."""
-        raise NotImplementedError
 
     def own_rows(self, rows: list[Any]) -> dict[str, Tensor]:
         """This process's rows of a batch, collated."""
