@@ -99,7 +99,6 @@ def loss(
         bounded = torch.maximum(surrogate, objective.dual_clip * t.advantages)
         surrogate = torch.where(t.advantages < 0, bounded, surrogate)
     policy = -surrogate if t.importance_weights is None else -surrogate * t.importance_weights
-
     kl = torch.zeros_like(logprobs)
     if objective.kl_estimator == "full" and ref is not None:
         kl = full_kl(log_p, log_softmax(ref.flatten(0, -2)[counted], softmax))
