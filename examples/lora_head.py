@@ -1,11 +1,11 @@
-"""LoRA adapters on the lm-head: merged into the weight that the loss reads, or refused.
+"""Adapters on the lm-head, LoRA or DoRA: merged into the weight that the loss reads, or refused.
 
     python examples/lora_head.py
 
 PEFT keeps an adapter beside the layer that it changes, so `model.lm_head.weight` is the frozen
 matrix alone: a loss that multiplies by it trains a policy that nobody samples from, and the
 head's adapter gets no gradient. `fastppo.head_weight` is the weight that the model multiplies by.
-What cannot be one, DoRA or dropout in training, it refuses.
+What is no weight, dropout in training or a bias of the adapter's own, it refuses.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def adapted(**more: Any) -> Any:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zero at first: as if it had been trained for a while
             torch.nn.init.normal_(parameter, std=0.1)
+        if "magnitude" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.0)
     return model
 
 
@@ -53,17 +55,18 @@ def hidden_states(model: Any, sequences: Tensor) -> Tensor:
 
 def adapter_gradient(model: Any, logprobs: Tensor) -> float:
     """The norm of what the head's adapter gets of a gradient; 0 where none reaches it."""
-    own = [p for name, p in model.named_parameters() if "lm_head.lora" in name]
+    own = [p for n, p in model.named_parameters() if "lm_head.lora" in n and p.requires_grad]
     found = torch.autograd.grad(logprobs.sum(), own, allow_unused=True, retain_graph=True)
     return sum(float((g**2).sum()) for g in found if g is not None) ** 0.5
 
 
-def compare(model: Any, sequences: Tensor) -> None:
+def compare(kind: str, model: Any, sequences: Tensor) -> None:
     """The model's own logprobs, by merging the adapters, and by leaving them out."""
     responses, lm_head = sequences[:, PROMPT:], model.get_output_embeddings()
     wanted = token_logprobs(model(sequences).logits[:, PROMPT - 1 : -1], responses)
     hidden = hidden_states(model, sequences)
-    print(f"gradient of the head's adapter, by the logits    {adapter_gradient(model, wanted):.4f}")
+    by_logits = adapter_gradient(model, wanted)
+    print(f"{kind}: gradient of the head's adapter, by the logits    {by_logits:.4f}")
     for name, weight in (
         ("head_weight(lm_head)", head_weight(lm_head)),
         ("lm_head.weight", lm_head.weight),
@@ -76,7 +79,7 @@ def compare(model: Any, sequences: Tensor) -> None:
 
 
 def refuse(what: str, **more: Any) -> None:
-    """Adapters whose sum is no weight."""
+    """Adapters that are no weight."""
     try:
         head_weight(adapted(**more).train().get_output_embeddings())
     except TypeError as error:
@@ -121,7 +124,8 @@ if __name__ == "__main__":
     policy = adapted()
     prompts = draw_prompts(EPISODES, torch.device("cpu"))
     answers = policy.generate(input_ids=prompts, do_sample=True, top_k=0, max_new_tokens=RESPONSE)
-    compare(policy, answers)
-    refuse("DoRA", use_dora=True)
+    compare("LoRA", policy, answers)
+    compare("DoRA", adapted(use_dora=True), answers)
     refuse("dropout", lora_dropout=0.1)
+    refuse("a bias", lora_bias=True)
     train(policy, answers, options.steps)

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
     from fastppo.functional.advantages import Advantages, compute_advantages, gae, whiten
     from fastppo.functional.arguments import aggregation_weights
+    from fastppo.functional.lm_head import head_weight
     from fastppo.functional.losses import (
         PPOLoss,
         entropy,
-        head_weight,
         linear_ppo_loss,
         loss_metrics,
         policy_loss,
@@ -40,10 +40,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "fastppo.functional.advantages": ("Advantages", "compute_advantages", "gae", "whiten"),
     "fastppo.functional.arguments": ("aggregation_weights",),
+    "fastppo.functional.lm_head": ("head_weight",),
     "fastppo.functional.losses": (
         "PPOLoss",
         "entropy",
-        "head_weight",
         "linear_ppo_loss",
         "loss_metrics",
         "policy_loss",

@@ -29,7 +29,7 @@ from fastppo_kernels.records import (
     Sums,
     accumulation_dtype,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastppo.functional import arguments, operators
 from fastppo.functional.arguments import (
@@ -326,47 +326,6 @@ def linear_ppo_loss(
         )
     logprobs, entropies, kl = (x.view(shape) for x in stats)
     return PPOLoss(loss, logprobs, entropies, kl, sums)
-
-
-def head_weight(lm_head: nn.Module) -> Tensor:
-    """The weight [V, H] that a lm-head multiplies by, with its LoRA adapters added in.
-
-    For `linear_ppo_loss` and its sisters: PEFT keeps adapters beside a layer's `.weight`, so that
-    `lm_head.weight` is the frozen matrix alone. Gradients reach the adapters.
-
-    Args:
-        lm_head: `nn.Linear`, or PEFT's layer around one.
-
-    Returns:
-        [V, H]: the weight itself where there is no adapter; otherwise W + Σ scale·B·A of the active
-        ones, in W's dtype.
-
-    Raises:
-        TypeError: another kind of module, or an adapter that is no plain sum (DoRA, dropout in
-            training mode, a bias of its own).
-    """
-    layer: Any = lm_head
-    base = layer.get_base_layer() if hasattr(lm_head, "get_base_layer") else lm_head
-    if not isinstance(base, nn.Linear):
-        raise TypeError(f"lm_head must be nn.Linear or PEFT's layer around one, got {type(base)}")
-    weight: Tensor = base.weight
-    if base is lm_head or layer.disable_adapters or layer.merged:
-        return weight
-    for adapter in layer.active_adapters:
-        if adapter not in getattr(lm_head, "lora_A", {}):
-            raise TypeError(
-                f"lm_head must have LoRA adapters alone, got {adapter!r} of another kind"
-            )
-        dropout = layer.lora_dropout[adapter]
-        drops = layer.training and getattr(dropout, "p", 0.0) > 0
-        if drops or layer.use_dora.get(adapter) or layer.lora_bias.get(adapter):
-            raise TypeError(
-                f"lm_head's adapter {adapter!r} has dropout, DoRA or a bias, so it is no sum of "
-                "weights: merge it first (merge_and_unload)"
-            )
-        delta = layer.get_delta_weight(adapter)
-        weight = weight + delta.to(weight.dtype)
-    return weight
 
 
 def _counted_statistics(

@@ -11,10 +11,10 @@ states and its weight, so that the `[B, T, V]` logits are never whole:
   by token, and the batch has old logprobs, as it has with more than one optimiser step to a
   generation.
 
-Soft-caps and scales of the logits are computed, and heads that are trained or have LoRA adapters.
-TRL's way, with all logits, go models that get images, virtual tokens of a prompt, a load-balancing
-loss, an lm-head in fp32 under lower precision or one with dropout, DoRA or a bias in its adapters,
-and FSDP2 in mixed precision. Tested with TRL 1.12.
+Soft-caps and scales of the logits are computed, and heads that are trained or have LoRA or DoRA
+adapters. TRL's way, with all logits, go models that get images, virtual tokens of a prompt, a
+load-balancing loss, an lm-head in fp32 under lower precision or one with dropout or a bias in its
+adapters, and FSDP2 in mixed precision. Tested with TRL 1.12.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from torch import Tensor
 from trl.models.utils import _ForwardRedirection
 from trl.trainer.utils import nanmax, nanmin
 
-from fastppo.functional.losses import PPOLoss, head_weight, linear_ppo_loss
+from fastppo.functional.lm_head import head_weight, why_no_weight
+from fastppo.functional.losses import PPOLoss, linear_ppo_loss
 from fastppo.models.head import Head, lm_head_of
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo")
@@ -191,15 +192,7 @@ def _needs_logits(trainer: Any) -> bool:
     adapters = getattr(trainer.model, "peft_config", {}).values()
     if trainer.args.cast_lm_head_to_fp32 or any(x.is_prompt_learning for x in adapters):
         return True
-    layer = lm_head_of(trainer.model)
-    # What `head_weight` refuses in training, asked without the weights: here they may be sharded.
-    return hasattr(layer, "get_base_layer") and any(
-        name not in getattr(layer, "lora_A", {})
-        or getattr(layer.lora_dropout[name], "p", 0.0) > 0
-        or layer.use_dora.get(name)
-        or layer.lora_bias.get(name)
-        for name in layer.active_adapters
-    )
+    return why_no_weight(lm_head_of(trainer.model)) is not None
 
 
 def _is_fused(trainer: Any, inputs: dict[str, Any]) -> bool:

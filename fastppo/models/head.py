@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastppo.functional.arguments import LossOptions, SoftmaxOptions
+from fastppo.functional.lm_head import active_copy
 from fastppo.functional.losses import PPOLoss, linear_ppo_loss, ppo_loss
 from fastppo.functional.statistics import TokenStats, linear_token_stats
 
@@ -137,11 +138,7 @@ def lm_head_of(causal_lm: PreTrainedModel) -> Any:
     """The layer that makes the logits; where PEFT trains it whole (`modules_to_save`), that is the
     active adapter's copy of it."""
     layer: Any = causal_lm.get_output_embeddings()
-    copies = getattr(layer, "modules_to_save", None)
-    if copies is None:
-        return layer
-    active = [] if layer.disable_adapters else [x for x in layer.active_adapters if x in copies]
-    return copies[active[0]] if active else layer.original_module
+    return active_copy(layer)
 
 
 def _reference_operands(ref: RefStates | None) -> dict[str, Any]:

@@ -796,47 +796,6 @@ def test_keywords_that_are_given_have_the_effect_of_their_defaults() -> None:
         assert torch.equal(getattr(found, "loss", found), getattr(wanted, "loss", wanted))
 
 
-def test_a_head_with_lora_adapters_gives_its_whole_weight_and_takes_its_gradient() -> None:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    plain = torch.nn.Linear(6, 11, bias=False)
-    assert fastppo.head_weight(plain) is plain.weight
-    model = torch.nn.ModuleDict({"lm_head": plain})
-    peft.inject_adapter_in_model(
-        peft.LoraConfig(r=2, target_modules=["lm_head"], lora_alpha=8), model
-    )
-    layer = model["lm_head"]
-    with torch.no_grad():
-        layer.lora_B["default"].weight.normal_()
-    hidden = torch.randn(5, 6)
-    weight = fastppo.head_weight(layer)
-    torch.testing.assert_close(hidden @ weight.T, layer(hidden))
-    assert not torch.allclose(hidden @ layer.weight.T, layer(hidden)), "what `.weight` lacks"
-    tokens, zeros = torch.arange(5), torch.zeros(5)
-    fastppo.linear_ppo_loss(hidden, weight, tokens, zeros - 2, zeros + 1).loss.backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
-    model.zero_grad()
-    fastppo.ppo_loss(layer(hidden), tokens, zeros - 2, zeros + 1).loss.backward()
-    assert len(found) == 2
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            torch.testing.assert_close(found[name], p.grad)
-    layer.merge()
-    assert fastppo.head_weight(layer) is plain.weight
-
-
-def test_a_head_that_is_no_sum_of_weights_is_refused() -> None:
-    peft = pytest.importorskip("peft")
-    with pytest.raises(TypeError, match=r"lm_head must be nn\.Linear"):
-        fastppo.head_weight(torch.nn.Embedding(3, 2))
-    for options in ({"use_dora": True}, {"lora_dropout": 0.5}, {"lora_bias": True}):
-        model = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(6, 11)})
-        config = peft.LoraConfig(r=2, target_modules=["lm_head"], **options)
-        layer = peft.inject_adapter_in_model(config, model)["lm_head"].train()
-        with pytest.raises(TypeError, match="merge it first"):
-            fastppo.head_weight(layer)
-
-
 def test_the_kl_by_the_ratio_is_that_of_trls_grpo() -> None:
     """TRL's own `_compute_loss`, value and gradient to 1e-6 in fp32, with the loss that averages
     over all tokens of the batch."""

@@ -172,9 +172,11 @@ def test_tied_capped_scaled_and_biased_heads_are_as_in_the_model(
     assert_agree(tmp_path, True, model=model, beta=0.1)
 
 
-def test_adapters_on_the_head_get_their_gradient(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_adapters_on_the_head_get_their_gradient(dora: bool, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], lora_alpha=8)
+    targets = ["q_proj", "lm_head"]
+    lora = peft.LoraConfig(r=2, target_modules=targets, lora_alpha=8, use_dora=dora)
     assert_agree(tmp_path, True, peft_config=lora)
 
 
@@ -185,7 +187,7 @@ def test_a_head_that_is_trained_whole_gets_its_gradient(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"lora_dropout": 0.5}, {"use_dora": True}], ids=["dropout", "dora"]
+    "options", [{"lora_dropout": 0.5}, {"use_dora": True, "lora_dropout": 0.5}], ids="-".join
 )
 def test_a_head_that_is_no_sum_of_weights_goes_trls_way(
     options: dict[str, Any], tmp_path: Path
@@ -196,7 +198,7 @@ def test_a_head_that_is_no_sum_of_weights_goes_trls_way(
         trainer(kind, tmp_path, peft_config=lora) for kind in (trl.GRPOTrainer, adapter.GRPOTrainer)
     ]
     both[1].model.load_state_dict(both[0].model.state_dict())
-    with pytest.raises(TypeError, match="merge it first"):
+    with pytest.raises(TypeError, match=r"has dropout 0\.5 in training"):
         adapter._head_of(both[1].model)
     batch, losses = inputs_of(both[0]), []
     for each in both:

@@ -1,0 +1,138 @@
+"""The weight of a lm-head is the one that the layer multiplies by, whatever PEFT put around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fastppo
+from fastppo.functional.lm_head import head_weight, why_no_weight
+
+peft = pytest.importorskip("peft")
+H, V, N = 6, 11, 5
+
+
+def wrapped(**options: Any) -> Any:
+    """A lm-head inside PEFT's layer, as if it had been trained for a while."""
+    torch.manual_seed(0)
+    options = {"r": 2, "target_modules": ["lm_head"], "lora_alpha": 8} | options
+    model = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(H, V)})
+    layer = peft.inject_adapter_in_model(peft.LoraConfig(**options), model)["lm_head"].train()
+    stir(layer)
+    return layer
+
+
+def stir(layer: Any) -> None:
+    """B of LoRA is zero at first, and DoRA's magnitude the norm of the frozen rows."""
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+            if "magnitude" in name:
+                parameter.mul_(torch.rand_like(parameter) + 0.5)
+
+
+def assert_is_the_weight(layer: Any, *, trained: int) -> None:
+    """Logits, and the loss's gradient of every parameter that is trained, are the layer's own."""
+    hidden, tokens, zeros = torch.randn(N, H), torch.arange(N), torch.zeros(N)
+    weight = head_weight(layer)
+    assert weight.shape == (V, H)
+    wanted = layer(hidden)
+    # fp32, sums of 6 products in another order
+    torch.testing.assert_close(hidden @ weight.T + layer.bias, wanted, rtol=1e-5, atol=1e-5)
+    given = (tokens, zeros - 2, zeros + 1)
+    fastppo.linear_ppo_loss(hidden, weight, *given, bias=layer.bias).loss.backward()
+    found = {n: p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None}
+    layer.zero_grad()
+    fastppo.ppo_loss(wanted, *given).loss.backward()
+    assert len(found) == trained
+    for name, parameter in layer.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_plain_head_is_its_own_weight() -> None:
+    plain = torch.nn.Linear(H, V)
+    assert head_weight(plain) is plain.weight
+    assert fastppo.head_weight is head_weight
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_adapters_are_added_in_and_take_their_gradient(dora: bool) -> None:
+    layer = wrapped(use_dora=dora)
+    assert (head_weight(layer) - layer.weight).abs().max() > 0.1, "what `.weight` lacks"
+    assert_is_the_weight(layer, trained=2 + dora)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_several_adapters_are_added_in_together(dora: bool) -> None:
+    layer = wrapped(use_dora=dora)
+    config = peft.LoraConfig(r=3, target_modules=["lm_head"], use_dora=dora)
+    layer.update_layer("other", r=3, lora_alpha=3, config=config)
+    stir(layer)
+    layer.set_adapter(["default", "other"])
+    assert_is_the_weight(layer, trained=2 * (2 + dora))
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_merged_or_switched_off_it_is_the_base_layers_weight(dora: bool) -> None:
+    layer = wrapped(use_dora=dora)
+    whole = head_weight(layer).detach()
+    layer.merge()
+    assert head_weight(layer) is layer.get_base_layer().weight
+    torch.testing.assert_close(layer.weight, whole)
+    layer.unmerge()
+    layer.enable_adapters(False)
+    assert head_weight(layer) is layer.get_base_layer().weight
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_dropout_is_none_outside_training(dora: bool) -> None:
+    layer = wrapped(use_dora=dora, lora_dropout=0.5).eval()
+    assert_is_the_weight(layer, trained=2 + dora)
+
+
+def test_a_head_that_is_trained_whole_is_the_active_copy() -> None:
+    from peft.utils import ModulesToSaveWrapper
+
+    original = torch.nn.Linear(H, V)
+    wrapper = ModulesToSaveWrapper(original, "default")
+    copy = wrapper.modules_to_save["default"]
+    assert copy.weight is not original.weight
+    assert head_weight(wrapper) is copy.weight
+    assert_is_the_weight(wrapper, trained=2)
+    wrapper.enable_adapters(False)
+    assert head_weight(wrapper) is original.weight
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"lora_dropout": 0.5}, r"has dropout 0\.5 in training.*: set lora_dropout=0, or pass"),
+        ({"use_dora": True, "lora_dropout": 0.5}, r"has dropout 0\.5 in training"),
+        ({"lora_bias": True}, "has a bias of its own.*: set lora_bias=False, or pass"),
+        (
+            {"alora_invocation_tokens": [1], "task_type": "CAUSAL_LM"},
+            "must be plain LoRA or DoRA, got ALoraLinearVariant: ",
+        ),
+    ],
+    ids=["dropout", "dora with dropout", "bias", "variant"],
+)
+def test_what_is_no_weight_is_refused_with_what_to_do(
+    options: dict[str, Any], sentence: str
+) -> None:
+    layer = wrapped(**options)
+    with pytest.raises(TypeError, match=f"lm_head's adapter 'default' {sentence}"):
+        head_weight(layer)
+    assert why_no_weight(layer)
+
+
+def test_another_kind_of_layer_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"lm_head must be nn\.Linear.*got .*Embedding.*ppo_loss"):
+        head_weight(torch.nn.Embedding(3, 2))
+    model = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(H, V)})
+    loha = peft.inject_adapter_in_model(peft.LoHaConfig(r=2, target_modules=["lm_head"]), model)
+    with pytest.raises(TypeError, match=r"must be LoRA or DoRA, got .*loha"):
+        head_weight(loha["lm_head"])
