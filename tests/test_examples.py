@@ -116,7 +116,8 @@ def test_trls_grpo_with_the_fused_loss_is_the_same_run_in_less_memory() -> None:
     for row in rows:
         numbers = [float(x) for x in row.split()]
         assert numbers[::2] == pytest.approx(numbers[1::2], abs=2e-5)
-    assert float(re.search(r"after 4 steps: (\S+)", printed)[1]) < 1e-5
+    # The gradients differ by 1e-6 of the largest, and Adam divides each by its own size.
+    assert float(re.search(r"differ by (\S+) of the way", printed)[1]) < 5e-5
     theirs, ours = (float(x) for x in re.findall(r"(\S+) MB", printed))
     assert ours < theirs / 1.8
 
