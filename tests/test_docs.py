@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
 import json
 import math
@@ -20,6 +22,7 @@ import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 import fastppo
+from benchmarks import __main__ as bench_command
 from fastppo import cli
 from fastppo.ppo.config import PPOConfig
 from fastppo.stages.demonstrations import encode_demonstrations
@@ -278,6 +281,118 @@ def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "README.md").read_text("utf-8")
     for page in (ROOT / "docs").glob("*.md"):
         assert page.name == "README.md" or f"({page.name})" in index, page.name
+
+
+# ------------------------------------------------------------------------------ no page is left out
+
+READ_BY = {
+    "python": "test_python_examples_run",
+    "py": "test_names_that_a_page_imports_exist",
+    "console": "test_every_command_of_a_page_has_flags_that_exist",
+    "bash": "test_every_command_of_a_page_has_flags_that_exist",
+    "yaml": "test_options_of_every_page_are_options",
+    "json": "test_rows_of_every_page_are_json",
+}
+"""Languages of blocks, and the test that reads them on whatever page they are."""
+
+EVERY_PAGE = [*PAGES, ROOT / "benchmarks" / "README.md", ROOT / "kernels" / "NOTES.md"]
+every_page = pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda p: str(p.relative_to(ROOT)))
+
+
+@every_page
+def test_every_block_of_a_page_is_read_by_a_test(page: Path) -> None:
+    for language, code in BLOCK.findall(page.read_text("utf-8")):
+        assert language in ("", *READ_BY), f"{page.name}: nothing reads {language}: {code[:60]}"
+        assert not language or READ_BY[language] in globals()
+
+
+@functools.cache
+def flags_of(command: str) -> set[str]:
+    """The flags that `fastppo COMMAND --help` lists; of bench, those of the suite."""
+    if command == "bench":
+        texts = [bench_command.build_parser().format_help()]
+    else:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), pytest.raises(SystemExit, match="0"):
+            cli.main([command, "--help"])
+        texts = [printed.getvalue()]
+    return set(re.findall(r"--[a-z]\w+", "".join(texts)))
+
+
+@every_page
+def test_every_command_of_a_page_has_flags_that_exist(page: Path) -> None:
+    """`fastppo …` and `python -m fastppo …`, under whatever starts it: torchrun, srun, a path."""
+    code = "".join(blocks(page, "console") + blocks(page, "bash")).replace("\\\n", " ")
+    for line in code.splitlines():
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        at = [i for i, word in enumerate(words) if word.split("/")[-1] == "fastppo"]
+        if at and (at[0] == 0 or words[at[0] - 1] in ("-m", "srun", "&&")):
+            command, *rest = words[at[0] + 1 :]
+            if not command.startswith("-"):
+                own = flags_of(command) | (flags_of("train") if command == "recipe" else set())
+                given = {word.split("=")[0] for word in rest if word.startswith("--")}
+                assert given <= own, f"{page.name}: {line}"
+
+
+@every_page
+def test_names_that_a_page_imports_exist(page: Path) -> None:
+    """Blocks that show a line or two of a program that is not here: ours in it are looked up."""
+    imported = re.findall(
+        r"^from (fastppo[\w.]*) import (\w+)", "\n".join(blocks(page, "py")), re.M
+    )
+    for module, name in imported:
+        path = ROOT / module.replace(".", "/")
+        inside = path.with_suffix(".py")
+        assert (path / f"{name}.py").exists() or (
+            inside.exists()
+            and re.search(rf"^(class|def) {name}\b|^{name} =", inside.read_text(), re.M)
+        ), f"{page.name}: {module}.{name}"
+
+
+@every_page
+def test_options_of_every_page_are_options(page: Path) -> None:
+    for code in blocks(page, "yaml"):
+        assert set(yaml.safe_load(code)) <= {*PPOConfig().to_dict()}, f"{page.name}: {code}"
+
+
+@every_page
+def test_rows_of_every_page_are_json(page: Path) -> None:
+    for code in blocks(page, "json"):
+        assert all(isinstance(json.loads(line), dict) for line in code.splitlines())
+
+
+@every_page
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text("utf-8")
+    top = "fastppo|fastppo_kernels|kernels|tests|docs|examples|benchmarks"
+    for name in re.findall(rf"`(?:python |bash )?((?:{top})/[\w./-]+\.[a-z]+)\b", text):
+        places = [ROOT / name, ROOT / "kernels" / name]
+        assert any(place.exists() for place in places), f"{page.name}: {name}"
+
+
+SCRIPTS = sorted((ROOT / "docs").glob("*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_of_the_docs_begins_to_run(script: Path, monkeypatch) -> None:
+    """All but its last lines: what it imports and defines; its docstring has the command."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    docstring = runpy.run_path(str(script), run_name="read")["__doc__"]
+    assert f"python docs/{script.name}" in docstring
+
+
+def test_the_tree_of_the_readme_is_the_tree() -> None:
+    (tree,) = (code for code in blocks(ROOT / "README.md", "") if code.startswith("fastppo/\n"))
+    place, above = ROOT, [ROOT]
+    for line in tree.splitlines():
+        indent, names = re.match(r"( *)(\S+(?:;  \S+)*)", line).groups()
+        above = above[: len(indent) // 2 + 1]
+        place = above[-1] / names
+        assert [*place.parent.glob(place.name)], line
+        above.append(place)
+    for folder in (ROOT / "fastppo").glob("*/"):
+        if (folder / "__init__.py").exists():
+            assert f"\n  {folder.name}/ " in tree, folder
 
 
 # -------------------------------------------------------------------------- pages with a rating
