@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fastppo.ppo.config import PPOConfig
     from fastppo.ppo.trainer import PPOTrainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "fastppo.functional.advantages": ("Advantages", "compute_advantages", "gae", "whiten"),
