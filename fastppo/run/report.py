@@ -6,6 +6,7 @@ that tells it what to draw (page/plots.js) are in it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -179,8 +180,8 @@ SAMPLED_ITERATIONS = 6
 VALUE = re.compile(r"(= |step[ -])[-+.\w]+")
 """What differs between two warnings of one kind: a metric's value, an optimiser step."""
 GOLD_GROUPS = 10
-"""Groups of iterations of like KL whose means are joined against it: a rollout's noise in both axes
-would hide where the curves bend."""
+"""Steps of equal length from 0 to the largest √KL, over each of which the means are joined: a
+rollout's noise in both axes would hide where the curves bend."""
 SPAN_RATIO = 4.0
 """Rewards whose spans differ by more get an axis each, or the smaller would be a flat line."""
 
@@ -516,8 +517,8 @@ def _gold_against_proxy(records: list[dict[str, Any]]) -> list[Chart]:
         curves, note = series(rows), "over-optimisation: where the curves part"
         if len(rows) > GOLD_GROUPS:
             points = [each | {"points": True} for each in curves]
-            curves = [*points, *(each | _trend(each["values"]) for each in curves)]
-            note += f" ({GOLD_GROUPS} means over iterations of like KL)"
+            curves = [*points, *(each | _trend(distance, each["values"]) for each in curves)]
+            note += f" (means over {GOLD_GROUPS} steps of √KL)"
         unit = "√KL to the reference, √nats"
         charts.append(Chart(f"{title}, by KL", note, "reward", unit, distance, curves))
     return charts
@@ -573,12 +574,14 @@ def _against_the_limit(run_dir: Path, run: Run) -> list[Chart]:
     return [Chart("Reward against its limit", note, "reward", unit, x, series)]
 
 
-def _trend(values: list[float]) -> dict[str, Any]:
-    """The means of groups of neighbours, each at the middle of its group."""
+def _trend(x: list[float], values: list[float]) -> dict[str, Any]:
+    """The means over steps of equal length along a sorted x, each at the middle of its values."""
     means: list[float | None] = [None] * len(values)
-    for group in range(GOLD_GROUPS):
-        begin, end = (len(values) * (group + i) // GOLD_GROUPS for i in (0, 1))
-        means[(begin + end) // 2] = _mean(values[begin:end])
+    ends = np.linspace(0.0, x[-1], GOLD_GROUPS + 1)[1:-1]
+    begins = [0, *np.searchsorted(x, ends).tolist(), len(x)]
+    for begin, end in itertools.pairwise(begins):
+        if end > begin:
+            means[(begin + end) // 2] = _mean(values[begin:end])
     return {"values": means, "trend": True}
 
 

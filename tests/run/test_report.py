@@ -183,6 +183,16 @@ def test_a_long_run_is_averaged_against_its_kl(tmp_path: Path) -> None:
     ]
 
 
+def test_a_mean_against_the_kl_is_of_what_is_near_it(tmp_path: Path) -> None:
+    """The start of a run is far from where it stays: a mean of both would stand at neither."""
+    kls = [0.0, 0.01, *(4.0 + i / 100 for i in range(18))]
+    records = [{"reward": float(kl > 1), "monitor/gold": 0.5, "kl": kl} for kl in kls]
+    chart = _charts(_write(tmp_path, records))["Gold against proxy, by KL"]
+    drawn = dict(zip(chart["x"], chart["series"][2]["values"], strict=True))
+    assert {x: y for x, y in drawn.items() if y is not None and x < 1} == {0.1: 0.0}
+    assert {y for x, y in drawn.items() if y is not None and x > 1} == {1.0}
+
+
 @pytest.mark.parametrize("kl", [-0.2, 0.0])
 def test_a_kl_estimate_below_0_is_no_distance(kl: float, tmp_path: Path) -> None:
     html = _write(tmp_path, [{"reward": 1.0, "monitor/gold": 0.5, "kl": kl}] * 2)
