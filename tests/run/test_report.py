@@ -387,6 +387,14 @@ def test_a_browser_draws_every_chart_without_a_word(run: Path) -> None:
 BASE = [[0.0, 1.0] * 16, [1.0, 0.0] * 16, [0.0, 0.0] * 16]
 
 
+def test_rounding_noise_below_0_is_0(run: Path) -> None:
+    sample = json.loads((run / "samples.jsonl").read_text()) | {"kl": -1e-7, "reward": -1e-9}
+    (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    html = write_report(run).read_text()
+    assert "KL <b>0.00</b>" in html
+    assert "-0.00" not in html
+
+
 def test_where_samples_of_the_base_are_at_hand_the_reward_stands_beside_its_limit(
     run: Path,
 ) -> None:
