@@ -251,7 +251,6 @@ def test_memory_that_runs_out_on_one_process_for_a_single_sequence_ends_all_with
     ("options", "says"),
     [
         ({"reference_offload": True}, "2 processes: reference_offload: "),
-        ({"rollout": "vllm"}, "2 processes: rollout=vllm has "),
         ({"optimizer": "adamw8bit"}, "2 processes: optimizer=adamw8bit has "),
         ({"compile": True}, "2 processes: compile: "),
         ({"precision": "fp16"}, "2 processes: precision=fp16 has "),
@@ -262,6 +261,14 @@ def test_options_that_several_processes_do_not_have_are_refused(options, says: s
     with pytest.raises(ValueError, match=says):
         check_ranks(PPOConfig(**options), World(size=2))
     check_ranks(PPOConfig(**options), World())
+
+
+def test_groups_that_share_a_vllm_divide_the_processes() -> None:
+    config = PPOConfig(rollout="vllm", vllm_tensor_parallel_size=2)
+    for size in (1, 3):
+        with pytest.raises(ValueError, match=f"must divide the number .*: got 2 and {size}"):
+            check_ranks(config, World(size=size))
+    check_ranks(config, World(size=4))
 
 
 @pytest.mark.slow
