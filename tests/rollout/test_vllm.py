@@ -33,7 +33,7 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling
 from fastppo.rollout.generate import GenerateEngine
-from fastppo.rollout.vllm import VLLMEngine, sampling_options
+from fastppo.rollout.vllm import VLLMEngine, _process_state_restored, sampling_options
 from fastppo.run.log import read_jsonl
 
 PROMPTS = [[5, 9, 4], [7], [8, 3, 6, 12, 20], [5, 9, 4]]
@@ -537,8 +537,11 @@ def test_two_gpus_train_with_vllm_asleep_in_updates(size: int, tmp_path: Path) -
 
 
 @with_vllm
-def test_vllm_loads_the_policy_that_a_run_writes(tmp_path: Path) -> None:
+def test_vllm_loads_the_policy_that_a_run_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By its directory alone, as a server would."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     import vllm
 
     config = PPOConfig(**tiny.options(tmp_path))
@@ -546,7 +549,9 @@ def test_vllm_loads_the_policy_that_a_run_writes(tmp_path: Path) -> None:
     trainer = PPOTrainer(config, model=wide_model("llama"), **parts)
     trainer.train()
     directory = str(Path(config.output_dir) / "policy")
-    served = vllm.LLM(model=directory, enforce_eager=True, kv_cache_memory_bytes=2**24)
+    how = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 2**24}
+    with _process_state_restored(trainer.device):
+        served = vllm.LLM(model=directory, generation_config="vllm", **how)
     greedy = vllm.SamplingParams(temperature=0.0, max_tokens=20)
     found = served.generate([{"prompt_token_ids": each} for each in PROMPTS], greedy)
     sampling = Sampling(20, stop_token_ids=(1,), greedy=True)
