@@ -247,6 +247,17 @@ def test_memory_that_runs_out_on_one_process_for_a_single_sequence_ends_all_with
         assert "out of memory with one sequence per microbatch: rank 1: CUDA out of mem" in said
 
 
+def test_memory_that_runs_out_in_a_layer_ends_all_with_a_sentence_each(tmp_path: Path) -> None:
+    """At once, not at the timeout: the first waits there for the second's part of the next
+    layer."""
+    place = str(tmp_path)
+    first, second = ranks.start(2, many_ranks.train_without_room_in_a_layer, tmp_path, place)
+    assert (first[0], second[0]) == (1, 1)
+    assert "rank 0 of 2: another rank has ended; look at what it said last" in first[1]
+    assert "out of memory on one of several processes: CUDA out of memory" in second[1]
+    assert "with a smaller microbatch_size or microbatch_tokens" in second[1]
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
