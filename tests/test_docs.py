@@ -113,6 +113,13 @@ def test_the_readmes_own_run_works_on_two_processes(workspace: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_demo_works_on_two_processes(workspace: Path) -> None:
+    said = on_two_processes(["demo", "--device", "cpu", "--iterations", "2"])
+    assert said.count("PPO 2/2") == 1, "one process speaks"
+    AutoModelForCausalLM.from_pretrained(workspace / "runs" / "demo" / "ppo" / "policy")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["sft", "reward"])
 def test_the_readmes_stages_work_on_two_processes(command: str, workspace: Path) -> None:
     line = next(line for line in commands(ROOT / "README.md") if line[0] == command)

@@ -528,6 +528,12 @@ def test_two_processes_train_with_vllm(options: dict[str, Any], tmp_path: Path) 
 
 
 @with_vllm
+def test_two_processes_that_hold_shards_from_the_start_train_with_vllm(tmp_path: Path) -> None:
+    """Of a directory each reads its own rows; the engines are made while the policy is whole."""
+    _several(tmp_path, 2, model=vllm_ranks.save_wide_model(tmp_path / "model"))
+
+
+@with_vllm
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("size", [1, 2])
