@@ -509,9 +509,20 @@ def test_weights_come_back_to_an_engine_that_slept_on_a_gpu() -> None:
 # ----------------------------------------------------------------------------------------- in a run
 
 
+def _forget_shared_memory() -> None:
+    """What neighbours on a CPU have left of the memory that they talk over, under a name that is
+    every run's: an interpreter that ends as usual gives it back, a process of these tests not."""
+    for left in Path("/dev/shm").glob("-tp*-cpushm_*"):
+        left.unlink()
+
+
 def _several(tmp_path: Path, count: int, **options: Any) -> None:
     """Two iterations on so many processes: after each update vLLM has the learner's weights."""
-    found = ranks.run(count, vllm_ranks.train, tmp_path, str(tmp_path), options)
+    _forget_shared_memory()
+    try:
+        found = ranks.run(count, vllm_ranks.train, tmp_path, str(tmp_path), options)
+    finally:
+        _forget_shared_memory()
     size = options.get("vllm_tensor_parallel_size", 1)
     assert found["parallel"] == (size, "external_launcher")
     assert len(found["metrics"]) == 2
