@@ -207,6 +207,19 @@ def train_without_room(
     return {"weights": weights(trainer), "times": trainer._halving.times}
 
 
+def train_without_room_in_a_layer(folder: str) -> None:
+    """A run whose second rank has no room in the second layer of an update's forward pass."""
+    trainer = make_trainer(Path(folder), distributed_timeout=60.0)
+
+    def full(*given: Any) -> None:
+        if torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    if trainer.world.rank == 1:
+        trainer.model.causal_lm.base_model.layers[1].register_forward_pre_hook(full)
+    trainer.train()
+
+
 def load_both_ways(
     folder: str, architectures: Sequence[str]
 ) -> dict[str, tuple[dict[str, Any], ...]]:

@@ -95,7 +95,7 @@ def test_the_readmes_own_run_works_as_printed(workspace: Path, capsys) -> None:
 
 
 def on_two_processes(line: list[str]) -> str:
-    """What a command of FastPPO writes to stderr under torchrun."""
+    """What a command of FastPPO says under torchrun."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
         [*TORCHRUN, "--nproc_per_node", "2", "-m", "fastppo", *line],
@@ -105,7 +105,7 @@ def on_two_processes(line: list[str]) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stderr
+    return done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -116,10 +116,18 @@ def test_the_readmes_own_run_works_on_two_processes(workspace: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["sft", "reward"])
-def test_the_readmes_stages_work_on_two_processes(command: str, workspace: Path) -> None:
-    line = next(line for line in commands(ROOT / "README.md") if line[0] == command)
-    assert on_two_processes(line).count("model  ") == 1, "one process speaks"
+def test_the_demo_works_on_two_processes(workspace: Path) -> None:
+    said = on_two_processes(["demo", "--device", "cpu", "--iterations", "2"])
+    assert said.count("policy  ") == 1, "one process speaks"
+    AutoModelForCausalLM.from_pretrained(workspace / "runs" / "demo" / "ppo" / "policy")
+
+
+@pytest.mark.slow
+def test_the_readmes_stages_work_on_two_processes(workspace: Path) -> None:
+    """One after the other: the reward model starts from what SFT has saved."""
+    for command in ("sft", "reward"):
+        line = next(line for line in commands(ROOT / "README.md") if line[0] == command)
+        assert on_two_processes(line).count("model  ") == 1, "one process speaks"
 
 
 def test_options_of_the_page_on_many_gpus_exist() -> None:

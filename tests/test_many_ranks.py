@@ -247,11 +247,21 @@ def test_memory_that_runs_out_on_one_process_for_a_single_sequence_ends_all_with
         assert "out of memory with one sequence per microbatch: rank 1: CUDA out of mem" in said
 
 
+def test_memory_that_runs_out_in_a_layer_ends_all_with_a_sentence_each(tmp_path: Path) -> None:
+    """At once, not at the timeout: the first waits there for the second's part of the next
+    layer."""
+    place = str(tmp_path)
+    first, second = ranks.start(2, many_ranks.train_without_room_in_a_layer, tmp_path, place)
+    assert (first[0], second[0]) == (1, 1)
+    assert "rank 0 of 2: another rank has ended; look at what it said last" in first[1]
+    assert "out of memory on one of several processes: CUDA out of memory" in second[1]
+    assert "with a smaller microbatch_size or microbatch_tokens" in second[1]
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"reference_offload": True}, "2 processes: reference_offload: "),
-        ({"rollout": "vllm"}, "2 processes: rollout=vllm has "),
         ({"optimizer": "adamw8bit"}, "2 processes: optimizer=adamw8bit has "),
         ({"compile": True}, "2 processes: compile: "),
         ({"precision": "fp16"}, "2 processes: precision=fp16 has "),
@@ -262,6 +272,14 @@ def test_options_that_several_processes_do_not_have_are_refused(options, says: s
     with pytest.raises(ValueError, match=says):
         check_ranks(PPOConfig(**options), World(size=2))
     check_ranks(PPOConfig(**options), World())
+
+
+def test_groups_that_share_a_vllm_divide_the_processes() -> None:
+    config = PPOConfig(rollout="vllm", vllm_tensor_parallel_size=2)
+    for size in (1, 3):
+        with pytest.raises(ValueError, match=f"must divide the number .*: got 2 and {size}"):
+            check_ranks(config, World(size=size))
+    check_ranks(config, World(size=4))
 
 
 @pytest.mark.slow

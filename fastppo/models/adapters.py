@@ -48,7 +48,8 @@ def add_adapters(
 
 
 def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """`state_dict` of a module whose tensors are whole now: under FSDP that method gives shards."""
+    """`state_dict` of a module whose tensors are whole now: under FSDP that method gives shards. Of
+    a module whose tensors are shards now, shards."""
     state: dict[str, Tensor] = {}
     for prefix, each in module.named_modules(remove_duplicate=False):
         for name, value in (*each._parameters.items(), *each._buffers.items()):

@@ -113,7 +113,12 @@ def world_of(config: PPOConfig) -> World:
 
 
 def check_ranks(config: PPOConfig, world: World) -> None:
-    """Raises ValueError for options that several processes do not have."""
+    """Raises ValueError for options that so many processes do not have."""
+    if world.size % config.vllm_tensor_parallel_size:
+        raise ValueError(
+            f"vllm_tensor_parallel_size must divide the number of processes, which torchrun "
+            f"starts: got {config.vllm_tensor_parallel_size} and {world.size}"
+        )
     if world.size == 1:
         return
     for wrong, sentence in (
@@ -121,10 +126,6 @@ def check_ranks(config: PPOConfig, world: World) -> None:
             config.reference_offload,
             "reference_offload: each holds a shard of the reference, and moving it costs more than "
             "it gives",
-        ),
-        (
-            config.rollout in ("vllm", "continuous"),
-            f"rollout={config.rollout} has caches of its own in each; use rollout=decoder",
         ),
         (
             config.optimizer == "adamw8bit",
@@ -335,9 +336,13 @@ def _engine(
     if given is not None:
         return as_engine(given), None
     if config.rollout == "vllm":
-        share = config.vllm_gpu_memory_utilization
         engine = VLLMEngine(
-            policy, tokenizer, batch_size=config.generate_batch_size, gpu_memory_utilization=share
+            policy,
+            tokenizer,
+            batch_size=config.generate_batch_size,
+            gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+            tensor_parallel_size=config.vllm_tensor_parallel_size,
+            world=world,
         )
         return engine, None
     return make_engine(

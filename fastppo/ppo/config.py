@@ -577,6 +577,7 @@ class PPOConfig(
             ("leave_out_for", "leave_out", self.leave_out != "none"),
             ("lora_alpha lora_target_modules", "lora_rank > 0", self.lora_rank > 0),
             ("ptx_batch_size ptx_block_size", "ptx_data", self.ptx_data),
+            ("vllm_tensor_parallel_size", "rollout=vllm", self.rollout == "vllm"),
             ("project run_name", "report_to", self.report_to),
             ("hub_model_id hub_private_repo", "push_to_hub", self.push_to_hub),
         ):

@@ -48,6 +48,9 @@ class RolloutOptions(Options):
     vllm_gpu_memory_utilization: float = option(
         0.3, "Share of the GPU's memory for vLLM's weights and KV cache", above=0, maximum=1
     )
+    vllm_tensor_parallel_size: int = option(
+        1, "Processes, neighbours, that share each layer of one vLLM", minimum=1
+    )
     old_logprobs: Literal["auto", "sampler", "recompute"] = option(
         "auto",
         "Old logprobs and values: the sampler's own, or recomputed by the learner; auto: the "

@@ -142,6 +142,11 @@ class RolloutEngine(ABC):
     """Whether it reads the learner's own weights: in fp32 its logprobs are then the learner's."""
     draws_by_row: bool = False
     """Whether what a row draws follows from its place in the batch (`Sampling.place`) alone."""
+    holds_weights: bool = False
+    """Whether it decodes with a copy of the weights that `weights_changed` hands over, and never
+    reads the learner's between two of those."""
+    ranks_together: int = 1
+    """Of several processes, how many neighbours decode the same prompts together."""
 
     @abstractmethod
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:

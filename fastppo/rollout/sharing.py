@@ -1,13 +1,16 @@
 """A rollout that the ranks of a world share: each draws for its own prompts, and all get all.
 
-The weights are gathered once for the whole rollout, so no rank waits for another while it decodes.
-With the decoder a row draws what it would draw in one process: its random numbers follow from its
-place in the batch. Other engines draw from a generator of their own on each rank.
+The weights are gathered once for the whole rollout, so no rank waits for another while it decodes;
+for an engine that holds a copy of them nothing is gathered but when they are handed over. With the
+decoder a row draws what it would draw in one process: its random numbers follow from its place in
+the batch. Other engines draw from a generator of their own on each rank, or on each group of ranks
+that decode the same prompts together.
 """
 
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
@@ -16,7 +19,7 @@ from torch import Tensor
 
 from fastppo.data.world import World
 from fastppo.models.policy import LanguageModel
-from fastppo.models.sharding import settle, unsharded
+from fastppo.models.sharding import reshard, settle, unsharded
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
 
 
@@ -24,27 +27,32 @@ class SharedEngine(RolloutEngine):
     """Runs an engine on this rank's prompts.
 
     Args:
-        engine: of this rank; it reads the policy's weights.
+        engine: of this rank; it reads the policy's weights, or holds its own.
     """
 
     def __init__(self, engine: RolloutEngine, policy: LanguageModel, world: World) -> None:
         self.engine, self.policy, self.world = engine, policy, world
         self.same_weights = engine.same_weights
+        together = engine.ranks_together
+        self.group = replace(world, rank=world.rank // together, size=world.size // together)
+        self.speaks = world.rank % together == 0
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
-        own = self.world.own(len(prompt_ids))
+        own = self.group.own(len(prompt_ids))
         placed = replace(sampling, place=(own.start, len(prompt_ids)))
         device = self.policy.device
 
         def draw() -> dict[str, Any] | None:
             if not own:
                 return None
-            return _packed(self.engine.generate(prompt_ids[own.start : own.stop], placed))
+            rollout = self.engine.generate(prompt_ids[own.start : own.stop], placed)
+            return _packed(rollout) if self.speaks else None
 
         devices = [device] if device.type == "cuda" else []
-        with unsharded(self.policy), torch.random.fork_rng(devices=devices):
+        gathered = nullcontext() if self.engine.holds_weights else unsharded(self.policy)
+        with gathered, torch.random.fork_rng(devices=devices):
             if not self.engine.draws_by_row and not sampling.greedy:
-                torch.manual_seed(_seed() + self.world.rank)
+                torch.manual_seed(_seed() + self.group.rank)
             found = self.world.share(draw, "generate")
         if not sampling.greedy:
             _seed()  # every rank goes on from the same state, the one that the decoder leaves
@@ -55,7 +63,8 @@ class SharedEngine(RolloutEngine):
         settle(self.policy)
 
     def weights_changed(self, policy: Any) -> None:
-        self.engine.weights_changed(policy)
+        reshard(self.policy)  # a group that is still whole has the weights before the update
+        self.world.share(lambda: self.engine.weights_changed(policy))
 
 
 def _seed() -> int:

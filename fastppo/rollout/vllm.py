@@ -5,6 +5,10 @@ at the start and after every update, in place. There the KV cache of prompts tha
 is emptied, for it was computed with the old weights. During an update on a GPU the engine sleeps:
 its weights and cache are given up, and come back with the handover.
 
+Of several processes each has an engine for its own rows, or `tensor_parallel_size` neighbours have
+one together (`external_launcher`: vLLM joins the processes that are there). The weights are handed
+over name by name: every process gathers one, hands it on and frees it before the next.
+
 Its kernels are not the learner's, so its logprobs differ from the policy's by rounding, more in
 bf16: the trainer recomputes them (`old_logprobs`). Written for and tested with vLLM 0.32.
 """
@@ -26,8 +30,10 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from fastppo.models.adapters import merged_state
+from fastppo.data.world import World
+from fastppo.models.adapters import merged_state, whole_state
 from fastppo.models.policy import LanguageModel
+from fastppo.models.sharding import whole
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.rollout.prompts import check_prompts
 
@@ -48,6 +54,8 @@ class VLLMEngine(RolloutEngine):
         tokenizer: decodes responses where stop strings end them.
         batch_size: most responses decoded at once; None leaves it to vLLM.
         gpu_memory_utilization: share of the GPU's memory for vLLM's weights and KV cache.
+        tensor_parallel_size: processes, neighbours, that share each layer of one engine.
+        world: the processes.
         options: more keywords of `vllm.LLM`, which win.
 
     Raises:
@@ -55,6 +63,7 @@ class VLLMEngine(RolloutEngine):
     """
 
     same_weights = False
+    holds_weights = True
 
     def __init__(
         self,
@@ -63,6 +72,8 @@ class VLLMEngine(RolloutEngine):
         *,
         batch_size: int | None = None,
         gpu_memory_utilization: float = 0.3,
+        tensor_parallel_size: int = 1,
+        world: World | None = None,
         **options: Any,
     ) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over in memory
@@ -82,6 +93,10 @@ class VLLMEngine(RolloutEngine):
             }
         if batch_size is not None:
             device["max_num_seqs"] = batch_size
+        self.ranks_together = tensor_parallel_size
+        if world is not None and world.size > 1:
+            device["distributed_executor_backend"] = "external_launcher"
+            device["tensor_parallel_size"] = tensor_parallel_size
         with tempfile.TemporaryDirectory() as directory, _process_state_restored(policy.device):
             _save_all_but_weights(policy, tokenizer, Path(directory))
             self.llm: Any = vllm.LLM(
@@ -141,8 +156,12 @@ class VLLMEngine(RolloutEngine):
             self.llm.wake_up(tags=["weights"])
         # Not `model.load_weights`: kernels may hold weights in a layout of their own, as those for
         # CPUs do, and this call goes back to the layout of the files first.
-        weights = iter(_weights(policy).items())
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        weights = _weights(policy)
+        try:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        finally:
+            for _ in weights:  # what an error has left: other processes gather it with this one
+                pass
         if self._asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self._asleep = False
@@ -195,11 +214,12 @@ def _logprobs(response: Any) -> Tensor:
     return torch.tensor([step[token].logprob for token, step in steps], dtype=torch.float32)
 
 
-def _weights(policy: LanguageModel) -> dict[str, Tensor]:
-    """The policy's weights under the names that its files would have."""
+def _weights(policy: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+    """The policy's weights under the names that its files would have, whole, one after another."""
     model = policy.causal_lm
-    state = model.state_dict() if policy.peft is None else merged_state(model)
-    return revert_weight_conversion(model, state)
+    state = whole_state(model) if policy.peft is None else merged_state(model)
+    for name, value in revert_weight_conversion(model, state).items():
+        yield name, whole(value)
 
 
 def _save_all_but_weights(policy: LanguageModel, tokenizer: Any, directory: Path) -> None:

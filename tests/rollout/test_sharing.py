@@ -7,6 +7,7 @@ from pathlib import Path
 import many_ranks
 import ranks
 import torch
+import vllm_ranks
 
 from fastppo.rollout.sharing import SharedEngine
 
@@ -23,3 +24,25 @@ def test_two_ranks_draw_what_one_draws_and_go_on_from_the_same_state(tmp_path: P
     assert torch.equal(found[1]["next"], found[2]["next"])
     assert found[2]["engine"] == SharedEngine.__name__
     assert found[2]["same"], "ranks differ in what they know"
+
+
+def test_continuous_batching_of_two_ranks_follows_the_updates(tmp_path: Path) -> None:
+    """Its logprobs are the learner's in every iteration, to the rounding of fp32."""
+    options = {"rollout": "continuous", "old_logprobs": "recompute"}
+    found = ranks.run(2, many_ranks.train, tmp_path, str(tmp_path), options)
+    assert len(found["metrics"]) == 2
+    for record in found["metrics"]:
+        assert record["mismatch/worst"] < 1e-5
+        assert record["grad_norm"] > 0
+
+
+def test_neighbours_that_decode_together_are_asked_the_same_and_speak_once(tmp_path: Path) -> None:
+    """Of four ranks in two groups; of one prompt the first group has none."""
+    found = ranks.run(4, vllm_ranks.draw_in_groups, tmp_path, str(tmp_path))
+    first, other = [[4, 5], [6]], [[7, 8, 9], [4], [5]]
+    assert found["asked"] == [[first], [first], [other, [[4, 5]]], [other, [[4, 5]]]]
+    (five, one), *others = found["got"]
+    assert all(each == [five, one] for each in others)
+    assert (len(five), len(one)) == (5, 1)
+    assert len({row[0] for row in five}) > 2, "groups draw from generators of their own"
+    assert all(each == found["next"][0] for each in found["next"])

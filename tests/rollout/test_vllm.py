@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ranks
 import tiny
 import torch
+import vllm_ranks
 from rich.console import Console
 from safetensors.torch import load_file
 from transformers import LlamaConfig
@@ -31,7 +33,7 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling
 from fastppo.rollout.generate import GenerateEngine
-from fastppo.rollout.vllm import VLLMEngine, sampling_options
+from fastppo.rollout.vllm import VLLMEngine, _process_state_restored, sampling_options
 from fastppo.run.log import read_jsonl
 
 PROMPTS = [[5, 9, 4], [7], [8, 3, 6, 12, 20], [5, 9, 4]]
@@ -275,6 +277,26 @@ def test_on_a_gpu_the_engine_sleeps_until_the_next_handover(listener: Listener) 
     assert engine.generate(PROMPTS, Sampling(4)).tokens == [[4, 1]] * 4
 
 
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_two_processes_hand_whole_weights_over_one_at_a_time(
+    lora_rank: int, tmp_path: Path
+) -> None:
+    """Those that the saved policy has; and where one cannot take them, all raise what it says."""
+    found = ranks.run(2, vllm_ranks.hand_over, tmp_path, str(tmp_path), {"lora_rank": lora_rank})
+    saved = load_file(tmp_path / "policy" / "model.safetensors")
+    assert found["given"].keys() == saved.keys()
+    for name, weight in saved.items():
+        assert torch.equal(found["given"][name], weight), name
+    assert found["most"] == 1
+    assert found["executor"] == "external_launcher"
+    assert found["said"] == ["no room for model.layers.1.mlp.up_proj.weight"] * 2
+
+
+def test_one_process_has_no_launcher(listener: Listener) -> None:
+    listening_engine()
+    assert "distributed_executor_backend" not in listener.options
+
+
 # --------------------------------------------------------------------------------- with vLLM itself
 
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
@@ -485,6 +507,73 @@ def test_weights_come_back_to_an_engine_that_slept_on_a_gpu() -> None:
 
 
 # ----------------------------------------------------------------------------------------- in a run
+
+
+def _forget_shared_memory() -> None:
+    """What neighbours on a CPU have left of the memory that they talk over, under a name that is
+    every run's: an interpreter that ends as usual gives it back, a process of these tests not."""
+    for left in Path("/dev/shm").glob("-tp*-cpushm_*"):
+        left.unlink()
+
+
+def _several(tmp_path: Path, count: int, **options: Any) -> None:
+    """Two iterations on so many processes: after each update vLLM has the learner's weights."""
+    _forget_shared_memory()
+    try:
+        found = ranks.run(count, vllm_ranks.train, tmp_path, str(tmp_path), options)
+    finally:
+        _forget_shared_memory()
+    size = options.get("vllm_tensor_parallel_size", 1)
+    assert found["parallel"] == (size, "external_launcher")
+    assert len(found["metrics"]) == 2
+    for record in found["metrics"]:
+        assert record["mismatch/worst"] < 1e-4  # fp32, the same sums by other kernels
+        assert record["grad_norm"] > 0
+    assert all(each == found["ours"][0] for each in found["theirs"])
+
+
+@with_vllm
+@pytest.mark.parametrize("options", [{}, {"vllm_tensor_parallel_size": 2}, {"lora_rank": 4}])
+def test_two_processes_train_with_vllm(options: dict[str, Any], tmp_path: Path) -> None:
+    _several(tmp_path, 2, **options)
+
+
+@with_vllm
+def test_two_processes_that_hold_shards_from_the_start_train_with_vllm(tmp_path: Path) -> None:
+    """Of a directory each reads its own rows; the engines are made while the policy is whole."""
+    _several(tmp_path, 2, model=vllm_ranks.save_wide_model(tmp_path / "model"))
+
+
+@with_vllm
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_gpus_train_with_vllm_asleep_in_updates(size: int, tmp_path: Path) -> None:
+    more = {"device": "cuda", "precision": "fp32", "vllm_tensor_parallel_size": size}
+    _several(tmp_path, 2, **more)
+
+
+@with_vllm
+def test_vllm_loads_the_policy_that_a_run_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its directory alone, as a server would."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    import vllm
+
+    config = PPOConfig(**tiny.options(tmp_path))
+    parts = {"prompts": tiny.PROMPTS, "rewards": [tiny.count_w7], "tokenizer": tiny.tokenizer()}
+    trainer = PPOTrainer(config, model=wide_model("llama"), **parts)
+    trainer.train()
+    directory = str(Path(config.output_dir) / "policy")
+    how = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 2**24}
+    with _process_state_restored(trainer.device):
+        served = vllm.LLM(model=directory, generation_config="vllm", **how)
+    greedy = vllm.SamplingParams(temperature=0.0, max_tokens=20)
+    found = served.generate([{"prompt_token_ids": each} for each in PROMPTS], greedy)
+    sampling = Sampling(20, stop_token_ids=(1,), greedy=True)
+    wanted = GenerateEngine(trainer.model.causal_lm, 0).generate(PROMPTS, sampling)
+    assert [list(each.outputs[0].token_ids) for each in found] == wanted.tokens
 
 
 def _trainer(tmp_path: Path, **options: Any) -> PPOTrainer:

@@ -1,0 +1,160 @@
+"""What the ranks of a shared run do with vLLM, and with what stands for it where it is not
+installed."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import tiny
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fastppo.models.sharding import unsharded
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.trainer import PPOTrainer
+from fastppo.rollout import FINISHED, Rollout, RolloutEngine, Sampling
+from fastppo.rollout.generate import GenerateEngine
+from fastppo.rollout.vllm import VLLMEngine
+from fastppo.run.log import read_jsonl
+from runs import make_trainer
+
+WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+"""Heads of which vLLM's kernels for CPUs have one, and as many as two processes can share."""
+
+
+class Stub:
+    """Stands for the module `vllm`: takes weights as it is told, and answers token 4 then 1."""
+
+    def __init__(self) -> None:
+        self.module: Any = ModuleType("vllm")
+        self.module.LLM, self.module.SamplingParams = self._llm, dict
+        self.weights: dict[str, Tensor] = {}
+        self.most_at_once = 0
+        """Whole weights that were there at a time."""
+        self.fails_at: str | None = None
+
+    def _llm(self, **options: Any) -> Stub:
+        self.options = options
+        return self
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        given: Iterator[tuple[str, Tensor]] = kwargs["weights_iterator"]
+        alive: list[weakref.ref[Tensor]] = []
+        self.weights = {}
+        for name, weight in given:
+            assert not isinstance(weight, DTensor), name
+            if name == self.fails_at:
+                raise ValueError(f"no room for {name}")
+            self.weights[name] = weight.clone()
+            alive.append(weakref.ref(weight))
+            there = [each for each in alive if each() is not None]
+            self.most_at_once = max(self.most_at_once, len(there))
+            del weight
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+    def generate(self, prompts: Any, sampling_params: Any, use_tqdm: bool) -> list[Any]:
+        logprobs = [{4: SimpleNamespace(logprob=-0.5)}, {1: SimpleNamespace(logprob=-1.5)}]
+        response = SimpleNamespace(token_ids=(4, 1), logprobs=logprobs, finish_reason="stop")
+        return [SimpleNamespace(outputs=[response]) for _ in prompts]
+
+
+def hand_over(folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """An update's weights as a vLLM that only listens is handed them, and as the policy has
+    them."""
+    stub = Stub()
+    sys.modules["vllm"] = stub.module
+    trainer = make_trainer(Path(folder), rollout="vllm", **options)
+    stub.most_at_once = 0
+    trainer.step(["w1"] * 16, ["w2 w3"] * 16, [float(i) for i in range(16)])
+    given = dict(stub.weights)
+    stub.fails_at = "model.layers.1.mlp.up_proj.weight" if trainer.world.rank == 1 else None
+    said = ""
+    try:
+        trainer.engine.weights_changed(trainer.model)
+    except ValueError as error:
+        said = str(error)
+    trainer.save_policy(Path(folder) / "policy")
+    return {
+        "given": given,
+        "most": stub.most_at_once,
+        "executor": stub.options.get("distributed_executor_backend"),
+        "said": trainer.world.gather(said),
+    }
+
+
+class OfGroups(RolloutEngine):
+    """Draws a token per prompt from torch's generator; two neighbours draw together."""
+
+    holds_weights = True
+    ranks_together = 2
+
+    def __init__(self) -> None:
+        self.asked: list[list[list[int]]] = []
+
+    def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
+        self.asked.append(prompt_ids)
+        drawn = [[int(torch.randint(3, 40, ()))] for _ in prompt_ids]
+        return Rollout(drawn, [FINISHED] * len(drawn), [torch.zeros(1)] * len(drawn))
+
+
+def draw_in_groups(folder: str) -> dict[str, Any]:
+    """What each rank is asked and all get: of five prompts, and of one."""
+    engine = OfGroups()
+    trainer = make_trainer(Path(folder), engine=engine)
+    torch.manual_seed(3)
+    prompts = [[4, 5], [6], [7, 8, 9], [4], [5]]
+    found = [trainer.engine.generate(each, trainer.sampling) for each in (prompts, prompts[:1])]
+    tokens = [each.tokens for each in found]
+    return {
+        "asked": trainer.world.gather(engine.asked),
+        "got": trainer.world.gather(tokens),
+        "next": trainer.world.gather(torch.rand(3).tolist()),
+    }
+
+
+# --------------------------------------------------------------------------------- with vLLM itself
+
+
+def wide_model() -> Any:
+    config = tiny.CONFIGS["llama"]()
+    config.update(WIDE)
+    return tiny.model_of(config)
+
+
+def save_wide_model(directory: Path) -> str:
+    wide_model().save_pretrained(directory)
+    tiny.tokenizer().save_pretrained(directory)
+    return str(directory)
+
+
+def train(folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A short run with vLLM; its records, and greedy tokens of vLLM and of the policy itself at its
+    end, by rank."""
+    config = PPOConfig(**tiny.options(Path(folder), rollout="vllm", **options))
+    parts: dict[str, Any] = {"prompts": tiny.PROMPTS, "rewards": [tiny.count_w7]}
+    if not config.model:
+        parts |= {"model": wide_model(), "tokenizer": tiny.tokenizer()}
+    trainer = PPOTrainer(config, **parts)
+    trainer.train()
+    prompts = [[5, 9, 4], [7], [8, 3, 6, 12, 20], [5, 9, 4], [11, 12]]
+    greedy = Sampling(20, stop_token_ids=(1,), greedy=True)
+    theirs = trainer.engine.generate(prompts, greedy)
+    with unsharded(trainer.model):
+        ours = GenerateEngine(trainer.model.causal_lm, 0).generate(prompts, greedy)
+    inner: Any = getattr(trainer.engine, "engine", trainer.engine)
+    assert isinstance(inner, VLLMEngine)
+    parallel = inner.llm.llm_engine.vllm_config.parallel_config
+    return {
+        "metrics": read_jsonl(Path(folder) / "run" / "metrics.jsonl"),
+        "theirs": trainer.world.gather(theirs.tokens),
+        "ours": trainer.world.gather(ours.tokens),
+        "parallel": (parallel.tensor_parallel_size, parallel.distributed_executor_backend),
+    }
