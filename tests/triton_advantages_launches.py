@@ -1,7 +1,8 @@
 """The launches of `fastppo_kernels.triton_advantages` that are compiled for each GPU generation.
 
-Three sequences: of one chunk, of one chunk and a vector, of one chunk and a token, and packed. Names end in the layout, so
-that what is launched for packed rows can be set beside what is launched for padded ones.
+Three sequences: of one chunk, of one chunk and a vector, of one chunk and a token, and packed.
+Names end in the layout, so that what is launched for packed rows can be set beside what is launched
+for padded ones.
 """
 
 from __future__ import annotations
