@@ -450,6 +450,12 @@ def token_stats_backward(
     """dL/dlogits in the logits' shape and dtype, from one more read of the rows with a gradient."""
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
     asked, absent = _moves(grads), _elsewhere(tokens)
+    # Zeros are what autograd makes of a result that nobody used: two passes less.
+    if grads.entropy is not None and not bool(grads.entropy.any()):
+        grads = grads._replace(entropy=None)
+    if grads.kl is not None and not bool(grads.kl.any()):
+        grads = grads._replace(kl=None)
+    by_shifted = grads.entropy is not None or grads.kl is not None
     counted_rows = None if bool(asked.all()) else asked.nonzero().squeeze(-1)
     if counted_rows is not None:
         _put(grad, (~asked).nonzero().squeeze(-1), 0.0)
@@ -460,7 +466,7 @@ def token_stats_backward(
         index = chunk if counted_rows is None else counted_rows[chunk]
         x, of, of_rows = _take(logits, index), softmax.at(index), stats.at(index)
         row_max, log_sum = of_rows.normalizer.unbind(-1)
-        shifted, row_max, slope = _shift(x, of, row_max, scratch.shifted)
+        shifted, row_max, slope = _shift(x, of, row_max, scratch.shifted, bounded=by_shifted)
         rows = _Shifted(shifted, None, row_max, log_sum, slope, of_rows.p_others)
         gap = None
         if grads.kl is not None:
