@@ -116,6 +116,8 @@ def _losses(progress: run.Progress) -> Iterator[Claim]:
             yield Claim(f"{what}: time over eager's", ratio.median, 1.0, detail=_spread(ratio))
             text = f"{what}: extra memory over eager's"
             if name == "ppo_loss" and not entropy_coef:
+                # Out of place 0.25 cannot be: eager holds three copies of the logits at most, and
+                # the gradient that is returned is one.
                 yield Claim(text, memory, MEMORY_SHARE, detail="the gradient alone is a third")
                 _, memory = _compare(case, _named(case, "FastPPO, in place"), eager, progress, 1)
                 text = text.replace(name, f"{name}, in place,", 1)

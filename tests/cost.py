@@ -19,7 +19,15 @@ import machine_code
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes of a multiprocessor for its programs: the CUDA programming guide's table."""
 
-ELEMENT_BYTES = {"full KL": 4, "loss, fp32": 4, "whiten": 5, "gae": 9, "shaping, GAE": 13}
+ELEMENT_BYTES = {
+    "full KL": 4,
+    "loss, fp32": 4,
+    "whiten": 5,
+    "gae": 9,
+    "shaping, GAE": 13,
+    "gae, packed": 9,
+    "shaping, GAE, packed": 13,
+}
 """Read for one element, where that is not one bf16: with the reference's; with the mask's."""
 
 
@@ -72,6 +80,9 @@ def _cost(kernel: compile_check.Compiled, capability: int) -> Cost:
         # What folds a tile of logits; the products are the loop inside.
         tile = kernel.constants["BLOCK_N"] * kernel.constants["BLOCK_V"]
         sweeps, careful = [sweep(code.around(), tile / (32 * kernel.num_warps))], []
+    elif kernel.kernel == "_apply_kernel":
+        # Packed rows have loops besides that look for the sequence.
+        sweeps, careful = [sweep(way) for way in code.sweeps() if way.stored], []
     else:
         # The first reads alone, the second reads and writes; the loops for what the tiles leave
         # and for rows of −inf are the dearer ones of each kind.
@@ -85,7 +96,8 @@ def _cost(kernel: compile_check.Compiled, capability: int) -> Cost:
         kernel.registers, kernel.num_warps, kernel.shared, SHARED_MEMORY[capability]
     )
     # A tile's loads are all issued before the first is needed; what has no loop is not counted.
-    in_flight = sweeps[0].tile_bytes if sweeps and careful else 0
+    looped = bool(careful) or kernel.kernel == "_apply_kernel"
+    in_flight = sweeps[0].tile_bytes if looped else 0
     named = kernel.named_registers or kernel.registers
     return Cost(
         sweeps,

@@ -22,13 +22,17 @@ def _whiten() -> None:
     triton_advantages.whiten(x, mask, moments=torch.zeros(3, dtype=torch.float64))
 
 
-def _gae(shaped: bool) -> None:
+def _gae(shaped: bool, packed: bool = False) -> None:
     x, mask = torch.zeros(TOKENS), torch.zeros(TOKENS, dtype=torch.bool)
+    starts = None
+    if packed:
+        # No longer than a chunk: one kernel.
+        x, mask, starts = x[:2].flatten(), mask[:2].flatten(), torch.zeros(3, dtype=torch.int32)
     if not shaped:
-        triton_advantages.gae(Trajectory(x, x, mask), Discounts())
+        triton_advantages.gae(Trajectory(x, x, mask, starts), Discounts())
         return
-    shaping = Shaping(torch.zeros(TOKENS[0]), x, x, 0.1)
-    triton_advantages.shaped_advantages(Trajectory(x, None, mask), shaping, Discounts())
+    shaping = Shaping(torch.zeros(2 if packed else TOKENS[0]), x, x, 0.1)
+    triton_advantages.shaped_advantages(Trajectory(x, None, mask, starts), shaping, Discounts())
 
 
 def _linear() -> None:
@@ -50,5 +54,7 @@ def launches() -> list[tuple[str, Callable[[], None]]]:
         ("whiten", _whiten),
         ("gae", partial(_gae, False)),
         ("shaping, GAE", partial(_gae, True)),
+        ("gae, packed", partial(_gae, False, True)),
+        ("shaping, GAE, packed", partial(_gae, True, True)),
         ("linear statistics", _linear),
     ]

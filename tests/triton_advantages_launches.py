@@ -1,7 +1,8 @@
 """The launches of `fastppo_kernels.triton_advantages` that are compiled for each GPU generation.
 
-Three sequences: of one chunk, of one chunk and a token, and packed. Names end in the layout, so
-that what is launched for packed rows can be set beside what is launched for padded ones.
+Three sequences: of one chunk, of one chunk and a vector, of one chunk and a token, and packed.
+Names end in the layout, so that what is launched for packed rows can be set beside what is launched
+for padded ones.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch
 from fastppo_kernels import triton_advantages
 from fastppo_kernels.records import Discounts, Shaping, Trajectory
 
-LAYOUTS = ("one chunk", "split", "packed")
+LAYOUTS = {"one chunk": 0, "split": triton_advantages.VECTOR.value, "odd": 1, "packed": 1}
+"""And how much longer than a chunk they are."""
 
 
 def launches() -> list[tuple[str, Callable[[], None]]]:
@@ -22,8 +24,8 @@ def launches() -> list[tuple[str, Callable[[], None]]]:
     per_sequence, discounts = torch.zeros(3), Discounts()
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
-        for layout in LAYOUTS:
-            tokens = 3 * (chunk if layout == "one chunk" else chunk + 1)
+        for layout, more in LAYOUTS.items():
+            tokens = 3 * (chunk + more)
             shape = (tokens,) if layout == "packed" else (3, tokens // 3)
             x, mask = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
             starts = torch.zeros(4, dtype=torch.int32) if layout == "packed" else None

@@ -30,7 +30,7 @@ not copied), N = B·T; everything per token is `[N]`. Rows whose weight is 0 are
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,6 +55,10 @@ from fastppo_kernels.records import (
 ROW_CHUNK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
 """Logits handled at once: 2 MiB of fp32 for each thread of a CPU, which its caches hold, and which
 is enough work between two meetings of the threads; 256 MiB on a GPU."""
+
+SUMS_CHUNK_SHARE = 4
+"""Where rows have sums and no gradient, a CPU takes a quarter of that at once: two buffers of
+512 KiB and as much of the logits stay in a second-level cache, and little else is done between."""
 
 ROW_CHUNK_THREADS = 8
 """More threads share the chunk of this many: three buffers of 16 MiB are the most a call takes."""
@@ -86,10 +90,14 @@ def _chunks(
     device: torch.device,
     dtype: torch.dtype,
     exp: Tensor | None = None,
+    names: Sequence[str] = _Scratch._fields,
+    share: int = 1,
 ) -> Iterator[tuple[slice, _Scratch]]:
     """Chunks of rows, and what to compute them in: the same memory for each.
 
     Args:
+        names: the buffers.
+        share: the fewer elements at once, on a CPU.
         exp: [rows, elements_per_row]: its rows become the buffer of that name, where the gradient
             is formed. A gradient of the right dtype is so computed in its place, not copied there.
 
@@ -98,11 +106,12 @@ def _chunks(
     """
     budget = ROW_CHUNK_ELEMENTS.get(device.type, ROW_CHUNK_ELEMENTS["cuda"])
     if device.type == "cpu":
-        budget *= min(torch.get_num_threads(), ROW_CHUNK_THREADS)
+        budget = budget * min(torch.get_num_threads(), ROW_CHUNK_THREADS) // share
     step = min(rows, max(1, budget // max(1, elements_per_row)))
-    names = [name for name in _Scratch._fields if exp is None or name != "exp"]
     buffers = {
-        name: torch.empty(step, elements_per_row, device=device, dtype=dtype) for name in names
+        name: torch.empty(step, elements_per_row, device=device, dtype=dtype)
+        for name in names
+        if exp is None or name != "exp"
     }
     for start in range(0, rows, max(1, step)):
         stop = min(start + step, rows)
@@ -157,9 +166,17 @@ def _temperature(softmax: Softmax) -> float | Tensor:
 
 
 def _shift(
-    x: Tensor, softmax: Softmax, row_max: Tensor | None, out: Tensor | None
+    x: Tensor,
+    softmax: Softmax,
+    row_max: Tensor | None,
+    out: Tensor | None,
+    *,
+    bounded: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(t, row maximum, soft-cap slope). Subtracting before scaling keeps t exact at any offset."""
+    """(t, row maximum, soft-cap slope). Subtracting before scaling keeps t exact at any offset.
+
+    `bounded=False` leaves t below LOWEST as it is, which saves a pass.
+    """
     wide = accumulation_dtype(x.dtype)
     temperature = _temperature(softmax)
     if softmax.softcap is None:
@@ -169,7 +186,7 @@ def _shift(
         factor = softmax.logit_scale / temperature
         if isinstance(factor, Tensor) or factor != 1.0:
             shifted.mul_(factor)
-        return shifted.clamp_(min=LOWEST), row_max, None
+        return shifted.clamp_(min=LOWEST) if bounded else shifted, row_max, None
     x = _widened(x, wide, out).mul_(softmax.logit_scale / softmax.softcap)
     slope = torch.cosh(x).square_().reciprocal_()  # 1 − tanh² would cancel near the cap
     z = x.tanh_().mul_(softmax.softcap)
@@ -182,6 +199,91 @@ def _widened(x: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     return x.to(dtype, copy=True) if out is None else out.copy_(x)
 
 
+class _Swept(NamedTuple):
+    """What the statistics of rows follow from, [n] each, e = e^t."""
+
+    row_max: Tensor
+    token_shifted: Tensor  # t of the token
+    token_exp: Tensor  # e of the token
+    others: Tensor  # Σ e but the token's
+    weighted: Tensor  # Σ e·t
+
+    def finish(self, elsewhere: Tensor | None = None) -> _Finished:
+        """The statistics; `elsewhere` [n] bool: the token is in another part of the vocabulary."""
+        total = self.others + self.token_exp
+        log_sum = total.log()
+        others, token_exp, rare = self.others, self.token_exp, self.token_shifted - log_sum
+        if elsewhere is not None:
+            others = torch.where(elsewhere, total, others)
+            token_exp = token_exp.masked_fill(elsewhere, 0.0)
+            rare = rare.masked_fill(elsewhere, LOWEST)
+        logprobs = torch.where(token_exp > others, -torch.log1p(others / token_exp), rare)
+        return _Finished(logprobs, log_sum, self.weighted / total, others / total)
+
+
+class _Finished(NamedTuple):
+    """Statistics [n]: logprob of the token, log Σ e^t, mean of t under p, 1 − p of the token."""
+
+    logprobs: Tensor
+    log_sum: Tensor
+    mean_shifted: Tensor
+    p_others: Tensor
+
+
+def _sweep(
+    x: Tensor, column: Tensor, softmax: Softmax, scratch: _Scratch, *, bounded: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None, _Swept]:
+    """(t, e^t, soft-cap slope, sums) of rows whose tokens are in `column` [n, 1].
+
+    The token is left out of the sum and added after it: where it holds most of the mass, logprob
+    is then −log(1 + the others' part), and keeps its digits however sure the policy is.
+    `scratch.product` may be `scratch.shifted`, where t is not wanted.
+    """
+    shifted, row_max, slope = _shift(x, softmax, None, scratch.shifted, bounded=bounded)
+    exp = torch.exp(shifted, out=scratch.exp)
+    token_shifted, token_exp = shifted.gather(1, column), exp.gather(1, column)
+    weighted = torch.mul(exp, shifted, out=scratch.product).sum(-1)
+    others = exp.scatter_(1, column, 0.0).sum(-1)
+    exp.scatter_(1, column, token_exp)
+    swept = _Swept(row_max, token_shifted.squeeze(-1), token_exp.squeeze(-1), others, weighted)
+    return shifted, exp, slope, swept
+
+
+def _sums_of_rows(
+    logits: Tensor, columns: Tensor, softmax: Softmax, rows: Tensor | None = None
+) -> _Swept:
+    """The sums of all rows, or of `rows` [n] alone, where nothing else is wanted of them.
+
+    `columns` [N, 1] are the tokens'.
+
+    Between two chunks nothing is done but passes over memory: what is small is done once at the
+    end, and two buffers are held in place of three, so that a chunk stays in a smaller cache.
+    """
+    dtype = accumulation_dtype(logits.dtype)
+    count = logits.shape[:-1].numel() if rows is None else rows.numel()
+    parts, bounded = [], logits.device.type != "cpu"
+    for chunk, scratch in _chunks(
+        count,
+        logits.shape[-1],
+        logits.device,
+        dtype,
+        names=("shifted", "exp"),
+        share=SUMS_CHUNK_SHARE,
+    ):
+        index = chunk if rows is None else rows[chunk]
+        scratch = scratch._replace(product=scratch.shifted)
+        x, column, of = _take(logits, index), columns[index], softmax.at(index)
+        swept = _sweep(x, column, of, scratch, bounded=bounded)[-1]
+        if not bounded and not math.isfinite(swept.weighted.sum()):
+            bounded = True  # 0·−inf: there are columns at −inf, in the other rows too
+            swept = _sweep(x, column, of, scratch)[-1]
+        parts.append(swept)
+    if not parts:
+        return _Swept(*(logits.new_zeros(0, dtype=dtype) for _ in _Swept._fields))
+    swept = _Swept(*map(torch.cat, zip(*parts, strict=True)))
+    return swept._replace(token_shifted=swept.token_shifted.clamp(min=LOWEST))
+
+
 def _exponentials(
     x: Tensor,
     tokens: Tensor,
@@ -189,31 +291,10 @@ def _exponentials(
     scratch: _Scratch = _ALLOCATE,
     elsewhere: Tensor | None = None,
 ) -> tuple[_Shifted, Tensor, Tensor]:
-    """(shifted scores and exponentials, logprob of the token, mean of t under p).
-
-    The token is left out of the sum and added after it: where it holds most of the mass, logprob
-    is then −log(1 + the others' part), and keeps its digits however sure the policy is.
-
-    Args:
-        elsewhere: [n] bool, the rows whose token is in another part of the vocabulary.
-    """
-    shifted, row_max, slope = _shift(x, softmax, None, scratch.shifted)
-    exp = torch.exp(shifted, out=scratch.exp)
-    column = _column(tokens, elsewhere)
-    token_exp = exp.gather(1, column)
-    others = exp.scatter_(1, column, 0.0).sum(-1)
-    exp.scatter_(1, column, token_exp)
-    token_exp = token_exp.squeeze(-1)
-    total = others + token_exp
-    log_sum = total.log()
-    rare = shifted.gather(1, column).squeeze(-1) - log_sum
-    if elsewhere is not None:
-        others = torch.where(elsewhere, total, others)
-        token_exp = token_exp.masked_fill(elsewhere, 0.0)
-        rare = rare.masked_fill(elsewhere, LOWEST)
-    logprobs = torch.where(token_exp > others, -torch.log1p(others / token_exp), rare)
-    mean_shifted = torch.mul(exp, shifted, out=scratch.product).sum(-1) / total
-    rows = _Shifted(shifted, exp, row_max, log_sum, slope, others / total)
+    """(shifted scores and exponentials, logprob of the token, mean of t under p)."""
+    shifted, exp, slope, swept = _sweep(x, _column(tokens, elsewhere), softmax, scratch)
+    logprobs, log_sum, mean_shifted, p_others = swept.finish(elsewhere)
+    rows = _Shifted(shifted, exp, swept.row_max, log_sum, slope, p_others)
     return rows, logprobs, mean_shifted
 
 
@@ -323,9 +404,17 @@ def token_stats(
     """Logprob of the token, entropy and (given `ref_logits` [N, V]) the full KL of each row."""
     n, vocab = logits.shape[:-1].numel(), logits.shape[-1]
     dtype = accumulation_dtype(logits.dtype)
-    logprobs, entropy, kl, p_others, mean_gap = (logits.new_zeros(n, dtype=dtype) for _ in range(5))
-    normalizer, ref_normalizer = (logits.new_zeros((n, 2), dtype=dtype) for _ in range(2))
     absent = _elsewhere(tokens)
+    kl, mean_gap = (logits.new_zeros(n, dtype=dtype) for _ in range(2))
+    ref_normalizer = logits.new_zeros((n, 2), dtype=dtype)
+    if ref_logits is None:
+        swept = _sums_of_rows(logits, _column(tokens, absent), softmax)
+        logprobs, log_sum, mean_shifted, p_others = swept.finish(absent)
+        normalizer = _normalizer(swept.row_max, log_sum)
+        entropy = log_sum - mean_shifted
+        return TokenStats(logprobs, entropy, kl, p_others, mean_gap, normalizer, ref_normalizer)
+    logprobs, entropy, p_others = (logits.new_zeros(n, dtype=dtype) for _ in range(3))
+    normalizer = logits.new_zeros((n, 2), dtype=dtype)
     for chunk, scratch in _chunks(n, vocab, logits.device, dtype):
         x, of, elsewhere = _take(logits, chunk), softmax.at(chunk), None
         if absent is not None:
@@ -335,20 +424,18 @@ def token_stats(
         )
         assert rows.p_others is not None
         entropy[chunk], p_others[chunk] = rows.log_sum - mean_shifted, rows.p_others
-        normalizer[chunk] = _normalizer(rows)
-        if ref_logits is not None:
-            # In the same order of sums as the policy, so that the KL to itself is exactly 0.
-            ref_x = _take(ref_logits, chunk)
-            ref, *_ = _exponentials(ref_x, tokens[chunk], of, elsewhere=elsewhere)
-            kl[chunk], mean_gap[chunk] = _full_kl(rows, ref, _gap(x, ref_x, rows, ref, of))
-            ref_normalizer[chunk] = _normalizer(ref)
+        normalizer[chunk] = _normalizer(rows.row_max, rows.log_sum)
+        # In the same order of sums as the policy, so that the KL to itself is exactly 0.
+        ref_x = _take(ref_logits, chunk)
+        ref, *_ = _exponentials(ref_x, tokens[chunk], of, elsewhere=elsewhere)
+        kl[chunk], mean_gap[chunk] = _full_kl(rows, ref, _gap(x, ref_x, rows, ref, of))
+        ref_normalizer[chunk] = _normalizer(ref.row_max, ref.log_sum)
     return TokenStats(logprobs, entropy, kl, p_others, mean_gap, normalizer, ref_normalizer)
 
 
-def _normalizer(rows: _Shifted) -> Tensor:
+def _normalizer(row_max: Tensor, log_sum: Tensor) -> Tensor:
     """[n, 2]; a row of −inf alone has no mass."""
-    log_sum = rows.log_sum.masked_fill(rows.row_max == -math.inf, -math.inf)
-    return torch.stack([rows.row_max, log_sum], -1)
+    return torch.stack([row_max, log_sum.masked_fill(row_max == -math.inf, -math.inf)], -1)
 
 
 def token_stats_backward(
@@ -363,6 +450,12 @@ def token_stats_backward(
     """dL/dlogits in the logits' shape and dtype, from one more read of the rows with a gradient."""
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
     asked, absent = _moves(grads), _elsewhere(tokens)
+    # Zeros are what autograd makes of a result that nobody used: two passes less.
+    if grads.entropy is not None and not bool(grads.entropy.any()):
+        grads = grads._replace(entropy=None)
+    if grads.kl is not None and not bool(grads.kl.any()):
+        grads = grads._replace(kl=None)
+    by_shifted = grads.entropy is not None or grads.kl is not None
     counted_rows = None if bool(asked.all()) else asked.nonzero().squeeze(-1)
     if counted_rows is not None:
         _put(grad, (~asked).nonzero().squeeze(-1), 0.0)
@@ -373,7 +466,7 @@ def token_stats_backward(
         index = chunk if counted_rows is None else counted_rows[chunk]
         x, of, of_rows = _take(logits, index), softmax.at(index), stats.at(index)
         row_max, log_sum = of_rows.normalizer.unbind(-1)
-        shifted, row_max, slope = _shift(x, of, row_max, scratch.shifted)
+        shifted, row_max, slope = _shift(x, of, row_max, scratch.shifted, bounded=by_shifted)
         rows = _Shifted(shifted, None, row_max, log_sum, slope, of_rows.p_others)
         gap = None
         if grads.kl is not None:
@@ -627,6 +720,14 @@ def ppo_loss(
             _put(grad, (~valid).nonzero().squeeze(-1), 0.0)
     if objective.kl_estimator != "full":
         ref_logits = None
+    if not need_grad and ref_logits is None:
+        rows = slice(None) if counted_rows is None else counted_rows
+        columns = per_token.tokens.unsqueeze(-1)
+        done = _sums_of_rows(logits, columns, softmax, counted_rows).finish()
+        logprobs[rows], entropy[rows] = done.logprobs, done.log_sum - done.mean_shifted
+        kl, _ = token_loss(logprobs, None, per_token, objective)
+        sums = loss_sums(logprobs, entropy, kl, per_token, objective)
+        return PPORows(sums, logprobs, entropy, kl, grad)
     count = n if counted_rows is None else counted_rows.numel()
     # In place, e^t is written over the logits: the full KL would read them once more.
     written = None

@@ -63,19 +63,23 @@ from fastppo_kernels.jit import sampled_kl
 from fastppo_kernels.launch import check_dtype, current, dense, dense_record
 from fastppo_kernels.records import KL_ESTIMATORS, Advantages, Discounts, Gae, Shaping, Trajectory
 
-BLOCK = 512
+BLOCK = 256
 """Tokens scanned at once."""
 
-CHUNK_BLOCKS = 16
+CHUNK_BLOCKS = 32
 """Blocks of one program: rows of up to 8192 tokens are read once; longer ones have 16 programs per
 131072 tokens."""
 
-NUM_WARPS = 4
-"""With 512 tokens in a block, 4 tokens per thread: registers for four programs on an SM."""
+VECTOR = tl.constexpr(4)
+"""Tokens that follow one another in a thread: 16 bytes of fp32. They are composed in registers, and
+the scan by shuffles is over a quarter of the tokens."""
 
-MAX_REGISTERS = 128
-"""Still four programs on an SM. Without a limit some versions of ptxas aim for fewer registers and
-spill one or two to get there."""
+NUM_WARPS = 1
+"""A scan waits for no other warp: no barriers, nothing through shared memory."""
+
+MAX_REGISTERS = 160
+"""12 programs on an SM, where rows lie off 16 bytes; else the kernels need fewer. Without a limit
+some versions of ptxas aim for fewer registers and spill one or two to get there."""
 
 _ENABLE_FP_FUSION = False
 """Where a multiply and an add become one is written in the kernels. Left to the compiler, it could
@@ -109,6 +113,12 @@ def _first_slot(sequence, cu_seqlens, total, row_chunks, CHUNK: tl.constexpr):
     else:
         slot = (_bound(cu_seqlens, sequence, total) // CHUNK).to(tl.int32) + sequence
     return slot
+
+
+@triton.jit
+def _whole_vectors(length, BY_VECTOR: tl.constexpr):
+    """`length`, so that the compiler knows where it is a multiple of VECTOR."""
+    return length // VECTOR * VECTOR if BY_VECTOR else length
 
 
 @triton.jit
@@ -160,7 +170,22 @@ def _discounts_of(sequence, discounts, gamma, lam):
 
 
 @triton.jit
-def _load_block(start, position, inside, trajectory, shaping):
+def _positions(block, BLOCK: tl.constexpr):
+    """[lanes, VECTOR] places in the sequence: vectors from the block's last one to its first."""
+    vector = tl.arange(0, BLOCK // VECTOR) + 1
+    end = (block + 1) * BLOCK
+    return (end - VECTOR * vector)[:, None] + tl.arange(0, VECTOR)[None, :]
+
+
+@triton.jit
+def _load(pointer, inside, LAST: tl.constexpr):
+    """A float operand in fp32. What is read for the last time makes room in the cache first."""
+    hint: tl.constexpr = "evict_first" if LAST else ""
+    return tl.load(pointer, mask=inside, other=0.0, eviction_policy=hint).to(tl.float32)
+
+
+@triton.jit
+def _load_block(start, position, inside, trajectory, shaping, LAST: tl.constexpr):
     """(valid, V, r, KL) of a block: r = −β·KL + the token's reward; 0 where not valid.
 
     Every load is issued before the mask is looked at: what a masked token holds is not used.
@@ -169,14 +194,14 @@ def _load_block(start, position, inside, trajectory, shaping):
     valid = inside
     if trajectory.mask is not None:
         valid = inside & (tl.load(trajectory.mask + token, mask=inside, other=0) != 0)
-    value = tl.load(trajectory.token_values + token, mask=inside, other=0.0).to(tl.float32)
+    value = _load(trajectory.token_values + token, inside, LAST)
     reward = tl.zeros_like(value)
     if trajectory.token_rewards is not None:
-        reward = tl.load(trajectory.token_rewards + token, mask=inside, other=0.0).to(tl.float32)
+        reward = _load(trajectory.token_rewards + token, inside, LAST)
     kl = tl.zeros_like(value)
     if shaping.ref_logprobs is not None:
-        logprob = tl.load(shaping.logprobs + token, mask=inside, other=0.0).to(tl.float32)
-        ref_logprob = tl.load(shaping.ref_logprobs + token, mask=inside, other=0.0).to(tl.float32)
+        logprob = _load(shaping.logprobs + token, inside, LAST)
+        ref_logprob = _load(shaping.ref_logprobs + token, inside, LAST)
         estimate, _slope = sampled_kl(logprob - ref_logprob, shaping.kl_estimator)
         kl = tl.where(valid, estimate, 0.0)
         reward = tl.fma(kl, tl.zeros_like(kl) - shaping.kl_coef, reward)
@@ -184,34 +209,57 @@ def _load_block(start, position, inside, trajectory, shaping):
 
 
 @triton.jit
+def _split(x):
+    """[lanes, VECTOR] as its VECTOR columns."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _join(first, second, third, fourth):
+    pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
+    return tl.reshape(pairs, (first.shape[0], VECTOR))
+
+
+@triton.jit
+def _sum(x):
+    """Of each row, in an order that no layout changes."""
+    first, second, third, fourth = _split(x)
+    return (first + second) + (third + fourth)
+
+
+@triton.jit
 def _scan_block(valid, value, reward, decay, weight):
-    """Maps composed from the block's last token down to each lane's; lanes run backwards in time.
+    """(maps of each row's tokens but its first, latest first; those of the block's last token down
+    to each row's first), the maps (a, b) of one place in tuples.
 
     A token's map is (γλ, γλ·r + γ(1−λ)·V): `decay` is γλ and `weight` γ(1−λ).
 
-    A forward scan over lanes that hold descending tokens, not `reverse=True`: that one turns the
-    lanes round by shuffles before and after the scan. And a descending address keeps the lowering
-    from packing neighbours into one thread where the alignment allows it, which would change the
-    order of the sums between a padded batch and a packed one.
+    Which sums are formed, and in which order, is written out here, whatever the layout in which
+    the tokens were loaded: by the vector where rows start on 16 bytes, by the element where not,
+    as in a packed batch. Rows run backwards in time: the lowering of a scan with `reverse=True`
+    turns the lanes round by shuffles before and after.
     """
     a = tl.where(valid, decay, 1.0)
     b = tl.fma(reward, tl.zeros_like(reward) + decay, weight * value)  # 0 where r and V are
-    return tl.associative_scan((a, b), 0, _compose)
+    a0, a1, a2, a3 = _split(a)
+    b0, b1, b2, b3 = _split(b)
+    later_a, later_b = _compose(a3, b3, a2, b2)
+    earlier_a, earlier_b = _compose(a1, b1, a0, b0)
+    row_a, row_b = _compose(later_a, later_b, earlier_a, earlier_b)
+    row_a, row_b = tl.associative_scan((row_a, row_b), 0, _compose)
+    return (a1, a2, a3), (b1, b2, b3), row_a, row_b
 
 
 @triton.jit
-def _whole_block(a, b, lane, BLOCK: tl.constexpr):
-    """The composite map of the block, fp64 scalars: the last lane's, the earliest token."""
-    first = lane == BLOCK - 1
+def _whole_block(a, b, lane):
+    """The composite map of the block, fp64 scalars: the last lane's, the earliest tokens."""
+    first = lane == lane.shape[0] - 1
     a_block = tl.sum(tl.where(first, a, 0.0), axis=0).to(tl.float64)
     b_block = tl.sum(tl.where(first, b, 0.0), axis=0).to(tl.float64)
     return a_block, b_block
-
-
-@triton.jit
-def _columns(x, COLUMNS: tl.constexpr):
-    """[BLOCK] summed to [COLUMNS], one entry per thread: a sum within threads, no shuffles."""
-    return tl.sum(tl.reshape(x, (x.shape[0] // COLUMNS, COLUMNS)), axis=0)
 
 
 # ------------------------------------------------------------------------------------------ kernels
@@ -236,8 +284,10 @@ def _aggregate_kernel(
     search_steps,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    BY_VECTOR: tl.constexpr,  # every row of a padded batch starts on a vector
 ):
     slot = tl.program_id(0)
+    length = _whole_vectors(length, BY_VECTOR)
     sequence, chunk, start, tokens = _locate(
         slot, trajectory.cu_seqlens, total, batch, length, row_chunks, search_steps, CHUNK
     )
@@ -245,16 +295,16 @@ def _aggregate_kernel(
         # Negative in an unused slot: no blocks, and an identity that nothing reads.
         blocks = (tl.minimum(tokens - chunk * CHUNK, CHUNK) + BLOCK - 1) // BLOCK
         _discount, decay, weight = _discounts_of(sequence, discounts, gamma, lam)
-        lane = tl.arange(0, BLOCK)
+        lane = tl.arange(0, BLOCK // VECTOR)
         a = tl.full((), 1.0, tl.float64)
         b = tl.full((), 0.0, tl.float64)
         for done in range(blocks):
-            position = chunk * CHUNK + (blocks - done) * BLOCK - 1 - lane
+            position = chunk * CHUNK + _positions(blocks - 1 - done, BLOCK)
             valid, value, reward, _kl = _load_block(
-                start, position, position < tokens, trajectory, shaping
+                start, position, position < tokens, trajectory, shaping, LAST=False
             )
-            lane_a, lane_b = _scan_block(valid, value, reward, decay, weight)
-            a_block, b_block = _whole_block(lane_a, lane_b, lane, BLOCK)
+            _a, _b, row_a, row_b = _scan_block(valid, value, reward, decay, weight)
+            a_block, b_block = _whole_block(row_a, row_b, lane)
             a, b = _compose(a, b, a_block, b_block)
         tl.store(maps_ptr + slot.to(tl.int64) * 2, a)
         tl.store(maps_ptr + slot.to(tl.int64) * 2 + 1, b)
@@ -279,9 +329,10 @@ def _apply_kernel(
     search_steps,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BY_VECTOR: tl.constexpr,  # every row of a padded batch starts on a vector
 ):
     slot = tl.program_id(0)
+    length = _whole_vectors(length, BY_VECTOR)
     sequence, chunk, start, tokens = _locate(
         slot, trajectory.cu_seqlens, total, batch, length, row_chunks, search_steps, CHUNK
     )
@@ -302,35 +353,40 @@ def _apply_kernel(
             place = maps_ptr + (slot + chunks - 1 - chunk - later).to(tl.int64) * 2
             u = tl.fma(tl.load(place), u, tl.load(place + 1))
 
-    lane = tl.arange(0, BLOCK)
+    lane = tl.arange(0, BLOCK // VECTOR)
     previous_lane = tl.maximum(lane - 1, 0)
     if sums_ptr is not None:
-        kl_sum = tl.zeros((COLUMNS,), tl.float64)
-        count = tl.zeros((COLUMNS,), tl.int32)
-        total_sum = tl.zeros((COLUMNS,), tl.float64)
-        square_sum = tl.zeros((COLUMNS,), tl.float64)
+        kl_sum = tl.zeros_like(lane).to(tl.float64)
+        count = tl.zeros_like(lane)
+        total_sum = tl.zeros_like(kl_sum)
+        square_sum = tl.zeros_like(kl_sum)
     blocks = (tl.minimum(tokens - chunk * CHUNK, CHUNK) + BLOCK - 1) // BLOCK
     for done in range(blocks):
-        position = chunk * CHUNK + (blocks - done) * BLOCK - 1 - lane
+        position = chunk * CHUNK + _positions(blocks - 1 - done, BLOCK)
         inside = position < tokens
-        valid, value, reward, kl = _load_block(start, position, inside, trajectory, shaping)
-        a, b = _scan_block(valid, value, reward, decay, weight)
-        # The map of the tokens after a lane's token is that of the lane before.
-        a_next = tl.where(lane == 0, 1.0, tl.gather(a, previous_lane, 0))
-        b_next = tl.where(lane == 0, 0.0, tl.gather(b, previous_lane, 0))
-        advantage = (reward - value) + tl.fma(
-            a_next, tl.zeros_like(value) + u.to(tl.float32), b_next
+        valid, value, reward, kl = _load_block(
+            start, position, inside, trajectory, shaping, LAST=True
         )
+        a, b, row_a, row_b = _scan_block(valid, value, reward, decay, weight)
+        # U after a row's tokens is U before those of the row before, which are later.
+        u_before = tl.fma(row_a, tl.zeros_like(row_b) + u.to(tl.float32), row_b)
+        u3 = tl.where(lane == 0, u.to(tl.float32), tl.gather(u_before, previous_lane, 0))
+        u2 = tl.fma(a[2], u3, b[2])
+        u1 = tl.fma(a[1], u2, b[1])
+        u0 = tl.fma(a[0], u1, b[0])
+        advantage = (reward - value) + _join(u0, u1, u2, u3)
         advantage = tl.where(valid, advantage, 0.0)
         tl.store(advantages_ptr + start + position, advantage, mask=inside)
-        tl.store(returns_ptr + start + position, advantage + value, mask=inside)
+        # Whitening comes next: of what is written here it reads the advantages alone.
+        returns = advantage + value
+        tl.store(returns_ptr + start + position, returns, inside, eviction_policy="evict_first")
         if sums_ptr is not None:
             wide = advantage.to(tl.float64)
-            kl_sum += _columns(kl.to(tl.float64), COLUMNS)
-            count += _columns(valid.to(tl.int32), COLUMNS)
-            total_sum += _columns(wide, COLUMNS)
-            square_sum += _columns(wide * wide, COLUMNS)
-        a_block, b_block = _whole_block(a, b, lane, BLOCK)
+            kl_sum += _sum(kl.to(tl.float64))
+            count += _sum(valid.to(tl.int32))
+            total_sum += _sum(wide)
+            square_sum += _sum(wide * wide)
+        a_block, b_block = _whole_block(row_a, row_b, lane)
         u = tl.fma(a_block, u, b_block)
     if sums_ptr is not None:
         place = sums_ptr + slot.to(tl.int64) * SUMS
@@ -464,11 +520,11 @@ def _whiten_kernel(
     if start + BLOCK * STEPS <= elements:
         for step in tl.static_range(STEPS):
             first = start + step * BLOCK
-            x = tl.load(x_ptr + first + lane)
+            x = tl.load(x_ptr + first + lane, eviction_policy="evict_first")
             white = _white(x, mean_high, mean_low, scale, SHIFT_MEAN)
             if mask_ptr is not None:
                 white = tl.where(tl.load(mask_ptr + first + lane) != 0, white, 0.0)
-            tl.store(white_ptr + first + lane, white)
+            tl.store(white_ptr + first + lane, white, eviction_policy="evict_first")
     else:
         for first in range(start, elements, BLOCK):
             inside = first + lane < elements
@@ -538,6 +594,7 @@ def _scan(
         "batch": batch,
         "search_steps": batch.bit_length(),
         "BLOCK": BLOCK,
+        "BY_VECTOR": cu_seqlens is None and length % VECTOR.value == 0,
         "num_warps": NUM_WARPS,
         "enable_fp_fusion": _ENABLE_FP_FUSION,
         **layout,
@@ -554,7 +611,6 @@ def _scan(
             advantages_ptr=advantages,
             returns_ptr=returns,
             sums_ptr=chunk_sums,
-            COLUMNS=min(BLOCK, 32 * NUM_WARPS),
             maxnreg=MAX_REGISTERS,
         )
         if chunk_sums is None or one_slot:

@@ -37,8 +37,10 @@ CEILINGS = {
     "loss, V = 50257": (9.5, 9.5),
     "statistics, V = 50257": (9.5,),
     "whiten": (16,),
-    "gae": (108,),
-    "shaping, GAE": (130,),
+    "gae": (38,),
+    "shaping, GAE": (50,),
+    "gae, packed": (72,),
+    "shaping, GAE, packed": (95,),
     "linear statistics": (25,),
 }
 """Executed instructions an element, by sweep."""
@@ -59,6 +61,17 @@ def test_sweeps_read_by_the_vector_and_wait_for_nobody(launch: str, costs: Costs
     for sweep in costs[launch].sweeps:
         assert sweep.narrowest_load == 16
         assert sweep.barriers == 0
+
+
+@pytest.mark.parametrize("launch", ["gae", "shaping, GAE"])
+def test_a_scan_of_whole_vectors_shares_nothing_and_waits_for_nobody(
+    launch: str, costs: Costs
+) -> None:
+    (sweep,) = costs[launch].sweeps
+    assert sweep.barriers == 0
+    assert sweep.narrowest_load == 4  # the masks of four tokens
+    assert costs[launch].resident >= 16
+    assert costs[launch].bytes_in_flight >= 32 * 1024
 
 
 def test_two_programs_of_the_statistics_share_a_multiprocessor(costs: Costs) -> None:
