@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,8 +152,8 @@ def _iteration(progress: run.Progress, options: trl_iteration.Options) -> Iterat
     with tempfile.TemporaryDirectory() as folder:
         # As anyone runs the script: what ran here before has left the allocator in another state.
         path = Path(folder) / "iteration.json"
-        flags = [f"--{name}={value}" for name, value in asdict(options).items()]
-        command = [sys.executable, "-m", "benchmarks.trl_iteration", *flags, f"--json={path}"]
+        flags = [*options.flags(), f"--json={path}"]
+        command = [sys.executable, "-m", "benchmarks.trl_iteration", *flags]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             detail = (done.stderr.strip().splitlines() or ["it failed"])[-1]

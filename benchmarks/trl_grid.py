@@ -3,7 +3,7 @@
 Each shape is a run of `benchmarks.trl_iteration` in a process of its own, on one thread. Beside its
 time stands its floor, the FLOP of an iteration at the rate of a large matrix product measured in
 the same process, and the ratio of both trainers' FLOP: what the speed-up would be if both were
-equally efficient.
+equally efficient. `--compile` adds a row to each shape, of both trainers through torch.compile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,12 @@ SHAPES = [
 """Vocabularies of 128 to 32000 tokens, widths of 64 to 256, prompts of 16 to 128 tokens."""
 
 
+def shapes_of(*, compiled_too: bool) -> list[Options]:
+    """The shapes, and behind each, if that is asked for, the same with both trainers compiled."""
+    ways = (False, True) if compiled_too else (False,)
+    return [replace(options, compile=way) for options in SHAPES for way in ways]
+
+
 def measure(options: Options) -> dict[str, Any]:
     """One shape, in a process of its own.
 
@@ -49,8 +55,8 @@ def measure(options: Options) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "iteration.json"
-        flags = [f"--{name}={value}" for name, value in asdict(options).items()]
-        command = [sys.executable, "-m", "benchmarks.trl_iteration", *flags, f"--json={path}"]
+        flags = [*options.flags(), f"--json={path}"]
+        command = [sys.executable, "-m", "benchmarks.trl_iteration", *flags]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError((done.stderr.strip().splitlines() or ["it failed"])[-1])
@@ -79,7 +85,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     options = Options(**row["options"])
     return [
         f"{options.prompt} + {options.response} tokens, {options.layers} × {options.hidden}, "
-        f"V = {options.vocab}",
+        f"V = {options.vocab}{', compiled' * options.compile}",
         f"{row['fastppo_seconds']:.2f} s",
         f"{row['floor_seconds']:.2f} s",
         f"{row['percent_of_floor']:.0f} %",
@@ -98,7 +104,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="A PPO iteration of FastPPO beside TRL 1.12's over a grid of shapes.",
     )
     parser.add_argument("--keep", action="store_true", help="add it to this device's results file")
-    keep = parser.parse_args(arguments).keep
+    parser.add_argument(
+        "--compile", action="store_true", help="each shape once more, both trainers compiled"
+    )
+    given = parser.parse_args(arguments)
+    keep, shapes = given.keep, shapes_of(compiled_too=given.compile)
     path = report.results_path({"device": describe_device(torch.device("cpu"))})
     if keep and not path.exists():
         print(f"{path} is not there: run `python -m benchmarks --keep` first", file=sys.stderr)
@@ -106,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     load = os.getloadavg() if hasattr(os, "getloadavg") else None
     rows = []
     print("  ".join(HEADER))
-    for options in SHAPES:
+    for options in shapes:
         try:
             rows.append(describe(measure(options)))
         except RuntimeError as error:

@@ -20,6 +20,10 @@ What differs, because each trainer has no other way:
 - TRL's reported metrics cost it an entropy over all logits; FastPPO's come out of the loss.
 
 TRL's gradient checkpointing and bf16, on by default, are off: neither helps a tiny model on a CPU.
+
+With `--compile` both run through torch.compile, and compiling itself is not timed: FastPPO by its
+option `compile`, TRL by accelerate's ACCELERATE_DYNAMO_BACKEND. `torch_compile` of TRL's arguments
+does not reach its PPOTrainer, which makes its accelerator without them.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -51,6 +56,8 @@ NEEDED = "trl==1.12.0"
 LEARNING_RATE = 1e-5
 KL_COEF = 0.05
 WARM_UP = 1
+WARM_UP_COMPILED = 3
+"""Iterations that are not timed: the first compiles, and a later one may compile once more."""
 COUNTED = 1
 """Iterations after the timed ones, whose FLOP are counted."""
 
@@ -70,6 +77,17 @@ class Options:
     minibatches: int = 4
     iterations: int = 5
     threads: int = 1
+    compile: bool = False
+
+    @property
+    def warm_up(self) -> int:
+        """Iterations before the timed ones."""
+        return WARM_UP_COMPILED if self.compile else WARM_UP
+
+    def flags(self) -> list[str]:
+        """The command line that gives these options."""
+        numbers = [f"--{name}={n}" for name, n in asdict(self).items() if name != "compile"]
+        return [*numbers, *["--compile"] * self.compile]
 
 
 HELP = {
@@ -84,6 +102,7 @@ HELP = {
     "minibatches": "optimiser steps per pass",
     "iterations": "timed iterations of each trainer",
     "threads": "CPU threads of torch for both; a second one slows tiny models down",
+    "compile": "each trainer's own option for torch.compile, warmed up before it is timed",
 }
 
 
@@ -94,7 +113,10 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for name, default in asdict(Options()).items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=HELP[name])
+        how: dict[str, Any] = {"type": int, "default": default}
+        if isinstance(default, bool):
+            how = {"action": "store_true"}
+        parser.add_argument(f"--{name}", help=HELP[name], **how)
     parser.add_argument("--json", type=Path, help="also write the result here")
     return parser
 
@@ -168,6 +190,7 @@ def _our_trainer(options: Options, policy: Any, reward: Any, tokenizer: Any, fol
         lam=0.95,
         vf_coef=0.1,
         value_clip=0.2,
+        compile=options.compile,
         stop_token_ids=[],
         output_dir=str(folder / "run"),
     )
@@ -199,7 +222,7 @@ def _their_trainer(
         gradient_accumulation_steps=1,
         num_mini_batches=options.minibatches,
         num_ppo_epochs=options.epochs,
-        total_episodes=options.batch * (options.iterations + WARM_UP + COUNTED),
+        total_episodes=options.batch * (options.warm_up + options.iterations + COUNTED),
         response_length=options.response,
         local_rollout_forward_batch_size=options.batch,
         temperature=1.0,
@@ -279,7 +302,9 @@ def _compare(options: Options, progress: Any) -> Result:
         warnings.simplefilter("ignore")
         folder = Path(name)
         ours = _our_trainer(options, copy.deepcopy(policy), reward, tokenizer, folder)
-        theirs = _their_trainer(options, policy, reward, value, tokenizer, folder)
+        compiling = {"ACCELERATE_DYNAMO_BACKEND": "inductor"} if options.compile else {}
+        with mock.patch.dict(os.environ, compiling):
+            theirs = _their_trainer(options, policy, reward, value, tokenizer, folder)
         log: Any = _NoLog()
         clock = [time.perf_counter()]
         of_theirs: list[FlopCounterMode] = []
@@ -305,19 +330,19 @@ def _compare(options: Options, progress: Any) -> Result:
                     f"iteration {len(ours_seconds)}: FastPPO {ours_seconds[-1]:.3g} s, "
                     f"TRL {theirs_seconds[-1]:.3g} s"
                 )
-                if len(ours_seconds) == WARM_UP + options.iterations:
+                if len(ours_seconds) == options.warm_up + options.iterations:
                     of_theirs.append(counting.enter_context(counted()))
                 clock[0] = time.perf_counter()
 
         theirs.add_callback(Turns())
         clock[0] = time.perf_counter()
         theirs.train()
-    phases = {key: statistics.median(seconds[WARM_UP:]) for key, seconds in laps.items()}
+    phases = {key: statistics.median(seconds[options.warm_up :]) for key, seconds in laps.items()}
     rate = measure_ceilings(torch.device("cpu"), [torch.float32]).matmul["float32"]
     return Result(
         asdict(options),
-        ours_seconds[WARM_UP:],
-        theirs_seconds[WARM_UP:],
+        ours_seconds[options.warm_up :],
+        theirs_seconds[options.warm_up :],
         phases,
         fastppo_flop=flop[0],
         trl_flop=flop[1],
@@ -335,7 +360,7 @@ def print_result(result: Result) -> None:
         title=f"A PPO iteration of {options.batch} episodes, {options.prompt} + {options.response} "
         f"tokens, {options.epochs} epochs of {options.minibatches} minibatches; Llama with "
         f"{options.layers} layers of {options.hidden}, V = {options.vocab}; "
-        f"{options.threads} thread{'s'[: options.threads > 1]}",
+        f"{options.threads} thread{'s'[: options.threads > 1]}{', compiled' * options.compile}",
         title_justify="left",
     )
     table.add_column("trainer")

@@ -181,13 +181,18 @@ def dual_clip(value: float | None) -> float | None:
     return value
 
 
-def vocabulary(tokens: Tensor, vocab: int, name: str = "tokens") -> None:
-    """Refuses tokens outside [0, vocab). Reads the tensor's values: call it where that is free."""
+def vocabulary(tokens: Tensor, vocab: int, weights: Tensor | None = None) -> None:
+    """Refuses tokens outside [0, vocab), unless their weight is 0. Reads the tensor's values: call
+    it where that is free."""
     if tokens.numel() == 0:
         return
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= vocab:
-        raise ValueError(f"{name} must be in [0, {vocab}), got values from {low} to {high}")
+    low, high = (int(end) for end in tokens.aminmax())
+    if low >= 0 and high < vocab:
+        return
+    if weights is not None:
+        vocabulary(tokens[weights != 0], vocab)
+        return
+    raise ValueError(f"tokens must be in [0, {vocab}), got values from {low} to {high}")
 
 
 def choose_backend(backend: str, x: Tensor) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -67,12 +68,13 @@ def _check_tokens(tokens: Tensor, vocab: int, weights: Tensor | None = None) -> 
     FASTPPO_CHECK_TOKENS=1 asks for it everywhere. Tokens of weight 0 may be anything.
     """
     if tokens.device.type == "cpu" or os.environ.get("FASTPPO_CHECK_TOKENS") == "1":
-        arguments.vocabulary(tokens if weights is None else tokens[weights != 0], vocab)
+        arguments.vocabulary(tokens, vocab, weights)
 
 
-def _no_autocast(x: Tensor) -> torch.autocast:
+def _no_autocast(x: Tensor) -> AbstractContextManager:
     """The operators choose their dtypes themselves; autocast must not reach inside them."""
-    return torch.autocast(x.device.type, enabled=False)
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _scaled(grad: Tensor, by: Tensor, backend: str = "torch") -> Tensor:

@@ -149,4 +149,4 @@ def sampled_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") ->
     arguments.tensor("logprobs", logprobs)
     arguments.tensor("ref_logprobs", ref_logprobs, shape=logprobs.shape, like=logprobs)
     wide = accumulation_dtype(logprobs.dtype)
-    return torch_rows.sampled_kl(logprobs.to(wide) - ref_logprobs.to(wide), estimator)[0]
+    return torch_rows.sampled_kl(logprobs.to(wide) - ref_logprobs.to(wide), estimator)

@@ -163,7 +163,7 @@ def shaped_advantages(trajectory: Trajectory, shaping: Shaping, discounts: Disco
     token_kl = torch.zeros_like(values, dtype=dtype)
     if shaping.ref_logprobs is not None:
         difference = shaping.logprobs.to(dtype) - shaping.ref_logprobs.to(dtype)
-        token_kl = torch.where(mask, sampled_kl(difference, shaping.kl_estimator)[0], 0.0)
+        token_kl = torch.where(mask, sampled_kl(difference, shaping.kl_estimator), 0.0)
     rewards = -shaping.kl_coef * token_kl
     if trajectory.token_rewards is not None:
         rewards = rewards + torch.where(mask, trajectory.token_rewards.to(dtype), 0.0)

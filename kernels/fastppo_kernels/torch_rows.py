@@ -40,6 +40,7 @@ from fastppo_kernels.records import (
     ELSEWHERE,
     LOG_RATIO_LIMIT,
     LOWEST,
+    RATIO_MAX,
     ChunkRows,
     Objective,
     PerToken,
@@ -540,22 +541,30 @@ def policy_term(
     return term, derivative, ratio
 
 
-def sampled_kl(difference: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
-    """(estimate, derivative by the logprob) from d = logprob − ref_logprob.
+def sampled_kl(difference: Tensor, estimator: str) -> Tensor:
+    """The estimate from d = logprob − ref_logprob.
 
     k1 = d, k2 = ½d², k3 = e^{−d} − 1 + d. Source: Schulman 2020, "Approximating KL divergence".
     """
     if estimator == "k1":
-        return difference, torch.ones_like(difference)
+        return difference
     if estimator == "k2":
-        return 0.5 * difference * difference, difference
+        return 0.5 * difference * difference
     if estimator == "k3":
-        inverse = torch.exp((-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
         # expm1 keeps the digits that e^{−d} − 1 loses near d = 0, where training lives.
-        value = torch.expm1((-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + difference
-        inside = difference.abs() <= LOG_RATIO_LIMIT
-        return value, 1 - torch.where(inside, inverse, 0.0)
+        return torch.expm1((-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + difference
     raise ValueError(f"kl_estimator must be k1, k2, k3 or full, got {estimator!r}")
+
+
+def sampled_kl_slope(difference: Tensor, estimator: str) -> Tensor:
+    """The derivative of `sampled_kl` by the logprob."""
+    if estimator == "k1":
+        return torch.ones_like(difference)
+    if estimator == "k2":
+        return difference
+    inverse = torch.exp((-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    inside = difference.abs() <= LOG_RATIO_LIMIT
+    return 1 - torch.where(inside, inverse, 0.0)
 
 
 def ratio_weighted_slope(
@@ -592,10 +601,12 @@ def token_loss(
             kl = full_kl
             g_kl = weights * objective.kl_coef if objective.kl_coef else None
     elif per_token.ref_logprobs is not None:
-        kl, slope = sampled_kl(logprobs - per_token.ref_logprobs, objective.kl_estimator)
-        if objective.kl_ratio_weighted:
-            slope = ratio_weighted_slope(logprobs, kl, slope, per_token, objective)
+        difference = logprobs - per_token.ref_logprobs
+        kl = sampled_kl(difference, objective.kl_estimator)
         if objective.kl_coef:
+            slope = sampled_kl_slope(difference, objective.kl_estimator)
+            if objective.kl_ratio_weighted:
+                slope = ratio_weighted_slope(logprobs, kl, slope, per_token, objective)
             g_logprob = g_logprob + objective.kl_coef * slope
     valid = weights != 0
     return torch.where(valid, kl, 0.0), StatsGradients(
@@ -614,36 +625,35 @@ def loss_sums(
     loss = policy - objective.entropy_coef * entropy
     penalty = ratio * kl if objective.kl_ratio_weighted else kl
     loss = loss + (objective.kl_coef * penalty if objective.kl_coef else 0.0)
-    approx_kl, _ = sampled_kl(per_token.old_logprobs - logprobs, "k3")
+    approx_kl = sampled_kl(per_token.old_logprobs - logprobs, "k3")
     above, below = ratio > objective.highest_ratio, ratio < objective.lowest_ratio
     positive, negative = advantages > 0, advantages < 0
     dual = torch.zeros_like(negative)
     if objective.dual_clip is not None:
         dual = negative & (ratio > objective.dual_clip)
-    valid = weights != 0
-
-    def total(term: Tensor) -> Tensor:
-        return torch.where(valid, term, 0.0).sum(dtype=loss.dtype)
-
-    highest = torch.where(valid, ratio, 0.0)
-    return torch.stack(
+    # One sum of a [len(SUMS), N] array: where there are few tokens, what costs is the calls.
+    terms = torch.stack(
         Sums(
-            loss=total(weights * loss),
-            policy_loss=total(weights * policy),
-            tokens=total(torch.ones_like(loss)),
-            entropy=total(entropy),
-            kl=total(kl),
-            approx_kl=total(approx_kl),
-            ratio=total(ratio),
-            ratio_squared=total(ratio * ratio),
-            above_positive=total(above & positive),
-            below_positive=total(below & positive),
-            above_negative=total(above & negative),
-            below_negative=total(below & negative),
-            dual_clipped=total(dual),
-            ratio_max=highest.amax() if len(ratio) else highest.sum(),
+            loss=weights * loss,
+            policy_loss=weights * policy,
+            tokens=torch.ones_like(loss),
+            entropy=entropy,
+            kl=kl,
+            approx_kl=approx_kl,
+            ratio=ratio,
+            ratio_squared=ratio * ratio,
+            above_positive=above & positive,
+            below_positive=below & positive,
+            above_negative=above & negative,
+            below_negative=below & negative,
+            dual_clipped=dual,
+            ratio_max=ratio,
         )
-    )
+    ).masked_fill_(weights == 0, 0.0)
+    sums = terms.sum(1)
+    if len(ratio):
+        sums[RATIO_MAX] = terms[RATIO_MAX].amax()
+    return sums
 
 
 # ------------------------------------------------------------------------------- loss from logits

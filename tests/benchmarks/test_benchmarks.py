@@ -740,8 +740,22 @@ def test_a_row_of_the_grid_has_its_floor_and_what_equal_efficiency_would_give() 
     (cpu, *_) = docs.load()[::-1]
     page = docs.page([cpu | {"trl_grid": {"date": "2026-01-02T00:00:00", "rows": [row]}}])
     assert f"| {' | '.join(trl_grid.cells(row))} |" in page
+    compiled = row | {"options": row["options"] | {"compile": True}}
+    assert trl_grid.cells(compiled)[0] == f"{trl_grid.cells(row)[0]}, compiled"
     shapes = [dataclasses.asdict(each) for each in trl_grid.SHAPES]
     assert len({tuple(each.values()) for each in shapes}) >= 8
+
+
+def test_options_of_the_iteration_come_back_from_their_own_flags() -> None:
+    for options in trl_grid.shapes_of(compiled_too=True):
+        given = vars(trl_iteration.build_parser().parse_args(options.flags()))
+        del given["json"]
+        assert trl_iteration.Options(**given) == options
+    plain, compiled = trl_grid.shapes_of(compiled_too=True)[:2]
+    assert not plain.compile
+    assert compiled == dataclasses.replace(plain, compile=True)
+    assert compiled.warm_up > plain.warm_up
+    assert trl_grid.shapes_of(compiled_too=False) == trl_grid.SHAPES
 
 
 def test_a_claim_passes_up_to_its_limit_and_fails_behind_it() -> None:
