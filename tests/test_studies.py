@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fastppo.recipes import arithmetic, characters
+from fastppo.run.log import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 
@@ -135,3 +136,42 @@ def test_the_second_study_compares_at_equal_compute_and_equal_kl(tmp_path: Path,
         assert times[-1] >= 10.0
     assert "| best of 16 |" in printed
     assert (tmp_path / "estimators.png").stat().st_size > 10_000
+
+
+def test_the_seeds_of_a_recipe_make_a_table(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Each is run once; what is there is read."""
+    script = _script("recipe_seeds")
+    ran: list[int] = []
+
+    def run_seed(name: str, directory: Path, seed: int, flags: list[str]) -> dict[str, Any]:
+        ran.append(seed)
+        share = {"share_of_gain": 0.5 if seed else None}
+        return {"recipe": name, "seed": seed, "flags": flags, "kl": 1.0 + seed, **share}
+
+    main = script["main"]
+    monkeypatch.setitem(main.__globals__, "run_seed", run_seed)
+    for seeds in ("2", "3"):
+        main(["arithmetic", str(tmp_path), "--seeds", seeds, "--kl_coef", "0.1"])
+    assert ran == [0, 1, 2]
+    assert capsys.readouterr().out.endswith(
+        "| 3 seeds | least | median | most |\n|---|---|---|---|\n"
+        "| KL, nats | 1.00 | 2.00 | 3.00 |\n"
+        "| share of the limit's gain (2 of 3) | 0.50 | 0.50 | 0.50 |\n"
+    )
+    with pytest.raises(SystemExit):
+        main(["arithmetic", str(tmp_path), "--seeds", "1"])
+    assert "has seed 0 with the flags '--kl_coef 0.1', expected ''" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_seed_is_a_run_of_the_recipe(tmp_path: Path) -> None:
+    run_seed = _script("recipe_seeds")["run_seed"]
+    small = ["--iterations", "2", "--eval_interval", "2", "--rollout_batch_size", "16"]
+    line = run_seed("arithmetic", tmp_path, 3, small)
+    records = read_jsonl(tmp_path / "arithmetic-3" / "ppo" / "metrics.jsonl")
+    assert line["greedy"] == records[-1]["eval/greedy/reward"]
+    assert line["trained"] == (records[0]["reward"] + records[1]["reward"]) / 2
+    assert (line["seed"], line["iterations"]) == (3, 2)
+    assert line["kl"] != 0
+    assert 0 <= line["before"] <= 1
+    json.dumps(line, allow_nan=False)

@@ -41,7 +41,7 @@ def prepare(directory: Path, seed: int, console: Console) -> None:
         for row in rows[HELD_OUT:]
         for _ in range(SHOWN)
     ]
-    train_from_scratch(directory / "model", demonstrations, seed, console, epochs=6)
+    train_from_scratch(directory / "model", demonstrations, seed, console, epochs=12)
 
 
 def _slip(answer: str, draw: random.Random) -> str:

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Sequence
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,7 +196,7 @@ class Chart(NamedTuple):
     xlabel: str
     x: list[float]
     series: list[dict[str, Any]]
-    """label, values, and what is special: right, points, trend, dashed, colour."""
+    """label, values, and what is special: right, points, trend, apart, dashed, colour."""
     range: list[float] | None = None
     """Of the left axis; None fits it to the curves."""
 
@@ -455,8 +456,9 @@ def _panel(panel: Panel, runs: list[Run], constants: dict[str, float]) -> Chart 
     names = [name for name in panel.metrics if any(name in record for record in records)]
     for prefix in panel.prefixes:
         prefixed = _with_prefix(records, prefix)
-        # A single trained reward is the reward itself: one line is enough.
-        names += prefixed if prefix != "reward/" or len(prefixed) > 1 else []
+        # A single reward is the reward itself: one line is enough.
+        single = prefix in ("reward/", "eval/reward/") and len(prefixed) == 1
+        names += [] if single else prefixed
     if all(name in constants for name in names):
         return None
     x = sorted({record["iteration"] for record in records})
@@ -466,12 +468,20 @@ def _panel(panel: Panel, runs: list[Run], constants: dict[str, float]) -> Chart 
         for i, name in enumerate(names):
             values = [by_iteration.get(at, {}).get(name) for at in x]
             label = LABELS.get(name, name)
-            one: dict[str, Any] = {"label": label, "values": values}
+            one: dict[str, Any] = {"label": label, "values": values} | _apart(values)
             if len(runs) > 1:
                 one["label"] = run.name if len(names) == 1 else f"{run.name}: {label}"
                 one |= {"colour": index, "dashed": i % 2 == 1}
             series.append(one)
     return Chart(panel.title, panel.note, panel.unit, "iteration", x, series, _range(panel, series))
+
+
+def _apart(values: list[Any]) -> dict[str, bool]:
+    """`apart` where no two neighbours have a value, as every tenth iteration has an evaluation: a
+    line that ends at each gap would show nothing."""
+    known = [value is not None for value in values]
+    neighbours = any(both == (True, True) for both in pairwise(known))
+    return {} if neighbours or sum(known) < 2 else {"apart": True}
 
 
 def _range(panel: Panel, series: list[dict[str, Any]]) -> list[float] | None:
@@ -547,7 +557,8 @@ def _against_the_limit(run_dir: Path, run: Run) -> list[Chart]:
         return []
     rewards = json.loads(path.read_text())
     best = best_of_several(rewards)
-    farthest = max([1.0, *(kl for kl, _ in points), *(each.kl for each in best)])
+    # A point on the plot's edge is not drawn.
+    farthest = 1.03 * max([1.0, *(kl for kl, _ in points), *(each.kl for each in best)])
     grid = [farthest * i / LIMIT_POINTS for i in range(LIMIT_POINTS + 1)]
     found = curve(rewards, grid)
     count = next((i for i, kl in enumerate(grid) if not shows(found[i], kl)), len(grid))

@@ -170,7 +170,7 @@ def test_the_folder_is_a_run_that_train_repeats(tmp_path: Path, capsys) -> None:
 def test_what_a_person_changed_stays_and_is_what_runs(tmp_path: Path, capsys) -> None:
     lay_out(find("arithmetic"), tmp_path)
     (tmp_path / "reward.py").write_text("def correct(prompts, completions):\n    return [7.0] * 16")
-    config = (tmp_path / "run.yaml").read_text().replace("kl_coef: 0.02", "kl_coef: 0.03")
+    config = (tmp_path / "run.yaml").read_text().replace("kl_coef: 0.005", "kl_coef: 0.03")
     (tmp_path / "run.yaml").write_text(config)
     assert _run("arithmetic", tmp_path) == 0, capsys.readouterr().err
     lines = read_jsonl(tmp_path / "ppo" / "metrics.jsonl")

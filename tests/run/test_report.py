@@ -126,6 +126,22 @@ def test_panels_stand_under_their_headings(run: Path) -> None:
             assert f"<figcaption>{panel.title}" in html[start:end], panel.title
 
 
+def test_evaluations_with_iterations_between_them_are_joined(tmp_path: Path) -> None:
+    """Their line would end at each gap, and show nothing."""
+    records = [
+        {"reward": i / 10} | ({"eval/reward": i, "eval/reward/r": i} if i % 5 == 4 else {})
+        for i in range(20)
+    ]
+    charts = _charts(_write(tmp_path, records))
+    (held_out,) = charts["Held-out reward"]["series"]  # a single reward is the reward itself
+    assert held_out["apart"] is True
+    assert "apart" not in charts["Reward"]["series"][0]
+    for record in records[4:6]:  # two in a row: a gap is a gap
+        record["eval/reward"] = 1.0
+    (held_out,) = _charts(_write(tmp_path, records))["Held-out reward"]["series"]
+    assert "apart" not in held_out
+
+
 def test_no_metric_is_drawn_twice() -> None:
     names = [name for panel in PANELS for name in (*panel.metrics, *panel.prefixes)]
     assert len(names) == len(set(names))
@@ -407,6 +423,7 @@ def test_where_samples_of_the_base_are_at_hand_the_reward_stands_beside_its_limi
     assert list(drawn.values()) == sorted(drawn.values())
     assert max(drawn) < 2 / 3 * math.log(2) < max(chart["x"]), "as far as the samples go"
     assert None not in limit["values"][: len(drawn)], "and no gap before"
+    assert policy["values"][-1] is None, "a point on the edge would not be drawn"
     assert "beyond its end they do not show the limit" in chart["note"]
     assert [value for value in policy["values"] if value is not None] == [
         line["reward"] for line in read_jsonl(run / "metrics.jsonl")

@@ -4,13 +4,15 @@
 const charts = JSON.parse(document.getElementById("charts").textContent);
 const drawn = [];
 const HEIGHT = 210;  // pixels
+const CLOUD = 24;  // points from which on they are small
+const count = (each) => each.values.filter((value) => value !== null && value !== undefined).length;
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 const number = (value) => {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2).replace(/\.?0+e/, "e");
   return String(Number(value.toPrecision(4)));
 };
 
@@ -58,12 +60,13 @@ function draw(chart, place) {
     width: 1.6,
     scale: each.right ? "right" : "y",
     dash: each.dashed ? [5, 4] : undefined,
-    spanGaps: Boolean(each.trend),
-    // A mean over the groups has a point in the middle of each; samples are points alone.
+    spanGaps: Boolean(each.trend || each.apart),
+    // A mean over the groups has a point in the middle of each, as values far apart have; samples
+    // are points alone, small where they are a cloud.
     paths: each.points ? () => null : undefined,
     points: each.points
-      ? {show: true, size: 4, fill: tint(i, chart), stroke: "transparent"}
-      : {show: chart.x.length === 1 || Boolean(each.trend), size: 6, fill: tint(i, chart)},
+      ? {show: true, size: count(each) > CLOUD ? 4 : 8, fill: tint(i, chart), stroke: "transparent"}
+      : {show: chart.x.length === 1 || Boolean(each.trend || each.apart), size: 6, fill: tint(i, chart)},
   }));
   const room = (unit) => ({...axis, values: labels, size: 52, label: unit, labelSize: 18, labelGap: 0});
   const axes = [
