@@ -731,10 +731,10 @@ def ppo_loss(
     if objective.kl_estimator != "full":
         ref_logits = None
     if not need_grad and ref_logits is None:
-        rows = slice(None) if counted_rows is None else counted_rows
+        read = slice(None) if counted_rows is None else counted_rows
         columns = per_token.tokens.unsqueeze(-1)
-        done = _sums_of_rows(logits, columns, softmax, counted_rows).finish()
-        logprobs[rows], entropy[rows] = done.logprobs, done.log_sum - done.mean_shifted
+        stats = _sums_of_rows(logits, columns, softmax, counted_rows).finish()
+        logprobs[read], entropy[read] = stats.logprobs, stats.log_sum - stats.mean_shifted
         kl, _ = token_loss(logprobs, None, per_token, objective)
         sums = loss_sums(logprobs, entropy, kl, per_token, objective)
         return PPORows(sums, logprobs, entropy, kl, grad)
