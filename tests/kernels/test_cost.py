@@ -40,7 +40,8 @@ CEILINGS = {
     "gae": (38,),
     "shaping, GAE": (50,),
     "gae, packed": (72,),
-    "shaping, GAE, packed": (95,),
+    # Triton 3.6 makes 95.9 of it, 3.9 85.8.
+    "shaping, GAE, packed": (95 if NEW else 98,),
     "linear statistics": (25,),
 }
 """Executed instructions an element, by sweep."""
