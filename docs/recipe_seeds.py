@@ -34,6 +34,7 @@ FORMS = {
     "gold_after": ("gold after", ".3f"),
     "kl": ("KL, nats", ".2f"),
     "share_of_gain": ("share of the limit's gain", ".2f"),
+    "most_of_gain": ("share of the limit's gain, at most", ".2f"),
     "processor_minutes": ("processor minutes", ".1f"),
 }
 """Rows of the table: title and format."""
@@ -57,6 +58,7 @@ def run_seed(name: str, directory: Path, seed: int, flags: Sequence[str]) -> dic
         "before": before["reward"],
         "after": after["reward"],
         "kl": after["kl"],
+        "most_of_gain": ("share of the limit's gain, at most", ".2f"),
         "processor_minutes": (time.process_time() - started) / 60,
     }
     records = read_jsonl(Path(config.output_dir) / "metrics.jsonl")
@@ -66,7 +68,7 @@ def run_seed(name: str, directory: Path, seed: int, flags: Sequence[str]) -> dic
     for monitor in sorted(key for key in after if key.startswith("monitor/"))[:1]:
         line |= {"gold_before": before[monitor], "gold_after": after[monitor]}
     if "limit" in result:
-        line["share_of_gain"] = result["limit"]["share_of_gain"]
+        line |= {name: result["limit"][name] for name in ("share_of_gain", "most_of_gain")}
     return line
 
 

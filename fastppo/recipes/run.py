@@ -30,6 +30,7 @@ from fastppo.rewards.limit import (
     base_reward,
     best_of_several,
     limit,
+    most_of_gain,
     share_of_gain,
     shows,
 )
@@ -230,7 +231,8 @@ def beside_the_limit(rewards: BaseRewards, after: dict[str, Any]) -> dict[str, A
 
     Returns:
         dict: of numbers that JSON has: None in the place of one that is not finite. `shown` is
-        whether the samples show the limit at that KL; `share_of_gain` is None if they do not.
+        whether the samples show the limit at that KL. If they do not, `share_of_gain` is None, and
+        `most_of_gain` what it is at most, where they tell.
 
     Raises:
         ValueError: the KL is not finite, or too few of the samples have a reward.
@@ -247,6 +249,7 @@ def beside_the_limit(rewards: BaseRewards, after: dict[str, Any]) -> dict[str, A
         "limit": {name: _finite(value) for name, value in best._asdict().items()},
         "shown": shown,
         "share_of_gain": _finite(share_of_gain(rewards, reward, kl)) if shown else None,
+        "most_of_gain": None if shown else _finite(most_of_gain(rewards, reward, kl)),
         "samples": len(rewards[0]),
         "best_of": [each._asdict() for each in best_of_several(rewards)],
     }
@@ -311,6 +314,8 @@ def _print_limit(console: Console, found: dict[str, Any]) -> None:
         )
     if found["reward"] is not None:
         of_gain = "" if share is None else f": about {share:.0%} of the gain"
+        if found["most_of_gain"] is not None:
+            of_gain = f": at most about {found['most_of_gain']:.0%} of the gain there"
         lines.append(f"This one earns {found['reward']:.3f}{of_gain}.")
     lines += [
         f"Best of {each['n']}: {each['reward']:.3f} at {each['kl']:.2f} nats."

@@ -154,6 +154,26 @@ def shows(found: Tilted, kl: float) -> bool:
     return reached and found.effective_samples >= LEAST_EFFECTIVE
 
 
+def farthest_shown(rewards: Any) -> Tilted | None:
+    """The sharpest tilt that `LEAST_EFFECTIVE` samples or more carry; None where there are fewer
+    samples, or nothing to earn.
+
+    The limit rises with the KL, so one beyond this tilt's is no lower than its reward.
+    """
+    array = _samples(rewards)
+    spread = float((np.nanmax(array, 1) - np.nanmin(array, 1)).max())
+    if spread == 0 or np.isfinite(array).sum(1).mean() < LEAST_EFFECTIVE:
+        return None
+    sharp, flat = math.log(spread * 1e-6), math.log(spread * 1e6)
+    for _ in range(HALVINGS):
+        middle = (sharp + flat) / 2
+        if _tilted(array, math.exp(middle)).effective_samples < LEAST_EFFECTIVE:
+            sharp = middle
+        else:
+            flat = middle
+    return _tilted(array, math.exp(flat))
+
+
 def best_of(rewards: Any, n: int) -> BestOf:
     """Best of n: the mean over all ways to draw n of a prompt's samples without putting back,
 
@@ -198,6 +218,19 @@ def share_of_gain(rewards: Any, reward: float, kl: float) -> float:
         return math.nan
     gain = limit(rewards, kl).reward - base
     return (reward - base) / gain if gain > 0 else math.nan
+
+
+def most_of_gain(rewards: Any, reward: float, kl: float) -> float:
+    """What `share_of_gain` is at most, where the samples do not show the limit at `kl`: the share
+    of the limit's gain at the largest KL that they show.
+
+    Returns:
+        float: NaN where that says nothing: 1 or more, no gain at all, a smaller KL, or no limit.
+    """
+    base, best = base_reward(rewards), farthest_shown(rewards)
+    if best is None or kl <= best.kl or not base < reward < best.reward:
+        return math.nan
+    return (reward - base) / (best.reward - base)
 
 
 def curve(rewards: Any, kls: Sequence[float]) -> list[Tilted]:

@@ -317,6 +317,7 @@ def test_a_policy_beside_its_limit_has_the_numbers_of_the_tilt() -> None:
     at = tilted(base, 0.5)
     found: dict[str, Any] = beside_the_limit(base, {"reward": at.reward, "kl": at.kl})
     assert found["share_of_gain"] == pytest.approx(1)
+    assert found["most_of_gain"] is None
     assert found["limit"]["beta"] == pytest.approx(0.5)
     assert [each["n"] for each in found["best_of"]] == [2, 4, 8, 16]
     assert "than about" in _said(found)
@@ -336,7 +337,10 @@ def test_beyond_its_samples_no_limit_is_claimed() -> None:
     said = _said(found)
     assert "5.00 nats is beyond what 16 samples of the base to a prompt show" in said
     assert "no policy earns" not in said
-    assert "of the gain" not in said
+    # The farthest tilt that 8 of 16 samples carry earns 1, and the base 0.5.
+    assert found["most_of_gain"] == pytest.approx(0.8)
+    assert "at most about 80% of the gain there" in said
+    assert "of the gain" not in _said(beside_the_limit(base, {"reward": 0.4, "kl": 5.0}))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ from fastppo.rewards.limit import (
     best_of,
     best_of_several,
     curve,
+    farthest_shown,
     limit,
+    most_of_gain,
     share_of_gain,
     shows,
     tilted,
@@ -131,6 +133,36 @@ def test_a_limit_is_shown_as_far_as_enough_samples_carry_it() -> None:
         assert (abs(behind) < 0.05) if shown else (behind > 0.1), kl
     assert not shows(limit(np.repeat(draws, 4, 1), 6.0), 6.0), "many, but not as far"
     assert not shows(tilted(draws[:, : int(LEAST_EFFECTIVE) - 1], 1e6), 0.0), "as far, but few"
+
+
+def test_beyond_what_is_shown_the_limit_is_no_lower_than_at_its_end() -> None:
+    draws = np.random.default_rng(0).normal(size=(24, 64))
+    end = farthest_shown(draws)
+    assert end is not None
+    assert end.effective_samples == pytest.approx(LEAST_EFFECTIVE)
+    assert shows(limit(draws, end.kl * 0.99), end.kl * 0.99)
+    assert not shows(limit(draws, end.kl * 1.01), end.kl * 1.01)
+    half = (base_reward(draws) + end.reward) / 2
+    beyond = end.kl + 1
+    assert most_of_gain(draws, half, beyond) == pytest.approx(0.5)
+    # of more draws of the same base the limit there is known, and the bound holds
+    more = np.random.default_rng(1).normal(size=(24, 40_000))
+    assert shows(limit(more, beyond), beyond)
+    assert share_of_gain(more, half, beyond) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reward", "kl"),
+    [
+        ([[0.0, 1.0] * 8], 0.9, 0.5),  # shown
+        ([[0.0, 1.0] * 8], 0.4, 5.0),  # below the base
+        ([[0.0, 1.0] * 8], 1.1, 5.0),  # beyond the end
+        ([[0.0, 1.0]], 0.9, 5.0),  # of two samples
+        ([[0.5] * 8], 0.9, 5.0),  # nothing to earn
+    ],
+)
+def test_where_there_is_no_such_bound_there_is_none(rewards, reward: float, kl: float) -> None:
+    assert math.isnan(most_of_gain(rewards, reward, kl))
 
 
 def test_dropped_samples_count_for_nothing() -> None:
