@@ -189,12 +189,14 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def sentences(records: Sequence[dict[str, Any]]) -> str:
-    """The README's text between the markers: three sentences from a CPU's claims, and the GPU's.
+    """The README's text between the markers: three sentences from the claims of the CPU that was
+    measured last, and the GPU's.
 
     Raises:
         ValueError: no CPU's results hold the claims.
     """
-    cpu = next((r for r in records if r["device"]["type"] == "cpu" and r.get("claims")), None)
+    cpus = [r for r in records if r["device"]["type"] == "cpu" and r.get("claims")]
+    cpu = max(cpus, key=lambda r: r["claims_measured"]["date"], default=None)
     if cpu is None:
         raise ValueError(
             "expected a CPU's results with claims in benchmarks/results, got none: "
