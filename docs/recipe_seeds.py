@@ -5,8 +5,8 @@
 
 Runs `fastppo recipe NAME` with one seed after another, each in a folder of its own, and adds a line
 to results.jsonl for each that ends: responses to held-out prompts before and after, and processor
-time. Prints least, median and most. A seed that has its line is not run again; other flags are
-options of the recipe, for which another directory is wanted.
+time. Prints least, median and most. A seed that has its line is not run again, one without begins
+anew; other flags are options of the recipe, for which another directory is wanted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,7 +48,9 @@ def run_seed(name: str, directory: Path, seed: int, flags: Sequence[str]) -> dic
     """The line of one seed."""
     recipe, out = find(name), directory / f"{name}-{seed}"
     started = time.process_time()
-    config = parse_train(["--config", str(lay_out(recipe, out)), "--seed", str(seed), *flags])
+    config_path = lay_out(recipe, out)
+    shutil.rmtree(out / "ppo", ignore_errors=True)  # what an interrupted run left
+    config = parse_train(["--config", str(config_path), "--seed", str(seed), *flags])
     result = run_recipe(recipe, out, config)
     before, after = result["before"], result["after"]
     line = {
@@ -58,7 +61,6 @@ def run_seed(name: str, directory: Path, seed: int, flags: Sequence[str]) -> dic
         "before": before["reward"],
         "after": after["reward"],
         "kl": after["kl"],
-        "most_of_gain": ("share of the limit's gain, at most", ".2f"),
         "processor_minutes": (time.process_time() - started) / 60,
     }
     records = read_jsonl(Path(config.output_dir) / "metrics.jsonl")
@@ -69,14 +71,14 @@ def run_seed(name: str, directory: Path, seed: int, flags: Sequence[str]) -> dic
         line |= {"gold_before": before[monitor], "gold_after": after[monitor]}
     if "limit" in result:
         line |= {name: result["limit"][name] for name in ("share_of_gain", "most_of_gain")}
-    return line
+    return {key: value if _is_kept(value) else None for key, value in line.items()}
 
 
 def table(lines: Sequence[dict[str, Any]]) -> list[str]:
     """Least, median and most of what the seeds have, as Markdown."""
     rows = [f"| {len(lines)} seeds | least | median | most |", "|---|---|---|---|"]
     for key, (title, form) in FORMS.items():
-        values = [line[key] for line in lines if _is_number(line.get(key))]
+        values = [line[key] for line in lines if line.get(key) is not None]
         if not values:
             continue
         of = "" if len(values) == len(lines) else f" ({len(values)} of {len(lines)})"
@@ -85,8 +87,8 @@ def table(lines: Sequence[dict[str, Any]]) -> list[str]:
     return rows
 
 
-def _is_number(value: Any) -> bool:
-    return value is not None and math.isfinite(value)
+def _is_kept(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -96,6 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=20, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first one")
     given, flags = parser.parse_known_args(arguments)
+    for own in ("--seed", "--output_dir", "--config"):
+        if any(flag.partition("=")[0] == own for flag in flags):
+            parser.error(f"{own} is set for each seed; name other options of the recipe")
     given.directory.mkdir(parents=True, exist_ok=True)
     results = given.directory / "results.jsonl"
     lines = []

@@ -77,9 +77,10 @@ def run(study: Study) -> None:
         prepare(recipe, out, seed, console)
         read = yaml.safe_load(recipe.config(out))
         # A rate that does not depend on the number of iterations, which differs by setting: the
-        # mean of the recipe's, which falls to 0.
+        # mean of the recipe's.
+        falls = read.get("lr_schedule") == "linear"
         read |= {"seed": seed, "device": "cpu", "iterations": 100_000, "lr_schedule": "constant"}
-        read |= {"learning_rate": read["learning_rate"] / 2}
+        read |= {"learning_rate": read["learning_rate"] / (2 if falls else 1)}
         read |= {"eval_interval": 100_000}
         for label, (options, _) in SETTINGS.items():
             output = out / label

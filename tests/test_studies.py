@@ -161,11 +161,15 @@ def test_the_seeds_of_a_recipe_make_a_table(tmp_path: Path, monkeypatch, capsys)
     with pytest.raises(SystemExit):
         main(["arithmetic", str(tmp_path), "--seeds", "1"])
     assert "has seed 0 with the flags '--kl_coef 0.1', expected ''" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["arithmetic", str(tmp_path / "other"), "--seed=7"])
+    assert "--seed is set for each seed" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("_small")
 def test_a_seed_is_a_run_of_the_recipe(tmp_path: Path) -> None:
-    run_seed = _script("recipe_seeds")["run_seed"]
+    script = _script("recipe_seeds")
+    run_seed = script["run_seed"]
     small = ["--iterations", "2", "--eval_interval", "2", "--rollout_batch_size", "16"]
     line = run_seed("arithmetic", tmp_path, 3, small)
     records = read_jsonl(tmp_path / "arithmetic-3" / "ppo" / "metrics.jsonl")
@@ -175,3 +179,5 @@ def test_a_seed_is_a_run_of_the_recipe(tmp_path: Path) -> None:
     assert line["kl"] != 0
     assert 0 <= line["before"] <= 1
     json.dumps(line, allow_nan=False)
+    assert script["table"]([line])[0] == "| 1 seeds | least | median | most |"
+    assert run_seed("arithmetic", tmp_path, 3, small)["after"] == line["after"]  # begun anew

@@ -38,6 +38,7 @@ class Stub:
         self.most_at_once = 0
         """Whole weights that were there at a time."""
         self.fails_at: str | None = None
+        self.fails_to_wake = False
 
     def _llm(self, **options: Any) -> Stub:
         self.options = options
@@ -57,6 +58,10 @@ class Stub:
             self.most_at_once = max(self.most_at_once, len(there))
             del weight
 
+    def wake_up(self, tags: list[str]) -> None:
+        if self.fails_to_wake:
+            raise ValueError("no room to wake")
+
     def reset_prefix_cache(self) -> bool:
         return True
 
@@ -75,12 +80,20 @@ def hand_over(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     stub.most_at_once = 0
     trainer.step(["w1"] * 16, ["w2 w3"] * 16, [float(i) for i in range(16)])
     given = dict(stub.weights)
+
+    def sentence() -> str:
+        try:
+            trainer.engine.weights_changed(trainer.model)
+        except ValueError as error:
+            return str(error)
+        return ""
+
     stub.fails_at = "model.layers.1.mlp.up_proj.weight" if trainer.world.rank == 1 else None
-    said = ""
-    try:
-        trainer.engine.weights_changed(trainer.model)
-    except ValueError as error:
-        said = str(error)
+    said = [sentence()]
+    inner: Any = getattr(trainer.engine, "engine", trainer.engine)
+    inner._asleep, stub.fails_at = True, None
+    stub.fails_to_wake = trainer.world.rank == 1
+    said.append(sentence())
     trainer.save_policy(Path(folder) / "policy")
     return {
         "given": given,

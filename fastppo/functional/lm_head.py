@@ -110,4 +110,5 @@ def _adapters_on(layer: Any) -> list[str]:
     """The adapters that a forward pass adds to the frozen layer's product."""
     if _base_layer(layer) is layer or layer.disable_adapters or layer.merged:
         return []
-    return list(layer.active_adapters)
+    known = getattr(layer, "lora_A", None)  # it passes an adapter by that lies on others alone
+    return [name for name in layer.active_adapters if known is None or name in known]

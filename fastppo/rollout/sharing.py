@@ -59,7 +59,7 @@ class SharedEngine(RolloutEngine):
         return Rollout.joined([_unpacked(each) for each in found if each is not None])
 
     def release(self) -> None:
-        self.engine.release()
+        self.world.share(self.engine.release)
         settle(self.policy)
 
     def weights_changed(self, policy: Any) -> None:

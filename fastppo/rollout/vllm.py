@@ -93,8 +93,14 @@ class VLLMEngine(RolloutEngine):
             }
         if batch_size is not None:
             device["max_num_seqs"] = batch_size
+        processes = 1 if world is None else world.size
+        if processes % tensor_parallel_size:
+            raise ValueError(
+                f"tensor_parallel_size={tensor_parallel_size} must divide the number of processes "
+                f"of `world`, which torchrun starts, got {processes}"
+            )
         self.ranks_together = tensor_parallel_size
-        if world is not None and world.size > 1:
+        if processes > 1:
             device["distributed_executor_backend"] = "external_launcher"
             device["tensor_parallel_size"] = tensor_parallel_size
         with tempfile.TemporaryDirectory() as directory, _process_state_restored(policy.device):
@@ -152,12 +158,12 @@ class VLLMEngine(RolloutEngine):
     @torch.no_grad()
     def weights_changed(self, policy: LanguageModel) -> None:
         """Hands the policy's weights over, adapters merged, and forgets what the old ones gave."""
-        if self._asleep:
-            self.llm.wake_up(tags=["weights"])
-        # Not `model.load_weights`: kernels may hold weights in a layout of their own, as those for
-        # CPUs do, and this call goes back to the layout of the files first.
         weights = _weights(policy)
         try:
+            if self._asleep:
+                self.llm.wake_up(tags=["weights"])
+            # Not `model.load_weights`: kernels may hold weights in a layout of their own, as those
+            # for CPUs do, and this call goes back to the layout of the files first.
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         finally:
             for _ in weights:  # what an error has left: other processes gather it with this one

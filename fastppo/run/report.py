@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Sequence
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -456,9 +455,11 @@ def _panel(panel: Panel, runs: list[Run], constants: dict[str, float]) -> Chart 
     names = [name for name in panel.metrics if any(name in record for record in records)]
     for prefix in panel.prefixes:
         prefixed = _with_prefix(records, prefix)
-        # A single reward is the reward itself: one line is enough.
-        single = prefix in ("reward/", "eval/reward/") and len(prefixed) == 1
-        names += [] if single else prefixed
+        # A single reward of weight 1 is the reward itself: one line is enough.
+        whole = prefix.removesuffix("/")
+        single = whole in panel.metrics and len(prefixed) == 1
+        same = single and all(r.get(prefixed[0]) == r.get(whole) for r in records)
+        names += [] if same else prefixed
     if all(name in constants for name in names):
         return None
     x = sorted({record["iteration"] for record in records})
@@ -477,11 +478,12 @@ def _panel(panel: Panel, runs: list[Run], constants: dict[str, float]) -> Chart 
 
 
 def _apart(values: list[Any]) -> dict[str, bool]:
-    """`apart` where no two neighbours have a value, as every tenth iteration has an evaluation: a
-    line that ends at each gap would show nothing."""
+    """`apart` where most values have no neighbour, as every tenth iteration has an evaluation: a
+    line that ends at each gap would show little of them."""
     known = [value is not None for value in values]
-    neighbours = any(both == (True, True) for both in pairwise(known))
-    return {} if neighbours or sum(known) < 2 else {"apart": True}
+    padded = [False, *known, False]
+    alone = sum(padded[i : i + 3] == [False, True, False] for i in range(len(known)))
+    return {"apart": True} if sum(known) > 1 and 2 * alone > sum(known) else {}
 
 
 def _range(panel: Panel, series: list[dict[str, Any]]) -> list[float] | None:

@@ -76,6 +76,16 @@ def test_several_adapters_are_added_in_together(dora: bool) -> None:
     assert_is_the_weight(layer, trained=2 * (2 + dora))
 
 
+def test_an_active_adapter_that_lies_on_other_layers_alone_is_passed_by() -> None:
+    layer = wrapped()
+    layer.set_adapter(["default"])
+    whole = head_weight(layer).detach()
+    layer._active_adapter = ["default", "elsewhere"]
+    torch.testing.assert_close(head_weight(layer), whole, rtol=0, atol=0)
+    layer._active_adapter = ["elsewhere"]
+    assert head_weight(layer) is layer.get_base_layer().weight
+
+
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_merged_or_switched_off_it_is_the_base_layers_weight(dora: bool) -> None:
     layer = wrapped(use_dora=dora)

