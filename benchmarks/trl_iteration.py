@@ -102,7 +102,7 @@ HELP = {
     "minibatches": "optimiser steps per pass",
     "iterations": "timed iterations of each trainer",
     "threads": "CPU threads of torch for both; a second one slows tiny models down",
-    "compile": "each trainer's own option for torch.compile, warmed up before it is timed",
+    "compile": "both through torch.compile, TRL by accelerate's variable; compiling is not timed",
 }
 
 

@@ -11,6 +11,7 @@ What is no weight, dropout in training or a bias of the adapter's own, it refuse
 from __future__ import annotations
 
 import argparse
+import warnings
 from typing import Any
 
 import torch
@@ -37,8 +38,13 @@ def adapted(**more: Any) -> Any:
         eos_token_id=None,
     )
     targets = ["q_proj", "v_proj", "lm_head"]
+    plain = LlamaForCausalLM(config)
+    if more.get("lora_bias"):
+        targets, plain.lm_head = ["lm_head"], torch.nn.Linear(64, VOCABULARY)
     lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=targets, **more)
-    model = get_peft_model(LlamaForCausalLM(config), lora)
+    with warnings.catch_warnings():  # PEFT's use of an attribute that transformers renamed
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+        model = get_peft_model(plain, lora)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zero at first: as if it had been trained for a while
             torch.nn.init.normal_(parameter, std=0.1)

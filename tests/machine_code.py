@@ -277,10 +277,10 @@ def resident_programs(
 ) -> int:
     """Programs that a multiprocessor holds at once.
 
-    65536 registers are given to warps 256 at a time, and there are 64 places for warps (compute
-    capabilities 8.0, 9.0 and 10.0 of the CUDA programming guide's table).
+    Each quarter of it gives 16384 registers to warps, 256 at a time, and there are 64 places for
+    warps (compute capabilities 8.0, 9.0 and 10.0 of the CUDA programming guide's table).
     """
     of_a_warp = -(-registers // 8) * 256
-    by_registers = 65536 // of_a_warp // num_warps
+    by_registers = 4 * (16384 // of_a_warp) // num_warps
     by_shared = shared_limit // (shared + 1024)
     return min(by_registers, 64 // num_warps, by_shared, 32)

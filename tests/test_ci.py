@@ -54,6 +54,17 @@ def test_a_package_that_is_gone_is_named_at_the_end_and_the_rest_is_tested(tmp_p
     assert "test_from_others.py" not in done.stdout
 
 
+@pytest.mark.parametrize(
+    "said", ["WARNING: Retrying (Retry(total=4)) after connection broken by NewConnectionError", ""]
+)
+def test_an_index_that_has_none_of_them_is_a_failure(said: str, tmp_path: Path) -> None:
+    none = "ERROR: No matching distribution found for $(echo ${@: -1})"
+    done = parity(tmp_path, pip=f"echo '{said}'; echo \"{none}\"; exit 1")
+    assert done.returncode == 1
+    wanted = "pip cannot install" if said else "tested with none of the three"
+    assert wanted in done.stderr
+
+
 def test_another_failure_of_pip_ends_it_with_its_words(tmp_path: Path) -> None:
     done = parity(tmp_path, pip="echo 'ERROR: no space left'; exit 1")
     assert done.returncode == 1

@@ -330,13 +330,24 @@ def flags_of(command: str) -> set[str]:
 @every_page
 def test_every_command_of_a_page_has_flags_that_exist(page: Path) -> None:
     """`fastppo …` and `python -m fastppo …`, under whatever starts it: torchrun, srun, a path."""
+    known = [
+        "bench",
+        "completion",
+        "demo",
+        "generate",
+        "plan",
+        "recipe",
+        "report",
+        "reward",
+        "sft",
+        "train",
+    ]
     code = "".join(blocks(page, "console") + blocks(page, "bash")).replace("\\\n", " ")
     for line in code.splitlines():
         words = shlex.split(line.removeprefix("$ "), comments=True)
         at = [i for i, word in enumerate(words) if word.split("/")[-1] == "fastppo"]
-        if at and (at[0] == 0 or words[at[0] - 1] in ("-m", "srun", "&&")):
-            command, *rest = words[at[0] + 1 :]
-            if not command.startswith("-"):
+        for command, *rest in (words[i + 1 :] for i in at if words[i + 1 : i + 2]):
+            if command in known:
                 own = flags_of(command) | (flags_of("train") if command == "recipe" else set())
                 given = {word.split("=")[0] for word in rest if word.startswith("--")}
                 assert given <= own, f"{page.name}: {line}"
@@ -345,9 +356,10 @@ def test_every_command_of_a_page_has_flags_that_exist(page: Path) -> None:
 @every_page
 def test_names_that_a_page_imports_exist(page: Path) -> None:
     """Blocks that show a line or two of a program that is not here: ours in it are looked up."""
-    imported = re.findall(
-        r"^from (fastppo[\w.]*) import (\w+)", "\n".join(blocks(page, "py")), re.M
+    lines = re.findall(
+        r"^from (fastppo[\w.]*) import (\([^)]*\)|[^#\n]*)", "\n".join(blocks(page, "py")), re.M
     )
+    imported = [(module, name) for module, names in lines for name in re.findall(r"\w+", names)]
     for module, name in imported:
         path = ROOT / module.replace(".", "/")
         inside = path.with_suffix(".py")

@@ -63,6 +63,11 @@ def why_no_weight(lm_head: nn.Module) -> str | None:
     instead = "or pass the model's logits to ppo_loss"
     if not isinstance(base, nn.Linear):
         return f"lm_head must be nn.Linear or PEFT's layer around one, got {type(base)}; {instead}"
+    if getattr(layer, "merged", False) and layer.disable_adapters:
+        return (
+            "lm_head's adapters are merged and switched off, and PEFT takes them out in its own "
+            "forward pass alone: call unmerge_adapter() first"
+        )
     for adapter in _adapters_on(layer):
         name = f"lm_head's adapter {adapter!r}"
         if adapter not in getattr(layer, "lora_A", {}):

@@ -220,7 +220,7 @@ def shaped_advantages(
     kls = torch.zeros_like(trajectory.token_values, dtype=torch.float64)
     if shaping.ref_logprobs is not None:
         kls = sampled_kl(shaping.logprobs.double() - shaping.ref_logprobs, shaping.kl_estimator)
-    rewards, bound = -shaping.kl_coef * kls, shaping.score_clip or math.inf
+    rewards, bound = -shaping.kl_coef * kls.contiguous(), shaping.score_clip or math.inf
     rewards = rewards if trajectory.token_rewards is None else rewards + trajectory.token_rewards
     kl = shaping.scores.new_zeros(len(shaping.scores), dtype=torch.float64)
     for i, tokens in enumerate(responses(trajectory)):

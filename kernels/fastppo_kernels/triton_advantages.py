@@ -75,7 +75,8 @@ VECTOR = tl.constexpr(4)
 the scan by shuffles is over a quarter of the tokens."""
 
 NUM_WARPS = 1
-"""A scan waits for no other warp: no barriers, nothing through shared memory."""
+"""A scan waits for no other warp: no barriers. Through shared memory go packed rows and lengths
+that are no multiple of four, 512 bytes of them, from loads by the element to four a thread."""
 
 MAX_REGISTERS = 160
 """12 programs on an SM, where rows lie off 16 bytes; else the kernels need fewer. Without a limit

@@ -93,8 +93,10 @@ def test_merged_or_switched_off_it_is_the_base_layers_weight(dora: bool) -> None
     layer.merge()
     assert head_weight(layer) is layer.get_base_layer().weight
     torch.testing.assert_close(layer.weight, whole)
-    layer.unmerge()
     layer.enable_adapters(False)
+    with pytest.raises(TypeError, match=r"merged and switched off.*: call unmerge_adapter"):
+        head_weight(layer)
+    layer.unmerge()
     assert head_weight(layer) is layer.get_base_layer().weight
 
 

@@ -131,7 +131,15 @@ def test_no_code_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("registers", "warps", "shared", "programs"),
-    [(128, 16, 64, 1), (128, 8, 64, 2), (64, 4, 16, 8), (32, 4, 0, 16), (255, 8, 131072, 1)],
+    [
+        (128, 16, 64, 1),
+        (128, 8, 64, 2),
+        (64, 4, 16, 8),
+        (32, 4, 0, 16),
+        (255, 8, 131072, 1),
+        (80, 1, 0, 24),
+        (96, 1, 0, 20),
+    ],
 )
 def test_resident_programs(registers: int, warps: int, shared: int, programs: int) -> None:
     assert machine_code.resident_programs(registers, warps, shared) == programs

@@ -6,6 +6,7 @@ gradcheck holds that what autograd differentiates is smooth where it says so.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from fastppo_kernels import definition
 from fastppo_kernels.records import (
+    Advantages,
     Discounts,
     Objective,
     PerToken,
@@ -257,3 +259,17 @@ def test_rewards_are_shaped_then_advantages_estimated_then_whitened(
     for moments in (None, found.moments):
         given = definition.whiten(found.advantages, mask, shift_mean=shift_mean, moments=moments)
         close(given, white)
+
+
+def test_shaping_takes_a_batch_of_any_strides() -> None:
+    by_time = torch.randn(4, 3, 2, dtype=torch.float64)  # [T, B, ·]
+    values, logprobs = by_time.unbind(-1)
+
+    def shaped(layout: Callable[[Tensor], Tensor]) -> Advantages:
+        trajectory = Trajectory(layout(values.T), token_rewards=layout(logprobs.T))
+        scores = torch.ones(3, dtype=torch.float64)
+        shaping = Shaping(scores, layout(logprobs.T), layout(values.T), kl_coef=0.1)
+        return definition.shaped_advantages(trajectory, shaping, Discounts())
+
+    for found, wanted in zip(shaped(lambda x: x), shaped(Tensor.contiguous), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
