@@ -40,7 +40,6 @@ from fastppo_kernels.records import (
     ELSEWHERE,
     LOG_RATIO_LIMIT,
     LOWEST,
-    RATIO_MAX,
     ChunkRows,
     Objective,
     PerToken,
@@ -631,29 +630,30 @@ def loss_sums(
     dual = torch.zeros_like(negative)
     if objective.dual_clip is not None:
         dual = negative & (ratio > objective.dual_clip)
-    # One sum of a [len(SUMS), N] array: where there are few tokens, what costs is the calls.
-    terms = torch.stack(
+    valid = weights != 0
+
+    def total(term: Tensor) -> Tensor:
+        return torch.where(valid, term, 0.0).sum(dtype=loss.dtype)
+
+    highest = torch.where(valid, ratio, 0.0)
+    return torch.stack(
         Sums(
-            loss=weights * loss,
-            policy_loss=weights * policy,
-            tokens=torch.ones_like(loss),
-            entropy=entropy,
-            kl=kl,
-            approx_kl=approx_kl,
-            ratio=ratio,
-            ratio_squared=ratio * ratio,
-            above_positive=above & positive,
-            below_positive=below & positive,
-            above_negative=above & negative,
-            below_negative=below & negative,
-            dual_clipped=dual,
-            ratio_max=ratio,
+            loss=total(weights * loss),
+            policy_loss=total(weights * policy),
+            tokens=total(torch.ones_like(loss)),
+            entropy=total(entropy),
+            kl=total(kl),
+            approx_kl=total(approx_kl),
+            ratio=total(ratio),
+            ratio_squared=total(ratio * ratio),
+            above_positive=total(above & positive),
+            below_positive=total(below & positive),
+            above_negative=total(above & negative),
+            below_negative=total(below & negative),
+            dual_clipped=total(dual),
+            ratio_max=highest.amax() if len(ratio) else highest.sum(),
         )
-    ).masked_fill_(weights == 0, 0.0)
-    sums = terms.sum(1)
-    if len(ratio):
-        sums[RATIO_MAX] = terms[RATIO_MAX].amax()
-    return sums
+    )
 
 
 # ------------------------------------------------------------------------------- loss from logits
