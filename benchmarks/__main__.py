@@ -138,8 +138,8 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, console: 
     paths = [options.out / "results.json"]
     if options.keep:
         paths.append(report.results_path(record))
-        if paths[-1].exists():  # what was measured by `claims`, with its date, stays
-            record["claims"] = report.read(paths[-1]).get("claims", [])
+        if paths[-1].exists():  # what `claims` and `trl_grid` measured, with its date, stays
+            record = report.read(paths[-1]) | record
     for path in paths:
         report.write(record, path)
         console.print(f"written {path}", style="dim", highlight=False, markup=False)

@@ -465,6 +465,21 @@ def test_part_of_a_set_is_not_kept(capsys: pytest.CaptureFixture[str]) -> None:
     assert "whole set" in capsys.readouterr().err
 
 
+def test_what_other_commands_measured_stays_in_a_results_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`claims` and `trl_grid` write into the file that the set has made."""
+    path = tmp_path / "some-cpu.json"
+    older = {"date": "older", "claims": [1], "claims_measured": {"date": "x"}, "trl_grid": {}}
+    report.write(older, path)
+    monkeypatch.setattr(command, "run", lambda *arguments, **options: ({"date": "newer"}, None))
+    monkeypatch.setattr(command, "_write_page", lambda *arguments: None)
+    monkeypatch.setattr(report, "print_table", lambda *arguments: None)
+    monkeypatch.setattr(report, "results_path", lambda record: path)
+    assert command.main(["--keep", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert report.read(path) == older | {"date": "newer"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
