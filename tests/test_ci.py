@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,9 +29,6 @@ def parity(folder: Path, pip: str = "true", pytest: str = "true") -> subprocess.
     return subprocess.run(
         [ROOT / ".ci" / "parity", folder], capture_output=True, text=True, check=False
     )
-
-
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="CI is a shell script")
 
 
 def test_each_package_has_its_tests(tmp_path: Path) -> None:

@@ -456,10 +456,8 @@ def _panel(panel: Panel, runs: list[Run], constants: dict[str, float]) -> Chart 
     for prefix in panel.prefixes:
         prefixed = _with_prefix(records, prefix)
         # A single reward of weight 1 is the reward itself: one line is enough.
-        whole = prefix.removesuffix("/")
-        single = whole in panel.metrics and len(prefixed) == 1
-        same = single and all(r.get(prefixed[0]) == r.get(whole) for r in records)
-        names += [] if same else prefixed
+        single = len(prefixed) == 1 and prefix[:-1] in panel.metrics
+        names += [] if single and _are_the_same(records, prefix[:-1], prefixed[0]) else prefixed
     if all(name in constants for name in names):
         return None
     x = sorted({record["iteration"] for record in records})
@@ -477,12 +475,16 @@ def _panel(panel: Panel, runs: list[Run], constants: dict[str, float]) -> Chart 
     return Chart(panel.title, panel.note, panel.unit, "iteration", x, series, _range(panel, series))
 
 
+def _are_the_same(records: list[dict[str, Any]], name: str, other: str) -> bool:
+    """Whether two metrics differ by no more than fp32 rounds off a mean."""
+    both = ((record.get(name, 0.0), record.get(other, 0.0)) for record in records)
+    return all(math.isclose(x, y, rel_tol=1e-5, abs_tol=1e-6) for x, y in both)
+
+
 def _apart(values: list[Any]) -> dict[str, bool]:
-    """`apart` where most values have no neighbour, as every tenth iteration has an evaluation: a
-    line that ends at each gap would show little of them."""
-    known = [value is not None for value in values]
-    padded = [False, *known, False]
-    alone = sum(padded[i : i + 3] == [False, True, False] for i in range(len(known)))
+    """`apart` where most values have no neighbour: a line that ends at gaps shows few of them."""
+    known = [False, *(value is not None for value in values), False]
+    alone = sum(known[i : i + 3] == [False, True, False] for i in range(len(values)))
     return {"apart": True} if sum(known) > 1 and 2 * alone > sum(known) else {}
 
 

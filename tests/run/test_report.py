@@ -145,6 +145,15 @@ def test_evaluations_with_iterations_between_them_are_joined(tmp_path: Path) -> 
     assert "apart" not in held_out
 
 
+def test_a_single_reward_is_drawn_once(tmp_path: Path) -> None:
+    """Its mean is in fp64, the reward's in fp32, as in every run."""
+    means = [0.1, 0.2, -0.3, 1 / 3]
+    records = [{"reward": torch.tensor(mean).item(), "reward/r": mean} for mean in means]
+    assert any(record["reward"] != record["reward/r"] for record in records)
+    (drawn,) = _charts(_write(tmp_path, records))["Reward"]["series"]
+    assert drawn["values"] == [record["reward"] for record in records]
+
+
 def test_a_single_reward_that_is_weighted_is_drawn_beside_the_reward(tmp_path: Path) -> None:
     records = [{"reward": i / 20, "reward/r": i / 10} for i in range(4)]
     drawn = _charts(_write(tmp_path, records))["Reward"]["series"]
