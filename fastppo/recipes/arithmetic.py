@@ -1,8 +1,9 @@
 """`arithmetic`: sums of two numbers, a model made from scratch, and a verifier as the reward.
 
-The demonstrations are a hasty pupil's: every sum several times, often off by one or by ten. What is
-fine-tuned on them is as often wrong; PPO learns from right and wrong which answer it was. Held-out
-sums are in no demonstration and no prompt.
+The demonstrations are a hasty pupil's: each prompt four times, half of them off by one or by ten.
+What is fine-tuned on them is as often wrong; PPO learns from right and wrong which answer it was.
+Held-out sums are in no demonstration and no prompt. All have two digits (07+15=22), so that a
+digit's place says what it counts, and what is learned of some sums holds for the others.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from rich.console import Console
 from fastppo.data.rows import write_rows
 from fastppo.recipes.characters import train_from_scratch
 
-LARGEST = 19
+LARGEST = 49
 """Of the two numbers of a sum."""
 
-HELD_OUT = 40
+HELD_OUT = 200
 """Sums; all others are prompts."""
 
-SHOWN = 12
+SHOWN = 4
 """Demonstrations of each prompt."""
 
 SLIPS = 0.5
@@ -33,7 +34,7 @@ def prepare(directory: Path, seed: int, console: Console) -> None:
     draw = random.Random(seed)
     sums = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
     draw.shuffle(sums)
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums]
+    rows = [{"prompt": f"{a:02}+{b:02}=", "answer": f"{a + b:02}"} for a, b in sums]
     write_rows(directory / "held_out.jsonl", rows[:HELD_OUT])
     write_rows(directory / "prompts.jsonl", rows[HELD_OUT:])
     demonstrations = [
@@ -41,7 +42,7 @@ def prepare(directory: Path, seed: int, console: Console) -> None:
         for row in rows[HELD_OUT:]
         for _ in range(SHOWN)
     ]
-    train_from_scratch(directory / "model", demonstrations, seed, console, epochs=12)
+    train_from_scratch(directory / "model", demonstrations, seed, console, epochs=8)
 
 
 def _slip(answer: str, draw: random.Random) -> str:
@@ -49,4 +50,4 @@ def _slip(answer: str, draw: random.Random) -> str:
     if draw.random() >= SLIPS:
         return answer
     near = [int(answer) + off for off in (-10, -1, 1, 10)]
-    return str(draw.choice([number for number in near if number >= 0]))
+    return f"{draw.choice([number for number in near if number >= 0]):02}"
