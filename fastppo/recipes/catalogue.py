@@ -87,7 +87,6 @@ RECIPES = (
         line="SmolLM2-135M learns to continue everyday sentences gladly: a lexicon as the reward, "
         "another as held-out gold",
         takes="two cores, about 4 GB",
-        minutes="8",
         prepare=sentiment.prepare,
         seeded=False,
         shipped={"sentiment_reward.py": "reward.py"},

@@ -2,12 +2,34 @@
 
 import functools
 import math
+import re
 from typing import Any
 
 
 def vader(prompts: list[str], completions: list[str]) -> list[float]:
-    """VADER's compound score of the completion, from -1 to 1: what is trained on."""
-    return [_vader().polarity_scores(text)["compound"] for text in completions]
+    """VADER's compound score of the completion, from -1 to 1."""
+    return [_score(text) for text in completions]
+
+
+def vader_by_word(prompts: list[str], completions: list[str]) -> list[list[tuple[int, float]]]:
+    """The same, paid as it is earned: what each word adds to the score of the words before it.
+
+    In total a response is paid what `vader` says of it, so the best policy is the same (Ng et al.
+    1999); but a word is not credited with what was earned before it.
+    """
+    return [_additions(text) for text in completions]
+
+
+def _additions(text: str) -> list[tuple[int, float]]:
+    """(characters up to a word's end, what the word adds), of the words that add something."""
+    ends = [word.end() for word in re.finditer(r"\S+", text)]
+    scores = [0.0, *(_score(text[:end]) for end in ends)]
+    pairs = zip(ends, scores[1:], scores[:-1], strict=True)
+    return [(end, after - before) for end, after, before in pairs if after != before]
+
+
+def _score(text: str) -> float:
+    return _vader().polarity_scores(text)["compound"]
 
 
 def afinn(prompts: list[str], completions: list[str]) -> list[float]:

@@ -360,7 +360,7 @@ def test_what_no_share_can_be_of_is_said_without_one(
 def test_a_reward_that_drops_samples_has_a_limit_and_a_report(tmp_path: Path, capsys) -> None:
     lay_out(find("smollm2-sentiment"), tmp_path)
     (tmp_path / "reward.py").write_text(
-        "def vader(prompts, completions):\n"
+        "def vader_by_word(prompts, completions):\n"
         "    scores = [sum(map(ord, text)) % 7 / 7 for text in completions]\n"
         "    return [None if i % 3 == 0 else score for i, score in enumerate(scores)]\n"
         "def afinn(prompts, completions):\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastppo.recipes.sentiment_reward import afinn, vader
+from fastppo.recipes.sentiment_reward import afinn, vader, vader_by_word
 
 TEXTS = [" a wonderful, happy day.", " a horrible, sad day.", " a table with four legs."]
 
@@ -16,3 +16,17 @@ def test_a_lexicon_tells_glad_from_sad_within_one(reward, package: str) -> None:
     assert 0.5 < glad <= 1
     assert -1 <= sad < -0.4
     assert neither == 0
+
+
+def test_what_the_words_add_is_the_score_in_total_and_is_paid_where_a_word_ends() -> None:
+    pytest.importorskip("vaderSentiment")
+    texts = [*TEXTS, "", "   ", " not good, and then GREAT!!", "good\n\nbad good", "good  \n"]
+    paid = vader_by_word(["It was"] * len(texts), texts)
+    totals = [sum(value for _, value in steps) for steps in paid]
+    assert totals == pytest.approx(vader(["It was"] * len(texts), texts), abs=1e-12)
+    (end, value), *_ = paid[0]
+    assert TEXTS[0][:end] == " a wonderful,"
+    assert value > 0.5
+    assert paid[2:5] == [[], [], []]  # nothing is added by words that say nothing
+    assert paid[7][-1][0] == len("good")
+    assert [value < 0 for _, value in paid[6]] == [False, True, False]
