@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 class Compiled(NamedTuple):
     """One kernel of one launch: registers per thread; stack, local and shared memory in bytes; the
-    layout of every scan, in their order: where it differs, so does the order of the sums; the file
-    of the machine code; the registers that the launch names."""
+    layout of every scan and every reduction of floats, in their order: where it differs, so does
+    the order of the sums; the file of the machine code; the registers that the launch names."""
 
     launch: str
     kernel: str
@@ -38,7 +38,7 @@ class Compiled(NamedTuple):
     stack: int
     local: int
     shared: int
-    scans: list[str]
+    sums: list[str]
     cubin: str
     named_registers: int | None
 
@@ -96,10 +96,12 @@ def _resources(cubin: bytes) -> dict[str, int]:
     return {_RESOURCES[name]: value for name, value in found.items()}
 
 
-def _scan_layouts(ttgir: str) -> list[str]:
+def _layouts_of_sums(ttgir: str) -> list[str]:
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<.*>)$", ttgir, re.MULTILINE))
-    names = re.findall(r"tt\.scan\.return.*?\}\) : \(tensor<\d+xf\d+, (#\w+)>", ttgir, re.DOTALL)
-    return [layouts[name] for name in names]
+    found = re.findall(
+        r"tt\.(scan|reduce)\.return[^\n]*\n\s*\}\) : \(tensor<[\dx]+xf\d+, (#[^>]*)>", ttgir
+    )
+    return [f"{kind} {layouts.get(name, name)}" for kind, name in found]
 
 
 _RESOURCES = {"REG": "registers", "STACK": "stack", "LOCAL": "local", "SHARED": "shared"}
@@ -132,7 +134,7 @@ def main(launches: str, capability: str) -> None:
                 num_warps=result.metadata.num_warps,
                 # the cubin knows of static shared memory alone
                 **resources[result.hash] | {"shared": result.metadata.shared},
-                scans=_scan_layouts(result.asm["ttgir"]),
+                sums=_layouts_of_sums(result.asm["ttgir"]),
                 cubin=str(cubin),
                 named_registers=kwargs.get("maxnreg"),
             )
