@@ -2,31 +2,32 @@
 
     python docs/study_estimators.py runs/estimators
     python docs/study_estimators.py runs/estimators-quick --quick     # a few minutes
+    python docs/study_estimators.py runs/with-smollm2 --recipe smollm2-arithmetic --seeds 1
 
 Trains the recipe `arithmetic` with each way to make advantages, from the same model per seed, with
 the same β, learning rate, batch and epochs, for the same time, counted as processor time of one
 thread. Prints the reward after equal compute, the reward where a run first reached equal KL, and
 best of n of the model at the start; draws estimators.png. A run that is there already is not run
-again.
+again. Other flags are options of the recipe.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-import yaml
 from rich.console import Console
 
-from fastppo.ppo.config import PPOConfig
+from fastppo.cli import parse_train
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.recipes.catalogue import find
 from fastppo.recipes.run import base_rewards, lay_out, prepare
@@ -62,9 +63,22 @@ class Study:
     seconds: float
     kls: tuple[float, ...]
     base_samples: int
+    flags: tuple[str, ...] = ()
+    """Options of the recipe, as `fastppo train` takes them."""
 
     def seed_dir(self, seed: int) -> Path:
         return self.directory / f"seed-{seed}"
+
+    def check_directory(self) -> None:
+        """Raises SystemExit if it holds a study of another size or with other options."""
+        sizes = [self.recipe, self.seconds, self.base_samples]
+        kept, asked = self.directory / "study.json", json.dumps([*sizes, *self.flags])
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if kept.exists() and kept.read_text() != asked:
+            raise SystemExit(
+                f"{kept} has {kept.read_text()}, expected {asked}: name another directory"
+            )
+        kept.write_text(asked)
 
 
 def run(study: Study) -> None:
@@ -73,20 +87,26 @@ def run(study: Study) -> None:
     recipe = find(study.recipe)
     for seed in range(study.seeds):
         out = study.seed_dir(seed)
-        lay_out(recipe, out)
+        base = parse_train(["--config", str(lay_out(recipe, out)), *study.flags])
+        study.check_directory()
         prepare(recipe, out, seed, console)
-        read = yaml.safe_load(recipe.config(out))
         # A rate that does not depend on the number of iterations, which differs by setting: the
         # mean of the recipe's.
-        falls = read.get("lr_schedule") == "linear"
-        read |= {"seed": seed, "device": "cpu", "iterations": 100_000, "lr_schedule": "constant"}
-        read |= {"learning_rate": read["learning_rate"] / (2 if falls else 1)}
-        read |= {"eval_interval": 100_000}
+        base = replace(
+            base,
+            seed=seed,
+            device="cpu",
+            iterations=100_000,
+            eval_interval=100_000,
+            lr_schedule="constant",
+            learning_rate=base.learning_rate / (2 if base.lr_schedule == "linear" else 1),
+        )
         for label, (options, _) in SETTINGS.items():
             output = out / label
             if (output / "times.json").exists():
                 continue
-            config = PPOConfig(**read | options | {"output_dir": str(output)})
+            shutil.rmtree(output, ignore_errors=True)  # what an interrupted run left
+            config = replace(base, **options, output_dir=str(output))
             trainer = PPOTrainer(config, console=console)
             if not (out / "base_rewards.json").exists():
                 held_out = trainer.evaluation.prompts
@@ -203,14 +223,14 @@ def draw(study: Study, path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("directory", type=Path, help="where the runs go")
     parser.add_argument("--recipe", default="arithmetic")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=120.0, help="of each run")
     parser.add_argument("--kls", type=float, nargs="+", default=[0.25, 0.5, 1.0])
     parser.add_argument("--quick", action="store_true", help="two seeds of 10 seconds each")
-    given = parser.parse_args(arguments)
+    given, flags = parser.parse_known_args(arguments)
     torch.set_num_threads(1)
     study = Study(
         directory=given.directory,
@@ -219,6 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seconds=10.0 if given.quick else given.seconds,
         kls=tuple(given.kls),
         base_samples=16 if given.quick else 64,
+        flags=tuple(flags),
     )
     run(study)
     draw(study, study.directory / "estimators.png")

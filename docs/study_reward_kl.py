@@ -2,13 +2,14 @@
 
     python docs/study_reward_kl.py runs/reward-kl
     python docs/study_reward_kl.py runs/reward-kl-quick --quick     # a few minutes
+    python docs/study_reward_kl.py runs/reward-kl --precision bf16 --param_dtype bfloat16
 
 Trains a recipe (SmolLM2 and sentiment, unless another is named) with several β and seeds. Every few
 iterations the policy answers the held-out prompts, several times each, and the trained reward, the
 monitored one and the KL to the base are written down. Beside the curves stand what samples of the
 base say of the same prompts: the most that any policy earns at a KL (`fastppo.rewards.limit`), and
 best of n. Draws reward-kl.png from what was run, and prints the table and samples of each β; a run
-that is there already is not run again.
+that is there already is not run again. Other flags are options of the recipe.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ import argparse
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
-import yaml
 from rich.console import Console
 
+from fastppo.cli import parse_train
 from fastppo.data.rows import load_rows, write_rows
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
@@ -53,6 +54,8 @@ class Study:
     base_samples: int
     interval: int
     """Iterations between evaluations."""
+    flags: tuple[str, ...] = ()
+    """Options of the recipe, as `fastppo train` takes them."""
 
     @property
     def base(self) -> Path:
@@ -63,16 +66,27 @@ class Study:
 
     def config(self, **options: Any) -> PPOConfig:
         """The recipe's, with every held-out prompt answered several times."""
-        read = yaml.safe_load(find(self.recipe).config(self.base))
-        shown = {
+        recipe = parse_train(["--config", str(self.base / "run.yaml"), *self.flags])
+        shown: dict[str, Any] = {
             "eval_prompts": str(self.base / f"held_out_{self.samples}.jsonl"),
             "eval_interval": self.interval,
-            "eval_rewards": [*read["rewards"], *read.get("monitor_rewards", [])],
+            "eval_rewards": [*recipe.rewards, *recipe.monitor_rewards],
             "eval_sampling": "sampled",
-            "reference_model": read["model"],  # without a penalty too: it is the x axis
+            "reference_model": recipe.model,  # without a penalty too: it is the x axis
             "iterations": self.iterations,
         }
-        return PPOConfig(**read | shown | options)
+        return replace(recipe, **shown | options)
+
+    def check_directory(self) -> None:
+        """Raises SystemExit if it holds a study of another size or with other options."""
+        sizes = [self.recipe, self.iterations, self.samples, self.base_samples, self.interval]
+        kept, asked = self.directory / "study.json", json.dumps([*sizes, *self.flags])
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if kept.exists() and kept.read_text() != asked:
+            raise SystemExit(
+                f"{kept} has {kept.read_text()}, expected {asked}: name another directory"
+            )
+        kept.write_text(asked)
 
 
 def run(study: Study) -> None:
@@ -80,6 +94,8 @@ def run(study: Study) -> None:
     console = Console(stderr=True)
     recipe = find(study.recipe)
     lay_out(recipe, study.base)
+    study.config()  # its errors before anything is made
+    study.check_directory()
     prepare(recipe, study.base, 0, console)
     held_out = load_rows(str(study.base / "held_out.jsonl"))
     several = study.base / f"held_out_{study.samples}.jsonl"
@@ -102,8 +118,7 @@ def run(study: Study) -> None:
             resume = any(output.glob("checkpoint-*"))
             if not resume:  # what an interrupted run left
                 shutil.rmtree(output, ignore_errors=True)
-            options = {"output_dir": str(output), "resume": resume}
-            config = study.config(kl_coef=beta, seed=seed, **options)
+            config = study.config(kl_coef=beta, seed=seed, output_dir=str(output), resume=resume)
             trainer = PPOTrainer(config, console=console)
             trainer.train()
             assert trainer.evaluation.prompts is not None
@@ -208,14 +223,14 @@ def draw(study: Study, path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("directory", type=Path, help="where the runs go")
     parser.add_argument("--recipe", default="smollm2-sentiment")
     parser.add_argument("--betas", type=float, nargs="+", default=[0.0, 0.02, 0.05, 0.1])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--quick", action="store_true", help="one seed, two β, few iterations")
-    given = parser.parse_args(arguments)
+    given, flags = parser.parse_known_args(arguments)
     quick = given.quick
     interval = 2 if quick else 5
     if not quick and given.iterations < interval:
@@ -229,6 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         samples=2 if quick else 8,
         base_samples=16 if quick else 64,
         interval=interval,
+        flags=tuple(flags),
     )
     run(study)
     draw(study, study.directory / "reward-kl.png")

@@ -64,6 +64,27 @@ def test_a_study_without_an_evaluation_is_refused_before_it_trains(tmp_path: Pat
     assert not (tmp_path / "study").exists()
 
 
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("name", ["study_reward_kl", "study_estimators"])
+def test_a_study_takes_options_of_its_recipe(name: str, tmp_path: Path, monkeypatch) -> None:
+    """They reach the config; a directory keeps to one set of them; a wrong one costs nothing."""
+    main = _script(name)["main"]
+    monkeypatch.setitem(main.__globals__, "prepare", lambda *_: None)
+    monkeypatch.setitem(main.__globals__, "load_rows", lambda *_: [{"prompt": "1+1="}])
+
+    def trainer(config: Any, console: Any) -> None:
+        raise RuntimeError(f"kl_coef {config.kl_coef}")
+
+    monkeypatch.setitem(main.__globals__, "PPOTrainer", trainer)
+    command = [str(tmp_path), "--quick", "--recipe", "arithmetic"]
+    with pytest.raises(SystemExit):
+        main([*command, "--kl_coeff", "0.3"])
+    with pytest.raises(RuntimeError, match=r"kl_coef 0\.3"):
+        main([*command, "--kl_coef", "0.3"])
+    with pytest.raises(SystemExit, match="name another directory"):
+        main([*command, "--kl_coef", "0.4"])
+
+
 @pytest.mark.parametrize(("checkpoint", "resume"), [(True, True), (False, False)])
 def test_a_study_goes_on_where_it_was_interrupted(
     checkpoint: bool, resume: bool, tmp_path: Path, monkeypatch
@@ -84,14 +105,13 @@ def test_a_study_goes_on_where_it_was_interrupted(
             pass
 
     seen = {"reward": 1.0, "kl": 1.0, "prompts": [], "completions": []}
-    parts = {"lay_out": None, "prepare": None, "load_rows": [], "look": seen}
+    parts = {"prepare": None, "load_rows": [], "look": seen}
     run = script["run"]
     for name, value in parts.items():
         monkeypatch.setitem(run.__globals__, name, lambda *_, value=value: value)
     monkeypatch.setitem(run.__globals__, "PPOTrainer", Trainer)
     sizes = {"seeds": 1, "iterations": 6, "samples": 2, "base_samples": 2, "interval": 2}
     study = script["Study"](directory=tmp_path, recipe="arithmetic", betas=(0.5,), **sizes)
-    study.base.mkdir()
     (tmp_path / "base_rewards.json").write_text("[]")
     output = study.run_dir(0.5, 0)
     output.mkdir()
