@@ -228,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--recipe", default="smollm2-sentiment")
     parser.add_argument("--betas", type=float, nargs="+", default=[0.0, 0.02, 0.05, 0.1])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--quick", action="store_true", help="one seed, two β, few iterations")
     given, flags = parser.parse_known_args(arguments)
     quick = given.quick

@@ -87,6 +87,7 @@ RECIPES = (
         line="SmolLM2-135M learns to continue everyday sentences gladly: a lexicon as the reward, "
         "another as held-out gold",
         takes="two cores, about 4 GB",
+        minutes="13",
         prepare=sentiment.prepare,
         seeded=False,
         shipped={"sentiment_reward.py": "reward.py"},
@@ -98,6 +99,7 @@ RECIPES = (
         name="arithmetic",
         line="sums of two numbers: a small model made from scratch, and a verifier",
         takes="one core, about 1 GB",
+        minutes="2.8",
         prepare=arithmetic.prepare,
         shipped={"arithmetic_reward.py": "reward.py"},
     ),
@@ -105,6 +107,7 @@ RECIPES = (
         name="calculator",
         line="two turns: the model calls, the tool answers, the answer is masked; with a critic",
         takes="one core, about 1 GB",
+        minutes="1.8",
         prepare=calculator.prepare,
         shipped={"calculator_environment.py": "environment.py"},
     ),
