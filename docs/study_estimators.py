@@ -28,10 +28,12 @@ import torch
 from rich.console import Console
 
 from fastppo.cli import parse_train
+from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.recipes.catalogue import find
 from fastppo.recipes.run import base_rewards, lay_out, prepare
 from fastppo.rewards.limit import BestOf, best_of_several
+from fastppo.run.lock import held
 from fastppo.run.log import RunLog, read_jsonl
 
 NO_CRITIC = {"vf_coef": 0.0, "lam": 0.95, "value_model": "shared"}
@@ -46,6 +48,21 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         "#c8553d",
     ),
 }
+OWN = (
+    *(
+        "config",
+        "seed",
+        "device",
+        "iterations",
+        "eval_interval",
+        "lr_schedule",
+        "output_dir",
+        "advantage",
+    ),
+    *("value_model", "vf_coef", "lam", "samples_per_prompt", "whiten_advantages"),
+)
+"""Options that the study sets."""
+
 MOST_PROMPTS = 100
 """Held-out prompts of which the base is sampled."""
 
@@ -69,15 +86,33 @@ class Study:
     def seed_dir(self, seed: int) -> Path:
         return self.directory / f"seed-{seed}"
 
+    def configs(self, seed: int) -> dict[str, PPOConfig]:
+        """Of each setting, by its name."""
+        out = self.seed_dir(seed)
+        recipe = parse_train(["--config", str(out / "run.yaml"), *self.flags])
+        # A rate that does not depend on the number of iterations, which differs by setting: the
+        # mean of the recipe's.
+        base = replace(
+            recipe,
+            seed=seed,
+            device="cpu",
+            iterations=100_000,
+            eval_interval=100_000,
+            lr_schedule="constant",
+            learning_rate=recipe.learning_rate / (2 if recipe.lr_schedule == "linear" else 1),
+        )
+        return {
+            label: replace(base, **options, output_dir=str(out / label))
+            for label, (options, _) in SETTINGS.items()
+        }
+
     def check_directory(self) -> None:
         """Raises SystemExit if it holds a study of another size or with other options."""
         sizes = [self.recipe, self.seconds, self.base_samples]
         kept, asked = self.directory / "study.json", json.dumps([*sizes, *self.flags])
-        self.directory.mkdir(parents=True, exist_ok=True)
-        if kept.exists() and kept.read_text() != asked:
-            raise SystemExit(
-                f"{kept} has {kept.read_text()}, expected {asked}: name another directory"
-            )
+        there = kept.read_text() if kept.exists() else None
+        if there != asked and (there or any(self.directory.glob("seed-*/*/times.json"))):
+            raise SystemExit(f"{kept} has {there}, expected {asked}: name another directory")
         kept.write_text(asked)
 
 
@@ -87,40 +122,35 @@ def run(study: Study) -> None:
     recipe = find(study.recipe)
     for seed in range(study.seeds):
         out = study.seed_dir(seed)
-        base = parse_train(["--config", str(lay_out(recipe, out)), *study.flags])
+        lay_out(recipe, out)
+        configs = study.configs(seed)  # errors before anything is made
         study.check_directory()
         prepare(recipe, out, seed, console)
-        # A rate that does not depend on the number of iterations, which differs by setting: the
-        # mean of the recipe's.
-        base = replace(
-            base,
-            seed=seed,
-            device="cpu",
-            iterations=100_000,
-            eval_interval=100_000,
-            lr_schedule="constant",
-            learning_rate=base.learning_rate / (2 if base.lr_schedule == "linear" else 1),
-        )
-        for label, (options, _) in SETTINGS.items():
-            output = out / label
-            if (output / "times.json").exists():
-                continue
-            shutil.rmtree(output, ignore_errors=True)  # what an interrupted run left
-            config = replace(base, **options, output_dir=str(output))
-            trainer = PPOTrainer(config, console=console)
-            if not (out / "base_rewards.json").exists():
-                held_out = trainer.evaluation.prompts
-                assert held_out is not None
-                few = held_out.select(range(min(MOST_PROMPTS, len(held_out))))
-                found = base_rewards(trainer, few, study.base_samples)
-                (out / "base_rewards.json").write_text(json.dumps(found))
-            log, times, start = RunLog(output, config), [], time.process_time()
-            while not times or times[-1] < study.seconds:
-                metrics = trainer.iterate(log)
-                times.append(time.process_time() - start)
-            log.close()
-            (output / "times.json").write_text(json.dumps(times))
-            console.print(f"seed {seed}, {label}: {len(times)} its, {metrics['reward']:.3f}")
+        with held(out):
+            for label, config in configs.items():
+                if not (out / label / "times.json").exists():
+                    run_setting(study, config, console)
+
+
+def run_setting(study: Study, config: PPOConfig, console: Console) -> None:
+    """One setting with one seed, for its time; and the samples of the base, if nobody drew them."""
+    output = Path(config.output_dir)
+    shutil.rmtree(output, ignore_errors=True)  # what an interrupted run left
+    trainer = PPOTrainer(config, console=console)
+    rewards = output.parent / "base_rewards.json"
+    if not rewards.exists():
+        held_out = trainer.evaluation.prompts
+        assert held_out is not None
+        few = held_out.select(range(min(MOST_PROMPTS, len(held_out))))
+        rewards.write_text(json.dumps(base_rewards(trainer, few, study.base_samples)))
+    times: list[float] = []
+    log, start = RunLog(output, config), time.process_time()
+    while not times or times[-1] < study.seconds:
+        metrics = trainer.iterate(log)
+        times.append(time.process_time() - start)
+    log.close()
+    (output / "times.json").write_text(json.dumps(times))
+    console.print(f"{output}: {len(times)} iterations, reward {metrics['reward']:.3f}")
 
 
 def smooth(values: Sequence[float]) -> np.ndarray:
@@ -224,13 +254,17 @@ def draw(study: Study, path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("directory", type=Path, help="where the runs go")
+    parser.add_argument("directory", type=Path, help="where the runs go; before other flags")
     parser.add_argument("--recipe", default="arithmetic")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=120.0, help="of each run")
-    parser.add_argument("--kls", type=float, nargs="+", default=[0.25, 0.5, 1.0])
+    parser.add_argument("--kls", type=float, nargs="+", default=[0.1, 0.25, 0.5])
     parser.add_argument("--quick", action="store_true", help="two seeds of 10 seconds each")
     given, flags = parser.parse_known_args(arguments)
+    for flag in flags:
+        name = flag.partition("=")[0]
+        if name.startswith("--") and name[2:].replace("-", "_") in OWN:
+            parser.error(f"{name} is set by the study; name other options of the recipe")
     torch.set_num_threads(1)
     study = Study(
         directory=given.directory,

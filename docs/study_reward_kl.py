@@ -33,11 +33,20 @@ from fastppo.ppo.trainer import PPOTrainer
 from fastppo.recipes.catalogue import find
 from fastppo.recipes.run import base_rewards, lay_out, look, prepare
 from fastppo.rewards.limit import base_reward, best_of_several, curve, limit, share_of_gain
+from fastppo.run.lock import held
 from fastppo.run.log import read_jsonl
 
 COLOURS = ("#c8553d", "#d99a2b", "#1f5fa8", "#3a8d5d", "#8a5a9e")
 SHOWN = 3
 """Prompts whose responses are printed for each β."""
+
+OWN = (
+    *("config", "kl_coef", "seed", "iterations", "reference_model", "output_dir", "resume"),
+    *("eval_prompts", "eval_interval", "eval_rewards", "eval_sampling", "eval_patience"),
+    *("rewards", "reward_weights", "reward_ensemble", "missing_eos_penalty", "length_penalty"),
+    "length_normalized_score",
+)
+"""Options that the study sets, or whose rewards were not those of the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +90,9 @@ class Study:
         """Raises SystemExit if it holds a study of another size or with other options."""
         sizes = [self.recipe, self.iterations, self.samples, self.base_samples, self.interval]
         kept, asked = self.directory / "study.json", json.dumps([*sizes, *self.flags])
-        self.directory.mkdir(parents=True, exist_ok=True)
-        if kept.exists() and kept.read_text() != asked:
-            raise SystemExit(
-                f"{kept} has {kept.read_text()}, expected {asked}: name another directory"
-            )
+        there = kept.read_text() if kept.exists() else None
+        if there != asked and (there or any(self.directory.glob("beta-*/look.json"))):
+            raise SystemExit(f"{kept} has {there}, expected {asked}: name another directory")
         kept.write_text(asked)
 
 
@@ -94,12 +101,14 @@ def run(study: Study) -> None:
     console = Console(stderr=True)
     recipe = find(study.recipe)
     lay_out(recipe, study.base)
-    study.config()  # its errors before anything is made
+    for beta in study.betas:
+        study.config(kl_coef=beta)  # errors before anything is made
     study.check_directory()
     prepare(recipe, study.base, 0, console)
     held_out = load_rows(str(study.base / "held_out.jsonl"))
     several = study.base / f"held_out_{study.samples}.jsonl"
-    write_rows(several, [row for row in held_out for _ in range(study.samples)])
+    if not several.exists():
+        write_rows(several, [row for row in held_out for _ in range(study.samples)])
     rewards = study.directory / "base_rewards.json"
     if not rewards.exists():
         options = {
@@ -116,8 +125,9 @@ def run(study: Study) -> None:
             if (output / "look.json").exists():
                 continue
             resume = any(output.glob("checkpoint-*"))
-            if not resume:  # what an interrupted run left
-                shutil.rmtree(output, ignore_errors=True)
+            if not resume and output.exists():
+                with held(output):  # not that of another process
+                    shutil.rmtree(output)  # what an interrupted run left
             config = study.config(kl_coef=beta, seed=seed, output_dir=str(output), resume=resume)
             trainer = PPOTrainer(config, console=console)
             trainer.train()
@@ -224,13 +234,17 @@ def draw(study: Study, path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("directory", type=Path, help="where the runs go")
+    parser.add_argument("directory", type=Path, help="where the runs go; before other flags")
     parser.add_argument("--recipe", default="smollm2-sentiment")
     parser.add_argument("--betas", type=float, nargs="+", default=[0.0, 0.02, 0.05, 0.1])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--quick", action="store_true", help="one seed, two β, few iterations")
     given, flags = parser.parse_known_args(arguments)
+    for flag in flags:
+        name = flag.partition("=")[0]
+        if name.startswith("--") and name[2:].replace("-", "_") in OWN:
+            parser.error(f"{name} is set by the study; name other options of the recipe")
     quick = given.quick
     interval = 2 if quick else 5
     if not quick and given.iterations < interval:

@@ -37,17 +37,6 @@ def test_a_cell_says_how_many_runs_it_is_of() -> None:
     assert cell([float("nan")]) == "not reached"
 
 
-def test_the_settings_of_the_second_study_are_options_of_the_recipe() -> None:
-    import yaml
-
-    from fastppo.ppo.config import PPOConfig
-    from fastppo.recipes.catalogue import find
-
-    read = yaml.safe_load(find("arithmetic").config("x"))
-    for label, (options, _) in _script("study_estimators")["SETTINGS"].items():
-        assert PPOConfig(**read | options), label
-
-
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arithmetic, "LARGEST", 9)
@@ -64,25 +53,86 @@ def test_a_study_without_an_evaluation_is_refused_before_it_trains(tmp_path: Pat
     assert not (tmp_path / "study").exists()
 
 
-@pytest.mark.usefixtures("_small")
-@pytest.mark.parametrize("name", ["study_reward_kl", "study_estimators"])
-def test_a_study_takes_options_of_its_recipe(name: str, tmp_path: Path, monkeypatch) -> None:
-    """They reach the config; a directory keeps to one set of them; a wrong one costs nothing."""
-    main = _script(name)["main"]
-    monkeypatch.setitem(main.__globals__, "prepare", lambda *_: None)
-    monkeypatch.setitem(main.__globals__, "load_rows", lambda *_: [{"prompt": "1+1="}])
+@pytest.fixture(params=["study_reward_kl", "study_estimators"])
+def stopped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A script whose runs end before they begin, with what they were asked."""
+    script = _script(request.param)
+    names = script["main"].__globals__
+    asked: list[Any] = []
 
     def trainer(config: Any, console: Any) -> None:
-        raise RuntimeError(f"kl_coef {config.kl_coef}")
+        asked.append(config)
+        if Path(config.output_dir).name != "base":
+            raise RuntimeError("a run")
 
-    monkeypatch.setitem(main.__globals__, "PPOTrainer", trainer)
-    command = [str(tmp_path), "--quick", "--recipe", "arithmetic"]
+    monkeypatch.setitem(names, "prepare", lambda *_: None)
+    monkeypatch.setitem(names, "load_rows", lambda *_: [{"prompt": "1+1="}])
+    monkeypatch.setitem(names, "PPOTrainer", trainer)
+    return {"main": script["main"], "asked": asked, "name": request.param}
+
+
+QUICK = ["--quick", "--recipe", "arithmetic"]
+
+
+def test_a_study_takes_options_of_its_recipe(stopped: dict[str, Any], tmp_path: Path) -> None:
+    """They reach the runs, and a directory keeps to one set of them and one size."""
+    main, asked = stopped["main"], stopped["asked"]
+    (tmp_path / "base_rewards.json").write_text("[]")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a run"):
+            main([str(tmp_path), *QUICK, "--gamma", "0.3"])
+    assert [config.gamma for config in asked] == [0.3, 0.3]
+    for other in ([*QUICK, "--gamma", "0.4"], ["--recipe", "arithmetic", "--gamma", "0.3"]):
+        with pytest.raises(SystemExit, match="name another directory"):
+            main([str(tmp_path), *other])
+    assert len(asked) == 2
+
+
+def test_a_directory_of_an_unknown_study_is_refused(
+    stopped: dict[str, Any], tmp_path: Path
+) -> None:
+    for left in ("beta-0.5-seed-0/look.json", "seed-0/PPO/times.json"):
+        (tmp_path / left).parent.mkdir(parents=True)
+        (tmp_path / left).write_text("[]")
+    with pytest.raises(SystemExit, match=r"study\.json has None, expected"):
+        stopped["main"]([str(tmp_path), *QUICK])
+
+
+@pytest.mark.parametrize("flag", ["--seed=4", "--output-dir", "--config"])
+def test_an_option_that_the_study_sets_is_refused(
+    flag: str, stopped: dict[str, Any], tmp_path: Path, capsys
+) -> None:
     with pytest.raises(SystemExit):
-        main([*command, "--kl_coeff", "0.3"])
-    with pytest.raises(RuntimeError, match=r"kl_coef 0\.3"):
-        main([*command, "--kl_coef", "0.3"])
-    with pytest.raises(SystemExit, match="name another directory"):
-        main([*command, "--kl_coef", "0.4"])
+        stopped["main"]([str(tmp_path / "study"), *QUICK, flag, "x"])
+    assert "is set by the study" in capsys.readouterr().err
+    assert not (tmp_path / "study").exists()
+
+
+def test_an_option_that_one_run_refuses_costs_nothing(
+    stopped: dict[str, Any], tmp_path: Path
+) -> None:
+    """It is found before anything is made, and the directory is not bound to it."""
+    flags = {
+        "study_reward_kl": ["--kl_estimator", "full"],  # β = 0 has no KL
+        "study_estimators": ["--value_warmup_iterations", "2"],  # RLOO has no value function
+    }
+    with pytest.raises(ValueError, match=r"kl_coef|value"):
+        stopped["main"]([str(tmp_path), *QUICK, *flags[stopped["name"]]])
+    assert stopped["asked"] == []
+    assert not (tmp_path / "study.json").exists()
+
+
+def test_what_an_interrupted_run_left_is_not_gone_on_with(
+    stopped: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "base_rewards.json").write_text("[]")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a run"):
+            stopped["main"]([str(tmp_path), *QUICK])
+        left = Path(stopped["asked"][-1].output_dir) / "metrics.jsonl"
+        assert not left.exists()
+        left.parent.mkdir(exist_ok=True)
+        left.write_text("{}\n")
 
 
 @pytest.mark.parametrize(("checkpoint", "resume"), [(True, True), (False, False)])
