@@ -63,6 +63,8 @@ def run_seed(name: str, directory: Path, seed: int, flags: Sequence[str]) -> dic
         "kl": after["kl"],
         "processor_minutes": (time.process_time() - started) / 60,
     }
+    for checkpoint in Path(config.output_dir).glob("checkpoint-*"):  # gigabytes each
+        shutil.rmtree(checkpoint)
     records = read_jsonl(Path(config.output_dir) / "metrics.jsonl")
     line["trained"] = fmean(record["reward"] for record in records[-LAST:])
     if "eval/greedy/reward" in records[-1]:

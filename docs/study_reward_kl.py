@@ -135,6 +135,8 @@ def run(study: Study) -> None:
             seen = look(trainer, trainer.evaluation.prompts)
             kept = {name: seen[name] for name in ("reward", "kl", "prompts", "completions")}
             (output / "look.json").write_text(json.dumps(kept))
+            for checkpoint in output.glob("checkpoint-*"):  # gigabytes each, and of no more use
+                shutil.rmtree(checkpoint)
 
 
 def curves(study: Study, beta: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

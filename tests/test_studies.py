@@ -171,6 +171,7 @@ def test_a_study_goes_on_where_it_was_interrupted(
     run(study)
     assert asked == [(resume, checkpoint)]
     assert (output / "look.json").exists()
+    assert not any(output.glob("checkpoint-*"))  # a disk holds a dozen runs
 
 
 @pytest.mark.slow
@@ -244,6 +245,7 @@ def test_a_seed_is_a_run_of_the_recipe(tmp_path: Path) -> None:
     line = run_seed("arithmetic", tmp_path, 3, small)
     records = read_jsonl(tmp_path / "arithmetic-3" / "ppo" / "metrics.jsonl")
     assert line["greedy"] == records[-1]["eval/greedy/reward"]
+    assert not any((tmp_path / "arithmetic-3" / "ppo").glob("checkpoint-*"))
     assert line["trained"] == (records[0]["reward"] + records[1]["reward"]) / 2
     assert (line["seed"], line["iterations"]) == (3, 2)
     assert line["kl"] != 0
