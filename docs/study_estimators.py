@@ -2,7 +2,8 @@
 
     python docs/study_estimators.py runs/estimators
     python docs/study_estimators.py runs/estimators-quick --quick     # a few minutes
-    python docs/study_estimators.py runs/with-smollm2 --recipe smollm2-arithmetic --seeds 1
+    python docs/study_estimators.py runs/with-smollm2 --recipe smollm2-arithmetic --seeds 1 \\
+        --seconds 300 --precision bf16 --param_dtype bfloat16
 
 Trains the recipe `arithmetic` with each way to make advantages, from the same model per seed, with
 the same β, learning rate, batch and epochs, for the same time, counted as processor time of one
@@ -48,19 +49,21 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         "#c8553d",
     ),
 }
-OWN = (
-    *(
-        "config",
-        "seed",
-        "device",
-        "iterations",
-        "eval_interval",
-        "lr_schedule",
-        "output_dir",
-        "advantage",
-    ),
-    *("value_model", "vf_coef", "lam", "samples_per_prompt", "whiten_advantages"),
-)
+OWN = {
+    "config",
+    "seed",
+    "device",
+    "iterations",
+    "eval_interval",
+    "lr_schedule",
+    "output_dir",
+    "advantage",
+    "value_model",
+    "vf_coef",
+    "lam",
+    "samples_per_prompt",
+    "whiten_advantages",
+}
 """Options that the study sets."""
 
 MOST_PROMPTS = 100
@@ -112,7 +115,10 @@ class Study:
         kept, asked = self.directory / "study.json", json.dumps([*sizes, *self.flags])
         there = kept.read_text() if kept.exists() else None
         if there != asked and (there or any(self.directory.glob("seed-*/*/times.json"))):
-            raise SystemExit(f"{kept} has {there}, expected {asked}: name another directory")
+            raise SystemExit(
+                f"{self.directory} holds a study of {there or 'unknown options'}, expected "
+                f"{asked}: name another directory"
+            )
         kept.write_text(asked)
 
 
@@ -230,7 +236,8 @@ def draw(study: Study, path: Path) -> None:
         found = runs(study, label)
         lines = np.array([np.interp(x, times, reward) for times, reward, _ in found])
         left.plot(x, lines.mean(0), color=colour, linewidth=1.8, label=label)
-        left.fill_between(x, lines.min(0), lines.max(0), color=colour, alpha=0.12, linewidth=0)
+        mean, spread = lines.mean(0), lines.std(0)
+        left.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.12, linewidth=0)
         for _, reward, kl in found:
             right.plot(kl, reward, color=colour, linewidth=0.9, alpha=0.5)
     for best in best_of_seeds(study):

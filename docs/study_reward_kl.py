@@ -2,7 +2,7 @@
 
     python docs/study_reward_kl.py runs/reward-kl
     python docs/study_reward_kl.py runs/reward-kl-quick --quick     # a few minutes
-    python docs/study_reward_kl.py runs/reward-kl --precision bf16 --param_dtype bfloat16
+    python docs/study_reward_kl.py runs/reward-kl-bf16 --precision bf16 --param_dtype bfloat16
 
 Trains a recipe (SmolLM2 and sentiment, unless another is named) with several β and seeds. Every few
 iterations the policy answers the held-out prompts, several times each, and the trained reward, the
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,15 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.recipes.catalogue import find
 from fastppo.recipes.run import base_rewards, lay_out, look, prepare
-from fastppo.rewards.limit import base_reward, best_of_several, curve, limit, share_of_gain
+from fastppo.rewards.limit import (
+    base_reward,
+    best_of_several,
+    curve,
+    limit,
+    most_of_gain,
+    share_of_gain,
+    shows,
+)
 from fastppo.run.lock import held
 from fastppo.run.log import read_jsonl
 
@@ -40,12 +49,26 @@ COLOURS = ("#c8553d", "#d99a2b", "#1f5fa8", "#3a8d5d", "#8a5a9e")
 SHOWN = 3
 """Prompts whose responses are printed for each β."""
 
-OWN = (
-    *("config", "kl_coef", "seed", "iterations", "reference_model", "output_dir", "resume"),
-    *("eval_prompts", "eval_interval", "eval_rewards", "eval_sampling", "eval_patience"),
-    *("rewards", "reward_weights", "reward_ensemble", "missing_eos_penalty", "length_penalty"),
+OWN = {
+    "config",
+    "kl_coef",
+    "seed",
+    "iterations",
+    "reference_model",
+    "output_dir",
+    "resume",
+    "eval_prompts",
+    "eval_interval",
+    "eval_rewards",
+    "eval_sampling",
+    "eval_patience",
+    "rewards",
+    "reward_weights",
+    "reward_ensemble",
+    "missing_eos_penalty",
+    "length_penalty",
     "length_normalized_score",
-)
+}
 """Options that the study sets, or whose rewards were not those of the limit."""
 
 
@@ -92,7 +115,10 @@ class Study:
         kept, asked = self.directory / "study.json", json.dumps([*sizes, *self.flags])
         there = kept.read_text() if kept.exists() else None
         if there != asked and (there or any(self.directory.glob("beta-*/look.json"))):
-            raise SystemExit(f"{kept} has {there}, expected {asked}: name another directory")
+            raise SystemExit(
+                f"{self.directory} holds a study of {there or 'unknown options'}, expected "
+                f"{asked}: name another directory"
+            )
         kept.write_text(asked)
 
 
@@ -165,18 +191,24 @@ def table(study: Study) -> list[str]:
     ]
     for beta in study.betas:
         kl, proxy, gold = (values[:, -1].mean() for values in curves(study, beta))
-        at, share = limit(rewards, max(kl, 0.0)), share_of_gain(rewards, proxy, kl)
         lines.append(
             f"| β = {beta:g} | {kl:.2f} | {proxy:.3f} | {gold:.3f} | {proxy - beta * kl:.3f} | "
-            f"{at.reward:.3f} ({at.effective_samples:.0f} effective samples) | {share:.2f} |"
+            f"{_limit_cells(rewards, proxy, kl)} |"
         )
     for best in best_of_several(rewards):
-        at, share = limit(rewards, best.kl), share_of_gain(rewards, best.reward, best.kl)
-        lines.append(
-            f"| best of {best.n} | {best.kl:.2f} | {best.reward:.3f} | | | {at.reward:.3f} "
-            f"({at.effective_samples:.0f} effective samples) | {share:.2f} |"
-        )
+        cells = _limit_cells(rewards, best.reward, best.kl)
+        lines.append(f"| best of {best.n} | {best.kl:.2f} | {best.reward:.3f} | | | {cells} |")
     return lines
+
+
+def _limit_cells(rewards: Any, reward: float, kl: float) -> str:
+    """The limit at that KL and the share of its gain, or what the share is at most where samples
+    of the base do not show the limit."""
+    at = limit(rewards, max(kl, 0.0))
+    if shows(at, kl):
+        return f"{at.reward:.3f} | {share_of_gain(rewards, reward, kl):.2f}"
+    most = most_of_gain(rewards, reward, kl)
+    return f"not shown | {'no bound' if math.isnan(most) else f'≤ {most:.2f}'}"
 
 
 def samples(study: Study) -> list[str]:
@@ -207,8 +239,9 @@ def draw(study: Study, path: Path) -> None:
             for one_x, one_y in zip(x, y, strict=True):  # the band: every seed
                 axis.plot(one_x, one_y, color=colour, linewidth=0.7, alpha=0.4)
             axis.plot(x.mean(0), y.mean(0), color=colour, linewidth=2, label=f"β = {beta:g}")
-    at = curve(rewards, list(np.linspace(0.0, max(farthest, 1.0), 50)))
-    seen = [(each.kl, each.reward) for each in at]
+    kls = list(np.linspace(0.0, max(farthest, 1.0), 100))
+    at = curve(rewards, kls)
+    seen = [(e.kl, e.reward) for e, kl in zip(at, kls, strict=True) if shows(e, kl)]
     left.plot(*zip(*seen, strict=True), color="black", linewidth=1.4, label="the limit")
     best = best_of_several(rewards)
     left.scatter([b.kl for b in best], [b.reward for b in best], color="black", s=18, zorder=3)

@@ -37,6 +37,17 @@ def test_a_cell_says_how_many_runs_it_is_of() -> None:
     assert cell([float("nan")]) == "not reached"
 
 
+def test_no_share_of_a_limit_that_the_samples_do_not_show() -> None:
+    cells = _script("study_reward_kl")["_limit_cells"]
+    rewards = np.random.default_rng(0).normal(size=(8, 64)).tolist()
+    limit, share = cells(rewards, 0.5, 0.5).split(" | ")
+    assert float(share) == pytest.approx(
+        (0.5 - np.mean(rewards)) / (float(limit) - np.mean(rewards)), abs=0.01
+    )
+    assert cells(rewards, 0.5, 4.0).startswith("not shown | ≤ 0.")
+    assert cells(rewards, 9.0, 4.0) == "not shown | no bound"
+
+
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arithmetic, "LARGEST", 9)
@@ -94,7 +105,7 @@ def test_a_directory_of_an_unknown_study_is_refused(
     for left in ("beta-0.5-seed-0/look.json", "seed-0/PPO/times.json"):
         (tmp_path / left).parent.mkdir(parents=True)
         (tmp_path / left).write_text("[]")
-    with pytest.raises(SystemExit, match=r"study\.json has None, expected"):
+    with pytest.raises(SystemExit, match="a study of unknown options, expected"):
         stopped["main"]([str(tmp_path), *QUICK])
 
 
@@ -113,11 +124,12 @@ def test_an_option_that_one_run_refuses_costs_nothing(
 ) -> None:
     """It is found before anything is made, and the directory is not bound to it."""
     flags = {
-        "study_reward_kl": ["--kl_estimator", "full"],  # β = 0 has no KL
-        "study_estimators": ["--value_warmup_iterations", "2"],  # RLOO has no value function
+        "study_reward_kl": ("kl_estimator", "full", "only with kl_coef > 0"),  # β = 0 is one
+        "study_estimators": ("value_warmup_iterations", "2", "vf_coef must be > 0"),  # RLOO's is 0
     }
-    with pytest.raises(ValueError, match=r"kl_coef|value"):
-        stopped["main"]([str(tmp_path), *QUICK, *flags[stopped["name"]]])
+    name, value, error = flags[stopped["name"]]
+    with pytest.raises(ValueError, match=error):
+        stopped["main"]([str(tmp_path), *QUICK, f"--{name}", value])
     assert stopped["asked"] == []
     assert not (tmp_path / "study.json").exists()
 
