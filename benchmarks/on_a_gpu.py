@@ -236,10 +236,12 @@ def _advantages(bench: Bench, batch: int, length: int) -> None:
 
 
 def head(bench: Bench, tiny: bool) -> None:
-    """The fused head by chunk size, and statistics in one kernel or by chunks."""
+    """The fused head by chunk size, statistics in one kernel or by chunks, and the gradients' GEMMs
+    over as many rows as the device says."""
     n, vocab = (8, 512) if tiny else (8192, 151936)
     for width in (32,) if tiny else (4096, 896):
         _head_of_width(bench, width, n, vocab, (4,) if tiny else (1024, 2048, 4096, 8192))
+        _gradients_of_live_rows(bench, width, n, vocab)
 
 
 def _head_of_width(bench: Bench, width: int, n: int, vocab: int, chunks: Sequence[int]) -> None:
@@ -266,6 +268,26 @@ def _head_of_width(bench: Bench, width: int, n: int, vocab: int, chunks: Sequenc
     projection = Projection(hidden, weight)
     one = partial(triton_linear_stats.linear_token_stats, projection, tokens, Softmax())
     bench.line(f"statistics, H = {width}, in one kernel", one, flop=flop, calls=3)
+
+
+def _gradients_of_live_rows(bench: Bench, width: int, n: int, vocab: int) -> None:
+    """dX and dW by cuBLAS over all rows, and by `grouped_mm` over the first ones, whose number is
+    on the device: what leaving out the rows without a gradient would gain."""
+    grad = torch.randn(n, vocab, device=bench.device).bfloat16()
+    hidden = torch.randn(n, width, device=bench.device).bfloat16()
+    weight = torch.randn(vocab, width, device=bench.device).bfloat16()
+    products = {
+        "dX": (partial(torch.mm, grad, weight), (grad, weight[None])),
+        "dW": (partial(torch.mm, grad.T, hidden), (grad.T, hidden)),
+    }
+    flop = 2 * n * width * vocab
+    for name, (by_cublas, operands) in products.items():
+        bench.line(f"{name}, H = {width}, cuBLAS", by_cublas, flop=flop, calls=3)
+        for share in (1.0, 0.75, 0.5):
+            live = torch.tensor([int(share * n)], dtype=torch.int32, device=bench.device)
+            grouped = partial(torch.nn.functional.grouped_mm, *operands, offs=live)
+            line = f"{name}, H = {width}, grouped_mm over {share:.0%}"
+            bench.line(line, grouped, flop=int(share * flop), calls=3)
 
 
 def trainer(bench: Bench, tiny: bool) -> None:
