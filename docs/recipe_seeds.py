@@ -5,8 +5,10 @@
 
 Runs `fastppo recipe NAME` with one seed after another, each in a folder of its own, and adds a line
 to results.jsonl for each that ends: responses to held-out prompts before and after, and processor
-time. Prints least, median and most. A seed that has its line is not run again, one without begins
-anew; other flags are options of the recipe, for which another directory is wanted.
+time. Prints least, median and most. Seeds that start from one model are held against the limit by
+the samples of the base that all of them drew, since those of one show less of it. A seed that has
+its line is not run again, one without begins anew; other flags are options of the recipe, for which
+another directory is wanted.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+
 from fastppo.cli import parse_train
 from fastppo.recipes.catalogue import find
-from fastppo.recipes.run import lay_out, run_recipe
+from fastppo.recipes.run import beside_the_limit, lay_out, run_recipe
 from fastppo.run.log import read_jsonl
+from fastppo.run.report import BASE_REWARDS
 
 FORMS = {
     "trained": ("reward on the prompts, last iterations", ".3f"),
@@ -76,6 +81,24 @@ def run_seed(name: str, directory: Path, seed: int, flags: Sequence[str]) -> dic
     return {key: value if _is_kept(value) else None for key, value in line.items()}
 
 
+def against_the_limit(
+    lines: Sequence[dict[str, Any]], directory: Path
+) -> tuple[list[dict[str, Any]], int]:
+    """The lines with their shares of the limit by the samples of all seeds, and how many samples to
+    a prompt those are; none where each seed has a model of its own, or none were drawn."""
+    recipe = find(lines[0]["recipe"])
+    if recipe.seeded or not recipe.base_samples:
+        return [*lines], 0
+    drawn = [directory / f"{recipe.name}-{line['seed']}" / "ppo" / BASE_REWARDS for line in lines]
+    pool = np.concatenate([np.array(json.loads(path.read_text())) for path in drawn], axis=1)
+    shares = ("share_of_gain", "most_of_gain")
+    found = [beside_the_limit(pool.tolist(), line | {"reward": line["after"]}) for line in lines]
+    held = [
+        line | {share: at[share] for share in shares} for line, at in zip(lines, found, strict=True)
+    ]
+    return held, pool.shape[1]
+
+
 def table(lines: Sequence[dict[str, Any]]) -> list[str]:
     """Least, median and most of what the seeds have, as Markdown."""
     rows = [f"| {len(lines)} seeds | least | median | most |", "|---|---|---|---|"]
@@ -123,7 +146,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 file.write(json.dumps(line, allow_nan=False) + "\n")
             there = [line]
         lines.append(there[-1])
+    lines, samples = against_the_limit(lines, given.directory)
     print("\n".join(table(lines)))
+    if samples:
+        print(f"The limit is that of {samples} samples of the base to a prompt.")
 
 
 if __name__ == "__main__":

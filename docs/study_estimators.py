@@ -7,9 +7,9 @@
 
 Trains the recipe `arithmetic` with each way to make advantages, from the same model per seed, with
 the same β, learning rate, batch and epochs, for the same time, counted as processor time of one
-thread. Prints the reward after equal compute, the reward where a run first reached equal KL, and
-best of n of the model at the start; draws estimators.png. A run that is there already is not run
-again. Other flags are options of the recipe.
+thread. Prints the reward after equal compute, the reward where a run first reached equal KL, best
+of n of the model at the start, and what the critics knew; draws estimators.png, with the limit. A
+run that is there already is not run again. Other flags are options of the recipe.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.recipes.catalogue import find
 from fastppo.recipes.run import base_rewards, lay_out, prepare
-from fastppo.rewards.limit import BestOf, best_of_several
+from fastppo.rewards.limit import BestOf, best_of_several, curve, shows
 from fastppo.run.lock import held
 from fastppo.run.log import RunLog, read_jsonl
 
@@ -42,6 +42,10 @@ NO_CRITIC = {"vf_coef": 0.0, "lam": 0.95, "value_model": "shared"}
 
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "PPO": ({"advantage": "gae", "value_model": "shared"}, "#1f5fa8"),
+    "PPO, detached head": (
+        {"advantage": "gae", "value_model": "detached", "value_learning_rate": 1e-3},
+        "#5fa8d3",
+    ),
     "REINFORCE": (NO_CRITIC | {"advantage": "reinforce"}, "#8a5a9e"),
     "RLOO": (NO_CRITIC | {"advantage": "rloo", "samples_per_prompt": 8}, "#3a8d5d"),
     "GRPO": (
@@ -58,6 +62,7 @@ OWN = {
     "lr_schedule",
     "output_dir",
     "advantage",
+    "value_learning_rate",
     "value_model",
     "vf_coef",
     "lam",
@@ -109,30 +114,34 @@ class Study:
             for label, (options, _) in SETTINGS.items()
         }
 
+    @property
+    def identity(self) -> str:
+        """What the runs of one directory have in common."""
+        return json.dumps([self.recipe, self.seconds, self.base_samples, *self.flags])
+
     def check_directory(self) -> None:
         """Raises SystemExit if it holds a study of another size or with other options."""
-        sizes = [self.recipe, self.seconds, self.base_samples]
-        kept, asked = self.directory / "study.json", json.dumps([*sizes, *self.flags])
+        kept = self.directory / "study.json"
         there = kept.read_text() if kept.exists() else None
-        if there != asked and (there or any(self.directory.glob("seed-*/*/times.json"))):
+        if there != self.identity and (there or any(self.directory.glob("seed-*/*/times.json"))):
             raise SystemExit(
                 f"{self.directory} holds a study of {there or 'unknown options'}, expected "
-                f"{asked}: name another directory"
+                f"{self.identity}: name another directory"
             )
-        kept.write_text(asked)
 
 
 def run(study: Study) -> None:
     """All that is not there yet."""
     console = Console(stderr=True)
     recipe = find(study.recipe)
+    study.check_directory()
     for seed in range(study.seeds):
         out = study.seed_dir(seed)
-        lay_out(recipe, out)
-        configs = study.configs(seed)  # errors before anything is made
-        study.check_directory()
-        prepare(recipe, out, seed, console)
         with held(out):
+            lay_out(recipe, out)
+            configs = study.configs(seed)  # errors before anything is made
+            (study.directory / "study.json").write_text(study.identity)
+            prepare(recipe, out, seed, console)
             for label, config in configs.items():
                 if not (out / label / "times.json").exists():
                     run_setting(study, config, console)
@@ -203,8 +212,8 @@ def table(study: Study) -> list[str]:
             cells.append([at_kl(kls, reward, kl) for _, reward, kls in found])
         lines.append(f"| {label} | " + " | ".join(map(_cell, cells)) + " |")
     for best in best_of_seeds(study):
-        reward = _cell([each.reward for each in best])
-        lines.append(f"| best of {best[0].n} | {reward} at {best[0].kl:.2f} nats |")
+        reward, kl = (_cell([each[i] for each in best], 4 - i) for i in (1, 2))
+        lines.append(f"| best of {best[0].n} | {reward} at {kl} nats |")
     return lines
 
 
@@ -217,18 +226,46 @@ def best_of_seeds(study: Study) -> list[list[BestOf]]:
     return [list(each) for each in zip(*found, strict=True)]
 
 
-def _cell(values: Sequence[float]) -> str:
+def _cell(values: Sequence[float], digits: int = 3) -> str:
     """Mean ± deviation of the runs that have a value, and how many they are where some have not."""
     there = np.array([value for value in values if value == value])
     if len(there) == 0:
         return "not reached"
-    spread = there.std(ddof=1) if len(there) > 1 else 0.0
+    spread = f" ± {there.std(ddof=1):.{digits}f}" if len(there) > 1 else ""
     of = "" if len(there) == len(values) else f" ({len(there)} of {len(values)})"
-    return f"{there.mean():.3f} ± {spread:.3f}{of}"
+    return f"{there.mean():.{digits}f}{spread}{of}"
+
+
+def known(study: Study) -> list[str]:
+    """What the critics explained of the returns' variance: the mean of a run's later half."""
+    lines = []
+    for label, (options, _) in SETTINGS.items():
+        if options["advantage"] != "gae":
+            continue
+        found = []
+        for seed in range(study.seeds):
+            records = read_jsonl(study.seed_dir(seed) / label / "metrics.jsonl")
+            explained = [record["explained_variance"] for record in records]
+            found.append(float(np.mean(explained[len(explained) // 2 :])))
+        lines.append(f"{label}: the critic explains {_cell(found, 2)} of the returns' variance")
+    return lines
+
+
+def limits(study: Study, farthest: float) -> list[tuple[float, float]]:
+    """(KL, reward) of the limit, the mean of the seeds, as far as the samples of all show it."""
+    kls = np.linspace(0.0, farthest, 100)
+    rewards = []
+    for seed in range(study.seeds):
+        base = json.loads((study.seed_dir(seed) / "base_rewards.json").read_text())
+        found = zip(curve(base, list(kls)), kls, strict=True)
+        rewards.append([each.reward if shows(each, kl) else np.nan for each, kl in found])
+    mean = np.mean(rewards, 0)
+    return [(float(kl), float(at)) for kl, at in zip(kls, mean, strict=True) if at == at]
 
 
 def draw(study: Study, path: Path) -> None:
-    """Left the reward against compute, right against the KL."""
+    """Left the reward against compute, mean and deviation of the seeds; right against the KL, each
+    seed."""
     plt.rcParams.update({"font.size": 10, "font.family": "sans-serif"})
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     x = np.linspace(0, study.seconds, 80)
@@ -240,8 +277,12 @@ def draw(study: Study, path: Path) -> None:
         left.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.12, linewidth=0)
         for _, reward, kl in found:
             right.plot(kl, reward, color=colour, linewidth=0.9, alpha=0.5)
+    seen = limits(study, float(right.dataLim.x1))
+    right.plot(*zip(*seen, strict=True), color="black", linewidth=1.4)
+    right.annotate("the limit", seen[-1], xytext=(4, -4), fontsize=8, textcoords="offset points")
     for best in best_of_seeds(study):
-        place = best[0].kl, float(np.mean([each.reward for each in best]))
+        kl, reward = (float(np.mean([each[i] for each in best])) for i in (2, 1))
+        place = kl, reward
         right.scatter(*place, color="black", s=18, zorder=3)
         label = f"best of {best[0].n}"
         right.annotate(label, place, xytext=(4, -9), fontsize=8, textcoords="offset points")
@@ -268,6 +309,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kls", type=float, nargs="+", default=[0.1, 0.25, 0.5])
     parser.add_argument("--quick", action="store_true", help="two seeds of 10 seconds each")
     given, flags = parser.parse_known_args(arguments)
+    if given.seeds < 1:
+        parser.error(f"--seeds must be >= 1, got {given.seeds}")
     for flag in flags:
         name = flag.partition("=")[0]
         if name.startswith("--") and name[2:].replace("-", "_") in OWN:
@@ -284,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     run(study)
     draw(study, study.directory / "estimators.png")
-    print("\n".join(table(study)))
+    print("\n".join([*table(study), "", *known(study)]))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,15 @@ monitored one and the KL to the base are written down. Beside the curves stand w
 base say of the same prompts: the most that any policy earns at a KL (`fastppo.rewards.limit`), and
 best of n. Draws reward-kl.png from what was run, and prints the table and samples of each β; a run
 that is there already is not run again. Other flags are options of the recipe.
+
+Processes may share a directory, each with β of its own (`--betas`), once base_rewards.json is
+there; a last run with all β draws the picture.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import shutil
@@ -31,7 +35,7 @@ from fastppo.cli import parse_train
 from fastppo.data.rows import load_rows, write_rows
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
-from fastppo.recipes.catalogue import find
+from fastppo.recipes.catalogue import Recipe, find
 from fastppo.recipes.run import base_rewards, lay_out, look, prepare
 from fastppo.rewards.limit import (
     base_reward,
@@ -42,6 +46,7 @@ from fastppo.rewards.limit import (
     share_of_gain,
     shows,
 )
+from fastppo.rewards.loading import reward_name
 from fastppo.run.lock import held
 from fastppo.run.log import read_jsonl
 
@@ -109,67 +114,84 @@ class Study:
         }
         return replace(recipe, **shown | options)
 
+    @property
+    def identity(self) -> str:
+        """What the runs of one directory have in common."""
+        sizes = [self.recipe, self.iterations, self.samples, self.interval]
+        return json.dumps([*sizes, *self.flags])
+
     def check_directory(self) -> None:
         """Raises SystemExit if it holds a study of another size or with other options."""
-        sizes = [self.recipe, self.iterations, self.samples, self.base_samples, self.interval]
-        kept, asked = self.directory / "study.json", json.dumps([*sizes, *self.flags])
+        kept = self.directory / "study.json"
         there = kept.read_text() if kept.exists() else None
-        if there != asked and (there or any(self.directory.glob("beta-*/look.json"))):
+        if there != self.identity and (there or any(self.directory.glob("beta-*/look.json"))):
             raise SystemExit(
                 f"{self.directory} holds a study of {there or 'unknown options'}, expected "
-                f"{asked}: name another directory"
+                f"{self.identity}: name another directory"
             )
-        kept.write_text(asked)
 
 
 def run(study: Study) -> None:
     """All that is not there yet."""
     console = Console(stderr=True)
     recipe = find(study.recipe)
-    lay_out(recipe, study.base)
-    for beta in study.betas:
-        study.config(kl_coef=beta)  # errors before anything is made
     study.check_directory()
+    with held(study.base):
+        lay_out(recipe, study.base)
+        for beta in study.betas:
+            study.config(kl_coef=beta)  # errors before anything is made
+        (study.directory / "study.json").write_text(study.identity)
+        make_base(study, recipe, console)
+    for seed in range(study.seeds):
+        for beta in study.betas:
+            output = study.run_dir(beta, seed)
+            if not (output / "look.json").exists():
+                run_one(study, beta, seed, console)
+            for checkpoint in output.glob("checkpoint-*"):  # gigabytes each, and of no more use
+                shutil.rmtree(checkpoint)
+
+
+def make_base(study: Study, recipe: Recipe, console: Console) -> None:
+    """What the runs begin with, and samples of the base, if there are not as many yet."""
     prepare(recipe, study.base, 0, console)
     held_out = load_rows(str(study.base / "held_out.jsonl"))
     several = study.base / f"held_out_{study.samples}.jsonl"
     if not several.exists():
         write_rows(several, [row for row in held_out for _ in range(study.samples)])
-    rewards = study.directory / "base_rewards.json"
-    if not rewards.exists():
-        options = {
-            "eval_prompts": str(study.base / "held_out.jsonl"),
-            "output_dir": str(study.base),
-        }
-        trainer = PPOTrainer(study.config(**options), console=console)
-        assert trainer.evaluation.prompts is not None
-        found = base_rewards(trainer, trainer.evaluation.prompts, study.base_samples)
-        rewards.write_text(json.dumps(found))
-    for seed in range(study.seeds):
-        for beta in study.betas:
-            output = study.run_dir(beta, seed)
-            if (output / "look.json").exists():
-                continue
-            resume = any(output.glob("checkpoint-*"))
-            if not resume and output.exists():
-                with held(output):  # not that of another process
-                    shutil.rmtree(output)  # what an interrupted run left
-            config = study.config(kl_coef=beta, seed=seed, output_dir=str(output), resume=resume)
-            trainer = PPOTrainer(config, console=console)
-            trainer.train()
-            assert trainer.evaluation.prompts is not None
-            seen = look(trainer, trainer.evaluation.prompts)
-            kept = {name: seen[name] for name in ("reward", "kl", "prompts", "completions")}
-            (output / "look.json").write_text(json.dumps(kept))
-            for checkpoint in output.glob("checkpoint-*"):  # gigabytes each, and of no more use
-                shutil.rmtree(checkpoint)
+    kept = study.directory / "base_rewards.json"
+    if kept.exists() and len(json.loads(kept.read_text())[0]) >= study.base_samples:
+        return
+    options = {
+        "eval_prompts": str(study.base / "held_out.jsonl"),
+        "output_dir": str(study.base),
+    }
+    trainer = PPOTrainer(study.config(**options), console=console)
+    assert trainer.evaluation.prompts is not None
+    found = base_rewards(trainer, trainer.evaluation.prompts, study.base_samples)
+    kept.write_text(json.dumps(found))
+
+
+def run_one(study: Study, beta: float, seed: int, console: Console) -> None:
+    """One run with its samples, from its checkpoint if an interrupted one left any."""
+    output = study.run_dir(beta, seed)
+    resume = any(output.glob("checkpoint-*"))
+    if not resume and output.exists():
+        with held(output):  # not that of another process
+            shutil.rmtree(output)  # what an interrupted run left
+    config = study.config(kl_coef=beta, seed=seed, output_dir=str(output), resume=resume)
+    trainer = PPOTrainer(config, console=console)
+    trainer.train()
+    assert trainer.evaluation.prompts is not None
+    seen = look(trainer, trainer.evaluation.prompts)
+    kept = {name: seen[name] for name in ("reward", "kl", "prompts", "completions")}
+    (output / "look.json").write_text(json.dumps(kept))
 
 
 def curves(study: Study, beta: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(KL, proxy, gold) [seeds, evaluations] on the held-out prompts. The gold reward is the first
     that is monitored, the proxy itself where there is none."""
     config = study.config()
-    names = [spec.rpartition(":")[2] for spec in (*config.rewards, *config.monitor_rewards)]
+    names = [reward_name(spec) for spec in (*config.rewards, *config.monitor_rewards)]
     proxy, gold = names[0], names[len(config.rewards) :][:1] or names[:1]
     found = []
     for seed in range(study.seeds):
@@ -182,7 +204,7 @@ def curves(study: Study, beta: float) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def table(study: Study) -> list[str]:
-    """The last evaluation of each β, means over the seeds, as Markdown; then best of n."""
+    """The last evaluation of each β, mean ± deviation of the seeds, as Markdown; then best of n."""
     rewards = json.loads((study.directory / "base_rewards.json").read_text())
     lines = [
         "| policy | KL, nats | proxy | gold | r − β·KL | limit at that KL | share of its gain |",
@@ -190,10 +212,10 @@ def table(study: Study) -> list[str]:
         f"| the base | 0 | {base_reward(rewards):.3f} | | | | |",
     ]
     for beta in study.betas:
-        kl, proxy, gold = (values[:, -1].mean() for values in curves(study, beta))
+        kl, proxy, gold = (values[:, -1] for values in curves(study, beta))
         lines.append(
-            f"| β = {beta:g} | {kl:.2f} | {proxy:.3f} | {gold:.3f} | {proxy - beta * kl:.3f} | "
-            f"{_limit_cells(rewards, proxy, kl)} |"
+            f"| β = {beta:g} | {_spread(kl, 2)} | {_spread(proxy)} | {_spread(gold)} | "
+            f"{_spread(proxy - beta * kl)} | {_limit_cells(rewards, proxy.mean(), kl.mean())} |"
         )
     for best in best_of_several(rewards):
         cells = _limit_cells(rewards, best.reward, best.kl)
@@ -201,10 +223,36 @@ def table(study: Study) -> list[str]:
     return lines
 
 
+def along(study: Study) -> list[str]:
+    """Every evaluation of each β, means over the seeds, as Markdown."""
+    rewards = json.loads((study.directory / "base_rewards.json").read_text())
+    evaluated = range(study.interval, study.iterations + 1, study.interval)
+    lines = [
+        f"| after {', '.join(map(str, evaluated))} iterations | KL, nats | proxy | gold | "
+        "share of the limit's gain |",
+        "|---|---|---|---|---|",
+    ]
+    for beta in study.betas:
+        kl, proxy, gold = (values.mean(0) for values in curves(study, beta))
+        cells = [", ".join(f"{x:.2f}" for x in kl)]
+        cells += [", ".join(f"{x:.3f}" for x in values) for values in (proxy, gold)]
+        shares = [_limit_cells(rewards, *at).split(" | ")[1] for at in zip(proxy, kl, strict=True)]
+        lines.append(f"| β = {beta:g} | {' | '.join([*cells, ', '.join(shares)])} |")
+    return lines
+
+
+def _spread(values: np.ndarray, digits: int = 3) -> str:
+    """Mean ± deviation of the seeds; of one seed its value."""
+    mean = f"{values.mean():.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {values.std(ddof=1):.{digits}f}"
+
+
 def _limit_cells(rewards: Any, reward: float, kl: float) -> str:
     """The limit at that KL and the share of its gain, or what the share is at most where samples
     of the base do not show the limit."""
     at = limit(rewards, max(kl, 0.0))
+    if kl <= 0:
+        return f"{at.reward:.3f} | "
     if shows(at, kl):
         return f"{at.reward:.3f} | {share_of_gain(rewards, reward, kl):.2f}"
     most = most_of_gain(rewards, reward, kl)
@@ -232,7 +280,7 @@ def draw(study: Study, path: Path) -> None:
     plt.rcParams.update({"font.size": 10, "font.family": "sans-serif"})
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     farthest = 0.0
-    for beta, colour in zip(study.betas, COLOURS, strict=False):
+    for beta, colour in zip(study.betas, itertools.cycle(COLOURS), strict=False):
         kl, proxy, gold = curves(study, beta)
         farthest = max(farthest, float(kl.max()))
         for axis, x, y in ((left, kl, proxy), (right, proxy, gold)):
@@ -276,6 +324,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--quick", action="store_true", help="one seed, two β, few iterations")
     given, flags = parser.parse_known_args(arguments)
+    if given.seeds < 1:
+        parser.error(f"--seeds must be >= 1, got {given.seeds}")
     for flag in flags:
         name = flag.partition("=")[0]
         if name.startswith("--") and name[2:].replace("-", "_") in OWN:
@@ -291,13 +341,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seeds=1 if quick else given.seeds,
         iterations=6 if quick else given.iterations,
         samples=2 if quick else 8,
-        base_samples=16 if quick else 64,
+        base_samples=16 if quick else 320,
         interval=interval,
         flags=tuple(flags),
     )
     run(study)
     draw(study, study.directory / "reward-kl.png")
-    print("\n".join([*table(study), "", *samples(study)]))
+    print("\n".join([*table(study), "", *along(study), "", *samples(study)]))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fastppo.recipes import arithmetic, characters
+from fastppo.rewards.limit import share_of_gain
 from fastppo.run.log import read_jsonl
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +34,7 @@ def test_the_reward_at_a_kl_is_read_where_the_run_first_reached_it() -> None:
 def test_a_cell_says_how_many_runs_it_is_of() -> None:
     cell = _script("study_estimators")["_cell"]
     assert cell([0.5, 0.7]) == "0.600 ± 0.141"
-    assert cell([0.5, float("nan")]) == "0.500 ± 0.000 (1 of 2)"
+    assert cell([0.5, float("nan")]) == "0.500 (1 of 2)"
     assert cell([float("nan")]) == "not reached"
 
 
@@ -46,6 +47,45 @@ def test_no_share_of_a_limit_that_the_samples_do_not_show() -> None:
     )
     assert cells(rewards, 0.5, 4.0).startswith("not shown | ≤ 0.")
     assert cells(rewards, 9.0, 4.0) == "not shown | no bound"
+    assert cells(rewards, 0.5, -0.01) == f"{np.mean(rewards):.3f} | ", "no KL, no share"
+
+
+def test_gold_and_proxy_go_by_the_names_that_the_metrics_have(tmp_path: Path) -> None:
+    """A reward model's is its directory's, a function's is the function's."""
+    script = _script("study_reward_kl")
+    study_class = script["Study"]
+    (tmp_path / "model").mkdir()
+    config = SimpleNamespace(rewards=[str(tmp_path / "model")], monitor_rewards=["a.py:gold"])
+
+    class Study(study_class):
+        def config(self, **options: Any) -> Any:
+            return config
+
+    sizes = {"iterations": 2, "samples": 2, "base_samples": 2, "interval": 2}
+    study = Study(directory=tmp_path, recipe="arithmetic", betas=(0.5,), seeds=1, **sizes)
+    study.run_dir(0.5, 0).mkdir()
+    record = {"eval/reward": 1.0, "eval/kl": 2.0, "eval/reward/model": 3.0, "eval/reward/gold": 4.0}
+    (study.run_dir(0.5, 0) / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert [values.tolist() for values in script["curves"](study, 0.5)] == [[[2]], [[3]], [[4]]]
+
+
+@pytest.mark.parametrize("name", ["study_reward_kl", "study_estimators"])
+def test_a_study_that_is_refused_leaves_nothing(name: str, tmp_path: Path) -> None:
+    """Neither in a directory of another study, nor where there was none."""
+    main = _script(name)["main"]
+    (tmp_path / "study.json").write_text('["another"]')
+    with pytest.raises(SystemExit, match="holds a study of"):
+        main([str(tmp_path), *QUICK])
+    assert [path.name for path in tmp_path.iterdir()] == ["study.json"]
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "none"), "--seeds", "0"])
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_cell_of_several_seeds_says_how_far_they_are_apart() -> None:
+    cell = _script("study_reward_kl")["_spread"]
+    assert cell(np.array([0.1, 0.2, 0.3])) == "0.200 ± 0.100"
+    assert cell(np.array([1.5]), 2) == "1.50"
 
 
 @pytest.fixture
@@ -88,7 +128,7 @@ QUICK = ["--quick", "--recipe", "arithmetic"]
 def test_a_study_takes_options_of_its_recipe(stopped: dict[str, Any], tmp_path: Path) -> None:
     """They reach the runs, and a directory keeps to one set of them and one size."""
     main, asked = stopped["main"], stopped["asked"]
-    (tmp_path / "base_rewards.json").write_text("[]")
+    (tmp_path / "base_rewards.json").write_text(json.dumps([[0.0] * 16]))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="a run"):
             main([str(tmp_path), *QUICK, "--gamma", "0.3"])
@@ -137,7 +177,7 @@ def test_an_option_that_one_run_refuses_costs_nothing(
 def test_what_an_interrupted_run_left_is_not_gone_on_with(
     stopped: dict[str, Any], tmp_path: Path
 ) -> None:
-    (tmp_path / "base_rewards.json").write_text("[]")
+    (tmp_path / "base_rewards.json").write_text(json.dumps([[0.0] * 16]))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="a run"):
             stopped["main"]([str(tmp_path), *QUICK])
@@ -174,7 +214,7 @@ def test_a_study_goes_on_where_it_was_interrupted(
     monkeypatch.setitem(run.__globals__, "PPOTrainer", Trainer)
     sizes = {"seeds": 1, "iterations": 6, "samples": 2, "base_samples": 2, "interval": 2}
     study = script["Study"](directory=tmp_path, recipe="arithmetic", betas=(0.5,), **sizes)
-    (tmp_path / "base_rewards.json").write_text("[]")
+    (tmp_path / "base_rewards.json").write_text("[[0.0, 1.0]]")
     output = study.run_dir(0.5, 0)
     output.mkdir()
     (output / "metrics.jsonl").write_text("{}\n")
@@ -198,6 +238,7 @@ def test_the_first_study_draws_its_table_and_picture(tmp_path: Path, capsys) -> 
     base = np.array(json.loads((tmp_path / "base_rewards.json").read_text()))
     assert base.shape == (24, 16)
     assert f"{base.mean():.3f}" in printed
+    assert "| after 2, 4, 6 iterations |" in printed
     assert (tmp_path / "reward-kl.png").stat().st_size > 10_000
     before = (tmp_path / "beta-0-seed-0" / "metrics.jsonl").stat().st_mtime_ns
     main(command)
@@ -247,6 +288,29 @@ def test_the_seeds_of_a_recipe_make_a_table(tmp_path: Path, monkeypatch, capsys)
     with pytest.raises(SystemExit):
         main(["arithmetic", str(tmp_path / "other"), "--seed=7"])
     assert "--seed is set for each seed" in capsys.readouterr().err
+
+
+def test_seeds_of_one_model_are_held_against_the_limit_of_all_their_samples(
+    tmp_path: Path, capsys
+) -> None:
+    script = _script("recipe_seeds")
+    draw, name = np.random.default_rng(0), "smollm2-sentiment"
+    drawn = [draw.normal(size=(8, 64)) for _ in range(5)]
+    lines = []
+    for seed, rewards in enumerate(drawn):
+        path = tmp_path / f"{name}-{seed}" / "ppo" / "base_rewards.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(rewards.tolist()))
+        lines.append(
+            {"recipe": name, "seed": seed, "flags": [], "after": 1.5, "kl": 2.0 + 2 * seed}
+        )
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    script["main"]([name, str(tmp_path), "--seeds", "5"])
+    printed = capsys.readouterr().out
+    pool = np.concatenate(drawn, axis=1).tolist()
+    share = f"{share_of_gain(pool, 1.5, 2.0):.2f}"
+    assert f"| share of the limit's gain (1 of 5) | {share} | {share} | {share} |" in printed
+    assert printed.endswith("The limit is that of 320 samples of the base to a prompt.\n")
 
 
 @pytest.mark.usefixtures("_small")

@@ -12,13 +12,19 @@ is w_i = e^{r_i/β}/Σ e^{r_j/β}, and
 
 β is the same for all prompts: that spends the KL where it earns most. A KL above log m cannot be
 seen in m samples; few effective samples mean that the reward is that of a handful of lucky ones,
-less than what the base could be tilted to. `shows` says where the estimate is to be believed.
+less than what the base could be tilted to. What is lacking goes with one over the effective samples
+of a prompt, and weighs as much as the prompt gains, so over the prompts they are joined by their
+harmonic mean with those weights. `shows` says where the estimate is to be believed: for normal
+rewards it is then 2 to 10 % too low on the average, the more the less alike the prompts are.
 
 A sample that the reward dropped is None: it counts for nothing, and a prompt with fewer than two
 others is left out.
 
 Best of n draws is nearly as good as the tilt; of normal rewards it has nine tenths of the gain. Its
-KL is at most log n − (n − 1)/n (Beirami et al. 2024), with equality where no two rewards tie.
+KL is at most log n − (n − 1)/n (Beirami et al. 2024), and less where draws tie, as those of a
+verifier do: a reward v that the base earns with probability p(v), and no more than v with
+probability F(v), is the best of n with probability q(v) = F(v)ⁿ − F(v⁻)ⁿ, and drawing among equals
+at random costs nothing, so the KL is Σ q log(q/p).
 """
 
 from __future__ import annotations
@@ -50,17 +56,17 @@ class Tilted(NamedTuple):
     kl: float
     """Nats per response."""
     effective_samples: float
-    """To a prompt."""
+    """To a prompt: the harmonic mean, weighted by what each prompt gains."""
     beta: float
 
 
 class BestOf(NamedTuple):
-    """The best of n draws of the base: means over the prompts."""
+    """The best of n draws of the base, ties broken at random: means over the prompts."""
 
     n: int
     reward: float
     kl: float
-    """Nats per response, an upper bound."""
+    """Nats per response."""
 
 
 def _samples(rewards: Any) -> np.ndarray:
@@ -116,9 +122,11 @@ def _tilted(array: np.ndarray, beta: float) -> Tilted:
     # 0·log 0 is 0: a weight that underflows has a finite logarithm here.
     count = np.isfinite(array).sum(1, keepdims=True)
     kl = np.nansum(weights * (log_weights + np.log(count)), 1)
-    effective = 1 / np.nansum(weights**2, 1)
     reward = np.nansum(weights * array, 1)
-    return Tilted(float(reward.mean()), float(kl.mean()), float(effective.mean()), float(beta))
+    gain = np.maximum(reward - np.nanmean(array, 1), 0.0)
+    shares = gain / gain.sum() if gain.sum() > 0 else np.full(len(gain), 1 / len(gain))
+    effective = 1 / (shares * np.nansum(weights**2, 1)).sum()
+    return Tilted(float(reward.mean()), float(kl.mean()), float(effective), float(beta))
 
 
 def limit(rewards: Any, kl: float) -> Tilted:
@@ -179,7 +187,7 @@ def best_of(rewards: Any, n: int) -> BestOf:
 
         Σ_i C(i − 1, n − 1)·r_(i) / C(m, n),   r_(i) the i-th smallest,
 
-    which is unbiased for n independent draws.
+    which is unbiased for n independent draws. The KL is that of n draws from the samples.
 
     Args:
         rewards: [prompts, samples] of samples of the base, n samples or more to each prompt.
@@ -188,12 +196,15 @@ def best_of(rewards: Any, n: int) -> BestOf:
     fewest = int(np.isfinite(array).sum(1).min())
     if not 1 <= n <= fewest:
         raise ValueError(f"n must be in [1, {fewest}], the number of samples, got {n}")
-    means = []
+    means, kls = [], []
     for ranked in (np.sort(row[np.isfinite(row)]) for row in array):
         m = len(ranked)
         chosen = np.array([math.comb(i, n - 1) / math.comb(m, n) for i in range(m)])
         means.append(float(ranked @ chosen))
-    return BestOf(n, float(np.mean(means)), math.log(n) - (n - 1) / n)
+        share = np.unique(ranked, return_counts=True)[1] / m
+        best = np.diff(np.cumsum(share) ** n, prepend=0.0)
+        kls.append(float(np.sum(best * np.log(np.maximum(best, np.finfo(float).tiny) / share))))
+    return BestOf(n, float(np.mean(means)), float(np.mean(kls)))
 
 
 def best_of_several(rewards: Any) -> list[BestOf]:
