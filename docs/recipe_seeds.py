@@ -85,18 +85,23 @@ def against_the_limit(
     lines: Sequence[dict[str, Any]], directory: Path
 ) -> tuple[list[dict[str, Any]], int]:
     """The lines with their shares of the limit by the samples of all seeds, and how many samples to
-    a prompt those are; none where each seed has a model of its own, or none were drawn."""
+    a prompt those are; as they are, and 0, where each seed has a model of its own, or where
+    samples, a KL or a reward are missing."""
     recipe = find(lines[0]["recipe"])
-    if recipe.seeded or not recipe.base_samples:
-        return [*lines], 0
     drawn = [directory / f"{recipe.name}-{line['seed']}" / "ppo" / BASE_REWARDS for line in lines]
+    numbers = [line.get(key) for line in lines for key in ("kl", "after")]
+    if recipe.seeded or None in numbers or not all(path.exists() for path in drawn):
+        return [*lines], 0
     pool = np.concatenate([np.array(json.loads(path.read_text())) for path in drawn], axis=1)
     shares = ("share_of_gain", "most_of_gain")
-    found = [beside_the_limit(pool.tolist(), line | {"reward": line["after"]}) for line in lines]
-    held = [
-        line | {share: at[share] for share in shares} for line, at in zip(lines, found, strict=True)
-    ]
-    return held, pool.shape[1]
+    try:
+        found = [
+            beside_the_limit(pool.tolist(), line | {"reward": line["after"]}) for line in lines
+        ]
+    except ValueError:  # the reward dropped nearly all
+        return [*lines], 0
+    pooled = [{share: at[share] for share in shares} for at in found]
+    return [line | held for line, held in zip(lines, pooled, strict=True)], pool.shape[1]
 
 
 def table(lines: Sequence[dict[str, Any]]) -> list[str]:

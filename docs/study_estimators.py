@@ -20,6 +20,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +224,7 @@ def best_of_seeds(study: Study) -> list[list[BestOf]]:
     for seed in range(study.seeds):
         rewards = json.loads((study.seed_dir(seed) / "base_rewards.json").read_text())
         found.append(best_of_several(rewards))
-    return [list(each) for each in zip(*found, strict=True)]
+    return [list(each) for each in zip(*found, strict=False)]  # the n that all seeds have
 
 
 def _cell(values: Sequence[float], digits: int = 3) -> str:
@@ -253,14 +254,15 @@ def known(study: Study) -> list[str]:
 
 def limits(study: Study, farthest: float) -> list[tuple[float, float]]:
     """(KL, reward) of the limit, the mean of the seeds, as far as the samples of all show it."""
-    kls = np.linspace(0.0, farthest, 100)
-    rewards = []
+    kls = list(np.linspace(0.0, farthest, 100))
+    found = []
     for seed in range(study.seeds):
         base = json.loads((study.seed_dir(seed) / "base_rewards.json").read_text())
-        found = zip(curve(base, list(kls)), kls, strict=True)
-        rewards.append([each.reward if shows(each, kl) else np.nan for each, kl in found])
-    mean = np.mean(rewards, 0)
-    return [(float(kl), float(at)) for kl, at in zip(kls, mean, strict=True) if at == at]
+        at = zip(curve(base, kls), kls, strict=True)
+        found.append([one.reward for one, _ in takewhile(lambda each: shows(*each), at)])
+    last = min(map(len, found))
+    mean = np.mean([rewards[:last] for rewards in found], 0)
+    return list(zip(kls[:last], mean.tolist(), strict=True))
 
 
 def draw(study: Study, path: Path) -> None:
@@ -273,13 +275,15 @@ def draw(study: Study, path: Path) -> None:
         found = runs(study, label)
         lines = np.array([np.interp(x, times, reward) for times, reward, _ in found])
         left.plot(x, lines.mean(0), color=colour, linewidth=1.8, label=label)
-        mean, spread = lines.mean(0), lines.std(0)
+        mean, spread = lines.mean(0), lines.std(0, ddof=min(1, len(lines) - 1))
         left.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.12, linewidth=0)
         for _, reward, kl in found:
             right.plot(kl, reward, color=colour, linewidth=0.9, alpha=0.5)
     seen = limits(study, float(right.dataLim.x1))
-    right.plot(*zip(*seen, strict=True), color="black", linewidth=1.4)
-    right.annotate("the limit", seen[-1], xytext=(4, -4), fontsize=8, textcoords="offset points")
+    if seen:
+        right.plot(*zip(*seen, strict=True), color="black", linewidth=1.4)
+        where = {"xytext": (4, -4), "textcoords": "offset points"}
+        right.annotate("the limit", seen[-1], fontsize=8, **where)
     for best in best_of_seeds(study):
         kl, reward = (float(np.mean([each[i] for each in best])) for i in (2, 1))
         place = kl, reward

@@ -11,8 +11,8 @@ base say of the same prompts: the most that any policy earns at a KL (`fastppo.r
 best of n. Draws reward-kl.png from what was run, and prints the table and samples of each β; a run
 that is there already is not run again. Other flags are options of the recipe.
 
-Processes may share a directory, each with β of its own (`--betas`), once base_rewards.json is
-there; a last run with all β draws the picture.
+Processes may share a directory, each with β of its own (`--betas`), if they begin one by one, when
+base_rewards.json is there; a last run with all β draws the picture.
 """
 
 from __future__ import annotations
@@ -215,10 +215,10 @@ def table(study: Study) -> list[str]:
         kl, proxy, gold = (values[:, -1] for values in curves(study, beta))
         lines.append(
             f"| β = {beta:g} | {_spread(kl, 2)} | {_spread(proxy)} | {_spread(gold)} | "
-            f"{_spread(proxy - beta * kl)} | {_limit_cells(rewards, proxy.mean(), kl.mean())} |"
+            f"{_spread(proxy - beta * kl)} | {_limit_cells(rewards, proxy, kl)} |"
         )
     for best in best_of_several(rewards):
-        cells = _limit_cells(rewards, best.reward, best.kl)
+        cells = _limit_cells(rewards, np.array([best.reward]), np.array([best.kl]))
         lines.append(f"| best of {best.n} | {best.kl:.2f} | {best.reward:.3f} | | | {cells} |")
     return lines
 
@@ -233,10 +233,12 @@ def along(study: Study) -> list[str]:
         "|---|---|---|---|---|",
     ]
     for beta in study.betas:
-        kl, proxy, gold = (values.mean(0) for values in curves(study, beta))
-        cells = [", ".join(f"{x:.2f}" for x in kl)]
-        cells += [", ".join(f"{x:.3f}" for x in values) for values in (proxy, gold)]
-        shares = [_limit_cells(rewards, *at).split(" | ")[1] for at in zip(proxy, kl, strict=True)]
+        kl, proxy, gold = curves(study, beta)
+        cells = [", ".join(f"{x:.2f}" for x in kl.mean(0))]
+        cells += [", ".join(f"{x:.3f}" for x in values.mean(0)) for values in (proxy, gold)]
+        shares = [
+            _limit_cells(rewards, *at).split(" | ")[1] for at in zip(proxy.T, kl.T, strict=True)
+        ]
         lines.append(f"| β = {beta:g} | {' | '.join([*cells, ', '.join(shares)])} |")
     return lines
 
@@ -247,16 +249,21 @@ def _spread(values: np.ndarray, digits: int = 3) -> str:
     return mean if len(values) == 1 else f"{mean} ± {values.std(ddof=1):.{digits}f}"
 
 
-def _limit_cells(rewards: Any, reward: float, kl: float) -> str:
-    """The limit at that KL and the share of its gain, or what the share is at most where samples
-    of the base do not show the limit."""
-    at = limit(rewards, max(kl, 0.0))
-    if kl <= 0:
-        return f"{at.reward:.3f} | "
-    if shows(at, kl):
-        return f"{at.reward:.3f} | {share_of_gain(rewards, reward, kl):.2f}"
-    most = most_of_gain(rewards, reward, kl)
-    return f"not shown | {'no bound' if math.isnan(most) else f'≤ {most:.2f}'}"
+def _limit_cells(rewards: Any, reward: np.ndarray, kl: np.ndarray) -> str:
+    """The limit at those KLs and the share of its gain, means over the seeds; or what the share is
+    at most, where samples of the base do not show the limit of every seed."""
+    at = [limit(rewards, max(each, 0.0)) for each in kl]
+    seeds = list(zip(at, reward, kl, strict=True))
+    all_shown = all(shows(one, k) for one, _, k in seeds)
+    shares = [
+        share_of_gain(rewards, r, k) if shows(one, k) else most_of_gain(rewards, r, k)
+        for one, r, k in seeds
+    ]
+    mean = float(np.mean(shares))
+    if all_shown:
+        share = "" if math.isnan(mean) else f"{mean:.2f}"
+        return f"{np.mean([one.reward for one in at]):.3f} | {share}"
+    return f"not shown | {'no bound' if math.isnan(mean) else f'≤ {mean:.2f}'}"
 
 
 def samples(study: Study) -> list[str]:
@@ -289,7 +296,8 @@ def draw(study: Study, path: Path) -> None:
             axis.plot(x.mean(0), y.mean(0), color=colour, linewidth=2, label=f"β = {beta:g}")
     kls = list(np.linspace(0.0, max(farthest, 1.0), 100))
     at = curve(rewards, kls)
-    seen = [(e.kl, e.reward) for e, kl in zip(at, kls, strict=True) if shows(e, kl)]
+    shown = itertools.takewhile(lambda each: shows(*each), zip(at, kls, strict=True))
+    seen = [(one.kl, one.reward) for one, _ in shown]
     left.plot(*zip(*seen, strict=True), color="black", linewidth=1.4, label="the limit")
     best = best_of_several(rewards)
     left.scatter([b.kl for b in best], [b.reward for b in best], color="black", s=18, zorder=3)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fastppo.recipes import arithmetic, characters
-from fastppo.rewards.limit import share_of_gain
+from fastppo.rewards.limit import most_of_gain, share_of_gain
 from fastppo.run.log import read_jsonl
 
 ROOT = Path(__file__).parents[1]
@@ -41,13 +41,18 @@ def test_a_cell_says_how_many_runs_it_is_of() -> None:
 def test_no_share_of_a_limit_that_the_samples_do_not_show() -> None:
     cells = _script("study_reward_kl")["_limit_cells"]
     rewards = np.random.default_rng(0).normal(size=(8, 64)).tolist()
-    limit, share = cells(rewards, 0.5, 0.5).split(" | ")
-    assert float(share) == pytest.approx(
-        (0.5 - np.mean(rewards)) / (float(limit) - np.mean(rewards)), abs=0.01
-    )
-    assert cells(rewards, 0.5, 4.0).startswith("not shown | ≤ 0.")
-    assert cells(rewards, 9.0, 4.0) == "not shown | no bound"
-    assert cells(rewards, 0.5, -0.01) == f"{np.mean(rewards):.3f} | ", "no KL, no share"
+
+    def of(reward: list[float], kl: list[float]) -> str:
+        return cells(rewards, np.array(reward), np.array(kl))
+
+    shares = [share_of_gain(rewards, 0.5, kl) for kl in (0.5, 0.25)]
+    assert of([0.5], [0.5]).endswith(f" | {shares[0]:.2f}")
+    assert of([0.5, 0.5], [0.5, 0.25]).endswith(f" | {np.mean(shares):.2f}"), "of each seed"
+    most = most_of_gain(rewards, 0.5, 4.0)
+    assert of([0.5], [4.0]) == f"not shown | ≤ {most:.2f}"
+    assert of([0.5, 0.5], [0.5, 4.0]) == f"not shown | ≤ {(shares[0] + most) / 2:.2f}"
+    assert of([9.0, 0.5], [4.0, 0.5]) == "not shown | no bound"
+    assert of([0.5], [-0.01]) == f"{np.mean(rewards):.3f} | ", "no KL, no share"
 
 
 def test_gold_and_proxy_go_by_the_names_that_the_metrics_have(tmp_path: Path) -> None:
@@ -259,6 +264,8 @@ def test_the_second_study_compares_at_equal_compute_and_equal_kl(tmp_path: Path,
         assert times == sorted(times)
         assert times[-1] >= 10.0
     assert "| best of 16 |" in printed
+    for label in ("PPO", "PPO, detached head"):
+        assert f"\n{label}: the critic explains " in printed
     assert (tmp_path / "estimators.png").stat().st_size > 10_000
 
 
@@ -311,6 +318,10 @@ def test_seeds_of_one_model_are_held_against_the_limit_of_all_their_samples(
     share = f"{share_of_gain(pool, 1.5, 2.0):.2f}"
     assert f"| share of the limit's gain (1 of 5) | {share} | {share} | {share} |" in printed
     assert printed.endswith("The limit is that of 320 samples of the base to a prompt.\n")
+    lines[2]["kl"] = None  # what was not finite: no reason to lose the table
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    script["main"]([name, str(tmp_path), "--seeds", "5"])
+    assert "share" not in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("_small")

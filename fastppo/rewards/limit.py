@@ -44,6 +44,9 @@ LEAST_EFFECTIVE = 6.0
 HALVINGS = 100
 """Of the interval of log β: far more than a float's digits."""
 
+STEPS = 281
+"""Of log β from flat to sharp: a tenth of a nat of it each."""
+
 
 BaseRewards = list[list[float | None]]
 """[prompts, samples]: of samples of the base; None where the reward dropped the sample."""
@@ -163,16 +166,24 @@ def shows(found: Tilted, kl: float) -> bool:
 
 
 def farthest_shown(rewards: Any) -> Tilted | None:
-    """The sharpest tilt that `LEAST_EFFECTIVE` samples or more carry; None where there are fewer
-    samples, or nothing to earn.
+    """The sharpest tilt up to which `LEAST_EFFECTIVE` samples or more carry every one; None where
+    there are fewer samples, or nothing to earn.
 
     The limit rises with the KL, so one beyond this tilt's is no lower than its reward.
     """
     array = _samples(rewards)
     spread = float((np.nanmax(array, 1) - np.nanmin(array, 1)).max())
-    if spread == 0 or np.isfinite(array).sum(1).mean() < LEAST_EFFECTIVE:
+    if spread == 0:
         return None
-    sharp, flat = math.log(spread * 1e-6), math.log(spread * 1e6)
+    # From flat to sharp: who gains most changes on the way, and the number may rise again.
+    steps = np.linspace(math.log(spread * 1e6), math.log(spread * 1e-6), STEPS)
+    few = (_tilted(array, math.exp(x)).effective_samples < LEAST_EFFECTIVE for x in steps)
+    first = next((i for i, is_few in enumerate(few) if is_few), None)
+    if first == 0:
+        return None
+    if first is None:
+        return _tilted(array, math.exp(steps[-1]))
+    flat, sharp = steps[first - 1], steps[first]
     for _ in range(HALVINGS):
         middle = (sharp + flat) / 2
         if _tilted(array, math.exp(middle)).effective_samples < LEAST_EFFECTIVE:
@@ -187,7 +198,8 @@ def best_of(rewards: Any, n: int) -> BestOf:
 
         Σ_i C(i − 1, n − 1)·r_(i) / C(m, n),   r_(i) the i-th smallest,
 
-    which is unbiased for n independent draws. The KL is that of n draws from the samples.
+    which is unbiased for n independent draws. The KL is that of n draws from the samples with
+    putting back, which is a little low where the best are rare.
 
     Args:
         rewards: [prompts, samples] of samples of the base, n samples or more to each prompt.

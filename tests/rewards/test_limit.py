@@ -198,6 +198,21 @@ def test_where_there_is_no_such_bound_there_is_none(rewards, reward: float, kl: 
     assert math.isnan(most_of_gain(rewards, reward, kl))
 
 
+def test_a_limit_ends_where_it_is_first_not_shown() -> None:
+    """A jackpot that one prompt drew once gains most of a flat tilt, and little of a sharp one."""
+    rewards = [[10.0] + [0.0] * 63] + [[0.0, 1.0] * 32] * 200
+    shown = [shows(limit(rewards, kl), kl) for kl in (0.01, 0.1, 0.5)]
+    assert shown == [True, False, True]
+    end = farthest_shown(rewards)
+    assert end is not None
+    assert 0.01 < end.kl < 0.1
+
+
+def test_a_limit_of_few_samples_is_none_whoever_has_more() -> None:
+    few, many = [0.0, 5.0, *[None] * 62], [0.0, 0.1] * 32
+    assert farthest_shown([few] * 13 + [many] * 11) is None
+
+
 def test_dropped_samples_count_for_nothing() -> None:
     whole = [[0.0, 1.0, 3.0, 1.0], [0.5, 0.0, 0.25, 1.0]]
     parted = [[None, 0.0, 1.0, 3.0, 1.0], [0.5, None, 0.0, 0.25, 1.0], [None, None, None, None, 9]]
