@@ -281,15 +281,21 @@ def draw(study: Study, path: Path) -> None:
             right.plot(kl, reward, color=colour, linewidth=0.9, alpha=0.5)
     seen = limits(study, float(right.dataLim.x1))
     if seen:
-        right.plot(*zip(*seen, strict=True), color="black", linewidth=1.4)
-        where = {"xytext": (4, -4), "textcoords": "offset points"}
-        right.annotate("the limit", seen[-1], fontsize=8, **where)
-    for best in best_of_seeds(study):
-        kl, reward = (float(np.mean([each[i] for each in best])) for i in (2, 1))
-        place = kl, reward
+        right.plot(*zip(*seen, strict=True), color="black", linewidth=1.4, label="the limit")
+        right.legend(frameon=False, loc="lower right", fontsize=9)
+    several = best_of_seeds(study)
+    for best in several:
+        place = tuple(float(np.mean([each[i] for each in best])) for i in (2, 1))
         right.scatter(*place, color="black", s=18, zorder=3)
-        label = f"best of {best[0].n}"
-        right.annotate(label, place, xytext=(4, -9), fontsize=8, textcoords="offset points")
+        left_of_it = best is not several[-1]
+        right.annotate(
+            f"best of {best[0].n}",
+            place,
+            xytext=(-5, 3) if left_of_it else (5, 3),
+            ha="right" if left_of_it else "left",
+            fontsize=8,
+            textcoords="offset points",
+        )
     for axis, title, label in (
         (left, "Reward against compute", "seconds, one thread"),
         (right, "Reward against the distance", "KL to the start, nats per response"),
