@@ -213,7 +213,7 @@ def table(study: Study) -> list[str]:
             cells.append([at_kl(kls, reward, kl) for _, reward, kls in found])
         lines.append(f"| {label} | " + " | ".join(map(_cell, cells)) + " |")
     for best in best_of_seeds(study):
-        reward, kl = (_cell([each[i] for each in best], 4 - i) for i in (1, 2))
+        reward, kl = _cell([each.reward for each in best]), _cell([each.kl for each in best], 2)
         lines.append(f"| best of {best[0].n} | {reward} at {kl} nats |")
     return lines
 
@@ -285,7 +285,8 @@ def draw(study: Study, path: Path) -> None:
         right.legend(frameon=False, loc="lower right", fontsize=9)
     several = best_of_seeds(study)
     for best in several:
-        place = tuple(float(np.mean([each[i] for each in best])) for i in (2, 1))
+        kl, reward = np.mean([(each.kl, each.reward) for each in best], 0)
+        place = float(kl), float(reward)
         right.scatter(*place, color="black", s=18, zorder=3)
         left_of_it = best is not several[-1]
         right.annotate(

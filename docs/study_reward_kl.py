@@ -298,7 +298,8 @@ def draw(study: Study, path: Path) -> None:
     at = curve(rewards, kls)
     shown = itertools.takewhile(lambda each: shows(*each), zip(at, kls, strict=True))
     seen = [(one.kl, one.reward) for one, _ in shown]
-    left.plot(*zip(*seen, strict=True), color="black", linewidth=1.4, label="the limit")
+    if seen:
+        left.plot(*zip(*seen, strict=True), color="black", linewidth=1.4, label="the limit")
     best = best_of_several(rewards)
     left.scatter([b.kl for b in best], [b.reward for b in best], color="black", s=18, zorder=3)
     for each in best:

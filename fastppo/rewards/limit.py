@@ -15,7 +15,8 @@ seen in m samples; few effective samples mean that the reward is that of a handf
 less than what the base could be tilted to. What is lacking goes with one over the effective samples
 of a prompt, and weighs as much as the prompt gains, so over the prompts they are joined by their
 harmonic mean with those weights. `shows` says where the estimate is to be believed: for normal
-rewards it is then 2 to 10 % too low on the average, the more the less alike the prompts are.
+rewards it is then 1 to 10 % too low on the average, the more the less alike the prompts are, and
+one estimate by 64 samples is off by as much again.
 
 A sample that the reward dropped is None: it counts for nothing, and a prompt with fewer than two
 others is left out.

@@ -151,8 +151,8 @@ def test_a_limit_is_shown_as_far_as_enough_samples_carry_it() -> None:
 @pytest.mark.parametrize("spread", [0.4, 0.8, 1.2])
 def test_prompts_that_earn_most_are_not_carried_by_others_samples(spread: float) -> None:
     """Normal rewards whose deviation σ differs by prompt: the limit gains √(2·KL·mean σ²), nearly
-    all of it where σ is large and few samples count. What is shown is too low by a tenth at most,
-    on the average of twenty; the plain mean of the effective samples lets up to two fifths be
+    all of it where σ is large and few samples count. What is shown is too low by an eighth at
+    most, on the average of twenty; the plain mean of the effective samples lets up to two fifths be
     missing."""
     draw, behind, plain = np.random.default_rng(0), [], []
     for _ in range(20):
