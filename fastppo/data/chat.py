@@ -80,12 +80,11 @@ def check_text(text: str, where: str) -> None:
         ) from None
 
 
-def token_ids(
-    tokenizer: Any, text: str | Sequence[int], *, special_tokens: bool = True
-) -> list[int]:
-    """Ids of a text, with the tokenizer's special tokens or without; ids stay what they are."""
+def token_ids(tokenizer: Any, text: str | Sequence[int]) -> list[int]:
+    """Ids of a text that goes on, without the tokenizer's special tokens; ids stay what they
+    are."""
     if isinstance(text, str):
-        return list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return list(text)
 
 

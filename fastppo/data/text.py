@@ -45,7 +45,9 @@ class PretrainingText:
                     f"got {shown(row.get(column))}"
                 )
             check_text(row[column], f"{source}, row {number}")
-            stream += [*tokenizer(row[column])["input_ids"], tokenizer.eos_token_id]
+            stream += tokenizer(row[column])["input_ids"]
+            if stream[-1:] != [tokenizer.eos_token_id]:  # some tokenizers end every text with it
+                stream.append(tokenizer.eos_token_id)
         count = len(stream) // block_size
         if count == 0:
             raise DataError(

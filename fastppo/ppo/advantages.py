@@ -80,6 +80,8 @@ def make_advantages(
         assert old.final_values is not None
         bootstrap = old.final_values * torch.tensor(truncated, device=device).float()
     by_sequence = options.advantage in ("sequence", "rloo", "group")
+    # The exact KL is paid above; at a coefficient of 0 nobody formed it, and nothing is paid.
+    estimator = "k1" if options.kl_estimator == "full" else options.kl_estimator
 
     def by_token(lam: float | Tensor, whiten: bool) -> Advantages:
         return compute_advantages(
@@ -90,7 +92,7 @@ def make_advantages(
             torch.ones_like(values, dtype=torch.bool),
             cu_seqlens=batch.cu_seqlens,
             kl_coef=kl_coef,
-            kl_estimator="k1" if exact_kl is not None else options.kl_estimator,
+            kl_estimator=estimator,
             gamma=options.gamma,
             lam=lam,
             whiten=whiten,
@@ -130,7 +132,7 @@ def make_advantages(
         spread = advantages.std(correction=0)
         if options.whiten_advantages == "full":
             advantages = whiten(advantages, backend=options.backend)
-    if options.whiten_advantages == "variance":
+    if options.whiten_advantages == "variance" and len(advantages) > 1:
         advantages = advantages * (advantages.var() + 1e-8).rsqrt()
     return Learned(advantages, returns, spread)
 

@@ -62,6 +62,7 @@ from fastppo.rewards.scorer import Scorer
 from fastppo.rollout import RolloutEngine, Sampling, as_engine
 from fastppo.rollout.engines import make_engine
 from fastppo.rollout.sharing import SharedEngine
+from fastppo.rollout.stopping import StopStrings
 from fastppo.rollout.vllm import VLLMEngine
 
 
@@ -267,7 +268,7 @@ def build(
             min_new_tokens=config.min_new_tokens,
             no_repeat_ngram_size=config.no_repeat_ngram_size,
             stop_token_ids=stop,
-            stop_strings=tuple(config.stop_strings),
+            stop_strings=StopStrings(tokenizer, config.stop_strings).strings,
         ),
         prompts=found_prompts,
         curriculum=curriculum,

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import set_seed
 
 from fastppo.data.batch import Batch
-from fastppo.data.chat import token_ids
+from fastppo.data.chat import encode_prompt, is_chat, token_ids
 from fastppo.data.prompts import Prompts
 from fastppo.data.world import World
 from fastppo.functional.arguments import shown
@@ -26,6 +27,7 @@ from fastppo.ppo.state import RunState
 from fastppo.rewards.placing import paid_where_written
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
+from fastppo.run.checkpoint import random_state, restore_random_state
 from fastppo.run.watch import non_finite_gradients, save_batch
 
 CHECKED_PROMPTS = 4
@@ -42,10 +44,19 @@ it is made of have been several times. Logits of 16 to 32 are an eighth apart.""
 
 
 @contextmanager
-def random_state_restored(device: torch.device) -> Iterator[None]:
-    """Random draws inside leave no trace outside."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+def random_state_restored(seed: int | None = None) -> Iterator[None]:
+    """Draws inside from torch's, NumPy's and Python's generators leave no trace outside.
+
+    Args:
+        seed: of what is drawn inside; None draws on from where they are.
+    """
+    before = random_state()
+    try:
+        if seed is not None:
+            set_seed(seed)
         yield
+    finally:
+        restore_random_state(*before)
 
 
 def check_on_policy(
@@ -65,7 +76,7 @@ def check_on_policy(
         RuntimeError: says which of the two fails, and by how much.
     """
     few = prompts.select(range(min(CHECKED_PROMPTS, len(prompts))))
-    with random_state_restored(model.device):
+    with random_state_restored():
         rollout = engine.generate(few.token_ids, sampling.shortened(CHECKED_TOKENS))
     batch = Batch.of(few.token_ids, rollout.tokens, model.device)
     how = config.softmax
@@ -138,7 +149,7 @@ class GivenResponses(NamedTuple):
 
 
 def given_responses(
-    prompts: Sequence[str | Sequence[int]],
+    prompts: Sequence[str | Sequence[Any]],
     responses: Sequence[str | Sequence[int]],
     scores: Sequence[float] | Tensor,
     finish_reasons: Sequence[str] | None,
@@ -150,17 +161,23 @@ def given_responses(
     old_logprobs: TokenRows | None = None,
     values: TokenRows | None = None,
 ) -> GivenResponses:
-    """Texts or token ids as tokens; without finish reasons, whether a stop token comes last.
+    """Texts, chat messages or ids as tokens; without finish reasons, whether a stop token is last.
 
     Args:
         room: the vocabulary's and the context's size.
 
     Raises:
-        ValueError: see `check_responses`; the scores are not one per prompt, or not finite; what
-            there is by token does not fit the responses, or is not finite.
+        ValueError: see `check_counts` and `check_responses`; the scores are not one per prompt, or
+            not finite; what there is by token does not fit the responses, or is not finite.
     """
-    prompt_ids = [token_ids(tokenizer, prompt) for prompt in prompts]
-    response_ids = [token_ids(tokenizer, each, special_tokens=False) for each in responses]
+    check_counts(len(prompts), len(responses))
+    prompt_ids = [
+        encode_prompt(prompt, tokenizer, f"prompt {row}")
+        if isinstance(prompt, str) or is_chat(prompt)
+        else list(prompt)
+        for row, prompt in enumerate(prompts)
+    ]
+    response_ids = [token_ids(tokenizer, each) for each in responses]
     if finish_reasons is None:
         ended = [{*response[-1:]} <= {*stop_token_ids} for response in response_ids]
         finish_reasons = [FINISHED if each else TRUNCATED for each in ended]
@@ -242,16 +259,20 @@ def _rows(name: str, values: Any, responses: Sequence[Sequence[int]]) -> list[li
     return [list(given) for given in rows]
 
 
+def check_counts(prompts: int, responses: int) -> None:
+    """Raises ValueError where there are not as many responses as prompts, or none."""
+    if not prompts or prompts != responses:
+        raise ValueError(
+            f"expected as many responses as prompts, at least one, got {prompts} prompts and "
+            f"{responses} responses"
+        )
+
+
 def check_responses(
     prompts: Sequence[Sequence[int]], rollout: Rollout, vocabulary: int, context: int | None
 ) -> None:
     """Raises ValueError where responses do not fit their prompts, the context or the vocabulary."""
     responses, finish_reasons = rollout.tokens, rollout.finish_reasons
-    if not prompts or len(prompts) != len(responses):
-        raise ValueError(
-            f"expected as many responses as prompts, at least one, got {len(prompts)} prompts and "
-            f"{len(responses)} responses"
-        )
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         if not response:
             raise ValueError(f"response {row} is empty")

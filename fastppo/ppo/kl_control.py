@@ -17,7 +17,11 @@ class FixedKL:
 
 @dataclass(slots=True)
 class AdaptiveKL:
-    """β ← β·(1 + clip(KL/target − 1, −0.2, 0.2)·n/horizon). Source: Ziegler et al. 2019, 2.2."""
+    """β ← β·(1 + clip(KL/target − 1, −0.2, 0.2)·min(1, n/horizon)).
+
+    Source: Ziegler et al. 2019, 2.2, where the n sequences of an update are few beside the horizon;
+    without the minimum more than five horizons of them would turn β negative.
+    """
 
     coef: float
     target: float
@@ -26,7 +30,7 @@ class AdaptiveKL:
 
     def update(self, kl: float, sequences: int) -> None:
         error = min(max(kl / self.target - 1, -0.2), 0.2)
-        self.coef *= 1 + error * sequences / self.horizon
+        self.coef *= 1 + error * min(1.0, sequences / self.horizon)
 
 
 @dataclass(slots=True)

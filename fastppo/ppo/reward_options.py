@@ -26,7 +26,7 @@ class RewardOptions(Options):
         32, "Texts per forward pass of a reward model, sequences", minimum=1
     )
     reward_max_length: int | None = option(
-        None, "Longest text of a reward model, tokens; none given means its context", minimum=1
+        None, "Longest text of a reward model, tokens; none given means its context", minimum=2
     )
     reward_timeout: float | None = option(
         None,
@@ -46,7 +46,8 @@ class RewardOptions(Options):
     )
     missing_eos_penalty: float | None = option(
         None,
-        "Subtracted from the score of a response cut off at max_new_tokens, reward units",
+        "Subtracted from the score of a response that was cut off: at max_new_tokens, or with its "
+        "turns or the context used up; reward units",
         minimum=0,
     )
     length_penalty: float = option(

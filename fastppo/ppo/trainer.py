@@ -253,7 +253,7 @@ class PPOTrainer:
 
     def step(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[str | Sequence[Any]],
         responses: Sequence[str | Sequence[int]],
         scores: Sequence[float] | Tensor,
         finish_reasons: Sequence[str] | None = None,
@@ -266,7 +266,7 @@ class PPOTrainer:
         """One PPO update on responses that are given; returns its metrics.
 
         Args:
-            prompts, responses: texts or token ids.
+            prompts, responses: texts or token ids; prompts may be chat messages.
             scores: [B], normalised and clipped as the config says, not charged for length or EOS.
             finish_reasons: `stop` or `length`; by default, whether a stop token comes last.
             masks: for each token, True if the policy wrote it; the others, a tool's answer say, are
@@ -436,10 +436,9 @@ class PPOTrainer:
             token), response_length, eos_rate: means; `completions`, the texts; `scores`; `rollout`.
         """
         options = self.config.at(self.state.iteration)
-        with random_state_restored(self.device):
-            torch.manual_seed(options.seed)
+        with random_state_restored(options.seed):
             prompts, rollout = self.turns.play(prompts, self.engine, sampling or self.sampling)
-        scores = self.score(prompts, rollout, options, scorer)
+            scores = self.score(prompts, rollout, options, scorer)
         batch = Batch.of(prompts.token_ids, rollout.tokens, self.device, rollout.written)
         return {
             **response_metrics(scores, rollout, {}),

@@ -15,7 +15,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -211,10 +210,9 @@ def base_rewards(trainer: PPOTrainer, prompts: Prompts, samples: int) -> BaseRew
     for begin in range(0, len(prompts), at_once):
         end = min(begin + at_once, len(prompts))
         part = prompts.select([row for row in range(begin, end) for _ in range(samples)])
-        with random_state_restored(trainer.device):
-            torch.manual_seed(trainer.config.seed)
+        with random_state_restored(trainer.config.seed):
             part, rollout = trainer.turns.play(part, trainer.engine, trainer.sampling)
-        total = trainer.score(part, rollout, trainer.config).total
+            total = trainer.score(part, rollout, trainer.config).total
         found += [
             [None if math.isnan(reward) else reward for reward in earned]
             for earned in total.view(end - begin, samples).tolist()

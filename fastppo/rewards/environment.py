@@ -292,7 +292,7 @@ class Turns:
             spoken = {"role": "assistant", "content": episode.texts[-1]}
             episode.prompt = [*episode.prompt, spoken, *observation]
         check_text(text, where)
-        gap = token_ids(self.tokenizer, text, special_tokens=False)
+        gap = token_ids(self.tokenizer, text)
         if not gap:
             raise DataError(f"{where}: it has no tokens, and the policy would not know of it")
         return gap

@@ -21,7 +21,7 @@ class StopStrings:
         strings: not empty, any of them ends a response.
 
     Raises:
-        ValueError: strings without a tokenizer, or an empty string.
+        ValueError: strings without a tokenizer, an empty string, or one with a special token in it.
     """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
@@ -29,6 +29,14 @@ class StopStrings:
             raise ValueError("stop_strings need a tokenizer to decode with; the engine has none")
         if "" in strings:
             raise ValueError("stop_strings holds an empty string, which every text contains")
+        special = [token for token in getattr(tokenizer, "all_special_tokens", ()) if token]
+        for string in strings:
+            if found := [token for token in special if token in string]:
+                raise ValueError(
+                    f"stop_strings: {string!r} holds the special token {found[0]!r}, and responses "
+                    "are read without special tokens; put its id into stop_token_ids "
+                    f"({tokenizer.convert_tokens_to_ids(found[0])})"
+                )
         self.tokenizer, self.strings = tokenizer, tuple(strings)
         self.window = max((len(each.encode()) for each in strings), default=0) + MARGIN
 

@@ -78,9 +78,8 @@ def test_an_eos_that_the_prompt_itself_ends_with_stays() -> None:
     assert encode_prompt("w1 <eos>", tiny.tokenizer(), "row 1") == [4, 1]
 
 
-def test_ids_stay_what_they_are_and_texts_get_special_tokens_if_asked() -> None:
-    assert token_ids(_Ending(), "w1 w2") == [4, 5, 1]
-    assert token_ids(_Ending(), "w1 w2", special_tokens=False) == [4, 5]
+def test_ids_stay_what_they_are_and_texts_get_no_special_tokens() -> None:
+    assert token_ids(_Ending(), "w1 w2") == [4, 5]
     given = (4, 1, 1)
     assert token_ids(_Ending(), given) == [4, 1, 1]
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
 import torch
 from rich.console import Console
+from transformers import set_seed
 
 from fastppo.data.batch import Batch
 from fastppo.data.world import World
@@ -200,14 +203,31 @@ def test_what_a_restriction_adds_to_the_samplers_logprobs_is_no_mistake(tmp_path
         trainer.self_check(trainer.prompts)
 
 
+def _drawn() -> list[float]:
+    """Of every generator that a reward or an environment may draw from."""
+    return [torch.rand(()).item(), float(np.random.rand()), random.random()]
+
+
 def test_random_draws_inside_leave_no_trace_outside() -> None:
-    torch.manual_seed(3)
-    wanted = torch.rand(4)
-    torch.manual_seed(3)
-    with random_state_restored(torch.device("cpu")):
-        torch.manual_seed(99)
-        torch.rand(10)
-    assert torch.equal(torch.rand(4), wanted)
+    set_seed(3)
+    wanted = _drawn()
+    set_seed(3)
+    with random_state_restored():
+        set_seed(99)
+        assert _drawn() != wanted
+    assert _drawn() == wanted
+
+
+def test_a_seed_decides_what_is_drawn_inside() -> None:
+    found = []
+    for outside in (1, 2):
+        set_seed(outside)
+        with random_state_restored(7):
+            found.append(_drawn())
+        with random_state_restored():
+            found.append(_drawn())
+    assert found[0] == found[2]
+    assert not {*found[1]} & {*found[3]}, "without a seed it goes on from where it was"
 
 
 def test_a_warm_up_longer_than_the_run_is_odd() -> None:
@@ -238,8 +258,6 @@ def test_responses_that_fit_pass() -> None:
 @pytest.mark.parametrize(
     ("prompts", "responses", "reasons", "says"),
     [
-        ([], [], [], "at least one, got 0 prompts and 0 responses"),
-        ([[4]], [], [], "got 1 prompts and 0 responses"),
         ([[4], [5]], [[6], []], ["stop"] * 2, "response 1 is empty"),
         ([[4, 4, 4]], [[5, 5]], ["stop"], "prompt and response 0 have 5 tokens; the model's conte"),
         ([[4]], [[9]], ["stop"], r"prompt or response 0 has tokens outside \[0, 9\)"),

@@ -65,6 +65,48 @@ def test_it_leaves_no_trace_in_the_run(tmp_path: Path) -> None:
         assert torch.equal(found, wanted)
 
 
+RANDOM = """
+import random
+
+import numpy
+import torch
+
+
+def noise(prompts, completions, **columns):
+    return [random.random() + numpy.random.rand() + torch.rand(()).item() for _ in prompts]
+
+
+class Lottery:
+    def reset(self, prompt, **columns):
+        return f"w{random.randrange(9)} w{numpy.random.randint(9)}"
+
+    def step(self, completion):
+        return "", random.random() + torch.rand(()).item(), True
+"""
+
+
+@pytest.mark.parametrize("kind", ["reward", "environment"])
+def test_what_a_reward_or_an_environment_draws_leaves_no_trace_either(
+    kind: str, tmp_path: Path
+) -> None:
+    """And is the same each time: of a policy that hardly moves, so is what it earns."""
+    (tmp_path / "chance.py").write_text(RANDOM)
+    options: dict[str, Any] = {"iterations": 3, "learning_rate": 1e-12}
+    if kind == "reward":
+        options["rewards"] = [f"{tmp_path / 'chance.py'}:noise"]
+    else:
+        options["environment"] = f"{tmp_path / 'chance.py'}:Lottery"
+        options["rewards"] = []
+    one = _trainer(tmp_path / "with", eval_interval=1, **options)
+    other = make_trainer(tmp_path / "without", **options)
+    one.train()
+    other.train()
+    assert [line["reward"] for line in records(one)] == [line["reward"] for line in records(other)]
+    found = {line["eval/reward"] for line in records(one)}
+    assert len(found) == 1
+    assert len({line["reward"] for line in records(one)}) == 3
+
+
 def test_it_has_rewards_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "gold.py").write_text(REWARD)
     gold = [f"{tmp_path / 'gold.py'}:one"]

@@ -29,6 +29,16 @@ def test_the_adaptive_coefficient_follows_the_error_within_20_percent(
     assert control.coef == pytest.approx(0.5 * (1 + error * 64 / 1000))
 
 
+@pytest.mark.parametrize(("kl", "factor"), [(0.0, 0.8), (60.0, 1.2)])
+def test_an_update_moves_the_adaptive_coefficient_by_a_fifth_at_most(
+    kl: float, factor: float
+) -> None:
+    """However many horizons its sequences are: with six the formula would make β negative."""
+    control = AdaptiveKL(0.5, target=6.0, horizon=10.0)
+    control.update(kl, 60)
+    assert control.coef == pytest.approx(0.5 * factor)
+
+
 @pytest.mark.parametrize(
     ("kl", "factor"), [(9.01, 2.0), (9.0, 1.0), (6.0, 1.0), (4.0, 1.0), (3.99, 0.5), (-1.0, 0.5)]
 )

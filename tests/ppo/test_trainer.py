@@ -15,10 +15,11 @@ import torch
 import waits
 from rich.console import Console
 from tiny import random_batch
+from tokenizers import processors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from fastppo.data.batch import Batch
-from fastppo.data.chat import token_ids
+from fastppo.data.chat import encode_prompt, token_ids
 from fastppo.data.microbatches import microbatches, split
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.objective import policy_loss
@@ -823,15 +824,38 @@ def test_step_learns_from_responses_of_ones_own(tmp_path: Path) -> None:
     assert trainer.step([[4, 5]] * 4, [[6, 1]] * 4, torch.ones(4))["response_length"] == 2
 
 
+def test_step_reads_prompts_as_a_run_does(tmp_path: Path) -> None:
+    """With the tokenizer's special tokens, but for an EOS at the end; chat messages by its
+    template."""
+    tokenizer = tiny.tokenizer(chat=True)
+    ending = processors.TemplateProcessing("$A <eos>", special_tokens=[("<eos>", 1)])
+    tokenizer.backend_tokenizer.post_processor = ending
+    trainer = make_trainer(tmp_path, prompts=None, rewards=[], tokenizer=tokenizer)
+    chat = [{"role": "user", "content": "w1 w2"}]
+    given: list[Batch] = []
+    original = trainer.make_experience
+
+    def spied(batch: Batch, *more: Any) -> Any:
+        given.append(batch)
+        return original(batch, *more)
+
+    trainer.make_experience = spied
+    trainer.step(["w1 w2", chat, [4, 5, 1]], ["w7 <eos>"] * 3, [1.0, 0.0, 0.5])
+    rows = [row.tolist() for row in given[0].tokens.split(given[0].lengths.tolist())]
+    templated = encode_prompt(chat, tokenizer, "the chat")
+    assert rows == [[4, 5, 10, 1], [*templated, 10, 1], [4, 5, 1, 10, 1]]
+
+
 @pytest.mark.parametrize(
     ("prompts", "responses", "scores", "says"),
     [
         (["w1"], ["w2"], [1.0, 2.0], r"scores must be \[1\], got \[2\]"),
         (["w1"], ["w2"], [float("nan")], "scores must be finite"),
         (["w1"], [""], [1.0], "response 0 is empty"),
-        ([""], ["w1"], [1.0], "prompt 0 is empty"),
+        ([""], ["w1"], [1.0], "prompt 0: the prompt is empty"),
         (["w1", "w2"], ["w2"], [1.0, 1.0], "2 prompts and 1 responses"),
-        ([], [], [], "got 0 prompts and 0 responses"),
+        ([], [], [], "at least one, got 0 prompts and 0 responses"),
+        (["w1"], [], [], "got 1 prompts and 0 responses"),
         (["w1 " * 60], ["w2 " * 9], [1.0], "69 tokens; the model's context has 64"),
         ([[4]], [[999]], [1.0], r"has tokens outside \[0, 43\)"),
     ],

@@ -39,7 +39,15 @@ def test_words_of_one_token_each() -> None:
 
 @pytest.mark.parametrize(
     ("tokenizer", "strings", "says"),
-    [(None, ["x"], "need a tokenizer"), (tiny.tokenizer(), ["x", ""], "an empty string")],
+    [
+        (None, ["x"], "need a tokenizer"),
+        (tiny.tokenizer(), ["x", ""], "an empty string"),
+        (
+            tiny.tokenizer(),
+            ["x", "w1 <eos>"],
+            r"'w1 <eos>' holds the special token '<eos>', .* stop_token_ids \(1\)",
+        ),
+    ],
 )
 def test_what_cannot_be_looked_for_is_refused(tokenizer, strings, says: str) -> None:
     with pytest.raises(ValueError, match=says):
