@@ -4,6 +4,7 @@ python -m benchmarks                  the set of this device: minutes
 python -m benchmarks --quick          within a minute
 python -m benchmarks claims           the ratios that are promised for a CPU, PASS or FAIL
 python -m benchmarks page RESULTS     pictures and page of a results file
+python -m benchmarks keep RESULTS     adds the cases of a results file to those of its device
 python -m benchmarks docs             docs/benchmarks.md and the README's numbers
 """
 
@@ -39,12 +40,12 @@ def build_parser(prog: str = "python -m benchmarks") -> argparse.ArgumentParser:
         "command",
         nargs="?",
         default="run",
-        choices=("run", "claims", "page", "docs"),
+        choices=("run", "claims", "page", "keep", "docs"),
         help="run (the default): a set; claims: the ratios promised for a CPU; page: pictures and "
-        "page of a results file; docs: docs/benchmarks.md and the README's numbers from "
-        "benchmarks/results",
+        "page of a results file; keep: adds its cases to benchmarks/results/<device>.json; docs: "
+        "docs/benchmarks.md and the README's numbers from benchmarks/results",
     )
-    parser.add_argument("results", nargs="?", type=Path, help="of page: a results file")
+    parser.add_argument("results", nargs="?", type=Path, help="of page and keep: a results file")
     parser.add_argument("--quick", action="store_true", help="small shapes, within a minute")
     parser.add_argument(
         "--case",
@@ -86,8 +87,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m benchmar
         parser.error(f"--threads must be at least 1, got {options.threads}")
     if options.command == "claims" and options.device == "cuda":
         parser.error("claims are for a CPU: leave --device cuda out")
-    if (options.results is not None) != (options.command == "page"):
-        parser.error("a results file is what `page` takes, and only `page`")
+    if (options.results is not None) != (options.command in ("page", "keep")):
+        parser.error("a results file is what `page` and `keep` take, and only they")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     console = report.console()
@@ -100,14 +101,26 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m benchmar
             options.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             parser.error(f"--out {options.out} cannot be written: {error.strerror}")
-    if options.command == "page":
+    if options.command in ("page", "keep"):
         try:
             record = report.read(options.results)
         except (OSError, ValueError) as error:
             parser.error(f"{options.results} is no results file: {error}")
-        _write_page(record, options.out, console)
-        return 0
+        if options.command == "page":
+            _write_page(record, options.out, console)
+            return 0
+        return _keep(parser, record, console)
     return _run(parser, options, console)
+
+
+def _keep(parser: argparse.ArgumentParser, record: dict[str, Any], console: Console) -> int:
+    path = report.results_path(record)
+    try:
+        report.write(report.joined(report.read(path), record) if path.exists() else record, path)
+    except ValueError as error:
+        parser.error(f"{path}: {error}")
+    console.print(f"written {path}", style="dim", highlight=False, markup=False)
+    return 0
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, console: Console) -> int:
@@ -119,11 +132,13 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, console: 
         parser.error("--device cuda: torch sees no CUDA device")
     if options.keep and (options.quick or options.case or options.no_compile or options.seconds):
         parser.error(
-            "--keep is for the whole set: leave --quick, --case, --no-compile and --seconds out"
+            "--keep is for the whole set: leave --quick, --case, --no-compile and --seconds out; "
+            "`keep RESULTS` adds the results of a part to those of its device"
         )
     work = SETS[device.type, "quick" if options.quick else "default"]
     if options.seconds is not None:
         work = work._replace(seconds=options.seconds)
+    paths = [options.out / "results.json"]
     with _progress(console) as progress:
         record, _ = run(
             work,
@@ -133,9 +148,9 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, console: 
             compiled=not (options.no_compile or options.quick),
             compiled_last=device.type == "cuda",
             progress=progress,
+            save=lambda record: report.write(record, paths[0]),
         )
     report.print_table(record, console)
-    paths = [options.out / "results.json"]
     if options.keep:
         paths.append(report.results_path(record))
         if paths[-1].exists():  # what `claims` and `trl_grid` measured, with its date, stays

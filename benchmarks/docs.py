@@ -86,8 +86,9 @@ def _gpu_not_measured() -> str:
         [f"{case.name}, {case.shape}", *[NOT_MEASURED] * (len(HEADER) - 1)] for case in cases(work)
     ]
     text = (
-        "No GPU has run the suite yet. On one, `fastppo bench --keep` and then `fastppo bench "
-        "docs` fill this table."
+        "No GPU has run the suite yet. On one, `fastppo bench --keep`, or "
+        "`benchmarks/on_a_gpu.sh` and `fastppo bench keep`, and then `fastppo bench docs` fill "
+        "this table."
     )
     return f"## GPU\n\n{text}\n\n{_table(HEADER, rows)}"
 
@@ -97,10 +98,12 @@ def _device(record: dict[str, Any]) -> str:
     versions = f"torch {packages['torch']}"
     if record["device"]["type"] == "cuda":
         versions += f", Triton {packages['triton']}"
+    providers = {row["provider"] for case in record["cases"] for row in case["rows"]}
+    without = "" if "torch.compile" in providers else " `torch.compile` was left out."
     parts = [
         f"## {device_title(record['device'])}",
         f"{record['date'][:10]}, {versions}; measured in the same run: "
-        f"{report.ceilings_line(record)}.",
+        f"{report.ceilings_line(record)}.{without}",
         _table(HEADER, [_row(case) for case in record["cases"]]),
     ]
     if record.get("sweeps"):

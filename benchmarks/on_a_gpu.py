@@ -31,6 +31,8 @@ import fastppo
 WARPS_LOADS = ((16, 4), (16, 2), (8, 4), (8, 2), (8, 8), (4, 4))
 """Warps of a program, 16-byte loads in flight a thread."""
 CLIPPED: dict[str, Any] = {"clip_ratio": 0.2, "backend": "triton"}
+SETS = 3
+"""Of operands, where one call's fit the cache."""
 SHAPED: dict[str, Any] = {"kl_coef": 0.1, "gamma": 1.0, "lam": 0.95, "backend": "triton"}
 
 
@@ -48,10 +50,11 @@ class Bench:
         bytes_: int = 0,
         flop: int = 0,
         calls: int = 7,
-    ) -> None:
+    ) -> float | None:
+        """Prints the times of calls that move these bytes or do these FLOP; the best, seconds."""
         if time.monotonic() > self.end:
             print(f"{name:56s} skipped: the time is up")
-            return
+            return None
         try:
             call()
             seconds = [
@@ -59,7 +62,7 @@ class Bench:
             ]
         except Exception as error:  # the others are still worth measuring
             print(f"{name:56s} FAILED {type(error).__name__}: {str(error)[:90]}")
-            return
+            return None
         best, rate = min(seconds), ""
         if bytes_:
             rate = f"{bytes_ / best / 1e12:6.2f} TB/s"
@@ -67,6 +70,7 @@ class Bench:
             rate = f"{flop / best / 1e12:6.0f} TFLOP/s"
         times = f"{1e3 * statistics.median(seconds):9.3f} ms  best {1e3 * best:9.3f}"
         print(f"{name:56s} {times}  {rate}", flush=True)
+        return best
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -108,6 +112,9 @@ def loss(operands: dict[str, Any], **more: Any) -> None:
 
 def smoke(bench: Bench, tiny: bool) -> None:
     """Every launcher once, so that one mistake shows before the tests compile for minutes."""
+    from fastppo_kernels import triton_linear_stats
+    from fastppo_kernels.records import Projection, Softmax
+
     device = bench.device
     given = rows_of(2 if tiny else 64, 1040 if tiny else 151936, device, torch.bfloat16)
     logits, tokens = given["logits"], given["tokens"]
@@ -141,8 +148,11 @@ def smoke(bench: Bench, tiny: bool) -> None:
         "statistics and their backward": statistics_backward,
         "fused head, one chunk": head,
         "fused head, four chunks": lambda: head(chunk_size=16),
-        "statistics of the head": lambda: fastppo.linear_token_logprobs(
+        "statistics of the head, by chunks": lambda: fastppo.linear_token_logprobs(
             hidden, weight, few, backend="triton"
+        ),
+        "statistics of the head, in one kernel": lambda: triton_linear_stats.linear_token_stats(
+            Projection(hidden, weight), few, Softmax()
         ),
         "gae": lambda: fastppo.gae(values, values, mask, backend="triton"),
         "shaped advantages": lambda: fastppo.compute_advantages(
@@ -180,8 +190,10 @@ def rows(bench: Bench, tiny: bool) -> None:
     given = rows_of(n, vocab, bench.device, torch.bfloat16)
     size = given["logits"].nbytes
     stats = partial(fastppo.token_stats, given["logits"], given["tokens"], backend="triton")
-    bench.line("copy", partial(torch.clone, given["logits"]), bytes_=2 * size)
-    print("--- as they are: N = 8192, V = 151936, bf16; floors 0.58 and 1.16 ms on an H200")
+    copy = bench.line("copy", partial(torch.clone, given["logits"]), bytes_=2 * size)
+    rate = math.inf if copy is None else 2 * size / copy
+    floors = "floors {:.2f} and {:.2f} ms".format(*(1e3 * n * size / rate for n in (1, 2)))
+    print(f"--- as they are: N = {n}, V = {vocab}, bf16; {floors} at the copy's rate")
     bench.line("statistics", stats, bytes_=size)
     bench.line("loss", partial(loss, given), bytes_=2 * size)
     k3 = {"ref_logprobs": given["old_logprobs"], "kl_coef": 0.1, "kl_estimator": "k3"}
@@ -197,16 +209,15 @@ def rows(bench: Bench, tiny: bool) -> None:
             bench.line(f"loss, {how}", partial(loss, given), bytes_=2 * size, calls=5)
     del given, stats, k3, both
     odd = rows_of(n, 1003 if tiny else 50257, bench.device, torch.bfloat16)
-    print("--- rows off 16 bytes; floor 0.38 ms")
+    print(f"--- rows off 16 bytes; floor {2e3 * odd['logits'].nbytes / rate:.2f} ms")
     bench.line("loss, V = 50257", partial(loss, odd), bytes_=2 * odd["logits"].nbytes)
     print("--- a call with nothing to wait for, microseconds")
     small = rows_of(2, 1024, bench.device, torch.bfloat16)
     _host(bench, "ppo_loss", partial(fastppo.ppo_loss, **small, **CLIPPED), tiny)
     logprobs = partial(fastppo.token_logprobs, small["logits"], small["tokens"], backend="triton")
     _host(bench, "token_logprobs", logprobs, tiny)
-    print("--- advantages; floors 33, 41 and 18 microseconds at 2048 x 4096")
     for batch, length in ((4, 100),) if tiny else ((2048, 4096), (64, 131072)):
-        _advantages(bench, batch, length)
+        _advantages(bench, batch, length, rate)
 
 
 def _full_kl(bench: Bench, given: dict[str, Any]) -> None:
@@ -225,14 +236,34 @@ def _host(bench: Bench, name: str, call: Callable[[], object], tiny: bool) -> No
     bench.wait()
 
 
-def _advantages(bench: Bench, batch: int, length: int) -> None:
-    x = torch.randn(batch, length, device=bench.device)
-    mask = torch.rand(batch, length, device=bench.device) < 0.9
-    gae = partial(fastppo.gae, x, x, mask, backend="triton")
-    whiten = partial(fastppo.whiten, x, mask, backend="triton")
-    shaped = partial(fastppo.compute_advantages, x[:, 0], x, x, x, mask, **SHAPED)
+def _advantages(bench: Bench, batch: int, length: int, rate: float) -> None:
+    """Operands of their own, in turn from several sets: one fits an H100's cache."""
+    device = bench.device
+
+    def drawn() -> tuple[torch.Tensor, ...]:
+        rewards, values, old = (torch.randn(batch, length, device=device) for _ in range(3))
+        reference = old + 0.1 * torch.randn(batch, length, device=device)
+        mask = torch.rand(batch, length, device=device) < 0.9
+        return torch.randn(batch, device=device), rewards, values, old, reference, mask
+
+    turns = itertools.cycle([drawn() for _ in range(SETS)])
+
+    def gae() -> None:
+        _, rewards, values, _, _, mask = next(turns)
+        fastppo.gae(rewards, values, mask, backend="triton")
+
+    def whiten() -> None:
+        _, rewards, *_, mask = next(turns)
+        fastppo.whiten(rewards, mask, backend="triton")
+
+    def shaped() -> None:
+        scores, _, values, old, reference, mask = next(turns)
+        fastppo.compute_advantages(scores, values, old, reference, mask, **SHAPED)
+
+    print(f"--- advantages, {batch} x {length}, with their floors at the copy's rate")
     for name, call, bytes_ in (("gae", gae, 17), ("whiten", whiten, 14), ("shaped", shaped, 30)):
-        bench.line(f"{name} {batch} x {length}", call, bytes_=bytes_ * batch * length)
+        total = bytes_ * batch * length
+        bench.line(f"{name}, floor {1e6 * total / rate:.0f} microseconds", call, bytes_=total)
 
 
 def head(bench: Bench, tiny: bool) -> None:
@@ -293,6 +324,7 @@ def _gradients_of_live_rows(bench: Bench, width: int, n: int, vocab: int) -> Non
 def trainer(bench: Bench, tiny: bool) -> None:
     """One iteration of a 0.5B model: seconds and peak memory by phase, host waits, kernels."""
     from rich.console import Console
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     from benchmarks.shapes import MODELS
@@ -350,8 +382,16 @@ def trainer(bench: Bench, tiny: bool) -> None:
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         with profile(activities=kinds) as traced:
             ours.iterate(log)
+        # An operator has the device time of the kernels that it launched, an annotation that of all
+        # within it: kernels alone, each once.
         key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-        table = sorted(traced.key_averages(), key=lambda event: -getattr(event, key))
+        kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+        alone = [
+            event
+            for event in traced.key_averages()
+            if event.device_type == kind and not event.is_user_annotation
+        ]
+        table = sorted(alone, key=lambda event: -getattr(event, key))
         total = sum(getattr(event, key) for event in table)
         for event in itertools.islice(table, 20):
             spent = getattr(event, key)
@@ -370,11 +410,15 @@ class _NoLog:
 
 def _host_waits(call: Callable[[], object]) -> list[tuple[str, int]]:
     """(line of ours, times) that the host waited for the device."""
+    import fastppo_kernels
+
+    packages = [Path(each.__path__[0]) for each in (fastppo, fastppo_kernels)]
     found: collections.Counter[str] = collections.Counter()
 
     def count(message: Any, *rest: Any, **more: Any) -> None:
-        if "synchroniz" in str(message):
-            own = [f for f in traceback.extract_stack() if "/fastppo" in f.filename]
+        if "called a synchronizing" in str(message):  # and not that there are others
+            frames = traceback.extract_stack()
+            own = [f for f in frames if any(map(Path(f.filename).is_relative_to, packages))]
             found[f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "elsewhere"] += 1
 
     before = warnings.showwarning

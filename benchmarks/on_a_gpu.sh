@@ -5,7 +5,8 @@
 #   bash benchmarks/on_a_gpu.sh 2    fast: launch parameters, counters, the suite's rows that matter
 #   bash benchmarks/on_a_gpu.sh 3    whole: the demo, a 0.5B trainer by phase, updates and iterations
 #
-# Results go to $OUT. Each stage has its own time limit, so that what was measured is always printed.
+# Results go to $OUT, at most eight files a command; `python -m benchmarks keep` takes suite.json and
+# training.json. Each stage has its own time limit, so that what was measured is always there.
 # TINY=1 runs all stages at toy size on a CPU: it proves the script and times nothing.
 set -u -o pipefail
 step=${1:?1, 2 or 3}
@@ -13,9 +14,17 @@ out=${OUT:-runs/on_a_gpu}; mkdir -p "$out"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}"
 python=${PYTHON:-python3}
+scratch=$(mktemp -d); trap 'rm -rf "$scratch"' EXIT
 tiny=${TINY:+--tiny --device cpu}
 device=cuda; [ -n "${TINY:-}" ] && device=cpu
 part() { timeout "$1" "$python" -m benchmarks.on_a_gpu "$2" --seconds "$(($1 - 20))" $tiny 2>&1 | tee "$out/$2.txt"; }
+suite() {  # NAME SECONDS --case …: rows of the suite, written case by case
+  local name=$1 left=$2; shift 2
+  [ "$left" -ge 40 ] || { echo "no time is left"; return; }
+  timeout -s INT -k 10 "$left" "$python" -m benchmarks "$@" --no-compile --device "$device" ${TINY:+--quick} \
+    --seconds $((left * 3 / 4)) --out "$scratch/$name" 2>&1 | cut -c1-150 | tail -60
+  cp "$scratch/$name/results.json" "$out/$name.json"
+}
 say() { printf '\n== %s (%s s)\n' "$*" "$SECONDS"; }
 
 case $step in
@@ -25,9 +34,10 @@ case $step in
   say "every launcher once"
   part 120 smoke
   say "tests that need a GPU"
-  # What needs one is marked; 12 processes, for nearly all of the time is compiling variants.
-  [ -n "${TINY:-}" ] || timeout 440 "$python" -m pytest -q -m gpu -n 12 tests -p no:cacheprovider \
-    --ignore tests/ppo/test_memory.py --durations 8 > "$out/tests.txt" 2>&1
+  # What needs one is marked, in these files; 12 processes, for nearly all of the time is compiling
+  # variants. Interrupted, pytest still says what failed.
+  [ -n "${TINY:-}" ] || timeout -s INT -k 15 430 "$python" -m pytest -q -m gpu -n 12 -p no:cacheprovider \
+    tests/kernels tests/rollout/test_fixed_shapes.py tests/ppo/test_trainer.py --durations 8 > "$out/tests.txt" 2>&1
   [ -n "${TINY:-}" ] || grep -E '^(FAILED|ERROR)|passed|failed' "$out/tests.txt" | cut -c1-180 | tail -40
   ;;
 2)
@@ -40,23 +50,17 @@ case $step in
 gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,l1tex__t_sector_hit_rate.pct,lts__t_sector_hit_rate.pct,sm__inst_issued.avg.pct_of_peak_sustained_active,sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active \
     "$python" -m benchmarks.on_a_gpu once $tiny 2>&1 | tee "$out/counters.txt" | grep __
   say "the suite's rows, those that matter first"
-  for case in loss linear-loss statistics linear-logprobs advantages gae whiten; do
-    left=$((585 - SECONDS)); [ "$left" -lt 40 ] && break
-    [ -n "${TINY:-}" ] && continue
-    timeout "$left" "$python" -m benchmarks --case "$case" --device "$device" --no-compile --keep \
-      --seconds $((left / 2)) --out "$out/$case" 2>&1 | cut -c1-150 | tail -22
-  done
+  suite suite $((585 - SECONDS)) --case loss --case linear-loss --case statistics --case linear-logprobs \
+    --case advantages --case gae --case whiten
   ;;
 3)
   say "the demo"
-  [ -n "${TINY:-}" ] || { timeout 100 "$python" -m fastppo demo --device "$device" --output_dir "$out/demo" \
+  [ -n "${TINY:-}" ] || { timeout 100 "$python" -m fastppo demo --device "$device" --output_dir "$scratch/demo" \
     > "$out/demo.txt" 2>&1; echo "exit $?"; tail -6 "$out/demo.txt" | cut -c1-160; }
   say "a 0.5B trainer"
   part 300 trainer
   say "updates and iterations of the suite"
-  left=$((590 - SECONDS))
-  [ -n "${TINY:-}" ] || timeout "$left" "$python" -m benchmarks --case update --case iteration --no-compile --keep \
-    --device "$device" --seconds $((left - 30)) --out "$out/training" 2>&1 | cut -c1-150 | tail -20
+  suite training $((585 - SECONDS)) --case update --case iteration
   ;;
 *) echo "1, 2 or 3" >&2; exit 2 ;;
 esac

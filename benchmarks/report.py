@@ -42,6 +42,33 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def joined(kept: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    """A results file with the cases that another run of its device measured, in place of the same
+    or behind the others.
+
+    Raises:
+        ValueError: the runs are of different days, packages or sets: the file says one of each.
+    """
+    for name in ("format", "set", "packages"):
+        if kept[name] != part[name]:
+            raise ValueError(
+                f"its {name} is {kept[name]}, and that of the new results {part[name]}: measure "
+                "the whole set anew, or delete the file"
+            )
+    if kept["date"][:10] != part["date"][:10]:
+        raise ValueError(
+            f"it is of {kept['date'][:10]}, and the new results are of {part['date'][:10]}: "
+            "measure the whole set anew, or delete the file"
+        )
+    cases = {(case["case"], case["shape"], case["dtype"]): case for case in kept["cases"]}
+    for case in part["cases"]:
+        key = case["case"], case["shape"], case["dtype"]
+        if key not in cases or any(row["status"] == "timed" for row in case["rows"]):
+            cases[key] = case
+    sweeps = part["sweeps"] or kept["sweeps"]
+    return kept | {"cases": [*cases.values()], "sweeps": sweeps}
+
+
 def console() -> Console:
     terminal = Console()
     return terminal if terminal.is_terminal else Console(width=WIDTH)

@@ -266,10 +266,12 @@ def run(
     compiled: bool = True,
     compiled_last: bool = False,
     progress: Progress = lambda line: None,
+    save: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> tuple[dict[str, Any], list[Result]]:
     """The record of a run, as the JSON has it, and the results that it is made of.
 
     Args:
+        save: takes the record after each case, with what there is by then.
         compiled: `torch.compile` takes part.
         compiled_last: after everything else, not in turns with the others. On a GPU compiling takes
             about half of a set's time, which is what its last rows would be skipped for.
@@ -301,6 +303,19 @@ def run(
         f"{turns} cases, about {min(estimate, work.seconds):.0f} s; none starts after "
         f"{work.seconds:.0f} s"
     )
+    record["estimated_seconds"] = round(estimate, 1)
+    record["ceilings"] = {
+        "copy_bytes_per_second": ceilings.copy,
+        "matmul_flop_per_second": dict(ceilings.matmul),
+    }
+    record["sweeps"] = []
+    results: list[Result] = []
+
+    def save_results() -> None:
+        record["cases"] = [describe(result) for result in results]
+        record["load_average_after"] = _load_average()
+        record["seconds"] = round(time.monotonic() - start, 1)
+        save(record)
 
     done = 0
 
@@ -328,26 +343,18 @@ def run(
             names = [provider.name for provider in case.providers]
             return Result(case, floor, [Row(name, "failed", _one_line(error)) for name in names])
 
-    results = [
-        step(case, work, compiled and later is None)
-        for case, later in zip(chosen, alone, strict=True)
-    ]
-    swept = [
-        describe_sweep(sweep, [(size, step(case, short, False)) for size, case in sized])
-        for sweep, sized in points.items()
-    ]
-    for index, case in enumerate(alone):
-        if case is not None:
-            results[index] = with_rows(results[index], step(case, work, False).rows)
-    record["cases"] = [describe(result) for result in results]
-    record["sweeps"] = swept
-    record["load_average_after"] = _load_average()
-    record["seconds"] = round(time.monotonic() - start, 1)
-    record["estimated_seconds"] = round(estimate, 1)
-    record["ceilings"] = {
-        "copy_bytes_per_second": ceilings.copy,
-        "matmul_flop_per_second": dict(ceilings.matmul),
-    }
+    for case, later in zip(chosen, alone, strict=True):
+        results.append(step(case, work, compiled and later is None))
+        save_results()
+    for sweep, sized in points.items():
+        found = [(size, step(case, short, False)) for size, case in sized]
+        record["sweeps"].append(describe_sweep(sweep, found))
+        save_results()
+    for index, by_itself in enumerate(alone):
+        if by_itself is not None:
+            results[index] = with_rows(results[index], step(by_itself, work, False).rows)
+            save_results()
+    save_results()
     return record, results
 
 

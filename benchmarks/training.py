@@ -398,7 +398,8 @@ def update_case(shape: Training, dtype: torch.dtype) -> Case:
 
 
 class _Recorder(RolloutEngine):
-    """A rollout engine that keeps what it has drawn."""
+    """A rollout engine that keeps what it has drawn; between rollouts it does what that engine
+    does."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.same_weights = engine, engine.same_weights
@@ -412,6 +413,12 @@ class _Recorder(RolloutEngine):
             "logprobs": torch.stack(rollout.sampler_logprobs),
         }
         return rollout
+
+    def weights_changed(self, policy: Any) -> None:
+        self.engine.weights_changed(policy)
+
+    def release(self) -> None:
+        self.engine.release()
 
 
 class _NoLog:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -80,6 +80,13 @@ class FixedShapes:
     def records(self) -> bool:
         """Whether steps become graphs."""
         return self.policy.device.type == "cuda"
+
+    @cached_property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The one that all graphs are recorded on: those of one pool share memory on one stream
+        alone, and cuBLAS keeps a workspace for each."""
+        device = self.policy.device
+        return torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def can_decode(self, sampling: Sampling) -> bool:
         """Not where the repetition guard reads a history that grows, nor a trunk whose state is
@@ -318,8 +325,7 @@ class _Batch:
             return
         graph = memory.graphs[kind]
         if graph is None:
-            device = self.decoder.policy.device
-            graph = _recorded(partial(self._step, drawn), memory.pool, device)
+            graph = _recorded(partial(self._step, drawn), memory.pool, self.decoder.stream)
             memory.graphs[kind] = graph
         graph.replay()
 
@@ -393,19 +399,17 @@ class _Batch:
         )
 
 
-def _recorded(step: Callable[[], None], pool: Any, device: torch.device) -> torch.cuda.CUDAGraph:
+def _recorded(
+    step: Callable[[], None], pool: Any, stream: torch.cuda.Stream | None
+) -> torch.cuda.CUDAGraph:
     """A step as a graph; nothing is computed yet."""
+    assert stream is not None
     graph = torch.cuda.CUDAGraph()
     # torch would record on a stream of the current device, which may be another one. Other threads
     # may use the device in the meantime.
     with (
-        torch.cuda.device(device),
-        torch.cuda.graph(
-            graph,
-            pool=pool,
-            stream=torch.cuda.Stream(device),
-            capture_error_mode="thread_local",
-        ),
+        torch.cuda.device(stream.device),
+        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
     ):
         step()
     return graph

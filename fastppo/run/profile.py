@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 PHASES = {
@@ -120,6 +121,9 @@ def _table(found: profile) -> str:
         begin = event.time_range.start
         phase = bisect_right(starts, begin) - 1
         if event.name in names or phase < 0 or begin > spans[phase].end:
+            continue
+        # An operator's device time is that of the kernels it launched, which are listed once more.
+        if event.device_type != DeviceType.CPU:
             continue
         took = event.self_device_time_total if on_device else event.self_cpu_time_total
         seconds, calls = used[names[phase]][event.name]

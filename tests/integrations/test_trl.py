@@ -12,11 +12,11 @@ import pytest
 import tiny
 import torch
 from allocations import allocations
-from datasets import Dataset
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig
 
+datasets = pytest.importorskip("datasets")
 pytest.importorskip("requests", reason="TRL 1.12 imports requests and does not ask for it")
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.12.*")
 accelerate = pytest.importorskip("accelerate")
@@ -44,7 +44,7 @@ def trainer(kind: type, folder: Path, model: Any = "llama", **options: Any) -> A
         model=tiny.saved_model(folder / model, model) if isinstance(model, str) else model,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=config,
-        train_dataset=Dataset.from_dict({"prompt": ["w1 w2"] * 8}),
+        train_dataset=datasets.Dataset.from_dict({"prompt": ["w1 w2"] * 8}),
         processing_class=tiny.tokenizer(),
         peft_config=peft_config,
     )

@@ -142,7 +142,8 @@ def test_more_than_two_to_the_31_logits(inplace: bool) -> None:
     _assert_rows(kept, last, torch.arange(64, device="cuda"))
     if not inplace:
         stats = triton_rows.token_stats(arguments["logits"], arguments["tokens"], PLAIN)
-        assert torch.equal(stats.logprobs, got.logprobs)
+        # Its programs are others than the loss's, and so is the order of their sums.
+        torch.testing.assert_close(stats.logprobs, got.logprobs, rtol=1e-6, atol=1e-5)
 
 
 def test_more_rows_than_a_grid_dimension() -> None:

@@ -311,7 +311,7 @@ def test_a_recorded_step_serves_later_steps_and_batches(monkeypatch) -> None:
     """What a graph would hold fast is held fast here: all that the host knew when it was made."""
     recorded = []
 
-    def record(step, pool, device):
+    def record(step, pool, stream):
         batch = copy.copy(step.func.__self__)
         recorded.append(step.args)
         return SimpleNamespace(replay=lambda: type(batch)._step(batch, *step.args))
