@@ -1,5 +1,6 @@
 """Adapters on the lm-head, LoRA or DoRA: merged into the weight that the loss reads, or refused.
 
+    pip install peft
     python examples/lora_head.py
 
 PEFT keeps an adapter beside the layer that it changes, so `model.lm_head.weight` is the frozen

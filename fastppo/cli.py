@@ -9,6 +9,7 @@ needs them.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import logging
 import os
@@ -122,7 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=defaults,
         help="The whole pipeline on a built-in task: SFT, reward model, PPO",
         description="Supervised fine-tuning, a reward model and PPO on a small synthetic language. "
-        "One to three minutes on two CPU cores; nothing is downloaded.",
+        "Two to four minutes on two CPU cores; nothing is downloaded.",
     )
     demo.add_argument(
         "--output_dir", metavar="DIR", default="runs/demo", help="directory of the run"
@@ -130,7 +131,10 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=int, default=0, help="seed of data, models and sampling")
     demo.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda")
     demo.add_argument(
-        "--iterations", type=int, default=None, help="PPO iterations; None means the recipe's 40"
+        "--iterations",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="PPO iterations (default: 40)",
     )
     demo.set_defaults(handler=_demo)
 
@@ -326,7 +330,7 @@ def _demo(options: argparse.Namespace, rest: list[str]) -> None:
         options.output_dir,
         seed=options.seed,
         device=options.device,
-        iterations=options.iterations,
+        iterations=getattr(options, "iterations", None),
     )
 
 
@@ -511,8 +515,17 @@ def _calm_libraries() -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    for library in ("accelerate", "huggingface_hub"):  # the second tells of each attempt
+        logging.getLogger(library).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="torch.utils.data")
+
+
+def _nearest_command(parser: argparse.ArgumentParser, word: str) -> str | None:
+    """The command that a word is a slip of."""
+    (names,) = (each.choices for each in parser._actions if each.dest == "command")
+    if word.startswith("-") or word in (names or ()):
+        return None
+    return next(iter(difflib.get_close_matches(word, list(names or ()), n=1)), None)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -521,6 +534,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     FASTPPO_DEBUG=1 shows the traceback all the same.
     """
     parser = build_parser()
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments == ["help"]:
+        parser.print_help()
+        return 0 if arguments else WRONG_INPUT
+    if near := _nearest_command(parser, arguments[0]):
+        parser.error(f"there is no command {arguments[0]!r}; did you mean {near}?")
     options, rest = parser.parse_known_args(arguments)
     if rest and not getattr(options, "takes_options", False):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

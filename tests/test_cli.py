@@ -87,6 +87,12 @@ def test_the_top_level_help_names_the_subcommands(capsys) -> None:
         assert f"{command} " in text
 
 
+@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["help"], 0)])
+def test_without_a_command_there_is_help(arguments: list[str], code: int, capsys) -> None:
+    assert cli.main(arguments) == code
+    assert "The whole pipeline on a built-in task" in capsys.readouterr().out
+
+
 def test_flags_and_yaml_mean_the_same(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
@@ -165,6 +171,8 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
         (["demo", "--iter", "9"], "unrecognized arguments: --iter 9"),
         (["sft", "--mod", "m"], "unrecognized arguments: --mod m"),
         (["train", "--learning", "1"], "unrecognized arguments: --learning 1"),
+        (["trian"], "there is no command 'trian'; did you mean train?"),
+        (["xyz"], "invalid choice: 'xyz'"),
     ],
 )
 def test_a_wrong_flag_is_refused(arguments: list[str], says: str, capsys) -> None:

@@ -47,7 +47,7 @@ def test_options_of_the_page_exist_with_the_defaults_it_names(page: str) -> None
 
 @pytest.mark.parametrize("page", PAGES)
 def test_what_to_set_for_the_others_way_can_be_set(page: str) -> None:
-    for _, _, _, how in rows(page, "What differs in silence"):
+    for _, _, _, how in rows(page, "Silent differences"):
         for name in re.findall(r"`(\w+)", how):
             assert name in OURS, how
 

@@ -179,7 +179,7 @@ YAML = {
     "seed: [1": "is not valid YAML: expected ',' or ']', but got '<stream end>', line 1, column 9",
     "\x00": "is not valid YAML",
     "seed: " + "x" * 10_000: "seed must be an integer, got 'xxx",
-    "rewards: a": "rewards must be a list, got 'a'",
+    "rewards: a": "rewards must be a list, [a, b], got 'a'",
     "7: 7": "no option 7",
 }
 

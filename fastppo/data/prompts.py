@@ -79,8 +79,8 @@ def encode_prompts(
         ids = encode_prompt(prompt, tokenizer, f"{source}, row {number}")
         if len(ids) > max_prompt_tokens:
             raise DataError(
-                f"{source}, row {number}: the prompt has {len(ids)} tokens; at most "
-                f"{max_prompt_tokens} leave the context room for max_new_tokens"
+                f"{source}, row {number}: the prompt has {len(ids)} tokens; with max_new_tokens "
+                f"beside it the context has room for {max_prompt_tokens}"
             )
         prompts.prompts.append(prompt)
         prompts.token_ids.append(ids)

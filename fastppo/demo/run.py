@@ -31,6 +31,7 @@ from fastppo.ppo.build import world_of
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.log import say
+from fastppo.run.signals import Stopped
 from fastppo.stages.reward_model import RewardModelConfig, train_reward_model
 from fastppo.stages.sft import SFTConfig, train_sft
 
@@ -78,21 +79,28 @@ def run_demo(
     console = (console or Console()) if world.is_main else Console(quiet=True)
 
     def first_stages() -> tuple[dict[str, list[dict[str, Any]]], dict[str, float]]:
-        shutil.rmtree(output_dir / "ppo", ignore_errors=True)  # an earlier demo's
+        earlier = output_dir / "ppo"
+        if earlier.exists():
+            say(console, f"{earlier} is an earlier demo's: replaced after the first two stages")
         if world.size == 1:
-            return supervised_stages(output_dir, seed=seed, device=device, console=console)
-        # Of one process each, and this one is of several.
-        alone = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, alone, initializer=_leave_torchrun) as pool:
-            stages = functools.partial(supervised_stages, output_dir, seed=seed, device=device)
-            return pool.submit(stages).result()
+            found = supervised_stages(output_dir, seed=seed, device=device, console=console)
+        else:  # of one process each, and this one is of several
+            alone = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(1, alone, initializer=_leave_torchrun) as pool:
+                stages = functools.partial(supervised_stages, output_dir, seed=seed, device=device)
+                found = pool.submit(stages).result()
+        shutil.rmtree(earlier, ignore_errors=True)
+        return found
 
-    data, rewards = world.first(first_stages)
-    trainer = PPOTrainer(config, console=console, world=world)
-    held_out = encode_prompts(data["held_out"], trainer.tokenizer, max_prompt_tokens=24)
-    before = trainer.evaluate(held_out)
-    trainer.train()
-    after = trainer.evaluate(held_out)
+    try:
+        data, rewards = world.first(first_stages)
+        trainer = PPOTrainer(config, console=console, world=world)
+        held_out = encode_prompts(data["held_out"], trainer.tokenizer, max_prompt_tokens=24)
+        before = trainer.evaluate(held_out)
+        trainer.train()
+        after = trainer.evaluate(held_out)
+    except Stopped as stopped:  # a stage would go on; the demo has no `--resume`
+        raise Stopped(stopped.signum, "; `fastppo demo` begins anew") from None
     result = {
         "before": before,
         "after": after,

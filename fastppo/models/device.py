@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -41,6 +42,21 @@ def device_name(device: torch.device) -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def busy_cpu(device: torch.device) -> list[str]:
+    """[a sentence] where torch's threads have to share their cores: they wait for one another in
+    every operation, and a small model takes many times as long."""
+    cores, threads = os.cpu_count() or 1, torch.get_num_threads()
+    if device.type != "cpu" or threads == 1 or not hasattr(os, "getloadavg"):
+        return []
+    load = os.getloadavg()[0]
+    if load + threads <= cores + 1:
+        return []
+    return [
+        f"{threads} threads on {cores} cores that others use too (load {load:.1f}): with "
+        "OMP_NUM_THREADS=1 a small model may be many times as fast"
+    ]
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype | None:

@@ -137,9 +137,19 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+"""One of these at least has a directory with a tokenizer."""
+
+
 def load_tokenizer(name: str, what: str = "model") -> Any:
     """The tokenizer of a directory or hub name; raises ValueError if there is none."""
     model_config(name, what)  # a wrong name is not a missing tokenizer
+    path = Path(name)
+    if path.is_dir() and not any(any(path.glob(each)) for each in TOKENIZER_FILES):
+        raise ValueError(
+            f"{what} {name}: no tokenizer is there; save it beside the model by "
+            f"tokenizer.save_pretrained({name!r})"
+        )
     try:
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the tokenizers' own have no kind but this

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from fastppo.data import fingerprint
 from fastppo.data.prompts import Prompts, encode_prompts
-from fastppo.data.rows import Rows, load_rows
+from fastppo.data.rows import DataError, Rows, load_rows
 from fastppo.data.text import PretrainingText
 from fastppo.data.world import World, join
 from fastppo.models import quantized
@@ -57,7 +57,7 @@ from fastppo.rewards.ensemble import RewardEnsemble
 from fastppo.rewards.environment import OneTurn, Turns
 from fastppo.rewards.loading import load_environment, make_terms
 from fastppo.rewards.patience import Patience
-from fastppo.rewards.reward import Reward, RewardTerm
+from fastppo.rewards.reward import Reward, RewardTerm, lacking_columns
 from fastppo.rewards.scorer import Scorer
 from fastppo.rollout import RolloutEngine, Sampling, as_engine
 from fastppo.rollout.engines import make_engine
@@ -253,6 +253,9 @@ def build(
     patience = Patience(timeout, config.reward_retries, drop, say)
     how_to_score = tokenizer, failures / "failed_reward.json", patience, world
     monitors = _load_monitors(monitor_rewards or config.monitor_rewards, config, device)
+    of_evaluation = _load_monitors(config.eval_rewards, config, device) or terms
+    _check_columns([*terms, *monitors], found_prompts, config.prompts)
+    _check_columns(of_evaluation, held_out, config.eval_prompts)
     return Parts(
         device=device,
         tokenizer=tokenizer,
@@ -276,7 +279,7 @@ def build(
         scorer=Scorer(terms, monitors, *how_to_score),
         evaluation=Evaluation(
             held_out,
-            Scorer(_load_monitors(config.eval_rewards, config, device) or terms, [], *how_to_score),
+            Scorer(of_evaluation, [], *how_to_score),
             config.eval_interval,
             config.eval_sampling,
             config.rollout_batch_size,
@@ -615,6 +618,19 @@ def _load_rewards(
         members = fingerprint.of_text(" ".join(term.fingerprint for term in ensemble.terms))
         terms.append(RewardTerm("ensemble", ensemble, config.reward_ensemble_weight, members))
     return terms
+
+
+def _check_columns(terms: Sequence[RewardTerm], prompts: Prompts | None, source: str) -> None:
+    """Raises DataError where a reward needs a column that the prompts do not have."""
+    if prompts is None:
+        return
+    for term in terms:
+        if lacking := lacking_columns(term.function, prompts.columns):
+            has = ", ".join(prompts.columns) or "none beside the prompt"
+            raise DataError(
+                f"reward {term.name} needs the column {lacking[0]!r}; the columns of "
+                f"{source or 'prompts'} are: {has}"
+            )
 
 
 def _load_monitors(

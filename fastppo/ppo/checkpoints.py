@@ -189,7 +189,8 @@ class Checkpoints:
             self.reference.load_state_dict(saved_reference)
         self.world.first(lambda: self._tidy(found))
         self.newest, self._begun_at = found.path, self.state.iteration
-        self.say(f"resuming from {found.path}")
+        done = "" if self.state.iteration < self.config.iterations else ", whose run is at its end"
+        self.say(f"resuming from {found.path}{done}")
         return True
 
     def _newest(self) -> manifest.Found | None:

@@ -290,12 +290,12 @@ class RunOptions(Options):
         50, "Iterations between checkpoints; 0 writes the last only", minimum=0
     )
     checkpoint_minutes: float = option(
-        10.0, "Minutes after which a checkpoint is written all the same; 0 never", minimum=0
+        10.0, "Minutes after which a checkpoint is written anyway; 0 never", minimum=0
     )
     checkpoint_limit: int = option(2, "Checkpoints kept", minimum=1)
     checkpoint_best: str | None = option(
         None,
-        "Metric whose best checkpoint is kept besides, by its mean since the checkpoint before: "
+        "Metric whose best checkpoint is also kept, by its mean since the checkpoint before: "
         "reward for the highest, min:kl for the lowest",
     )
     checkpoint_async: bool = option(
@@ -355,8 +355,8 @@ class PPOConfig(
         given = bool(self.rewards) and self.reward_weights is not None
         if given and len(self.reward_weights or ()) != len(self.rewards):
             raise ValueError(
-                f"reward_weights must be one per reward: got {len(self.reward_weights or ())} "
-                f"for {len(self.rewards)} rewards"
+                f"reward_weights must be as many as rewards, {len(self.rewards)}, got "
+                f"{len(self.reward_weights or ())}; none given means 1 each"
             )
         if self.kl_controller != "fixed" and self.kl_coef == 0:
             raise ValueError(

@@ -59,12 +59,7 @@ from fastppo.models.cache import FixedCache, GrowingCache, has_fixed_cache
 from fastppo.models.device import cast_frozen, choose_device, compute_dtype
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import is_sequence_classifier, model_config
-from fastppo.models.trunk import (
-    checkpoint_activations,
-    context_length,
-    hidden_states,
-    next_states,
-)
+from fastppo.models.trunk import checkpoint_activations, context_length, hidden_states, next_states
 from fastppo.models.value import (
     BranchValue,
     CriticValue,
@@ -128,9 +123,15 @@ class Plan:
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
+    def unit(self) -> tuple[str, float]:
+        """(name, bytes) of what the peak is a readable number of."""
+        return ("GB", GB) if self.peak.total >= GB else ("MB", GB / 1000)
+
+    @property
     def verdict(self) -> str:
         """Whether it fits, in a sentence."""
-        need = f"{self.peak.total / GB:.1f} GB at its peak, the {self.peak.name}"
+        unit, size = self.unit
+        need = f"{self.peak.total / size:.1f} {unit} at its peak, the {self.peak.name}"
         if self.memory is None:
             return f"needs {need}; --memory says of how many GB"
         fits = "fits" if self.peak.total <= self.memory else "does not fit"
@@ -693,16 +694,15 @@ def _planned_device(name: str, memory: float | None) -> tuple[torch.device, floa
     """(the device, its bytes if they are known)."""
     if memory is not None:
         arguments.at_least("memory", memory, 0, strictly=True)
-        if name == "auto":
-            name = "cuda"
-        return torch.device(name), memory * GB
+        return torch.device("cuda" if name == "auto" else name), memory * GB
     device = choose_device(name)
     return device, float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Prints a plan as a table of parts and phases, GB, and whether it fits."""
-    table = Table(title="GB at the peak of each phase", title_justify="left")
+    """Prints a plan as a table of parts and phases and whether it fits."""
+    unit, size = plan.unit
+    table = Table(title=f"{unit} at the peak of each phase", title_justify="left")
     table.add_column("part")
     now = plan.checkpointing
     phases = [*plan.phases, plan.other_update]
@@ -710,11 +710,11 @@ def show(plan: Plan, console: Console) -> None:
         table.add_column(phase.name, justify="right")
     table.add_column(f"update, {'no ' if now else ''}checkpointing", justify="right")
     for part in PARTS:
-        sizes = [phase.parts[part] for phase in phases]
-        if any(sizes):
-            table.add_row(part, *(f"{size / GB:.2f}" for size in sizes))
+        held = [phase.parts[part] for phase in phases]
+        if any(held):
+            table.add_row(part, *(f"{each / size:.2f}" for each in held))
     table.add_section()
-    table.add_row("total", *(f"{phase.total / GB:.2f}" for phase in phases))
+    table.add_row("total", *(f"{phase.total / size:.2f}" for phase in phases))
     console.print(table)
     for sentence in (plan.verdict, *plan.notes):
         console.print(sentence, soft_wrap=True, highlight=False, markup=False)

@@ -136,8 +136,8 @@ class RunState:
             if run_dir is None:
                 raise RunStoppedError(f"stopped: {reasons}")
             raise RunStoppedError(
-                f"stopped after iteration {self.iteration - 1}: {reasons}. A checkpoint, the "
-                f"policy and the report are in {run_dir}"
+                f"stopped after {self.iteration} iterations: {reasons}. A checkpoint, the policy "
+                f"and the report are in {run_dir}"
             )
 
     def is_warming_up(self, options: PPOConfig) -> bool:
@@ -186,4 +186,7 @@ def _watch(config: PPOConfig) -> Watch:
     stop_if = [parse_threshold(text) for text in config.stop_if]
     # The default thresholds are for any run; one that the user chose is missed if it is absent.
     chosen = [threshold for threshold in warn_if if str(threshold) not in WARNINGS] + stop_if
-    return Watch(warn_if, stop_if, chosen, min(ABSENT_AFTER, config.iterations))
+    after = ABSENT_AFTER
+    if config.eval_prompts and any(each.metric.startswith("eval/") for each in chosen):
+        after = max(after, config.eval_interval)  # by then there has been an evaluation
+    return Watch(warn_if, stop_if, chosen, min(after, config.iterations))

@@ -36,7 +36,7 @@ from fastppo.data.microbatches import split
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import Rows
 from fastppo.data.world import World
-from fastppo.models.device import device_name
+from fastppo.models.device import busy_cpu, device_name
 from fastppo.models.sharding import settle, unsharded
 from fastppo.ppo.advantages import make_advantages
 from fastppo.ppo.build import build, world_of
@@ -459,7 +459,7 @@ class PPOTrainer:
         check_on_policy(
             self.model, self.reference, *sampler, self.config, reference_is_fresh=is_fresh
         )
-        for sentence in odd_options(self.config):
+        for sentence in [*odd_options(self.config), *busy_cpu(self.device)]:
             self.say(sentence, "yellow")
 
     # ------------------------------------------------------------------------- saving and resuming

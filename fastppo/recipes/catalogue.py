@@ -84,8 +84,8 @@ def _on_a_gpu(name: str, model: str, how: str) -> Recipe:
 RECIPES = (
     Recipe(
         name="smollm2-sentiment",
-        line="SmolLM2-135M learns to continue everyday sentences gladly: a lexicon as the reward, "
-        "another as held-out gold",
+        line="SmolLM2-135M learns to continue everyday sentences cheerfully: a lexicon as the "
+        "reward, another as held-out gold",
         takes="two cores, about 4 GB",
         minutes="13",
         prepare=sentiment.prepare,

@@ -27,7 +27,7 @@ import copy
 import inspect
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -332,6 +332,22 @@ def _call(
         wanted |= {name: value for name, value in both.items() if takes_all or name in named}
         return function(**wanted)
     return function(prompts, completions, **wanted)
+
+
+def lacking_columns(function: Reward, columns: Collection[str]) -> list[str]:
+    """Arguments that a reward cannot do without, and that are neither the prompts and completions
+    nor one of the columns of their rows."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # made in C, and says nothing of its arguments
+        return []
+    names = [p.name for p in parameters]
+    known = {"prompts", "completions", "completion_ids", *columns}
+    if "completions" not in names:  # the first two are prompts and completions by any name
+        known |= {p.name for p in parameters[:2] if p.kind is not p.KEYWORD_ONLY}
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    wanted = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
+    return [name for name in wanted if name not in known]
 
 
 def save_failure(

@@ -148,7 +148,7 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
         return None if value is None else _converted(name, value, inner)
     if get_origin(hint) is Sequence:
         if not isinstance(value, (list, tuple)):
-            raise ValueError(f"{name} must be a list, got {shown(value)}")
+            raise ValueError(f"{name} must be a list, [a, b], got {shown(value)}")
         return tuple(_converted(name, item, get_args(hint)[0]) for item in value)
     if hint is bool and isinstance(value, str) and value.lower() in BOOLS:
         return BOOLS[value.lower()]

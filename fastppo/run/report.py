@@ -31,141 +31,10 @@ from fastppo.run.log import (
     short_names,
 )
 from fastppo.run.options import load_yaml
-
-
-class Panel(NamedTuple):
-    """One plot: a title, the axis label with its unit, and the metrics drawn in it."""
-
-    title: str
-    unit: str
-    metrics: tuple[str, ...]
-    prefixes: tuple[str, ...] = ()
-    note: str = ""
-
-
-GROUPS = (
-    (
-        "Learning",
-        (
-            Panel("Reward", "reward", ("reward",), ("reward/",), "what is trained on"),
-            Panel(
-                "Held-out reward",
-                "reward",
-                ("eval/reward", "eval/greedy/reward"),
-                ("eval/reward/",),
-                "on eval_prompts",
-            ),
-            Panel(
-                "Agreement with the gold reward",
-                "correlation over responses",
-                (),
-                ("correlation/",),
-                "of each monitored reward and the trained one",
-            ),
-            Panel(
-                "Disagreement of the ensemble",
-                "reward",
-                ("ensemble_disagreement",),
-                (),
-                "standard deviation over its members",
-            ),
-            Panel("Loss", "as a step follows it", ("loss",)),
-            Panel("Value loss", "½(V − R)²", ("value_loss",)),
-            Panel("Reward less the cost of the KL", "reward", ("rlhf_reward",)),
-            Panel("Explained variance", "1 is perfect", ("explained_variance",)),
-            Panel(
-                "Solved",
-                "share",
-                ("solved", "left_out"),
-                ("left_out/",),
-                "of responses; of prompts",
-            ),
-            Panel("Deviation of the advantages", "before whitening", ("advantage_std",)),
-            Panel("Loss on pretraining text", "nats per token", ("ptx_loss",)),
-            Panel("Learning rate", "", ("learning_rate",)),
-            Panel("Schedules", "coefficient", (), ("schedule/",)),
-        ),
-    ),
-    (
-        "Policy movement",
-        (
-            Panel("KL to the reference", "nats per sequence", ("kl",)),
-            Panel("Slope of the KL", "nats per iteration", ("kl_slope",)),
-            Panel("β of the KL to the reference", "per nat", ("kl_coef",)),
-            Panel("KL to the rollout policy", "nats per token", ("approx_kl",)),
-            Panel("β of the KL to the rollout policy", "per nat", ("policy_kl_coef",)),
-            Panel("Early stops", "stopped", ("early_stopped",), (), "on the KL to the rollout"),
-            Panel("Ratio", "new / old probability", ("ratio_mean", "ratio_max")),
-            Panel("Clip fraction", "share of tokens", ("clip_fraction", "value_clip_fraction")),
-            Panel(
-                "Beyond the clip range",
-                "share of tokens",
-                (
-                    *("ratio_above_positive", "ratio_below_positive"),
-                    *("ratio_above_negative", "ratio_below_negative"),
-                ),
-                (),
-                "by the sign of the advantage A",
-            ),
-            Panel("Entropy", "nats per token", ("entropy",)),
-        ),
-    ),
-    (
-        "Health",
-        (
-            Panel("Response length", "tokens", ("response_length",)),
-            Panel("EOS rate", "share of responses", ("eos_rate",)),
-            Panel(
-                "Reward and length",
-                "correlation over responses",
-                ("length_correlation",),
-                (),
-                "near 1, length is what pays",
-            ),
-            Panel(
-                "Variety of the responses",
-                "share",
-                ("distinct_1", "distinct_2", "unique_responses"),
-                (),
-                "distinct n-grams within one; distinct ones of all",
-            ),
-            Panel("Gradient norm", "before clipping", ("grad_norm", "value_grad_norm")),
-            Panel(
-                "Skipped steps",
-                "steps",
-                ("skipped_steps", "overflowed_steps"),
-                (),
-                "loss or gradient not finite; a loss scale that was too large",
-            ),
-            Panel("Scale of the loss", "under fp16", ("loss_scale",)),
-            Panel("Loss spikes", "steps", ("loss_spikes",), (), "far from the losses before"),
-        ),
-    ),
-    (
-        "Speed",
-        (
-            Panel("Speed", "response tokens per second", ("tokens_per_second",)),
-            Panel("Time of an iteration", "seconds", (), ("seconds/",)),
-        ),
-    ),
-)
-"""The panels under their headings. A panel without data is left out, and so is an empty heading."""
+from fastppo.run.panels import GROUPS, LABELS, WATCHED, Panel
 
 LINKED = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "config.yaml")
 """Files of a run that its report leads to."""
-
-WATCHED = Panel("Watched rewards", "reward", (), ("monitor/",), "nothing is trained on them")
-"""Of several runs; of one they are drawn beside the reward."""
-
-PANELS = tuple(panel for _, panels in GROUPS for panel in panels)
-
-LABELS = {
-    "ratio_above_positive": "A > 0, above: clipped",
-    "ratio_below_positive": "A > 0, below",
-    "ratio_above_negative": "A < 0, above",
-    "ratio_below_negative": "A < 0, below: clipped",
-}
-"""Legends of metrics whose names need the context of their panel."""
 
 SAMPLINGS = {"sampled": "eval/", "greedy": "eval/greedy/"}
 """How held-out prompts are answered, with the prefix of the metrics of each."""
@@ -182,6 +51,8 @@ VALUE = re.compile(r"(= |step[ -])[-+.\w]+")
 GOLD_GROUPS = 10
 """Steps of equal length from 0 to the largest √KL, over each of which the means are joined: a
 rollout's noise in both axes would hide where the curves bend."""
+DASHES = 3
+"""Kinds of lines, for the metrics of one run where several are compared."""
 SPAN_RATIO = 4.0
 """Rewards whose spans differ by more get an axis each, or the smaller would be a flat line."""
 
@@ -195,7 +66,7 @@ class Chart(NamedTuple):
     xlabel: str
     x: list[float]
     series: list[dict[str, Any]]
-    """label, values, and what is special: right, points, trend, apart, dashed, colour."""
+    """label, values, and what is special: right, points, trend, apart, dash, colour."""
     range: list[float] | None = None
     """Of the left axis; None fits it to the curves."""
 
@@ -376,7 +247,7 @@ def _duration(seconds: float) -> str:
 
 
 def summary(records: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
-    """(metric, mean of the first tenth, mean of the last tenth) of what people look at first."""
+    """(metric, its first value, mean of the last tenth) of what people look at first."""
     shown = ["reward", *_with_prefix(records, "monitor/"), "kl", "entropy", "response_length"]
     shown += ["eos_rate", "explained_variance", "clip_fraction"]
     span = max(1, len(records) // 10)
@@ -384,7 +255,7 @@ def summary(records: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
     for name in shown:
         values = [record[name] for record in records if name in record]
         if values:
-            rows.append((name, _mean(values[:span]), _mean(values[-span:])))
+            rows.append((name, values[0], _mean(values[-span:])))
     return rows
 
 
@@ -466,11 +337,13 @@ def _panel(panel: Panel, runs: list[Run], constants: dict[str, float]) -> Chart 
         by_iteration = {record["iteration"]: record for record in run.records}
         for i, name in enumerate(names):
             values = [by_iteration.get(at, {}).get(name) for at in x]
+            if values.count(None) == len(values):  # a metric that only other runs have
+                continue
             label = LABELS.get(name, name)
             one: dict[str, Any] = {"label": label, "values": values} | _apart(values)
             if len(runs) > 1:
                 one["label"] = run.name if len(names) == 1 else f"{run.name}: {label}"
-                one |= {"colour": index, "dashed": i % 2 == 1}
+                one |= {"colour": index, "dash": i % DASHES}
             series.append(one)
     return Chart(panel.title, panel.note, panel.unit, "iteration", x, series, _range(panel, series))
 
@@ -529,7 +402,11 @@ def _gold_against_proxy(records: list[dict[str, Any]]) -> list[Chart]:
     if rows:
         distance = [math.sqrt(max(r["kl"], 0.0)) for r in rows]
         curves, note = series(rows), "over-optimisation: where the curves part"
-        if len(rows) > GOLD_GROUPS:
+        if not _rises([r["kl"] for r in sorted(rows, key=lambda record: record["iteration"])]):
+            # A line from left to right would go to and fro in time.
+            curves = [each | {"points": True} for each in curves]
+            note += "; no line, since the KL did not rise over the run"
+        elif len(rows) > GOLD_GROUPS:
             points = [each | {"points": True} for each in curves]
             curves = [*points, *(each | _trend(distance, each["values"]) for each in curves)]
             note += f" (means over {GOLD_GROUPS} steps of √KL)"
@@ -587,6 +464,14 @@ def _against_the_limit(run_dir: Path, run: Run) -> list[Chart]:
         note += "; beyond its end they do not show the limit"
     unit = "KL to the base, nats per response"
     return [Chart("Reward against its limit", note, "reward", unit, x, series)]
+
+
+def _rises(values: list[float]) -> bool:
+    """Whether a series goes up for the most part: the correlation with its ranks is over a half."""
+    if len(values) < 3 or len({*values}) == 1:
+        return True
+    ranks = np.argsort(np.argsort(values))
+    return bool(np.corrcoef(ranks, np.arange(len(values)))[0, 1] > 0.5)
 
 
 def _trend(x: list[float], values: list[float]) -> dict[str, Any]:

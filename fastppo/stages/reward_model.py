@@ -289,7 +289,7 @@ def train_reward_model(
             cut = f"{source}: {comparisons.truncated} texts cut to {limit} tokens"
             say(console, cut, "yellow")
         if comparisons.dropped:
-            dropped = f"{source}: {comparisons.dropped} rows without a preference dropped"
+            dropped = f"{source}: rows without a preference, dropped: {comparisons.dropped}"
             say(console, dropped, "yellow")
         return comparisons
 

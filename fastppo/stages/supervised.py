@@ -103,7 +103,7 @@ class StageOptions(Options):
         500, "Optimiser steps between checkpoints; 0 writes none", minimum=0
     )
     checkpoint_minutes: float = option(
-        10.0, "Minutes after which a checkpoint is written all the same; 0 never", minimum=0
+        10.0, "Minutes after which a checkpoint is written anyway; 0 never", minimum=0
     )
     checkpoint_limit: int = option(2, "Checkpoints kept", minimum=1)
     checkpoint_failure: Literal["stop", "continue"] = option(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from fastppo.demo.run import model_config, ppo_config, run_demo
+from fastppo.run.signals import Stopped
 
 PROMPT = "tell me about the red fox ."
 
@@ -30,6 +33,23 @@ def test_options_that_cannot_be_are_refused_before_the_first_stage(tmp_path: Pat
         with pytest.raises(ValueError, match=next(iter(wrong))):
             run_demo(tmp_path / "demo", console=Console(file=io.StringIO()), **wrong)
     assert not (tmp_path / "demo").exists()
+
+
+def test_what_an_earlier_demo_made_stays_until_the_next_ones_first_stages_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that is stopped says that it cannot go on."""
+
+    def stopped(*arguments: Any, **options: Any) -> None:
+        raise Stopped(signal.SIGTERM, " after 3 of 9 steps; `--resume true` goes on from there")
+
+    monkeypatch.setattr("fastppo.demo.run.supervised_stages", stopped)
+    (tmp_path / "ppo").mkdir()
+    printed = io.StringIO()
+    with pytest.raises(Stopped, match=r"SIGTERM; `fastppo demo` begins anew$"):
+        run_demo(tmp_path, console=Console(file=printed, width=200))
+    assert (tmp_path / "ppo").is_dir()
+    assert "ppo is an earlier demo's: replaced after the first two stages" in printed.getvalue()
 
 
 def test_the_pipeline_raises_the_gold_score_by_half_of_the_possible_gap(tmp_path: Path) -> None:

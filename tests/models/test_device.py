@@ -8,6 +8,7 @@ import torch
 
 from fastppo.models.device import (
     autocast,
+    busy_cpu,
     cast_frozen,
     cast_matrices,
     choose_device,
@@ -48,6 +49,19 @@ def test_a_device_that_is_not_there_is_refused(name, says, monkeypatch) -> None:
     _gpus(monkeypatch, 2)
     with pytest.raises(ValueError, match=says):
         choose_device(name)
+
+
+@pytest.mark.parametrize(
+    ("threads", "load", "device", "told"),
+    [(2, 3.0, CPU, True), (2, 0.4, CPU, False), (1, 9.0, CPU, False), (2, 9.0, GPU, False)],
+)
+def test_threads_that_share_their_cores_are_told(threads, load, device, told, monkeypatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    assert bool(busy_cpu(device)) == told
+    if told:
+        assert busy_cpu(device)[0].startswith("2 threads on 2 cores that others use too (load 3.0)")
 
 
 @pytest.mark.parametrize(

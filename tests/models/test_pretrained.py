@@ -97,7 +97,11 @@ def test_a_tied_head_is_not_missing(tmp_path) -> None:
 
 def test_a_missing_tokenizer_is_named(tmp_path) -> None:
     tiny.model().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"model {tmp_path}: no tokenizer"):
+    says = f"model {tmp_path}: no tokenizer is there; save it beside the model by tokenizer.save"
+    with pytest.raises(ValueError, match=says):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=f"model {tmp_path}: no tokenizer that loads there"):
         load_tokenizer(str(tmp_path))
 
 

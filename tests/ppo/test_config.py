@@ -159,7 +159,7 @@ def test_a_threshold_that_cannot_be_read_is_refused() -> None:
         ),
         (
             {"rewards": ["a:b"], "reward_weights": [1.0, 2.0]},
-            "reward_weights must be one per reward: got 2 for 1 rewards",
+            "reward_weights must be as many as rewards, 1, got 2; none given means 1 each",
         ),
     ],
 )

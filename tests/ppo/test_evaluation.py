@@ -16,7 +16,8 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.evaluation import Progress
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.log import read_jsonl
-from fastppo.run.report import PANELS, write_report
+from fastppo.run.panels import PANELS
+from fastppo.run.report import write_report
 from runs import make_trainer, records
 
 REWARD = """

@@ -26,7 +26,7 @@ from transformers import (
 from fastppo import cli
 from fastppo.models.cache import ROOM
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.memory import GB, PARTS, Ledger, Phase, Plan, make_plan
+from fastppo.ppo.memory import PARTS, Ledger, Phase, Plan, make_plan
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.log import RunLog
 from fastppo.run.profile import PREFIX, named_phases
@@ -226,7 +226,7 @@ def test_the_command_prints_parts_phases_and_whether_it_fits(tmp_path: Path, cap
     config = options(tmp_path)
     config.save(tmp_path / "run.yaml")
     flags = ["plan", "--config", str(tmp_path / "run.yaml"), "--prompt_tokens", str(PROMPT)]
-    need = f"{make_plan(config, PROMPT).peak.total / GB:.1f} GB"
+    need = f"{make_plan(config, PROMPT).peak.total / 1e6:.1f} MB"
     assert cli.main([*flags, "--memory", "80"]) == 0
     shown = capsys.readouterr().out
     assert f"fits 80 GB: {need} at its peak, the update" in shown

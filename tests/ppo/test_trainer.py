@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from fastppo.data.batch import Batch
 from fastppo.data.chat import encode_prompt, token_ids
 from fastppo.data.microbatches import microbatches, split
+from fastppo.data.rows import DataError
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.objective import policy_loss
 from fastppo.ppo.state import RunStoppedError
@@ -747,9 +748,32 @@ def test_a_crossed_threshold_warns_in_the_terminal_and_in_the_records(tmp_path: 
     assert "iteration 0: entropy = 3." in console.file.getvalue()
 
 
+def test_a_metric_of_evaluations_is_missed_after_the_first_of_them(tmp_path: Path) -> None:
+    held_out = tmp_path / "held-out.jsonl"
+    held_out.write_text("\n".join(map(json.dumps, tiny.PROMPTS[:4])))
+    options = {"eval_prompts": str(held_out), "eval_interval": 4, "iterations": 5}
+    watched = ["eval/reward < -1", "eval/rewrd < 0"]
+    trainer = make_trainer(tmp_path, warn_if=watched, **options)
+    trainer.train()
+    told = [" ".join(record.get("warnings", ())) for record in records(trainer)]
+    assert not any("eval/" in each for each in told[:3])
+    assert "no metric 'eval/rewrd' in the first 4 iterations" in told[3]
+    assert not any("'eval/reward'" in each for each in told)
+
+
+def test_a_reward_whose_column_is_not_there_is_refused_before_the_run(tmp_path: Path) -> None:
+    def of_answers(prompts, completions, answer, weight=1.0, **columns):
+        return [0.0 for _ in answer]
+
+    with pytest.raises(DataError, match=r"reward of_answers needs the column 'answer'; .*: wanted"):
+        make_trainer(tmp_path, rewards=[of_answers])
+    rows = [{**row, "answer": "x"} for row in tiny.PROMPTS]
+    make_trainer(tmp_path, rewards=[of_answers], prompts=rows)
+
+
 def test_a_hard_threshold_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, stop_if=["entropy > 1"], iterations=5)
-    with pytest.raises(RunStoppedError, match=r"after iteration 0: entropy = 3\.\d+ > 1"):
+    with pytest.raises(RunStoppedError, match=r"after 1 iterations: entropy = 3\.\d+ > 1"):
         trainer.train()
     run = tmp_path / "run"
     assert (run / "checkpoint-000001").is_dir()

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from fastppo.rewards.reward import MAX_REWARD, RewardError, RewardTerm, Scored, score
+from fastppo.rewards.reward import (
+    MAX_REWARD,
+    RewardError,
+    RewardTerm,
+    Scored,
+    lacking_columns,
+    score,
+)
 
 PROMPTS, COMPLETIONS = ["w1 w2 ", "w3 "], ["w7 w7", "w4"]
 IDS = [[10, 10, 1], [7, 1]]
@@ -90,6 +97,22 @@ def test_a_wrong_return_is_refused_and_the_sample_saved(returned, says, saved, t
     record = json.loads((tmp_path / "failed.json").read_text())
     assert len(record["completions"]) == saved
     assert record["reward"] == "broken"
+
+
+@pytest.mark.parametrize(
+    ("source", "lacking"),
+    [
+        ("lambda prompts, completions: 0", []),
+        ("lambda p, c, answer: 0", ["answer"]),
+        ("lambda p, c, wanted, **columns: 0", []),
+        ("lambda completions, *, answer, completion_ids: 0", ["answer"]),
+        ("lambda completions, answer=None: 0", []),
+        ("lambda *both, **columns: 0", []),
+        ("max", []),
+    ],
+)
+def test_columns_that_a_reward_cannot_do_without_are_known_beforehand(source, lacking) -> None:
+    assert lacking_columns(eval(source), ["wanted"]) == lacking
 
 
 def test_an_exception_names_the_reward_and_saves_the_samples(tmp_path) -> None:

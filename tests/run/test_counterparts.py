@@ -69,7 +69,7 @@ def test_the_page_has_our_options_with_their_defaults() -> None:
 
 def test_the_yaml_has_the_defaults_that_the_page_names() -> None:
     chosen = PPOConfig(**read_yaml(ROOT / "examples" / "trl_defaults.yaml", PPOConfig))
-    for row in _rows("What differs in silence")[1:]:
+    for row in _rows("Silent differences")[1:]:
         for name, value in re.findall(r"`(\w+): ([^`]+)`", row[3]):
             if (name, value) not in [("stop_token_ids", "[]"), ("old_logprobs", "sampler")]:
                 assert str(getattr(chosen, name)).lower() in (value, str(_number(value))), row

@@ -135,7 +135,7 @@ def test_what_yaml_and_flags_leave_as_text_is_converted(name: str, given: Any, t
         ({"chance": 0}, r"chance must be in \(0, 1\], got 0.0"),
         ({"quiet": "perhaps"}, "quiet must be true or false, got 'perhaps'"),
         ({"quiet": 1}, "quiet must be true or false, got 1"),
-        ({"names": "a"}, "names must be a list, got 'a'"),
+        ({"names": "a"}, r"names must be a list, \[a, b\], got 'a'"),
         ({"names": [1]}, "names must be a text, got 1"),
         ({"weights": ["x"]}, "weights must be a finite number, got 'x'"),
         ({"kind": "quick"}, "kind must be one of slow, fast, got 'quick'"),

@@ -48,6 +48,9 @@ function tooltip(chart) {
   };
 }
 
+// Of the metrics of one run, where several are compared; the legend has the same by its border.
+const DASHES = [undefined, [6, 4], [2, 3]];
+const BORDERS = ["solid", "dashed", "dotted"];
 const tint = (i, chart) => colour(`--curve-${(chart.series[i].colour ?? i) % 8}`);
 
 function draw(chart, place) {
@@ -59,7 +62,7 @@ function draw(chart, place) {
     stroke: tint(i, chart),
     width: 1.6,
     scale: each.right ? "right" : "y",
-    dash: each.dashed ? [5, 4] : undefined,
+    dash: DASHES[each.dash ?? 0],
     spanGaps: Boolean(each.trend || each.apart),
     // A mean over the groups has a point in the middle of each, as values far apart have; samples
     // are points alone, small where they are a cloud.
@@ -95,6 +98,10 @@ function legend(chart, place, plot) {
     const entry = document.createElement("button");
     entry.textContent = each.label + (each.right ? " (right)" : "");
     entry.style.setProperty("--tint", tint(i, chart));
+    if (each.dash !== undefined) {
+      entry.className = "line";
+      entry.style.setProperty("--dash", BORDERS[each.dash]);
+    }
     entry.onclick = () => {
       const shown = plot().series[i + 1].show;
       const same = chart.series.map((other, j) => [other.label, j]);

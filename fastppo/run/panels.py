@@ -1,0 +1,137 @@
+"""What a report draws: its panels, the metrics of each, and the headings that they are under."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Panel(NamedTuple):
+    """One plot: a title, the axis label with its unit, and the metrics drawn in it."""
+
+    title: str
+    unit: str
+    metrics: tuple[str, ...]
+    prefixes: tuple[str, ...] = ()
+    note: str = ""
+
+
+GROUPS = (
+    (
+        "Learning",
+        (
+            Panel("Reward", "reward", ("reward",), ("reward/",), "what is trained on"),
+            Panel(
+                "Held-out reward",
+                "reward",
+                ("eval/reward", "eval/greedy/reward"),
+                ("eval/reward/",),
+                "on eval_prompts",
+            ),
+            Panel(
+                "Agreement with the gold reward",
+                "correlation over responses",
+                (),
+                ("correlation/",),
+                "of each monitored reward and the trained one",
+            ),
+            Panel(
+                "Disagreement of the ensemble",
+                "reward",
+                ("ensemble_disagreement",),
+                (),
+                "standard deviation over its members",
+            ),
+            Panel("Loss", "as a step follows it", ("loss",)),
+            Panel("Value loss", "½(V − R)²", ("value_loss",)),
+            Panel("Reward less the cost of the KL", "reward", ("rlhf_reward",)),
+            Panel("Explained variance", "1 is perfect", ("explained_variance",)),
+            Panel(
+                "Solved",
+                "share",
+                ("solved", "left_out"),
+                ("left_out/",),
+                "of responses; of prompts",
+            ),
+            Panel("Deviation of the advantages", "before whitening", ("advantage_std",)),
+            Panel("Loss on pretraining text", "nats per token", ("ptx_loss",)),
+            Panel("Learning rate", "", ("learning_rate",)),
+            Panel("Schedules", "coefficient", (), ("schedule/",)),
+        ),
+    ),
+    (
+        "Policy movement",
+        (
+            Panel("KL to the reference", "nats per sequence", ("kl",)),
+            Panel("Slope of the KL", "nats per iteration", ("kl_slope",)),
+            Panel("β of the KL to the reference", "per nat", ("kl_coef",)),
+            Panel("KL to the rollout policy", "nats per token", ("approx_kl",)),
+            Panel("β of the KL to the rollout policy", "per nat", ("policy_kl_coef",)),
+            Panel("Early stops", "stopped", ("early_stopped",), (), "on the KL to the rollout"),
+            Panel("Ratio", "new / old probability", ("ratio_mean", "ratio_max")),
+            Panel("Clip fraction", "share of tokens", ("clip_fraction", "value_clip_fraction")),
+            Panel(
+                "Beyond the clip range",
+                "share of tokens",
+                (
+                    *("ratio_above_positive", "ratio_below_positive"),
+                    *("ratio_above_negative", "ratio_below_negative"),
+                ),
+                (),
+                "by the sign of the advantage A",
+            ),
+            Panel("Entropy", "nats per token", ("entropy",)),
+        ),
+    ),
+    (
+        "Health",
+        (
+            Panel("Response length", "tokens", ("response_length",)),
+            Panel("EOS rate", "share of responses", ("eos_rate",)),
+            Panel(
+                "Reward and length",
+                "correlation over responses",
+                ("length_correlation",),
+                (),
+                "near 1, length is what pays",
+            ),
+            Panel(
+                "Variety of the responses",
+                "share",
+                ("distinct_1", "distinct_2", "unique_responses"),
+                (),
+                "distinct n-grams within one; distinct ones of all",
+            ),
+            Panel("Gradient norm", "before clipping", ("grad_norm", "value_grad_norm")),
+            Panel(
+                "Skipped steps",
+                "steps",
+                ("skipped_steps", "overflowed_steps"),
+                (),
+                "loss or gradient not finite; a loss scale that was too large",
+            ),
+            Panel("Scale of the loss", "under fp16", ("loss_scale",)),
+            Panel("Loss spikes", "steps", ("loss_spikes",), (), "far from the losses before"),
+        ),
+    ),
+    (
+        "Speed",
+        (
+            Panel("Speed", "response tokens per second", ("tokens_per_second",)),
+            Panel("Time of an iteration", "seconds", (), ("seconds/",)),
+        ),
+    ),
+)
+"""The panels under their headings. A panel without data is left out, and so is an empty heading."""
+
+WATCHED = Panel("Watched rewards", "reward", (), ("monitor/",), "nothing is trained on them")
+"""Of several runs; of one they are drawn beside the reward."""
+
+PANELS = tuple(panel for _, panels in GROUPS for panel in panels)
+
+LABELS = {
+    "ratio_above_positive": "A > 0, above: clipped",
+    "ratio_below_positive": "A > 0, below",
+    "ratio_above_negative": "A < 0, above",
+    "ratio_below_negative": "A < 0, below: clipped",
+}
+"""Legends of metrics whose names need the context of their panel."""

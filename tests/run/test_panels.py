@@ -1,0 +1,28 @@
+"""Panels: each metric has one, and legends are of metrics that there are."""
+
+from __future__ import annotations
+
+import torch
+from fastppo_kernels.records import SUMS
+
+from fastppo.functional.losses import loss_metrics
+from fastppo.run.panels import GROUPS, LABELS, PANELS, WATCHED
+
+
+def test_no_metric_is_drawn_twice() -> None:
+    names = [name for panel in PANELS for name in (*panel.metrics, *panel.prefixes)]
+    assert len(names) == len(set(names))
+
+
+def test_the_clip_corners_are_those_that_the_loss_counts() -> None:
+    corners = {name for name in loss_metrics(torch.ones(len(SUMS))) if name in LABELS}
+    assert corners == LABELS.keys()
+    assert any(set(panel.metrics) == corners for panel in PANELS)
+
+
+def test_every_panel_has_a_title_of_its_own_and_something_to_draw() -> None:
+    for panel in (*PANELS, WATCHED):
+        assert panel.title
+        assert panel.metrics or panel.prefixes
+    assert len({panel.title for panel in PANELS}) == len(PANELS)
+    assert sum(len(panels) for _, panels in GROUPS) == len(PANELS)
