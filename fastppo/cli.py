@@ -123,7 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=defaults,
         help="The whole pipeline on a built-in task: SFT, reward model, PPO",
         description="Supervised fine-tuning, a reward model and PPO on a small synthetic language. "
-        "Two to four minutes on two CPU cores; nothing is downloaded.",
+        "About two minutes on two CPU cores; nothing is downloaded.",
     )
     demo.add_argument(
         "--output_dir", metavar="DIR", default="runs/demo", help="directory of the run"

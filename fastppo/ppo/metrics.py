@@ -280,5 +280,6 @@ def sample_records(
 def status(metrics: dict[str, float]) -> str:
     """The numbers that people watch, for the progress bar."""
     shown = [f"reward {metrics['reward']:.3f}"]
-    shown += [f"KL {metrics['kl']:.2f}"] if "kl" in metrics else []
+    if "kl" in metrics:
+        shown.append(f"KL {round(metrics['kl'], 2) + 0.0:.2f}")  # a sampled KL near 0 may be -0.00
     return "  ".join([*shown, f"entropy {metrics['entropy']:.2f}"])

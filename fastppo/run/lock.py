@@ -44,7 +44,7 @@ def held(run_dir: str | Path, world: World | None = None) -> Iterator[None]:
     several ranks the first holds it for all.
 
     Raises:
-        ValueError: another run holds it, or it is a file.
+        ValueError: another run holds it, it is a file, or it cannot be written.
     """
     with ExitStack() as stack:
         (world or World()).first(lambda: stack.enter_context(_holding(run_dir)))
@@ -59,8 +59,11 @@ def _holding(run_dir: str | Path) -> Iterator[None]:
         return
     if path.exists() and not path.is_dir():
         raise ValueError(f"output_dir {run_dir} is a file")
-    path.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path / FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path / FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise ValueError(f"output_dir {run_dir} cannot be written: {error.strerror}") from error
     _held[path] = descriptor
     try:
         _take(descriptor, run_dir)

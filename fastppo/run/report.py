@@ -255,7 +255,9 @@ def summary(records: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
     for name in shown:
         values = [record[name] for record in records if name in record]
         if values:
-            rows.append((name, values[0], _mean(values[-span:])))
+            # A KL of 3e-8 is the rounding of 0.
+            first = values[0] if abs(values[0]) > 1e-6 else 0.0
+            rows.append((name, first, _mean(values[-span:])))
     return rows
 
 

@@ -196,3 +196,5 @@ def test_the_bar_shows_the_numbers_that_people_watch() -> None:
         "reward 0.123  KL 1.50  entropy 3.00"
     )
     assert status({"reward": 1.0, "entropy": 3.0}) == "reward 1.000  entropy 3.00"
+    near = {"reward": 0.0, "kl": -0.001, "entropy": 3.0}
+    assert status(near) == "reward 0.000  KL 0.00  entropy 3.00"

@@ -84,6 +84,9 @@ def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None
     (tmp_path / "run").touch()
     with pytest.raises(ValueError, match="is a file"), lock.held(tmp_path / "run"):
         pass
+    says = "output_dir .*run/in/it cannot be written: Not a directory"
+    with pytest.raises(ValueError, match=says), lock.held(tmp_path / "run" / "in" / "it"):
+        pass
 
 
 def test_of_several_ranks_the_first_holds_it_and_what_it_says_all_say(tmp_path: Path) -> None:
