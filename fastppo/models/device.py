@@ -51,7 +51,7 @@ def busy_cpu(device: torch.device) -> list[str]:
     if device.type != "cpu" or threads == 1 or not hasattr(os, "getloadavg"):
         return []
     load = os.getloadavg()[0]
-    if load + threads <= cores + 1:
+    if load <= cores:  # what ran before this may still be in it
         return []
     return [
         f"{threads} threads on {cores} cores that others use too (load {load:.1f}): with "

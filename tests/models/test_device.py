@@ -53,7 +53,7 @@ def test_a_device_that_is_not_there_is_refused(name, says, monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     ("threads", "load", "device", "told"),
-    [(2, 3.0, CPU, True), (2, 0.4, CPU, False), (1, 9.0, CPU, False), (2, 9.0, GPU, False)],
+    [(2, 3.0, CPU, True), (2, 1.9, CPU, False), (1, 9.0, CPU, False), (2, 9.0, GPU, False)],
 )
 def test_threads_that_share_their_cores_are_told(threads, load, device, told, monkeypatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
