@@ -6,6 +6,7 @@ after it, decoded without special tokens.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ def encode_prompt(prompt: Any, tokenizer: Any, where: str) -> list[int]:
         check_text(prompt, where)
         ids = list(tokenizer(prompt)["input_ids"])
         plain = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        if ids[-1:] == [tokenizer.eos_token_id] != plain[-1:]:
+        if _ends(ids, tokenizer.eos_token_id) > _ends(plain, tokenizer.eos_token_id):
             ids.pop()  # some tokenizers end every text; a prompt is to be continued
     elif is_chat(prompt):
         text = render_chat(tokenizer, prompt, where, add_generation_prompt=True)
@@ -68,6 +69,11 @@ def encode_prompt(prompt: Any, tokenizer: Any, where: str) -> list[int]:
     if not ids:
         raise DataError(f"{where}: the prompt is empty")
     return list(ids)
+
+
+def _ends(ids: Sequence[int], token: int | None) -> int:
+    """How many of a token come last."""
+    return sum(1 for _ in itertools.takewhile(lambda each: each == token, reversed(ids)))
 
 
 def check_text(text: str, where: str) -> None:

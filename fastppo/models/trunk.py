@@ -110,7 +110,16 @@ def take_mark_of(trunk: Any, other: Any) -> None:
 
 def context_length(model: Any) -> int | None:
     """The longest sequence that a model takes, tokens, if its config says."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is None:
+        return None
+    # RoBERTa's kind counts positions from behind its padding token on.
+    begins = (
+        module.padding_idx + 1
+        for name, module in model.named_modules()
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
+    )
+    return positions - next(begins, 0)
 
 
 def switch_dropout_off(model: nn.Module) -> None:

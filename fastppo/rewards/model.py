@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 from fastppo.data.chat import render_chat
 from fastppo.data.padding import padded_batch
 from fastppo.models.pretrained import load_tokenizer, load_whole, model_config
-from fastppo.models.trunk import hidden_states
+from fastppo.models.trunk import context_length, hidden_states
 
 
 class RewardModel:
@@ -46,10 +46,12 @@ class RewardModel:
         self.tokenizer = load_tokenizer(name, "reward")
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        if self.model.config.pad_token_id is None:
-            self.model.config.pad_token_id = self.tokenizer.pad_token_id
-        limit = getattr(model.config, "max_position_embeddings", None)
-        self.max_length = min(filter(None, (max_length, limit)), default=None)
+        text_config = model.config.get_text_config()
+        if getattr(text_config, "pad_token_id", None) is None:
+            text_config.pad_token_id = self.tokenizer.pad_token_id
+        # What `fastppo reward` trained it with is what its scores have mean 0 with.
+        max_length = max_length or getattr(model.config, "score_max_length", None)
+        self.max_length = min(filter(None, (max_length, context_length(model))), default=None)
         self.batch_size = batch_size
         # What `fastppo reward` writes there makes the mean score of its reference texts 0.
         self.score_mean = float(getattr(model.config, "score_mean", 0.0))

@@ -48,8 +48,13 @@ class StopStrings:
         ended = [any(string in text for string in self.strings) for text in texts]
         for row in [row for row, each in enumerate(ended) if each]:
             (before,) = self._decoded([tails[row][:-1]])
-            ended[row] = any(texts[row].count(s) > before.count(s) for s in self.strings)
+            ended[row] = any(_count(texts[row], s) > _count(before, s) for s in self.strings)
         return ended
 
     def _decoded(self, tails: list[list[int]]) -> list[str]:
         return self.tokenizer.batch_decode(tails, skip_special_tokens=True)
+
+
+def _count(text: str, string: str) -> int:
+    """How often a string is in a text, overlaps counted."""
+    return sum(text.startswith(string, place) for place in range(len(text)))

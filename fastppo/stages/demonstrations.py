@@ -116,6 +116,8 @@ def _encode_row(row: dict[str, Any], tokenizer: Any, where: str) -> tuple[Any, l
             raise DataError(f"{where}: text must be a non-empty string, got {shown(row['text'])}")
         check_text(row["text"], where)
         ids = list(tokenizer(row["text"])["input_ids"])
+        if not ids:
+            raise DataError(f"{where}: the tokenizer has no token for {shown(row['text'])}")
         if ids[-1] != tokenizer.eos_token_id:
             ids.append(tokenizer.eos_token_id)
         return row["text"], ids, list(ids)
@@ -165,9 +167,13 @@ def encode_chat(
         raise DataError(f"{where}: the chat template renders no token as the assistant's")
     labels = [token if is_loss else IGNORED for token, is_loss in zip(ids, mask, strict=True)]
     last = max(i for i, is_loss in enumerate(mask) if is_loss)
-    if messages[-1]["role"] == "assistant" and tokenizer.eos_token_id not in ids[last:]:
-        ids.append(tokenizer.eos_token_id)
-        labels.append(tokenizer.eos_token_id)
+    eos = tokenizer.eos_token_id
+    if messages[-1]["role"] == "assistant" and ids[last] != eos:
+        if eos in ids[last:]:  # outside of the template's marks
+            labels[ids.index(eos, last)] = eos
+        else:
+            ids.append(eos)
+            labels.append(eos)
     return ids, labels
 
 

@@ -179,7 +179,10 @@ def text_ids(tokenizer: Any, prompt: Any, completion: Any, where: str = "text") 
     """
     if isinstance(prompt, str):
         check_text(prompt + completion, where)
-        return list(tokenizer(prompt + completion)["input_ids"])
+        ids = list(tokenizer(prompt + completion)["input_ids"])
+        if not ids:
+            raise DataError(f"{where}: the tokenizer has no token for {shown(prompt + completion)}")
+        return ids
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
     if len(completion) == 1 and isinstance(completion[0]["content"], str):

@@ -293,7 +293,7 @@ def train_reward_model(
             say(console, dropped, "yellow")
         return comparisons
 
-    rows = rows or load_rows(config.data, config.split)
+    rows = load_rows(config.data, config.split) if rows is None else rows
     fingerprints = {
         "model": fingerprint.of_weights(model.named_parameters()),
         "data": fingerprint.of_rows(rows),
@@ -301,7 +301,9 @@ def train_reward_model(
     data = encode(rows, config.data or "data")
     fingerprints["tokens"] = fingerprint.of_rows(data.examples)
     if eval_rows is not None or config.eval_data is not None:
-        held_rows = eval_rows or load_rows(config.eval_data or "", config.split)
+        held_rows = eval_rows
+        if held_rows is None:
+            held_rows = load_rows(config.eval_data or "", config.split)
         train = data.examples
         held_out = encode(held_rows, config.eval_data or "eval_data").examples
     else:
@@ -341,7 +343,8 @@ def train_reward_model(
         return model if peft is None else peft.merge_and_unload()
 
     def save(trained: PreTrainedModel) -> None:
-        trained.config.score_mean = 0.0  # also where the model that this started from had another
+        # Both also where the model that this started from had others.
+        trained.config.score_mean, trained.config.score_max_length = 0.0, config.max_length
         with written_whole(run_dir) as directory:
             trained.save_pretrained(directory, state_dict=whole_state(trained))
             tokenizer.save_pretrained(directory)

@@ -139,12 +139,14 @@ def train_sft(
             say(console, cut + dropped, "yellow")
         return encoded
 
-    rows = rows or load_rows(config.data, config.split)
+    rows = load_rows(config.data, config.split) if rows is None else rows
     fingerprints = {"model": weights, "data": fingerprint.of_rows(rows)}
     data = encode(rows, config.data or "data")
     fingerprints["tokens"] = fingerprint.of_rows(data.examples)
     if eval_rows is not None or config.eval_data is not None:
-        held_rows = eval_rows or load_rows(config.eval_data or "", config.split)
+        held_rows = eval_rows
+        if held_rows is None:
+            held_rows = load_rows(config.eval_data or "", config.split)
         held_out = encode(held_rows, config.eval_data or "eval_data").examples
         train = data.examples
     else:

@@ -495,7 +495,8 @@ def _training_arguments(
         per_device_train_batch_size=config.batch_size,
         gradient_accumulation_steps=config.gradient_accumulation,
         learning_rate=config.learning_rate,
-        lr_scheduler_type=config.lr_schedule,
+        # transformers' `constant` has no warm-up.
+        lr_scheduler_type=config.lr_schedule.replace("constant", "constant_with_warmup"),
         warmup_steps=config.warmup,
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,

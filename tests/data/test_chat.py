@@ -76,6 +76,7 @@ def test_an_eos_that_the_tokenizer_appends_is_taken_off_the_prompt() -> None:
 
 def test_an_eos_that_the_prompt_itself_ends_with_stays() -> None:
     assert encode_prompt("w1 <eos>", tiny.tokenizer(), "row 1") == [4, 1]
+    assert encode_prompt("w1 <eos>", _Ending(), "row 1") == [4, 1]
 
 
 def test_ids_stay_what_they_are_and_texts_get_no_special_tokens() -> None:

@@ -35,7 +35,7 @@ def test_chat_messages_are_rendered_with_the_chat_template() -> None:
         ({"prompt": []}, "row 2: .* got an empty list"),
         ({"prompt": ["w1"]}, "row 2: .* got a list whose item 0 is str"),
         ({"prompt": [{"role": "user"}]}, "row 2: .* got a message 0 without content"),
-        ({"prompt": "w1 " * 9}, "row 2: the prompt has 9 tokens; at most 8"),
+        ({"prompt": "w1 " * 9}, "row 2: the prompt has 9 tokens; .* the context has room for 8"),
     ],
 )
 def test_a_bad_row_is_refused_with_its_number(row, says) -> None:
@@ -58,7 +58,7 @@ def test_columns_of_any_row_are_kept_and_reserved_names_refused() -> None:
 
 
 def test_the_source_opens_the_sentence_of_a_refusal() -> None:
-    with pytest.raises(DataError, match=r"^mine\.jsonl, row 1: the prompt has 2 tokens; at most 1"):
+    with pytest.raises(DataError, match=r"^mine\.jsonl, row 1: the prompt has 2 tokens; .* for 1"):
         encode_prompts(ROWS, tiny.tokenizer(), max_prompt_tokens=1, source="mine.jsonl")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -140,6 +141,14 @@ def test_any_token_pads_the_first_that_is_known() -> None:
     assert pad_token_id(tokenizer, model) == tokenizer.eos_token_id == 1
     tokenizer.eos_token = None
     assert pad_token_id(tokenizer, model) == 0
+
+
+def test_a_config_of_several_parts_has_its_pad_token_in_that_of_the_text() -> None:
+    tokenizer = tiny.tokenizer()
+    parts = SimpleNamespace(get_text_config=lambda: SimpleNamespace(pad_token_id=7))
+    assert pad_token_id(tokenizer, SimpleNamespace(config=parts)) == tokenizer.pad_token_id == 0
+    tokenizer.pad_token = None
+    assert pad_token_id(tokenizer, SimpleNamespace(config=parts)) == 7
 
 
 def test_a_response_ends_at_the_chosen_tokens_or_at_every_eos_that_is_known() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from transformers import AutoConfig, AutoModel
 
 import fastppo
 from fastppo.data.batch import Batch
@@ -93,6 +94,21 @@ def test_the_context_is_what_the_config_says() -> None:
                 return cls
 
     assert context_length(Unlimited()) is None
+
+
+@pytest.mark.parametrize(("kind", "context"), [("bert", 34), ("roberta", 32)])
+def test_positions_that_begin_behind_the_padding_token_are_not_counted(kind, context) -> None:
+    """RoBERTa's first token is at position 2 where its padding is 1: 514 positions, 512 tokens."""
+    config = AutoConfig.for_model(
+        kind, vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+        intermediate_size=8, max_position_embeddings=34, pad_token_id=1,
+    )  # fmt: skip
+    model = AutoModel.from_config(config).eval()
+    assert context_length(model) == context
+    hidden_states(model, torch.full((1, context), 3), torch.ones(1, context, dtype=torch.int64))
+    longer = torch.full((1, context + 1), 3)
+    with pytest.raises((IndexError, RuntimeError)):
+        hidden_states(model, longer, torch.ones_like(longer))
 
 
 @pytest.mark.parametrize("architecture", tiny.TRAINED)

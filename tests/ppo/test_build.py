@@ -313,7 +313,7 @@ def test_the_context_is_the_least_of_policy_reference_and_critic(tmp_path: Path)
 def test_a_critic_with_a_short_context_shortens_the_prompts(tmp_path: Path) -> None:
     short = _short_model(tmp_path / "short", 9)
     options = {"value_model": "critic", "critic_model": short}
-    with pytest.raises(DataError, match="the prompt has 2 tokens; at most 1"):
+    with pytest.raises(DataError, match=r"the prompt has 2 tokens; .* for 1"):
         _parts(tmp_path, prompts=tiny.PROMPTS, **options)
     make_trainer(tmp_path, max_new_tokens=7, iterations=1, **options).train()
 
@@ -326,7 +326,7 @@ def test_what_does_not_fit_is_refused_at_the_start(tmp_path: Path) -> None:
     large.add_tokens([f"new{i}" for i in range(50)])
     with pytest.raises(ValueError, match="vocabulary mismatch: the tokenizer has 93 tokens"):
         make_trainer(tmp_path, tokenizer=large)
-    with pytest.raises(DataError, match="row 2: the prompt has 60 tokens; at most 56"):
+    with pytest.raises(DataError, match=r"row 2: the prompt has 60 tokens; .* for 56"):
         make_trainer(tmp_path, prompts=[{"prompt": "w1"}, {"prompt": "w1 " * 60}])
     with pytest.raises(ValueError, match="max_new_tokens=64 leaves no room"):
         make_trainer(tmp_path, max_new_tokens=64)

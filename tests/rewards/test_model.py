@@ -93,6 +93,15 @@ def test_the_models_context_bounds_the_text(tmp_path) -> None:
     assert len(RewardModel(name)._tokens("w1 " * 90, "w2")) == tiny.CONTEXT
 
 
+def test_texts_are_read_as_they_were_in_training_unless_the_run_says_otherwise(tmp_path) -> None:
+    name = tiny.saved_reward_model(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(name)
+    model.config.score_max_length = 6
+    model.save_pretrained(name)
+    assert RewardModel(name).max_length == 6
+    assert RewardModel(name, max_length=9).max_length == 9
+
+
 def test_the_mean_of_the_config_is_subtracted(tmp_path) -> None:
     name = tiny.saved_reward_model(tmp_path)
     plain = RewardModel(name)(PROMPTS, COMPLETIONS)

@@ -60,3 +60,6 @@ def test_a_string_that_was_complete_before_the_last_token_ends_nothing() -> None
     strings = StopStrings(tiny.byte_tokenizer(), ["END"])
     texts = ["END", "END ", "END EN", "END END"]
     assert strings.ended(list(map(_bytes, texts))) == [True, False, False, True]
+    overlapping = StopStrings(tiny.byte_tokenizer(), ["\n\n"])
+    texts = ["a\n\n", "a\n\nb", "a\n\n\n"]
+    assert overlapping.ended(list(map(_bytes, texts))) == [True, False, True]

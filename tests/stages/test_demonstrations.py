@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tiny
 from stage_runs import ROWS
+from tokenizers import normalizers
 
 from fastppo.data.prompts import encode_prompts
 from fastppo.data.rows import DataError
@@ -108,6 +109,24 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_it_has_marks()
         _encode(rows, _tokenizer(rewriting))
     marks = MARKED.replace("m['content'] }} <eos>", "m['content'] if loop.last }} <eos>")
     assert _texts(_encode(rows, _tokenizer(marks))[1])[1] == "<eos> w14 <eos>"
+
+
+def test_an_eos_behind_the_templates_marks_has_a_loss() -> None:
+    """Else the model would never learn to stop; what comes after it has none."""
+    behind = MARKED.replace(" <eos>{% endgeneration %}", "{% endgeneration %} <eos>")
+    assert behind != MARKED
+    ids, labels = encode_chat(_turns("w10", "w11", "w13", "w14"), _tokenizer(behind), "here")
+    assert _texts({"input_ids": ids, "labels": labels}) == (
+        "w1 w10 w0 w11 <eos> w39 w1 w13 w0 w14 <eos> w39",
+        "w11 w14 <eos>",
+    )
+
+
+def test_a_text_without_a_token_is_named() -> None:
+    tokenizer = _tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
+    with pytest.raises(DataError, match="row 2: the tokenizer has no token for"):
+        _encode([{"text": "w1"}, {"text": "\u200b"}], tokenizer)
 
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])

@@ -246,11 +246,21 @@ def test_reference_texts_score_zero_on_average(tmp_path: Path) -> None:
 
     model = AutoModelForSequenceClassification.from_pretrained(run)
     assert model.config.score_mean == pytest.approx(result["score_mean"])
+    assert model.config.score_max_length is None
     tokenizer = AutoTokenizer.from_pretrained(run)
     texts = [p + c for p, c in zip(prompts, chosen, strict=True)]
     with torch.no_grad():
         own = model(**tokenizer(texts, return_tensors="pt", padding=True)).logits.squeeze(-1)
     torch.testing.assert_close(own - model.config.score_mean, scores, rtol=0, atol=1e-5)
+
+
+def test_texts_that_were_cut_in_training_are_cut_alike_in_a_run(tmp_path: Path) -> None:
+    long = [{**row, "prompt": row["prompt"] + " w1" * 6} for row in PAIRS]
+    reward_model(reward_config(tmp_path, epochs=1, max_length=4), tmp_path, long)
+    trained = RewardModel(str(tmp_path / "run"))
+    assert trained.max_length == 4
+    scores = trained([row["prompt"] for row in long], [row["chosen"] for row in long])
+    assert sum(scores) / len(scores) == pytest.approx(0, abs=1e-5)
 
 
 @pytest.mark.parametrize(

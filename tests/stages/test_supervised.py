@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 from rich.console import Console
-from stage_runs import sft_config
+from stage_runs import sft, sft_config
 
 from fastppo.data.rows import DataError
 from fastppo.run import manifest
@@ -153,6 +153,16 @@ def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path) -> No
         manifest.write(tmp_path / f"checkpoint-{step}", step, {})
     assert newest_checkpoint(tmp_path).name == "checkpoint-100"
     assert newest_checkpoint(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_every_schedule_warms_up(schedule: str, tmp_path: Path) -> None:
+    sft(sft_config(tmp_path, lr_schedule=schedule, warmup=0.5, epochs=4, learning_rate=1e-3))
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    rates = [line["learning_rate"] for line in lines if "learning_rate" in line]
+    assert len(rates) == 8
+    assert rates[:5] == pytest.approx([0.0, 2.5e-4, 5e-4, 7.5e-4, 1e-3])
+    assert (rates[-1] == pytest.approx(1e-3)) == (schedule == "constant")
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path: Path) -> None:
