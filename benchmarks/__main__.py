@@ -106,6 +106,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m benchmar
             record = report.read(options.results)
         except (OSError, ValueError) as error:
             parser.error(f"{options.results} is no results file: {error}")
+        if not isinstance(record, dict) or "format" not in record:
+            parser.error(f"{options.results} is no results file: it does not say its format")
         if options.command == "page":
             _write_page(record, options.out, console)
             return 0
@@ -115,6 +117,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m benchmar
 
 def _keep(parser: argparse.ArgumentParser, record: dict[str, Any], console: Console) -> int:
     path = report.results_path(record)
+    if record["set"] != "default":
+        parser.error(f"only results of the default set are kept, got the {record['set']} set")
     try:
         report.write(report.joined(report.read(path), record) if path.exists() else record, path)
     except ValueError as error:

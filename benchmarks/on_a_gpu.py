@@ -191,7 +191,7 @@ def rows(bench: Bench, tiny: bool) -> None:
     size = given["logits"].nbytes
     stats = partial(fastppo.token_stats, given["logits"], given["tokens"], backend="triton")
     copy = bench.line("copy", partial(torch.clone, given["logits"]), bytes_=2 * size)
-    rate = math.inf if copy is None else 2 * size / copy
+    rate = math.nan if copy is None else 2 * size / copy
     floors = "floors {:.2f} and {:.2f} ms".format(*(1e3 * n * size / rate for n in (1, 2)))
     print(f"--- as they are: N = {n}, V = {vocab}, bf16; {floors} at the copy's rate")
     bench.line("statistics", stats, bytes_=size)

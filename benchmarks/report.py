@@ -52,7 +52,7 @@ def joined(kept: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
     for name in ("format", "set", "packages"):
         if kept[name] != part[name]:
             raise ValueError(
-                f"its {name} is {kept[name]}, and that of the new results {part[name]}: measure "
+                f"its {name}: {kept[name]}, and of the new results {part[name]}: measure "
                 "the whole set anew, or delete the file"
             )
     if kept["date"][:10] != part["date"][:10]:

@@ -271,6 +271,7 @@ def build(
             min_new_tokens=config.min_new_tokens,
             no_repeat_ngram_size=config.no_repeat_ngram_size,
             stop_token_ids=stop,
+            # Refused here, whichever engine looks for them.
             stop_strings=StopStrings(tokenizer, config.stop_strings).strings,
         ),
         prompts=found_prompts,

@@ -26,7 +26,10 @@ class RewardOptions(Options):
         32, "Texts per forward pass of a reward model, sequences", minimum=1
     )
     reward_max_length: int | None = option(
-        None, "Longest text of a reward model, tokens; none given means its context", minimum=2
+        None,
+        "Longest text of a reward model, tokens; none given means what it was trained with, or its "
+        "context",
+        minimum=2,
     )
     reward_timeout: float | None = option(
         None,

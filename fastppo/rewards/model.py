@@ -20,8 +20,9 @@ class RewardModel:
 
     A prompt of strings is joined with its completion and tokenised as one text; a prompt of chat
     messages is rendered by the reward tokenizer's own chat template, the completion as the
-    assistant's turn. Texts longer than `max_length` tokens lose their beginning, not their end.
-    `score_mean` of the model's config, if there is one, is subtracted from every score.
+    assistant's turn. Texts longer than `max_length` tokens, by default `score_max_length` of the
+    model's config or its context, lose their beginning, not their end. `score_mean` of the config,
+    if there is one, is subtracted from every score.
     """
 
     def __init__(

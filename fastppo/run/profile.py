@@ -111,7 +111,10 @@ class _Use(NamedTuple):
 def _table(found: profile) -> str:
     """The largest operators of each phase, by the time that is their own and no callee's."""
     on_device = torch.cuda.is_available()
-    events = sorted(found.events() or (), key=lambda event: event.time_range.start)
+    # On a GPU an operator has the device time of the kernels that it launched; those, and what the
+    # phases' names cover there, are events of their own, and would count once more.
+    of_host = (event for event in found.events() or () if event.device_type == DeviceType.CPU)
+    events = sorted(of_host, key=lambda event: event.time_range.start)
     spans = [event.time_range for event in events if event.name.startswith(PREFIX)]
     names = [event.name for event in events if event.name.startswith(PREFIX)]
     starts = [span.start for span in spans]
@@ -121,9 +124,6 @@ def _table(found: profile) -> str:
         begin = event.time_range.start
         phase = bisect_right(starts, begin) - 1
         if event.name in names or phase < 0 or begin > spans[phase].end:
-            continue
-        # An operator's device time is that of the kernels it launched, which are listed once more.
-        if event.device_type != DeviceType.CPU:
             continue
         took = event.self_device_time_total if on_device else event.self_cpu_time_total
         seconds, calls = used[names[phase]][event.name]

@@ -13,6 +13,7 @@ import sys
 import tomllib
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -339,6 +340,18 @@ def test_an_iteration_draws_from_the_model_that_fp64_knows() -> None:
             assert row.error < 1e-4
 
 
+def test_a_recorded_engine_is_told_what_a_run_tells_its_engine() -> None:
+    """Else a sampler's caches and graphs would stay in memory through every update."""
+    told: list[object] = []
+    engine = SimpleNamespace(
+        same_weights=True, release=lambda: told.append("release"), weights_changed=told.append
+    )
+    recorder = training._Recorder(engine)
+    recorder.release()
+    recorder.weights_changed("policy")
+    assert told == ["release", "policy"]
+
+
 # ------------------------------------------------------------------------------------ sets and time
 
 H200 = measure.Ceilings(4.3e12, {"bfloat16": 788e12, "float32": 50e12})
@@ -488,6 +501,8 @@ def test_what_other_commands_measured_stays_in_a_results_file(
         (["claims", "--device", "cuda"], "claims are for a CPU"),
         (["page", "no-such.json"], "no-such.json is no results file"),
         (["page", "README.md"], "README.md is no results file"),
+        (["keep", "README.md"], "README.md is no results file"),
+        (["keep"], "a results file is what `page` and `keep` take"),
         (["--quick", "--out", "README.md"], "--out README.md cannot be written"),
         (["--keep", "--seconds", "1"], "--keep is for the whole set"),
     ],
@@ -582,6 +597,13 @@ def test_the_page_and_the_readme_are_what_the_results_say() -> None:
     records = docs.load()
     assert docs.PAGE.read_text("utf-8") == docs.page(records)
     assert docs.current(docs.README.read_text("utf-8")) == docs.sentences(records)
+
+
+@pytest.mark.usefixtures("no_peers")
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_page_says_where_torch_compile_was_left_out(compiled: bool) -> None:
+    record, _ = run(TINY, CPU, names=("whiten",), compiled=compiled)
+    assert ("`torch.compile` was left out" in docs.page([record])) != compiled
 
 
 def of_the_readme(records: list[dict[str, Any]]) -> dict[str, Any]:

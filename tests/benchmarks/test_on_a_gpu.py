@@ -150,7 +150,9 @@ def test_waits_are_counted_by_the_line_of_ours_that_waits(monkeypatch: pytest.Mo
     assert on_a_gpu._host_waits(call) == [("made_up.py:2", 3)]
 
 
-def test_results_of_parts_make_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_parts_make_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The second part has a case anew and another one, and a third that its time did not reach."""
     monkeypatch.setattr("benchmarks.report.RESULTS", tmp_path / "results")
     (tmp_path / "results").mkdir()
@@ -177,5 +179,14 @@ def test_results_of_parts_make_one_file(tmp_path: Path, monkeypatch: pytest.Monk
     kept = json.loads((tmp_path / "results" / "gpu-1.json").read_text())
     found = {case["case"]: case["rows"][0]["median_seconds"] for case in kept["cases"]}
     assert found == {"loss": 1.0, "gae": 3.0, "whiten": 4.0}
-    with pytest.raises(SystemExit):
-        suite.main(["keep", part("c.json", "2026-01-03T11", gae=3.0)])
+    for other, says in (
+        ({"date": "2026-01-03T11"}, "the new results are of 2026-01-03"),
+        ({"packages": {"torch": "3"}}, "its packages: {'torch': '2'}"),
+        ({"set": "quick"}, "only results of the default set are kept, got the quick set"),
+    ):
+        path = Path(part("c.json", "2026-01-02T12", gae=5.0))
+        path.write_text(json.dumps(json.loads(path.read_text()) | other))
+        with pytest.raises(SystemExit):
+            suite.main(["keep", str(path)])
+        assert says in " ".join(capsys.readouterr().err.split())
+    assert json.loads((tmp_path / "results" / "gpu-1.json").read_text()) == kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ def test_a_batch_of_one_token_has_finite_advantages(how: str, tmp_path: Path) ->
     raw = made.returns - made.old_values
     assert raw.abs() > 0.1
     assert made.advantages.tolist() == pytest.approx([0.0 if how == "full" else raw.item()])
-    assert trainer.step([[4]], [[7]], [1.0])["loss"] == pytest.approx(0.0, abs=10)
+    assert math.isfinite(trainer.step([[4]], [[7]], [1.0])["loss"])
 
 
 # -------------------------------------------------------------------------------------- the rewards
