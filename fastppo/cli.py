@@ -543,10 +543,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     if rest and not getattr(options, "takes_options", False):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    from fastppo.run.signals import Stopped, stopping_at_once
-
     debug = os.environ.get("FASTPPO_DEBUG")
     try:
+        from fastppo.run.signals import stopping_at_once
+
         with stopping_at_once():
             _calm_libraries()
             return options.handler(options, rest) or 0
@@ -567,12 +567,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"fastppo: a file could not be written or read: {error}", file=sys.stderr)
         return FAILED
-    except Stopped as stopped:
-        print(f"fastppo: {stopped}", file=sys.stderr)
-        return stopped.exit_code
-    except KeyboardInterrupt:  # where signals cannot be handled: not in a main thread
-        print("fastppo: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+    except KeyboardInterrupt as stopped:
+        # Plain where signals are not handled: before the first import, or not in a main thread.
+        print(f"fastppo: {str(stopped) or 'stopped by SIGINT'}", file=sys.stderr)
+        return getattr(stopped, "exit_code", 128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -385,3 +385,15 @@ def test_without_shtab_the_install_command_is_named(capsys, monkeypatch) -> None
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert cli.main(["completion", "bash"]) == cli.WRONG_INPUT
     assert "completion needs shtab: pip install shtab" in capsys.readouterr().err
+
+
+def test_control_c_during_the_first_imports_is_a_sentence(capsys, monkeypatch) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *others: object) -> None:
+            if name == "fastppo.run.signals":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "fastppo.run.signals")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert cli.main(["report", "runs/demo"]) == 130
+    assert capsys.readouterr().err == "fastppo: stopped by SIGINT\n"

@@ -462,6 +462,14 @@ def test_a_stage_before_ppo_loads_no_module_of_ppo(stage: str) -> None:
     assert [module for module in loaded if module.startswith("fastppo.ppo")] == []
 
 
+def test_options_are_read_without_the_library_of_models() -> None:
+    """Its models take as long to import as torch does, and a misspelt option should not wait."""
+    code = "import sys, fastppo.ppo.config\nprint(*sys.modules)"
+    loaded = _python(code).split()
+    assert "fastppo.ppo.config" in loaded
+    assert "transformers" not in loaded
+
+
 @pytest.mark.parametrize("flag", ["--help", "--version"])
 def test_the_top_level_answers_without_torch(flag: str) -> None:
     code = (

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from fastppo.data import fingerprint
-from fastppo.rewards.model import RewardModel
 from fastppo.rewards.reward import Reward, RewardTerm
 from fastppo.rewards.url import URLReward
 
@@ -52,6 +51,8 @@ def load_reward(
         return _load_function(match["where"], match["name"])
     if spec.endswith(".py"):
         raise ValueError(f"reward {spec}: expected {spec}:function, got no function")
+    from fastppo.rewards.model import RewardModel  # transformers, where it is used
+
     return RewardModel(spec, device=device, **model_options)
 
 
@@ -145,6 +146,8 @@ def _importable_from(folder: Path) -> Iterator[None]:
 
 def _fingerprint(spec: str | Reward, function: Any) -> str:
     """Of what the reward is made of: weights, the file of a function, an address, or a name."""
+    from fastppo.rewards.model import RewardModel
+
     if isinstance(function, RewardModel):
         return fingerprint.of_weights(function.model.named_parameters())
     if not isinstance(spec, str):

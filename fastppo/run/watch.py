@@ -29,7 +29,6 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 SLOPE_WINDOW = 10
 """Iterations over which a slope is fitted: few enough to turn with the run, enough that the noise
@@ -334,9 +333,9 @@ def non_finite_gradients(model: nn.Module) -> list[str]:
     ]
 
 
-def _local(gradient: Tensor) -> Tensor:
-    """This rank's shard of a gradient that is sharded."""
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+def _local(gradient: Any) -> Tensor:
+    """This rank's shard of a gradient that is sharded: a DTensor, whose import takes a second."""
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 
 def save_batch(
