@@ -14,6 +14,7 @@ import tiny
 import torch
 import waits
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -399,6 +400,57 @@ def test_flash_attention_gives_way_to_sdpa_for_the_time_of_decoding() -> None:
         with fixed_shapes._masked_attention(trunk):
             assert trunk.config._attn_implementation == used
         assert trunk.config._attn_implementation == chosen
+
+
+class _Replayed:
+    """A step as the operations that it is of, on the tensors that it reads and writes: with a CUDA
+    graph it has in common that no line of Python runs again and no number of the host's changes."""
+
+    def __init__(self, step, memory) -> None:
+        held = [x for x in vars(memory).values() if isinstance(x, Tensor)]
+        held += [memory.cache.position]
+        held += [x for each in memory.cache.layers for x in (each.all_keys, each.all_values)]
+        before = [x.clone() for x in held]
+        self._operations = make_fx(step)()  # runs the step, and a capture runs nothing
+        for x, value in zip(held, before, strict=True):
+            x.copy_(value)
+
+    def replay(self) -> None:
+        with torch.autocast("cpu", enabled=False):  # its casts are among the operations
+            self._operations()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        ("llama", None),
+        ("gemma3", torch.bfloat16),
+        ("opt", torch.bfloat16),
+        ("with adapters", torch.bfloat16),
+    ],
+)
+def test_a_step_leaves_nothing_to_the_host(architecture: str, dtype, monkeypatch) -> None:
+    """Replayed as operations it draws what it draws when Python runs it, over buckets and looks."""
+    policy = _adapted() if architecture == "with adapters" else _policy(architecture)
+    policy.compute_dtype = dtype
+    engine, plain = _engine(policy), _engine(policy)
+    monkeypatch.setattr(FixedShapes, "records", property(lambda self: self is engine.fixed))
+    monkeypatch.setattr(
+        fixed_shapes, "_recorded", lambda step, *where: _Replayed(step, _memory(engine))
+    )
+    monkeypatch.setattr(fixed_shapes, "TOKENS", 16)
+    monkeypatch.setattr(fixed_shapes, "ROWS", 2)
+    several = PROMPTS * 2
+    restricted = {"min_new_tokens": 6, "top_p": 0.9, "stop_strings": ("w7 w2", "w9")}
+    for options in ({}, restricted):
+        for seed in range(2):  # the second is of graphs alone, but for buckets not met before
+            found = _draw(engine, seed, several, **options)
+            wanted = _draw(plain, seed, several, **options)
+            assert not _memory(plain).graphs
+            _assert_same(found, wanted, rtol=0, atol=0)
+    kinds = [kind for kind, graph in _memory(engine).graphs.items() if graph is not None]
+    assert len({kind[0] for kind in kinds}) > 1  # buckets of rows
+    assert len({kind[1] for kind in kinds}) > 1  # and of tokens
 
 
 @pytest.mark.gpu
