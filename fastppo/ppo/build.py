@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,7 +229,9 @@ def build(
             policy.check_heads()
             if copied is not None:  # the same weights
                 take_mark_of(policy.causal_lm.base_model, copied.causal_lm.base_model)
-        packing_note = choose_packing(config.packing, policy, None if copied else frozen)
+        compared = None if copied else frozen
+        with ref_policy.loaded() if ref_policy and compared else nullcontext():  # on one device
+            packing_note = choose_packing(config.packing, policy, compared)
         chosen, engine_note = _engine(engine, policy, tokenizer, config, world)
     of_prompts = config.prompts, config.split
     found_prompts = _load_prompts(prompts, tokenizer, context, config, *of_prompts)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from fastppo.data.rows import DataError
 from fastppo.data.world import World
 from fastppo.models.from_files import empty_causal_lm
 from fastppo.models.layers import compile_layers
+from fastppo.models.policy import LanguageModel
+from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.models.value import BranchValue, CriticValue, DetachedValue, SharedValue
 from fastppo.ppo import build as build_module
 from fastppo.ppo.build import Parts, _actor_critic, _files, build
@@ -245,6 +249,32 @@ def test_a_reference_waits_on_the_cpu_if_that_is_asked_for(tmp_path: Path) -> No
     other = tiny.model(seed=1)
     assert _parts(tmp_path, reference=other, reference_offload=True).reference.offload
     assert not _parts(tmp_path).reference.offload
+
+
+@pytest.mark.parametrize("packing", ["auto", "on"])
+def test_a_reference_is_compared_where_it_computes(
+    packing: str, tmp_path: Path, monkeypatch
+) -> None:
+    """One that waits on the CPU cannot be run there: its weights may be in bf16 and autocast is the
+    policy's device's."""
+    there: list[bool] = []
+    loaded = ReferencePolicy.loaded
+
+    @contextmanager
+    def seen(self: ReferencePolicy) -> Iterator[LanguageModel]:
+        with loaded(self) as model:
+            there.append(True)
+            yield model
+            there.pop()
+
+    def compared(choice: str, policy: object, reference: object) -> None:
+        assert there
+        assert reference is not None
+
+    monkeypatch.setattr(ReferencePolicy, "loaded", seen)
+    monkeypatch.setattr(build_module, "choose_packing", compared)
+    _parts(tmp_path, reference_offload=True, packing=packing)
+    assert not there
 
 
 def test_a_reference_by_name(tmp_path: Path) -> None:
