@@ -13,8 +13,8 @@ import pytest
 import tiny
 import torch
 import waits
+from replayed import Replayed
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -402,24 +402,6 @@ def test_flash_attention_gives_way_to_sdpa_for_the_time_of_decoding() -> None:
         assert trunk.config._attn_implementation == chosen
 
 
-class _Replayed:
-    """A step as the operations that it is of, on the tensors that it reads and writes: with a CUDA
-    graph it has in common that no line of Python runs again and no number of the host's changes."""
-
-    def __init__(self, step, memory) -> None:
-        held = [x for x in vars(memory).values() if isinstance(x, Tensor)]
-        held += [memory.cache.position]
-        held += [x for each in memory.cache.layers for x in (each.all_keys, each.all_values)]
-        before = [x.clone() for x in held]
-        self._operations = make_fx(step)()  # runs the step, and a capture runs nothing
-        for x, value in zip(held, before, strict=True):
-            x.copy_(value)
-
-    def replay(self) -> None:
-        with torch.autocast("cpu", enabled=False):  # its casts are among the operations
-            self._operations()
-
-
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [
@@ -436,7 +418,7 @@ def test_a_step_leaves_nothing_to_the_host(architecture: str, dtype, monkeypatch
     engine, plain = _engine(policy), _engine(policy)
     monkeypatch.setattr(FixedShapes, "records", property(lambda self: self is engine.fixed))
     monkeypatch.setattr(
-        fixed_shapes, "_recorded", lambda step, *where: _Replayed(step, _memory(engine))
+        fixed_shapes, "_recorded", lambda step, *where: Replayed(step, _memory(engine))
     )
     monkeypatch.setattr(fixed_shapes, "TOKENS", 16)
     monkeypatch.setattr(fixed_shapes, "ROWS", 2)
