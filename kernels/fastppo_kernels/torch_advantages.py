@@ -115,13 +115,18 @@ def gae(trajectory: Trajectory, discounts: Discounts) -> Gae:
 
 def whitening_moments(x: Tensor, mask: Tensor | None = None) -> Tensor:
     """(count, Σx, Σx²) over the mask, fp64 [3]: they add up over ranks before `whiten`."""
+    counted = _counted(x, mask)
+    count = torch.full((), counted.numel(), dtype=torch.float64, device=counted.device)
+    return torch.stack([count, counted.sum(), torch.dot(counted, counted)])
+
+
+def _counted(x: Tensor, mask: Tensor | None) -> Tensor:
+    """[n] fp64: the entries in the mask."""
     counted = x.reshape(-1)
     if mask is not None:
         # Three times as fast as x[mask], which counts twice.
         counted = counted.index_select(0, mask.reshape(-1).nonzero().squeeze(-1))
-    counted = counted.double()
-    count = torch.full((), counted.numel(), dtype=torch.float64, device=counted.device)
-    return torch.stack([count, counted.sum(), torch.dot(counted, counted)])
+    return counted.double()
 
 
 def whiten(
@@ -135,9 +140,16 @@ def whiten(
 
     `shift_mean=False` puts the mean back. `moments` are those of the whole global batch.
     """
-    count, total, squares = whitening_moments(x, mask) if moments is None else moments
-    mean = total / count.clamp(min=1)
-    variance = ((squares - count * mean * mean) / (count - 1).clamp(min=1)).clamp(min=0)
+    if moments is None:
+        counted = _counted(x, mask)
+        mean = counted.sum() / max(counted.numel(), 1)
+        # Σx² − n·mean² would have lost what it is about where the mean is far from 0.
+        deviations = counted - mean
+        variance = torch.dot(deviations, deviations) / max(counted.numel() - 1, 1)
+    else:
+        count, total, squares = moments
+        mean = total / count.clamp(min=1)
+        variance = ((squares - count * mean * mean) / (count - 1).clamp(min=1)).clamp(min=0)
     dtype = accumulation_dtype(x.dtype)
     scale = torch.rsqrt(variance + WHITEN_EPSILON).to(dtype)
     # In two parts, so that x − mean keeps its digits in fp32 however far the mean is from 0.

@@ -20,7 +20,8 @@ def _gradients(tmp_path: Path, room: int | None, **options: Any) -> tuple[dict, 
     options = {"minibatches": 1, "ppo_epochs": 1, "max_grad_norm": 1e9, **options}
     trainer = make_trainer(tmp_path, **options)
     torch.manual_seed(5)
-    experience = first_experience(trainer)
+    # Of microbatches of one size: what a pass rounds may depend on how many rows it is of.
+    experience = first_experience(make_trainer(tmp_path / "experience", microbatch_size=8))
     said: list[str] = []
     trainer._halving.say = said.append
     original, tries = objective.policy_loss, []
