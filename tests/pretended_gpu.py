@@ -39,6 +39,14 @@ PROPERTIES = SimpleNamespace(
 )
 
 
+NOTHING = (
+    *("_lazy_init", "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"),
+    *("set_rng_state", "set_rng_state_all", "manual_seed", "manual_seed_all"),
+    "set_sync_debug_mode",
+)
+"""What of `torch.cuda` does nothing."""
+
+
 def compiled(directory: Path) -> Path:
     """The library of `pretended_gpu.cpp`, written into a directory."""
     from torch.utils.cpp_extension import include_paths, library_paths
@@ -106,11 +114,7 @@ def pretend(library: Path) -> None:
         "get_rng_state": state,
         "get_rng_state_all": [state],
         "get_sync_debug_mode": 0,
-        **dict.fromkeys(
-            ["_lazy_init", "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"]
-        ),
-        **dict.fromkeys(["set_rng_state", "set_rng_state_all", "manual_seed", "manual_seed_all"]),
-        **dict.fromkeys(["set_sync_debug_mode"]),
+        **dict.fromkeys(NOTHING),
     }.items():
         setattr(cuda, name, lambda *given, _value=value, **more: _value)
     cuda.Stream, cuda.Event = _Stream, _Event

@@ -59,7 +59,6 @@ def main(directory: str, options: str) -> None:
     resumed = _run(Path(directory) / "parts", chosen, resume=True, allow_config_change=True)
     pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
     found = {
-        "device": pretended_gpu.PROPERTIES.name,
         "devices": sorted({p.device.type for p in whole.model.parameters()}),
         "steps": whole.state.optimizer_step,
         "graphs": len(replayed),

@@ -25,7 +25,7 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[1]
 EXACT = {"kl_loss_coef": 0.1, "kl_loss_estimator": "full"}
 RUNS: dict[str, dict[str, Any]] = {
-    "kernels": {"iterations": 2, "rollout_batch_size": 4, "backend": "auto", "max_new_tokens": 4},
+    "kernels": {"rollout_batch_size": 4, "backend": "auto", "max_new_tokens": 4},
     "defaults": {},
     "exact KL, reference offloaded": {"reference_offload": True, "kl_estimator": "full", **EXACT},
     "adapters": {"lora_rank": 2, "top_k": 7, "top_p": 0.9, "temperature": 0.8, **EXACT},

@@ -143,8 +143,10 @@ def whiten(
     if moments is None:
         counted = _counted(x, mask)
         mean = counted.sum() / max(counted.numel(), 1)
-        # Σx² − n·mean² would have lost what it is about where the mean is far from 0.
-        deviations = counted - mean
+        # Σx² − n·mean² would have lost what it is about where the mean is far from 0. In place,
+        # unless the memory is the caller's: new memory costs more than the arithmetic.
+        is_own = mask is not None or x.dtype != counted.dtype
+        deviations = counted.sub_(mean) if is_own else counted - mean
         variance = torch.dot(deviations, deviations) / max(counted.numel() - 1, 1)
     else:
         count, total, squares = moments
