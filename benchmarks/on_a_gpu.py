@@ -148,6 +148,7 @@ def smoke(bench: Bench, tiny: bool) -> None:
         "statistics and their backward": statistics_backward,
         "fused head, one chunk": head,
         "fused head, four chunks": lambda: head(chunk_size=16),
+        "fused head, rows of zeros left out": lambda: head(skip_zero_rows=True),
         "statistics of the head, by chunks": lambda: fastppo.linear_token_logprobs(
             hidden, weight, few, backend="triton"
         ),
@@ -267,21 +268,29 @@ def _advantages(bench: Bench, batch: int, length: int, rate: float) -> None:
 
 
 def head(bench: Bench, tiny: bool) -> None:
-    """The fused head by chunk size, statistics in one kernel or by chunks, and the gradients' GEMMs
-    over as many rows as the device says."""
+    """The fused head by chunk size and by rows without a gradient, statistics in one kernel or by
+    chunks, and the gradients' GEMMs over as many rows as the device says."""
     n, vocab = (8, 512) if tiny else (8192, 151936)
     for width in (32,) if tiny else (4096, 896):
         _head_of_width(bench, width, n, vocab, (4,) if tiny else (1024, 2048, 4096, 8192))
+        _dead_rows(bench, width, n, vocab)
         _gradients_of_live_rows(bench, width, n, vocab)
+
+
+def _operands_of_head(
+    bench: Bench, width: int, n: int, vocab: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(hidden [N, H], weight [V, H], tokens [N])"""
+    hidden = torch.randn(n, width, device=bench.device).bfloat16()
+    weight = (torch.randn(vocab, width, device=bench.device) * 3 / width**0.5).bfloat16()
+    return hidden, weight, torch.randint(vocab, (n,), device=bench.device)
 
 
 def _head_of_width(bench: Bench, width: int, n: int, vocab: int, chunks: Sequence[int]) -> None:
     from fastppo_kernels import triton_linear_stats
     from fastppo_kernels.records import Projection, Softmax
 
-    hidden = torch.randn(n, width, device=bench.device).bfloat16()
-    weight = (torch.randn(vocab, width, device=bench.device) * 3 / width**0.5).bfloat16()
-    tokens = torch.randint(vocab, (n,), device=bench.device)
+    hidden, weight, tokens = _operands_of_head(bench, width, n, vocab)
     flat, flop = torch.randn(n, device=bench.device), 2 * n * width * vocab
     leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
 
@@ -299,6 +308,26 @@ def _head_of_width(bench: Bench, width: int, n: int, vocab: int, chunks: Sequenc
     projection = Projection(hidden, weight)
     one = partial(triton_linear_stats.linear_token_stats, projection, tokens, Softmax())
     bench.line(f"statistics, H = {width}, in one kernel", one, flop=flop, calls=3)
+
+
+def _dead_rows(bench: Bench, width: int, n: int, vocab: int) -> None:
+    """The loss in one chunk where a share of the rows has no gradient: in its products, and not."""
+    hidden, weight, tokens = _operands_of_head(bench, width, n, vocab)
+    old = fastppo.linear_token_logprobs(hidden, weight, tokens, chunk_size=n, backend="triton")
+    x, w = hidden.requires_grad_(), weight.requires_grad_()
+
+    def step(advantages: torch.Tensor, skips: bool) -> None:
+        how: dict[str, Any] = {"chunk_size": n, "skip_zero_rows": skips, **CLIPPED}
+        fastppo.linear_ppo_loss(x, w, tokens, old, advantages, **how).loss.backward()
+        x.grad = w.grad = None
+
+    for dead in (0.0, 0.05, 0.2, 0.5):
+        advantages = (torch.rand(n, device=bench.device) >= dead).float()
+        for skips in (False, True):
+            where = "left out" if skips else "in the products"
+            line = f"loss, H = {width}, {dead:.0%} of the rows dead, {where}"
+            flop = 6 * n * width * vocab
+            bench.line(line, partial(step, advantages, skips), flop=flop, calls=3)
 
 
 def _gradients_of_live_rows(bench: Bench, width: int, n: int, vocab: int) -> None:

@@ -96,7 +96,7 @@ def _cost(kernel: compile_check.Compiled, capability: int) -> Cost:
         kernel.registers, kernel.num_warps, kernel.shared, SHARED_MEMORY[capability]
     )
     # A tile's loads are all issued before the first is needed; what has no loop is not counted.
-    looped = bool(careful) or kernel.kernel == "_apply_kernel"
+    looped = bool(careful) or kernel.kernel in ("_apply_kernel", "_bring_forward_kernel")
     in_flight = sweeps[0].tile_bytes if looped else 0
     named = kernel.named_registers or kernel.registers
     return Cost(

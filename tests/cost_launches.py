@@ -10,6 +10,7 @@ import torch
 import triton_linear_stats_launches
 from fastppo_kernels import triton_advantages
 from fastppo_kernels.records import Discounts, Shaping, Softmax, Trajectory
+from triton_live_rows_launches import _move
 from triton_rows_launches import CAPPED, LONG, ODD, SCALED, _backward, _full, _logits, _sampled
 from triton_rows_launches import _stats as _statistics
 
@@ -57,4 +58,6 @@ def launches() -> list[tuple[str, Callable[[], None]]]:
         ("gae, packed", partial(_gae, False, True)),
         ("shaping, GAE, packed", partial(_gae, True, True)),
         ("linear statistics", _linear),
+        ("rows brought forward", partial(_move, LONG, torch.bfloat16)),
+        ("rows brought forward, V = 50257", partial(_move, ODD, torch.bfloat16)),
     ]

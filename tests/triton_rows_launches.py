@@ -39,15 +39,22 @@ def _loss(logits: Tensor, softmax: Softmax = BARE, **how: Any) -> None:
     triton_rows.ppo_loss(logits, _per_token(), CLIPPED, softmax, **how)
 
 
-def _sampled(logits: Tensor, softmax: Softmax) -> None:
+def _sampled(
+    logits: Tensor, softmax: Softmax, loss: Callable[..., Any] = triton_rows.ppo_loss
+) -> None:
     per_token = _per_token(ref_logprobs=ZEROS, importance_weights=ONES)
-    triton_rows.ppo_loss(logits, per_token, EVERYTHING, softmax)
+    loss(logits, per_token, EVERYTHING, softmax)
 
 
-def _full(logits: Tensor, softmax: Softmax, ref_logits: Tensor) -> None:
+def _full(
+    logits: Tensor,
+    softmax: Softmax,
+    ref_logits: Tensor,
+    loss: Callable[..., Any] = triton_rows.ppo_loss,
+) -> None:
     objective = EVERYTHING._replace(kl_estimator="full", kl_ratio_weighted=False)
     per_token = _per_token(importance_weights=ONES)
-    triton_rows.ppo_loss(logits, per_token, objective, softmax, ref_logits=ref_logits)
+    loss(logits, per_token, objective, softmax, ref_logits=ref_logits)
 
 
 def _stats(logits: Tensor, softmax: Softmax, ref_logits: Tensor | None = None) -> None:
@@ -72,11 +79,12 @@ def launches() -> list[tuple[str, Callable[[], None]]]:
         (LONG, torch.float32),
     ):
         x, ref = _logits(vocab, dtype), _logits(vocab, dtype)
+        chunk = triton_rows.chunk_ppo_loss  # which says what rows have a gradient, besides
         named = [
-            ("loss, k3", partial(_sampled, x, SCALED)),
-            ("loss, k3, soft-cap", partial(_sampled, x, CAPPED)),
-            ("loss, full KL", partial(_full, x, SCALED, ref)),
-            ("loss, full KL, soft-cap", partial(_full, x, CAPPED, ref)),
+            ("loss, k3", partial(_sampled, x, SCALED, chunk)),
+            ("loss, k3, soft-cap", partial(_sampled, x, CAPPED, chunk)),
+            ("loss, full KL", partial(_full, x, SCALED, ref, chunk)),
+            ("loss, full KL, soft-cap", partial(_full, x, CAPPED, ref, chunk)),
             ("statistics", partial(_stats, x, SCALED)),
             ("statistics, soft-cap", partial(_stats, x, CAPPED)),
             ("statistics, full KL, soft-cap", partial(_stats, x, CAPPED, ref)),

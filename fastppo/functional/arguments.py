@@ -567,7 +567,11 @@ class ProjectionArguments(NamedTuple):
 
 
 def projection_arguments(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int | None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chunk_size: int | None,
+    skip_zero_rows: bool = False,
 ) -> ProjectionArguments:
     """The lm-head and the hidden states as [N, H], their gradients, the dtype of the GEMMs."""
     refuse_shards(hidden=hidden, weight=weight, bias=bias)
@@ -598,7 +602,7 @@ def projection_arguments(
     return ProjectionArguments(
         Projection(hidden.reshape(-1, hidden.shape[-1]), weight, bias),
         Asked(is_asked(hidden), is_asked(weight), is_asked(bias)),
-        Gemm(chunk_size, dtype),
+        Gemm(chunk_size, dtype, skip_zero_rows),
     )
 
 

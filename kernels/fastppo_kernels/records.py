@@ -150,11 +150,13 @@ class Projection(NamedTuple):
 
 
 class Gemm(NamedTuple):
-    """How a projection is formed: rows of logits held at once (None: what a budget allows), and the
-    dtype of the products and of the logits (None: that of the hidden states)."""
+    """How a projection is formed: rows of logits held at once (None: what a budget allows), the
+    dtype of the products and of the logits (None: that of the hidden states), and whether rows
+    without a gradient leave the products of the gradients where the host does not know them."""
 
     chunk_size: int | None = None
     dtype: torch.dtype | None = None
+    skip_zero_rows: bool = False
 
 
 class Asked(NamedTuple):
@@ -221,7 +223,8 @@ class ChunkRows(NamedTuple):
 
     logprobs, entropy, kl [n]; sums [len(SUMS)], or None where the backend sums once, over all rows;
     grad: [m, V] over the chunk's logits, None without a gradient; live: [m] int64, the rows
-    that `grad` holds, None for all n.
+    that `grad` holds, None for all n; alive: [n] bool, where `grad` holds all n: False where a row
+    of it is all zeros.
     """
 
     logprobs: Tensor
@@ -229,7 +232,8 @@ class ChunkRows(NamedTuple):
     kl: Tensor
     sums: Tensor | None
     grad: Tensor | None
-    live: Tensor | None
+    live: Tensor | None = None
+    alive: Tensor | None = None
 
 
 class ProjectionGradients(NamedTuple):

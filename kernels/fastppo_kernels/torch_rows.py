@@ -798,7 +798,7 @@ def chunk_ppo_loss(
             moving.append(moves)
     logprobs, entropy, kl = torch.cat(parts, 1)
     if not written:
-        return ChunkRows(logprobs, entropy, kl, sums=None, grad=None, live=None)
+        return ChunkRows(logprobs, entropy, kl, sums=None, grad=None)
     # The rows with a gradient, then as many without as fill up their number.
     size = min(n, -(-written // GEMM_ROWS) * GEMM_ROWS)
     logits[written:size] = 0.0

@@ -737,13 +737,13 @@ def _token_loss(row, stats, weight, per_token, objective, HAS_REF: tl.constexpr)
 @triton.jit(do_not_specialize=["n"])
 def _ppo_loss_kernel(
     logits, ref_logits, grad, per_token, objective, softmax,
-    logprobs, entropies, kls, sums, n, vocab,
+    logprobs, entropies, kls, sums, alive, n, vocab,
     BLOCK_V: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, PHASED: tl.constexpr,
 ):  # fmt: skip
     """Rows program_id, program_id + num_programs, …; absent operands are None and cost nothing.
 
     `ref_logits` is there for the full KL alone, `grad` when a gradient is wanted; `sums` is
-    [len(SUMS), N], a row's shares in a column.
+    [len(SUMS), N], a row's shares in a column; `alive` [N] says where the gradient is not zero.
     """
     HAS_REF: tl.constexpr = ref_logits is not None
     # Held for the second sweep, or evicted at once.
@@ -781,7 +781,10 @@ def _ppo_loss_kernel(
                 grad_row = _row_of(grad, row)
                 # A row that is NaN says so in its gradient too.
                 is_number = stats.log_sum == stats.log_sum
-                if (g.logprobs == 0) & (g.entropy == 0) & (g.kl == 0) & is_number:
+                is_dead = (g.logprobs == 0) & (g.entropy == 0) & (g.kl == 0) & is_number
+                if alive is not None:
+                    tl.store(alive + row, is_dead == 0)
+                if is_dead:
                     _write_zeros(grad_row, vocab, _part(BLOCK_V, LANES * VEC))
                 else:
                     _write_gradient(
@@ -797,6 +800,8 @@ def _ppo_loss_kernel(
             for _entry in tl.static_range(SUM_COUNT):
                 tl.store(column, 0.0)
                 column += n
+            if alive is not None:
+                tl.store(alive + row, False)
             if grad is not None:
                 _write_zeros(_row_of(grad, row), vocab, _part(BLOCK_V, LANES * VEC))
 
@@ -1099,10 +1104,6 @@ def ppo_loss(
     Raises:
         ValueError: fp64 logits; `inplace` on rows that overlap.
     """
-    check_dtype("logits", logits)
-    n, vocab = logits.shape[:-1].numel(), logits.shape[-1]
-    if objective.kl_estimator != "full":
-        ref_logits = None
     grad = None
     if need_grad:
         overlaps = 0 in (
@@ -1112,6 +1113,41 @@ def ppo_loss(
             raise ValueError("inplace=True needs rows that do not overlap, got expanded logits")
         contiguous = torch.contiguous_format
         grad = logits if inplace else torch.empty_like(logits, memory_format=contiguous)
+    return _ppo_loss(logits, per_token, objective, softmax, ref_logits, grad, None)
+
+
+def chunk_ppo_loss(
+    logits: Tensor,
+    per_token: PerToken,
+    objective: Objective,
+    softmax: Softmax,
+    *,
+    ref_logits: Tensor | None = None,
+    need_grad: bool = True,
+) -> ChunkRows:
+    """`ppo_loss` in place, for the chunk loop of `linear`: the gradient of every row, and which
+    rows have one."""
+    grad, alive = None, None
+    if need_grad:
+        grad, alive = logits, logits.new_empty(len(logits), dtype=torch.bool)
+    rows = _ppo_loss(logits, per_token, objective, softmax, ref_logits, grad, alive)
+    return ChunkRows(rows.logprobs, rows.entropy, rows.kl, rows.sums, rows.grad, alive=alive)
+
+
+def _ppo_loss(
+    logits: Tensor,
+    per_token: PerToken,
+    objective: Objective,
+    softmax: Softmax,
+    ref_logits: Tensor | None,
+    grad: Tensor | None,
+    alive: Tensor | None,
+) -> PPORows:
+    """Writes the gradient into `grad`, and into `alive` [N] bool whether a row has one."""
+    check_dtype("logits", logits)
+    n, vocab = logits.shape[:-1].numel(), logits.shape[-1]
+    if objective.kl_estimator != "full":
+        ref_logits = None
     logprobs, entropy, kl = (logits.new_empty(n, dtype=torch.float32) for _ in range(3))
     row_sums = logits.new_empty((len(SUMS), n), dtype=torch.float32)
     sums = logits.new_empty(len(SUMS), dtype=torch.float32)
@@ -1133,6 +1169,7 @@ def ppo_loss(
                 entropy,
                 kl,
                 row_sums,
+                dense(alive),
                 n,
                 vocab,
                 BLOCK_V=launch.tile.block_v,
@@ -1147,28 +1184,6 @@ def ppo_loss(
             row_sums, sums, n, BLOCK_N=SUMS_BLOCK, num_warps=8, enable_fp_fusion=True
         )
     return PPORows(sums, logprobs, entropy, kl, grad)
-
-
-def chunk_ppo_loss(
-    logits: Tensor,
-    per_token: PerToken,
-    objective: Objective,
-    softmax: Softmax,
-    *,
-    ref_logits: Tensor | None = None,
-    need_grad: bool = True,
-) -> ChunkRows:
-    """`ppo_loss` in place, for the chunk loop of `linear`: the gradient of every row."""
-    rows = ppo_loss(
-        logits,
-        per_token,
-        objective,
-        softmax,
-        ref_logits=ref_logits,
-        need_grad=need_grad,
-        inplace=True,
-    )
-    return ChunkRows(rows.logprobs, rows.entropy, rows.kl, rows.sums, rows.grad, live=None)
 
 
 def token_stats(

@@ -17,17 +17,23 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton_advantages_launches
 import triton_linear_stats_launches
+import triton_live_rows_launches
 import triton_rows_launches
 
 CAPABILITIES = (80, 90, 100)
-MODULES = ("triton_rows", "triton_linear_stats", "triton_advantages")
+MODULES = ("triton_rows", "triton_linear_stats", "triton_advantages", "triton_live_rows")
 Key = tuple[str, int]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, Future]:
     """Two compilers at a time."""
-    files = (triton_rows_launches, triton_linear_stats_launches, triton_advantages_launches)
+    files = (
+        triton_rows_launches,
+        triton_linear_stats_launches,
+        triton_advantages_launches,
+        triton_live_rows_launches,
+    )
     with ThreadPoolExecutor(2) as pool:
         return {
             (module, capability): pool.submit(
@@ -45,7 +51,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, Future]:
 @pytest.mark.parametrize("module", MODULES)
 def test_no_kernel_spills(module: str, capability: int, results: dict[Key, Future]) -> None:
     kernels = results[module, capability].result()
-    assert len(kernels) > 3
+    assert len(kernels) >= 3
     spilled = [kernel for kernel in kernels if kernel.stack or kernel.local]
     assert not spilled, "\n".join(map(str, spilled))
 

@@ -32,6 +32,7 @@ from fastppo_kernels.records import (
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from waits import counted
 
 import fastppo
 
@@ -352,14 +353,13 @@ def small_row_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(torch_rows.ROW_CHUNK_ELEMENTS, "cpu", 5 * 31)
 
 
-@pytest.mark.usefixtures("small_row_chunks")
-@pytest.mark.parametrize("cause", ["clip", "zero advantage", "all", "none", "one"])
-@pytest.mark.parametrize("masked", [False, True])
-def test_rows_without_a_gradient_stay_out_of_the_gradient_gemms(cause: str, masked: bool) -> None:
-    """The same statistics, loss and gradients as with every row in them, and fewer rows."""
-    n = 36
-    parts = head(n, 31, 9, torch.float32)
+CAUSES = ("clip", "zero advantage", "all", "none", "one")
+
+
+def caused(cause: str, parts: list[Tensor]) -> draws.Batch:
+    """A batch some of whose rows have no gradient, for this cause."""
     data = near(*parts)
+    n = len(data.tokens)
     if cause == "zero advantage":
         data.advantages[::3] = 0.0
     if cause in ("all", "none"):  # above or below every clip
@@ -368,6 +368,17 @@ def test_rows_without_a_gradient_stay_out_of_the_gradient_gemms(cause: str, mask
     if cause == "one":
         data.advantages.zero_()[17] = 1.0
         data.old_logprobs[17] = data.old_logprobs[17] + 5.0  # ratio below the clip: pulled back up
+    return data
+
+
+@pytest.mark.usefixtures("small_row_chunks")
+@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_without_a_gradient_stay_out_of_the_gradient_gemms(cause: str, masked: bool) -> None:
+    """The same statistics, loss and gradients as with every row in them, and fewer rows."""
+    n = 36
+    parts = head(n, 31, 9, torch.float32)
+    data = caused(cause, parts)
     weights = torch.ones(n) / n
     if masked:
         weights[::5] = 0.0
@@ -436,6 +447,154 @@ def test_a_row_that_is_nan_is_not_dropped() -> None:
     assert grads.hidden is not None
     assert grads.weight.isnan().all()
     assert grads.hidden.isnan().any(1).tolist() == [i == 2 for i in range(6)]
+
+
+# ----------------------------------------------------- the same, where the host looks at no value
+
+
+class GroupedProducts(TorchDispatchMode):
+    """How many products below it are over as many rows as the device says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "grouped_mm" in func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("vocab", [64, 1003])
+@pytest.mark.parametrize("masked", ["no", "cut out", "passed"])
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_launcher_leaves_rows_without_a_gradient_out_if_asked(
+    cause: str, masked: str, vocab: int
+) -> None:
+    """The same loss and statistics to the bit, and gradients to bf16's rounding; every time."""
+    n = 36
+    parts = head(n, vocab, 16, torch.bfloat16)
+    data = caused(cause, parts)
+    weights = torch.ones(n) / n
+    if masked != "no":
+        weights[::5] = 0.0
+    if masked == "passed":
+        parts[0][::5] = torch.nan
+    arguments: Any = ("triton", parts, data, weights)
+    how: dict[str, Any] = {"compact": masked == "cut out"}
+    with GroupedProducts() as products:
+        found = loss_of(*arguments, gemm=Gemm(skip_zero_rows=True), **how)
+    again = loss_of(*arguments, gemm=Gemm(skip_zero_rows=True), **how)
+    with GroupedProducts() as none:
+        wanted = loss_of(*arguments, **how)
+    assert (products.count, none.count) == (2, 0)
+    for name in ("sums", "logprobs", "entropy", "kl"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name))
+    for one, two, other in zip(found.grads, again.grads, wanted.grads, strict=True):
+        assert torch.equal(one, two)
+        largest = other.abs().max().item()
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-14 * largest)
+    assert found.grads.hidden is not None
+    assert wanted.grads.hidden is not None
+    dead = (wanted.grads.hidden == 0).all(1)
+    assert torch.equal((found.grads.hidden == 0).all(1), dead)
+    assert {"all": int(dead.sum()) == n, "one": int(dead.sum()) == n - 1}.get(cause, True)
+
+
+@pytest.mark.parametrize(
+    ("case", "products"),
+    [
+        ("one chunk", 2),
+        ("frozen head", 1),
+        ("frozen hidden states", 1),
+        ("three chunks", 3),  # dX alone: dW is added up in fp32
+        ("three chunks, frozen head", 3),
+        ("a weight in fp32", 1),
+        ("fp32", 0),
+        ("a width off 16 bytes", 0),
+        ("statistics alone", 0),
+        ("the bias alone", 0),
+    ],
+)
+def test_each_product_that_can_leave_rows_out_does(case: str, products: int) -> None:
+    n, width = 36, 12 if case == "a width off 16 bytes" else 16
+    parts = head(n, 64, width, torch.float32 if case == "fp32" else torch.bfloat16)
+    data = caused("clip", parts)
+    if case == "a weight in fp32":
+        parts[1] = parts[1].float()
+    gemm = Gemm(12 if "chunks" in case else None, parts[0].dtype, skip_zero_rows=True)
+    asked = Asked(
+        hidden=case not in ("frozen hidden states", "statistics alone", "the bias alone"),
+        weight=case not in ("statistics alone", "the bias alone") and "frozen head" not in case,
+        bias=case != "statistics alone",
+    )
+    arguments: Any = ("triton", parts, data, torch.ones(n) / n)
+    with GroupedProducts() as seen:
+        found = loss_of(*arguments, gemm=gemm, asked=asked)
+    assert seen.count == products
+    wanted = loss_of(*arguments, gemm=gemm._replace(skip_zero_rows=False), asked=asked)
+    for one, other in zip(found.grads, wanted.grads, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert one.dtype == other.dtype
+            largest = other.abs().max().item()
+            torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-14 * largest)
+
+
+def test_the_launcher_drops_no_row_that_is_nan() -> None:
+    parts = head(6, 64, 16, torch.bfloat16)
+    data = near(*parts)
+    data.advantages.zero_()
+    parts[0][2, 0] = torch.nan
+    weights = torch.full((6,), 1 / 6)
+    grads = loss_of("triton", parts, data, weights, gemm=Gemm(skip_zero_rows=True)).grads
+    assert grads.weight is not None
+    assert grads.hidden is not None
+    assert grads.weight.isnan().all()
+    assert grads.hidden.isnan().any(1).tolist() == [i == 2 for i in range(6)]
+
+
+def test_the_host_waits_for_nothing_to_leave_rows_out() -> None:
+    """On a GPU torch refuses what waits: test_linear_gpu.py."""
+    parts = head(36, 64, 16, torch.bfloat16)
+    arguments: Any = ("triton", parts, caused("clip", parts), torch.ones(36) / 36)
+    with counted() as reads:
+        loss_of(*arguments, gemm=Gemm(skip_zero_rows=True))
+    assert not reads
+
+
+def test_the_public_loss_passes_the_word_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the operator, in eager mode and in a graph of torch.compile."""
+    parts = head(36, 64, 16, torch.bfloat16)
+    data = caused("clip", parts)
+    asked = []
+    real = linear.ppo_loss
+
+    def spy(*args: Any, gemm: Gemm, **options: Any) -> Any:
+        asked.append(gemm.skip_zero_rows)
+        return real(*args, gemm=gemm, **options)
+
+    def loss(skips: bool) -> Tensor:
+        how: Any = {"skip_zero_rows": skips, "backend": "triton"}
+        return fastppo.linear_ppo_loss(*parts[:2], *data[1:], **how).loss
+
+    monkeypatch.setattr(linear, "ppo_loss", spy)
+    compiled = torch.compile(loss, backend="eager", fullgraph=True)
+    eager = loss(True), loss(False)
+    assert torch.equal(*eager)
+    assert torch.equal(compiled(True), eager[0])
+    assert asked == [True, False, True]
+
+
+@backends
+def test_where_rows_cannot_be_left_out_the_word_changes_nothing(backend: str) -> None:
+    """The torch backend leaves them out unasked."""
+    parts = head(36, 31, 9, torch.float32)
+    data = caused("clip", parts)
+    weights = torch.ones(36) / 36
+    found = loss_of(backend, parts, data, weights, gemm=Gemm(14, skip_zero_rows=True))
+    wanted = loss_of(backend, parts, data, weights, gemm=Gemm(14))
+    for one, other in zip(found.grads, wanted.grads, strict=True):
+        assert torch.equal(one, other)
 
 
 # ------------------------------------------------------------------ GEMMs: how many, which dtypes

@@ -231,6 +231,27 @@ def path_clipped() -> None:
     assert (got.grad == 0).all()
 
 
+def path_rows_alive() -> None:
+    """Clipped, no advantage, masked and NaN, NaN, and two with a gradient; the loss as ever."""
+    arguments = draw(6, 40)
+    arguments["old_logprobs"][0] -= 3.0
+    arguments["advantages"] = torch.tensor([1.0, 0.0, 1.0, 0.0, -1.0, 1.0])
+    arguments["old_logprobs"][4:] = logprobs_of(arguments["logits"], arguments["tokens"])[4:]
+    arguments["weights"][2] = 0.0
+    arguments["logits"][2:4] = torch.nan
+    given, _ = operands(on(DEVICE, arguments))
+    wanted = triton_rows.ppo_loss(*given)
+    found = triton_rows.chunk_ppo_loss(given[0].clone(), *given[1:])
+    assert found.alive is not None
+    assert found.alive.tolist() == [False, False, False, True, True, True]
+    for name in ("sums", "logprobs", "entropy", "kl", "grad"):
+        one, other = getattr(found, name), getattr(wanted, name)
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    without = triton_rows.chunk_ppo_loss(*given, need_grad=False)
+    assert without.grad is None
+    assert without.alive is None
+
+
 def path_k1() -> None:
     check_loss(draw(2, 40), kl_estimator="k1", kl_coef=0.2, ref_logprobs=torch.tensor([-2.0, -9.0]))
 

@@ -1,0 +1,177 @@
+"""Rows with a gradient first: their order, the kernel that moves them, and the products over them.
+
+Under Triton's interpreter on a CPU, compiled where there is a GPU. What is moved keeps its bits; a
+product of bf16 matrices may round differently from that of plain PyTorch over the same rows, by one
+rounding of bf16. `test_linear.py` runs the loss on top.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from waits import counted, refused_by_torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from fastppo_kernels import triton_live_rows as live
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE.type == "cuda" and torch.cuda.get_device_capability()[0] not in (9, 10):
+    pytest.skip("grouped_mm fetches the count on this GPU", allow_module_level=True)
+N, H = 24, 16
+PATTERNS = {
+    "all": [1] * N,
+    "none": [0] * N,
+    "the first": [1] + [0] * (N - 1),
+    "the last": [0] * (N - 1) + [1],
+    "behind the dead": [0] * 10 + [1] * (N - 10),
+    "before the dead": [1] * 10 + [0] * (N - 10),
+    "every third": [int(i % 3 == 0) for i in range(N)],
+    "all but two": [int(i not in (0, 7)) for i in range(N)],
+}
+patterns = pytest.mark.parametrize("pattern", PATTERNS)
+
+
+def rows_alive(pattern: str) -> Tensor:
+    return torch.tensor(PATTERNS[pattern], dtype=torch.bool, device=DEVICE)
+
+
+def gradient(alive: Tensor, vocab: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """[N, V] as the loop's buffer has it: rows a multiple of 128 bytes apart; dead ones are 0."""
+    step = 128 // dtype.itemsize
+    buffer = torch.full((N, -(-vocab // step) * step), torch.nan, dtype=dtype, device=DEVICE)
+    g = torch.Generator(DEVICE).manual_seed(1)
+    buffer[:, :vocab] = torch.randn(N, vocab, device=DEVICE, generator=g).to(dtype)
+    buffer[~alive, :vocab] = 0.0
+    return buffer[:, :vocab]
+
+
+# ----------------------------------------------------------------------------------- the order
+
+
+@patterns
+def test_the_order_brings_the_rows_with_a_gradient_forward_and_moves_no_other(pattern: str) -> None:
+    alive = rows_alive(pattern)
+    rows = live.live_rows(alive)
+    count, place = int(alive.sum()), torch.arange(N, device=DEVICE)
+    assert rows.number.tolist() == [max(1, count)]
+    assert rows.number.dtype == torch.int32  # grouped_mm takes no other
+    assert alive[rows.order].tolist() == [True] * count + [False] * (N - count)
+    assert torch.equal(rows.order[rows.order], place)
+    moved = rows.order != place
+    assert int(moved.sum()) == 2 * int((~alive[:count]).sum())
+
+
+def test_the_order_is_the_same_every_time() -> None:
+    """Two of many that are equally good would give two roundings of dW."""
+    alive = torch.rand(N, device=DEVICE) < 0.5
+    assert torch.equal(live.live_rows(alive).order, live.live_rows(alive.clone()).order)
+
+
+# ------------------------------------------------------------------------------------ the move
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab", [1, 7, 1003, live.MOVE_BLOCK + 5])
+@patterns
+def test_rows_are_moved_bit_by_bit(pattern: str, vocab: int, dtype: torch.dtype) -> None:
+    """Rows off a vector's boundary, and of more than one tile."""
+    alive = rows_alive(pattern)
+    grad = gradient(alive, vocab, dtype)
+    grad[alive, 0] = torch.inf  # a row that is not finite goes its way
+    before = grad.clone()
+    live.bring_forward(grad, live.live_rows(alive))
+    count = int(alive.sum())
+    wanted = before[live.live_rows(alive).order][:count]
+    assert torch.equal(grad[:count], wanted)
+    assert torch.equal(grad[max(1, count) :], before[max(1, count) :])
+
+
+# -------------------------------------------------------------------------------- the products
+
+
+@pytest.mark.parametrize("vocab", [64, 1003])
+@patterns
+def test_the_products_over_the_first_rows_are_those_over_all(pattern: str, vocab: int) -> None:
+    alive = rows_alive(pattern)
+    grad = gradient(alive, vocab)
+    g = torch.Generator(DEVICE).manual_seed(2)
+    head = torch.randn(vocab, H, device=DEVICE, generator=g).bfloat16()
+    x = torch.randn(N, H, device=DEVICE, generator=g).bfloat16()
+    wanted = grad.double() @ head.double(), grad.double().T @ x.double()
+    rows = live.live_rows(alive)
+    live.bring_forward(grad, rows)
+    found = live.hidden_gradient(grad, head, rows), live.weight_gradient(grad, x, rows)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert one.shape == other.shape
+        largest = other.abs().max().item()
+        torch.testing.assert_close(one.double(), other, rtol=2**-8, atol=2**-16 * largest)
+    assert (found[0][~alive] == 0).all()
+
+
+@patterns
+def test_what_is_behind_the_rows_with_a_gradient_is_not_read(pattern: str) -> None:
+    """So the time is theirs: a row of NaN behind them changes nothing."""
+    alive = rows_alive(pattern)
+    grad = gradient(alive, 64)
+    head, x = (
+        torch.ones(64, H, device=DEVICE).bfloat16(),
+        torch.ones(N, H, device=DEVICE).bfloat16(),
+    )
+    rows = live.live_rows(alive)
+    live.bring_forward(grad, rows)
+    grad[max(1, int(alive.sum())) :] = torch.nan
+    assert live.hidden_gradient(grad, head, rows).isfinite().all()
+    assert live.weight_gradient(grad, x, rows).isfinite().all()
+
+
+def test_the_host_learns_neither_the_number_nor_the_order() -> None:
+    alive = rows_alive("every third")
+    grad, head = gradient(alive, 64), torch.ones(64, H, device=DEVICE).bfloat16()
+    x = torch.ones(N, H, device=DEVICE).bfloat16()
+
+    def everything() -> None:
+        rows = live.live_rows(alive)
+        live.bring_forward(grad, rows)
+        live.hidden_gradient(grad, head, rows)
+        live.weight_gradient(grad, x, rows)
+
+    if DEVICE.type == "cuda":
+        everything()  # compiles
+        with refused_by_torch():
+            everything()
+    else:
+        with counted() as reads:
+            everything()
+        assert not reads
+
+
+# ------------------------------------------------------------------------------- where it runs
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "served"),
+    [
+        (torch.bfloat16, 16, True),
+        (torch.bfloat16, 12, False),
+        (torch.float16, 16, False),
+        (torch.float32, 16, False),
+    ],
+)
+def test_it_serves_bf16_whose_rows_begin_on_16_bytes(
+    dtype: torch.dtype, width: int, served: bool
+) -> None:
+    assert live.serves(dtype, width, DEVICE) is served
+
+
+@pytest.mark.parametrize(
+    ("capability", "served"), [((8, 0), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)]
+)
+def test_it_serves_gpus_that_read_the_count_themselves(
+    capability: tuple[int, int], served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch 2.11's and 2.13's sources; elsewhere `grouped_mm` copies it to the host."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert live.serves(torch.bfloat16, 16, torch.device("cuda", 0)) is served
