@@ -79,12 +79,11 @@ def launches() -> list[tuple[str, Callable[[], None]]]:
         (LONG, torch.float32),
     ):
         x, ref = _logits(vocab, dtype), _logits(vocab, dtype)
-        chunk = triton_rows.chunk_ppo_loss  # which says what rows have a gradient, besides
         named = [
-            ("loss, k3", partial(_sampled, x, SCALED, chunk)),
-            ("loss, k3, soft-cap", partial(_sampled, x, CAPPED, chunk)),
-            ("loss, full KL", partial(_full, x, SCALED, ref, chunk)),
-            ("loss, full KL, soft-cap", partial(_full, x, CAPPED, ref, chunk)),
+            ("loss, k3", partial(_sampled, x, SCALED)),
+            ("loss, k3, soft-cap", partial(_sampled, x, CAPPED)),
+            ("loss, full KL", partial(_full, x, SCALED, ref)),
+            ("loss, full KL, soft-cap", partial(_full, x, CAPPED, ref)),
             ("statistics", partial(_stats, x, SCALED)),
             ("statistics, soft-cap", partial(_stats, x, CAPPED)),
             ("statistics, full KL, soft-cap", partial(_stats, x, CAPPED, ref)),
@@ -96,10 +95,14 @@ def launches() -> list[tuple[str, Callable[[], None]]]:
         found += [(f"{name}, V={vocab} {dtype_name}", call) for name, call in named]
     x, odd = _logits(LONG, torch.bfloat16), _logits(ODD, torch.bfloat16)
     off = _logits(LONG + 1, torch.bfloat16)[:, 1:]
+    chunk = triton_rows.chunk_ppo_loss  # which says what rows have a gradient, besides
     cut, ref = _logits(ODD, x.dtype, (N, 3))[:, :-1], _logits(ODD, x.dtype, (N, 2))
     found += [
         ("loss, bare", partial(_loss, x)),
         ("loss, in place", partial(_loss, x, inplace=True)),
+        ("loss, k3, of a chunk", partial(_sampled, x, SCALED, chunk)),
+        ("loss, k3, soft-cap, of a chunk, odd", partial(_sampled, odd, CAPPED, chunk)),
+        ("loss, full KL, soft-cap, of a chunk", partial(_full, x, CAPPED, x, chunk)),
         ("loss, no gradient", partial(_loss, x, need_grad=False)),
         ("loss, no gradient, fp16", partial(_loss, x.half(), need_grad=False)),
         ("loss, logits[:, :-1]", partial(_loss, _logits(LONG, x.dtype, (N // 2, 3))[:, :-1])),

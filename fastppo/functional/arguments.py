@@ -596,6 +596,7 @@ def projection_arguments(
         if not isinstance(chunk_size, int):
             raise TypeError(f"chunk_size must be an int, got {type(chunk_size).__name__}")
         at_least("chunk_size", chunk_size, 1)
+    boolean("skip_zero_rows", skip_zero_rows)
     dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)

@@ -229,59 +229,56 @@ class _Gradients:
         if asked.bias and bias is not None:
             self.bias = torch.zeros_like(bias, dtype=accumulation_dtype(bias.dtype))
 
-    def add(self, rows: Selection, grad: Tensor, x: Tensor, head: Tensor) -> None:
-        """The share of `grad` [n, V], the gradient of the logits of hidden states `x` [n, H]."""
-        self._add_bias(grad)
-        self._add_weight(grad, x)
-        if self.hidden is not None:
+    def add(
+        self, rows: Selection, grad: Tensor, x: Tensor, head: Tensor, alive: Tensor | None = None
+    ) -> None:
+        """The share of `grad` [n, V], the gradient of the logits of hidden states `x` [n, H].
+
+        Rows that are not `alive` [n] are zeros. They stay out of the products that can leave them
+        out unknown to the host, those in the dtype of `head` that are not added up; `grad` is then
+        spent.
+        """
+        skip_hidden = skip_weight = False
+        if alive is not None:
+            from fastppo_kernels import triton_live_rows  # Triton, where it is used
+
+            if triton_live_rows.serves(head):
+                skip_hidden = self.hidden is not None and self.hidden.dtype == head.dtype
+                whole = self.one_chunk and self.head.dtype == head.dtype
+                skip_weight = self.asked.weight and whole
+        if self.bias is not None:
+            self.bias += grad.sum(0, dtype=self.bias.dtype)
+        if self.hidden is not None and not skip_hidden:
             if isinstance(rows, slice):
                 _mm(grad, head, out=self.hidden[rows])
             else:
                 self.hidden[rows] = (grad @ head).to(self.hidden.dtype)
-
-    def add_live(
-        self, rows: Selection, grad: Tensor, x: Tensor, head: Tensor, alive: Tensor
-    ) -> None:
-        """As `add`, where rows of `grad` that are not `alive` [n] are zeros: they stay out of dX,
-        and of dW where one product in the weight's dtype is all of it. `grad` is then spent."""
-        from fastppo_kernels import triton_live_rows  # Triton, where it is used
-
-        self._add_bias(grad)
-        whole = self.one_chunk and self.dtypes[0] == grad.dtype
-        if not whole:
+        if self.asked.weight and not skip_weight:
             self._add_weight(grad, x)
-        live = triton_live_rows.live_rows(alive)
-        triton_live_rows.bring_forward(grad, live)
-        if self.hidden is not None:
-            product = triton_live_rows.hidden_gradient(grad, head, live)
-            self.hidden[rows] = product.to(self.hidden.dtype)
-        if self.asked.weight and whole:
-            self.weight = triton_live_rows.weight_gradient(grad, x, live)
-
-    def _add_bias(self, grad: Tensor) -> None:
-        if self.bias is not None:
-            self.bias += grad.sum(0, dtype=self.bias.dtype)
+        if alive is not None and (skip_hidden or skip_weight):
+            live = triton_live_rows.live_rows(alive)
+            triton_live_rows.bring_forward(grad, live)
+            if self.hidden is not None and skip_hidden:
+                self.hidden[rows] = triton_live_rows.hidden_gradient(grad, head, live)
+            if skip_weight:
+                self.weight = triton_live_rows.weight_gradient(grad, x, live)
 
     def _add_weight(self, grad: Tensor, x: Tensor) -> None:
-        if not self.asked.weight:
-            return
         is_first = self.weight is None
         if self.weight is None:
             dtype = self.dtypes[0] if self.one_chunk else accumulation_dtype(self.dtypes[0])
-            self.weight = self._like_head(dtype)
+            contiguous = torch.contiguous_format
+            self.weight = torch.empty_like(self.head, dtype=dtype, memory_format=contiguous)
         if self.one_chunk:
             _mm(grad.T, x, out=self.weight)
         else:
             _accumulate(self.weight, grad.T, x, is_first=is_first)
 
-    def _like_head(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty_like(self.head, dtype=dtype, memory_format=torch.contiguous_format)
-
     def finished(self) -> ProjectionGradients:
         weight_dtype, bias_dtype = self.dtypes
         weight = self.weight
         if weight is None and self.asked.weight:  # there were no rows
-            weight = self._like_head(weight_dtype).zero_()
+            weight = torch.zeros_like(self.head, memory_format=torch.contiguous_format)
         return ProjectionGradients(
             self.hidden,
             None if weight is None else weight.to(weight_dtype),
@@ -330,15 +327,6 @@ def _chunks(rows: int, step: int, counted: Tensor | None) -> list[Selection]:
     return [*slices] if counted is None else [counted[part] for part in slices]
 
 
-def _skips(gemm: Gemm, head: _Head, asked: Asked, rows: ModuleType) -> bool:
-    """Whether rows without a gradient can stay out of its products unknown to the host."""
-    if not gemm.skip_zero_rows or rows.READS_VALUES or not (asked.hidden or asked.weight):
-        return False
-    from fastppo_kernels import triton_live_rows  # Triton, where it is used
-
-    return triton_live_rows.serves(head.dtype, head.weight.shape[1], head.weight.device)
-
-
 def _among(rows: Selection, some: Tensor) -> Tensor:
     """The indices of some of these rows."""
     return rows.start + some if isinstance(rows, slice) else rows[some]
@@ -381,7 +369,6 @@ def ppo_loss(
     heads = _heads(projection, ref_projection, count, rows, gemm, trained=asked.weight)
     head, step = heads.policy, heads.step
     grads = _Gradients(projection, asked, one_chunk=count <= step)
-    skips = _skips(gemm, head, asked, rows)
     wide = accumulation_dtype(head.dtype)
     logprobs, entropy, kl = (hidden.new_zeros(n, dtype=wide) for _ in range(3))
     sums = None
@@ -405,10 +392,8 @@ def ppo_loss(
         elif asked.weight and not compact:
             # A masked row may hold anything, and 0·NaN would reach all of dW.
             x = torch.where((operands.weights != 0).unsqueeze(-1), x, 0.0)
-        if skips and chunk.alive is not None:
-            grads.add_live(index, chunk.grad, x, head.weight, chunk.alive)
-        else:
-            grads.add(index, chunk.grad, x, head.weight)
+        alive = chunk.alive if gemm.skip_zero_rows else None
+        grads.add(index, chunk.grad, x, head.weight, alive)
     if sums is None:
         sums = loss_sums(logprobs, entropy, kl, per_token, objective)
     # The logits go before dW is cast.

@@ -152,7 +152,7 @@ class Projection(NamedTuple):
 class Gemm(NamedTuple):
     """How a projection is formed: rows of logits held at once (None: what a budget allows), the
     dtype of the products and of the logits (None: that of the hidden states), and whether rows
-    without a gradient leave the products of the gradients where the host does not know them."""
+    without a gradient leave the gradients' products where the host does not know them."""
 
     chunk_size: int | None = None
     dtype: torch.dtype | None = None

@@ -5,8 +5,8 @@ with no entropy or KL term. Leaving such rows out of dX = G W and dW = Gᵀ X sa
 4·N·H·V FLOP, but the host must not wait to learn how many there are. So, with L of N rows alive:
 
     order       rows that are alive behind row L change places with the zeros before it, the first
-                with the first: at a dead share f those are f·(1 − f)·N rows, and no more move.
-                `order` [N] is its own inverse.
+                with the first: at a dead share f those are f·(1 − f)·N rows if any may be dead,
+                min(f, 1 − f)·N at most, and no more move. `order` [N] is its own inverse.
     G' = G[order]           in place, for the first L rows: one program a row, no row that one
                             program writes is read by another
     X' = X[order]
@@ -15,8 +15,8 @@ with no entropy or KL term. Leaving such rows out of dX = G W and dW = Gᵀ X sa
                             it lies
     dX = dX'[order]         and 0 where nothing is alive
 
-Bytes besides the GEMMs' operands: 2·f·(1 − f)·N·V·b for b bytes per logit, and 8·N·H·b. No value
-reaches the host, and the order of every sum is fixed by L and `order`: the same bits every run.
+Bytes besides the GEMMs' operands: 2·b·V for a row that moves, b bytes per logit, and 8·N·H·b. No
+value reaches the host, and L and `order` fix the order of every sum: the same bits every run.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ from torch import Tensor
 from fastppo_kernels.launch import current, device_limits
 from fastppo_kernels.triton_rows import VECTOR_BYTES
 
-MOVE_BLOCK, MOVE_WARPS, MOVE_PROGRAMS = 8192, 8, 4
+MOVE_BLOCK, MOVE_WARPS, MOVE_PROGRAMS = 8192, 8, 6
 """Columns a time, warps of a program, programs of a multiprocessor: four 16-byte loads a thread in
-bf16, 64 kB in flight on a multiprocessor."""
+bf16, 96 kB in flight on a multiprocessor."""
+
+COUNTS = ((9, 0), (10, 0))
+"""Compute capabilities of the GPUs on which `grouped_mm` reads the number of rows where it lies."""
 
 
 class LiveRows(NamedTuple):
@@ -64,15 +67,17 @@ def _in_turn(rows: Tensor, others: Tensor) -> Tensor:
     return indices[(rows.cumsum(0) - 1).clamp(min=0)]
 
 
-def serves(dtype: torch.dtype, width: int, device: torch.device) -> bool:
-    """Whether `grouped_mm` multiplies [N, V] and [V, H] without a word from the host.
+def serves(head: Tensor) -> bool:
+    """Whether `grouped_mm` multiplies a gradient [N, V] and this head [V, H] unknown to the host.
 
-    It takes bf16, and rows that begin on 16 bytes. Other GPUs than those of compute capability 9
-    and 10 fetch the count.
+    It takes bf16, and rows that begin on 16 bytes. Other GPUs fetch the number of rows.
     """
-    if dtype != torch.bfloat16 or width * dtype.itemsize % VECTOR_BYTES:
+    width, address = head.shape[1] * head.element_size(), head.data_ptr()
+    if head.dtype != torch.bfloat16 or not head.is_contiguous():
         return False
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+    if width % VECTOR_BYTES or address % VECTOR_BYTES:
+        return False
+    return not head.is_cuda or torch.cuda.get_device_capability(head.device) in COUNTS
 
 
 def bring_forward(grad: Tensor, rows: LiveRows) -> None:
@@ -97,15 +102,15 @@ def bring_forward(grad: Tensor, rows: LiveRows) -> None:
 
 def hidden_gradient(grad: Tensor, head: Tensor, rows: LiveRows) -> Tensor:
     """dX [N, H] of G', already brought forward, and the head [V, H]."""
-    product = torch.nn.functional.grouped_mm(grad, head[None], offs=rows.number)
+    product = torch.nn.functional.grouped_mm(grad, head[None], offs=rows.number)[rows.order]
     # Rows of the product behind the last that is alive are not written: they hold anything.
-    return torch.where(rows.alive.unsqueeze(-1), product[rows.order], 0.0)
+    return product.masked_fill_(~rows.alive.unsqueeze(-1), 0.0)
 
 
 def weight_gradient(grad: Tensor, x: Tensor, rows: LiveRows) -> Tensor:
     """dW [V, H] of G', already brought forward, and the hidden states X [N, H] as they are.
 
-    X is finite where the gradient is zero: one row counts where none is alive.
+    Of X the rows without a gradient are not read; where none has one the first is, and is finite.
     """
     return torch.nn.functional.grouped_mm(grad.T, x[rows.order], offs=rows.number)[0]
 

@@ -26,6 +26,7 @@ from fastppo_kernels.records import (
     Objective,
     PerToken,
     Projection,
+    ProjectionGradients,
     Softmax,
     StatsGradients,
 )
@@ -37,6 +38,7 @@ from waits import counted
 import fastppo
 
 triton_rows = pytest.importorskip("fastppo_kernels.triton_rows", reason="Triton is not installed")
+triton_live_rows = pytest.importorskip("fastppo_kernels.triton_live_rows")
 
 pytestmark = [
     # NumPy announces what the kernels mean to happen: see test_triton_rows.py.
@@ -508,36 +510,93 @@ def test_the_launcher_leaves_rows_without_a_gradient_out_if_asked(
         ("frozen hidden states", 1),
         ("three chunks", 3),  # dX alone: dW is added up in fp32
         ("three chunks, frozen head", 3),
+        ("three chunks, frozen hidden states", 0),
         ("a weight in fp32", 1),
+        ("hidden states in fp32", 1),
+        ("all in fp32 but the products", 0),
         ("fp32", 0),
         ("a width off 16 bytes", 0),
+        ("a transposed weight", 0),
         ("statistics alone", 0),
         ("the bias alone", 0),
     ],
 )
-def test_each_product_that_can_leave_rows_out_does(case: str, products: int) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_each_product_that_can_leave_rows_out_does(
+    case: str, products: int, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no row is moved for nothing."""
     n, width = 36, 12 if case == "a width off 16 bytes" else 16
     parts = head(n, 64, width, torch.float32 if case == "fp32" else torch.bfloat16)
     data = caused("clip", parts)
-    if case == "a weight in fp32":
-        parts[1] = parts[1].float()
     gemm = Gemm(12 if "chunks" in case else None, parts[0].dtype, skip_zero_rows=True)
+    if case in ("hidden states in fp32", "all in fp32 but the products"):
+        parts[0] = parts[0].float()
+    if case in ("a weight in fp32", "all in fp32 but the products"):
+        parts[1] = parts[1].float()
+    if case == "a transposed weight":
+        parts[1] = parts[1].T.contiguous().T
+    frozen = case in ("statistics alone", "the bias alone")
     asked = Asked(
-        hidden=case not in ("frozen hidden states", "statistics alone", "the bias alone"),
-        weight=case not in ("statistics alone", "the bias alone") and "frozen head" not in case,
+        hidden=not frozen and "frozen hidden states" not in case,
+        weight=not frozen and "frozen head" not in case,
         bias=case != "statistics alone",
     )
-    arguments: Any = ("triton", parts, data, torch.ones(n) / n)
+    weights = torch.ones(n) / n
+    if masked:
+        weights[[3, 12, 13, 17, 30, 35]] = 0.0
+    arguments: Any = ("triton", parts, data, weights)
+    how: dict[str, Any] = {"asked": asked, "compact": masked}
+    moves = []
+    real = triton_live_rows.bring_forward
+    monkeypatch.setattr(
+        triton_live_rows, "bring_forward", lambda *given: (moves.append(0), real(*given))
+    )
     with GroupedProducts() as seen:
-        found = loss_of(*arguments, gemm=gemm, asked=asked)
+        found = loss_of(*arguments, gemm=gemm, **how)
     assert seen.count == products
-    wanted = loss_of(*arguments, gemm=gemm._replace(skip_zero_rows=False), asked=asked)
+    assert len(moves) == (products and (3 if "chunks" in case else 1))
+    wanted = loss_of(*arguments, gemm=gemm._replace(skip_zero_rows=False), **how)
     for one, other in zip(found.grads, wanted.grads, strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             assert one.dtype == other.dtype
             largest = other.abs().max().item()
             torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-14 * largest)
+
+
+@pytest.mark.parametrize("term", ["entropy", "k3", "full KL"])
+def test_the_launcher_drops_no_row_that_another_term_moves(term: str) -> None:
+    """Of rows without advantage, which have a gradient of their entropy and of their KL."""
+    parts = head(12, 64, 16, torch.bfloat16)
+    data = near(*parts)
+    data.advantages.zero_()
+    per_token = PerToken(*data[1:], torch.full((12,), 1 / 12))
+    per_token = per_token._replace(ref_logprobs=data.old_logprobs - 0.3)
+    objective = {
+        "entropy": ENTROPY,
+        "k3": CLIPPED._replace(kl_coef=0.4),
+        "full KL": CLIPPED._replace(kl_coef=0.4, kl_estimator="full"),
+    }[term]
+    ref = Projection(0.9 * parts[0], parts[1])
+
+    def grads(skips: bool) -> ProjectionGradients:
+        return linear.ppo_loss(
+            Projection(*parts),
+            per_token,
+            objective,
+            Softmax(),
+            rows=triton_rows,
+            ref_projection=ref,
+            gemm=Gemm(skip_zero_rows=skips),
+        ).grads
+
+    for one, other in zip(grads(True), grads(False), strict=True):
+        assert one is not None
+        assert other is not None
+        assert (other != 0).any(-1).all()
+        largest = other.abs().max().item()
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-14 * largest)
 
 
 def test_the_launcher_drops_no_row_that_is_nan() -> None:

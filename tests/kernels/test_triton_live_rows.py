@@ -7,6 +7,8 @@ rounding of bf16. `test_linear.py` runs the loss on top.
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 from torch import Tensor
@@ -148,30 +150,58 @@ def test_the_host_learns_neither_the_number_nor_the_order() -> None:
         assert not reads
 
 
+def test_offsets_do_not_overflow_int32() -> None:
+    """Rows 2³⁰ elements apart: the last begins behind 2³¹."""
+    if DEVICE.type == "cuda":
+        pytest.skip("test_linear_gpu.py does this on a GPU")
+    apart, vocab = 2**30, 40
+    # Anonymous memory that is never touched is never there.
+    size = 2 * (3 * apart + vocab)
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    far = torch.frombuffer(memory, dtype=torch.bfloat16).as_strided((4, vocab), (apart, 1))
+    far.copy_(torch.arange(4).unsqueeze(1))
+    alive = torch.tensor([False, True, True, True])
+    live.bring_forward(far, live.live_rows(alive))
+    assert far[:, 0].tolist() == [3.0, 1.0, 2.0, 3.0]
+
+
 # ------------------------------------------------------------------------------- where it runs
 
 
+def a_head(dtype: torch.dtype = torch.bfloat16, width: int = 16) -> Tensor:
+    return torch.zeros(64, width, dtype=dtype, device=DEVICE)
+
+
 @pytest.mark.parametrize(
-    ("dtype", "width", "served"),
+    ("head", "served"),
     [
-        (torch.bfloat16, 16, True),
-        (torch.bfloat16, 12, False),
-        (torch.float16, 16, False),
-        (torch.float32, 16, False),
+        (a_head(), True),
+        (a_head(torch.float16), False),
+        (a_head(torch.float32), False),
+        (a_head(width=12), False),
+        (torch.zeros(16, 1003, dtype=torch.bfloat16, device=DEVICE).T, False),
+        (a_head(width=20)[:, :16], False),
+        (a_head()[:1].expand(64, 16), False),
+        (a_head().flatten()[3:-13].view(63, 16), False),
+        (a_head().flatten()[8:-8].view(63, 16), True),
     ],
+    ids=["bf16", "fp16", "fp32", "12 wide", "transposed", "cut", "expanded", "off 6", "off 16"],
 )
-def test_it_serves_bf16_whose_rows_begin_on_16_bytes(
-    dtype: torch.dtype, width: int, served: bool
-) -> None:
-    assert live.serves(dtype, width, DEVICE) is served
+def test_it_serves_bf16_whose_rows_begin_on_16_bytes(head: Tensor, served: bool) -> None:
+    assert live.serves(head) is served
 
 
 @pytest.mark.parametrize(
-    ("capability", "served"), [((8, 0), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)]
+    ("capability", "served"),
+    [((8, 0), False), ((9, 0), True), ((10, 0), True), ((10, 3), False), ((12, 0), False)],
 )
-def test_it_serves_gpus_that_read_the_count_themselves(
+def test_it_serves_gpus_that_read_the_number_themselves(
     capability: tuple[int, int], served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By torch 2.11's and 2.13's sources; elsewhere `grouped_mm` copies it to the host."""
+
+    class OnGpu(Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert live.serves(torch.bfloat16, 16, torch.device("cuda", 0)) is served
+    assert live.serves(a_head().as_subclass(OnGpu)) is served

@@ -250,6 +250,17 @@ def path_rows_alive() -> None:
     without = triton_rows.chunk_ppo_loss(*given, need_grad=False)
     assert without.grad is None
     assert without.alive is None
+    # Another term moves all that count.
+    ref = draw(6, 40, seed=1)["logits"]
+    for more in (
+        {"entropy_coef": 0.1},
+        {"kl_estimator": "k3", "kl_coef": 0.2, "ref_logprobs": arguments["old_logprobs"] - 1},
+        {"kl_estimator": "full", "kl_coef": 0.2, "ref_logits": ref},
+    ):
+        given, rest = operands(on(DEVICE, arguments | more))
+        found = triton_rows.chunk_ppo_loss(given[0].clone(), *given[1:], **rest)
+        assert found.alive is not None
+        assert found.alive.tolist() == [True, True, False, True, True, True]
 
 
 def path_k1() -> None:
