@@ -184,6 +184,7 @@ def _our_trainer(options: Options, policy: Any, reward: Any, tokenizer: Any, fol
         ppo_epochs=options.epochs,
         minibatches=options.minibatches,
         microbatch_size=options.batch // options.minibatches,
+        experience_batch_size=options.batch,
         reward_batch_size=options.batch,
         kl_coef=KL_COEF,
         learning_rate=LEARNING_RATE,

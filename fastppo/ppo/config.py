@@ -115,6 +115,12 @@ class UpdateOptions(Options):
         "longer sequence goes alone",
         minimum=1,
     )
+    experience_batch_size: int | None = option(
+        None,
+        "Sequences per pass without a gradient: the reference's, recomputed logprobs and values, "
+        "an evaluation's; default: as many as in one with it",
+        minimum=1,
+    )
     packing: Literal["auto", "on", "off"] = option(
         "auto",
         "Sequences of a microbatch end to end, without padding; auto is on for a GPU, if packed "
@@ -624,8 +630,10 @@ class PPOConfig(
             "missing_eos_penalty": self.missing_eos_penalty,
         }
 
-    def limits(self, packed: bool = False) -> Limits:
-        """What a microbatch may hold."""
+    def limits(self, packed: bool = False, *, reading: bool = False) -> Limits:
+        """What a microbatch may hold; `reading`: in a pass without a gradient."""
+        if reading and self.experience_batch_size is not None:
+            return Limits(self.experience_batch_size, None, packed)
         return Limits(self.microbatch_size, self.microbatch_tokens, packed)
 
     @property

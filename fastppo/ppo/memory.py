@@ -469,8 +469,7 @@ class _Run:
         return cache
 
     def _draw(self, hidden: Tensor) -> None:
-        vocabulary = self.model.head.vocabulary
-        shape = (DRAW_BUFFERS, hidden.shape[0], vocabulary)
+        shape = (DRAW_BUFFERS, hidden.shape[0], self.model.head.vocabulary)
         self.ledger.assign("logits of the loss", torch.empty(shape, dtype=torch.float32))
 
     def score(self, length: int) -> None:
@@ -481,18 +480,19 @@ class _Run:
             limit = (config.reward_max_length, context_length(model), length)
             tokens = min(each for each in limit if each is not None)
             with torch.no_grad(), self.ledger.phase("score"):
-                hidden_states(
-                    model.base_model, _ids(rows, tokens), torch.ones_like(_ids(rows, tokens))
-                )
+                ids = _ids(rows, tokens)
+                hidden_states(model.base_model, ids, torch.ones_like(ids))
 
-    def rows_at_once(self, prompt: int, rows: int) -> int:
+    def rows_at_once(self, prompt: int, rows: int, *, reading: bool = False) -> int:
         """Sequences of a microbatch, of so many that there are."""
-        return min(rows, self.config.limits().count(prompt + self.config.max_new_tokens))
+        limits = self.config.limits(reading=reading)
+        return min(rows, limits.count(prompt + self.config.max_new_tokens))
 
     def experience(self, prompt: int) -> None:
         """The policy's and the reference's pass over a microbatch."""
         config = self.config
-        layout = self._layout(self.rows_at_once(prompt, config.rollout_batch_size), prompt)
+        rows = self.rows_at_once(prompt, config.rollout_batch_size, reading=True)
+        layout = self._layout(rows, prompt)
         with torch.no_grad(), self.ledger.phase("experience"):
             with self.model.autocast():
                 positions = torch.cat([layout.predicting, layout.final])

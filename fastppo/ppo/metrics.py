@@ -209,7 +209,7 @@ def policy_metrics(
     """Of the policy on responses: the KL to the reference, 0 without one, nats per sequence; the
     entropy, nats per token; the length, tokens."""
     how = options.softmax
-    parts = split(batch, options.limits(model.packing), world)
+    parts = split(batch, options.limits(model.packing, reading=True), world)
     logprobs, entropy = model.stats_of_parts(parts, **how)
     kl = 0.0
     if reference is not None:

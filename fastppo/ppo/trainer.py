@@ -326,7 +326,7 @@ class PPOTrainer:
             given: old logprobs and values of responses that no engine of the trainer drew.
         """
         how = options.softmax
-        limits = self._halving.limits(options.limits(self.model.packing))
+        limits = self._halving.limits(options.limits(self.model.packing, reading=True))
         parts = split(batch, limits, self.world)
         old = old_policy(self.model, self.engine, self.sampling, rollout, parts, options, given)
         kl_coef, exact_kl = self.state.kl_control.coef, None

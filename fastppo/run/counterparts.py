@@ -14,7 +14,7 @@ TRL = {
     "fp16": "precision",
     "gradient_accumulation_steps": "rollout_batch_size, with microbatch_size for the memory",
     "init_kl_coef": "kl_coef",
-    "local_rollout_forward_batch_size": "generate_batch_size",
+    "local_rollout_forward_batch_size": "generate_batch_size, experience_batch_size",
     "logging_steps": "log_interval",
     "lora_r": "lora_rank",
     "lr": "learning_rate",

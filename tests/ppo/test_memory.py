@@ -129,7 +129,7 @@ def measured(config: PPOConfig) -> dict[str, int]:
         {},
         {"gradient_checkpointing": True},
         {"lora_rank": 8, "microbatch_size": 16},
-        {"value_model": "critic"},
+        {"value_model": "critic", "microbatch_size": 2, "experience_batch_size": 16},
         {"precision": "bf16", "loss_path": "logits", "value_model": "branch"},
     ],
     ids=["full", "checkpointing", "lora", "critic", "bf16-logits-branch"],

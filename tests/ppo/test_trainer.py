@@ -23,6 +23,7 @@ from fastppo.data.chat import encode_prompt, token_ids
 from fastppo.data.microbatches import microbatches, split
 from fastppo.data.rows import DataError
 from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.metrics import policy_metrics
 from fastppo.ppo.objective import policy_loss
 from fastppo.ppo.state import RunStoppedError
 from fastppo.ppo.trainer import PPOTrainer
@@ -258,7 +259,10 @@ def test_a_minibatchs_members_do_not_depend_on_how_it_is_cut(tmp_path: Path) -> 
     assert members[0] == members[1] == members[2]
 
 
-@pytest.mark.parametrize("options", [{"microbatch_tokens": 40}, {"microbatch_size": 3}])
+@pytest.mark.parametrize(
+    "options",
+    [{"microbatch_tokens": 40}, {"microbatch_size": 3}, {"experience_batch_size": 3}],
+)
 @pytest.mark.parametrize("packing", ["off", "on"])
 @pytest.mark.parametrize("estimator", ["k1", "full"])
 def test_experience_made_in_parts_is_that_of_the_whole(
@@ -277,6 +281,31 @@ def test_experience_made_in_parts_is_that_of_the_whole(
     for name in ("old_logprobs", "old_values", "advantages", "returns", "ref_logprobs"):
         one, other = (getattr(each, name) for each in found)
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [None, 4])
+@pytest.mark.parametrize("budget", [{"microbatch_size": 2}, {"microbatch_tokens": 1}])
+def test_passes_without_a_gradient_have_a_size_of_their_own(
+    budget: dict[str, int], size: int | None, tmp_path: Path
+) -> None:
+    """The policy's, the reference's and an evaluation's; those of the update stay as they are."""
+    trainer = make_trainer(tmp_path, old_logprobs="recompute", experience_batch_size=size, **budget)
+    assert trainer.reference is not None
+    assert trainer.reference.frozen is not None
+    found: list[int] = []
+    for model in (trainer.model, trainer.reference.frozen):
+        words = model.causal_lm.get_input_embeddings()
+        words.register_forward_hook(lambda module, given, out: found.append(len(given[0])))
+    batch, most = random_batch((5,) * 8), budget.get("microbatch_size", 1)
+    reading = size or most
+    experience, _ = experience_of(trainer, batch, torch.arange(8.0))
+    assert found == [reading] * (2 * 8 // reading)
+    found.clear()
+    policy_metrics(trainer.model, trainer.reference, batch, trainer.config, trainer.world)
+    assert found == [reading] * (2 * 8 // reading)
+    found.clear()
+    trainer.update(experience, one_step(trainer))
+    assert set(found) == {most}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral-window"])
