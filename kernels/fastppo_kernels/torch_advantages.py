@@ -140,29 +140,47 @@ def whiten(
 
     `shift_mean=False` puts the mean back. `moments` are those of the whole global batch.
     """
+    dtype = accumulation_dtype(x.dtype)
+    # Memory of our own: new memory costs more than the arithmetic.
+    white, bits = x.to(dtype, copy=mask is None), None
+    if mask is not None:
+        # A CPU selects by integers three times as fast as by a bool.
+        bits = mask.to(torch.int64 if dtype.itemsize == 8 else torch.int32).neg_()
+        white = (white.view(bits.dtype) & bits).view(dtype)
     if moments is None:
-        counted = _counted(x, mask)
-        mean = counted.sum() / max(counted.numel(), 1)
-        # Σx² − n·mean² would have lost what it is about where the mean is far from 0. In place,
-        # unless the memory is the caller's: new memory costs more than the arithmetic.
-        is_own = mask is not None or x.dtype != counted.dtype
-        deviations = counted.sub_(mean) if is_own else counted - mean
-        variance = torch.dot(deviations, deviations) / max(counted.numel() - 1, 1)
+        count = torch.tensor(x.numel()) if bits is None else -bits.sum(-1, dtype=bits.dtype).sum()
+        # About a number near the mean: Σx² − n·mean² of the entries as they are would have lost
+        # what it is about where the mean is far from 0.
+        high = (_total(white) / count.clamp(min=1)).to(dtype)
+        _keep(white.sub_(high), bits)
+        rest = _total(white) / count.clamp(min=1)
+        variance = (_total(white * white) - count * rest * rest) / (count - 1).clamp(min=1)
+        low = rest.to(dtype)
     else:
         count, total, squares = moments
         mean = total / count.clamp(min=1)
-        variance = ((squares - count * mean * mean) / (count - 1).clamp(min=1)).clamp(min=0)
-    dtype = accumulation_dtype(x.dtype)
-    scale = torch.rsqrt(variance + WHITEN_EPSILON).to(dtype)
-    # In two parts, so that x − mean keeps its digits in fp32 however far the mean is from 0.
-    high = mean.to(dtype)
-    low = (mean - high.double()).to(dtype)
-    white = torch.sub(x.to(dtype), high).sub_(low).mul_(scale)
+        variance = (squares - count * mean * mean) / (count - 1).clamp(min=1)
+        # In two parts, so that x − mean keeps its digits in fp32 however far the mean is from 0.
+        high = mean.to(dtype)
+        low = (mean - high.double()).to(dtype)
+        white.sub_(high)
+    scale = torch.rsqrt(variance.clamp(min=0) + WHITEN_EPSILON).to(dtype)
+    white.sub_(low).mul_(scale)
     if not shift_mean:
-        white.add_(high)
-    if mask is not None:
-        white = torch.where(mask, white, 0.0)
-    return white.contiguous()
+        white.add_(high + low)
+    return _keep(white, bits).contiguous()
+
+
+def _total(x: Tensor) -> Tensor:
+    """0-d fp64, of the sums of rows in x's own dtype."""
+    return x.sum(-1).double().sum()
+
+
+def _keep(x: Tensor, bits: Tensor | None) -> Tensor:
+    """x with 0 where no bit is set, in place."""
+    if bits is not None:
+        x.view(bits.dtype).bitwise_and_(bits)
+    return x
 
 
 def shaped_advantages(trajectory: Trajectory, shaping: Shaping, discounts: Discounts) -> Advantages:
