@@ -277,7 +277,7 @@ class _Gradients:
     def finished(self) -> ProjectionGradients:
         weight_dtype, bias_dtype = self.dtypes
         weight = self.weight
-        if weight is None and self.asked.weight:  # there were no rows
+        if weight is None and self.asked.weight:  # no row had a gradient
             weight = torch.zeros_like(self.head, memory_format=torch.contiguous_format)
         return ProjectionGradients(
             self.hidden,

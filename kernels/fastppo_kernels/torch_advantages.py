@@ -144,7 +144,7 @@ def whiten(
     # Memory of our own: new memory costs more than the arithmetic.
     white, bits = x.to(dtype, copy=mask is None), None
     if mask is not None:
-        # A CPU selects by integers three times as fast as by a bool.
+        # A CPU selects by a bool more slowly: kernels/NOTES.md.
         bits = mask.to(torch.int64 if dtype.itemsize == 8 else torch.int32).neg_()
         white = (white.view(bits.dtype) & bits).view(dtype)
     if moments is None:
@@ -153,8 +153,10 @@ def whiten(
         # what it is about where the mean is far from 0.
         high = (_total(white) / count.clamp(min=1)).to(dtype)
         _keep(white.sub_(high), bits)
-        rest = _total(white) / count.clamp(min=1)
-        variance = (_total(white * white) - count * rest * rest) / (count - 1).clamp(min=1)
+        rest, squares = _total(white) / count.clamp(min=1), _total(white * white)
+        if not squares.isfinite():  # beyond 1e19 they overflow fp32
+            squares = white.double().square().sum()
+        variance = (squares - count * rest * rest) / (count - 1).clamp(min=1)
         low = rest.to(dtype)
     else:
         count, total, squares = moments

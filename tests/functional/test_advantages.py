@@ -292,6 +292,17 @@ def test_whitening_few_or_equal_numbers_stays_finite(count: int) -> None:
     assert (white == 0).all()
 
 
+@pytest.mark.parametrize("scale", [1e-20, 1e10, 1e20, 1e30])
+def test_whitening_stands_numbers_whose_squares_leave_fp32(scale: float) -> None:
+    x = scale * torch.randn(64, generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(64) % 3 > 0
+    wide = x.double()
+    deviations = wide - wide[mask].mean()
+    variance = deviations[mask].square().sum() / (int(mask.sum()) - 1)
+    wanted = torch.where(mask, deviations * torch.rsqrt(variance + 1e-8), 0.0)
+    torch.testing.assert_close(fastppo.whiten(x, mask).double(), wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_whitening_at_a_large_mean_keeps_its_digits() -> None:
     """Σx² − n·mean² cancels: in fp32 nothing would be left at a mean of 10⁵."""
     x = torch.randn(1000, dtype=torch.float64)

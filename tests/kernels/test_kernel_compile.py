@@ -51,7 +51,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, Future]:
 @pytest.mark.parametrize("module", MODULES)
 def test_no_kernel_spills(module: str, capability: int, results: dict[Key, Future]) -> None:
     kernels = results[module, capability].result()
-    assert len(kernels) >= 3
+    assert len(kernels) > 3
     spilled = [kernel for kernel in kernels if kernel.stack or kernel.local]
     assert not spilled, "\n".join(map(str, spilled))
 
