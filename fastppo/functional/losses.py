@@ -277,9 +277,10 @@ def linear_ppo_loss(
             entropy or KL term) stay out of the last two GEMMs as well, and the host waits for
             nothing to learn which they are: out of that for the hidden states' gradient where
             those are in bf16, out of that for the weight's where it is and all rows are one chunk.
-            H a multiple of 8, compute capability 9.0 or 10.0; elsewhere without effect. On paper it
-            pays from 6 to 14 % of the rows on in one chunk of H = 4096, from 18 to 27 % in two of
-            H = 896 (kernels/NOTES.md); not measured.
+            For products in bf16 on a contiguous head whose rows begin on 16 bytes (H a multiple of
+            8), compute capability 9.0 or 10.0; elsewhere without effect. On paper it pays from 6 to
+            14 % of the rows on in one chunk of H = 4096, from 18 to 27 % in two of H = 896
+            (kernels/NOTES.md); not measured.
         ref_hidden, ref_weight, ref_bias: the reference's hidden states (..., H'), head [V, H'] and
             bias, for `kl_estimator="full"`, or in place of `ref_logprobs`. No gradient.
         The other keywords are those of `ppo_loss`.

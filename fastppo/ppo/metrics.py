@@ -205,11 +205,12 @@ def policy_metrics(
     batch: Batch,
     options: PPOConfig,
     world: World,
+    limits: Limits,
 ) -> dict[str, float]:
     """Of the policy on responses: the KL to the reference, 0 without one, nats per sequence; the
-    entropy, nats per token; the length, tokens."""
+    entropy, nats per token; the length, tokens. `limits` are of a pass."""
     how = options.softmax
-    parts = split(batch, options.limits(model.packing, reading=True), world)
+    parts = split(batch, limits, world)
     logprobs, entropy = model.stats_of_parts(parts, **how)
     kl = 0.0
     if reference is not None:

@@ -21,8 +21,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastppo.data.microbatches import Parts
+from fastppo.data.batch import Batch
+from fastppo.data.microbatches import Limits, Parts, split
+from fastppo.data.world import World
 from fastppo.models.policy import ActorCritic
+from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.metrics import to_floats
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
@@ -102,6 +105,49 @@ def old_policy(
         old.logprobs, torch.cat(rollout.sampler_logprobs).to(model.device), options.importance_cap
     )
     return old._replace(importance_weights=weights, metrics=old.metrics | metrics)
+
+
+class PoliciesRead(NamedTuple):
+    """What the old policy and the reference make of a batch: per token [N] fp32, no gradient."""
+
+    old: OldPolicy
+    ref_logprobs: Tensor | None
+    """Nats; None without a reference."""
+    exact_kl: Tensor | None
+    """KL(policy, reference) of each token's distribution, where the reward takes it."""
+    metrics: dict[str, float]
+
+
+def read_policies(
+    model: ActorCritic,
+    reference: ReferencePolicy | None,
+    engine: RolloutEngine,
+    sampling: Sampling,
+    rollout: Rollout,
+    batch: Batch,
+    given: GivenPolicy | None,
+    kl_coef: float,
+    options: PPOConfig,
+    world: World,
+    limits: Limits,
+) -> PoliciesRead:
+    """The passes over a rollout's batch before an update, none of which has a gradient.
+
+    Args:
+        kl_coef: of the reward; 0 asks for no exact KL.
+        limits: of a pass.
+    """
+    how, exact_kl = options.softmax, None
+    parts = split(batch, limits, world)
+    old = old_policy(model, engine, sampling, rollout, parts, options, given)
+    if reference is None:
+        ref_logprobs = old.logprobs if options.reference_policy == "rollout" else None
+    elif options.kl_estimator == "full" and kl_coef > 0:
+        both = reference.token_kl(parts.batches, **how)
+        ref_logprobs, exact_kl = map(parts.in_order, both)
+    else:
+        ref_logprobs = parts.in_order(reference.logprobs(parts.batches, **how))
+    return PoliciesRead(old, ref_logprobs, exact_kl, old.metrics | parts.metrics)
 
 
 def wants_sampler(rollout: Rollout, is_exact: bool, options: PPOConfig) -> bool:

@@ -1,7 +1,8 @@
 """A microbatch that does not fit is halved: the gradient is the same, whatever the split.
 
 Weights of the loss are those of the whole minibatch, so a minibatch whose memory ran out is begun
-again with microbatches of half the size, and so are all that come after it.
+again with microbatches of half the size, and so are all that come after it. Passes without a
+gradient, which keep no activations, are halved by a count of their own.
 
 Several ranks begin again together. They can where memory runs out in the loss, which no rank leaves
 before all have said whether they had room for it. In a pass of the trunk, forward or backward, the
@@ -48,12 +49,13 @@ def agreed(world: World, work: Callable[[], Result]) -> Result:
 
 
 class Halving:
-    """The limits of microbatches as the device has shown that it has room for them.
+    """The limits of passes as the device has shown that it has room for them.
 
     Args:
         say: takes a sentence for the user.
         alone: whether this is the only process.
         settle: frees what a pass that did not come to its end has gathered.
+        reading: the passes have no gradient.
     """
 
     def __init__(
@@ -61,9 +63,12 @@ class Halving:
         say: Callable[[str], None],
         alone: bool = True,
         settle: Callable[[], None] = lambda: None,
+        *,
+        reading: bool = False,
     ) -> None:
         self.say, self.alone, self.settle = say, alone, settle
         self.times = 0
+        self.reading = reading
 
     def limits(self, asked: Limits) -> Limits:
         """Those of the options, halved as often as was needed."""
@@ -85,12 +90,13 @@ class Halving:
                 if not self.alone and not isinstance(error, NoRoomError):
                     raise RuntimeError(
                         f"out of memory on one of several processes: {error}. Go on by `--resume "
-                        "true` with a smaller microbatch_size or microbatch_tokens"
+                        f"true` with a smaller {self._option} or microbatch_tokens"
                     ) from None
                 if limits == self._halved(asked):
                     raise RuntimeError(
-                        f"out of memory with one sequence per microbatch: {error}. Try "
-                        "gradient_checkpointing, a smaller max_new_tokens, or LoRA (`fastppo plan`)"
+                        f"out of memory with one sequence per {self._names[0]}: {error}. Try "
+                        f"{'' if self.reading else 'gradient_checkpointing, '}a smaller "
+                        "max_new_tokens, or LoRA (`fastppo plan`)"
                     ) from None
             # Outside of the handler, whose error keeps the failed attempt's tensors alive.
             self.times += 1
@@ -101,9 +107,23 @@ class Halving:
             shown = (
                 f"{size.sequences} sequences" if size.tokens is None else f"{size.tokens} tokens"
             )
-            self.say(f"out of memory: microbatches of at most {shown} from here on, same gradient")
+            same = "numbers" if self.reading else "gradient"
+            self.say(
+                f"out of memory: {self._names[1]} of at most {shown} from here on, same {same}"
+            )
+
+    @property
+    def _names(self) -> tuple[str, str]:
+        """Of one pass, and of several."""
+        if self.reading:
+            return "pass without a gradient", "passes without a gradient"
+        return "microbatch", "microbatches"
+
+    @property
+    def _option(self) -> str:
+        return "experience_batch_size" if self.reading else "microbatch_size"
 
     def _halved(self, asked: Limits) -> Limits:
-        more = Halving(self.say)
+        more = Halving(self.say, reading=self.reading)
         more.times = self.times + 1
         return more.limits(asked)

@@ -32,7 +32,6 @@ from transformers import PreTrainedModel, set_seed
 
 from fastppo.data.batch import Batch
 from fastppo.data.chat import decode_completions
-from fastppo.data.microbatches import split
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import Rows
 from fastppo.data.world import World
@@ -63,7 +62,7 @@ from fastppo.ppo.metrics import (
     update_metrics,
 )
 from fastppo.ppo.objective import add_ptx_gradient, minibatch_gradient
-from fastppo.ppo.old_policy import GivenPolicy, old_policy
+from fastppo.ppo.old_policy import GivenPolicy, read_policies
 from fastppo.ppo.optimizer import clip_gradients, set_learning_rate
 from fastppo.ppo.out_of_memory import Halving
 from fastppo.ppo.state import RunState
@@ -142,7 +141,8 @@ class PPOTrainer:
         self.state = RunState.of(config)
         self.callbacks = told = Callbacks(callbacks, config, world, self.say, **parts.of_callbacks)
         self.checkpoints = Checkpoints(config, self.state, parts, self.say, world, told.saved)
-        self._halving = Halving(self.say, world.size == 1, functools.partial(settle, self.model))
+        of_passes = self.say, world.size == 1, functools.partial(settle, self.model)
+        self._halving, self._reading = Halving(*of_passes), Halving(*of_passes, reading=True)
 
     # ------------------------------------------------------------------------------ the algorithm
 
@@ -246,7 +246,7 @@ class PPOTrainer:
         metrics |= self.evaluation.after(self, log, self.callbacks.take("should_evaluate"))
         log.metrics(iteration, metrics, self._warnings(metrics))
         if iteration % options.log_interval == 0:
-            texts = self.completions(prompts, rollout)[: options.log_samples]
+            texts = self.completions(prompts, rollout, options.log_samples)
             log.samples(iteration, sample_records(prompts, texts, rollout, scores, experience))
         self.state.finish_iteration(metrics.get("kl"), len(prompts), options)
         return metrics
@@ -325,24 +325,17 @@ class PPOTrainer:
         Args:
             given: old logprobs and values of responses that no engine of the trainer drew.
         """
-        how = options.softmax
-        limits = self._halving.limits(options.limits(self.model.packing, reading=True))
-        parts = split(batch, limits, self.world)
-        old = old_policy(self.model, self.engine, self.sampling, rollout, parts, options, given)
-        kl_coef, exact_kl = self.state.kl_control.coef, None
-        if self.reference is None:
-            ref_logprobs = old.logprobs if options.reference_policy == "rollout" else None
-        elif options.kl_estimator == "full" and kl_coef > 0:
-            both = self.reference.token_kl(parts.batches, **how)
-            ref_logprobs, exact_kl = map(parts.in_order, both)
-        else:
-            ref_logprobs = parts.in_order(self.reference.logprobs(parts.batches, **how))
+        kl_coef = self.state.kl_control.coef
+        of = self.model, self.reference, self.engine, self.sampling, rollout, batch, given
+        attempt = functools.partial(read_policies, *of, kl_coef, options, self.world)
+        limits = options.limits(self.model.packing, reading=True)
+        old, ref_logprobs, exact_kl, metrics = self._reading.run(attempt, limits)
         result = make_advantages(
             batch, rewards, rollout.truncated, old, ref_logprobs, exact_kl, kl_coef, options
         )
         made = result.advantages, result.returns, ref_logprobs, old.importance_weights
         experience = Experience(batch, old.logprobs, old.values, *made)
-        metrics = experience_metrics(experience, result.spread) | old.metrics | parts.metrics
+        metrics = experience_metrics(experience, result.spread) | metrics
         return experience, metrics if ref_logprobs is None else metrics | {"kl_coef": kl_coef}
 
     def _learn(self, experience: Experience, options: PPOConfig) -> dict[str, float]:
@@ -440,17 +433,20 @@ class PPOTrainer:
             prompts, rollout = self.turns.play(prompts, self.engine, sampling or self.sampling)
             scores = self.score(prompts, rollout, options, scorer)
         batch = Batch.of(prompts.token_ids, rollout.tokens, self.device, rollout.written)
+        of = self.model, self.reference, batch, options, self.world
+        limits = options.limits(self.model.packing, reading=True)
         return {
             **response_metrics(scores, rollout, {}),
-            **policy_metrics(self.model, self.reference, batch, options, self.world),
+            **self._reading.run(functools.partial(policy_metrics, *of), limits),
             "completions": self.completions(prompts, rollout),
             "scores": scores,
             "rollout": rollout,
         }
 
-    def completions(self, prompts: Prompts, rollout: Rollout) -> list[str]:
-        """The responses as texts without special tokens: what comes after the prompt's text."""
-        return decode_completions(self.tokenizer, prompts.token_ids, rollout.tokens)
+    def completions(self, prompts: Prompts, rollout: Rollout, most: int | None = None) -> list[str]:
+        """The responses, or the first `most`, as texts without special tokens: what comes after the
+        prompt's text."""
+        return decode_completions(self.tokenizer, prompts.token_ids[:most], rollout.tokens[:most])
 
     def self_check(self, prompts: Prompts) -> None:
         """Raises RuntimeError if the first update would not be on-policy; says what else is odd."""

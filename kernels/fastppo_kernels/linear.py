@@ -196,8 +196,10 @@ class _Head:
         self.bias = None if bias is None else bias.to(dtype)
         step = ROW_ALIGNMENT // dtype.itemsize if aligned else 1
         vocab = weight.shape[0]
-        # What lies between the rows is never read.
-        self.buffer = weight.new_empty((rows, -(-vocab // step) * step), dtype=dtype)[:, :vocab]
+        buffer = weight.new_empty((rows, -(-vocab // step) * step), dtype=dtype)
+        # oneDNN's bf16 products on AMX read what lies between rows, times 0: NaN would stay NaN.
+        buffer[:, vocab:] = 0
+        self.buffer = buffer[:, :vocab]
 
     def rows(self, rows: Selection) -> Tensor:
         """[n, H] hidden states."""

@@ -2,9 +2,10 @@
 
 The operations are those of `fastppo_kernels.definition`, with no loop over time or over the batch.
 The tokens that count are cut out of their gaps and laid end to end; with the decay set to 0 after
-each sequence the whole batch is one linear recurrence, scanned in blocks side by side. So a row
-with gaps gives the same bits as the row without them, and packed rows the same bits as padded ones.
-Sums run in fp64.
+each sequence the whole batch is one linear recurrence, scanned in blocks side by side, in fp64. So
+a row with gaps gives the same bits as the row without them, and packed rows the same bits as padded
+ones; of whitening that holds where its moments are given, which are fp64 sums too. By itself it
+adds up rows in fp32 first, and layouts agree to rounding.
 
 Source: Schulman et al. 2016, eq. 11, 12 and 16.
 """
@@ -174,8 +175,9 @@ def whiten(
 
 
 def _total(x: Tensor) -> Tensor:
-    """0-d fp64, of the sums of rows in x's own dtype."""
-    return x.sum(-1).double().sum()
+    """0-d fp64, of the sums of rows in x's own dtype, unless one leaves it."""
+    total = x.sum(-1).double().sum()
+    return total if total.isfinite() else x.double().sum()
 
 
 def _keep(x: Tensor, bits: Tensor | None) -> Tensor:

@@ -867,6 +867,16 @@ def test_statistics_go_in_chunks_at_every_width_until_a_measurement_says_otherwi
     assert linear.in_one_kernel(width, dtype) == (dtype == torch.bfloat16 and width < 512)
 
 
+def test_nothing_but_zeros_lies_between_the_rows_of_the_buffer() -> None:
+    """oneDNN's bf16 products read some of it, times 0: NaN would be in every gradient."""
+    projection = linear.Projection(torch.zeros(2, 8), torch.zeros(1003, 8), None)
+    head = linear._Head(projection, torch.bfloat16, 3, aligned=True)
+    whole = head.buffer._base
+    assert whole is not None
+    assert whole.shape == (3, 1024)
+    assert (whole[:, 1003:] == 0).all()
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 @pytest.mark.parametrize("faster", [True, False])
 def test_the_rule_says_who_forms_the_statistics(

@@ -152,6 +152,18 @@ def sizes(plan: Plan, phase: str = "update") -> dict[str, int]:
     return found.parts
 
 
+def test_activations_before_the_update_are_of_what_is_read_at_once(tmp_path: Path) -> None:
+    def activations(**more: Any) -> int:
+        config = options(tmp_path, microbatch_size=2, **more)
+        return sizes(make_plan(config, PROMPT), "experience")["activations"]
+
+    one = activations()
+    assert activations(experience_batch_size=8) > 2 * one
+    most = activations(experience_batch_size=options(tmp_path).rollout_batch_size)
+    assert activations(experience_batch_size=512) == most, "a batch has no more"
+    assert activations(experience_batch_size=512, eval_prompts="held-out.jsonl") > 2 * most
+
+
 def parameters(config: LlamaConfig | None = None) -> int:
     with torch.device("meta"):
         return sum(p.numel() for p in LlamaForCausalLM(config or llama()).parameters())

@@ -61,6 +61,53 @@ def test_later_steps_begin_with_what_fits(tmp_path: Path) -> None:
     assert len(said) == 1, "once"
 
 
+def test_passes_without_a_gradient_are_halved_by_themselves(tmp_path: Path) -> None:
+    """Before the update, and of an evaluation; the update's microbatches stay as they are."""
+
+    def made(name: str, size: int, room: int) -> tuple[Any, list[int], list[str], int]:
+        said: list[str] = []
+        trainer = make_trainer(tmp_path / name, experience_batch_size=size, kl_coef=0.1)
+        assert trainer.reference is not None
+        assert trainer.reference.frozen is not None
+        trainer._reading.say = said.append
+        sizes: list[int] = []
+
+        def limited(module: Any, given: Any, output: Any) -> None:
+            sizes.append(len(given[0]))
+            if len(given[0]) > room:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+        words = trainer.reference.frozen.causal_lm.get_input_embeddings()
+        words.register_forward_hook(limited)
+        experience = first_experience(trainer)
+        assert trainer.prompts is not None
+        trainer.evaluate(trainer.prompts.at(0, 8, 0))
+        return experience, sizes, said, trainer._halving.times
+
+    found, sizes, said, times = made("a", 8, 2)
+    wanted, _, nothing, _ = made("b", 2, 8)
+    assert sizes[:2] == [8, 4]
+    assert {*sizes[2:]} == {2}
+    sentence = "out of memory: passes without a gradient of at most {} sequences from here on"
+    assert said == [f"{sentence.format(size)}, same numbers" for size in (4, 2)]
+    assert (times, nothing) == (0, [])
+    for name, value in found.tensors().items():
+        other = wanted.tensors()[name]
+        assert value is other or torch.equal(value, other), name
+
+
+def test_advice_for_a_pass_without_a_gradient_names_its_options() -> None:
+    def never(limits: Limits) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    halving = Halving(lambda sentence: None, reading=True)
+    with pytest.raises(RuntimeError, match="one sequence per pass without a gradient") as error:
+        halving.run(never, Limits(4))
+    assert "gradient_checkpointing" not in str(error.value)
+    with pytest.raises(RuntimeError, match="a smaller experience_batch_size"):
+        Halving(print, alone=False, reading=True).run(never, Limits(4))
+
+
 def test_limits_in_tokens_are_halved_too() -> None:
     halving = Halving(lambda sentence: None)
     halving.times = 3
