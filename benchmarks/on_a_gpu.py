@@ -217,6 +217,11 @@ def rows(bench: Bench, tiny: bool) -> None:
     _host(bench, "ppo_loss", partial(fastppo.ppo_loss, **small, **CLIPPED), tiny)
     logprobs = partial(fastppo.token_logprobs, small["logits"], small["tokens"], backend="triton")
     _host(bench, "token_logprobs", logprobs, tiny)
+    few = torch.randn(4, 64, device=bench.device)
+    mask = few < 2
+    _host(bench, "gae", partial(fastppo.gae, few, few, mask, backend="triton"), tiny)
+    shaped = partial(fastppo.compute_advantages, few[:, 0], few, few, few, mask, **SHAPED)
+    _host(bench, "compute_advantages", shaped, tiny)
     for batch, length in ((4, 100),) if tiny else ((2048, 4096), (64, 131072)):
         _advantages(bench, batch, length, rate)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 # No test depends on the clock, and each draws the same examples in every run.
 hypothesis.settings.register_profile("fastppo", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("fastppo")
+
+# `nohup pytest` ignores it, and a run that is told to ignore a signal does.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The tensors here are small: on a busy machine a second thread costs far more than it gives.
 torch.set_num_threads(1)

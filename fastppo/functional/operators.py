@@ -295,11 +295,13 @@ class TokenLoss(torch.autograd.Function):
         per_token: PerToken,
         objective: Objective,
     ) -> tuple[Tensor, ...]:
-        kl, grads = torch_rows.token_loss(logprobs, full_kl, per_token, objective)
-        sums = torch_rows.loss_sums(logprobs, entropy, kl, per_token, objective)
+        counts = per_token.weights != 0
+        of_tokens = per_token, objective, counts
+        terms, grads = torch_rows.token_loss(logprobs, full_kl, *of_tokens)
+        sums = torch_rows.loss_sums(logprobs, entropy, terms, *of_tokens)
         ctx.save_for_backward(*grads)
-        ctx.mark_non_differentiable(sums, kl)
-        return sums[LOSS].clone(), sums, kl
+        ctx.mark_non_differentiable(sums, terms.kl)
+        return sums[LOSS].clone(), sums, terms.kl
 
     @staticmethod
     @once_differentiable

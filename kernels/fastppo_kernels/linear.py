@@ -23,7 +23,6 @@ What differs between backends and devices:
                            Otherwise they go through the GEMMs with a gradient of 0.
     rows without gradient  stay out of the last two GEMMs with the torch backend (`ChunkRows.live`),
                            elsewhere if asked (`Gemm.skip_zero_rows`; `triton_live_rows`)
-    sums                   each chunk's are added; the torch backend sums once, over all rows
     dW in fp32             cuBLAS multiplies 16-bit matrices into fp32; a CPU has no such product,
                            and multiplies fp32 copies, `PRODUCT_COLUMNS` words at a time
     rows of the buffer     for kernels they lie `ROW_ALIGNMENT` bytes apart or a multiple of it
@@ -44,6 +43,7 @@ import torch
 from torch import Tensor
 
 from fastppo_kernels.records import (
+    SUMS,
     Asked,
     Gemm,
     LinearPPORows,
@@ -58,7 +58,6 @@ from fastppo_kernels.records import (
     accumulation_dtype,
     combine_sums,
 )
-from fastppo_kernels.torch_rows import loss_sums
 
 ROW_ALIGNMENT = 128
 """Bytes between rows of the logits' buffer: a cache line, and a multiple of the 16 bytes on which
@@ -385,8 +384,7 @@ def ppo_loss(
             need_grad=any(asked),
         )
         logprobs[index], entropy[index], kl[index] = chunk.logprobs, chunk.entropy, chunk.kl
-        if chunk.sums is not None:
-            sums = chunk.sums if sums is None else combine_sums(sums, chunk.sums)
+        sums = chunk.sums if sums is None else combine_sums(sums, chunk.sums)
         if chunk.grad is None:
             continue
         if chunk.live is not None:
@@ -396,8 +394,8 @@ def ppo_loss(
             x = torch.where((operands.weights != 0).unsqueeze(-1), x, 0.0)
         alive = chunk.alive if gemm.skip_zero_rows else None
         grads.add(index, chunk.grad, x, head.weight, alive)
-    if sums is None:
-        sums = loss_sums(logprobs, entropy, kl, per_token, objective)
+    if sums is None:  # no row counts
+        sums = logprobs.new_zeros(len(SUMS))
     # The logits go before dW is cast.
     heads = head = chunk = None  # type: ignore[assignment]
     return LinearPPORows(sums, logprobs, entropy, kl, grads.finished())

@@ -221,16 +221,15 @@ class PPORows(NamedTuple):
 class ChunkRows(NamedTuple):
     """A chunk of rows, as the loop around the lm-head takes it from a backend.
 
-    logprobs, entropy, kl [n]; sums [len(SUMS)], or None where the backend sums once, over all rows;
-    grad: [m, V] over the chunk's logits, None without a gradient; live: [m] int64, the rows
-    that `grad` holds, None for all n; alive: [n] bool, where `grad` holds all n: False where a row
-    of it is all zeros.
+    logprobs, entropy, kl [n]; sums [len(SUMS)]; grad: [m, V] over the chunk's logits, None without
+    a gradient; live: [m] int64, the rows that `grad` holds, None for all n; alive: [n] bool, where
+    `grad` holds all n: False where a row of it is all zeros.
     """
 
     logprobs: Tensor
     entropy: Tensor
     kl: Tensor
-    sums: Tensor | None
+    sums: Tensor
     grad: Tensor | None
     live: Tensor | None = None
     alive: Tensor | None = None

@@ -332,11 +332,10 @@ def _row_gradient(
     exp = torch.exp(rows.shifted, out=scratch.exp) if rows.exp is None else rows.exp
     normalize = torch.exp(-rows.log_sum)
     column = _column(tokens, elsewhere)
-    constant, linear = -g.logprobs, torch.zeros_like(g.logprobs)
-    at_token = torch.zeros_like(g.logprobs)
+    constant, linear, at_token = -g.logprobs, None, None
     if g.entropy is not None:
         constant = constant + g.entropy * mean_shifted
-        linear = linear - g.entropy
+        linear = -g.entropy
         token_shifted = rows.shifted.gather(1, column).squeeze(-1)
         at_token = g.entropy * (mean_shifted - token_shifted)
     if g.kl is not None:
@@ -346,11 +345,13 @@ def _row_gradient(
         mean_gap = torch.where(g.kl != 0, mean_gap, 0.0)
         constant = constant - g.kl * mean_gap
         token_gap = gap.gather(1, column).squeeze(-1)
-        at_token = at_token + g.kl * (token_gap - mean_gap)
+        of_kl = g.kl * (token_gap - mean_gap)
+        at_token = of_kl if at_token is None else at_token + of_kl
     per_row = normalize.unsqueeze(-1) * scale
     if g.entropy is None and g.kl is None:
         grad = exp.mul_(constant.unsqueeze(-1) * per_row)
     else:
+        linear = torch.zeros_like(constant) if linear is None else linear
         factor = torch.mul(rows.shifted, linear.unsqueeze(-1) * per_row, out=scratch.product)
         factor.add_(constant.unsqueeze(-1) * per_row)
         if g.kl is not None:
@@ -358,7 +359,9 @@ def _row_gradient(
             factor.addcmul_(gap, g.kl.unsqueeze(-1) * per_row)
         grad = exp.mul_(factor)
     assert rows.p_others is not None
-    token_grad = torch.exp(logprobs) * at_token + g.logprobs * rows.p_others
+    token_grad = g.logprobs * rows.p_others
+    if at_token is not None:
+        token_grad = torch.exp(logprobs) * at_token + token_grad
     token_grad = token_grad.unsqueeze(-1) * scale
     if elsewhere is not None:
         token_grad = torch.where(elsewhere.unsqueeze(-1), grad.gather(1, column), token_grad)
@@ -583,17 +586,32 @@ def ratio_weighted_slope(
     return ratio * torch.where(is_clamped, slope, both)
 
 
+class TokenTerms(NamedTuple):
+    """Of each token [N], before its weight: policy term·importance weight, ratio, KL."""
+
+    policy: Tensor
+    ratio: Tensor
+    kl: Tensor
+
+
 def token_loss(
-    logprobs: Tensor, full_kl: Tensor | None, per_token: PerToken, objective: Objective
-) -> tuple[Tensor, StatsGradients]:
-    """(KL, 0 where the weight is 0; the loss's derivatives by the statistics), [N] each.
+    logprobs: Tensor,
+    full_kl: Tensor | None,
+    per_token: PerToken,
+    objective: Objective,
+    counts: Tensor | None = None,
+) -> tuple[TokenTerms, StatsGradients]:
+    """(the terms of the loss, its derivatives by the statistics), [N] each.
 
     Of w·(policy term·importance weight + kl_coef·KL − entropy_coef·entropy), the KL times the ratio
-    if that is asked for; tokens of weight 0 count for nothing, whatever they hold. The loss itself
-    is in `loss_sums`.
+    if that is asked for. Its sum is in `loss_sums`.
+
+    Args:
+        counts: [N] bool, False where the weight is 0: such tokens count for nothing, whatever they
+            hold, and their terms and derivatives are 0. None: no weight is 0.
     """
     weights = per_token.weights
-    _, g_logprob, _ = policy_term(logprobs, per_token, objective)
+    policy, g_logprob, ratio = policy_term(logprobs, per_token, objective)
     kl, g_kl = torch.zeros_like(logprobs), None
     if objective.kl_estimator == "full":
         if full_kl is not None:
@@ -607,51 +625,55 @@ def token_loss(
             if objective.kl_ratio_weighted:
                 slope = ratio_weighted_slope(logprobs, kl, slope, per_token, objective)
             g_logprob = g_logprob + objective.kl_coef * slope
-    valid = weights != 0
-    return torch.where(valid, kl, 0.0), StatsGradients(
-        torch.where(valid, weights * g_logprob, 0.0),
-        -objective.entropy_coef * weights if objective.entropy_coef else None,
-        g_kl,
-    )
+    terms, g_logprob = TokenTerms(policy, ratio, kl), weights * g_logprob
+    if counts is not None:
+        terms = TokenTerms(*(torch.where(counts, term, 0.0) for term in terms))
+        g_logprob = torch.where(counts, g_logprob, 0.0)
+    g_entropy = -objective.entropy_coef * weights if objective.entropy_coef else None
+    return terms, StatsGradients(g_logprob, g_entropy, g_kl)
 
 
 def loss_sums(
-    logprobs: Tensor, entropy: Tensor, kl: Tensor, per_token: PerToken, objective: Objective
+    logprobs: Tensor,
+    entropy: Tensor,
+    terms: TokenTerms,
+    per_token: PerToken,
+    objective: Objective,
+    counts: Tensor | None = None,
 ) -> Tensor:
-    """[len(SUMS)] of all tokens, from their statistics; `kl` is that of `token_loss`."""
+    """[len(SUMS)] of all tokens, from their statistics; terms and `counts` as in `token_loss`."""
     weights, advantages = per_token.weights, per_token.advantages
-    policy, _, ratio = policy_term(logprobs, per_token, objective)
+    policy, ratio, kl = terms
     loss = policy - objective.entropy_coef * entropy
     penalty = ratio * kl if objective.kl_ratio_weighted else kl
     loss = loss + (objective.kl_coef * penalty if objective.kl_coef else 0.0)
     approx_kl = sampled_kl(per_token.old_logprobs - logprobs, "k3")
     above, below = ratio > objective.highest_ratio, ratio < objective.lowest_ratio
     positive, negative = advantages > 0, advantages < 0
-    dual = torch.zeros_like(negative)
+    tokens = loss.new_full((), len(loss))
+    if counts is not None:
+        positive, negative = positive & counts, negative & counts
+        loss, entropy, approx_kl = (torch.where(counts, x, 0.0) for x in (loss, entropy, approx_kl))
+        tokens = counts.sum(dtype=loss.dtype)
+    dual_clipped = loss.new_zeros(())
     if objective.dual_clip is not None:
-        dual = negative & (ratio > objective.dual_clip)
-    valid = weights != 0
-
-    def total(term: Tensor) -> Tensor:
-        return torch.where(valid, term, 0.0).sum(dtype=loss.dtype)
-
-    highest = torch.where(valid, ratio, 0.0)
+        dual_clipped = (negative & (ratio > objective.dual_clip)).sum(dtype=loss.dtype)
     return torch.stack(
         Sums(
-            loss=total(weights * loss),
-            policy_loss=total(weights * policy),
-            tokens=total(torch.ones_like(loss)),
-            entropy=total(entropy),
-            kl=total(kl),
-            approx_kl=total(approx_kl),
-            ratio=total(ratio),
-            ratio_squared=total(ratio * ratio),
-            above_positive=total(above & positive),
-            below_positive=total(below & positive),
-            above_negative=total(above & negative),
-            below_negative=total(below & negative),
-            dual_clipped=total(dual),
-            ratio_max=highest.amax() if len(ratio) else highest.sum(),
+            loss=(weights * loss).sum(),
+            policy_loss=(weights * policy).sum(),
+            tokens=tokens,
+            entropy=entropy.sum(),
+            kl=kl.sum(),
+            approx_kl=approx_kl.sum(),
+            ratio=ratio.sum(),
+            ratio_squared=(ratio * ratio).sum(),
+            above_positive=(above & positive).sum(dtype=loss.dtype),
+            below_positive=(below & positive).sum(dtype=loss.dtype),
+            above_negative=(above & negative).sum(dtype=loss.dtype),
+            below_negative=(below & negative).sum(dtype=loss.dtype),
+            dual_clipped=dual_clipped,
+            ratio_max=ratio.amax() if len(ratio) else ratio.sum(),
         )
     )
 
@@ -660,12 +682,12 @@ def loss_sums(
 
 
 class _RowPass(NamedTuple):
-    """logprobs, entropy, kl [n]; the loss's derivatives by them; grad [n, V] in the accumulation
-    dtype, in `scratch.exp`, or None."""
+    """logprobs, entropy [n]; the loss's terms and its derivatives by them; grad [n, V] in the
+    accumulation dtype, in `scratch.exp`, or None."""
 
     logprobs: Tensor
     entropy: Tensor
-    kl: Tensor
+    terms: TokenTerms
     by_stats: StatsGradients
     grad: Tensor | None
 
@@ -680,7 +702,8 @@ def _row_pass(
     *,
     need_grad: bool,
 ) -> _RowPass:
-    """Statistics, KL and gradient of a few rows of logits `x` [n, V], against `ref_x`'s."""
+    """Statistics, terms and gradient of a few rows of logits `x` [n, V], against `ref_x`'s; all
+    of them count."""
     tokens = per_token.tokens
     rows, logprobs, mean_shifted = _exponentials(x, tokens, softmax, scratch)
     entropy = rows.log_sum - mean_shifted
@@ -689,13 +712,13 @@ def _row_pass(
         ref, *_ = _exponentials(ref_x, tokens, softmax)
         gap = _gap(x, ref_x, rows, ref, softmax)
         full_kl, mean_gap = _full_kl(rows, ref, gap)
-    kl, by_stats = token_loss(logprobs, full_kl, per_token, objective)
+    terms, by_stats = token_loss(logprobs, full_kl, per_token, objective)
     grad = None
     if need_grad:
         grad = _row_gradient(
             rows, gap, tokens, logprobs, mean_shifted, mean_gap, by_stats, softmax, scratch
         )
-    return _RowPass(logprobs, entropy, kl, by_stats, grad)
+    return _RowPass(logprobs, entropy, terms, by_stats, grad)
 
 
 def ppo_loss(
@@ -717,9 +740,10 @@ def ppo_loss(
     """
     n, vocab = logits.shape[:-1].numel(), logits.shape[-1]
     dtype = accumulation_dtype(logits.dtype)
-    logprobs, entropy, kl = (logits.new_zeros(n, dtype=dtype) for _ in range(3))
+    logprobs, entropy, *terms = (logits.new_zeros(n, dtype=dtype) for _ in range(5))
     valid = per_token.weights != 0
     every_row = bool(valid.all())
+    counts = None if every_row else valid
     counted_rows = None if every_row else valid.nonzero().squeeze(-1)
     grad = None
     if need_grad:
@@ -735,9 +759,9 @@ def ppo_loss(
         columns = per_token.tokens.unsqueeze(-1)
         stats = _sums_of_rows(logits, columns, softmax, counted_rows).finish()
         logprobs[read], entropy[read] = stats.logprobs, stats.log_sum - stats.mean_shifted
-        kl, _ = token_loss(logprobs, None, per_token, objective)
-        sums = loss_sums(logprobs, entropy, kl, per_token, objective)
-        return PPORows(sums, logprobs, entropy, kl, grad)
+        of_tokens, _ = token_loss(logprobs, None, per_token, objective, counts)
+        sums = loss_sums(logprobs, entropy, of_tokens, per_token, objective, counts)
+        return PPORows(sums, logprobs, entropy, of_tokens.kl, grad)
     count = n if counted_rows is None else counted_rows.numel()
     # In place, e^t is written over the logits: the full KL would read them once more.
     written = None
@@ -754,11 +778,14 @@ def ppo_loss(
             scratch,
             need_grad=need_grad,
         )
-        logprobs[rows], entropy[rows], kl[rows] = done.logprobs, done.entropy, done.kl
+        logprobs[rows], entropy[rows] = done.logprobs, done.entropy
+        for term, of_rows in zip(terms, done.terms, strict=True):
+            term[rows] = of_rows
         if grad is not None and done.grad is not None and written is None:
             _put(grad, rows, done.grad.to(grad.dtype))
-    sums = loss_sums(logprobs, entropy, kl, per_token, objective)
-    return PPORows(sums, logprobs, entropy, kl, grad)
+    of_tokens = TokenTerms(*terms)
+    sums = loss_sums(logprobs, entropy, of_tokens, per_token, objective, counts)
+    return PPORows(sums, logprobs, entropy, of_tokens.kl, grad)
 
 
 def chunk_ppo_loss(
@@ -770,7 +797,7 @@ def chunk_ppo_loss(
     ref_logits: Tensor | None = None,
     need_grad: bool = True,
 ) -> ChunkRows:
-    """`ppo_loss` in place for a chunk [n, V] of rows that all count, without its sums.
+    """`ppo_loss` in place for a chunk [n, V] of rows that all count.
 
     Rows whose gradient is exactly zero (clipped or A = 0, with no entropy or KL term) are left out:
     the others' gradients are written to consecutive rows, which costs no pass over memory.
@@ -788,7 +815,7 @@ def chunk_ppo_loss(
             scratch,
             need_grad=need_grad,
         )
-        parts.append(torch.stack([done.logprobs, done.entropy, done.kl]))
+        parts.append(torch.stack([done.logprobs, done.entropy, *done.terms]))
         if done.grad is not None:
             # Behind what is written, ahead of what is still to be read.
             moves = _moves(done.by_stats)
@@ -796,16 +823,18 @@ def chunk_ppo_loss(
             _pick(done.grad, moves, out=logits[written : written + count])
             written += count
             moving.append(moves)
-    logprobs, entropy, kl = torch.cat(parts, 1)
+    logprobs, entropy, *terms = torch.cat(parts, 1)
+    of_tokens = TokenTerms(*terms)
+    sums = loss_sums(logprobs, entropy, of_tokens, per_token, objective)
     if not written:
-        return ChunkRows(logprobs, entropy, kl, sums=None, grad=None)
+        return ChunkRows(logprobs, entropy, of_tokens.kl, sums, grad=None)
     # The rows with a gradient, then as many without as fill up their number.
     size = min(n, -(-written // GEMM_ROWS) * GEMM_ROWS)
     logits[written:size] = 0.0
     live = None
     if written < n:
         live = torch.cat(moving).logical_not().argsort(stable=True)[:size]
-    return ChunkRows(logprobs, entropy, kl, sums=None, grad=logits[:size], live=live)
+    return ChunkRows(logprobs, entropy, of_tokens.kl, sums, grad=logits[:size], live=live)
 
 
 def _pick(x: Tensor, rows: Tensor, out: Tensor) -> None:

@@ -101,13 +101,9 @@ def test_sums_at_full_size() -> None:
     arguments = _draw(N, V)
     got = _loss(arguments, need_grad=False)
     given, _ = operands(in_fp64(arguments | {"logits": arguments["logits"][:0]}))
-    want = torch_rows.loss_sums(
-        got.logprobs.double(),
-        got.entropy.double(),
-        torch.zeros_like(got.logprobs, dtype=torch.float64),
-        given.per_token,
-        given.objective,
-    )
+    logprobs, of_tokens = got.logprobs.double(), (given.per_token, given.objective)
+    terms, _ = torch_rows.token_loss(logprobs, None, *of_tokens)
+    want = torch_rows.loss_sums(logprobs, got.entropy.double(), terms, *of_tokens)
     # A token or two may lie on the edge of the clip range, in fp32 on the other side of it.
     counts = torch.tensor(["_positive" in name or "_negative" in name for name in SUMS])
     difference = (got.sums.double() - want).abs().cpu()
