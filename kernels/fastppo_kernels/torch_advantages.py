@@ -13,6 +13,7 @@ Source: Schulman et al. 2016, eq. 11, 12 and 16.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,55 +48,67 @@ def _reverse_scan(decay: Tensor, x: Tensor) -> Tensor:
     # At least one column of padding, and odd: rows a power of two apart would share cache sets.
     blocks = (n // SCAN_BLOCK + 1) | 1
     # [SCAN_BLOCK, blocks]: a step of the scan is one contiguous row.
-    a, y = x.new_zeros((2, SCAN_BLOCK, blocks))
+    a, y = x.new_empty((2, SCAN_BLOCK, blocks))
     full = n // SCAN_BLOCK
     for columns, flat in ((a.T, decay), (y.T, x)):
         columns[:full] = flat[: full * SCAN_BLOCK].view(full, SCAN_BLOCK)
+        columns[full:] = 0.0
         columns[full, : n - full * SCAN_BLOCK] = flat[full * SCAN_BLOCK :]
+    of_decay, of_y = a.unbind(), y.unbind()
     for t in reversed(range(SCAN_BLOCK - 1)):
-        y[t].addcmul_(a[t], y[t + 1])
-        a[t].mul_(a[t + 1])
+        of_y[t].addcmul_(of_decay[t], of_y[t + 1])
+        of_decay[t].mul_(of_decay[t + 1])
     first = _reverse_scan(a[0], y[0])  # y at the first token of each block, carries included
     carry = torch.cat([first[1:], first.new_zeros(1)])
     y.addcmul_(a, carry)
     return y.T.reshape(-1)[:n]
 
 
-def _sequence_index(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """The sequence that each token of [B, T] or packed [total] belongs to: flat int64."""
+class _Valid(NamedTuple):
+    """The tokens that count, laid end to end, and the sequences that have any."""
+
+    indices: Tensor
+    """[n] int64: where each is among all tokens."""
+    counts: Tensor
+    """[B] int64: how many each sequence has."""
+    some: Tensor
+    """[S] int64: the sequences that have one."""
+    last: Tensor
+    """[S] int64: where the last of each of those is among the n."""
+
+
+def _valid(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> _Valid:
+    """Of values [B, T] or packed [total]; without a mask all count."""
+    if mask is None:
+        mask = torch.ones_like(values, dtype=torch.bool)
+    index = mask.reshape(-1).nonzero().squeeze(-1)
     if cu_seqlens is None:
-        batch, length = x.shape
-        return torch.arange(batch, device=x.device).repeat_interleave(length)
-    lengths = cu_seqlens.diff().long()
-    return torch.arange(lengths.numel(), device=x.device).repeat_interleave(
-        lengths, output_size=x.numel()
-    )
+        counts = mask.sum(1)
+    else:
+        upto = torch.nn.functional.pad(mask.long().cumsum(0), (1, 0))
+        counts = upto[cu_seqlens.long()].diff()
+    some = counts.nonzero().squeeze(-1)
+    return _Valid(index, counts, some, counts.cumsum(0)[some] - 1)
 
 
-def _per_token(value: float, values: Tensor | None, sequence: Tensor) -> float | Tensor:
+def _per_token(value: float, values: Tensor | None, counts: Tensor) -> float | Tensor:
     """A discount, or its value at each token where there is one per sequence."""
-    return value if values is None else values.double()[sequence]
+    return value if values is None else values.double().repeat_interleave(counts)
 
 
 def gae(trajectory: Trajectory, discounts: Discounts) -> Gae:
     """(advantages, returns) like the values, fp32 or fp64, 0 where masked; see `definition.gae`."""
     values = trajectory.token_values
     dtype = accumulation_dtype(values.dtype)
-    sequence = _sequence_index(values, trajectory.cu_seqlens)
-    if trajectory.mask is None:
-        index = torch.arange(sequence.numel(), device=values.device)
-    else:
-        index = trajectory.mask.reshape(-1).nonzero().squeeze(-1)
-    sequence = sequence.index_select(0, index)
+    index, counts, some, last = _valid(values, trajectory.mask, trajectory.cu_seqlens)
     v = values.reshape(-1).index_select(0, index).double()
-    is_last = torch.ones_like(sequence, dtype=torch.bool)
-    torch.ne(sequence[1:], sequence[:-1], out=is_last[:-1])
     next_value = torch.cat([v[1:], v.new_zeros(1)])[: v.numel()]
     ends = trajectory.bootstrap
-    next_value[is_last] = 0.0 if ends is None else ends.double()[sequence[is_last]]
-    discount = _per_token(discounts.gamma, discounts.gammas, sequence)
-    smoothing = _per_token(discounts.lam, discounts.lams, sequence)
-    decay = torch.ones_like(v).mul_(discount * smoothing).masked_fill_(is_last, 0.0)
+    next_value[last] = 0.0 if ends is None else ends.double()[some]
+    discount = _per_token(discounts.gamma, discounts.gammas, counts)
+    smoothing = _per_token(discounts.lam, discounts.lams, counts)
+    decay = torch.ones_like(v).mul_(discount * smoothing)
+    decay[last] = 0.0
     delta = next_value.mul_(discount)
     if trajectory.token_rewards is not None:
         delta.add_(trajectory.token_rewards.reshape(-1).index_select(0, index).double())
@@ -104,7 +117,9 @@ def gae(trajectory: Trajectory, discounts: Discounts) -> Gae:
         broken = ~delta.isfinite()
         # 0·NaN is NaN: the scan would carry it over the end of a sequence into the one before.
         summed = _reverse_scan(decay, delta.masked_fill(broken, 0.0))
-        reached = _reverse_scan((~is_last).double(), broken.double()) > 0
+        carries = torch.ones_like(v)
+        carries[last] = 0.0
+        reached = _reverse_scan(carries, broken.double()) > 0
         summed.masked_fill_(reached, math.nan)
     else:
         summed = _reverse_scan(decay, delta)
@@ -203,12 +218,9 @@ def shaped_advantages(trajectory: Trajectory, shaping: Shaping, discounts: Disco
     rewards = -shaping.kl_coef * token_kl
     if trajectory.token_rewards is not None:
         rewards = rewards + torch.where(mask, trajectory.token_rewards.to(dtype), 0.0)
-    index = mask.reshape(-1).nonzero().squeeze(-1)
-    owner = _sequence_index(values, trajectory.cu_seqlens)[index]
-    is_last = torch.ones_like(owner, dtype=torch.bool)
-    is_last[:-1] = owner[1:] != owner[:-1]
+    index, _, some, last = _valid(values, mask, trajectory.cu_seqlens)
     flat = rewards.reshape(-1).clone()
-    flat[index[is_last]] += scores[owner[is_last]]
+    flat[index[last]] += scores[some]
     # Differences of one running sum, in fp64: the same for both layouts, since masked tokens add 0,
     # and an indexed add would be atomic on a GPU.
     running = torch.nn.functional.pad(token_kl.double().reshape(-1).cumsum(0), (1, 0))
