@@ -15,9 +15,6 @@ import torch
 hypothesis.settings.register_profile("fastppo", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("fastppo")
 
-# `nohup pytest` ignores it, and a run that is told to ignore a signal does.
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
 # The tensors here are small: on a busy machine a second thread costs far more than it gives.
 torch.set_num_threads(1)
 
@@ -54,6 +51,14 @@ def _unwritten_memory_is_nan() -> Iterator[None]:
         for name in ("new_empty", "new_empty_strided"):
             patch.setattr(torch.Tensor, name, _poisoned(getattr(torch.Tensor, name)))
         yield
+
+
+@pytest.fixture
+def hangup_is_heard() -> Iterator[None]:
+    """Under `nohup pytest` it is ignored, and a run that is told to ignore a signal does."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(autouse=True)

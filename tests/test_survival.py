@@ -310,6 +310,7 @@ def test_texts_with_odd_line_ends_and_a_line_torn_inside_a_character_survive_a_r
 SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
 
 
+@pytest.mark.usefixtures("hangup_is_heard")
 @pytest.mark.parametrize("signum", SIGNALS)
 def test_a_signal_ends_the_phase_at_hand_writes_a_checkpoint_and_says_so(
     signum: signal.Signals, folder: Folder, run

@@ -102,6 +102,8 @@ def decode_completions(
     Decoded together with their prompts, because a response decoded alone loses the space before
     its first word, and then prompt + completion is not the text that was written.
     """
+    if not response_ids:
+        return []  # transformers decodes nothing to one empty text
     both = [[*p, *r] for p, r in zip(prompt_ids, response_ids, strict=True)]
     alone, heads, wholes = (
         tokenizer.batch_decode(ids, skip_special_tokens=True)

@@ -3,12 +3,6 @@
 torch's operators take no records. `Operator` is the one place where a record is flattened into its
 fields and put together again, by the annotations of the function it wraps: a field that is added to
 a record needs no word here.
-
-They are registered by `torch.library.define` and `impl`. `torch.library.custom_op` on top of these
-would do three things more, of which each call pays for two in Python: it derives a backward pass,
-which these operators do not have (`torch.autograd.Function`s call them); it looks whether a result
-shares memory with an operand, which is tested; and it counts up the version of what an operator
-mutates, which is done here.
 """
 
 from __future__ import annotations
@@ -18,6 +12,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, get_args, get_t
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -94,30 +89,6 @@ def _layouts(
     return tuple(layouts)
 
 
-def _counting(run: Callable[..., Any], mutated: Sequence[int]) -> Callable[..., Any]:
-    """`run`, and a new version of the arguments that it mutates: autograd compares a tensor's with
-    that of what it saved."""
-
-    def call(*flat: Any) -> Any:
-        torch.autograd.graph.increment_version([flat[i] for i in mutated])
-        return run(*flat)
-
-    return call
-
-
-def _unseen(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, into which Dynamo does not look where it is called from a frame that Dynamo runs. The
-    first call imports Dynamo, which takes a second."""
-    disabled: list[Callable[..., Any]] = []
-
-    def call(*flat: Any) -> Any:
-        if not disabled:
-            disabled.append(torch.compiler.disable(run))
-        return disabled[0](*flat)
-
-    return call
-
-
 class Operator(Generic[P, R]):
     """A custom operator of a function that takes and gives records.
 
@@ -139,14 +110,10 @@ class Operator(Generic[P, R]):
         # One tensor for each, and no list: torch.compile functionalises no mutation beside a list.
         returned = ", ".join("Tensor" for _ in self.result.fields)
         returned = returned if self.result.record is None else f"({returned})"
-        self.name = f"fastppo::{name}"
         schema = f"({operands}) -> {returned}"
-        torch.library.define(self.name, schema, tags=torch.Tag.pt2_compliant_tag)
-        run = _unseen(self._flat(function))
-        if mutates:
-            run = _counting(run, [i for i, (name, _) in enumerate(fields) if name in mutates])
-        torch.library.impl(self.name, "CompositeExplicitAutograd")(run)
-        self.flat_operator = getattr(torch.ops.fastppo, name).default
+        self.flat_operator = custom_op(
+            f"fastppo::{name}", self._flat(function), mutates_args=mutates, schema=schema
+        )
 
     def _flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*flat: Any) -> Any:
@@ -177,7 +144,7 @@ class Operator(Generic[P, R]):
 
     def register_fake(self, function: Callable[..., R]) -> None:
         """What the operator returns for tensors without values: shapes, dtypes and strides."""
-        torch.library.register_fake(self.name)(self._flat(function))
+        self.flat_operator.register_fake(self._flat(function))
 
 
 def operator(name: str, *mutates: str) -> Callable[[Callable[P, R]], Operator[P, R]]:

@@ -484,9 +484,9 @@ class _Run:
                 hidden_states(model.base_model, ids, torch.ones_like(ids))
 
     def rows_at_once(self, prompt: int, rows: int, *, reading: bool = False) -> int:
-        """Sequences of a microbatch, of so many that there are; an evaluation may have more."""
-        most = self.config.limits(reading=reading).count(prompt + self.config.max_new_tokens)
-        return most if reading and self.config.eval_prompts else min(rows, most)
+        """Sequences of a microbatch, of so many that there are."""
+        limits = self.config.limits(reading=reading)
+        return min(rows, limits.count(prompt + self.config.max_new_tokens))
 
     def experience(self, prompt: int) -> None:
         """The policy's and the reference's pass over a microbatch."""

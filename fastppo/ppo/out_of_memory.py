@@ -75,8 +75,11 @@ class Halving:
         tokens = None if asked.tokens is None else max(1, asked.tokens >> self.times)
         return replace(asked, sequences=max(1, asked.sequences >> self.times), tokens=tokens)
 
-    def run(self, attempt: Callable[[Limits], Result], asked: Limits) -> Result:
+    def run(self, attempt: Callable[[Limits], Result], asked: Limits, rows: int) -> Result:
         """What `attempt` gives with the first limits under which its memory does not run out.
+
+        Args:
+            rows: the sequences that there are; limits that hold as many change nothing.
 
         Raises:
             RuntimeError: it runs out with the smallest microbatch too, or on one of several ranks
@@ -100,6 +103,8 @@ class Halving:
                     ) from None
             # Outside of the handler, whose error keeps the failed attempt's tensors alive.
             self.times += 1
+            while asked.tokens is None and self.limits(asked).sequences >= rows > 1:
+                self.times += 1
             self.settle()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

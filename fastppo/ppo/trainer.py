@@ -329,7 +329,7 @@ class PPOTrainer:
         of = self.model, self.reference, self.engine, self.sampling, rollout, batch, given
         attempt = functools.partial(read_policies, *of, kl_coef, options, self.world)
         limits = options.limits(self.model.packing, reading=True)
-        old, ref_logprobs, exact_kl, metrics = self._reading.run(attempt, limits)
+        old, ref_logprobs, exact_kl, metrics = self._reading.run(attempt, limits, len(batch))
         result = make_advantages(
             batch, rewards, rollout.truncated, old, ref_logprobs, exact_kl, kl_coef, options
         )
@@ -392,7 +392,7 @@ class PPOTrainer:
         given = minibatch, self.model, self.reference, self.optimizer, self.world
         limits, scaler = options.limits(self.model.packing), self.state.scaler
         attempt = functools.partial(minibatch_gradient, *given, scaler, beta, warming_up, options)
-        found = self._halving.run(attempt, limits)
+        found = self._halving.run(attempt, limits, len(minibatch))
         meter.microbatches(found)
         meter.dealt(minibatch.batch.lengths, self._halving.limits(limits), self.world)
         loss = torch.stack([part.loss for part in found]).sum()
@@ -437,7 +437,7 @@ class PPOTrainer:
         limits = options.limits(self.model.packing, reading=True)
         return {
             **response_metrics(scores, rollout, {}),
-            **self._reading.run(functools.partial(policy_metrics, *of), limits),
+            **self._reading.run(functools.partial(policy_metrics, *of), limits, len(batch)),
             "completions": self.completions(prompts, rollout),
             "scores": scores,
             "rollout": rollout,

@@ -230,28 +230,23 @@ class _Finished(NamedTuple):
     p_others: Tensor
 
 
-def _sums(
-    shifted: Tensor, column: Tensor, row_max: Tensor, scratch: _Scratch
-) -> tuple[Tensor, _Swept]:
-    """(e^t, its sums) of rows of t whose tokens are in `column` [n, 1].
+def _sweep(
+    x: Tensor, column: Tensor, softmax: Softmax, scratch: _Scratch, *, bounded: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None, _Swept]:
+    """(t, e^t, soft-cap slope, sums) of rows whose tokens are in `column` [n, 1].
 
     The token is left out of the sum and added after it: where it holds most of the mass, logprob
     is then −log(1 + the others' part), and keeps its digits however sure the policy is.
     `scratch.product` may be `scratch.shifted`, where t is not wanted.
     """
+    shifted, row_max, slope = _shift(x, softmax, None, scratch.shifted, bounded=bounded)
     exp = torch.exp(shifted, out=scratch.exp)
     token_shifted, token_exp = shifted.gather(1, column), exp.gather(1, column)
     weighted = torch.mul(exp, shifted, out=scratch.product).sum(-1)
     others = exp.scatter_(1, column, 0.0).sum(-1)
     exp.scatter_(1, column, token_exp)
-    token = token_shifted.squeeze(-1), token_exp.squeeze(-1)
-    return exp, _Swept(row_max, *token, others, weighted)
-
-
-def _looks(x: Tensor) -> bool:
-    """Whether the host looks for columns at −inf, in which 0·−inf makes Σ e·t NaN, and only then
-    has t held at LOWEST: a pass less where there are none, but it waits for a GPU."""
-    return x.device.type == "cpu"
+    swept = _Swept(row_max, token_shifted.squeeze(-1), token_exp.squeeze(-1), others, weighted)
+    return shifted, exp, slope, swept
 
 
 def _sums_of_rows(
@@ -266,7 +261,7 @@ def _sums_of_rows(
     """
     dtype = accumulation_dtype(logits.dtype)
     count = logits.shape[:-1].numel() if rows is None else rows.numel()
-    parts, bounded = [], not _looks(logits)
+    parts, bounded = [], logits.device.type != "cpu"
     for chunk, scratch in _chunks(
         count,
         logits.shape[-1],
@@ -278,12 +273,10 @@ def _sums_of_rows(
         index = chunk if rows is None else rows[chunk]
         scratch = scratch._replace(product=scratch.shifted)
         x, column, of = _take(logits, index), columns[index], softmax.at(index)
-        shifted, row_max, _ = _shift(x, of, None, scratch.shifted, bounded=bounded)
-        _, swept = _sums(shifted, column, row_max, scratch)
+        swept = _sweep(x, column, of, scratch, bounded=bounded)[-1]
         if not bounded and not math.isfinite(swept.weighted.sum()):
-            bounded = True  # in the other rows too
-            shifted, row_max, _ = _shift(x, of, None, scratch.shifted)
-            _, swept = _sums(shifted, column, row_max, scratch)
+            bounded = True  # 0·−inf: there are columns at −inf, in the other rows too
+            swept = _sweep(x, column, of, scratch)[-1]
         parts.append(swept)
     if not parts:
         return _Swept(*(logits.new_zeros(0, dtype=dtype) for _ in _Swept._fields))
@@ -299,11 +292,7 @@ def _exponentials(
     elsewhere: Tensor | None = None,
 ) -> tuple[_Shifted, Tensor, Tensor]:
     """(shifted scores and exponentials, logprob of the token, mean of t under p)."""
-    column, looks = _column(tokens, elsewhere), _looks(x)
-    shifted, row_max, slope = _shift(x, softmax, None, scratch.shifted, bounded=not looks)
-    exp, swept = _sums(shifted, column, row_max, scratch)
-    if looks and not math.isfinite(swept.weighted.sum()):
-        exp, swept = _sums(shifted.clamp_(min=LOWEST), column, row_max, scratch)
+    shifted, exp, slope, swept = _sweep(x, _column(tokens, elsewhere), softmax, scratch)
     logprobs, log_sum, mean_shifted, p_others = swept.finish(elsewhere)
     rows = _Shifted(shifted, exp, swept.row_max, log_sum, slope, p_others)
     return rows, logprobs, mean_shifted

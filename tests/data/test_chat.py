@@ -100,3 +100,7 @@ def test_a_response_that_changes_its_prompts_text_is_decoded_alone() -> None:
     rest = tokenizer("!")["input_ids"]
     assert decode_completions(tokenizer, [[first]], [[second, *rest]]) == ["\ufffd!"]
     assert decode_completions(tokenizer, [[first, second]], [rest]) == ["!"]
+
+
+def test_of_no_responses_there_is_no_text() -> None:
+    assert decode_completions(tiny.tokenizer(), [], []) == []

@@ -217,6 +217,21 @@ def test_the_in_place_loss_compiles_and_gives_the_same_bits() -> None:
     assert torch.equal(*grads)
 
 
+def test_the_in_place_loss_is_refused_where_its_logits_are_read_again() -> None:
+    """Compiled as in eager mode: the other term would read gradients for logits."""
+    data = draws.batch((N,), V, torch.float32).leaf()
+
+    def loss(leaf: Tensor) -> Tensor:
+        logits = leaf * 1
+        other = logits.logsumexp(-1).square().mean()
+        return fastppo.ppo_loss(logits, *data[1:], inplace=True).loss + other
+
+    torch._dynamo.reset()
+    for function in (loss, torch.compile(loss, backend="aot_eager")):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            function(data.logits).backward()
+
+
 def test_options_that_move_between_calls_still_compile() -> None:
     """An adaptive β is another float at every step; torch.compile then makes it a variable."""
 

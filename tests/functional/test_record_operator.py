@@ -48,7 +48,7 @@ def _(x: Tensor, mixed: Mixed, other: Pair | None, flag: bool) -> Split:
 
 
 def test_a_schema_has_an_argument_for_every_field_of_every_record() -> None:
-    schema = str(layout_op.flat_operator._schema)
+    schema = str(layout_op.flat_operator._opoverload._schema)
     assert schema == (
         "fastppo::test_layout(Tensor x, Tensor mixed_pair_first, Tensor? mixed_pair_second, "
         "float mixed_scale, str mixed_name, float? mixed_most, Tensor? other_first, "

@@ -145,6 +145,27 @@ def test_a_chunk_without_any_gradient_says_so() -> None:
     assert without.grad is None
 
 
+@pytest.mark.parametrize("need_grad", [True, False])
+def test_a_column_at_the_lowest_number_is_ruled_out_as_one_at_minus_infinity_is(
+    need_grad: bool,
+) -> None:
+    """0 times it is 0 and no NaN, so nothing but its size shows it; a token stands in it too."""
+    given, rest = operands(draw(N, V) | {"entropy_coef": 4.0})
+    x = given.logits.float()
+    x[:, 1] = torch.finfo(torch.float32).min
+    given.per_token.tokens[0] = 1
+    given = given._replace(logits=x)
+    found = torch_rows.ppo_loss(*given, **rest, need_grad=need_grad)
+    ruled_out = x.masked_fill(x < -1e38, -torch.inf)
+    wanted = torch_rows.ppo_loss(*given._replace(logits=ruled_out), **rest, need_grad=need_grad)
+    for name in ("sums", "logprobs", "entropy", "kl"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    if need_grad:
+        assert found.grad is not None
+        assert found.grad.isfinite().all()
+        assert torch.equal(found.grad, wanted.grad)
+
+
 def test_rows_of_a_view_are_taken_where_they_lie() -> None:
     given, _ = operands(in_fp64(draw(6, V)))
     padded = torch.full((3, 3, V), torch.nan, dtype=torch.float64)

@@ -102,10 +102,25 @@ def test_advice_for_a_pass_without_a_gradient_names_its_options() -> None:
 
     halving = Halving(lambda sentence: None, reading=True)
     with pytest.raises(RuntimeError, match="one sequence per pass without a gradient") as error:
-        halving.run(never, Limits(4))
+        halving.run(never, Limits(4), 4)
     assert "gradient_checkpointing" not in str(error.value)
     with pytest.raises(RuntimeError, match="a smaller experience_batch_size"):
-        Halving(print, alone=False, reading=True).run(never, Limits(4))
+        Halving(print, alone=False, reading=True).run(never, Limits(4), 4)
+
+
+def test_halving_starts_from_the_sequences_that_there_are() -> None:
+    said: list[str] = []
+    tried: list[int] = []
+
+    def attempt(limits: Limits) -> int:
+        tried.append(limits.sequences)
+        if min(limits.sequences, 16) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return limits.sequences
+
+    assert Halving(said.append).run(attempt, Limits(512), 16) == 8
+    assert tried == [512, 8]
+    assert len(said) == 1
 
 
 def test_limits_in_tokens_are_halved_too() -> None:
@@ -125,7 +140,7 @@ def test_a_single_sequence_that_does_not_fit_ends_the_run_with_advice(limits: Li
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(RuntimeError, match=r"one sequence per microbatch.*gradient_checkpointing"):
-        Halving(lambda sentence: None).run(never, limits)
+        Halving(lambda sentence: None).run(never, limits, 4)
     assert tried[-1].sequences == 1
     assert len(tried) == len({*tried}), "nothing is tried twice"
 
@@ -135,7 +150,7 @@ def test_another_error_is_nobody_elses() -> None:
         raise RuntimeError("shapes")
 
     with pytest.raises(RuntimeError, match=r"^shapes$"):
-        Halving(print).run(fails, Limits(4))
+        Halving(print).run(fails, Limits(4), 4)
 
 
 def test_several_processes_begin_again_where_all_know_that_one_has_no_room() -> None:
@@ -147,7 +162,7 @@ def test_several_processes_begin_again_where_all_know_that_one_has_no_room() -> 
             raise NoRoomError("rank 1: CUDA out of memory")
         return limits.sequences
 
-    assert halving.run(attempt, Limits(8)) == 2
+    assert halving.run(attempt, Limits(8), 8) == 2
     assert settled == [1, 1], "what was gathered is freed each time"
 
 
@@ -165,4 +180,4 @@ def test_one_of_several_processes_does_not_begin_again_alone() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory on one of several processes"):
-        Halving(print, alone=False).run(attempt, Limits(8))
+        Halving(print, alone=False).run(attempt, Limits(8), 8)

@@ -15,6 +15,9 @@ def _send(signum: signal.Signals) -> None:
     os.kill(os.getpid(), signum)
 
 
+pytestmark = pytest.mark.usefixtures("hangup_is_heard")
+
+
 @pytest.mark.parametrize("signum", STOPPING)
 def test_before_training_the_first_signal_stops(signum: signal.Signals) -> None:
     with pytest.raises(Stopped, match=f"^stopped by {signum.name}$") as stopped, stopping_at_once():
