@@ -103,7 +103,7 @@ class Halving:
                     ) from None
             # Outside of the handler, whose error keeps the failed attempt's tensors alive.
             self.times += 1
-            while asked.tokens is None and self.limits(asked).sequences >= rows > 1:
+            while asked.tokens is None and self.limits(asked).sequences >= max(rows, 2):
                 self.times += 1
             self.settle()
             if torch.cuda.is_available():

@@ -122,6 +122,15 @@ def test_halving_starts_from_the_sequences_that_there_are() -> None:
     assert tried == [512, 8]
     assert len(said) == 1
 
+    def never(limits: Limits) -> None:
+        tried.append(limits.sequences)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    tried.clear()
+    with pytest.raises(RuntimeError, match="one sequence per microbatch"):
+        Halving(said.append).run(never, Limits(512), 1)
+    assert tried == [512, 1], "of one sequence"
+
 
 def test_limits_in_tokens_are_halved_too() -> None:
     halving = Halving(lambda sentence: None)

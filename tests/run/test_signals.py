@@ -10,12 +10,11 @@ import pytest
 
 from fastppo.run.signals import STOPPING, PhaseEndedError, Stopped, listening, stopping_at_once
 
+pytestmark = pytest.mark.usefixtures("hangup_is_heard")
+
 
 def _send(signum: signal.Signals) -> None:
     os.kill(os.getpid(), signum)
-
-
-pytestmark = pytest.mark.usefixtures("hangup_is_heard")
 
 
 @pytest.mark.parametrize("signum", STOPPING)
