@@ -21,9 +21,11 @@ from transformers import PreTrainedModel
 from fastppo.data.batch import Batch, Layout
 from fastppo.data.microbatches import Parts
 from fastppo.functional.statistics import TokenStats
+from fastppo.models import last_layer
 from fastppo.models.adapters import merged_state, whole_state
 from fastppo.models.device import autocast
 from fastppo.models.head import Head
+from fastppo.models.last_layer import states_at
 from fastppo.models.quantized import is_quantized, without_quantization
 from fastppo.models.trunk import context_length, hidden_states, prepare, switch_dropout_off
 from fastppo.models.value import BranchValue, CriticValue, SharedValue, ValueFunction
@@ -60,6 +62,7 @@ class LanguageModel(nn.Module):
         switch_dropout_off(causal_lm)
         self.eval()
         prepare(causal_lm.base_model)
+        last_layer.prepare(causal_lm.base_model)
 
     @property
     def peft(self) -> Any:
@@ -105,15 +108,15 @@ class LanguageModel(nn.Module):
     def _hidden(self, layout: Layout, positions: Tensor | None = None) -> Tensor:
         # For passes within a pass: `hidden` begins one (`fastppo.models.sharding`).
         trunk = self.causal_lm.base_model
-        states = hidden_states(trunk, layout.input_ids, packing=layout.packing)
-        return states.flatten(0, 1)[layout.predicting if positions is None else positions]
+        rows = layout.predicting if positions is None else positions
+        return states_at(trunk, rows, layout.input_ids, packing=layout.packing)
 
     def padded_states(
         self, input_ids: Tensor, attention_mask: Tensor, row: Tensor, column: Tensor
     ) -> Tensor:
         """Final hidden states [N, H] at places [N] of rows [B, S] that are padded on the right."""
-        states = hidden_states(self.causal_lm.base_model, input_ids, attention_mask)
-        return states[row, column]
+        rows = row * input_ids.shape[1] + column
+        return states_at(self.causal_lm.base_model, rows, input_ids, attention_mask)
 
     @torch.no_grad()
     def response_stats(
@@ -220,6 +223,7 @@ class ActorCritic(LanguageModel):
         self.eval()
         if isinstance(self.value_function, CriticValue):
             prepare(self.value_function.trunk)
+            last_layer.prepare(self.value_function.trunk)
 
     def forward(
         self, layout: Layout, positions: Tensor | None = None, *, detach_values: bool = False

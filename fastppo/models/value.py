@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from fastppo.data.batch import Layout
+from fastppo.models.last_layer import states_at
 from fastppo.models.layers import layers_of
 from fastppo.models.pretrained import load_whole
 from fastppo.models.trunk import hidden_states
@@ -155,8 +156,7 @@ class CriticValue(ValueFunction):
                 self.head.bias.fill_(-offset)
 
     def states(self, hidden: Tensor, layout: Layout, positions: Tensor, detach: bool) -> Tensor:
-        states = hidden_states(self.trunk, layout.input_ids, packing=layout.packing)
-        return states.flatten(0, 1)[positions]
+        return states_at(self.trunk, positions, layout.input_ids, packing=layout.packing)
 
 
 def critic_of_policy(causal_lm: PreTrainedModel) -> CriticValue:

@@ -21,7 +21,7 @@ from fastppo.data.prompts import Prompts, encode_prompts
 from fastppo.data.rows import DataError, Rows, load_rows
 from fastppo.data.text import PretrainingText
 from fastppo.data.world import World, join
-from fastppo.models import quantized
+from fastppo.models import last_layer, quantized
 from fastppo.models.adapters import add_adapters
 from fastppo.models.device import cast_frozen, choose_device, compute_dtype
 from fastppo.models.from_files import Files, is_empty, open_files
@@ -225,10 +225,13 @@ def build(
                     fill = functools.partial(files.fill, each, each.causal_lm, device)
                     _shard(each, world, config, fill)
             whole.enter_context(unsharded(policy))
-            prepare(policy.causal_lm.base_model)
+            trunk = policy.causal_lm.base_model
+            prepare(trunk)
+            last_layer.prepare(trunk)
             policy.check_heads()
             if copied is not None:  # the same weights
-                take_mark_of(policy.causal_lm.base_model, copied.causal_lm.base_model)
+                take_mark_of(trunk, copied.causal_lm.base_model)
+                last_layer.take_from(trunk, copied.causal_lm.base_model)
         compared = None if copied else frozen
         with ref_policy.loaded() if ref_policy and compared else nullcontext():  # on one device
             packing_note = choose_packing(config.packing, policy, compared)

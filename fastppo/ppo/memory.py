@@ -57,9 +57,11 @@ from fastppo.models import quantized
 from fastppo.models.adapters import add_adapters
 from fastppo.models.cache import FixedCache, GrowingCache, has_fixed_cache
 from fastppo.models.device import cast_frozen, choose_device, compute_dtype
+from fastppo.models.last_layer import assume, last_states
+from fastppo.models.packing import trunks_of
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import is_sequence_classifier, model_config
-from fastppo.models.trunk import checkpoint_activations, context_length, hidden_states, next_states
+from fastppo.models.trunk import checkpoint_activations, context_length, hidden_states
 from fastppo.models.value import (
     BranchValue,
     CriticValue,
@@ -72,6 +74,7 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.eight_bit import empty_moments
 from fastppo.ppo.optimizer import clip_gradients, make_optimizer
 from fastppo.rewards.loading import FUNCTION
+from fastppo.rewards.model import sequence_scores
 from fastppo.rollout.fixed_shapes import ROWS, TOKENS, bucket
 
 ACTIVATIONS = "activations"
@@ -274,6 +277,8 @@ class _Run:
         self.frozen = self._frozen()
         self.leaves = config.reference_offload and device.type != "cpu"
         self.reward_models = self._reward_models()
+        assume(*(trunk for _, trunk in trunks_of(self.model, self.frozen)))
+        assume(*(model.base_model for model in self.reward_models))
 
     def start(self) -> None:
         """What stays for the whole run, as it is from the first step on."""
@@ -305,9 +310,8 @@ class _Run:
         attention = None if choice == "auto" or choice.startswith("flash") else choice
         dtype = getattr(torch, self.config.param_dtype)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention
-            )
+            how = {"dtype": dtype, "attn_implementation": attention}
+            return AutoModelForCausalLM.from_config(config, **how)
 
     def _classifier(self, config: Any, dtype: torch.dtype) -> Any:
         with torch.device("meta"):
@@ -409,8 +413,7 @@ class _Run:
             except ValueError as error:
                 self.notes.append(f"not counted: {error}")
                 continue
-            model = self._classifier(reward, torch.float32).eval().requires_grad_(False)
-            found.append(model)
+            found.append(self._classifier(reward, torch.float32).eval().requires_grad_(False))
         return found
 
     def in_four_bits(self, phases: list[Phase]) -> list[Phase]:
@@ -432,29 +435,28 @@ class _Run:
     def rollout(self, prompt: int) -> None:
         """The prompts' pass, then the last step, when the cache is at its longest."""
         config, trunk = self.config, self.model.causal_lm.base_model
-        rows = min(
-            config.generate_batch_size or config.rollout_batch_size, config.rollout_batch_size
-        )
+        rows = config.rollout_batch_size
+        rows = min(config.generate_batch_size or rows, rows)
         was_training = self.model.training
         self.model.eval()
         with torch.no_grad(), self.model.autocast():
             with self.ledger.phase("rollout"):
                 cache = self._cache(rows, prompt + config.max_new_tokens)
-                states = next_states(trunk, *_tokens(rows, 0, prompt), cache)
+                states = last_states(trunk, *_tokens(rows, 0, prompt), cache)
                 self.ledger.assign("KV cache", _cached(cache))
-                self._draw(states[:, -1])
+                self._draw(states)
             del states, cache
             # Between the two the cache grows, a token a step.
             longest = prompt + config.max_new_tokens - 1
             cache = self._cache(rows, prompt + config.max_new_tokens)
-            next_states(trunk, *_tokens(rows, 0, longest), cache)
+            last_states(trunk, *_tokens(rows, 0, longest), cache)
             self.ledger.assign("KV cache", _cached(cache))
             if isinstance(cache, FixedCache):
                 cache.show(rows, cache.tokens)
             with self.ledger.phase("rollout"):
-                states = next_states(trunk, *_tokens(rows, longest, longest + 1), cache)
+                states = last_states(trunk, *_tokens(rows, longest, longest + 1), cache)
                 self.ledger.assign("KV cache", _cached(cache))
-                self._draw(states[:, -1])
+                self._draw(states)
         self.model.train(was_training)
 
     def _cache(self, rows: int, tokens: int) -> GrowingCache | FixedCache:
@@ -477,11 +479,10 @@ class _Run:
         config = self.config
         rows = min(config.reward_batch_size, config.rollout_batch_size)
         for model in self.reward_models:
-            limit = (config.reward_max_length, context_length(model), length)
-            tokens = min(each for each in limit if each is not None)
+            tokens = min(filter(None, (config.reward_max_length, context_length(model), length)))
             with torch.no_grad(), self.ledger.phase("score"):
                 ids = _ids(rows, tokens)
-                hidden_states(model.base_model, ids, torch.ones_like(ids))
+                sequence_scores(model, ids, torch.ones_like(ids))
 
     def rows_at_once(self, prompt: int, rows: int, *, reading: bool = False) -> int:
         """Sequences of a microbatch, of so many that there are."""
@@ -541,9 +542,8 @@ class _Run:
         config = self.config
         rows = min(config.limits().count(config.ptx_block_size), config.ptx_batch_size)
         with self.model.autocast():
-            states = hidden_states(
-                self.model.causal_lm.base_model, _ids(rows, config.ptx_block_size)
-            )
+            trunk = self.model.causal_lm.base_model
+            states = hidden_states(trunk, _ids(rows, config.ptx_block_size))
             loss = self._loss(states[:, :-1].flatten(0, 1), states)
         loss.backward()
 

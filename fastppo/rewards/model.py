@@ -11,8 +11,10 @@ from transformers import AutoModelForSequenceClassification
 
 from fastppo.data.chat import render_chat
 from fastppo.data.padding import padded_batch
+from fastppo.models import last_layer
+from fastppo.models.last_layer import states_at
 from fastppo.models.pretrained import load_tokenizer, load_whole, model_config
-from fastppo.models.trunk import context_length, hidden_states
+from fastppo.models.trunk import context_length
 
 
 class RewardModel:
@@ -44,6 +46,7 @@ class RewardModel:
             )
         model, _ = load_whole(AutoModelForSequenceClassification, name, "reward", dtype=dtype)
         self.model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
+        last_layer.prepare(self.model.base_model)
         self.tokenizer = load_tokenizer(name, "reward")
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
@@ -99,6 +102,6 @@ def sequence_scores(model: Any, input_ids: torch.Tensor, mask: torch.Tensor) -> 
     head = getattr(model, "score", None)
     if head is None:
         return model(input_ids=input_ids, attention_mask=mask).logits.float().squeeze(-1)
-    states = hidden_states(model.base_model, input_ids, mask)
-    last = mask.sum(1) - 1
-    return head(states[torch.arange(len(last), device=last.device), last]).float().squeeze(-1)
+    count, length = input_ids.shape
+    last = torch.arange(count, device=mask.device) * length + mask.sum(1) - 1
+    return head(states_at(model.base_model, last, input_ids, mask)).float().squeeze(-1)

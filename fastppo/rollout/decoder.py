@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fastppo.models.cache import GrowingCache
 from fastppo.models.head import Head
+from fastppo.models.last_layer import last_states
 from fastppo.models.layers import uncompiled
 from fastppo.models.policy import ActorCritic, LanguageModel
-from fastppo.models.trunk import next_states
 from fastppo.models.value import ValueFunction
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.rollout.draw import Draws, draw, scratch_for
@@ -190,13 +190,13 @@ class _Rows:
         # A prompt that several rows have is read once, and what is cached of it copied.
         is_shared = begin == 0 and len(self.different) < len(self.which)
         rows = self.different if is_shared else slice(None)
-        states = next_states(
+        states = last_states(
             self.trunk,
             self.next[rows],
             self.mask[rows, : self.length] if self.is_ragged else None,
             self.positions[rows, begin : self.length],
             self.cache,
-        )[:, -1]
+        )
         if is_shared:
             self.cache.batch_select_indices(self.which)
             states = states[self.which]

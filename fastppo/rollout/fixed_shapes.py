@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from fastppo.models.cache import FixedCache, has_fixed_cache
 from fastppo.models.device import cast_matrices
 from fastppo.models.head import Head
+from fastppo.models.last_layer import last_states
 from fastppo.models.policy import LanguageModel
-from fastppo.models.trunk import next_states
 from fastppo.models.value import ValueFunction
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling
 from fastppo.rollout.draw import draw, scratch_for
@@ -241,14 +241,14 @@ class _Batch:
         is_ragged = len({*map(len, prompt_ids)}) > 1
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         different, which = (x.to(prompts.device) for x in distinct(prompt_ids))
-        states = next_states(
+        states = last_states(
             decoder.trunk,
             prompts[different],
             mask[different] if is_ragged else None,
             positions[different],
             memory.cache,
         )
-        self.prompt_states = states[which, -1]
+        self.prompt_states = states[which]
         if len(different) < len(which):  # a prompt that several rows have is read once
             memory.cache.select(which, self.width)
 
@@ -271,13 +271,13 @@ class _Batch:
         memory, slots = self.memory, self.slots
         tokens = bucket(self.width + drawn, TOKENS)
         memory.cache.show(slots, tokens)
-        return next_states(
+        return last_states(
             self.decoder.trunk,
             memory.next[:slots],
             memory.mask[:slots, :tokens],
             memory.positions[:slots],
             memory.cache,
-        )[:, -1]
+        )
 
     def _draw(self, hidden: Tensor, drawn: int) -> None:
         """The next token of the first slots, of these hidden states, and all that is kept of it."""

@@ -185,9 +185,8 @@ def test_parts_are_what_their_formulas_say(tmp_path: Path) -> None:
 
 
 def test_on_a_gpu_the_cache_has_its_size_from_the_start(tmp_path: Path) -> None:
-    plan = make_plan(
-        options(tmp_path, rollout_batch_size=60, minibatches=4, device="cuda"), 150, memory=80
-    )
+    how = {"rollout_batch_size": 60, "minibatches": 4, "max_new_tokens": 150, "device": "cuda"}
+    plan = make_plan(options(tmp_path, **how), 4, memory=80)  # the last step is the rollout's peak
     rows, tokens = 64, 256  # whole buckets of 60 and 154
     lengths = 2 * 8  # transformers counts in each layer
     assert sizes(plan, "rollout")["KV cache"] == 2 * 2 * 2 * 2 * 32 * tokens * rows + lengths

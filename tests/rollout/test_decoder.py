@@ -267,11 +267,11 @@ def test_a_prompt_of_several_rows_is_read_once(
     read = []
     for module in (decoder_module, fixed_shapes):
 
-        def counted(trunk, ids, *rest, _next=module.next_states):
+        def counted(trunk, ids, *rest, _next=module.last_states):
             read.append(tuple(ids.shape))
             return _next(trunk, ids, *rest)
 
-        monkeypatch.setattr(module, "next_states", counted)
+        monkeypatch.setattr(module, "last_states", counted)
 
     def draw(batch_size: int | None) -> Rollout:
         torch.manual_seed(0)
