@@ -27,6 +27,7 @@ from benchmarks.measure import Inputs
 from benchmarks.peers import CLIP_RATIO, GAMMA, KL_COEF, LAM
 from benchmarks.sequences import eager_whiten, loop_gae
 from benchmarks.shapes import Model, Training
+from fastppo.models.layers import layers_of
 from fastppo.rollout import RolloutEngine
 
 ENTROPY_COEF = 0.01
@@ -90,14 +91,17 @@ def make_tokenizer(vocab: int) -> Any:
 
 
 @functools.cache
-def parameter_counts(shape: Training) -> tuple[int, int]:
-    """(weights that a token is multiplied with in the trunk, all weights)."""
+def parameter_counts(shape: Training) -> tuple[int, int, int]:
+    """(weights that a token is multiplied with in the trunk; those of them in the last layer's MLP,
+    which tokens whose states are not read need none of; all weights)."""
     model = make_model(make_config(shape.model, shape.layers, 64), torch.device("meta"))
     total = sum(p.numel() for p in model.parameters())
     tables = {
         layer.weight for layer in (model.get_input_embeddings(), model.get_output_embeddings())
     }
-    return total - sum(table.numel() for table in tables), total
+    last: Any = layers_of(model.base_model)[1][-1]
+    mlp = sum(p.numel() for p in last.mlp.parameters())
+    return total - sum(table.numel() for table in tables), mlp, total
 
 
 class Lab:
@@ -330,12 +334,12 @@ def _exact_update(lab: Lab, inputs: Inputs) -> dict[str, Truth]:
 
 def _update_work(shape: Training) -> tuple[int, int]:
     """(bytes, FLOP) of an update."""
-    trunk, total = parameter_counts(shape)
+    trunk, mlp, total = parameter_counts(shape)
     tokens = shape.batch * (shape.prompt + shape.response)
     head = shape.model.vocab * shape.model.hidden
     responses = shape.batch * shape.response
     # Forward passes of policy and reference, then forward and backward (twice a forward): 5.
-    flop = 5 * 2 * (trunk * tokens + head * responses)
+    flop = 5 * 2 * (trunk * tokens - mlp * (tokens - responses) + head * responses)
     return ADAM_TENSORS * 4 * total, flop
 
 
@@ -432,12 +436,12 @@ class _NoLog:
 def iteration_case(shape: Training, dtype: torch.dtype) -> Case:
     lab = Lab(shape)
     update_bytes, update_flop = _update_work(shape)
-    trunk, _ = parameter_counts(shape)
+    trunk, mlp, _ = parameter_counts(shape)
     head = shape.model.vocab * shape.model.hidden
     # Each step of decoding reads every weight that it multiplies with.
     bytes_moved = update_bytes + shape.response * 4 * (trunk + head)
     flop = update_flop + 2 * (trunk + head) * shape.batch * shape.response
-    flop += 2 * trunk * shape.batch * shape.prompt
+    flop += 2 * shape.batch * (trunk * shape.prompt - mlp * (shape.prompt - 1))
 
     def draw(seed: int, device: torch.device) -> Inputs:
         return {"seed": torch.tensor([seed], device=device)}

@@ -122,12 +122,14 @@ def test_floors_are_the_bytes_and_flop_that_one_counts_by_hand() -> None:
 def test_an_updates_floor_is_five_forward_passes_and_the_optimisers_tensors() -> None:
     shape = Training(MODEL, 1, 4, 3, 4, 2)
     # Attention 16·16 for q and o, 16·8 for k and v; MLP 3·16·32; norms 16 each, 3 of them.
-    trunk = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32 + 3 * 16
+    mlp = 3 * 16 * 32
+    trunk = 2 * 16 * 16 + 2 * 16 * 8 + mlp + 3 * 16
     total = trunk + 2 * 101 * 16
-    assert training.parameter_counts(shape) == (trunk, total)
+    assert training.parameter_counts(shape) == (trunk, mlp, total)
     case = training.update_case(shape, torch.float32)
     assert case.bytes_moved == 7 * 4 * total
-    assert case.flop == 10 * (trunk * 4 * 7 + 101 * 16 * 4 * 4)
+    # The only layer is the last: 4·4 of the 4·7 tokens predict a response token.
+    assert case.flop == 10 * (trunk * 4 * 7 - mlp * 4 * 3 + 101 * 16 * 4 * 4)
 
 
 def test_the_floor_is_the_slower_of_bytes_and_flop() -> None:
