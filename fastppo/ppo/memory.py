@@ -25,8 +25,8 @@ it saves, and not a formula. The parts of a peak, for parameters of b bytes (4 i
     activations        all else
 
 What it does not see: what a library borrows inside an operation, a CUDA context (about half a GB),
-and what the allocator holds in gaps. Prompts are taken to be of one length, and every response to
-be as long as it may be.
+what the allocator holds in gaps, and an evaluation of more sequences than a batch. Prompts are
+taken to be of one length, and every response to be as long as it may be.
 """
 
 from __future__ import annotations
