@@ -446,22 +446,16 @@ def value_loss(
     arguments.tensor("values", values)
     shape = values.shape
     arguments.tensor("returns", returns, shape=shape, like=values)
-    wide = accumulation_dtype(values.dtype)
     options = completed(options, AggregationOptions, value_loss)
     w = arguments.token_weights(options, shape, values, mask)
-    # Masked entries may hold anything: cut them out before the square, whose derivative is theirs.
-    values = torch.where(w != 0, values.to(wide), 0.0)
-    returns = torch.where(w != 0, returns.detach().to(wide), 0.0)
-    error = (values - returns) ** 2
     if clip_ratio is not None:
         arguments.at_least("clip_ratio", clip_ratio, 0.0, strictly=True)
         if old_values is None:
             raise ValueError("clip_ratio needs old_values, the values of the rollout, got None")
         arguments.tensor("old_values", old_values, shape=shape, like=values)
-        old = torch.where(w != 0, old_values.detach().to(wide), 0.0)
-        clipped = old + (values - old).clamp(-clip_ratio, clip_ratio)
-        error = torch.maximum(error, (clipped - returns) ** 2)
-    return 0.5 * (error * w).sum()
+        old_values = old_values.detach()
+    loss, _ = operators.ValueLoss.apply(values, returns.detach(), w, old_values, clip_ratio)
+    return loss
 
 
 @takes(SoftmaxOptions)

@@ -310,6 +310,47 @@ class TokenLoss(torch.autograd.Function):
         return _for_the_first(ctx, *grads)
 
 
+class ValueLoss(torch.autograd.Function):
+    """(Σ w·½(V − R)², how many tokens' error is that of the clipped value), 0-d each.
+
+    The first is differentiable by the values. A clipped value has no derivative, so that a token
+    whose clipped error is the larger one has none; within the clip range both errors are one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        returns: Tensor,
+        weights: Tensor,
+        old_values: Tensor | None,
+        clip_ratio: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        wide, counts = accumulation_dtype(values.dtype), weights != 0
+        weights, new, returns = weights.to(wide), values.to(wide), returns.to(wide)
+        slope = new - returns
+        error, clipped = slope * slope, None
+        if old_values is not None and clip_ratio is not None:
+            old = old_values.to(wide)
+            moved = (new - old).clamp(-clip_ratio, clip_ratio)
+            of_clipped = (old + moved - returns).square()
+            clipped = (of_clipped > error) & ((new - old).abs() > clip_ratio) & counts
+            error, slope = torch.where(clipped, of_clipped, error), slope.masked_fill(clipped, 0.0)
+        # Masked entries may hold anything, and 0·NaN is not 0.
+        ctx.save_for_backward(torch.where(counts, weights * slope, 0.0))
+        ctx.dtype = values.dtype
+        loss = 0.5 * torch.where(counts, weights * error, 0.0).sum()
+        count = loss.new_zeros(()) if clipped is None else clipped.sum(dtype=wide)
+        ctx.mark_non_differentiable(count)
+        return loss, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = ctx.saved_tensors
+        return _for_the_first(ctx, (grad * by).to(ctx.dtype))
+
+
 # ------------------------------------------------------------------------------- the fused lm-head
 
 

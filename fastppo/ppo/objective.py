@@ -24,7 +24,8 @@ from torch.amp import GradScaler
 from fastppo.data.batch import Layout
 from fastppo.data.microbatches import Limits
 from fastppo.data.world import World
-from fastppo.functional.losses import PPOLoss, value_loss
+from fastppo.functional.losses import PPOLoss
+from fastppo.functional.operators import ValueLoss
 from fastppo.models.head import Head, RefStates
 from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
@@ -119,24 +120,12 @@ def _reference_states(
     return reference.states(layout)
 
 
-def value_term(values: Tensor, micro: Experience, options: PPOConfig) -> Tensor:
-    """The value loss of a microbatch, without its coefficient, 0-d."""
-    return value_loss(
-        values,
-        micro.returns,
-        old_values=micro.old_values,
-        clip_ratio=options.value_clip,
-        weights=micro.token_weights,
-    )
-
-
-def value_clipped(values: Tensor, micro: Experience, options: PPOConfig) -> Tensor:
-    """0-d: how many tokens' value loss is that of the clipped value."""
-    if options.value_clip is None:
-        return values.new_zeros(())
-    moved = (values.detach() - micro.old_values).clamp(-options.value_clip, options.value_clip)
-    clipped = (micro.old_values + moved - micro.returns) ** 2
-    return (clipped > (values.detach() - micro.returns) ** 2).sum().to(values.dtype)
+def value_term(values: Tensor, micro: Experience, options: PPOConfig) -> tuple[Tensor, Tensor]:
+    """(the value loss of a microbatch, without its coefficient; how many tokens' loss is that of
+    the clipped value), 0-d each."""
+    assert micro.token_weights is not None
+    weights, clip = micro.token_weights, options.value_clip
+    return ValueLoss.apply(values, micro.returns, weights, micro.old_values, clip)
 
 
 def minibatch_gradient(
@@ -168,12 +157,11 @@ def minibatch_gradient(
                 of = model.head, hidden, micro, ref, beta, options
                 with torch.set_grad_enabled(not warming_up):
                     policy = agreed(world, functools.partial(policy_loss, *of))
-            value = value_term(values, micro, options)
+            value, clipped = value_term(values, micro, options)
         part = options.vf_coef * value if warming_up else policy.loss + options.vf_coef * value
         scaler.scale(part).backward()
         sizes = len(micro.batch.tokens), layout.input_ids.numel()
         if counts:
-            clipped = value_clipped(values, micro, options)
             found.append(Microbatch(part.detach(), policy.sums, value.detach(), clipped, *sizes))
     return of_all_ranks(found, world, model.device)
 

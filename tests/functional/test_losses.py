@@ -128,6 +128,35 @@ def test_gradcheck_of_linear_ppo_loss_by_hidden_weight_and_bias(term: str) -> No
     assert gradcheck(loss, head((4,), 5, 3, torch.float64))
 
 
+@pytest.mark.parametrize("clip_ratio", [None, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_values_gradient_is_that_of_the_formula(
+    clip_ratio: float | None, dtype: torch.dtype
+) -> None:
+    """On, below and above the clip range, times what comes from above; masked entries are NaN."""
+    old, returns = torch.randn(2, 200, dtype=dtype)
+    values = (old + 1.5 * torch.randn(200, dtype=dtype)).requires_grad_()
+    mask = torch.rand(200) < 0.8
+    plain = values.detach().double().requires_grad_()
+    error = (plain - returns.double()) ** 2
+    if clip_ratio is not None:
+        near = old.double() + (plain - old.double()).clamp(-clip_ratio, clip_ratio)
+        error = torch.maximum(error, (near - returns.double()) ** 2)
+    wanted = 0.5 * error[mask].mean()
+    (3 * wanted).backward()
+    assert plain.grad is not None
+    given = {"clip_ratio": clip_ratio, "old_values": old.masked_fill(~mask, torch.nan)}
+    found = fastppo.value_loss(values, returns.masked_fill(~mask, torch.nan), mask, **given)
+    for _ in range(2):
+        values.grad = None
+        (3 * found).backward(retain_graph=True)
+        tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
+        close(found, wanted, 1e-5 if dtype != torch.float64 else 1e-12)
+        torch.testing.assert_close(
+            values.grad.double(), plain.grad, rtol=tolerance, atol=tolerance * 0.03
+        )
+
+
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "token-sum"])
 def test_gradcheck_of_the_losses_of_tutorials(aggregation: str) -> None:
     logits, old, a, values, returns = (

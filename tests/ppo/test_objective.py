@@ -13,7 +13,7 @@ import torch
 from fastppo.models.head import Head, RefStates
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience
-from fastppo.ppo.objective import clipped_loss, penalty_loss, policy_loss, value_clipped
+from fastppo.ppo.objective import clipped_loss, penalty_loss, policy_loss, value_term
 from runs import first_experience, make_trainer, perturb
 
 BATCH = tiny.random_batch((5, 3, 1))
@@ -212,13 +212,33 @@ def test_the_exact_kl_in_the_loss_pulls_towards_the_reference(tmp_path: Path) ->
     assert results[0] == pytest.approx(results[1], rel=1e-3)
 
 
-def test_tokens_whose_clipped_value_counts_are_counted(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    micro = first_experience(trainer)
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_the_value_term_is_clipped_as_the_option_says_and_counts_it(
+    clip: float | None, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, value_clip=clip)
+    micro = first_experience(trainer).weighted("token-mean")
     micro = replace(micro, returns=micro.old_values + 2)
     values = micro.old_values + torch.linspace(-1, 1, len(micro.old_values))
-    near = micro.old_values + (values - micro.old_values).clamp(-0.3, 0.3)
-    wanted = ((near - micro.returns) ** 2 > (values - micro.returns) ** 2).sum().item()
-    assert 0 < wanted < len(values)
-    for clip, count in ((0.3, wanted), (None, 0)):
-        assert value_clipped(values, micro, replace(trainer.config, value_clip=clip)) == count
+    error, wanted = (values - micro.returns) ** 2, 0
+    if clip is not None:
+        near = micro.old_values + (values - micro.old_values).clamp(-clip, clip)
+        error = torch.maximum(error, (near - micro.returns) ** 2)
+        # Returns are above: clipped, a value that went up is the farther one from them.
+        wanted = (values > micro.old_values + clip).sum().item()
+        assert 0 < wanted < len(values) / 2
+    loss, count = value_term(values, micro, trainer.config)
+    assert loss.item() == pytest.approx(error.mean().item() / 2, rel=1e-6)
+    assert count == wanted
+
+
+def test_a_value_that_has_not_moved_far_is_never_counted_as_clipped(tmp_path: Path) -> None:
+    """V_old + (V − V_old) is V but for a rounding, which makes some errors larger."""
+    trainer = make_trainer(tmp_path, value_clip=0.2)
+    micro = first_experience(trainer).weighted("token-mean")
+    old_values, values = 0.04 * torch.rand(2, len(micro.old_values)) - 0.02
+    micro = replace(micro, old_values=old_values, returns=values + 1e-4)
+    again = micro.old_values + (values - micro.old_values).clamp(-0.2, 0.2)
+    assert ((again - micro.returns) ** 2 > (values - micro.returns) ** 2).any()
+    _, count = value_term(values, micro, trainer.config)
+    assert count == 0

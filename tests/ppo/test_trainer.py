@@ -460,7 +460,6 @@ def _calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[dict]:
         ("kl_loss_estimator", "k2", "linear_ppo_loss", "kl_estimator", "k2"),
         ("kl_loss_ratio_weighted", True, "linear_ppo_loss", "kl_ratio_weighted", True),
         ("loss_path", "logits", "ppo_loss", "inplace", True),
-        ("value_clip", 0.4, "value_loss", "clip_ratio", 0.4),
         ("gamma", 0.9, "compute_advantages", "gamma", 0.9),
         ("lam", 0.7, "compute_advantages", "lam", 0.7),
         ("kl_coef", 0.3, "compute_advantages", "kl_coef", 0.3),
