@@ -3,6 +3,9 @@
 torch's operators take no records. `Operator` is the one place where a record is flattened into its
 fields and put together again, by the annotations of the function it wraps: a field that is added to
 a record needs no word here.
+
+Where nothing looks on, no compiler and no mode that counts or traces, the function is called as it
+is: torch's dispatch of a custom operator takes the host longer than a kernel's launch.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, get_args, get_t
 import torch
 from torch import Tensor
 from torch.library import custom_op
+from torch.nn import Parameter
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -111,8 +115,9 @@ class Operator(Generic[P, R]):
         returned = ", ".join("Tensor" for _ in self.result.fields)
         returned = returned if self.result.record is None else f"({returned})"
         schema = f"({operands}) -> {returned}"
+        self.flat_function = self._flat(function)
         self.flat_operator = custom_op(
-            f"fastppo::{name}", self._flat(function), mutates_args=mutates, schema=schema
+            f"fastppo::{name}", self.flat_function, mutates_args=mutates, schema=schema
         )
 
     def _flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,12 +144,24 @@ class Operator(Generic[P, R]):
         return flat
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        result = self.flat_operator(*self.flat(*args, **kwargs))
+        flat = self.flat(*args, **kwargs)
+        if _are_plain(flat):
+            with torch.no_grad():
+                result = self.flat_function(*flat)
+        else:
+            result = self.flat_operator(*flat)
         return result if self.result.record is None else self.result.gathered(result)
 
     def register_fake(self, function: Callable[..., R]) -> None:
         """What the operator returns for tensors without values: shapes, dtypes and strides."""
         self.flat_operator.register_fake(self._flat(function))
+
+
+def _are_plain(flat: list[Any]) -> bool:
+    """Whether every tensor has values of its own, and nothing looks on."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    return all(type(x) in (Tensor, Parameter) or not isinstance(x, Tensor) for x in flat)
 
 
 def operator(name: str, *mutates: str) -> Callable[[Callable[P, R]], Operator[P, R]]:

@@ -7,6 +7,9 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastppo.functional.record_operator import operator
 
@@ -74,6 +77,29 @@ def test_records_arrive_as_they_were_sent(second: Tensor | None, other: Pair | N
         assert result.parts.second is not None
         empty = torch.empty(0)
         assert torch.equal(result.parts.second, empty if second is None else second + 1)
+
+
+def test_torch_is_passed_by_where_nothing_looks_on() -> None:
+    """A mode that counts sees the operator, and so does a compiler; gradients are nobody's here."""
+    x, mixed = torch.ones(2, requires_grad=True), Mixed(Pair(torch.ones(2)), 1.0)
+    seen = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Counting():
+        counted = layout_op(x.detach(), mixed, None, True)
+    assert "fastppo.test_layout.default" in seen
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        plain = layout_op(x, mixed, None, True)
+    assert "fastppo::test_layout" not in {event.name for event in profiled.events()}
+    assert torch.equal(plain.total, counted.total)
+    assert not plain.total.requires_grad
+    fake = FakeTensorMode().from_tensor(torch.ones(2))
+    found = layout_op(fake, Mixed(Pair(fake), 1.0), None, True)  # outside of its mode
+    assert isinstance(found.total, FakeTensor)
 
 
 def test_a_miscount_does_not_pass_in_silence() -> None:
