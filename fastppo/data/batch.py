@@ -159,6 +159,15 @@ class Batch:
             written = written[spans(starts(self.response_lengths)[rows], lengths)]
         return Batch(tokens, self.prompt_lengths[rows], lengths, written)
 
+    def split(self, sizes: list[int]) -> list[Batch]:
+        """So many sequences each, one part after another, on the same memory."""
+        prompts, responses = self.prompt_lengths.split(sizes), self.response_lengths.split(sizes)
+        tokens = split_packed(self.tokens, self.lengths, sizes)
+        written: Sequence[Tensor | None] = [None] * len(sizes)
+        if self.written is not None:
+            written = split_packed(self.written, self.response_lengths, sizes)
+        return [Batch(*part) for part in zip(tokens, prompts, responses, written, strict=True)]
+
     def layout(self) -> Layout:
         """One row per sequence, right-padded to the longest."""
         lengths = self.lengths
@@ -202,6 +211,11 @@ def on_device(x: Tensor, device: torch.device) -> Tensor:
 def starts(lengths: Tensor) -> Tensor:
     """[B]: where each of B spans begins when they are laid end to end."""
     return lengths.cumsum(0) - lengths
+
+
+def split_packed(x: Tensor, lengths: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """What sequences of these lengths [B] hold, [Σ length], in parts of so many sequences each."""
+    return x.split([sum(part.tolist()) for part in lengths.split(sizes)])
 
 
 def spans(begin: Tensor, lengths: Tensor) -> Tensor:

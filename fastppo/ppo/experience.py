@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastppo.data.batch import Batch, on_device, spans, starts
+from fastppo.data.batch import Batch, on_device, spans, split_packed, starts
 from fastppo.data.microbatches import Limits, deal
 from fastppo.data.world import World
 from fastppo.functional.arguments import aggregation_weights
@@ -44,6 +44,22 @@ class Experience:
             for name, value in self._per_token().items()
         }
         return Experience(self.batch.select(rows), **per_token)
+
+    def minibatches(self, order: Tensor, count: int, aggregation: str) -> list[Experience]:
+        """At most `count` parts of about as many sequences each, taken in this order [B] int64 on
+        the CPU, each with the weights of its own loss: how it is cut up further does not matter.
+
+        They share the memory of one copy, which is made for all of them together.
+        """
+        sizes = [len(rows) for rows in order.tensor_split(min(count, len(self)))]
+        dealt = self.select(order)
+        lengths = dealt.batch.written_lengths
+        per_token = [
+            [None] * len(sizes) if value is None else split_packed(value, lengths, sizes)
+            for value in dealt._per_token().values()
+        ]
+        parts = zip(dealt.batch.split(sizes), *per_token, strict=True)
+        return [Experience(*part).weighted(aggregation) for part in parts]
 
     def microbatches(
         self, limits: Limits, world: World | None = None

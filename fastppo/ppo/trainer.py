@@ -354,8 +354,10 @@ class PPOTrainer:
         for _ in range(options.ppo_epochs):
             order = torch.randperm(len(experience))
             policy_kls: list[float] = []
-            for rows in order.tensor_split(min(options.minibatches, len(experience))):
-                kl, too_far = self._optimizer_step(experience.select(rows), meter, options)
+            for minibatch in experience.minibatches(
+                order, options.minibatches, options.aggregation
+            ):
+                kl, too_far = self._optimizer_step(minibatch, meter, options)
                 policy_kls.append(kl)
                 if too_far:
                     break
@@ -386,8 +388,6 @@ class PPOTrainer:
         warming_up = self.state.is_warming_up(options)
         planned = self.state.iteration * options.steps_per_iteration + len(meter.steps)
         learning_rate = set_learning_rate(self.optimizer, planned, self.config)
-        # The weights are those of the whole minibatch, so how it is split does not matter.
-        minibatch = minibatch.weighted(options.aggregation)
         beta = self.state.policy_kl_control.coef
         given = minibatch, self.model, self.reference, self.optimizer, self.world
         limits, scaler = options.limits(self.model.packing), self.state.scaler

@@ -41,6 +41,27 @@ def test_microbatches_lose_nothing() -> None:
     assert torch.cat([part.old_values for part in parts]).sort()[0].tolist() == [*range(10, 16)]
 
 
+@pytest.mark.parametrize("written", [None, [[True, False, True], [False], [True, True]]])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_minibatches_are_the_sequences_in_the_order_that_is_asked_for(
+    count: int, written: list[list[bool]] | None
+) -> None:
+    """Each as if it had been selected and weighted by itself, on the memory of one copy."""
+    batch = Batch.of(PROMPTS, RESPONSES, written=written)
+    packed = torch.arange(batch.response_count, dtype=torch.float32)
+    experience = Experience(batch, packed, packed + 10, packed + 20, packed + 30)
+    order = torch.tensor([2, 0, 1])
+    found = experience.minibatches(order, count, "seq-mean-token-mean")
+    assert len(found) == min(count, 3)
+    for part, rows in zip(found, order.tensor_split(min(count, 3)), strict=True):
+        wanted = experience.select(rows).weighted("seq-mean-token-mean").tensors()
+        for name, value in part.tensors().items():
+            assert value is None if wanted[name] is None else torch.equal(value, wanted[name]), name
+    memory = {part.old_values.untyped_storage().data_ptr() for part in found}
+    assert len(memory) == 1
+    assert experience.token_weights is None
+
+
 @pytest.mark.parametrize(
     ("aggregation", "expected"),
     [
