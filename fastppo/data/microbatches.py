@@ -41,6 +41,8 @@ def microbatches(lengths: Tensor, limits: Limits) -> list[Tensor]:
     """
     if not len(lengths):
         return []
+    if limits.tokens is None and len(lengths) <= limits.sequences:
+        return [torch.arange(len(lengths))]
     order = torch.argsort(lengths, descending=True, stable=True)
     sizes = _sizes(lengths[order].tolist(), limits)
     return [torch.arange(len(lengths))] if len(sizes) == 1 else list(order.split(sizes))

@@ -35,22 +35,24 @@ def make_optimizer(model: ActorCritic, config: PPOConfig) -> Any:
         for name, p in model.value_function.named_parameters()
         if p.requires_grad and not name.startswith("head.")
     ]
-    groups = [
+    kinds = [
         ([p for p in trunk if p.dim() >= 2], config.learning_rate, config.weight_decay),
         ([p for p in trunk if p.dim() < 2], config.learning_rate, 0.0),
         (head + [p for p in layers if p.dim() < 2], value_rate, 0.0),
         ([p for p in layers if p.dim() >= 2], value_rate, config.weight_decay),
     ]
-    named = [
-        {"params": parameters, "lr": rate, "peak_lr": rate, "weight_decay": decay}
-        for parameters, rate, decay in groups
-        if parameters
-    ]
+    groups: list[dict[str, Any]] = []
+    for parameters, rate, decay in kinds:
+        options = {"lr": rate, "peak_lr": rate, "weight_decay": decay}
+        if groups and options.items() <= groups[-1].items():  # one step for both
+            groups[-1]["params"].extend(parameters)
+        elif parameters:
+            groups.append({"params": parameters, **options})
     how = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
     if config.optimizer == "adamw8bit":
-        return adamw_8bit()(named, bf16_stochastic_round=True, **how)
+        return adamw_8bit()(groups, bf16_stochastic_round=True, **how)
     # Fused is one pass over the weights; on a CPU the loop takes ten times as long.
-    return MasterAdamW(named, fused=True, **how)
+    return MasterAdamW(groups, fused=True, **how)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: PPOConfig) -> float:
