@@ -815,7 +815,7 @@ def chunk_ppo_loss(
             scratch,
             need_grad=need_grad,
         )
-        parts.append(torch.stack([done.logprobs, done.entropy, *done.terms]))
+        parts.append((done.logprobs, done.entropy, *done.terms))
         if done.grad is not None:
             # Behind what is written, ahead of what is still to be read.
             moves = _moves(done.by_stats)
@@ -823,7 +823,8 @@ def chunk_ppo_loss(
             _pick(done.grad, moves, out=logits[written : written + count])
             written += count
             moving.append(moves)
-    logprobs, entropy, *terms = torch.cat(parts, 1)
+    columns = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+    logprobs, entropy, *terms = columns
     of_tokens = TokenTerms(*terms)
     sums = loss_sums(logprobs, entropy, of_tokens, per_token, objective)
     if not written:
@@ -833,7 +834,9 @@ def chunk_ppo_loss(
     logits[written:size] = 0.0
     live = None
     if written < n:
-        live = torch.cat(moving).logical_not().argsort(stable=True)[:size]
+        moves = torch.cat(moving)
+        still = moves.logical_not().nonzero()[: size - written]
+        live = torch.cat([moves.nonzero(), still]).squeeze(-1)
     return ChunkRows(logprobs, entropy, of_tokens.kl, sums, grad=logits[:size], live=live)
 
 
