@@ -9,6 +9,8 @@ Dropout is off everywhere: with it the ratio of the first update would not be 1.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,6 +70,25 @@ def next_states(
         use_cache=True,
     )
     return output.last_hidden_state
+
+
+@contextmanager
+def inference(model: nn.Module) -> Iterator[None]:
+    """For passes without gradients: torch's inference mode, where an operation notes nothing about
+    what it made, which is a tenth of decoding a small model.
+
+    Autograd takes none of what is made in it: results are to be copied. What the modules themselves
+    keep of a pass, rotary frequencies for a longer text for one, is replaced by copies here.
+    """
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module in model.modules():
+            for kept in (module._buffers, vars(module)):
+                for name, value in kept.items():
+                    if isinstance(value, Tensor) and value.is_inference():
+                        kept[name] = value.clone()
 
 
 def _is_markable(trunk: Any, input_ids: Tensor, packing: Packing | None) -> bool:

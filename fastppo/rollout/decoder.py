@@ -21,6 +21,8 @@ from fastppo.models.head import Head
 from fastppo.models.last_layer import last_states
 from fastppo.models.layers import uncompiled
 from fastppo.models.policy import ActorCritic, LanguageModel
+from fastppo.models.sharding import is_sharded
+from fastppo.models.trunk import inference
 from fastppo.models.value import ValueFunction
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.rollout.draw import Draws, draw, scratch_for
@@ -122,22 +124,25 @@ class DecoderEngine(RolloutEngine):
     ) -> Rollout:
         rows = _Rows(self.policy, prompt_ids, sampling, uniforms)
         record = _Record(len(prompt_ids))
-        for drawn in range(sampling.max_new_tokens):
-            hidden = rows.advance()
-            found = rows.draw(hidden, drawn)
-            record.add(rows.live, found, _values(self.policy, hidden))
-            ended = rows.at_stop_token(found.tokens)
-            if sampling.stop_strings and drawn + 1 >= sampling.min_new_tokens:
-                at_string = strings.ended(record.responses(rows.live))
-                ended |= torch.tensor(at_string, device=ended.device)
-            rows.append(found.tokens)
-            if ended.any():
-                record.finished[rows.live[ended]] = True
-                rows.leave(ended)
-                if not len(rows.live):
-                    break
-        final = self._final_values(rows, len(prompt_ids)) if self.final_values else None
-        return record.rollout(final)
+        # FSDP keeps what it gathers for the passes that have gradients.
+        lean = torch.no_grad() if is_sharded(self.policy) else inference(self.policy)
+        with lean:
+            for drawn in range(sampling.max_new_tokens):
+                hidden = rows.advance()
+                found = rows.draw(hidden, drawn)
+                record.add(rows.live, found, _values(self.policy, hidden))
+                ended = rows.at_stop_token(found.tokens)
+                if sampling.stop_strings and drawn + 1 >= sampling.min_new_tokens:
+                    at_string = strings.ended(record.responses(rows.live))
+                    ended |= torch.tensor(at_string, device=ended.device)
+                rows.append(found.tokens)
+                if ended.any():
+                    record.finished[rows.live[ended]] = True
+                    rows.leave(ended)
+                    if not len(rows.live):
+                        break
+            final = self._final_values(rows, len(prompt_ids)) if self.final_values else None
+        return record.rollout(None if final is None else final.clone())
 
     def _final_values(self, rows: _Rows, count: int) -> Tensor | None:
         """[count] fp32: the value after the last token of the rows that are left, 0 elsewhere."""

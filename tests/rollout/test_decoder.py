@@ -3,11 +3,19 @@ numbers belong to rows."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import tiny
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPTNeoXConfig, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+)
 
 from fastppo.data.batch import Batch
 from fastppo.models.adapters import add_adapters
@@ -244,6 +252,63 @@ def test_under_autocast_logprobs_are_the_learners_to_bf16() -> None:
         largest = policy.causal_lm(torch.tensor([PROMPTS[0]])).logits.abs().max().item()
     bound = 4 * 2**-8 * max(1.0, largest)
     torch.testing.assert_close(torch.cat(rollout.logprobs), wanted.logprobs, rtol=0, atol=bound)
+
+
+ROPE = {
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("rope", [None, *ROPE])
+def test_what_is_decoded_and_what_a_trunk_keeps_of_it_can_be_trained_on(rope: str | None) -> None:
+    """Decoding runs in inference mode, whose tensors autograd refuses: rollouts are free of them,
+    and so are rotary frequencies that follow the length of what was read last."""
+    torch.manual_seed(0)
+    options = {} if rope is None else {"rope_parameters": ROPE[rope], "max_position_embeddings": 8}
+    causal_lm = AutoModelForCausalLM.from_config(LlamaConfig(**tiny._decoder(**options)))
+    policy, fresh = ActorCritic(copy.deepcopy(causal_lm)), ActorCritic(causal_lm)
+    before = {name: x.clone() for name, x in policy.named_buffers()}
+    rollout = _draw(policy, stop_token_ids=())
+    kept = {name: x for name, x in policy.named_buffers() if "original" not in name}
+    changed = [name for name, x in kept.items() if not torch.equal(x, before[name])]
+    assert bool(changed) == (rope is not None)
+    assert not any(x.is_inference() for x in policy.state_dict(keep_vars=True).values())
+    assert not any(x.is_inference() for x in policy.buffers())
+    for given in (rollout.logprobs, rollout.values, [rollout.final_values]):
+        assert given is not None
+        assert not any(each.is_inference() for each in given if each is not None)
+    layout = policy.layout(Batch.of(PROMPTS, rollout.tokens))
+    for each in (policy, fresh):
+        hidden, _ = each(layout)
+        hidden.square().sum().backward()
+    for (name, one), other in zip(policy.named_parameters(), fresh.parameters(), strict=True):
+        assert one.grad is None if other.grad is None else torch.equal(one.grad, other.grad), name
+
+
+class _Keeping(nn.Module):
+    """Keeps what it makes at its first pass, as trunks keep rotary tables."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "table"):
+            self.table = torch.full((x.shape[-1],), 2.0)
+        return x * self.table
+
+
+def test_what_a_module_first_makes_while_decoding_can_be_trained_through() -> None:
+    policy = _policy()
+    policy.causal_lm.base_model.norm = _Keeping()
+    rollout = _draw(policy)
+    assert not policy.causal_lm.base_model.norm.table.is_inference()
+    hidden, _ = policy(policy.layout(Batch.of(PROMPTS, rollout.tokens)))
+    hidden.sum().backward()
 
 
 def test_options_of_generate_are_refused() -> None:
