@@ -18,16 +18,21 @@ import tiny
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as _collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from fastppo.data.world import join
+from fastppo.models.policy import LanguageModel
 from fastppo.models.sharding import reshard, whole
 from fastppo.models.trunk import takes_mark
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
+from fastppo.rollout import Sampling
+from fastppo.rollout.decoder import DecoderEngine
 from fastppo.run.log import read_jsonl
 from fastppo.stages.reward_model import load_classifier
 from runs import first_experience, make_trainer
@@ -372,6 +377,18 @@ def rollouts(folder: str) -> dict[str, Any]:
     same = all(each == known[0] for each in known)
     name = type(trainer.engine).__name__
     return {"rollouts": found, "next": after, "engine": name, "same": same}
+
+
+def decode_and_train_sharded_layers() -> list[str]:
+    """The weights that have a gradient after a rollout, of a model whose layers alone a user has
+    sharded."""
+    join(torch.device("cpu"))
+    policy = LanguageModel(tiny.model())
+    for layer in policy.causal_lm.base_model.layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    DecoderEngine(policy).generate([[4, 5, 6]], Sampling(max_new_tokens=4))
+    policy.causal_lm(input_ids=torch.tensor([[4, 5, 6]])).logits.sum().backward()
+    return [name for name, p in policy.causal_lm.named_parameters() if p.grad is not None]
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:

@@ -311,44 +311,50 @@ class TokenLoss(torch.autograd.Function):
 
 
 class ValueLoss(torch.autograd.Function):
-    """(Σ w·½(V − R)², how many tokens' error is that of the clipped value), 0-d each.
+    """(Σ w·½(V − R)², how many tokens' error is that of the clipped value, the weights w without
+    those tokens'): the loss and the count 0-d. The loss alone is differentiable, by the values.
 
-    The first is differentiable by the values. A clipped value has no derivative, so that a token
-    whose clipped error is the larger one has none; within the clip range both errors are one.
+    A clipped value does not move, so that a token whose clipped error is the larger one has no
+    derivative; within the clip range both errors are one. NaN counts as clipped, and shows.
     """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        ctx: Any,
         values: Tensor,
         returns: Tensor,
         weights: Tensor,
         old_values: Tensor | None,
         clip_ratio: float | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         wide, counts = accumulation_dtype(values.dtype), weights != 0
-        weights, new, returns = weights.to(wide), values.to(wide), returns.to(wide)
-        slope = new - returns
-        error, clipped = slope * slope, None
+        new, returns, weights = values.to(wide), returns.to(wide), weights.to(wide)
+        error = (new - returns).square()
+        count, moving = error.new_zeros(()), torch.where(counts, weights, 0.0)
         if old_values is not None and clip_ratio is not None:
             old = old_values.to(wide)
-            moved = (new - old).clamp(-clip_ratio, clip_ratio)
-            of_clipped = (old + moved - returns).square()
-            clipped = (of_clipped > error) & ((new - old).abs() > clip_ratio) & counts
-            error, slope = torch.where(clipped, of_clipped, error), slope.masked_fill(clipped, 0.0)
+            moved = new - old
+            of_clipped = (old + moved.clamp(-clip_ratio, clip_ratio) - returns).square()
+            within = (of_clipped <= error) | (moved.abs() <= clip_ratio)
+            error = torch.where(within, error, of_clipped)
+            count, moving = (~within & counts).sum(dtype=wide), moving * within
         # Masked entries may hold anything, and 0·NaN is not 0.
-        ctx.save_for_backward(torch.where(counts, weights * slope, 0.0))
-        ctx.dtype = values.dtype
-        loss = 0.5 * torch.where(counts, weights * error, 0.0).sum()
-        count = loss.new_zeros(()) if clipped is None else clipped.sum(dtype=wide)
-        ctx.mark_non_differentiable(count)
-        return loss, count
+        return 0.5 * torch.where(counts, weights * error, 0.0).sum(), count, moving
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        values, returns, *_ = inputs
+        _, count, moving = output
+        ctx.save_for_backward(values, returns, moving)
+        ctx.mark_non_differentiable(count, moving)
+
+    @staticmethod
     def backward(ctx: Any, by: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = ctx.saved_tensors
-        return _for_the_first(ctx, (grad * by).to(ctx.dtype))
+        values, returns, moving = ctx.saved_tensors
+        slope = values.to(moving.dtype) - returns.to(moving.dtype)
+        grad = torch.where(moving != 0, moving * slope * by, 0.0)
+        return _for_the_first(ctx, grad.to(values.dtype))
 
 
 # ------------------------------------------------------------------------------- the fused lm-head

@@ -4,8 +4,9 @@ torch's operators take no records. `Operator` is the one place where a record is
 fields and put together again, by the annotations of the function it wraps: a field that is added to
 a record needs no word here.
 
-Where nothing looks on, no compiler and no mode that counts or traces, the function is called as it
-is: torch's dispatch of a custom operator takes the host longer than a kernel's launch.
+Where nothing looks on, no compiler, no transform and no mode that counts or traces, a function that
+writes into none of its operands is called as it is: torch's dispatch of a custom operator takes the
+host longer than a kernel's launch.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Operator(Generic[P, R]):
 
     def __init__(self, name: str, function: Callable[P, R], mutates: tuple[str, ...]) -> None:
         hints = get_type_hints(function)
-        self.function = function
+        self.function, self.mutates = function, mutates
         self.result = _layout("result", hints.pop("return"), 0)
         self.names = tuple(hints)
         self.inputs = _layouts(hints)
@@ -145,7 +146,7 @@ class Operator(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         flat = self.flat(*args, **kwargs)
-        if _are_plain(flat):
+        if not self.mutates and _are_plain(flat):
             with torch.no_grad():
                 result = self.flat_function(*flat)
         else:
@@ -159,7 +160,11 @@ class Operator(Generic[P, R]):
 
 def _are_plain(flat: list[Any]) -> bool:
     """Whether every tensor has values of its own, and nothing looks on."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     return all(type(x) in (Tensor, Parameter) or not isinstance(x, Tensor) for x in flat)
 

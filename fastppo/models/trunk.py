@@ -77,8 +77,8 @@ def inference(model: nn.Module) -> Iterator[None]:
     """For passes without gradients: torch's inference mode, where an operation notes nothing about
     what it made, which is a tenth of decoding a small model.
 
-    Autograd takes none of what is made in it: results are to be copied. What the modules themselves
-    keep of a pass, rotary frequencies for a longer text for one, is replaced by copies here.
+    Autograd takes none of what is made in it: results are to be copied, by hooks too. What modules
+    hold of a pass as attributes, rotary frequencies for a longer text, is replaced by copies here.
     """
     try:
         with torch.inference_mode():

@@ -21,7 +21,7 @@ from fastppo.models.head import Head
 from fastppo.models.last_layer import last_states
 from fastppo.models.layers import uncompiled
 from fastppo.models.policy import ActorCritic, LanguageModel
-from fastppo.models.sharding import is_sharded
+from fastppo.models.sharding import groups_of
 from fastppo.models.trunk import inference
 from fastppo.models.value import ValueFunction
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
@@ -125,7 +125,7 @@ class DecoderEngine(RolloutEngine):
         rows = _Rows(self.policy, prompt_ids, sampling, uniforms)
         record = _Record(len(prompt_ids))
         # FSDP keeps what it gathers for the passes that have gradients.
-        lean = torch.no_grad() if is_sharded(self.policy) else inference(self.policy)
+        lean = torch.no_grad() if groups_of(self.policy) else inference(self.policy)
         with lean:
             for drawn in range(sampling.max_new_tokens):
                 hidden = rows.advance()

@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 import fastppo
 
@@ -155,6 +155,32 @@ def test_the_values_gradient_is_that_of_the_formula(
         torch.testing.assert_close(
             values.grad.double(), plain.grad, rtol=tolerance, atol=tolerance * 0.03
         )
+
+
+def test_the_value_loss_has_a_second_derivative_and_may_be_batched() -> None:
+    values, old, returns = torch.randn(3, 2, 40, dtype=torch.float64)
+    values.requires_grad_()
+    how: dict[str, Any] = {"old_values": old, "clip_ratio": 0.5, "aggregation": "token-sum"}
+    assert gradgradcheck(lambda x: fastppo.value_loss(x, returns, **how), values)
+    (grad,) = torch.autograd.grad(
+        fastppo.value_loss(values, returns, **how), values, create_graph=True
+    )
+    (twice,) = torch.autograd.grad(grad.square().sum(), values)
+    assert torch.equal(twice, 2 * grad.detach())
+
+    def of_row(new: torch.Tensor, before: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return fastppo.value_loss(new, wanted, old_values=before, clip_ratio=0.5)
+
+    rows = values.detach(), old, returns
+    found = torch.func.vmap(of_row)(*rows)
+    close(found, torch.stack([of_row(*row) for row in zip(*rows, strict=True)]), 1e-12)
+
+
+@pytest.mark.parametrize("place", ["values", "old_values", "returns"])
+def test_a_value_that_is_not_a_number_shows(place: str) -> None:
+    given = {name: torch.randn(5) for name in ("values", "old_values", "returns")}
+    given[place][2] = torch.nan
+    assert fastppo.value_loss(**given, clip_ratio=0.2).isnan()
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "token-sum"])

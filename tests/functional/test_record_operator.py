@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -100,6 +102,53 @@ def test_torch_is_passed_by_where_nothing_looks_on() -> None:
     fake = FakeTensorMode().from_tensor(torch.ones(2))
     found = layout_op(fake, Mixed(Pair(fake), 1.0), None, True)  # outside of its mode
     assert isinstance(found.total, FakeTensor)
+
+
+@operator("test_writing", "into")
+def writing_op(x: Tensor, into: Tensor) -> Tensor:
+    into.untyped_storage().copy_((x + 1).untyped_storage())  # as a kernel does, unknown to torch
+    return x + 1
+
+
+@writing_op.register_fake
+def _(x: Tensor, into: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_autograd_learns_of_what_an_operator_writes() -> None:
+    x = torch.ones(2, requires_grad=True)
+    saved = x.tanh()  # its derivative is made of its result
+    writing_op(torch.ones(2), saved.detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
+
+
+@operator("test_shifted")
+def shifted_op(x: Tensor) -> Tensor:
+    return x + 1 if x.sum() > 0 else x - 1
+
+
+@shifted_op.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def shifted(x: Tensor) -> Tensor:
+    return shifted_op(x)
+
+
+def test_transforms_and_tracers_see_the_operator() -> None:
+    """Whose function may look at values: they have none to look at."""
+    x = torch.arange(6.0).view(2, 3)
+    traced = torch.jit.trace(shifted, (x,), check_trace=False)
+    graph = make_fx(shifted, pre_dispatch=True)(x)
+    for found in (traced(-x), graph(-x)):
+        assert torch.equal(found, shifted(-x))
+    assert "fastppo.test_shifted" in graph.code
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no rule for batches makes it slow
+        batched = torch.func.vmap(shifted)(torch.stack([x, -x]))
+    assert torch.equal(batched, torch.stack([shifted(x), shifted(-x)]))
 
 
 def test_a_miscount_does_not_pass_in_silence() -> None:

@@ -46,6 +46,12 @@ def test_copies_of_shards_add_up_the_same_gradient(tmp_path: Path) -> None:
     assert max(off.values()) <= 1e-12, off
 
 
+def test_layers_that_a_user_has_sharded_are_trained_after_a_rollout(tmp_path: Path) -> None:
+    """FSDP keeps what it gathers first, which must not have been gathered in inference mode."""
+    trained = ranks.run(1, many_ranks.decode_and_train_sharded_layers, tmp_path)
+    assert trained == [name for name, _ in tiny.model().named_parameters()]
+
+
 def test_a_model_that_is_whole_is_left_alone() -> None:
     model = ActorCritic(tiny.model())
     assert not is_sharded(model)
