@@ -454,7 +454,7 @@ def value_loss(
             raise ValueError("clip_ratio needs old_values, the values of the rollout, got None")
         arguments.tensor("old_values", old_values, shape=shape, like=values)
         old_values = old_values.detach()
-    loss, *_ = operators.ValueLoss.apply(values, returns.detach(), w, old_values, clip_ratio)
+    loss, _ = operators.ValueLoss.apply(values, returns.detach(), w, old_values, clip_ratio)
     return loss
 
 

@@ -311,43 +311,37 @@ class TokenLoss(torch.autograd.Function):
 
 
 class ValueLoss(torch.autograd.Function):
-    """(Σ w·½(V − R)², how many tokens' error is that of the clipped value, the weights w without
-    those tokens'): the loss and the count 0-d. The loss alone is differentiable, by the values.
+    """(Σ w·½(V − R)², how many tokens' error is that of the clipped value), 0-d each.
 
-    A clipped value does not move, so that a token whose clipped error is the larger one has no
-    derivative; within the clip range both errors are one. NaN counts as clipped, and shows.
+    The first is differentiable by the values, twice too. A clipped value does not move, so that a
+    token whose clipped error is the larger one has no derivative; within the clip range both errors
+    are one. NaN counts as clipped, and shows.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(
+        ctx: Any,
         values: Tensor,
         returns: Tensor,
         weights: Tensor,
         old_values: Tensor | None,
         clip_ratio: float | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         wide, counts = accumulation_dtype(values.dtype), weights != 0
-        new, returns, weights = values.to(wide), returns.to(wide), weights.to(wide)
-        error = (new - returns).square()
-        count, moving = error.new_zeros(()), torch.where(counts, weights, 0.0)
+        new, wanted, weights = values.to(wide), returns.to(wide), weights.to(wide)
+        error = (new - wanted).square()
+        count, moving = error.new_zeros(()), weights
         if old_values is not None and clip_ratio is not None:
             old = old_values.to(wide)
             moved = new - old
-            of_clipped = (old + moved.clamp(-clip_ratio, clip_ratio) - returns).square()
+            of_clipped = (old + moved.clamp(-clip_ratio, clip_ratio) - wanted).square()
             within = (of_clipped <= error) | (moved.abs() <= clip_ratio)
             error = torch.where(within, error, of_clipped)
-            count, moving = (~within & counts).sum(dtype=wide), moving * within
-        # Masked entries may hold anything, and 0·NaN is not 0.
-        return 0.5 * torch.where(counts, weights * error, 0.0).sum(), count, moving
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        values, returns, *_ = inputs
-        _, count, moving = output
+            count, moving = (~within & counts).sum(dtype=wide), weights * within
         ctx.save_for_backward(values, returns, moving)
-        ctx.mark_non_differentiable(count, moving)
+        ctx.mark_non_differentiable(count)
+        # Masked entries may hold anything, and 0·NaN is not 0.
+        return 0.5 * torch.where(counts, weights * error, 0.0).sum(), count
 
     @staticmethod
     def backward(ctx: Any, by: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:

@@ -125,8 +125,7 @@ def value_term(values: Tensor, micro: Experience, options: PPOConfig) -> tuple[T
     the clipped value), 0-d each."""
     assert micro.token_weights is not None
     weights, clip = micro.token_weights, options.value_clip
-    loss, count, _ = ValueLoss.apply(values, micro.returns, weights, micro.old_values, clip)
-    return loss, count
+    return ValueLoss.apply(values, micro.returns, weights, micro.old_values, clip)
 
 
 def minibatch_gradient(
