@@ -127,22 +127,28 @@ class DecoderEngine(RolloutEngine):
         # FSDP keeps what it gathers for the passes that have gradients.
         lean = torch.no_grad() if groups_of(self.policy) else inference(self.policy)
         with lean:
-            for drawn in range(sampling.max_new_tokens):
-                hidden = rows.advance()
-                found = rows.draw(hidden, drawn)
-                record.add(rows.live, found, _values(self.policy, hidden))
-                ended = rows.at_stop_token(found.tokens)
-                if sampling.stop_strings and drawn + 1 >= sampling.min_new_tokens:
-                    at_string = strings.ended(record.responses(rows.live))
-                    ended |= torch.tensor(at_string, device=ended.device)
-                rows.append(found.tokens)
-                if ended.any():
-                    record.finished[rows.live[ended]] = True
-                    rows.leave(ended)
-                    if not len(rows.live):
-                        break
+            self._draw_all(rows, record, sampling, strings)
             final = self._final_values(rows, len(prompt_ids)) if self.final_values else None
         return record.rollout(None if final is None else final.clone())
+
+    def _draw_all(
+        self, rows: _Rows, record: _Record, sampling: Sampling, strings: StopStrings
+    ) -> None:
+        """Token after token, until every row has ended or been cut off."""
+        for drawn in range(sampling.max_new_tokens):
+            hidden = rows.advance()
+            found = rows.draw(hidden, drawn)
+            record.add(rows.live, found, _values(self.policy, hidden))
+            ended = rows.at_stop_token(found.tokens)
+            if sampling.stop_strings and drawn + 1 >= sampling.min_new_tokens:
+                at_string = strings.ended(record.responses(rows.live))
+                ended |= torch.tensor(at_string, device=ended.device)
+            rows.append(found.tokens)
+            if ended.any():
+                record.finished[rows.live[ended]] = True
+                rows.leave(ended)
+                if not len(rows.live):
+                    break
 
     def _final_values(self, rows: _Rows, count: int) -> Tensor | None:
         """[count] fp32: the value after the last token of the rows that are left, 0 elsewhere."""

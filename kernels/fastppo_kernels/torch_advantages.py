@@ -41,10 +41,11 @@ def _reverse_scan(decay: Tensor, x: Tensor) -> Tensor:
     """
     n = x.numel()
     if n <= SCAN_BLOCK:
-        y = x.clone()
+        # Python's numbers are fp64 too, and one of torch's operations takes as long as all of them.
+        factors, sums = decay.tolist(), x.tolist()
         for t in reversed(range(n - 1)):
-            y[t] += decay[t] * y[t + 1]
-        return y
+            sums[t] += factors[t] * sums[t + 1]
+        return x.new_tensor(sums)
     # At least one column of padding, and odd: rows a power of two apart would share cache sets.
     blocks = (n // SCAN_BLOCK + 1) | 1
     # [SCAN_BLOCK, blocks]: a step of the scan is one contiguous row.
@@ -107,7 +108,8 @@ def gae(trajectory: Trajectory, discounts: Discounts) -> Gae:
     next_value[last] = 0.0 if ends is None else ends.double()[some]
     discount = _per_token(discounts.gamma, discounts.gammas, counts)
     smoothing = _per_token(discounts.lam, discounts.lams, counts)
-    decay = torch.ones_like(v).mul_(discount * smoothing)
+    decay = discount * smoothing
+    decay = decay if isinstance(decay, Tensor) else torch.full_like(v, decay)
     decay[last] = 0.0
     delta = next_value.mul_(discount)
     if trajectory.token_rewards is not None:
