@@ -9,6 +9,8 @@ Dropout is off everywhere: with it the ratio of the first update would not be 1.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -66,10 +68,16 @@ def next_states(
         input_ids=input_ids,
         attention_mask=attention_mask,
         position_ids=position_ids,
-        past_key_values=cache,
         use_cache=True,
+        **{_name_of_cache(type(trunk)): cache},
     )
     return output.last_hidden_state
+
+
+@functools.cache
+def _name_of_cache(kind: Any) -> str:
+    """The keyword for a cache, which transformers 5.24 renamed."""
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
 @contextmanager
