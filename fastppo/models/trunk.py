@@ -64,12 +64,13 @@ def next_states(
             position is a token.
         cache: a transformers cache of B rows.
     """
+    kind: Any = type(trunk)
     output = trunk(
         input_ids=input_ids,
         attention_mask=attention_mask,
         position_ids=position_ids,
         use_cache=True,
-        **{_name_of_cache(type(trunk)): cache},
+        **{_name_of_cache(kind): cache},
     )
     return output.last_hidden_state
 
