@@ -223,7 +223,7 @@ def sentences(records: Sequence[dict[str, Any]]) -> str:
         f"{no_bonus[1]}; from hidden states, the lm-head included ({linear}), "
         f"{linear_bonus[0]} and {linear_bonus[1]}, without the bonus "
         f"{linear_no_bonus[0]} and {linear_no_bonus[1]}.",
-        f"GAE ({shape}) is {loop['measured']:.0f} times as fast as TRL's loop and "
+        f"GAE ({shape}) is {loop['measured']:.1f} times as fast as TRL's loop and "
         f"{verl['measured']:.0f} times as fast as verl's function, which whitens as well.",
         f"{what[0].upper()}{what[1:]} handles {iteration['measured']:.1f} times as many episodes "
         f"per second as TRL's, both on {threads}.",

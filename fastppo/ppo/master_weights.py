@@ -62,7 +62,7 @@ class MasterWeights:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Lets go of the gradients, whichever is asked for."""
-        # Not by torch's own, which sorts and profiles them first: half a small model's loss.
+        # Not by torch's own, which groups them first and notes itself for a profile.
         for weight in self.weights:
             weight.grad = None
 

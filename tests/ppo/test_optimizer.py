@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,25 @@ def test_every_weight_is_in_one_group_with_its_rate_and_decay(kind: str) -> None
         assert group["lr"] == group["peak_lr"] == (3e-3 if of_values else 1e-4), name
         decays = parameter.dim() >= 2 and not name.startswith("value_function.head.")
         assert group["weight_decay"] == (0.1 if decays else 0.0), name
+
+
+@pytest.mark.parametrize("kind", ["shared", "branch", "critic"])
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [({}, 1), ({"value_learning_rate": 3e-3}, 2), ({"weight_decay": 0.1}, None)],
+)
+def test_neighbours_of_one_rate_and_decay_are_one_group(
+    kind: str, options: dict, count: int | None
+) -> None:
+    """In one order whatever the options are: by it a checkpoint finds its weights' moments."""
+    model = _model(kind)
+    plain = make_optimizer(model, PPOConfig())
+    optimizer = make_optimizer(model, PPOConfig(**options))
+    steps = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert all(one != other for one, other in itertools.pairwise(steps))
+    assert len(steps) == (count or (2 if kind == "shared" else 3))
+    orders = [[id(weight) for weight in each.weights] for each in (plain, optimizer)]
+    assert orders[0] == orders[1]
 
 
 def test_only_what_is_trained_is_in_the_optimizer() -> None:
