@@ -247,7 +247,9 @@ def test_a_value_that_has_not_moved_far_is_never_counted_as_clipped(tmp_path: Pa
 @pytest.mark.parametrize("clip", [None, 1e-9])
 def test_the_trainers_update_clips_values_by_the_option(clip: float | None, tmp_path: Path) -> None:
     """Within so narrow a range every value that has moved away from its return is clipped."""
-    metrics = make_trainer(tmp_path, value_clip=clip, iterations=1, value_learning_rate=1e-3).train()
+    metrics = make_trainer(
+        tmp_path, value_clip=clip, iterations=1, value_learning_rate=1e-3
+    ).train()
     if clip is None:
         assert "value_clip_fraction" not in metrics
     else:
