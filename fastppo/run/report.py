@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastppo.functional.arguments import shown
-from fastppo.rewards.limit import best_of_several, curve, shows
 from fastppo.run.log import (
     EVAL_SAMPLES_LINE,
     METRICS_LINE,
@@ -38,12 +37,6 @@ LINKED = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "config.yaml")
 
 SAMPLINGS = {"sampled": "eval/", "greedy": "eval/greedy/"}
 """How held-out prompts are answered, with the prefix of the metrics of each."""
-BASE_REWARDS = "base_rewards.json"
-"""Of a run: [prompts, samples], what samples of the policy earned before the first iteration."""
-
-LIMIT_POINTS = 40
-"""Of the curve of the limit."""
-
 SAMPLES_PER_ITERATION = 4
 SAMPLED_ITERATIONS = 6
 VALUE = re.compile(r"(= |step[ -])[-+.\w]+")
@@ -97,13 +90,6 @@ def write_report(run_dir: str | Path, path: str | Path | None = None) -> Path:
     """
     run = read_run(run_dir)
     groups, constants = _groups([run])
-    header = _header(run)
-    try:
-        beside = _against_the_limit(Path(run_dir), run)
-    except ValueError as error:  # a training that is done does not fail for one chart
-        beside = []
-        header.append(f"No limit beside the reward: {Path(run_dir) / BASE_REWARDS}: {error}")
-    groups[:1] = [(groups[0][0], groups[0][1] + beside)]
     page = Path(run_dir) / "report.html" if path is None else Path(path)
     files = [
         os.path.relpath(Path(run_dir) / name, page.parent)
@@ -114,7 +100,7 @@ def write_report(run_dir: str | Path, path: str | Path | None = None) -> Path:
         page,
         groups,
         name=run.name,
-        header=header,
+        header=_header(run),
         links=files,
         summary=summary(run.records),
         warnings=_warnings(run.records),
@@ -415,57 +401,6 @@ def _gold_against_proxy(records: list[dict[str, Any]]) -> list[Chart]:
         unit = "√KL to the reference, √nats"
         charts.append(Chart(f"{title}, by KL", note, "reward", unit, distance, curves))
     return charts
-
-
-def _against_the_limit(run_dir: Path, run: Run) -> list[Chart]:
-    """The reward against the KL beside what no policy exceeds there, where samples of the base are
-    at hand: on held-out prompts if there are any, as those of the samples are. Only where the
-    evaluation is of the trained rewards and of sampled responses, as the samples are too. The limit
-    ends where the samples no longer show it.
-
-    Raises:
-        ValueError: the samples of the base are damaged, or too few of them have a reward.
-    """
-    path = run_dir / BASE_REWARDS
-    evaluated = bool(run.config.get("eval_prompts"))
-    if evaluated and (
-        run.config.get("eval_rewards") or run.config.get("eval_sampling") == "greedy"
-    ):
-        return []
-    prefix = "eval/" if any("eval/kl" in record for record in run.records) else ""
-    names = f"{prefix}kl", f"{prefix}reward"
-    known = [r for r in run.records if math.isfinite(r.get(names[0], math.nan))]
-    points = [(max(r[names[0]], 0.0), r[names[1]]) for r in known]
-    if not path.exists() or not points:
-        return []
-    rewards = json.loads(path.read_text())
-    best = best_of_several(rewards)
-    # A point on the plot's edge is not drawn.
-    farthest = 1.03 * max([1.0, *(kl for kl, _ in points), *(each.kl for each in best)])
-    grid = [farthest * i / LIMIT_POINTS for i in range(LIMIT_POINTS + 1)]
-    found = curve(rewards, grid)
-    count = next((i for i, kl in enumerate(grid) if not shows(found[i], kl)), len(grid))
-    limits = [each.reward for each in found[:count]]
-    rows: list[tuple[float, float | None, float | None]] = [
-        *((kl, None, None) for kl in grid),
-        *((kl, reward, None) for kl, reward in points),
-        *((each.kl, None, each.reward) for each in best),
-    ]
-    rows.sort(key=lambda row: row[0])
-    x, policy, chosen = map(list, zip(*rows, strict=True))
-    last = grid[count - 1] if count else -1.0
-    shown_limit = [np.interp(kl, grid[:count], limits).item() if kl <= last else None for kl in x]
-    series: list[dict[str, Any]] = [
-        {"label": names[1], "values": policy, "points": True},
-        {"label": "limit: the base, tilted", "values": shown_limit},
-        {"label": f"best of {', '.join(str(each.n) for each in best)}", "values": chosen}
-        | {"points": True},
-    ]
-    note = f"by {len(rewards[0])} samples of the base to each of {len(rewards)} prompts"
-    if count < len(grid):
-        note += "; beyond its end they do not show the limit"
-    unit = "KL to the base, nats per response"
-    return [Chart("Reward against its limit", note, "reward", unit, x, series)]
 
 
 def _rises(values: list[float]) -> bool:

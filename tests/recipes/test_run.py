@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import tiny
-import torch
 from rich.console import Console
 from transformers import LlamaConfig
 
@@ -30,14 +28,11 @@ from fastppo.recipes import (
 )
 from fastppo.recipes.catalogue import RECIPES, Recipe, find
 from fastppo.recipes.run import (
-    _print_limit,
-    beside_the_limit,
     lay_out,
     prepare,
     run_recipe,
     show_recipes,
 )
-from fastppo.rewards.limit import tilted
 from fastppo.run.log import read_jsonl
 from fastppo.stages.supervised import Records
 
@@ -100,7 +95,7 @@ def _toys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preferences, "SAMPLES", 2)
     monkeypatch.setattr(sentiment, "PROMPTS", sentiment.PROMPTS[:12])
     monkeypatch.setattr(sentiment, "HELD_OUT", sentiment.HELD_OUT[:8])
-    monkeypatch.setattr("fastppo.recipes.run.LOOKED_AT", 16)
+    monkeypatch.setattr("fastppo.recipes.run.HELD_OUT_RESPONSES", 16)
     shape = characters.model_config
     monkeypatch.setattr(characters, "model_config", lambda: shape(hidden=32, layers=1))
 
@@ -139,21 +134,6 @@ def _config(recipe: Recipe) -> PPOConfig:
     import yaml
 
     return PPOConfig(**yaml.safe_load(recipe.config("x")))
-
-
-@pytest.mark.usefixtures("stubs")
-def test_the_sentiment_stands_beside_its_limit(tmp_path: Path, capsys) -> None:
-    assert _run("smollm2-sentiment", tmp_path) == 0
-    said = " ".join(capsys.readouterr().err.split())
-    assert "no policy earns more than about" in said
-    assert "Best of 8:" in said
-    found = json.loads((tmp_path / "ppo" / "limit.json").read_text())
-    base = torch.tensor(json.loads((tmp_path / "ppo" / "base_rewards.json").read_text()))
-    assert base.shape == (8, 64)
-    assert found["base_reward"] == pytest.approx(base.mean().item())
-    assert len({tuple(row) for row in base.tolist()}) == 8
-    assert all(len(set(row)) > 1 for row in base.tolist()), "samples of a prompt differ"
-    assert [each["n"] for each in found["best_of"]] == [2, 4, 8, 16]
 
 
 def test_the_folder_is_a_run_that_train_repeats(tmp_path: Path, capsys) -> None:
@@ -310,81 +290,6 @@ def test_several_processes_are_refused(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("fastppo.recipes.run.world_of", lambda config: World(size=2))
     with pytest.raises(ValueError, match="a recipe runs in one process, got 2"):
         run_recipe(find("arithmetic"), tmp_path, _config(find("arithmetic")))
-
-
-def test_a_policy_beside_its_limit_has_the_numbers_of_the_tilt() -> None:
-    base: list[list[float | None]] = [[0.0, 1.0, 0.5, 0.25] * 4, [1.0, 1.0, 0.0, 0.0] * 4]
-    at = tilted(base, 0.5)
-    found: dict[str, Any] = beside_the_limit(base, {"reward": at.reward, "kl": at.kl})
-    assert found["share_of_gain"] == pytest.approx(1)
-    assert found["most_of_gain"] is None
-    assert found["limit"]["beta"] == pytest.approx(0.5)
-    assert [each["n"] for each in found["best_of"]] == [2, 4, 8, 16]
-    assert "than about" in _said(found)
-    assert "about 100% of the gain" in _said(found)
-
-
-def _said(found: dict[str, Any]) -> str:
-    printed = io.StringIO()
-    _print_limit(Console(file=printed, width=1000), found)
-    return printed.getvalue()
-
-
-def test_beyond_its_samples_no_limit_is_claimed() -> None:
-    base: list[list[float | None]] = [[0.0, 1.0] * 8]
-    found = beside_the_limit(base, {"reward": 0.9, "kl": 5.0})
-    assert found["share_of_gain"] is None
-    said = _said(found)
-    assert "5.00 nats is beyond what 16 samples of the base to a prompt show" in said
-    assert "no policy earns" not in said
-    # The farthest tilt that 8 of 16 samples carry earns 1, and the base 0.5.
-    assert found["most_of_gain"] == pytest.approx(0.8)
-    assert "at most about 80% of the gain there" in said
-    assert "of the gain" not in _said(beside_the_limit(base, {"reward": 0.4, "kl": 5.0}))
-
-
-@pytest.mark.parametrize(
-    ("base", "reward", "kl"),
-    [([[0.5] * 8], 0.7, 1.0), ([[0.0, 1.0] * 8], 0.5, -0.01), ([[0.0, 1.0] * 8], 0.5, 0.0)],
-)
-def test_what_no_share_can_be_of_is_said_without_one(
-    base: list[list[float | None]], reward: float, kl: float
-) -> None:
-    found = beside_the_limit(base, {"reward": reward, "kl": kl})
-    json.dumps(found, allow_nan=False)
-    assert "nan" not in _said(found)
-    assert "of the gain" not in _said(found)
-
-
-@pytest.mark.usefixtures("stubs")
-def test_a_reward_that_drops_samples_has_a_limit_and_a_report(tmp_path: Path, capsys) -> None:
-    lay_out(find("smollm2-sentiment"), tmp_path)
-    (tmp_path / "reward.py").write_text(
-        "def vader_by_word(prompts, completions):\n"
-        "    scores = [sum(map(ord, text)) % 7 / 7 for text in completions]\n"
-        "    return [None if i % 3 == 0 else score for i, score in enumerate(scores)]\n"
-        "def afinn(prompts, completions):\n"
-        "    return [0.0] * len(prompts)\n"
-    )
-    dropping = ("--reward_failure", "drop")
-    assert _run("smollm2-sentiment", tmp_path, *dropping) == 0, capsys.readouterr().err
-    base = json.loads((tmp_path / "ppo" / "base_rewards.json").read_text())
-    earned = [[reward for reward in row if reward is not None] for row in base]
-    assert {len(row) for row in earned} <= {42, 43}, "of 64"
-    found = json.loads((tmp_path / "ppo" / "limit.json").read_text())
-    assert found["base_reward"] == pytest.approx(sum(sum(row) / len(row) for row in earned) / 8)
-    assert "Reward against its limit" in (tmp_path / "ppo" / "report.html").read_text()
-
-
-@pytest.mark.usefixtures("stubs")
-def test_a_run_whose_base_earned_nothing_ends_without_its_limit(
-    tmp_path: Path, monkeypatch, capsys
-) -> None:
-    nothing: list[list[float | None]] = [[None] * 64] * 8
-    monkeypatch.setattr("fastppo.recipes.run.base_rewards", lambda *given: nothing)
-    assert _run("smollm2-sentiment", tmp_path) == 0, capsys.readouterr().err
-    assert "no limit beside the result: rewards must have two" in capsys.readouterr().err
-    assert "No limit beside the reward" in (tmp_path / "ppo" / "report.html").read_text()
 
 
 def test_the_commands_of_the_page_work(tmp_path: Path, monkeypatch, capsys) -> None:

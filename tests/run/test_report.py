@@ -16,7 +16,6 @@ from fastppo.run import report
 from fastppo.run.log import read_jsonl
 from fastppo.run.panels import GROUPS, PANELS
 from fastppo.run.report import (
-    BASE_REWARDS,
     GOLD_GROUPS,
     summary,
     write_comparison,
@@ -236,11 +235,8 @@ def test_a_kl_estimate_below_0_is_no_distance(kl: float, tmp_path: Path) -> None
 def test_a_kl_that_is_not_finite_is_left_out_of_the_plots_against_it(tmp_path: Path) -> None:
     """NaN is no JSON: the page would draw nothing at all."""
     kls = [math.nan, 4.0, math.inf]
-    (tmp_path / BASE_REWARDS).write_text(json.dumps([[0.0, 1.0]] * 2))
     html = _write(tmp_path, [{"reward": 1.0, "monitor/gold": 0.5, "kl": kl} for kl in kls])
     assert _charts(html)["Gold against proxy, by KL"]["x"] == [2.0]
-    (policy, *_) = _charts(html)["Reward against its limit"]["series"]
-    assert [value for value in policy["values"] if value is not None] == [1.0]
 
 
 def test_what_is_not_finite_does_not_stop_the_report(tmp_path: Path) -> None:
@@ -418,69 +414,9 @@ def test_a_browser_draws_every_chart_without_a_word(run: Path) -> None:
     assert shown.stdout.count("<canvas") == len(PANELS) + 2
 
 
-BASE = [[0.0, 1.0] * 16, [1.0, 0.0] * 16, [0.0, 0.0] * 16]
-
-
 def test_rounding_noise_below_0_is_0(run: Path) -> None:
     sample = json.loads((run / "samples.jsonl").read_text()) | {"kl": -1e-7, "reward": -1e-9}
     (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     html = write_report(run).read_text()
     assert "KL <b>0.00</b>" in html
     assert "-0.00" not in html
-
-
-def test_where_samples_of_the_base_are_at_hand_the_reward_stands_beside_its_limit(
-    run: Path,
-) -> None:
-    (run / BASE_REWARDS).write_text(json.dumps(BASE))
-    chart = _charts(write_report(run).read_text())["Reward against its limit"]
-    policy, limit, best = chart["series"]
-    drawn = {x: y for x, y in zip(chart["x"], limit["values"], strict=True) if y is not None}
-    assert chart["x"] == sorted(chart["x"])
-    assert drawn[0.0] == pytest.approx(1 / 3, abs=1e-5)
-    assert list(drawn.values()) == sorted(drawn.values())
-    assert max(drawn) < 2 / 3 * math.log(2) < max(chart["x"]), "as far as the samples go"
-    assert None not in limit["values"][: len(drawn)], "and no gap before"
-    assert policy["values"][-1] is None, "a point on the edge would not be drawn"
-    assert "beyond its end they do not show the limit" in chart["note"]
-    assert [value for value in policy["values"] if value is not None] == [
-        line["reward"] for line in read_jsonl(run / "metrics.jsonl")
-    ]
-    assert next(value for value in best["values"] if value is not None) == pytest.approx(
-        2 / 3 * (1 - 15 / 62)  # both of two draws of 16 zeros and 16 ones are 0
-    )
-    assert "by 32 samples of the base to each of 3 prompts" in chart["note"]
-
-
-def test_the_limit_is_drawn_only_beside_what_is_scored_and_sampled_alike(run: Path) -> None:
-    (run / BASE_REWARDS).write_text(json.dumps(BASE))
-    for more, drawn in (
-        ("eval_prompts: held_out.jsonl", True),
-        ("eval_prompts: held_out.jsonl\neval_rewards: [other.py:gold]", False),
-        ("eval_prompts: held_out.jsonl\neval_sampling: greedy", False),
-        ("eval_prompts: held_out.jsonl\neval_sampling: both", True),
-    ):
-        (run / "config.yaml").write_text(f"model: my/model\n{more}\n")
-        html = write_report(run).read_text()
-        assert ("Reward against its limit" in _charts(html)) == drawn, more
-
-
-def test_samples_that_the_reward_dropped_count_for_nothing(run: Path) -> None:
-    charts = []
-    for dropped in ([], [[None] * 32, [None] * 31 + [9.0]]):
-        (run / BASE_REWARDS).write_text(json.dumps(BASE + dropped))
-        charts.append(_charts(write_report(run).read_text())["Reward against its limit"])
-    assert charts[0]["series"] == charts[1]["series"]
-
-
-@pytest.mark.parametrize(
-    "damage", ["[[1.0], [2.0, 3.0]]", "{}", "[", '[["a", "b"]]', "[[null, null, 1.0]]"]
-)
-def test_samples_of_the_base_that_give_no_limit_are_named_and_the_rest_is_drawn(
-    damage: str, run: Path
-) -> None:
-    (run / BASE_REWARDS).write_text(damage)
-    html = write_report(run).read_text()
-    assert f"No limit beside the reward: {run / BASE_REWARDS}: " in html
-    assert "Reward against its limit" not in html
-    assert "Reward" in _charts(html)
