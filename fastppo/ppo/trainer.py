@@ -75,7 +75,7 @@ from fastppo.run.checkpoint import random_state, restore_random_state
 from fastppo.run.lock import held
 from fastppo.run.log import SharedLog, check_no_run, progress, read_jsonl, say
 from fastppo.run.report import write_report
-from fastppo.run.signals import Asked, PhaseEndedError, Stopped, listening
+from fastppo.run.signals import PhaseEndedError, Stopped, StopRequest, listening
 from fastppo.run.watch import rollout_health
 
 
@@ -164,7 +164,7 @@ class PPOTrainer:
         with (
             world.answering(),
             held(run_dir, world),
-            listening(world) as asked,
+            listening(world) as stop_request,
             closing(self.callbacks),
             closing(self.checkpoints),
             closing(self.turns),
@@ -176,17 +176,21 @@ class PPOTrainer:
             elif state.iteration == 0:
                 world.first(lambda: check_no_run(run_dir))
             self.self_check(self.prompts)
-            metrics = self._iterations(run_dir, asked)
+            metrics = self._iterations(run_dir, stop_request)
             self.checkpoints.finish()
-            if asked.stop and state.iteration < config.iterations and not state.watch.stopped_by:
-                raise Stopped(asked.stop, self.checkpoints.how_far())
+            if (
+                stop_request.stop
+                and state.iteration < config.iterations
+                and not state.watch.stopped_by
+            ):
+                raise Stopped(stop_request.stop, self.checkpoints.how_far())
             self.save_policy(run_dir / "policy")
             world.first(lambda: write_report(run_dir))
             self.callbacks.tell("on_train_end")
         state.raise_if_stopped(run_dir)
         return metrics or world.first(lambda: read_jsonl(run_dir / "metrics.jsonl")[-1])
 
-    def _iterations(self, run_dir: Path, asked: Asked) -> dict[str, float]:
+    def _iterations(self, run_dir: Path, stop_request: StopRequest) -> dict[str, float]:
         """Iterates to the end, or until the watch or a signal stops it; the last metrics."""
         config, state, told, end = self.config, self.state, self.callbacks, self.config.iterations
         about = {"first": state.iteration, "device": device_name(self.device)}
@@ -197,12 +201,12 @@ class PPOTrainer:
         with closing(log), bar as show:
             told.begin(state.iteration)
             while state.iteration < end and not (
-                asked.stop or told.stop or state.has_enough(config)
+                stop_request.stop or told.stop or state.has_enough(config)
             ):
                 told.tell("on_step_begin")
                 at_start = random_state()
                 try:
-                    metrics = self.iterate(log, asked)
+                    metrics = self.iterate(log, stop_request)
                 except PhaseEndedError:
                     restore_random_state(*at_start)
                     break
@@ -213,24 +217,24 @@ class PPOTrainer:
                     self.world.first(lambda: write_report(run_dir))
                     raise
                 show(completed=state.iteration, status=status(metrics))
-                save = told.step_ended() | asked.save()
+                save = told.step_ended() | stop_request.checkpoint_wanted()
                 self.checkpoints.after_iteration(metrics, asked=save)
         return metrics
 
-    def iterate(self, log: SharedLog, asked: Asked | None = None) -> dict[str, float]:
-        """One PPO iteration; returns its metrics. `asked` may end it before its update."""
+    def iterate(self, log: SharedLog, stop_request: StopRequest | None = None) -> dict[str, float]:
+        """One PPO iteration; returns its metrics. `stop_request` may end it before its update."""
         assert self.prompts is not None
-        asked = asked or Asked()
+        stop_request = stop_request or StopRequest()
         options, clock = self._begin_iteration(), Clock()
         how_many = options.prompts_per_iteration, options.seed, options.samples_per_prompt
         chosen = self.curriculum.at(self.state, *how_many)
         prompts = self.prompts.select(chosen.rows)
         prompts, rollout = self.turns.play(prompts, self.engine, self.sampling)
         clock.lap("generate")
-        asked.end_phase()
+        stop_request.end_phase()
         scores = self.score(prompts, rollout, options)
         clock.lap("score")
-        asked.end_phase()
+        stop_request.end_phase()
         metrics = self.curriculum.take(chosen, scores, self.state)
         prompts, rollout, scores, dropped = without_dropped(prompts, rollout, scores)
         batch = Batch.of(prompts.token_ids, rollout.tokens, self.device, rollout.written)

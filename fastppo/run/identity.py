@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from fastppo.functional.arguments import shown
 from fastppo.run.options import Options, read_yaml
+from fastppo.run.removed import is_unset, removal
 
 PACKAGES = ("fastppo", "torch", "transformers", "peft", "vllm")
 """Whose versions a checkpoint holds: what the numbers of a run come from."""
@@ -97,6 +98,11 @@ def check_same_run(
     """
     found = differences(before, now, essential)
     other = [str(difference) for difference in found if difference.is_other_run]
+    options = before.get("options", {})
+    for name, value in options.items():
+        sentence = removal(name)
+        if sentence and name not in now["options"] and not is_unset(name, value):
+            other.append(f"{name} was {shown(value)}; {sentence}")
     if other and not allowed:
         raise ValueError(
             f"{path} is of another run: {'; '.join(other)}. `--allow_config_change true` goes on "

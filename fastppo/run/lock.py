@@ -1,41 +1,19 @@
-"""One run directory, one run: a lock that the kernel holds for a living process.
-
-The lock is `flock` on the file `.lock`, which is free again as soon as its process is gone, however
-it went, so no lock is ever stale. The file says who holds it. On a file system that has no locks
-(some network mounts) a run goes on without one.
-"""
+"""One run directory, one run: a lock on its file `.lock`, which ends with the process."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import json
 import os
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+
+from filelock import FileLock, Timeout
 
 from fastppo.data.world import World
 
 FILE = ".lock"
-
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-
-_held: dict[Path, int] = {}
-"""Descriptors of the locks of this process."""
-
-
-def _close_in_child() -> None:
-    # A child that outlives the run would hold its lock: it has the same open file.
-    for descriptor in _held.values():
-        os.close(descriptor)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 @contextmanager
@@ -47,53 +25,31 @@ def held(run_dir: str | Path, world: World | None = None) -> Iterator[None]:
         ValueError: another run holds it, it is a file, or it cannot be written.
     """
     with ExitStack() as stack:
-        (world or World()).first(lambda: stack.enter_context(_holding(run_dir)))
+        (world or World()).first(lambda: stack.enter_context(_locked(Path(run_dir))))
         yield
 
 
 @contextmanager
-def _holding(run_dir: str | Path) -> Iterator[None]:
-    path = Path(run_dir).absolute()
-    if path in _held:
-        yield
-        return
-    if path.exists() and not path.is_dir():
+def _locked(run_dir: Path) -> Iterator[None]:
+    if run_dir.exists() and not run_dir.is_dir():
         raise ValueError(f"output_dir {run_dir} is a file")
+    path = run_dir.absolute() / FILE
+    # A singleton counts how often its process has entered; every thread of the run is inside.
+    lock = FileLock(path, timeout=0, is_singleton=True, thread_local=False)
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path / FILE, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise ValueError(f"output_dir {run_dir} cannot be written: {error.strerror}") from error
-    _held[path] = descriptor
-    try:
-        _take(descriptor, run_dir)
-        yield
-    finally:
-        # Not by name: a run that comes next may have it open already.
-        _held.pop(path, None)
-        os.close(descriptor)
-
-
-def _take(descriptor: int, run_dir: str | Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        holder = path.read_text(errors="replace").strip() or "it does not say which"
         raise ValueError(
-            f"another run is at work in {run_dir}: {_holder(descriptor)}. Wait for it, stop it, or "
-            "choose another output_dir"
+            f"another run is at work in {run_dir}: {holder}. Wait for it, stop it, or choose "
+            "another output_dir"
         ) from None
     except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-    now = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-    record = {"pid": os.getpid(), "host": socket.gethostname(), "since": now}
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(record).encode() + b"\n", 0)
-
-
-def _holder(descriptor: int) -> str:
+        raise ValueError(f"output_dir {run_dir} cannot be written: {error.strerror}") from error
     try:
-        record: Any = json.loads(os.pread(descriptor, 1024, 0))
-        return f"process {record['pid']} on {record['host']}, since {record['since']}"
-    except (OSError, ValueError, LookupError, TypeError):
-        return "it has not said who it is yet"
+        since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")
+        yield
+    finally:
+        lock.release()

@@ -34,6 +34,7 @@ from fastppo.data.world import TIMEOUT
 from fastppo.functional import arguments
 from fastppo.functional.arguments import shown
 from fastppo.run.counterparts import TRL
+from fastppo.run.removed import is_unset, removal
 
 MAX_INTEGER = 2**63 - 1
 """The largest option that is an integer: what a tensor holds."""
@@ -75,6 +76,8 @@ class Options:
     @classmethod
     def hint(cls, name: str) -> str:
         """What to add to the sentence that there is no option of this name."""
+        if sentence := removal(name):
+            return f"; {sentence}"
         known = [each.name for each in fields(cls)]
         counterpart = TRL.get(name, "")
         if counterpart.partition(" ")[0].strip(",;") in known:
@@ -142,6 +145,9 @@ def check_bounds(options: type[Options], name: str, value: Any) -> None:
 def _converted(name: str, value: Any, hint: Any) -> Any:
     """`value` as the option's type. YAML reads 1e-5 as a string, and 1 where 1.0 is meant."""
     if get_origin(hint) is Literal:
+        sentence = removal(f"{name}={value}")
+        if sentence and value not in get_args(hint):
+            raise ValueError(sentence)
         return arguments.choice(name, value, get_args(hint))
     if get_origin(hint) in (Union, UnionType):
         (inner,) = (choice for choice in get_args(hint) if choice is not type(None))
@@ -206,15 +212,20 @@ def read_yaml(path: str | Path, options: type[Options]) -> dict[str, Any]:
     """The keys of a YAML file of options.
 
     Raises:
-        ValueError: no mapping, or a key that is no option; the nearest option is named.
+        ValueError: no mapping, a removed option, or a key that is no option; the nearest option is
+            named.
     """
     loaded = load_yaml(path)
-    known = [each.name for each in fields(options)]
-    for key in loaded:
-        if key not in known:
+    known = {each.name for each in fields(options)}
+    unknown = {key: value for key, value in loaded.items() if key not in known}
+    removed = [key for key in unknown if isinstance(key, str) and removal(key)]
+    for key in unknown:
+        if key not in removed:
             hint = options.hint(key) if isinstance(key, str) else ""
             raise ValueError(f"{path}: no option {shown(key)}{hint}")
-    return loaded
+    if sentences := [f"{removal(key)}" for key in removed if not is_unset(key, unknown[key])]:
+        raise ValueError(f"{path}: " + f"\n{path}: ".join(sentences))
+    return {key: value for key, value in loaded.items() if key in known}
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:

@@ -40,18 +40,18 @@ class PhaseEndedError(Exception):
     """An iteration ends before its update, because the run is to stop."""
 
 
-class Asked:
-    """What signals have asked a run for since it began to listen.
+class StopRequest:
+    """What signals have asked a run for since it began to listen: to stop, or for a checkpoint.
 
     Args:
-        world: ranks that are asked together: what one has heard all know when `end_phase` and
-            `save` are called, and not before.
+        world: the ranks of the run. What one of them has heard, all know after `end_phase` and
+            `checkpoint_wanted`, and not before.
     """
 
     def __init__(self, world: World | None = None) -> None:
         self.world = world or World()
         self.stop: int | None = None
-        """The signal, if one asked it to stop."""
+        """The signal that asked the run to stop; None if there was none."""
         self._heard: int | None = None
         self._save = False
 
@@ -60,6 +60,10 @@ class Asked:
         self._heard = signum
         if self.world.size == 1:
             self.stop = signum
+
+    def hear_save(self) -> None:
+        """A signal asks this process for a checkpoint."""
+        self._save = True
 
     def _agree(self) -> None:
         if self.world.size > 1:
@@ -73,11 +77,12 @@ class Asked:
         if self.stop is not None:
             raise PhaseEndedError
 
-    def save(self) -> bool:
+    def checkpoint_wanted(self) -> bool:
         """Whether a checkpoint was asked for since the last call."""
         self._agree()
-        asked, self._save = self._save, False
-        return asked
+        wanted = self._save
+        self._save = False
+        return wanted
 
 
 @contextmanager
@@ -95,24 +100,24 @@ def stopping_at_once() -> Iterator[None]:
 
 
 @contextmanager
-def listening(world: World | None = None) -> Iterator[Asked]:
-    """What a run is asked for while the block runs; it looks where it can act on it."""
-    asked = Asked(world)
+def listening(world: World | None = None) -> Iterator[StopRequest]:
+    """The requests that signals make while the block runs; the run reads them where it can act."""
+    request = StopRequest(world)
 
     def stop(signum: int, frame: Any) -> None:
-        asked.hear(signum)
-        for each in STOPPING:  # by the kernel, which waits for no Python code
-            if signal.getsignal(each) is stop:
-                signal.signal(each, signal.SIG_DFL)
+        request.hear(signum)
+        for stopping in STOPPING:  # by the kernel, which waits for no Python code
+            if signal.getsignal(stopping) is stop:
+                signal.signal(stopping, signal.SIG_DFL)
         # Past Python's streams, which the handler may have interrupted in the middle of a line.
         line = f"{signal.Signals(signum).name}: stopping with a checkpoint after the phase at hand"
         os.write(2, f"{line}; a second one ends the run at once\n".encode())
 
     def save(signum: int, frame: Any) -> None:
-        asked._save = True
+        request.hear_save()
 
     with _handled(dict.fromkeys(STOPPING, stop) | {signal.SIGUSR1: save}):
-        yield asked
+        yield request
 
 
 @contextmanager

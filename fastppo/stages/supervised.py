@@ -46,7 +46,7 @@ from fastppo.run.identity import check_same_run, of_run
 from fastppo.run.lock import held
 from fastppo.run.log import SharedLog, check_no_run, progress, read_jsonl, say
 from fastppo.run.options import Options, WeightOptions, option
-from fastppo.run.signals import Asked, Stopped, listening
+from fastppo.run.signals import Stopped, StopRequest, listening
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -365,18 +365,18 @@ class SupervisedTrainer(Trainer, ABC):
         self.say = functools.partial(say, console)
         newest = self.world.first(self._resume_from) if self.config.resume else None
         self.args.eval_on_start = bool(self.eval_dataset) and newest is None
-        with progress(self.title, console) as show, listening(self.world) as asked:
+        with progress(self.title, console) as show, listening(self.world) as stop_request:
             self.add_callback(ProgressBar(show))
-            self.add_callback(Interruptions(self.config, asked, self.world))
+            self.add_callback(Interruptions(self.config, stop_request, self.world))
             self.train(resume_from_checkpoint=None if newest is None else str(newest))
-        if asked.stop and self.state.global_step < self.state.max_steps:
+        if stop_request.stop and self.state.global_step < self.state.max_steps:
             done, end = self.state.global_step, self.state.max_steps
             newest = self.world.first(lambda: newest_checkpoint(self.config.output_dir))
             next_run = f"`--resume true` goes on from {newest}"
             if newest is None:
                 next_run = "no checkpoint was written"
             how_far = f" after {done} of {end} steps; {next_run}"
-            raise Stopped(asked.stop, how_far)
+            raise Stopped(stop_request.stop, how_far)
         records = self.state.log_history
         losses = [record["loss"] for record in records if "loss" in record]
         tail = losses[-max(1, len(losses) // 10) :]
@@ -617,8 +617,11 @@ class Records(TrainerCallback):
 class Interruptions(TrainerCallback):
     """Checkpoints by the clock and on request, and an end after the step at hand on request."""
 
-    def __init__(self, config: SupervisedConfig, asked: Asked, world: World | None = None) -> None:
-        self.seconds, self.asked = 60 * config.checkpoint_minutes, asked
+    def __init__(
+        self, config: SupervisedConfig, stop_request: StopRequest, world: World | None = None
+    ) -> None:
+        self.seconds = 60 * config.checkpoint_minutes
+        self.stop_request = stop_request
         self.world = world or World()
         self._time = time.monotonic()
 
@@ -626,13 +629,13 @@ class Interruptions(TrainerCallback):
         is_late = self.seconds and self.world.first(
             lambda: time.monotonic() - self._time >= self.seconds
         )
-        if self.asked.save() or self.asked.stop or is_late:
+        if self.stop_request.checkpoint_wanted() or self.stop_request.stop or is_late:
             control.should_save = True
-        if self.asked.stop:
+        if self.stop_request.stop:
             control.should_training_stop = True
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.asked.stop and not float(state.epoch).is_integer():
+        if self.stop_request.stop and not float(state.epoch).is_integer():
             control.should_evaluate = False  # an epoch that is cut short has no held-out metrics
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:

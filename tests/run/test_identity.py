@@ -78,6 +78,15 @@ def test_another_run_is_refused_unless_it_is_allowed() -> None:
     assert len(identity.check_same_run(Path("c-1"), before, now, ["seed"], allowed=True)) == 1
 
 
+def test_a_removed_option_of_a_checkpoint_is_answered_unless_it_was_not_set() -> None:
+    before = _identity()
+    before["options"] |= {"log_interval": 1, "project": "mine"}
+    expected = "project was 'mine'; project was removed: the trackers' project is fastppo. `--allow"
+    with pytest.raises(ValueError, match=expected):
+        identity.check_same_run(Path("c-1"), before, _identity(), [], allowed=False)
+    assert identity.check_same_run(Path("c-1"), before, _identity(), [], allowed=True) == []
+
+
 def test_the_configs_of_all_parts_are_kept(tmp_path: Path) -> None:
     for number, rate in ((0, 1), (0, 1), (5, 2), (5, 3), (7, 3), (9, 4)):
         identity.keep_config(tmp_path, Config(rate=rate), number)

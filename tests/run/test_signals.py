@@ -34,32 +34,32 @@ def test_while_training_the_first_is_remembered_and_the_second_is_the_kernels(
     signum: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = {each: signal.getsignal(each) for each in STOPPING}
-    with listening() as asked:
-        asked.end_phase()
+    with listening() as request:
+        request.end_phase()
         _send(signum)
-        assert asked.stop == signum
+        assert request.stop == signum
         assert all(signal.getsignal(each) is signal.SIG_DFL for each in STOPPING)
         with pytest.raises(PhaseEndedError):
-            asked.end_phase()
+            request.end_phase()
     assert {each: signal.getsignal(each) for each in STOPPING} == before
     assert f"{signum.name}: stopping with a checkpoint" in capfd.readouterr().err
 
 
 def test_a_checkpoint_is_asked_for_once() -> None:
-    with listening() as asked:
-        assert not asked.save()
+    with listening() as request:
+        assert not request.checkpoint_wanted()
         _send(signal.SIGUSR1)
-        assert asked.save()
-        assert not asked.save()
-        assert asked.stop is None
+        assert request.checkpoint_wanted()
+        assert not request.checkpoint_wanted()
+        assert request.stop is None
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with stopping_at_once(), listening() as asked:
+        with stopping_at_once(), listening() as request:
             _send(signal.SIGHUP)
-            assert asked.stop is None
+            assert request.stop is None
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -69,8 +69,8 @@ def test_a_thread_listens_to_nothing_and_runs_all_the_same() -> None:
     seen = []
 
     def work() -> None:
-        with stopping_at_once(), listening() as asked:
-            seen.append(asked.stop)
+        with stopping_at_once(), listening() as request:
+            seen.append(request.stop)
 
     thread = threading.Thread(target=work)
     thread.start()

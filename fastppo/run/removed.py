@@ -1,0 +1,87 @@
+"""Options that earlier versions had, and what to do instead.
+
+A YAML file, a flag or a checkpoint may still have one. At the value that it had by default it is
+passed over; any other value is answered with its sentence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Removed(NamedTuple):
+    """An option, or one choice of an option (`rollout=continuous`), that is no more."""
+
+    default: Any
+    """What it was unless somebody set it; None also for a choice."""
+    sentence: str
+    """What to do instead."""
+
+
+REMOVED = {
+    "value_branch_layers": Removed(2, "value_model=critic trains a value function of its own"),
+    "value_model=branch": Removed(None, "value_model=critic trains a value function of its own"),
+    "rollout=continuous": Removed(None, "rollout=decoder and rollout=vllm are both faster"),
+    "advantage=monte_carlo": Removed(None, "advantage=gae with lam=1 is the same"),
+    "advantage=one_step": Removed(None, "advantage=gae with lam=0 is the same"),
+    "reward_ensemble_weight": Removed(
+        1.0, "the weight of the ensemble is the last entry of reward_weights"
+    ),
+    "success_window": Removed(8, "success is counted over the last 8 responses of a prompt"),
+    "leave_out": Removed(
+        "none", "with solved_reward, prompts whose last 8 responses all reached it are left out"
+    ),
+    "leave_out_for": Removed(None, "a prompt that is left out stays out"),
+    "early_stop_check": Removed("epoch", "early_stop_kl is checked after each epoch"),
+    "policy_kl_coef": Removed(1.0, "β of objective=penalty begins at 1 and adapts from there"),
+    "max_skipped_steps": Removed(5, "a run stops after 5 steps in a row that are not finite"),
+    "log_interval": Removed(1, "every iteration is logged"),
+    "log_samples": Removed(8, "8 samples of each iteration are logged"),
+    "checkpoint_failure": Removed("stop", "a checkpoint that cannot be written stops the run"),
+    "checkpoint_async": Removed(False, "the run waits while a checkpoint is written"),
+    "checkpoint_minutes": Removed(
+        10.0, "checkpoint_interval counts iterations, and SIGUSR1 asks for a checkpoint at any time"
+    ),
+    "checkpoint_limit": Removed(2, "the newest 2 checkpoints are kept"),
+    "reward_retries": Removed(2, "a reward that fails is called twice more; retry inside it"),
+    "reward_concurrency": Removed(8, "a reward at a URL gets 8 requests at a time"),
+    "reward_max_length": Removed(
+        None, "a reward model reads as many tokens as it was trained with, or as its context holds"
+    ),
+    "length_penalty": Removed(0.0, "subtract it in a reward function of your own"),
+    "length_penalty_free": Removed(0, "subtract it in a reward function of your own"),
+    "length_normalized_score": Removed(False, "divide by the length in a reward of your own"),
+    "no_repeat_ngram_size": Removed(0, "penalise repetition in a reward function of your own"),
+    "min_new_tokens": Removed(0, "penalise short responses in a reward function of your own"),
+    "experience_batch_size": Removed(
+        None, "microbatch_size also sets how many sequences are read without gradients"
+    ),
+    "loss_path": Removed("auto", "the loss always goes past the logits in chunks"),
+    "reference_policy": Removed(
+        "fixed", "reference_refresh=1 is the policy at the start of each iteration"
+    ),
+    "reference_offload": Removed(False, "LoRA needs no reference of its own"),
+    "push_to_hub": Removed(False, "`hf upload OWNER/NAME RUN/policy` uploads the policy"),
+    "hub_model_id": Removed(None, "`hf upload OWNER/NAME RUN/policy` uploads the policy"),
+    "hub_private_repo": Removed(None, "`hf upload --private OWNER/NAME RUN/policy` does it"),
+    "project": Removed("fastppo", "the trackers' project is fastppo"),
+    "run_name": Removed(None, "the trackers call a run by the name of its output_dir"),
+    "liger": Removed(False, "the trunk's layers run as transformers has them"),
+    "compile": Removed(False, "the trunk's layers run as transformers has them"),
+    "distributed_timeout": Removed(1800.0, "a process waits 1800 seconds for the others"),
+    "reshard_after_forward": Removed(True, "layers are always freed after their forward pass"),
+    "eval_rewards": Removed(
+        [], "an evaluation scores rewards and monitor_rewards; name it in monitor_rewards"
+    ),
+    "group_std": Removed(True, "without the division advantage=group is rloo, up to n/(n − 1)"),
+}
+
+
+def is_unset(name: str, value: Any) -> bool:
+    """Whether a removed option has the value that it had by default: nothing is lost then."""
+    return name in REMOVED and REMOVED[name].default == value
+
+
+def removal(name: str) -> str | None:
+    """The sentence on a removed option, or on a removed choice `option=value`; None of others."""
+    return f"{name} was removed: {REMOVED[name].sentence}" if name in REMOVED else None
