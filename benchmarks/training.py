@@ -27,7 +27,7 @@ from benchmarks.measure import Inputs
 from benchmarks.peers import CLIP_RATIO, GAMMA, KL_COEF, LAM
 from benchmarks.sequences import eager_whiten, loop_gae
 from benchmarks.shapes import Model, Training
-from fastppo.models.layers import layers_of
+from fastppo.models.trunk import layers_of
 from fastppo.rollout import RolloutEngine
 
 ENTROPY_COEF = 0.01

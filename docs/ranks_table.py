@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fastppo.models.layers import layers_of
+from fastppo.models.trunk import layers_of
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.memory import GB, Phase, make_plan
 
@@ -76,7 +76,7 @@ def gathered(config: LlamaConfig) -> tuple[int, int]:
     """Bytes in bf16: (the whole policy; the root's group and two layers)."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    layer = sum(p.numel() for p in layers_of(model.base_model)[1][0].parameters())
+    layer = sum(p.numel() for p in layers_of(model.base_model)[0].parameters())
     head = model.get_output_embeddings().weight.numel()
     return 2 * sum(p.numel() for p in model.parameters()), 2 * (head + 2 * layer)
 

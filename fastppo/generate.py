@@ -183,8 +183,6 @@ def _complete(
             temperature=config.temperature or 1.0,
             top_k=config.top_k,
             top_p=config.top_p,
-            min_new_tokens=config.min_new_tokens,
-            no_repeat_ngram_size=config.no_repeat_ngram_size,
             stop_token_ids=stop,
             stop_strings=tuple(config.stop_strings),
             greedy=config.temperature == 0,

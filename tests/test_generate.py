@@ -221,15 +221,11 @@ def test_wrong_input_is_refused(two, reward, tmp_path) -> None:
         generate(_config(tmp_path, models=two, rewards=[f"{reward}:broken"]))
 
 
-def test_guards_and_stop_strings_shape_the_completions(two, tmp_path) -> None:
+def test_stop_strings_shape_the_completions(two, tmp_path) -> None:
     def tokens(**more):
         return generate(_config(tmp_path, models=two[:1], temperature=0.0, **more))[1][0].token_ids
 
-    plain, longest = tokens(max_new_tokens=12)[0], tokens(max_new_tokens=12, min_new_tokens=12)[0]
-    assert len(plain) < len(longest) == 12
-    assert len({*longest}) < 12
-    guarded = tokens(max_new_tokens=12, min_new_tokens=12, no_repeat_ngram_size=1)[0]
-    assert len({*guarded}) == 12
+    plain = tokens(max_new_tokens=12)[0]
     stopped = generate(
         _config(
             tmp_path,

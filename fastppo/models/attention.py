@@ -6,8 +6,7 @@ known beforehand: padding on the right is seen by no token, and the borders of p
 at hand. So a trunk is given `MARK` in a mask's place, four-dimensional, which transformers passes
 through unread, and its attention functions, wrapped below through `AttentionInterface`, take the
 mark for "causal, nothing masked". Being an argument, the mark is there again when activations are
-recomputed and when a value branch repeats a layer's call. Calls without it, generation's among
-them, go to transformers' own functions unchanged.
+recomputed. Calls without it, generation's among them, go to transformers' own functions unchanged.
 
 Packed rows go through flash-attn where the model was loaded with it, else through torch's
 `varlen_attn`, on a GPU in half precision; anywhere else through SDPA with a block-diagonal mask,

@@ -21,14 +21,18 @@ from transformers import PreTrainedModel
 from fastppo.data.batch import Batch, Layout
 from fastppo.data.microbatches import Parts
 from fastppo.functional.statistics import TokenStats
-from fastppo.models import last_layer
 from fastppo.models.adapters import merged_state, whole_state
 from fastppo.models.device import autocast
 from fastppo.models.head import Head
-from fastppo.models.last_layer import states_at
 from fastppo.models.quantized import is_quantized, without_quantization
-from fastppo.models.trunk import context_length, hidden_states, prepare, switch_dropout_off
-from fastppo.models.value import BranchValue, CriticValue, SharedValue, ValueFunction
+from fastppo.models.trunk import (
+    context_length,
+    hidden_states,
+    prepare,
+    states_at,
+    switch_dropout_off,
+)
+from fastppo.models.value import CriticValue, SharedValue, ValueFunction
 
 
 class LanguageModel(nn.Module):
@@ -62,7 +66,6 @@ class LanguageModel(nn.Module):
         switch_dropout_off(causal_lm)
         self.eval()
         prepare(causal_lm.base_model)
-        last_layer.prepare(causal_lm.base_model)
 
     @property
     def peft(self) -> Any:
@@ -223,7 +226,6 @@ class ActorCritic(LanguageModel):
         self.eval()
         if isinstance(self.value_function, CriticValue):
             prepare(self.value_function.trunk)
-            last_layer.prepare(self.value_function.trunk)
 
     def forward(
         self, layout: Layout, positions: Tensor | None = None, *, detach_values: bool = False
@@ -236,8 +238,7 @@ class ActorCritic(LanguageModel):
         """
         if positions is None:
             positions = layout.predicting
-        with self.value_function.watching():
-            hidden = self._hidden(layout, positions)
+        hidden = self._hidden(layout, positions)
         values = self.value_function(hidden, layout, positions, detach=detach_values)
         return hidden, values.clone()  # FSDP hangs hooks on what it returns, and a view loses them
 
@@ -255,26 +256,6 @@ class ActorCritic(LanguageModel):
     def evaluate_parts(self, parts: Parts, **how: Any) -> Evaluation:
         """`evaluate` part by part, in the order of the whole batch."""
         return Evaluation.joined([self.evaluate(part, **how) for part in parts.batches], parts)
-
-    def check_heads(self) -> None:
-        super().check_heads()
-        if isinstance(self.value_function, BranchValue):
-            self._check_branch(self.value_function)
-
-    @torch.no_grad()
-    def _check_branch(self, branch: BranchValue) -> None:
-        """A branch that was just copied gives the trunk's own final hidden states."""
-        prompt = [token % self.head.vocabulary for token in range(3, 8)]
-        layout = Batch.of([prompt], [prompt[:2]], self.device).layout()
-        with branch.watching():
-            hidden = self.hidden(layout)
-        copied = branch.states(hidden, layout, layout.predicting, False)
-        if not torch.allclose(copied.float(), hidden.float(), rtol=1e-3, atol=1e-3):
-            raise ValueError(
-                f"value_model=branch: the copied layers of {type(self.causal_lm).__name__} do not "
-                "give its final hidden states; its trunk does more than call its layers in turn. "
-                "Use value_model=critic"
-            )
 
     def set_training(self, gradient_checkpointing: bool) -> None:
         """transformers checkpoints activations in training mode only; dropout is off in both."""

@@ -35,9 +35,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fastppo.data.batch import Batch
 from fastppo.data.world import World
-from fastppo.models.layers import layers_of
 from fastppo.models.policy import ActorCritic, LanguageModel
-from fastppo.models.value import BranchValue, CriticValue
+from fastppo.models.trunk import layers_of
+from fastppo.models.value import CriticValue
 
 ENTRIES = ("hidden", "language_model_loss")
 """Methods that run a pass and are not `forward`."""
@@ -128,8 +128,6 @@ def _groups(model: LanguageModel) -> list[nn.Module]:
         trunks.append(value_function.trunk)
     for trunk in trunks:
         found += _groups_of_trunk(trunk, model.causal_lm.get_output_embeddings().weight)
-    if isinstance(value_function, BranchValue):
-        found += value_function.layers
     return found
 
 
@@ -137,7 +135,7 @@ def _groups_of_trunk(trunk: Any, head: Tensor | None) -> list[nn.Module]:
     """A trunk's layers, and its embedding where that is not the weight of the lm-head."""
     found: list[nn.Module] = []
     with suppress(ValueError):  # a trunk that is no list of layers is one piece with the root
-        found += layers_of(trunk)[1]
+        found += layers_of(trunk)
     embedding = trunk.get_input_embeddings()
     if embedding.weight is not head:
         found.append(embedding)

@@ -1,7 +1,7 @@
 """The trunk of a transformer: token ids in, final hidden states out.
 
 `hidden_states` is the one place of the program that runs a trunk: policy, reference, critic, reward
-models and supervised fine-tuning all come through here; `next_states` is the same with a cache, for
+models and supervised fine-tuning all come through here; `last_states` is the same with a cache, for
 decoding. How attention is computed is decided here and nowhere else.
 
 Dropout is off everywhere: with it the ratio of the first update would not be 1.
@@ -49,14 +49,32 @@ def hidden_states(
     return output.last_hidden_state
 
 
-def next_states(
+def states_at(
+    trunk: Any,
+    positions: Tensor,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    packing: Packing | None = None,
+) -> Tensor:
+    """[N, H] final hidden states at `positions` [N], int64 in [0, B·S), of input_ids [B, S].
+
+    Args:
+        attention_mask, packing: as for `hidden_states`.
+    """
+    states = hidden_states(trunk, input_ids, attention_mask, packing)
+    return states.flatten(0, 1)[positions]
+
+
+def last_states(
     trunk: Any,
     input_ids: Tensor,
+    *,
     attention_mask: Tensor | None,
     position_ids: Tensor,
     cache: Any,
 ) -> Tensor:
-    """[B, S, H] final hidden states of tokens that continue those of a cache, which takes them up.
+    """[B, H] final hidden states of each row's last token; the rows continue those of a cache, to
+    which they are added.
 
     Args:
         input_ids, position_ids: [B, S] int64.
@@ -72,7 +90,7 @@ def next_states(
         use_cache=True,
         **{_name_of_cache(kind): cache},
     )
-    return output.last_hidden_state
+    return output.last_hidden_state[:, -1]
 
 
 @functools.cache
@@ -136,6 +154,19 @@ def prepare(trunk: Any) -> None:
 def take_mark_of(trunk: Any, other: Any) -> None:
     """What `prepare` found of a trunk holds of another one with the same weights."""
     setattr(other, TAKES_MARK, takes_mark(trunk))
+
+
+def layers_of(trunk: Any) -> nn.ModuleList:
+    """The list of a trunk's layers.
+
+    Raises:
+        ValueError: the trunk is not built that way.
+    """
+    total = trunk.config.get_text_config().num_hidden_layers
+    lists = [m for m in trunk.modules() if isinstance(m, nn.ModuleList) and len(m) == total]
+    if len(lists) != 1:
+        raise ValueError(f"{type(trunk).__name__} is not one list of {total} layers")
+    return lists[0]
 
 
 def context_length(model: Any) -> int | None:

@@ -1,12 +1,11 @@
-"""Where values come from: four value functions with one interface.
+"""Where values come from: three value functions with one interface.
 
     shared      a linear head on the policy's trunk; the value loss trains the trunk too
     detached    the same head, and its loss stops there: the trunk belongs to the policy
-    branch      a copy of the trunk's last k layers of its own, on the trunk below them
     critic      a transformer of its own, started from the policy or from a reward model
 
 Stiennon et al. 2020 (section 3.4) found that a shared trunk can hurt the policy early in training,
-when values are mostly wrong; the other three are the answers to that, in order of their cost.
+when values are mostly wrong; the other two are the answers to that, in order of their cost.
 
 Heads are fp32 whatever the trunk is (fp64 of one in fp64): values are regressed to a few digits.
 They start at zero, no opinion before the first returns are seen; a critic that starts from a reward
@@ -17,8 +16,6 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,10 +23,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from fastppo.data.batch import Layout
-from fastppo.models.last_layer import states_at
-from fastppo.models.layers import layers_of
 from fastppo.models.pretrained import load_whole
-from fastppo.models.trunk import hidden_states
+from fastppo.models.trunk import states_at
 
 
 class ValueFunction(nn.Module, ABC):
@@ -44,11 +39,6 @@ class ValueFunction(nn.Module, ABC):
         self.head = nn.Linear(width, 1, device=trunk.device, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Around the trunk's forward pass: what the value function needs to see of it."""
-        yield
 
     def forward(
         self,
@@ -94,54 +84,6 @@ class DetachedValue(ValueFunction):
         return hidden.detach()
 
 
-class BranchValue(ValueFunction):
-    """A copy of the trunk's last layers and final norm, on the trunk's hidden states below them.
-
-    The copied layers are called as the trunk called its own (masks, positions, rotary embeddings):
-    `watching` records those calls, so any architecture whose trunk is a list of layers will do.
-
-    Raises:
-        ValueError: the trunk is not built that way, or has fewer layers.
-    """
-
-    def __init__(self, trunk: Any, width: int, layers: int) -> None:
-        super().__init__(trunk, width)
-        last, after = _last_layers(trunk, layers)
-        self.layers = nn.ModuleList(copy.deepcopy(layer) for layer in last)
-        self.after = nn.ModuleList(copy.deepcopy(module) for module in after)
-        self._watched = [last]  # in a list, so that the trunk's layers are not registered here
-        self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        self._calls = []
-        hooks = [
-            layer.register_forward_pre_hook(
-                lambda module, args, keywords: self._calls.append((args, keywords)),
-                with_kwargs=True,
-            )
-            for layer in self._watched[0]
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def states(self, hidden: Tensor, layout: Layout, positions: Tensor, detach: bool) -> Tensor:
-        calls, self._calls = self._calls, []
-        args, keywords = calls[0]
-        x = args[0] if args else keywords["hidden_states"]
-        x = x.detach() if detach else x
-        for layer, (args, keywords) in zip(self.layers, calls, strict=True):
-            rest = {name: value for name, value in keywords.items() if name != "hidden_states"}
-            output = layer(x, *args[1:], **rest)
-            x = output[0] if isinstance(output, tuple) else output
-        for module in self.after:
-            x = module(x)
-        return x.flatten(0, 1)[positions]
-
-
 class CriticValue(ValueFunction):
     """A trunk of its own. `score`, a reward model's head [1, H], is where the head starts."""
 
@@ -183,24 +125,3 @@ def critic_of_reward_model(
         )
     offset = getattr(model.config, "score_mean", 0.0)
     return CriticValue(model.base_model, score.weight.shape[1], score.weight, offset)
-
-
-def _last_layers(trunk: PreTrainedModel, count: int) -> tuple[list[nn.Module], list[nn.Module]]:
-    """(the last `count` layers, the modules that the trunk calls after them, in order)."""
-    try:
-        owner, layers = layers_of(trunk)
-    except ValueError as error:
-        raise ValueError(f"value_model=branch: {error}; use value_model=critic") from error
-    total = len(layers)
-    if not 1 <= count <= total:
-        raise ValueError(f"value_branch_layers must be in [1, {total}], got {count}")
-    order: list[nn.Module] = []
-    hooks = [
-        module.register_forward_hook(lambda called, args, output: order.append(called))
-        for module in [*(child for child in owner.children() if child is not layers), layers[-1]]
-    ]
-    with torch.no_grad():
-        hidden_states(trunk, torch.zeros(1, 2, dtype=torch.int64, device=trunk.device))
-    for hook in hooks:
-        hook.remove()
-    return list(layers[-count:]), order[order.index(layers[-1]) + 1 :]

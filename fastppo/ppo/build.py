@@ -21,12 +21,11 @@ from fastppo.data.prompts import Prompts, encode_prompts
 from fastppo.data.rows import DataError, Rows, load_rows
 from fastppo.data.text import PretrainingText
 from fastppo.data.world import World, join
-from fastppo.models import last_layer, quantized
+from fastppo.models import quantized
 from fastppo.models.adapters import add_adapters
 from fastppo.models.device import cast_frozen, choose_device, compute_dtype
 from fastppo.models.from_files import Files, is_empty, open_files
-from fastppo.models.layers import compile_layers, use_liger
-from fastppo.models.packing import choose_packing, trunks_of
+from fastppo.models.packing import choose_packing
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import (
     check_vocabulary,
@@ -41,7 +40,6 @@ from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.models.sharding import is_sharded, shard, unsharded
 from fastppo.models.trunk import checkpoint_activations, context_length, prepare, take_mark_of
 from fastppo.models.value import (
-    BranchValue,
     CriticValue,
     DetachedValue,
     SharedValue,
@@ -140,7 +138,6 @@ def check_ranks(config: PPOConfig, world: World) -> None:
             config.quantization != "none",
             f"quantization={config.quantization} has matrices that are not sharded; use none",
         ),
-        (config.compile, "compile: sharded layers are not compiled; use compile=false"),
         (
             not config.reshard_after_forward
             and config.lora_rank > 0
@@ -202,10 +199,6 @@ def build(
         causal_lm = causal_lm.to(device)  # type: ignore[arg-type]
     else:
         causal_lm = files.lm
-    if config.liger:
-        if device.type != "cuda":
-            raise ValueError(f"liger=true needs a CUDA device, got {device.type}")
-        use_liger(causal_lm)
     if files is None:
         weights = fingerprint.of_weights(causal_lm.named_parameters())  # before they get adapters
     else:
@@ -227,11 +220,9 @@ def build(
             whole.enter_context(unsharded(policy))
             trunk = policy.causal_lm.base_model
             prepare(trunk)
-            last_layer.prepare(trunk)
             policy.check_heads()
             if copied is not None:  # the same weights
                 take_mark_of(trunk, copied.causal_lm.base_model)
-                last_layer.take_from(trunk, copied.causal_lm.base_model)
         compared = None if copied else frozen
         with ref_policy.loaded() if ref_policy and compared else nullcontext():  # on one device
             packing_note = choose_packing(config.packing, policy, compared)
@@ -245,9 +236,6 @@ def build(
     term = load_environment(environment or config.environment)
     if term is None:
         check_defaults(config, "max_turns", "max_response_tokens", "environment_concurrency")
-    if config.compile:  # last: what was compared above ran as it was loaded
-        for _, trunk in trunks_of(policy, frozen):
-            compile_layers(trunk)
     if world.size > 1:
         for each in (policy, frozen):
             if each is not None and not is_sharded(each):
@@ -273,8 +261,6 @@ def build(
             temperature=config.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
-            min_new_tokens=config.min_new_tokens,
-            no_repeat_ngram_size=config.no_repeat_ngram_size,
             stop_token_ids=stop,
             # Refused here, whichever engine looks for them.
             stop_strings=StopStrings(tokenizer, config.stop_strings).strings,
@@ -373,7 +359,7 @@ def _engine(
 def _files(config: PPOConfig, world: World) -> Files | None:
     """The files from which each of several ranks reads its shards of the policy; None where the
     model is loaded whole: by one process, from the hub, or where more is made of it than a copy."""
-    changed = config.lora_rank or config.liger or config.quantization != "none"
+    changed = config.lora_rank or config.quantization != "none"
     plain = config.value_model in ("shared", "detached") and not changed
     if world.size == 1 or not plain or not Path(config.model).is_dir():
         return None
@@ -462,8 +448,6 @@ def _value_function(
         return SharedValue(trunk, width)
     if config.value_model == "detached":
         return DetachedValue(trunk, width)
-    if config.value_model == "branch":
-        return BranchValue(trunk, width, config.value_branch_layers)
     name = config.critic_model
     if name is None:
         return critic_of_policy(causal_lm)

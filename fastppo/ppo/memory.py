@@ -57,13 +57,15 @@ from fastppo.models import quantized
 from fastppo.models.adapters import add_adapters
 from fastppo.models.cache import FixedCache, GrowingCache, has_fixed_cache
 from fastppo.models.device import cast_frozen, choose_device, compute_dtype
-from fastppo.models.last_layer import assume, last_states
-from fastppo.models.packing import trunks_of
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import is_sequence_classifier, model_config
-from fastppo.models.trunk import checkpoint_activations, context_length, hidden_states
+from fastppo.models.trunk import (
+    checkpoint_activations,
+    context_length,
+    hidden_states,
+    last_states,
+)
 from fastppo.models.value import (
-    BranchValue,
     CriticValue,
     DetachedValue,
     SharedValue,
@@ -277,8 +279,6 @@ class _Run:
         self.frozen = self._frozen()
         self.leaves = config.reference_offload and device.type != "cpu"
         self.reward_models = self._reward_models()
-        assume(*(trunk for _, trunk in trunks_of(self.model, self.frozen)))
-        assume(*(model.base_model for model in self.reward_models))
 
     def start(self) -> None:
         """What stays for the whole run, as it is from the first step on."""
@@ -343,7 +343,7 @@ class _Run:
                 causal_lm, config.lora_rank, config.lora_alpha, config.lora_target_modules
             )
         dtype = compute_dtype(config.precision, self.device)
-        with _fake_tensors():  # a branch looks for its layers in a forward pass
+        with _fake_tensors():
             self._move(causal_lm, "meta")
             value_function = self._value_function(causal_lm)
             model = ActorCritic(causal_lm, peft, value_function, dtype)
@@ -362,8 +362,6 @@ class _Run:
             return SharedValue(trunk, width)
         if config.value_model == "detached":
             return DetachedValue(trunk, width)
-        if config.value_model == "branch":
-            return BranchValue(trunk, width, config.value_branch_layers)
         if config.critic_model is None:
             return critic_of_policy(causal_lm)
         other = model_config(config.critic_model, "critic_model")
@@ -442,19 +440,19 @@ class _Run:
         with torch.no_grad(), self.model.autocast():
             with self.ledger.phase("rollout"):
                 cache = self._cache(rows, prompt + config.max_new_tokens)
-                states = last_states(trunk, *_tokens(rows, 0, prompt), cache)
+                states = last_states(trunk, **_tokens(rows, 0, prompt), cache=cache)
                 self.ledger.assign("KV cache", _cached(cache))
                 self._draw(states)
             del states, cache
             # Between the two the cache grows, a token a step.
             longest = prompt + config.max_new_tokens - 1
             cache = self._cache(rows, prompt + config.max_new_tokens)
-            last_states(trunk, *_tokens(rows, 0, longest), cache)
+            last_states(trunk, **_tokens(rows, 0, longest), cache=cache)
             self.ledger.assign("KV cache", _cached(cache))
             if isinstance(cache, FixedCache):
                 cache.show(rows, cache.tokens)
             with self.ledger.phase("rollout"):
-                states = last_states(trunk, *_tokens(rows, longest, longest + 1), cache)
+                states = last_states(trunk, **_tokens(rows, longest, longest + 1), cache=cache)
                 self.ledger.assign("KV cache", _cached(cache))
                 self._draw(states)
         self.model.train(was_training)
@@ -463,7 +461,7 @@ class _Run:
         """Where the decoder keeps keys and values: on a GPU at fixed shapes, where it can."""
         config, dtype = self.model.config, self.model.compute_dtype
         graphs = self.device.type == "cuda" and self.config.rollout == "decoder"
-        if not graphs or self.config.no_repeat_ngram_size or not has_fixed_cache(config):
+        if not graphs or not has_fixed_cache(config):
             return GrowingCache(config, dtype)
         size = bucket(rows, ROWS), bucket(tokens, TOKENS)
         cache = FixedCache(config, *size, dtype, torch.device("cpu"))
@@ -637,9 +635,13 @@ def _ids(rows: int, length: int) -> Tensor:
     return torch.zeros(rows, length, dtype=torch.int64)
 
 
-def _tokens(rows: int, begin: int, end: int) -> tuple[Tensor, None, Tensor]:
-    """Ids, no mask and positions of the tokens from `begin` on."""
-    return _ids(rows, end - begin), None, torch.arange(begin, end).expand(rows, -1)
+def _tokens(rows: int, begin: int, end: int) -> dict[str, Any]:
+    """The keywords of `last_states` for the tokens from `begin` on, without a mask."""
+    return {
+        "input_ids": _ids(rows, end - begin),
+        "attention_mask": None,
+        "position_ids": torch.arange(begin, end).expand(rows, -1),
+    }
 
 
 def _cached(cache: Any) -> list[Any]:

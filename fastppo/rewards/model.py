@@ -11,10 +11,8 @@ from transformers import AutoModelForSequenceClassification
 
 from fastppo.data.chat import render_chat
 from fastppo.data.padding import padded_batch
-from fastppo.models import last_layer
-from fastppo.models.last_layer import states_at
 from fastppo.models.pretrained import load_tokenizer, load_whole, model_config
-from fastppo.models.trunk import context_length
+from fastppo.models.trunk import context_length, states_at
 
 
 class RewardModel:
@@ -46,7 +44,6 @@ class RewardModel:
             )
         model, _ = load_whole(AutoModelForSequenceClassification, name, "reward", dtype=dtype)
         self.model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
-        last_layer.prepare(self.model.base_model)
         self.tokenizer = load_tokenizer(name, "reward")
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token

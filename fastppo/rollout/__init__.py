@@ -4,8 +4,8 @@ It says nothing about how tokens are made, so an engine may be a loop over the p
 Hugging Face `generate` or a server. What it must say is whether it reads the learner's own weights,
 and for each token the logprob under the distribution that the token was drawn from.
 
-Two logprobs differ where sampling is restricted (top-k, top-p, a minimum length, the repetition
-guard). With `m` the probability that softmax(z/T) has on the tokens that were left,
+Two logprobs differ where sampling is restricted (top-k, top-p). With `m` the probability that
+softmax(z/T) has on the tokens that were left,
 
     sampler_logprob = logprob − log m
 
@@ -40,10 +40,6 @@ class Sampling:
     top_k: int = 0
     """0 keeps the whole vocabulary."""
     top_p: float = 1.0
-    min_new_tokens: int = 0
-    """Before so many tokens no stop token is drawn and no stop string ends a response."""
-    no_repeat_ngram_size: int = 0
-    """n > 0: no n-gram of tokens comes twice in prompt and response."""
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     """A response ends with the token that completes one of them in its decoded text."""
@@ -57,14 +53,7 @@ class Sampling:
     @property
     def is_restricted(self) -> bool:
         """Whether tokens are drawn from less than softmax(z/T)."""
-        shortest = self.min_new_tokens > 0 and bool(self.stop_token_ids)
-        return (
-            self.top_k > 0
-            or self.top_p < 1
-            or shortest
-            or self.no_repeat_ngram_size > 0
-            or bool(self.extra)
-        )
+        return self.top_k > 0 or self.top_p < 1 or bool(self.extra)
 
     def shortened(self, max_new_tokens: int) -> Sampling:
         """The same, of at most so many tokens."""

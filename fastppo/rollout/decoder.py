@@ -18,17 +18,14 @@ from torch import Tensor
 
 from fastppo.models.cache import GrowingCache
 from fastppo.models.head import Head
-from fastppo.models.last_layer import last_states
-from fastppo.models.layers import uncompiled
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.sharding import groups_of
-from fastppo.models.trunk import inference
+from fastppo.models.trunk import inference, last_states
 from fastppo.models.value import ValueFunction
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
-from fastppo.rollout.draw import Draws, draw, scratch_for
+from fastppo.rollout.draw import Draws, draw, kept_tokens, scratch_for
 from fastppo.rollout.fixed_shapes import FixedShapes
 from fastppo.rollout.prompts import check_prompts, distinct, padded_left
-from fastppo.rollout.restrictions import NO_TOKEN, kept_tokens
 from fastppo.rollout.stopping import StopStrings
 
 
@@ -96,9 +93,9 @@ class DecoderEngine(RolloutEngine):
         was_training = causal_lm.training
         causal_lm.eval()  # gradient checkpointing is for training mode and forbids the cache
         try:
-            with self.policy.autocast(), uncompiled(causal_lm.base_model):
+            with self.policy.autocast():
                 decode = self._decode
-                if self.fixed is not None and self.fixed.can_decode(sampling):
+                if self.fixed is not None and self.fixed.can_decode():
                     decode = self.fixed.decode
                 step = self.batch_size or max(1, len(prompt_ids))
                 return Rollout.joined(
@@ -140,7 +137,7 @@ class DecoderEngine(RolloutEngine):
             found = rows.draw(hidden, drawn)
             record.add(rows.live, found, _values(self.policy, hidden))
             ended = rows.at_stop_token(found.tokens)
-            if sampling.stop_strings and drawn + 1 >= sampling.min_new_tokens:
+            if sampling.stop_strings:
                 at_string = strings.ended(record.responses(rows.live))
                 ended |= torch.tensor(at_string, device=ended.device)
             rows.append(found.tokens)
@@ -177,7 +174,7 @@ class _Rows:
         uniforms: Tensor | None,
     ) -> None:
         device = policy.device
-        prompts, mask = padded_left(prompt_ids, NO_TOKEN)
+        prompts, mask = padded_left(prompt_ids, 0)
         self.sampling, self.uniforms = sampling, uniforms
         self.trunk: Any = policy.causal_lm.base_model
         self.head: Head = policy.head
@@ -188,9 +185,7 @@ class _Rows:
         response = torch.ones(len(prompt_ids), sampling.max_new_tokens, dtype=torch.int64)
         self.mask = torch.cat([mask, response], dim=1).to(device)
         self.positions = (self.mask.cumsum(1) - 1).clamp(min=0)
-        prompts = prompts.to(device)
-        self.history = prompts if sampling.no_repeat_ngram_size else None
-        self.next = prompts.clamp(min=0)  # what is under the padding is masked
+        self.next = prompts.to(device)
         self.different, self.which = (x.to(device) for x in distinct(prompt_ids))
         self.length = 0
         self.scratch: Tensor | None = None
@@ -204,9 +199,9 @@ class _Rows:
         states = last_states(
             self.trunk,
             self.next[rows],
-            self.mask[rows, : self.length] if self.is_ragged else None,
-            self.positions[rows, begin : self.length],
-            self.cache,
+            attention_mask=self.mask[rows, : self.length] if self.is_ragged else None,
+            position_ids=self.positions[rows, begin : self.length],
+            cache=self.cache,
         )
         if is_shared:
             self.cache.batch_select_indices(self.which)
@@ -220,7 +215,7 @@ class _Rows:
             scores = scores / self.sampling.temperature
         keep = None
         if self.sampling.is_restricted:
-            keep = kept_tokens(scores, self.sampling, self.history, drawn)
+            keep = kept_tokens(scores, self.sampling)
         if self.scratch is None:
             self.scratch = scratch_for(scores)
         uniforms = None if self.uniforms is None else self.uniforms[:, drawn]
@@ -233,8 +228,6 @@ class _Rows:
     def append(self, tokens: Tensor) -> None:
         """Takes up the tokens [L] that were drawn."""
         self.next = tokens.unsqueeze(1)
-        if self.history is not None:
-            self.history = torch.cat([self.history, self.next], dim=1)
 
     def leave(self, ended: Tensor) -> None:
         """Drops the rows that have ended, [L] bool."""
@@ -247,8 +240,6 @@ class _Rows:
         self.next = self.next[left]
         if self.uniforms is not None:
             self.uniforms = self.uniforms[left]
-        if self.history is not None:
-            self.history = self.history[left]
 
 
 class _Record:

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastppo.rollout import Sampling
+
 BLOCK = 256
 """Tokens of a block: about the square root of the larger vocabularies, so that the two levels cost
 the same."""
@@ -66,6 +68,36 @@ def draw(
     above = (scores.gather(1, tokens) - highest).squeeze(1).double()
     logprobs = (above - sums.sum(1).log_()).float()
     return Draws(tokens.squeeze(1), logprobs, logprobs)
+
+
+def kept_tokens(scores: Tensor, sampling: Sampling) -> Tensor | None:
+    """[B, V] bool, True where a token may be drawn; None where all may.
+
+    As in Hugging Face `generate`: top-k first, then top-p of what top-k left.
+
+    Args:
+        scores: [B, V] logits divided by the temperature.
+    """
+    if sampling.greedy:
+        return None
+    keep = None
+    if 0 < sampling.top_k < scores.shape[1]:
+        keep = scores >= scores.topk(sampling.top_k, dim=1).values[:, -1:]
+    if sampling.top_p < 1:
+        left = scores if keep is None else scores.masked_fill(~keep, -torch.inf)
+        keep = nucleus(left, sampling.top_p)
+    return keep
+
+
+def nucleus(scores: Tensor, top_p: float) -> Tensor:
+    """[B, V] bool: the likeliest tokens up to the one with which their probability reaches
+    `top_p`. Source: Holtzman et al. 2020, section 3.1."""
+    ordered, index = scores.sort(dim=1, descending=True)
+    probabilities = ordered.softmax(1)
+    before = probabilities.cumsum(1) - probabilities
+    inside = (before < top_p) & (ordered > -torch.inf)
+    inside[:, 0] = True
+    return torch.zeros_like(inside).scatter(1, index, inside)
 
 
 def scratch_for(scores: Tensor) -> Tensor:

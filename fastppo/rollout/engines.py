@@ -6,7 +6,6 @@ from typing import Any
 
 from fastppo.models.policy import LanguageModel
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
-from fastppo.rollout.continuous import ContinuousEngine
 from fastppo.rollout.decoder import DecoderEngine
 from fastppo.rollout.generate import GenerateEngine
 
@@ -27,7 +26,7 @@ def make_engine(
     """The engine of that name, and a sentence where it is another one after all.
 
     Args:
-        name: decoder, continuous or generate.
+        name: decoder or generate.
         batch_size: sequences decoded at once; None for all.
         final_values: the learner needs the value after a response that was cut off.
         fixed_shapes: of the decoder; by default on a GPU.
@@ -41,10 +40,6 @@ def make_engine(
     )
     if name == "generate":
         return generate, None
-    if name == "continuous":
-        engine = ContinuousEngine(policy, batch_size=batch_size)
-        wrong = difference(engine, generate, policy)
-        return (engine, None) if wrong is None else (generate, _instead(name, policy, wrong))
     decoder = DecoderEngine(
         policy,
         batch_size=batch_size,
@@ -60,12 +55,8 @@ def make_engine(
     decoder.release()
     if wrong is None:
         return decoder, note
-    return generate, _instead(name, policy, wrong)
-
-
-def _instead(name: str, policy: LanguageModel, wrong: str) -> str:
-    return (
-        f"rollout={name} does not decode {type(policy.causal_lm).__name__} as Hugging Face "
+    return generate, (
+        f"rollout=decoder does not decode {type(policy.causal_lm).__name__} as Hugging Face "
         f"generate does ({wrong}): using rollout=generate"
     )
 

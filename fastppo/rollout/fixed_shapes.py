@@ -34,13 +34,12 @@ from torch import Tensor, nn
 from fastppo.models.cache import FixedCache, has_fixed_cache
 from fastppo.models.device import cast_matrices
 from fastppo.models.head import Head
-from fastppo.models.last_layer import last_states
 from fastppo.models.policy import LanguageModel
+from fastppo.models.trunk import last_states
 from fastppo.models.value import ValueFunction
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling
-from fastppo.rollout.draw import draw, scratch_for
+from fastppo.rollout.draw import draw, kept_tokens, scratch_for
 from fastppo.rollout.prompts import distinct, padded_left
-from fastppo.rollout.restrictions import kept_tokens
 from fastppo.rollout.stopping import StopStrings
 
 LOOK = 16
@@ -88,10 +87,9 @@ class FixedShapes:
         device = self.policy.device
         return torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def can_decode(self, sampling: Sampling) -> bool:
-        """Not where the repetition guard reads a history that grows, nor a trunk whose state is
-        more than keys and values."""
-        return self.has_cache and not sampling.no_repeat_ngram_size
+    def can_decode(self) -> bool:
+        """Not a trunk whose state is more than keys and values."""
+        return self.has_cache
 
     def release(self) -> None:
         """Gives up caches, graphs and cast weights."""
@@ -244,9 +242,9 @@ class _Batch:
         states = last_states(
             decoder.trunk,
             prompts[different],
-            mask[different] if is_ragged else None,
-            positions[different],
-            memory.cache,
+            attention_mask=mask[different] if is_ragged else None,
+            position_ids=positions[different],
+            cache=memory.cache,
         )
         self.prompt_states = states[which]
         if len(different) < len(which):  # a prompt that several rows have is read once
@@ -254,7 +252,7 @@ class _Batch:
 
     def decoded(self) -> Rollout:
         most = self.sampling.max_new_tokens
-        self._draw(self.prompt_states, 0)
+        self._draw(self.prompt_states)
         self.slots = bucket(self.count, ROWS)
         for drawn in range(1, most):
             if drawn % LOOK == 0 and not self._look(drawn):
@@ -274,18 +272,18 @@ class _Batch:
         return last_states(
             self.decoder.trunk,
             memory.next[:slots],
-            memory.mask[:slots, :tokens],
-            memory.positions[:slots],
-            memory.cache,
+            attention_mask=memory.mask[:slots, :tokens],
+            position_ids=memory.positions[:slots],
+            cache=memory.cache,
         )
 
-    def _draw(self, hidden: Tensor, drawn: int) -> None:
+    def _draw(self, hidden: Tensor) -> None:
         """The next token of the first slots, of these hidden states, and all that is kept of it."""
         memory, sampling, slots = self.memory, self.sampling, hidden.shape[0]
         scores = self.head.logits(hidden)
         if sampling.temperature != 1:
             scores = scores / sampling.temperature
-        keep = kept_tokens(scores, sampling, None, drawn) if sampling.is_restricted else None
+        keep = kept_tokens(scores, sampling) if sampling.is_restricted else None
         row, live = memory.row[:slots], memory.live[:slots]
         uniforms = None if sampling.greedy else memory.uniforms[row, memory.drawn]
         found = draw(scores, uniforms, keep, memory.scratch[:slots])
@@ -306,7 +304,7 @@ class _Batch:
         hidden = self._states(drawn)
         memory.cache.position += 1
         memory.positions += 1
-        self._draw(hidden, drawn)
+        self._draw(hidden)
 
     def _advance(self, drawn: int) -> None:
         """A step: from its graph, or as it is where there is none."""
@@ -317,7 +315,7 @@ class _Batch:
         kind = (
             *(self.slots, bucket(self.width + drawn, TOKENS)),
             *(sampling.temperature, sampling.top_k, sampling.top_p, sampling.greedy),
-            *(sampling.stop_token_ids, drawn < sampling.min_new_tokens),
+            sampling.stop_token_ids,
         )
         if kind not in memory.graphs:
             self._step(drawn)  # the warm-up that recording needs
@@ -353,7 +351,7 @@ class _Batch:
         memory = self.memory
         lengths = memory.lengths[: self.count].tolist()
         responses = memory.responses[: self.count, : max(lengths)].tolist()
-        for length in range(max(self.looked + 1, self.sampling.min_new_tokens), max(lengths) + 1):
+        for length in range(self.looked + 1, max(lengths) + 1):
             rows = [
                 row
                 for row in range(self.count)

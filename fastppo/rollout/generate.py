@@ -21,23 +21,19 @@ from transformers import (
 
 from fastppo.functional.statistics import token_logprobs
 from fastppo.models.device import autocast
-from fastppo.models.layers import uncompiled
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
+from fastppo.rollout.draw import kept_tokens
 from fastppo.rollout.prompts import check_prompts, padded_left
-from fastppo.rollout.restrictions import NO_TOKEN, kept_tokens
 from fastppo.rollout.stopping import StopStrings
 
 
 class _SampledLogprobs(LogitsProcessor):
     """Restricts one step's logits, and holds them until the token drawn is known, then only its
     logprobs.
-
-    Args:
-        prompts: [B, W] int64 as `generate` got them, with `NO_TOKEN` where there is none.
     """
 
-    def __init__(self, sampling: Sampling, prompts: Tensor) -> None:
-        self.sampling, self.prompts = sampling, prompts
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
         self.pending: tuple[Tensor, Tensor | None] | None = None
         self.logprobs: list[Tensor] = []
         self.sampler_logprobs: list[Tensor] = []
@@ -46,10 +42,7 @@ class _SampledLogprobs(LogitsProcessor):
         self.take(input_ids)
         restricted = None
         if self.sampling.is_restricted:
-            width = self.prompts.shape[1]
-            history = torch.cat([self.prompts, input_ids[:, width:]], dim=1)
-            tempered = scores / self.sampling.temperature
-            keep = kept_tokens(tempered, self.sampling, history, input_ids.shape[1] - width)
+            keep = kept_tokens(scores / self.sampling.temperature, self.sampling)
             restricted = None if keep is None else scores.masked_fill(~keep, -torch.inf)
         self.pending = (scores, restricted)
         return scores if restricted is None else restricted
@@ -74,17 +67,17 @@ class _SampledLogprobs(LogitsProcessor):
 class _AtStopString(StoppingCriteria):
     """Ends the rows that completed a stop string, and remembers where."""
 
-    def __init__(self, strings: StopStrings, width: int, shortest: int, rows: int) -> None:
-        self.strings, self.width, self.shortest = strings, width, shortest
+    def __init__(self, strings: StopStrings, width: int, rows: int) -> None:
+        self.strings = strings
+        self.width = width
         self.lengths: list[int | None] = [None] * rows
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **more: Any) -> Tensor:
         drawn = input_ids[:, self.width :].tolist()
         length = len(drawn[0])
-        if length >= self.shortest:
-            for row, ended in enumerate(self.strings.ended(drawn)):
-                if ended and self.lengths[row] is None:
-                    self.lengths[row] = length
+        for row, ended in enumerate(self.strings.ended(drawn)):
+            if ended and self.lengths[row] is None:
+                self.lengths[row] = length
         ended_rows = [length is not None for length in self.lengths]
         return torch.tensor(ended_rows, dtype=torch.bool, device=input_ids.device)
 
@@ -136,11 +129,11 @@ class GenerateEngine(RolloutEngine):
         device = self.model.device
         input_ids, mask = padded_left(prompt_ids, self.pad_token_id)
         width = input_ids.shape[1]
-        recorder = _SampledLogprobs(sampling, input_ids.masked_fill(mask == 0, NO_TOKEN).to(device))
-        at_string = _AtStopString(strings, width, sampling.min_new_tokens, len(prompt_ids))
+        recorder = _SampledLogprobs(sampling)
+        at_string = _AtStopString(strings, width, len(prompt_ids))
         criteria = StoppingCriteriaList([at_string] if sampling.stop_strings else [])
-        precision, layers = autocast(device, self.compute_dtype), uncompiled(self.model.base_model)
-        with _generation_config(self.model, self.pad_token_id, sampling), precision, layers:
+        precision = autocast(device, self.compute_dtype)
+        with _generation_config(self.model, self.pad_token_id, sampling), precision:
             output = self.model.generate(  # type: ignore[operator]
                 input_ids=input_ids.to(device),
                 attention_mask=mask.to(device),

@@ -127,7 +127,7 @@ class VLLMEngine(RolloutEngine):
         Of greedy tokens vLLM gives the logprobs at temperature 1.
 
         Raises:
-            ValueError: a prompt is empty; vLLM has not what `sampling` asks for.
+            ValueError: a prompt is empty.
             RuntimeError: the engine was released and has no weights.
         """
         check_prompts(prompt_ids)
@@ -182,20 +182,9 @@ class VLLMEngine(RolloutEngine):
 
 
 def sampling_options(sampling: Sampling) -> dict[str, Any]:
-    """The keywords of `vllm.SamplingParams`, all but the seed.
-
-    Raises:
-        ValueError: vLLM has not what is asked for.
-    """
-    if sampling.no_repeat_ngram_size:
-        raise ValueError(
-            f"no_repeat_ngram_size={sampling.no_repeat_ngram_size}: vLLM cannot forbid repeated "
-            "n-grams (its repetition_detection ends the response instead); use rollout=decoder or "
-            "rollout=generate"
-        )
+    """The keywords of `vllm.SamplingParams`, all but the seed."""
     return {
         "max_tokens": sampling.max_new_tokens,
-        "min_tokens": min(sampling.min_new_tokens, sampling.max_new_tokens),
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
         "top_k": 0 if sampling.greedy else sampling.top_k,
         "top_p": 1.0 if sampling.greedy else sampling.top_p,

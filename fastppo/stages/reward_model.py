@@ -42,7 +42,6 @@ from fastppo.data import fingerprint
 from fastppo.data.padding import padded_batch
 from fastppo.data.rows import Rows, load_rows, shuffled
 from fastppo.data.world import World
-from fastppo.models import last_layer
 from fastppo.models.adapters import add_adapters, whole_state
 from fastppo.models.pretrained import (
     attention_implementation,
@@ -282,7 +281,6 @@ def train_reward_model(
     embeddings: Any = model.get_input_embeddings()
     check_vocabulary(tokenizer, len(embeddings.weight))
     switch_dropout_off(model)
-    last_layer.prepare(model.base_model)
     limit = row_limit(model, config.max_length)
 
     def encode(rows: Rows, source: str) -> Comparisons:

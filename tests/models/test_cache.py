@@ -9,14 +9,14 @@ from torch import Tensor
 from transformers import DynamicCache, FalconMambaConfig
 
 from fastppo.models.cache import FixedCache, GrowingCache, has_fixed_cache
-from fastppo.models.trunk import next_states
+from fastppo.models.trunk import last_states
 
 IDS = torch.tensor([[5, 9, 4, 8], [7, 3, 6, 11]])
 CPU = torch.device("cpu")
 
 
 def _decoded(trunk, cache, dtype) -> Tensor:
-    """[2, 4, H]: the states of two prompts of two tokens, and of two tokens more."""
+    """[2, 3, H]: the last states of two prompts of two tokens, and of two tokens more."""
     states = []
     trunk.eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
@@ -25,8 +25,16 @@ def _decoded(trunk, cache, dtype) -> Tensor:
                 cache.show(2, 6) if begin else cache.begin()
                 cache.position.fill_(begin)
             positions = torch.arange(begin, end).expand(2, -1)
-            states.append(next_states(trunk, IDS[:, begin:end], None, positions, cache))
-    return torch.cat(states, dim=1)
+            states.append(
+                last_states(
+                    trunk,
+                    IDS[:, begin:end],
+                    attention_mask=None,
+                    position_ids=positions,
+                    cache=cache,
+                )
+            )
+    return torch.stack(states, dim=1)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "gemma3"])

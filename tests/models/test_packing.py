@@ -11,7 +11,7 @@ import torch
 from fastppo.models.packing import choose_packing, difference
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.trunk import checkpoint_activations
-from fastppo.models.value import BranchValue, critic_of_policy
+from fastppo.models.value import critic_of_policy
 
 PACKED = ("llama", "qwen3", "mistral", "mistral-window", "gpt2", "gpt_neox", "gemma2", "gemma3")
 BATCH = tiny.random_batch((5, 1, 9, 3))
@@ -22,10 +22,7 @@ def _actor(kind: str, architecture: str, packed: bool, recompute: bool = False) 
     if recompute:
         checkpoint_activations(causal_lm)
     value_function: Any = None
-    if kind == "branch":
-        width = causal_lm.get_output_embeddings().weight.shape[1]
-        value_function = BranchValue(causal_lm.base_model, width, 1)
-    elif kind == "critic":
+    if kind == "critic":
         value_function = critic_of_policy(causal_lm)
     actor = ActorCritic(causal_lm, None, value_function)
     torch.manual_seed(1)
@@ -54,7 +51,7 @@ def _run(actor: ActorCritic, rows: list[torch.Tensor]) -> dict[str, torch.Tensor
     return {"states": torch.cat(states), "values": torch.cat(values)} | found
 
 
-@pytest.mark.parametrize("kind", ["shared", "branch", "critic"])
+@pytest.mark.parametrize("kind", ["shared", "critic"])
 @pytest.mark.parametrize(
     ("architecture", "recompute"),
     [*((each, False) for each in PACKED), ("llama", True), ("mistral-window", True)],

@@ -12,7 +12,7 @@ from fastppo.data.batch import Batch
 from fastppo.data.microbatches import Limits, split
 from fastppo.models.adapters import add_adapters
 from fastppo.models.policy import ActorCritic, LanguageModel
-from fastppo.models.value import BranchValue
+from fastppo.models.value import critic_of_policy
 
 BATCH = Batch.of([[5, 9], [7, 8, 6, 12]], [[10, 11, 1], [13, 3]])
 
@@ -155,17 +155,6 @@ def test_a_model_with_weights_that_are_not_finite_is_refused() -> None:
         LanguageModel(causal_lm).check_heads()
 
 
-def test_a_branch_that_does_not_give_the_trunks_states_is_refused() -> None:
-    causal_lm = tiny.model()
-    branch = BranchValue(causal_lm.base_model, 32, 1)
-    actor = ActorCritic(causal_lm, None, branch)
-    actor.check_heads()
-    with torch.no_grad():
-        branch.layers[0].mlp.down_proj.weight.mul_(1.5)
-    with pytest.raises(ValueError, match="the copied layers of LlamaForCausalLM do not give"):
-        actor.check_heads()
-
-
 def test_adapters_on_the_lm_head_are_refused() -> None:
     plain = tiny.model("llama")
     peft = add_adapters(plain, rank=4, alpha=8.0, target_modules=["lm_head", "q_proj"])
@@ -188,7 +177,7 @@ def test_a_saved_policy_is_the_plain_model_without_the_value_function(tmp_path) 
 def test_a_value_function_comes_back_with_all_that_it_owns(tmp_path) -> None:
     def make() -> ActorCritic:
         causal_lm = tiny.model()
-        return ActorCritic(causal_lm, None, BranchValue(causal_lm.base_model, 32, 1))
+        return ActorCritic(causal_lm, None, critic_of_policy(causal_lm))
 
     one, other = make(), make()
     with torch.no_grad():

@@ -144,7 +144,6 @@ def test_without_bitsandbytes_a_sentence_says_what_to_install(
     [
         ({"lora_rank": 0}, "freezes the model's matrices, so lora_rank must be > 0"),
         ({"value_model": "critic"}, "and value_model shared or detached"),
-        ({"value_model": "branch"}, "and value_model shared or detached"),
         ({"rollout": "vllm"}, "rollout=vllm takes whole weights; use rollout=decoder"),
     ],
 )

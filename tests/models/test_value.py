@@ -1,4 +1,4 @@
-"""Four value functions: which states each reads, and which weights its loss reaches."""
+"""Three value functions: which states each reads, and which weights its loss reaches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from transformers import AutoModelForSequenceClassification
 from fastppo.models.policy import ActorCritic
 from fastppo.models.trunk import checkpoint_activations
 from fastppo.models.value import (
-    BranchValue,
     CriticValue,
     DetachedValue,
     SharedValue,
@@ -20,11 +19,10 @@ from fastppo.models.value import (
     critic_of_reward_model,
 )
 
-KINDS = ("shared", "detached", "branch", "critic")
+KINDS = ("shared", "detached", "critic")
 
 
 def _actor(kind: str, architecture: str = "llama", *, recompute: bool = False) -> ActorCritic:
-    """Policy and value function; a branch has one layer of its own."""
     causal_lm = tiny.model(architecture)
     if recompute:
         checkpoint_activations(causal_lm)
@@ -33,7 +31,6 @@ def _actor(kind: str, architecture: str = "llama", *, recompute: bool = False) -
     value_function = {
         "shared": lambda: SharedValue(trunk, width),
         "detached": lambda: DetachedValue(trunk, width),
-        "branch": lambda: BranchValue(trunk, width, 1),
         "critic": lambda: critic_of_policy(causal_lm),
     }[kind]()
     actor = ActorCritic(causal_lm, None, value_function)
@@ -85,56 +82,6 @@ def test_detached_values_leave_the_policys_trunk_alone(kind: str) -> None:
     gradients = _value_gradients(_actor(kind), detach_values=True)
     assert gradients["value_function.head.weight"].abs().max() > 0
     assert all(name.startswith("value_function.") for name in gradients)
-
-
-# ----------------------------------------------------------------------------------------- a branch
-
-
-@pytest.mark.parametrize("architecture", tiny.TRAINED)
-def test_a_branch_starts_as_the_trunks_last_layers_and_trains_its_own(architecture: str) -> None:
-    actor = _actor("branch", architecture)
-    layout = tiny.random_batch().layout()
-    torch.nn.init.ones_(actor.value_function.head.weight)
-    hidden, values = actor(layout)
-    torch.testing.assert_close(values, hidden.sum(1), rtol=1e-4, atol=1e-4)
-    gradients = _value_gradients(actor)
-    branch = [n for n in gradients if n.startswith("value_function.layers.0.")]
-    own, below = ([n for n in gradients if f"layers.{i}." in n or f".h.{i}." in n] for i in (1, 0))
-    assert branch
-    assert not [n for n in own if n.startswith("causal_lm")], "the policy's last layer is its own"
-    assert [n for n in below if n.startswith("causal_lm")], "what lies below is shared"
-
-
-def test_a_branch_is_right_with_gradient_checkpointing() -> None:
-    one = _value_gradients(_actor("branch"))
-    other = _value_gradients(_actor("branch", recompute=True))
-    assert one.keys() == other.keys()
-    for name in one:
-        torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-7)
-
-
-def test_a_branch_leaves_no_hook_on_the_trunk() -> None:
-    actor = _actor("branch")
-    actor(tiny.random_batch().layout())
-    assert not any(layer._forward_pre_hooks for layer in actor.causal_lm.model.layers)
-    with pytest.raises(RuntimeError, match="broken"), actor.value_function.watching():
-        raise RuntimeError("broken")
-    assert not any(layer._forward_pre_hooks for layer in actor.causal_lm.model.layers)
-
-
-@pytest.mark.parametrize("layers", [0, 3])
-def test_a_branch_longer_than_the_trunk_is_refused(layers: int) -> None:
-    trunk = tiny.model().base_model
-    with pytest.raises(ValueError, match=rf"value_branch_layers must be in \[1, 2\], got {layers}"):
-        BranchValue(trunk, 32, layers)
-
-
-def test_a_trunk_that_is_no_list_of_layers_is_refused() -> None:
-    trunk = tiny.model().base_model
-    trunk.config.num_hidden_layers = 5
-    says = "LlamaModel is not one list of 5 layers; use value_model=critic"
-    with pytest.raises(ValueError, match=says):
-        BranchValue(trunk, 32, 1)
 
 
 # ----------------------------------------------------------------------------------------- a critic

@@ -11,7 +11,7 @@ import torch
 
 from fastppo.models.adapters import add_adapters
 from fastppo.models.policy import ActorCritic
-from fastppo.models.value import BranchValue, critic_of_policy
+from fastppo.models.value import critic_of_policy
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.optimizer import clip_gradients, make_optimizer, schedule, set_learning_rate
 from runs import make_trainer, update_gradients
@@ -20,9 +20,7 @@ from runs import make_trainer, update_gradients
 def _model(kind: str = "shared") -> ActorCritic:
     causal_lm = tiny.model()
     value_function = None
-    if kind == "branch":
-        value_function = BranchValue(causal_lm.base_model, 32, 1)
-    elif kind == "critic":
+    if kind == "critic":
         value_function = critic_of_policy(causal_lm)
     return ActorCritic(causal_lm, None, value_function)
 
@@ -30,7 +28,7 @@ def _model(kind: str = "shared") -> ActorCritic:
 # --------------------------------------------------------------------------------------- the groups
 
 
-@pytest.mark.parametrize("kind", ["shared", "branch", "critic"])
+@pytest.mark.parametrize("kind", ["shared", "critic"])
 def test_every_weight_is_in_one_group_with_its_rate_and_decay(kind: str) -> None:
     model = _model(kind)
     config = PPOConfig(learning_rate=1e-4, value_learning_rate=3e-3, weight_decay=0.1)
@@ -45,7 +43,7 @@ def test_every_weight_is_in_one_group_with_its_rate_and_decay(kind: str) -> None
         assert group["weight_decay"] == (0.1 if decays else 0.0), name
 
 
-@pytest.mark.parametrize("kind", ["shared", "branch", "critic"])
+@pytest.mark.parametrize("kind", ["shared", "critic"])
 @pytest.mark.parametrize(
     ("options", "count"),
     [({}, 1), ({"value_learning_rate": 3e-3}, 2), ({"weight_decay": 0.1}, None)],

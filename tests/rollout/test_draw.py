@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from fastppo.rollout.draw import BLOCK, _inverse_cdf, draw, scratch_for
+from fastppo.rollout import Sampling
+from fastppo.rollout.draw import BLOCK, _inverse_cdf, draw, kept_tokens, nucleus, scratch_for
 
 DRAWS = 200_000
 
@@ -184,3 +186,33 @@ def test_scratch_may_have_more_rows_than_are_drawn() -> None:
     found, wanted = (draw(scores[:3], _uniforms(3), scratch=each) for each in (scratch, None))
     assert torch.equal(found.tokens, wanted.tokens)
     assert torch.equal(found.logprobs, wanted.logprobs)
+
+
+# ------------------------------------------------------------------------- tokens that may be drawn
+
+SCORES = 2 * torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 50}, {"greedy": True, "top_k": 3, "top_p": 0.5}])
+def test_where_nothing_is_restricted_there_is_no_mask(options: dict) -> None:
+    assert kept_tokens(SCORES, Sampling(max_new_tokens=8, **options)) is None
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(1, 1.0), (7, 1.0), (0, 0.01), (0, 0.5), (7, 0.5), (7, 0.93)]
+)
+def test_top_k_and_top_p_are_transformers(top_k: int, top_p: float) -> None:
+    wanted = SCORES
+    if top_k:
+        wanted = TopKLogitsWarper(top_k)(None, wanted)
+    if top_p < 1:
+        wanted = TopPLogitsWarper(top_p)(None, wanted)
+    keep = kept_tokens(SCORES, Sampling(max_new_tokens=8, top_k=top_k, top_p=top_p))
+    assert keep is not None
+    assert torch.equal(keep, wanted > -torch.inf)
+
+
+def test_the_nucleus_has_the_likeliest_token_at_least() -> None:
+    scores = torch.tensor([[0.0, 5.0, -torch.inf, 1.0]])
+    assert nucleus(scores, 1e-9).tolist() == [[False, True, False, False]]
+    assert nucleus(scores, 0.999999).tolist() == [[True, True, False, True]]

@@ -7,8 +7,7 @@ import tiny
 import torch
 
 from fastppo.models.policy import ActorCritic
-from fastppo.rollout import RolloutEngine, engines
-from fastppo.rollout.continuous import ContinuousEngine
+from fastppo.rollout import RolloutEngine
 from fastppo.rollout.decoder import DecoderEngine
 from fastppo.rollout.engines import difference, make_engine
 from fastppo.rollout.fixed_shapes import FixedShapes
@@ -27,17 +26,6 @@ def test_the_decoder_is_taken_where_it_decodes_as_generate_does(architecture: st
     engine, note = _engine(policy)
     assert isinstance(engine, DecoderEngine)
     assert (engine.batch_size, engine.final_values, note) == (3, True, None)
-
-
-def test_continuous_batching_is_taken_where_it_decodes_as_generate_does(monkeypatch) -> None:
-    policy = ActorCritic(tiny.model())
-    engine, note = _engine(policy, "continuous")
-    assert isinstance(engine, ContinuousEngine)
-    assert (engine.options["max_requests_per_batch"], note) == (3, None)
-    monkeypatch.setattr(engines, "difference", lambda *engines: "other tokens")
-    engine, note = _engine(policy, "continuous")
-    assert isinstance(engine, GenerateEngine)
-    assert note.startswith("rollout=continuous does not decode LlamaForCausalLM as Hugging Face")
 
 
 def test_generate_is_taken_where_it_is_named() -> None:

@@ -22,7 +22,7 @@ from fastppo.data.batch import Batch
 from fastppo.models.adapters import add_adapters
 from fastppo.models.device import linear_layers
 from fastppo.models.policy import ActorCritic, LanguageModel
-from fastppo.models.value import BranchValue
+from fastppo.models.value import critic_of_policy
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling, fixed_shapes
 from fastppo.rollout.decoder import DecoderEngine
 from fastppo.rollout.fixed_shapes import LOOK, FixedShapes
@@ -104,9 +104,7 @@ def test_greedy_tokens_are_those_of_generate(architecture: str, stop: tuple[int,
         {"temperature": 0.6},
         {"top_k": 4},
         {"top_p": 0.7},
-        {"min_new_tokens": LOOK + 2},
         {"stop_strings": ("w7 w2", "w9")},
-        {"stop_strings": ("w3",), "min_new_tokens": LOOK + 2},
         {"max_new_tokens": 1},
     ],
     ids=str,
@@ -143,8 +141,8 @@ def test_logprobs_and_values_are_the_learners(architecture: str) -> None:
 
 def test_without_a_head_on_the_last_states_there_are_no_values() -> None:
     causal_lm = tiny.model()
-    branch = BranchValue(causal_lm.base_model, 32, 1)
-    for policy in (ActorCritic(causal_lm, None, branch), LanguageModel(causal_lm)):
+    critic = critic_of_policy(causal_lm)
+    for policy in (ActorCritic(causal_lm, None, critic), LanguageModel(causal_lm)):
         rollout = _draw(_engine(policy))
         assert rollout.values is None
         assert rollout.final_values is None
@@ -214,7 +212,7 @@ def test_between_two_looks_nothing_is_read(monkeypatch) -> None:
     monkeypatch.setattr(
         fixed_shapes._Batch, "_look", lambda self, drawn: looks.append(drawn) or look(self, drawn)
     )
-    options = {"top_k": 5, "top_p": 0.9, "min_new_tokens": 4}
+    options = {"top_k": 5, "top_p": 0.9}
     _draw(_engine(_policy()), stop_token_ids=(1,), **options)
     assert reads == [{}] * (STEPS - 1)
     assert looks == [LOOK, 2 * LOOK, STEPS]
@@ -242,7 +240,7 @@ def test_a_step_needs_nothing_of_the_host(architecture: str, monkeypatch) -> Non
     policy = LanguageModel(tiny.model(architecture)).to("meta")
     policy.config.pad_token_id = None  # GPT-2 looks for it in prompts, to warn
     decoder = FixedShapes(policy, None, False)
-    sampling = _sampling(temperature=0.7, top_k=4, top_p=0.9, min_new_tokens=3)
+    sampling = _sampling(temperature=0.7, top_k=4, top_p=0.9)
     uniforms = torch.empty(2, STEPS, dtype=torch.float64, device="meta")
     made, tensor = [], torch.tensor
     with torch.no_grad():
@@ -252,7 +250,7 @@ def test_a_step_needs_nothing_of_the_host(architecture: str, monkeypatch) -> Non
             batch = fixed_shapes._Batch(
                 *(decoder, policy.head, memory, [[4, 5], [6, 7]], sampling, uniforms, strings)
             )
-        batch._draw(batch.prompt_states, 0)
+        batch._draw(batch.prompt_states)
         batch.slots = memory.rows
         monkeypatch.setattr(
             torch, "tensor", lambda *args, **more: made.append(args) or tensor(*args, **more)
@@ -323,12 +321,12 @@ def test_a_recorded_step_serves_later_steps_and_batches(monkeypatch) -> None:
     engine = _engine(policy)
     monkeypatch.setattr(FixedShapes, "records", True)
     for prompts in (PROMPTS, [[9, 2, 3, 4, 6, 7, 8], *PROMPTS[:3]]):
-        for options in ({}, {"min_new_tokens": 6}, {"greedy": True}, {"top_k": 5, "top_p": 0.9}):
+        for options in ({}, {"greedy": True}, {"top_k": 5, "top_p": 0.9}):
             wanted = _draw(_engine(policy, fixed=False), prompts=prompts, **options)
             _assert_same(_draw(engine, prompts=prompts, **options), wanted, **CLOSE)
     many = len(recorded)
     assert 8 < many < 60
-    for options in ({}, {"min_new_tokens": 6}, {"greedy": True}, {"top_k": 5, "top_p": 0.9}):
+    for options in ({}, {"greedy": True}, {"top_k": 5, "top_p": 0.9}):
         _draw(engine, prompts=PROMPTS, **options)
     assert len(recorded) == many
     with policy.adapters_off():
@@ -382,14 +380,6 @@ def test_under_autocast_weights_are_cast_once_a_call_and_follow_an_update(archit
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
 
 
-def test_the_repetition_guard_goes_through_the_loop() -> None:
-    policy = _policy("qwen2")
-    engine = _engine(policy)
-    guarded = _draw(engine, no_repeat_ngram_size=2)
-    assert _memory(engine) is None
-    assert guarded.tokens == _draw(_engine(policy, fixed=False), no_repeat_ngram_size=2).tokens
-
-
 def test_on_a_cpu_it_is_never_the_default() -> None:
     assert DecoderEngine(_policy()).fixed is None
 
@@ -423,7 +413,7 @@ def test_a_step_leaves_nothing_to_the_host(architecture: str, dtype, monkeypatch
     monkeypatch.setattr(fixed_shapes, "TOKENS", 16)
     monkeypatch.setattr(fixed_shapes, "ROWS", 2)
     several = PROMPTS * 2
-    restricted = {"min_new_tokens": 6, "top_p": 0.9, "stop_strings": ("w7 w2", "w9")}
+    restricted = {"top_p": 0.9, "stop_strings": ("w7 w2", "w9")}
     for options in ({}, restricted):
         for seed in range(2):  # the second is of graphs alone, but for buckets not met before
             found = _draw(engine, seed, several, **options)
@@ -447,7 +437,7 @@ def test_graphs_draw_what_the_steps_draw(architecture: str, dtype, monkeypatch) 
     assert engine.fixed is not None
     # The same steps without recording.
     monkeypatch.setattr(FixedShapes, "records", property(lambda self: self is engine.fixed))
-    for options in ({}, {"min_new_tokens": 6}, {"greedy": True}, {"top_k": 5, "top_p": 0.9}):
+    for options in ({}, {"greedy": True}, {"top_k": 5, "top_p": 0.9}):
         on_device = torch.cuda.get_rng_state()
         found = _draw(engine, **options)
         after = torch.get_rng_state()

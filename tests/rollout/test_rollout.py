@@ -45,9 +45,6 @@ def test_a_rollout_is_extended_in_the_prompts_order() -> None:
         ({"temperature": 0.5, "stop_strings": ("w1",), "greedy": True}, False),
         ({"top_k": 3}, True),
         ({"top_p": 0.9}, True),
-        ({"min_new_tokens": 2}, False),
-        ({"min_new_tokens": 2, "stop_token_ids": (1,)}, True),
-        ({"no_repeat_ngram_size": 2}, True),
         ({"extra": {"suppress_tokens": [3]}}, True),
     ],
 )

@@ -26,16 +26,6 @@ def test_two_ranks_draw_what_one_draws_and_go_on_from_the_same_state(tmp_path: P
     assert found[2]["same"], "ranks differ in what they know"
 
 
-def test_continuous_batching_of_two_ranks_follows_the_updates(tmp_path: Path) -> None:
-    """Its logprobs are the learner's in every iteration, to the rounding of fp32."""
-    options = {"rollout": "continuous", "old_logprobs": "recompute"}
-    found = ranks.run(2, many_ranks.train, tmp_path, str(tmp_path), options)
-    assert len(found["metrics"]) == 2
-    for record in found["metrics"]:
-        assert record["mismatch/worst"] < 1e-5
-        assert record["grad_norm"] > 0
-
-
 def test_neighbours_that_decode_together_are_asked_the_same_and_speak_once(tmp_path: Path) -> None:
     """Of four ranks in two groups; of one prompt the first group has none."""
     found = ranks.run(4, vllm_ranks.draw_in_groups, tmp_path, str(tmp_path))

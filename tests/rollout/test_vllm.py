@@ -103,7 +103,6 @@ def test_every_option_of_sampling_is_mapped() -> None:
         temperature=0.7,
         top_k=5,
         top_p=0.9,
-        min_new_tokens=3,
         stop_token_ids=(1, 2),
         stop_strings=("w7",),
         extra={"min_p": 0.1},
@@ -113,7 +112,6 @@ def test_every_option_of_sampling_is_mapped() -> None:
         "temperature": 0.7,
         "top_k": 5,
         "top_p": 0.9,
-        "min_tokens": 3,
         "stop_token_ids": [1, 2],
         "ignore_eos": True,
         "stop": ["w7"],
@@ -126,16 +124,6 @@ def test_every_option_of_sampling_is_mapped() -> None:
 def test_greedy_is_temperature_0_without_restrictions() -> None:
     found = sampling_options(Sampling(9, temperature=0.7, top_k=5, top_p=0.9, greedy=True))
     assert (found["temperature"], found["top_k"], found["top_p"]) == (0.0, 0, 1.0)
-
-
-def test_a_shortened_sampling_keeps_its_least_length_within_its_greatest() -> None:
-    """vLLM refuses more; the self-check asks for a few tokens."""
-    assert sampling_options(Sampling(9, min_new_tokens=8).shortened(4))["min_tokens"] == 4
-
-
-def test_the_repetition_guard_is_refused() -> None:
-    with pytest.raises(ValueError, match="no_repeat_ngram_size=3: vLLM cannot"):
-        sampling_options(Sampling(9, no_repeat_ngram_size=3))
 
 
 def test_without_vllm_the_refusal_has_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,15 +464,6 @@ def test_eos_ends_a_response_only_where_it_is_a_stop_token(llama: Both) -> None:
     extra = {"allowed_token_ids": [1, 5]}
     assert llama.sample(extra=extra).finish_reasons == [TRUNCATED] * 8
     assert llama.sample(extra=extra, stop_token_ids=(1,)).finish_reasons == [FINISHED] * 8
-
-
-@with_vllm
-def test_stop_tokens_wait_for_the_least_length(llama: Both) -> None:
-    stop = tuple(range(1, 40))
-    assert 1 in llama.sample(stop_token_ids=stop).lengths
-    rollout = llama.sample(min_new_tokens=5, stop_token_ids=stop)
-    assert min(rollout.lengths) == 6
-    assert rollout.logprobs is None
 
 
 @with_vllm
