@@ -5,30 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from torch._dynamo.testing import CompileCounter
 
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import DataError
 from fastppo.data.world import World
 from fastppo.models.from_files import empty_causal_lm
-from fastppo.models.layers import compile_layers
 from fastppo.models.policy import LanguageModel
 from fastppo.models.reference_policy import ReferencePolicy
-from fastppo.models.value import BranchValue, CriticValue, DetachedValue, SharedValue
+from fastppo.models.value import CriticValue, DetachedValue, SharedValue
 from fastppo.ppo import build as build_module
 from fastppo.ppo.build import Parts, _actor_critic, _files, build
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout.decoder import DecoderEngine
 from fastppo.rollout.generate import GenerateEngine
-from fastppo.run.log import RunLog
 from runs import make_trainer, scores_of
 
 
@@ -49,17 +45,11 @@ def _parts(tmp_path: Path, architecture: str = "llama", **options: Any) -> Parts
         ({}, SharedValue),
         ({"value_model": "shared"}, SharedValue),
         ({"value_model": "detached"}, DetachedValue),
-        ({"value_model": "branch", "value_branch_layers": 1}, BranchValue),
         ({"value_model": "critic"}, CriticValue),
     ],
 )
 def test_the_value_function_is_the_one_that_is_named(options, kind: type, tmp_path: Path) -> None:
     assert type(_parts(tmp_path, **options).model.value_function) is kind
-
-
-def test_a_branch_has_as_many_layers_as_are_asked_for(tmp_path: Path) -> None:
-    value_function = _parts(tmp_path, value_model="branch").model.value_function
-    assert len(value_function.layers) == PPOConfig().value_branch_layers == 2
 
 
 @pytest.mark.parametrize("saved", ["reward", "causal"])
@@ -107,35 +97,6 @@ def test_the_engine_samples_from_the_policy_itself_unless_another_is_given(tmp_p
     assert (parts.engine.batch_size, parts.engine.compute_dtype) == (3, torch.bfloat16)
     engine = GenerateEngine(tiny.model(), 0)
     assert _parts(tmp_path, engine=engine).engine is engine
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize(
-    "options", [{}, {"value_model": "critic", "packing": "on", "microbatch_tokens": 60}], ids=str
-)
-def test_compiled_layers_learn_the_same_and_compile_nothing_after_the_first_iterations(
-    options, tmp_path: Path, monkeypatch
-) -> None:
-    torch._dynamo.reset()
-    counter, counts, metrics = CompileCounter(), [], {}
-    monkeypatch.setattr(build_module, "compile_layers", partial(compile_layers, backend=counter))
-    for compiled in (False, True):
-        more = {"microbatch_tokens": 48, "compile": compiled} | options
-        trainer = make_trainer(tmp_path / str(compiled), **more)
-        log = RunLog(trainer.config.output_dir, trainer.config)
-        for _ in range(4):
-            metrics.setdefault(compiled, []).append(trainer.iterate(log)["loss"])
-            counts.append(counter.frame_count)
-        log.close()
-    torch._dynamo.reset()
-    assert metrics[True] == pytest.approx(metrics[False], rel=1e-4)
-    assert counts[:4] == [0] * 4
-    assert 0 < counts[5] == counts[-1]
-
-
-def test_liger_needs_a_gpu(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="liger=true needs a CUDA device, got cpu"):
-        _parts(tmp_path, liger=True)
 
 
 def test_a_run_without_prompts_or_text_has_none(tmp_path: Path) -> None:
@@ -214,7 +175,7 @@ def test_weighted_rewards_add_up(tmp_path: Path) -> None:
     assert scores.total.tolist() == [1.5, -0.5]
 
 
-@pytest.mark.parametrize("value_model", ["branch", "critic"])
+@pytest.mark.parametrize("value_model", ["critic"])
 def test_with_lora_a_value_function_of_its_own_trains_adapters_of_its_own(
     value_model: str, tmp_path: Path
 ) -> None:
@@ -372,7 +333,6 @@ def test_what_does_not_fit_is_refused_at_the_start(tmp_path: Path) -> None:
         ({"tokenizer": None}, "a model that is passed in needs its tokenizer passed in too"),
         ({"stop_token_ids": [1, 43]}, r"stop_token_ids must be in \[0, 43\), got \(1, 43\)"),
         ({"stop_token_ids": [-1]}, r"stop_token_ids must be in \[0, 43\), got \(-1,\)"),
-        ({"value_model": "branch", "value_branch_layers": 3}, r"must be in \[1, 2\], got 3"),
         ({"lora_rank": 2, "lora_target_modules": ["lm_head"]}, "adapters on the lm_head"),
         ({"rewards": ["nowhere.py:f"]}, r"there is no file nowhere\.py"),
         ({"monitor_rewards": ["nowhere.py:f"]}, r"there is no file nowhere\.py"),
