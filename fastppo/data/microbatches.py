@@ -1,14 +1,13 @@
-"""How a batch is cut into the parts that are run at once.
+"""How a batch is cut into microbatches, the sequences that one pass reads.
 
 The weights of a loss are those of the whole minibatch, so the cut decides memory and speed and not
-the gradient. Sequences of like length go together, longest first: less padding, and a part that
-does not fit in memory shows at once.
+the gradient. Sequences of similar length go together, longest first: less padding, and a microbatch
+that does not fit in memory shows at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -55,12 +54,15 @@ def _sizes(longest_first: list[int], limits: Limits) -> list[int]:
         full, rest = divmod(count, limits.sequences)
         return [limits.sequences] * full + [rest] * (rest > 0)
     sizes: list[int] = []
-    begin = computed = 0
+    begin = 0
+    computed = 0
     for row, length in enumerate(longest_first):
         width = length if limits.packed else longest_first[begin]
         if row > begin and computed + width > limits.tokens:
             sizes.append(row - begin)
-            begin, computed, width = row, 0, length
+            begin = row
+            computed = 0
+            width = length
         computed += width
     return [*sizes, count - begin]
 
@@ -76,15 +78,20 @@ class Dealt(NamedTuple):
     """[1]: what a rank runs, without weight, in the rounds that it has nothing for."""
 
     def work(self, lengths: Tensor, limits: Limits) -> Tensor:
-        """[rounds, ranks]: the tokens that each rank computes in each round, padding included."""
+        """[rounds, ranks] fp64: the tokens that each rank computes in each round, padding
+        included."""
+        work = torch.empty(self.rounds, len(self.ranks), dtype=torch.float64)
+        for rank, rows_of_rounds in enumerate(self.ranks):
+            for round_ in range(self.rounds):
+                rows = rows_of_rounds[round_] if round_ < len(rows_of_rounds) else self.filler
+                chosen = lengths[rows]
+                work[round_, rank] = chosen.sum() if limits.packed else chosen.max() * len(chosen)
+        return work
 
-        def tokens(rows: Tensor) -> int:
-            found = lengths[rows]
-            return int(found.sum() if limits.packed else found.max() * len(found))
-
-        fillers = [self.filler] * self.rounds
-        found = [map(tokens, (parts + fillers)[: self.rounds]) for parts in self.ranks]
-        return torch.tensor([*zip(*found, strict=True)], dtype=torch.float64)
+    def of_rank(self, rank: int) -> list[Tensor]:
+        """The rows of each microbatch that a rank runs, fillers included."""
+        own = self.ranks[rank]
+        return own + [self.filler] * (self.rounds - len(own))
 
 
 def longest_over_mean(work: Tensor) -> float:
@@ -99,63 +106,70 @@ def deal(lengths: Tensor, limits: Limits, world: World) -> Dealt:
     """Microbatches for every rank, of sequences of these lengths [B], which all ranks know. Every
     rank has as many sequences, or one more, of like lengths; the limits are of one rank."""
     if world.size == 1:
-        found = microbatches(lengths, limits)
-        return Dealt([found], len(found), torch.arange(min(1, len(lengths))))
+        parts = microbatches(lengths, limits)
+        return Dealt([parts], rounds=len(parts), filler=torch.arange(min(1, len(lengths))))
     order = torch.argsort(lengths, descending=True, stable=True)
     ranks = []
     for rank in range(world.size):
         rows = order[rank :: world.size].sort().values
         ranks.append([rows[part] for part in microbatches(lengths[rows], limits)])
-    return Dealt(ranks, max(map(len, ranks)), order[-1:])
+    return Dealt(ranks, rounds=max(map(len, ranks)), filler=order[-1:])
 
 
-class Parts(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class MicrobatchPlan:
     """A batch in microbatches, those of this rank, and the way back to its order."""
 
     batches: list[Batch]
-    sequence_order: Tensor | None
-    """[B] int64 on the device: where each of the batch's sequences is among those of the parts;
-    None if nothing moved."""
-    token_order: Tensor | None
+    """What this rank runs, in this order."""
+    world: World
+    own_sequences: int
+    """Of this rank, without those that it runs only because other ranks have more microbatches."""
+    own_tokens: int
+    """Likewise the response tokens."""
+    sequence_order: Tensor | None = None
+    """[B] int64 on the device: where each of the batch's sequences is when the sequences of all
+    ranks are laid end to end; None if nothing moved."""
+    token_order: Tensor | None = None
     """[N] int64 on the device: likewise for response tokens."""
-    cat: Callable[[Tensor], Tensor] = World().cat
-    """What ranks have, end to end."""
-    counts: tuple[int | None, int | None] = (None, None)
-    """Sequences and response tokens of this rank, without what it runs to fill its rounds."""
-    metrics: dict[str, float] = {}  # noqa: RUF012 (replaced, never written to)
-    """Of several ranks `straggler/experience`, `longest_over_mean` of their work."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """With several ranks `straggler/experience`, the `longest_over_mean` of their work."""
 
     def in_order(self, values: Tensor) -> Tensor:
-        """[N] values of the parts' response tokens, one part after another, as the batch has
-        them."""
-        values = self.cat(values[: self.counts[1]])
+        """[N] in the batch's order, of values of the response tokens of this rank's microbatches,
+        one microbatch after another."""
+        values = self.world.cat(values[: self.own_tokens])
         return values if self.token_order is None else values[self.token_order]
 
     def sequences_in_order(self, values: Tensor) -> Tensor:
         """[B]: likewise for one value per sequence."""
-        values = self.cat(values[: self.counts[0]])
+        values = self.world.cat(values[: self.own_sequences])
         return values if self.sequence_order is None else values[self.sequence_order]
 
 
-def split(batch: Batch, limits: Limits, world: World | None = None) -> Parts:
-    """The microbatches of a batch that is only read."""
+def split(batch: Batch, limits: Limits, world: World | None = None) -> MicrobatchPlan:
+    """The microbatches of a batch that is only read, without a gradient."""
     world = world or World()
     dealt = deal(batch.lengths, limits, world)
-    rows = [each for of_rank in dealt.ranks for each in of_rank]
-    if world.size == 1 and len(rows) == 1:
-        return Parts([batch], None, None)
-    place = torch.argsort(torch.cat(rows)) if rows else torch.arange(0)
+    rows = [part for parts in dealt.ranks for part in parts]
+    if not rows or (world.size == 1 and len(rows) == 1):
+        return MicrobatchPlan([batch] if rows else [], world, len(batch), batch.response_count)
+    order = torch.cat(rows)
+    place = torch.argsort(order)
     lengths = batch.written_lengths
-    begin = starts(lengths[torch.cat(rows)])[place] if rows else lengths
+    begin = starts(lengths[order])[place]
     own = dealt.ranks[world.rank]
-    mine = torch.cat(own) if own else torch.arange(0)
-    return Parts(
-        [batch.select(each) for each in own + [dealt.filler] * (dealt.rounds - len(own))],
-        on_device(place, batch.device),
-        on_device(spans(begin, lengths), batch.device),
-        world.cat,
-        (len(mine), int(lengths[mine].sum())),
-        {}
-        if world.size == 1
-        else {"straggler/experience": longest_over_mean(dealt.work(batch.lengths, limits))},
+    own_rows = torch.cat(own) if own else torch.arange(0)
+    metrics = {}
+    if world.size > 1:
+        work = dealt.work(batch.lengths, limits)
+        metrics["straggler/experience"] = longest_over_mean(work)
+    return MicrobatchPlan(
+        batches=[batch.select(part) for part in dealt.of_rank(world.rank)],
+        world=world,
+        own_sequences=len(own_rows),
+        own_tokens=int(lengths[own_rows].sum()),
+        sequence_order=on_device(place, batch.device),
+        token_order=on_device(spans(begin, lengths), batch.device),
+        metrics=metrics,
     )

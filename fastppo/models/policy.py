@@ -8,7 +8,7 @@ others). `check_heads` refuses a model whose logits are more than its lm-head on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastppo.data.batch import Batch, Layout
-from fastppo.data.microbatches import Parts
+from fastppo.data.microbatches import MicrobatchPlan
 from fastppo.functional.statistics import TokenStats
 from fastppo.models.adapters import merged_state, whole_state
 from fastppo.models.device import autocast
@@ -138,12 +138,12 @@ class LanguageModel(nn.Module):
         """[N] fp32, nats: logprobs of the response tokens, from a forward pass of the trunk."""
         return self.response_stats(batch, temperature, backend).logprobs
 
-    def stats_of_parts(self, parts: Parts, **how: Any) -> tuple[Tensor, Tensor]:
-        """(logprobs, entropy) by `response_stats`, part by part, in the order of the batch."""
-        found = [self.response_stats(part, **how) for part in parts.batches]
-        logprobs = torch.cat([stats.logprobs for stats in found])
-        entropy = torch.cat([stats.entropy for stats in found])
-        return parts.in_order(logprobs), parts.in_order(entropy)
+    def stats_of_plan(self, plan: MicrobatchPlan, **options: Any) -> tuple[Tensor, Tensor]:
+        """(logprobs, entropy) of a batch, by `response_stats` of each of its microbatches."""
+        stats = [self.response_stats(batch, **options) for batch in plan.batches]
+        logprobs = torch.cat([x.logprobs for x in stats])
+        entropy = torch.cat([x.entropy for x in stats])
+        return plan.in_order(logprobs), plan.in_order(entropy)
 
     def language_model_loss(self, input_ids: Tensor, backend: str = "auto") -> Tensor:
         """0-d mean cross entropy of every token but the first, nats, of input_ids [B, S]."""
@@ -186,7 +186,7 @@ class LanguageModel(nn.Module):
             )
 
 
-class Evaluation(NamedTuple):
+class BatchEvaluation(NamedTuple):
     """What a policy and its value function make of a batch: fp32, no gradient."""
 
     logprobs: Tensor
@@ -196,14 +196,6 @@ class Evaluation(NamedTuple):
     """[N], of the state before each response token."""
     final_values: Tensor
     """[B], of the state after each sequence's last token."""
-
-    @classmethod
-    def joined(cls, found: Sequence[Evaluation], parts: Parts) -> Evaluation:
-        """Those of the parts of a batch, in the order of the batch."""
-        one_after_another = cls(*map(torch.cat, zip(*found, strict=True)))
-        *per_token, final_values = one_after_another
-        in_order = [*map(parts.in_order, per_token), parts.sequences_in_order(final_values)]
-        return cls(*in_order)
 
 
 class ActorCritic(LanguageModel):
@@ -243,7 +235,9 @@ class ActorCritic(LanguageModel):
         return hidden, values.clone()  # FSDP hangs hooks on what it returns, and a view loses them
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch, temperature: float = 1.0, backend: str = "auto") -> Evaluation:
+    def evaluate(
+        self, batch: Batch, temperature: float = 1.0, backend: str = "auto"
+    ) -> BatchEvaluation:
         """Logprobs, entropy and values of a batch, from one forward pass of the trunk."""
         layout, count = self.layout(batch), batch.response_count
         with self.autocast():
@@ -251,11 +245,22 @@ class ActorCritic(LanguageModel):
             stats = self.head.token_stats(
                 hidden[:count], batch.response_tokens, temperature=temperature, backend=backend
             )
-        return Evaluation(stats.logprobs, stats.entropy, values[:count], values[count:])
+        return BatchEvaluation(
+            logprobs=stats.logprobs,
+            entropy=stats.entropy,
+            values=values[:count],
+            final_values=values[count:],
+        )
 
-    def evaluate_parts(self, parts: Parts, **how: Any) -> Evaluation:
-        """`evaluate` part by part, in the order of the whole batch."""
-        return Evaluation.joined([self.evaluate(part, **how) for part in parts.batches], parts)
+    def evaluate_plan(self, plan: MicrobatchPlan, **options: Any) -> BatchEvaluation:
+        """`evaluate` of a batch, by its microbatches."""
+        evaluations = [self.evaluate(batch, **options) for batch in plan.batches]
+        return BatchEvaluation(
+            logprobs=plan.in_order(torch.cat([x.logprobs for x in evaluations])),
+            entropy=plan.in_order(torch.cat([x.entropy for x in evaluations])),
+            values=plan.in_order(torch.cat([x.values for x in evaluations])),
+            final_values=plan.sequences_in_order(torch.cat([x.final_values for x in evaluations])),
+        )
 
     def set_training(self, gradient_checkpointing: bool) -> None:
         """transformers checkpoints activations in training mode only; dropout is off in both."""

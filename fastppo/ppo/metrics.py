@@ -211,7 +211,7 @@ def policy_metrics(
     entropy, nats per token; the length, tokens. `limits` are of a pass."""
     how = options.softmax
     parts = split(batch, limits, world)
-    logprobs, entropy = model.stats_of_parts(parts, **how)
+    logprobs, entropy = model.stats_of_plan(parts, **how)
     kl = 0.0
     if reference is not None:
         ref_logprobs = parts.in_order(reference.logprobs(parts.batches, **how))

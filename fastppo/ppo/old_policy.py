@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fastppo.data.batch import Batch
-from fastppo.data.microbatches import Limits, Parts, split
+from fastppo.data.microbatches import Limits, MicrobatchPlan, split
 from fastppo.data.world import World
 from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
@@ -60,7 +60,7 @@ def old_policy(
     engine: RolloutEngine,
     sampling: Sampling,
     rollout: Rollout,
-    parts: Parts,
+    parts: MicrobatchPlan,
     options: PPOConfig,
     given: GivenPolicy | None = None,
 ) -> OldPolicy:
@@ -89,7 +89,7 @@ def old_policy(
             None if final is None else final.to(model.device),
         )
     else:
-        evaluation = model.evaluate_parts(parts, **options.softmax)
+        evaluation = model.evaluate_plan(parts, **options.softmax)
         old = OldPolicy(
             evaluation.logprobs if logprobs is None else logprobs,
             evaluation.values if values is None else values,

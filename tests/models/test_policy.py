@@ -100,7 +100,7 @@ def test_evaluations_of_parts_join_to_that_of_the_whole() -> None:
     whole = actor.evaluate(BATCH)
     for limits in (Limits(1), Limits(2), Limits(16, tokens=9), Limits(16)):
         parts = split(BATCH, limits)
-        for joined, wanted in zip(actor.evaluate_parts(parts), whole, strict=True):
+        for joined, wanted in zip(actor.evaluate_plan(parts), whole, strict=True):
             torch.testing.assert_close(joined, wanted, rtol=1e-5, atol=1e-5)
 
 

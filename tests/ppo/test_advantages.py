@@ -11,7 +11,7 @@ import torch
 from tiny import random_batch
 
 from fastppo.data.batch import Batch
-from fastppo.models.policy import Evaluation
+from fastppo.models.policy import BatchEvaluation
 from fastppo.ppo.advantages import Learned, make_advantages
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.old_policy import OldPolicy
@@ -21,7 +21,7 @@ from runs import experience_of, first_experience, make_trainer, perturb, records
 LENGTHS = [5, 3, 1]
 BATCH = random_batch(LENGTHS)
 GENERATOR = torch.Generator().manual_seed(0)
-OLD = Evaluation(*(torch.randn(n, generator=GENERATOR) for n in (9, 9, 9, 3)))
+OLD = BatchEvaluation(*(torch.randn(n, generator=GENERATOR) for n in (9, 9, 9, 3)))
 SCORES = torch.tensor([1.0, -2.0, 0.5])
 VALUES = list(OLD.values.split(LENGTHS))
 REF = OLD.logprobs - torch.linspace(-0.5, 0.8, 9)

@@ -1012,7 +1012,7 @@ def test_turns_have_the_gradient_of_their_turns_one_by_one(tmp_path: Path) -> No
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
     # The KL of the metrics and of the reward is that of the policy's five tokens alone.
     parts = split(apart, trainer.config.limits())
-    moved = trainer.model.evaluate_parts(parts).logprobs
+    moved = trainer.model.evaluate_plan(parts).logprobs
     again, metrics = experience_of(trainer, turns, torch.ones(1))
     kl = (moved - experience.old_logprobs).sum().item()
     assert metrics["kl"] == pytest.approx(kl, rel=1e-4)
@@ -1059,8 +1059,8 @@ def test_old_logprobs_and_values_of_ones_own_are_the_old_policy(tmp_path: Path) 
     original = trainer.make_experience
     trainer.make_experience = lambda *args: made.append(original(*args)[0]) or original(*args)
     passes = []
-    evaluate = trainer.model.evaluate_parts
-    trainer.model.evaluate_parts = lambda *a, **k: passes.append(1) or evaluate(*a, **k)
+    evaluate = trainer.model.evaluate_plan
+    trainer.model.evaluate_plan = lambda *a, **k: passes.append(1) or evaluate(*a, **k)
     prompts, responses, scores = [[4, 5]] * 2, [[7, 20, 8, 1], [9, 1]], [1.0, 0.0]
     masks = [[True, False, True, True], [True, True]]
     logprobs = [[-1.0, float("nan"), -2.0, -3.0], torch.tensor([-4.0, -5.0])]
@@ -1082,7 +1082,7 @@ def test_old_logprobs_and_values_of_ones_own_are_the_old_policy(tmp_path: Path) 
 def test_given_logprobs_of_the_policy_itself_are_the_step_without_them(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, prompts=None, rewards=[])
     batch = Batch.of(*GIVEN[:2])
-    evaluation = trainer.model.evaluate_parts(split(batch, trainer.config.limits()))
+    evaluation = trainer.model.evaluate_plan(split(batch, trainer.config.limits()))
     own = {"old_logprobs": evaluation.logprobs.split([3, 2])}
     own["values"] = evaluation.values.split([3, 2])
     found = _stepped(tmp_path, "given", *GIVEN, **own)
@@ -1137,8 +1137,8 @@ def test_evaluation_runs_no_value_function(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, value_model="critic")
     batch = Batch.of([[4, 5], [6]], [[7, 8, 9], [3]])
     parts = split(batch, trainer.config.limits())
-    wanted = trainer.model.evaluate_parts(parts)
-    found = trainer.model.stats_of_parts(parts)
+    wanted = trainer.model.evaluate_plan(parts)
+    found = trainer.model.stats_of_plan(parts)
     assert torch.equal(found[0], wanted.logprobs)
     assert torch.equal(found[1], wanted.entropy)
     calls = []

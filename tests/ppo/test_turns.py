@@ -70,7 +70,7 @@ def test_old_logprobs_and_values_of_each_turn_are_the_learners(tmp_path: Path) -
     assert rollout.written is not None
     assert any(False in row for row in rollout.written)
     batch = Batch.of(prompts.token_ids, rollout.tokens, written=rollout.written)
-    wanted = trainer.model.evaluate_parts(split(batch, trainer.config.limits()))
+    wanted = trainer.model.evaluate_plan(split(batch, trainer.config.limits()))
     assert rollout.logprobs is not None
     assert rollout.values is not None
     logprobs, values = torch.cat(rollout.logprobs), torch.cat(rollout.values)
