@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from fastppo.cli import parse_train
+from fastppo.cli import parse
 from fastppo.recipes.catalogue import find
 from fastppo.recipes.run import beside_the_limit, lay_out, run_recipe
 from fastppo.run.log import read_jsonl
@@ -55,7 +55,7 @@ def run_seed(name: str, directory: Path, seed: int, flags: Sequence[str]) -> dic
     started = time.process_time()
     config_path = lay_out(recipe, out)
     shutil.rmtree(out / "ppo", ignore_errors=True)  # what an interrupted run left
-    config = parse_train(["--config", str(config_path), "--seed", str(seed), *flags])
+    config = parse("train", ["--config", str(config_path), "--seed", str(seed), *flags])
     result = run_recipe(recipe, out, config)
     before, after = result["before"], result["after"]
     line = {

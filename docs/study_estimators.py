@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from fastppo.cli import parse_train
+from fastppo.cli import parse
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.recipes.catalogue import find
@@ -98,7 +98,7 @@ class Study:
     def configs(self, seed: int) -> dict[str, PPOConfig]:
         """Of each setting, by its name."""
         out = self.seed_dir(seed)
-        recipe = parse_train(["--config", str(out / "run.yaml"), *self.flags])
+        recipe = parse("train", ["--config", str(out / "run.yaml"), *self.flags])
         # A rate that does not depend on the number of iterations, which differs by setting: the
         # mean of the recipe's.
         base = replace(

@@ -99,11 +99,11 @@ def test_flags_and_yaml_mean_the_same(tmp_path: Path) -> None:
         "model: m\nprompts: p.jsonl\nrewards: [a.py:f, rm]\nreward_weights: [1, -0.5]\n"
         "learning_rate: 1e-6\nkl_coef: 0\nwhiten_advantages: none\nclip_ratio_high: 0.28\n"
     )
-    from_file = cli.parse_train(["--config", str(file)])
+    from_file = cli.parse("train", ["--config", str(file)])
     given = "--model=m --prompts=p.jsonl --rewards a.py:f rm --reward_weights 1 -0.5 "
     given += "--learning_rate=1e-6 --kl_coef=0 --whiten_advantages=none --clip_ratio_high=0.28"
     flags = given.split()
-    assert from_file == cli.parse_train(flags)
+    assert from_file == cli.parse("train", flags)
     assert from_file.learning_rate == 1e-6
     assert from_file.reward_weights == (1.0, -0.5)
     assert from_file.whiten_advantages == "none"
@@ -111,31 +111,31 @@ def test_flags_and_yaml_mean_the_same(tmp_path: Path) -> None:
 
 def test_an_environment_pays_in_the_place_of_rewards(capsys) -> None:
     given = "--model m --prompts p.jsonl"
-    assert cli.parse_train([*given.split(), "--environment", "e.py:Game"]).rewards == ()
+    assert cli.parse("train", [*given.split(), "--environment", "e.py:Game"]).rewards == ()
     with pytest.raises(SystemExit):
-        cli.parse_train(given.split())
+        cli.parse("train", given.split())
     assert "--rewards is missing" in capsys.readouterr().err
 
 
 def test_the_other_stages_read_yaml_and_flags_alike(tmp_path: Path) -> None:
     file = tmp_path / "sft.yaml"
     file.write_text("model: m\ndata: d.jsonl\nlearning_rate: 1e-6\nlora_target_modules: [q_proj]\n")
-    from_file = cli.parse_sft(["--config", str(file), "--epochs", "2"])
+    from_file = cli.parse("sft", ["--config", str(file), "--epochs", "2"])
     flags = "--model m --data d.jsonl --learning_rate 1e-6 --lora_target_modules q_proj --epochs 2"
-    assert from_file == cli.parse_sft(flags.split())
+    assert from_file == cli.parse("sft", flags.split())
     assert (from_file.learning_rate, from_file.epochs) == (1e-6, 2.0)
-    assert cli.parse_reward(flags.split()[:4]).center_coef == 0
-    found = cli.parse_generate(["--models", "a", "b", "--prompt", "w1", "--rewards", "r", "s:t"])
+    assert cli.parse("reward", flags.split()[:4]).center_coef == 0
+    found = cli.parse("generate", ["--models", "a", "b", "--prompt", "w1", "--rewards", "r", "s:t"])
     assert (found.models, found.rewards) == (("a", "b"), ("r", "s:t"))
 
 
 def test_a_negative_number_with_an_exponent_is_a_number(tmp_path: Path) -> None:
     given = "--model m --prompts p --rewards a.py:f b.py:g --reward_weights 1 -1e-1"
-    assert cli.parse_train(given.split()).reward_weights == (1.0, -0.1)
+    assert cli.parse("train", given.split()).reward_weights == (1.0, -0.1)
     (tmp_path / "run.yaml").write_text(
         "model: m\nprompts: p\nrewards: [a.py:f, b.py:g]\nreward_weights: [1.0, -1e-1]\n"
     )
-    config = cli.parse_train(["--config", str(tmp_path / "run.yaml")])
+    config = cli.parse("train", ["--config", str(tmp_path / "run.yaml")])
     assert config.reward_weights == (1.0, -0.1)
 
 
@@ -147,14 +147,14 @@ def test_a_missing_config_file_is_named(capsys) -> None:
 def test_a_flag_wins_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model: m\nprompts: p\nrewards: [r]\nseed: 3\n")
-    assert cli.parse_train(["--config", str(file), "--seed", "5"]).seed == 5
+    assert cli.parse("train", ["--config", str(file), "--seed", "5"]).seed == 5
 
 
 def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
     config = PPOConfig(model="m", prompts="p", rewards=["a:b"], clip_ratio_high=0.3)
     config.save(tmp_path / "config.yaml")
     assert PPOConfig(**read_yaml(tmp_path / "config.yaml", PPOConfig)) == config
-    assert cli.parse_train(["--config", str(tmp_path / "config.yaml")]) == config
+    assert cli.parse("train", ["--config", str(tmp_path / "config.yaml")]) == config
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_flag_with_a_wrong_value_is_refused_in_a_sentence(capsys) -> None:
 
 def test_dashes_and_a_bare_flag_will_do() -> None:
     given = "--model m --data d --learning-rate 1e-3 --gradient-checkpointing --resume false"
-    config = cli.parse_sft(given.split())
+    config = cli.parse("sft", given.split())
     assert (config.learning_rate, config.gradient_checkpointing, config.resume) == (
         1e-3,
         True,

@@ -180,7 +180,9 @@ def test_no_damaged_file_of_the_newest_checkpoint_is_ever_trained_on(
 ) -> None:
     """Every file, every damage: the one before is taken, and the newest is named and set aside."""
     folder, other = two_checkpoints
-    trainer = PPOTrainer(cli.parse_train(folder.flags(**REFRESHED, iterations=4, resume=True)[1:]))
+    trainer = PPOTrainer(
+        cli.parse("train", folder.flags(**REFRESHED, iterations=4, resume=True)[1:])
+    )
     whole = tmp_path / "whole"
     shutil.copytree(folder.run, whole)
     newest = folder.run / "checkpoint-000003"

@@ -74,6 +74,11 @@ class Options:
         self.check()
 
     @classmethod
+    def types(cls) -> dict[str, Any]:
+        """The type of each option by its name."""
+        return _hints(cls)
+
+    @classmethod
     def hint(cls, name: str) -> str:
         """What to add to the sentence that there is no option of this name."""
         if sentence := removal(name):
