@@ -32,7 +32,7 @@ from fastppo.models.device import choose_device
 from fastppo.models.pretrained import load_causal_lm, load_tokenizer, pad_token_id, stop_token_ids
 from fastppo.models.trunk import context_length
 from fastppo.rewards.loading import make_terms
-from fastppo.rewards.reward import RewardTerm, score
+from fastppo.rewards.reward import RewardTerm, Samples, score
 from fastppo.rollout import TRUNCATED, Sampling
 from fastppo.rollout.generate import GenerateEngine
 from fastppo.run.log import short_names
@@ -199,7 +199,7 @@ def _score(
     names = dict.fromkeys(key for row in rows for key in row if key != config.prompt_column)
     columns = {name: [row.get(name) for row in repeated] for name in names}
     prompts = [row[config.prompt_column] for row in repeated]
-    return list(score(term, prompts, policy.texts, columns, completion_ids=policy.token_ids))
+    return list(score(term, Samples(prompts, policy.texts, columns, policy.token_ids)))
 
 
 def win_rate(rewards: Sequence[float], first: Sequence[float], num_samples: int) -> float:

@@ -642,9 +642,9 @@ def test_a_reward_that_exits_is_an_error_with_its_samples(
 
 def test_a_reward_that_hangs_is_given_up_after_its_time(folder: Folder, run) -> None:
     folder.write_reward("import time; time.sleep(30 if calls > 1 else 0)")
-    code, said = run(iterations=2, reward_timeout=0.2, reward_retries=1)
+    code, said = run(iterations=2, reward_timeout=0.2)
     assert code == 1
-    assert "fastppo: reward 'count' did not return within 0.2 s, 2 times (samples saved to" in said
+    assert "fastppo: reward 'count' did not return within 0.2 s, 3 times (samples saved to" in said
     assert folder.checkpoints() == ["checkpoint-000001"]
 
 
@@ -664,9 +664,9 @@ def test_samples_without_a_score_are_dropped_if_that_is_asked_for(folder: Folder
 
 
 def test_a_run_says_what_it_waits_for(folder: Folder, run, monkeypatch) -> None:
-    from fastppo.rewards import patience
+    from fastppo.rewards import calling
 
-    monkeypatch.setattr(patience, "HEARTBEAT", 0.01)
+    monkeypatch.setattr(calling, "HEARTBEAT", 0.01)
     folder.write_reward("import time; time.sleep(0.1)")
     code, said = run(iterations=1)
     assert code == 0

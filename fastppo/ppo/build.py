@@ -51,10 +51,10 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.curriculum import Curriculum
 from fastppo.ppo.evaluation import Evaluation
 from fastppo.ppo.optimizer import make_optimizer
+from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.ensemble import RewardEnsemble
 from fastppo.rewards.environment import OneTurn, Turns
 from fastppo.rewards.loading import load_environment, make_terms
-from fastppo.rewards.patience import Patience
 from fastppo.rewards.reward import Reward, RewardTerm, lacking_columns
 from fastppo.rewards.scorer import Scorer
 from fastppo.rollout import RolloutEngine, Sampling, as_engine
@@ -242,9 +242,14 @@ def build(
                 _shard(each, world, config)
         chosen = SharedEngine(chosen, policy, world)
     failures = Path(config.output_dir)
-    timeout, drop = config.reward_timeout, config.reward_failure == "drop"
-    patience = Patience(timeout, config.reward_retries, drop, say)
-    how_to_score = tokenizer, failures / "failed_reward.json", patience, world
+    calls = CallOptions(config.reward_timeout, config.reward_failure == "drop", say)
+    scorer = functools.partial(
+        Scorer,
+        tokenizer=tokenizer,
+        failure_file=failures / "failed_reward.json",
+        options=calls,
+        world=world,
+    )
     monitors = _load_monitors(monitor_rewards or config.monitor_rewards, config, device)
     of_evaluation = _load_monitors(config.eval_rewards, config, device) or terms
     _check_columns([*terms, *monitors], found_prompts, config.prompts)
@@ -268,10 +273,10 @@ def build(
         prompts=found_prompts,
         curriculum=curriculum,
         pretraining=pretraining,
-        scorer=Scorer(terms, monitors, *how_to_score),
+        scorer=scorer(terms, monitors),
         evaluation=Evaluation(
             held_out,
-            Scorer(of_evaluation, [], *how_to_score),
+            scorer(of_evaluation, []),
             config.eval_interval,
             config.eval_sampling,
             config.rollout_batch_size,
@@ -285,7 +290,7 @@ def build(
             max_tokens=config.max_response_tokens,
             context=context,
             concurrency=config.environment_concurrency,
-            patience=patience,
+            options=calls,
             failure_file=failures / "failed_episode.json",
             world=world,
         ),
@@ -597,7 +602,6 @@ def _load_rewards(
         ensemble = RewardEnsemble(
             config.reward_ensemble,
             config.reward_ensemble_by,
-            config.reward_ensemble_std_coef,
             drop=config.reward_failure == "drop",
             **options,
         )
@@ -634,11 +638,5 @@ def _reward_model_options(config: PPOConfig, device: torch.device) -> dict[str, 
     return {
         "device": device,
         "batch_size": config.reward_batch_size,
-        "max_length": config.reward_max_length,
-        "request_options": {
-            "batch_size": config.reward_batch_size,
-            "concurrency": config.reward_concurrency,
-            "timeout": config.reward_timeout,
-            "retries": config.reward_retries,
-        },
+        "timeout": config.reward_timeout,
     }

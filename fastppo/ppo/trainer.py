@@ -308,7 +308,7 @@ class PPOTrainer:
         texts = self.completions(prompts, rollout)
         scores = (scorer or self.scorer)(prompts, texts, rollout.tokens, rollout.written)
         scores = scores.plus("environment", rollout.rewards)
-        return scores.charged(rollout.written_lengths, rollout.truncated, **options.charges)
+        return scores.charged(rollout.truncated, options.missing_eos_penalty)
 
     def training_rewards(self, scores: Scores, options: PPOConfig) -> Scores:
         """Scores normalised and clipped: what advantages are made from."""

@@ -1,4 +1,4 @@
-"""A batch without the samples that no reward could be had of."""
+"""A batch without the samples that have no score."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ from fastppo.rollout import Rollout
 def without_dropped(
     prompts: Prompts, rollout: Rollout, scores: Scores
 ) -> tuple[Prompts, Rollout, Scores, dict[str, float]]:
-    """Prompts, responses and scores of the samples that have one, and what share has none.
+    """Prompts, responses and scores of the samples that have a score, and the share without one as
+    a metric.
 
     Raises:
-        RewardError: none has.
+        RewardError: none has a score.
     """
     if scores.kept is None:
         return prompts, rollout, scores, {}
-    kept, count = scores.kept, len(prompts)
-    share = {"dropped_samples": (count - len(kept)) / count}
+    kept = scores.kept
+    count = len(prompts)
+    metrics = {"dropped_samples": (count - len(kept)) / count}
     if len(kept) == count:
-        return prompts, rollout, scores, share
+        return prompts, rollout, scores, metrics
     if not kept:
         raise RewardError(f"all {count} samples of a batch were dropped, so there is none to train")
-    return prompts.select(kept), _select(rollout, kept), scores.select(kept), share
+    return prompts.select(kept), _select(rollout, kept), scores.select(kept), metrics
 
 
 def _select(rollout: Rollout, rows: list[int]) -> Rollout:
-    chosen: dict[str, Any] = {}
-    for each in fields(rollout):
-        value = getattr(rollout, each.name)
+    selected: dict[str, Any] = {}
+    for field in fields(rollout):
+        value = getattr(rollout, field.name)
         if isinstance(value, Tensor):
-            chosen[each.name] = value[rows]
+            selected[field.name] = value[rows]
         else:
-            chosen[each.name] = None if value is None else [value[row] for row in rows]
-    return Rollout(**chosen)
+            selected[field.name] = None if value is None else [value[row] for row in rows]
+    return Rollout(**selected)

@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +23,7 @@ import torch
 
 from fastppo.data import fingerprint
 from fastppo.rewards.reward import Reward, RewardTerm
-from fastppo.rewards.url import URLReward
+from fastppo.rewards.url import URLReward, address_name
 
 URL = re.compile(r"^https?://", re.IGNORECASE)
 FUNCTION = re.compile(r"^(?P<where>.+):(?P<name>[A-Za-z_]\w*)$")
@@ -33,89 +33,91 @@ def load_reward(
     spec: str,
     *,
     device: torch.device | str = "cpu",
-    request_options: Mapping[str, Any] | None = None,
-    **model_options: Any,
+    batch_size: int = 32,
+    timeout: float | None = None,
 ) -> Reward:
     """The reward that `spec` names; see the module's docstring.
 
     Args:
-        request_options: of `URLReward`; model_options: of `RewardModel`.
+        device: of a reward model.
+        batch_size: texts per forward pass of a reward model, or per request.
+        timeout: seconds for a request; None is the default of `URLReward`.
 
     Raises:
-        ValueError: the file, module, function or model is not there.
+        ValueError: the file, module, function or model does not exist.
     """
     if URL.match(spec):
-        return URLReward(spec, **(request_options or {}))
+        return URLReward(spec, batch_size=batch_size, timeout=timeout)
     match = FUNCTION.match(spec)
     if match and not Path(spec).exists():
-        return _load_function(match["where"], match["name"])
+        return _load_function(match["where"], match["name"], "reward")
     if spec.endswith(".py"):
         raise ValueError(f"reward {spec}: expected {spec}:function, got no function")
     from fastppo.rewards.model import RewardModel  # transformers, where it is used
 
-    return RewardModel(spec, device=device, **model_options)
+    return RewardModel(spec, device=device, batch_size=batch_size)
 
 
 def load_environment(spec: str | Callable[[], Any]) -> RewardTerm | None:
     """What makes environments, `file.py:Name`, `package.module:Name` or a callable, with its
-    fingerprint; None of an empty name.
+    fingerprint; None for an empty name.
 
     Raises:
-        ValueError: it is not there.
+        ValueError: it does not exist.
     """
     return load_callable(spec, "environment") if spec else None
 
 
-def load_callable(spec: str | Callable[..., Any], what: str) -> RewardTerm:
+def load_callable(spec: str | Callable[..., Any], option: str) -> RewardTerm:
     """A callable, or the one that `file.py:name` or `package.module:name` names, under the name of
-    the option `what`, with its fingerprint.
+    its option, with its fingerprint.
 
     Raises:
-        ValueError: it is not there.
+        ValueError: it does not exist.
     """
     function: Any = spec
     if isinstance(spec, str):
         match = FUNCTION.match(spec)
         if match is None:
-            name = "Name" if what == "environment" else "function"
-            raise ValueError(f"{what} {spec}: expected file.py:{name} or module:{name}")
-        function = _load_function(match["where"], match["name"], what)
-    return RewardTerm(what, function, fingerprint=_fingerprint(spec, function))
+            name = "Name" if option == "environment" else "function"
+            raise ValueError(f"{option} {spec}: expected file.py:{name} or module:{name}")
+        function = _load_function(match["where"], match["name"], option)
+    return RewardTerm(option, function, fingerprint=_fingerprint(spec, function))
 
 
-def _load_function(where: str, name: str, what: str = "reward") -> Reward:
+def _load_function(where: str, name: str, option: str) -> Any:
     is_file = where.endswith(".py")
     if is_file and not Path(where).is_file():
-        raise ValueError(f"{what} {where}:{name}: there is no file {where}")
+        raise ValueError(f"{option} {where}:{name}: there is no file {where}")
     try:
-        if is_file:
-            with _importable_from(Path(where).parent):
-                module = _load_file(Path(where))
-        else:
-            # A console script does not look for modules in the current folder by itself.
-            if str(Path.cwd()) not in sys.path:
-                sys.path.append(str(Path.cwd()))
-            module = importlib.import_module(where)
+        module = _load_file(Path(where)) if is_file else _load_module(where)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and not is_file:
             sentence = f"no module {error.name!r}"
         else:
             sentence = f"importing {where} raised {error!r}"
-        raise ValueError(f"{what} {where}:{name}: {sentence}") from error
+        raise ValueError(f"{option} {where}:{name}: {sentence}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        kind = inspect.isclass if what == "environment" else inspect.isfunction
-        known = [key for key, value in vars(module).items() if kind(value)]
+        is_kind = inspect.isclass if option == "environment" else inspect.isfunction
+        known = [key for key, value in vars(module).items() if is_kind(value)]
         raise ValueError(
-            f"{what} {where}:{name}: no function {name!r} there; "
+            f"{option} {where}:{name}: no function {name!r} there; "
             f"it has {', '.join(known) or 'none'}"
         )
     return function
 
 
+def _load_module(name: str) -> ModuleType:
+    # A console script does not look for modules in the current folder by itself.
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    return importlib.import_module(name)
+
+
 def _load_file(path: Path) -> ModuleType:
-    """The module of a file, under a name that no library has. pickle and dataclasses want it among
-    the modules."""
+    """The module of a file, under a name that no library has. pickle and dataclasses look for it
+    among the modules."""
     unique = f"fastppo_reward_{fingerprint.of_text(str(path.resolve()))}_{path.stem}"
     module_spec = importlib.util.spec_from_file_location(unique, path)
     assert module_spec is not None
@@ -123,7 +125,8 @@ def _load_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[unique] = module
     try:
-        module_spec.loader.exec_module(module)
+        with _importable_from(path.parent):
+            module_spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[unique]
         raise
@@ -139,9 +142,8 @@ def _importable_from(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.path.reverse()
-        sys.path.remove(path)
-        sys.path.reverse()
+        last = len(sys.path) - 1 - sys.path[::-1].index(path)
+        del sys.path[last]
 
 
 def _fingerprint(spec: str | Reward, function: Any) -> str:
@@ -162,7 +164,7 @@ def _fingerprint(spec: str | Reward, function: Any) -> str:
 def reward_name(spec: str) -> str:
     """A short name for logs: the function's, the model directory's, or the address's."""
     if URL.match(spec):
-        return URLReward(spec).__name__
+        return address_name(spec)
     match = FUNCTION.match(spec)
     if match and not Path(spec).exists():
         return match["name"]
@@ -170,28 +172,31 @@ def reward_name(spec: str) -> str:
 
 
 def make_terms(
-    rewards: Sequence[str | Reward],
-    weights: Sequence[float] | None = None,
-    **options: Any,
+    rewards: Sequence[str | Reward], weights: Sequence[float] | None = None, **options: Any
 ) -> list[RewardTerm]:
     """Terms of specs and callables, each under a name of its own.
+
+    Args:
+        options: of `load_reward`.
 
     Raises:
         ValueError: there are not as many weights as rewards.
     """
     if weights is not None and len(weights) != len(rewards):
         raise ValueError(f"got {len(rewards)} rewards and {len(weights)} reward_weights")
-    terms: list[RewardTerm] = []
-    taken: set[str] = set()
+    terms: dict[str, RewardTerm] = {}
     for i, reward in enumerate(rewards):
         if isinstance(reward, str):
-            name, function = reward_name(reward), load_reward(reward, **options)
+            name = reward_name(reward)
+            function = load_reward(reward, **options)
         else:
-            name, function = getattr(reward, "__name__", type(reward).__name__), reward
-        unique, suffix = name, 2
-        while unique in taken:
-            unique, suffix = f"{name}_{suffix}", suffix + 1
-        taken.add(unique)
+            name = getattr(reward, "__name__", type(reward).__name__)
+            function = reward
+        unique = name
+        suffix = 2
+        while unique in terms:
+            unique = f"{name}_{suffix}"
+            suffix += 1
         weight = 1.0 if weights is None else float(weights[i])
-        terms.append(RewardTerm(unique, function, weight, _fingerprint(reward, function)))
-    return terms
+        terms[unique] = RewardTerm(unique, function, weight, _fingerprint(reward, function))
+    return list(terms.values())

@@ -20,19 +20,13 @@ class RewardModel:
 
     A prompt of strings is joined with its completion and tokenised as one text; a prompt of chat
     messages is rendered by the reward tokenizer's own chat template, the completion as the
-    assistant's turn. Texts longer than `max_length` tokens, by default `score_max_length` of the
-    model's config or its context, lose their beginning, not their end. `score_mean` of the config,
-    if there is one, is subtracted from every score.
+    assistant's turn. Texts longer than `score_max_length` of the model's config, or its context,
+    lose their beginning, not their end. `score_mean` of the config, if there is one, is subtracted
+    from every score; `fastppo reward` writes both.
     """
 
     def __init__(
-        self,
-        name: str,
-        *,
-        device: torch.device | str = "cpu",
-        batch_size: int = 32,
-        max_length: int | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, name: str, *, device: torch.device | str = "cpu", batch_size: int = 32
     ) -> None:
         self.__name__ = Path(name).name
         config = model_config(name, "reward")
@@ -42,7 +36,9 @@ class RewardModel:
                 f"reward {name} is a {kind} with {config.num_labels} labels; expected a sequence "
                 "classifier with 1"
             )
-        model, _ = load_whole(AutoModelForSequenceClassification, name, "reward", dtype=dtype)
+        model, _ = load_whole(
+            AutoModelForSequenceClassification, name, "reward", dtype=torch.float32
+        )
         self.model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.tokenizer = load_tokenizer(name, "reward")
         if self.tokenizer.pad_token is None:
@@ -50,16 +46,15 @@ class RewardModel:
         text_config = model.config.get_text_config()
         if getattr(text_config, "pad_token_id", None) is None:
             text_config.pad_token_id = self.tokenizer.pad_token_id
-        # What `fastppo reward` trained it with is what its scores have mean 0 with.
-        max_length = max_length or getattr(model.config, "score_max_length", None)
-        self.max_length = min(filter(None, (max_length, context_length(model))), default=None)
+        limits = [getattr(model.config, "score_max_length", None), context_length(model)]
+        self.max_length = min((limit for limit in limits if limit), default=None)
         self.batch_size = batch_size
-        # What `fastppo reward` writes there makes the mean score of its reference texts 0.
         self.score_mean = float(getattr(model.config, "score_mean", 0.0))
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str]) -> list[float]:
-        rows = [self._tokens(p, c) for p, c in zip(prompts, completions, strict=True)]
+        pairs = zip(prompts, completions, strict=True)
+        rows = [self._tokens(prompt, completion) for prompt, completion in pairs]
         scores: list[float] = []
         for start in range(0, len(rows), self.batch_size):
             scores += self._scores(rows[start : start + self.batch_size])
@@ -67,7 +62,8 @@ class RewardModel:
 
     def _scores(self, rows: list[list[int]]) -> list[float]:
         batch = padded_batch(rows, self.tokenizer.pad_token_id)
-        ids, mask = (x.to(self.model.device) for x in batch.values())
+        ids = batch["input_ids"].to(self.model.device)
+        mask = batch["attention_mask"].to(self.model.device)
         return (sequence_scores(self.model, ids, mask) - self.score_mean).tolist()
 
     def _tokens(self, prompt: Any, completion: str) -> list[int]:

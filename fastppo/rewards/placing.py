@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,18 +47,22 @@ def token_rewards(
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
-    before, response = list(prompt_ids), list(response_ids)
+    before = list(prompt_ids)
+    response = list(response_ids)
     head = decode(before)
     if not decode(before + response).startswith(head):  # the completion was decoded alone
-        before, head = [], ""
+        before = []
+        head = ""
 
     @functools.cache
     def reached(token: int) -> int:
         """Characters of the completion that are written once this token is there. The half of a
         character decodes to U+FFFD, which is not the completion's, so it does not count."""
         text = decode(before + response[: token + 1])[len(head) :]
-        both = zip(text, completion, strict=False)
-        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
+        pairs = zip(text, completion, strict=False)
+        return next(
+            (i for i, (a, b) in enumerate(pairs) if a != b), min(len(text), len(completion))
+        )
 
     if reached(count - 1) < len(completion):
         raise ValueError(
@@ -78,8 +81,9 @@ def token_rewards(
 def paid_where_written(rewards: Sequence[float], written: Sequence[bool]) -> list[float]:
     """Rewards of the tokens that the policy wrote. That of another token is paid at the last one
     before it that the policy wrote, or at the first after it where there is none before."""
-    paid, rest = [0.0] * sum(written), 0
+    paid = [0.0] * sum(written)
+    written_so_far = 0
     for reward, is_written in zip(rewards, written, strict=True):
-        rest += is_written
-        paid[max(rest - 1, 0)] += reward
+        written_so_far += is_written
+        paid[max(written_so_far - 1, 0)] += reward
     return paid

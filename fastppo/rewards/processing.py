@@ -1,14 +1,12 @@
-"""What is done to the scores of a batch before they become rewards.
+"""The scale of the scores of a batch, before they become rewards.
 
 Scores are one number per response. Their scale is the reward's own, and an advantage, a value loss
-and a KL coefficient all depend on it; these functions fix the scale, or make length cost something.
+and a KL coefficient all depend on it; these functions fix it.
 
     RunningScale        score / deviation of all scores so far: the scale, never the sign
     whiten_scores       mean 0, deviation 1 within the batch: the sign too
-    length_penalty      coef · max(0, length − free_tokens), to be subtracted
-    length_normalized   score / length
 
-All take [B] tensors, scores in reward units, lengths in tokens, and leave their input as it is.
+Both take [B] tensors, scores in reward units, and leave their input as it is.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from fastppo.functional import arguments
@@ -51,7 +48,7 @@ class RunningScale:
     """Σ (score − mean)² of the scores so far."""
 
     def __call__(self, scores: Tensor) -> Tensor:
-        """Takes the scores in, then scales them: [B] any float dtype to [B] of that dtype.
+        """Updates the moments, then scales: [B] any float dtype to [B] of that dtype.
 
         Raises:
             ValueError: scores are not [B], or one is not finite: it would stay in the state.
@@ -60,7 +57,7 @@ class RunningScale:
         return (scores.double() / self.deviation).to(scores.dtype)
 
     def update(self, scores: Tensor) -> None:
-        """Takes the scores into the running moments, in fp64."""
+        """Adds the scores to the running moments, in fp64."""
         values = _vector("scores", scores).tolist()
         if not all(map(math.isfinite, values)):
             raise ValueError(f"scores must be finite, got {values}")
@@ -99,57 +96,12 @@ def whiten_scores(scores: Tensor) -> Tensor:
 
     Source: Ziegler et al. 2019 (their code's `whiten`).
     """
-    # B numbers are no work for a kernel, and the definition sums them in fp64: scores that are all
-    # alike then give exact zeros.
+    # The definition sums in fp64, so that scores that are all alike give exact zeros.
     return whiten(_vector("scores", scores), backend="torch")
 
 
-def length_penalty(lengths: Tensor, coef: float, free_tokens: int = 0) -> Tensor:
-    """What a response's length costs, to be subtracted from its score: longer never scores higher.
-
-        coef · max(0, length − free_tokens)
-
-    Args:
-        lengths: [B] int or float, response tokens, the EOS included.
-        coef: at least 0, reward units per token.
-        free_tokens: at least 0; tokens that cost nothing.
-
-    Returns:
-        [B] fp32, reward units, at least 0.
-
-    Raises:
-        ValueError: a negative coefficient or number of tokens, lengths that are not [B].
-    """
-    arguments.finite("coef", arguments.at_least("coef", coef, 0))
-    arguments.at_least("free_tokens", free_tokens, 0)
-    _vector("lengths", lengths, arguments.NUMBERS)
-    return coef * (lengths.float() - free_tokens).clamp(min=0)
-
-
-def length_normalized(scores: Tensor, lengths: Tensor) -> Tensor:
-    """Reward per token, score / length: where scores add up over tokens, length pays no more.
-
-    Dividing brings a negative score nearer to 0 the longer the response is, so a reward that is
-    mostly negative pays for length: use `length_penalty` there.
-
-    Args:
-        scores: [B] any float dtype, reward units. lengths: [B] int or float, response tokens >= 1.
-
-    Returns:
-        [B] the scores' dtype, reward units per token.
-
-    Raises:
-        ValueError: shapes differ, or a response has no token.
-    """
-    _vector("scores", scores)
-    arguments.tensor("lengths", lengths, shape=scores.shape, like=scores, dtypes=arguments.NUMBERS)
-    if bool((lengths < 1).any()):
-        raise ValueError(f"lengths must be >= 1, got {lengths.tolist()}")
-    return (scores.double() / lengths).to(scores.dtype)
-
-
-def _vector(name: str, value: Tensor, dtypes: tuple[torch.dtype, ...] = arguments.FLOATS) -> Tensor:
-    arguments.tensor(name, value, dtypes=dtypes)
+def _vector(name: str, value: Tensor) -> Tensor:
+    arguments.tensor(name, value, dtypes=arguments.FLOATS)
     if value.dim() != 1:
         raise ValueError(f"{name} must be [B], one per sequence, got {list(value.shape)}")
     return value

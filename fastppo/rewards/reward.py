@@ -7,45 +7,44 @@ A reward is a callable
 `prompts` are as the dataset holds them (strings, or lists of chat messages), `completions` strings
 without special tokens, `columns` the other columns of the dataset, each a list with one entry per
 prompt. `prompts` and `completions` are passed by name to a function that has such parameters, and
-by position to one that calls them otherwise; a function without `**columns` is given the columns
-that it names. A function with a parameter `completion_ids` is given the token ids of the responses,
-their EOS included. For each completion a reward returns
+by position otherwise; a function without `**columns` gets the columns that it names. A function
+with a parameter `completion_ids` gets the token ids of the responses, their EOS included. For each
+completion a reward returns
 
     a number                          the reward of the whole response
     a list with a number per token    a reward for each response token
     a list of (end, value) pairs      a reward for each step; `end` is the offset of the character
                                       in the completion that follows the step
 
-and one batch may hold all three. In place of a score may stand an exception, which says why there
-is none. A reward gets copies of everything, so it may do with them what it likes.
+and one batch may hold all three. An exception may stand in place of a score and says why there is
+none. A reward gets copies of everything, so it may change them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import inspect
 import json
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fastppo.functional.arguments import shown
-from fastppo.rewards.patience import Patience
+from fastppo.rewards.calling import CallOptions, UserCodeError, call, heartbeat
 
 Partial = list[float] | list[tuple[int, float]]
 """Rewards within one completion: one number per response token, or (end, value) pairs."""
 
 Reward = Callable[..., Sequence[float | Partial]]
 
-LONGEST_MESSAGE = 500
-"""Characters of what a reward raised that are shown."""
-
 MAX_REWARD = 1e15
-"""Rewards are trained on in fp32: the value loss squares them, the gradient's norm squares what
-comes of that, and 1e38 is infinite. Beyond this every step would be skipped."""
+"""Rewards are trained on in fp32: the value loss squares them, the gradient's norm squares the
+result, and 1e38 is infinite. Beyond this every step would be skipped."""
+
+ATTEMPTS = 3
+"""Calls of a reward that is too late each time."""
 
 
 class RewardError(RuntimeError):
@@ -53,15 +52,44 @@ class RewardError(RuntimeError):
 
 
 class TermError(RewardError):
-    """A `RewardError` with reward, sentence and row apart; a row of None is all completions."""
+    """A `RewardError` of one reward; a row of None means all completions."""
 
     def __init__(self, reward: str, sentence: str, row: int | None = None) -> None:
         super().__init__(f"reward {reward!r} {sentence}")
-        self.reward, self.sentence, self.row = reward, sentence, row
+        self.reward = reward
+        self.sentence = sentence
+        self.row = row
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What rewards are given: B prompts with their completions."""
+
+    prompts: Sequence[Any]
+    """[B] strings, or lists of chat messages."""
+    completions: Sequence[str]
+    """[B] without special tokens."""
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Other columns of the dataset, [B] each."""
+    completion_ids: Sequence[Sequence[int]] | None = None
+    """[B] token ids of the responses, EOS included."""
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def select(self, rows: Sequence[int]) -> Samples:
+        """Some of the samples."""
+        ids = self.completion_ids
+        return Samples(
+            [self.prompts[row] for row in rows],
+            [self.completions[row] for row in rows],
+            {name: [column[row] for row in rows] for name, column in self.columns.items()},
+            None if ids is None else [ids[row] for row in rows],
+        )
 
 
 class Scored(list[float]):
-    """What a reward said of a batch: a list of the completions' totals, reward units.
+    """What a reward returned for a batch: a list of the completions' totals, reward units.
 
     `partial` has, per completion, its rewards by token or by step, or None where the reward was one
     number; it is None if all were. `disagreement` has, per completion, the population standard
@@ -70,17 +98,18 @@ class Scored(list[float]):
 
     def __init__(
         self,
-        values: Sequence[float],
+        totals: Sequence[float],
         partial: Sequence[Partial | None] | None = None,
         disagreement: Sequence[float] | None = None,
     ) -> None:
-        super().__init__(values)
+        super().__init__(totals)
         self.partial = None if partial is None else list(partial)
         self.disagreement = None if disagreement is None else list(disagreement)
 
     def select(self, rows: Sequence[int]) -> Scored:
-        """What it said of some of the completions."""
-        partial, disagreement = self.partial, self.disagreement
+        """What it returned for some of the completions."""
+        partial = self.partial
+        disagreement = self.disagreement
         return Scored(
             [self[row] for row in rows],
             None if partial is None else [partial[row] for row in rows],
@@ -89,27 +118,23 @@ class Scored(list[float]):
 
     @classmethod
     def joined(cls, parts: Sequence[Scored]) -> Scored:
-        """What it said of several batches, one after the other."""
-        partial = disagreement = None
+        """What it returned for several batches, one after the other."""
+        partial = None
         if any(part.partial is not None for part in parts):
             partial = [steps for part in parts for steps in part.partial or [None] * len(part)]
+        disagreement = None
         if all(part.disagreement is not None for part in parts):
             disagreement = [value for part in parts for value in part.disagreement or ()]
         return cls([value for part in parts for value in part], partial, disagreement)
 
     @property
-    def values(self) -> list[float]:
-        """[B] the total of each completion, for logs."""
-        return list(self)
-
-    @property
-    def whole(self) -> list[float]:
+    def at_the_end(self) -> list[float]:
         """[B] what is paid at the last token: the reward if it was one number, else 0, because
         `token_rewards` places it."""
         if self.partial is None:
             return list(self)
         rows = zip(self, self.partial, strict=True)
-        return [value if steps is None else 0.0 for value, steps in rows]
+        return [total if steps is None else 0.0 for total, steps in rows]
 
 
 @dataclass(slots=True)
@@ -120,148 +145,94 @@ class RewardTerm:
     function: Reward
     weight: float = 1.0
     fingerprint: str = ""
-    """Of its file, its URL or its weights: another one is another reward."""
+    """Of its file, its URL or its weights: another fingerprint means another reward."""
 
 
 def score(
     term: RewardTerm,
-    prompts: Sequence[Any],
-    completions: Sequence[str],
-    columns: dict[str, list[Any]] | None = None,
+    samples: Samples,
     failure_file: Path | None = None,
-    completion_ids: Sequence[Sequence[int]] | None = None,
-    patience: Patience | None = None,
+    options: CallOptions | None = None,
 ) -> Scored:
     """The term's rewards of all completions, unweighted; NaN for a sample that is dropped.
-
-    `completion_ids` are the responses' token ids, for rewards that ask for them and to count the
-    rewards of a list with one per token.
 
     Raises:
         RewardError: the reward raised, was too late, returned the wrong number of values, or one
             that is not a number within ±`MAX_REWARD`, and nothing is to be dropped. The samples
             are written to `failure_file` first.
     """
-    columns, patience = columns or {}, patience or Patience()
-    failures: list[TermError] = []
+    options = options or CallOptions()
     try:
-        scored = score_term(term, prompts, completions, columns, completion_ids, patience, failures)
+        scored, failures = score_term(term, samples, options)
     except TermError as error:
-        failures, scored = [error], Scored([math.nan] * len(completions))
+        scored = Scored([math.nan] * len(samples))
+        failures = [error]
     if not failures:
         return scored
     first = failures[0]
-    rows = [error.row for error in failures if error.row is not None] or range(len(completions))
-    where = save_failure(
-        failure_file,
-        first.reward,
-        [prompts[i] for i in rows],
-        [completions[i] for i in rows],
-        {name: [column[i] for i in rows] for name, column in columns.items()},
-        first.sentence,
-    )
-    if not patience.drop:
-        raise RewardError(f"{first}{where}") from first.__cause__
-    patience.say(f"{first}{where}; {len(rows)} of {len(completions)} samples without a score")
+    rows = [error.row for error in failures if error.row is not None] or range(len(samples))
+    saved = save_failure(failure_file, first.reward, samples.select(rows), first.sentence)
+    if not options.drop:
+        raise RewardError(f"{first}{saved}") from first.__cause__
+    options.say(f"{first}{saved}; {len(rows)} of {len(samples)} samples without a score")
     return scored
 
 
 def score_term(
-    term: RewardTerm,
-    prompts: Sequence[Any],
-    completions: Sequence[str],
-    columns: dict[str, list[Any]],
-    completion_ids: Sequence[Sequence[int]] | None,
-    patience: Patience | None = None,
-    failures: list[TermError] | None = None,
-) -> Scored:
-    """`score` without the file.
-
-    Args:
-        failures: where `patience` says to drop, takes the errors of single samples; their scores
-            are NaN.
+    term: RewardTerm, samples: Samples, options: CallOptions
+) -> tuple[Scored, list[TermError]]:
+    """The term's rewards, and an error for each sample without one; its score is NaN.
 
     Raises:
-        TermError: as `RewardError` there.
+        TermError: there are no rewards at all.
     """
-    patience = patience or Patience()
-
-    def call() -> Any:
-        return _call(term.function, prompts, completions, columns, completion_ids)
-
+    timeout = None if getattr(term.function, "has_timeout", False) else options.timeout
     try:
-        limited = getattr(term.function, "has_timeout", False)
-        waits = Patience(say=patience.say) if limited else patience
-        returned = waits.call(term.name, call)
-    except TermError as error:  # of a member of an ensemble: both names say where to look
-        name = f"{term.name}/{error.reward}"
-        raise TermError(name, error.sentence, error.row) from error.__cause__
-    except TimeoutError as error:
-        if error.errno is not None:  # its own, of a socket
-            raise TermError(term.name, _raised(error)) from error
-        raise TermError(term.name, str(error)) from None
-    # A script's exit() is no way to end a run, nor is a task that was cancelled.
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
-        raise TermError(term.name, _raised(error)) from error
-    found: list[TermError] = []
-    scored = _validated(term.name, returned, len(completions), completion_ids, found)
-    if found and (not patience.drop or failures is None):
-        raise found[0]
-    if failures is not None:
-        failures += found
-    return scored
+        with heartbeat(f"waiting for reward {term.name!r}", options.say):
+            returned = call(lambda: _call(term.function, samples), timeout, ATTEMPTS)
+    except UserCodeError as error:
+        cause = error.__cause__
+        if isinstance(cause, TermError):  # of a member of an ensemble: both names say where to look
+            name = f"{term.name}/{cause.reward}"
+            raise TermError(name, cause.sentence, cause.row) from cause.__cause__
+        raise TermError(term.name, str(error)) from cause
+    return _validated(term.name, returned, samples)
 
 
-def _raised(error: BaseException) -> str:
-    text = f"raised {error!r}"
-    return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]} …"
-
-
-def _validated(
-    name: str,
-    returned: Any,
-    count: int,
-    completion_ids: Sequence[Sequence[int]] | None,
-    failures: list[TermError],
-) -> Scored:
-    """What a reward returned, as numbers. A sample that has none gets NaN and a failure.
+def _validated(name: str, returned: Any, samples: Samples) -> tuple[Scored, list[TermError]]:
+    """What a reward returned, as numbers, and an error for each sample that has none.
 
     Raises:
-        TermError: it is no list of `count`.
+        TermError: it is no list with an entry for each sample.
     """
     disagreement = None
     if isinstance(returned, Scored):  # of an ensemble, or of a reward that calls `score` itself
         disagreement = returned.disagreement
         partials = returned.partial or [None] * len(returned)
         returned = [v if p is None else p for v, p in zip(returned, partials, strict=True)]
-    rows = _plain(returned)
-    if not isinstance(rows, (list, tuple)):
+    rewards = _plain(returned)
+    count = len(samples)
+    if not isinstance(rewards, (list, tuple)):
         raise TermError(
             name, f"returned {type(returned).__name__}; expected a list of {count} floats"
         )
-    if len(rows) != count:
-        raise TermError(name, f"returned {len(rows)} values for {count} completions")
-    values: list[float] = []
+    if len(rewards) != count:
+        raise TermError(name, f"returned {len(rewards)} values for {count} completions")
+    totals: list[float] = []
     partial: list[Partial | None] = []
-    for row, reward in enumerate(map(_plain, rows)):
-        tokens = None if completion_ids is None else len(completion_ids[row])
-        steps, value = None, math.nan
+    failures: list[TermError] = []
+    for row, reward in enumerate(map(_plain, rewards)):
+        ids = samples.completion_ids
+        tokens = None if ids is None else len(ids[row])
+        total, steps = math.nan, None
         try:
-            if isinstance(reward, Exception):
-                raise ValueError(str(reward))
-            if isinstance(reward, (list, tuple)):
-                steps = _partial(reward, tokens, row)
-                numbers = (item[1] if isinstance(item, tuple) else item for item in steps)
-                value = _finite(sum(numbers), f"in total for completion {row}")
-            else:
-                value = _finite(reward, f"for completion {row}")
+            total, steps = _read(reward, tokens, row)
         except ValueError as error:
             failures.append(TermError(name, str(error), row))
-            steps = None
-        values.append(value)
+        totals.append(total)
         partial.append(steps)
-    some = any(steps is not None for steps in partial)
-    return Scored(values, partial if some else None, disagreement)
+    has_parts = any(steps is not None for steps in partial)
+    return Scored(totals, partial if has_parts else None, disagreement), failures
 
 
 def _plain(value: Any) -> Any:
@@ -269,24 +240,30 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _finite(value: Any, where: str) -> float:
-    value = _plain(value)
-    if not isinstance(value, (int, float)) or not abs(value) <= MAX_REWARD:
-        raise ValueError(
-            f"returned {shown(value)} {where}; expected a number within ±{MAX_REWARD:g}"
-        )
-    return float(value)
+def _read(reward: Any, tokens: int | None, row: int) -> tuple[float, Partial | None]:
+    """The total of one completion's reward, and its parts if it has any.
+
+    Raises:
+        ValueError: it is none of the three forms.
+    """
+    if isinstance(reward, Exception):
+        raise ValueError(str(reward))
+    if not isinstance(reward, (list, tuple)):
+        return _finite(reward, f"for completion {row}"), None
+    steps = _parts(reward, tokens, row)
+    numbers = (item[1] if isinstance(item, tuple) else item for item in steps)
+    return _finite(sum(numbers), f"in total for completion {row}"), steps
 
 
-def _partial(items: Sequence[Any], tokens: int | None, row: int) -> Partial:
+def _parts(items: Sequence[Any], tokens: int | None, row: int) -> Partial:
     """One completion's rewards by token or by step; no steps at all are an empty list."""
-    pairs = [isinstance(item, (list, tuple)) for item in items]
-    if any(pairs) and not all(pairs):
+    is_pair = [isinstance(item, (list, tuple)) for item in items]
+    if any(is_pair) and not all(is_pair):
         raise ValueError(
             f"returned numbers beside (end, value) pairs for completion {row}; "
             "expected one or the other"
         )
-    if any(pairs):
+    if any(is_pair):
         return [_step(item, row) for item in items]
     if items and tokens is not None and len(items) != tokens:
         raise ValueError(
@@ -306,67 +283,67 @@ def _step(item: Sequence[Any], row: int) -> tuple[int, float]:
     return end, _finite(item[1], f"for the step of completion {row} that ends at {end}")
 
 
-def _call(
-    function: Reward,
-    prompts: Sequence[Any],
-    completions: Sequence[str],
-    columns: dict[str, list[Any]],
-    completion_ids: Sequence[Sequence[int]] | None = None,
-) -> Any:
+def _finite(value: Any, where: str) -> float:
+    value = _plain(value)
+    if not isinstance(value, (int, float)) or not abs(value) <= MAX_REWARD:
+        raise ValueError(
+            f"returned {shown(value)} {where}; expected a number within ±{MAX_REWARD:g}"
+        )
+    return float(value)
+
+
+def _call(function: Reward, samples: Samples) -> Any:
     """Calls the reward with what its signature has room for: copies, which it may change."""
-    prompts, completions = copy.deepcopy(list(prompts)), list(completions)
-    columns = copy.deepcopy(columns)
-    if completion_ids is not None:
-        completion_ids = [list(ids) for ids in completion_ids]
+    prompts = copy.deepcopy(list(samples.prompts))
+    completions = list(samples.completions)
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     positional = any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters)
-    wanted: dict[str, Any] = {
-        name: column for name, column in columns.items() if takes_all or name in named
+    keywords: dict[str, Any] = {
+        name: copy.deepcopy(list(column))
+        for name, column in samples.columns.items()
+        if takes_all or name in named
     }
-    if completion_ids is not None and "completion_ids" in named:  # no column: `**columns` lacks it
-        wanted["completion_ids"] = completion_ids
-    if "completions" in named or not (named or positional):
-        both: dict[str, Any] = {"prompts": prompts, "completions": completions}
-        wanted |= {name: value for name, value in both.items() if takes_all or name in named}
-        return function(**wanted)
-    return function(prompts, completions, **wanted)
+    ids = samples.completion_ids
+    if ids is not None and "completion_ids" in named:  # no column: `**columns` lacks it
+        keywords["completion_ids"] = [list(row) for row in ids]
+    if "completions" not in named and (named or positional):
+        return function(prompts, completions, **keywords)
+    if takes_all or "prompts" in named:
+        keywords["prompts"] = prompts
+    if takes_all or "completions" in named:
+        keywords["completions"] = completions
+    return function(**keywords)
 
 
 def lacking_columns(function: Reward, columns: Collection[str]) -> list[str]:
-    """Arguments that a reward cannot do without, and that are neither the prompts and completions
-    nor one of the columns of their rows."""
+    """Arguments that a reward requires and that are neither the prompts and completions nor one of
+    the columns."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # made in C, and says nothing of its arguments
+    except (TypeError, ValueError):  # made in C, without a signature
         return []
     names = [p.name for p in parameters]
     known = {"prompts", "completions", "completion_ids", *columns}
     if "completions" not in names:  # the first two are prompts and completions by any name
         known |= {p.name for p in parameters[:2] if p.kind is not p.KEYWORD_ONLY}
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    wanted = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
-    return [name for name in wanted if name not in known]
+    required = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
+    return [name for name in required if name not in known]
 
 
-def save_failure(
-    path: Path | None,
-    reward: str,
-    prompts: Sequence[Any],
-    completions: Sequence[str],
-    columns: dict[str, list[Any]],
-    reason: str,
-) -> str:
+def save_failure(path: Path | None, reward: str, samples: Samples, reason: str) -> str:
+    """Writes samples that a reward failed on; the end of a sentence that says where."""
     if path is None:
         return ""
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "reward": reward,
         "reason": reason,
-        "prompts": list(prompts),
-        "completions": list(completions),
-        "columns": columns,
+        "prompts": list(samples.prompts),
+        "completions": list(samples.completions),
+        "columns": samples.columns,
     }
     path.write_text(json.dumps(record, ensure_ascii=False, indent=2, default=str))
     return f" (samples saved to {path})"

@@ -3,9 +3,9 @@
     POST  {"prompts": […], "completions": […], "columns": {name: […]}}
     reply {"rewards": […]}            one per completion, as a function would return them
 
-Both are JSON. Batches of completions are sent side by side. A request that finds nobody, is too
-late, or is answered with 408, 429 or 5xx is sent again, after a pause that doubles. A reply is data
-and nothing else: it is bounded, redirections are not followed, and certificates are verified.
+Both are JSON. Batches of completions are sent side by side. A request that is refused, too late, or
+answered with 408, 429 or 5xx is sent again, after a pause that doubles. A reply is data and nothing
+else: its size is bounded, redirections are not followed, and certificates are verified.
 """
 
 from __future__ import annotations
@@ -20,24 +20,33 @@ import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
-from fastppo.rewards.patience import in_thread
+from fastppo.rewards.calling import in_thread
 
 TIMEOUT = 60.0
 """Seconds for a request, unless others are given."""
 
+ATTEMPTS = 3
+"""Requests before a server is given up."""
+
+CONCURRENCY = 8
+"""Requests at a time."""
+
 MAX_REPLY = 16 * 2**20
 """Bytes of a reply: a million numbers with all their digits fit."""
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds before a request is sent again."""
+FIRST_PAUSE = 0.5
+"""Seconds before a request is sent again for the first time."""
+
+LONGEST_PAUSE = 30.0
+"""Seconds."""
 
 TOKEN = "FASTPPO_REWARD_TOKEN"
 """Environment variable with a bearer token, which is sent over https alone."""
 
-AGAIN = (408, 429, 500, 502, 503, 504)
-"""Answers after which a request is sent again."""
+BUSY = (408, 429, 500, 502, 503, 504)
+"""Statuses after which a request is sent again."""
 
 
 class RequestError(RuntimeError):
@@ -55,42 +64,23 @@ class URLReward:
     Args:
         url: https://…, or http://….
         batch_size: completions per request.
-        concurrency: requests at a time.
         timeout: seconds for one request.
-        retries: further requests after one that failed.
 
     Raises:
-        ValueError: no such URL can be.
+        ValueError: no such URL can exist.
     """
 
     has_timeout = True
     """It keeps to its time by itself."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        batch_size: int = 32,
-        concurrency: int = 8,
-        timeout: float | None = None,
-        retries: int = 2,
-    ) -> None:
-        try:
-            parts = urlsplit(url)
-            usable = parts.scheme in ("http", "https") and bool(parts.hostname)
-            usable = usable and (parts.port is None or parts.port > 0) and url.isascii()
-            usable = usable and not any(character.isspace() for character in url)
-            usable = usable and "@" not in parts.netloc  # a password; a token has its variable
-        except ValueError:
-            usable = False
-        if not usable:
-            raise ValueError(f"reward {url}: expected https://host/path, or http://")
-        self.url, self.batch_size, self.concurrency = url, batch_size, concurrency
+    def __init__(self, url: str, *, batch_size: int = 32, timeout: float | None = None) -> None:
+        self.url = url
+        self.batch_size = batch_size
         self.timeout = TIMEOUT if timeout is None else timeout
-        self.retries = retries
-        # Without the query, which may hold what is nobody's business.
-        self._shown = f"{parts.scheme}://{parts.netloc}{parts.path}"
-        self.__name__ = parts.path.strip("/").rpartition("/")[2] or parts.hostname or url
+        parts = _parse(url)
+        # Without the query, which may hold a secret.
+        self._address = f"{parts.scheme}://{parts.netloc}{parts.path}"
+        self.__name__ = address_name(url)
         self._open = urllib.request.build_opener(_NoRedirect).open
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
         token = os.environ.get(TOKEN)
@@ -112,10 +102,11 @@ class URLReward:
                     "columns": {name: column[rows] for name, column in columns.items()},
                 }
             )
-        with ThreadPoolExecutor(self.concurrency) as pool:
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
             return [reward for rewards in pool.map(self._rewards, batches) for reward in rewards]
 
     def _rewards(self, batch: dict[str, Any]) -> list[Any]:
+        """The rewards of one request's completions, or an error for each."""
         count = len(batch["completions"])
         try:
             reply = self._reply(json.dumps(batch, default=str).encode())
@@ -127,62 +118,90 @@ class URLReward:
         try:
             answer = json.loads(reply)
         except (ValueError, RecursionError):
-            raise RequestError(f"at {self._shown} answered what is not JSON") from None
+            raise RequestError(f"at {self._address} answered what is not JSON") from None
         rewards = answer.get("rewards") if isinstance(answer, dict) else None
         if not isinstance(rewards, list) or len(rewards) != count:
-            found = f"{len(rewards)} rewards" if isinstance(rewards, list) else "no list of rewards"
+            got = f"{len(rewards)} rewards" if isinstance(rewards, list) else "no list of rewards"
             raise RequestError(
-                f'at {self._shown} answered {found}; expected {{"rewards": […]}} with {count}'
+                f'at {self._address} answered {got}; expected {{"rewards": […]}} with {count}'
             )
         return rewards
 
     def _reply(self, body: bytes) -> bytes:
         """The reply's bytes, after as many requests as it takes."""
-        for attempt in range(self.retries + 1):
+        for attempt in range(1, ATTEMPTS + 1):
+            retry_after = ""
             try:
-                return self._in_time(body)
+                return self._request_in_time(body)
             except urllib.error.HTTPError as error:
                 with error:
-                    wrong = f"answered {error.code} {error.reason}"
-                    after = error.headers.get("Retry-After", "")
-                if error.code not in AGAIN:
+                    failure = f"answered {error.code} {error.reason}"
+                    retry_after = error.headers.get("Retry-After", "")
+                if error.code not in BUSY:
                     break
             except (OSError, http.client.HTTPException) as error:
                 reason = getattr(error, "reason", error)
-                late = isinstance(reason, TimeoutError)
-                wrong = f"gave no reply within {self.timeout:g} s" if late else f"failed: {reason}"
-                after = ""
-            if attempt < self.retries:
-                time.sleep(_pause(attempt, after))
-        times = f", {attempt + 1} times" if attempt else ""
-        raise RequestError(f"at {self._shown} {wrong}{times}")
+                failure = f"failed: {reason}"
+                if isinstance(reason, TimeoutError):
+                    failure = f"gave no reply within {self.timeout:g} s"
+            if attempt < ATTEMPTS:
+                time.sleep(_pause(attempt, retry_after))
+        times = f", {attempt} times" if attempt > 1 else ""
+        raise RequestError(f"at {self._address} {failure}{times}")
 
-    def _in_time(self, body: bytes) -> bytes:
-        """`_request`, which a server that sends its header byte by byte could draw out: the
-        time-out of a socket is of one piece."""
-        found = in_thread("request", lambda: self._request(body), self.timeout)
-        if found is None:
+    def _request_in_time(self, body: bytes) -> bytes:
+        """`_request` within the time limit as a whole: a socket limits the time of one piece alone,
+        and a server could send its header byte by byte."""
+        future = in_thread(lambda: self._request(body), self.timeout)
+        if not future.done():
             raise TimeoutError
-        return found()
+        return future.result()
 
     def _request(self, body: bytes) -> bytes:
         request = urllib.request.Request(self.url, body, self._headers, method="POST")
         end = time.monotonic() + self.timeout
-        found = bytearray()
+        reply = bytearray()
         with self._open(request, timeout=self.timeout) as response:
-            # Piece by piece, for a length may be a lie.
+            # Piece by piece, because a Content-Length may be wrong.
             while piece := response.read1(65536):
-                found += piece
-                if len(found) > MAX_REPLY:
-                    raise RequestError(f"at {self._shown} answered more than {MAX_REPLY} bytes")
+                reply += piece
+                if len(reply) > MAX_REPLY:
+                    raise RequestError(f"at {self._address} answered more than {MAX_REPLY} bytes")
                 if time.monotonic() > end:
                     raise TimeoutError
-        return bytes(found)
+        return bytes(reply)
 
 
-def _pause(attempt: int, after: str) -> float:
+def _parse(url: str) -> SplitResult:
+    """The URL in parts.
+
+    Raises:
+        ValueError: it is no address of a server, or holds a password.
+    """
+    wrong = ValueError(f"reward {url}: expected https://host/path, or http://")
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise wrong from None
+    has_password = "@" in parts.netloc  # a token has its variable
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or has_password:
+        raise wrong
+    if not url.isascii() or any(character.isspace() for character in url):
+        raise wrong
+    return parts
+
+
+def address_name(url: str) -> str:
+    """The last part of the path, or the host."""
+    parts = _parse(url)
+    return parts.path.strip("/").rpartition("/")[2] or parts.hostname or url
+
+
+def _pause(attempt: int, retry_after: str) -> float:
     """Seconds before the next request: what the server asks for, or twice as long each time, with
     a random share, so that many clients do not come back at once."""
-    if after.isdecimal():
-        return min(float(after), LONGEST_PAUSE)
-    return min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE) * (0.5 + random.Random().random() / 2)
+    if retry_after.isdecimal():
+        return min(float(retry_after), LONGEST_PAUSE)
+    longest = min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE)
+    return longest * random.Random().uniform(0.5, 1)

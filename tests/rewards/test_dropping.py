@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fastppo.data.prompts import Prompts
+from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.dropping import without_dropped
-from fastppo.rewards.patience import Patience
 from fastppo.rewards.reward import RewardError, RewardTerm
 from fastppo.rewards.scorer import Scorer
 from fastppo.rollout import Rollout
@@ -26,7 +26,7 @@ ROLLOUT = Rollout(
 def _scores(returned, drop: bool = True, monitored=None):
     terms = [RewardTerm("r", lambda p, c: returned)]
     monitors = [RewardTerm("m", lambda p, c: monitored)] if monitored else []
-    scorer = Scorer(terms, monitors, None, patience=Patience(drop=drop))
+    scorer = Scorer(terms, monitors, None, options=CallOptions(drop=drop))
     return scorer(PROMPTS, ["x", "y", "z"], ROLLOUT.tokens)
 
 

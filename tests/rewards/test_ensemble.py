@@ -10,11 +10,13 @@ import tiny
 from fastppo.rewards.ensemble import RewardEnsemble
 from fastppo.rewards.loading import make_terms
 from fastppo.rewards.model import RewardModel
-from fastppo.rewards.reward import RewardError, RewardTerm, score
+from fastppo.rewards.reward import RewardError, RewardTerm, Samples, score
 
 PROMPTS, COMPLETIONS = ["w1 w2 ", "w3 "], ["w7 w7", "w4"]
 IDS = [[10, 10, 1], [7, 1]]
 """The responses of COMPLETIONS with their EOS: 3 and 2 tokens."""
+
+SAMPLES = Samples(PROMPTS, COMPLETIONS)
 
 
 def _constant(name: str, values: list[float]):
@@ -33,11 +35,11 @@ DEVIATION = (26 / 3) ** 0.5
 
 
 @pytest.mark.parametrize(
-    ("by", "expected"), [("mean", 4.0), ("min", 1.0), ("lcb", 4.0 - 0.5 * DEVIATION)]
+    ("by", "expected"), [("mean", 4.0), ("min", 1.0), ("lcb", 4.0 - DEVIATION)]
 )
 def test_an_ensemble_combines_its_members(by: str, expected: float) -> None:
-    terms = make_terms([RewardEnsemble(MEMBERS, by=by, std_coef=0.5)])
-    scored = score(terms[0], PROMPTS, COMPLETIONS)
+    terms = make_terms([RewardEnsemble(MEMBERS, by=by)])
+    scored = score(terms[0], SAMPLES)
     assert terms[0].name == "ensemble"
     assert scored == pytest.approx([expected, 2.0], rel=1e-12)
     assert scored.disagreement == pytest.approx([DEVIATION, 0.0], rel=1e-12)
@@ -52,14 +54,14 @@ def test_members_get_the_columns_and_token_ids_that_they_name() -> None:
 
     ensemble = RewardEnsemble([matches, lengths], by="min")
     columns = {"wanted": ["w7", "w9"], "other": [1, 2]}
-    scored = score(RewardTerm("e", ensemble), PROMPTS, COMPLETIONS, columns, completion_ids=IDS)
+    scored = score(RewardTerm("e", ensemble), Samples(PROMPTS, COMPLETIONS, columns, IDS))
     assert scored == [1.0, 0.0]
 
 
 def test_a_failing_member_is_named_and_its_sample_saved(tmp_path) -> None:
     ensemble = RewardEnsemble([MEMBERS[0], _constant("broken", [1.0, float("nan")])])
     with pytest.raises(RewardError, match="'ensemble/broken' returned nan for completion 1"):
-        score(make_terms([ensemble])[0], PROMPTS, COMPLETIONS, {}, tmp_path / "failed.json")
+        score(make_terms([ensemble])[0], SAMPLES, tmp_path / "failed.json")
     record = json.loads((tmp_path / "failed.json").read_text())
     assert (record["reward"], record["completions"]) == ("ensemble/broken", COMPLETIONS[1:])
 
@@ -69,24 +71,21 @@ def test_a_member_that_raises_is_named_with_its_cause() -> None:
         raise KeyError("no such key")
 
     with pytest.raises(RewardError, match=r"'e/fails' raised KeyError") as caught:
-        score(RewardTerm("e", RewardEnsemble([fails])), PROMPTS, COMPLETIONS)
+        score(RewardTerm("e", RewardEnsemble([fails])), SAMPLES)
     assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_a_member_with_parts_is_refused() -> None:
     ensemble = RewardEnsemble([_constant("steps", [1.0, [(1, 1.0)]])])
     with pytest.raises(RewardError, match="'e/steps' returned rewards by token or step for compl"):
-        score(RewardTerm("e", ensemble), PROMPTS, COMPLETIONS)
+        score(RewardTerm("e", ensemble), SAMPLES)
 
 
 def test_an_ensemble_of_saved_models_takes_their_options(tmp_path) -> None:
     directory = tiny.saved_reward_model(tmp_path)
     alone = RewardModel(directory)(PROMPTS, COMPLETIONS)
-    scored = score(
-        RewardTerm("e", RewardEnsemble([directory, directory], by="lcb", batch_size=1)),
-        PROMPTS,
-        COMPLETIONS,
-    )
+    ensemble = RewardEnsemble([directory, directory], by="lcb", batch_size=1)
+    scored = score(RewardTerm("e", ensemble), SAMPLES)
     assert scored == pytest.approx(alone, abs=1e-5)  # two of a kind agree
     assert scored.disagreement == [0.0, 0.0]
 
@@ -96,7 +95,6 @@ def test_an_ensemble_of_saved_models_takes_their_options(tmp_path) -> None:
     [
         ({"members": []}, "must have at least one member, got none"),
         ({"members": MEMBERS, "by": "median"}, "by must be one of mean, min, lcb, got 'median'"),
-        ({"members": MEMBERS, "std_coef": -1.0}, "std_coef must be >= 0, got -1.0"),
         ({"members": ["nowhere.py:f"]}, "there is no file nowhere.py"),
     ],
 )

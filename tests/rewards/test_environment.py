@@ -16,10 +16,10 @@ from environments import Scripted
 
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import DataError
+from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.dropping import without_dropped
 from fastppo.rewards.environment import Turns
 from fastppo.rewards.loading import load_environment
-from fastppo.rewards.patience import Patience
 from fastppo.rewards.reward import RewardError
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout, Sampling
@@ -159,12 +159,6 @@ def test_limits_end_an_episode(options, turns, reason, length) -> None:
     assert len(engine.asked) == len(turns)
 
 
-def test_a_turn_that_was_cut_off_is_not_answered() -> None:
-    _, rollout, _ = _play(Echo, [[7, 7, 7, 7]])
-    assert rollout.rewards == [[0.0] * 4] * 2
-    assert rollout.finish_reasons == ["length"] * 2
-
-
 def test_an_episode_without_room_for_a_turn_is_refused() -> None:
     with pytest.raises(
         DataError, match="begins with 2 tokens, which leave no room for a turn of 4"
@@ -258,7 +252,7 @@ def test_one_that_is_late_is_told(is_async: bool) -> None:
 
     try:
         with pytest.raises(RewardError, match=r"within 0\.01 s"):
-            _play(LateAsync if is_async else Late, [[7, 1]], patience=Patience(timeout=0.01))
+            _play(LateAsync if is_async else Late, [[7, 1]], options=CallOptions(timeout=0.01))
     finally:
         release.set()
 
@@ -277,8 +271,8 @@ def test_one_that_fails_may_be_dropped_alone() -> None:
                 raise OSError("gone")
             return super().step(text)
 
-    patience = Patience(drop=True, say=said.append)
-    _, rollout, _ = _play(Sometimes, [[7, 1]], patience=patience)
+    options = CallOptions(drop=True, say=said.append)
+    _, rollout, _ = _play(Sometimes, [[7, 1]], options=options)
     assert rollout.rewards is not None
     assert rollout.rewards[0] == [0.0, 0.5]
     assert math.isnan(rollout.rewards[1][-1])
@@ -303,8 +297,8 @@ def test_a_reset_that_fails_stops_the_run(tmp_path: Path) -> None:
 def test_a_reset_that_fails_may_be_dropped_alone() -> None:
     """Its episode ends after one turn, which nobody hears."""
     said: list[str] = []
-    patience = Patience(drop=True, say=said.append)
-    prompts, rollout, engine = _play(_OutOfRooms, [[7, 1], [8, 1]], _prompts(3), patience=patience)
+    options = CallOptions(drop=True, say=said.append)
+    prompts, rollout, engine = _play(_OutOfRooms, [[7, 1], [8, 1]], _prompts(3), options=options)
     assert "returned 7 in reset" in said[0]
     assert "1 of 3 samples dropped" in said[0]
     assert [len(asked) for asked in engine.asked] == [3, 2]
@@ -366,7 +360,7 @@ def test_one_that_cannot_be_closed_is_said_and_the_others_are() -> None:
                 raise OSError("busy")
             closed.append(self.name)
 
-    player = Turns(Stuck, tiny.tokenizer(), max_turns=1, patience=Patience(say=said.append))
+    player = Turns(Stuck, tiny.tokenizer(), max_turns=1, options=CallOptions(say=said.append))
     sampling = Sampling(max_new_tokens=4, stop_token_ids=(1,))
     player.play(_prompts(3), Scripted([[7, 1]]), sampling)
     player.close()
@@ -393,22 +387,6 @@ def test_an_observation_that_does_not_fit_is_refused(observation, prompts, says)
 
     with pytest.raises(DataError, match=f"an observation: .*{says}"):
         _play(Odd, [[7, 1]], prompts)
-
-
-def test_environments_are_made_once_and_reset_for_each_episode() -> None:
-    made: list[Any] = []
-
-    class Counted(Echo):
-        turns = 1
-
-        def __init__(self) -> None:
-            made.append(self)
-
-    player = Turns(Counted, tiny.tokenizer(), max_turns=2)
-    sampling = Sampling(max_new_tokens=4, stop_token_ids=(1,))
-    for count in (2, 1, 3):
-        player.play(_prompts(count), Scripted([[7, 1]]), sampling)
-    assert len(made) == 3
 
 
 def test_an_environment_is_found_by_name(tmp_path: Path) -> None:

@@ -42,8 +42,10 @@ def test_a_text_without_a_token_is_refused(tmp_path) -> None:
 
 
 def test_a_long_text_loses_its_beginning(tmp_path) -> None:
-    reward = RewardModel(tiny.saved_reward_model(tmp_path), max_length=3)
-    assert reward._tokens("w1 w2", " w3 w4 w5") == reward._tokens("", "w3 w4 w5")
+    reward = RewardModel(tiny.saved_reward_model(tmp_path))
+    reward.max_length = 3
+    assert reward(["w1 w2"], [" w3 w4 w5"]) == reward([""], ["w3 w4 w5"])
+    assert reward(["<eos> w1 w2 w3"], [" w4"]) == reward(["<eos> w3"], [" w4"]), "but not its BOS"
 
 
 def test_chat_prompts_go_through_the_reward_tokenizers_template(tmp_path) -> None:
@@ -57,21 +59,6 @@ def test_a_classifier_of_several_labels_is_refused(tmp_path) -> None:
         RewardModel(tiny.saved_reward_model(tmp_path, labels=3))
 
 
-def test_a_chat_template_that_writes_bos_is_not_given_another(tmp_path) -> None:
-    reward = RewardModel(tiny.saved_reward_model(tmp_path))
-    calls = []
-
-    class Recorded(type(reward.tokenizer)):
-        def __call__(self, text, *, add_special_tokens):
-            calls.append(add_special_tokens)
-            return super().__call__(text, add_special_tokens=add_special_tokens)
-
-    reward.tokenizer.__class__ = Recorded
-    reward._tokens([{"role": "user", "content": "w9"}], "w8")
-    reward._tokens("w9", " w8")
-    assert calls == [False, True]
-
-
 @pytest.mark.parametrize("completion", [" w7", "w8", ""])
 def test_prompt_and_completion_are_read_as_one_text(completion: str, tmp_path) -> None:
     """Joined as they are, as in the reward model's training."""
@@ -80,26 +67,14 @@ def test_prompt_and_completion_are_read_as_one_text(completion: str, tmp_path) -
     assert reward._tokens("w1 w2", completion) == wanted
 
 
-def test_a_long_text_keeps_its_leading_special_token(tmp_path) -> None:
-    reward = RewardModel(tiny.saved_reward_model(tmp_path), max_length=3)
-    assert reward._tokens("<eos> w1 w2 w3", " w4") == [1, 6, 7]
-
-
-def test_the_models_context_bounds_the_text(tmp_path) -> None:
+def test_a_text_is_no_longer_than_the_context_and_what_the_model_was_trained_with(tmp_path) -> None:
     name = tiny.saved_reward_model(tmp_path)
     assert RewardModel(name).max_length == tiny.CONTEXT
-    assert RewardModel(name, max_length=8).max_length == 8
-    assert RewardModel(name, max_length=999).max_length == tiny.CONTEXT
-    assert len(RewardModel(name)._tokens("w1 " * 90, "w2")) == tiny.CONTEXT
-
-
-def test_texts_are_read_as_they_were_in_training_unless_the_run_says_otherwise(tmp_path) -> None:
-    name = tiny.saved_reward_model(tmp_path)
     model = AutoModelForSequenceClassification.from_pretrained(name)
-    model.config.score_max_length = 6
-    model.save_pretrained(name)
-    assert RewardModel(name).max_length == 6
-    assert RewardModel(name, max_length=9).max_length == 9
+    for longest, wanted in ((6, 6), (999, tiny.CONTEXT)):
+        model.config.score_max_length = longest
+        model.save_pretrained(name)
+        assert RewardModel(name).max_length == wanted
 
 
 def test_the_mean_of_the_config_is_subtracted(tmp_path) -> None:

@@ -53,31 +53,14 @@ def test_the_total_is_both_parts_together() -> None:
         SCORES.last = TOTAL
 
 
-CHARGES = [
-    ({}, TOTAL),
-    ({"length_normalized_score": True}, TOTAL / torch.tensor([3.0, 1, 2, 4])),
-    ({"length_coef": 0.5}, TOTAL - torch.tensor([1.5, 0.5, 1.0, 2.0])),
-    ({"length_coef": 0.5, "length_free": 2}, TOTAL - torch.tensor([0.5, 0.0, 0.0, 1.0])),
-    ({"missing_eos_penalty": 3.0}, TOTAL - torch.tensor([0.0, 3.0, 0.0, 3.0])),
-    (
-        {"length_normalized_score": True, "length_coef": 1.0, "missing_eos_penalty": 3.0},
-        TOTAL / torch.tensor([3.0, 1, 2, 4]) - torch.tensor([3.0, 4.0, 2.0, 7.0]),
-    ),
-]
-
-
-@pytest.mark.parametrize(("charges", "wanted"), CHARGES)
-def test_charges_keep_both_parts_and_their_total(charges: dict[str, Any], wanted) -> None:
-    """What is divided is divided within the response too; what is subtracted goes to its end."""
+def test_a_missing_eos_costs_its_penalty_at_the_end_of_the_response() -> None:
     truncated = [False, True, False, True]
-    charged = SCORES.charged(LENGTHS, truncated, **charges)
+    assert SCORES.charged(truncated, None) is SCORES
+    wanted = TOTAL - torch.tensor([0.0, 3.0, 0.0, 3.0])
+    charged = SCORES.charged(truncated, 3.0)
     torch.testing.assert_close(charged.total, wanted)
-    torch.testing.assert_close(WHOLE.charged(LENGTHS, truncated, **charges).last, wanted)
-    scale = torch.tensor([3.0, 1, 2, 4]) if "length_normalized_score" in charges else torch.ones(4)
-    per_token = scale.repeat_interleave(torch.tensor(LENGTHS))
-    torch.testing.assert_close(charged.within, SCORES.within / per_token)
-    torch.testing.assert_close(charged.last, wanted - _paid(charged))
-    assert (charged.terms, charged.lengths) == (SCORES.terms, LENGTHS)
+    torch.testing.assert_close(charged.within, SCORES.within)
+    torch.testing.assert_close(WHOLE.charged(truncated, 3.0).last, wanted)
 
 
 @pytest.mark.parametrize("method", ["none", "batch", "running"])
@@ -171,13 +154,6 @@ def test_placed_rewards_add_up_and_teach_only_what_came_before_them() -> None:
     assert [found[0].item(), found[6].item()] == scores.total.tolist() == totals
 
 
-def test_without_parts_nothing_is_placed_on_tokens() -> None:
-    term = RewardTerm("plain", lambda p, c: [1.0, 2.0], 0.5)
-    scores = Scorer([term], [], BYTES)(Prompts(PROMPTS, [[5], [5]]), COMPLETIONS, IDS)
-    assert scores.last.tolist() == scores.total.tolist() == [0.5, 1.0]
-    assert scores.within is None
-
-
 def test_each_reward_is_called_once_and_monitors_are_not_trained_on() -> None:
     calls = []
 
@@ -209,20 +185,12 @@ def test_a_monitor_with_parts_pays_nothing_within_a_response() -> None:
     assert scores.monitors["gold"] == [3.0, 2.0]
 
 
-def test_samples_of_a_failing_reward_are_saved(tmp_path) -> None:
-    broken = RewardTerm("broken", lambda p, c: [0.0, float("nan")])
-    scorer = Scorer([broken], [], BYTES, tmp_path / "failed_reward.json")
-    with pytest.raises(RewardError, match=r"returned nan .*failed_reward\.json"):
-        scorer(Prompts(PROMPTS, [[5], [5]]), COMPLETIONS, IDS)
-    assert json.loads((tmp_path / "failed_reward.json").read_text())["reward"] == "broken"
-
-
 def _scorer(weights: list[float], returned: list[Any], failure_file: Path) -> Scorer:
     terms = [
         RewardTerm(str(i), lambda completions, _r=reward: [_r] * len(completions), weight)
         for i, (weight, reward) in enumerate(zip(weights, returned, strict=True))
     ]
-    return Scorer(terms, [], BYTES, failure_file)
+    return Scorer(terms, [], BYTES, failure_file=failure_file)
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from fastppo.rewards import url
+from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.loading import load_reward, make_terms, reward_name
-from fastppo.rewards.patience import Patience
-from fastppo.rewards.reward import RewardError, RewardTerm, score
+from fastppo.rewards.reward import RewardError, RewardTerm, Samples, score
 from fastppo.rewards.url import RequestError, URLReward
 
 PROMPTS, COMPLETIONS = ["p1", "p2", "p3"], ["a", "bb", "ccc"]
+SAMPLES = Samples(PROMPTS, COMPLETIONS)
 
 
 class Server:
@@ -84,8 +85,7 @@ def test_a_config_names_it_by_its_address() -> None:
     assert reward_name("http://judge.example") == "judge.example"
     one, other = make_terms([address, address.replace("v1", "v2")])
     assert one.fingerprint != other.fingerprint
-    options = {"request_options": {"timeout": 5, "retries": 1, "batch_size": 3}}
-    assert load_reward(address, **options).timeout == 5
+    assert load_reward(address, timeout=5).timeout == 5
     for wrong in (
         "https://",
         "http://:80",
@@ -106,10 +106,10 @@ def test_batches_are_asked_for_side_by_side(server: Server) -> None:
         return Server.lengths(body)
 
     server.answer = answer
-    assert URLReward(server.url, batch_size=1, concurrency=3)(PROMPTS, COMPLETIONS) == [1, 2, 3]
+    assert URLReward(server.url, batch_size=1)(PROMPTS, COMPLETIONS) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+@pytest.mark.parametrize("status", [408, 503])
 def test_a_server_that_is_busy_is_asked_again(status: int, server: Server) -> None:
     answers = iter([(status, b""), (status, b"")])
     server.answer = lambda body: next(answers, None) or Server.lengths(body)
@@ -125,7 +125,7 @@ def test_what_a_server_says_of_its_return_is_heeded(server: Server, monkeypatch)
     server.answer = lambda body: next(answers, None) or Server.lengths(body)
     URLReward(server.url)(PROMPTS, COMPLETIONS)
     assert pauses == [7.0]
-    assert [url._pause(n, "") <= 0.001 * 2**n for n in range(9)] == [True] * 9
+    assert [url._pause(n, "") <= 0.001 * 2 ** (n - 1) for n in range(1, 9)] == [True] * 8
     assert url._pause(60, "") <= url.LONGEST_PAUSE
     assert url._pause(0, "99999") == url.LONGEST_PAUSE
 
@@ -168,7 +168,7 @@ def test_a_wrong_answer_is_an_error_in_the_place_of_every_reward(
 def test_a_reply_is_checked_as_what_a_function_returns(reply: str, server: Server) -> None:
     server.answer = lambda body: (200, f'{{"rewards": {reply}}}'.encode())
     with pytest.raises(RewardError, match=r"reward 'judge' returned .* for completion"):
-        score(RewardTerm("judge", URLReward(server.url)), PROMPTS, COMPLETIONS)
+        score(RewardTerm("judge", URLReward(server.url)), SAMPLES)
 
 
 def test_a_server_that_hangs_or_is_not_there_is_waited_for_so_long_and_no_longer(
@@ -181,17 +181,18 @@ def test_a_server_that_hangs_or_is_not_there_is_waited_for_so_long_and_no_longer
         return 200, b""
 
     server.answer = hangs
-    reward = URLReward(server.url, timeout=0.05, retries=1)
+    reward = URLReward(server.url, timeout=0.05)
     (found, *_) = reward(PROMPTS, COMPLETIONS)
-    assert "gave no reply within 0.05 s, 2 times" in str(found)
+    assert "gave no reply within 0.05 s, 3 times" in str(found)
     release.set()
     server.http.shutdown()
     server.http.server_close()
-    (found, *_) = URLReward(server.url, timeout=5, retries=1)(PROMPTS, COMPLETIONS)
-    assert "refused, 2 times" in str(found)
+    (found, *_) = URLReward(server.url, timeout=5)(PROMPTS, COMPLETIONS)
+    assert "refused, 3 times" in str(found)
 
 
-def test_a_header_that_comes_byte_by_byte_does_not_draw_the_time_out() -> None:
+def test_a_header_that_comes_byte_by_byte_does_not_draw_the_time_out(monkeypatch) -> None:
+    monkeypatch.setattr(url, "ATTEMPTS", 1)
     listener, done = socket.create_server(("127.0.0.1", 0)), threading.Event()
 
     def drip() -> None:
@@ -203,7 +204,7 @@ def test_a_header_that_comes_byte_by_byte_does_not_draw_the_time_out() -> None:
     threading.Thread(target=drip, daemon=True).start()
     address = f"http://127.0.0.1:{listener.getsockname()[1]}/judge?key=secret"
     begin = time.monotonic()
-    (found, *_) = URLReward(address, timeout=0.3, retries=0)(PROMPTS, COMPLETIONS)
+    (found, *_) = URLReward(address, timeout=0.3)(PROMPTS, COMPLETIONS)
     took = time.monotonic() - begin
     done.set()
     listener.close()
@@ -216,12 +217,12 @@ def test_the_samples_of_one_failing_request_are_dropped_and_the_others_stay(serv
     server.answer = lambda b: (403, b"") if "bb" in b["completions"] else Server.lengths(b)
     said: list[str] = []
     term = RewardTerm("judge", URLReward(server.url, batch_size=1))
-    scored = score(term, PROMPTS, COMPLETIONS, patience=Patience(drop=True, say=said.append))
+    scored = score(term, SAMPLES, options=CallOptions(drop=True, say=said.append))
     assert [scored[0], scored[2]] == [1.0, 3.0]
     assert scored[1] != scored[1]
     assert "answered 403 Forbidden; 1 of 3 samples without a score" in said[0]
     with pytest.raises(RewardError, match=r"reward 'judge' at http.* answered 403"):
-        score(term, PROMPTS, COMPLETIONS)
+        score(term, SAMPLES)
 
 
 def test_a_token_goes_out_over_https_alone(server: Server, monkeypatch) -> None:
@@ -246,7 +247,7 @@ def test_a_certificate_that_nobody_vouches_for_is_refused(
     context.load_cert_chain(certificate, key)
     server.http.socket = context.wrap_socket(server.http.socket, server_side=True)
     address = f"https://localhost:{server.http.server_port}/judge"
-    (found, *_) = URLReward(address, retries=0)(PROMPTS, COMPLETIONS)
+    (found, *_) = URLReward(address)(PROMPTS, COMPLETIONS)
     assert "CERTIFICATE_VERIFY_FAILED" in str(found)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    assert URLReward(address, retries=0)(PROMPTS, COMPLETIONS) == [1, 2, 3]
+    assert URLReward(address)(PROMPTS, COMPLETIONS) == [1, 2, 3]

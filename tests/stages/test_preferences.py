@@ -97,7 +97,8 @@ def test_a_text_is_read_in_training_as_the_reward_reads_it_in_ppo(
     classifier(tmp_path, chat=True).save_pretrained(tmp_path / "rm")
     tokenizer = tiny.tokenizer(chat=True)
     tokenizer.save_pretrained(tmp_path / "rm")
-    reward = RewardModel(str(tmp_path / "rm"), max_length=4)
+    reward = RewardModel(str(tmp_path / "rm"))
+    reward.max_length = 4
     for completion in (" w3", " w3 w4 w5 w6"):
         row = {"prompt": prompt, "chosen": completion, "rejected": " w9"}
         assert _encoded(row, max_length=4).texts[0] == reward._tokens(prompt, completion)
