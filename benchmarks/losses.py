@@ -6,12 +6,10 @@ that kernels which know no other kind can take part; the operations compared tak
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from fastppo_kernels.records import Projection, Softmax
 from torch import Tensor
 
 import fastppo
@@ -600,22 +598,6 @@ def _our_linear_stats(
     return fastppo.linear_token_logprobs(hidden, weight, tokens), None
 
 
-ONE_KERNEL = "fastppo_kernels.triton_linear_stats"
-
-
-def _one_kernel() -> Stats | None:
-    """The fused kernel, where this tree has it: (hidden, weight, tokens) → logprobs, entropy."""
-    if importlib.util.find_spec(ONE_KERNEL) is None:
-        return None
-    function = importlib.import_module(ONE_KERNEL).linear_token_stats
-
-    def stats(hidden: Tensor, weight: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        row_stats = function(Projection(hidden, weight), tokens, Softmax())
-        return row_stats.logprobs, row_stats.entropy
-
-    return stats
-
-
 def _exact_linear_stats(inputs: Inputs) -> dict[str, Truth]:
     hidden, weight = inputs["hidden"].detach(), inputs["weight"].detach().double()
     tokens, parts = inputs["tokens"], []
@@ -652,13 +634,6 @@ def linear_logprobs_case(shape: Tokens, dtype: torch.dtype) -> Case:
             return (chunked,)
         return chunked, provider("verl, Triton kernel", peers.verl_linear_kernel(device))
 
-    def one_kernel(device: torch.device) -> tuple[Provider, ...]:
-        peers.need_gpu(device)
-        stats = _one_kernel()
-        assert stats is not None
-        return (provider("FastPPO, one kernel", stats),)
-
-    one_kernel_peers = (Peer("FastPPO, one kernel", "torch", one_kernel),) if _one_kernel() else ()
     return Case(
         "linear logprobs",
         str(shape),
@@ -677,7 +652,6 @@ def linear_logprobs_case(shape: Tokens, dtype: torch.dtype) -> Case:
         compiled=(provider("torch.compile", lambda *a: compiled(eager_linear_stats)(*a)),),
         tolerance=LINEAR_STATS_TOLERANCE[dtype],
         peers=(
-            *one_kernel_peers,
             Peer("TRL", "trl", lambda d: (provider("TRL", peers.trl_linear_stats(d)),)),
             Peer("verl", "verl", verl),
             Peer(

@@ -112,9 +112,6 @@ def loss(operands: dict[str, Any], **more: Any) -> None:
 
 def smoke(bench: Bench, tiny: bool) -> None:
     """Every launcher once, so that one mistake shows before the tests compile for minutes."""
-    from fastppo_kernels import triton_linear_stats
-    from fastppo_kernels.records import Projection, Softmax
-
     device = bench.device
     given = rows_of(2 if tiny else 64, 1040 if tiny else 151936, device, torch.bfloat16)
     logits, tokens = given["logits"], given["tokens"]
@@ -148,12 +145,8 @@ def smoke(bench: Bench, tiny: bool) -> None:
         "statistics and their backward": statistics_backward,
         "fused head, one chunk": head,
         "fused head, four chunks": lambda: head(chunk_size=16),
-        "fused head, rows of zeros left out": lambda: head(skip_zero_rows=True),
         "statistics of the head, by chunks": lambda: fastppo.linear_token_logprobs(
             hidden, weight, few, backend="triton"
-        ),
-        "statistics of the head, in one kernel": lambda: triton_linear_stats.linear_token_stats(
-            Projection(hidden, weight), few, Softmax()
         ),
         "gae": lambda: fastppo.gae(values, values, mask, backend="triton"),
         "shaped advantages": lambda: fastppo.compute_advantages(
@@ -278,8 +271,6 @@ def head(bench: Bench, tiny: bool) -> None:
     n, vocab = (8, 512) if tiny else (8192, 151936)
     for width in (32,) if tiny else (4096, 896):
         _head_of_width(bench, width, n, vocab, (4,) if tiny else (1024, 2048, 4096, 8192))
-        _dead_rows(bench, width, n, vocab)
-        _gradients_of_live_rows(bench, width, n, vocab)
 
 
 def _operands_of_head(
@@ -292,9 +283,6 @@ def _operands_of_head(
 
 
 def _head_of_width(bench: Bench, width: int, n: int, vocab: int, chunks: Sequence[int]) -> None:
-    from fastppo_kernels import triton_linear_stats
-    from fastppo_kernels.records import Projection, Softmax
-
     hidden, weight, tokens = _operands_of_head(bench, width, n, vocab)
     flat, flop = torch.randn(n, device=bench.device), 2 * n * width * vocab
     leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
@@ -310,49 +298,6 @@ def _head_of_width(bench: Bench, width: int, n: int, vocab: int, chunks: Sequenc
         bench.line(f"loss, {name}", partial(step, rows_), flop=3 * flop, calls=3)
         stats = partial(fastppo.linear_token_logprobs, hidden, weight, tokens, backend="triton")
         bench.line(f"statistics, {name}", partial(stats, chunk_size=rows_), flop=flop, calls=3)
-    projection = Projection(hidden, weight)
-    one = partial(triton_linear_stats.linear_token_stats, projection, tokens, Softmax())
-    bench.line(f"statistics, H = {width}, in one kernel", one, flop=flop, calls=3)
-
-
-def _dead_rows(bench: Bench, width: int, n: int, vocab: int) -> None:
-    """The loss in one chunk where a share of the rows has no gradient: in its products, and not."""
-    hidden, weight, tokens = _operands_of_head(bench, width, n, vocab)
-    old = fastppo.linear_token_logprobs(hidden, weight, tokens, chunk_size=n, backend="triton")
-    x, w = hidden.requires_grad_(), weight.requires_grad_()
-
-    def step(advantages: torch.Tensor, skips: bool) -> None:
-        how: dict[str, Any] = {"chunk_size": n, "skip_zero_rows": skips, **CLIPPED}
-        fastppo.linear_ppo_loss(x, w, tokens, old, advantages, **how).loss.backward()
-        x.grad = w.grad = None
-
-    for dead in (0.0, 0.05, 0.2, 0.5):
-        advantages = (torch.rand(n, device=bench.device) >= dead).float()
-        for skips in (False, True):
-            where = "left out" if skips else "in the products"
-            line = f"loss, H = {width}, {dead:.0%} of the rows dead, {where}"
-            flop = 6 * n * width * vocab
-            bench.line(line, partial(step, advantages, skips), flop=flop, calls=3)
-
-
-def _gradients_of_live_rows(bench: Bench, width: int, n: int, vocab: int) -> None:
-    """dX and dW by cuBLAS over all rows, and by `grouped_mm` over the first ones, whose number is
-    on the device: what leaving out the rows without a gradient would gain."""
-    grad = torch.randn(n, vocab, device=bench.device).bfloat16()
-    hidden = torch.randn(n, width, device=bench.device).bfloat16()
-    weight = torch.randn(vocab, width, device=bench.device).bfloat16()
-    products = {
-        "dX": (partial(torch.mm, grad, weight), (grad, weight[None])),
-        "dW": (partial(torch.mm, grad.T, hidden), (grad.T, hidden)),
-    }
-    flop = 2 * n * width * vocab
-    for name, (by_cublas, operands) in products.items():
-        bench.line(f"{name}, H = {width}, cuBLAS", by_cublas, flop=flop, calls=3)
-        for share in (1.0, 0.75, 0.5):
-            live = torch.tensor([int(share * n)], dtype=torch.int32, device=bench.device)
-            grouped = partial(torch.nn.functional.grouped_mm, *operands, offs=live)
-            line = f"{name}, H = {width}, grouped_mm over {share:.0%}"
-            bench.line(line, grouped, flop=int(share * flop), calls=3)
 
 
 def trainer(bench: Bench, tiny: bool) -> None:

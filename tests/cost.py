@@ -51,7 +51,6 @@ class Cost(NamedTuple):
     resident: int
     started: int
     bytes_in_flight: int
-    conversions: int
 
 
 def costs(capability: int, cache: Path) -> dict[str, Cost]:
@@ -67,8 +66,8 @@ def _cost(kernel: compile_check.Compiled, capability: int) -> Cost:
     code = machine_code.read(Path(kernel.cubin))
     width = ELEMENT_BYTES.get(kernel.launch, 2)
 
-    def sweep(way: machine_code.Way, elements: float = 0.0) -> Sweep:
-        elements = elements or way.loaded / width
+    def sweep(way: machine_code.Way) -> Sweep:
+        elements = way.loaded / width
         pipes = {name: count / elements for name, count in way.pipes().items()}
         return Sweep(
             len(way.instructions) / elements, pipes, way.narrowest_load, way.barriers, way.loaded
@@ -76,10 +75,6 @@ def _cost(kernel: compile_check.Compiled, capability: int) -> Cost:
 
     if kernel.launch == "whiten":
         sweeps, careful = [sweep(code.whole())], []
-    elif kernel.launch == "linear statistics":
-        # What folds a tile of logits; the products are the loop inside.
-        tile = kernel.constants["BLOCK_N"] * kernel.constants["BLOCK_V"]
-        sweeps, careful = [sweep(code.around(), tile / (32 * kernel.num_warps))], []
     elif kernel.kernel == "_apply_kernel":
         # Packed rows have loops besides that look for the sequence.
         sweeps, careful = [sweep(way) for way in code.sweeps() if way.stored], []
@@ -96,7 +91,7 @@ def _cost(kernel: compile_check.Compiled, capability: int) -> Cost:
         kernel.registers, kernel.num_warps, kernel.shared, SHARED_MEMORY[capability]
     )
     # A tile's loads are all issued before the first is needed; what has no loop is not counted.
-    looped = bool(careful) or kernel.kernel in ("_apply_kernel", "_bring_forward_kernel")
+    looped = bool(careful) or kernel.kernel == "_apply_kernel"
     in_flight = sweeps[0].tile_bytes if looped else 0
     named = kernel.named_registers or kernel.registers
     return Cost(
@@ -107,7 +102,6 @@ def _cost(kernel: compile_check.Compiled, capability: int) -> Cost:
         resident,
         started=65536 // (32 * kernel.num_warps * named),
         bytes_in_flight=resident * 32 * kernel.num_warps * in_flight,
-        conversions=sum(each.opcode.startswith("F2F.BF16") for each in code.instructions.values()),
     )
 
 

@@ -7,10 +7,8 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import triton_linear_stats_launches
 from fastppo_kernels import triton_advantages
-from fastppo_kernels.records import Discounts, Shaping, Softmax, Trajectory
-from triton_live_rows_launches import _move
+from fastppo_kernels.records import Discounts, Shaping, Trajectory
 from triton_rows_launches import CAPPED, LONG, ODD, SCALED, _backward, _full, _logits, _sampled
 from triton_rows_launches import _stats as _statistics
 
@@ -36,11 +34,6 @@ def _gae(shaped: bool, packed: bool = False) -> None:
     triton_advantages.shaped_advantages(Trajectory(x, None, mask, starts), shaping, Discounts())
 
 
-def _linear() -> None:
-    vocab, width = triton_linear_stats_launches.V, triton_linear_stats_launches.H
-    triton_linear_stats_launches._launch(torch.bfloat16, vocab, width, Softmax(), False)
-
-
 def launches() -> list[tuple[str, Callable[[], None]]]:
     x, odd = _logits(LONG, torch.bfloat16), _logits(ODD, torch.bfloat16)
     return [
@@ -57,7 +50,4 @@ def launches() -> list[tuple[str, Callable[[], None]]]:
         ("shaping, GAE", partial(_gae, True)),
         ("gae, packed", partial(_gae, False, True)),
         ("shaping, GAE, packed", partial(_gae, True, True)),
-        ("linear statistics", _linear),
-        ("rows brought forward", partial(_move, LONG, torch.bfloat16)),
-        ("rows brought forward, V = 50257", partial(_move, ODD, torch.bfloat16)),
     ]

@@ -144,18 +144,6 @@ class Code:
             if len(body) > 1
         ]
 
-    def around(self) -> Way:
-        """One turn of the longest loop around other loops, without those: what a tile of a matrix
-        product takes besides its products."""
-        bodies = self._bodies()
-        header = max(bodies, key=lambda each: len(bodies[each]))
-        inside = set().union(
-            *(body for other, body in bodies.items() if other != header and other in bodies[header])
-        )
-        path = self._path(header, header, bodies[header])
-        assert path is not None
-        return Way(tuple(self.instructions[at] for at in path if at not in inside))
-
     def sweeps(self) -> list[Way]:
         """The loops that read global memory, in the order of their addresses.
 

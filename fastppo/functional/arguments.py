@@ -20,9 +20,9 @@ from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, cast, get_typ
 import torch
 from fastppo_kernels import records
 from fastppo_kernels.records import (
-    Asked,
     Discounts,
     Gemm,
+    GradientsWanted,
     Objective,
     PerToken,
     Projection,
@@ -562,7 +562,7 @@ def loss_arguments(
 
 class ProjectionArguments(NamedTuple):
     projection: Projection
-    asked: Asked
+    asked: GradientsWanted
     gemm: Gemm
 
 
@@ -571,7 +571,6 @@ def projection_arguments(
     weight: Tensor,
     bias: Tensor | None,
     chunk_size: int | None,
-    skip_zero_rows: bool = False,
 ) -> ProjectionArguments:
     """The lm-head and the hidden states as [N, H], their gradients, the dtype of the GEMMs."""
     refuse_shards(hidden=hidden, weight=weight, bias=bias)
@@ -596,14 +595,13 @@ def projection_arguments(
         if not isinstance(chunk_size, int):
             raise TypeError(f"chunk_size must be an int, got {type(chunk_size).__name__}")
         at_least("chunk_size", chunk_size, 1)
-    boolean("skip_zero_rows", skip_zero_rows)
     dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
     return ProjectionArguments(
         Projection(hidden.reshape(-1, hidden.shape[-1]), weight, bias),
-        Asked(is_asked(hidden), is_asked(weight), is_asked(bias)),
-        Gemm(chunk_size, dtype, skip_zero_rows),
+        GradientsWanted(is_asked(hidden), is_asked(weight), is_asked(bias)),
+        Gemm(chunk_size, dtype),
     )
 
 

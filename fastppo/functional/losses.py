@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from fastppo_kernels.records import (
     LOG_RATIO_LIMIT,
-    Asked,
     Gemm,
+    GradientsWanted,
     Objective,
     PerToken,
     Projection,
@@ -249,7 +249,6 @@ def linear_ppo_loss(
     *,
     bias: Tensor | None = None,
     chunk_size: int | None = None,
-    skip_zero_rows: bool = False,
     ref_hidden: Tensor | None = None,
     ref_weight: Tensor | None = None,
     ref_bias: Tensor | None = None,
@@ -261,8 +260,7 @@ def linear_ppo_loss(
     into gradients of hidden and weight: 6·N·H·V FLOP, where a backward pass that forms the logits
     again needs 8·N·H·V. Rows that `mask` leaves out never reach the head (counting them takes one
     synchronisation with a GPU; in a graph capture and under `torch.compile` they pass with weight
-    0). Rows whose gradient is exactly zero stay out of the last two GEMMs on a CPU, and on a GPU
-    with `skip_zero_rows`.
+    0). Rows whose gradient is exactly zero stay out of the last two GEMMs on a CPU.
 
     Args:
         hidden: (..., H), the final hidden states; row t predicts tokens[t].
@@ -273,14 +271,6 @@ def linear_ppo_loss(
         chunk_size: rows of logits held at once. By default all of them while they are small (on a
             GPU 512 MiB of bf16, on a CPU 32 MiB of fp32), else a share of the rows: an eighth,
             1024 to 4096, on a GPU, a quarter, 384 to 512, on a CPU.
-        skip_zero_rows: on a GPU, rows whose gradient is exactly zero (clipped or A = 0, with no
-            entropy or KL term) stay out of the last two GEMMs as well, and the host waits for
-            nothing to learn which they are: out of that for the hidden states' gradient where
-            those are in bf16, out of that for the weight's where it is and all rows are one chunk.
-            For products in bf16 on a contiguous head whose rows begin on 16 bytes (H a multiple of
-            8), compute capability 9.0 or 10.0; elsewhere without effect. On paper it pays from 6 to
-            14 % of the rows on in one chunk of H = 4096, from 18 to 27 % in two of H = 896
-            (kernels/NOTES.md); not measured.
         ref_hidden, ref_weight, ref_bias: the reference's hidden states (..., H'), head [V, H'] and
             bias, for `kl_estimator="full"`, or in place of `ref_logprobs`. No gradient.
         The other keywords are those of `ppo_loss`.
@@ -295,9 +285,7 @@ def linear_ppo_loss(
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or options disagree; a DTensor is passed.
     """
-    projection, asked, gemm = arguments.projection_arguments(
-        hidden, weight, bias, chunk_size, skip_zero_rows
-    )
+    projection, asked, gemm = arguments.projection_arguments(hidden, weight, bias, chunk_size)
     options = completed(options, LossOptions, linear_ppo_loss)
     ref = arguments.ref_projection_argument(ref_hidden, ref_weight, ref_bias, hidden, weight)
     shape = hidden.shape[:-1]
@@ -315,7 +303,7 @@ def linear_ppo_loss(
     compact = mask is not None and not torch.compiler.is_compiling()
     if objective.kl_estimator != "full" and ref is not None:
         if per_token.ref_logprobs is None:
-            nothing = Asked(hidden=False, weight=False, bias=False)
+            nothing = GradientsWanted(hidden=False, weight=False, bias=False)
             ref_logprobs, _ = _counted_statistics(
                 ref, nothing, gemm, compact, per_token, softmax, backend
             )
@@ -342,7 +330,7 @@ def linear_ppo_loss(
 
 def _counted_statistics(
     projection: Projection,
-    asked: Asked,
+    asked: GradientsWanted,
     gemm: Gemm,
     compact: bool,
     per_token: PerToken,

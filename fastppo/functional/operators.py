@@ -25,10 +25,10 @@ from fastppo_kernels.records import (
     LOSS,
     SUMS,
     Advantages,
-    Asked,
     Discounts,
     Gae,
     Gemm,
+    GradientsWanted,
     LinearPPORows,
     Objective,
     PerToken,
@@ -362,7 +362,7 @@ def linear_ppo_loss_op(
     softmax: Softmax,
     ref_projection: Projection | None,
     gemm: Gemm,
-    asked: Asked,
+    asked: GradientsWanted,
     compact: bool,
     backend: str,
 ) -> LinearPPORows:
@@ -380,7 +380,7 @@ def linear_ppo_loss_op(
             rows=_rows(backend),
             ref_projection=ref_projection,
             gemm=gemm,
-            asked=asked,
+            wanted=asked,
             compact=compact and not capturing,
         )
 
@@ -393,7 +393,7 @@ def _(
     softmax: Softmax,
     ref_projection: Projection | None,
     gemm: Gemm,
-    asked: Asked,
+    asked: GradientsWanted,
     compact: bool,
     backend: str,
 ) -> LinearPPORows:
@@ -403,7 +403,7 @@ def _(
     return LinearPPORows(rows.sums, rows.logprobs, rows.entropy, rows.kl, grads)
 
 
-def _empty_gradients(projection: Projection, asked: Asked) -> ProjectionGradients:
+def _empty_gradients(projection: Projection, asked: GradientsWanted) -> ProjectionGradients:
     """Contiguous, whatever hidden states and weight are."""
     return ProjectionGradients(
         *(
@@ -427,7 +427,7 @@ class LinearPPOLoss(torch.autograd.Function):
         softmax: Softmax,
         ref_projection: Projection | None,
         gemm: Gemm,
-        asked: Asked,
+        asked: GradientsWanted,
         compact: bool,
         backend: str,
     ) -> tuple[Tensor, ...]:
@@ -501,7 +501,7 @@ def linear_token_stats_backward_op(
     softmax: Softmax,
     ref_projection: Projection | None,
     gemm: Gemm,
-    asked: Asked,
+    asked: GradientsWanted,
     backend: str,
 ) -> ProjectionGradients:
     with _no_autocast(projection.hidden):
@@ -514,7 +514,7 @@ def linear_token_stats_backward_op(
             rows=_rows(backend),
             ref_projection=ref_projection,
             gemm=gemm,
-            asked=asked,
+            wanted=asked,
         )
 
 
@@ -527,7 +527,7 @@ def _(
     softmax: Softmax,
     ref_projection: Projection | None,
     gemm: Gemm,
-    asked: Asked,
+    asked: GradientsWanted,
     backend: str,
 ) -> ProjectionGradients:
     return _empty_gradients(projection, asked)
@@ -547,7 +547,7 @@ class LinearTokenStatistics(torch.autograd.Function):
         softmax: Softmax,
         ref_projection: Projection | None,
         gemm: Gemm,
-        asked: Asked,
+        asked: GradientsWanted,
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
         projection = Projection(hidden, weight, bias)

@@ -2,8 +2,7 @@
 
 `definition` says what every operation is, in plain PyTorch to be read: it is the specification, and
 what tests compare with. `torch_rows` and `torch_advantages` are the backend for a machine without a
-GPU; `triton_rows`, `triton_linear_stats`, `triton_live_rows` and `triton_advantages` are the
-kernels; `linear` is the loop around the lm-head for both, `vocabulary` joins what parts of a
-vocabulary give. All take the records of `records`. The package depends on torch (and Triton) alone,
-so it can be lifted out and used by itself.
+GPU; `triton_rows` and `triton_advantages` are the kernels; `linear` is the loop around the lm-head
+for both. All take the records of `records`. The package depends on torch (and Triton) alone, so it
+can be lifted out and used by itself.
 """

@@ -75,10 +75,9 @@ def token_stats(
     if ref_logits is not None:
         kl = full_kl(log_p, log_softmax(ref_logits, softmax))
         ref_normalizers = normalizer(ref_logits, softmax)
-    elsewhere = tokens == records.ELSEWHERE  # in another part of the vocabulary: no share in this
-    column = tokens.masked_fill(elsewhere, 0)[:, None]
-    logprobs = log_p.gather(1, column)[:, 0].masked_fill(elsewhere, LOWEST)
-    others = log_p.exp().scatter(1, column, 0.0).sum(-1).masked_fill(elsewhere, 1.0)
+    column = tokens[:, None]
+    logprobs = log_p.gather(1, column)[:, 0]
+    others = log_p.exp().scatter(1, column, 0.0).sum(-1)
     gap = kl if ref_logits is None else kl + normalizers[:, 1] - ref_normalizers[:, 1]
     stats = logprobs, entropy(log_p), kl, others, gap.detach()
     return records.TokenStats(*stats, normalizers, ref_normalizers)

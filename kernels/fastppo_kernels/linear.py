@@ -21,16 +21,15 @@ What differs between backends and devices:
     rows of weight 0       cut out before the first GEMM where the host may look at values: always
                            with the torch backend, with `compact` (one synchronisation) elsewhere.
                            Otherwise they go through the GEMMs with a gradient of 0.
-    rows without gradient  stay out of the last two GEMMs with the torch backend (`ChunkRows.live`),
-                           elsewhere if asked (`Gemm.skip_zero_rows`; `triton_live_rows`)
+    rows without gradient  stay out of the last two GEMMs with the torch backend (`ChunkRows.live`)
     dW in fp32             cuBLAS multiplies 16-bit matrices into fp32; a CPU has no such product,
                            and multiplies fp32 copies, `PRODUCT_COLUMNS` words at a time
     rows of the buffer     for kernels they lie `ROW_ALIGNMENT` bytes apart or a multiple of it
 
 Sums are added in a fixed order.
 
-What this does not do: the GEMM and the softmax are not one kernel. `triton_linear_stats` is, for
-the statistics alone; `in_one_kernel` is the rule that chooses between the two.
+What this does not do: the GEMM and the softmax are not one kernel (kernels/NOTES.md says why), and
+a GPU's rows without a gradient are not left out.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from torch import Tensor
 
 from fastppo_kernels.records import (
     SUMS,
-    Asked,
     Gemm,
+    GradientsWanted,
     LinearPPORows,
     Objective,
     PerToken,
@@ -63,7 +62,7 @@ ROW_ALIGNMENT = 128
 """Bytes between rows of the logits' buffer: a cache line, and a multiple of the 16 bytes on which
 tensor-core GEMMs want the leading dimension. An odd vocabulary (50257) costs them no speed."""
 
-DEFAULT, EVERYTHING = Gemm(), Asked()
+DEFAULT, EVERYTHING = Gemm(), GradientsWanted()
 
 PRODUCT_COLUMNS = 4096
 """Words whose share of dW a CPU forms at once: fp32 copies of 16-bit gradients take no more room
@@ -111,7 +110,7 @@ def chunk_rows(
 
     Args:
         width: H of the hidden states.
-        spared_rows: `accumulator_rows` where dW is asked for. On a GPU no more rows than these are
+        spared_rows: `accumulator_rows` where dW is wanted. On a GPU no more rows than these are
             one chunk: it holds no more than several would, and moves less.
     """
     budget = LINEAR_BUDGETS.get(device.type, LINEAR_BUDGETS["cuda"])
@@ -125,35 +124,6 @@ def chunk_rows(
     if device.type != "cpu":  # each as large as the least, or there is one
         chunks = max(1, min(chunks, rows // least))
     return math.ceil(rows / chunks)
-
-
-PRODUCTS_A_CLOCK = 3411
-"""FLOP of a multiprocessor at cuBLAS's rate in 16 bits: 788e12 / (132 · 1.75e9)."""
-
-ONE_KERNEL_SHARE = 0.85
-"""Of that rate, what a Triton GEMM of `triton_linear_stats`'s tile reaches: 0.8 to 0.9."""
-
-EPILOGUE_CLOCKS = 3050
-"""For which that kernel's tile of 128 × 128 logits keeps the products waiting: 23.8 instructions a
-logit, counted, four warps' of them a clock."""
-
-LOGITS_CLOCKS = 2640
-"""For which the chunks' tile waits for its logits' write and read, 65 kB at 18.6 bytes a clock:
-3520 with nothing overlapped, 1760 with the write under the products; halfway."""
-
-
-def in_one_kernel(width: int, dtype: torch.dtype) -> bool:
-    """Whether statistics of H = `width` wide hidden states are faster in one kernel than in chunks.
-
-    By the clocks of a multiprocessor for a tile of 128 × 128 logits, on paper: never, because the
-    epilogue costs more than the logits' way through memory and the products are slower besides. The
-    measurements that would change it are in kernels/NOTES.md. Not in fp32, whose products
-    `triton_linear_stats` forms without tensor cores.
-    """
-    if dtype.itemsize != 2:
-        return False
-    products = 2 * 128 * 128 * width / PRODUCTS_A_CLOCK
-    return products / ONE_KERNEL_SHARE + EPILOGUE_CLOCKS < products + LOGITS_CLOCKS
 
 
 # ------------------------------------------------------------------------------------ the products
@@ -213,56 +183,34 @@ class _Head:
 
 
 class _Gradients:
-    """dX, dW and dbias, gathered chunk by chunk; each is None where it is not asked for.
+    """dX, dW and dbias, gathered chunk by chunk; each is None where it is not wanted.
 
     dW and dbias are accumulated in fp32 (fp64 for fp64) unless they are complete after one chunk of
     GEMMs in the parameter's dtype. A frozen head costs no dW, frozen hidden states no dX.
     """
 
-    def __init__(self, projection: Projection, asked: Asked, *, one_chunk: bool) -> None:
+    def __init__(self, projection: Projection, wanted: GradientsWanted, *, one_chunk: bool) -> None:
         hidden, weight, bias = projection
         contiguous = torch.contiguous_format
-        self.one_chunk, self.asked, self.head = one_chunk, asked, weight
+        self.one_chunk, self.wanted, self.head = one_chunk, wanted, weight
         self.dtypes = weight.dtype, None if bias is None else bias.dtype
-        self.hidden = torch.zeros_like(hidden, memory_format=contiguous) if asked.hidden else None
+        self.hidden = torch.zeros_like(hidden, memory_format=contiguous) if wanted.hidden else None
         self.weight: Tensor | None = None  # allocated by its first product
         self.bias: Tensor | None = None
-        if asked.bias and bias is not None:
+        if wanted.bias and bias is not None:
             self.bias = torch.zeros_like(bias, dtype=accumulation_dtype(bias.dtype))
 
-    def add(
-        self, rows: Selection, grad: Tensor, x: Tensor, head: Tensor, alive: Tensor | None = None
-    ) -> None:
-        """The share of `grad` [n, V], the gradient of the logits of hidden states `x` [n, H].
-
-        Rows that are not `alive` [n] are zeros. They stay out of the products that can leave them
-        out unknown to the host, those in the dtype of `head` that are not added up; `grad` is then
-        spent.
-        """
-        skip_hidden = skip_weight = False
-        if alive is not None:
-            from fastppo_kernels import triton_live_rows  # Triton, where it is used
-
-            if triton_live_rows.serves(head):
-                skip_hidden = self.hidden is not None and self.hidden.dtype == head.dtype
-                whole = self.one_chunk and self.head.dtype == head.dtype
-                skip_weight = self.asked.weight and whole
+    def add(self, rows: Selection, grad: Tensor, x: Tensor, head: Tensor) -> None:
+        """The share of `grad` [n, V], the gradient of the logits of hidden states `x` [n, H]."""
         if self.bias is not None:
             self.bias += grad.sum(0, dtype=self.bias.dtype)
-        if self.hidden is not None and not skip_hidden:
+        if self.hidden is not None:
             if isinstance(rows, slice):
                 _mm(grad, head, out=self.hidden[rows])
             else:
                 self.hidden[rows] = (grad @ head).to(self.hidden.dtype)
-        if self.asked.weight and not skip_weight:
+        if self.wanted.weight:
             self._add_weight(grad, x)
-        if alive is not None and (skip_hidden or skip_weight):
-            live = triton_live_rows.live_rows(alive)
-            triton_live_rows.bring_forward(grad, live)
-            if self.hidden is not None and skip_hidden:
-                self.hidden[rows] = triton_live_rows.hidden_gradient(grad, head, live)
-            if skip_weight:
-                self.weight = triton_live_rows.weight_gradient(grad, x, live)
 
     def _add_weight(self, grad: Tensor, x: Tensor) -> None:
         is_first = self.weight is None
@@ -278,7 +226,7 @@ class _Gradients:
     def finished(self) -> ProjectionGradients:
         weight_dtype, bias_dtype = self.dtypes
         weight = self.weight
-        if weight is None and self.asked.weight:  # no row had a gradient
+        if weight is None and self.wanted.weight:  # no row had a gradient
             weight = torch.zeros_like(self.head, memory_format=torch.contiguous_format)
         return ProjectionGradients(
             self.hidden,
@@ -308,7 +256,7 @@ def _heads(
     *,
     trained: bool,
 ) -> _Heads:
-    """For a loop over `count` rows; `trained`: dW is asked for."""
+    """For a loop over `count` rows; `trained`: dW is wanted."""
     hidden, weight = projection.hidden, projection.weight
     dtype = gemm.dtype or hidden.dtype
     buffers = 1 if ref_projection is None else 2
@@ -345,7 +293,7 @@ def ppo_loss(
     rows: ModuleType,
     ref_projection: Projection | None = None,
     gemm: Gemm = DEFAULT,
-    asked: Asked = EVERYTHING,
+    wanted: GradientsWanted = EVERYTHING,
     compact: bool = False,
 ) -> LinearPPORows:
     """`definition.linear_ppo_loss`, holding a chunk of the logits at a time.
@@ -353,7 +301,7 @@ def ppo_loss(
     Args:
         rows: the backend, `torch_rows` or `triton_rows`.
         ref_projection: the reference's, read for `kl_estimator="full"` alone.
-        asked: the gradients wanted. With none, only the first GEMM runs.
+        wanted: the gradients to form. With none, only the first GEMM runs.
         compact: cut rows of weight 0 out before the first GEMM, whatever the backend.
 
     Returns:
@@ -367,9 +315,9 @@ def ppo_loss(
         counted = None
     if objective.kl_estimator != "full":
         ref_projection = None
-    heads = _heads(projection, ref_projection, count, rows, gemm, trained=asked.weight)
+    heads = _heads(projection, ref_projection, count, rows, gemm, trained=wanted.weight)
     head, step = heads.policy, heads.step
-    grads = _Gradients(projection, asked, one_chunk=count <= step)
+    grads = _Gradients(projection, wanted, one_chunk=count <= step)
     wide = accumulation_dtype(head.dtype)
     logprobs, entropy, kl = (hidden.new_zeros(n, dtype=wide) for _ in range(3))
     sums = None
@@ -381,7 +329,7 @@ def ppo_loss(
             objective,
             softmax.at(index),
             ref_logits=heads.ref_logits(index),
-            need_grad=any(asked),
+            need_grad=any(wanted),
         )
         logprobs[index], entropy[index], kl[index] = chunk.logprobs, chunk.entropy, chunk.kl
         sums = chunk.sums if sums is None else combine_sums(sums, chunk.sums)
@@ -389,11 +337,10 @@ def ppo_loss(
             continue
         if chunk.live is not None:
             index, x = _among(index, chunk.live), x[chunk.live]
-        elif asked.weight and not compact:
+        elif wanted.weight and not compact:
             # A masked row may hold anything, and 0·NaN would reach all of dW.
             x = torch.where((operands.weights != 0).unsqueeze(-1), x, 0.0)
-        alive = chunk.alive if gemm.skip_zero_rows else None
-        grads.add(index, chunk.grad, x, head.weight, alive)
+        grads.add(index, chunk.grad, x, head.weight)
     if sums is None:  # no row counts
         sums = logprobs.new_zeros(len(SUMS))
     # The logits go before dW is cast.
@@ -415,14 +362,6 @@ def token_stats(
     A reference adds as much again, for its hidden states and head.
     """
     n = projection.hidden.shape[0]
-    dtype = gemm.dtype or projection.hidden.dtype
-    kernels_run = ref_projection is None and not rows.READS_VALUES
-    if kernels_run and in_one_kernel(projection.weight.shape[1], dtype):
-        from fastppo_kernels import triton_linear_stats  # Triton, where it is used
-
-        return triton_linear_stats.linear_token_stats(
-            projection, tokens, softmax, compute_dtype=dtype
-        )
     heads = _heads(projection, ref_projection, n, rows, gemm, trained=False)
     head = heads.policy
     parts = [
@@ -449,7 +388,7 @@ def token_stats_backward(
     rows: ModuleType,
     ref_projection: Projection | None = None,
     gemm: Gemm = DEFAULT,
-    asked: Asked = EVERYTHING,
+    wanted: GradientsWanted = EVERYTHING,
 ) -> ProjectionGradients:
     """The projection's gradients from those of its statistics.
 
@@ -459,9 +398,9 @@ def token_stats_backward(
     if grads.kl is None:
         ref_projection = None
     n = projection.hidden.shape[0]
-    heads = _heads(projection, ref_projection, n, rows, gemm, trained=asked.weight)
+    heads = _heads(projection, ref_projection, n, rows, gemm, trained=wanted.weight)
     head = heads.policy
-    gathered = _Gradients(projection, asked, one_chunk=n <= heads.step)
+    gathered = _Gradients(projection, wanted, one_chunk=n <= heads.step)
     for index in _chunks(n, heads.step, None):
         x = head.rows(index)
         grad = rows.token_stats_backward(

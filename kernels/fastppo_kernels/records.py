@@ -150,17 +150,15 @@ class Projection(NamedTuple):
 
 
 class Gemm(NamedTuple):
-    """How a projection is formed: rows of logits held at once (None: what a budget allows), the
-    dtype of the products and of the logits (None: that of the hidden states), and whether rows
-    without a gradient leave the gradients' products where the host does not know them."""
+    """How a projection is formed: rows of logits held at once (None: what a budget allows), and the
+    dtype of the products and of the logits (None: that of the hidden states)."""
 
     chunk_size: int | None = None
     dtype: torch.dtype | None = None
-    skip_zero_rows: bool = False
 
 
-class Asked(NamedTuple):
-    """The parts of a projection whose gradients are asked for."""
+class GradientsWanted(NamedTuple):
+    """The parts of a projection whose gradients are wanted."""
 
     hidden: bool = True
     weight: bool = True
@@ -170,19 +168,13 @@ class Asked(NamedTuple):
 # ---------------------------------------------------------------------------- what the loss gives
 
 
-ELSEWHERE = -(2**62)
-"""The token of a row whose token is in another part of the vocabulary; `vocabulary.join`. Not −1,
-with which people pad: on a GPU, where no value is looked at, that gives NaN."""
-
-
 class TokenStats(NamedTuple):
     """All [N] but the normalizers [N, 2]: (row maximum, log Σ e^t), which backward needs.
 
     `p_others` is 1 − p of the token, as a sum over the others: where p is near 1 it keeps digits
     that the difference does not have. `mean_gap` is Σ p (t − r), the KL without the log sums, t and
-    r the shifted scores of policy and reference; 0 without a reference. Of a token that is
-    ELSEWHERE the logprob is LOWEST and `p_others` 1. log Σ e^t is −inf for a row of −inf alone,
-    whose other statistics are NaN.
+    r the shifted scores of policy and reference; 0 without a reference. log Σ e^t is −inf for a row
+    of −inf alone, whose other statistics are NaN.
     """
 
     logprobs: Tensor
@@ -222,8 +214,7 @@ class ChunkRows(NamedTuple):
     """A chunk of rows, as the loop around the lm-head takes it from a backend.
 
     logprobs, entropy, kl [n]; sums [len(SUMS)]; grad: [m, V] over the chunk's logits, None without
-    a gradient; live: [m] int64, the rows that `grad` holds, None for all n; alive: [n] bool, where
-    `grad` holds all n: False where a row of it is all zeros.
+    a gradient; live: [m] int64, the rows that `grad` holds, None for all n.
     """
 
     logprobs: Tensor
@@ -232,11 +223,10 @@ class ChunkRows(NamedTuple):
     sums: Tensor
     grad: Tensor | None
     live: Tensor | None = None
-    alive: Tensor | None = None
 
 
 class ProjectionGradients(NamedTuple):
-    """[N, H], [V, H], [V], in the dtypes of a projection's parts; None where not asked for."""
+    """[N, H], [V, H], [V], in the dtypes of a projection's parts; None where not wanted."""
 
     hidden: Tensor | None
     weight: Tensor | None

@@ -37,7 +37,6 @@ import torch
 from torch import Tensor
 
 from fastppo_kernels.records import (
-    ELSEWHERE,
     LOG_RATIO_LIMIT,
     LOWEST,
     ChunkRows,
@@ -208,15 +207,11 @@ class _Swept(NamedTuple):
     others: Tensor  # Σ e but the token's
     weighted: Tensor  # Σ e·t
 
-    def finish(self, elsewhere: Tensor | None = None) -> _Finished:
-        """The statistics; `elsewhere` [n] bool: the token is in another part of the vocabulary."""
-        total = self.others + self.token_exp
+    def finish(self) -> _Finished:
+        others, token_exp = self.others, self.token_exp
+        total = others + token_exp
         log_sum = total.log()
-        others, token_exp, rare = self.others, self.token_exp, self.token_shifted - log_sum
-        if elsewhere is not None:
-            others = torch.where(elsewhere, total, others)
-            token_exp = token_exp.masked_fill(elsewhere, 0.0)
-            rare = rare.masked_fill(elsewhere, LOWEST)
+        rare = self.token_shifted - log_sum
         logprobs = torch.where(token_exp > others, -torch.log1p(others / token_exp), rare)
         return _Finished(logprobs, log_sum, self.weighted / total, others / total)
 
@@ -289,24 +284,12 @@ def _exponentials(
     tokens: Tensor,
     softmax: Softmax,
     scratch: _Scratch = _ALLOCATE,
-    elsewhere: Tensor | None = None,
 ) -> tuple[_Shifted, Tensor, Tensor]:
     """(shifted scores and exponentials, logprob of the token, mean of t under p)."""
-    shifted, exp, slope, swept = _sweep(x, _column(tokens, elsewhere), softmax, scratch)
-    logprobs, log_sum, mean_shifted, p_others = swept.finish(elsewhere)
+    shifted, exp, slope, swept = _sweep(x, tokens.unsqueeze(-1), softmax, scratch)
+    logprobs, log_sum, mean_shifted, p_others = swept.finish()
     rows = _Shifted(shifted, exp, swept.row_max, log_sum, slope, p_others)
     return rows, logprobs, mean_shifted
-
-
-def _column(tokens: Tensor, elsewhere: Tensor | None) -> Tensor:
-    """[n, 1]: the tokens' columns, 0 for those that are elsewhere."""
-    return (tokens if elsewhere is None else tokens.masked_fill(elsewhere, 0)).unsqueeze(-1)
-
-
-def _elsewhere(tokens: Tensor) -> Tensor | None:
-    """[N] bool, or None where every token is in this part of the vocabulary."""
-    elsewhere = tokens == ELSEWHERE
-    return elsewhere if bool(elsewhere.any()) else None
 
 
 def _row_gradient(
@@ -319,7 +302,6 @@ def _row_gradient(
     g: StatsGradients,
     softmax: Softmax,
     scratch: _Scratch,
-    elsewhere: Tensor | None = None,
 ) -> Tensor:
     """dL/dx [n, V] in the accumulation dtype; the formula in the module's docstring.
 
@@ -331,7 +313,7 @@ def _row_gradient(
     scale = softmax.logit_scale / _temperature(softmax)
     exp = torch.exp(rows.shifted, out=scratch.exp) if rows.exp is None else rows.exp
     normalize = torch.exp(-rows.log_sum)
-    column = _column(tokens, elsewhere)
+    column = tokens.unsqueeze(-1)
     constant, linear, at_token = -g.logprobs, None, None
     if g.entropy is not None:
         constant = constant + g.entropy * mean_shifted
@@ -363,8 +345,6 @@ def _row_gradient(
     if at_token is not None:
         token_grad = torch.exp(logprobs) * at_token + token_grad
     token_grad = token_grad.unsqueeze(-1) * scale
-    if elsewhere is not None:
-        token_grad = torch.where(elsewhere.unsqueeze(-1), grad.gather(1, column), token_grad)
     grad.scatter_(1, column, token_grad)
     if rows.slope is not None:
         grad.mul_(rows.slope)
@@ -407,30 +387,25 @@ def token_stats(
     """Logprob of the token, entropy and (given `ref_logits` [N, V]) the full KL of each row."""
     n, vocab = logits.shape[:-1].numel(), logits.shape[-1]
     dtype = accumulation_dtype(logits.dtype)
-    absent = _elsewhere(tokens)
     kl, mean_gap = (logits.new_zeros(n, dtype=dtype) for _ in range(2))
     ref_normalizer = logits.new_zeros((n, 2), dtype=dtype)
     if ref_logits is None:
-        swept = _sums_of_rows(logits, _column(tokens, absent), softmax)
-        logprobs, log_sum, mean_shifted, p_others = swept.finish(absent)
+        swept = _sums_of_rows(logits, tokens.unsqueeze(-1), softmax)
+        logprobs, log_sum, mean_shifted, p_others = swept.finish()
         normalizer = _normalizer(swept.row_max, log_sum)
         entropy = log_sum - mean_shifted
         return TokenStats(logprobs, entropy, kl, p_others, mean_gap, normalizer, ref_normalizer)
     logprobs, entropy, p_others = (logits.new_zeros(n, dtype=dtype) for _ in range(3))
     normalizer = logits.new_zeros((n, 2), dtype=dtype)
     for chunk, scratch in _chunks(n, vocab, logits.device, dtype):
-        x, of, elsewhere = _take(logits, chunk), softmax.at(chunk), None
-        if absent is not None:
-            elsewhere = absent[chunk]
-        rows, logprobs[chunk], mean_shifted = _exponentials(
-            x, tokens[chunk], of, scratch, elsewhere
-        )
+        x, of = _take(logits, chunk), softmax.at(chunk)
+        rows, logprobs[chunk], mean_shifted = _exponentials(x, tokens[chunk], of, scratch)
         assert rows.p_others is not None
         entropy[chunk], p_others[chunk] = rows.log_sum - mean_shifted, rows.p_others
         normalizer[chunk] = _normalizer(rows.row_max, rows.log_sum)
         # In the same order of sums as the policy, so that the KL to itself is exactly 0.
         ref_x = _take(ref_logits, chunk)
-        ref, *_ = _exponentials(ref_x, tokens[chunk], of, elsewhere=elsewhere)
+        ref, *_ = _exponentials(ref_x, tokens[chunk], of)
         kl[chunk], mean_gap[chunk] = _full_kl(rows, ref, _gap(x, ref_x, rows, ref, of))
         ref_normalizer[chunk] = _normalizer(ref.row_max, ref.log_sum)
     return TokenStats(logprobs, entropy, kl, p_others, mean_gap, normalizer, ref_normalizer)
@@ -452,18 +427,18 @@ def token_stats_backward(
 ) -> Tensor:
     """dL/dlogits in the logits' shape and dtype, from one more read of the rows with a gradient."""
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    asked, absent = _moves(grads), _elsewhere(tokens)
+    moving = _moves(grads)
     # Zeros are what autograd makes of a result that nobody used: two passes less.
     if grads.entropy is not None and not bool(grads.entropy.any()):
         grads = grads._replace(entropy=None)
     if grads.kl is not None and not bool(grads.kl.any()):
         grads = grads._replace(kl=None)
     by_shifted = grads.entropy is not None or grads.kl is not None
-    counted_rows = None if bool(asked.all()) else asked.nonzero().squeeze(-1)
+    counted_rows = None if bool(moving.all()) else moving.nonzero().squeeze(-1)
     if counted_rows is not None:
-        _put(grad, (~asked).nonzero().squeeze(-1), 0.0)
+        _put(grad, (~moving).nonzero().squeeze(-1), 0.0)
     wide = accumulation_dtype(logits.dtype)
-    count = asked.numel() if counted_rows is None else counted_rows.numel()
+    count = moving.numel() if counted_rows is None else counted_rows.numel()
     written = _as_rows(grad, counted_rows, wide)
     for chunk, scratch in _chunks(count, logits.shape[-1], logits.device, wide, written):
         index = chunk if counted_rows is None else counted_rows[chunk]
@@ -490,7 +465,6 @@ def token_stats_backward(
             grads.at(index),
             of,
             scratch,
-            None if absent is None else absent[index],
         )
         if written is None:
             _put(grad, index, row_grad.to(grad.dtype))

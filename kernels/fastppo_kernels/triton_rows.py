@@ -47,7 +47,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastppo_kernels import records
 from fastppo_kernels.jit import (
     FIRST_MAX,
     LN_2,
@@ -81,7 +80,6 @@ from fastppo_kernels.records import (
 READS_VALUES = False
 """The host looks at no value: the launchers can be captured in a CUDA graph."""
 
-ELSEWHERE = tl.constexpr(records.ELSEWHERE)
 SUM_COUNT = tl.constexpr(len(SUMS))
 MAX_ENTRY = tl.constexpr(RATIO_MAX)
 
@@ -174,12 +172,6 @@ def _at_token(row, token, vocab):
     threads, so no thread can have written the gradient in place yet."""
     known = (token >= 0) & (token < vocab)
     return tl.load(row + token, known, other=float("nan")).to(tl.float32)
-
-
-@triton.jit
-def _at_token_of_part(row, token, vocab):
-    """`_at_token` where the row may be a part of the vocabulary, and the token in another one."""
-    return tl.where(token == ELSEWHERE, -float("inf"), _at_token(row, token, vocab))
 
 
 @triton.jit
@@ -455,12 +447,9 @@ def _row_statistics(
     BLOCK_V: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, PHASED: tl.constexpr,
     HINT: tl.constexpr,
 ):  # fmt: skip
-    """The first sweep over the places first to end − 1 of a row; a token of −inf before them is in
-    another part of the vocabulary."""
+    """The first sweep over the places first to end − 1 of a row."""
     HAS_REF: tl.constexpr = ref_row is not None
     token_value, _ = capped(x_token, softmax)
-    if softmax.softcap is not None:  # which turns −inf into −cap
-        token_value = tl.where((token < first) & (x_token == x_token), x_token, token_value)
     scale2 = scale * LOG2_E
     lowest = tl.full([LANES], LOWEST, tl.float32)
     anchors = _Anchors(lowest, lowest, lowest * 0.0)
@@ -737,13 +726,13 @@ def _token_loss(row, stats, weight, per_token, objective, HAS_REF: tl.constexpr)
 @triton.jit(do_not_specialize=["n"])
 def _ppo_loss_kernel(
     logits, ref_logits, grad, per_token, objective, softmax,
-    logprobs, entropies, kls, sums, alive, n, vocab,
+    logprobs, entropies, kls, sums, n, vocab,
     BLOCK_V: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, PHASED: tl.constexpr,
 ):  # fmt: skip
     """Rows program_id, program_id + num_programs, …; absent operands are None and cost nothing.
 
     `ref_logits` is there for the full KL alone, `grad` when a gradient is wanted; `sums` is
-    [len(SUMS), N], a row's shares in a column; `alive` [N] says where the gradient is not zero.
+    [len(SUMS), N], a row's shares in a column.
     """
     HAS_REF: tl.constexpr = ref_logits is not None
     # Held for the second sweep, or evicted at once.
@@ -782,8 +771,6 @@ def _ppo_loss_kernel(
                 # A row that is NaN says so in its gradient too.
                 is_number = stats.log_sum == stats.log_sum
                 is_dead = (g.logprobs == 0) & (g.entropy == 0) & (g.kl == 0) & is_number
-                if alive is not None:
-                    tl.store(alive + row, is_dead == 0)
                 if is_dead:
                     _write_zeros(grad_row, vocab, _part(BLOCK_V, LANES * VEC))
                 else:
@@ -800,8 +787,6 @@ def _ppo_loss_kernel(
             for _entry in tl.static_range(SUM_COUNT):
                 tl.store(column, 0.0)
                 column += n
-            if alive is not None:
-                tl.store(alive + row, False)
             if grad is not None:
                 _write_zeros(_row_of(grad, row), vocab, _part(BLOCK_V, LANES * VEC))
 
@@ -818,8 +803,8 @@ def _token_stats_kernel(
         ref_row, ref_token = None, 0.0
         if ref_logits is not None:
             ref_row = _row_of(ref_logits, row)
-            ref_token = _at_token_of_part(ref_row, token, vocab)
-        x_token = _at_token_of_part(x_row, token, vocab)
+            ref_token = _at_token(ref_row, token, vocab)
+        x_token = _at_token(x_row, token, vocab)
         scale, _ = row_scale(row, softmax)
         head = _head(x_row, VEC) if PHASED else 0
         place = _place(head, token, vocab)
@@ -1113,7 +1098,7 @@ def ppo_loss(
             raise ValueError("inplace=True needs rows that do not overlap, got expanded logits")
         contiguous = torch.contiguous_format
         grad = logits if inplace else torch.empty_like(logits, memory_format=contiguous)
-    return _ppo_loss(logits, per_token, objective, softmax, ref_logits, grad, None)
+    return _ppo_loss(logits, per_token, objective, softmax, ref_logits, grad)
 
 
 def chunk_ppo_loss(
@@ -1125,13 +1110,10 @@ def chunk_ppo_loss(
     ref_logits: Tensor | None = None,
     need_grad: bool = True,
 ) -> ChunkRows:
-    """`ppo_loss` in place, for the chunk loop of `linear`: the gradient of every row, and which
-    rows have one."""
-    grad, alive = None, None
-    if need_grad:
-        grad, alive = logits, logits.new_empty(len(logits), dtype=torch.bool)
-    rows = _ppo_loss(logits, per_token, objective, softmax, ref_logits, grad, alive)
-    return ChunkRows(rows.logprobs, rows.entropy, rows.kl, rows.sums, rows.grad, alive=alive)
+    """`ppo_loss` in place, for the chunk loop of `linear`: the gradient of every row."""
+    grad = logits if need_grad else None
+    rows = _ppo_loss(logits, per_token, objective, softmax, ref_logits, grad)
+    return ChunkRows(rows.logprobs, rows.entropy, rows.kl, rows.sums, rows.grad)
 
 
 def _ppo_loss(
@@ -1141,9 +1123,8 @@ def _ppo_loss(
     softmax: Softmax,
     ref_logits: Tensor | None,
     grad: Tensor | None,
-    alive: Tensor | None,
 ) -> PPORows:
-    """Writes the gradient into `grad`, and into `alive` [N] bool whether a row has one."""
+    """Writes the gradient into `grad`."""
     check_dtype("logits", logits)
     n, vocab = logits.shape[:-1].numel(), logits.shape[-1]
     if objective.kl_estimator != "full":
@@ -1169,7 +1150,6 @@ def _ppo_loss(
                 entropy,
                 kl,
                 row_sums,
-                dense(alive),
                 n,
                 vocab,
                 BLOCK_V=launch.tile.block_v,

@@ -13,9 +13,9 @@ import draws
 import pytest
 import torch
 from fastppo_kernels.records import (
-    Asked,
     Discounts,
     Gemm,
+    GradientsWanted,
     Objective,
     PerToken,
     Projection,
@@ -53,7 +53,8 @@ def calls(backend: str = "torch") -> dict[str, tuple[Operator, tuple[Any, ...]]]
     two = grads._replace(kl=None)
     stats = ops.token_stats_op(logits, data.tokens, SOFTMAX, ref, "torch")
     linear = ops.linear_token_stats_op(head, data.tokens, SOFTMAX, head, GEMM, "torch")
-    tokens, every = data.tokens, Asked()
+    tokens, every = data.tokens, GradientsWanted()
+    hidden_alone = GradientsWanted(hidden=True, weight=False, bias=False)
     rows, flat = torch.randn(2, 5), torch.randn(7)
     starts = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
     mask = torch.tensor([[1, 1, 0, 1, 0], [0, 0, 0, 0, 0]]).bool()
@@ -86,7 +87,7 @@ def calls(backend: str = "torch") -> dict[str, tuple[Operator, tuple[Any, ...]]]
         ),
         "linear_ppo_loss, frozen": (
             ops.linear_ppo_loss_op,
-            (no_bias, bare, PLAIN, SOFTMAX, None, Gemm(), Asked(True, False, False), True),
+            (no_bias, bare, PLAIN, SOFTMAX, None, Gemm(), hidden_alone, True),
         ),
         "linear_ppo_loss, transposed": (
             ops.linear_ppo_loss_op,
@@ -102,7 +103,7 @@ def calls(backend: str = "torch") -> dict[str, tuple[Operator, tuple[Any, ...]]]
         ),
         "linear_token_stats_backward": (
             ops.linear_token_stats_backward_op,
-            (grads, head, tokens, linear, each, head, GEMM, Asked(True, False, True)),
+            (grads, head, tokens, linear, each, head, GEMM, GradientsWanted(True, False, True)),
         ),
         "linear_token_stats_backward, transposed": (
             ops.linear_token_stats_backward_op,

@@ -16,24 +16,17 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton_advantages_launches
-import triton_linear_stats_launches
-import triton_live_rows_launches
 import triton_rows_launches
 
 CAPABILITIES = (80, 90, 100)
-MODULES = ("triton_rows", "triton_linear_stats", "triton_advantages", "triton_live_rows")
+MODULES = ("triton_rows", "triton_advantages")
 Key = tuple[str, int]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, Future]:
     """Two compilers at a time."""
-    files = (
-        triton_rows_launches,
-        triton_linear_stats_launches,
-        triton_advantages_launches,
-        triton_live_rows_launches,
-    )
+    files = (triton_rows_launches, triton_advantages_launches)
     with ThreadPoolExecutor(2) as pool:
         return {
             (module, capability): pool.submit(
@@ -61,20 +54,6 @@ def test_every_kernel_is_compiled(module: str, results: dict[Key, Future]) -> No
     names = {kernel.kernel for kernel in results[module, 90].result()}
     defined = vars(importlib.import_module(f"fastppo_kernels.{module}"))
     assert names == {name for name in defined if name.endswith("_kernel")}
-
-
-def test_the_statistics_are_compiled_in_every_tile(
-    results: dict[Key, Future],
-) -> None:
-    from fastppo_kernels import triton_linear_stats as stats
-
-    compiled = {
-        (kernel.constants["BLOCK_V"], kernel.constants["BLOCK_H"], kernel.num_warps)
-        for kernel in results["triton_linear_stats", 90].result()
-        if kernel.kernel == "_linear_stats_kernel"
-    }
-    tiles = [tile for tile in vars(stats).values() if isinstance(tile, stats.Tile)]
-    assert compiled == {(tile.block_v, tile.block_h, tile.num_warps) for tile in tiles}
 
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}

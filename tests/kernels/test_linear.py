@@ -20,25 +20,22 @@ from allocations import allocations
 from draws import as_linear
 from fastppo_kernels import definition, linear, torch_rows
 from fastppo_kernels.records import (
-    Asked,
     Gemm,
+    GradientsWanted,
     LinearPPORows,
     Objective,
     PerToken,
     Projection,
-    ProjectionGradients,
     Softmax,
     StatsGradients,
 )
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from waits import counted
 
 import fastppo
 
 triton_rows = pytest.importorskip("fastppo_kernels.triton_rows", reason="Triton is not installed")
-triton_live_rows = pytest.importorskip("fastppo_kernels.triton_live_rows")
 
 pytestmark = [
     # NumPy announces what the kernels mean to happen: see test_triton_rows.py.
@@ -451,211 +448,6 @@ def test_a_row_that_is_nan_is_not_dropped() -> None:
     assert grads.hidden.isnan().any(1).tolist() == [i == 2 for i in range(6)]
 
 
-# ----------------------------------------------------- the same, where the host looks at no value
-
-
-class GroupedProducts(TorchDispatchMode):
-    """How many products below it are over as many rows as the device says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "grouped_mm" in func.__name__
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("vocab", [64, 1003])
-@pytest.mark.parametrize("masked", ["no", "cut out", "passed"])
-@pytest.mark.parametrize("cause", CAUSES)
-def test_the_launcher_leaves_rows_without_a_gradient_out_if_asked(
-    cause: str, masked: str, vocab: int
-) -> None:
-    """The same loss and statistics to the bit, and gradients to bf16's rounding; every time."""
-    n = 18
-    parts = head(n, vocab, 16, torch.bfloat16)
-    data = caused(cause, parts)
-    weights = torch.ones(n) / n
-    if masked != "no":
-        weights[::5] = 0.0
-    if masked == "passed":
-        parts[0][::5] = torch.nan
-    arguments: Any = ("triton", parts, data, weights)
-    how: dict[str, Any] = {"compact": masked == "cut out"}
-    with GroupedProducts() as products:
-        found = loss_of(*arguments, gemm=Gemm(skip_zero_rows=True), **how)
-    again = loss_of(*arguments, gemm=Gemm(skip_zero_rows=True), **how)
-    with GroupedProducts() as none:
-        wanted = loss_of(*arguments, **how)
-    assert (products.count, none.count) == (2, 0)
-    for name in ("sums", "logprobs", "entropy", "kl"):
-        assert torch.equal(getattr(found, name), getattr(wanted, name))
-    for one, two, other in zip(found.grads, again.grads, wanted.grads, strict=True):
-        assert torch.equal(one, two)
-        largest = other.abs().max().item()
-        torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-14 * largest)
-    assert found.grads.hidden is not None
-    assert wanted.grads.hidden is not None
-    dead = (wanted.grads.hidden == 0).all(1)
-    assert torch.equal((found.grads.hidden == 0).all(1), dead)
-    assert {"all": int(dead.sum()) == n, "one": int(dead.sum()) == n - 1}.get(cause, True)
-
-
-@pytest.mark.parametrize(
-    ("case", "products"),
-    [
-        ("one chunk", 2),
-        ("frozen head", 1),
-        ("frozen hidden states", 1),
-        ("three chunks", 3),  # dX alone: dW is added up in fp32
-        ("three chunks, frozen head", 3),
-        ("three chunks, frozen hidden states", 0),
-        ("a weight in fp32", 1),
-        ("hidden states in fp32", 1),
-        ("all in fp32 but the products", 0),
-        ("fp32", 0),
-        ("a width off 16 bytes", 0),
-        ("a transposed weight", 0),
-        ("statistics alone", 0),
-        ("the bias alone", 0),
-    ],
-)
-@pytest.mark.parametrize("masked", [False, True])
-def test_each_product_that_can_leave_rows_out_does(
-    case: str, products: int, masked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And no row is moved for nothing."""
-    n, width = 36, 12 if case == "a width off 16 bytes" else 16
-    parts = head(n, 64, width, torch.float32 if case == "fp32" else torch.bfloat16)
-    data = caused("clip", parts)
-    gemm = Gemm(12 if "chunks" in case else None, parts[0].dtype, skip_zero_rows=True)
-    if case in ("hidden states in fp32", "all in fp32 but the products"):
-        parts[0] = parts[0].float()
-    if case in ("a weight in fp32", "all in fp32 but the products"):
-        parts[1] = parts[1].float()
-    if case == "a transposed weight":
-        parts[1] = parts[1].T.contiguous().T
-    frozen = case in ("statistics alone", "the bias alone")
-    asked = Asked(
-        hidden=not frozen and "frozen hidden states" not in case,
-        weight=not frozen and "frozen head" not in case,
-        bias=case != "statistics alone",
-    )
-    weights = torch.ones(n) / n
-    if masked:
-        weights[[3, 12, 13, 17, 30, 35]] = 0.0
-    arguments: Any = ("triton", parts, data, weights)
-    how: dict[str, Any] = {"asked": asked, "compact": masked}
-    moves = []
-    real = triton_live_rows.bring_forward
-    monkeypatch.setattr(
-        triton_live_rows, "bring_forward", lambda *given: (moves.append(0), real(*given))
-    )
-    with GroupedProducts() as seen:
-        found = loss_of(*arguments, gemm=gemm, **how)
-    assert seen.count == products
-    assert len(moves) == (products and (3 if "chunks" in case else 1))
-    wanted = loss_of(*arguments, gemm=gemm._replace(skip_zero_rows=False), **how)
-    for one, other in zip(found.grads, wanted.grads, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            assert one.dtype == other.dtype
-            largest = other.abs().max().item()
-            torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-14 * largest)
-
-
-@pytest.mark.parametrize("term", ["entropy", "k3", "full KL"])
-def test_the_launcher_drops_no_row_that_another_term_moves(term: str) -> None:
-    """Of rows without advantage, which have a gradient of their entropy and of their KL."""
-    parts = head(12, 64, 16, torch.bfloat16)
-    data = near(*parts)
-    data.advantages.zero_()
-    per_token = PerToken(*data[1:], torch.full((12,), 1 / 12))
-    per_token = per_token._replace(ref_logprobs=data.old_logprobs - 0.3)
-    objective = {
-        "entropy": ENTROPY,
-        "k3": CLIPPED._replace(kl_coef=0.4),
-        "full KL": CLIPPED._replace(kl_coef=0.4, kl_estimator="full"),
-    }[term]
-    ref = Projection(0.9 * parts[0], parts[1])
-
-    def grads(skips: bool) -> ProjectionGradients:
-        return linear.ppo_loss(
-            Projection(*parts),
-            per_token,
-            objective,
-            Softmax(),
-            rows=triton_rows,
-            ref_projection=ref,
-            gemm=Gemm(skip_zero_rows=skips),
-        ).grads
-
-    for one, other in zip(grads(True), grads(False), strict=True):
-        assert one is not None
-        assert other is not None
-        assert (other != 0).any(-1).all()
-        largest = other.abs().max().item()
-        torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-14 * largest)
-
-
-def test_the_launcher_drops_no_row_that_is_nan() -> None:
-    parts = head(6, 64, 16, torch.bfloat16)
-    data = near(*parts)
-    data.advantages.zero_()
-    parts[0][2, 0] = torch.nan
-    weights = torch.full((6,), 1 / 6)
-    grads = loss_of("triton", parts, data, weights, gemm=Gemm(skip_zero_rows=True)).grads
-    assert grads.weight is not None
-    assert grads.hidden is not None
-    assert grads.weight.isnan().all()
-    assert grads.hidden.isnan().any(1).tolist() == [i == 2 for i in range(6)]
-
-
-def test_the_host_waits_for_nothing_to_leave_rows_out() -> None:
-    """On a GPU torch refuses what waits: test_linear_gpu.py."""
-    parts = head(36, 64, 16, torch.bfloat16)
-    arguments: Any = ("triton", parts, caused("clip", parts), torch.ones(36) / 36)
-    with counted() as reads:
-        loss_of(*arguments, gemm=Gemm(skip_zero_rows=True))
-    assert not reads
-
-
-def test_the_public_loss_passes_the_word_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the operator, in eager mode and in a graph of torch.compile."""
-    parts = head(36, 64, 16, torch.bfloat16)
-    data = caused("clip", parts)
-    asked = []
-    real = linear.ppo_loss
-
-    def spy(*args: Any, gemm: Gemm, **options: Any) -> Any:
-        asked.append(gemm.skip_zero_rows)
-        return real(*args, gemm=gemm, **options)
-
-    def loss(skips: bool) -> Tensor:
-        how: Any = {"skip_zero_rows": skips, "backend": "triton"}
-        return fastppo.linear_ppo_loss(*parts[:2], *data[1:], **how).loss
-
-    monkeypatch.setattr(linear, "ppo_loss", spy)
-    compiled = torch.compile(loss, backend="eager", fullgraph=True)
-    eager = loss(True), loss(False)
-    assert torch.equal(*eager)
-    assert torch.equal(compiled(True), eager[0])
-    assert asked == [True, False, True]
-
-
-@backends
-def test_where_rows_cannot_be_left_out_the_word_changes_nothing(backend: str) -> None:
-    """The torch backend leaves them out unasked."""
-    parts = head(36, 31, 9, torch.float32)
-    data = caused("clip", parts)
-    weights = torch.ones(36) / 36
-    found = loss_of(backend, parts, data, weights, gemm=Gemm(14, skip_zero_rows=True))
-    wanted = loss_of(backend, parts, data, weights, gemm=Gemm(14))
-    for one, other in zip(found.grads, wanted.grads, strict=True):
-        assert torch.equal(one, other)
-
-
 # ------------------------------------------------------------------ GEMMs: how many, which dtypes
 
 
@@ -666,11 +458,11 @@ def test_what_is_frozen_costs_no_gemm(backend: str, need: tuple[int, int, int]) 
     parts = head(8, 31, 9, torch.float32)
     data = near(*parts)
     weights = torch.full((8,), 0.125)
-    asked = Asked(*map(bool, need))
+    wanted = GradientsWanted(*map(bool, need))
     with Products() as products:
-        rows = loss_of(backend, parts, data, weights, ENTROPY, gemm=Gemm(4), asked=asked)
+        rows = loss_of(backend, parts, data, weights, ENTROPY, gemm=Gemm(4), wanted=wanted)
     assert len(products.seen) == 2 * (1 + need[0] + need[1])
-    assert tuple(grad is not None for grad in rows.grads) == asked
+    assert tuple(grad is not None for grad in rows.grads) == wanted
 
 
 @backends
@@ -681,14 +473,14 @@ def test_what_is_frozen_costs_the_logprobs_no_gemm(
     """Logits in forward, logits again in backward, and the gradients that are asked for."""
     operands = (Projection(*head(8, 31, 9, torch.float32)), torch.arange(8))
     how: dict[str, Any] = {"rows": ROWS[backend], "gemm": Gemm(4)}
-    asked = Asked(*map(bool, need))
+    wanted = GradientsWanted(*map(bool, need))
     with Products() as products:
         stats = linear.token_stats(*operands, Softmax(), **how)
         grads = linear.token_stats_backward(
-            StatsGradients(torch.ones(8)), *operands, stats, Softmax(), asked=asked, **how
+            StatsGradients(torch.ones(8)), *operands, stats, Softmax(), wanted=wanted, **how
         )
     assert len(products.seen) == 2 * (1 + 1 + need[0] + need[1])
-    assert tuple(grad is not None for grad in grads) == asked
+    assert tuple(grad is not None for grad in grads) == wanted
 
 
 @backends
@@ -856,17 +648,6 @@ def test_one_chunk_where_it_takes_no_more_than_the_accumulator_of_several() -> N
     )
 
 
-@pytest.mark.parametrize("width", [64, 288, 896, 2048, 4096, 8192])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_statistics_go_in_chunks_at_every_width_until_a_measurement_says_otherwise(
-    width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert not linear.in_one_kernel(width, dtype)
-    # An epilogue of 14 instructions a logit would pay where the products are short.
-    monkeypatch.setattr(linear, "EPILOGUE_CLOCKS", 14 / 23.8 * linear.EPILOGUE_CLOCKS)
-    assert linear.in_one_kernel(width, dtype) == (dtype == torch.bfloat16 and width < 512)
-
-
 def test_nothing_but_zeros_lies_between_the_rows_of_the_buffer() -> None:
     """oneDNN's bf16 products read some of it, times 0: NaN would be in every gradient."""
     projection = linear.Projection(torch.zeros(2, 8), torch.zeros(1003, 8), None)
@@ -875,32 +656,6 @@ def test_nothing_but_zeros_lies_between_the_rows_of_the_buffer() -> None:
     assert whole is not None
     assert whole.shape == (3, 1024)
     assert (whole[:, 1003:] == 0).all()
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-@pytest.mark.parametrize("faster", [True, False])
-def test_the_rule_says_who_forms_the_statistics(
-    faster: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one kernel no logits are formed, and the backward pass takes what it saved."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    formed, logits = [], linear._Head.logits
-
-    def counted(self: Any, x: Tensor) -> Tensor:
-        formed.append(len(x))
-        return logits(self, x)
-
-    monkeypatch.setattr(linear._Head, "logits", counted)
-    monkeypatch.setattr(linear, "in_one_kernel", lambda width, dtype: faster)
-    hidden, weight, _ = (x.requires_grad_() for x in head(5, 37, 16, torch.float32))
-    tokens = torch.randint(37, (5,))
-    found = fastppo.linear_token_logprobs(hidden, weight, tokens, backend="triton")
-    assert formed == ([] if faster else [5])
-    grads = torch.autograd.grad(found.sum(), (hidden, weight))
-    wanted = torch.log_softmax(hidden @ weight.T, -1).gather(1, tokens[:, None])[:, 0]
-    assert_close(found, wanted, 1e-5)
-    for one, other in zip(grads, torch.autograd.grad(wanted.sum(), (hidden, weight)), strict=True):
-        assert_close(one, other, 1e-5)
 
 
 def test_the_logits_are_gone_before_dw_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """What of the fused lm-head only a GPU can show: cuBLAS's dtypes, memory, capture, large sizes.
 
 Everything here is skipped without CUDA. test_linear.py proves the loop's maths under
-Triton's interpreter; test_triton_linear_stats.py runs compiled where there is a GPU.
+Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from waits import refused_by_torch
 import fastppo
 
 triton_rows = pytest.importorskip("fastppo_kernels.triton_rows", reason="Triton is not installed")
-triton_live_rows = pytest.importorskip("fastppo_kernels.triton_live_rows")
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,16 +50,6 @@ def _needs(bytes_: int) -> None:
     free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     if free < bytes_ + MARGIN:
         pytest.skip(f"needs {bytes_ / 2**30:.0f} GiB of GPU memory, {free / 2**30:.0f} are free")
-
-
-def _counts_on_the_device() -> bool:
-    """Whether `grouped_mm` reads the number of rows where it lies."""
-    return triton_live_rows.serves(torch.zeros(8, 8, dtype=torch.bfloat16, device="cuda"))
-
-
-def _needs_a_count_on_the_device() -> None:
-    if not _counts_on_the_device():
-        pytest.skip("grouped_mm fetches the number of rows on this GPU")
 
 
 @pytest.fixture(autouse=True)
@@ -232,19 +221,14 @@ def test_extra_memory_without_a_gradient() -> None:
     assert extra <= 0.15 * 2 * n * V
 
 
-@pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_forward_and_backward_in_a_cuda_graph(masked: bool, skips: bool) -> None:
+def test_forward_and_backward_in_a_cuda_graph(masked: bool) -> None:
     """A capture fails on any synchronisation. With a mask, rows are not counted while it runs."""
-    if skips:
-        _needs_a_count_on_the_device()
     hidden, weight, data = _draw(256, 32000, 128)
     mask = torch.arange(256, device="cuda") % 3 != 0 if masked else None
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     results = [torch.empty_like(x) for x in leaves]
     how: dict[str, Any] = {"chunk_size": 100, "entropy_coef": 0.01}
-    if skips:  # dW as well leaves rows out where there is one chunk
-        how = {"skip_zero_rows": True}
 
     def step() -> tuple[Tensor, Tensor]:
         out = fastppo.linear_ppo_loss(*leaves, *data, mask, **how)
@@ -273,20 +257,15 @@ def test_forward_and_backward_in_a_cuda_graph(masked: bool, skips: bool) -> None
         torch.testing.assert_close(found, wanted, rtol=2.0**-7, atol=2.0**-7 * scale)
 
 
-@pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("chunk_size", [64, 256])
-def test_nothing_waits_for_the_gpu_without_a_mask(chunk_size: int, skips: bool) -> None:
-    if skips:
-        _needs_a_count_on_the_device()
+def test_nothing_waits_for_the_gpu_without_a_mask(chunk_size: int) -> None:
     how: dict[str, Any] = {"chunk_size": chunk_size}
     hidden, weight, data = _draw(256, 32000, 128)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     weights = torch.rand(256, device="cuda")
 
     def step() -> None:
-        fastppo.linear_ppo_loss(
-            *leaves, *data, weights=weights, skip_zero_rows=skips, **how
-        ).loss.backward()
+        fastppo.linear_ppo_loss(*leaves, *data, weights=weights, **how).loss.backward()
         fastppo.linear_token_logprobs(*leaves, data[0], **how).sum().backward()
 
     step()
@@ -307,29 +286,6 @@ def test_the_same_bits_in_twenty_runs() -> None:
         assert torch.equal(again.grads.weight, first.grads.weight)
 
 
-@pytest.mark.parametrize("vocab", [32000, 50257])
-@pytest.mark.parametrize("dead", ["clipped", "half", "all"])
-def test_rows_without_a_gradient_are_left_out_unknown_to_the_host(vocab: int, dead: str) -> None:
-    """The gradients of all rows but for bf16's rounding, and the same bits in ten runs."""
-    _needs_a_count_on_the_device()
-    n = 2048
-    hidden, weight, data = _draw(n, vocab, 512)
-    if dead != "clipped":
-        data[2][:: 2 if dead == "half" else 1] = 0.0
-    wanted = _loss(hidden, weight, data, CLIPPED, Gemm(n))
-    found = _loss(hidden, weight, data, CLIPPED, Gemm(n, skip_zero_rows=True))
-    assert torch.equal(found.sums, wanted.sums)
-    for one, other in zip(found.grads[:2], wanted.grads[:2], strict=True):
-        assert one is not None
-        assert other is not None
-        scale = other.abs().max().item()
-        torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-12 * scale)
-    for _ in range(10):
-        again = _loss(hidden, weight, data, CLIPPED, Gemm(n, skip_zero_rows=True))
-        assert torch.equal(again.grads.hidden, found.grads.hidden)
-        assert torch.equal(again.grads.weight, found.grads.weight)
-
-
 def test_masked_rows_of_nan_reach_nothing() -> None:
     hidden, weight, data = _draw(256, 1000, 64)
     mask = torch.arange(256, device="cuda") % 3 != 0
@@ -342,30 +298,12 @@ def test_masked_rows_of_nan_reach_nothing() -> None:
             assert leaf.grad.isfinite().all()
 
 
-def test_the_epilogue_kernel_gives_the_chunked_paths_logprobs() -> None:
-    """Both round logits to bf16, so the ratio of a first update is 1 but for sums in fp32."""
-    from fastppo_kernels import triton_linear_stats
-
-    for n, vocab, width in ((8192, 32000, 512), (5, V, 4096), (300, 50257, 770)):
-        hidden, weight, data = _draw(n, vocab, width)
-        chunked = _stats(hidden, weight, data[0])
-        projection = Projection(hidden, weight)
-        fused = triton_linear_stats.linear_token_stats(projection, data[0], PLAIN)
-        # A logit near a boundary of bf16 may round to either side: 2⁻⁸ of 15 for that token.
-        difference = (fused.logprobs - chunked.logprobs).abs()
-        assert difference.median() < 1e-4
-        assert difference.max() < 0.1
-        torch.testing.assert_close(fused.entropy, chunked.entropy, rtol=1e-3, atol=1e-3)
-
-
 def test_more_than_two_to_the_31_logits_in_one_chunk() -> None:
     """int32 offsets overflowed at N·V > 2³¹ (fla 1082)."""
     n = 2**31 // V + 200
     _needs(2 * n * V)
     hidden, weight, data = _draw(n, V, 64)
-    data[2][: n // 2] = 0.0  # the last rows are moved, where they may be
-    skips = _counts_on_the_device()
-    one = _loss(hidden, weight, data, CLIPPED, Gemm(n, skip_zero_rows=skips))
+    one = _loss(hidden, weight, data, CLIPPED, Gemm(n))
     many = _loss(hidden, weight, data, CLIPPED, Gemm(2048))
     torch.testing.assert_close(one.logprobs[-64:], many.logprobs[-64:], rtol=1e-3, atol=0.07)
     assert one.grads.hidden is not None
