@@ -63,13 +63,12 @@ function draw(chart, place) {
     width: 1.6,
     scale: each.right ? "right" : "y",
     dash: DASHES[each.dash ?? 0],
-    spanGaps: Boolean(each.trend || each.apart),
-    // A mean over the groups has a point in the middle of each, as values far apart have; samples
-    // are points alone, small where they are a cloud.
+    spanGaps: Boolean(each.joined),
+    // What is drawn by points alone has small ones where they are a cloud.
     paths: each.points ? () => null : undefined,
     points: each.points
       ? {show: true, size: count(each) > CLOUD ? 4 : 8, fill: tint(i, chart), stroke: "transparent"}
-      : {show: chart.x.length === 1 || Boolean(each.trend || each.apart), size: 6, fill: tint(i, chart)},
+      : {show: chart.x.length === 1 || Boolean(each.joined), size: 6, fill: tint(i, chart)},
   }));
   const room = (unit) => ({...axis, values: labels, size: 52, label: unit, labelSize: 18, labelGap: 0});
   const axes = [
@@ -94,7 +93,6 @@ function legend(chart, place, plot) {
   const list = document.createElement("div");
   list.className = "legend";
   chart.series.forEach((each, i) => {
-    if (each.points && chart.series.some((other) => other.trend)) return;
     const entry = document.createElement("button");
     entry.textContent = each.label + (each.right ? " (right)" : "");
     entry.style.setProperty("--tint", tint(i, chart));
@@ -104,10 +102,7 @@ function legend(chart, place, plot) {
     }
     entry.onclick = () => {
       const shown = plot().series[i + 1].show;
-      const same = chart.series.map((other, j) => [other.label, j]);
-      for (const [label, j] of same) {
-        if (label === each.label) plot().setSeries(j + 1, {show: !shown});
-      }
+      plot().setSeries(i + 1, {show: !shown});
       entry.classList.toggle("off", shown);
     };
     list.appendChild(entry);
