@@ -71,12 +71,6 @@ class GenerateConfig(Options):
     top_p: float = option(
         1.0, "Sample from the smallest set of this probability; 1 is all", above=0, maximum=1
     )
-    min_new_tokens: int = option(
-        0, "Tokens of a completion before one of the stop tokens may be drawn", minimum=0
-    )
-    no_repeat_ngram_size: int = option(
-        0, "n: no n tokens in a row come twice in prompt and completion; 0 is off", minimum=0
-    )
     stop_strings: Sequence[str] = option(
         [], "Texts that end a completion, at the token that completes one"
     )

@@ -134,7 +134,7 @@ class World:
         if "timed out" in text.lower() or "timeout" in text.lower():
             return (
                 f"rank {self.rank} of {self.size} waited {self.timeout:g} s for the others, and "
-                "one did not answer (distributed_timeout); look at what that rank last said"
+                "one did not answer; look at what that rank last said"
             )
         return f"rank {self.rank} of {self.size}: another rank has ended; look at what it said last"
 

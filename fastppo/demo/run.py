@@ -152,7 +152,7 @@ def supervised_stages(
     config = model_config(len(tokenizer))
 
     stages: dict[str, Any] = {"batch_size": 64, "gradient_accumulation": 1}
-    stages |= {"seed": seed, "device": device, "log_interval": 5, "checkpoint_interval": 0}
+    stages |= {"seed": seed, "device": device, "checkpoint_interval": 0}
     sft = train_sft(
         SFTConfig(
             output_dir=str(output_dir / "sft"), epochs=3, learning_rate=5e-3, eval_share=0, **stages

@@ -1,15 +1,15 @@
 """The advantages of a batch, by the config's kind.
 
-With a value function all kinds are GAE: Monte Carlo is λ = 1 (reward to go less the value),
-one-step is λ = 0, and the sequence's advantage is the Monte Carlo one of its first token, for every
-token. Without one, R is the reward of a response, the KL's share in it, and Ḡ the mean over the
-n = samples_per_prompt responses to its prompt:
+With a value function all kinds are GAE: the sequence's advantage is that of its first token at
+λ = 1 (the reward less the value of the prompt), for every token. Without one, R is the reward of a
+response, the KL's share in it, and Ḡ the mean over the n = samples_per_prompt responses to its
+prompt:
 
     reinforce   G_t, the reward to go                               Williams 1992
     rloo        R − the mean of the other n − 1, n/(n−1)·(R − Ḡ)    Ahmadian et al. 2024
     group       (R − Ḡ)/(deviation of the n + 1e-4)                 Shao et al. 2024 (GRPO)
 
-`group_std=false` leaves the division out (Liu et al. 2025). With the exact KL in the reward, the
+With the exact KL in the reward, the
 penalty of each token is handed over as a reward at that token.
 """
 
@@ -28,7 +28,7 @@ from fastppo.ppo.config import CRITIC_FREE, PPOConfig
 from fastppo.ppo.old_policy import OldPolicy
 from fastppo.rewards.scorer import Scores
 
-LAM = dict.fromkeys(("sequence", "monte_carlo", *CRITIC_FREE), 1.0) | {"one_step": 0.0}
+LAM = dict.fromkeys(("sequence", *CRITIC_FREE), 1.0)
 """λ of the kinds that fix it."""
 
 GROUP_EPS = 1e-4
@@ -202,6 +202,6 @@ def _against_group(rewards: Tensor, options: PPOConfig) -> Tensor:
     above = groups - groups.mean(dim=1, keepdim=True)
     if options.advantage == "rloo":
         above = above * (count / (count - 1))
-    elif options.group_std:
+    else:
         above = above / (groups.std(dim=1, keepdim=True) + GROUP_EPS)
     return above.flatten()

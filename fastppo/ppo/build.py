@@ -102,11 +102,7 @@ class Parts:
 
 def world_of(config: PPOConfig) -> World:
     """The processes that torchrun started for the run; raises ValueError where they do not fit."""
-    world = join(
-        choose_device(config.device),
-        timeout=config.distributed_timeout,
-        shard_size=config.shard_size,
-    )
+    world = join(choose_device(config.device), shard_size=config.shard_size)
     check_ranks(config, world)
     return world
 
@@ -122,11 +118,6 @@ def check_ranks(config: PPOConfig, world: World) -> None:
         return
     for wrong, sentence in (
         (
-            config.reference_offload,
-            "reference_offload: each holds a shard of the reference, and moving it costs more than "
-            "it gives",
-        ),
-        (
             config.optimizer == "adamw8bit",
             "optimizer=adamw8bit has no moments that are sharded; use optimizer=adamw",
         ),
@@ -137,13 +128,6 @@ def check_ranks(config: PPOConfig, world: World) -> None:
         (
             config.quantization != "none",
             f"quantization={config.quantization} has matrices that are not sharded; use none",
-        ),
-        (
-            not config.reshard_after_forward
-            and config.lora_rank > 0
-            and config.reference_refresh > 0,
-            "reference_refresh with LoRA puts the reference's adapters in the policy's place, so "
-            "reshard_after_forward must be true",
         ),
     ):
         if wrong:
@@ -235,7 +219,7 @@ def build(
     terms = _load_rewards(rewards or config.rewards, config, device)
     term = load_environment(environment or config.environment)
     if term is None:
-        check_defaults(config, "max_turns", "max_response_tokens", "environment_concurrency")
+        check_defaults(config, "max_turns", "max_response_tokens")
     if world.size > 1:
         for each in (policy, frozen):
             if each is not None and not is_sharded(each):
@@ -251,9 +235,8 @@ def build(
         world=world,
     )
     monitors = _load_monitors(monitor_rewards or config.monitor_rewards, config, device)
-    of_evaluation = _load_monitors(config.eval_rewards, config, device) or terms
     _check_columns([*terms, *monitors], found_prompts, config.prompts)
-    _check_columns(of_evaluation, held_out, config.eval_prompts)
+    _check_columns([*terms, *monitors], held_out, config.eval_prompts)
     return Parts(
         device=device,
         tokenizer=tokenizer,
@@ -276,7 +259,7 @@ def build(
         scorer=scorer(terms, monitors),
         evaluation=Evaluation(
             held_out,
-            scorer(of_evaluation, []),
+            scorer(terms, monitors),
             config.eval_interval,
             config.eval_sampling,
             config.rollout_batch_size,
@@ -289,7 +272,6 @@ def build(
             max_turns=config.max_turns,
             max_tokens=config.max_response_tokens,
             context=context,
-            concurrency=config.environment_concurrency,
             options=calls,
             failure_file=failures / "failed_episode.json",
             world=world,
@@ -374,7 +356,7 @@ def _files(config: PPOConfig, world: World) -> Files | None:
 def _shard(
     model: LanguageModel, world: World, config: PPOConfig, fill: Callable[[], None] | None = None
 ) -> None:
-    shard(model, world, reshard_after_forward=config.reshard_after_forward, fill=fill)
+    shard(model, world, fill=fill)
 
 
 def _load_model(
@@ -496,16 +478,14 @@ def _reference_policy(
     if given is None and config.reference_model is not None:
         _check_same_vocabulary("reference_model", config.reference_model, tokenizer)
         given = _load_model(config.reference_model, config, device, "reference_model")
-    if given is not None and config.reference_policy == "rollout":
-        raise ValueError("reference_policy=rollout holds no model, but one is passed in")
     if given is not None and config.reference_refresh:
         raise ValueError("reference_refresh replaces the reference; pass in none")
     # The trunk without its adapters costs nothing, so its KL is always logged.
-    free = policy.peft is not None and config.reference_policy == "fixed"
+    free = policy.peft is not None
     if given is None and not config.wants_reference and not free:
         return None
     if given is None:
-        return ReferencePolicy(policy, offload=config.reference_offload)
+        return ReferencePolicy(policy)
     given = given.to(device)  # type: ignore[arg-type]
     reference = LanguageModel(given, compute_dtype=policy.compute_dtype)
     reference.check_heads()
@@ -523,7 +503,7 @@ def _reference_policy(
             f"soft-cap {ours.softcap}, got {theirs.vocabulary}, {theirs.logit_scale:g} and "
             f"{theirs.softcap}. Use k1, k2 or k3"
         )
-    return ReferencePolicy(policy, reference, offload=config.reference_offload)
+    return ReferencePolicy(policy, reference)
 
 
 def _shortest_context(policy: ActorCritic, reference: ReferencePolicy | None) -> int | None:
@@ -597,7 +577,12 @@ def _load_rewards(
 ) -> list[RewardTerm]:
     """What is trained on: rewards under their names with their weights, an ensemble last."""
     options = _reward_model_options(config, device)
-    terms = make_terms(rewards, config.reward_weights, **options)
+    weights = config.reward_weights
+    ensemble_weight = 1.0
+    if weights is not None and config.reward_ensemble and len(weights) == len(rewards) + 1:
+        ensemble_weight = weights[-1]
+        weights = weights[:-1]
+    terms = make_terms(rewards, weights, **options)
     if config.reward_ensemble:
         ensemble = RewardEnsemble(
             config.reward_ensemble,
@@ -610,7 +595,7 @@ def _load_rewards(
                 "a reward is called 'ensemble', which is the name of reward_ensemble: rename it"
             )
         members = fingerprint.of_text(" ".join(term.fingerprint for term in ensemble.terms))
-        terms.append(RewardTerm("ensemble", ensemble, config.reward_ensemble_weight, members))
+        terms.append(RewardTerm("ensemble", ensemble, ensemble_weight, members))
     return terms
 
 

@@ -30,6 +30,9 @@ from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Samplin
 from fastppo.run.checkpoint import random_state, restore_random_state
 from fastppo.run.watch import non_finite_gradients, save_batch
 
+MAX_SKIPPED_STEPS = 5
+"""Optimiser steps in a row that may be skipped for a non-finite loss or gradient."""
+
 CHECKED_PROMPTS = 4
 CHECKED_TOKENS = 8
 """Of each response: enough for a wrong position or cache to show."""
@@ -363,7 +366,7 @@ def skip_step(
             parameters=list(dict.fromkeys(name for names in of_ranks for name in names)),
         )
     )
-    if state.skipped_in_a_row >= config.max_skipped_steps:
+    if state.skipped_in_a_row >= MAX_SKIPPED_STEPS:
         raise FloatingPointError(
             f"{state.skipped_in_a_row} optimiser steps in a row had a non-finite loss or "
             f"gradient, the last one {values} with the batch in {saved}; lower the learning rate, "

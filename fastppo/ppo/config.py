@@ -58,26 +58,20 @@ class ReferenceOptions(Options):
         "The model that the KL is measured to, even where no coefficient weighs it; none given "
         "means `model` as it starts",
     )
-    reference_policy: Literal["fixed", "rollout"] = option(
-        "fixed",
-        "fixed, or rollout: the policy at the start of each iteration (for kl_loss_coef)",
-    )
     reference_refresh: int = option(
         0, "Iterations after which the policy becomes the reference; 0 never", minimum=0
     )
-    reference_offload: bool = option(False, "Keep the reference on the CPU between uses")
 
 
 @dataclass(kw_only=True, frozen=True)
 class ValueOptions(Options):
     """Value function."""
 
-    value_model: Literal["shared", "detached", "branch", "critic"] = option(
+    value_model: Literal["shared", "detached", "critic"] = option(
         "shared",
-        "Value head on the shared trunk, on the trunk without training it, on a branch of copied "
-        "layers, or on a critic of its own",
+        "Value head on the shared trunk, on the trunk without training it, or on a critic of its "
+        "own",
     )
-    value_branch_layers: int = option(2, "Layers that value_model=branch copies", minimum=1)
     critic_model: str | None = option(
         None, "Where value_model=critic starts: a reward model or a causal LM; none: the policy"
     )
@@ -115,22 +109,10 @@ class UpdateOptions(Options):
         "longer sequence goes alone",
         minimum=1,
     )
-    experience_batch_size: int | None = option(
-        None,
-        "Sequences per pass without a gradient: the reference's, recomputed logprobs and values, "
-        "an evaluation's; default: as many as in one with it",
-        minimum=1,
-    )
     packing: Literal["auto", "on", "off"] = option(
         "auto",
         "Sequences of a microbatch end to end, without padding; auto is on for a GPU, if packed "
         "and padded agree on a small batch",
-    )
-    compile: bool = option(
-        False, "Compile the trunk's layers by torch.compile; decoding runs them as they are"
-    )
-    liger: bool = option(
-        False, "Liger-Kernel's norms, gated MLPs and rotary embeddings in the policy's trunk"
     )
     objective: Literal["clip", "penalty"] = option(
         "clip", "clip, or penalty: no clip, β·KL to the rollout policy with a moving β"
@@ -142,7 +124,6 @@ class UpdateOptions(Options):
         None, "ε above 1; none given means clip_ratio", minimum=0
     )
     dual_clip: float | None = option(None, "c > 1: bounds the loss at c·|A| where A < 0")
-    policy_kl_coef: float = option(1.0, "First β of objective=penalty, per nat", above=0)
     policy_kl_target: float = option(
         0.01, "KL to the rollout policy that objective=penalty aims at, nats per token", above=0
     )
@@ -152,9 +133,6 @@ class UpdateOptions(Options):
         "token",
         above=0,
     )
-    early_stop_check: Literal["minibatch", "epoch"] = option(
-        "epoch", "When early_stop_kl is checked: before each optimiser step, or after each epoch"
-    )
     entropy_coef: float = option(0.0, "Weight of the entropy bonus in the loss", minimum=0)
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"] = (
         option("token-mean", "How token losses add up to the loss")
@@ -163,9 +141,6 @@ class UpdateOptions(Options):
         [],
         "Coefficients that move over the run: name=linear:final or name=cosine:final, such as "
         "entropy_coef=linear:0",
-    )
-    loss_path: Literal["auto", "linear", "logits"] = option(
-        "auto", "linear holds a chunk of the logits; logits all; auto is linear"
     )
     backend: Literal["auto", "triton", "torch"] = option("auto", "Kernels of the losses")
 
@@ -202,13 +177,10 @@ class AdvantageOptions(Options):
 
     gamma: float = option(1.0, "Discount per token", minimum=0, maximum=1)
     lam: float = option(0.95, "λ of GAE, per token", minimum=0, maximum=1)
-    advantage: Literal[
-        "gae", "sequence", "monte_carlo", "one_step", "reinforce", "rloo", "group"
-    ] = option(
+    advantage: Literal["gae", "sequence", "reinforce", "rloo", "group"] = option(
         "gae",
-        "gae; sequence: R − V(prompt) for every token; monte_carlo: reward to go − V; one_step: "
-        "r + γ·V_next − V; without a value function: reinforce: reward to go; rloo: R − the mean "
-        "of the prompt's other samples; group: as GRPO normalises them",
+        "gae; sequence: R − V(prompt) for every token; without a value function: reinforce: reward "
+        "to go; rloo: R − the mean of the prompt's other samples; group: as GRPO normalises them",
     )
     gae_by: Literal["token", "turn"] = option(
         "token", "Steps of GAE: tokens, or turns, whose tokens all have the turn's advantage"
@@ -218,9 +190,6 @@ class AdvantageOptions(Options):
     )
     value_lam: float | None = option(
         None, "λ of what the value function learns; none given means lam", minimum=0, maximum=1
-    )
-    group_std: bool = option(
-        True, "advantage=group divides by the deviation of the prompt's samples"
     )
     whiten_advantages: Literal["full", "variance", "none"] = option(
         "full", "Normalise advantages: full is mean 0 and variance 1, variance keeps their signs"
@@ -259,7 +228,6 @@ class OptimizerOptions(Options):
         "adamw8bit: moments of 8 bits, bf16 weights without fp32 masters; needs torchao",
     )
     weight_decay: float = option(0.0, "AdamW's weight decay, on matrices", minimum=0)
-    adam_beta1: float = option(0.9, "AdamW's β₁", minimum=0, maximum=1)
     adam_beta2: float = option(0.95, "AdamW's β₂", minimum=0, maximum=1)
     adam_eps: float = option(1e-8, "AdamW's ε", above=0)
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm", above=0)
@@ -274,11 +242,6 @@ class WatchOptions(Options):
         "Thresholds that warn, such as 'kl > 50'; any logged metric with >, >=, < or <=",
     )
     stop_if: Sequence[str] = option([], "Thresholds that stop the run with a checkpoint")
-    max_skipped_steps: int = option(
-        5,
-        "Optimiser steps in a row that may be skipped for a non-finite loss or gradient",
-        minimum=1,
-    )
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -290,26 +253,13 @@ class RunOptions(Options):
         0, "Seed of sampling, shuffling and initialisation", minimum=0, maximum=2**32 - 1
     )
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, …")
-    log_samples: int = option(8, "Samples written per logged iteration, sequences", minimum=0)
-    log_interval: int = option(1, "Iterations between entries of samples.jsonl", minimum=1)
     checkpoint_interval: int = option(
         50, "Iterations between checkpoints; 0 writes the last only", minimum=0
     )
-    checkpoint_minutes: float = option(
-        10.0, "Minutes after which a checkpoint is written anyway; 0 never", minimum=0
-    )
-    checkpoint_limit: int = option(2, "Checkpoints kept", minimum=1)
     checkpoint_best: str | None = option(
         None,
         "Metric whose best checkpoint is also kept, by its mean since the checkpoint before: "
         "reward for the highest, min:kl for the lowest",
-    )
-    checkpoint_async: bool = option(
-        False,
-        "Write checkpoints in a thread while the run goes on; holds a copy of one in host memory",
-    )
-    checkpoint_failure: Literal["stop", "continue"] = option(
-        "stop", "What a checkpoint that cannot be written does: stop the run, or warn"
     )
     resume: bool = option(False, "Go on from the newest whole checkpoint of output_dir")
     allow_config_change: bool = option(
@@ -353,17 +303,7 @@ class PPOConfig(
                 f"rollout_batch_size counts responses and must be a multiple of "
                 f"samples_per_prompt, got {self.rollout_batch_size} and {self.samples_per_prompt}"
             )
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"min_new_tokens must be at most max_new_tokens, got {self.min_new_tokens} and "
-                f"{self.max_new_tokens}"
-            )
-        given = bool(self.rewards) and self.reward_weights is not None
-        if given and len(self.reward_weights or ()) != len(self.rewards):
-            raise ValueError(
-                f"reward_weights must be as many as rewards, {len(self.rewards)}, got "
-                f"{len(self.reward_weights or ())}; none given means 1 each"
-            )
+        self._check_reward_weights()
         if self.kl_controller != "fixed" and self.kl_coef == 0:
             raise ValueError(
                 f"kl_controller={self.kl_controller} multiplies kl_coef, so it must be > 0, got 0"
@@ -383,6 +323,19 @@ class PPOConfig(
             if schedule.name == "dual_clip":
                 arguments.dual_clip(schedule.final)
 
+    def _check_reward_weights(self) -> None:
+        if not self.rewards or self.reward_weights is None:
+            return
+        count = len(self.reward_weights)
+        if self.reward_ensemble and count == len(self.rewards) + 1:
+            return  # the last is the ensemble's
+        if count != len(self.rewards):
+            more = ", or one more for reward_ensemble" if self.reward_ensemble else ""
+            raise ValueError(
+                f"reward_weights must be as many as rewards, {len(self.rewards)}{more}, got "
+                f"{count}; none given means 1 each"
+            )
+
     def _check_combinations(self) -> None:
         """An option that would have no effect is an error, not a surprise."""
         scheduled = {Schedule.parse(text).name for text in self.schedules}
@@ -391,7 +344,11 @@ class PPOConfig(
             return getattr(self, name) > 0 or name in scheduled
 
         for wrong, sentence in (
-            *self.curriculum_combinations(),
+            (
+                bool(self.prompt_order and self.prompt_weights),
+                "prompt_order goes through all prompts in turn and prompt_weights draws them: "
+                "expected one of them",
+            ),
             (
                 self.quantization != "none"
                 and (self.lora_rank == 0 or self.value_model not in ("shared", "detached")),
@@ -399,8 +356,8 @@ class PPOConfig(
                 "be > 0 and value_model shared or detached",
             ),
             (
-                self.quantization != "none" and self.rollout in ("vllm", "continuous"),
-                f"quantization={self.quantization}: rollout={self.rollout} takes whole weights; "
+                self.quantization != "none" and self.rollout == "vllm",
+                f"quantization={self.quantization}: rollout=vllm takes whole weights; "
                 "use rollout=decoder",
             ),
             (
@@ -411,12 +368,10 @@ class PPOConfig(
             ),
             (
                 self.precision == "fp16"
-                and (
-                    self.loss_path == "logits"
-                    or (used("kl_loss_coef") and self.kl_loss_estimator == "full")
-                ),
+                and used("kl_loss_coef")
+                and self.kl_loss_estimator == "full",
                 "precision=fp16 forms the loss's gradient after its scale is known, which "
-                "loss_path=logits and kl_loss_estimator=full do not have",
+                "kl_loss_estimator=full does not have",
             ),
             (
                 self.objective == "penalty" and used("kl_loss_coef"),
@@ -428,32 +383,14 @@ class PPOConfig(
                 "objective=penalty clips nothing, so dual_clip must be none",
             ),
             (
-                self.reference_policy == "rollout" and used("kl_coef"),
-                "reference_policy=rollout: the KL of a rollout to its own policy is 0, so kl_coef "
-                "must be 0; kl_loss_coef weighs the KL in the loss",
-            ),
-            (
-                self.reference_policy == "rollout" and self.kl_loss_estimator == "full",
-                "reference_policy=rollout keeps the rollout's logprobs, not its model, so "
-                "kl_loss_estimator must be k1, k2 or k3; the exact KL to the rollout policy is "
-                "reference_refresh=1",
-            ),
-            (
                 self.kl_loss_ratio_weighted and self.kl_loss_estimator not in RATIO_WEIGHTED,
                 "kl_loss_ratio_weighted needs kl_loss_estimator k1 or k3, which the ratio makes "
                 f"unbiased, got {self.kl_loss_estimator}",
             ),
             (
-                self.reference_policy == "rollout"
-                and bool(self.reference_model or self.reference_refresh or self.reference_offload),
-                "reference_policy=rollout holds no model: reference_model, reference_refresh and "
-                "reference_offload do not go with it",
-            ),
-            (
-                (self.reference_refresh > 0 or self.reference_offload)
+                self.reference_refresh > 0
                 and not (used("kl_coef") or used("kl_loss_coef") or self.reference_model),
-                "reference_refresh and reference_offload need a reference: kl_coef or "
-                "kl_loss_coef must be > 0, or reference_model given",
+                "reference_refresh needs a reference: kl_coef or kl_loss_coef must be > 0",
             ),
             (
                 self.reference_refresh > 0 and self.reference_model is not None,
@@ -461,18 +398,13 @@ class PPOConfig(
                 "architecture than reference_model: give one of them",
             ),
             (
-                self.compile and self.value_model == "branch",
-                "value_model=branch watches the calls of the trunk's layers, which compiled ones "
-                "do not show: compile must be false",
-            ),
-            (
                 self.critic_model is not None and self.value_model != "critic",
                 f"critic_model needs value_model=critic, got {self.value_model}",
             ),
             (
-                self.bootstrap_truncated and self.advantage not in ("gae", "one_step"),
+                self.bootstrap_truncated and self.advantage != "gae",
                 f"advantage={self.advantage} is of complete returns; bootstrap_truncated is for "
-                "gae and one_step",
+                "gae",
             ),
             (
                 self.advantage in CRITIC_FREE and used("vf_coef"),
@@ -503,17 +435,6 @@ class PPOConfig(
                 "lam_alpha follows from a response's tokens, so gae_by must be token",
             ),
             (
-                self.rollout == "vllm" and self.no_repeat_ngram_size > 0,
-                f"no_repeat_ngram_size={self.no_repeat_ngram_size}: vLLM has no such guard; use "
-                "rollout=decoder",
-            ),
-            (
-                self.rollout == "continuous"
-                and bool(self.min_new_tokens or self.no_repeat_ngram_size or self.stop_strings),
-                "rollout=continuous has no min_new_tokens, no_repeat_ngram_size or stop_strings; "
-                "use rollout=decoder",
-            ),
-            (
                 bool(self.reward_ensemble) and len(self.reward_ensemble) < 2,
                 "reward_ensemble must be at least two reward models; one goes into rewards",
             ),
@@ -527,11 +448,6 @@ class PPOConfig(
                 self.reference_refresh == 1 and used("kl_coef"),
                 "reference_refresh=1: the KL of a rollout to its own policy is 0, so kl_coef must "
                 "be 0; kl_loss_coef weighs the KL in the loss",
-            ),
-            (
-                self.reference_offload and self.lora_rank > 0 and self.reference_model is None,
-                "reference_offload: with LoRA the reference is the trunk without its adapters, "
-                "and there is nothing to keep on the CPU",
             ),
             (
                 self.value_warmup_iterations > 0 and not used("vf_coef"),
@@ -552,16 +468,8 @@ class PPOConfig(
                 raise ValueError(sentence)
         for names, needs, there in (
             ("clip_ratio clip_ratio_high", "objective=clip", self.objective == "clip"),
-            ("policy_kl_coef policy_kl_target", "objective=penalty", self.objective == "penalty"),
-            ("early_stop_check", "early_stop_kl", self.early_stop_kl is not None),
-            ("value_branch_layers", "value_model=branch", self.value_model == "branch"),
-            ("length_penalty_free", "length_penalty > 0", used("length_penalty")),
-            ("reward_ensemble_by reward_ensemble_weight", "reward_ensemble", self.reward_ensemble),
-            (
-                "reward_ensemble_std_coef",
-                "reward_ensemble_by=lcb",
-                self.reward_ensemble_by == "lcb",
-            ),
+            ("policy_kl_target", "objective=penalty", self.objective == "penalty"),
+            ("reward_ensemble_by", "reward_ensemble", self.reward_ensemble),
             ("kl_estimator", "kl_coef > 0", used("kl_coef")),
             (
                 "kl_loss_estimator kl_loss_ratio_weighted",
@@ -576,16 +484,10 @@ class PPOConfig(
                 self.advantage == "gae" and self.lam_alpha is None,
             ),
             ("lam_alpha value_lam gae_by", "advantage=gae", self.advantage == "gae"),
-            ("group_std", "advantage=group", self.advantage == "group"),
-            ("eval_interval eval_rewards eval_sampling", "eval_prompts", self.eval_prompts),
-            ("eval_patience", "eval_prompts", self.eval_prompts),
-            ("success_window", "solved_reward", self.solved_reward is not None),
-            ("leave_out_for", "leave_out", self.leave_out != "none"),
+            ("eval_interval eval_sampling eval_patience", "eval_prompts", self.eval_prompts),
             ("lora_alpha lora_target_modules", "lora_rank > 0", self.lora_rank > 0),
             ("ptx_batch_size ptx_block_size", "ptx_data", self.ptx_data),
             ("vllm_tensor_parallel_size", "rollout=vllm", self.rollout == "vllm"),
-            ("project run_name", "report_to", self.report_to),
-            ("hub_model_id hub_private_repo", "push_to_hub", self.push_to_hub),
         ):
             for name in names.split():
                 (default,) = (each.default for each in fields(self) if each.name == name)
@@ -612,28 +514,15 @@ class PPOConfig(
     def wants_reference(self) -> bool:
         """Whether there is a KL to a reference model."""
         moving = any(Schedule.parse(text).name.startswith("kl_") for text in self.schedules)
-        wanted = self.kl_coef > 0 or self.kl_loss_coef > 0 or moving
-        return wanted and self.reference_policy == "fixed"
+        return self.kl_coef > 0 or self.kl_loss_coef > 0 or moving
 
     @property
     def softmax(self) -> dict[str, Any]:
         """How logits become a distribution, as the keywords of the losses."""
         return {"temperature": self.temperature, "backend": self.backend}
 
-    @property
-    def charges(self) -> dict[str, Any]:
-        """What length and a missing EOS cost, as the keywords of `Scores.charged`."""
-        return {
-            "length_normalized_score": self.length_normalized_score,
-            "length_coef": self.length_penalty,
-            "length_free": self.length_penalty_free,
-            "missing_eos_penalty": self.missing_eos_penalty,
-        }
-
-    def limits(self, packed: bool = False, *, reading: bool = False) -> Limits:
-        """What a microbatch may hold; `reading`: in a pass without a gradient."""
-        if reading and self.experience_batch_size is not None:
-            return Limits(self.experience_batch_size, None, packed)
+    def limits(self, packed: bool = False) -> Limits:
+        """What a microbatch may hold."""
         return Limits(self.microbatch_size, self.microbatch_tokens, packed)
 
     @property
@@ -647,14 +536,9 @@ class PPOConfig(
         """Different prompts of one rollout batch."""
         return self.rollout_batch_size // self.samples_per_prompt
 
-    def stops_at(self, policy_kl: float, when: str) -> bool:
-        """Whether the KL to the rollout policy, nats per token, ends an iteration's update.
-
-        Args:
-            when: minibatch or epoch, the place of the check.
-        """
-        limit = self.early_stop_kl
-        return limit is not None and self.early_stop_check == when and policy_kl > limit
+    def stops_at(self, policy_kl: float) -> bool:
+        """Whether the KL to the rollout policy, nats per token, ends an iteration's update."""
+        return self.early_stop_kl is not None and policy_kl > self.early_stop_kl
 
     @property
     def steps_per_iteration(self) -> int:
@@ -669,17 +553,13 @@ class PPOConfig(
 
 IDENTITY = (
     *("param_dtype", "quantization", "lora_rank", "lora_alpha", "lora_target_modules"),
-    *("reference_policy", "reference_refresh"),
-    *("value_model", "value_branch_layers", "critic_model"),
-    *("prompt_column", "split", "seed"),
-    *("solved_reward", "success_window", "leave_out", "leave_out_for"),
-    *("reward_weights", "score_normalization", "length_normalized_score"),
-    *("reward_ensemble_by", "reward_ensemble_std_coef", "reward_ensemble_weight"),
+    *("reference_refresh", "value_model", "critic_model"),
+    *("prompt_column", "split", "seed", "solved_reward"),
+    *("reward_weights", "score_normalization", "reward_ensemble_by"),
     *("rollout_batch_size", "samples_per_prompt", "minibatches", "ppo_epochs"),
-    *("max_new_tokens", "temperature", "top_k", "top_p", "min_new_tokens"),
-    *("stop_token_ids", "stop_strings", "no_repeat_ngram_size"),
+    *("max_new_tokens", "temperature", "top_k", "top_p", "stop_token_ids", "stop_strings"),
     *("max_turns", "max_response_tokens", "gae_by"),
-    *("objective", "advantage", "group_std", "lam_alpha", "value_lam", "optimizer", "aggregation"),
+    *("objective", "advantage", "lam_alpha", "value_lam", "optimizer", "aggregation"),
     *("kl_estimator", "kl_loss_estimator", "kl_loss_ratio_weighted"),
 )
 """Options that say which run it is: a resumed run with another value is another run. Models, data

@@ -10,7 +10,6 @@ more.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,9 +18,12 @@ from fastppo.rewards.scorer import Scorer, Scores
 from fastppo.rollout import Sampling
 from fastppo.run.options import Options, option
 
+LOGGED_SAMPLES = 8
+"""Responses of an iteration, and of an evaluation, that are written as samples."""
+
 SHOWN = ("reward", "kl", "response_length", "eos_rate", "turns", "dropped_samples")
-"""Metrics of an evaluation, beside each reward and finish reason: means over its responses;
-those of rewards are over the responses that were not dropped."""
+"""Metrics of an evaluation, beside each reward, monitored reward and finish reason: means over its
+responses; those of rewards are over the responses that were not dropped."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -32,9 +34,6 @@ class EvaluationOptions(Options):
         "", "Prompts that are answered and not learned from, with the columns of prompts"
     )
     eval_interval: int = option(10, "Iterations between evaluations", minimum=1)
-    eval_rewards: Sequence[str] = option(
-        [], "Rewards of an evaluation; none given means those that are trained on"
-    )
     eval_sampling: Literal["sampled", "greedy", "both"] = option(
         "sampled",
         "Draw responses as in training, take the likeliest tokens (eval/greedy/), or both",
@@ -70,7 +69,7 @@ class Evaluation:
 
     Args:
         prompts: None for no evaluation.
-        scorer: of its rewards.
+        scorer: of the run's rewards and monitored rewards.
         interval: iterations.
         how: sampled, greedy or both.
         at_once: responses that are generated at once.
@@ -84,8 +83,8 @@ class Evaluation:
 
     def after(self, trainer: Any, log: Any, asked: bool = False) -> dict[str, float]:
         """The metrics of an evaluation after an iteration's update, which the trainer's state takes
-        note of; none where none is due or asked for. Responses to the first `log_samples` prompts
-        go to the log."""
+        note of; none where none is due or asked for. Responses to the first `LOGGED_SAMPLES`
+        prompts go to the log."""
         due = asked or (trainer.state.iteration + 1) % self.interval == 0
         if self.prompts is None or not due:
             return {}
@@ -123,11 +122,11 @@ class Evaluation:
             if kept is not None:
                 found["dropped_samples"] = 1 - len(kept) / len(part)
             for name, value in found.items():
-                if name in SHOWN or name.startswith(("reward/", "finish/")):
+                if name in SHOWN or name.startswith(("reward/", "monitor/", "finish/")):
                     count = _count(name, found["scores"], len(part))
                     counts[name] = counts.get(name, 0) + count
                     sums[name] = sums.get(name, 0.0) + (value * count if count else 0.0)
-            wanted = min(len(part), trainer.config.log_samples - len(samples))
+            wanted = min(len(part), LOGGED_SAMPLES - len(samples))
             samples += [_record(begin, row, part, found) for row in range(wanted)]
         means = {name: sums[name] / count if count else math.nan for name, count in counts.items()}
         return means, samples
@@ -137,8 +136,10 @@ def _count(name: str, scores: Scores, responses: int) -> int:
     """How many of a part's responses a metric is a mean over: for a reward, those that have it."""
     if name == "reward":
         return responses if scores.kept is None else len(scores.kept)
-    if name.startswith("reward/"):
-        return sum(not math.isnan(value) for value in scores.terms[name.removeprefix("reward/")])
+    kind, _, term = name.partition("/")
+    if kind in ("reward", "monitor"):
+        scored = scores.terms if kind == "reward" else scores.monitors
+        return sum(not math.isnan(value) for value in scored[term])
     return responses
 
 
@@ -147,7 +148,8 @@ def _record(begin: int, row: int, prompts: Prompts, found: dict[str, Any]) -> di
     reward that could not be had is None."""
     scores, rollout = found["scores"], found["rollout"]
     is_kept = scores.kept is None or row in scores.kept
-    rewards = {name: values[row] for name, values in scores.terms.items()}
+    scored = {**scores.terms, **scores.monitors}
+    rewards = {name: values[row] for name, values in scored.items()}
     return {
         "row": begin + row,
         "prompt": prompts.prompts[row],

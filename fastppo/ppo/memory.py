@@ -13,8 +13,7 @@ it saves, and not a formula. The parts of a peak, for parameters of b bytes (4 i
     fp32 masters       4 · trained parameters, where the optimiser has them
     gradients          4 · trained parameters, in the update
     optimiser states   8 · trained parameters: AdamW's two moments; 2 with adamw8bit
-    reference          b · parameters (its matrices in the compute dtype); none with adapters; with
-                       reference_offload on a GPU only while experience is made
+    reference          b · parameters (its matrices in the compute dtype); none with adapters
     reward models      4 · parameters, of those whose config can be read
     KV cache           2 · b' · layers · heads of keys · head width · tokens · sequences, for b' of
                        the compute dtype, with room for 64 tokens more; on a GPU it has its size
@@ -246,21 +245,6 @@ class _LinearLoss(torch.autograd.Function):
         return (*ctx.saved_tensors, None, None)
 
 
-class _LogitsLoss(torch.autograd.Function):
-    """The same of the loss on all logits, whose gradient takes their place."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, run: _Run) -> Tensor:
-        scratch = run.scratch(logits, logits.shape[0], buffers=2)
-        del scratch
-        ctx.save_for_backward(logits)
-        return logits.new_zeros((), dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *by: Tensor) -> tuple[Tensor | None, ...]:
-        return (*ctx.saved_tensors, None)
-
-
 # --------------------------------------------------------------------------------------- the phases
 
 
@@ -277,7 +261,6 @@ class _Run:
         self.notes: list[str] = []
         self.model = self._actor_critic()
         self.frozen = self._frozen()
-        self.leaves = config.reference_offload and device.type != "cpu"
         self.reward_models = self._reward_models()
 
     def start(self) -> None:
@@ -285,7 +268,7 @@ class _Run:
         self._move(self.model, "cpu", "policy weights")
         self.ledger.assign("value function", [*self.model.value_function.parameters()])
         if self.frozen is not None:
-            self._move(self.frozen, "meta" if self.leaves else "cpu", "reference")
+            self._move(self.frozen, "cpu", "reference")
         for model in self.reward_models:
             self._move(model, "cpu", "reward models")
         self.optimizer = make_optimizer(self.model, self.config)
@@ -394,11 +377,7 @@ class _Run:
             with self.model.adapters_off() as model:
                 yield model
             return
-        if self.frozen is not None and self.leaves:
-            self._move(self.frozen, "cpu", "reference")
         yield self.frozen
-        if self.frozen is not None and self.leaves:
-            self._move(self.frozen, "meta")
 
     def _reward_models(self) -> list[Any]:
         found = []
@@ -477,20 +456,20 @@ class _Run:
         config = self.config
         rows = min(config.reward_batch_size, config.rollout_batch_size)
         for model in self.reward_models:
-            tokens = min(filter(None, (config.reward_max_length, context_length(model), length)))
+            tokens = min(filter(None, (context_length(model), length)))
             with torch.no_grad(), self.ledger.phase("score"):
                 ids = _ids(rows, tokens)
                 sequence_scores(model, ids, torch.ones_like(ids))
 
-    def rows_at_once(self, prompt: int, rows: int, *, reading: bool = False) -> int:
+    def rows_at_once(self, prompt: int, rows: int) -> int:
         """Sequences of a microbatch, of so many that there are."""
-        limits = self.config.limits(reading=reading)
+        limits = self.config.limits()
         return min(rows, limits.count(prompt + self.config.max_new_tokens))
 
     def experience(self, prompt: int) -> None:
         """The policy's and the reference's pass over a microbatch."""
         config = self.config
-        rows = self.rows_at_once(prompt, config.rollout_batch_size, reading=True)
+        rows = self.rows_at_once(prompt, config.rollout_batch_size)
         layout = self._layout(rows, prompt)
         with torch.no_grad(), self.ledger.phase("experience"):
             with self.model.autocast():
@@ -549,10 +528,6 @@ class _Run:
         """The loss on hidden states; with a second buffer of logits if there are second ones, or if
         a loss scale lets their gradient be formed beside them."""
         head = self.model.head
-        if self.config.loss_path == "logits":
-            logits = nn.functional.linear(hidden, head.weight, head.bias)
-            self.ledger.assign("logits of the loss", logits)
-            return _LogitsLoss.apply(logits, self)
         twice = self.config.precision == "fp16" or second is not None
         return _LinearLoss.apply(hidden, head.weight, self, 2 if twice else 1)
 

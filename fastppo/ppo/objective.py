@@ -195,6 +195,5 @@ def _shared(micro: Experience, options: PPOConfig) -> dict[str, Any]:
         "temperature": options.temperature,
         "importance_weights": micro.importance_weights,
         "weights": micro.token_weights,
-        "all_logits": options.loss_path == "logits",
         "backend": options.backend,
     }

@@ -141,7 +141,7 @@ def read_policies(
     parts = split(batch, limits, world)
     old = old_policy(model, engine, sampling, rollout, parts, options, given)
     if reference is None:
-        ref_logprobs = old.logprobs if options.reference_policy == "rollout" else None
+        ref_logprobs = None
     elif options.kl_estimator == "full" and kl_coef > 0:
         both = reference.token_kl(parts.batches, **how)
         ref_logprobs, exact_kl = map(parts.in_order, both)

@@ -14,6 +14,9 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.eight_bit import adamw_8bit
 from fastppo.ppo.master_weights import MasterAdamW, MasterWeights
 
+ADAM_BETA1 = 0.9
+"""The decay of AdamW's first moment."""
+
 
 def make_optimizer(model: ActorCritic, config: PPOConfig) -> Any:
     """AdamW on fp32 weights, masters of those that the model has in bfloat16 (`master_weights`, and
@@ -48,7 +51,7 @@ def make_optimizer(model: ActorCritic, config: PPOConfig) -> Any:
             groups[-1]["params"].extend(parameters)
         elif parameters:
             groups.append({"params": parameters, **options})
-    how = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+    how = {"betas": (ADAM_BETA1, config.adam_beta2), "eps": config.adam_eps}
     if config.optimizer == "adamw8bit":
         return adamw_8bit()(groups, bf16_stochastic_round=True, **how)
     # Fused is one pass over the weights; on a CPU the loop takes ten times as long.

@@ -93,7 +93,7 @@ class Halving:
                 if not self.alone and not isinstance(error, NoRoomError):
                     raise RuntimeError(
                         f"out of memory on one of several processes: {error}. Go on by `--resume "
-                        f"true` with a smaller {self._option} or microbatch_tokens"
+                        f"true` with a smaller microbatch_size or microbatch_tokens"
                     ) from None
                 if limits == self._halved(asked):
                     raise RuntimeError(
@@ -123,10 +123,6 @@ class Halving:
         if self.reading:
             return "pass without a gradient", "passes without a gradient"
         return "microbatch", "microbatches"
-
-    @property
-    def _option(self) -> str:
-        return "experience_batch_size" if self.reading else "microbatch_size"
 
     def _halved(self, asked: Limits) -> Limits:
         more = Halving(self.say, reading=self.reading)

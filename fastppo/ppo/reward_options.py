@@ -19,29 +19,17 @@ class RewardOptions(Options):
         "https:// URL",
     )
     reward_weights: Sequence[float] | None = option(
-        None, "One weight per reward; none given means 1"
+        None, "One weight per reward, the ensemble's last; none given means 1"
     )
     monitor_rewards: Sequence[str] = option([], "Rewards that are logged and not trained on")
     reward_batch_size: int = option(
         32, "Texts per forward pass of a reward model, sequences", minimum=1
-    )
-    reward_max_length: int | None = option(
-        None,
-        "Longest text of a reward model, tokens; none given means what it was trained with, or its "
-        "context",
-        minimum=2,
     )
     reward_timeout: float | None = option(
         None,
         "Longest wait for a reward, seconds; none given waits for a function, and 60 s for a URL. "
         "A function is then called in a thread, which goes on after the time is up",
         above=0,
-    )
-    reward_retries: int = option(
-        2, "Further calls of a reward that was too late, or whose server failed", minimum=0
-    )
-    reward_concurrency: int = option(
-        8, "Requests of reward_batch_size texts at a time to a reward that is a URL", minimum=1
     )
     reward_failure: Literal["stop", "drop"] = option(
         "stop",
@@ -52,15 +40,6 @@ class RewardOptions(Options):
         "Subtracted from the score of a response that was cut off: at max_new_tokens, or with its "
         "turns or the context used up; reward units",
         minimum=0,
-    )
-    length_penalty: float = option(
-        0.0, "Subtracted from the score per response token, reward units", minimum=0
-    )
-    length_penalty_free: int = option(
-        0, "Response tokens that length_penalty leaves free", minimum=0
-    )
-    length_normalized_score: bool = option(
-        False, "Divide the rewards of a response by its length in tokens"
     )
     score_normalization: Literal["none", "running", "batch"] = option(
         "none",
@@ -73,7 +52,5 @@ class RewardOptions(Options):
         [], "Reward models that are combined into one reward, by the name of ensemble"
     )
     reward_ensemble_by: Literal["mean", "min", "lcb"] = option(
-        "mean", "mean, minimum, or lcb: mean − reward_ensemble_std_coef · deviation"
+        "mean", "mean, minimum, or lcb: mean − deviation"
     )
-    reward_ensemble_std_coef: float = option(1.0, "Multiple of the deviation in lcb", minimum=0)
-    reward_ensemble_weight: float = option(1.0, "Weight of the ensemble among the rewards")

@@ -13,10 +13,9 @@ from fastppo.run.options import Options, option
 class RolloutOptions(Options):
     """Rollout."""
 
-    rollout: Literal["decoder", "generate", "continuous", "vllm"] = option(
+    rollout: Literal["decoder", "generate", "vllm"] = option(
         "decoder",
-        "What draws the responses: FastPPO's decoder, Hugging Face generate or continuous "
-        "batching, or vLLM",
+        "What draws the responses: FastPPO's decoder, Hugging Face generate, or vLLM",
     )
     rollout_batch_size: int = option(64, "Responses per iteration, sequences", minimum=1)
     samples_per_prompt: int = option(
@@ -32,12 +31,6 @@ class RolloutOptions(Options):
     )
     top_p: float = option(
         1.0, "Sample from the smallest set of this probability; 1 is all", above=0, maximum=1
-    )
-    min_new_tokens: int = option(
-        0, "Tokens of a response before one of the stop tokens may be drawn", minimum=0
-    )
-    no_repeat_ngram_size: int = option(
-        0, "n: no n tokens in a row come twice in prompt and response; 0 is off", minimum=0
     )
     stop_token_ids: Sequence[int] | None = option(
         None, "Tokens that end a response; none given means the model's EOS tokens"
@@ -77,7 +70,4 @@ class TurnOptions(Options):
         "Longest response of several turns, what the environment wrote included, tokens; none "
         "given means the context",
         minimum=1,
-    )
-    environment_concurrency: int = option(
-        1, "Environments at work at a time; those whose methods are coroutines all are", minimum=1
     )

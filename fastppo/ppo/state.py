@@ -14,7 +14,6 @@ from torch.amp import GradScaler
 
 from fastppo.models.device import choose_device
 from fastppo.ppo.config import WARNINGS, PPOConfig
-from fastppo.ppo.curriculum import Seen
 from fastppo.ppo.evaluation import Progress
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
 from fastppo.rewards.processing import RunningScale
@@ -35,6 +34,10 @@ class Steps(NamedTuple):
     all: int
     skipped: int
     overflowed: int
+
+
+FIRST_POLICY_BETA = 1.0
+"""β of the KL to the rollout policy in the first iteration, per nat."""
 
 
 class RunStoppedError(RuntimeError):
@@ -65,15 +68,16 @@ class RunState:
     """Of the loss under precision=fp16; elsewhere it leaves the loss as it is."""
     overflowed: bool = False
     """Whether the last gradient was beyond fp16 under a scale that can still be made smaller."""
-    successes: dict[int, Seen] = field(default_factory=dict)
-    """Of each prompt that was asked, by its row; kept where `solved_reward` is given."""
+    successes: dict[int, str] = field(default_factory=dict)
+    """The last responses to each prompt that was asked, by its row, newest last: 1 for solved, 0
+    for not. Kept where `solved_reward` is given."""
 
     @classmethod
     def of(cls, config: PPOConfig) -> RunState:
         """The state of a run before its first iteration."""
         return cls(
             kl_control=_kl_control(config),
-            policy_kl_control=PenaltyKL(config.policy_kl_coef, config.policy_kl_target),
+            policy_kl_control=PenaltyKL(FIRST_POLICY_BETA, config.policy_kl_target),
             watch=_watch(config),
             scaler=GradScaler(
                 choose_device(config.device).type, enabled=config.precision == "fp16"
@@ -153,7 +157,7 @@ class RunState:
             "score_scale": asdict(self.score_scale),
             "evaluations": asdict(self.evaluations),
             "scaler": self.scaler.state_dict(),
-            "successes": [[row, *seen] for row, seen in self.successes.items()],
+            "successes": [[row, recent] for row, recent in self.successes.items()],
             "watch": self.watch.state_dict(),
         }
 
@@ -169,7 +173,7 @@ class RunState:
         if state.get("scaler") and self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
         rows = state.get("successes", [])
-        self.successes = {row: Seen(recent, iteration) for row, recent, iteration in rows}
+        self.successes = {row: recent for row, recent, *_ in rows}
         self.watch.load_state_dict(state["watch"])
 
 

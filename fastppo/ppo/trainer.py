@@ -49,6 +49,7 @@ from fastppo.ppo.checks import (
     take_step,
 )
 from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.evaluation import LOGGED_SAMPLES
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.metrics import (
     Clock,
@@ -152,8 +153,8 @@ class PPOTrainer:
         Raises:
             RunStoppedError: a metric crossed a threshold of `stop_if`; all is written first.
             Stopped: a signal asked for it; a checkpoint is written first.
-            CheckpointError: a checkpoint could not be written, and `checkpoint_failure` is stop.
-            FloatingPointError: `max_skipped_steps` steps in a row were not finite.
+            CheckpointError: a checkpoint could not be written.
+            FloatingPointError: `MAX_SKIPPED_STEPS` steps in a row were not finite.
             RewardError: a reward raised, or returned what cannot be trained on.
             RuntimeError: the self-check failed.
         """
@@ -166,7 +167,6 @@ class PPOTrainer:
             held(run_dir, world),
             listening(world) as stop_request,
             closing(self.callbacks),
-            closing(self.checkpoints),
             closing(self.turns),
         ):
             set_seed(config.seed)
@@ -249,9 +249,8 @@ class PPOTrainer:
         iteration = self.state.iteration
         metrics |= self.evaluation.after(self, log, self.callbacks.take("should_evaluate"))
         log.metrics(iteration, metrics, self._warnings(metrics))
-        if iteration % options.log_interval == 0:
-            texts = self.completions(prompts, rollout, options.log_samples)
-            log.samples(iteration, sample_records(prompts, texts, rollout, scores, experience))
+        texts = self.completions(prompts, rollout, LOGGED_SAMPLES)
+        log.samples(iteration, sample_records(prompts, texts, rollout, scores, experience))
         self.state.finish_iteration(metrics.get("kl"), len(prompts), options)
         return metrics
 
@@ -332,7 +331,7 @@ class PPOTrainer:
         kl_coef = self.state.kl_control.coef
         of = self.model, self.reference, self.engine, self.sampling, rollout, batch, given
         attempt = functools.partial(read_policies, *of, kl_coef, options, self.world)
-        limits = options.limits(self.model.packing, reading=True)
+        limits = options.limits(self.model.packing)
         old, ref_logprobs, exact_kl, metrics = self._reading.run(attempt, limits, len(batch))
         result = make_advantages(
             batch, rewards, rollout.truncated, old, ref_logprobs, exact_kl, kl_coef, options
@@ -361,12 +360,9 @@ class PPOTrainer:
             for minibatch in experience.minibatches(
                 order, options.minibatches, options.aggregation
             ):
-                kl, too_far = self._optimizer_step(minibatch, meter, options)
-                policy_kls.append(kl)
-                if too_far:
-                    break
+                policy_kls.append(self._optimizer_step(minibatch, meter, options))
             policy_kl = sum(policy_kls) / len(policy_kls)
-            too_far = too_far or options.stops_at(policy_kl, "epoch")
+            too_far = options.stops_at(policy_kl)
             if too_far:
                 break
         taken = state.optimizer_step - before.all
@@ -380,15 +376,9 @@ class PPOTrainer:
                 state.policy_kl_control.update(policy_kl, len(experience))
         return metrics
 
-    def _optimizer_step(
-        self, minibatch: Experience, meter: Meter, options: PPOConfig
-    ) -> tuple[float, bool]:
-        """Accumulates the gradient of one minibatch over its microbatches and takes a step.
-
-        Returns:
-            (KL to the rollout policy before the step, nats per token; whether it was too far, and
-            so no step was taken).
-        """
+    def _optimizer_step(self, minibatch: Experience, meter: Meter, options: PPOConfig) -> float:
+        """Accumulates the gradient of one minibatch over its microbatches and takes a step; the KL
+        to the rollout policy before the step, nats per token."""
         warming_up = self.state.is_warming_up(options)
         planned = self.state.iteration * options.steps_per_iteration + len(meter.steps)
         learning_rate = set_learning_rate(self.optimizer, planned, self.config)
@@ -414,12 +404,10 @@ class PPOTrainer:
         numbers = to_floats({"loss": loss, **norms, "kl": kl})
         policy_kl = numbers.pop("kl")
         meter.minibatch(self.state.overflowed, **numbers, learning_rate=learning_rate)
-        if options.stops_at(policy_kl, "minibatch"):
-            return policy_kl, True
         how = self.state, numbers, self.config, self.world
         if skipped := take_step(self.optimizer, self.model, minibatch, *how):
             self.say(skipped, "yellow")
-        return policy_kl, False
+        return policy_kl
 
     # ----------------------------------------------------------------------- looking at the policy
 
@@ -438,7 +426,7 @@ class PPOTrainer:
             scores = self.score(prompts, rollout, options, scorer)
         batch = Batch.of(prompts.token_ids, rollout.tokens, self.device, rollout.written)
         of = self.model, self.reference, batch, options, self.world
-        limits = options.limits(self.model.packing, reading=True)
+        limits = options.limits(self.model.packing)
         return {
             **response_metrics(scores, rollout, {}),
             **self._reading.run(functools.partial(policy_metrics, *of), limits, len(batch)),
@@ -466,9 +454,7 @@ class PPOTrainer:
 
     def save_checkpoint(self) -> Path:
         """Writes a checkpoint of the run as it is now; its path."""
-        path = self.checkpoints.save()
-        self.checkpoints.wait()
-        return path
+        return self.checkpoints.save()
 
     def save_policy(self, directory: str | Path) -> None:
         """Writes the policy, its tokenizer and generation config; the value function beside it."""

@@ -44,7 +44,6 @@ def prepare(directory: Path, seed: int, console: Console) -> None:
         gradient_accumulation=2,
         epochs=2,
         checkpoint_interval=0,
-        checkpoint_minutes=0,
         seed=seed,
     )
     found = train_reward_model(options, rows=pairs, console=console)

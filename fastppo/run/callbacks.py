@@ -24,10 +24,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from fastppo.data.world import World
 from fastppo.run.options import Options
-from fastppo.run.publish import Publisher, repository_of
+from fastppo.run.publish import Publisher
 
 FLAGS = ("should_training_stop", "should_save", "should_evaluate")
 """What a callback can ask for."""
+
+PROJECT = "fastppo"
+"""Of the trackers, unless their environment variables name another."""
 
 
 class Arguments:
@@ -90,7 +93,7 @@ class Callbacks:
         parts: what each event is given besides: model, processing_class, optimizer.
 
     Raises:
-        ValueError: one of them is no `TrainerCallback`; the hub takes no repository.
+        ValueError: one of them is no `TrainerCallback`.
         ImportError: a tracker is not installed.
     """
 
@@ -104,16 +107,15 @@ class Callbacks:
     ) -> None:
         self.world, self.parts = world or World(), parts
         self.callbacks = [_made(callback) for callback in callbacks]
-        names: dict[str, Any] = {"run_name": config.run_name}
+        names: dict[str, Any] = {"project": PROJECT}
         if config.report_to:
             # Their imports are slow, and most runs have none.
             from fastppo.run.trackers import Kept, make_trackers
 
-            kept = Kept(config.output_dir, config.run_name)
+            kept = Kept(config.output_dir)
             names["run_name"] = kept.run_name
             self.callbacks = [*make_trackers(config.report_to, kept), *self.callbacks]
-        repository = self.world.first(lambda: repository_of(config))
-        self.callbacks.append(Publisher(config, repository, say))
+        self.callbacks.append(Publisher(config, say))
         self.args = Arguments(config, self.world, **names)
         self.state, self.control = TrainerState(max_steps=config.iterations), TrainerControl()
         self.state.is_local_process_zero = self.state.is_world_process_zero = self.world.is_main

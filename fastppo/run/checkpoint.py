@@ -34,6 +34,9 @@ from fastppo.run import manifest, shards
 FORMAT = 3
 """Raised when an older reader would misread what is written."""
 
+CHECKPOINTS_KEPT = 2
+"""The newest ones; the best is kept besides."""
+
 NAME = re.compile(r"^checkpoint-(\d{6,})$")
 
 

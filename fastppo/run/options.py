@@ -30,7 +30,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from fastppo.data.world import TIMEOUT
 from fastppo.functional import arguments
 from fastppo.functional.arguments import shown
 from fastppo.run.counterparts import TRL
@@ -306,12 +305,6 @@ class RanksOptions(Options):
         "Processes that hold one copy of the weights between them; none given means all of them",
         minimum=1,
     )
-    reshard_after_forward: bool = option(
-        True, "Free a layer after its forward pass and gather it again for its backward pass"
-    )
-    distributed_timeout: float = option(
-        TIMEOUT, "Longest wait of a process for the others, seconds", above=0
-    )
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -320,17 +313,6 @@ class SharingOptions(Options):
 
     report_to: Sequence[str] = option(
         [], "Trackers besides TensorBoard, which is always written: wandb, trackio, mlflow"
-    )
-    project: str = option("fastppo", "Project of the trackers; MLflow's experiment")
-    run_name: str | None = option(
-        None, "The run's name in the trackers; none: that of output_dir, with the time"
-    )
-    push_to_hub: bool = option(False, "Upload the policy with its card to the hub at the end")
-    hub_model_id: str | None = option(
-        None, "Its repository there, NAME or OWNER/NAME; none: the name of output_dir"
-    )
-    hub_private_repo: bool | None = option(
-        None, "Whether a repository that is made is private; none: as the owner's are"
     )
 
     def check_sharing(self) -> None:

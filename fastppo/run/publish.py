@@ -1,8 +1,7 @@
-"""What a finished policy is published with: its model card, and its upload to the hub.
+"""What a finished policy is published with: its model card.
 
 `policy/README.md` says what it was made from and how: data, options, how the metrics went (a
-picture beside it), device and versions. A run that took days does not fail for its card, nor for a
-hub that does not answer: then it says what did not go, and the command that repeats it.
+picture beside it), device and versions. A run that took days does not fail for its card.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import TrainerCallback
 
@@ -31,69 +30,29 @@ CURVES = (
 """(metric, title) of the card's picture; a metric that the run does not have is left out."""
 
 
-def repository_of(config: Any) -> str | None:
-    """The repository that the policy is uploaded to, made if it is not there; None for none.
-
-    Raises:
-        ValueError: the hub does not take it. The run has not begun then.
-    """
-    if not config.push_to_hub:
-        return None
-    name = config.hub_model_id or Path(config.output_dir).resolve().name
-    try:
-        made = HfApi().create_repo(name, private=config.hub_private_repo, exist_ok=True)
-    except Exception as error:  # no token, no network, no such owner: whatever it is, say it now
-        raise ValueError(
-            f"push_to_hub: the hub takes no repository {name} ({error}); log in by `hf auth login`"
-        ) from error
-    return made.repo_id
-
-
 class Publisher(TrainerCallback):
-    """Writes the card and uploads the policy when all else is written.
+    """Writes the card when all else is written.
 
     Args:
-        repository: of the hub; None uploads nothing.
         say: takes a sentence for the user.
     """
 
-    def __init__(self, config: Any, repository: str | None, say: Callable[[str], None]) -> None:
-        self.config, self.repository, self.say = config, repository, say
+    def __init__(self, config: Any, say: Callable[[str], None]) -> None:
+        self.config = config
+        self.say = say
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
         run_dir = Path(self.config.output_dir)
         try:
-            write_card(run_dir, self.config, self.repository)
+            write_card(run_dir, self.config)
         except Exception as error:  # the policy is worth more than its card
             self.say(f"{run_dir}/policy/README.md could not be written: {error}")
-        if self.repository is None:
-            return
-        try:
-            url = push(run_dir / "policy", self.repository)
-            self.say(f"hub  {url}")
-        except Exception as error:  # of the network or the hub: the run is done all the same
-            self.say(
-                f"the policy is not on the hub ({error}); "
-                f"`hf upload {self.repository} {run_dir}/policy` does it"
-            )
 
 
-def push(directory: Path, repository: str) -> str:
-    """Uploads a directory; the address of what is there then."""
-    done = HfApi().upload_folder(
-        repo_id=repository, folder_path=directory, commit_message="A policy trained with FastPPO"
-    )
-    return str(done)
-
-
-def write_card(run_dir: Path, config: Any, repository: str | None = None) -> Path:
-    """Writes `policy/README.md` and `policy/curves.png` from the records of a run.
-
-    Args:
-        repository: of the hub, where the card is to be read.
-    """
+def write_card(run_dir: Path, config: Any) -> Path:
+    """Writes `policy/README.md` and `policy/curves.png` from the records of a run."""
     records = read_jsonl(run_dir / "metrics.jsonl")
     parts = read_jsonl(run_dir / "parts.jsonl")
     directory = run_dir / "policy"
@@ -110,8 +69,8 @@ def write_card(run_dir: Path, config: Any, repository: str | None = None) -> Pat
     card = ModelCard.from_template(
         data,
         template_str=TEMPLATE.read_text("utf-8"),
-        name=(repository or run_dir.resolve().name).rpartition("/")[2],
-        address=repository or directory,
+        name=run_dir.resolve().name,
+        address=directory,
         config=config,
         options=yaml.safe_dump(changed, sort_keys=False, allow_unicode=True),
         summary=summary(records),

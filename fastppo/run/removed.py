@@ -19,6 +19,11 @@ class Removed(NamedTuple):
 
 
 REMOVED = {
+    "adam_beta1": Removed(0.9, "β₁ of AdamW is 0.9"),
+    "environment_concurrency": Removed(
+        1, "environments whose methods are coroutines all work at a time"
+    ),
+    "reward_ensemble_std_coef": Removed(1.0, "reward_ensemble_by=lcb is the mean − the deviation"),
     "value_branch_layers": Removed(2, "value_model=critic trains a value function of its own"),
     "value_model=branch": Removed(None, "value_model=critic trains a value function of its own"),
     "rollout=continuous": Removed(None, "rollout=decoder and rollout=vllm are both faster"),
@@ -35,7 +40,7 @@ REMOVED = {
     "early_stop_check": Removed("epoch", "early_stop_kl is checked after each epoch"),
     "policy_kl_coef": Removed(1.0, "β of objective=penalty begins at 1 and adapts from there"),
     "max_skipped_steps": Removed(5, "a run stops after 5 steps in a row that are not finite"),
-    "log_interval": Removed(1, "every iteration is logged"),
+    "log_interval": Removed(1, "every iteration, or step of a stage, is logged"),
     "log_samples": Removed(8, "8 samples of each iteration are logged"),
     "checkpoint_failure": Removed("stop", "a checkpoint that cannot be written stops the run"),
     "checkpoint_async": Removed(False, "the run waits while a checkpoint is written"),
@@ -64,7 +69,7 @@ REMOVED = {
     "push_to_hub": Removed(False, "`hf upload OWNER/NAME RUN/policy` uploads the policy"),
     "hub_model_id": Removed(None, "`hf upload OWNER/NAME RUN/policy` uploads the policy"),
     "hub_private_repo": Removed(None, "`hf upload --private OWNER/NAME RUN/policy` does it"),
-    "project": Removed("fastppo", "the trackers' project is fastppo"),
+    "project": Removed("fastppo", "set WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME in the environment"),
     "run_name": Removed(None, "the trackers call a run by the name of its output_dir"),
     "liger": Removed(False, "the trunk's layers run as transformers has them"),
     "compile": Removed(False, "the trunk's layers run as transformers has them"),

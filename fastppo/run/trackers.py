@@ -8,6 +8,7 @@ a run which failed is closed too. TensorBoard's events are written by `fastppo.r
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -30,18 +31,17 @@ FILE = "trackers.json"
 class Kept:
     """What the trackers call a run, in its directory.
 
-    Args:
-        run_name: none for the directory's name with the time of the first start, so that two runs
-            in directories of one name are two.
+    Its name is the directory's with the time of the first start, so that two runs in directories of
+    one name are two.
     """
 
-    def __init__(self, run_dir: str | Path, run_name: str | None) -> None:
+    def __init__(self, run_dir: str | Path) -> None:
         self.path = Path(run_dir) / FILE
         self.names: dict[str, str] = {}
         if self.path.exists():
             self.names = json.loads(self.path.read_text("utf-8"))
         started = f"{Path(run_dir).resolve().name}-{datetime.now():%Y%m%d-%H%M%S}"
-        self.run_name = run_name or self.names.get("run_name", started)
+        self.run_name = self.names.get("run_name", started)
 
     def keep(self, **names: str) -> None:
         self.names |= {"run_name": self.run_name, **names}
@@ -57,7 +57,7 @@ class Wandb(WandbCallback):
     def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero and self._wandb.run is None:
             run = self._wandb.init(
-                project=args.project,
+                project=os.environ.get("WANDB_PROJECT", args.project),
                 name=args.run_name,
                 id=self.kept.names.get("wandb"),
                 resume="allow",
@@ -111,7 +111,7 @@ class MLflow(MLflowCallback):
                 # What a run was started with cannot be written again there.
                 args, model = SimpleNamespace(run_name=args.run_name, to_dict=dict), None
             else:
-                flow.set_experiment(args.project)
+                flow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", args.project))
                 flow.start_run(run_name=args.run_name)
                 self.kept.keep(mlflow=flow.active_run().info.run_id)
             self._opened = True

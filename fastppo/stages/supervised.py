@@ -19,7 +19,6 @@ import math
 import random
 import re
 import shutil
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +40,7 @@ from fastppo.models.pretrained import UNFINISHED
 from fastppo.models.sharding import like, settle, shard_as_it_is, whole
 from fastppo.models.trunk import context_length
 from fastppo.run import manifest
-from fastppo.run.checkpoint import CheckpointError
+from fastppo.run.checkpoint import CHECKPOINTS_KEPT, CheckpointError
 from fastppo.run.identity import check_same_run, of_run
 from fastppo.run.lock import held
 from fastppo.run.log import SharedLog, check_no_run, progress, read_jsonl, say
@@ -98,16 +97,8 @@ class StageOptions(Options):
         0, "Seed of shuffling, splitting and initialisation", minimum=0, maximum=2**32 - 1
     )
     device: str = option("auto", "auto (a GPU if there is one), cpu or cuda")
-    log_interval: int = option(10, "Optimiser steps between lines of metrics.jsonl", minimum=1)
     checkpoint_interval: int = option(
         500, "Optimiser steps between checkpoints; 0 writes none", minimum=0
-    )
-    checkpoint_minutes: float = option(
-        10.0, "Minutes after which a checkpoint is written anyway; 0 never", minimum=0
-    )
-    checkpoint_limit: int = option(2, "Checkpoints kept", minimum=1)
-    checkpoint_failure: Literal["stop", "continue"] = option(
-        "stop", "What a checkpoint that cannot be written does: stop the run, or warn"
     )
     resume: bool = option(False, "Go on from the newest whole checkpoint of output_dir")
     allow_config_change: bool = option(
@@ -360,14 +351,14 @@ class SupervisedTrainer(Trainer, ABC):
 
         Raises:
             Stopped: a signal asked for it; a checkpoint is written first.
-            CheckpointError: a checkpoint could not be written, and `checkpoint_failure` is stop.
+            CheckpointError: a checkpoint could not be written.
         """
         self.say = functools.partial(say, console)
         newest = self.world.first(self._resume_from) if self.config.resume else None
         self.args.eval_on_start = bool(self.eval_dataset) and newest is None
         with progress(self.title, console) as show, listening(self.world) as stop_request:
             self.add_callback(ProgressBar(show))
-            self.add_callback(Interruptions(self.config, stop_request, self.world))
+            self.add_callback(Interruptions(stop_request))
             self.train(resume_from_checkpoint=None if newest is None else str(newest))
         if stop_request.stop and self.state.global_step < self.state.max_steps:
             done, end = self.state.global_step, self.state.max_steps
@@ -452,13 +443,11 @@ class SupervisedTrainer(Trainer, ABC):
             older = newest_checkpoint(run_dir)
             stays = "there is none yet" if older is None else f"the newest is {older}"
             sentence = f"checkpoint {path} could not be written: {error}; {stays}"
-            if self.config.checkpoint_failure == "stop":
-                raise CheckpointError(sentence) from error
-            self.say(f"{sentence}; going on without it (checkpoint_failure=continue)")
+            raise CheckpointError(sentence) from error
         finally:
             shutil.rmtree(self._unfinished, ignore_errors=True)
             self._unfinished = None
-        for old in checkpoints(run_dir)[: -self.config.checkpoint_limit]:
+        for old in checkpoints(run_dir)[:-CHECKPOINTS_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
 
 
@@ -500,7 +489,7 @@ def _training_arguments(
         warmup_steps=config.warmup,
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,
-        logging_steps=config.log_interval,
+        logging_steps=1,
         logging_first_step=True,
         logging_nan_inf_filter=False,  # a loss that is not a number is to be seen
         eval_strategy="epoch" if evaluate else "no",
@@ -615,21 +604,13 @@ class Records(TrainerCallback):
 
 
 class Interruptions(TrainerCallback):
-    """Checkpoints by the clock and on request, and an end after the step at hand on request."""
+    """A checkpoint, and an end after the step at hand, on request."""
 
-    def __init__(
-        self, config: SupervisedConfig, stop_request: StopRequest, world: World | None = None
-    ) -> None:
-        self.seconds = 60 * config.checkpoint_minutes
+    def __init__(self, stop_request: StopRequest) -> None:
         self.stop_request = stop_request
-        self.world = world or World()
-        self._time = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        is_late = self.seconds and self.world.first(
-            lambda: time.monotonic() - self._time >= self.seconds
-        )
-        if self.stop_request.checkpoint_wanted() or self.stop_request.stop or is_late:
+        if self.stop_request.checkpoint_wanted() or self.stop_request.stop:
             control.should_save = True
         if self.stop_request.stop:
             control.should_training_stop = True
@@ -637,9 +618,6 @@ class Interruptions(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.stop_request.stop and not float(state.epoch).is_integer():
             control.should_evaluate = False  # an epoch that is cut short has no held-out metrics
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._time = time.monotonic()
 
 
 class ProgressBar(TrainerCallback):
