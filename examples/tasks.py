@@ -93,11 +93,8 @@ def main() -> None:
         stop_token_ids=list(range(len(WORDS))),
         max_turns=2,
         gae_by="turn",
-        # A sum that was answered four times in a row is left out for five iterations.
+        # A sum that was answered eight times in a row is asked no more.
         solved_reward=1.0,
-        success_window=4,
-        leave_out="solved",
-        leave_out_for=5,
         # Sums that are not trained on, answered as in training and with the likeliest words.
         eval_prompts=str(folder / "held-out.jsonl"),
         eval_interval=10,

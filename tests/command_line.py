@@ -47,7 +47,7 @@ class Folder:
 
     def flags(self, command: str = "train", **options: Any) -> list[str]:
         """Of a run that takes about a second; lists are several values of a flag."""
-        chosen = tiny.options(self.path, model=self.model, prompts=self.prompts, log_samples=1)
+        chosen = tiny.options(self.path, model=self.model, prompts=self.prompts)
         chosen |= {"rewards": f"{self.reward}:count", "checkpoint_interval": 1, "ppo_epochs": 1}
         chosen |= options
         found = [command]

@@ -147,7 +147,7 @@ def train_with_a_failing_reward(folder: str) -> None:
 
 
 def train_with_a_late_rank(folder: str) -> None:
-    train(folder, {"rewards": [is_late], "distributed_timeout": 4.0})
+    train(folder, {"rewards": [is_late], "timeout": 4.0})
 
 
 def collectives(folder: str) -> dict[int, dict[str, int]]:
@@ -214,7 +214,7 @@ def train_without_room(
 
 def train_without_room_in_a_layer(folder: str) -> None:
     """A run whose second rank has no room in the second layer of an update's forward pass."""
-    trainer = make_trainer(Path(folder), distributed_timeout=60.0)
+    trainer = make_trainer(Path(folder), timeout=60.0)
 
     def full(*given: Any) -> None:
         if torch.is_grad_enabled():
@@ -257,7 +257,7 @@ def load_both_ways(
             both.append(
                 {
                     "weights": weights(trainer),
-                    "fingerprints": trainer.checkpoints.run["fingerprints"],
+                    "fingerprints": trainer.checkpoints.identity["fingerprints"],
                     "marked": takes_mark(trunk),
                     "read": sum(read.values()),
                 }

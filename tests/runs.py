@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastppo.data.batch import Batch
+from fastppo.data.world import join
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.trainer import PPOTrainer
@@ -26,11 +27,15 @@ PARTS = (
 
 def make_trainer(tmp_path: Path, architecture: str = "llama", **options: Any) -> PPOTrainer:
     """A trainer on a tiny model; `options` are those of the config, or parts that are given, or
-    `model_dtype`, as which the model was loaded."""
+    `model_dtype`, as which the model was loaded, or `timeout`, seconds that a rank waits for the
+    others."""
+    timeout = options.pop("timeout", None)
     dtype = getattr(torch, options.pop("model_dtype", "float32"))
     parts = {"rewards": [tiny.count_w7], "prompts": tiny.PROMPTS, "tokenizer": tiny.tokenizer()}
     parts |= {name: options.pop(name) for name in PARTS if name in options}
     config = PPOConfig(**tiny.options(tmp_path, **options))
+    if timeout is not None:
+        parts["world"] = join(torch.device("cpu"), timeout=timeout, shard_size=config.shard_size)
     return PPOTrainer(config, model=tiny.model(architecture).to(dtype), **parts)
 
 

@@ -26,7 +26,6 @@ SHORT: dict[str, Any] = {
     "gradient_accumulation": 1,
     "device": "cpu",
     "eval_share": 0,
-    "log_interval": 1,
     "checkpoint_interval": 0,
 }
 

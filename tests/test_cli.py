@@ -349,7 +349,6 @@ def test_the_shells_completion_knows_commands_options_and_choices(shell: str, ca
         "kl_coef",
         "eval_share",
         "prompt_tokens",
-        "monte_carlo",
         "num_samples",
     ):
         assert word in script, word

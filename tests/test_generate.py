@@ -221,11 +221,9 @@ def test_wrong_input_is_refused(two, reward, tmp_path) -> None:
         generate(_config(tmp_path, models=two, rewards=[f"{reward}:broken"]))
 
 
-def test_stop_strings_shape_the_completions(two, tmp_path) -> None:
-    def tokens(**more):
-        return generate(_config(tmp_path, models=two[:1], temperature=0.0, **more))[1][0].token_ids
-
-    plain = tokens(max_new_tokens=12)[0]
+def test_a_stop_string_ends_a_completion(two, tmp_path) -> None:
+    longest = _config(tmp_path, models=two[:1], temperature=0.0, max_new_tokens=12)
+    plain = generate(longest)[1][0].token_ids[0]
     stopped = generate(
         _config(
             tmp_path,

@@ -36,8 +36,6 @@ TURNS: dict[str, Any] = {
 CURRICULUM: dict[str, Any] = {
     "prompt_weights": "many_ranks:weigh",
     "solved_reward": 0.125,
-    "success_window": 1,
-    "leave_out": "solved",
     "iterations": 3,
 }
 NARROW: dict[str, Any] = {"learning_rate": 1e-4}
@@ -70,7 +68,6 @@ MORE: dict[str, dict[str, Any]] = {
     "lora, refreshed": WIDE | LORA | MOVED,
     "refreshed": WIDE | MOVED,
     "critic": WIDE | {"value_model": "critic"},
-    "branch": WIDE | {"value_model": "branch", "value_branch_layers": 1},
     "exact KL": WIDE | {"kl_estimator": "full"},
     "penalty": WIDE | {"objective": "penalty"},
     "ptx": WIDE | {"ptx_coef": 0.5, "ptx_batch_size": 3, "ptx_block_size": 12},
@@ -79,8 +76,7 @@ MORE: dict[str, dict[str, Any]] = {
     "warm-up": WIDE | {"value_model": "detached", "value_warmup_iterations": 1},
     "rloo": WIDE | {"advantage": "rloo", "samples_per_prompt": 4, "vf_coef": 0.0},
     "bf16, lora": NARROW | BF16 | LORA,
-    "kept": WIDE | {"reshard_after_forward": False},
-    "early stop": WIDE | {"early_stop_kl": 1e-4, "early_stop_check": "minibatch"},
+    "early stop": WIDE | {"early_stop_kl": 1e-4},
 }
 """The rest."""
 
@@ -233,7 +229,7 @@ def test_memory_that_runs_out_on_one_process_halves_the_microbatches_of_all(
 def test_memory_that_runs_out_beside_the_references_pass_halves_them_too(tmp_path: Path) -> None:
     """That pass, of the exact KL in the loss, gathers layers of which every process holds a
     part."""
-    given = functools.partial(many_ranks.train_without_room, **EXACT, distributed_timeout=20.0)
+    given = functools.partial(many_ranks.train_without_room, **EXACT, timeout=20.0)
     found = ranks.run(2, given, tmp_path, str(tmp_path), 8, 4)
     assert found["times"] == 1
 
@@ -261,9 +257,7 @@ def test_memory_that_runs_out_in_a_layer_ends_all_with_a_sentence_each(tmp_path:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"reference_offload": True}, "2 processes: reference_offload: "),
         ({"optimizer": "adamw8bit"}, "2 processes: optimizer=adamw8bit has "),
-        ({"compile": True}, "2 processes: compile: "),
         ({"precision": "fp16"}, "2 processes: precision=fp16 has "),
         ({"quantization": "nf4", "lora_rank": 4}, "2 processes: quantization=nf4 has "),
     ],
@@ -350,7 +344,7 @@ LONG = 200
 def test_torchrun_that_is_told_to_stop_stops_all_with_a_checkpoint(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.reward.write_text(STOPPED)
-    options = {"checkpoint_interval": 0, "rollout_batch_size": 4, "log_interval": LONG}
+    options = {"checkpoint_interval": 0, "rollout_batch_size": 4}
     done = _torchrun(2, folder.flags(iterations=LONG, **options))
     assert done.returncode != 0
     (name,) = folder.checkpoints()

@@ -233,13 +233,13 @@ def test_a_damaged_file_of_a_run_is_refused_by_the_report(
 def test_integers_are_what_they_are(tmp_path: Path) -> None:
     """Through a float those above 2⁵³ would be rounded."""
     large = 2**53 + 1
-    assert PPOConfig(kl_coef=0.1, log_samples=large).log_samples == large
-    assert PPOConfig(log_samples=str(large)).log_samples == large
-    (tmp_path / "run.yaml").write_text(f"log_samples: {large}")
-    assert read_yaml(tmp_path / "run.yaml", PPOConfig) == {"log_samples": large}
-    assert PPOConfig(log_samples="1e3").log_samples == 1000
-    with pytest.raises(ValueError, match="log_samples must be an integer"):
-        PPOConfig(log_samples=2**63)
+    assert PPOConfig(kl_coef=0.1, checkpoint_interval=large).checkpoint_interval == large
+    assert PPOConfig(checkpoint_interval=str(large)).checkpoint_interval == large
+    (tmp_path / "run.yaml").write_text(f"checkpoint_interval: {large}")
+    assert read_yaml(tmp_path / "run.yaml", PPOConfig) == {"checkpoint_interval": large}
+    assert PPOConfig(checkpoint_interval="1e3").checkpoint_interval == 1000
+    with pytest.raises(ValueError, match="checkpoint_interval must be an integer"):
+        PPOConfig(checkpoint_interval=2**63)
 
 
 def test_a_seed_that_a_generator_does_not_take_is_refused(folder: Folder) -> None:

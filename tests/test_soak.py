@@ -26,8 +26,7 @@ much in 500 iterations."""
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_memory_and_open_files_stay_where_they_are(asynchronous: bool, tmp_path: Path) -> None:
+def test_memory_and_open_files_stay_where_they_are(tmp_path: Path) -> None:
     """With a checkpoint every fifth iteration, samples, TensorBoard, a reference."""
     folder, measured = Folder(tmp_path), tmp_path / "measured"
     folder.write_reward(MEASURE.format(file=str(measured)).strip())
@@ -35,7 +34,6 @@ def test_memory_and_open_files_stay_where_they_are(asynchronous: bool, tmp_path:
         iterations=ITERATIONS,
         rollout_batch_size=8,
         checkpoint_interval=5,
-        checkpoint_async=asynchronous,
         learning_rate=1e-5,
     )
     log = tmp_path / "log.txt"

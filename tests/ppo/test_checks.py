@@ -311,7 +311,7 @@ def test_a_non_finite_gradient_skips_the_step_and_at_last_stops_the_run(tmp_path
 
 
 def test_the_batch_of_a_skipped_step_is_saved(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, ppo_epochs=1, minibatches=1, max_skipped_steps=2)
+    trainer = make_trainer(tmp_path, ppo_epochs=1, minibatches=1)
     experience = first_experience(trainer)
     experience.advantages[0] = float("nan")
     metrics = trainer.update(experience, trainer.config)
@@ -321,12 +321,10 @@ def test_the_batch_of_a_skipped_step_is_saved(tmp_path: Path) -> None:
     assert "causal_lm.lm_head.weight" in record["parameters"]
     assert tensors["advantages"].isnan().sum() == 1
     assert {"tokens", "old_logprobs", "returns", "response_lengths"} <= tensors.keys()
-    with pytest.raises(FloatingPointError, match="2 optimiser steps in a row"):
-        trainer.update(experience, trainer.config)
 
 
 def test_the_sentence_names_what_was_not_finite_and_where_its_batch_is(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, max_skipped_steps=3)
+    trainer = make_trainer(tmp_path)
     state = RunState.of(trainer.config)
     state.iteration, state.optimizer_step = 4, 17
     experience = first_experience(trainer)

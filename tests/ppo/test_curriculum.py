@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import visiting_order
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.curriculum import Chosen, Curriculum, Seen
+from fastppo.ppo.curriculum import WINDOW, Chosen, Curriculum
 from fastppo.ppo.state import RunState
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.scorer import Scores
@@ -116,7 +115,7 @@ def test_an_epoch_goes_from_the_least_to_the_greatest(spec: str, functions: str)
 def test_a_function_may_return_numbers_of_numpy(functions: str) -> None:
     curriculum, _, _ = _curriculum(prompt_weights=f"{functions}:of_numpy")
     assert curriculum.weights is not None
-    assert curriculum.weights.fixed == [2.0] * COUNT
+    assert curriculum.weights.values() == [2.0] * COUNT
 
 
 def test_equal_ones_are_shuffled_in_each_epoch() -> None:
@@ -176,130 +175,55 @@ def test_a_function_of_weights_knows_the_iteration_and_what_was_solved(functions
 # ------------------------------------------------------------------------------------- leaving out
 
 
-def test_what_is_always_solved_is_asked_no_more() -> None:
-    """Row n earns n, and 6 is enough: from the second pass on the last four are out."""
-    options = {"solved_reward": 6.0, "leave_out": "solved", "success_window": 1}
-    curriculum, state, _ = _curriculum(**options)
-    first, *others = _asked(curriculum, state, 4, COUNT)
-    assert sorted(first) == list(range(COUNT))
-    for rows in others:
-        assert {*rows} == {0, 1, 2, 3, 4, 5}
+def test_a_prompt_whose_last_responses_all_solved_it_is_asked_no_more() -> None:
+    curriculum, state, _ = _curriculum(solved_reward=6.0)
+    state.successes = {0: "1" * WINDOW, 1: "0" + "1" * (WINDOW - 1), 2: "1" * (WINDOW - 1)}
+    assert {*curriculum.at(state, COUNT - 1, 0, 1).rows} == {*range(1, COUNT)}
 
 
-@pytest.mark.parametrize(
-    ("leave_out", "left"),
-    [("solved", {0, 1, 2, 3, 4, 5}), ("unsolved", {6, 7, 8, 9}), ("none", {*range(COUNT)})],
-)
-def test_a_window_has_to_be_full(leave_out: str, left: set[int]) -> None:
-    options: dict[str, Any] = {"solved_reward": 6.0, "leave_out": leave_out, "success_window": 2}
-    if leave_out == "none":
-        options = {}
-    curriculum, state, _ = _curriculum(**options)
-    asked = _asked(curriculum, state, 4, COUNT)
-    assert sorted(asked[1]) == list(range(COUNT)), "once is not always"
-    assert {*asked[2]} == {*asked[3]} == left
-
-
-def test_the_share_is_a_metric() -> None:
-    options = {"solved_reward": 6.0, "leave_out": "both", "success_window": 1}
-    curriculum, state, _ = _curriculum(**options)
-    chosen = curriculum.at(state, 5, 0, 1)
-    solved = sum(row >= 6 for row in chosen.rows)
+def test_what_was_solved_is_a_metric_and_decides_what_is_asked_next() -> None:
+    """Row n earns n, and 6 is enough: eight samples of it fill its window."""
+    curriculum, state, _ = _curriculum(solved_reward=6.0)
+    chosen = curriculum.at(state, 5, 0, WINDOW)
+    rewards = torch.tensor([float(row) for row in chosen.rows])
+    solved = len({row for row in chosen.rows if row >= 6})
     assert 0 < solved < 5
-    metrics = curriculum.take(
-        chosen, Scores(torch.tensor([float(row) for row in chosen.rows])), state
-    )
-    assert metrics == {
-        "solved": solved / 5,
-        "left_out": 5 / COUNT,
-        "left_out/solved": solved / COUNT,
-        "left_out/unsolved": (5 - solved) / COUNT,
-    }
-
-
-def test_one_that_is_sometimes_solved_stays() -> None:
-    options = {"solved_reward": 1.0, "leave_out": "both", "success_window": 2}
-    curriculum, state, _ = _curriculum(**options)
-    state.successes = {0: Seen("01", 0), 1: Seen("11", 0), 2: Seen("00", 0), 3: Seen("1", 0)}
-    assert {*range(COUNT)} - {*curriculum.at(state, 8, 0, 1).rows} == {1, 2}
-
-
-def test_a_prompt_is_asked_again_after_so_many_iterations() -> None:
-    options = {"solved_reward": 6.0, "leave_out": "solved", "success_window": 1}
-    curriculum, state, _ = _curriculum(**options, leave_out_for=2)
-    state.successes = {9: Seen("1", 0)}
-    asked = []
-    for state.iteration in range(5):
-        asked.append(9 in curriculum.at(state, COUNT, 0, 1).rows)
-    assert asked == [False, False, False, True, True]
-
-
-def test_where_all_are_left_out_for_a_while_those_that_are_out_longest_come_back() -> None:
-    options = {"solved_reward": 6.0, "leave_out": "both", "success_window": 1}
-    curriculum, state, said = _curriculum(**options, leave_out_for=5)
-    state.successes = {row: Seen("1", row // 4) for row in range(COUNT)}
-    state.iteration = 3
-    assert {*curriculum.at(state, COUNT, 0, 1).rows} == {0, 1, 2, 3}
-    assert not said
-
-
-def test_the_shares_are_those_of_the_next_iteration() -> None:
-    options = {"solved_reward": 6.0, "leave_out": "solved", "success_window": 1}
-    curriculum, state, _ = _curriculum(**options, leave_out_for=2)
-    state.successes = {9: Seen("1", 0)}
-    chosen = Chosen([0], 1)
-    found = []
-    for state.iteration in range(4):
-        metrics = curriculum.take(chosen, Scores(torch.tensor([0.0])), state)
-        following = replace(state, iteration=state.iteration + 1)
-        asked = {*curriculum.at(following, 2 * COUNT, 0, 1).rows}
-        assert metrics["left_out"] == (COUNT - len(asked)) / COUNT
-        found.append(metrics["left_out"])
-    assert found == [0.1, 0.1, 0.0, 0.0]
+    metrics = curriculum.take(chosen, Scores(rewards), state)
+    assert metrics == {"solved": solved / 5, "left_out": solved / COUNT}
+    asked = {*curriculum.at(state, 2 * COUNT, 0, 1).rows}
+    assert asked == {*range(COUNT)} - {row for row in chosen.rows if row >= 6}
 
 
 def test_a_reward_of_just_the_bound_has_solved_its_prompt() -> None:
     """0.9 in fp32 is less than in fp64."""
-    options = {"solved_reward": 0.9, "leave_out": "solved", "success_window": 1}
-    curriculum, state, _ = _curriculum(**options)
+    curriculum, state, _ = _curriculum(solved_reward=0.9)
     metrics = curriculum.take(Chosen([3, 4], 2), Scores(torch.tensor([0.9, 0.89])), state)
     assert metrics["solved"] == 0.5
-    assert state.successes[3].recent == "1"
+    assert state.successes == {3: "1", 4: "0"}
 
 
 def test_a_sample_without_a_score_is_no_success_and_no_failure() -> None:
-    options = {"solved_reward": 0.0, "leave_out": "both", "success_window": 1}
-    curriculum, state, _ = _curriculum(**options)
+    curriculum, state, _ = _curriculum(solved_reward=0.0)
     chosen = curriculum.at(state, 2, 0, 1)
     scores = Scores(torch.tensor([float("nan"), 1.0]), kept=[1])
     assert curriculum.take(chosen, scores, state)["solved"] == 1.0
     assert [*state.successes] == [chosen.rows[1]]
 
 
-def test_the_run_ends_where_every_prompt_is_left_out() -> None:
-    options = {"solved_reward": 0.0, "leave_out": "solved", "success_window": 1}
-    curriculum, state, said = _curriculum(**options)
-    _asked(curriculum, state, 1, COUNT)
+def test_the_run_ends_where_every_prompt_is_solved() -> None:
+    curriculum, state, said = _curriculum(solved_reward=0.0)
+    state.successes = dict.fromkeys(range(COUNT), "1" * WINDOW)
     with pytest.raises(PhaseEndedError):
         curriculum.at(state, 1, 0, 1)
-    assert said == ["leave_out=solved: every prompt is left out; the run ends"]
+    assert said == ["every prompt is solved (solved_reward); the run ends"]
 
 
 # ------------------------------------------------------------------------------------------ refused
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"prompt_order": "a", "prompt_weights": "b"}, "prompt_order goes through all prompts in "),
-        ({"leave_out": "solved"}, "leave_out=solved needs solved_reward"),
-        ({"success_window": 3}, "success_window has an effect only with solved_reward"),
-        ({"leave_out_for": 3}, "leave_out_for has an effect only with leave_out"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        PPOConfig(**options)
+def test_prompts_are_sorted_or_weighed() -> None:
+    with pytest.raises(ValueError, match="prompt_order goes through all prompts in turn"):
+        PPOConfig(prompt_order="a", prompt_weights="b")
 
 
 @pytest.mark.parametrize(
@@ -308,13 +232,12 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], sa
         ({"prompt_order": "hardness"}, "no such column of the prompts; there are difficulty, text"),
         ({"prompt_order": "text"}, "prompt 1: expected a finite number, got 'easy'"),
         ({"prompt_weights": "sign"}, "prompt 2: expected a finite number >= 0, got -1"),
-        ({"prompt_weights": "zero"}, "prompt_weights=zero: every weight is 0"),
+        ({"prompt_weights": "zero"}, "prompt_weights=zero: the weight of every prompt"),
         ({"prompt_weights": "PATH:too_few"}, "expected a number for each of 10 prompts, got "),
         ({"prompt_weights": "PATH:negative"}, "expected a finite number >= 0, got -1.0"),
         ({"prompt_order": "PATH:raises"}, r"raises raised KeyError\('no'\)"),
         ({"prompt_order": "PATH:nowhere"}, "no function 'nowhere' there; it has by_length, of_col"),
         ({"prompt_weights": "PATH:unsolved_first"}, "asks for success, which needs solved_reward"),
-        ({"solved_reward": 1.0}, "solved_reward has an effect only with leave_out, or with a func"),
     ],
 )
 def test_what_gives_no_numbers_is_refused(
@@ -342,7 +265,8 @@ def _trainer(directory: Path, asked: list[list[str]], **options: Any) -> PPOTrai
         shares = tiny.count_w7(prompts, completions)
         return [float(int(w[1:]) > 19) + x / 100 for w, x in zip(words, shares, strict=True)]
 
-    own = {"solved_reward": 1.0, "leave_out": "solved", "success_window": 1, "iterations": 4}
+    own = {"solved_reward": 1.0, "iterations": 4}
+    own |= {"rollout_batch_size": 8 * WINDOW, "samples_per_prompt": WINDOW, "max_new_tokens": 2}
     return make_trainer(directory, rewards=[second], **{**own, **options})
 
 
@@ -363,8 +287,8 @@ def test_a_run_asks_no_more_what_it_has_solved(tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_solved_every_prompt_ends_with_its_policy(tmp_path: Path) -> None:
-    options = {"solved_reward": 0.0, "leave_out": "solved", "success_window": 1}
-    trainer = make_trainer(tmp_path, iterations=9, **options)
+    options = {"rollout_batch_size": 16 * WINDOW, "samples_per_prompt": WINDOW}
+    trainer = make_trainer(tmp_path, iterations=9, solved_reward=0.0, **options)
     trainer.train()
     assert trainer.state.iteration == 2, "16 prompts of 24, then the other 8 among them"
     assert (tmp_path / "run" / "policy" / "config.json").exists()

@@ -23,6 +23,9 @@ from runs import make_trainer, records
 REWARD = """
 def one(prompts, completions, wanted):
     return [1.0 + (w == "w0") for w in wanted]
+
+def same(prompts, completions):
+    return [1.0] * len(prompts)
 """
 
 
@@ -108,19 +111,19 @@ def test_what_a_reward_or_an_environment_draws_leaves_no_trace_either(
     assert len({line["reward"] for line in records(one)}) == 3
 
 
-def test_it_has_rewards_of_its_own(tmp_path: Path) -> None:
+def test_it_scores_what_is_watched_too(tmp_path: Path) -> None:
     (tmp_path / "gold.py").write_text(REWARD)
     gold = [f"{tmp_path / 'gold.py'}:one"]
-    metrics = _trainer(tmp_path, eval_interval=1, eval_rewards=gold, iterations=1).train()
+    metrics = _trainer(tmp_path, eval_interval=1, monitor_rewards=gold, iterations=1).train()
     wanted = sum(1.0 + (row["wanted"] == "w0") for row in tiny.PROMPTS[:20]) / 20
-    assert metrics["eval/reward"] == metrics["eval/reward/one"] == pytest.approx(wanted)
-    assert "reward/one" not in metrics
+    assert metrics["eval/monitor/one"] == pytest.approx(wanted)
+    assert metrics["eval/reward"] == metrics["eval/reward/count_w7"] < 1
 
 
 def test_a_run_ends_where_it_rises_no_more_and_keeps_its_best(tmp_path: Path) -> None:
     """A reward that is the same for ever: the first evaluation is the best, two follow."""
     (tmp_path / "gold.py").write_text(REWARD)
-    options = {"eval_rewards": [f"{tmp_path / 'gold.py'}:one"], "eval_interval": 2}
+    options = {"rewards": [f"{tmp_path / 'gold.py'}:same"], "eval_interval": 2}
     options |= {"eval_patience": 2, "checkpoint_best": "eval/reward", "checkpoint_interval": 2}
     trainer = _trainer(tmp_path, **options, iterations=20)
     trainer.train()
@@ -136,7 +139,7 @@ def test_a_warm_up_does_not_try_its_patience(tmp_path: Path) -> None:
     """The policy does not move in it, so no evaluation is better than the first."""
     options = {"eval_interval": 1, "eval_patience": 1, "value_warmup_iterations": 3}
     (tmp_path / "gold.py").write_text(REWARD)
-    options["eval_rewards"] = [f"{tmp_path / 'gold.py'}:one"]
+    options["rewards"] = [f"{tmp_path / 'gold.py'}:same"]
     trainer = _trainer(tmp_path, **options, iterations=9)
     trainer.train()
     assert trainer.state.iteration == 4
@@ -144,7 +147,7 @@ def test_a_warm_up_does_not_try_its_patience(tmp_path: Path) -> None:
 
 def test_the_first_responses_are_kept(tmp_path: Path) -> None:
     """Of the same prompts each time, and in parts as in one."""
-    options = {"eval_sampling": "both", "eval_interval": 1, "log_samples": 10}
+    options = {"eval_sampling": "both", "eval_interval": 1}
     trainer = _trainer(tmp_path, **options, rollout_batch_size=8, iterations=2)
     trainer.train()
     lines = read_jsonl(Path(trainer.config.output_dir) / "eval_samples.jsonl")
@@ -152,7 +155,7 @@ def test_the_first_responses_are_kept(tmp_path: Path) -> None:
         (iteration, sampling, row)
         for iteration in (0, 1)
         for sampling in ("sampled", "greedy")
-        for row in range(10)
+        for row in range(8)
     ]
     for line in lines:
         assert line["prompt"] == tiny.PROMPTS[line["row"]]["prompt"]
@@ -160,7 +163,7 @@ def test_the_first_responses_are_kept(tmp_path: Path) -> None:
         assert line["rewards"] == {"count_w7": pytest.approx(line["reward"])}
     again = _trainer(tmp_path, **options, rollout_batch_size=8, iterations=3, resume=True)
     again.train()
-    assert read_jsonl(Path(again.config.output_dir) / "eval_samples.jsonl")[:40] == lines
+    assert read_jsonl(Path(again.config.output_dir) / "eval_samples.jsonl")[:32] == lines
 
 
 def test_only_a_better_one_counts() -> None:
@@ -176,21 +179,22 @@ def test_only_a_better_one_counts() -> None:
 def test_a_dropped_sample_is_not_among_its_means(tmp_path: Path) -> None:
     """In parts of eight prompts, of which the first has no reward at all and the second a few."""
     (tmp_path / "gold.py").write_text(
-        "def some(prompts, completions, place):\n"
+        "def some(prompts, completions, place=None):\n"
+        "    place = place or [15] * len(prompts)  # of the training prompts\n"
         "    return [ValueError('no') if p < 11 else float(p) for p in place]\n"
     )
     rows = [{**row, "place": place} for place, row in enumerate(tiny.PROMPTS[:20])]
     (tmp_path / "placed.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    options = {"eval_rewards": [f"{tmp_path / 'gold.py'}:some"], "eval_interval": 1}
-    options |= {"eval_prompts": str(tmp_path / "placed.jsonl"), "log_samples": 12}
+    options = {"rewards": [f"{tmp_path / 'gold.py'}:some"], "eval_interval": 1}
+    options |= {"eval_prompts": str(tmp_path / "placed.jsonl")}
     options |= {"rollout_batch_size": 8, "reward_failure": "drop"}
     trainer = make_trainer(tmp_path, **options, iterations=1)
     metrics = trainer.train()
     assert metrics["eval/reward"] == metrics["eval/reward/some"] == pytest.approx(15.0)
     assert metrics["eval/dropped_samples"] == pytest.approx(11 / 20)
     lines = read_jsonl(Path(trainer.config.output_dir) / "eval_samples.jsonl")
-    assert [line["reward"] for line in lines] == [None] * 11 + [11.0]
-    assert [line["rewards"]["some"] for line in lines] == [None] * 11 + [11.0]
+    assert [line["reward"] for line in lines] == [None] * 8
+    assert [line["rewards"]["some"] for line in lines] == [None] * 8
     write_report(Path(trainer.config.output_dir))
     report = (Path(trainer.config.output_dir) / "report.html").read_text()
     assert "<b>nan</b>" in report
@@ -200,12 +204,11 @@ def test_a_reward_that_no_response_has_is_no_number(tmp_path: Path) -> None:
     (tmp_path / "gold.py").write_text(
         "def none(prompts, completions):\n    return [ValueError('no')] * len(prompts)\n"
     )
-    options = {"eval_rewards": [f"{tmp_path / 'gold.py'}:none"], "eval_interval": 1}
+    options = {"monitor_rewards": [f"{tmp_path / 'gold.py'}:none"], "eval_interval": 1}
     trainer = _trainer(tmp_path, **options, iterations=1, reward_failure="drop")
     metrics = trainer.train()
-    assert math.isnan(metrics["eval/reward"])
-    assert metrics["eval/dropped_samples"] == 1.0
-    assert trainer.state.evaluations.best is None
+    assert math.isnan(metrics["eval/monitor/none"])
+    assert metrics["eval/reward"] < 1
 
 
 @pytest.mark.parametrize(

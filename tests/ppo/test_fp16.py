@@ -142,7 +142,6 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path) -> None:
     [
         {"param_dtype": "bfloat16"},
         {"optimizer": "adamw8bit"},
-        {"loss_path": "logits"},
         {"kl_loss_coef": 0.1, "kl_loss_estimator": "full"},
     ],
 )

@@ -103,22 +103,6 @@ def test_an_entropy_bonus_keeps_the_policy_wider(tmp_path: Path) -> None:
     assert entropy[0.3] > entropy[0.0] + 0.05
 
 
-def test_a_length_penalty_shortens(tmp_path: Path) -> None:
-    lengths = {}
-    for coef in (0.0, 0.3):
-        trainer = make_trainer(
-            tmp_path / str(coef),
-            length_penalty=coef,
-            iterations=15,
-            learning_rate=3e-3,
-            kl_coef=0.0,
-            max_new_tokens=16,
-            rollout_batch_size=32,
-        )
-        lengths[coef] = trainer.train()["response_length"]
-    assert lengths[0.3] < 0.7 * lengths[0.0]
-
-
 def test_ptx_lowers_the_held_out_language_model_loss(tmp_path: Path) -> None:
     data = tiny.saved_text(tmp_path / "text.jsonl")
     held_out = torch.tensor([[4, 5, 6, 7] * 5])

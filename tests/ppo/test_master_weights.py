@@ -131,7 +131,7 @@ def _bf16(tmp_path: Path, **options: Any) -> Any:
     return trainer
 
 
-@pytest.mark.parametrize("value_model", ["shared", "branch", "critic"])
+@pytest.mark.parametrize("value_model", ["shared", "critic"])
 def test_every_trained_weight_of_a_run_has_an_fp32_master(value_model, tmp_path: Path) -> None:
     trainer = _bf16(tmp_path, value_model=value_model)
     masters = [p for group in trainer.optimizer.param_groups for p in group["params"]]

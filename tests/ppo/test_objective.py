@@ -13,8 +13,8 @@ import torch
 from fastppo.models.head import Head, RefStates
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience
-from fastppo.ppo.objective import clipped_loss, penalty_loss, policy_loss, value_term
-from runs import first_experience, make_trainer, perturb
+from fastppo.ppo.objective import clipped_loss, penalty_loss, value_term
+from runs import first_experience, make_trainer
 
 BATCH = tiny.random_batch((5, 3, 1))
 
@@ -56,7 +56,6 @@ WEIGHTS = torch.linspace(0.2, 2.0, 9)
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["on-policy", "weighted"])
-@pytest.mark.parametrize("loss_path", ["linear", "logits"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -73,10 +72,10 @@ WEIGHTS = torch.linspace(0.2, 2.0, 9)
     ids=lambda options: "-".join(map(str, options.values())) or "defaults",
 )
 def test_the_clipped_objective_is_the_papers(
-    options: dict[str, Any], loss_path: str, weights: torch.Tensor | None
+    options: dict[str, Any], weights: torch.Tensor | None
 ) -> None:
     """Schulman et al. 2017, eq. 7, with the KL and the entropy that the options weigh."""
-    config = PPOConfig(temperature=TEMPERATURE, loss_path=loss_path, **options)
+    config = PPOConfig(temperature=TEMPERATURE, **options)
     micro, hidden = _experience(), _states(0).requires_grad_()
     micro = replace(micro, importance_weights=weights)
     ref = REF if config.kl_loss_estimator == "full" else None
@@ -107,12 +106,9 @@ def test_the_clipped_objective_is_the_papers(
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["on-policy", "weighted"])
-@pytest.mark.parametrize("loss_path", ["linear", "logits"])
-def test_the_penalty_objective_is_the_papers(loss_path: str, weights: torch.Tensor | None) -> None:
+def test_the_penalty_objective_is_the_papers(weights: torch.Tensor | None) -> None:
     """Schulman et al. 2017, eq. 8: −r·A + β·KL(old, new), by its estimator r − 1 − log r."""
-    config = PPOConfig(
-        objective="penalty", temperature=TEMPERATURE, loss_path=loss_path, entropy_coef=0.1
-    )
+    config = PPOConfig(objective="penalty", temperature=TEMPERATURE, entropy_coef=0.1)
     micro, hidden, beta = _experience(), _states(0).requires_grad_(), 0.7
     micro = replace(micro, importance_weights=weights)
     out = penalty_loss(HEAD, hidden, micro, beta, config)
@@ -149,7 +145,6 @@ def test_the_penaltys_logged_losses_are_the_papers(tmp_path: Path) -> None:
     trainer = make_trainer(
         tmp_path,
         objective="penalty",
-        policy_kl_coef=50.0,
         vf_coef=0.0,
         learning_rate=1e-9,
         minibatches=1,
@@ -163,53 +158,29 @@ def test_the_penaltys_logged_losses_are_the_papers(tmp_path: Path) -> None:
     assert "clip_fraction" not in metrics
 
 
-def test_the_rollout_policy_as_the_reference_of_the_loss(tmp_path: Path) -> None:
-    """No second model; the loss is that of a KL to the rollout's own logprobs."""
-    trainer = make_trainer(
-        tmp_path, reference_policy="rollout", kl_coef=0.0, kl_loss_coef=0.5, kl_loss_estimator="k3"
-    )
-    assert trainer.reference is None
-    experience = first_experience(trainer).weighted("token-mean")
-    assert torch.equal(experience.ref_logprobs, experience.old_logprobs)
-    experience.advantages.zero_()
-    perturb(trainer)
-    layout = experience.batch.layout()
-    hidden = trainer.model(layout)[0]
-    given = hidden, experience, None, 1.0, trainer.config
-    loss = policy_loss(trainer.model.head, *given).loss
-    d = trainer.model.response_logprobs(experience.batch) - experience.old_logprobs
-    torch.testing.assert_close(loss, 0.5 * ((-d).exp() - 1 + d).mean(), rtol=1e-4, atol=1e-6)
-    assert trainer.train()["kl"] == 0
-
-
 def test_a_kl_in_reward_and_loss_at_once(tmp_path: Path) -> None:
     metrics = make_trainer(tmp_path, kl_coef=0.1, kl_loss_coef=0.1).train()
     assert {"kl", "kl_coef", "kl_loss"} <= metrics.keys()
 
 
 def test_the_exact_kl_in_the_loss_pulls_towards_the_reference(tmp_path: Path) -> None:
-    """Both paths agree, and with advantages of 0 the KL falls."""
-    results = []
-    for path in ("linear", "logits"):
-        trainer = make_trainer(
-            tmp_path,
-            kl_loss_coef=1.0,
-            kl_loss_estimator="full",
-            loss_path=path,
-            reference=tiny.model(seed=1),
-            ppo_epochs=8,
-        )
-        torch.manual_seed(5)
-        experience = first_experience(trainer)
-        experience.advantages.zero_()
-        torch.manual_seed(6)
-        one_epoch = replace(trainer.config, ppo_epochs=1)
-        first = trainer.update(experience, one_epoch)["kl_loss"]
-        trainer.update(experience, trainer.config)
-        last = trainer.update(experience, one_epoch)["kl_loss"]
-        assert last < 0.8 * first
-        results.append((first, last))
-    assert results[0] == pytest.approx(results[1], rel=1e-3)
+    """With advantages of 0 the KL falls."""
+    trainer = make_trainer(
+        tmp_path,
+        kl_loss_coef=1.0,
+        kl_loss_estimator="full",
+        reference=tiny.model(seed=1),
+        ppo_epochs=8,
+    )
+    torch.manual_seed(5)
+    experience = first_experience(trainer)
+    experience.advantages.zero_()
+    torch.manual_seed(6)
+    one_epoch = replace(trainer.config, ppo_epochs=1)
+    first = trainer.update(experience, one_epoch)["kl_loss"]
+    trainer.update(experience, trainer.config)
+    last = trainer.update(experience, one_epoch)["kl_loss"]
+    assert last < 0.8 * first
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])

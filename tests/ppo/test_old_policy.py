@@ -74,7 +74,6 @@ def test_the_samplers_are_taken_without_a_pass_and_are_the_learners(
     [
         {"old_logprobs": "recompute"},
         {"rollout": "generate"},
-        {"value_model": "branch", "value_branch_layers": 1},
         {"value_model": "critic"},
         {"precision": "bf16"},
     ],

@@ -82,12 +82,12 @@ def test_gradients_are_clipped_to_the_norm_and_the_decay_is_on_matrices(tmp_path
     norm = torch.stack([gradient.norm() for gradient in clipped.values()]).norm()
     assert norm.item() == pytest.approx(0.01, rel=1e-3)
     options = {"weight_decay": 0.1, "learning_rate": 1e-4, "value_learning_rate": 0.0}
-    trainer = make_trainer(tmp_path, **options, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6)
+    trainer = make_trainer(tmp_path, **options, adam_beta2=0.8, adam_eps=1e-6)
     matrices, vectors, head = trainer.optimizer.param_groups
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
     assert (matrices["lr"], vectors["lr"], head["lr"]) == (1e-4, 1e-4, 0.0)
     assert all(p.dim() >= 2 for p in matrices["params"])
-    assert (matrices["betas"], matrices["eps"]) == ((0.8, 0.9), 1e-6)
+    assert (matrices["betas"], matrices["eps"]) == ((0.9, 0.8), 1e-6)
 
 
 # ----------------------------------------------------------------------------------------- the rate

@@ -66,7 +66,7 @@ def test_passes_without_a_gradient_are_halved_by_themselves(tmp_path: Path) -> N
 
     def made(name: str, size: int, room: int) -> tuple[Any, list[int], list[str], int]:
         said: list[str] = []
-        trainer = make_trainer(tmp_path / name, experience_batch_size=size, kl_coef=0.1)
+        trainer = make_trainer(tmp_path / name, microbatch_size=size, kl_coef=0.1)
         assert trainer.reference is not None
         assert trainer.reference.frozen is not None
         trainer._reading.say = said.append
@@ -104,7 +104,7 @@ def test_advice_for_a_pass_without_a_gradient_names_its_options() -> None:
     with pytest.raises(RuntimeError, match="one sequence per pass without a gradient") as error:
         halving.run(never, Limits(4), 4)
     assert "gradient_checkpointing" not in str(error.value)
-    with pytest.raises(RuntimeError, match="a smaller experience_batch_size"):
+    with pytest.raises(RuntimeError, match="a smaller microbatch_size"):
         Halving(print, alone=False, reading=True).run(never, Limits(4), 4)
 
 

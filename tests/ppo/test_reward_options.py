@@ -19,7 +19,6 @@ def test_the_options_of_rewards_are_a_section_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"length_penalty_free": 3}, "length_penalty_free has an effect only with length_penalty"),
         ({"reward_ensemble": ["a"]}, "reward_ensemble must be at least two reward models"),
         ({"reward_timeout": 0.0}, "reward_timeout must be > 0, got 0"),
     ],

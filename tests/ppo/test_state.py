@@ -17,7 +17,7 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.curriculum import Seen
 from fastppo.ppo.evaluation import Progress
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
-from fastppo.ppo.state import COUNTERS, RunState
+from fastppo.ppo.state import COUNTERS, FIRST_POLICY_BETA, RunState
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.log import read_jsonl
 from runs import make_trainer, records
@@ -162,7 +162,7 @@ def test_warm_up_leaves_the_coefficients_of_the_kl_alone(value_model: str, tmp_p
     )
     trainer.train()
     assert trainer.state.kl_control.coef == trainer.config.kl_coef
-    assert trainer.state.policy_kl_control.coef == trainer.config.policy_kl_coef
+    assert trainer.state.policy_kl_control.coef == FIRST_POLICY_BETA
 
 
 # ------------------------------------------------------------------------------- a run that goes on
@@ -278,7 +278,6 @@ def _whole_and_resumed(
     [
         {"reference_refresh": 2, "learning_rate": 1e-2, "kl_coef": 0.5},
         {"reference_refresh": 2, "learning_rate": 1e-2, "kl_coef": 0.5, "lora_rank": 4},
-        {"value_model": "branch"},
         {"value_model": "critic"},
         {"score_normalization": "running"},
         {"objective": "penalty", "learning_rate": 1e-2},

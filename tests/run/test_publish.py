@@ -1,10 +1,9 @@
-"""A finished policy has its card, and goes to the hub if asked; neither can fail the run."""
+"""A finished policy has its card, which cannot fail the run."""
 
 from __future__ import annotations
 
 import io
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,40 +15,8 @@ from rich.console import Console
 
 from fastppo.ppo.config import PPOConfig
 from fastppo.run import publish
-from fastppo.run.publish import draw_curves, repository_of
+from fastppo.run.publish import draw_curves
 from runs import make_trainer, records
-
-
-class Hub:
-    """A hub that keeps what it is sent; `down` are the calls that fail."""
-
-    def __init__(self, *down: str) -> None:
-        self.calls: list[tuple[str, Any]] = []
-        self.down = down
-
-    def __call__(self) -> Hub:  # HfApi()
-        return self
-
-    def create_repo(self, repo_id: str, **options: Any) -> Any:
-        self._take("create_repo", (repo_id, options))
-        return SimpleNamespace(repo_id=f"me/{repo_id.rpartition('/')[2]}")
-
-    def upload_folder(self, *, folder_path: Path, **options: Any) -> str:
-        names = sorted(path.name for path in Path(folder_path).iterdir())
-        self._take("upload_folder", options | {"names": names})
-        return f"hub/{options['repo_id']}"
-
-    def _take(self, name: str, value: Any) -> None:
-        if name in self.down:
-            raise ConnectionError("no network")
-        self.calls.append((name, value))
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
-    hub = Hub()
-    monkeypatch.setattr(publish, "HfApi", hub)
-    return hub
 
 
 def _card(run_dir: Path) -> tuple[dict[str, Any], str]:
@@ -133,41 +100,7 @@ def test_a_metric_that_is_not_there_or_not_finite_is_not_drawn(tmp_path: Path) -
         assert two.width == 2 * one.width
 
 
-def test_a_policy_goes_to_the_hub_at_the_end(hub: Hub, tmp_path: Path) -> None:
-    printed = io.StringIO()
-    options = {"push_to_hub": True, "hub_model_id": "me/mine", "hub_private_repo": True}
-    make_trainer(tmp_path, **options, console=Console(file=printed, width=200)).train()
-    (_, (name, how)), (_, sent) = hub.calls
-    assert name == "me/mine"
-    assert how == {"private": True, "exist_ok": True}
-    assert sent["repo_id"] == "me/mine"
-    assert {"README.md", "curves.png", "model.safetensors", "config.json"} <= {*sent["names"]}
-    assert "hub  hub/me/mine" in printed.getvalue()
-    assert 'from_pretrained("me/mine")' in _card(tmp_path / "run")[1]
-
-
-def test_nothing_goes_to_the_hub_unasked(hub: Hub, tmp_path: Path) -> None:
-    make_trainer(tmp_path, iterations=1).train()
-    assert hub.calls == []
-
-
-def test_a_hub_that_takes_no_repository_is_told_of_before_the_run(hub: Hub) -> None:
-    hub.down = ("create_repo",)
-    config = PPOConfig(push_to_hub=True, output_dir="runs/mine")
-    with pytest.raises(ValueError, match=r"takes no repository mine \(no network\); log in by"):
-        repository_of(config)
-
-
-def test_an_upload_that_fails_is_a_sentence_with_the_command(hub: Hub, tmp_path: Path) -> None:
-    hub.down = ("upload_folder",)
-    printed = io.StringIO()
-    trainer = make_trainer(tmp_path, push_to_hub=True, console=Console(file=printed, width=300))
-    trainer.train()
-    wanted = f"(no network); `hf upload me/run {tmp_path / 'run'}/policy` does it"
-    assert wanted in printed.getvalue().replace("\n", "")
-
-
-def test_a_card_that_fails_is_a_sentence(hub: Hub, tmp_path: Path, monkeypatch) -> None:
+def test_a_card_that_fails_is_a_sentence(tmp_path: Path, monkeypatch) -> None:
     def full(*_: Any) -> None:
         raise OSError("disk full")
 

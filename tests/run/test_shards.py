@@ -24,16 +24,15 @@ def _train(count: int, folder: Path, **variant: Any) -> dict[str, Any]:
 def test_two_processes_then_one_then_four_end_where_one_ends_that_never_stopped(
     tmp_path: Path,
 ) -> None:
-    """Checkpoints are written in a thread by two, and read by any number."""
+    """Checkpoints are read by any number, whoever wrote them."""
     whole = _train(1, tmp_path / "whole", **WIDE, iterations=4, reference_refresh=2)
-    for count, iterations, threaded in ((2, 2, True), (1, 3, False), (4, 4, False)):
+    for count, iterations in ((2, 2), (1, 3), (4, 4)):
         parts = _train(
             count,
             tmp_path / "parts",
             **WIDE,
             reference_refresh=2,
             iterations=iterations,
-            checkpoint_async=threaded,
             checkpoint_interval=1,
             resume=True,
         )
