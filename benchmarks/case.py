@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Inputs, dtype_name
+from benchmarks.measure import Inputs
 
 Outputs = dict[str, Tensor]
 
@@ -43,6 +43,10 @@ class UnsupportedError(Exception):
     """A provider is there and cannot do the case on this device; the message says why."""
 
 
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_(x.requires_grad)
+
+
 @dataclass(frozen=True)
 class Provider:
     """Someone's implementation of a case."""
@@ -50,12 +54,19 @@ class Provider:
     name: str
     call: Callable[[Inputs], Outputs]
     writes: tuple[str, ...] = ()
-    """Inputs that it writes over; they are restored between calls."""
+    """Inputs that it writes over: it gets copies. Timed calls go on with what the last one wrote,
+    on which no operation's time depends."""
     prepare: Callable[[Inputs], Inputs] | None = None
     """Lays the inputs out as the provider wants them; not part of its time or memory."""
     is_bound: bool = False
     """No implementation but a bound on all of them (the matrix products alone): timed, not
     checked."""
+
+    def own_inputs(self, inputs: Inputs) -> Inputs:
+        """The inputs in the provider's layout, and its own where it writes."""
+        prepared = inputs if self.prepare is None else self.prepare(inputs)
+        copies = {name: _copy(prepared[name]) for name in self.writes}
+        return prepared | copies
 
 
 @dataclass(frozen=True)
@@ -113,15 +124,3 @@ def draw_normal(
     """Drawn on the device: large inputs would take long on a CPU."""
     on_device = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, generator=on_device, device=device, dtype=dtype)
-
-
-def describe(case: Case) -> dict[str, Any]:
-    """What a results file says of a case."""
-    return {
-        "case": case.name,
-        "shape": case.shape,
-        "dtype": dtype_name(case.dtype),
-        "bytes": case.bytes_moved,
-        "flop": case.flop,
-        "counted": case.bytes_and_flop,
-    }

@@ -8,7 +8,6 @@ import torch
 
 from benchmarks.case import Case
 from benchmarks.losses import (
-    cross_entropy_case,
     linear_logprobs_case,
     linear_loss_case,
     loss_case,
@@ -20,7 +19,6 @@ from benchmarks.training import iteration_case, update_case
 
 NAMES = {
     "loss": "from logits, with its gradient and forward alone, with and without an entropy bonus",
-    "cross-entropy": "the mean logprob and its gradient, from logits",
     "statistics": "logprobs and entropy from logits, no gradient",
     "linear-loss": "loss and its gradients from hidden states and the lm-head",
     "linear-logprobs": "logprobs from hidden states and the lm-head, no gradient",
@@ -38,7 +36,6 @@ _LOGITS: dict[str, tuple[Callable[[Tokens, torch.dtype], Case], ...]] = {
         lambda shape, dtype: loss_case(shape, dtype, entropy_coef=0.0),
         lambda shape, dtype: loss_case(shape, dtype, with_gradient=False),
     ),
-    "cross-entropy": (cross_entropy_case,),
     "statistics": (stats_case,),
 }
 _LINEAR: dict[str, tuple[Callable[[Tokens, torch.dtype], Case], ...]] = {
@@ -49,10 +46,6 @@ _LINEAR: dict[str, tuple[Callable[[Tokens, torch.dtype], Case], ...]] = {
     "linear-logprobs": (linear_logprobs_case,),
 }
 _SEQUENCES = {"gae": gae_case, "advantages": advantages_case, "whiten": whiten_case}
-
-
-LATER = ("cross-entropy",)
-"""What the loss comes down to, and no row that decides anything."""
 
 
 def cases(work: Work, names: tuple[str, ...] = tuple(NAMES)) -> list[Case]:
@@ -68,8 +61,7 @@ def cases(work: Work, names: tuple[str, ...] = tuple(NAMES)) -> list[Case]:
             for name, variants in builders.items():
                 if name in names:
                     usual, *others = (build(shape, work.dtype) for build in variants)
-                    matters = shape is shapes[0] and name not in LATER
-                    (first if matters else later).append(usual)
+                    (first if shape is shapes[0] else later).append(usual)
                     later += others
     for sequences in work.sequences:
         built = [build(sequences) for name, build in _SEQUENCES.items() if name in names]

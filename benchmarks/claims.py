@@ -7,12 +7,7 @@ busy machine slows both and leaves their ratio. Providers are checked against fp
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +18,9 @@ from benchmarks import case as case_module
 from benchmarks import measure, run, trl_iteration
 from benchmarks.case import Case, Provider
 from benchmarks.losses import linear_loss_case, loss_case
+from benchmarks.report import device_title, seconds
 from benchmarks.sequences import LOOP, gae_case
 from benchmarks.shapes import MODELS, Sequences, Tokens
-from benchmarks.style import device_title, seconds
 
 LOGITS = Tokens(MODELS["tinyllama-1.1b"], 512)
 LINEAR = Tokens(MODELS["llama-68m"], 2048)
@@ -62,12 +57,6 @@ class Claim(NamedTuple):
         return f"≤ {self.at_most:g}" if self.at_most is not None else f"≥ {self.at_least:g}"
 
 
-def _right_provider(case: Case, provider: Provider, inputs: measure.Inputs, truth: Any) -> None:
-    checked = run.check(case, provider, inputs, truth)
-    if isinstance(checked, run.Row):
-        raise RuntimeError(f"{case.name}: {provider.name} is {checked.status}: {checked.detail}")
-
-
 def _compare(
     case: Case, ours: Provider, other: Provider, progress: run.Progress, turns: int = TURNS
 ) -> tuple[measure.Ratio, float]:
@@ -75,20 +64,22 @@ def _compare(
     progress(f"{case.name}, {case.shape}: {ours.name} and {other.name}")
     inputs = case.draw(0, CPU)
     truth = case.truth(inputs)
+    extra = []
     for provider in (ours, other):
-        _right_provider(case, provider, inputs, truth)
+        row = run.check(case, provider, inputs, truth)
+        if row.status != "right":
+            raise RuntimeError(f"{case.name}: {provider.name} is {row.status}: {row.detail}")
+        own_inputs = provider.own_inputs(inputs)
+        call = functools.partial(provider.call, own_inputs)
+        extra.append(measure.peak_extra_memory(call, CPU))
     del truth
-    extra = [
-        measure.peak_extra_memory(functools.partial(provider.call, inputs), CPU)
-        for provider in (ours, other)
-    ]
     length = measure.rotation_length(sum(x.nbytes for x in inputs.values()), CPU)
     rotation = [inputs, *(case.draw(seed, CPU) for seed in range(1, min(length, turns)))]
 
-    def of(provider: Provider) -> Callable[[int], object]:
+    def timed(provider: Provider) -> Callable[[int], object]:
         return lambda turn: provider.call(rotation[turn % len(rotation)])
 
-    return measure.ratio_in_turns(of(ours), of(other), turns), extra[0] / extra[1]
+    return measure.ratio_in_turns(timed(ours), timed(other), turns), extra[0] / extra[1]
 
 
 def _named(case: Case, name: str) -> Provider:
@@ -149,17 +140,11 @@ def _iteration(progress: run.Progress, options: trl_iteration.Options) -> Iterat
         f"{options.response} tokens, {options.epochs} epochs): episodes per second over TRL's"
     )
     progress("a PPO iteration beside TRL's, in a separate process")
-    with tempfile.TemporaryDirectory() as folder:
-        # As anyone runs the script: what ran here before has left the allocator in another state.
-        path = Path(folder) / "iteration.json"
-        flags = [*options.flags(), f"--json={path}"]
-        command = [sys.executable, "-m", "benchmarks.trl_iteration", *flags]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            detail = (done.stderr.strip().splitlines() or ["it failed"])[-1]
-            yield Claim(text, None, at_least=ITERATION_SPEED_UP, detail=detail)
-            return
-        result = json.loads(path.read_text())
+    try:
+        result = trl_iteration.compare_in_a_process(options)
+    except RuntimeError as error:
+        yield Claim(text, None, at_least=ITERATION_SPEED_UP, detail=str(error))
+        return
     phases = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in result["phases"].items())
     yield Claim(
         text,

@@ -6,16 +6,14 @@ by hand, and `tests/benchmarks/test_benchmarks.py` fails when they differ from t
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report, trl_grid
 from benchmarks.cases import cases
-from benchmarks.report import RESULTS
+from benchmarks.report import RESULTS, device_title, is_ours, seconds, size
 from benchmarks.shapes import SETS
-from benchmarks.style import device_title, is_ours, seconds, size
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -26,9 +24,6 @@ END = "<!-- python -m benchmarks docs: end -->"
 NOT_MEASURED = "not measured"
 PLAIN = ("eager PyTorch", "Python loop")
 """What one writes without a library: the second where there is no way without a loop."""
-
-WIDTH = 108
-"""Columns of the README's lines."""
 
 HEADER = [
     "work",
@@ -42,9 +37,9 @@ HEADER = [
 
 INTRO = """# Measured
 
-`python -m benchmarks docs` writes this page and the numbers in the README from the files in
+`fastppo bench docs` writes this page and the numbers in the README from the files in
 `benchmarks/results`; `fastppo bench --keep` and `fastppo bench claims --keep` write those files.
-[The suite's README](../benchmarks/README.md) says how each number is measured, and what it does not
+[The suite's README](../benchmarks/README.md) says how each number is measured and what it does not
 show; [the kernels' notes](../kernels/NOTES.md) have each kernel's floor and what was tried.
 
 - **FastPPO**, **plain PyTorch**, **fastest other**: median time of a call. Plain PyTorch is what
@@ -80,17 +75,12 @@ def _on_gpus(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _gpu_not_measured() -> str:
-    """The cases of a GPU's set, none of them with a number."""
-    work = SETS["cuda", "default"]
-    rows = [
-        [f"{case.name}, {case.shape}", *[NOT_MEASURED] * (len(HEADER) - 1)] for case in cases(work)
-    ]
-    text = (
-        "No GPU has run the suite yet. On one, `fastppo bench --keep`, or "
-        "`benchmarks/on_a_gpu.sh` and `fastppo bench keep`, and then `fastppo bench docs` fill "
-        "this table."
+    work = ", ".join(dict.fromkeys(case.name for case in cases(SETS["cuda", "default"])))
+    return (
+        "## GPU\n\nNo GPU has run the suite yet, so nothing is said of one here. Its set has these "
+        f"cases: {work}. On a GPU, `fastppo bench --keep`, or `benchmarks/on_a_gpu.sh` and "
+        "`fastppo bench keep`, and then `fastppo bench docs` write their table."
     )
-    return f"## GPU\n\n{text}\n\n{_table(HEADER, rows)}"
 
 
 def _device(record: dict[str, Any]) -> str:
@@ -104,20 +94,20 @@ def _device(record: dict[str, Any]) -> str:
         f"## {device_title(record['device'])}",
         f"{record['date'][:10]}, {versions}; measured in the same run: "
         f"{report.ceilings_line(record)}.{without}",
-        _table(HEADER, [_row(case) for case in record["cases"]]),
+        table(HEADER, [_row(case) for case in record["cases"]]),
     ]
     if record.get("sweeps"):
         rows = [_growth(sweep) for sweep in record["sweeps"]]
         parts += [
             "How the time grows, as the exponent of a power law fitted over the sizes:",
-            _table(["growth of time", "FastPPO", "plain PyTorch"], rows),
+            table(["growth of time", "FastPPO", "plain PyTorch"], rows),
         ]
     if record.get("claims"):
         parts += [
             "What `fastppo bench claims` checks on a CPU. Each ratio is the median over "
             f"neighbouring calls in one run ({record['claims_measured']['date'][:10]}); eager is "
             "plain PyTorch:",
-            _table(
+            table(
                 ["ratio", "measured", "wanted", "verdict"],
                 [_claim(claim) for claim in record["claims"]],
             ),
@@ -128,7 +118,7 @@ def _device(record: dict[str, Any]) -> str:
             f"(`python -m benchmarks.trl_grid`, {record['trl_grid']['date'][:10]}). The floor is "
             "the iteration's FLOP at the rate of a large matrix product; “at equal efficiency” is "
             "TRL's FLOP over FastPPO's:",
-            _table(trl_grid.HEADER, [trl_grid.cells(row) for row in record["trl_grid"]["rows"]]),
+            table(trl_grid.HEADER, [trl_grid.cells(row) for row in record["trl_grid"]["rows"]]),
         ]
     return "\n\n".join(parts)
 
@@ -140,10 +130,10 @@ def _row(case: dict[str, Any]) -> list[str]:
     best = min(others, key=lambda row: row["median_seconds"], default=None)
     return [
         f"{case['case']}, {case['shape']}",
-        _time(ours, bold=True),
+        NOT_MEASURED if ours is None else f"**{seconds(ours['median_seconds'])}**",
         NOT_MEASURED if ours is None else f"{ours['percent_of_floor']:.0f} %",
-        _time(plain),
-        "none" if best is None else f"{best['provider']} {_time(best)}",
+        NOT_MEASURED if plain is None else seconds(plain["median_seconds"]),
+        "none" if best is None else f"{best['provider']} {seconds(best['median_seconds'])}",
         NOT_MEASURED if ours is None else size(ours["peak_extra_bytes"]),
         NOT_MEASURED if plain is None else size(plain["peak_extra_bytes"]),
     ]
@@ -151,13 +141,6 @@ def _row(case: dict[str, Any]) -> list[str]:
 
 def _plain(by_provider: dict[str, Any]) -> Any:
     return next((by_provider[name] for name in PLAIN if name in by_provider), None)
-
-
-def _time(row: dict[str, Any] | None, bold: bool = False) -> str:
-    if row is None:
-        return NOT_MEASURED
-    text = seconds(row["median_seconds"])
-    return f"**{text}**" if bold else text
 
 
 def _growth(sweep: dict[str, Any]) -> list[str]:
@@ -182,7 +165,7 @@ def _claim(claim: dict[str, Any]) -> list[str]:
     return [claim["text"], shown, claim["wanted"], verdict]
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
+def table(header: list[str], rows: list[list[str]]) -> str:
     aligned = ["---", *["---:"] * (len(header) - 1)]
     lines = [header, aligned, *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
@@ -190,10 +173,15 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 # --------------------------------------------------------------------------------------- the README
 
+LOSSES = {
+    "the loss from logits, with its gradient": "ppo_loss with gradients",
+    "the loss from hidden states, lm-head included": "linear_ppo_loss with gradients",
+}
 
-def sentences(records: Sequence[dict[str, Any]]) -> str:
-    """The README's text between the markers: three sentences from the claims of the CPU that was
-    measured last, and the GPU's.
+
+def numbers(records: Sequence[dict[str, Any]]) -> str:
+    """The README's text between the markers: a table from the claims of the CPU that was measured
+    last.
 
     Raises:
         ValueError: no CPU's results hold the claims.
@@ -206,37 +194,35 @@ def sentences(records: Sequence[dict[str, Any]]) -> str:
             "run `python -m benchmarks --keep` and `python -m benchmarks claims --keep`"
         )
     claims = cpu["claims"]
-    logits, bonus = _shares(claims, "ppo_loss with gradients", ", entropy bonus")
-    _, no_bonus = _shares(claims, "ppo_loss with gradients", ", no entropy bonus")
-    linear, linear_bonus = _shares(claims, "linear_ppo_loss with gradients", ", entropy bonus")
-    _, linear_no_bonus = _shares(claims, "linear_ppo_loss with gradients", ", no entropy bonus")
+    rows = []
+    for name, start in LOSSES.items():
+        for bonus in (", entropy bonus", ", no entropy bonus"):
+            time = _the_claim(claims, start, f"{bonus}: time over eager's")
+            memory = _the_claim(claims, start, f"{bonus}: extra memory over eager's")
+            shape = time["text"].removeprefix(f"{start}, ").partition(f"{bonus}:")[0]
+            shares = f"{100 * time['measured']:.0f} %", f"{100 * memory['measured']:.0f} %"
+            rows.append([f"{name}{bonus} ({shape})", "plain PyTorch", *shares])
     loop = _the_claim(claims, "gae", ": times as fast as TRL's loop")
     verl = _the_claim(claims, "gae", ": times as fast as verl's")
     iteration = _the_claim(claims, "a PPO iteration", ": episodes per second over TRL's")
     shape = loop["text"].partition(", ")[2].partition(":")[0]
-    what = iteration["text"].partition(":")[0]
+    gae = f"GAE ({shape})"
+    rows.append([gae, "TRL's loop", f"{100 / loop['measured']:.0f} %", ""])
+    rows.append([gae, "verl's, which whitens too", f"{100 / verl['measured']:.0f} %", ""])
     threads = iteration["detail"].partition(";")[0]
+    name = f"{iteration['text'].partition(':')[0]} on {threads}"
+    rows.append([name, "TRL 1.12's", f"{100 / iteration['measured']:.0f} %", ""])
     gpus = [device_title(record["device"]) for record in _on_gpus(records)]
-    lines = [
-        f"The loss with its gradients ({logits}) takes {bonus[0]} of plain PyTorch's time and "
-        f"{bonus[1]} of its extra memory, without an entropy bonus {no_bonus[0]} and "
-        f"{no_bonus[1]}; from hidden states, the lm-head included ({linear}), "
-        f"{linear_bonus[0]} and {linear_bonus[1]}, without the bonus "
-        f"{linear_no_bonus[0]} and {linear_no_bonus[1]}.",
-        f"GAE ({shape}) is {loop['measured']:.1f} times as fast as TRL's loop and "
-        f"{verl['measured']:.0f} times as fast as verl's function, which whitens as well.",
-        f"{what[0].upper()}{what[1:]} handles {iteration['measured']:.1f} times as many episodes "
-        f"per second as TRL's, both on {threads}.",
-    ]
-    closing = (
-        f"On GPUs: {'measured on ' + ', '.join(gpus) if gpus else NOT_MEASURED}. "
-        "[All measurements](docs/benchmarks.md), where we lose included, and "
-        "[what they do not show](benchmarks/README.md#what-these-numbers-are-not)."
-    )
-    items = [textwrap.fill(f"- {line}", WIDTH, subsequent_indent="  ") for line in lines]
     date, torch = cpu["claims_measured"]["date"][:10], cpu["packages"]["torch"]
-    intro = f"On a CPU ({device_title(cpu['device'])}, torch {torch}, measured on {date}):"
-    return "\n\n".join([intro, "\n".join(items), textwrap.fill(closing, WIDTH)])
+    return "\n\n".join(
+        [
+            f"On a CPU ({device_title(cpu['device'])}, torch {torch}, {date}), FastPPO takes:",
+            table(["work", "beside", "of its time", "of its extra memory"], rows),
+            f"On GPUs: {'measured on ' + ', '.join(gpus) if gpus else NOT_MEASURED}. "
+            "[All measurements](docs/benchmarks.md), where we lose included, and\n"
+            "[what they do not show](benchmarks/README.md#what-these-numbers-are-not).",
+        ]
+    )
 
 
 def _the_claim(claims: list[dict[str, Any]], start: str, end: str) -> dict[str, Any]:
@@ -252,20 +238,6 @@ def _the_claim(claims: list[dict[str, Any]], start: str, end: str) -> dict[str, 
     return matching[0]
 
 
-def _shares(claims: list[dict[str, Any]], loss: str, bonus: str) -> tuple[str, tuple[str, str]]:
-    """(shape, (time, memory)) of a loss, the latter as shares of plain PyTorch's."""
-    time, memory = (
-        _the_claim(claims, loss, f"{bonus}: {quantity} over eager's")
-        for quantity in ("time", "extra memory")
-    )
-    shape = time["text"].removeprefix(f"{loss}, ").partition(f"{bonus}:")[0]
-    return shape, (_percent(time["measured"]), _percent(memory["measured"]))
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
-
-
 def current(text: str) -> str:
     """What is between the markers of a README.
 
@@ -278,14 +250,14 @@ def current(text: str) -> str:
 
 
 def update(readme: Path = README, path: Path = PAGE) -> list[Path]:
-    """Writes the page and the README's sentences; the files that changed."""
+    """Writes the page and the README's numbers; the files that changed."""
     records = load()
     text = readme.read_text(encoding="utf-8")
     current(text)  # refuses a README without markers before anything is written
     before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-    wanted = {readme: f"{before}\n{sentences(records)}\n{after}", path: page(records)}
+    contents = {readme: f"{before}\n{numbers(records)}\n{after}", path: page(records)}
     changed = []
-    for file, content in wanted.items():
+    for file, content in contents.items():
         if not file.exists() or file.read_text(encoding="utf-8") != content:
             file.write_text(content, encoding="utf-8")
             changed.append(file)

@@ -139,17 +139,17 @@ def _exact_loss(entropy_coef: float, with_gradient: bool) -> Callable[[Inputs], 
 
 
 def loss_from(
-    function: Callable[..., Tensor], entropy_coef: float, of: tuple[str, ...]
+    function: Callable[..., Tensor], entropy_coef: float, leaves: tuple[str, ...]
 ) -> Callable[[Inputs], Outputs]:
-    """Calls `function(*inputs, entropy_coef)` and takes the gradient by the inputs in `of`."""
+    """Calls `function(*inputs, entropy_coef)`, and takes the gradient by the named inputs."""
 
     def call(inputs: Inputs) -> Outputs:
-        with torch.set_grad_enabled(bool(of)):
+        with torch.set_grad_enabled(bool(leaves)):
             loss = function(*inputs.values(), entropy_coef)
-        if not of:
+        if not leaves:
             return {"loss": loss}
-        grads = torch.autograd.grad(loss, [inputs[name] for name in of])
-        named = {f"{name}_grad": grad for name, grad in zip(of, grads, strict=True)}
+        grads = torch.autograd.grad(loss, [inputs[name] for name in leaves])
+        named = {f"{name}_grad": grad for name, grad in zip(leaves, grads, strict=True)}
         return {"loss": loss.detach(), **named}
 
     return call
@@ -204,20 +204,20 @@ def loss_case(
     entropy_coef: float = ENTROPY_COEF,
     with_gradient: bool = True,
 ) -> Case:
-    of = ("logits",) if with_gradient else ()
+    leaves = ("logits",) if with_gradient else ()
     n, logits_bytes = shape.n, shape.n * shape.model.vocab * dtype.itemsize
     name = "loss" if with_gradient else "loss, forward"
 
     def provider(label: str, function: Callable[..., Tensor]) -> Provider:
-        return Provider(label, loss_from(function, entropy_coef, of))
+        return Provider(label, loss_from(function, entropy_coef, leaves))
 
     def liger(device: torch.device) -> tuple[Provider, ...]:
         loss = peers.liger_loss(device)
-        call = loss_from(loss.call, entropy_coef, of)
+        call = loss_from(loss.call, entropy_coef, leaves)
 
         def without_the_last_rows(inputs: Inputs) -> Outputs:
             outputs = call(inputs)
-            if of:
+            if leaves:
                 outputs["logits_grad"] = outputs["logits_grad"][:, :-1]
             return outputs
 
@@ -225,7 +225,7 @@ def loss_case(
 
     providers = [provider("FastPPO", our_loss), provider("eager PyTorch", eager_loss)]
     if with_gradient:
-        inplace = loss_from(partial(our_loss, inplace=True), entropy_coef, of)
+        inplace = loss_from(partial(our_loss, inplace=True), entropy_coef, leaves)
         providers.insert(1, Provider("FastPPO, in place", inplace, writes=("logits",)))
     peers_of_case = [
         Peer("TRL", "trl", lambda d: (provider("TRL", _around(peers.trl_stats(d))),)),
@@ -256,94 +256,6 @@ def loss_case(
         tolerance=GRADIENT_TOLERANCE[dtype],
         peers=tuple(peers_of_case),
         notes={"Liger-Kernel": NO_ENTROPY} if entropy_coef else {},
-    )
-
-
-# ---------------------------------------------------------------------------------- cross-entropy
-
-
-def _our_cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
-    return -fastppo.token_logprobs(logits, tokens).mean()
-
-
-def eager_cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(logits.float(), tokens)
-
-
-def _exact_cross_entropy(inputs: Inputs) -> dict[str, Truth]:
-    logits, tokens = inputs["logits"].detach(), inputs["tokens"]
-    n, total = tokens.numel(), 0.0
-    grad = torch.empty_like(logits, dtype=torch.float32)
-    for rows in _row_slices(n, logits.shape[-1]):
-        log_p = torch.log_softmax(logits[rows].double(), -1)
-        picked = tokens[rows].unsqueeze(-1)
-        total -= log_p.gather(-1, picked).sum().item()
-        grad[rows] = log_p.exp_().scatter_add(-1, picked, -log_p.new_ones(picked.shape)).float() / n
-    loss = torch.tensor(total / n, dtype=torch.float64, device=logits.device)
-    return {
-        "loss": Truth(loss, abs(total / n)),
-        "logits_grad": Truth(grad, grad.abs().max().item()),
-    }
-
-
-def cross_entropy_case(shape: Tokens, dtype: torch.dtype) -> Case:
-    """−mean logprob with its gradient: what the loss comes down to where ratio and advantage are 1,
-    and the kernel that most packages have."""
-    n, logits_bytes = shape.n, shape.n * shape.model.vocab * dtype.itemsize
-
-    def provider(
-        label: str, function: Callable[[Tensor, Tensor], Tensor], writes: tuple[str, ...] = ()
-    ) -> Provider:
-        def call(inputs: Inputs) -> Outputs:
-            loss = function(inputs["logits"], inputs["tokens"])
-            (grad,) = torch.autograd.grad(loss, inputs["logits"])
-            return {"loss": loss.detach(), "logits_grad": grad}
-
-        return Provider(label, call, writes)
-
-    def mean_of(stats: Stats) -> Callable[[Tensor, Tensor], Tensor]:
-        return lambda logits, tokens: -stats(logits, tokens, with_entropy=False)[0].mean()
-
-    return Case(
-        "cross-entropy",
-        str(shape),
-        dtype,
-        bytes_moved=2 * logits_bytes + n * TOKEN_BYTES,
-        flop=n * shape.model.vocab * (3 + 3),
-        bytes_and_flop="logits read, gradient written; 6 FLOP per logit",
-        draw=lambda seed, device: {
-            name: x
-            for name, x in draw_logits(shape, dtype, seed, device).items()
-            if name in ("logits", "tokens")
-        },
-        truth=_exact_cross_entropy,
-        providers=(
-            provider("FastPPO", _our_cross_entropy),
-            provider("eager PyTorch", eager_cross_entropy),
-        ),
-        compiled=(provider("torch.compile", lambda *a: compiled(eager_cross_entropy)(*a)),),
-        tolerance=GRADIENT_TOLERANCE[dtype],
-        peers=(
-            Peer(
-                "transformers",
-                "transformers",
-                lambda d: (provider("transformers", peers.transformers_cross_entropy(d)),),
-            ),
-            Peer("TRL", "trl", lambda d: (provider("TRL", mean_of(peers.trl_stats(d))),)),
-            Peer("verl", "verl", lambda d: (provider("verl", mean_of(peers.verl_stats(d))),)),
-            Peer(
-                "Liger-Kernel",
-                "liger-kernel",
-                lambda d: (
-                    provider("Liger-Kernel", peers.liger_cross_entropy(d), writes=("logits",)),
-                ),
-            ),
-            Peer(
-                "QuACK",
-                "quack-kernels",
-                lambda d: (provider("QuACK", peers.quack_cross_entropy(d)),),
-            ),
-        ),
     )
 
 
@@ -497,10 +409,10 @@ def linear_loss_case(
     shape: Tokens, dtype: torch.dtype, *, entropy_coef: float = ENTROPY_COEF
 ) -> Case:
     n, vocab, width = shape.n, shape.model.vocab, shape.model.hidden
-    of = ("hidden", "weight")
+    leaves = ("hidden", "weight")
 
     def provider(label: str, function: Callable[..., Tensor]) -> Provider:
-        return Provider(label, loss_from(function, entropy_coef, of))
+        return Provider(label, loss_from(function, entropy_coef, leaves))
 
     def verl(device: torch.device) -> tuple[Provider, ...]:
         chunked = provider("verl", _around(peers.verl_linear_stats(device)))
@@ -511,7 +423,7 @@ def linear_loss_case(
 
     def liger(device: torch.device) -> tuple[Provider, ...]:
         loss = peers.liger_linear_loss(device)
-        call = loss_from(loss.call, entropy_coef, of)
+        call = loss_from(loss.call, entropy_coef, leaves)
         return (Provider("Liger-Kernel", call, prepare=loss.prepare),)
 
     def cce(device: torch.device) -> tuple[Provider, ...]:
@@ -527,7 +439,7 @@ def linear_loss_case(
 
         def call(inputs: Inputs) -> Outputs:
             loss = mean(inputs["hidden"], inputs["weight"], inputs["tokens"])
-            grads = torch.autograd.grad(loss, [inputs[name] for name in of])
+            grads = torch.autograd.grad(loss, [inputs[name] for name in leaves])
             return {"loss": loss.detach(), "hidden_grad": grads[0], "weight_grad": grads[1]}
 
         logprobs = provider("QuACK", _around(peers.quack_linear_stats(device)))
@@ -549,9 +461,6 @@ def linear_loss_case(
     ]
     if not entropy_coef:
         peers_of_case += [
-            Peer(
-                "AgileRL", "agilerl", lambda d: (provider("AgileRL", peers.agilerl_linear_loss(d)),)
-            ),
             Peer("Liger-Kernel", "liger-kernel", liger),
             Peer(
                 "Cut Cross-Entropy",
@@ -560,7 +469,7 @@ def linear_loss_case(
             ),
             Peer("QuACK", "quack-kernels", quack),
         ]
-    without = ("AgileRL", "Liger-Kernel", "Cut Cross-Entropy", "QuACK")
+    without = ("Liger-Kernel", "Cut Cross-Entropy", "QuACK")
     notes = dict.fromkeys(without, NO_ENTROPY)
     return Case(
         "linear loss" if entropy_coef else "linear loss, no entropy",

@@ -1,25 +1,21 @@
 """How things are measured: time, memory, ceilings, error.
 
-- Time: on a GPU, CUDA events around each call, with a wait queued on the device before it, so that
-  Python's launch overhead is counted only as far as it is longer than HEAD_START_CYCLES. On a CPU,
-  `perf_counter`, and `process_time` beside it: processor time of all threads, which other jobs on
-  the machine disturb less. Providers take turns call by call, so that a slow minute is everybody's,
-  until each has had its time: the fast ones make more calls, the last of them among themselves.
-- Cache: each call takes the next of a rotation of inputs that is larger than the caches together.
+- Time: on a GPU `triton.testing.do_bench`, which empties the cache before each call; on a CPU
+  `torch.utils.benchmark`, in ROUNDS blocks in which the providers take turns, so that a slow minute
+  is everybody's. There the caller's calls rotate through more inputs than the caches hold.
 - Memory: the most that is allocated at any moment of the call, outputs included, above what was
   allocated before it. On a GPU, `torch.cuda.max_memory_allocated`. On a CPU, the allocation events
   of `torch.profiler`, which sees every tensor of torch, those inside its operators included.
 - Ceilings: a large copy and large matrix products, a square one and one as wide as a vocabulary,
-  timed in the same run, the best of several.
+  timed in the same run.
 - Ratios: of two functions, call by call in turns, the median of the quotients of neighbours. A busy
   machine slows both, so that the quotient holds where a time does not.
-- Error: max |x − truth| over an output, in units of that output's scale (`cases.Truth`). A
+- Error: max |x − truth| over an output, in units of that output's scale (`case.Truth`). A
   gradient is also held to mean |x − truth| over mean |truth|.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import statistics
@@ -27,23 +23,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 Inputs = dict[str, Tensor]
 
-ROTATION_BYTES = {"cpu": 2**28, "cuda": 2**29}
-"""Inputs in rotation: several times the last-level caches (32 MiB and more; 60 MB on an H200)."""
+ROTATION_BYTES = 2**28
+"""Inputs in rotation on a CPU: several times the last-level cache (32 MiB and more)."""
 
 MAX_ROTATION = 128
 """Sets of inputs at most: more would only take longer to draw."""
 
-HEAD_START_CYCLES = 1_000_000
-"""About half a millisecond on the device, for the host to queue the call."""
-
-MAX_CALLS = 1000
-
-PATIENCE = 4
+ROUNDS = 3
 
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
 MATMUL_SHAPES = {
@@ -52,7 +45,7 @@ MATMUL_SHAPES = {
 }
 """(rows, inner, columns). Which of them the library does best depends on the machine."""
 
-CEILING_CALLS, CEILING_SECONDS = 10, 1.0
+CEILING_SECONDS = 0.5
 
 
 class Timing(NamedTuple):
@@ -61,8 +54,6 @@ class Timing(NamedTuple):
     median: float
     quartiles: tuple[float, float]
     calls: int
-    processor: float | None
-    """Median processor time of all threads; None on a GPU."""
 
     @property
     def spread(self) -> float:
@@ -86,14 +77,49 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+# -------------------------------------------------------------------------------------------- time
 
 
 def rotation_length(bytes_per_set: int, device: torch.device) -> int:
-    """Sets of inputs, at least 2, that together are larger than the caches."""
-    return max(2, min(MAX_ROTATION, -(-ROTATION_BYTES[device.type] // max(1, bytes_per_set))))
+    """Sets of inputs, at least 2 on a CPU, that together are larger than the caches."""
+    if device.type == "cuda":
+        return 1
+    return max(2, min(MAX_ROTATION, -(-ROTATION_BYTES // max(1, bytes_per_set))))
+
+
+def time_calls(
+    calls: Mapping[str, Callable[[], object]], device: torch.device, *, seconds: float
+) -> dict[str, Timing]:
+    """Times each of the calls, which the caller has warmed up, for about `seconds`."""
+    if device.type == "cuda":
+        return {name: _time_on_gpu(call, seconds) for name, call in calls.items()}
+    timers = {
+        name: Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+        for name, call in calls.items()
+    }
+    blocks: dict[str, list[Any]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, timer in timers.items():
+            blocks[name].append(timer.blocked_autorange(min_run_time=seconds / ROUNDS))
+    timings = {}
+    for name, measured in blocks.items():
+        times = [seconds for block in measured for seconds in block.times]
+        count = sum(block.number_per_run * len(block.times) for block in measured)
+        timings[name] = Timing(statistics.median(times), quartiles(times), count)
+    return timings
+
+
+def _time_on_gpu(call: Callable[[], object], seconds: float) -> Timing:
+    from triton.testing import do_bench
+
+    milliseconds = do_bench(call, warmup=25, rep=math.ceil(1e3 * seconds), return_mode="all")
+    times = [1e-3 * value for value in milliseconds]
+    return Timing(statistics.median(times), quartiles(times), len(times))
+
+
+def quartiles(times: Sequence[float]) -> tuple[float, float]:
+    low, high = np.quantile(times, (0.25, 0.75))
+    return float(low), float(high)
 
 
 def measure_ceilings(device: torch.device, dtypes: Sequence[torch.dtype]) -> Ceilings:
@@ -118,79 +144,9 @@ def _matmul(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], Tensor]:
 
 
 def _best(call: Callable[[], object], device: torch.device) -> float:
+    """The lower quartile: what the machine does when nothing disturbs it."""
     call()
-    seconds = [_seconds(call, device)[0] for _ in range(3)]
-    while len(seconds) < CEILING_CALLS and sum(seconds) < CEILING_SECONDS:
-        seconds.append(_seconds(call, device)[0])
-    return min(seconds)
-
-
-def _seconds(call: Callable[[], object], device: torch.device) -> tuple[float, float | None]:
-    """(seconds, processor seconds or None) of one call; its result is dropped inside the time."""
-    if device.type == "cuda":
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(device)
-        torch.cuda._sleep(HEAD_START_CYCLES)
-        before.record()
-        call()
-        after.record()
-        torch.cuda.synchronize(device)
-        return before.elapsed_time(after) / 1e3, None
-    processor, wall = time.process_time(), time.perf_counter()
-    call()
-    return time.perf_counter() - wall, time.process_time() - processor
-
-
-def time_in_turns(
-    calls: Mapping[str, Callable[[Inputs], object]],
-    rotations: Mapping[str, Sequence[Inputs]],
-    restore: Callable[[str, int], None],
-    device: torch.device,
-    *,
-    seconds: float,
-    min_calls: int,
-) -> dict[str, Timing]:
-    """Times the providers in turns, each until it has used `seconds` and made `min_calls` calls.
-
-    A provider so slow that its calls would take PATIENCE times `seconds` makes two and is done.
-
-    Args:
-        calls: by name, warmed up by the caller.
-        rotations: each provider's inputs, as many sets for one as for another.
-        restore: (name, index into the rotation) undoes what the provider wrote over its inputs.
-    """
-    wall: dict[str, list[float]] = {name: [] for name in calls}
-    processor: dict[str, list[float]] = {name: [] for name in calls}
-    running, turn = list(calls), 0
-    gc.collect()
-    gc.disable()
-    try:
-        while running:
-            for name in list(running):
-                index = turn % len(rotations[name])
-                turn += 1
-                inputs, call = rotations[name][index], calls[name]
-                took, of_processor = _seconds(functools.partial(call, inputs), device)
-                restore(name, index)
-                wall[name].append(took)
-                if of_processor is not None:
-                    processor[name].append(of_processor)
-                made, used = len(wall[name]), sum(wall[name])
-                done = made >= min_calls and used >= seconds
-                slow = made >= 2 and used >= PATIENCE * seconds > 0
-                if made >= MAX_CALLS or done or slow:
-                    running.remove(name)
-    finally:
-        gc.enable()
-    return {
-        name: Timing(
-            statistics.median(times),
-            _quartiles(times),
-            len(times),
-            statistics.median(processor[name]) if processor[name] else None,
-        )
-        for name, times in wall.items()
-    }
+    return time_calls({"": call}, device, seconds=CEILING_SECONDS)[""].quartiles[0]
 
 
 class Ratio(NamedTuple):
@@ -201,6 +157,14 @@ class Ratio(NamedTuple):
     seconds: tuple[float, float]
     """Median of each of the two."""
 
+    @classmethod
+    def of_pairs(cls, pairs: Sequence[tuple[float, float]]) -> Ratio:
+        """From the seconds of neighbouring calls, (numerator, denominator)."""
+        quotients = [numerator / denominator for numerator, denominator in pairs]
+        numerators, denominators = zip(*pairs, strict=True)
+        seconds = statistics.median(numerators), statistics.median(denominators)
+        return cls(statistics.median(quotients), quartiles(quotients), seconds)
+
 
 def ratio_in_turns(
     numerator: Callable[[int], object], denominator: Callable[[int], object], turns: int
@@ -209,21 +173,24 @@ def ratio_in_turns(
 
     Each turn runs both, one turn the one first and one turn the other, after one call to warm up.
     """
-    cpu = torch.device("cpu")
-    numerator(0), denominator(0)
-    taken: list[tuple[float, float]] = []
-    gc.collect()
+
+    def seconds(call: Callable[[int], object], turn: int) -> float:
+        begin = time.perf_counter()
+        call(turn)
+        return time.perf_counter() - begin
+
+    numerator(0)
+    denominator(0)
+    pairs: list[tuple[float, float]] = []
     for turn in range(turns):
-        order = [numerator, denominator]
-        timings = [
-            _seconds(functools.partial(call, turn), cpu)[0]
-            for call in (order if turn % 2 == 0 else order[::-1])
-        ]
-        first, second = timings if turn % 2 == 0 else timings[::-1]
-        taken.append((first, second))
-    quotients = [first / second for first, second in taken]
-    medians = tuple(statistics.median(column) for column in zip(*taken, strict=True))
-    return Ratio(statistics.median(quotients), _quartiles(quotients), medians)
+        if turn % 2 == 0:
+            first = seconds(numerator, turn)
+            second = seconds(denominator, turn)
+        else:
+            second = seconds(denominator, turn)
+            first = seconds(numerator, turn)
+        pairs.append((first, second))
+    return Ratio.of_pairs(pairs)
 
 
 def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float | None:
@@ -235,11 +202,7 @@ def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float | N
     return slope
 
 
-def _quartiles(times: list[float]) -> tuple[float, float]:
-    if len(times) < 2:
-        return times[0], times[0]
-    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
-    return low, high
+# ------------------------------------------------------------------------------------------ memory
 
 
 def peak_extra_memory(call: Callable[[], object], device: torch.device) -> int:
@@ -267,6 +230,8 @@ def peak_extra_memory(call: Callable[[], object], device: torch.device) -> int:
         peak = max(peak, held)
     return peak
 
+
+# ------------------------------------------------------------------------------------------- error
 
 COMPARE_ELEMENTS = 2**26
 """Compared at once, so that the fp64 difference of a large output is never held whole."""
@@ -296,6 +261,6 @@ def _gaps(x: Tensor, truth: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     flat, flat_truth = x.detach().reshape(-1), truth.reshape(-1)
     for start in range(0, flat.numel(), COMPARE_ELEMENTS):
         part = slice(start, start + COMPARE_ELEMENTS)
-        wanted = flat_truth[part].double()
-        gap = (flat[part].double() - wanted).abs()
-        yield gap.nan_to_num(nan=math.inf, posinf=math.inf), wanted.abs()
+        expected = flat_truth[part].double()
+        gap = (flat[part].double() - expected).abs()
+        yield gap.nan_to_num(nan=math.inf, posinf=math.inf), expected.abs()

@@ -14,12 +14,11 @@ import collections
 import contextlib
 import itertools
 import math
-import statistics
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,11 @@ from typing import Any
 import torch
 
 import fastppo
+from benchmarks import measure
 
 WARPS_LOADS = ((16, 4), (16, 2), (8, 4), (8, 2), (8, 8), (4, 4))
 """Warps of a program, 16-byte loads in flight a thread."""
 CLIPPED: dict[str, Any] = {"clip_ratio": 0.2, "backend": "triton"}
-SETS = 3
-"""Of operands, where one call's fit the cache."""
 SHAPED: dict[str, Any] = {"kl_coef": 0.1, "gamma": 1.0, "lam": 0.95, "backend": "triton"}
 
 
@@ -43,13 +41,7 @@ class Bench:
         self.device, self.end = device, time.monotonic() + seconds
 
     def line(
-        self,
-        name: str,
-        call: Callable[[], object],
-        *,
-        bytes_: int = 0,
-        flop: int = 0,
-        calls: int = 7,
+        self, name: str, call: Callable[[], object], *, bytes_: int = 0, flop: int = 0
     ) -> float | None:
         """Prints the times of calls that move these bytes or do these FLOP; the best, seconds."""
         if time.monotonic() > self.end:
@@ -57,18 +49,17 @@ class Bench:
             return None
         try:
             call()
-            seconds = [
-                self._seconds(call) for _ in range(calls if self.device.type == "cuda" else 1)
-            ]
+            timing = self._time(call)
         except Exception as error:  # the others are still worth measuring
             print(f"{name:56s} FAILED {type(error).__name__}: {str(error)[:90]}")
             return None
-        best, rate = min(seconds), ""
+        best = timing.quartiles[0]
+        rate = ""
         if bytes_:
             rate = f"{bytes_ / best / 1e12:6.2f} TB/s"
         elif flop:
             rate = f"{flop / best / 1e12:6.0f} TFLOP/s"
-        times = f"{1e3 * statistics.median(seconds):9.3f} ms  best {1e3 * best:9.3f}"
+        times = f"{1e3 * timing.median:9.3f} ms  best {1e3 * best:9.3f}"
         print(f"{name:56s} {times}  {rate}", flush=True)
         return best
 
@@ -76,18 +67,13 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _seconds(self, call: Callable[[], object]) -> float:
-        if self.device.type != "cuda":
-            begin = time.perf_counter()
-            call()
-            return time.perf_counter() - begin
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(2_000_000)  # hides the launches behind the device's own work
-        before.record()
+    def _time(self, call: Callable[[], object]) -> measure.Timing:
+        if self.device.type == "cuda":
+            return measure.time_calls({"": call}, self.device, seconds=0.05)[""]
+        begin = time.perf_counter()  # Triton's interpreter: once is enough, and times nothing
         call()
-        after.record()
-        after.synchronize()
-        return before.elapsed_time(after) / 1e3
+        seconds = time.perf_counter() - begin
+        return measure.Timing(seconds, (seconds, seconds), 1)
 
 
 def rows_of(n: int, vocab: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -113,9 +99,9 @@ def loss(operands: dict[str, Any], **more: Any) -> None:
 def smoke(bench: Bench, tiny: bool) -> None:
     """Every launcher once, so that one mistake shows before the tests compile for minutes."""
     device = bench.device
-    given = rows_of(2 if tiny else 64, 1040 if tiny else 151936, device, torch.bfloat16)
-    logits, tokens = given["logits"], given["tokens"]
-    reference, old = torch.randn_like(logits), given["old_logprobs"]
+    operands = rows_of(2 if tiny else 64, 1040 if tiny else 151936, device, torch.bfloat16)
+    logits, tokens = operands["logits"], operands["tokens"]
+    reference, old = torch.randn_like(logits), operands["old_logprobs"]
     hidden, weight = (torch.randn(s, 64, device=device).bfloat16() for s in (64, 2048))
     few = torch.randint(2048, (64,), device=device)
     flat = torch.randn(64, device=device)
@@ -130,18 +116,18 @@ def smoke(bench: Bench, tiny: bool) -> None:
 
     def statistics_backward() -> None:
         leaf = logits.detach().requires_grad_()
-        found = fastppo.token_stats(leaf, tokens, backend="triton")
-        (found.logprobs.sum() + found.entropy.sum()).backward()
+        stats = fastppo.token_stats(leaf, tokens, backend="triton")
+        (stats.logprobs.sum() + stats.entropy.sum()).backward()
 
     calls: dict[str, Callable[[], object]] = {
-        "loss": lambda: loss(given),
+        "loss": lambda: loss(operands),
         "loss, entropy and k3": lambda: loss(
-            given, ref_logprobs=old, kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01
+            operands, ref_logprobs=old, kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01
         ),
         "loss, full KL": lambda: loss(
-            given, ref_logits=reference, kl_coef=0.1, kl_estimator="full"
+            operands, ref_logits=reference, kl_coef=0.1, kl_estimator="full"
         ),
-        "loss, soft-cap": lambda: loss(given, softcap=30.0),
+        "loss, soft-cap": lambda: loss(operands, softcap=30.0),
         "statistics and their backward": statistics_backward,
         "fused head, one chunk": head,
         "fused head, four chunks": lambda: head(chunk_size=16),
@@ -171,7 +157,9 @@ def launched_with(warps: int, loads: int) -> Iterator[None]:
 
     module: Any = triton_rows
     before = module.TILES, module.SWEPT_ONCE
-    module.TILES = module.SWEPT_ONCE = ((math.inf, warps, loads, min(128, 65536 // (32 * warps))),)
+    tiles = ((math.inf, warps, loads, min(128, 65536 // (32 * warps))),)
+    module.TILES = tiles
+    module.SWEPT_ONCE = tiles
     try:
         yield
     finally:
@@ -181,27 +169,27 @@ def launched_with(warps: int, loads: int) -> Iterator[None]:
 def rows(bench: Bench, tiny: bool) -> None:
     """The row kernels beside their floors, by launch parameter, and the host's share."""
     n, vocab = (2, 1040) if tiny else (8192, 151936)
-    given = rows_of(n, vocab, bench.device, torch.bfloat16)
-    size = given["logits"].nbytes
-    stats = partial(fastppo.token_stats, given["logits"], given["tokens"], backend="triton")
-    copy = bench.line("copy", partial(torch.clone, given["logits"]), bytes_=2 * size)
+    operands = rows_of(n, vocab, bench.device, torch.bfloat16)
+    size = operands["logits"].nbytes
+    stats = partial(fastppo.token_stats, operands["logits"], operands["tokens"], backend="triton")
+    copy = bench.line("copy", partial(torch.clone, operands["logits"]), bytes_=2 * size)
     rate = math.nan if copy is None else 2 * size / copy
     floors = "floors {:.2f} and {:.2f} ms".format(*(1e3 * n * size / rate for n in (1, 2)))
     print(f"--- as they are: N = {n}, V = {vocab}, bf16; {floors} at the copy's rate")
     bench.line("statistics", stats, bytes_=size)
-    bench.line("loss", partial(loss, given), bytes_=2 * size)
-    k3 = {"ref_logprobs": given["old_logprobs"], "kl_coef": 0.1, "kl_estimator": "k3"}
-    both = partial(loss, given, entropy_coef=0.01, **k3)
+    bench.line("loss", partial(loss, operands), bytes_=2 * size)
+    k3 = {"ref_logprobs": operands["old_logprobs"], "kl_coef": 0.1, "kl_estimator": "k3"}
+    both = partial(loss, operands, entropy_coef=0.01, **k3)
     bench.line("loss, entropy and k3", both, bytes_=2 * size)
-    _full_kl(bench, given)
-    bench.line("loss, soft-cap", partial(loss, given, softcap=30.0), bytes_=2 * size)
+    _full_kl(bench, operands)
+    bench.line("loss, soft-cap", partial(loss, operands, softcap=30.0), bytes_=2 * size)
     print("--- by warps and loads")
     for warps, loads in WARPS_LOADS[:2] if tiny else WARPS_LOADS:
-        how = f"{warps} warps, {loads} loads"
+        launch = f"{warps} warps, {loads} loads"
         with launched_with(warps, loads):
-            bench.line(f"statistics, {how}", stats, bytes_=size, calls=5)
-            bench.line(f"loss, {how}", partial(loss, given), bytes_=2 * size, calls=5)
-    del given, stats, k3, both
+            bench.line(f"statistics, {launch}", stats, bytes_=size)
+            bench.line(f"loss, {launch}", partial(loss, operands), bytes_=2 * size)
+    del operands, stats, k3, both
     odd = rows_of(n, 1003 if tiny else 50257, bench.device, torch.bfloat16)
     print(f"--- rows off 16 bytes; floor {2e3 * odd['logits'].nbytes / rate:.2f} ms")
     bench.line("loss, V = 50257", partial(loss, odd), bytes_=2 * odd["logits"].nbytes)
@@ -215,13 +203,11 @@ def rows(bench: Bench, tiny: bool) -> None:
     _host(bench, "gae", partial(fastppo.gae, few, few, mask, backend="triton"), tiny)
     shaped = partial(fastppo.compute_advantages, few[:, 0], few, few, few, mask, **SHAPED)
     _host(bench, "compute_advantages", shaped, tiny)
-    for batch, length in ((4, 100),) if tiny else ((2048, 4096), (64, 131072)):
-        _advantages(bench, batch, length, rate)
 
 
-def _full_kl(bench: Bench, given: dict[str, Any]) -> None:
-    reference = torch.empty_like(given["logits"]).normal_()
-    call = partial(loss, given, ref_logits=reference, kl_coef=0.1, kl_estimator="full")
+def _full_kl(bench: Bench, operands: dict[str, Any]) -> None:
+    reference = torch.empty_like(operands["logits"]).normal_()
+    call = partial(loss, operands, ref_logits=reference, kl_coef=0.1, kl_estimator="full")
     bench.line("loss, full KL", call, bytes_=3 * reference.nbytes)
 
 
@@ -235,69 +221,34 @@ def _host(bench: Bench, name: str, call: Callable[[], object], tiny: bool) -> No
     bench.wait()
 
 
-def _advantages(bench: Bench, batch: int, length: int, rate: float) -> None:
-    """Operands of their own, in turn from several sets: one fits an H100's cache."""
-    device = bench.device
-
-    def drawn() -> tuple[torch.Tensor, ...]:
-        rewards, values, old = (torch.randn(batch, length, device=device) for _ in range(3))
-        reference = old + 0.1 * torch.randn(batch, length, device=device)
-        mask = torch.rand(batch, length, device=device) < 0.9
-        return torch.randn(batch, device=device), rewards, values, old, reference, mask
-
-    turns = itertools.cycle([drawn() for _ in range(SETS)])
-
-    def gae() -> None:
-        _, rewards, values, _, _, mask = next(turns)
-        fastppo.gae(rewards, values, mask, backend="triton")
-
-    def whiten() -> None:
-        _, rewards, *_, mask = next(turns)
-        fastppo.whiten(rewards, mask, backend="triton")
-
-    def shaped() -> None:
-        scores, _, values, old, reference, mask = next(turns)
-        fastppo.compute_advantages(scores, values, old, reference, mask, **SHAPED)
-
-    print(f"--- advantages, {batch} x {length}, with their floors at the copy's rate")
-    for name, call, bytes_ in (("gae", gae, 17), ("whiten", whiten, 14), ("shaped", shaped, 30)):
-        total = bytes_ * batch * length
-        bench.line(f"{name}, floor {1e6 * total / rate:.0f} microseconds", call, bytes_=total)
-
-
 def head(bench: Bench, tiny: bool) -> None:
-    """The fused head by chunk size and by rows without a gradient, statistics in one kernel or by
-    chunks, and the gradients' GEMMs over as many rows as the device says."""
+    """The fused head by chunk size: the loss with its gradients, and the statistics."""
     n, vocab = (8, 512) if tiny else (8192, 151936)
     for width in (32,) if tiny else (4096, 896):
-        _head_of_width(bench, width, n, vocab, (4,) if tiny else (1024, 2048, 4096, 8192))
+        hidden = torch.randn(n, width, device=bench.device).bfloat16()
+        weight = (torch.randn(vocab, width, device=bench.device) * 3 / width**0.5).bfloat16()
+        tokens = torch.randint(vocab, (n,), device=bench.device)
+        flat, flop = torch.randn(n, device=bench.device), 2 * n * width * vocab
 
-
-def _operands_of_head(
-    bench: Bench, width: int, n: int, vocab: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(hidden [N, H], weight [V, H], tokens [N])"""
-    hidden = torch.randn(n, width, device=bench.device).bfloat16()
-    weight = (torch.randn(vocab, width, device=bench.device) * 3 / width**0.5).bfloat16()
-    return hidden, weight, torch.randint(vocab, (n,), device=bench.device)
-
-
-def _head_of_width(bench: Bench, width: int, n: int, vocab: int, chunks: Sequence[int]) -> None:
-    hidden, weight, tokens = _operands_of_head(bench, width, n, vocab)
-    flat, flop = torch.randn(n, device=bench.device), 2 * n * width * vocab
-    leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
-
-    def step(rows_: int) -> None:
-        how: dict[str, Any] = {"chunk_size": rows_, **CLIPPED}
-        fastppo.linear_ppo_loss(leaves[0], leaves[1], tokens, flat, flat, **how).loss.backward()
-        for leaf in leaves:
-            leaf.grad = None
-
-    for rows_ in chunks:
-        name = f"H = {width}, by chunks of {rows_}"
-        bench.line(f"loss, {name}", partial(step, rows_), flop=3 * flop, calls=3)
+        loss_of = partial(_head_loss, hidden, weight, tokens, flat)
         stats = partial(fastppo.linear_token_logprobs, hidden, weight, tokens, backend="triton")
-        bench.line(f"statistics, {name}", partial(stats, chunk_size=rows_), flop=flop, calls=3)
+        for chunk_size in (4,) if tiny else (1024, 2048, 4096, 8192):
+            name = f"H = {width}, by chunks of {chunk_size}"
+            bench.line(f"loss, {name}", partial(loss_of, chunk_size), flop=3 * flop)
+            forward = partial(stats, chunk_size=chunk_size)
+            bench.line(f"statistics, {name}", forward, flop=flop)
+
+
+def _head_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    tokens: torch.Tensor,
+    flat: torch.Tensor,
+    chunk_size: int,
+) -> None:
+    x, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    out = fastppo.linear_ppo_loss(x, w, tokens, flat, flat, chunk_size=chunk_size, **CLIPPED)
+    out.loss.backward()
 
 
 def trainer(bench: Bench, tiny: bool) -> None:
@@ -307,7 +258,7 @@ def trainer(bench: Bench, tiny: bool) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     from benchmarks.shapes import MODELS
-    from benchmarks.training import make_config, make_model, make_tokenizer, prompt_texts
+    from benchmarks.training import iterate, make_config, make_model, make_tokenizer, prompt_texts
     from fastppo.ppo.config import PPOConfig
     from fastppo.ppo.trainer import PPOTrainer
 
@@ -343,24 +294,23 @@ def trainer(bench: Bench, tiny: bool) -> None:
             ],
             console=Console(quiet=True),
         )
-        log: Any = _NoLog()
         begin = time.perf_counter()
-        ours.iterate(log)
+        iterate(ours)
         print(f"first iteration, compiling: {time.perf_counter() - begin:.2f} s")
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        metrics = ours.iterate(log)
+        metrics = iterate(ours)
         for name, value in metrics.items():
             if name.startswith("seconds/") or name in ("tokens_per_second", "useful_share"):
                 print(f"  {name:24s} {value:10.3f}")
         print(f"  ms a decoding step       {1e3 * metrics['seconds/generate'] / response:10.2f}")
         if on_gpu:
             print(f"  peak memory              {torch.cuda.max_memory_allocated() / 1e9:10.2f} GB")
-            for place, count in _host_waits(lambda: ours.iterate(log)):
+            for place, count in _host_waits(lambda: iterate(ours)):
                 print(f"  {count:6d} waits at {place}")
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         with profile(activities=kinds) as traced:
-            ours.iterate(log)
+            iterate(ours)
         # An operator has the device time of the kernels that it launched, an annotation that of all
         # within it: kernels alone, each once.
         key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
@@ -379,26 +329,18 @@ def trainer(bench: Bench, tiny: bool) -> None:
             )
 
 
-class _NoLog:
-    """Stands for a run's records."""
-
-    def metrics(self, *given: Any) -> None: ...
-
-    def samples(self, *given: Any) -> None: ...
-
-
 def _host_waits(call: Callable[[], object]) -> list[tuple[str, int]]:
     """(line of ours, times) that the host waited for the device."""
     import fastppo_kernels
 
-    packages = [Path(each.__path__[0]) for each in (fastppo, fastppo_kernels)]
-    found: collections.Counter[str] = collections.Counter()
+    packages = [Path(package.__path__[0]) for package in (fastppo, fastppo_kernels)]
+    waits: collections.Counter[str] = collections.Counter()
 
     def count(message: Any, *rest: Any, **more: Any) -> None:
         if "called a synchronizing" in str(message):  # and not that there are others
             frames = traceback.extract_stack()
             own = [f for f in frames if any(map(Path(f.filename).is_relative_to, packages))]
-            found[f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "elsewhere"] += 1
+            waits[f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "elsewhere"] += 1
 
     before = warnings.showwarning
     with warnings.catch_warnings():
@@ -410,15 +352,15 @@ def _host_waits(call: Callable[[], object]) -> list[tuple[str, int]]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
             warnings.showwarning = before
-    return found.most_common(12)
+    return waits.most_common(12)
 
 
 def once(bench: Bench, tiny: bool) -> None:
     """The loss alone, for a profiler of the hardware's counters."""
     n, vocab = (2, 1040) if tiny else (8192, 151936)
-    given = rows_of(n, vocab, bench.device, torch.bfloat16)
+    operands = rows_of(n, vocab, bench.device, torch.bfloat16)
     for _ in range(3):
-        loss(given)
+        loss(operands)
 
 
 PARTS = {"smoke": smoke, "rows": rows, "head": head, "trainer": trainer, "once": once}

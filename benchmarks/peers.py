@@ -224,41 +224,6 @@ def verl_whiten(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda x, mask: function(x, mask.float()) * mask
 
 
-# ---------------------------------------------------------------------------------------- AgileRL
-
-
-def agilerl_linear_loss(device: torch.device) -> Callable[..., Tensor]:
-    """The loss of its LLMPPO by tokens: chunks of 2048 rows through `torch.func.grad_and_value`,
-    the gradient formed in the forward pass, without an entropy."""
-    function = _module("agilerl.algorithms.core.llm_ops.fused_loss").apply_fused_policy_loss
-
-    def loss(
-        hidden: Tensor,
-        weight: Tensor,
-        tokens: Tensor,
-        old: Tensor,
-        advantages: Tensor,
-        entropy_coef: float,
-    ) -> Tensor:
-        return function(
-            hidden[None],
-            weight,
-            None,
-            target_ids=tokens[None],
-            attention_mask=torch.ones_like(old)[None],
-            advantages=advantages[None],
-            ref_per_token_logps=None,
-            old_per_token_logps=old[None],
-            beta=0.0,
-            epsilon_low=CLIP_RATIO,
-            epsilon_high=CLIP_RATIO,
-            temperature=1.0,
-            importance_sampling_level="token",
-        )[0]
-
-    return loss
-
-
 # ----------------------------------------------------------------------------------- Liger-Kernel
 
 
@@ -336,12 +301,6 @@ def liger_linear_loss(device: torch.device) -> Loss:
     return Loss(loss, prepare)
 
 
-def liger_cross_entropy(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    """It writes the gradient over the logits."""
-    need_gpu(device)
-    return _module("liger_kernel.transformers.cross_entropy").LigerCrossEntropyLoss()
-
-
 # ------------------------------------------------------------------------------ Cut Cross-Entropy
 
 
@@ -374,11 +333,6 @@ def _need_hopper(device: torch.device) -> None:
         raise UnsupportedError(NEEDS_HOPPER)
 
 
-def quack_cross_entropy(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    _need_hopper(device)
-    return _module("quack.cross_entropy").cross_entropy
-
-
 def quack_linear_stats(device: torch.device) -> Stats:
     _need_hopper(device)
     function = _module("quack.linear_cross_entropy").linear_cross_entropy_func
@@ -394,12 +348,3 @@ def quack_linear_cross_entropy(device: torch.device) -> Callable[[Tensor, Tensor
     own in it, so it is no PPO loss."""
     _need_hopper(device)
     return _module("quack.linear_cross_entropy").chunked_linear_cross_entropy
-
-
-# ----------------------------------------------------------------------------------- transformers
-
-
-def transformers_cross_entropy(device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    function = _module("transformers.loss.loss_utils").ForCausalLMLoss
-    # shift_labels: labels that are at their logits already, so that nothing is shifted.
-    return lambda logits, tokens: function(logits, None, logits.shape[-1], shift_labels=tokens)

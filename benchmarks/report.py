@@ -1,16 +1,16 @@
-"""What a run says in text: a table in the terminal, and a JSON file per device."""
+"""What a run says in text: units, a table in the terminal, and a JSON file per device."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
-from benchmarks.style import device_title, digits, is_ours, seconds, size
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -22,15 +22,67 @@ WIDE = 120
 
 FAINT = {"absent", "unsupported", "skipped"}
 
+# ------------------------------------------------------------------------------------------- units
 
-def slug(device: dict[str, Any]) -> str:
-    """A device as a file name: nvidia-h200, amd-epyc."""
-    return re.sub(r"[^a-z0-9]+", "-", device["name"].lower()).strip("-")
+
+def is_ours(provider: str) -> bool:
+    return provider.split(",")[0] == "FastPPO"
+
+
+def seconds(value: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if value * factor >= 1 or unit == "µs":
+            return f"{digits(value * factor)} {unit}"
+    raise AssertionError
+
+
+def size(value: float) -> str:
+    """Bytes, in powers of ten."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(value) >= factor:
+            return f"{digits(value / factor)} {unit}"
+    return f"{value:.0f} B"
+
+
+def digits(value: float) -> str:
+    """Three significant digits (two below 1), never in powers of ten."""
+    if value == 0:
+        return "0"
+    if abs(value) < 1:
+        return f"{value:.{1 - math.floor(math.log10(abs(value)))}f}"
+    return f"{value:.{max(0, 3 - len(f'{abs(value):.0f}'))}f}"
+
+
+def exponent(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def device_title(device: dict[str, Any]) -> str:
+    """“NVIDIA H200”, or “AMD EPYC, 2 threads”."""
+    if device["type"] != "cpu":
+        return device["name"]
+    threads = device["threads"]
+    return f"{device['name']}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def ceilings_line(record: dict[str, Any]) -> str:
+    """The ceilings of a run, as a person reads them."""
+    ceilings = record["ceilings"]
+    matmul = ", ".join(
+        f"{digits(value / 1e12)} TFLOP/s {dtype}"
+        for dtype, value in ceilings["matmul_flop_per_second"].items()
+    )
+    copy = digits(ceilings["copy_bytes_per_second"] / 1e9)
+    return f"copy {copy} GB/s · matrix product {matmul}"
+
+
+# ------------------------------------------------------------------------------------------- files
 
 
 def results_path(record: dict[str, Any]) -> Path:
-    """benchmarks/results/<device>.json."""
-    return RESULTS / f"{slug(record['device'])}.json"
+    """benchmarks/results/<device>.json, say nvidia-h200.json."""
+    name = re.sub(r"[^a-z0-9]+", "-", record["device"]["name"].lower()).strip("-")
+    return RESULTS / f"{name}.json"
 
 
 def write(record: dict[str, Any], path: Path) -> None:
@@ -39,7 +91,15 @@ def write(record: dict[str, Any], path: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
+    """
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no results file.
+    """
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(record, dict) or "format" not in record:
+        raise ValueError(f"{path} does not say its format")
+    return record
 
 
 def joined(kept: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
@@ -69,25 +129,18 @@ def joined(kept: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
     return kept | {"cases": [*cases.values()], "sweeps": sweeps}
 
 
+# --------------------------------------------------------------------------------- in the terminal
+
+
 def console() -> Console:
     terminal = Console()
     return terminal if terminal.is_terminal else Console(width=WIDTH)
 
 
-def ceilings_line(record: dict[str, Any]) -> str:
-    """The ceilings of a run, as a person reads them."""
-    ceilings = record["ceilings"]
-    matmul = ", ".join(
-        f"{digits(value / 1e12)} TFLOP/s {dtype}"
-        for dtype, value in ceilings["matmul_flop_per_second"].items()
-    )
-    copy = digits(ceilings["copy_bytes_per_second"] / 1e9)
-    return f"copy {copy} GB/s · matrix product {matmul}"
-
-
 def print_table(record: dict[str, Any], to: Console) -> None:
+    wide = to.width >= WIDE
     columns = ["median", "±", "GB/s", "TFLOP/s", "of floor", "extra", "error"]
-    shown = range(len(columns)) if to.width >= WIDE else (0, 4, 5)
+    shown = range(len(columns)) if wide else (0, 4, 5)
     table = Table(
         title=f"{device_title(record['device'])} · {ceilings_line(record)}",
         caption="floor: compulsory bytes and FLOP at those ceilings · ± half the distance between "
@@ -101,86 +154,32 @@ def print_table(record: dict[str, Any], to: Console) -> None:
     for index in shown:
         table.add_column(columns[index], justify="right", no_wrap=True)
     for case in record["cases"]:
+        title = [
+            case["case"],
+            f"{case['shape']}, {case['dtype']}",
+            f"floor {seconds(case['floor_seconds'])}",
+        ]
         rows = [row for row in case["rows"] if row["status"] not in FAINT]
-        fields = [_fields(row) for row in rows]
-        # One cell for the case beside all its providers.
-        floor = f"floor {seconds(case['floor_seconds'])}"
-        lines = [case["case"], f"{case['shape']}, {case['dtype']}", floor, *[""] * len(fields)]
-        fields += [[""] * 8] * (3 - len(fields))
-        for line, row in zip(lines, fields, strict=False):
-            cells = [row[0], *(row[1 + index] for index in shown)]
-            table.add_row(line, *cells, style="bold" if is_ours(row[0]) else "")
+        # The case's three lines stand beside its providers.
+        for line, row in itertools.zip_longest(title, rows):
+            fields = _fields(row) if row else [""] * len(columns)
+            provider = row["provider"] if row else ""
+            style = "bold" if is_ours(provider) else ""
+            table.add_row(line or "", provider, *(fields[index] for index in shown), style=style)
         table.add_section()
     to.print(table)
     for sweep in record.get("sweeps", []):
         if sweep["growth"]:
             _print_growth(sweep, to)
-    for line, faint in left_out(record):
-        to.print(line, style="dim" if faint else "bold red", highlight=False, markup=False)
-
-
-def _print_growth(sweep: dict[str, Any], to: Console) -> None:
-    variable = sweep["variable"]
-    sizes = [point["size"] for point in sweep["points"]]
-    table = Table(
-        title=f"{sweep['case']} over {variable} = {', '.join(map(str, sizes))} "
-        f"({_fixed(sweep)}): time ∝ {variable}^a, memory ∝ {variable}^b",
-        title_justify="left",
-    )
-    table.add_column("provider", no_wrap=True)
-    points = sweep["points"] if to.width >= WIDE else [sweep["points"][0], sweep["points"][-1]]
-    for name in ("a", "b", *(str(point["size"]) for point in points)):
-        table.add_column(name, justify="right", no_wrap=True)
-    for provider, growth in sweep["growth"].items():
-        times = []
-        for point in points:
-            row = next((r for r in point["rows"] if r["provider"] == provider), None)
-            timed = row is not None and row["median_seconds"] is not None
-            times.append(seconds(row["median_seconds"]) if timed else "")  # type: ignore[index]
-        exponents = [exponent(growth["time"]), exponent(growth["memory"])]
-        table.add_row(provider, *exponents, *times, style="bold" if is_ours(provider) else "")
-    to.print(table)
-
-
-def exponent(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def _fixed(sweep: dict[str, Any]) -> str:
-    """What stays the same along a sweep."""
-    shape = sweep["points"][0]["shape"]
-    parts = [part for part in shape.split(", ") if not part.startswith(f"{sweep['variable']}=")]
-    return ", ".join(parts[1:] if sweep["variable"] == "V" else parts)
-
-
-def left_out(record: dict[str, Any]) -> list[tuple[str, bool]]:
-    """(line, whether it is no fault) for each provider without a time, with its cases."""
-    reported: dict[tuple[str, str, str], list[str]] = {}
-    points = [
-        {**point, "case": f"{sweep['case']} over {sweep['variable']}"}
-        for sweep in record.get("sweeps", [])
-        for point in sweep["points"]
-    ]
-    for case in [*record["cases"], *points]:
-        for row in case["rows"]:
-            if row["detail"]:
-                key = (row["provider"], row["status"], row["detail"])
-                reported.setdefault(key, []).append(case["case"])
-    return [
-        (
-            f"{provider} is {status} ({'; '.join(dict.fromkeys(where))}): {detail}",
-            status in FAINT,
-        )
-        for (provider, status, detail), where in reported.items()
-    ]
+    for line, is_fault in left_out(record):
+        to.print(line, style="bold red" if is_fault else "dim", highlight=False, markup=False)
 
 
 def _fields(row: dict[str, Any]) -> list[str]:
     error = "" if row["error"] is None else f"{row['error']:.0e}"
     if row["median_seconds"] is None:
-        return [row["provider"], row["status"], *[""] * 5, error]
+        return [row["status"], "", "", "", "", "", error]
     return [
-        row["provider"],
         seconds(row["median_seconds"]),
         seconds(row["spread_seconds"]),
         digits(row["bytes_per_second"] / 1e9),
@@ -188,4 +187,45 @@ def _fields(row: dict[str, Any]) -> list[str]:
         f"{row['percent_of_floor']:.1f} %",
         size(row["peak_extra_bytes"]),
         error,
+    ]
+
+
+def _print_growth(sweep: dict[str, Any], to: Console) -> None:
+    variable = sweep["variable"]
+    points = sweep["points"]
+    sizes = ", ".join(str(point["size"]) for point in points)
+    table = Table(
+        title=f"{sweep['case']} over {variable} = {sizes}: time ∝ {variable}^a, "
+        f"memory ∝ {variable}^b",
+        title_justify="left",
+    )
+    table.add_column("provider", no_wrap=True)
+    for name in ("a", "b", f"{variable} = {points[0]['size']}", f"{points[-1]['size']}"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for provider, growth in sweep["growth"].items():
+        times = []
+        for point in (points[0], points[-1]):
+            row = next((row for row in point["rows"] if row["provider"] == provider), None)
+            median = row and row["median_seconds"]
+            times.append("" if median is None else seconds(median))
+        cells = [provider, exponent(growth["time"]), exponent(growth["memory"]), *times]
+        table.add_row(*cells, style="bold" if is_ours(provider) else "")
+    to.print(table)
+
+
+def left_out(record: dict[str, Any]) -> list[tuple[str, bool]]:
+    """(line, whether it is a fault) for each provider without a time, with its cases."""
+    cases_by_reason: dict[tuple[str, str, str], list[str]] = {}
+    swept = [point for sweep in record.get("sweeps", []) for point in sweep["points"]]
+    for case in [*record["cases"], *swept]:
+        for row in case["rows"]:
+            if row["detail"]:
+                key = (row["provider"], row["status"], row["detail"])
+                cases_by_reason.setdefault(key, []).append(case["case"])
+    return [
+        (
+            f"{provider} is {status} ({'; '.join(dict.fromkeys(names))}): {detail}",
+            status not in FAINT,
+        )
+        for (provider, status, detail), names in cases_by_reason.items()
     ]

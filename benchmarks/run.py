@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import functools
 import gc
 import importlib.metadata
+import itertools
 import os
 import platform
 import time
@@ -14,18 +14,25 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from benchmarks import case as case_module
 from benchmarks import cases, measure
-from benchmarks.case import Case, Provider, UnsupportedError
+from benchmarks.case import Case, Provider, Truth, UnsupportedError
 from benchmarks.measure import Ceilings, Inputs, Timing
 from benchmarks.shapes import Sweep, Work
 from fastppo.models.device import device_name
 
 PACKAGES = (
-    *("fastppo", "torch", "triton", "numpy", "transformers"),
-    *("liger-kernel", "trl", "verl", "agilerl", "cut-cross-entropy", "quack-kernels"),
+    "fastppo",
+    "torch",
+    "triton",
+    "numpy",
+    "transformers",
+    "liger-kernel",
+    "trl",
+    "verl",
+    "cut-cross-entropy",
+    "quack-kernels",
 )
 
 FORMAT = 2
@@ -60,96 +67,68 @@ class Result(NamedTuple):
 
 def run_case(
     case: Case,
-    work: Work,
     device: torch.device,
     ceilings: Ceilings,
     *,
+    seconds: float,
     compiled: bool = True,
     progress: Progress = lambda line: None,
 ) -> Result:
-    """Checks, weighs and times every provider of a case."""
+    """Checks, weighs and times every provider of a case, `seconds` each."""
     try:
-        rows = _run_case(case, work, device, compiled, progress)
+        rows = _measured_rows(case, device, seconds, compiled, progress)
     finally:
         case.release()
         torch.compiler.reset()
         case_module.compiled.cache_clear()
-        gc.unfreeze()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return Result(case, ceilings.floor(case.bytes_moved, case.flop, case.dtype), rows)
 
 
-def _run_case(
-    case: Case, work: Work, device: torch.device, compiled: bool, progress: Progress
+def _measured_rows(
+    case: Case, device: torch.device, seconds: float, compiled: bool, progress: Progress
 ) -> list[Row]:
     providers, rows = _providers(case, device, compiled)
-    gc.collect()
-    gc.freeze()  # what the peers' imports left need not be searched at every collection
     inputs = case.draw(0, device)
     truth = case.truth(inputs)
-    right: list[tuple[Provider, float | None]] = []
-    prepared: dict[str, Inputs] = {}
+    length = measure.rotation_length(sum(x.nbytes for x in inputs.values()), device)
+    rotation = [inputs, *(case.draw(seed, device) for seed in range(1, length))]
+    calls: dict[str, Callable[[], object]] = {}
     for provider in providers:
         progress(f"checking {provider.name}")
-        checked = check(case, provider, inputs, truth)
-        if isinstance(checked, Row):
-            rows[provider.name] = checked
+        row = check(case, provider, inputs, truth)
+        rows[provider.name] = row
+        if row.status != "right":
             continue
-        right.append((provider, checked))
-        prepared[provider.name] = _prepare(provider, inputs)
-    del truth
-    memory: dict[str, int] = {}
-    for provider, _ in right:
-        progress(f"weighing {provider.name}")
-        prepared_inputs = prepared[provider.name]
-        saved = _saved(provider, prepared_inputs)
+        own = [provider.own_inputs(x) for x in rotation]
         try:
-            memory[provider.name] = measure.peak_extra_memory(
-                functools.partial(provider.call, prepared_inputs), device
-            )
-        except Exception as raised:  # as in `check`
-            rows[provider.name] = Row(provider.name, "failed", _one_line(raised))
-        _restore(prepared_inputs, saved)
-    right = [pair for pair in right if pair[0].name in memory]
-    del prepared
+            peak = measure.peak_extra_memory(functools.partial(provider.call, own[0]), device)
+        except Exception as error:  # as in `check`
+            rows[provider.name] = Row(provider.name, "failed", _one_line(error))
+            continue
+        status = "bound" if provider.is_bound else "timed"
+        rows[provider.name] = row._replace(status=status, peak_extra_bytes=peak)
+        calls[provider.name] = _next_call(provider, own)
+    del truth
     progress("timing")
-    bytes_per_set = sum(x.nbytes for x in inputs.values())
-    length = measure.rotation_length(bytes_per_set, device)
-    rotation = [inputs, *(case.draw(seed, device) for seed in range(1, length))]
-    rotations = {p.name: [_prepare(p, x) for x in rotation] for p, _ in right}
-    originals = {p.name: [_saved(p, x) for x in rotations[p.name]] for p, _ in right if p.writes}
-
-    def restore(name: str, index: int) -> None:
-        if name in originals:
-            _restore(rotations[name][index], originals[name][index])
-
-    timings = measure.time_in_turns(
-        {provider.name: provider.call for provider, _ in right},
-        rotations,
-        restore,
-        device,
-        seconds=work.seconds_per_provider,
-        min_calls=work.min_calls,
-    )
-    for provider, error in right:
-        rows[provider.name] = Row(
-            provider.name,
-            "bound" if provider.is_bound else "timed",
-            error=error,
-            peak_extra_bytes=memory[provider.name],
-            timing=timings[provider.name],
-        )
+    for name, timing in measure.time_calls(calls, device, seconds=seconds).items():
+        rows[name] = rows[name]._replace(timing=timing)
     return list(rows.values())
+
+
+def _next_call(provider: Provider, rotation: list[Inputs]) -> Callable[[], object]:
+    inputs = itertools.cycle(rotation)
+    return lambda: provider.call(next(inputs))
 
 
 def _providers(
     case: Case, device: torch.device, compiled: bool
-) -> tuple[list[Provider], dict[str, Row | Any]]:
-    """(providers to run, rows in the order of the table with those that cannot run filled in)."""
+) -> tuple[list[Provider], dict[str, Row]]:
+    """(providers to run, rows of those that cannot run)."""
     providers = [*case.providers, *(case.compiled if compiled else ())]
-    rows: dict[str, Row | Any] = {provider.name: None for provider in providers}
+    rows = {provider.name: Row(provider.name, "not run") for provider in providers}
     for name, reason in case.notes.items():
         if name != "torch.compile" or compiled:
             rows[name] = Row(name, "unsupported", reason)
@@ -161,12 +140,10 @@ def _providers(
             built = peer.build(device)
         except UnsupportedError as error:
             rows[peer.name] = Row(peer.name, "unsupported", str(error))
-            continue
         except Exception as error:  # an import may raise anything, and the others still have to run
             rows[peer.name] = Row(peer.name, "unsupported", _one_line(error))
-            continue
-        providers += built
-        rows |= dict.fromkeys(provider.name for provider in built)
+        else:
+            providers += built
     return providers, rows
 
 
@@ -180,82 +157,39 @@ MEAN_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 and 5e-3 from hidden states; an entropy bonus left out is 1e-2 to 8e-2."""
 
 
-def check(
-    case: Case, provider: Provider, inputs: Inputs, truth: dict[str, case_module.Truth]
-) -> Row | float | None:
-    """The provider's error if it is right (None for a bound), else its row. It warms it up, too."""
-    prepared_inputs = inputs
-    saved: dict[str, Tensor] = {}
+def check(case: Case, provider: Provider, inputs: Inputs, truth: dict[str, Truth]) -> Row:
+    """A row whose status is right, wrong or failed. The call warms the provider up, too."""
+    name = provider.name
     try:
-        prepared_inputs = _prepare(provider, inputs)
-        saved = _saved(provider, prepared_inputs)
-        outputs = provider.call(prepared_inputs)
+        outputs = provider.call(provider.own_inputs(inputs))
         if provider.is_bound:
-            return None
+            return Row(name, "right")
         if case.truth_of_outputs is not None:
             truth = case.truth_of_outputs(inputs, outputs)
         if not outputs or not outputs.keys() <= truth.keys():
             raise ValueError(f"outputs {sorted(outputs)}, expected some of {sorted(truth)}")
-        there = {name: x.to(truth[name].values.device) for name, x in outputs.items()}
-        errors = {
-            name: measure.max_error(x, truth[name].values) / truth[name].scale
-            for name, x in there.items()
-        }
-        means = {
-            name: measure.mean_error(x, truth[name].values)
-            for name, x in there.items()
-            if name.endswith("_grad")
-        }
+        errors: dict[str, float] = {}
+        mean_errors: dict[str, float] = {}
+        for key, output in outputs.items():
+            x = output.to(truth[key].values.device)
+            errors[key] = measure.max_error(x, truth[key].values) / truth[key].scale
+            if key.endswith("_grad"):
+                mean_errors[key] = measure.mean_error(x, truth[key].values)
     except Exception as error:  # a peer may raise anything, and the others still have to run
-        return Row(provider.name, "failed", _one_line(error))
-    finally:
-        _restore(prepared_inputs, saved)
-    worst = max(errors, key=lambda name: errors[name])
+        return Row(name, "failed", _one_line(error))
+    worst = max(errors, key=lambda key: errors[key])
     if not errors[worst] <= case.tolerance:
         detail = f"{worst} is off by {errors[worst]:.1e}, allowed {case.tolerance:.0e}"
-        return Row(provider.name, "wrong", detail, error=errors[worst])
-    for name, mean in means.items():
-        if not mean <= MEAN_TOLERANCE[case.dtype]:
-            detail = (
-                f"{name} is off by {mean:.1e} of its mean size, allowed "
-                f"{MEAN_TOLERANCE[case.dtype]:.0e}"
-            )
-            return Row(provider.name, "wrong", detail, error=errors[worst])
-    return errors[worst]
-
-
-def _prepare(provider: Provider, inputs: Inputs) -> Inputs:
-    return inputs if provider.prepare is None else provider.prepare(inputs)
-
-
-def _saved(provider: Provider, inputs: Inputs) -> dict[str, Tensor]:
-    return {name: inputs[name].detach().clone() for name in provider.writes}
-
-
-def _restore(inputs: Inputs, saved: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, x in saved.items():
-            inputs[name].copy_(x)
+        return Row(name, "wrong", detail, errors[worst])
+    allowed = MEAN_TOLERANCE[case.dtype]
+    for key, mean in mean_errors.items():
+        if not mean <= allowed:
+            detail = f"{key} is off by {mean:.1e} of its mean size, allowed {allowed:.0e}"
+            return Row(name, "wrong", detail, errors[worst])
+    return Row(name, "right", error=errors[worst])
 
 
 # --------------------------------------------------------------------------------- a set of cases
-
-SECONDS_OF_COMPILING = 12
-TIMES_THE_BYTES, TIMES_THE_FLOP = 8, 2
-FP64_SHARE = 1 / 15
-"""For the estimate: what compiling a function takes, how often a middling provider moves the bytes
-and does the FLOP, and how fast fp64 products are beside the case's dtype."""
-
-
-def estimate_seconds(case: Case, work: Work, ceilings: Ceilings, *, compiled: bool) -> float:
-    """About how long `run_case` takes, from the case's bytes and FLOP."""
-    products = case.flop / ceilings.matmul[measure.dtype_name(case.dtype)]
-    call = TIMES_THE_BYTES * case.bytes_moved / ceilings.copy + TIMES_THE_FLOP * products
-    count = len(case.providers) + len(case.peers) + (len(case.compiled) if compiled else 0)
-    timed = max(work.seconds_per_provider, min(work.min_calls * call, 2 * call))
-    truth = products / FP64_SHARE
-    compiling = SECONDS_OF_COMPILING * len(case.compiled) if compiled else 0
-    return count * (2 * call + timed) + truth + compiling
 
 
 def run(
@@ -264,17 +198,15 @@ def run(
     *,
     names: tuple[str, ...] = tuple(cases.NAMES),
     compiled: bool = True,
-    compiled_last: bool = False,
     progress: Progress = lambda line: None,
     save: Callable[[dict[str, Any]], None] = lambda record: None,
-) -> tuple[dict[str, Any], list[Result]]:
-    """The record of a run, as the JSON has it, and the results that it is made of.
+) -> dict[str, Any]:
+    """Runs a set, and gives its record as the JSON has it.
 
     Args:
+        names: of the cases, see `cases.NAMES`.
+        compiled: `torch.compile` takes part; in sweeps it does not.
         save: takes the record after each case, with what there is by then.
-        compiled: `torch.compile` takes part.
-        compiled_last: after everything else, not in turns with the others. On a GPU compiling takes
-            about half of a set's time, which is what its last rows would be skipped for.
     """
     start = time.monotonic()
     chosen = cases.cases(work, names)
@@ -282,103 +214,65 @@ def run(
     points = {sweep: cases.sweep_cases(sweep, work.dtype) for sweep in sweeps}
     record: dict[str, Any] = {
         "format": FORMAT,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "set": work.name,
         "device": describe_device(device),
         # torch's version string says which build it is: 2.11.0+cu130
         "packages": {name: _version(name) for name in PACKAGES} | {"torch": torch.__version__},
         "load_average_before": _load_average(),
+        "cases": [],
+        "sweeps": [],
     }
     progress("ceilings: a copy and matrix products")
     every = [*chosen, *(case for sized in points.values() for _, case in sized)]
-    last = compiled and compiled_last
-    alone = [compiled_alone(case) if last and case.compiled else None for case in chosen]
-    turns = len(every) + sum(case is not None for case in alone)
     ceilings = measure.measure_ceilings(device, [case.dtype for case in every])
-    short = for_sweeps(work)
-    estimate = sum(estimate_seconds(c, work, ceilings, compiled=compiled) for c in chosen)
-    for sized in points.values():
-        estimate += sum(estimate_seconds(c, short, ceilings, compiled=False) for _, c in sized)
-    progress(
-        f"{turns} cases, about {min(estimate, work.seconds):.0f} s; none starts after "
-        f"{work.seconds:.0f} s"
-    )
-    record["estimated_seconds"] = round(estimate, 1)
     record["ceilings"] = {
         "copy_bytes_per_second": ceilings.copy,
         "matmul_flop_per_second": dict(ceilings.matmul),
     }
-    record["sweeps"] = []
-    results: list[Result] = []
+    titles = {
+        id(case): f"{place}/{len(every)}  {case.name}, {case.shape}"
+        for place, case in enumerate(every, start=1)
+    }
 
-    def save_results() -> None:
-        record["cases"] = [describe(result) for result in results]
-        record["load_average_after"] = _load_average()
-        record["seconds"] = round(time.monotonic() - start, 1)
-        save(record)
-
-    done = 0
-
-    def step(case: Case, of: Work, compiled: bool) -> Result:
-        nonlocal done
-        done += 1
-        title = f"{done}/{turns}  {case.name}, {case.shape}"
-        spent = time.monotonic() - start
-        if spent > work.seconds:
+    def step(case: Case, seconds: float, with_compiled: bool) -> Result:
+        title = titles[id(case)]
+        floor = ceilings.floor(case.bytes_moved, case.flop, case.dtype)
+        ours_and_eager = [provider.name for provider in case.providers]
+        if time.monotonic() - start > work.seconds:
             progress(f"{title}: skipped")
-            return skipped(case, ceilings, f"{work.seconds:.0f} s were spent before its turn")
+            detail = f"{work.seconds:.0f} s were spent before its turn"
+            return Result(case, floor, [Row(name, "skipped", detail) for name in ours_and_eager])
         progress(title)
         try:
             return run_case(
                 case,
-                of,
                 device,
                 ceilings,
-                compiled=compiled,
+                seconds=seconds,
+                compiled=with_compiled,
                 progress=lambda line: progress(f"{title}: {line}"),
             )
         except Exception as error:  # out of memory, say: the other cases still have to run
-            progress(f"{title} failed: {_one_line(error)}")
-            floor = ceilings.floor(case.bytes_moved, case.flop, case.dtype)
-            names = [provider.name for provider in case.providers]
-            return Result(case, floor, [Row(name, "failed", _one_line(error)) for name in names])
+            detail = _one_line(error)
+            progress(f"{title} failed: {detail}")
+            return Result(case, floor, [Row(name, "failed", detail) for name in ours_and_eager])
 
-    for case, later in zip(chosen, alone, strict=True):
-        results.append(step(case, work, compiled and later is None))
-        save_results()
+    def save_record() -> None:
+        record["load_average_after"] = _load_average()
+        record["seconds"] = round(time.monotonic() - start, 1)
+        save(record)
+
+    for case in chosen:
+        record["cases"].append(describe(step(case, work.seconds_per_provider, compiled)))
+        save_record()
     for sweep, sized in points.items():
-        found = [(size, step(case, short, False)) for size, case in sized]
-        record["sweeps"].append(describe_sweep(sweep, found))
-        save_results()
-    for index, by_itself in enumerate(alone):
-        if by_itself is not None:
-            results[index] = with_rows(results[index], step(by_itself, work, False).rows)
-            save_results()
-    save_results()
-    return record, results
-
-
-def compiled_alone(case: Case) -> Case:
-    """The case with what is compiled for its only providers."""
-    return dataclasses.replace(case, providers=case.compiled, compiled=(), peers=(), notes={})
-
-
-def with_rows(result: Result, rows: list[Row]) -> Result:
-    """The result with more rows behind those of the case's own providers."""
-    own = len(result.case.providers)
-    return result._replace(rows=[*result.rows[:own], *rows, *result.rows[own:]])
-
-
-def for_sweeps(work: Work) -> Work:
-    return work._replace(
-        seconds_per_provider=SWEEP_SHARE * work.seconds_per_provider,
-        min_calls=min(3, work.min_calls),
-    )
-
-
-def skipped(case: Case, ceilings: Ceilings, why: str) -> Result:
-    rows = [Row(provider.name, "skipped", why) for provider in case.providers]
-    return Result(case, ceilings.floor(case.bytes_moved, case.flop, case.dtype), rows)
+        seconds = SWEEP_SHARE * work.seconds_per_provider
+        results = [(size, step(case, seconds, False)) for size, case in sized]
+        record["sweeps"].append(describe_sweep(sweep, results))
+        save_record()
+    save_record()
+    return record
 
 
 # ------------------------------------------------------------------------------ what a file says
@@ -387,7 +281,12 @@ def skipped(case: Case, ceilings: Ceilings, why: str) -> Result:
 def describe(result: Result) -> dict[str, Any]:
     case = result.case
     return {
-        **case_module.describe(case),
+        "case": case.name,
+        "shape": case.shape,
+        "dtype": measure.dtype_name(case.dtype),
+        "bytes": case.bytes_moved,
+        "flop": case.flop,
+        "counted": case.bytes_and_flop,
         "floor_seconds": result.floor,
         "rows": [_describe_row(row, case, result.floor) for row in result.rows],
     }
@@ -395,19 +294,18 @@ def describe(result: Result) -> dict[str, Any]:
 
 def _describe_row(row: Row, case: Case, floor: float) -> dict[str, Any]:
     """Every field in every row: null where there is nothing to say."""
-    t = row.timing
+    timing = row.timing
     return {
         "provider": row.provider,
         "status": row.status,
         "detail": row.detail,
-        "median_seconds": t and t.median,
-        "quartiles_seconds": t and list(t.quartiles),
-        "spread_seconds": t and t.spread,
-        "processor_seconds": t and t.processor,
-        "calls": t and t.calls,
-        "bytes_per_second": t and case.bytes_moved / t.median,
-        "flop_per_second": t and case.flop / t.median,
-        "percent_of_floor": t and 100 * floor / t.median,
+        "median_seconds": timing and timing.median,
+        "quartiles_seconds": timing and list(timing.quartiles),
+        "spread_seconds": timing and timing.spread,
+        "calls": timing and timing.calls,
+        "bytes_per_second": timing and case.bytes_moved / timing.median,
+        "flop_per_second": timing and case.flop / timing.median,
+        "percent_of_floor": timing and 100 * floor / timing.median,
         "peak_extra_bytes": row.peak_extra_bytes,
         "error": row.error,
     }
@@ -415,22 +313,19 @@ def _describe_row(row: Row, case: Case, floor: float) -> dict[str, Any]:
 
 def describe_sweep(sweep: Sweep, points: list[tuple[int, Result]]) -> dict[str, Any]:
     """The points, and for each provider the exponents of its time and memory over the size."""
-    series: dict[str, list[tuple[int, Row]]] = {}
+    series: dict[str, list[tuple[float, float, float]]] = {}
     for size, result in points:
         for row in result.rows:
             if row.timing is not None:
-                series.setdefault(row.provider, []).append((size, row))
+                measured = size, row.timing.median, row.peak_extra_bytes or 0
+                series.setdefault(row.provider, []).append(measured)
     growth = {}
-    for provider, measured in series.items():
-        sizes = [float(size) for size, _ in measured]
+    for provider, measurements in series.items():
+        sizes, times, memory = zip(*measurements, strict=True)
         growth[provider] = {
-            "sizes": len(measured),
-            "time": measure.growth_exponent(
-                sizes, [r.timing.median for _, r in measured if r.timing]
-            ),
-            "memory": measure.growth_exponent(
-                sizes, [r.peak_extra_bytes or 0 for _, r in measured]
-            ),
+            "sizes": len(sizes),
+            "time": measure.growth_exponent(sizes, times),
+            "memory": measure.growth_exponent(sizes, memory),
         }
     return {
         "case": points[0][1].case.name,
@@ -449,6 +344,10 @@ def _version(distribution: str) -> str | None:
 
             return fastppo.__version__
         return None
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _load_average() -> list[float] | None:

@@ -229,7 +229,11 @@ def advantages_case(shape: Sequences) -> Case:
         flop=valid * 14,  # shaping: 2; the KL's sum: 1; GAE: 6; moments: 3; whitening: 2
         draw=lambda seed, device: _only(
             draw_sequences(shape, seed, device),
-            *("scores", "values", "logprobs", "ref_logprobs", "mask"),
+            "scores",
+            "values",
+            "logprobs",
+            "ref_logprobs",
+            "mask",
         ),
         truth=_advantages_truth,
         providers=(

@@ -102,7 +102,6 @@ class Work(NamedTuple):
     iteration: tuple[Training, ...]
     sweeps: tuple[Sweep, ...]
     seconds_per_provider: float
-    min_calls: int
     seconds: float
     """For the whole set. Once they are spent, what is left is reported as skipped."""
 
@@ -132,7 +131,6 @@ SETS = {
         iteration=(Training(MODELS["stories15m"], 1, 2, 4, 4, 2),),
         sweeps=(over_time("gae", 16, (256, 1024)),),
         seconds_per_provider=0.1,
-        min_calls=3,
         seconds=45,
     ),
     ("cpu", "default"): Work(
@@ -150,7 +148,6 @@ SETS = {
             over_time("gae", 64, (256, 512, 1024, 2048, 4096, 8192)),
         ),
         seconds_per_provider=1.0,
-        min_calls=5,
         seconds=560,
     ),
     ("cuda", "quick"): Work(
@@ -163,7 +160,6 @@ SETS = {
         iteration=(),
         sweeps=(over_time("gae", 64, (1024, 8192)),),
         seconds_per_provider=0.1,
-        min_calls=3,
         seconds=45,
     ),
     ("cuda", "default"): Work(
@@ -192,7 +188,6 @@ SETS = {
             over_time("gae", 64, (2048, 8192, 32768)),
         ),
         seconds_per_provider=0.3,
-        min_calls=3,
         seconds=520,  # a case that is begun then still ends within ten minutes
     ),
 }

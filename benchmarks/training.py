@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import functools
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,6 @@ from benchmarks.measure import Inputs
 from benchmarks.peers import CLIP_RATIO, GAMMA, KL_COEF, LAM
 from benchmarks.sequences import eager_whiten, loop_gae
 from benchmarks.shapes import Model, Training
-from fastppo.models.trunk import layers_of
 from fastppo.rollout import RolloutEngine
 
 ENTROPY_COEF = 0.01
@@ -91,33 +89,36 @@ def make_tokenizer(vocab: int) -> Any:
 
 
 @functools.cache
-def parameter_counts(shape: Training) -> tuple[int, int, int]:
-    """(weights that a token is multiplied with in the trunk; those of them in the last layer's MLP,
-    which tokens whose states are not read need none of; all weights)."""
+def parameter_counts(shape: Training) -> tuple[int, int]:
+    """(weights that a token is multiplied with in the trunk, all weights)."""
     model = make_model(make_config(shape.model, shape.layers, 64), torch.device("meta"))
     total = sum(p.numel() for p in model.parameters())
     tables = {
         layer.weight for layer in (model.get_input_embeddings(), model.get_output_embeddings())
     }
-    last: Any = layers_of(model.base_model)[1][-1]
-    mlp = sum(p.numel() for p in last.mlp.parameters())
-    return total - sum(table.numel() for table in tables), mlp, total
+    return total - sum(table.numel() for table in tables), total
 
 
 class Lab:
-    """The model and the trainers of a case, made when the first provider runs, freed at the end."""
+    """The model and the trainer of a case, made when the first provider runs, freed at the end."""
 
     def __init__(self, shape: Training) -> None:
         self.shape = shape
         self.device = torch.device("cpu")
-        self.trainers: dict[str, Any] = {}
         self.folder: tempfile.TemporaryDirectory[str] | None = None
+        self.close()
+
+    def close(self) -> None:
+        if self.folder is not None:
+            self.folder.cleanup()
+        self.folder = None
         self.model: Any = None
         self.reference: Any = None
         self.value_head: Any = None
         self.optimizer: Any = None
         self.exact: Any = None
         """A copy of the model in fp64."""
+        self._trainer: Any = None
 
     def open(self, device: torch.device) -> None:
         if self.model is not None:
@@ -136,13 +137,14 @@ class Lab:
             parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=True
         )
 
-    def trainer(self, loss_path: str) -> Any:
+    @property
+    def trainer(self) -> Any:
         from rich.console import Console
 
         from fastppo.ppo.config import PPOConfig
         from fastppo.ppo.trainer import PPOTrainer
 
-        if loss_path not in self.trainers:
+        if self._trainer is None:
             assert self.folder is not None
             shape = self.shape
             config = PPOConfig(
@@ -159,11 +161,10 @@ class Lab:
                 gamma=GAMMA,
                 lam=LAM,
                 learning_rate=LEARNING_RATE,
-                loss_path=loss_path,  # type: ignore[arg-type]
                 stop_token_ids=[],
-                output_dir=str(Path(self.folder.name) / loss_path),
+                output_dir=str(Path(self.folder.name) / "run"),
             )
-            self.trainers[loss_path] = PPOTrainer(
+            self._trainer = PPOTrainer(
                 config,
                 model=self.model,
                 reference=self.reference,
@@ -172,7 +173,7 @@ class Lab:
                 rewards=[length_reward],
                 console=Console(quiet=True),
             )
-        return self.trainers[loss_path]
+        return self._trainer
 
     def exact_model(self) -> Any:
         if self.exact is None:
@@ -187,14 +188,8 @@ class Lab:
         """Each call begins and ends without them, so that memory is counted alike."""
         self.model.zero_grad(set_to_none=True)
         self.value_head.zero_grad(set_to_none=True)
-        for trainer in self.trainers.values():
-            trainer.model.zero_grad(set_to_none=True)
-
-    def close(self) -> None:
-        if self.folder is not None:
-            self.folder.cleanup()
-        self.trainers, self.folder, self.model, self.exact = {}, None, None, None
-        self.reference = self.value_head = self.optimizer = None
+        if self._trainer is not None:
+            self._trainer.model.zero_grad(set_to_none=True)
 
 
 def prompt_texts(batch: int, length: int, vocab: int) -> list[str]:
@@ -334,12 +329,12 @@ def _exact_update(lab: Lab, inputs: Inputs) -> dict[str, Truth]:
 
 def _update_work(shape: Training) -> tuple[int, int]:
     """(bytes, FLOP) of an update."""
-    trunk, mlp, total = parameter_counts(shape)
+    trunk, total = parameter_counts(shape)
     tokens = shape.batch * (shape.prompt + shape.response)
     head = shape.model.vocab * shape.model.hidden
     responses = shape.batch * shape.response
     # Forward passes of policy and reference, then forward and backward (twice a forward): 5.
-    flop = 5 * 2 * (trunk * tokens - mlp * (tokens - responses) + head * responses)
+    flop = 5 * 2 * (trunk * tokens + head * responses)
     return ADAM_TENSORS * 4 * total, flop
 
 
@@ -359,16 +354,13 @@ def update_case(shape: Training, dtype: torch.dtype) -> Case:
         drawn["scores"] = torch.randn(shape.batch, generator=generator)
         return {name: x.to(device) for name, x in drawn.items()}
 
-    def ours(loss_path: str) -> Callable[[Inputs], Outputs]:
-        def call(inputs: Inputs) -> Outputs:
-            lab.open(inputs["scores"].device)
-            metrics = lab.trainer(loss_path).step(
-                inputs["prompts"].tolist(), inputs["responses"].tolist(), inputs["scores"]
-            )
-            lab.drop_gradients()
-            return {name: torch.tensor(metrics[name], dtype=torch.float64) for name in REPORTED}
-
-        return call
+    def ours(inputs: Inputs) -> Outputs:
+        lab.open(inputs["scores"].device)
+        metrics = lab.trainer.step(
+            inputs["prompts"].tolist(), inputs["responses"].tolist(), inputs["scores"]
+        )
+        lab.drop_gradients()
+        return {name: torch.tensor(metrics[name], dtype=torch.float64) for name in REPORTED}
 
     def eager(inputs: Inputs) -> Outputs:
         lab.open(inputs["scores"].device)
@@ -388,8 +380,7 @@ def update_case(shape: Training, dtype: torch.dtype) -> Case:
         draw=draw,
         truth=lambda inputs: _exact_update(lab, inputs),
         providers=(
-            Provider("FastPPO", ours("linear")),
-            Provider("FastPPO, loss from logits", ours("logits")),
+            Provider("FastPPO", ours),
             Provider("eager PyTorch", eager),
         ),
         tolerance=UPDATE_TOLERANCE[dtype],
@@ -433,34 +424,36 @@ class _NoLog:
     def samples(self, *arguments: Any) -> None: ...
 
 
+def iterate(trainer: Any) -> dict[str, Any]:
+    """One iteration of a `PPOTrainer` without its log; its metrics."""
+    return trainer.iterate(_NoLog())
+
+
 def iteration_case(shape: Training, dtype: torch.dtype) -> Case:
     lab = Lab(shape)
     update_bytes, update_flop = _update_work(shape)
-    trunk, mlp, _ = parameter_counts(shape)
+    trunk, _ = parameter_counts(shape)
     head = shape.model.vocab * shape.model.hidden
     # Each step of decoding reads every weight that it multiplies with.
     bytes_moved = update_bytes + shape.response * 4 * (trunk + head)
     flop = update_flop + 2 * (trunk + head) * shape.batch * shape.response
-    flop += 2 * shape.batch * (trunk * shape.prompt - mlp * (shape.prompt - 1))
+    flop += 2 * trunk * shape.batch * shape.prompt
 
     def draw(seed: int, device: torch.device) -> Inputs:
         return {"seed": torch.tensor([seed], device=device)}
 
-    def ours(loss_path: str) -> Callable[[Inputs], Outputs]:
-        def call(inputs: Inputs) -> Outputs:
-            lab.open(inputs["seed"].device)
-            trainer = lab.trainer(loss_path)
-            if not isinstance(trainer.engine, _Recorder):
-                trainer.engine = _Recorder(trainer.engine)
-            trainer.iterate(_NoLog())
-            lab.drop_gradients()
-            return trainer.engine.outputs
-
-        return call
+    def ours(inputs: Inputs) -> Outputs:
+        lab.open(inputs["seed"].device)
+        trainer = lab.trainer
+        if not isinstance(trainer.engine, _Recorder):
+            trainer.engine = _Recorder(trainer.engine)
+        iterate(trainer)
+        lab.drop_gradients()
+        return trainer.engine.outputs
 
     def eager(inputs: Inputs) -> Outputs:
         lab.open(inputs["seed"].device)
-        tokenizer = lab.trainer("linear").tokenizer
+        tokenizer = lab.trainer.tokenizer
         texts = prompts_of(shape)
         prompts = tokenizer(texts, return_tensors="pt")["input_ids"].to(lab.device)
         with torch.no_grad(), lab.autocast():
@@ -501,8 +494,7 @@ def iteration_case(shape: Training, dtype: torch.dtype) -> Case:
         truth=lambda inputs: {},
         truth_of_outputs=truth_of_outputs,
         providers=(
-            Provider("FastPPO", ours("linear")),
-            Provider("FastPPO, loss from logits", ours("logits")),
+            Provider("FastPPO", ours),
             Provider("eager PyTorch", eager),
         ),
         tolerance=UPDATE_TOLERANCE[dtype],

@@ -3,29 +3,23 @@
 Each shape is a run of `benchmarks.trl_iteration` in a process of its own, on one thread. Beside its
 time stands its floor, the FLOP of an iteration at the rate of a large matrix product measured in
 the same process, and the ratio of both trainers' FLOP: what the speed-up would be if both were
-equally efficient. `--compile` adds a row to each shape, of both trainers through torch.compile.
+equally efficient.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import report
-from benchmarks.run import describe_device
-from benchmarks.trl_iteration import Options
+from benchmarks.run import describe_device, now
+from benchmarks.trl_iteration import Options, compare_in_a_process
 
 SHAPES = [
     Options(),
@@ -39,28 +33,6 @@ SHAPES = [
     Options(prompt=64, hidden=128),
 ]
 """Vocabularies of 128 to 32000 tokens, widths of 64 to 256, prompts of 16 to 128 tokens."""
-
-
-def shapes_of(*, compiled_too: bool) -> list[Options]:
-    """The shapes, and behind each, if that is asked for, the same with both trainers compiled."""
-    ways = (False, True) if compiled_too else (False,)
-    return [replace(options, compile=way) for options in SHAPES for way in ways]
-
-
-def measure(options: Options) -> dict[str, Any]:
-    """One shape, in a process of its own.
-
-    Raises:
-        RuntimeError: the process failed; the message is its last line.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "iteration.json"
-        flags = [*options.flags(), f"--json={path}"]
-        command = [sys.executable, "-m", "benchmarks.trl_iteration", *flags]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError((done.stderr.strip().splitlines() or ["it failed"])[-1])
-        return json.loads(path.read_text(encoding="utf-8"))
 
 
 def describe(result: dict[str, Any]) -> dict[str, Any]:
@@ -82,10 +54,10 @@ def describe(result: dict[str, Any]) -> dict[str, Any]:
 
 def cells(row: dict[str, Any]) -> list[str]:
     """A row as the page and the terminal show it; `HEADER` names the columns."""
-    options = Options(**row["options"])
+    options = row["options"]
     return [
-        f"{options.prompt} + {options.response} tokens, {options.layers} × {options.hidden}, "
-        f"V = {options.vocab}{', compiled' * options.compile}",
+        f"{options['prompt']} + {options['response']} tokens, {options['layers']} × "
+        f"{options['hidden']}, V = {options['vocab']}",
         f"{row['fastppo_seconds']:.2f} s",
         f"{row['floor_seconds']:.2f} s",
         f"{row['percent_of_floor']:.0f} %",
@@ -104,11 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="A PPO iteration of FastPPO beside TRL 1.12's over a grid of shapes.",
     )
     parser.add_argument("--keep", action="store_true", help="add it to this device's results file")
-    parser.add_argument(
-        "--compile", action="store_true", help="each shape once more, both trainers compiled"
-    )
-    given = parser.parse_args(arguments)
-    keep, shapes = given.keep, shapes_of(compiled_too=given.compile)
+    keep = parser.parse_args(arguments).keep
     path = report.results_path({"device": describe_device(torch.device("cpu"))})
     if keep and not path.exists():
         print(f"{path} is not there: run `python -m benchmarks --keep` first", file=sys.stderr)
@@ -116,9 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     load = os.getloadavg() if hasattr(os, "getloadavg") else None
     rows = []
     print("  ".join(HEADER))
-    for options in shapes:
+    for options in SHAPES:
         try:
-            rows.append(describe(measure(options)))
+            rows.append(describe(compare_in_a_process(options)))
         except RuntimeError as error:
             print(f"benchmarks.trl_grid: {error}", file=sys.stderr)
             return 1
@@ -126,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if keep:
         record = report.read(path)
         record["trl_grid"] = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "date": now(),
             "load_average_before": load,
             "rows": rows,
         }

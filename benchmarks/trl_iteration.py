@@ -20,10 +20,6 @@ What differs, because each trainer has no other way:
 - TRL's reported metrics cost it an entropy over all logits; FastPPO's come out of the loss.
 
 TRL's gradient checkpointing and bf16, on by default, are off: neither helps a tiny model on a CPU.
-
-With `--compile` both run through torch.compile, and compiling itself is not timed: FastPPO by its
-option `compile`, TRL by accelerate's ACCELERATE_DYNAMO_BACKEND. `torch_compile` of TRL's arguments
-does not reach its PPOTrainer, which makes its accelerator without them.
 """
 
 from __future__ import annotations
@@ -34,6 +30,7 @@ import copy
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -42,7 +39,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -56,8 +52,7 @@ NEEDED = "trl==1.12.0"
 LEARNING_RATE = 1e-5
 KL_COEF = 0.05
 WARM_UP = 1
-WARM_UP_COMPILED = 3
-"""Iterations that are not timed: the first compiles, and a later one may compile once more."""
+"""Iterations that are not timed."""
 COUNTED = 1
 """Iterations after the timed ones, whose FLOP are counted."""
 
@@ -77,17 +72,10 @@ class Options:
     minibatches: int = 4
     iterations: int = 5
     threads: int = 1
-    compile: bool = False
-
-    @property
-    def warm_up(self) -> int:
-        """Iterations before the timed ones."""
-        return WARM_UP_COMPILED if self.compile else WARM_UP
 
     def flags(self) -> list[str]:
         """The command line that gives these options."""
-        numbers = [f"--{name}={n}" for name, n in asdict(self).items() if name != "compile"]
-        return [*numbers, *["--compile"] * self.compile]
+        return [f"--{name}={value}" for name, value in asdict(self).items()]
 
 
 HELP = {
@@ -102,7 +90,6 @@ HELP = {
     "minibatches": "optimiser steps per pass",
     "iterations": "timed iterations of each trainer",
     "threads": "CPU threads of torch for both; a second one slows tiny models down",
-    "compile": "both through torch.compile, TRL by accelerate's variable; compiling is not timed",
 }
 
 
@@ -113,10 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for name, default in asdict(Options()).items():
-        how: dict[str, Any] = {"type": int, "default": default}
-        if isinstance(default, bool):
-            how = {"action": "store_true"}
-        parser.add_argument(f"--{name}", help=HELP[name], **how)
+        parser.add_argument(f"--{name}", type=int, default=default, help=HELP[name])
     parser.add_argument("--json", type=Path, help="also write the result here")
     return parser
 
@@ -160,14 +144,6 @@ def _llama(options: Options, model_class: Any, **more: Any) -> Any:
     return model_class(config)
 
 
-class _NoLog:
-    """Stands for a run's records: TRL writes none either."""
-
-    def metrics(self, *arguments: Any) -> None: ...
-
-    def samples(self, *arguments: Any) -> None: ...
-
-
 def _our_trainer(options: Options, policy: Any, reward: Any, tokenizer: Any, folder: Path) -> Any:
     from rich.console import Console
 
@@ -184,14 +160,12 @@ def _our_trainer(options: Options, policy: Any, reward: Any, tokenizer: Any, fol
         ppo_epochs=options.epochs,
         minibatches=options.minibatches,
         microbatch_size=options.batch // options.minibatches,
-        experience_batch_size=options.batch,
         reward_batch_size=options.batch,
         kl_coef=KL_COEF,
         learning_rate=LEARNING_RATE,
         lam=0.95,
         vf_coef=0.1,
         value_clip=0.2,
-        compile=options.compile,
         stop_token_ids=[],
         output_dir=str(folder / "run"),
     )
@@ -223,7 +197,7 @@ def _their_trainer(
         gradient_accumulation_steps=1,
         num_mini_batches=options.minibatches,
         num_ppo_epochs=options.epochs,
-        total_episodes=options.batch * (options.warm_up + options.iterations + COUNTED),
+        total_episodes=options.batch * (WARM_UP + options.iterations + COUNTED),
         response_length=options.response,
         local_rollout_forward_batch_size=options.batch,
         temperature=1.0,
@@ -283,7 +257,7 @@ def compare(options: Options, progress: Any = lambda line: None) -> Result:
 def _compare(options: Options, progress: Any) -> Result:
     from transformers import LlamaForCausalLM, LlamaForSequenceClassification, TrainerCallback
 
-    from benchmarks.training import make_tokenizer
+    from benchmarks.training import iterate, make_tokenizer
 
     torch.manual_seed(0)
     tokenizer = make_tokenizer(options.vocab)
@@ -303,26 +277,23 @@ def _compare(options: Options, progress: Any) -> Result:
         warnings.simplefilter("ignore")
         folder = Path(name)
         ours = _our_trainer(options, copy.deepcopy(policy), reward, tokenizer, folder)
-        compiling = {"ACCELERATE_DYNAMO_BACKEND": "inductor"} if options.compile else {}
-        with mock.patch.dict(os.environ, compiling):
-            theirs = _their_trainer(options, policy, reward, value, tokenizer, folder)
-        log: Any = _NoLog()
+        theirs = _their_trainer(options, policy, reward, value, tokenizer, folder)
         clock = [time.perf_counter()]
-        of_theirs: list[FlopCounterMode] = []
+        their_counter: list[FlopCounterMode] = []
 
         class Turns(TrainerCallback):
             """Behind each of TRL's steps, one of FastPPO's."""
 
             def on_step_end(self, *arguments: Any, **more: Any) -> None:
                 now = time.perf_counter()
-                if of_theirs:
+                if their_counter:
                     counting.close()
-                    with counted() as of_ours:
-                        ours.iterate(log)
-                    flop.extend([of_ours.get_total_flops(), of_theirs[0].get_total_flops()])
+                    with counted() as our_counter:
+                        iterate(ours)
+                    flop.extend([our_counter.get_total_flops(), their_counter[0].get_total_flops()])
                     return
                 theirs_seconds.append(now - clock[0])
-                metrics = ours.iterate(log)
+                metrics = iterate(ours)
                 ours_seconds.append(time.perf_counter() - now)
                 for key, seconds in metrics.items():
                     if key.startswith("seconds/"):
@@ -331,24 +302,42 @@ def _compare(options: Options, progress: Any) -> Result:
                     f"iteration {len(ours_seconds)}: FastPPO {ours_seconds[-1]:.3g} s, "
                     f"TRL {theirs_seconds[-1]:.3g} s"
                 )
-                if len(ours_seconds) == options.warm_up + options.iterations:
-                    of_theirs.append(counting.enter_context(counted()))
+                if len(ours_seconds) == WARM_UP + options.iterations:
+                    their_counter.append(counting.enter_context(counted()))
                 clock[0] = time.perf_counter()
 
         theirs.add_callback(Turns())
         clock[0] = time.perf_counter()
         theirs.train()
-    phases = {key: statistics.median(seconds[options.warm_up :]) for key, seconds in laps.items()}
+    phases = {key: statistics.median(seconds[WARM_UP:]) for key, seconds in laps.items()}
     rate = measure_ceilings(torch.device("cpu"), [torch.float32]).matmul["float32"]
     return Result(
         asdict(options),
-        ours_seconds[options.warm_up :],
-        theirs_seconds[options.warm_up :],
+        ours_seconds[WARM_UP:],
+        theirs_seconds[WARM_UP:],
         phases,
         fastppo_flop=flop[0],
         trl_flop=flop[1],
         matmul_flop_per_second=rate,
     )
+
+
+def compare_in_a_process(options: Options) -> dict[str, Any]:
+    """What `--json` writes, measured in a process of its own: what ran here before has left the
+    allocator in another state.
+
+    Raises:
+        RuntimeError: the process failed; the message is its last line.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "iteration.json"
+        command = [sys.executable, "-m", "benchmarks.trl_iteration", f"--json={path}"]
+        done = subprocess.run(
+            [*command, *options.flags()], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError((done.stderr.strip().splitlines() or ["it failed"])[-1])
+        return json.loads(path.read_text(encoding="utf-8"))
 
 
 def print_result(result: Result) -> None:
@@ -361,7 +350,7 @@ def print_result(result: Result) -> None:
         title=f"A PPO iteration of {options.batch} episodes, {options.prompt} + {options.response} "
         f"tokens, {options.epochs} epochs of {options.minibatches} minibatches; Llama with "
         f"{options.layers} layers of {options.hidden}, V = {options.vocab}; "
-        f"{options.threads} thread{'s'[: options.threads > 1]}{', compiled' * options.compile}",
+        f"{options.threads} thread{'s'[: options.threads > 1]}",
         title_justify="left",
     )
     table.add_column("trainer")

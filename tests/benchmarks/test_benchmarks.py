@@ -8,9 +8,8 @@ import json
 import math
 import re
 import shlex
-import subprocess
 import sys
-import tomllib
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,17 +35,7 @@ from benchmarks import (
     trl_grid,
     trl_iteration,
 )
-from benchmarks import conftest as pytest_front_door
-from benchmarks.page import write_page
-from benchmarks.run import (
-    check,
-    describe,
-    describe_sweep,
-    estimate_seconds,
-    for_sweeps,
-    run,
-    run_case,
-)
+from benchmarks.run import check, run, run_case
 from benchmarks.shapes import MODELS, SETS, Model, Sequences, Sweep, Tokens, Training, Work
 from fastppo import cli
 
@@ -70,17 +59,18 @@ TINY = Work(
         Sweep("loss", "N", (Tokens(MODEL, 4), Tokens(MODEL, 8))),
         Sweep("gae", "T", (Sequences(2, 8), Sequences(2, 16))),
     ),
-    seconds_per_provider=0.0,
-    min_calls=2,
+    seconds_per_provider=0.001,
     seconds=600.0,
 )
 CEILINGS = measure.Ceilings(1e9, {"float32": 1e12})
 
 
 @pytest.fixture(autouse=True)
-def _little_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ROTATION_BYTES", "COPY_BYTES"):
-        monkeypatch.setitem(getattr(measure, name), "cpu", 256)
+def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes and times of the suite's constants, so that a run takes no longer than a test may."""
+    monkeypatch.setattr(measure, "ROTATION_BYTES", 256)
+    monkeypatch.setattr(measure, "CEILING_SECONDS", 0.001)
+    monkeypatch.setitem(measure.COPY_BYTES, "cpu", 256)
     monkeypatch.setitem(measure.MATMUL_SHAPES, "cpu", ((16, 16, 16),))
 
 
@@ -88,6 +78,13 @@ def _little_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine that has none: importing them takes longer than the tests."""
     monkeypatch.setattr(case_module, "is_installed", lambda name: False)
+
+
+def rows_of(case: case_module.Case, **changes: Any) -> dict[str, Any]:
+    """The rows of a run of the case, by provider."""
+    case = dataclasses.replace(case, **changes)
+    result = run_case(case, CPU, CEILINGS, seconds=0.001, compiled=False)
+    return {row.provider: row for row in result.rows}
 
 
 # ----------------------------------------------------------------------------- floors and exponents
@@ -98,7 +95,6 @@ def test_floors_are_the_bytes_and_flop_that_one_counts_by_hand() -> None:
     logits = 8192 * 151936 * 2  # 2.49 GB
     assert losses.loss_case(qwen, bf16).bytes_moved == 2 * logits + 8192 * 16
     assert losses.loss_case(qwen, bf16, with_gradient=False).bytes_moved == logits + 8192 * 16
-    assert losses.cross_entropy_case(qwen, bf16).bytes_moved == 2 * logits + 8192 * 8
     assert losses.stats_case(qwen, bf16).bytes_moved == logits + 8192 * 16
     assert losses.loss_case(qwen, bf16).flop == 8192 * 151936 * 9
     assert losses.stats_case(qwen, bf16).flop == 8192 * 151936 * 5
@@ -122,14 +118,13 @@ def test_floors_are_the_bytes_and_flop_that_one_counts_by_hand() -> None:
 def test_an_updates_floor_is_five_forward_passes_and_the_optimisers_tensors() -> None:
     shape = Training(MODEL, 1, 4, 3, 4, 2)
     # Attention 16·16 for q and o, 16·8 for k and v; MLP 3·16·32; norms 16 each, 3 of them.
-    mlp = 3 * 16 * 32
-    trunk = 2 * 16 * 16 + 2 * 16 * 8 + mlp + 3 * 16
+    trunk = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32 + 3 * 16
     total = trunk + 2 * 101 * 16
-    assert training.parameter_counts(shape) == (trunk, mlp, total)
+    assert training.parameter_counts(shape) == (trunk, total)
     case = training.update_case(shape, torch.float32)
     assert case.bytes_moved == 7 * 4 * total
-    # The only layer is the last: 4·4 of the 4·7 tokens predict a response token.
-    assert case.flop == 10 * (trunk * 4 * 7 - mlp * 4 * 3 + 101 * 16 * 4 * 4)
+    # 4·4 of the 4·7 tokens are of the response.
+    assert case.flop == 10 * (trunk * 4 * 7 + 101 * 16 * 4 * 4)
 
 
 def test_the_floor_is_the_slower_of_bytes_and_flop() -> None:
@@ -146,14 +141,17 @@ def test_the_exponent_of_a_power_law_is_its_power() -> None:
     assert measure.growth_exponent([100.0, 200.0], [0.0, 0.0]) is None
 
 
-def test_a_ratio_is_the_median_of_quotients_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ratio_is_the_median_of_quotients_of_neighbours() -> None:
     """A slow minute that hits both of a pair leaves the ratio as it is."""
-    slowness = iter([1.0, 1.0, 50.0, 50.0, 1.0, 1.0])
-    monkeypatch.setattr(measure, "_seconds", lambda call, device: (call() * next(slowness), None))
-    ratio = measure.ratio_in_turns(lambda turn: 2.0, lambda turn: 4.0, turns=3)
-    assert ratio.median == 0.5
-    assert ratio.quartiles == (0.5, 0.5)
-    assert ratio.seconds == (2.0, 4.0)
+    ratio = measure.Ratio.of_pairs([(2.0, 4.0), (100.0, 200.0), (2.0, 4.0)])
+    assert ratio == (0.5, (0.5, 0.5), (2.0, 4.0))
+    calls: list[str] = []
+
+    def call(name: str) -> Any:
+        return lambda turn: calls.append(f"{name}{turn}")
+
+    measure.ratio_in_turns(call("a"), call("b"), turns=2)
+    assert calls == ["a0", "b0", "a0", "b0", "b1", "a1"]
 
 
 # --------------------------------------------------------------------------- what gets timed or not
@@ -164,22 +162,19 @@ def test_a_wrong_provider_is_reported_wrong_and_never_timed() -> None:
 
     def slightly_wrong(inputs: measure.Inputs) -> case_module.Outputs:
         calls.append(1)
-        right = sequences._gae_from(sequences.loop_gae)(inputs)
-        return right | {"returns": right["returns"] * 1.001}
+        advantages, returns = sequences.loop_gae(**inputs)
+        return {"advantages": advantages, "returns": returns * 1.001}
 
     def raises(inputs: measure.Inputs) -> case_module.Outputs:
         raise RuntimeError("no such kernel\nand a long trace")
 
     right = sequences.gae_case(Sequences(3, 20))
     broken = (case_module.Provider("wrong", slightly_wrong), case_module.Provider("raises", raises))
-    case = dataclasses.replace(right, providers=(*right.providers, *broken), peers=(), notes={})
-    result = run_case(case, TINY, CPU, CEILINGS, compiled=False)
-    rows = {row.provider: row for row in result.rows}
+    rows = rows_of(right, providers=(*right.providers, *broken), peers=(), notes={})
     assert rows["FastPPO"].status == rows["Python loop"].status == "timed"
     assert rows["wrong"].status == "wrong"
     assert rows["wrong"].error == pytest.approx(1e-3, rel=0.1)
-    assert rows["wrong"].timing is None
-    assert rows["wrong"].peak_extra_bytes is None
+    assert (rows["wrong"].timing, rows["wrong"].peak_extra_bytes) == (None, None)
     assert "returns is off by 1.0e-03" in rows["wrong"].detail
     assert len(calls) == 1  # the check, and nothing else
     assert (rows["raises"].status, rows["raises"].timing) == ("failed", None)
@@ -191,25 +186,24 @@ def test_a_wrong_provider_is_reported_wrong_and_never_timed() -> None:
 def test_in_bf16_too_a_gradient_without_the_entropy_bonus_is_wrong(build: Any) -> None:
     """The tokens' own entries are a hundred times the others', where the bonus shows."""
     shape = Tokens(MODELS["stories15m"], 64)
-    case, without = (
-        build(shape, torch.bfloat16, entropy_coef=coef) for coef in (losses.ENTROPY_COEF, 0.0)
-    )
+    case = build(shape, torch.bfloat16)
     inputs = case.draw(0, CPU)
     truth = case.truth(inputs)
-    for of, right in ((case, True), (without, False)):
-        provider = next(found for found in of.providers if found.name == "FastPPO")
+    for other, status in (
+        (case, "right"),
+        (build(shape, torch.bfloat16, entropy_coef=0.0), "wrong"),
+    ):
+        provider = next(p for p in other.providers if p.name == "FastPPO")
 
-        def call(inputs: measure.Inputs, call: Any = provider.call) -> case_module.Outputs:
+        def gradients(inputs: measure.Inputs, call: Any = provider.call) -> case_module.Outputs:
             return {name: x for name, x in call(inputs).items() if name.endswith("_grad")}
 
-        found = check(case, dataclasses.replace(provider, call=call), inputs, truth)
-        assert isinstance(found, float) == right
-        if not right:
-            assert found.status == "wrong"
-            assert "of its mean size" in found.detail
+        row = check(case, dataclasses.replace(provider, call=gradients), inputs, truth)
+        assert row.status == status
+        assert ("of its mean size" in row.detail) == (status == "wrong")
 
 
-@pytest.mark.parametrize("phase", ["draw", "truth", "weigh", "time"])
+@pytest.mark.parametrize("phase", ["draw", "truth"])
 @pytest.mark.usefixtures("no_peers")
 def test_a_case_that_runs_out_of_memory_does_not_end_the_run(
     phase: str, monkeypatch: pytest.MonkeyPatch
@@ -219,20 +213,12 @@ def test_a_case_that_runs_out_of_memory_does_not_end_the_run(
     def fail(*args: Any, **options: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
-    ill = right
-    if phase in ("draw", "truth"):
-        ill = dataclasses.replace(right, **{phase: fail})
-    elif phase == "weigh":
-        monkeypatch.setattr(measure, "peak_extra_memory", fail)
-    else:
-        monkeypatch.setattr(measure, "time_in_turns", fail)
+    ill = dataclasses.replace(right, **{phase: fail})
     monkeypatch.setattr("benchmarks.cases.cases", lambda *args: [ill, right])
-    record, _ = run(TINY, CPU, names=("whiten",), compiled=False)
+    record = run(TINY, CPU, names=("whiten",), compiled=False)
     first, second = record["cases"]
-    assert {row["status"] for row in first["rows"]} - {"absent"} == {"failed"}
-    assert "out of memory" in first["rows"][0]["detail"]
-    if phase in ("draw", "truth"):
-        assert {row["status"] for row in second["rows"]} - {"absent"} == {"timed"}
+    assert {row["status"] for row in first["rows"]} == {"failed"}
+    assert {row["status"] for row in second["rows"]} - {"absent"} == {"timed"}
     assert any("out of memory" in line for line, _ in report.left_out(record))
 
 
@@ -249,30 +235,22 @@ def test_an_absent_peer_is_named_as_absent_and_one_that_cannot_with_its_reason()
         "Nobody", "no-such-package", lambda device: pytest.fail("built though absent")
     )
     present = case_module.Peer("Somebody", "torch", on_a_gpu)
-    case = dataclasses.replace(sequences.whiten_case(Sequences(3, 20)), peers=(absent, present))
-    rows = {row.provider: row for row in run_case(case, TINY, CPU, CEILINGS, compiled=False).rows}
-    assert (rows["Nobody"].status, rows["Nobody"].timing) == ("absent", None)
-    assert rows["Nobody"].detail == "pip install no-such-package"
-    assert (rows["Somebody"].status, rows["Somebody"].timing) == ("unsupported", None)
-    assert rows["Somebody"].detail == "its kernel needs a GPU"
+    rows = rows_of(sequences.whiten_case(Sequences(3, 20)), peers=(absent, present))
+    assert rows["Nobody"][:3] == ("Nobody", "absent", "pip install no-such-package")
+    assert rows["Somebody"][:3] == ("Somebody", "unsupported", "its kernel needs a GPU")
+    assert rows["Nobody"].timing is rows["Somebody"].timing is None
 
 
-def test_a_provider_that_writes_over_its_inputs_finds_them_restored() -> None:
-    seen = []
-
+def test_a_provider_that_writes_over_its_inputs_leaves_the_others_theirs() -> None:
     def spoil(inputs: measure.Inputs) -> case_module.Outputs:
-        seen.append(inputs["values"].clone())
         whitened = sequences.eager_whiten(inputs["values"], inputs["mask"])
         inputs["values"].zero_()
         return {"whitened": whitened}
 
     case = sequences.whiten_case(Sequences(3, 20))
     spoiler = case_module.Provider("spoiler", spoil, writes=("values",))
-    case = dataclasses.replace(case, providers=(spoiler, *case.providers), peers=())
-    rows = run_case(case, TINY._replace(min_calls=8), CPU, CEILINGS, compiled=False).rows
-    assert {row.status for row in rows} == {"timed"}
-    assert len(seen) == 10  # check, memory, 8 timed
-    assert all(x.abs().sum() > 0 for x in seen)
+    rows = rows_of(case, providers=(spoiler, *case.providers), peers=())
+    assert {row.status for row in rows.values()} == {"timed"}
 
 
 def test_a_provider_gets_its_own_layout_outside_the_clock() -> None:
@@ -287,26 +265,18 @@ def test_a_provider_gets_its_own_layout_outside_the_clock() -> None:
         shapes.append(inputs["values"].shape)
         return {"whitened": sequences.eager_whiten(inputs["values"], inputs["mask"])}
 
-    case = sequences.whiten_case(Sequences(3, 20))
     flattened = case_module.Provider("flat", flat, prepare=prepare)
-    case = dataclasses.replace(case, providers=(flattened,), peers=())
-    (row,) = run_case(case, TINY, CPU, CEILINGS, compiled=False).rows
-    assert row.status == "timed"
+    rows = rows_of(sequences.whiten_case(Sequences(3, 20)), providers=(flattened,), peers=())
+    assert rows["flat"].status == "timed"
     assert set(shapes) == {torch.Size([60])}
-    assert len(prepared) < 2 + len(shapes)  # not once per call
+    assert len(prepared) < len(shapes)  # not once per call
 
 
 @pytest.mark.usefixtures("no_peers")
 def test_a_bound_is_timed_and_not_taken_for_an_implementation() -> None:
-    result = run_case(losses.linear_loss_case(*_tiny()), TINY, CPU, CEILINGS, compiled=False)
-    rows = {row.provider: row for row in result.rows}
-    bound = rows[losses.BOUND]
+    bound = rows_of(losses.linear_loss_case(TINY.linear[0], torch.float32))[losses.BOUND]
     assert (bound.status, bound.error) == ("bound", None)
     assert bound.timing is not None
-
-
-def _tiny() -> tuple[Tokens, torch.dtype]:
-    return TINY.linear[0], torch.float32
 
 
 def test_memory_counts_what_is_held_at_the_worst_moment() -> None:
@@ -320,43 +290,29 @@ def test_memory_counts_what_is_held_at_the_worst_moment() -> None:
 
 
 @pytest.mark.usefixtures("no_peers")
-def test_an_update_reports_what_fp64_does() -> None:
-    case = training.update_case(Training(MODEL, 1, 4, 3, 4, 2), torch.float32)
-    result = run_case(case, TINY, CPU, CEILINGS, compiled=False)
-    rows = {row.provider: row for row in result.rows if row.status != "unsupported"}
-    assert rows.keys() == {"FastPPO", "FastPPO, loss from logits", "eager PyTorch"}
+@pytest.mark.parametrize("build", [training.update_case, training.iteration_case])
+def test_an_update_and_an_iteration_agree_with_fp64(build: Any) -> None:
+    """An update by what it reports, an iteration by the logprobs of what it drew."""
+    rows = rows_of(build(TINY.update[0], torch.float32), notes={})
+    assert rows.keys() == {"FastPPO", "eager PyTorch"}
     for row in rows.values():
         assert row.status == "timed", row.detail
-        assert row.error is not None
         assert row.error < 1e-4
-
-
-@pytest.mark.usefixtures("no_peers")
-def test_an_iteration_draws_from_the_model_that_fp64_knows() -> None:
-    case = training.iteration_case(Training(MODEL, 1, 4, 3, 4, 2), torch.float32)
-    result = run_case(case, TINY, CPU, CEILINGS, compiled=False)
-    for row in result.rows:
-        if row.status != "unsupported":
-            assert row.status == "timed", row.detail
-            assert row.error is not None
-            assert row.error < 1e-4
 
 
 def test_a_recorded_engine_is_told_what_a_run_tells_its_engine() -> None:
     """Else a sampler's caches and graphs would stay in memory through every update."""
-    told: list[object] = []
+    calls: list[object] = []
     engine = SimpleNamespace(
-        same_weights=True, release=lambda: told.append("release"), weights_changed=told.append
+        same_weights=True, release=lambda: calls.append("release"), weights_changed=calls.append
     )
     recorder = training._Recorder(engine)
     recorder.release()
     recorder.weights_changed("policy")
-    assert told == ["release", "policy"]
+    assert calls == ["release", "policy"]
 
 
 # ------------------------------------------------------------------------------------ sets and time
-
-H200 = measure.Ceilings(4.3e12, {"bfloat16": 788e12, "float32": 50e12})
 
 
 @pytest.mark.parametrize(("name", "minutes"), [("default", 10), ("quick", 1)])
@@ -365,18 +321,9 @@ def test_a_set_begins_no_case_after_its_time(device: str, name: str, minutes: in
     assert SETS[device, name].seconds < 60 * minutes
 
 
-def test_the_gpu_set_is_estimated_at_less_than_its_time() -> None:
-    work = SETS["cuda", "default"]
-    total = sum(estimate_seconds(c, work, H200, compiled=True) for c in cases.cases(work))
-    for sweep in work.sweeps:
-        for _, case in cases.sweep_cases(sweep, work.dtype):
-            total += estimate_seconds(case, for_sweeps(work), H200, compiled=False)
-    assert total < work.seconds
-
-
 @pytest.mark.usefixtures("no_peers")
 def test_what_does_not_fit_into_the_time_is_reported_as_skipped() -> None:
-    record, _ = run(TINY._replace(seconds=-1.0), CPU, names=("gae",), compiled=False)
+    record = run(TINY._replace(seconds=-1.0), CPU, names=("gae",), compiled=False)
     (row, _) = record["cases"][0]["rows"]
     assert (row["status"], row["median_seconds"]) == ("skipped", None)
     assert "spent before its turn" in row["detail"]
@@ -400,113 +347,120 @@ def test_every_named_model_can_be_made(name: str) -> None:
     assert tuple(made.get_output_embeddings().weight.shape) == (model.vocab, model.hidden)
 
 
-# -------------------------------------------------------------------------------- what a run writes
+def test_the_rows_that_matter_come_first() -> None:
+    order = [(case.name, case.shape) for case in cases.cases(SETS["cuda", "default"])]
+    usual = ["loss", "statistics", "linear loss", "linear logprobs"]
+    assert [name for name, _ in order[:4]] == usual
+    assert {shape for _, shape in order[:4]} == {"qwen3-8b, N=8192"}
+    first = {"gae", "advantages", "whiten", "PPO update", "PPO iteration"}
+    assert {name for name, _ in order[4:9]} == first
+    assert len(order) == len(set(order))
 
-FIELDS = {
-    *("provider", "status", "detail", "median_seconds", "quartiles_seconds", "spread_seconds"),
-    *("processor_seconds", "calls", "bytes_per_second", "flop_per_second", "percent_of_floor"),
-    *("peak_extra_bytes", "error"),
-}
+
+# -------------------------------------------------------------------------------- what a run writes
 
 
 @pytest.mark.usefixtures("no_peers")
-def test_the_quick_set_writes_every_field_table_pictures_and_page(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_the_quick_set_writes_every_field_the_table_and_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(SETS, ("cpu", "quick"), TINY)
     assert command.main(["--quick", "--device", "cpu", "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "results.json").read_text("utf-8"))
-    assert record.keys() == {
-        *("format", "date", "set", "device", "packages", "load_average_before", "sweeps"),
-        *("load_average_after", "ceilings", "cases", "seconds", "estimated_seconds"),
-    }
     assert record["device"]["threads"] == torch.get_num_threads()
     assert record["packages"]["torch"] == torch.__version__
-    assert len(record["cases"]) == 13
+    names = {case["case"] for case in record["cases"]}
+    assert names >= {"loss", "loss, forward", "statistics", "linear loss", "linear logprobs"}
+    assert names >= {"gae", "advantages", "whiten", "PPO update", "PPO iteration"}
     points = [point for sweep in record["sweeps"] for point in sweep["points"]]
     assert [point["size"] for point in points] == [4, 8, 8, 16]
     for case in [*record["cases"], *points]:
-        assert case.keys() >= {"case", "shape", "dtype", "bytes", "flop", "floor_seconds", "rows"}
         ours = case["rows"][0]
         assert (ours["provider"], ours["status"]) == ("FastPPO", "timed"), ours["detail"]
         for row in case["rows"]:
-            assert row.keys() == FIELDS
-            measured = [row[name] is not None for name in FIELDS - {"detail", "error"}]
-            assert all(measured) == (row["status"] in ("timed", "bound"))
             if row["status"] == "timed":
                 share = case["floor_seconds"] / row["median_seconds"]
                 assert row["percent_of_floor"] == pytest.approx(100 * share)
                 assert row["error"] < 1e-4
+            elif row["status"] != "bound":
+                assert row["median_seconds"] is row["peak_extra_bytes"] is None
     printed = capsys.readouterr().out
     for word in ("linear logprobs", "Python loop", "FastPPO, in place", "eager", "of floor", "N^a"):
         assert word in printed
     for name in ("floor", "memory", "growth"):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
-    page = (tmp_path / "index.html").read_text("utf-8")
-    assert page.count("data:image/png;base64,") == 3
-    assert not re.search(r"(src|href)=\"(?!data:)", page)  # one file that loads nothing
-    for word in ("PPO iteration", "matrix products alone", torch.__version__):
-        assert word in page
 
 
-def test_growth_is_fitted_over_the_sizes_that_were_timed() -> None:
-    sweep = Sweep("gae", "T", (Sequences(2, 8), Sequences(2, 16)))
-    points = []
-    for size, case in cases.sweep_cases(sweep, torch.float32):
-        case = dataclasses.replace(case, peers=())
-        result = run_case(case, TINY, CPU, CEILINGS, compiled=False)
+def test_results_of_parts_make_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second part has a case anew and another one, and a third that its time did not reach."""
+    monkeypatch.setattr("benchmarks.report.RESULTS", tmp_path / "results")
+    (tmp_path / "results").mkdir()
+
+    def part(name: str, date: str, **milliseconds: float | None) -> str:
         timed = [
-            row._replace(timing=row.timing._replace(median=1e-6 * size**2), peak_extra_bytes=size)
-            for row in result.rows
-            if row.timing is not None
+            {
+                "case": case,
+                "shape": "N=2",
+                "dtype": "float32",
+                "rows": [{"status": "timed" if time else "skipped", "median_seconds": time}],
+            }
+            for case, time in milliseconds.items()
         ]
-        points.append((size, result._replace(rows=timed)))
-    growth = describe_sweep(sweep, points)["growth"]
-    assert growth["FastPPO"]["time"] == pytest.approx(2.0)
-    assert growth["FastPPO"]["memory"] == pytest.approx(1.0)
+        record = {"format": 2, "set": "default", "packages": {"torch": "2"}, "date": date}
+        record |= {"device": {"name": "Some GPU (R) 1"}, "cases": timed, "sweeps": []}
+        (tmp_path / name).write_text(json.dumps(record))
+        return str(tmp_path / name)
+
+    first = part("a.json", "2026-01-02T10", loss=1.0, gae=2.0)
+    second = part("b.json", "2026-01-02T11", gae=3.0, whiten=4.0, loss=None)
+    assert command.main(["keep", first]) == command.main(["keep", second]) == 0
+    kept = json.loads((tmp_path / "results" / "some-gpu-r-1.json").read_text())
+    times = {case["case"]: case["rows"][0]["median_seconds"] for case in kept["cases"]}
+    assert times == {"loss": 1.0, "gae": 3.0, "whiten": 4.0}
+    for change, sentence in (
+        ({"date": "2026-01-03T11"}, "the new results are of 2026-01-03"),
+        ({"packages": {"torch": "3"}}, "its packages: {'torch': '2'}"),
+        ({"set": "quick"}, "only results of the default set are kept, got the quick set"),
+    ):
+        path = Path(part("c.json", "2026-01-02T12", gae=5.0))
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        with pytest.raises(SystemExit):
+            command.main(["keep", str(path)])
+        assert sentence in " ".join(capsys.readouterr().err.split())
+    assert json.loads((tmp_path / "results" / "some-gpu-r-1.json").read_text()) == kept
 
 
-def test_a_results_file_is_named_by_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = {"name": "Some CPU (R) 9", "type": "cpu", "threads": 2}
-    assert report.slug(cpu) == "some-cpu-r-9"
-    assert report.slug({"name": "NVIDIA H200", "type": "cuda", "threads": 16}) == "nvidia-h200"
-
-
-def test_part_of_a_set_is_not_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command.main(["--keep", "--case", "gae"])
-    assert "whole set" in capsys.readouterr().err
-
-
+@pytest.mark.usefixtures("no_peers")
 def test_what_other_commands_measured_stays_in_a_results_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """`claims` and `trl_grid` write into the file that the set has made."""
-    path = tmp_path / "some-cpu.json"
-    older = {"date": "older", "claims": [1], "claims_measured": {"date": "x"}, "trl_grid": {}}
-    report.write(older, path)
-    monkeypatch.setattr(command, "run", lambda *arguments, **options: ({"date": "newer"}, None))
-    monkeypatch.setattr(command, "_write_page", lambda *arguments: None)
-    monkeypatch.setattr(report, "print_table", lambda *arguments: None)
-    monkeypatch.setattr(report, "results_path", lambda record: path)
-    assert command.main(["--keep", "--device", "cpu", "--out", str(tmp_path)]) == 0
-    assert report.read(path) == older | {"date": "newer"}
+    monkeypatch.setitem(SETS, ("cpu", "default"), TINY._replace(seconds=-1.0))
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert command.main(["--keep", "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
+    (path,) = tmp_path.glob("*.json")
+    added = {"claims": [1], "claims_measured": {"date": "x"}, "trl_grid": {}}
+    report.write(report.read(path) | added | {"date": "older"}, path)
+    assert command.main(["--keep", "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
+    record = report.read(path)
+    assert record["date"] != "older"
+    assert {name: record[name] for name in added} == added
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--device", "tpu"], "--device must be auto, cpu or cuda, got 'tpu'"),
+        (["--device", "tpu"], "invalid choice: 'tpu'"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
         (["claims", "--device", "cuda"], "claims are for a CPU"),
-        (["page", "no-such.json"], "no-such.json is no results file"),
-        (["page", "README.md"], "README.md is no results file"),
+        (["keep", "no-such.json"], "no-such.json is no results file"),
         (["keep", "README.md"], "README.md is no results file"),
-        (["keep"], "a results file is what `page` and `keep` take"),
+        (["keep"], "a results file is what `keep` takes"),
         (["--quick", "--out", "README.md"], "--out README.md cannot be written"),
         (["--keep", "--seconds", "1"], "--keep is for the whole set"),
+        (["--keep", "--case", "gae"], "--keep is for the whole set"),
     ],
 )
 def test_wrong_use_is_answered_in_a_sentence_before_anything_runs(
@@ -530,67 +484,6 @@ def test_a_narrow_terminal_gets_fewer_columns_and_whole_names() -> None:
         assert ("GB/s │" in text or "GB/s ┃" in text) == (width == 150)
 
 
-def test_describe_needs_no_timing() -> None:
-    case = dataclasses.replace(sequences.whiten_case(Sequences(3, 20)), peers=())
-    result = run_case(case, TINY, CPU, CEILINGS, compiled=False)
-    empty = result._replace(rows=[row for row in result.rows if row.timing is None])
-    assert all(row["median_seconds"] is None for row in describe(empty)["rows"])
-
-
-@pytest.mark.usefixtures("no_peers")
-def test_a_restricted_run_holds_the_chosen_cases_alone() -> None:
-    record, results = run(TINY, CPU, names=("gae", "whiten"), compiled=False)
-    assert [case["case"] for case in record["cases"]] == ["gae", "whiten"]
-    assert record["sweeps"] == []
-    assert len(results) == 2
-
-
-@pytest.mark.usefixtures("no_peers")
-def test_what_is_compiled_comes_last_where_compiling_takes_the_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    turns: list[str] = []
-    monkeypatch.setattr(sequences, "compiled", lambda function: function)
-    how: dict[str, Any] = {"names": ("gae", "whiten"), "progress": turns.append}
-    last, _ = run(TINY, CPU, **how, compiled_last=True)
-    begun = [line for line in turns if "/3  " in line and ":" not in line]
-    assert begun == [
-        "1/3  gae, B=3, T=20", "2/3  whiten, B=3, T=20", "3/3  whiten, B=3, T=20"
-    ]  # fmt: skip
-    assert turns[-3:] == [f"{begun[-1]}: {what}" for what in (
-        "checking torch.compile", "weighing torch.compile", "timing"
-    )]  # fmt: skip
-    in_turns, _ = run(TINY, CPU, **how)
-    for one, other in zip(last["cases"], in_turns["cases"], strict=True):
-        assert [row["provider"] for row in one["rows"]] == [
-            row["provider"] for row in other["rows"]
-        ]
-        assert [row["status"] for row in one["rows"]] == [row["status"] for row in other["rows"]]
-    alone = [row for row in last["cases"][1]["rows"] if row["provider"] == "torch.compile"]
-    assert [row["status"] for row in alone] == ["timed"]
-    ended, _ = run(TINY._replace(seconds=-1.0), CPU, **how, compiled_last=True)
-    assert all(row["status"] in ("skipped", "unsupported") for row in ended["cases"][1]["rows"])
-
-
-def test_the_rows_that_matter_come_first() -> None:
-    work = SETS["cuda", "default"]
-    order = [(case.name, case.shape) for case in cases.cases(work)]
-    usual = ["loss", "statistics", "linear loss", "linear logprobs"]
-    assert [name for name, _ in order[:4]] == usual
-    assert {shape for _, shape in order[:4]} == {"qwen3-8b, N=8192"}
-    assert {name.split(",")[0] for name, _ in order[4:9]} == {
-        "gae", "advantages", "whiten", "PPO update", "PPO iteration"
-    }  # fmt: skip
-    assert len(order) == len(set(order)) == 30
-
-
-@pytest.mark.usefixtures("no_peers")
-def test_a_page_can_be_made_of_results_without_sweeps(tmp_path: Path) -> None:
-    record, _ = run(TINY, CPU, names=("gae",), compiled=False)
-    page = write_page(record, tmp_path).read_text("utf-8")
-    assert page.count("data:image/png;base64,") == 2
-
-
 # ---------------------------------------------------------------------- the page and the README
 
 
@@ -598,14 +491,15 @@ def test_the_page_and_the_readme_are_what_the_results_say() -> None:
     """After a new results file: python -m benchmarks docs"""
     records = docs.load()
     assert docs.PAGE.read_text("utf-8") == docs.page(records)
-    assert docs.current(docs.README.read_text("utf-8")) == docs.sentences(records)
+    assert docs.current(docs.README.read_text("utf-8")) == docs.numbers(records)
 
 
 @pytest.mark.usefixtures("no_peers")
-@pytest.mark.parametrize("compiled", [True, False])
-def test_the_page_says_where_torch_compile_was_left_out(compiled: bool) -> None:
-    record, _ = run(TINY, CPU, names=("whiten",), compiled=compiled)
-    assert ("`torch.compile` was left out" in docs.page([record])) != compiled
+def test_the_page_says_where_torch_compile_was_left_out() -> None:
+    record = run(TINY, CPU, names=("whiten",), compiled=False)
+    assert "`torch.compile` was left out" in docs.page([record])
+    record["cases"][0]["rows"].append(record["cases"][0]["rows"][0] | {"provider": "torch.compile"})
+    assert "`torch.compile` was left out" not in docs.page([record])
 
 
 def of_the_readme(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -625,52 +519,46 @@ def test_a_results_file_that_changes_makes_the_page_and_the_readme_wrong() -> No
         other = of_the_readme(changed)["claims"][claim]
         other["measured"] *= 2
         in_place = "in place" in other["text"]  # on the page alone
-        assert (docs.sentences(changed) == docs.sentences(records)) == in_place
+        assert (docs.numbers(changed) == docs.numbers(records)) == in_place
         assert docs.page(changed) != docs.page(records)
 
 
-def test_the_readme_says_what_the_cpu_shows_that_was_measured_last() -> None:
+def test_the_readme_shows_the_cpu_that_was_measured_last() -> None:
     newest = of_the_readme(docs.load())
     older = json.loads(json.dumps(newest))
     older["device"]["name"] = "a CPU of the year before"
     older["claims_measured"]["date"] = "2025-01-01T00:00:00+00:00"
     for records in ([older, newest], [newest, older]):
-        assert docs.sentences(records) == docs.sentences([newest])
+        assert docs.numbers(records) == docs.numbers([newest])
 
 
 def test_a_gpu_is_not_measured_until_there_is_a_file_for_one() -> None:
     cpu = of_the_readme(docs.load())
     gpu = json.loads(json.dumps(cpu))
     gpu["device"] |= {"type": "cuda", "name": "NVIDIA H200"}
-    page = docs.page([cpu])
-    table = page[page.index("## GPU") :]
-    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][2:]
-    assert len(rows) == len(cases.cases(SETS["cuda", "default"]))
-    for _, *cells in rows:
-        assert {cell.rstrip(" |") for cell in cells} == {"not measured"}
-    assert "On GPUs: not measured." in docs.sentences([cpu])
-    assert "## GPU" not in docs.page([gpu, cpu])
-    assert "On GPUs: measured on NVIDIA H200." in docs.sentences([gpu, cpu])
+    assert "No GPU has run the suite yet" in docs.page([cpu])
+    assert "On GPUs: not measured." in docs.numbers([cpu])
+    assert "No GPU" not in docs.page([gpu, cpu])
+    assert "On GPUs: measured on NVIDIA H200." in docs.numbers([gpu, cpu])
 
 
 def test_a_number_of_the_readme_that_nobody_measured_is_refused() -> None:
     (cpu, *_) = docs.load()[::-1]
     with pytest.raises(ValueError, match="expected a CPU's results with claims"):
-        docs.sentences([{**cpu, "claims": []}])
-    with pytest.raises(ValueError, match="expected one measured claim"):
-        docs.sentences([{**cpu, "claims": cpu["claims"][:-1]}])
+        docs.numbers([{**cpu, "claims": []}])
     unmeasured = [{**claim, "measured": None} for claim in cpu["claims"]]
-    with pytest.raises(ValueError, match="expected one measured claim"):
-        docs.sentences([{**cpu, "claims": unmeasured}])
+    for wrong in (cpu["claims"][:-1], unmeasured):
+        with pytest.raises(ValueError, match="expected one measured claim"):
+            docs.numbers([{**cpu, "claims": wrong}])
 
 
-def test_the_readmes_sentences_are_written_between_their_markers_and_nowhere_else(
+def test_the_readmes_numbers_are_written_between_their_markers_and_nowhere_else(
     tmp_path: Path,
 ) -> None:
     readme, page = tmp_path / "README.md", tmp_path / "benchmarks.md"
     readme.write_text(f"before\n{docs.BEGIN}\nold\n{docs.END}\nafter\n")
     assert docs.update(readme, page) == [readme, page]
-    assert docs.current(readme.read_text("utf-8")) == docs.sentences(docs.load())
+    assert docs.current(readme.read_text("utf-8")) == docs.numbers(docs.load())
     assert page.read_text("utf-8") == docs.page(docs.load())
     assert readme.read_text("utf-8").startswith("before\n")
     assert readme.read_text("utf-8").endswith("\nafter\n")
@@ -683,34 +571,17 @@ def test_the_readmes_sentences_are_written_between_their_markers_and_nowhere_els
 # ------------------------------------------------------------------------------------- front doors
 
 
-def test_fastppo_bench_is_the_suite(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as done:
-        cli.main(["bench", "--help"])
-    assert done.value.code == 0
-    assert "usage: fastppo bench" in capsys.readouterr().out
-
-
-def test_fastppo_bench_says_what_to_do_without_a_checkout(
+def test_fastppo_bench_is_the_suite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["bench", "--help"])
+    assert "usage: fastppo bench" in capsys.readouterr().out
     monkeypatch.setattr(cli, "CHECKOUT", tmp_path)
     assert cli.main(["bench", "--quick"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "clone the repository" in said
-
-
-def test_plain_pytest_does_not_run_the_benchmarks() -> None:
-    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
-    assert options["testpaths"] == ["tests"]
-
-
-def test_pytest_benchmarks_without_the_plugin_is_refused_in_a_sentence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(pytest_front_door.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(pytest.UsageError, match=r"pip install -e '\.\[bench\]'"):
-        pytest_front_door.pytest_configure(None)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "clone the repository" in error
 
 
 def test_commands_of_the_suites_readme_are_commands() -> None:
@@ -723,11 +594,9 @@ def test_commands_of_the_suites_readme_are_commands() -> None:
             command.build_parser().parse_args(words[2:])
         elif words[0] == "bash":
             assert f"\n{words[2]})" in (ROOT / words[1]).read_text("utf-8"), "no such part"
-        elif words[0] == "python":
-            assert words[1] == "-m"
-            assert words[2] in {trl_iteration.__name__, trl_grid.__name__}
         else:
-            assert words[:2] == ["pytest", "benchmarks"]
+            assert words[:2] == ["python", "-m"]
+            assert (ROOT / f"{words[2].replace('.', '/')}.py").exists()
 
 
 # ------------------------------------------------------------------------------ claims for a CPU
@@ -739,11 +608,6 @@ def test_the_comparison_with_trl_says_what_it_needs(
     monkeypatch.setitem(sys.modules, "trl.experimental.ppo", None)
     assert trl_iteration.main([]) == 1
     assert "pip install trl==1.12.0" in capsys.readouterr().err
-    sentence = "this comparison needs TRL's PPOTrainer"
-    failed = subprocess.CompletedProcess([], 1, stderr=f"warning\n{sentence}\n")
-    monkeypatch.setattr(claims.subprocess, "run", lambda *arguments, **more: failed)
-    (claim,) = claims._iteration(lambda line: None, trl_iteration.Options())
-    assert (claim.verdict, claim.detail) == ("NOT MEASURED", sentence)
 
 
 def test_a_speed_up_is_the_median_over_neighbouring_iterations() -> None:
@@ -781,30 +645,19 @@ def test_a_row_of_the_grid_has_its_floor_and_what_equal_efficiency_would_give() 
         matmul_flop_per_second=1e10,
     )
     row = trl_grid.describe(dataclasses.asdict(result) | {"speed_up": result.speed_up})
-    assert row["percent_of_floor"] == pytest.approx(100 / 3)
-    assert trl_grid.cells(row) == [
-        "16 + 32 tokens, 2 × 64, V = 32000",
-        *["3.00 s", "1.00 s", "33 %", "9.00 s", "3.00", "2.00"],
-    ]
+    cells = ["16 + 32 tokens, 2 × 64, V = 32000"]
+    cells += ["3.00 s", "1.00 s", "33 %", "9.00 s", "3.00", "2.00"]
+    assert trl_grid.cells(row) == cells
     (cpu, *_) = docs.load()[::-1]
     page = docs.page([cpu | {"trl_grid": {"date": "2026-01-02T00:00:00", "rows": [row]}}])
-    assert f"| {' | '.join(trl_grid.cells(row))} |" in page
-    compiled = row | {"options": row["options"] | {"compile": True}}
-    assert trl_grid.cells(compiled)[0] == f"{trl_grid.cells(row)[0]}, compiled"
-    shapes = [dataclasses.asdict(each) for each in trl_grid.SHAPES]
-    assert len({tuple(each.values()) for each in shapes}) >= 8
+    assert f"| {' | '.join(cells)} |" in page
 
 
 def test_options_of_the_iteration_come_back_from_their_own_flags() -> None:
-    for options in trl_grid.shapes_of(compiled_too=True):
-        given = vars(trl_iteration.build_parser().parse_args(options.flags()))
-        del given["json"]
-        assert trl_iteration.Options(**given) == options
-    plain, compiled = trl_grid.shapes_of(compiled_too=True)[:2]
-    assert not plain.compile
-    assert compiled == dataclasses.replace(plain, compile=True)
-    assert compiled.warm_up > plain.warm_up
-    assert trl_grid.shapes_of(compiled_too=False) == trl_grid.SHAPES
+    for options in trl_grid.SHAPES:
+        parsed = vars(trl_iteration.build_parser().parse_args(options.flags()))
+        del parsed["json"]
+        assert trl_iteration.Options(**parsed) == options
 
 
 def test_a_claim_passes_up_to_its_limit_and_fails_behind_it() -> None:
@@ -819,20 +672,14 @@ def test_a_claim_passes_up_to_its_limit_and_fails_behind_it() -> None:
 def test_gae_takes_a_fifth_of_the_loops_processor_time() -> None:
     case = sequences.gae_case(Sequences(64, 4096))
     inputs = case.draw(0, CPU)
-    ours, loop = case.providers
-    assert (ours.name, loop.name) == ("FastPPO", "Python loop")
-    timings = measure.time_in_turns(
-        {ours.name: ours.call, loop.name: loop.call},
-        {ours.name: [inputs], loop.name: [inputs]},
-        lambda name, index: None,
-        CPU,
-        seconds=0.0,
-        min_calls=5,
-    )
-    taken = {name: timing.processor for name, timing in timings.items()}
-    assert taken[ours.name] is not None
-    assert taken[loop.name] is not None
-    assert taken[ours.name] * 5 <= taken[loop.name]
+    taken: dict[str, float] = {}
+    for provider in case.providers:
+        provider.call(inputs)
+        begin = time.process_time()
+        for _ in range(5):
+            provider.call(inputs)
+        taken[provider.name] = time.process_time() - begin
+    assert taken["FastPPO"] * 5 <= taken["Python loop"]
 
 
 def test_the_loss_takes_a_quarter_of_eagers_memory() -> None:
