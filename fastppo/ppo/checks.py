@@ -28,7 +28,7 @@ from fastppo.rewards.placing import paid_where_written
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.run.checkpoint import random_state, restore_random_state
-from fastppo.run.watch import non_finite_gradients, save_batch
+from fastppo.run.skipped import non_finite_gradients, save_batch
 
 MAX_SKIPPED_STEPS = 5
 """Optimiser steps in a row that may be skipped for a non-finite loss or gradient."""

@@ -75,7 +75,8 @@ class Options:
     @classmethod
     def types(cls) -> dict[str, Any]:
         """The type of each option by its name."""
-        return _hints(cls)
+        own: Any = cls
+        return _hints(own)
 
     @classmethod
     def hint(cls, name: str) -> str:

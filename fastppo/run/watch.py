@@ -4,31 +4,23 @@ Over-optimisation shows in the responses before it shows in the reward: they gro
 become one response; and a reward that nothing is trained on stops agreeing with the one that is
 (`rollout_health`). Instability shows in the KL's slope and in a loss that leaves its own history
 (`slope`, `SpikeDetector`). What counts as too much is the user's to say, as `kl > 20`
-(`parse_threshold`, `crossed`, `AbsentMetrics`). `Watch` is all of that for one run. The batch of a
-step that came out non-finite is saved for looking at (`save_batch`).
-
-The shares of tokens beyond the clip range by the advantage's sign are not counted here: the loss
-counts them in its own pass (`ratio_above_positive` and three others in `loss_metrics`).
+(`parse_threshold`, `crossed`). `Watch` is all of that for one run.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import operator
-import os
 import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SLOPE_WINDOW = 10
 """Iterations over which a slope is fitted: few enough to turn with the run, enough that the noise
@@ -87,12 +79,13 @@ def rollout_health(
 
     Source: distinct-n: Li et al. 2016, section 5.2, there over all responses at once.
     """
-    scores = scores.tolist() if isinstance(scores, Tensor) else list(scores)
+    scores = [float(score) for score in scores]
     lengths = [float(len(tokens)) for tokens in token_ids]
-    metrics = {"length_correlation": _pearson("scores", scores, lengths)}
-    for n in (1, 2):
-        shares = [share for tokens in token_ids if (share := _distinct(tokens, n)) is not None]
-        metrics[f"distinct_{n}"] = statistics.fmean(shares) if shares else None
+    metrics = {
+        "length_correlation": _pearson("scores", scores, lengths),
+        "distinct_1": _distinct([list(tokens) for tokens in token_ids]),
+        "distinct_2": _distinct([list(pairwise(tokens)) for tokens in token_ids]),
+    }
     if token_ids:
         metrics["unique_responses"] = len({tuple(tokens) for tokens in token_ids}) / len(token_ids)
     for name, values in (monitors or {}).items():
@@ -100,24 +93,27 @@ def rollout_health(
     return {name: value for name, value in metrics.items() if value is not None}
 
 
-def _distinct(tokens: Sequence[int], n: int) -> float | None:
-    ngrams = list(tokens) if n == 1 else list(pairwise(tokens))
-    return len(set(ngrams)) / len(ngrams) if ngrams else None
+def _distinct(ngrams: list[list[Any]]) -> float | None:
+    """The mean share of distinct n-grams of the responses that have any."""
+    shares = [len(set(of_response)) / len(of_response) for of_response in ngrams if of_response]
+    return statistics.fmean(shares) if shares else None
 
 
 def _pearson(name: str, x: list[float], y: list[float]) -> float | None:
     """Pearson's r; None where one side does not vary."""
     if len(x) != len(y):
         raise ValueError(f"{name} must be one per response: got {len(x)} for {len(y)} responses")
-    scored = [(a, b) for a, b in zip(x, y, strict=True) if not (math.isnan(a) or math.isnan(b))]
-    x, y = [a for a, _ in scored], [b for _, b in scored]
-    # Asked of the values, because the variance of equal numbers may come out as rounding.
-    if any(len(set(side)) < 2 for side in (x, y)):
+    both = [(a, b) for a, b in zip(x, y, strict=True) if not (math.isnan(a) or math.isnan(b))]
+    x = [a for a, _ in both]
+    y = [b for _, b in both]
+    # By the values, because the variance of equal numbers may come out as rounding.
+    if len(set(x)) < 2 or len(set(y)) < 2:
         return None
     # r does not depend on the scale, but squares of numbers near the ends of the range do.
-    x, y = ([value / max(map(abs, side)) for value in side] for side in (x, y))
+    largest_x = max(map(abs, x))
+    largest_y = max(map(abs, y))
     try:
-        return statistics.correlation(x, y)
+        return statistics.correlation([a / largest_x for a in x], [b / largest_y for b in y])
     except statistics.StatisticsError:  # they differ by rounding alone
         return None
 
@@ -213,7 +209,7 @@ def crossed(thresholds: Sequence[Threshold], metrics: Mapping[str, Any]) -> list
     """A sentence for each threshold on whose far side its metric is, such as `kl = 31.2 > 20`.
 
     A metric that is NaN counts as crossed, since no comparison would ever say so. One that is
-    absent does not: see `AbsentMetrics`.
+    absent does not: see `Watch`.
     """
     sentences = []
     for threshold in thresholds:
@@ -239,45 +235,14 @@ def _digits(value: float, threshold: Threshold) -> str:
     return shown
 
 
-class AbsentMetrics:
-    """Tells once of each threshold whose metric the run does not have, so that none waits forever.
-
-    Call it each iteration with the iteration's metrics: the sentences come on the call number
-    `after` and name the nearest metric that there is.
-    """
-
-    def __init__(self, thresholds: Sequence[Threshold], after: int = ABSENT_AFTER) -> None:
-        self.thresholds = list(thresholds)
-        self.after = after
-        self.calls = 0
-        self.seen: set[str] = set()
-
-    def __call__(self, metrics: Mapping[str, Any]) -> list[str]:
-        self.calls += 1
-        if self.calls > self.after:
-            return []
-        self.seen |= {name for name, value in metrics.items() if isinstance(value, (int, float))}
-        if self.calls < self.after:
-            return []
-        sentences = []
-        for threshold in self.thresholds:
-            if threshold.metric not in self.seen:
-                near = difflib.get_close_matches(threshold.metric, sorted(self.seen), n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                sentences.append(
-                    f"no metric {threshold.metric!r} in the first {self.after} iterations, "
-                    f"so `{threshold}` cannot be crossed{hint}"
-                )
-        return sentences
-
-
 class Watch:
     """What one run is watched for, and what it has shown so far.
 
     Args:
         warn_if, stop_if: thresholds.
-        expected: those of them whose metric is missed if it never comes.
-        absent_after: calls after which it is.
+        expected: those of them whose metric is missed if it never comes: a sentence says so once,
+            lest one waits forever.
+        absent_after: iterations after which it does.
     """
 
     def __init__(
@@ -289,11 +254,14 @@ class Watch:
     ) -> None:
         self.warn_if = list(warn_if)
         self.stop_if = list(stop_if)
-        self.absent = AbsentMetrics(expected, absent_after)
+        self.expected = list(expected)
+        self.absent_after = absent_after
         self.loss_spikes = SpikeDetector()
         self.kl_history: list[float] = []
         self.stopped_by: list[str] = []
         """Sentences of the thresholds of `stop_if` that the last metrics crossed."""
+        self._iterations = 0
+        self._metrics_seen: set[str] = set()
 
     def __call__(self, metrics: dict[str, float]) -> list[str]:
         """Adds the KL's slope to the metrics of an iteration; sentences to warn with."""
@@ -303,98 +271,40 @@ class Watch:
             if rise is not None:
                 metrics["kl_slope"] = rise
         self.stopped_by = crossed(self.stop_if, metrics)
-        return crossed(self.warn_if, metrics) + self.absent(metrics)
+        return crossed(self.warn_if, metrics) + self._missing(metrics)
+
+    def _missing(self, metrics: dict[str, float]) -> list[str]:
+        """In iteration `absent_after`, a sentence for each metric that is expected and never came,
+        with the nearest one that did."""
+        self._iterations += 1
+        if self._iterations > self.absent_after:
+            return []
+        self._metrics_seen |= {name for name, x in metrics.items() if isinstance(x, (int, float))}
+        if self._iterations < self.absent_after:
+            return []
+        sentences = []
+        for threshold in self.expected:
+            if threshold.metric not in self._metrics_seen:
+                known = sorted(self._metrics_seen)
+                near = difflib.get_close_matches(threshold.metric, known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                sentences.append(
+                    f"no metric {threshold.metric!r} in the first {self.absent_after} iterations, "
+                    f"so `{threshold}` cannot be crossed{hint}"
+                )
+        return sentences
 
     def state_dict(self) -> dict[str, Any]:
         """The histories, as JSON has them."""
         return {
             "losses": self.loss_spikes.history,
             "kl": self.kl_history,
-            "absent": {"calls": self.absent.calls, "seen": sorted(self.absent.seen)},
+            "absent": {"calls": self._iterations, "seen": sorted(self._metrics_seen)},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` gave."""
         self.loss_spikes = SpikeDetector(list(state["losses"]))
         self.kl_history = list(state["kl"])
-        self.absent.calls = state["absent"]["calls"]
-        self.absent.seen = set(state["absent"]["seen"])
-
-
-# ------------------------------------------------------------------------------- non-finite steps
-
-
-def non_finite_gradients(model: nn.Module) -> list[str]:
-    """Names of the parameters whose gradient has an inf or NaN. Reads every gradient."""
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None and not bool(_local(parameter.grad).isfinite().all())
-    ]
-
-
-def _local(gradient: Any) -> Tensor:
-    """This rank's shard of a gradient that is sharded: a DTensor, whose import takes a second."""
-    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
-
-
-def save_batch(
-    path: str | Path,
-    tensors: Mapping[str, Tensor | None],
-    *,
-    iteration: int,
-    step: int,
-    non_finite: str,
-    parameters: Sequence[str] = (),
-) -> Path:
-    """Keeps the minibatch of a skipped step, to look at or to run again.
-
-    Written to a temporary file beside its place and renamed, so it is there whole or not at all.
-
-    Args:
-        path: of a .safetensors file; its folder is made.
-        tensors: the minibatch by name; None is left out.
-        iteration, step: of the run, and the optimiser step.
-        non_finite: what was not finite: `loss` or `grad_norm`.
-        parameters: names of those with a non-finite gradient (`non_finite_gradients`).
-
-    Returns:
-        Path: where it is.
-
-    Raises:
-        ValueError: `non_finite` is neither.
-    """
-    if non_finite not in ("loss", "grad_norm"):
-        raise ValueError(f"non_finite must be loss or grad_norm, got {non_finite!r}")
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "iteration": iteration,
-        "step": step,
-        "non_finite": non_finite,
-        "parameters": list(parameters),
-    }
-    # Copies, because safetensors refuses tensors that share memory, as views of one batch do.
-    copies = {
-        name: value.detach().to("cpu", copy=True).contiguous()
-        for name, value in tensors.items()
-        if value is not None
-    }
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    save_file(copies, temporary, metadata={"fastppo": json.dumps(record)})
-    temporary.replace(path)
-    return path
-
-
-def load_batch(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `save_batch` wrote: the tensors on the CPU, and iteration, step, non_finite, parameters.
-
-    Raises:
-        ValueError: the file was not written by `save_batch`.
-    """
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-        if "fastppo" not in metadata:
-            raise ValueError(f"{path} is not the batch of a skipped step: it has no record of one")
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return tensors, json.loads(metadata["fastppo"])
+        self._iterations = state["absent"]["calls"]
+        self._metrics_seen = set(state["absent"]["seen"])

@@ -29,7 +29,7 @@ from fastppo.ppo.checks import (
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.state import RunState
 from fastppo.rollout import Rollout, RolloutEngine
-from fastppo.run.watch import load_batch
+from fastppo.run.skipped import load_batch
 from runs import first_experience, make_trainer, one_step
 
 # ----------------------------------------------------------------------------------- before a run

@@ -176,7 +176,7 @@ def test_a_resumed_run_of_bf16_weights_ends_in_the_same_bits(tmp_path: Path) -> 
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_names_its_weights(tmp_path: Path) -> None:
-    from fastppo.run.watch import load_batch
+    from fastppo.run.skipped import load_batch
 
     trainer = _bf16(tmp_path)
     experience = first_experience(trainer)

@@ -142,12 +142,12 @@ def test_a_coefficient_stays_where_there_is_no_kl_or_the_values_warm_up() -> Non
 
 
 def test_thresholds_that_the_user_chose_are_missed_and_the_default_ones_are_not() -> None:
-    assert RunState.of(PPOConfig()).watch.absent.thresholds == []
+    assert RunState.of(PPOConfig()).watch.expected == []
     watch = RunState.of(PPOConfig(warn_if=["kl > 50", "klx > 3"], stop_if=["y < 1"])).watch
-    assert [str(threshold) for threshold in watch.absent.thresholds] == ["klx > 3", "y < 1"]
+    assert [str(threshold) for threshold in watch.expected] == ["klx > 3", "y < 1"]
     assert [str(threshold) for threshold in watch.warn_if] == ["kl > 50", "klx > 3"]
     assert [str(threshold) for threshold in watch.stop_if] == ["y < 1"]
-    assert RunState.of(PPOConfig(iterations=2)).watch.absent.after == 2
+    assert RunState.of(PPOConfig(iterations=2)).watch.absent_after == 2
 
 
 @pytest.mark.parametrize("value_model", ["shared", "critic"])
