@@ -26,8 +26,12 @@ from fastppo.run.options import (
 from fastppo.run.watch import parse_threshold
 
 WARNINGS = (
-    *("kl > 50", "eos_rate < 0.1", "distinct_2 < 0.1", "skipped_steps > 0"),
-    *("mismatch/outside > 0.1", "advantage_std < 0.0001"),
+    "kl > 50",
+    "eos_rate < 0.1",
+    "distinct_2 < 0.1",
+    "skipped_steps > 0",
+    "mismatch/outside > 0.1",
+    "advantage_std < 0.0001",
 )
 """Thresholds that warn unless others are given: far outside what a healthy run shows."""
 
@@ -292,207 +296,41 @@ class PPOConfig(
     """Options of a PPO run. Lengths are in tokens, KL and entropy in nats, sizes in sequences."""
 
     def check(self) -> None:
-        arguments.dual_clip(self.dual_clip)
-        if self.rollout_batch_size % self.minibatches:
-            raise ValueError(
-                f"rollout_batch_size must be a multiple of minibatches, "
-                f"got {self.rollout_batch_size} and {self.minibatches}"
-            )
-        if self.rollout_batch_size % self.samples_per_prompt:
-            raise ValueError(
-                f"rollout_batch_size counts responses and must be a multiple of "
-                f"samples_per_prompt, got {self.rollout_batch_size} and {self.samples_per_prompt}"
-            )
-        self._check_reward_weights()
-        if self.kl_controller != "fixed" and self.kl_coef == 0:
-            raise ValueError(
-                f"kl_controller={self.kl_controller} multiplies kl_coef, so it must be > 0, got 0"
-            )
-        for option_name in ("warn_if", "stop_if"):
-            for text in getattr(self, option_name):
-                parse_threshold(text, option_name)
-        self.check_sharing()
-        self._check_combinations()
-        schedules = [Schedule.parse(text) for text in self.schedules]
-        if len({schedule.name for schedule in schedules}) < len(schedules):
-            raise ValueError(f"schedules has one name twice: {self.schedules}")
-        for schedule in schedules:
-            if getattr(self, schedule.name) is None:
-                raise ValueError(f"schedules: {schedule.name} has no value to start from")
-            check_bounds(PPOConfig, schedule.name, schedule.final)
-            if schedule.name == "dual_clip":
-                arguments.dual_clip(schedule.final)
+        check_batches(self)
+        check_models(self)
+        check_rewards(self)
+        check_turns(self)
+        check_objective(self)
+        check_kl(self)
+        check_advantages(self)
+        check_pretraining(self)
+        check_evaluation(self)
+        check_watching(self)
+        check_schedules(self)
 
-    def _check_reward_weights(self) -> None:
-        if not self.rewards or self.reward_weights is None:
-            return
-        count = len(self.reward_weights)
-        if self.reward_ensemble and count == len(self.rewards) + 1:
-            return  # the last is the ensemble's
-        if count != len(self.rewards):
-            more = ", or one more for reward_ensemble" if self.reward_ensemble else ""
-            raise ValueError(
-                f"reward_weights must be as many as rewards, {len(self.rewards)}{more}, got "
-                f"{count}; none given means 1 each"
-            )
+    @property
+    def scheduled(self) -> set[str]:
+        """Options that a schedule moves."""
+        return {Schedule.parse(text).name for text in self.schedules}
 
-    def _check_combinations(self) -> None:
-        """An option that would have no effect is an error, not a surprise."""
-        scheduled = {Schedule.parse(text).name for text in self.schedules}
+    def is_used(self, coefficient: str) -> bool:
+        """Whether a coefficient is, or may become, larger than 0."""
+        return getattr(self, coefficient) > 0 or coefficient in self.scheduled
 
-        def used(name: str) -> bool:
-            return getattr(self, name) > 0 or name in scheduled
+    def is_set(self, name: str) -> bool:
+        """Whether an option has another value than by default, or a schedule."""
+        (default,) = (member.default for member in fields(self) if member.name == name)
+        return getattr(self, name) != default or name in self.scheduled
 
-        for wrong, sentence in (
-            (
-                bool(self.prompt_order and self.prompt_weights),
-                "prompt_order goes through all prompts in turn and prompt_weights draws them: "
-                "expected one of them",
-            ),
-            (
-                self.quantization != "none"
-                and (self.lora_rank == 0 or self.value_model not in ("shared", "detached")),
-                f"quantization={self.quantization} freezes the model's matrices, so lora_rank must "
-                "be > 0 and value_model shared or detached",
-            ),
-            (
-                self.quantization != "none" and self.rollout == "vllm",
-                f"quantization={self.quantization}: rollout=vllm takes whole weights; "
-                "use rollout=decoder",
-            ),
-            (
-                self.precision == "fp16"
-                and (self.param_dtype != "float32" or self.optimizer != "adamw"),
-                "precision=fp16 scales gradients of fp32 weights, so param_dtype must be float32 "
-                f"and optimizer adamw, got {self.param_dtype} and {self.optimizer}",
-            ),
-            (
-                self.precision == "fp16"
-                and used("kl_loss_coef")
-                and self.kl_loss_estimator == "full",
-                "precision=fp16 forms the loss's gradient after its scale is known, which "
-                "kl_loss_estimator=full does not have",
-            ),
-            (
-                self.objective == "penalty" and used("kl_loss_coef"),
-                "objective=penalty has a KL of its own in the loss; a KL to the reference goes "
-                "into the reward (kl_coef), so kl_loss_coef must be 0",
-            ),
-            (
-                self.objective == "penalty" and self.dual_clip is not None,
-                "objective=penalty clips nothing, so dual_clip must be none",
-            ),
-            (
-                self.kl_loss_ratio_weighted and self.kl_loss_estimator not in RATIO_WEIGHTED,
-                "kl_loss_ratio_weighted needs kl_loss_estimator k1 or k3, which the ratio makes "
-                f"unbiased, got {self.kl_loss_estimator}",
-            ),
-            (
-                self.reference_refresh > 0
-                and not (used("kl_coef") or used("kl_loss_coef") or self.reference_model),
-                "reference_refresh needs a reference: kl_coef or kl_loss_coef must be > 0",
-            ),
-            (
-                self.reference_refresh > 0 and self.reference_model is not None,
-                "reference_refresh replaces the reference by the policy, which may be another "
-                "architecture than reference_model: give one of them",
-            ),
-            (
-                self.critic_model is not None and self.value_model != "critic",
-                f"critic_model needs value_model=critic, got {self.value_model}",
-            ),
-            (
-                self.bootstrap_truncated and self.advantage != "gae",
-                f"advantage={self.advantage} is of complete returns; bootstrap_truncated is for "
-                "gae",
-            ),
-            (
-                self.advantage in CRITIC_FREE and used("vf_coef"),
-                f"advantage={self.advantage} has no value function to train, so vf_coef must be 0",
-            ),
-            (
-                self.advantage in CRITIC_FREE and self.value_model != "shared",
-                f"advantage={self.advantage} has no value function, so value_model must be shared, "
-                "which costs nothing",
-            ),
-            (
-                self.advantage in ("rloo", "group") and self.samples_per_prompt < 2,
-                f"advantage={self.advantage} compares responses to one prompt, so "
-                "samples_per_prompt must be at least 2",
-            ),
-            (
-                self.advantage in ("rloo", "group") and self.reward_failure == "drop",
-                f"advantage={self.advantage} compares all responses to a prompt, so none may be "
-                "dropped: reward_failure must be stop",
-            ),
-            (
-                self.advantage == "group" and self.whiten_advantages == "full",
-                "advantage=group normalises the samples of each prompt, so whiten_advantages must "
-                "be none or variance",
-            ),
-            (
-                self.gae_by == "turn" and self.lam_alpha is not None,
-                "lam_alpha follows from a response's tokens, so gae_by must be token",
-            ),
-            (
-                bool(self.reward_ensemble) and len(self.reward_ensemble) < 2,
-                "reward_ensemble must be at least two reward models; one goes into rewards",
-            ),
-            (
-                self.steps_per_iteration == 1
-                and (self.objective == "penalty" or self.early_stop_kl is not None),
-                "objective=penalty and early_stop_kl measure how far an iteration's optimiser "
-                "steps have moved the policy, so ppo_epochs · minibatches must be > 1",
-            ),
-            (
-                self.reference_refresh == 1 and used("kl_coef"),
-                "reference_refresh=1: the KL of a rollout to its own policy is 0, so kl_coef must "
-                "be 0; kl_loss_coef weighs the KL in the loss",
-            ),
-            (
-                self.value_warmup_iterations > 0 and not used("vf_coef"),
-                "value_warmup_iterations trains the value function alone, so vf_coef must be > 0",
-            ),
-            (used("ptx_coef") and not self.ptx_data, "ptx_coef > 0 needs ptx_data"),
-            (
-                bool(self.ptx_data) and not used("ptx_coef"),
-                "ptx_data is given and ptx_coef is 0: expected both or neither",
-            ),
-            (
-                "kl_coef" in scheduled and self.kl_controller != "fixed",
-                f"kl_coef has a schedule and kl_controller={self.kl_controller}: expected one of "
-                "them",
-            ),
-        ):
-            if wrong:
-                raise ValueError(sentence)
-        for names, needs, there in (
-            ("clip_ratio clip_ratio_high", "objective=clip", self.objective == "clip"),
-            ("policy_kl_target", "objective=penalty", self.objective == "penalty"),
-            ("reward_ensemble_by", "reward_ensemble", self.reward_ensemble),
-            ("kl_estimator", "kl_coef > 0", used("kl_coef")),
-            (
-                "kl_loss_estimator kl_loss_ratio_weighted",
-                "kl_loss_coef > 0",
-                used("kl_loss_coef"),
-            ),
-            ("kl_target", "a kl_controller that moves", self.kl_controller != "fixed"),
-            ("kl_horizon", "kl_controller=adaptive", self.kl_controller == "adaptive"),
-            (
-                "lam",
-                "advantage=gae and no lam_alpha",
-                self.advantage == "gae" and self.lam_alpha is None,
-            ),
-            ("lam_alpha value_lam gae_by", "advantage=gae", self.advantage == "gae"),
-            ("eval_interval eval_sampling eval_patience", "eval_prompts", self.eval_prompts),
-            ("lora_alpha lora_target_modules", "lora_rank > 0", self.lora_rank > 0),
-            ("ptx_batch_size ptx_block_size", "ptx_data", self.ptx_data),
-            ("vllm_tensor_parallel_size", "rollout=vllm", self.rollout == "vllm"),
-        ):
-            for name in names.split():
-                (default,) = (each.default for each in fields(self) if each.name == name)
-                if (getattr(self, name) != default or name in scheduled) and not there:
-                    raise ValueError(f"{name} has an effect only with {needs}")
+    def have_effect_only(self, *names: str, where: object, needs: str) -> None:
+        """Raises ValueError for an option that is set and would do nothing.
+
+        Args:
+            where: whether there is what the options need; needs: what that is.
+        """
+        for name in names:
+            if not where and self.is_set(name):
+                raise ValueError(f"{name} has an effect only with {needs}")
 
     def at(self, iteration: int) -> PPOConfig:
         """The options of one iteration: these, with each schedule's value in its place."""
@@ -513,8 +351,7 @@ class PPOConfig(
     @property
     def wants_reference(self) -> bool:
         """Whether there is a KL to a reference model."""
-        moving = any(Schedule.parse(text).name.startswith("kl_") for text in self.schedules)
-        return self.kl_coef > 0 or self.kl_loss_coef > 0 or moving
+        return self.is_used("kl_coef") or self.is_used("kl_loss_coef")
 
     @property
     def softmax(self) -> dict[str, Any]:
@@ -551,16 +388,270 @@ class PPOConfig(
         return self.iterations * self.steps_per_iteration
 
 
+# What options may not be together, section by section. An option that would have no effect is an
+# error, not a surprise.
+
+
+def check_batches(config: PPOConfig) -> None:
+    """Raises ValueError where a rollout's responses cannot be dealt out."""
+    if config.rollout_batch_size % config.minibatches:
+        raise ValueError(
+            f"rollout_batch_size must be a multiple of minibatches, got "
+            f"{config.rollout_batch_size} and {config.minibatches}"
+        )
+    if config.rollout_batch_size % config.samples_per_prompt:
+        raise ValueError(
+            f"rollout_batch_size counts responses and must be a multiple of samples_per_prompt, "
+            f"got {config.rollout_batch_size} and {config.samples_per_prompt}"
+        )
+    if config.prompt_order and config.prompt_weights:
+        raise ValueError(
+            "prompt_order goes through all prompts in turn and prompt_weights draws them: expected "
+            "one of them"
+        )
+
+
+def check_models(config: PPOConfig) -> None:
+    """Raises ValueError for options of policy, reference and value function."""
+    if config.quantization != "none":
+        if config.lora_rank == 0 or config.value_model == "critic":
+            raise ValueError(
+                f"quantization={config.quantization} freezes the model's matrices, so lora_rank "
+                "must be > 0 and value_model shared or detached"
+            )
+        if config.rollout == "vllm":
+            raise ValueError(
+                f"quantization={config.quantization}: rollout=vllm takes whole weights; use "
+                "rollout=decoder"
+            )
+    if config.precision == "fp16":
+        if config.param_dtype != "float32" or config.optimizer != "adamw":
+            raise ValueError(
+                "precision=fp16 scales gradients of fp32 weights, so param_dtype must be float32 "
+                f"and optimizer adamw, got {config.param_dtype} and {config.optimizer}"
+            )
+        if config.is_used("kl_loss_coef") and config.kl_loss_estimator == "full":
+            raise ValueError(
+                "precision=fp16 forms the loss's gradient after its scale is known, which "
+                "kl_loss_estimator=full does not have"
+            )
+    if config.critic_model is not None and config.value_model != "critic":
+        raise ValueError(f"critic_model needs value_model=critic, got {config.value_model}")
+    if config.value_warmup_iterations > 0 and not config.is_used("vf_coef"):
+        raise ValueError(
+            "value_warmup_iterations trains the value function alone, so vf_coef must be > 0"
+        )
+    lora = config.lora_rank > 0
+    config.have_effect_only("lora_alpha", "lora_target_modules", where=lora, needs="lora_rank > 0")
+    config.have_effect_only(
+        "vllm_tensor_parallel_size", where=config.rollout == "vllm", needs="rollout=vllm"
+    )
+
+
+def check_rewards(config: PPOConfig) -> None:
+    """Raises ValueError for weights and ensembles that do not fit the rewards."""
+    if config.rewards and config.reward_weights is not None:
+        count = len(config.rewards)
+        allowed = [count, count + 1] if config.reward_ensemble else [count]
+        if len(config.reward_weights) not in allowed:
+            more = ", or one more for reward_ensemble" if config.reward_ensemble else ""
+            raise ValueError(
+                f"reward_weights must be as many as rewards, {count}{more}, got "
+                f"{len(config.reward_weights)}; none given means 1 each"
+            )
+    if len(config.reward_ensemble) == 1:
+        raise ValueError(
+            "reward_ensemble must be at least two reward models; one goes into rewards"
+        )
+    config.have_effect_only(
+        "reward_ensemble_by", where=config.reward_ensemble, needs="reward_ensemble"
+    )
+
+
+def check_turns(config: PPOConfig) -> None:
+    """Raises ValueError where steps of turns go with an estimate of tokens."""
+    if config.gae_by == "turn" and config.lam_alpha is not None:
+        raise ValueError("lam_alpha follows from a response's tokens, so gae_by must be token")
+
+
+def check_objective(config: PPOConfig) -> None:
+    """Raises ValueError for options of the policy loss and of an update's end."""
+    arguments.dual_clip(config.dual_clip)
+    clips = config.objective == "clip"
+    if not clips and config.is_used("kl_loss_coef"):
+        raise ValueError(
+            "objective=penalty has a KL of its own in the loss; a KL to the reference goes into "
+            "the reward (kl_coef), so kl_loss_coef must be 0"
+        )
+    if not clips and config.dual_clip is not None:
+        raise ValueError("objective=penalty clips nothing, so dual_clip must be none")
+    if config.steps_per_iteration == 1 and (not clips or config.early_stop_kl is not None):
+        raise ValueError(
+            "objective=penalty and early_stop_kl measure how far an iteration's optimiser steps "
+            "have moved the policy, so ppo_epochs · minibatches must be > 1"
+        )
+    config.have_effect_only("clip_ratio", "clip_ratio_high", where=clips, needs="objective=clip")
+    config.have_effect_only("policy_kl_target", where=not clips, needs="objective=penalty")
+
+
+def check_kl(config: PPOConfig) -> None:
+    """Raises ValueError for options of the KL to the reference."""
+    in_reward = config.is_used("kl_coef")
+    in_loss = config.is_used("kl_loss_coef")
+    moves = config.kl_controller != "fixed"
+    if moves and config.kl_coef == 0:
+        raise ValueError(
+            f"kl_controller={config.kl_controller} multiplies kl_coef, so it must be > 0, got 0"
+        )
+    if moves and "kl_coef" in config.scheduled:
+        raise ValueError(
+            f"kl_coef has a schedule and kl_controller={config.kl_controller}: expected one of them"
+        )
+    if config.reference_refresh > 0:
+        if not (in_reward or in_loss or config.reference_model):
+            raise ValueError(
+                "reference_refresh needs a reference: kl_coef or kl_loss_coef must be > 0"
+            )
+        if config.reference_model is not None:
+            raise ValueError(
+                "reference_refresh replaces the reference by the policy, which may be another "
+                "architecture than reference_model: give one of them"
+            )
+        if config.reference_refresh == 1 and in_reward:
+            raise ValueError(
+                "reference_refresh=1: the KL of a rollout to its own policy is 0, so kl_coef must "
+                "be 0; kl_loss_coef weighs the KL in the loss"
+            )
+    if config.kl_loss_ratio_weighted and config.kl_loss_estimator not in RATIO_WEIGHTED:
+        raise ValueError(
+            "kl_loss_ratio_weighted needs kl_loss_estimator k1 or k3, which the ratio makes "
+            f"unbiased, got {config.kl_loss_estimator}"
+        )
+    config.have_effect_only("kl_estimator", where=in_reward, needs="kl_coef > 0")
+    config.have_effect_only(
+        "kl_loss_estimator", "kl_loss_ratio_weighted", where=in_loss, needs="kl_loss_coef > 0"
+    )
+    config.have_effect_only("kl_target", where=moves, needs="a kl_controller that moves")
+    config.have_effect_only(
+        "kl_horizon", where=config.kl_controller == "adaptive", needs="kl_controller=adaptive"
+    )
+
+
+def check_advantages(config: PPOConfig) -> None:
+    """Raises ValueError for options that a kind of advantages does not have."""
+    kind = config.advantage
+    if config.bootstrap_truncated and kind != "gae":
+        raise ValueError(f"advantage={kind} is of complete returns; bootstrap_truncated is for gae")
+    if kind in CRITIC_FREE and config.is_used("vf_coef"):
+        raise ValueError(f"advantage={kind} has no value function to train, so vf_coef must be 0")
+    if kind in CRITIC_FREE and config.value_model != "shared":
+        raise ValueError(
+            f"advantage={kind} has no value function, so value_model must be shared, which costs "
+            "nothing"
+        )
+    if kind in ("rloo", "group") and config.samples_per_prompt < 2:
+        raise ValueError(
+            f"advantage={kind} compares responses to one prompt, so samples_per_prompt must be at "
+            "least 2"
+        )
+    if kind in ("rloo", "group") and config.reward_failure == "drop":
+        raise ValueError(
+            f"advantage={kind} compares all responses to a prompt, so none may be dropped: "
+            "reward_failure must be stop"
+        )
+    if kind == "group" and config.whiten_advantages == "full":
+        raise ValueError(
+            "advantage=group normalises the samples of each prompt, so whiten_advantages must be "
+            "none or variance"
+        )
+    is_gae = kind == "gae"
+    fixed_lam = is_gae and config.lam_alpha is None
+    config.have_effect_only("lam", where=fixed_lam, needs="advantage=gae and no lam_alpha")
+    config.have_effect_only("lam_alpha", "value_lam", "gae_by", where=is_gae, needs="advantage=gae")
+
+
+def check_pretraining(config: PPOConfig) -> None:
+    """Raises ValueError where PPO-ptx has a coefficient without text, or text without one."""
+    if config.is_used("ptx_coef") and not config.ptx_data:
+        raise ValueError("ptx_coef > 0 needs ptx_data")
+    if config.ptx_data and not config.is_used("ptx_coef"):
+        raise ValueError("ptx_data is given and ptx_coef is 0: expected both or neither")
+    config.have_effect_only(
+        "ptx_batch_size", "ptx_block_size", where=config.ptx_data, needs="ptx_data"
+    )
+
+
+def check_evaluation(config: PPOConfig) -> None:
+    """Raises ValueError for options of an evaluation that has no prompts."""
+    config.have_effect_only(
+        "eval_interval",
+        "eval_sampling",
+        "eval_patience",
+        where=config.eval_prompts,
+        needs="eval_prompts",
+    )
+
+
+def check_watching(config: PPOConfig) -> None:
+    """Raises ValueError for thresholds and trackers that are not understood."""
+    for text in config.warn_if:
+        parse_threshold(text, "warn_if")
+    for text in config.stop_if:
+        parse_threshold(text, "stop_if")
+    config.check_sharing()
+
+
+def check_schedules(config: PPOConfig) -> None:
+    """Raises ValueError for schedules that end where their option may not be."""
+    schedules = [Schedule.parse(text) for text in config.schedules]
+    if len(config.scheduled) < len(schedules):
+        raise ValueError(f"schedules has one name twice: {config.schedules}")
+    for schedule in schedules:
+        if getattr(config, schedule.name) is None:
+            raise ValueError(f"schedules: {schedule.name} has no value to start from")
+        check_bounds(PPOConfig, schedule.name, schedule.final)
+        if schedule.name == "dual_clip":
+            arguments.dual_clip(schedule.final)
+
+
 IDENTITY = (
-    *("param_dtype", "quantization", "lora_rank", "lora_alpha", "lora_target_modules"),
-    *("reference_refresh", "value_model", "critic_model"),
-    *("prompt_column", "split", "seed", "solved_reward"),
-    *("reward_weights", "score_normalization", "reward_ensemble_by"),
-    *("rollout_batch_size", "samples_per_prompt", "minibatches", "ppo_epochs"),
-    *("max_new_tokens", "temperature", "top_k", "top_p", "stop_token_ids", "stop_strings"),
-    *("max_turns", "max_response_tokens", "gae_by"),
-    *("objective", "advantage", "lam_alpha", "value_lam", "optimizer", "aggregation"),
-    *("kl_estimator", "kl_loss_estimator", "kl_loss_ratio_weighted"),
+    "param_dtype",
+    "quantization",
+    "lora_rank",
+    "lora_alpha",
+    "lora_target_modules",
+    "reference_refresh",
+    "value_model",
+    "critic_model",
+    "prompt_column",
+    "split",
+    "seed",
+    "solved_reward",
+    "reward_weights",
+    "score_normalization",
+    "reward_ensemble_by",
+    "rollout_batch_size",
+    "samples_per_prompt",
+    "minibatches",
+    "ppo_epochs",
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "stop_token_ids",
+    "stop_strings",
+    "max_turns",
+    "max_response_tokens",
+    "gae_by",
+    "objective",
+    "advantage",
+    "lam_alpha",
+    "value_lam",
+    "optimizer",
+    "aggregation",
+    "kl_estimator",
+    "kl_loss_estimator",
+    "kl_loss_ratio_weighted",
 )
 """Options that say which run it is: a resumed run with another value is another run. Models, data
 and rewards are known by their content, wherever they lie; rates and coefficients may move."""

@@ -40,7 +40,7 @@ REMOVED = {
     "early_stop_check": Removed("epoch", "early_stop_kl is checked after each epoch"),
     "policy_kl_coef": Removed(1.0, "β of objective=penalty begins at 1 and adapts from there"),
     "max_skipped_steps": Removed(5, "a run stops after 5 steps in a row that are not finite"),
-    "log_interval": Removed(1, "every iteration, or step of a stage, is logged"),
+    "log_interval": Removed(1, "every iteration is logged"),
     "log_samples": Removed(8, "8 samples of each iteration are logged"),
     "checkpoint_failure": Removed("stop", "a checkpoint that cannot be written stops the run"),
     "checkpoint_async": Removed(False, "the run waits while a checkpoint is written"),
