@@ -42,9 +42,10 @@ def _storage(x: Tensor) -> torch.UntypedStorage:
     return x.untyped_storage()
 
 
-def _transparent(operator: Operator, *args: Any, **kwargs: Any) -> Any:
+def _transparent(operator: Operator, **operands: Any) -> Any:
     """In place of a custom operator, which would show no operation inside."""
-    return operator.function(*args, **kwargs)
+    with torch.no_grad():
+        return operator.function(**operands)
 
 
 def allocations(work: Callable[[], Any]) -> tuple[int, int]:

@@ -60,10 +60,15 @@ def gae(
 
     Source: Schulman et al. 2016, eq. 11, 12 and 16.
     """
-    trajectory, batch = arguments.trajectory_of(values, rewards, mask, cu_seqlens, bootstrap)
     arguments.tensor("rewards", rewards)
-    discounts = arguments.discounts_of(gamma, lam, batch, values)
-    estimates = operators.gae_op(trajectory, discounts, arguments.choose_backend(backend, values))
+    trajectory, batch = arguments.trajectory(
+        values, rewards=rewards, mask=mask, cu_seqlens=cu_seqlens, bootstrap=bootstrap
+    )
+    estimates = operators.gae_op(
+        trajectory=trajectory,
+        discounts=arguments.discounts(gamma, lam, batch=batch, like=values),
+        backend=arguments.choose_backend(backend, values),
+    )
     return estimates.advantages, estimates.returns
 
 
@@ -113,8 +118,13 @@ def compute_advantages(
     arguments.boolean("whiten", whiten)
     arguments.boolean("shift_mean", shift_mean)
     arguments.tensor("mask", mask, dtypes=(torch.bool,))
-    trajectory, batch = arguments.trajectory_of(
-        values, token_rewards, mask, cu_seqlens, bootstrap, rewards_name="token_rewards"
+    trajectory, batch = arguments.trajectory(
+        values,
+        rewards=token_rewards,
+        mask=mask,
+        cu_seqlens=cu_seqlens,
+        bootstrap=bootstrap,
+        rewards_name="token_rewards",
     )
     arguments.tensor("scores", scores, shape=(batch,), like=values, wants="one per sequence")
     arguments.tensor("logprobs", logprobs, shape=values.shape, like=values)
@@ -127,19 +137,23 @@ def compute_advantages(
         raise ValueError(f"kl_coef={kl_coef} needs ref_logprobs, got None")
     if score_clip is not None:
         score_clip = float(arguments.at_least("score_clip", score_clip, 0.0, strictly=True))
-    shaping = Shaping(
-        scores.detach(),
-        logprobs.detach(),
-        ref_logprobs,
-        float(kl_coef),
-        kl_estimator,
-        score_clip,
-    )
-    discounts = arguments.discounts_of(gamma, lam, batch, values)
     backend = arguments.choose_backend(backend, values)
-    shaped = operators.shaped_advantages_op(trajectory, shaping, discounts, backend)
-    advantages, moments = shaped.advantages, shaped.moments
+    shaped = operators.shaped_advantages_op(
+        trajectory=trajectory,
+        shaping=Shaping(
+            scores=scores.detach(),
+            logprobs=logprobs.detach(),
+            ref_logprobs=ref_logprobs,
+            kl_coef=float(kl_coef),
+            kl_estimator=kl_estimator,
+            score_clip=score_clip,
+        ),
+        discounts=arguments.discounts(gamma, lam, batch=batch, like=values),
+        backend=backend,
+    )
+    advantages = shaped.advantages
     if whiten:
+        moments = shaped.moments
         if reduce_moments is not None:
             moments = reduce_moments(moments)
             if moments is None:  # without it every rank would whiten by itself
@@ -148,7 +162,9 @@ def compute_advantages(
                     "works in place returns its argument"
                 )
             arguments.tensor("what reduce_moments returns", moments, shape=(3,), like=advantages)
-        advantages = operators.whiten_op(advantages, mask, moments, shift_mean, backend)
+        advantages = operators.whiten_op(
+            x=advantages, mask=mask, moments=moments, shift_mean=shift_mean, backend=backend
+        )
     return Advantages(advantages, shaped.returns, shaped.kl)
 
 
@@ -178,5 +194,10 @@ def whiten(
         arguments.tensor("mask", mask, shape=x.shape, like=x, dtypes=(torch.bool,))
     if moments is not None:
         arguments.tensor("moments", moments, shape=(3,), like=x)
-    backend = arguments.choose_backend(backend, x)
-    return operators.whiten_op(x.detach(), mask, moments, shift_mean, backend)
+    return operators.whiten_op(
+        x=x.detach(),
+        mask=mask,
+        moments=moments,
+        shift_mean=shift_mean,
+        backend=arguments.choose_backend(backend, x),
+    )

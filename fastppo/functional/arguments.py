@@ -1,21 +1,18 @@
-"""Arguments of the public functions: their keywords and defaults, refusals, and records of them.
+"""The checks of the public functions' arguments, and the records that they are put into.
 
 Wrong input is refused before any work starts, with the argument's name, what it got and what it
-wants. What is left is put into the records of `fastppo_kernels.records`, flat, one entry per token,
-in the accumulation dtype; from there on nothing is checked and nothing is spelled out again.
+wants. What passes is put into the records of `fastppo_kernels.records`, flat, one entry per token,
+in the accumulation dtype; from there on nothing is checked again.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
-import inspect
 import math
 import numbers
 import os
 import reprlib
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, cast, get_type_hints
+from typing import Any
 
 import torch
 from fastppo_kernels import records
@@ -73,10 +70,19 @@ def tensor(
     """`value` as a Tensor of the given shape, device (that of `like`) and one of `dtypes`."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-    refuse_shards(**{name: value})
+    if hasattr(value, "full_tensor"):
+        # A sharded tensor would be read as the part of it that this rank holds. `full_tensor()`
+        # alone takes its gradient for replicated: each rank would keep its own rows' part of a
+        # gradient that is the sum over all ranks.
+        raise TypeError(
+            f"{name} must be a plain tensor, got a DTensor, of which each rank holds a part: "
+            "call the loss inside the wrapped model's forward, where FSDP has gathered it, or "
+            f"gather it with {name}.full_tensor(grad_placements=[Partial()]) (Partial of "
+            "torch.distributed.tensor: the gradient is the sum over the ranks)"
+        )
     if value.dtype not in dtypes:
-        wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(f"{name} must be {wanted}, got {str(value.dtype).removeprefix('torch.')}")
+        expected = ", ".join(_short(dtype) for dtype in dtypes)
+        raise ValueError(f"{name} must be {expected}, got {_short(value.dtype)}")
     if shape is not None and value.shape != torch.Size(shape):
         raise ValueError(
             f"{name} must have shape {list(shape)}{wants and f' ({wants})'}, "
@@ -87,39 +93,25 @@ def tensor(
     return value
 
 
-def refuse_shards(**tensors: Tensor | None) -> None:
-    """A sharded tensor would be read as the part of it that this rank holds.
-
-    `full_tensor()` alone takes its gradient for replicated, and each rank then keeps its own rows'
-    part of a gradient that is the sum over all ranks.
-    """
-    for name, value in tensors.items():
-        if hasattr(value, "full_tensor"):
-            raise TypeError(
-                f"{name} must be a plain tensor, got a DTensor, of which each rank holds a part: "
-                "call the loss inside the wrapped model's forward, where FSDP has gathered it, or "
-                f"gather it with {name}.full_tensor(grad_placements=[Partial()]) (Partial of "
-                "torch.distributed.tensor: the gradient is the sum over the ranks)"
-            )
-
-
-def share(name: str, x: Tensor) -> Tensor:
-    """Refuses values outside [0, 1], where looking is free: on a CPU, and not while a graph is
-    made."""
-    if x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel():
+def check_unit_interval(name: str, x: Tensor) -> None:
+    """Refuses values outside [0, 1], where looking is free."""
+    if _values_are_free(x):
         least, most = x.min().item(), x.max().item()
         if not 0 <= least <= most <= 1:
             raise ValueError(f"{name} must be in [0, 1], got values from {least} to {most}")
-    return x
 
 
-def positive(name: str, x: Tensor) -> Tensor:
+def check_positive(name: str, x: Tensor) -> None:
     """Refuses values that are not finite and > 0, where looking is free."""
-    if x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel():
+    if _values_are_free(x):
         least, most = x.min().item(), x.max().item()
         if not 0 < least <= most < math.inf:
             raise ValueError(f"{name} must be finite and > 0, got values from {least} to {most}")
-    return x
+
+
+def _values_are_free(x: Tensor) -> bool:
+    """Looking at values makes the host wait for a GPU, and a graph of torch.compile has none."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel() > 0
 
 
 def boolean(name: str, value: object) -> bool:
@@ -173,26 +165,26 @@ def clip_range(clip_ratio: float | tuple[float, float] | None) -> tuple[float, f
     return 1.0 - float(low), 1.0 + float(high)
 
 
-def dual_clip(value: float | None) -> float | None:
-    if value is not None and not 1 < number("dual_clip", value) < math.inf:
+def check_dual_clip(dual_clip: float | None) -> float | None:
+    if dual_clip is not None and not 1 < number("dual_clip", dual_clip) < math.inf:
         raise ValueError(
-            f"dual_clip must be > 1 and finite (it bounds ratio·A from below), got {value!r}"
+            f"dual_clip must be > 1 and finite (it bounds ratio·A from below), got {dual_clip!r}"
         )
-    return value
+    return dual_clip
 
 
-def vocabulary(tokens: Tensor, vocab: int, weights: Tensor | None = None) -> None:
-    """Refuses tokens outside [0, vocab), unless their weight is 0. Reads the tensor's values: call
-    it where that is free."""
+def check_tokens(tokens: Tensor, vocabulary: int, weights: Tensor | None = None) -> None:
+    """Refuses tokens outside [0, vocabulary), unless their weight is 0. Reads the tensor's values:
+    call it where that is free."""
     if tokens.numel() == 0:
         return
-    low, high = (int(end) for end in tokens.aminmax())
-    if low >= 0 and high < vocab:
+    least, most = (int(end) for end in tokens.aminmax())
+    if least >= 0 and most < vocabulary:
         return
     if weights is not None:
-        vocabulary(tokens[weights != 0], vocab)
+        check_tokens(tokens[weights != 0], vocabulary)
         return
-    raise ValueError(f"tokens must be in [0, {vocab}), got values from {low} to {high}")
+    raise ValueError(f"tokens must be in [0, {vocabulary}), got values from {least} to {most}")
 
 
 def choose_backend(backend: str, x: Tensor) -> str:
@@ -224,100 +216,6 @@ def choose_backend(backend: str, x: Tensor) -> str:
                 "interpreter set TRITON_INTERPRET=1 before the first import of triton"
             )
     return backend
-
-
-# -------------------------------------------------------------------------------- keywords, once
-
-
-class SoftmaxOptions(TypedDict, total=False):
-    """How logits become a distribution. The second half of each annotation is the default."""
-
-    # a number > 0, or (...) one per token
-    temperature: Annotated[float | Tensor, 1.0]
-    # z = logit_scale·x, then softcap·tanh(z/softcap)
-    logit_scale: Annotated[float, 1.0]
-    softcap: Annotated[float | None, None]
-    # "auto", "triton" or "torch"
-    backend: Annotated[str, "auto"]
-
-
-class AggregationOptions(TypedDict, total=False):
-    """What each token's loss weighs; see `aggregation_weights`."""
-
-    aggregation: Annotated[str, "token-mean"]
-    # the global normaliser, a number > 0 or a 0-d tensor
-    denominator: Annotated[float | Tensor | None, None]
-    # (...) the weight of each token, in place of the two above
-    weights: Annotated[Tensor | None, None]
-
-
-class LossOptions(SoftmaxOptions, AggregationOptions, total=False):
-    """The keywords of PPO's loss."""
-
-    # ε, or (ε_low, ε_high), or None for no clipping
-    clip_ratio: Annotated[float | tuple[float, float] | None, 0.2]
-    # c > 1: where A < 0 the surrogate is at least c·A
-    dual_clip: Annotated[float | None, None]
-    # (...) nats, of the reference, for k1, k2 and k3
-    ref_logprobs: Annotated[Tensor | None, None]
-    kl_coef: Annotated[float, 0.0]
-    # k1, k2, k3, or full
-    kl_estimator: Annotated[str, "k3"]
-    # the KL of k1 or k3 times the ratio, gradient through both
-    kl_ratio_weighted: Annotated[bool, False]
-    entropy_coef: Annotated[float, 0.0]
-    # (...) times the policy term
-    importance_weights: Annotated[Tensor | None, None]
-
-
-Options = TypeVar("Options", bound=Mapping[str, Any])
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-DEFAULTS: dict[type, dict[str, Any]] = {
-    kind: {
-        name: hint.__metadata__[0]
-        for name, hint in get_type_hints(kind, include_extras=True).items()
-    }
-    for kind in (SoftmaxOptions, AggregationOptions, LossOptions)
-}
-
-
-def takes(kind: type) -> Callable[[Function], Function]:
-    """For a function with `**options: Unpack[kind]`: its signature shows each keyword, with its
-    default, as `help` and editors read it. The function itself is left as it is."""
-
-    def show(function: Function) -> Function:
-        signature = inspect.signature(function)
-        named = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
-        hints = get_type_hints(kind)
-        shared = [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name]
-            )
-            for name, default in DEFAULTS[kind].items()
-        ]
-        function.__signature__ = signature.replace(parameters=named + shared)  # type: ignore[attr-defined]
-        return function
-
-    return show
-
-
-def completed(options: Options, kind: type[Options], function: Callable[..., Any]) -> Options:
-    """The options, completed by the defaults.
-
-    Raises:
-        TypeError: the function knows no such keyword.
-    """
-    whole = DEFAULTS[kind] | dict(options)
-    if len(whole) > len(DEFAULTS[kind]):
-        unknown = next(name for name in options if name not in DEFAULTS[kind])
-        known = list(inspect.signature(function).parameters)
-        nearest = difflib.get_close_matches(unknown, known, n=1, cutoff=0.0)
-        raise TypeError(
-            f"{function.__name__}() got an unexpected keyword argument {unknown!r}; the nearest "
-            f"that it knows is {nearest[0]!r}"
-        )
-    return cast(Options, whole)
 
 
 # ------------------------------------------------------------------------------ weights of tokens
@@ -358,7 +256,8 @@ def aggregation_weights(
     tensor("mask", mask, dtypes=(torch.bool,))
     if isinstance(denominator, Tensor):
         tensor("denominator", denominator, shape=(), dtypes=NUMBERS)
-        denominator = positive("denominator", denominator.detach())
+        denominator = denominator.detach()
+        check_positive("denominator", denominator)
     elif denominator is not None:
         finite("denominator", at_least("denominator", denominator, 0.0, strictly=True))
     weights = mask.to(dtype)
@@ -381,45 +280,31 @@ def aggregation_weights(
 
 
 def token_weights(
-    options: AggregationOptions, shape: torch.Size, like: Tensor, mask: Tensor | None
+    mask: Tensor | None,
+    *,
+    aggregation: str,
+    denominator: float | Tensor | None,
+    weights: Tensor | None,
+    shape: torch.Size,
+    like: Tensor,
 ) -> Tensor:
-    """(...) in the accumulation dtype, 0 where masked. `options` are complete."""
+    """(...) in the accumulation dtype of `like`, 0 where masked; of `weights`, where given, in
+    place of aggregation and denominator."""
     if mask is not None:
         tensor("mask", mask, shape=shape, like=like, dtypes=(torch.bool,))
     wide = accumulation_dtype(like.dtype)
-    weights, denominator = options["weights"], options["denominator"]
     if weights is None:
         if mask is None:
             mask = torch.ones(shape, dtype=torch.bool, device=like.device)
-        return aggregation_weights(mask, options["aggregation"], denominator, dtype=wide)
-    if denominator is not None or options["aggregation"] != "token-mean":
+        return aggregation_weights(mask, aggregation, denominator, dtype=wide)
+    if denominator is not None or aggregation != "token-mean":
         raise ValueError(
             "aggregation and denominator must be left out where weights replace them, got "
-            f"aggregation={options['aggregation']!r} and denominator={denominator!r}"
+            f"aggregation={aggregation!r} and denominator={denominator!r}"
         )
     tensor("weights", weights, shape=shape, like=like)
     weights = weights.detach().to(wide)
     return weights if mask is None else torch.where(mask, weights, 0.0)
-
-
-def counted_tokens(tokens: Tensor, mask: Tensor | None, weights: Tensor | None) -> Tensor:
-    """`tokens` with 0 in place of those that count for nothing, which may be anything."""
-    for counts in (mask, None if weights is None else weights != 0):
-        if counts is not None:
-            tokens = torch.where(counts, tokens, 0)
-    return tokens
-
-
-def counted_temperature(
-    temperature: float | Tensor, mask: Tensor | None, weights: Tensor | None
-) -> float | Tensor:
-    """`temperature` with 1 in place of those of tokens that count for nothing."""
-    if not isinstance(temperature, Tensor) or temperature.dim() == 0:
-        return temperature
-    for counts in (mask, None if weights is None else weights != 0):
-        if counts is not None:
-            temperature = torch.where(counts, temperature, 1.0)
-    return temperature
 
 
 # ---------------------------------------------------------------------------- records of arguments
@@ -447,95 +332,67 @@ def token_ids(tokens: Tensor, shape: torch.Size, like: Tensor) -> Tensor:
     return tokens.reshape(-1)
 
 
-def is_asked(x: Tensor | None) -> bool:
-    """Whether a gradient of x is wanted."""
+def needs_gradient(x: Tensor | None) -> bool:
     return x is not None and x.requires_grad and torch.is_grad_enabled()
 
 
-def softmax_of(
-    options: SoftmaxOptions, shape: torch.Size, like: Tensor, counts: Tensor | None = None
-) -> Softmax:
-    """`counts`: (...) bool, whose temperatures are looked at; the others may be anything."""
-    at_least("logit_scale", options["logit_scale"], 0.0, strictly=True)
-    finite("logit_scale", options["logit_scale"])
-    softcap = options["softcap"]
-    if softcap is not None:
-        finite("softcap", at_least("softcap", softcap, 0.0, strictly=True))
-    temperature, temperatures = options["temperature"], None
-    if isinstance(temperature, Tensor):
-        if temperature.dim() > 0:
-            tensor("temperature", temperature, shape=shape, like=like, wants="one per token")
-        tensor("temperature", temperature, dtypes=NUMBERS)
-        looked_at = temperature.detach()
-        if counts is not None and temperature.dim() > 0:
-            looked_at = torch.where(counts, looked_at, 1)
-        positive("temperature", looked_at)
-        wide = accumulation_dtype(like.dtype)
-        temperatures = temperature.detach().to(like.device, wide).expand(shape).reshape(-1)
-        temperature = 1.0
-    else:
-        finite("temperature", at_least("temperature", temperature, 0.0, strictly=True))
-    return Softmax(
-        float(temperature),
-        temperatures,
-        float(options["logit_scale"]),
-        None if softcap is None else float(softcap),
-    )
-
-
-class LossArguments(NamedTuple):
-    per_token: PerToken
-    objective: Objective
-    softmax: Softmax
-    backend: str
-
-
-def loss_arguments(
-    options: LossOptions,
+def softmax(
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    *,
     shape: torch.Size,
     like: Tensor,
-    tokens: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor | None,
-    *,
-    has_full_reference: bool,
-) -> LossArguments:
-    """What `ppo_loss` and `linear_ppo_loss` have in common. `options` are complete.
-
-    `like` is the logits or the hidden states; `has_full_reference`: the reference's logits are
-    there for the full KL.
-    """
+    counts: Tensor | None = None,
+) -> Softmax:
+    """`counts`: (...) bool, the tokens whose temperatures are checked; the others may hold
+    anything. None: all."""
+    at_least("logit_scale", logit_scale, 0.0, strictly=True)
+    finite("logit_scale", logit_scale)
+    if softcap is not None:
+        finite("softcap", at_least("softcap", softcap, 0.0, strictly=True))
+        softcap = float(softcap)
+    if not isinstance(temperature, Tensor):
+        finite("temperature", at_least("temperature", temperature, 0.0, strictly=True))
+        return Softmax(float(temperature), None, float(logit_scale), softcap)
+    temperature = temperature.detach()
+    checked = temperature
+    if temperature.dim() > 0:
+        tensor("temperature", temperature, shape=shape, like=like, wants="one per token")
+        if counts is not None:
+            checked = torch.where(counts, temperature, 1)
+    tensor("temperature", temperature, dtypes=NUMBERS)
+    check_positive("temperature", checked)
     wide = accumulation_dtype(like.dtype)
+    temperatures = temperature.to(like.device, wide).expand(shape).reshape(-1)
+    return Softmax(1.0, temperatures, float(logit_scale), softcap)
 
-    def flat(name: str, value: Tensor) -> Tensor:
-        tensor(name, value, shape=shape, like=like, wants="one per token")
-        return value.detach().to(wide).reshape(-1)
 
-    importance, ref_logprobs = options["importance_weights"], options["ref_logprobs"]
-    kl_estimator, kl_coef = options["kl_estimator"], options["kl_coef"]
-    flat_tokens = token_ids(tokens, shape, like)
-    operands = {
-        "old_logprobs": flat("old_logprobs", old_logprobs),
-        "advantages": flat("advantages", advantages),
-        "importance_weights": None
-        if importance is None
-        else flat("importance_weights", importance),
-        "ref_logprobs": None if ref_logprobs is None else flat("ref_logprobs", ref_logprobs),
-    }
+def objective(
+    *,
+    clip_ratio: float | tuple[float, float] | None,
+    dual_clip: float | None,
+    kl_coef: float,
+    kl_estimator: str,
+    kl_ratio_weighted: bool,
+    entropy_coef: float,
+    has_ref_logprobs: bool,
+    has_ref_logits: bool,
+) -> Objective:
+    """`has_ref_logits`: the reference's logits, or what they are formed from, are there."""
     choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
     finite("kl_coef", kl_coef)
-    finite("entropy_coef", options["entropy_coef"])
-    if kl_estimator == "full" and kl_coef and not has_full_reference:
+    finite("entropy_coef", entropy_coef)
+    if kl_coef and kl_estimator == "full" and not has_ref_logits:
         raise ValueError(
             "kl_estimator='full' needs ref_logits (ref_hidden and ref_weight in linear_ppo_loss), "
             "got None"
         )
-    if kl_estimator != "full" and kl_coef and ref_logprobs is None and not has_full_reference:
+    if kl_coef and not has_ref_logprobs and not has_ref_logits:
         raise ValueError(
             f"kl_coef={kl_coef} with kl_estimator={kl_estimator!r} needs ref_logprobs, got None"
         )
-    if boolean("kl_ratio_weighted", options["kl_ratio_weighted"]):
+    if boolean("kl_ratio_weighted", kl_ratio_weighted):
         if kl_estimator not in records.RATIO_WEIGHTED:
             raise ValueError(
                 "kl_ratio_weighted=True needs kl_estimator='k1' or 'k3', which the ratio makes "
@@ -543,37 +400,51 @@ def loss_arguments(
             )
         if not kl_coef:
             raise ValueError("kl_ratio_weighted=True needs a kl_coef that is not 0, got 0")
-    weights = token_weights(options, shape, like, mask)
-    softmax = softmax_of(options, shape, like, weights != 0)
-    weights = weights.reshape(-1)
-    lowest_ratio, highest_ratio = clip_range(options["clip_ratio"])
-    objective = Objective(
-        lowest_ratio,
-        highest_ratio,
-        dual_clip=dual_clip(options["dual_clip"]),
+    lowest_ratio, highest_ratio = clip_range(clip_ratio)
+    return Objective(
+        lowest_ratio=lowest_ratio,
+        highest_ratio=highest_ratio,
+        dual_clip=check_dual_clip(dual_clip),
         kl_coef=float(kl_coef),
         kl_estimator=kl_estimator,
-        entropy_coef=float(options["entropy_coef"]),
-        kl_ratio_weighted=options["kl_ratio_weighted"],
+        entropy_coef=float(entropy_coef),
+        kl_ratio_weighted=kl_ratio_weighted,
     )
-    per_token = PerToken(flat_tokens, weights=weights, **operands)  # type: ignore[arg-type]
-    return LossArguments(per_token, objective, softmax, choose_backend(options["backend"], like))
 
 
-class ProjectionArguments(NamedTuple):
-    projection: Projection
-    asked: GradientsWanted
-    gemm: Gemm
+def per_token(
+    *,
+    tokens: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    importance_weights: Tensor | None,
+    ref_logprobs: Tensor | None,
+    shape: torch.Size,
+    like: Tensor,
+) -> PerToken:
+    """Of (...) each; `weights` are those of `token_weights`."""
+    wide = accumulation_dtype(like.dtype)
+
+    def flat(name: str, value: Tensor) -> Tensor:
+        tensor(name, value, shape=shape, like=like, wants="one per token")
+        return value.detach().to(wide).reshape(-1)
+
+    def flat_if_given(name: str, value: Tensor | None) -> Tensor | None:
+        return None if value is None else flat(name, value)
+
+    return PerToken(
+        tokens=token_ids(tokens, shape, like),
+        old_logprobs=flat("old_logprobs", old_logprobs),
+        advantages=flat("advantages", advantages),
+        weights=weights.reshape(-1),
+        importance_weights=flat_if_given("importance_weights", importance_weights),
+        ref_logprobs=flat_if_given("ref_logprobs", ref_logprobs),
+    )
 
 
-def projection_arguments(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    chunk_size: int | None,
-) -> ProjectionArguments:
-    """The lm-head and the hidden states as [N, H], their gradients, the dtype of the GEMMs."""
-    refuse_shards(hidden=hidden, weight=weight, bias=bias)
+def projection(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Projection:
+    """The lm-head, and the hidden states as [N, H]."""
     tensor("hidden", hidden)
     tensor("weight", weight, like=hidden)
     if hidden.dim() < 2:
@@ -591,6 +462,16 @@ def projection_arguments(
                 f"{name} must be float64 if hidden is, and only then, got {name} in "
                 f"{_short(part.dtype)} and hidden in {_short(hidden.dtype)}"
             )
+    return Projection(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+
+
+def gradients_wanted(parts: Projection) -> GradientsWanted:
+    hidden, weight, bias = (needs_gradient(part) for part in parts)
+    return GradientsWanted(hidden, weight, bias)
+
+
+def gemm(chunk_size: int | None, hidden: Tensor) -> Gemm:
+    """How the logits of `hidden` are formed: under autocast in its dtype."""
     if chunk_size is not None:
         if not isinstance(chunk_size, int):
             raise TypeError(f"chunk_size must be an int, got {type(chunk_size).__name__}")
@@ -598,22 +479,18 @@ def projection_arguments(
     dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
-    return ProjectionArguments(
-        Projection(hidden.reshape(-1, hidden.shape[-1]), weight, bias),
-        GradientsWanted(is_asked(hidden), is_asked(weight), is_asked(bias)),
-        Gemm(chunk_size, dtype),
-    )
+    return Gemm(chunk_size, dtype)
 
 
-def ref_projection_argument(
+def ref_projection(
     ref_hidden: Tensor | None,
     ref_weight: Tensor | None,
     ref_bias: Tensor | None,
+    *,
     hidden: Tensor,
     weight: Tensor,
 ) -> Projection | None:
-    """The reference's head, whose width may be another; without gradient."""
-    refuse_shards(ref_hidden=ref_hidden, ref_weight=ref_weight, ref_bias=ref_bias)
+    """The reference's head, whose width may differ from the policy's, without gradient."""
     if (ref_hidden is None) != (ref_weight is None):
         alone = "ref_hidden" if ref_weight is None else "ref_weight"
         raise ValueError(f"ref_hidden and ref_weight must both be passed, got {alone} alone")
@@ -626,8 +503,8 @@ def ref_projection_argument(
         raise ValueError(
             f"ref_weight must be [V, H'] with V = {weight.shape[0]}, got {list(ref_weight.shape)}"
         )
-    wants = (*hidden.shape[:-1], ref_weight.shape[1])
-    tensor("ref_hidden", ref_hidden, shape=wants, like=hidden)
+    expected_shape = (*hidden.shape[:-1], ref_weight.shape[1])
+    tensor("ref_hidden", ref_hidden, shape=expected_shape, like=hidden)
     if ref_bias is not None:
         tensor("ref_bias", ref_bias, shape=(weight.shape[0],), like=hidden)
     return Projection(
@@ -644,13 +521,13 @@ def _short(dtype: torch.dtype) -> str:
 # -------------------------------------------------------------------------------------- advantages
 
 
-def trajectory_of(
+def trajectory(
     values: Tensor,
+    *,
     rewards: Tensor | None,
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
     bootstrap: Tensor | None,
-    *,
     rewards_name: str = "rewards",
 ) -> tuple[Trajectory, int]:
     """(the trajectory without gradients, its number of sequences B)."""
@@ -679,13 +556,10 @@ def _sequences(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -
     tensor("cu_seqlens", cu_seqlens, like=values, dtypes=(torch.int32, torch.int64))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens must be [B + 1], got {list(cu_seqlens.shape)}")
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        steps = cu_seqlens.diff()
-        if (
-            int(cu_seqlens[0]) != 0
-            or int(cu_seqlens[-1]) != values.numel()
-            or bool((steps < 0).any())
-        ):
+    if _values_are_free(cu_seqlens):
+        begins_at_0 = int(cu_seqlens[0]) == 0
+        ends_at_total = int(cu_seqlens[-1]) == values.numel()
+        if not (begins_at_0 and ends_at_total and bool((cu_seqlens.diff() >= 0).all())):
             raise ValueError(
                 f"cu_seqlens must rise from 0 to {values.numel()}, the number of packed tokens, "
                 f"got {cu_seqlens.tolist()}"
@@ -693,22 +567,21 @@ def _sequences(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -
     return cu_seqlens.shape[0] - 1
 
 
-def discounts_of(gamma: float | Tensor, lam: float | Tensor, batch: int, like: Tensor) -> Discounts:
-    """Numbers in [0, 1], or [B], one per sequence."""
-    number_of_gamma, gammas = _discount("gamma", gamma, batch, like)
-    number_of_lam, lams = _discount("lam", lam, batch, like)
-    return Discounts(number_of_gamma, number_of_lam, gammas, lams)
-
-
-def _discount(
-    name: str, value: float | Tensor, batch: int, like: Tensor
-) -> tuple[float, Tensor | None]:
-    """A scalar, or one per sequence: (the scalar, [B] or None)."""
-    if isinstance(value, Tensor):
-        if value.dim() == 0:
-            value = value.expand(batch)
-        tensor(name, value, shape=(batch,), like=like, wants="one per sequence")
-        return 0.0, share(name, value.detach())
-    if not 0 <= number(name, value) <= 1:
-        raise ValueError(f"{name} must be in [0, 1], got {value!r}")
-    return float(value), None
+def discounts(gamma: float | Tensor, lam: float | Tensor, *, batch: int, like: Tensor) -> Discounts:
+    """Of numbers in [0, 1], or [B], one per sequence."""
+    per_sequence = {}
+    for name, value in (("gamma", gamma), ("lam", lam)):
+        if isinstance(value, Tensor):
+            value = value.detach()
+            value = value.expand(batch) if value.dim() == 0 else value
+            tensor(name, value, shape=(batch,), like=like, wants="one per sequence")
+            check_unit_interval(name, value)
+            per_sequence[name] = value
+        elif not 0 <= number(name, value) <= 1:
+            raise ValueError(f"{name} must be in [0, 1], got {value!r}")
+    return Discounts(
+        gamma=0.0 if isinstance(gamma, Tensor) else float(gamma),
+        lam=0.0 if isinstance(lam, Tensor) else float(lam),
+        gammas=per_sequence.get("gamma"),
+        lams=per_sequence.get("lam"),
+    )

@@ -15,13 +15,14 @@ Throughout: `T` is the temperature, `z` the logits after `logit_scale` and soft-
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import torch
+from fastppo_kernels import torch_rows
 from fastppo_kernels.records import (
     LOG_RATIO_LIMIT,
+    LOSS,
     Gemm,
-    GradientsWanted,
     Objective,
     PerToken,
     Projection,
@@ -32,15 +33,12 @@ from fastppo_kernels.records import (
 from torch import Tensor
 
 from fastppo.functional import arguments, operators
-from fastppo.functional.arguments import (
-    DEFAULTS,
-    AggregationOptions,
-    LossOptions,
-    SoftmaxOptions,
-    completed,
-    takes,
+from fastppo.functional.operators import (
+    LinearTokenStatisticsFunction,
+    PPOLossFunction,
+    TokenStatisticsFunction,
 )
-from fastppo.functional.statistics import token_logprobs, token_stats
+from fastppo.functional.statistics import token_stats
 
 
 class PPOLoss(NamedTuple):
@@ -57,7 +55,7 @@ class PPOLoss(NamedTuple):
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """Detached 0-d tensors on the device; see `loss_metrics`. Made when asked for."""
+        """Detached 0-d tensors on the device; see `loss_metrics`. Formed when they are read."""
         return loss_metrics(self.sums)
 
 
@@ -95,7 +93,6 @@ def loss_metrics(sums: Tensor) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------- loss from logits
 
 
-@takes(LossOptions)
 def ppo_loss(
     logits: Tensor,
     tokens: Tensor,
@@ -103,9 +100,23 @@ def ppo_loss(
     advantages: Tensor,
     mask: Tensor | None = None,
     *,
+    clip_ratio: float | tuple[float, float] | None = 0.2,
+    dual_clip: float | None = None,
+    ref_logprobs: Tensor | None = None,
     ref_logits: Tensor | None = None,
+    kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
+    kl_ratio_weighted: bool = False,
+    entropy_coef: float = 0.0,
+    temperature: float | Tensor = 1.0,
+    importance_weights: Tensor | None = None,
+    aggregation: str = "token-mean",
+    denominator: float | Tensor | None = None,
+    weights: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
     inplace: bool = False,
-    **options: Unpack[LossOptions],
+    backend: str = "auto",
 ) -> PPOLoss:
     """Clipped PPO loss, entropy and KL in one pass over the logits.
 
@@ -151,52 +162,99 @@ def ppo_loss(
     Source: Schulman et al. 2017, eq. 7 and 9; the KL estimators, Schulman 2020; weighted by the
     ratio, DeepSeek-AI 2025 (DeepSeek-V3.2), section 3.1.
     """
-    rows, shape = arguments.rows_view("logits", logits), logits.shape[:-1]
+    rows = arguments.rows_view("logits", logits)
+    shape = logits.shape[:-1]
     arguments.boolean("inplace", inplace)
-    options = completed(options, LossOptions, ppo_loss)
     ref_rows = None
     if ref_logits is not None:
         arguments.tensor("ref_logits", ref_logits, shape=logits.shape, like=logits)
         ref_rows = arguments.rows_view("ref_logits", ref_logits.detach())
-        if options["kl_estimator"] != "full":
-            ref_rows = None
-            if options["ref_logprobs"] is None:
-                counted = arguments.counted_tokens(tokens, mask, options["weights"])
-                softmax_options: Any = {name: options[name] for name in DEFAULTS[SoftmaxOptions]}  # type: ignore[literal-required]
-                softmax_options["temperature"] = arguments.counted_temperature(
-                    options["temperature"], mask, options["weights"]
-                )
-                options["ref_logprobs"] = token_logprobs(
-                    ref_logits.detach(), counted, **softmax_options
-                )
-    per_token, objective, softmax, backend = arguments.loss_arguments(
-        options,
-        shape,
-        logits,
-        tokens,
-        old_logprobs,
-        advantages,
-        mask,
-        has_full_reference=ref_rows is not None,
+    objective = arguments.objective(
+        clip_ratio=clip_ratio,
+        dual_clip=dual_clip,
+        kl_coef=kl_coef,
+        kl_estimator=kl_estimator,
+        kl_ratio_weighted=kl_ratio_weighted,
+        entropy_coef=entropy_coef,
+        has_ref_logprobs=ref_logprobs is not None,
+        has_ref_logits=ref_rows is not None,
     )
-    need_grad = arguments.is_asked(logits)
+    weights = arguments.token_weights(
+        mask,
+        aggregation=aggregation,
+        denominator=denominator,
+        weights=weights,
+        shape=shape,
+        like=logits,
+    )
+    softmax = arguments.softmax(
+        temperature, logit_scale, softcap, shape=shape, like=logits, counts=weights != 0
+    )
+    per_token = arguments.per_token(
+        tokens=tokens,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        weights=weights,
+        importance_weights=importance_weights,
+        ref_logprobs=ref_logprobs,
+        shape=shape,
+        like=logits,
+    )
+    backend = arguments.choose_backend(backend, logits)
+    need_grad = arguments.needs_gradient(logits)
     if inplace and need_grad:
         _check_inplace(logits)
+    if ref_rows is not None and kl_estimator != "full":
+        if ref_logprobs is None:
+            ref_stats = operators.token_stats_op(
+                logits=ref_rows,
+                tokens=_counted_tokens(per_token),
+                softmax=softmax,
+                ref_logits=None,
+                backend=backend,
+            )
+            ref_logprobs = ref_stats.logprobs.to(weights.dtype)
+            per_token = per_token._replace(ref_logprobs=ref_logprobs)
+        ref_rows = None
     if logits.dtype == torch.float16 and need_grad:
         # The gradient waits for the loss scale: it is formed in the backward pass.
-        counts = per_token.weights != 0
-        logprobs, entropies, full_kl = operators.TokenStatistics.apply(
-            rows, torch.where(counts, per_token.tokens, 0), softmax, ref_rows, backend
+        logprobs, entropies, full_kl = TokenStatisticsFunction.apply(
+            rows, _counted_tokens(per_token), softmax, ref_rows, backend
         )
-        loss, sums, *stats = _loss_of_statistics(
-            logprobs, entropies, None if ref_rows is None else full_kl, per_token, objective
+        full_kl = None if ref_rows is None else full_kl
+        return _loss_of_statistics(
+            logprobs, entropies, full_kl, per_token=per_token, objective=objective, shape=shape
         )
+    operands = {
+        "per_token": per_token,
+        "objective": objective,
+        "softmax": softmax,
+        "ref_logits": ref_rows,
+        "backend": backend,
+    }
+    if inplace and need_grad:
+        # The gradient's buffer is the caller's own logits: the one copy there is.
+        gradient = rows.detach()
+        result = operators.ppo_loss_inplace_op(logits=gradient, **operands)
     else:
-        loss, sums, *stats = operators.PPOLoss.apply(
-            rows, per_token, objective, softmax, ref_rows, need_grad, inplace, backend
-        )
-    logprobs, entropies, kl = (x.view(shape) for x in stats)
-    return PPOLoss(loss, logprobs, entropies, kl, sums)
+        result = operators.ppo_loss_op(logits=rows, need_grad=need_grad, **operands)
+        gradient = result.grad
+    if need_grad:
+        loss = PPOLossFunction.apply(result.sums[LOSS], (gradient,), backend, rows)
+    else:
+        loss = result.sums[LOSS].clone()
+    return PPOLoss(
+        loss=loss,
+        logprobs=result.logprobs.view(shape),
+        entropy=result.entropy.view(shape),
+        kl=result.kl.view(shape),
+        sums=result.sums,
+    )
+
+
+def _counted_tokens(per_token: PerToken) -> Tensor:
+    """The tokens, with 0 in place of those of weight 0, which may be anything."""
+    return torch.where(per_token.weights != 0, per_token.tokens, 0)
 
 
 def _check_inplace(logits: Tensor) -> None:
@@ -225,20 +283,29 @@ def _loss_of_statistics(
     logprobs: Tensor,
     entropies: Tensor,
     full_kl: Tensor | None,
+    *,
     per_token: PerToken,
     objective: Objective,
-) -> tuple[Tensor, ...]:
-    """(loss, sums, logprobs, entropy, kl), as the fused operators return them."""
-    loss, sums, kl = operators.TokenLoss.apply(logprobs, entropies, full_kl, per_token, objective)
+    shape: torch.Size,
+) -> PPOLoss:
+    """PPO's loss, differentiable by the statistics [N]."""
     counts = per_token.weights != 0
-    stats = (torch.where(counts, x.detach(), 0.0) for x in (logprobs, entropies))
-    return (loss, sums, *stats, kl)
+    with torch.no_grad():
+        terms, gradients = torch_rows.token_loss(logprobs, full_kl, per_token, objective, counts)
+        sums = torch_rows.loss_sums(logprobs, entropies, terms, per_token, objective, counts)
+    inputs = (logprobs, entropies, full_kl)
+    return PPOLoss(
+        loss=PPOLossFunction.apply(sums[LOSS], gradients, "torch", *inputs),
+        logprobs=torch.where(counts, logprobs.detach(), 0.0).view(shape),
+        entropy=torch.where(counts, entropies.detach(), 0.0).view(shape),
+        kl=terms.kl.view(shape),
+        sums=sums,
+    )
 
 
 # ------------------------------------------------------------------------- loss from hidden states
 
 
-@takes(LossOptions)
 def linear_ppo_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -249,10 +316,24 @@ def linear_ppo_loss(
     *,
     bias: Tensor | None = None,
     chunk_size: int | None = None,
+    clip_ratio: float | tuple[float, float] | None = 0.2,
+    dual_clip: float | None = None,
+    ref_logprobs: Tensor | None = None,
     ref_hidden: Tensor | None = None,
     ref_weight: Tensor | None = None,
     ref_bias: Tensor | None = None,
-    **options: Unpack[LossOptions],
+    kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
+    kl_ratio_weighted: bool = False,
+    entropy_coef: float = 0.0,
+    temperature: float | Tensor = 1.0,
+    importance_weights: Tensor | None = None,
+    aggregation: str = "token-mean",
+    denominator: float | Tensor | None = None,
+    weights: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    backend: str = "auto",
 ) -> PPOLoss:
     """`ppo_loss(hidden @ weight.T + bias, ...)` without holding more than a chunk of the logits.
 
@@ -285,85 +366,141 @@ def linear_ppo_loss(
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or options disagree; a DTensor is passed.
     """
-    projection, asked, gemm = arguments.projection_arguments(hidden, weight, bias, chunk_size)
-    options = completed(options, LossOptions, linear_ppo_loss)
-    ref = arguments.ref_projection_argument(ref_hidden, ref_weight, ref_bias, hidden, weight)
+    head = arguments.projection(hidden, weight, bias)
+    ref = arguments.ref_projection(ref_hidden, ref_weight, ref_bias, hidden=hidden, weight=weight)
+    gemm = arguments.gemm(chunk_size, hidden)
     shape = hidden.shape[:-1]
-    per_token, objective, softmax, backend = arguments.loss_arguments(
-        options,
-        shape,
-        hidden,
-        tokens,
-        old_logprobs,
-        advantages,
-        mask,
-        has_full_reference=ref is not None,
+    objective = arguments.objective(
+        clip_ratio=clip_ratio,
+        dual_clip=dual_clip,
+        kl_coef=kl_coef,
+        kl_estimator=kl_estimator,
+        kl_ratio_weighted=kl_ratio_weighted,
+        entropy_coef=entropy_coef,
+        has_ref_logprobs=ref_logprobs is not None,
+        has_ref_logits=ref is not None,
     )
+    weights = arguments.token_weights(
+        mask,
+        aggregation=aggregation,
+        denominator=denominator,
+        weights=weights,
+        shape=shape,
+        like=hidden,
+    )
+    softmax = arguments.softmax(
+        temperature, logit_scale, softcap, shape=shape, like=hidden, counts=weights != 0
+    )
+    per_token = arguments.per_token(
+        tokens=tokens,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        weights=weights,
+        importance_weights=importance_weights,
+        ref_logprobs=ref_logprobs,
+        shape=shape,
+        like=hidden,
+    )
+    backend = arguments.choose_backend(backend, hidden)
+    wanted = arguments.gradients_wanted(head)
+    need_grad = any(wanted)
+    is_fp16 = gemm.dtype == torch.float16 and need_grad
+    if is_fp16 and ref is not None and kl_estimator == "full":
+        raise ValueError(
+            "kl_estimator='full' needs GEMMs in bfloat16 or float32, got float16, where its "
+            "gradient would underflow; ppo_loss on the logits takes float16"
+        )
     # Masked rows are worth a synchronisation; a graph of torch.compile may be replayed.
     compact = mask is not None and not torch.compiler.is_compiling()
-    if objective.kl_estimator != "full" and ref is not None:
-        if per_token.ref_logprobs is None:
-            nothing = GradientsWanted(hidden=False, weight=False, bias=False)
+    if ref is not None and kl_estimator != "full":
+        if ref_logprobs is None:
             ref_logprobs, _ = _counted_statistics(
-                ref, nothing, gemm, compact, per_token, softmax, backend
+                ref,
+                per_token=per_token,
+                softmax=softmax,
+                gemm=gemm,
+                compact=compact,
+                backend=backend,
             )
             per_token = per_token._replace(ref_logprobs=ref_logprobs)
         ref = None
-    if gemm.dtype == torch.float16 and any(asked):
-        if ref is not None:
-            raise ValueError(
-                "kl_estimator='full' needs GEMMs in bfloat16 or float32, got float16, where its "
-                "gradient would underflow; ppo_loss on the logits takes float16"
-            )
+    if is_fp16:
         # 8·N·H·V FLOP, because backward forms the logits again, after the loss scale.
         logprobs, entropies = _counted_statistics(
-            projection, asked, gemm, compact, per_token, softmax, backend
+            head,
+            per_token=per_token,
+            softmax=softmax,
+            gemm=gemm,
+            compact=compact,
+            backend=backend,
         )
-        loss, sums, *stats = _loss_of_statistics(logprobs, entropies, None, per_token, objective)
+        return _loss_of_statistics(
+            logprobs, entropies, None, per_token=per_token, objective=objective, shape=shape
+        )
+    result = operators.linear_ppo_loss_op(
+        projection=head,
+        per_token=per_token,
+        objective=objective,
+        softmax=softmax,
+        ref_projection=ref,
+        gemm=gemm,
+        wanted=wanted,
+        compact=compact,
+        backend=backend,
+    )
+    if need_grad:
+        gradients = operators.only_wanted(result.grads, wanted)
+        loss = PPOLossFunction.apply(result.sums[LOSS], gradients, backend, *head)
     else:
-        loss, sums, *stats = operators.LinearPPOLoss.apply(
-            *projection, per_token, objective, softmax, ref, gemm, asked, compact, backend
-        )
-    logprobs, entropies, kl = (x.view(shape) for x in stats)
-    return PPOLoss(loss, logprobs, entropies, kl, sums)
+        loss = result.sums[LOSS].clone()
+    return PPOLoss(
+        loss=loss,
+        logprobs=result.logprobs.view(shape),
+        entropy=result.entropy.view(shape),
+        kl=result.kl.view(shape),
+        sums=result.sums,
+    )
 
 
 def _counted_statistics(
-    projection: Projection,
-    asked: GradientsWanted,
-    gemm: Gemm,
-    compact: bool,
+    head: Projection,
+    *,
     per_token: PerToken,
     softmax: Softmax,
+    gemm: Gemm,
+    compact: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropy [N] of a projection, differentiable.
+    """Logprobs and entropy [N] of the tokens that count, differentiable by the head's parts.
 
     Rows of weight 0 are cut out if `compact` allows it, and then 0; else they are read as zeros,
     because 0·NaN would reach the weight's gradient.
     """
-    hidden, weight, bias = projection
-    tokens, counts = per_token.tokens, per_token.weights != 0
-    counted = None
+    hidden = head.hidden
+    tokens = per_token.tokens
+    counts = per_token.weights != 0
+    rows = None
     if compact and not (hidden.is_cuda and torch.cuda.is_current_stream_capturing()):
-        counted = counts.nonzero().squeeze(-1)
-        hidden, tokens, softmax = hidden[counted], tokens[counted], softmax.at(counted)
+        rows = counts.nonzero().squeeze(-1)
+        hidden = hidden[rows]
+        tokens = tokens[rows]
+        softmax = softmax.at(rows)
     else:
         hidden = torch.where(counts.unsqueeze(-1), hidden, 0.0)
-        tokens = torch.where(counts, tokens, 0)
-    logprobs, entropies, _ = operators.LinearTokenStatistics.apply(
-        hidden, weight, bias, tokens, softmax, None, gemm, asked, backend
+        tokens = _counted_tokens(per_token)
+    wanted = arguments.gradients_wanted(head)
+    logprobs, entropies, _ = LinearTokenStatisticsFunction.apply(
+        hidden, head.weight, head.bias, tokens, softmax, None, gemm, wanted, backend
     )
-    if counted is None:
+    if rows is None:
         return logprobs, entropies
-    empty = logprobs.new_zeros(counts.shape)
-    return empty.index_put((counted,), logprobs), empty.index_put((counted,), entropies)
+    zeros = logprobs.new_zeros(counts.shape)
+    return zeros.index_put((rows,), logprobs), zeros.index_put((rows,), entropies)
 
 
 # ---------------------------------------------------------------------------- losses of tutorials
 
 
-@takes(AggregationOptions)
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -373,7 +510,9 @@ def policy_loss(
     clip_ratio: float | tuple[float, float] | None = 0.2,
     dual_clip: float | None = None,
     importance_weights: Tensor | None = None,
-    **options: Unpack[AggregationOptions],
+    aggregation: str = "token-mean",
+    denominator: float | Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Clipped surrogate from logprobs: `Σ w·(−min(ratio·A, clip(ratio)·A))`, a 0-d tensor.
 
@@ -388,27 +527,77 @@ def policy_loss(
     for name, value in (("old_logprobs", old_logprobs), ("advantages", advantages)):
         arguments.tensor(name, value, shape=shape, like=logprobs)
     wide = accumulation_dtype(logprobs.dtype)
-    options = completed(options, AggregationOptions, policy_loss)
-    w = arguments.token_weights(options, shape, logprobs, mask)
+    weights = arguments.token_weights(
+        mask,
+        aggregation=aggregation,
+        denominator=denominator,
+        weights=weights,
+        shape=shape,
+        like=logprobs,
+    )
+    counts = weights != 0
     lowest_ratio, highest_ratio = arguments.clip_range(clip_ratio)
     difference = logprobs.to(wide) - old_logprobs.detach().to(wide)
     # Masked entries may hold anything: cut them out before the exponential, not after.
-    difference = torch.where(w != 0, difference, 0.0)
-    advantages = torch.where(w != 0, advantages.detach().to(wide), 0.0)
+    difference = torch.where(counts, difference, 0.0)
+    advantages = torch.where(counts, advantages.detach().to(wide), 0.0)
     ratio = torch.exp(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     clipped = ratio.clamp(lowest_ratio, highest_ratio)
     surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-    dual_clip = arguments.dual_clip(dual_clip)
-    if dual_clip is not None:
+    if arguments.check_dual_clip(dual_clip) is not None:
         bounded = torch.maximum(surrogate, dual_clip * advantages)
         surrogate = torch.where(advantages < 0, bounded, surrogate)
     if importance_weights is not None:
         arguments.tensor("importance_weights", importance_weights, shape=shape, like=logprobs)
         surrogate = surrogate * importance_weights.detach().to(wide)
-    return -(torch.where(w != 0, surrogate, 0.0) * w).sum()
+    return -(torch.where(counts, surrogate, 0.0) * weights).sum()
 
 
-@takes(AggregationOptions)
+class ValueLossFunction(torch.autograd.Function):
+    """(Σ w·½(V − R)², how many tokens' error is that of the clipped value), 0-d each.
+
+    The first is differentiable by the values, twice too. A clipped value does not move, so that a
+    token whose clipped error is the larger one has no derivative; within the clip range both errors
+    are one. NaN counts as clipped, and shows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        returns: Tensor,
+        weights: Tensor,
+        old_values: Tensor | None,
+        clip_ratio: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        wide = accumulation_dtype(values.dtype)
+        wide_values, wide_returns, weights = values.to(wide), returns.to(wide), weights.to(wide)
+        counts = weights != 0
+        error = (wide_values - wide_returns).square()
+        clipped_count = error.new_zeros(())
+        moving_weights = weights  # 0 where the value is clipped
+        if old_values is not None and clip_ratio is not None:
+            old = old_values.to(wide)
+            change = wide_values - old
+            clipped_values = old + change.clamp(-clip_ratio, clip_ratio)
+            clipped_error = (clipped_values - wide_returns).square()
+            moves = (clipped_error <= error) | (change.abs() <= clip_ratio)
+            error = torch.where(moves, error, clipped_error)
+            clipped_count = (~moves & counts).sum(dtype=wide)
+            moving_weights = weights * moves
+        ctx.save_for_backward(values, returns, moving_weights)
+        ctx.mark_non_differentiable(clipped_count)
+        # Masked entries may hold anything, and 0·NaN is not 0.
+        return 0.5 * torch.where(counts, weights * error, 0.0).sum(), clipped_count
+
+    @staticmethod
+    def backward(ctx: Any, by_loss: Tensor, by_clipped_count: Tensor) -> tuple[Tensor | None, ...]:
+        values, returns, weights = ctx.saved_tensors
+        slope = values.to(weights.dtype) - returns.to(weights.dtype)
+        grad = torch.where(weights != 0, weights * slope * by_loss, 0.0)
+        return grad.to(values.dtype), None, None, None, None
+
+
 def value_loss(
     values: Tensor,
     returns: Tensor,
@@ -416,7 +605,9 @@ def value_loss(
     *,
     old_values: Tensor | None = None,
     clip_ratio: float | None = None,
-    **options: Unpack[AggregationOptions],
+    aggregation: str = "token-mean",
+    denominator: float | Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """`Σ w·½(V − R)²`, or with value clipping `Σ w·½max((V−R)², (V_old + clip(V−V_old, ±c) − R)²)`.
 
@@ -434,39 +625,54 @@ def value_loss(
     arguments.tensor("values", values)
     shape = values.shape
     arguments.tensor("returns", returns, shape=shape, like=values)
-    options = completed(options, AggregationOptions, value_loss)
-    w = arguments.token_weights(options, shape, values, mask)
+    weights = arguments.token_weights(
+        mask,
+        aggregation=aggregation,
+        denominator=denominator,
+        weights=weights,
+        shape=shape,
+        like=values,
+    )
     if clip_ratio is not None:
         arguments.at_least("clip_ratio", clip_ratio, 0.0, strictly=True)
         if old_values is None:
             raise ValueError("clip_ratio needs old_values, the values of the rollout, got None")
         arguments.tensor("old_values", old_values, shape=shape, like=values)
         old_values = old_values.detach()
-    loss, _ = operators.ValueLoss.apply(values, returns.detach(), w, old_values, clip_ratio)
+    loss, _ = ValueLossFunction.apply(values, returns.detach(), weights, old_values, clip_ratio)
     return loss
 
 
-@takes(SoftmaxOptions)
 def entropy(
     logits: Tensor,
     mask: Tensor | None = None,
     *,
+    temperature: float | Tensor = 1.0,
     aggregation: str = "token-mean",
     denominator: float | Tensor | None = None,
-    **options: Unpack[SoftmaxOptions],
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Mean entropy of `softmax(z/T)` over the unmasked rows of (..., V): a 0-d tensor, nats."""
     arguments.tensor("logits", logits)
-    options = completed(options, SoftmaxOptions, entropy)
-    tokens = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    stats = token_stats(logits, tokens, **options)
-    how: AggregationOptions = {
-        "aggregation": aggregation,
-        "denominator": denominator,
-        "weights": None,
-    }
-    w = arguments.token_weights(how, tokens.shape, logits, mask)
-    return (torch.where(w != 0, stats.entropy, 0.0) * w).sum()
+    stats = token_stats(
+        logits,
+        torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device),
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        backend=backend,
+    )
+    weights = arguments.token_weights(
+        mask,
+        aggregation=aggregation,
+        denominator=denominator,
+        weights=None,
+        shape=logits.shape[:-1],
+        like=logits,
+    )
+    return (torch.where(weights != 0, stats.entropy, 0.0) * weights).sum()
 
 
 def total_loss(
@@ -503,7 +709,7 @@ def total_loss(
     """
     arguments.finite("vf_coef", vf_coef)
     arguments.finite("entropy_coef", entropy_coef)
-    shared: dict[str, Any] = {"aggregation": aggregation, "denominator": denominator}
+    aggregation_options: dict[str, Any] = {"aggregation": aggregation, "denominator": denominator}
     policy = policy_loss(
         logprobs,
         old_logprobs,
@@ -511,12 +717,12 @@ def total_loss(
         mask,
         clip_ratio=clip_ratio,
         dual_clip=dual_clip,
-        **shared,
+        **aggregation_options,
     )
     value = 2 * value_loss(
-        values, returns, mask, old_values=old_values, clip_ratio=value_clip, **shared
+        values, returns, mask, old_values=old_values, clip_ratio=value_clip, **aggregation_options
     )
-    mean_entropy = entropy(logits, mask, temperature=temperature, **shared)
+    mean_entropy = entropy(logits, mask, temperature=temperature, **aggregation_options)
     return {
         "total_loss": policy + vf_coef * value - entropy_coef * mean_entropy,
         "policy_loss": policy,

@@ -1,28 +1,26 @@
 """Custom operators of torch whose operands and results are records.
 
-torch's operators take no records. `Operator` is the one place where a record is flattened into its
-fields and put together again, by the annotations of the function it wraps: a field that is added to
-a record needs no word here.
+torch's operators take tensors and scalars, and no records. `Operator` is the one place where a
+record is flattened into its fields and put together again, by the annotations of the backends'
+functions: a field that is added to a record, or an operand to a function, needs no change here.
 
-Where nothing looks on, no compiler, no transform and no mode that counts or traces, a function that
-writes into none of its operands is called as it is: torch's dispatch of a custom operator takes the
-host longer than a kernel's launch.
+An operator is defined by `torch.library.define` and `impl`. `torch.library.custom_op` would add an
+autograd function of its own around each, which takes the host as long again; differentiability is
+the business of `operators.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, get_args, get_type_hints
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
-from torch.nn import Parameter
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
-TYPES = {
+SCHEMA_TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     float: "float",
@@ -35,140 +33,164 @@ TYPES = {
 """Annotations, and what torch's schemas call them."""
 
 
-class _Layout(NamedTuple):
-    """Where a value is among an operator's flat arguments."""
+class _Slot(NamedTuple):
+    """The flat values that one annotated value becomes: itself, or the fields of a record."""
 
-    start: int
-    fields: list[tuple[str, Any]]  # (name, annotation) of each flat argument from there on
-    record: Any = None  # the record that they make up, if it is not one value by itself
-    optional: bool = False  # or None in place of the record
-    parts: tuple[_Layout, ...] = ()  # of a record that holds records
+    schema: tuple[tuple[str, str], ...]  # (name, type) of each flat value
+    record: Any = None
+    optional: bool = False  # the record may be None
+    parts: tuple[_Slot, ...] = ()  # of the record's fields
 
-    def spread(self, value: Any, into: list[Any]) -> None:
+    def flatten(self, value: Any) -> list[Any]:
         if self.record is None:
-            into.append(value)
-        elif value is None and self.optional:
-            into.extend([None] * len(self.fields))
-        elif type(value) is not self.record:
+            return [value]
+        if value is None and self.optional:
+            return [None] * len(self.schema)
+        if type(value) is not self.record:
             expected = self.record.__name__ + " or None" * self.optional
             raise TypeError(f"expected {expected}, got {type(value).__name__}")
-        elif self.parts:
-            for part, layout in zip(value, self.parts, strict=True):
-                layout.spread(part, into)
-        else:
-            into.extend(value)
+        fields = zip(self.parts, value, strict=True)
+        return [flat_value for part, field in fields for flat_value in part.flatten(field)]
 
-    def gathered(self, flat: Sequence[Any]) -> Any:
+    def restore(self, flat: Iterator[Any]) -> Any:
+        """The value, from the next entries of `flat`."""
         if self.record is None:
-            return flat[self.start]
-        if self.parts:
-            values: Sequence[Any] = [layout.gathered(flat) for layout in self.parts]
-        else:
-            values = flat[self.start : self.start + len(self.fields)]
-        if self.optional and all(value is None for value in values):
+            return next(flat)
+        fields = [part.restore(flat) for part in self.parts]
+        if self.optional and all(field is None for field in fields):
             return None
-        return self.record(*values)
+        return self.record(*fields)
 
 
-def _layout(name: str, hint: Any, start: int, *, optional: bool = False) -> _Layout:
-    """Of one argument: a tensor, a number, a string, or a record of these, which may be None."""
-    record = next((x for x in (hint, *get_args(hint)) if hasattr(x, "_fields")), None)
+def _slot(name: str, annotation: Any, *, optional: bool = False) -> _Slot:
+    """Of a tensor, a scalar, or a record of these; `optional`: it belongs to one that may be None.
+
+    Raises:
+        KeyError: torch's schemas have no such type.
+    """
+    candidates = (annotation, *get_args(annotation))
+    record = next((x for x in candidates if hasattr(x, "_fields")), None)
     if record is None:
-        return _Layout(start, [(name, hint | None if optional else hint)])
-    optional = optional or record is not hint
-    hints = {f"{name}_{field}": hint for field, hint in get_type_hints(record).items()}
-    parts = _layouts(hints, start, optional=optional)
-    fields = [field for part in parts for field in part.fields]
-    nested = any(part.record is not None for part in parts)
-    return _Layout(start, fields, record, optional, parts if nested else ())
+        schema_type = SCHEMA_TYPES[annotation]
+        if optional and not schema_type.endswith("?"):
+            schema_type += "?"
+        return _Slot(((name, schema_type),))
+    optional = optional or record is not annotation
+    parts = tuple(
+        _slot(f"{name}_{field}", field_annotation, optional=optional)
+        for field, field_annotation in get_type_hints(record).items()
+    )
+    schema = tuple(entry for part in parts for entry in part.schema)
+    return _Slot(schema, record, optional, parts)
 
 
-def _layouts(
-    hints: dict[str, Any], start: int = 0, *, optional: bool = False
-) -> tuple[_Layout, ...]:
-    """Of consecutive arguments."""
-    layouts: list[_Layout] = []
-    for name, hint in hints.items():
-        layouts.append(_layout(name, hint, start, optional=optional))
-        start += len(layouts[-1].fields)
-    return tuple(layouts)
+class Operator(Generic[R]):
+    """A custom operator of torch that takes keywords, records among them, and returns a record or
+    a tensor.
 
-
-class Operator(Generic[P, R]):
-    """A custom operator of a function that takes and gives records.
-
-    The function takes records and returns a record or a tensor; torch sees `flat_operator`, whose
-    schema has an argument for every field. A result that is None reaches the caller as an empty
-    tensor.
+    torch sees `flat_operator`, whose schema has an argument for every field. A result that is None
+    reaches the caller as an empty tensor.
     """
 
-    def __init__(self, name: str, function: Callable[P, R], mutates: tuple[str, ...]) -> None:
-        hints = get_type_hints(function)
-        self.function, self.mutates = function, mutates
-        self.result = _layout("result", hints.pop("return"), 0)
-        self.names = tuple(hints)
-        self.inputs = _layouts(hints)
-        fields = [field for layout in self.inputs for field in layout.fields]
-        operands = ", ".join(
-            f"{'Tensor(a!)' if name in mutates else TYPES[hint]} {name}" for name, hint in fields
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., R],
+        *,
+        annotations: dict[str, Any],
+        result: Any,
+        mutates: str | None,
+    ) -> None:
+        self.name = f"fastppo::{name}"
+        self.function = function
+        self.operands = {name: _slot(name, hint) for name, hint in annotations.items()}
+        self.result = _slot("result", result)
+        flat_operands = [entry for slot in self.operands.values() for entry in slot.schema]
+        parameters = ", ".join(
+            f"{'Tensor(a!)' if name == mutates else schema_type} {name}"
+            for name, schema_type in flat_operands
         )
         # One tensor for each, and no list: torch.compile functionalises no mutation beside a list.
-        returned = ", ".join("Tensor" for _ in self.result.fields)
-        returned = returned if self.result.record is None else f"({returned})"
-        schema = f"({operands}) -> {returned}"
-        self.flat_function = self._flat(function)
-        self.flat_operator = custom_op(
-            f"fastppo::{name}", self.flat_function, mutates_args=mutates, schema=schema
+        results = ", ".join("Tensor" for _ in self.result.schema)
+        if self.result.record is not None:
+            results = f"({results})"
+        torch.library.define(
+            self.name, f"({parameters}) -> {results}", tags=torch.Tag.pt2_compliant_tag
         )
+        mutated = [index for index, (name, _) in enumerate(flat_operands) if name == mutates]
 
-    def _flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*flat: Any) -> Any:
-            result = function(*[layout.gathered(flat) for layout in self.inputs])
-            if self.result.record is None:
-                return result
-            tensors: list[Any] = []
-            self.result.spread(result, tensors)
-            like = next(x for x in tensors if x is not None)
-            return tuple(like.new_empty(0) if x is None else x for x in tensors)
+        def run(*flat: Any) -> Any:
+            # Operators choose their dtypes themselves.
+            with torch.autocast(_first_tensor(flat).device.type, enabled=False):
+                results = self._flat_result(function(**self._restored(flat)))
+            for index in mutated:  # a backward pass that needs what was there is now refused
+                torch.autograd.graph.increment_version(flat[index])
+            return results
 
-        return call
+        torch.library.impl(self.name, "default", run)
+        self.flat_operator = getattr(torch.ops.fastppo, name).default
 
-    def flat(self, *args: Any, **kwargs: Any) -> list[Any]:
+    def flatten(self, **operands: Any) -> list[Any]:
         """The arguments of `flat_operator`."""
-        if len(args) + len(kwargs) != len(self.names):
-            wanted, got = ", ".join(self.names), len(args) + len(kwargs)
-            raise TypeError(f"arguments must be {wanted}, got {got}")
-        values = (*args, *[kwargs[name] for name in self.names[len(args) :]]) if kwargs else args
-        flat: list[Any] = []
-        for value, layout in zip(values, self.inputs, strict=True):
-            layout.spread(value, flat)
-        return flat
+        if operands.keys() != self.operands.keys():
+            expected, got = ", ".join(self.operands), ", ".join(operands)
+            raise TypeError(f"{self.name} expected the operands {expected}, got {got}")
+        return [
+            flat_value
+            for name, slot in self.operands.items()
+            for flat_value in slot.flatten(operands[name])
+        ]
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        flat = self.flat(*args, **kwargs)
-        if not self.mutates and _are_plain(flat):
-            with torch.no_grad():
-                result = self.flat_function(*flat)
-        else:
-            result = self.flat_operator(*flat)
-        return result if self.result.record is None else self.result.gathered(result)
+    def __call__(self, **operands: Any) -> R:
+        """Records no gradient: that is the autograd functions' business."""
+        with torch.no_grad():
+            result = self.flat_operator(*self.flatten(**operands))
+        return result if self.result.record is None else self.result.restore(iter(result))
 
     def register_fake(self, function: Callable[..., R]) -> None:
-        """What the operator returns for tensors without values: shapes, dtypes and strides."""
-        self.flat_operator.register_fake(self._flat(function))
+        """What the operator returns for tensors without values: shapes, dtypes and strides.
+
+        `function` takes those of the operator's operands that these depend on, by name.
+        """
+        names = inspect.signature(function).parameters
+
+        def fake(*flat: Any) -> Any:
+            operands = self._restored(flat)
+            return self._flat_result(function(**{name: operands[name] for name in names}))
+
+        torch.library.register_fake(self.name, fake)
+
+    def _restored(self, flat: tuple[Any, ...]) -> dict[str, Any]:
+        values = iter(flat)
+        return {name: slot.restore(values) for name, slot in self.operands.items()}
+
+    def _flat_result(self, result: Any) -> Any:
+        if self.result.record is None:
+            return result
+        flat = self.result.flatten(result)
+        empty = _first_tensor(flat).new_empty(0)
+        return tuple(empty.clone() if x is None else x for x in flat)
 
 
-def _are_plain(flat: list[Any]) -> bool:
-    """Whether every tensor has values of its own, and nothing looks on."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return False
-    if torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch():
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    return all(type(x) in (Tensor, Parameter) or not isinstance(x, Tensor) for x in flat)
+def _first_tensor(flat: Sequence[Any]) -> Tensor:
+    return next(x for x in flat if isinstance(x, Tensor))
 
 
-def operator(name: str, *mutates: str) -> Callable[[Callable[P, R]], Operator[P, R]]:
-    """Decorator: the function as the operator `fastppo::name`, which writes into `mutates`."""
-    return lambda function: Operator(name, function, mutates)
+def operator(
+    name: str, *, like: Callable[..., R], without: tuple[str, ...] = (), mutates: str | None = None
+) -> Callable[[Callable[..., R]], Operator[R]]:
+    """Decorator: the function as the operator `fastppo::name`.
+
+    Args:
+        like: whose parameters are the operator's operands, by their names and annotations, and
+            whose result is its result. `backend: str` is one operand more.
+        without: parameters of `like` that are none.
+        mutates: the operand that the operator writes into.
+    """
+    annotations = get_type_hints(like)
+    result = annotations.pop("return")
+    operands = {name: hint for name, hint in annotations.items() if name not in without}
+    operands["backend"] = str
+    return lambda function: Operator(
+        name, function, annotations=operands, result=result, mutates=mutates
+    )

@@ -8,15 +8,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 from fastppo_kernels import torch_rows
 from fastppo_kernels.records import KL_ESTIMATORS, accumulation_dtype
 from torch import Tensor
 
 from fastppo.functional import arguments
-from fastppo.functional.arguments import SoftmaxOptions, completed, takes
-from fastppo.functional.operators import LinearTokenStatistics, TokenStatistics
+from fastppo.functional.operators import LinearTokenStatisticsFunction, TokenStatisticsFunction
 
 
 class TokenStats(NamedTuple):
@@ -27,13 +26,15 @@ class TokenStats(NamedTuple):
     kl: Tensor | None
 
 
-@takes(SoftmaxOptions)
 def token_stats(
     logits: Tensor,
     tokens: Tensor,
     *,
     ref_logits: Tensor | None = None,
-    **options: Unpack[SoftmaxOptions],
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    backend: str = "auto",
 ) -> TokenStats:
     """Logprob of each token, entropy and, given `ref_logits`, the exact KL(p‖q); differentiable.
 
@@ -50,29 +51,44 @@ def token_stats(
         ValueError, TypeError: shapes, dtypes, devices or options disagree; a token outside the
             vocabulary.
     """
-    rows, shape = arguments.rows_view("logits", logits), logits.shape[:-1]
-    options = completed(options, SoftmaxOptions, token_stats)
+    rows = arguments.rows_view("logits", logits)
+    shape = logits.shape[:-1]
     flat_tokens = arguments.token_ids(tokens, shape, logits)
     ref_rows = None
     if ref_logits is not None:
         arguments.tensor("ref_logits", ref_logits, shape=logits.shape, like=logits)
         ref_rows = arguments.rows_view("ref_logits", ref_logits.detach())
-    softmax = arguments.softmax_of(options, shape, logits)
-    backend = arguments.choose_backend(options["backend"], logits)
-    logprobs, entropy, kl = TokenStatistics.apply(rows, flat_tokens, softmax, ref_rows, backend)
+    softmax = arguments.softmax(temperature, logit_scale, softcap, shape=shape, like=logits)
+    backend = arguments.choose_backend(backend, logits)
+    logprobs, entropy, kl = TokenStatisticsFunction.apply(
+        rows, flat_tokens, softmax, ref_rows, backend
+    )
     return TokenStats(
         logprobs.view(shape), entropy.view(shape), None if ref_rows is None else kl.view(shape)
     )
 
 
-@takes(SoftmaxOptions)
-def token_logprobs(logits: Tensor, tokens: Tensor, **options: Unpack[SoftmaxOptions]) -> Tensor:
+def token_logprobs(
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
     """`z_y/T − logsumexp(z/T)` per token: (...) fp32, nats, differentiable. See `token_stats`."""
-    options = completed(options, SoftmaxOptions, token_logprobs)
-    return token_stats(logits, tokens, **options).logprobs
+    stats = token_stats(
+        logits,
+        tokens,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        backend=backend,
+    )
+    return stats.logprobs
 
 
-@takes(SoftmaxOptions)
 def linear_token_stats(
     hidden: Tensor,
     weight: Tensor,
@@ -83,7 +99,10 @@ def linear_token_stats(
     ref_weight: Tensor | None = None,
     ref_bias: Tensor | None = None,
     chunk_size: int | None = None,
-    **options: Unpack[SoftmaxOptions],
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    backend: str = "auto",
 ) -> TokenStats:
     """`token_stats` of `hidden @ weight.T + bias` without holding the `[N, V]` logits.
 
@@ -103,25 +122,22 @@ def linear_token_stats(
         ValueError, TypeError: shapes, dtypes, devices or options disagree; a token outside the
             vocabulary; a DTensor is passed.
     """
-    projection, asked, gemm = arguments.projection_arguments(hidden, weight, bias, chunk_size)
-    options = completed(options, SoftmaxOptions, linear_token_stats)
-    ref = arguments.ref_projection_argument(ref_hidden, ref_weight, ref_bias, hidden, weight)
+    head = arguments.projection(hidden, weight, bias)
+    ref = arguments.ref_projection(ref_hidden, ref_weight, ref_bias, hidden=hidden, weight=weight)
+    gemm = arguments.gemm(chunk_size, hidden)
     shape = hidden.shape[:-1]
-    logprobs, entropy, kl = LinearTokenStatistics.apply(
-        *projection,
-        arguments.token_ids(tokens, shape, hidden),
-        arguments.softmax_of(options, shape, hidden),
-        ref,
-        gemm,
-        asked,
-        arguments.choose_backend(options["backend"], hidden),
+    flat_tokens = arguments.token_ids(tokens, shape, hidden)
+    softmax = arguments.softmax(temperature, logit_scale, softcap, shape=shape, like=hidden)
+    backend = arguments.choose_backend(backend, hidden)
+    wanted = arguments.gradients_wanted(head)
+    logprobs, entropy, kl = LinearTokenStatisticsFunction.apply(
+        *head, flat_tokens, softmax, ref, gemm, wanted, backend
     )
     return TokenStats(
         logprobs.view(shape), entropy.view(shape), None if ref is None else kl.view(shape)
     )
 
 
-@takes(SoftmaxOptions)
 def linear_token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -130,16 +146,28 @@ def linear_token_logprobs(
     bias: Tensor | None = None,
     return_entropy: bool = False,
     chunk_size: int | None = None,
-    **options: Unpack[SoftmaxOptions],
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    backend: str = "auto",
 ) -> Any:
     """`linear_token_stats(...).logprobs`, or (logprobs, entropy) with `return_entropy`.
 
     The logits are rounded to the dtype of the product, that of `hidden` or of autocast, before the
     softmax: to bf16 for bf16, as in `linear_ppo_loss`, so that the ratio of a first update is 1.
     """
-    options = completed(options, SoftmaxOptions, linear_token_logprobs)
     arguments.boolean("return_entropy", return_entropy)
-    stats = linear_token_stats(hidden, weight, tokens, bias=bias, chunk_size=chunk_size, **options)
+    stats = linear_token_stats(
+        hidden,
+        weight,
+        tokens,
+        bias=bias,
+        chunk_size=chunk_size,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        backend=backend,
+    )
     return (stats.logprobs, stats.entropy) if return_entropy else stats.logprobs
 
 

@@ -9,13 +9,12 @@ Whether logits are formed at all is decided here: nobody else in the program doe
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fastppo.functional.arguments import LossOptions, SoftmaxOptions
 from fastppo.functional.lm_head import active_copy
 from fastppo.functional.losses import PPOLoss, linear_ppo_loss, ppo_loss
 from fastppo.functional.statistics import TokenStats, linear_token_stats
@@ -67,7 +66,7 @@ class Head(NamedTuple):
         *,
         ref: RefStates | None = None,
         all_logits: bool = False,
-        **options: Unpack[LossOptions],
+        **options: Any,
     ) -> PPOLoss:
         """`fastppo.linear_ppo_loss` on this head.
 
@@ -108,7 +107,7 @@ class Head(NamedTuple):
         tokens: Tensor,
         *,
         ref: RefStates | None = None,
-        **options: Unpack[SoftmaxOptions],
+        **options: Any,
     ) -> TokenStats:
         """Logprobs and entropy of the tokens that hidden [N, H] predict and, given a reference, the
         exact KL to it: [N] fp32 each, nats, differentiable. Options: `fastppo.token_stats`."""

@@ -476,7 +476,7 @@ def check_turns(config: PPOConfig) -> None:
 
 def check_objective(config: PPOConfig) -> None:
     """Raises ValueError for options of the policy loss and of an update's end."""
-    arguments.dual_clip(config.dual_clip)
+    arguments.check_dual_clip(config.dual_clip)
     clips = config.objective == "clip"
     if not clips and config.is_used("kl_loss_coef"):
         raise ValueError(
@@ -611,7 +611,7 @@ def check_schedules(config: PPOConfig) -> None:
             raise ValueError(f"schedules: {schedule.name} has no value to start from")
         check_bounds(PPOConfig, schedule.name, schedule.final)
         if schedule.name == "dual_clip":
-            arguments.dual_clip(schedule.final)
+            arguments.check_dual_clip(schedule.final)
 
 
 IDENTITY = (

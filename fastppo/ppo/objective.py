@@ -25,7 +25,7 @@ from fastppo.data.batch import Layout
 from fastppo.data.microbatches import Limits
 from fastppo.data.world import World
 from fastppo.functional.losses import PPOLoss
-from fastppo.functional.operators import ValueLoss
+from fastppo.functional.losses import ValueLossFunction
 from fastppo.models.head import Head, RefStates
 from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
@@ -125,7 +125,7 @@ def value_term(values: Tensor, micro: Experience, options: PPOConfig) -> tuple[T
     the clipped value), 0-d each."""
     assert micro.token_weights is not None
     weights, clip = micro.token_weights, options.value_clip
-    return ValueLoss.apply(values, micro.returns, weights, micro.old_values, clip)
+    return ValueLossFunction.apply(values, micro.returns, weights, micro.old_values, clip)
 
 
 def minibatch_gradient(

@@ -32,117 +32,151 @@ from fastppo.functional import operators as ops
 from fastppo.functional.record_operator import Operator
 
 N, V, H = 6, 11, 5
-SOFTMAX = Softmax(0.7, None, 1.5, 20.0)
-OBJECTIVE = Objective(0.8, 1.3, 2.0, 0.1, "full", 0.1)
-PLAIN = OBJECTIVE._replace(kl_estimator="k3")
-GEMM = Gemm(4, torch.float32)
+Case = tuple[Operator[Any], dict[str, Any]]
 
 
-def calls(backend: str = "torch") -> dict[str, tuple[Operator, tuple[Any, ...]]]:
-    """Each operator with arguments that fill every slot, and with the optional ones absent."""
+def loss_cases() -> dict[str, Case]:
+    """With every optional operand present, and with all of them absent."""
     data = draws.batch((N,), V, torch.float32)
-    logits, ref = data.logits, data.logits * 0.9
-    weights = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.0]) / 4
-    bare = PerToken(*data[1:], weights)
-    full = bare._replace(importance_weights=torch.rand(N), ref_logprobs=torch.randn(N))
-    each = SOFTMAX._replace(temperatures=torch.rand(N) + 0.5)
+    per_token = PerToken(*data[1:], weights=torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.0]) / 4)
     head = Projection(torch.randn(N, H), torch.randn(V, H), torch.randn(V))
-    no_bias = head._replace(bias=None)
-    transposed = Projection(torch.randn(H, N).T, torch.randn(H, V).T, torch.randn(V))
+    full = {
+        "per_token": per_token._replace(
+            importance_weights=torch.rand(N), ref_logprobs=torch.randn(N)
+        ),
+        "objective": Objective(0.8, 1.3, 2.0, 0.1, "full", 0.1),
+        "softmax": Softmax(1.0, torch.rand(N) + 0.5, 1.5, 20.0),
+    }
+    bare = {"per_token": per_token, "objective": Objective(0.8, 1.2), "softmax": Softmax()}
+    full_logits = {**full, "logits": data.logits, "ref_logits": data.logits * 0.9}
+    view = torch.randn(2, 4, V)[:, :-1]
+    bare_logits = {**bare, "logits": view, "ref_logits": None}
+    return {
+        "ppo_loss": (ops.ppo_loss_op, {**full_logits, "need_grad": True}),
+        "ppo_loss, bare": (ops.ppo_loss_op, {**bare_logits, "need_grad": True}),
+        "ppo_loss, no gradient": (ops.ppo_loss_op, {**bare_logits, "need_grad": False}),
+        "ppo_loss_inplace": (ops.ppo_loss_inplace_op, full_logits),
+        "linear_ppo_loss": (
+            ops.linear_ppo_loss_op,
+            {
+                **full,
+                "projection": head,
+                "ref_projection": head,
+                "gemm": Gemm(4, torch.float32),
+                "wanted": GradientsWanted(),
+                "compact": True,
+            },
+        ),
+        "linear_ppo_loss, bare": (
+            ops.linear_ppo_loss_op,
+            {
+                **bare,
+                "projection": Projection(torch.randn(H, N).T, torch.randn(H, V).T),
+                "ref_projection": None,
+                "gemm": Gemm(),
+                "wanted": GradientsWanted(hidden=True, weight=False, bias=False),
+                "compact": False,
+            },
+        ),
+    }
+
+
+def statistics_cases() -> dict[str, Case]:
+    data = draws.batch((N,), V, torch.float32)
+    head = Projection(torch.randn(N, H), torch.randn(V, H), torch.randn(V))
     grads = StatsGradients(*torch.randn(3, N))
-    two = grads._replace(kl=None)
-    stats = ops.token_stats_op(logits, data.tokens, SOFTMAX, ref, "torch")
-    linear = ops.linear_token_stats_op(head, data.tokens, SOFTMAX, head, GEMM, "torch")
-    tokens, every = data.tokens, GradientsWanted()
-    hidden_alone = GradientsWanted(hidden=True, weight=False, bias=False)
+    full = {"tokens": data.tokens, "softmax": Softmax(1.0, torch.rand(N) + 0.5, 1.5, 20.0)}
+    full_logits = {**full, "logits": data.logits, "ref_logits": data.logits * 0.9}
+    full_head = {
+        **full, "projection": head, "ref_projection": head, "gemm": Gemm(4, torch.float32)
+    }  # fmt: skip
+    stats = ops.token_stats_op(**full_logits, backend="torch")
+    head_stats = ops.linear_token_stats_op(**full_head, backend="torch")
+    bare = {"tokens": data.tokens, "softmax": Softmax()}
+    bare_logits = {**bare, "logits": torch.randn(2, 4, V)[:, :-1], "ref_logits": None}
+    bare_head = {
+        **bare,
+        "projection": Projection(torch.randn(H, N).T, torch.randn(H, V).T),
+        "ref_projection": None,
+        "gemm": Gemm(),
+    }
+    no_kl = grads._replace(kl=None)
+    wanted = GradientsWanted()
+    no_bias = GradientsWanted(hidden=True, weight=True, bias=False)
+    return {
+        "token_stats": (ops.token_stats_op, full_logits),
+        "token_stats, bare": (ops.token_stats_op, bare_logits),
+        "token_stats_backward": (
+            ops.token_stats_backward_op,
+            {**full_logits, "grads": grads, "stats": stats},
+        ),
+        "token_stats_backward, bare": (
+            ops.token_stats_backward_op,
+            {**bare_logits, "grads": no_kl, "stats": stats},
+        ),
+        "linear_token_stats": (ops.linear_token_stats_op, full_head),
+        "linear_token_stats, bare": (ops.linear_token_stats_op, bare_head),
+        "linear_token_stats_backward": (
+            ops.linear_token_stats_backward_op,
+            {**full_head, "grads": grads, "stats": head_stats, "wanted": wanted},
+        ),
+        "linear_token_stats_backward, bare": (
+            ops.linear_token_stats_backward_op,
+            {**bare_head, "grads": no_kl, "stats": head_stats, "wanted": no_bias},
+        ),
+    }
+
+
+def advantages_cases() -> dict[str, Case]:
     rows, flat = torch.randn(2, 5), torch.randn(7)
     starts = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
     mask = torch.tensor([[1, 1, 0, 1, 0], [0, 0, 0, 0, 0]]).bool()
     padded = Trajectory(rows, rows, mask, None, torch.randn(2))
     packed = Trajectory(flat, flat, None, starts, None)
     shaping = Shaping(torch.randn(2), rows, rows, 0.1, "k1", 1.0)
-    per_sequence = Discounts(0.9, 0.95, torch.rand(3), None)
-    view = torch.randn(2, 4, V)[:, :-1]
-    found: dict[str, tuple[Operator, tuple[Any, ...]]] = {
-        "token_stats": (ops.token_stats_op, (logits, tokens, each, ref)),
-        "token_stats of a view": (ops.token_stats_op, (view, tokens, SOFTMAX, None)),
-        "token_stats_backward": (
-            ops.token_stats_backward_op,
-            (grads, logits, tokens, stats, each, ref),
+    discounts = Discounts(0.9, 0.95)
+    bare = {"trajectory": Trajectory(rows, None, mask), "shaping": Shaping(torch.randn(2), rows)}
+    return {
+        "gae": (ops.gae_op, {"trajectory": padded, "discounts": discounts}),
+        "gae, packed": (
+            ops.gae_op,
+            {"trajectory": packed, "discounts": discounts._replace(gammas=torch.rand(3))},
         ),
-        "token_stats_backward, no KL": (
-            ops.token_stats_backward_op,
-            (two, logits, tokens, stats, SOFTMAX, None),
+        "shaped_advantages": (
+            ops.shaped_advantages_op,
+            {"trajectory": padded, "shaping": shaping, "discounts": discounts},
         ),
-        "ppo_loss": (ops.ppo_loss_op, (logits, full, OBJECTIVE, each, ref, True)),
-        "ppo_loss of a view": (ops.ppo_loss_op, (view, bare, PLAIN, SOFTMAX, None, True)),
-        "ppo_loss, no gradient": (ops.ppo_loss_op, (logits, bare, PLAIN, SOFTMAX, None, False)),
-        "ppo_loss_inplace": (
-            ops.ppo_loss_inplace_op,
-            (logits.clone(), full, OBJECTIVE, each, ref),
-        ),
-        "linear_ppo_loss": (
-            ops.linear_ppo_loss_op,
-            (head, full, OBJECTIVE, each, head, GEMM, every, True),
-        ),
-        "linear_ppo_loss, frozen": (
-            ops.linear_ppo_loss_op,
-            (no_bias, bare, PLAIN, SOFTMAX, None, Gemm(), hidden_alone, True),
-        ),
-        "linear_ppo_loss, transposed": (
-            ops.linear_ppo_loss_op,
-            (transposed, bare, PLAIN, SOFTMAX, None, GEMM, every, True),
-        ),
-        "linear_token_stats": (
-            ops.linear_token_stats_op,
-            (head, tokens, each, no_bias, GEMM),
-        ),
-        "linear_token_stats, no reference": (
-            ops.linear_token_stats_op,
-            (no_bias, tokens, SOFTMAX, None, Gemm()),
-        ),
-        "linear_token_stats_backward": (
-            ops.linear_token_stats_backward_op,
-            (grads, head, tokens, linear, each, head, GEMM, GradientsWanted(True, False, True)),
-        ),
-        "linear_token_stats_backward, transposed": (
-            ops.linear_token_stats_backward_op,
-            (two, transposed, tokens, linear, SOFTMAX, None, GEMM, every),
-        ),
-        "gae": (ops.gae_op, (padded, Discounts(0.9, 0.95))),
-        "gae, packed": (ops.gae_op, (packed, per_sequence)),
-        "shaped_advantages": (ops.shaped_advantages_op, (padded, shaping, Discounts(0.9, 0.95))),
         "shaped_advantages, bare": (
             ops.shaped_advantages_op,
-            (
-                padded._replace(token_rewards=None, bootstrap=None),
-                shaping._replace(ref_logprobs=None, score_clip=None),
-                Discounts(),
-            ),
+            {**bare, "discounts": discounts},
         ),
-        "whiten": (ops.whiten_op, (rows, mask, None, True)),
+        "whiten": (ops.whiten_op, {"x": rows, "mask": mask, "moments": None, "shift_mean": True}),
     }
-    return {name: (operator, (*given, backend)) for name, (operator, given) in found.items()}
 
 
-@pytest.mark.parametrize("name", calls())
-def test_operators_mutate_nothing_undeclared_and_their_fakes_tell_the_truth(name: str) -> None:
+def cases() -> dict[str, Case]:
+    return loss_cases() | statistics_cases() | advantages_cases()
+
+
+def check(name: str, backend: str, checks: tuple[str, ...]) -> None:
+    operator, operands = cases()[name]
+    flat = operator.flatten(**operands, backend=backend)
+    outcome = opcheck(operator.flat_operator, flat, test_utils=checks)
+    assert set(outcome.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("name", cases())
+def test_operators_mutate_nothing_undeclared_and_their_fakes_are_right(name: str) -> None:
     """torch's own checks: schema, aliasing, and shapes, dtypes and strides under fake tensors."""
-    operator, arguments = calls()[name]
-    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    found = opcheck(operator.flat_operator, operator.flat(*arguments), test_utils=checks)
-    assert set(found.values()) == {"SUCCESS"}
+    check(name, "torch", ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-@pytest.mark.parametrize("name", calls())
+@pytest.mark.parametrize("name", cases())
 def test_the_kernels_keep_the_same_promises(name: str) -> None:
     """With the Triton backend, on a GPU or in the interpreter."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    operator, arguments = calls("triton")[name]
-    checks = ("test_schema", "test_faketensor")
-    found = opcheck(operator.flat_operator, operator.flat(*arguments), test_utils=checks)
-    assert set(found.values()) == {"SUCCESS"}
+    check(name, "triton", ("test_schema", "test_faketensor"))
 
 
 # -------------------------------------------------------------------------------- torch.compile
@@ -180,11 +214,11 @@ def test_losses_compile_without_a_graph_break(term: str) -> None:
 
     leaves = [x.requires_grad_() for x in (data.logits, hidden, weight)]
     wanted = losses(*leaves)
-    found = compiled(losses)(*leaves)
-    for one, other in zip(found, wanted, strict=True):
+    results = compiled(losses)(*leaves)
+    for one, other in zip(results, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     for one, other in zip(
-        torch.autograd.grad(found[0], leaves),
+        torch.autograd.grad(results[0], leaves),
         torch.autograd.grad(wanted[0], leaves),
         strict=True,
     ):
@@ -211,10 +245,11 @@ def test_the_in_place_loss_compiles_and_gives_the_same_bits() -> None:
         out = fastppo.ppo_loss(leaf * 1, *data[1:], entropy_coef=0.1, inplace=True)
         return out.loss, out.logprobs
 
-    wanted, found = loss(data.logits), compiled(loss)(data.logits)
-    for one, other in zip(found, wanted, strict=True):
+    eager = loss(data.logits)
+    results = compiled(loss)(data.logits)
+    for one, other in zip(results, eager, strict=True):
         assert torch.equal(one, other)
-    grads = [torch.autograd.grad(out[0], data.logits)[0] for out in (found, wanted)]
+    grads = [torch.autograd.grad(out[0], data.logits)[0] for out in (results, eager)]
     assert torch.equal(*grads)
 
 

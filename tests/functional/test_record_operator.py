@@ -1,17 +1,15 @@
-"""Records as operands of torch's custom operators: all fields arrive, a miscount is refused."""
+"""Records as operands of torch's custom operators: all fields arrive, torch sees the operator."""
 
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastppo.functional.record_operator import operator
 
@@ -33,8 +31,7 @@ class Split(NamedTuple):
     parts: Pair
 
 
-@operator("test_layout")
-def layout_op(x: Tensor, mixed: Mixed, other: Pair | None, flag: bool) -> Split:
+def split(x: Tensor, mixed: Mixed, other: Pair | None, flag: bool, unused: int) -> Split:
     assert isinstance(mixed, Mixed)
     assert isinstance(mixed.pair, Pair)
     assert other is None or isinstance(other, Pair)
@@ -45,138 +42,130 @@ def layout_op(x: Tensor, mixed: Mixed, other: Pair | None, flag: bool) -> Split:
     return Split(total.sum(), Pair(total, None if second is None else second + flag))
 
 
-@layout_op.register_fake
-def _(x: Tensor, mixed: Mixed, other: Pair | None, flag: bool) -> Split:
+@operator("test_split", like=split, without=("unused",))
+def split_op(backend: str, **operands: Any) -> Split:
+    return split(**operands, unused=1)
+
+
+@split_op.register_fake
+def _(x: Tensor, mixed: Mixed) -> Split:
     second = mixed.pair.second
     parts = Pair(torch.empty_like(x), None if second is None else torch.empty_like(second))
     return Split(x.new_empty(()), parts)
 
 
 def test_a_schema_has_an_argument_for_every_field_of_every_record() -> None:
-    schema = str(layout_op.flat_operator._opoverload._schema)
-    assert schema == (
-        "fastppo::test_layout(Tensor x, Tensor mixed_pair_first, Tensor? mixed_pair_second, "
+    assert str(split_op.flat_operator._schema) == (
+        "fastppo::test_split(Tensor x, Tensor mixed_pair_first, Tensor? mixed_pair_second, "
         "float mixed_scale, str mixed_name, float? mixed_most, Tensor? other_first, "
-        "Tensor? other_second, bool flag) -> (Tensor, Tensor, Tensor)"
+        "Tensor? other_second, bool flag, str backend) -> (Tensor, Tensor, Tensor)"
     )
 
 
 @pytest.mark.parametrize("second", [None, torch.ones(2)], ids=("absent", "present"))
 @pytest.mark.parametrize("other", [None, Pair(torch.ones(2))], ids=("absent", "present"))
 def test_records_arrive_as_they_were_sent(second: Tensor | None, other: Pair | None) -> None:
-    """Nested or absent, by position or by name. A None in the result arrives as an empty tensor."""
+    """Nested or absent, in any order. A None in the result arrives as an empty tensor."""
     x = torch.tensor([1.0, 2.0])
-    mixed = Mixed(Pair(x, second), 3.0)
-    for result in (
-        layout_op(x, mixed, other, True),
-        layout_op(x, mixed, flag=True, other=other),
-        torch.compile(layout_op, backend="aot_eager", fullgraph=True)(x, mixed, other, True),
-    ):
+
+    def call() -> Split:
+        mixed = Mixed(Pair(x, second), 3.0)
+        return split_op(backend="", other=other, flag=True, x=x, mixed=mixed)
+
+    for result in (call(), torch.compile(call, backend="aot_eager", fullgraph=True)()):
         assert isinstance(result, Split)
-        wanted = 6 * x + (0 if other is None else 1)
-        assert torch.equal(result.parts.first, wanted)
-        assert torch.equal(result.total, wanted.sum())
+        expected = 6 * x + (0 if other is None else 1)
+        assert torch.equal(result.parts.first, expected)
+        assert torch.equal(result.total, expected.sum())
         assert result.parts.second is not None
         empty = torch.empty(0)
         assert torch.equal(result.parts.second, empty if second is None else second + 1)
 
 
-def test_torch_is_passed_by_where_nothing_looks_on() -> None:
-    """A mode that counts sees the operator, and so does a compiler; gradients are nobody's here."""
-    x, mixed = torch.ones(2, requires_grad=True), Mixed(Pair(torch.ones(2)), 1.0)
-    seen = []
+def test_an_operator_records_no_gradient_and_knows_no_autocast() -> None:
+    x = torch.ones(2, requires_grad=True)
 
-    class Counting(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(str(function))
-            return function(*args, **(kwargs or {}))
+    def product(x: Tensor) -> Tensor:
+        return x[None] @ x
 
-    with Counting():
-        counted = layout_op(x.detach(), mixed, None, True)
-    assert "fastppo.test_layout.default" in seen
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        plain = layout_op(x, mixed, None, True)
-    assert "fastppo::test_layout" not in {event.name for event in profiled.events()}
-    assert torch.equal(plain.total, counted.total)
-    assert not plain.total.requires_grad
-    fake = FakeTensorMode().from_tensor(torch.ones(2))
-    found = layout_op(fake, Mixed(Pair(fake), 1.0), None, True)  # outside of its mode
-    assert isinstance(found.total, FakeTensor)
+    @operator("test_product", like=product)
+    def product_op(backend: str, x: Tensor) -> Tensor:
+        return product(x)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        result = product_op(x=x, backend="")
+        assert product(x).dtype == torch.bfloat16
+    assert result.dtype == torch.float32
+    assert not result.requires_grad
 
 
-@operator("test_writing", "into")
-def writing_op(x: Tensor, into: Tensor) -> Tensor:
+def fill(x: Tensor, into: Tensor) -> Tensor:
     into.untyped_storage().copy_((x + 1).untyped_storage())  # as a kernel does, unknown to torch
     return x + 1
 
 
-@writing_op.register_fake
-def _(x: Tensor, into: Tensor) -> Tensor:
-    return torch.empty_like(x)
+@operator("test_fill", like=fill, mutates="into")
+def fill_op(backend: str, **operands: Any) -> Tensor:
+    return fill(**operands)
 
 
 def test_autograd_learns_of_what_an_operator_writes() -> None:
     x = torch.ones(2, requires_grad=True)
     saved = x.tanh()  # its derivative is made of its result
-    writing_op(torch.ones(2), saved.detach())
+    fill_op(x=torch.ones(2), into=saved.detach(), backend="")
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.sum().backward()
 
 
-@operator("test_shifted")
-def shifted_op(x: Tensor) -> Tensor:
+def shift(x: Tensor) -> Tensor:
     return x + 1 if x.sum() > 0 else x - 1
 
 
-@shifted_op.register_fake
+@operator("test_shift", like=shift)
+def shift_op(backend: str, x: Tensor) -> Tensor:
+    return shift(x)
+
+
+@shift_op.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
-
-
-def shifted(x: Tensor) -> Tensor:
-    return shifted_op(x)
 
 
 def test_transforms_and_tracers_see_the_operator() -> None:
     """Whose function may look at values: they have none to look at."""
     x = torch.arange(6.0).view(2, 3)
-    traced = torch.jit.trace(shifted, (x,), check_trace=False)
-    graph = make_fx(shifted, pre_dispatch=True)(x)
-    for found in (traced(-x), graph(-x)):
-        assert torch.equal(found, shifted(-x))
-    assert "fastppo.test_shifted" in graph.code
+
+    def call(x: Tensor) -> Tensor:
+        return shift_op(x=x, backend="")
+
+    traced = torch.jit.trace(call, (x,), check_trace=False)
+    graph = make_fx(call, pre_dispatch=True)(x)
+    for result in (traced(-x), graph(-x)):
+        assert torch.equal(result, shift(-x))
+    assert "fastppo.test_shift" in graph.code
+    assert isinstance(call(FakeTensorMode().from_tensor(x)), FakeTensor)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no rule for batches makes it slow
-        batched = torch.func.vmap(shifted)(torch.stack([x, -x]))
-    assert torch.equal(batched, torch.stack([shifted(x), shifted(-x)]))
+        batched = torch.func.vmap(call)(torch.stack([x, -x]))
+    assert torch.equal(batched, torch.stack([shift(x), shift(-x)]))
 
 
-def test_a_miscount_does_not_pass_in_silence() -> None:
+def test_wrong_operands_do_not_pass_in_silence() -> None:
     x = torch.ones(2)
-    flat = layout_op.flat(x, Mixed(Pair(x), 1.0), None, False)
-    for wrong in (flat[:-1], [*flat, 1.0]):
-        with pytest.raises((RuntimeError, TypeError)):
-            layout_op.flat_operator(*wrong)
-    with pytest.raises(TypeError, match="arguments must be x, mixed, other, flag, got 3"):
-        layout_op(x, Mixed(Pair(x), 1.0), None)  # type: ignore[call-arg]
-    with pytest.raises((RuntimeError, TypeError, ValueError)):
-        layout_op(x, Pair(x), None, False)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="test_shift expected the operands x, backend, got x$"):
+        shift_op(x=x)
+    with pytest.raises(TypeError, match="got x, y, backend"):
+        shift_op(x=x, y=x, backend="")
+    for wrong in ((Pair(x), 2.0), None, Mixed((1, 2), 2.0)):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"expected (Mixed|Pair), got"):
+            split_op(x=x, mixed=wrong, other=None, flag=True, backend="")
+    with pytest.raises(TypeError, match="expected Pair or None, got tuple"):
+        split_op(x=x, mixed=Mixed(Pair(x), 2.0), other=(1, 2), flag=True, backend="")
 
 
 def test_an_annotation_that_torch_has_no_type_for_is_refused() -> None:
+    def named(x: Tensor, names: list[str]) -> Tensor:
+        return x
+
     with pytest.raises(KeyError):
-
-        @operator("test_no_such_type")
-        def _(x: Tensor, names: list[str]) -> Tensor:
-            return x
-
-
-@pytest.mark.parametrize(
-    "mixed",
-    [(Pair(torch.ones(2)), 2.0), Pair(torch.ones(2)), None, Mixed(None, 2.0), Mixed((1, 2), 2.0)],
-)
-def test_what_is_not_the_record_is_refused_though_it_has_as_many_fields(mixed: object) -> None:
-    with pytest.raises(TypeError, match=r"expected (Mixed|Pair), got"):
-        layout_op(torch.ones(2), mixed, None, True)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="expected Pair or None, got tuple"):
-        layout_op(torch.ones(2), Mixed(Pair(torch.ones(2)), 2.0), (1, 2), True)  # type: ignore[arg-type]
+        operator("test_no_such_type", like=named)(named)
