@@ -232,6 +232,7 @@ def ppo_loss(
         "ref_logits": ref_rows,
         "backend": backend,
     }
+    gradient: Tensor | None
     if inplace and need_grad:
         # The gradient's buffer is the caller's own logits: the one copy there is.
         gradient = rows.detach()
@@ -544,7 +545,8 @@ def policy_loss(
     ratio = torch.exp(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     clipped = ratio.clamp(lowest_ratio, highest_ratio)
     surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-    if arguments.check_dual_clip(dual_clip) is not None:
+    dual_clip = arguments.check_dual_clip(dual_clip)
+    if dual_clip is not None:
         bounded = torch.maximum(surrogate, dual_clip * advantages)
         surrogate = torch.where(advantages < 0, bounded, surrogate)
     if importance_weights is not None:

@@ -4,9 +4,9 @@ torch's operators take tensors and scalars, and no records. `Operator` is the on
 record is flattened into its fields and put together again, by the annotations of the backends'
 functions: a field that is added to a record, or an operand to a function, needs no change here.
 
-An operator is defined by `torch.library.define` and `impl`. `torch.library.custom_op` would add an
-autograd function of its own around each, which takes the host as long again; differentiability is
-the business of `operators.py`.
+Gradients are the business of `operators.py`, so an operator is defined by `torch.library.define`
+and `impl`. `torch.library.custom_op` adds an autograd function of its own, which takes the host as
+long again; it is used where an operator writes into an operand, which it tells autograd of.
 """
 
 from __future__ import annotations
@@ -114,20 +114,18 @@ class Operator(Generic[R]):
         results = ", ".join("Tensor" for _ in self.result.schema)
         if self.result.record is not None:
             results = f"({results})"
-        torch.library.define(
-            self.name, f"({parameters}) -> {results}", tags=torch.Tag.pt2_compliant_tag
-        )
-        mutated = [index for index, (name, _) in enumerate(flat_operands) if name == mutates]
+        schema = f"({parameters}) -> {results}"
 
         def run(*flat: Any) -> Any:
             # Operators choose their dtypes themselves.
             with torch.autocast(_first_tensor(flat).device.type, enabled=False):
-                results = self._flat_result(function(**self._restored(flat)))
-            for index in mutated:  # a backward pass that needs what was there is now refused
-                torch.autograd.graph.increment_version(flat[index])
-            return results
+                return self._flat_result(function(**self._restored(flat)))
 
-        torch.library.impl(self.name, "default", run)
+        if mutates is not None:
+            torch.library.custom_op(self.name, run, mutates_args=(mutates,), schema=schema)
+        else:
+            torch.library.define(self.name, schema, tags=torch.Tag.pt2_compliant_tag)
+            torch.library.impl(self.name, "default", run)
         self.flat_operator = getattr(torch.ops.fastppo, name).default
 
     def flatten(self, **operands: Any) -> list[Any]:

@@ -152,7 +152,7 @@ def test_transforms_and_tracers_see_the_operator() -> None:
 
 def test_wrong_operands_do_not_pass_in_silence() -> None:
     x = torch.ones(2)
-    with pytest.raises(TypeError, match="test_shift expected the operands x, backend, got x$"):
+    with pytest.raises(TypeError, match=r"test_shift expected the operands x, backend, got x$"):
         shift_op(x=x)
     with pytest.raises(TypeError, match="got x, y, backend"):
         shift_op(x=x, y=x, backend="")
