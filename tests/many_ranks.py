@@ -233,7 +233,7 @@ def load_both_ways(
     from fastppo.models import from_files
     from fastppo.ppo import build
 
-    files, write = build._files, from_files.Files._write
+    files, write = build.open_shards, from_files.Files._write
     read: dict[str | None, int] = {}
 
     def counted(self: Any, value: Any, name: str | None) -> None:
@@ -246,7 +246,7 @@ def load_both_ways(
         place = Path(folder) / architecture
         both = []
         for way in (files, lambda *args: None):
-            build._files = way  # type: ignore[assignment]
+            build.open_shards = way  # type: ignore[assignment]
             options = tiny.options(place / str(len(both)), model=str(place), iterations=1)
             parts = {"prompts": tiny.PROMPTS, "rewards": [tiny.count_w7]}
             parts["tokenizer"] = tiny.tokenizer()

@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fastppo.data.batch import Layout
-from fastppo.models.pretrained import load_whole
 from fastppo.models.trunk import states_at
 
 
@@ -107,16 +106,15 @@ def critic_of_policy(causal_lm: PreTrainedModel) -> CriticValue:
     return CriticValue(copy.deepcopy(causal_lm.base_model), width)
 
 
-def critic_of_reward_model(
-    name: str, *, dtype: torch.dtype, device: torch.device | str
-) -> CriticValue:
+def critic_of_reward_model(model: Any, name: str) -> CriticValue:
     """A critic that starts as the reward model: its value of a state is the score of the text.
+
+    Args:
+        name: of the model, for messages.
 
     Raises:
         ValueError: the model has several labels, or no `score` layer on its trunk (an encoder).
     """
-    model, _ = load_whole(AutoModelForSequenceClassification, name, "critic_model", dtype=dtype)
-    model = model.to(device)  # type: ignore[arg-type]
     score = getattr(model, "score", None)
     if score is None or model.config.num_labels != 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The parts of a PPO run, made from its options: models, data, rewards, and checks between them.
+"""What a PPO run is made of, from its options: models, data, rewards, and checks between them.
 
 The trainer is the algorithm; what it runs on is put together here. Nothing here changes during a
 run.
@@ -7,8 +7,8 @@ run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,36 +21,24 @@ from fastppo.data.prompts import Prompts, encode_prompts
 from fastppo.data.rows import DataError, Rows, load_rows
 from fastppo.data.text import PretrainingText
 from fastppo.data.world import World, join
-from fastppo.models import quantized
-from fastppo.models.adapters import add_adapters
-from fastppo.models.device import cast_frozen, choose_device, compute_dtype
-from fastppo.models.from_files import Files, is_empty, open_files
+from fastppo.models.device import choose_device
+from fastppo.models.from_files import Files, open_files
 from fastppo.models.packing import choose_packing
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import (
     check_vocabulary,
-    is_sequence_classifier,
-    load_causal_lm,
     load_tokenizer,
-    model_config,
     pad_token_id,
     stop_token_ids,
 )
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.models.sharding import is_sharded, shard, unsharded
-from fastppo.models.trunk import checkpoint_activations, context_length, prepare, take_mark_of
-from fastppo.models.value import (
-    CriticValue,
-    DetachedValue,
-    SharedValue,
-    ValueFunction,
-    critic_of_policy,
-    critic_of_reward_model,
-)
+from fastppo.models.trunk import prepare, take_mark_of
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.curriculum import Curriculum
 from fastppo.ppo.evaluation import Evaluation
 from fastppo.ppo.optimizer import make_optimizer
+from fastppo.ppo.run_models import ModelLoader, make_policy, make_reference, shortest_context
 from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.ensemble import RewardEnsemble
 from fastppo.rewards.environment import OneTurn, Turns
@@ -65,7 +53,7 @@ from fastppo.rollout.vllm import VLLMEngine
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parts:
+class RunComponents:
     """What a run is made of."""
 
     device: torch.device
@@ -116,29 +104,21 @@ def check_ranks(config: PPOConfig, world: World) -> None:
         )
     if world.size == 1:
         return
-    for wrong, sentence in (
-        (
-            config.optimizer == "adamw8bit",
-            "optimizer=adamw8bit has no moments that are sharded; use optimizer=adamw",
-        ),
-        (
-            config.precision == "fp16",
-            "precision=fp16 has a loss scale that follows one process's gradients; use bf16",
-        ),
-        (
-            config.quantization != "none",
-            f"quantization={config.quantization} has matrices that are not sharded; use none",
-        ),
-    ):
-        if wrong:
-            raise ValueError(f"{world.size} processes: {sentence}")
-
-
-def check_defaults(config: PPOConfig, *names: str) -> None:
-    """Raises ValueError for options of turns where nothing answers them."""
-    for name in names:
-        if getattr(config, name) != getattr(PPOConfig(), name):
-            raise ValueError(f"{name} has an effect only with environment")
+    if config.optimizer == "adamw8bit":
+        raise ValueError(
+            f"{world.size} processes: optimizer=adamw8bit has no moments that are sharded; use "
+            "optimizer=adamw"
+        )
+    if config.precision == "fp16":
+        raise ValueError(
+            f"{world.size} processes: precision=fp16 has a loss scale that follows one process's "
+            "gradients; use bf16"
+        )
+    if config.quantization != "none":
+        raise ValueError(
+            f"{world.size} processes: quantization={config.quantization} has matrices that are not "
+            "sharded; use none"
+        )
 
 
 def build(
@@ -154,8 +134,8 @@ def build(
     engine: Any = None,
     say: Callable[[str], None] = print,
     world: World | None = None,
-) -> Parts:
-    """The parts that the config names, or those that are given instead; see `PPOTrainer`.
+) -> RunComponents:
+    """What the config names, or what is handed over instead; see `PPOTrainer`.
 
     Args:
         say: takes a sentence for the user.
@@ -165,161 +145,226 @@ def build(
         ValueError: they do not fit: a tokenizer larger than the vocabulary, a prompt longer than
             the context, a model whose logits FastPPO does not know how to form.
     """
-    if model is None and not config.model:
-        raise ValueError("model must be a directory or hub name, got nothing")
-    if tokenizer is None and not config.model:
-        raise ValueError("a model that is passed in needs its tokenizer passed in too")
+    check_handed_over(config, model, tokenizer)
     world = world or World()
     device = world.device or choose_device(config.device)
     tokenizer = tokenizer or load_tokenizer(config.model)
-    if model is not None and config.quantization != "none":
-        raise ValueError(
-            f"quantization={config.quantization}: a model that is passed in stays as it is"
-        )
-    files = None if model is not None else _files(config, world)
-    how = config, device
-    if files is None:
-        causal_lm = model or _load_model(config.model, *how, quantization=config.quantization)
-        causal_lm = causal_lm.to(device)  # type: ignore[arg-type]
-    else:
-        causal_lm = files.lm
-    if files is None:
-        weights = fingerprint.of_weights(causal_lm.named_parameters())  # before they get adapters
-    else:
-        weights = world.first(lambda: fingerprint.of_weights(files.weights()))
-    stop = stop_token_ids(config.stop_token_ids, tokenizer, causal_lm)
-    policy = _actor_critic(causal_lm, tokenizer, *how)
-    _check_tokens(policy, tokenizer, stop)
-    ref_policy = _reference_policy(policy, reference, tokenizer, *how)
-    of_reference = _fingerprint_of_reference(ref_policy, weights)  # before it is sharded
-    context = _shortest_context(policy, ref_policy)
-    frozen = ref_policy.frozen if ref_policy is not None else None
-    copied = frozen if files is not None and ref_policy and not ref_policy.is_given else None
-    with ExitStack() as whole:
-        if files is not None:
-            for each in (policy, copied):
-                if each is not None:
-                    fill = functools.partial(files.fill, each, each.causal_lm, device)
-                    _shard(each, world, config, fill)
-            whole.enter_context(unsharded(policy))
-            trunk = policy.causal_lm.base_model
-            prepare(trunk)
-            policy.check_heads()
-            if copied is not None:  # the same weights
-                take_mark_of(trunk, copied.causal_lm.base_model)
-        compared = None if copied else frozen
-        with ref_policy.loaded() if ref_policy and compared else nullcontext():  # on one device
-            packing_note = choose_packing(config.packing, policy, compared)
-        chosen, engine_note = _engine(engine, policy, tokenizer, config, world)
-    of_prompts = config.prompts, config.split
-    found_prompts = _load_prompts(prompts, tokenizer, context, config, *of_prompts)
-    curriculum = Curriculum(found_prompts or Prompts([], []), config, say, world)
-    held_out = _load_prompts(None, tokenizer, context, config, config.eval_prompts, config.split)
-    pretraining = _load_pretraining(tokenizer, policy.context, config)
-    terms = _load_rewards(rewards or config.rewards, config, device)
-    term = load_environment(environment or config.environment)
-    if term is None:
-        check_defaults(config, "max_turns", "max_response_tokens")
+    models = load_models(
+        config, model=model, reference=reference, tokenizer=tokenizer, device=device, world=world
+    )
+    policy = models.policy
+    with models.whole():
+        # A reference that is a copy does what the policy does.
+        other_reference = None if models.copied_reference else models.frozen_reference
+        packing_note = choose_packing(config.packing, policy, other_reference)
+        chosen_engine, engine_note = choose_engine(config, engine, policy, tokenizer, world)
+    data = load_data(config, prompts, tokenizer, models)
+    curriculum = Curriculum(data.prompts or Prompts([], []), config, say, world)
+    reward_terms = load_rewards(config, rewards, monitor_rewards, environment, device)
+    check_columns(config, reward_terms, data)
     if world.size > 1:
-        for each in (policy, frozen):
-            if each is not None and not is_sharded(each):
-                _shard(each, world, config)
-        chosen = SharedEngine(chosen, policy, world)
-    failures = Path(config.output_dir)
+        models.shard(world)
+        chosen_engine = SharedEngine(chosen_engine, policy, world)
     calls = CallOptions(config.reward_timeout, config.reward_failure == "drop", say)
-    scorer = functools.partial(
-        Scorer,
+    output_dir = Path(config.output_dir)
+    scorer = Scorer(
+        reward_terms.trained,
+        reward_terms.monitored,
         tokenizer=tokenizer,
-        failure_file=failures / "failed_reward.json",
+        failure_file=output_dir / "failed_reward.json",
         options=calls,
         world=world,
     )
-    monitors = _load_monitors(monitor_rewards or config.monitor_rewards, config, device)
-    _check_columns([*terms, *monitors], found_prompts, config.prompts)
-    _check_columns([*terms, *monitors], held_out, config.eval_prompts)
-    return Parts(
+    turns: OneTurn | Turns = OneTurn()
+    if reward_terms.environment is not None:
+        turns = Turns(
+            reward_terms.environment.function,
+            tokenizer,
+            max_turns=config.max_turns,
+            max_tokens=config.max_response_tokens,
+            context=models.context,
+            options=calls,
+            failure_file=output_dir / "failed_episode.json",
+            world=world,
+        )
+    return RunComponents(
         device=device,
         tokenizer=tokenizer,
         model=policy,
-        reference=ref_policy,
+        reference=models.reference,
         optimizer=make_optimizer(policy, config),
-        engine=chosen,
+        engine=chosen_engine,
         sampling=Sampling(
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
-            stop_token_ids=stop,
+            stop_token_ids=models.stop_token_ids,
             # Refused here, whichever engine looks for them.
             stop_strings=StopStrings(tokenizer, config.stop_strings).strings,
         ),
-        prompts=found_prompts,
+        prompts=data.prompts,
         curriculum=curriculum,
-        pretraining=pretraining,
-        scorer=scorer(terms, monitors),
+        pretraining=data.pretraining,
+        scorer=scorer,
         evaluation=Evaluation(
-            held_out,
-            scorer(terms, monitors),
+            data.held_out,
+            scorer,
             config.eval_interval,
             config.eval_sampling,
             config.rollout_batch_size,
         ),
-        turns=OneTurn()
-        if term is None
-        else Turns(
-            term.function,
-            tokenizer,
-            max_turns=config.max_turns,
-            max_tokens=config.max_response_tokens,
-            context=context,
-            options=calls,
-            failure_file=failures / "failed_episode.json",
-            world=world,
-        ),
-        context=context,
-        fingerprints={"model": weights}
-        | of_reference
-        | _fingerprints(found_prompts, pretraining, terms, term)
-        | curriculum.fingerprints,
+        turns=turns,
+        context=models.context,
+        fingerprints={
+            **models.fingerprints,
+            **reward_terms.fingerprints,
+            **data.fingerprints,
+            **curriculum.fingerprints,
+        },
         notes=[note for note in (packing_note, engine_note) if note],
     )
 
 
-def _fingerprint_of_reference(reference: ReferencePolicy | None, weights: str) -> dict[str, str]:
-    """Of the reference that is held, by option. `weights`: the model's, from which it starts."""
-    if reference is None:
-        return {}
-    given = reference.frozen if reference.is_given else None
-    if given is not None:
-        weights = fingerprint.of_weights(given.causal_lm.named_parameters())
-    return {"reference_model": weights}
+def check_handed_over(config: PPOConfig, model: PreTrainedModel | None, tokenizer: Any) -> None:
+    """Raises ValueError where the config and what is handed over do not make a policy."""
+    if model is None and not config.model:
+        raise ValueError("model must be a directory or hub name, got nothing")
+    if tokenizer is None and not config.model:
+        raise ValueError("a model that is passed in needs its tokenizer passed in too")
+    if model is not None and config.quantization != "none":
+        raise ValueError(
+            f"quantization={config.quantization}: a model that is passed in stays as it is"
+        )
 
 
-def _fingerprints(
-    prompts: Prompts | None,
-    pretraining: PretrainingText | None,
-    terms: Sequence[RewardTerm],
-    environment: RewardTerm | None,
-) -> dict[str, str]:
-    """Of what the run reads beside its models, by option."""
-    found = {f"rewards/{term.name}": term.fingerprint for term in terms}
-    if environment is not None:
-        found["environment"] = environment.fingerprint
-    if prompts is not None:
-        found["prompts"] = prompts.fingerprint()
-    if pretraining is not None:
-        found["ptx_data"] = fingerprint.of_weights([("blocks", pretraining.blocks)])
-    return found
+# -------------------------------------------------------------------------------------- the models
 
 
-def _engine(
-    given: Any, policy: ActorCritic, tokenizer: Any, config: PPOConfig, world: World
+@dataclass(frozen=True, slots=True, eq=False)
+class Models:
+    """Policy and reference, with what is known of them."""
+
+    policy: ActorCritic
+    reference: ReferencePolicy | None
+    stop_token_ids: tuple[int, ...]
+    fingerprints: dict[str, str]
+    """Of the weights that the run starts from, by option."""
+    read_in_shards: bool
+    """Whether several ranks have read the policy in shards: none has held it whole."""
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that a sequence may have, if a config says."""
+        return shortest_context(self.policy, self.reference)
+
+    @property
+    def frozen_reference(self) -> LanguageModel | None:
+        """The reference's own model, where it has one."""
+        return None if self.reference is None else self.reference.frozen
+
+    @property
+    def copied_reference(self) -> LanguageModel | None:
+        """The reference that is a copy of a policy which was read in shards."""
+        if self.reference is None or self.reference.is_given or not self.read_in_shards:
+            return None
+        return self.reference.frozen
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """The policy's weights are whole on every rank for the block."""
+        with unsharded(self.policy) if self.read_in_shards else nullcontext():
+            if self.read_in_shards:
+                trunk = self.policy.causal_lm.base_model
+                prepare(trunk)
+                self.policy.check_heads()
+                if self.copied_reference is not None:
+                    take_mark_of(trunk, self.copied_reference.causal_lm.base_model)
+            yield
+
+    def shard(self, world: World) -> None:
+        """Shards what is not sharded yet."""
+        for model in (self.policy, self.frozen_reference):
+            if model is not None and not is_sharded(model):
+                shard(model, world)
+
+
+def load_models(
+    config: PPOConfig,
+    *,
+    model: PreTrainedModel | None,
+    reference: PreTrainedModel | None,
+    tokenizer: Any,
+    device: torch.device,
+    world: World,
+) -> Models:
+    """Policy, value function and reference, with their weights.
+
+    Args:
+        model, reference: models that were handed over, in place of those that the config names.
+
+    Raises:
+        ValueError: they cannot be loaded, or do not fit one another or the tokenizer.
+    """
+    loader = ModelLoader(config, device)
+    files = None if model is not None else open_shards(config, world)
+    if files is not None:
+        causal_lm = files.lm
+        weights = world.first(lambda: fingerprint.of_weights(files.weights()))
+    else:
+        causal_lm = model or loader.causal_lm(config.model, "model")
+        causal_lm = causal_lm.to(device)  # type: ignore[arg-type]
+        weights = fingerprint.of_weights(causal_lm.named_parameters())  # before they get adapters
+    stop = stop_token_ids(config.stop_token_ids, tokenizer, causal_lm)
+    policy = make_policy(causal_lm, tokenizer, config, loader)
+    check_tokens(policy, tokenizer, stop)
+    ref_policy = make_reference(policy, tokenizer, config, loader, reference)
+    fingerprints = {"model": weights}
+    if ref_policy is not None:
+        fingerprints["reference_model"] = weights
+        if ref_policy.is_given and ref_policy.frozen is not None:
+            of_reference = ref_policy.frozen.causal_lm.named_parameters()
+            fingerprints["reference_model"] = fingerprint.of_weights(of_reference)
+    models = Models(policy, ref_policy, stop, fingerprints, read_in_shards=files is not None)
+    if files is not None:
+        for empty in (policy, models.copied_reference):
+            if empty is not None:
+                fill = functools.partial(files.fill, empty, empty.causal_lm, device)
+                shard(empty, world, fill=fill)
+    return models
+
+
+def open_shards(config: PPOConfig, world: World) -> Files | None:
+    """The files from which each of several ranks reads its shards of the policy; None where the
+    model is loaded whole: by one process, from the hub, or where more is made of it than a copy."""
+    is_changed = config.lora_rank > 0 or config.quantization != "none"
+    if world.size == 1 or is_changed or config.value_model == "critic":
+        return None
+    if not Path(config.model).is_dir():
+        return None
+    return open_files(config.model, getattr(torch, config.param_dtype), config.attn_implementation)
+
+
+def check_tokens(policy: ActorCritic, tokenizer: Any, stop: Sequence[int]) -> None:
+    """Raises ValueError if the tokenizer or the stop tokens reach beyond the model's vocabulary."""
+    rows = policy.head.vocabulary
+    if any(not 0 <= token < rows for token in stop):
+        raise ValueError(f"stop_token_ids must be in [0, {rows}), got {tuple(stop)}")
+    check_vocabulary(tokenizer, rows)
+
+
+def choose_engine(
+    config: PPOConfig, engine: Any, policy: ActorCritic, tokenizer: Any, world: World
 ) -> tuple[RolloutEngine, str | None]:
-    """The rollout engine, and a sentence where it is not the one that the config names."""
-    if given is not None:
-        return as_engine(given), None
+    """The rollout engine, and a sentence where it is not the one that the config names.
+
+    Args:
+        engine: one that was handed over.
+    """
+    if engine is not None:
+        return as_engine(engine), None
     if config.rollout == "vllm":
-        engine = VLLMEngine(
+        vllm = VLLMEngine(
             policy,
             tokenizer,
             batch_size=config.generate_batch_size,
@@ -327,7 +372,7 @@ def _engine(
             tensor_parallel_size=config.vllm_tensor_parallel_size,
             world=world,
         )
-        return engine, None
+        return vllm, None
     return make_engine(
         config.rollout,
         policy,
@@ -340,205 +385,57 @@ def _engine(
     )
 
 
-# -------------------------------------------------------------------------------------- the models
-
-
-def _files(config: PPOConfig, world: World) -> Files | None:
-    """The files from which each of several ranks reads its shards of the policy; None where the
-    model is loaded whole: by one process, from the hub, or where more is made of it than a copy."""
-    changed = config.lora_rank or config.quantization != "none"
-    plain = config.value_model in ("shared", "detached") and not changed
-    if world.size == 1 or not plain or not Path(config.model).is_dir():
-        return None
-    return open_files(config.model, getattr(torch, config.param_dtype), config.attn_implementation)
-
-
-def _shard(
-    model: LanguageModel, world: World, config: PPOConfig, fill: Callable[[], None] | None = None
-) -> None:
-    shard(model, world, fill=fill)
-
-
-def _load_model(
-    name: str,
-    config: PPOConfig,
-    device: torch.device,
-    what: str = "model",
-    quantization: str = "none",
-) -> PreTrainedModel:
-    """A causal LM in the run's dtype and attention implementation; `what` is the option."""
-    dtype, how = getattr(torch, config.param_dtype), None
-    theirs = getattr(model_config(name, what), "quantization_config", None)
-    if what == "model" and quantization == "none" and theirs is not None:
-        raise ValueError(
-            f"model {name} is quantized already, which quantization=none does not train; pass its "
-            "whole weights, and quantization=nf4 or fp4 with LoRA"
-        )
-    if quantization != "none":
-        of_products = compute_dtype(config.precision, device) or dtype
-        how = quantized.quantization_config(quantization, of_products)
-    model = load_causal_lm(
-        name,
-        dtype=dtype,
-        attn_implementation=config.attn_implementation,
-        device=device,
-        what=what,
-        quantization=how,
-    )
-    if how is not None:
-        quantized.settle(model)
-    return model
-
-
-def _actor_critic(
-    causal_lm: PreTrainedModel, tokenizer: Any, config: PPOConfig, device: torch.device
-) -> ActorCritic:
-    """Policy and value function on `causal_lm`, which gets its adapters here.
-
-    Args:
-        device: of the run, which a model without weights is not on.
-
-    Raises:
-        ValueError: the heads do not give the model's own logits; the value function does not fit.
-    """
-    peft = None
-    if config.lora_rank > 0:
-        peft = add_adapters(
-            causal_lm, config.lora_rank, config.lora_alpha, config.lora_target_modules
-        )
-    if config.gradient_checkpointing:
-        checkpoint_activations(causal_lm)
-    value_function = _value_function(causal_lm, tokenizer, config, device)
-    dtype = compute_dtype(config.precision, device)
-    model = ActorCritic(causal_lm, peft, value_function, dtype)
-    if not is_empty(model):
-        model.check_heads()
-    if peft is not None:
-        cast_frozen(causal_lm.base_model, dtype)
-    model.set_training(config.gradient_checkpointing)
-    if config.precision == "fp16":
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and parameter.dtype != torch.float32:
-                raise ValueError(
-                    "precision=fp16 scales gradients of fp32 weights, so what is trained must be "
-                    f"float32, got {name} in {parameter.dtype}"
-                )
-    return model
-
-
-def _value_function(
-    causal_lm: PreTrainedModel, tokenizer: Any, config: PPOConfig, device: torch.device
-) -> ValueFunction:
-    trunk: Any = causal_lm.base_model
-    width = causal_lm.get_output_embeddings().weight.shape[1]
-    if config.value_model == "shared":
-        return SharedValue(trunk, width)
-    if config.value_model == "detached":
-        return DetachedValue(trunk, width)
-    name = config.critic_model
-    if name is None:
-        return critic_of_policy(causal_lm)
-    _check_same_vocabulary("critic_model", name, tokenizer)
-    if is_sequence_classifier(model_config(name, "critic_model")):
-        dtype = getattr(torch, config.param_dtype)
-        critic = critic_of_reward_model(name, dtype=dtype, device=device)
-    else:
-        other = _load_model(name, config, device, "critic_model")
-        critic = CriticValue(other.base_model, other.get_output_embeddings().weight.shape[1])
-    if config.gradient_checkpointing:
-        checkpoint_activations(critic.trunk)
-    return critic
-
-
-def _check_same_vocabulary(option: str, name: str, tokenizer: Any) -> None:
-    """Critic and reference read the policy's tokens, so a token must mean the same to them."""
-    theirs, ours = load_tokenizer(name, option).get_vocab(), tokenizer.get_vocab()
-    if theirs != ours:
-        raise ValueError(
-            f"{option} {name}: its tokenizer has another vocabulary ({len(theirs)} tokens) "
-            f"than the policy's ({len(ours)}), so it cannot read the policy's tokens"
-        )
-
-
-def _reference_policy(
-    policy: ActorCritic,
-    given: PreTrainedModel | None,
-    tokenizer: Any,
-    config: PPOConfig,
-    device: torch.device,
-) -> ReferencePolicy | None:
-    """The reference policy, or None where no KL needs a model.
-
-    Args:
-        given: a model that the trainer was handed; otherwise `reference_model`, or the policy.
-
-    Raises:
-        ValueError: the reference's vocabulary, or its logits, do not fit the policy's.
-    """
-    if given is None and config.reference_model is not None:
-        _check_same_vocabulary("reference_model", config.reference_model, tokenizer)
-        given = _load_model(config.reference_model, config, device, "reference_model")
-    if given is not None and config.reference_refresh:
-        raise ValueError("reference_refresh replaces the reference; pass in none")
-    # The trunk without its adapters costs nothing, so its KL is always logged.
-    free = policy.peft is not None
-    if given is None and not config.wants_reference and not free:
-        return None
-    if given is None:
-        return ReferencePolicy(policy)
-    given = given.to(device)  # type: ignore[arg-type]
-    reference = LanguageModel(given, compute_dtype=policy.compute_dtype)
-    reference.check_heads()
-    theirs, ours = reference.head, policy.head
-    if theirs.vocabulary < len(tokenizer):
-        raise ValueError(
-            f"the reference has a vocabulary of {theirs.vocabulary} tokens and the policy's "
-            f"tokenizer {len(tokenizer)}: it cannot read the policy's tokens"
-        )
-    same = theirs.transform == ours.transform and theirs.vocabulary == ours.vocabulary
-    if "full" in (config.kl_estimator, config.kl_loss_estimator) and not same:
-        raise ValueError(
-            "the exact KL (full) needs a reference with the policy's vocabulary and logit "
-            f"transform: expected {ours.vocabulary} tokens, scale {ours.logit_scale:g} and "
-            f"soft-cap {ours.softcap}, got {theirs.vocabulary}, {theirs.logit_scale:g} and "
-            f"{theirs.softcap}. Use k1, k2 or k3"
-        )
-    return ReferencePolicy(policy, reference)
-
-
-def _shortest_context(policy: ActorCritic, reference: ReferencePolicy | None) -> int | None:
-    limits = [policy.context, reference.context if reference is not None else None]
-    if isinstance(policy.value_function, CriticValue):
-        limits.append(context_length(policy.value_function.trunk))
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _check_tokens(model: ActorCritic, tokenizer: Any, stop: Sequence[int]) -> None:
-    """Raises ValueError if the tokenizer or the stop tokens reach beyond the model's vocabulary."""
-    rows = model.head.vocabulary
-    if any(not 0 <= token < rows for token in stop):
-        raise ValueError(f"stop_token_ids must be in [0, {rows}), got {tuple(stop)}")
-    check_vocabulary(tokenizer, rows)
-
-
 # ---------------------------------------------------------------------------------------- the data
 
 
-def _load_prompts(
-    rows: Rows | None,
-    tokenizer: Any,
-    context: int | None,
-    config: PPOConfig,
-    name: str,
-    split: str,
-) -> Prompts | None:
-    """The prompts of `rows` or of that name, encoded; None if there are none.
+@dataclass(frozen=True, slots=True, eq=False)
+class Data:
+    """What the run reads beside its models."""
+
+    prompts: Prompts | None
+    held_out: Prompts | None
+    """Of the evaluations."""
+    pretraining: PretrainingText | None
+    """Of PPO-ptx."""
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Of what is trained on, by option."""
+        fingerprints: dict[str, str] = {}
+        if self.prompts is not None:
+            fingerprints["prompts"] = self.prompts.fingerprint()
+        if self.pretraining is not None:
+            blocks = self.pretraining.blocks
+            fingerprints["ptx_data"] = fingerprint.of_weights([("blocks", blocks)])
+        return fingerprints
+
+
+def load_data(config: PPOConfig, prompts: Rows | None, tokenizer: Any, models: Models) -> Data:
+    """Prompts, held-out prompts and pretraining text, encoded.
+
+    Args:
+        prompts: rows that were handed over.
 
     Raises:
-        ValueError: `max_new_tokens` leaves no room for a prompt in the context.
+        ValueError: `max_new_tokens` leaves no room for a prompt in the context, or a block of text
+            is longer than it.
         DataError: a prompt that cannot be used; see `encode_prompts`.
     """
-    if rows is None and not name:
+    if prompts is None and config.prompts:
+        prompts = load_rows(config.prompts, config.split)
+    held_out = load_rows(config.eval_prompts, config.split) if config.eval_prompts else None
+    return Data(
+        encode(config, prompts, tokenizer, models.context, config.prompts),
+        encode(config, held_out, tokenizer, models.context, config.eval_prompts),
+        load_pretraining(config, tokenizer, models.policy.context),
+    )
+
+
+def encode(
+    config: PPOConfig, rows: Rows | None, tokenizer: Any, context: int | None, source: str
+) -> Prompts | None:
+    """Rows as prompts; raises as `load_data` does."""
+    if rows is None:
         return None
     room = (context or 2**31) - config.max_new_tokens
     if room < 1:
@@ -547,18 +444,18 @@ def _load_prompts(
             f"context of {context} tokens"
         )
     return encode_prompts(
-        load_rows(name, split) if rows is None else rows,
+        rows,
         tokenizer,
         column=config.prompt_column,
         max_prompt_tokens=room,
-        source=name or "prompts",
+        source=source or "prompts",
     )
 
 
-def _load_pretraining(
-    tokenizer: Any, context: int | None, config: PPOConfig
+def load_pretraining(
+    config: PPOConfig, tokenizer: Any, context: int | None
 ) -> PretrainingText | None:
-    """The text of PPO-ptx, or None."""
+    """The text of PPO-ptx, or None; raises as `load_data` does."""
     if not config.ptx_data:
         return None
     if context is not None and config.ptx_block_size > context:
@@ -572,56 +469,87 @@ def _load_pretraining(
 # ------------------------------------------------------------------------------------- the rewards
 
 
-def _load_rewards(
-    rewards: Sequence[str | Reward], config: PPOConfig, device: torch.device
-) -> list[RewardTerm]:
-    """What is trained on: rewards under their names with their weights, an ensemble last."""
-    options = _reward_model_options(config, device)
-    weights = config.reward_weights
-    ensemble_weight = 1.0
-    if weights is not None and config.reward_ensemble and len(weights) == len(rewards) + 1:
-        ensemble_weight = weights[-1]
-        weights = weights[:-1]
-    terms = make_terms(rewards, weights, **options)
-    if config.reward_ensemble:
-        ensemble = RewardEnsemble(
-            config.reward_ensemble,
-            config.reward_ensemble_by,
-            drop=config.reward_failure == "drop",
-            **options,
-        )
-        if any(term.name == "ensemble" for term in terms):
-            raise ValueError(
-                "a reward is called 'ensemble', which is the name of reward_ensemble: rename it"
-            )
-        members = fingerprint.of_text(" ".join(term.fingerprint for term in ensemble.terms))
-        terms.append(RewardTerm("ensemble", ensemble, ensemble_weight, members))
-    return terms
+@dataclass(frozen=True, slots=True, eq=False)
+class RewardTerms:
+    """What pays responses."""
+
+    trained: list[RewardTerm]
+    """With their weights, an ensemble last."""
+    monitored: list[RewardTerm]
+    environment: RewardTerm | None
+    """What makes the environments of turns."""
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Of what is trained on, by option."""
+        fingerprints = {f"rewards/{term.name}": term.fingerprint for term in self.trained}
+        if self.environment is not None:
+            fingerprints["environment"] = self.environment.fingerprint
+        return fingerprints
 
 
-def _check_columns(terms: Sequence[RewardTerm], prompts: Prompts | None, source: str) -> None:
-    """Raises DataError where a reward needs a column that the prompts do not have."""
-    if prompts is None:
-        return
-    for term in terms:
-        if lacking := lacking_columns(term.function, prompts.columns):
-            has = ", ".join(prompts.columns) or "none beside the prompt"
-            raise DataError(
-                f"reward {term.name} needs the column {lacking[0]!r}; the columns of "
-                f"{source or 'prompts'} are: {has}"
-            )
+def load_rewards(
+    config: PPOConfig,
+    rewards: Sequence[str | Reward] | None,
+    monitor_rewards: Sequence[str | Reward] | None,
+    environment: Callable[[], Any] | None,
+    device: torch.device,
+) -> RewardTerms:
+    """Rewards, monitored rewards and the environment.
 
+    Args:
+        rewards, monitor_rewards, environment: what was handed over in place of the config's.
 
-def _load_monitors(
-    rewards: Sequence[str | Reward], config: PPOConfig, device: torch.device
-) -> list[RewardTerm]:
-    """What is watched and not trained on."""
-    return make_terms(rewards, **_reward_model_options(config, device))
-
-
-def _reward_model_options(config: PPOConfig, device: torch.device) -> dict[str, Any]:
-    return {
+    Raises:
+        ValueError: one is not there; options of turns without an environment.
+    """
+    options: dict[str, Any] = {
         "device": device,
         "batch_size": config.reward_batch_size,
         "timeout": config.reward_timeout,
     }
+    rewards = rewards or config.rewards
+    weights = config.reward_weights
+    ensemble_weight = 1.0
+    if config.reward_ensemble and weights is not None and len(weights) == len(rewards) + 1:
+        ensemble_weight = weights[-1]
+        weights = weights[:-1]
+    trained = make_terms(rewards, weights, **options)
+    if config.reward_ensemble:
+        if any(term.name == "ensemble" for term in trained):
+            raise ValueError(
+                "a reward is called 'ensemble', which is the name of reward_ensemble: rename it"
+            )
+        trained.append(load_ensemble(config, ensemble_weight, options))
+    monitored = make_terms(monitor_rewards or config.monitor_rewards, **options)
+    environment_term = load_environment(environment or config.environment)
+    config.have_effect_only(
+        "max_turns", "max_response_tokens", where=environment_term, needs="environment"
+    )
+    return RewardTerms(trained, monitored, environment_term)
+
+
+def load_ensemble(config: PPOConfig, weight: float, options: dict[str, Any]) -> RewardTerm:
+    """The models of `reward_ensemble` as one reward."""
+    ensemble = RewardEnsemble(
+        config.reward_ensemble,
+        config.reward_ensemble_by,
+        drop=config.reward_failure == "drop",
+        **options,
+    )
+    members = fingerprint.of_text(" ".join(term.fingerprint for term in ensemble.terms))
+    return RewardTerm("ensemble", ensemble, weight, members)
+
+
+def check_columns(config: PPOConfig, terms: RewardTerms, data: Data) -> None:
+    """Raises DataError where a reward needs a column that the prompts do not have."""
+    for prompts, source in ((data.prompts, config.prompts), (data.held_out, config.eval_prompts)):
+        if prompts is None:
+            continue
+        for term in (*terms.trained, *terms.monitored):
+            if lacking := lacking_columns(term.function, prompts.columns):
+                columns = ", ".join(prompts.columns) or "none beside the prompt"
+                raise DataError(
+                    f"reward {term.name} needs the column {lacking[0]!r}; the columns of "
+                    f"{source or 'prompts'} are: {columns}"
+                )

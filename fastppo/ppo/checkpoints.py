@@ -13,7 +13,7 @@ from fastppo.data.world import World
 from fastppo.models.policy import ActorCritic
 from fastppo.models.pretrained import written_whole
 from fastppo.models.sharding import reshard
-from fastppo.ppo.build import Parts
+from fastppo.ppo.build import RunComponents
 from fastppo.ppo.config import IDENTITY, PPOConfig
 from fastppo.ppo.state import RunState
 from fastppo.run import checkpoint, identity, manifest, shards
@@ -38,7 +38,7 @@ class Checkpoints:
     """Writes and reads the checkpoints of one run.
 
     Args:
-        parts: what the run trains and reads.
+        components: what the run trains and reads.
         say: takes a sentence for the user.
         saved: called where one is written.
         world: the ranks, each of which writes its shards; the first does the rest.
@@ -48,21 +48,21 @@ class Checkpoints:
         self,
         config: PPOConfig,
         state: RunState,
-        parts: Parts,
+        components: RunComponents,
         say: Callable[[str], None],
         world: World | None = None,
         saved: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
         self.state = state
-        self.model = parts.model
-        self.optimizer = parts.optimizer
-        self.reference = parts.reference
+        self.model = components.model
+        self.optimizer = components.optimizer
+        self.reference = components.reference
         self.say = say
         self.saved = saved
         self.world = world or World()
         self.run_dir = Path(config.output_dir)
-        self.identity = identity.of_run(config, parts.fingerprints)
+        self.identity = identity.of_run(config, components.fingerprints)
         self.newest: Path | None = None
         """The newest checkpoint that is known to be whole."""
         self._iteration: int | None = None

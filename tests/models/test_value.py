@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from fastppo.models.policy import ActorCritic
+from fastppo.models.pretrained import load_whole
 from fastppo.models.trunk import checkpoint_activations
 from fastppo.models.value import (
     CriticValue,
@@ -36,6 +37,12 @@ def _actor(kind: str, architecture: str = "llama", *, recompute: bool = False) -
     actor = ActorCritic(causal_lm, None, value_function)
     actor.set_training(recompute)
     return actor
+
+
+def _classifier(name: str) -> Any:
+    return load_whole(
+        AutoModelForSequenceClassification, name, "critic_model", dtype=torch.float32
+    )[0]
 
 
 def _value_gradients(actor: ActorCritic, **how: bool) -> dict[str, torch.Tensor]:
@@ -104,7 +111,7 @@ def test_a_critic_may_start_as_the_reward_model(tmp_path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(name).eval()
     model.config.score_mean = 0.7  # what FastPPO's reward models subtract
     model.save_pretrained(name)
-    critic = critic_of_reward_model(name, dtype=torch.float32, device="cpu")
+    critic = critic_of_reward_model(_classifier(name), name)
     assert isinstance(critic, CriticValue)
     layout = tiny.random_batch((5,)).layout()
     with torch.no_grad():
@@ -116,8 +123,8 @@ def test_a_critic_may_start_as_the_reward_model(tmp_path) -> None:
 def test_what_is_no_reward_model_is_no_critic(tmp_path) -> None:
     many = tiny.saved_reward_model(tmp_path / "many", labels=3)
     with pytest.raises(ValueError, match=r"expected a decoder with one label, got .* with 3"):
-        critic_of_reward_model(many, dtype=torch.float32, device="cpu")
+        critic_of_reward_model(_classifier(many), many)
     headless = tiny.without_weight(tiny.saved_reward_model(tmp_path / "rm"), "score.weight")
     says = r"critic_model .* lacks weights of LlamaForSequenceClassification: score\.weight"
     with pytest.raises(ValueError, match=says):
-        critic_of_reward_model(headless, dtype=torch.float32, device="cpu")
+        critic_of_reward_model(_classifier(headless), headless)

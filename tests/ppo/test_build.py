@@ -15,15 +15,16 @@ from fastppo.data.rows import DataError
 from fastppo.data.world import World
 from fastppo.models.from_files import empty_causal_lm
 from fastppo.models.value import CriticValue, DetachedValue, SharedValue
-from fastppo.ppo.build import Parts, _actor_critic, _files, build
+from fastppo.ppo.build import RunComponents, build, open_shards
 from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.run_models import ModelLoader, make_policy
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout.decoder import DecoderEngine
 from fastppo.rollout.generate import GenerateEngine
 from runs import make_trainer, scores_of
 
 
-def _parts(tmp_path: Path, architecture: str = "llama", **options: Any) -> Parts:
+def _parts(tmp_path: Path, architecture: str = "llama", **options: Any) -> RunComponents:
     """The parts on a tiny model; `options` are those of the config, or parts that are given."""
     given = {"model": tiny.model(architecture), "tokenizer": tiny.tokenizer()}
     names = ("model", "tokenizer", "prompts", "rewards", "reference", "engine", "monitor_rewards")
@@ -350,14 +351,16 @@ def test_several_processes_read_shards_where_nothing_else_is_made_of_the_model(
     options, size: int, straight: bool, tmp_path: Path
 ) -> None:
     config = PPOConfig(**{"model": tiny.saved_model(tmp_path), **options})
-    assert (_files(config, World(size=size)) is not None) == straight
+    assert (open_shards(config, World(size=size)) is not None) == straight
 
 
 def test_a_model_without_weights_computes_as_its_device_will(tmp_path: Path) -> None:
     empty = empty_causal_lm(tiny.saved_model(tmp_path), torch.float32, "auto")
     config = PPOConfig(**tiny.options(tmp_path, precision="auto"))
     for name, wanted in (("cuda", torch.bfloat16), ("cpu", None)):
-        policy = _actor_critic(empty, tiny.tokenizer(), config, torch.device(name))
+        policy = make_policy(
+            empty, tiny.tokenizer(), config, ModelLoader(config, torch.device(name))
+        )
         assert policy.compute_dtype == wanted, name
 
 

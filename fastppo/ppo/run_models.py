@@ -1,0 +1,217 @@
+"""The models of a run, made from its options: policy, value function and reference.
+
+They are made here alone, with their weights for training and without weights for a plan
+(`fastppo.ppo.memory`), whose loader gives models of shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from fastppo.models import quantized
+from fastppo.models.adapters import add_adapters
+from fastppo.models.device import cast_frozen, compute_dtype
+from fastppo.models.from_files import is_empty
+from fastppo.models.policy import ActorCritic, LanguageModel
+from fastppo.models.pretrained import (
+    is_sequence_classifier,
+    load_causal_lm,
+    load_tokenizer,
+    load_whole,
+    model_config,
+)
+from fastppo.models.reference_policy import ReferencePolicy
+from fastppo.models.trunk import checkpoint_activations, context_length
+from fastppo.models.value import (
+    CriticValue,
+    DetachedValue,
+    SharedValue,
+    ValueFunction,
+    critic_of_policy,
+    critic_of_reward_model,
+)
+from fastppo.ppo.config import PPOConfig
+
+
+class ModelLoader:
+    """Loads models in the run's dtype, with their weights, onto its device."""
+
+    def __init__(self, config: PPOConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.dtype: torch.dtype = getattr(torch, config.param_dtype)
+
+    def causal_lm(self, name: str, option: str) -> PreTrainedModel:
+        """The causal LM of a directory or hub name; `model` is quantized as the options say.
+
+        Raises:
+            ValueError: it cannot be loaded, or is quantized already.
+        """
+        is_policy = option == "model"
+        quantization = self.config.quantization if is_policy else "none"
+        saved = getattr(model_config(name, option), "quantization_config", None)
+        if is_policy and quantization == "none" and saved is not None:
+            raise ValueError(
+                f"model {name} is quantized already, which quantization=none does not train; pass "
+                "its whole weights, and quantization=nf4 or fp4 with LoRA"
+            )
+        settings = None
+        if quantization != "none":
+            products = compute_dtype(self.config.precision, self.device) or self.dtype
+            settings = quantized.quantization_config(quantization, products)
+        model = load_causal_lm(
+            name,
+            dtype=self.dtype,
+            attn_implementation=self.config.attn_implementation,
+            device=self.device,
+            what=option,
+            quantization=settings,
+        )
+        if settings is not None:
+            quantized.settle(model)
+        return model
+
+    def classifier(self, name: str, option: str) -> PreTrainedModel:
+        """The sequence classifier of a directory or hub name."""
+        model, _ = load_whole(AutoModelForSequenceClassification, name, option, dtype=self.dtype)
+        return model.to(self.device)  # type: ignore[arg-type]
+
+    def check_vocabulary(self, name: str, option: str, tokenizer: Any) -> None:
+        """Raises ValueError if a token of the policy's tokenizer means another thing to a model."""
+        theirs = load_tokenizer(name, option).get_vocab()
+        ours = tokenizer.get_vocab()
+        if theirs != ours:
+            raise ValueError(
+                f"{option} {name}: its tokenizer has another vocabulary ({len(theirs)} tokens) "
+                f"than the policy's ({len(ours)}), so it cannot read the policy's tokens"
+            )
+
+
+def make_policy(
+    causal_lm: PreTrainedModel, tokenizer: Any, config: PPOConfig, loader: ModelLoader
+) -> ActorCritic:
+    """Policy and value function on `causal_lm`, which gets its adapters here.
+
+    Raises:
+        ValueError: the heads do not give the model's own logits; the value function does not fit;
+            what fp16 trains is not in fp32.
+    """
+    peft = None
+    if config.lora_rank > 0:
+        peft = add_adapters(
+            causal_lm, config.lora_rank, config.lora_alpha, config.lora_target_modules
+        )
+    if config.gradient_checkpointing:
+        checkpoint_activations(causal_lm)
+    value_function = make_value_function(causal_lm, tokenizer, config, loader)
+    products = compute_dtype(config.precision, loader.device)
+    policy = ActorCritic(causal_lm, peft, value_function, products)
+    if not is_empty(policy):
+        policy.check_heads()
+    if peft is not None:
+        cast_frozen(causal_lm.base_model, products)
+    policy.set_training(config.gradient_checkpointing)
+    if config.precision == "fp16":
+        for name, parameter in policy.named_parameters():
+            if parameter.requires_grad and parameter.dtype != torch.float32:
+                raise ValueError(
+                    "precision=fp16 scales gradients of fp32 weights, so what is trained must be "
+                    f"float32, got {name} in {parameter.dtype}"
+                )
+    return policy
+
+
+def make_value_function(
+    causal_lm: PreTrainedModel, tokenizer: Any, config: PPOConfig, loader: ModelLoader
+) -> ValueFunction:
+    """The value function that `value_model` names.
+
+    Raises:
+        ValueError: the critic cannot be loaded, or does not read the policy's tokens.
+    """
+    trunk: Any = causal_lm.base_model
+    width = causal_lm.get_output_embeddings().weight.shape[1]
+    if config.value_model == "shared":
+        return SharedValue(trunk, width)
+    if config.value_model == "detached":
+        return DetachedValue(trunk, width)
+    name = config.critic_model
+    if name is None:
+        return critic_of_policy(causal_lm)
+    loader.check_vocabulary(name, "critic_model", tokenizer)
+    if is_sequence_classifier(model_config(name, "critic_model")):
+        critic = critic_of_reward_model(loader.classifier(name, "critic_model"), name)
+    else:
+        model = loader.causal_lm(name, "critic_model")
+        critic = CriticValue(model.base_model, model.get_output_embeddings().weight.shape[1])
+    if config.gradient_checkpointing:
+        checkpoint_activations(critic.trunk)
+    return critic
+
+
+def make_reference(
+    policy: ActorCritic,
+    tokenizer: Any,
+    config: PPOConfig,
+    loader: ModelLoader,
+    model: PreTrainedModel | None = None,
+) -> ReferencePolicy | None:
+    """The reference policy, or None where no KL needs a model.
+
+    Args:
+        model: one that the trainer was handed; otherwise `reference_model`, or the policy.
+
+    Raises:
+        ValueError: the reference's vocabulary, or its logits, do not fit the policy's.
+    """
+    if model is not None:
+        model = model.to(loader.device)  # type: ignore[arg-type]
+    elif config.reference_model is not None:
+        loader.check_vocabulary(config.reference_model, "reference_model", tokenizer)
+        model = loader.causal_lm(config.reference_model, "reference_model")
+    if model is None:
+        # The trunk without its adapters costs nothing, so its KL is always logged.
+        is_free = policy.peft is not None
+        return ReferencePolicy(policy) if config.wants_reference or is_free else None
+    if config.reference_refresh:
+        raise ValueError("reference_refresh replaces the reference; pass in none")
+    reference = LanguageModel(model, compute_dtype=policy.compute_dtype)
+    if not is_empty(reference):
+        reference.check_heads()
+    check_reference(reference, policy, tokenizer, config)
+    return ReferencePolicy(policy, reference)
+
+
+def check_reference(
+    reference: LanguageModel, policy: ActorCritic, tokenizer: Any, config: PPOConfig
+) -> None:
+    """Raises ValueError where the KL to another model cannot be formed."""
+    theirs = reference.head
+    ours = policy.head
+    if tokenizer is not None and theirs.vocabulary < len(tokenizer):
+        raise ValueError(
+            f"the reference has a vocabulary of {theirs.vocabulary} tokens and the policy's "
+            f"tokenizer {len(tokenizer)}: it cannot read the policy's tokens"
+        )
+    is_exact = "full" in (config.kl_estimator, config.kl_loss_estimator)
+    same = theirs.transform == ours.transform and theirs.vocabulary == ours.vocabulary
+    if is_exact and not same:
+        raise ValueError(
+            "the exact KL (full) needs a reference with the policy's vocabulary and logit "
+            f"transform: expected {ours.vocabulary} tokens, scale {ours.logit_scale:g} and "
+            f"soft-cap {ours.softcap}, got {theirs.vocabulary}, {theirs.logit_scale:g} and "
+            f"{theirs.softcap}. Use k1, k2 or k3"
+        )
+
+
+def shortest_context(policy: ActorCritic, reference: ReferencePolicy | None) -> int | None:
+    """Tokens that every model of the run takes; None where no config says."""
+    contexts = [policy.context]
+    if reference is not None:
+        contexts.append(reference.context)
+    if isinstance(policy.value_function, CriticValue):
+        contexts.append(context_length(policy.value_function.trunk))
+    return min((context for context in contexts if context is not None), default=None)
