@@ -736,7 +736,7 @@ def _records(folder: Folder) -> list[dict]:
 def test_a_stage_that_was_stopped_ends_in_the_same_bits(
     signum: signal.Signals, step: int, stage, folder: Folder, capsys, monkeypatch
 ) -> None:
-    from fastppo.stages.supervised import Interruptions
+    from fastppo.stages.callbacks import Interruptions
 
     assert cli.main(stage(epochs=2)) == 0
     weights = (folder.run / "model.safetensors").read_bytes()

@@ -22,6 +22,7 @@ with RMSNorm, any other constant to hold it.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 from dataclasses import dataclass
@@ -41,8 +42,7 @@ from transformers import (
 from fastppo.data import fingerprint
 from fastppo.data.padding import padded_batch
 from fastppo.data.rows import Rows, load_rows, shuffled
-from fastppo.data.world import World
-from fastppo.models.adapters import add_adapters, whole_state
+from fastppo.models.adapters import add_adapters
 from fastppo.models.pretrained import (
     attention_implementation,
     check_vocabulary,
@@ -50,15 +50,14 @@ from fastppo.models.pretrained import (
     load_tokenizer,
     load_whole,
     model_config,
-    written_whole,
 )
 from fastppo.models.sharding import unsharded
 from fastppo.models.trunk import checkpoint_activations, switch_dropout_off
 from fastppo.rewards.model import sequence_scores
 from fastppo.run.log import say
-from fastppo.run.manifest import permit
 from fastppo.run.options import option
 from fastppo.stages.calibration import accuracy, calibration, log_loss, write_calibration
+from fastppo.stages.options import SupervisedConfig
 from fastppo.stages.preferences import (
     Comparison,
     Comparisons,
@@ -68,12 +67,12 @@ from fastppo.stages.preferences import (
     reference_text,
 )
 from fastppo.stages.supervised import (
-    SupervisedConfig,
     SupervisedTrainer,
-    holding_its_directory,
+    load_data,
     open_run,
     row_limit,
-    split_by_prompt,
+    save_model,
+    stage_world,
 )
 
 
@@ -179,7 +178,7 @@ def head_std(width: int) -> float:
 
 
 class _Classifier(nn.Module):
-    """A sequence classifier as what several processes shard: its pass gives scores."""
+    """A sequence classifier whose forward pass returns scores; several processes shard it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -225,11 +224,13 @@ class _PairTrainer(SupervisedTrainer):
         return self.world.cat(torch.cat(differences))
 
     def without_items(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        nothing = {name: torch.zeros_like(batch[name]) for name in ("weight", "prompts")}
-        return {**batch, **nothing}
+        return {
+            **batch,
+            "weight": torch.zeros_like(batch["weight"]),
+            "prompts": torch.zeros_like(batch["prompts"]),
+        }
 
 
-@holding_its_directory
 def train_reward_model(
     config: RewardModelConfig,
     *,
@@ -240,7 +241,6 @@ def train_reward_model(
     reference_rows: Rows | None = None,
     callbacks: list[TrainerCallback] | None = None,
     console: Console | None = None,
-    world: World | None = None,
 ) -> dict[str, float]:
     """Trains a reward model and saves it with its tokenizer in `config.output_dir`.
 
@@ -252,7 +252,6 @@ def train_reward_model(
     Args:
         model, tokenizer: instead of loading `config.model`; the model is trained in place.
         rows, eval_rows, reference_rows: instead of `config.data`, `eval_data` and `reference`.
-        world: the processes; always those of torchrun.
 
     Returns:
         dict: `loss`, mean of the last tenth, nats; with held-out rows `accuracy`, `log_loss`
@@ -263,117 +262,131 @@ def train_reward_model(
         DataError: a row cannot be used.
         ValueError: model, tokenizer and options do not fit, or the directory holds a run already.
     """
-    world = world or World()
-    console = (console or Console(stderr=True)) if world.is_main else Console(quiet=True)
-    set_seed(config.seed)
-    if model is None:
-        model = load_classifier(
-            config.model,
-            dtype=getattr(torch, config.param_dtype),
-            attn_implementation=config.attn_implementation,
+    with stage_world(config) as world:
+        console = (console or Console(stderr=True)) if world.is_main else Console(quiet=True)
+        set_seed(config.seed)
+        if model is None:
+            model = load_classifier(
+                config.model,
+                dtype=getattr(torch, config.param_dtype),
+                attn_implementation=config.attn_implementation,
+            )
+        if model.config.num_labels != 1:
+            raise ValueError(f"expected a classifier of 1 label, got {model.config.num_labels}")
+        tokenizer = _with_pad(model, tokenizer or load_tokenizer(config.model))
+        device = world.device or config.torch_device
+        model = model.to(device)  # type: ignore[arg-type]
+        embeddings: Any = model.get_input_embeddings()
+        check_vocabulary(tokenizer, len(embeddings.weight))
+        switch_dropout_off(model)
+        limit = row_limit(model, config.max_length)
+
+        def encode(rows: Rows, source: str) -> Comparisons:
+            comparisons = encode_comparisons(rows, tokenizer, limit, source)
+            if comparisons.truncated:
+                sentence = f"{source}: {comparisons.truncated} texts cut to {limit} tokens"
+                say(console, sentence, "yellow")
+            if comparisons.dropped:
+                sentence = f"{source}: rows without a preference, dropped: {comparisons.dropped}"
+                say(console, sentence, "yellow")
+            return comparisons
+
+        data = load_data(config, rows, eval_rows, encode)
+        data.fingerprints["model"] = fingerprint.of_weights(model.named_parameters())
+        reference: list[list[int]] = []
+        if config.normalize:
+            reference = _reference(config, reference_rows, tokenizer, limit, data.train)
+            data.fingerprints["reference"] = fingerprint.of_rows(reference)
+        run_dir = open_run(config, world)
+        pairs = sum(len(comparison.pairs) for comparison in data.train)
+        held_pairs = sum(len(comparison.pairs) for comparison in data.held_out)
+        say(
+            console,
+            f"reward model on {len(data.train)} rows, {pairs} pairs; {held_pairs} pairs held out",
         )
-    if model.config.num_labels != 1:
-        raise ValueError(f"expected a classifier of 1 label, got {model.config.num_labels}")
-    tokenizer = tokenizer or load_tokenizer(config.model)
-    tokenizer = _with_pad(model, tokenizer)
-    device = world.device or config.torch_device
-    model = model.to(device)  # type: ignore[arg-type]
-    embeddings: Any = model.get_input_embeddings()
-    check_vocabulary(tokenizer, len(embeddings.weight))
-    switch_dropout_off(model)
-    limit = row_limit(model, config.max_length)
-
-    def encode(rows: Rows, source: str) -> Comparisons:
-        comparisons = encode_comparisons(rows, tokenizer, limit, source)
-        if comparisons.truncated:
-            cut = f"{source}: {comparisons.truncated} texts cut to {limit} tokens"
-            say(console, cut, "yellow")
-        if comparisons.dropped:
-            dropped = f"{source}: rows without a preference, dropped: {comparisons.dropped}"
-            say(console, dropped, "yellow")
-        return comparisons
-
-    rows = load_rows(config.data, config.split) if rows is None else rows
-    fingerprints = {
-        "model": fingerprint.of_weights(model.named_parameters()),
-        "data": fingerprint.of_rows(rows),
-    }
-    data = encode(rows, config.data or "data")
-    fingerprints["tokens"] = fingerprint.of_rows(data.examples)
-    if eval_rows is not None or config.eval_data is not None:
-        held_rows = eval_rows
-        if held_rows is None:
-            held_rows = load_rows(config.eval_data or "", config.split)
-        train = data.examples
-        held_out = encode(held_rows, config.eval_data or "eval_data").examples
-    else:
-        train, held_out = split_by_prompt(
-            data.examples, data.prompts, config.eval_share, config.seed
+        peft = None
+        if config.lora_rank > 0:
+            peft = add_adapters(
+                model, config.lora_rank, config.lora_alpha, config.lora_target_modules, "SEQ_CLS"
+            )
+        if config.gradient_checkpointing:
+            checkpoint_activations(model)
+        classifier = _Classifier(model)
+        trainer = _PairTrainer(
+            config,
+            model if peft is None else peft,
+            data,
+            root=classifier,
+            trunk=model.base_model,
+            collate=functools.partial(collate, pad_token_id=tokenizer.pad_token_id),
+            callbacks=callbacks,
+            world=world,
         )
-    reference: list[list[int]] = []
-    if config.normalize:
-        reference = _reference(config, reference_rows, tokenizer, limit, train)
-        fingerprints["reference"] = fingerprint.of_rows(reference)
-    run_dir = open_run(config, world)
-    pairs, held_pairs = (sum(len(one.pairs) for one in part) for part in (train, held_out))
-    start = f"reward model on {len(train)} rows, {pairs} pairs; {held_pairs} pairs held out"
-    say(console, start)
-    peft = None
-    if config.lora_rank > 0:
-        peft = add_adapters(
-            model, config.lora_rank, config.lora_alpha, config.lora_target_modules, "SEQ_CLS"
+        trainer.center_coef = config.center_coef
+        result = {"loss": trainer.run(console)["loss"]}
+
+        def merge() -> PreTrainedModel:
+            return model if peft is None else peft.merge_and_unload()
+
+        def save(trained: PreTrainedModel) -> None:
+            # Both are written also if the model that this started from had others.
+            trained.config.score_mean = 0.0
+            trained.config.score_max_length = config.max_length
+            save_model(run_dir, trained, tokenizer)
+
+        def measure(trained: PreTrainedModel) -> dict[str, float]:
+            return _measure(
+                trained.float().eval(),
+                data.held_out,
+                reference,
+                pad_token_id=tokenizer.pad_token_id,
+                batch_size=config.batch_size,
+                run_dir=run_dir,
+            )
+
+        if world.size == 1:
+            trained = merge()
+            save(trained)
+            return result | measure(trained)
+        with unsharded(classifier):
+            world.first(lambda: save(merge()))
+        return result | world.first(
+            lambda: measure(load_classifier(str(run_dir)).to(device))  # type: ignore[arg-type]
         )
-    if config.gradient_checkpointing:
-        checkpoint_activations(model)
-    trainer = _PairTrainer(
-        config,
-        model if peft is None else peft,
-        train,
-        held_out,
-        lambda examples: collate(examples, tokenizer.pad_token_id),
-        callbacks,
-        fingerprints,
-        world,
-    )
-    trainer.root, trainer.trunk = _Classifier(model), model.base_model
-    trainer.center_coef = config.center_coef
-    result = {"loss": trainer.run(console)["loss"]}
 
-    def merged() -> PreTrainedModel:
-        return model if peft is None else peft.merge_and_unload()
 
-    def save(trained: PreTrainedModel) -> None:
-        # Both also where the model that this started from had others.
-        trained.config.score_mean, trained.config.score_max_length = 0.0, config.max_length
-        with written_whole(run_dir) as directory:
-            trained.save_pretrained(directory, state_dict=whole_state(trained))
-            tokenizer.save_pretrained(directory)
-        permit(run_dir)
-
-    def measure(saved: PreTrainedModel) -> dict[str, float]:
-        saved.float().eval()
-        found: dict[str, float] = {}
-        pad, size = tokenizer.pad_token_id, config.batch_size
-        if held_out:
-            held_out_calibration = calibration(_differences(saved, held_out, pad, size))
-            numbers = held_out_calibration.items()
-            found |= {name: value for name, value in numbers if isinstance(value, float)}
-            write_calibration(run_dir, held_out_calibration)
-        if reference:
-            scores = _scores(saved, reference, pad, size)
-            found["score_mean"] = scores.mean().item()
-            found["score_std"] = scores.std(correction=0).item()
-            _write_score_mean(run_dir, found["score_mean"])
-            saved.config.score_mean = found["score_mean"]
-        return found
-
-    if world.size == 1:
-        trained = merged()
-        save(trained)
-        return result | measure(trained)
-    with unsharded(trainer.root):
-        world.first(lambda: save(merged()))
-    return result | world.first(lambda: measure(load_classifier(str(run_dir)).to(device)))  # type: ignore
+def _measure(
+    model: PreTrainedModel,
+    held_out: list[Comparison],
+    reference: list[list[int]],
+    *,
+    pad_token_id: int,
+    batch_size: int,
+    run_dir: Path,
+) -> dict[str, float]:
+    """Calibration on held-out pairs, and the mean score of the reference texts, which is written to
+    the config of the saved model."""
+    metrics: dict[str, float] = {}
+    if held_out:
+        batches = [
+            collate(held_out[start : start + batch_size], pad_token_id)
+            for start in range(0, len(held_out), batch_size)
+        ]
+        measured = calibration(torch.cat([_differences(model, batch) for batch in batches]))
+        metrics |= {name: value for name, value in measured.items() if isinstance(value, float)}
+        write_calibration(run_dir, measured)
+    if reference:
+        scores = torch.cat(
+            [
+                _scores(model, padded_batch(reference[start : start + batch_size], pad_token_id))
+                for start in range(0, len(reference), batch_size)
+            ]
+        )
+        metrics["score_mean"] = scores.mean().item()
+        metrics["score_std"] = scores.std(correction=0).item()
+        _write_score_mean(run_dir, metrics["score_mean"])
+        model.config.score_mean = metrics["score_mean"]
+    return metrics
 
 
 def _with_pad(model: PreTrainedModel, tokenizer: Any) -> Any:
@@ -407,31 +420,18 @@ def _reference(
     return [cut(text, tokenizer, limit) for text in texts]
 
 
-@torch.no_grad()
-def _differences(
-    model: PreTrainedModel, rows: list[Comparison], pad_token_id: int, batch_size: int
-) -> Tensor:
+def _differences(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     """[P] fp32 on the CPU: s_better − s_worse of every pair."""
-    differences = []
-    for start in range(0, len(rows), batch_size):
-        batch = collate(rows[start : start + batch_size], pad_token_id)
-        ids, mask = (batch[name].to(model.device) for name in ("input_ids", "attention_mask"))
-        scores = sequence_scores(model, ids, mask).cpu()
-        differences.append(scores[batch["better"]] - scores[batch["worse"]])
-    return torch.cat(differences)
+    scores = _scores(model, batch)
+    return scores[batch["better"]] - scores[batch["worse"]]
 
 
 @torch.no_grad()
-def _scores(
-    model: PreTrainedModel, texts: list[list[int]], pad_token_id: int, batch_size: int
-) -> Tensor:
+def _scores(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     """[N] fp32 on the CPU."""
-    scores = []
-    for start in range(0, len(texts), batch_size):
-        batch = padded_batch(texts[start : start + batch_size], pad_token_id)
-        ids, mask = (batch[name].to(model.device) for name in ("input_ids", "attention_mask"))
-        scores.append(sequence_scores(model, ids, mask).cpu())
-    return torch.cat(scores)
+    ids = batch["input_ids"].to(model.device)
+    mask = batch["attention_mask"].to(model.device)
+    return sequence_scores(model, ids, mask).cpu()
 
 
 def _write_score_mean(directory: Path, mean: float) -> None:

@@ -34,7 +34,7 @@ from fastppo.recipes.run import (
     show_recipes,
 )
 from fastppo.run.log import read_jsonl
-from fastppo.stages.supervised import Records
+from fastppo.stages.callbacks import Records
 
 SMALL = ["--iterations", "2", "--rollout_batch_size", "16", "--device", "cpu"]
 

@@ -11,9 +11,9 @@ import pytest
 from fastppo.ppo.config import IDENTITY, PPOConfig
 from fastppo.run import identity
 from fastppo.run.options import Options, option
+from fastppo.stages.options import IDENTITY as STAGE_IDENTITY
 from fastppo.stages.reward_model import RewardModelConfig
 from fastppo.stages.sft import SFTConfig
-from fastppo.stages.supervised import IDENTITY as STAGE_IDENTITY
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -17,11 +17,11 @@ from stage_runs import sft, sft_config
 from fastppo.data.rows import DataError
 from fastppo.run import manifest
 from fastppo.run.log import read_jsonl
+from fastppo.stages.callbacks import ProgressBar, Records
+from fastppo.stages.options import SupervisedConfig
 from fastppo.stages.sft import SFTConfig
 from fastppo.stages.supervised import (
-    ProgressBar,
-    Records,
-    SupervisedConfig,
+    StageData,
     SupervisedTrainer,
     newest_checkpoint,
     open_run,
@@ -104,9 +104,10 @@ def _mean_trainer(tmp_path: Path, eval_rows: list[float], **options) -> _Mean:
     return _Mean(
         sft_config(tmp_path, warmup=0, **options),
         model,
-        [1.0, 2.0, 3.0, 4.0, 5.0],
-        eval_rows,
-        lambda rows: {"x": torch.tensor(rows)},
+        StageData([1.0, 2.0, 3.0, 4.0, 5.0], eval_rows, {}),
+        root=model,
+        trunk=model,
+        collate=lambda rows: {"x": torch.tensor(rows)},
     )
 
 

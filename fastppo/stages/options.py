@@ -1,0 +1,113 @@
+"""Options that SFT and the reward model share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fastppo.models.device import choose_device, compute_dtype
+from fastppo.run.options import Options, WeightOptions, option
+
+
+@dataclass(kw_only=True, frozen=True)
+class DataOptions(Options):
+    """Model and data."""
+
+    model: str = option("", "Required. Directory or hub name of the model to start from")
+    data: str = option(
+        "", "Required. Rows: .jsonl, .parquet, a save_to_disk directory or a hub name"
+    )
+    split: str = option("train", "Split of a datasets directory or hub dataset")
+    eval_data: str | None = option(
+        None, "Held-out rows in the same form; none given means a share of the data"
+    )
+    eval_share: float = option(
+        0.05, "Share of the rows held out, by prompt; 0 holds none out", minimum=0, maximum=0.9
+    )
+    max_length: int | None = option(
+        None, "Longest row, tokens; none given means the model's context", minimum=2
+    )
+
+
+@dataclass(kw_only=True, frozen=True)
+class StepOptions(Options):
+    """Optimizer."""
+
+    epochs: float = option(1.0, "Passes over the data", above=0)
+    batch_size: int = option(16, "Rows per forward and backward pass", minimum=1)
+    gradient_accumulation: int = option(
+        4, "Batches per optimiser step; the loss is the mean over all of them", minimum=1
+    )
+    learning_rate: float = option(2e-5, "Peak learning rate of AdamW", above=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = option(
+        "cosine", "Learning rate after warm-up: constant, or decay to 0 over the run"
+    )
+    warmup: float = option(
+        0.03, "Linear warm-up, share of the optimiser steps", minimum=0, maximum=0.9
+    )
+    weight_decay: float = option(0.0, "AdamW's weight decay, on matrices", minimum=0)
+    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm", above=0)
+
+
+@dataclass(kw_only=True, frozen=True)
+class StageOptions(Options):
+    """Run."""
+
+    output_dir: str = option("runs/stage", "Run directory; the model is saved in it")
+    seed: int = option(
+        0, "Seed of shuffling, splitting and initialisation", minimum=0, maximum=2**32 - 1
+    )
+    device: str = option("auto", "auto (a GPU if there is one), cpu or cuda")
+    checkpoint_interval: int = option(
+        500, "Optimiser steps between checkpoints; 0 writes none", minimum=0
+    )
+    resume: bool = option(False, "Continue from the newest complete checkpoint of output_dir")
+    allow_config_change: bool = option(
+        False, "Resume although options, model or data make it another run"
+    )
+
+
+@dataclass(kw_only=True, frozen=True)
+class SupervisedConfig(DataOptions, WeightOptions, StepOptions, StageOptions):
+    """Options that SFT and the reward model share. Lengths are in tokens."""
+
+    def check(self) -> None:
+        if self.precision == "fp16":
+            raise ValueError(
+                "precision=fp16 needs the loss scale that `fastppo train` has: this stage takes "
+                "bf16 or fp32"
+            )
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Raises ValueError for a GPU with an index: `transformers.Trainer` takes the first one."""
+        kind, _, index = self.device.partition(":")
+        if kind == "cuda" and index not in ("", "0"):
+            raise ValueError(
+                f"device must be auto, cpu or cuda, got {self.device}; choose a GPU with "
+                f"CUDA_VISIBLE_DEVICES={index}"
+            )
+        return choose_device(self.device)
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        return compute_dtype(self.precision, self.torch_device)
+
+
+IDENTITY = (
+    "param_dtype",
+    "lora_rank",
+    "lora_alpha",
+    "lora_target_modules",
+    "split",
+    "eval_data",
+    "eval_share",
+    "max_length",
+    "seed",
+    "batch_size",
+    "gradient_accumulation",
+    "center_coef",
+)
+"""Options that must be the same on resume; model and data are compared by their content."""
