@@ -1,9 +1,9 @@
 """`fastppo generate`: what one policy writes, or several side by side, with the reward of each.
 
-For looking, not for evaluation at scale: policies are loaded one after another and all draw from
-the same seed; rewards are those of `fastppo train`. A policy wins against the first where its
-completion of a prompt gets more; every sample of the one meets every sample of the other, and a tie
-counts one half.
+It is for looking at a few completions, not for evaluation at scale: policies are loaded one after
+another and all draw from the same seed; rewards are those of `fastppo train`. A policy wins against
+the first one where its completion of a prompt earns more; every sample of the one is compared with
+every sample of the other, and a tie counts one half.
 
 `--rate OTHER` asks a person instead which of two completions is better, in random order and without
 names. Votes are rows that `fastppo reward` reads.
@@ -39,7 +39,7 @@ from fastppo.run.log import short_names
 from fastppo.run.options import Options, option
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Control characters but tab and newline, and those that turn the direction of writing."""
+"""Control characters except tab and newline, and those that change the direction of writing."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -134,7 +134,9 @@ def generate(config: GenerateConfig) -> tuple[Rows, list[Completions]]:
         raise ValueError("expected a prompt or a file of prompts, got neither")
     device = choose_device(config.device)
     policies = []
-    directories = [*config.models, *([config.rate] if config.rate is not None else [])]
+    directories = list(config.models)
+    if config.rate is not None:
+        directories.append(config.rate)
     for name, directory in zip(short_names(directories), directories, strict=True):
         policies.append(_complete(name, directory, rows, config, device))
     for term in make_terms(config.rewards, device=device, batch_size=config.reward_batch_size):
@@ -197,12 +199,15 @@ def _score(
 
 
 def win_rate(rewards: Sequence[float], first: Sequence[float], num_samples: int) -> float:
-    """Share of meetings that `rewards` wins against `first`, both in the prompts' order."""
+    """Share of comparisons that `rewards` wins against `first`, both in the prompts' order."""
     wins = 0.0
     for start in range(0, len(first), num_samples):
         for ours in rewards[start : start + num_samples]:
             for theirs in first[start : start + num_samples]:
-                wins += 1.0 if ours > theirs else 0.5 if ours == theirs else 0.0
+                if ours > theirs:
+                    wins += 1.0
+                elif ours == theirs:
+                    wins += 0.5
     return wins / (len(first) * num_samples)
 
 
@@ -231,15 +236,16 @@ def rate(
     path = Path(config.votes)
     path.parent.mkdir(parents=True, exist_ok=True)
     tally: Counter[str] = Counter()
-    pairs = [at for at in range(len(policies[0].texts)) if len({p.texts[at] for p in policies}) > 1]
-    order.shuffle(pairs)
-    for number, at in enumerate(pairs, 1):
+    indices = range(len(policies[0].texts))
+    differing = [i for i in indices if policies[0].texts[i] != policies[1].texts[i]]
+    order.shuffle(differing)
+    for number, i in enumerate(differing, 1):
         pair = order.sample(list(policies), 2)
-        row = rows[at // config.num_samples]
-        console.rule(f"{number} of {len(pairs)}")
+        row = rows[i // config.num_samples]
+        console.rule(f"{number} of {len(differing)}")
         console.print(_prompt_text(row[config.prompt_column]))
-        for shown, policy in enumerate(pair, 1):
-            console.print(Text(f"\n[{shown}]", style="bold"), _written(policy, at))
+        for digit, policy in enumerate(pair, 1):
+            console.print(Text(f"\n[{digit}]", style="bold"), _completion_text(policy, i))
         answer = _answer(ask)
         if answer == "quit":
             break
@@ -251,8 +257,8 @@ def rate(
         tally[chosen.name] += 1
         vote = {
             "prompt": row[config.prompt_column],
-            "chosen": chosen.texts[at],
-            "rejected": rejected.texts[at],
+            "chosen": chosen.texts[i],
+            "rejected": rejected.texts[i],
             "chosen_model": chosen.name,
             "rejected_model": rejected.name,
         }
@@ -262,7 +268,7 @@ def rate(
 
 
 def _answer(ask: Callable[[str], str]) -> str:
-    """What is typed, once it is one of ANSWERS; the end of the input is the end of the rating."""
+    """What is typed, once it is one of ANSWERS; the end of the input quits."""
     while True:
         try:
             typed = ask("better: 1, 2, (t)ie, (s)kip, (q)uit? ").strip().lower()
@@ -292,52 +298,54 @@ def show(rows: Rows, policies: list[Completions], config: GenerateConfig, consol
         table.add_column(Text(policy.name), overflow="fold", ratio=3)
     for i, row in enumerate(rows):
         for k in range(config.num_samples):
-            at = i * config.num_samples + k
             prompt = _prompt_text(row[config.prompt_column]) if k == 0 else Text("")
-            table.add_row(prompt, *(_cell(policy, at) for policy in policies))
+            index = i * config.num_samples + k
+            table.add_row(prompt, *(_cell(policy, index) for policy in policies))
     console.print(table)
 
     means = Table(title=f"{len(policies[0].texts)} completions each", title_justify="left")
     means.add_column("mean")
     for policy in policies:
         means.add_column(Text(policy.name), justify="right", overflow="fold")
-    for name in policies[0].rewards:
-        mine = [policy.rewards[name] for policy in policies]
-        means.add_row(Text(name), *(f"{sum(v) / len(v):.3f}" for v in mine))
+    count = len(policies[0].texts)
+    for name, first in policies[0].rewards.items():
+        rewards = [policy.rewards[name] for policy in policies]
+        means.add_row(Text(name), *(f"{sum(values) / count:.3f}" for values in rewards))
         if len(policies) > 1:
-            rates = [f"{win_rate(v, mine[0], config.num_samples):.0%}" for v in mine[1:]]
-            means.add_row(Text(f"{name}: wins against {policies[0].name}"), "", *rates)
-    lengths = [[len(ids) for ids in policy.token_ids] for policy in policies]
-    means.add_row("tokens", *(f"{sum(each) / len(each):.1f}" for each in lengths))
-    ended = [sum(reason != TRUNCATED for reason in p.finish_reasons) for p in policies]
-    means.add_row("ended by EOS", *(f"{n / len(policies[0].texts):.0%}" for n in ended))
+            rates = [win_rate(values, first, config.num_samples) for values in rewards[1:]]
+            title = Text(f"{name}: wins against {policies[0].name}")
+            means.add_row(title, "", *(f"{rate:.0%}" for rate in rates))
+    tokens = [sum(map(len, policy.token_ids)) for policy in policies]
+    means.add_row("tokens", *(f"{total / count:.1f}" for total in tokens))
+    ended = [count - policy.finish_reasons.count(TRUNCATED) for policy in policies]
+    means.add_row("ended by EOS", *(f"{number / count:.0%}" for number in ended))
     console.print(means)
 
 
 def _prompt_text(prompt: Any) -> Text:
     if isinstance(prompt, str):
-        return _shown(prompt)
-    return _shown("\n".join(f"{message['role']}: {message['content']}" for message in prompt))
+        return _printable(prompt)
+    return _printable("\n".join(f"{message['role']}: {message['content']}" for message in prompt))
 
 
-def _shown(text: str) -> Text:
-    """The text as a terminal may have it: escapes that a model wrote are spelled out."""
+def _printable(text: str) -> Text:
+    """The text with control characters that a model wrote spelled out."""
     return Text(CONTROL.sub(lambda control: repr(control[0])[1:-1], text))
 
 
-def _written(policy: Completions, at: int) -> Text:
-    """The completion, and that it was cut off."""
-    written = policy.texts[at].strip()
-    text = _shown(written) if written else Text("(empty)", style="dim italic")
-    if policy.finish_reasons[at] == TRUNCATED:
+def _completion_text(policy: Completions, index: int) -> Text:
+    """The completion, and whether it was cut off."""
+    completion = policy.texts[index].strip()
+    text = _printable(completion) if completion else Text("(empty)", style="dim italic")
+    if policy.finish_reasons[index] == TRUNCATED:
         text.append(" (cut off)", style="dim italic")
     return text
 
 
-def _cell(policy: Completions, at: int) -> Text:
+def _cell(policy: Completions, index: int) -> Text:
     """The completion and its rewards."""
-    text = _written(policy, at)
-    numbers = "  ".join(f"{name} {values[at]:.3f}" for name, values in policy.rewards.items())
+    text = _completion_text(policy, index)
+    numbers = "  ".join(f"{name} {values[index]:.3f}" for name, values in policy.rewards.items())
     if numbers:
         text.append(f"\n{numbers}", style="dim")
     return text
@@ -351,15 +359,15 @@ def write(
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for policy in policies:
-            for at, text in enumerate(policy.texts):
-                i, k = divmod(at, config.num_samples)
+            for i, text in enumerate(policy.texts):
+                row, sample = divmod(i, config.num_samples)
                 record = {
-                    **rows[i],
+                    **rows[row],
                     "model": policy.name,
-                    "sample": k,
+                    "sample": sample,
                     "completion": text,
-                    "tokens": len(policy.token_ids[at]),
-                    "finish_reason": policy.finish_reasons[at],
-                    "rewards": {name: values[at] for name, values in policy.rewards.items()},
+                    "tokens": len(policy.token_ids[i]),
+                    "finish_reason": policy.finish_reasons[i],
+                    "rewards": {name: values[i] for name, values in policy.rewards.items()},
                 }
                 file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")

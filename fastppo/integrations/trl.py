@@ -2,19 +2,18 @@
 
     from fastppo.integrations.trl import GRPOTrainer  # in place of: from trl import GRPOTrainer
 
-It is TRL's trainer with TRL's options, metrics and files. What needs the lm-head comes from hidden
-states and its weight, so that the `[B, T, V]` logits are never whole:
+It is TRL's trainer with TRL's options, metrics and files. What needs the lm-head is computed from
+hidden states and its weight, so that the `[B, T, V]` logits never exist as a whole:
 
 - logprobs and entropy, of the policy, the old and the reference policy, from
   `fastppo.linear_token_stats`. Every loss of TRL's is made of them: 8·N·H·V FLOP with its gradient;
-- the whole loss from `fastppo.linear_ppo_loss`, 6·N·H·V, where it is PPO's clipped one with ratios
-  by token, and the batch has old logprobs, as it has with more than one optimiser step to a
-  generation.
+- the whole loss from `fastppo.linear_ppo_loss`, 6·N·H·V, if it is PPO's clipped one with ratios by
+  token and the batch has old logprobs, as it has with several optimiser steps to a generation.
 
-Soft-caps and scales of the logits are computed, and heads that are trained or have LoRA or DoRA
-adapters. TRL's way, with all logits, go models that get images, virtual tokens of a prompt, a
-load-balancing loss, an lm-head in fp32 under lower precision or one with dropout or a bias in its
-adapters, and FSDP2 in mixed precision. Tested with TRL 1.12.
+Logits may have soft-caps and scales, and the head may be trained or have LoRA or DoRA adapters.
+These take TRL's own path, with all logits: models with images, prompt tuning, a load-balancing
+loss, an lm-head in fp32 under lower precision or one with dropout or a bias in its adapters, and
+FSDP2 in mixed precision. Tested with TRL 1.12.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from fastppo.functional.losses import PPOLoss, linear_ppo_loss
 from fastppo.models.head import Head, lm_head_of
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo")
-"""Loss types that differ from one another in the weights of tokens alone."""
+"""Loss types that differ in the weights of tokens alone."""
 
 IMAGES = ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids")
-"""What a batch has beside token ids where a model sees images."""
+"""What a batch has beside token ids if a model sees images."""
 
 
 class GRPOTrainer(trl.GRPOTrainer):
@@ -51,28 +50,30 @@ class GRPOTrainer(trl.GRPOTrainer):
         return self._inside(model, lambda: self._fused_loss(plain, inputs))
 
     def _inside(self, model: Any, function: Callable[[], Any]) -> Any:
-        """What the function returns, called where FSDP and DeepSpeed have gathered the weights: in
-        the wrapper's forward. It takes no arguments because a wrapper may round those to bf16."""
+        """Calls the function in the wrapper's forward pass, where FSDP and DeepSpeed have gathered
+        the weights. It takes no arguments because a wrapper may round those to bf16."""
         plain = self.accelerator.unwrap_model(model)
 
-        def called() -> Any:
+        def forward() -> Any:
             with self.accelerator.autocast():  # which is on the model's own forward
                 return function()
 
-        return _ForwardRedirection()(model, plain, called)
+        return _ForwardRedirection()(model, plain, forward)
 
     def _fused_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         mask = inputs["completion_mask"]
         if "tool_mask" in inputs:
             mask = mask * inputs["tool_mask"]
-        mask, tokens = mask.bool(), inputs["completion_ids"]
+        mask = mask.bool()
+        tokens = inputs["completion_ids"]
         hidden = self._get_last_hidden_state(
             model,
             torch.cat([inputs["prompt_ids"], tokens], dim=1),
             torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
             tokens.shape[1],
         )
-        head, old_logprobs = _head_of(model), inputs["old_per_token_logps"]
+        head = _head_of(model)
+        old_logprobs = inputs["old_per_token_logps"]
         advantages = inputs["advantages"]
         if advantages.dim() == 1:
             advantages = advantages.unsqueeze(1)
@@ -99,11 +100,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             aggregation=aggregation,
             denominator=denominator,
         )
-        self._report(out, old_logprobs, advantages, mask)
+        self._record_metrics(out, old_logprobs, advantages, mask)
         return out.loss
 
     def _weights(self, mask: Tensor, inputs: dict[str, Any]) -> tuple[str, Tensor | float]:
-        """(aggregation, denominator) of `loss_type`, the microbatches of a step included."""
+        """(aggregation, denominator) of `loss_type`, over all microbatches of a step."""
         steps = self.current_gradient_accumulation_steps if self.model.training else 1
         if self.loss_type == "grpo":
             return "seq-mean-token-mean", float(len(mask) * steps)
@@ -116,7 +117,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             tokens = tokens * steps / self.args.steps_per_generation
         return "token-mean", tokens
 
-    def _report(self, out: PPOLoss, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> None:
+    def _record_metrics(
+        self, out: PPOLoss, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
+    ) -> None:
         """TRL's metrics, by its names."""
         metrics = self._metrics["train" if self.model.training else "eval"]
         ratio = torch.exp(torch.where(mask, out.logprobs - old_logprobs, 0.0))
@@ -134,8 +137,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         for name, total in zip(means, totals, strict=True):
             if name != "kl" or self.beta:
                 metrics[name].append(total / max(tokens, 1.0))
-        of_sequences = torch.stack([(x * mask).sum(1) / mask.sum(1) for x in (low, high)], dim=1)
-        lows, highs = self.accelerator.gather(of_sequences).unbind(1)
+        shares = torch.stack([(x * mask).sum(1) / mask.sum(1) for x in (low, high)], dim=1)
+        lows, highs = self.accelerator.gather(shares).unbind(1)
         metrics["clip_ratio/low_min"].append(nanmin(lows).item())
         metrics["clip_ratio/high_max"].append(nanmax(highs).item())
 
@@ -149,7 +152,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         compute_entropy: bool = False,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(logprobs, entropies [B, T], None), so many sequences at a time; differentiable."""
+        """(logprobs, entropies [B, T], None), `batch_size` sequences at a time; differentiable."""
         if _needs_logits(self) or any(x is not None and x is not False for x in others.values()):
             return super()._get_per_token_logps_and_entropies(
                 model,
@@ -174,18 +177,19 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._inside(model, functools.partial(statistics, ids, attended))
             for ids, attended in zip(input_ids.split(size), attention_mask.split(size), strict=True)
         ]
-        logprobs, entropies = (torch.cat(each) for each in zip(*parts, strict=True))
-        return logprobs, entropies if compute_entropy else None, None
+        logprobs = torch.cat([part[0] for part in parts])
+        entropies = torch.cat([part[1] for part in parts]) if compute_entropy else None
+        return logprobs, entropies, None
 
 
 def _head_of(model: Any) -> Head:
-    """The model's head, with the adapters that are on it."""
+    """The model's head, with its adapters."""
     return Head.of(model)._replace(weight=head_weight(lm_head_of(model)))
 
 
 def _needs_logits(trainer: Any) -> bool:
-    """Whether logits are no product of one weight with the trunk's states, or a wrapper rounds
-    what leaves its forward."""
+    """Whether logits are more than one weight times the trunk's states, or a wrapper rounds what
+    its forward pass returns."""
     accelerator = trainer.accelerator
     if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.mixed_precision_policy is not None:
         return True

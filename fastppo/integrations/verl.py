@@ -31,8 +31,11 @@ from fastppo.functional.statistics import linear_token_stats
 
 LOSS_MODE = "fastppo"
 MODES = (
-    *("token-mean", "token-sum"),
-    *("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
 )
 """verl's aggregations of a loss over tokens."""
 
@@ -59,8 +62,8 @@ class FusedLinearForPPO(nn.Module):
         (...), fp32, nats, differentiable. temperature: one number, or one per token."""
         tokens = input_ids.long()
         if isinstance(temperature, Tensor):
-            one = temperature.numel() == 1
-            temperature = temperature.reshape(() if one else tokens.shape)
+            is_one = temperature.numel() == 1
+            temperature = temperature.reshape(() if is_one else tokens.shape)
         stats = linear_token_stats(
             hidden_states,
             vocab_weights,
@@ -87,12 +90,12 @@ def policy_loss(
         config: verl's ActorConfig.
 
     Raises:
-        ValueError: an aggregation that verl has none of.
+        ValueError: an aggregation that verl does not have.
     """
     mask = response_mask.bool()
-    clips = (config.clip_ratio_low, config.clip_ratio_high)
-    low, high = (config.clip_ratio if clip is None else clip for clip in clips)
-    dual = config.get("clip_ratio_c", 3.0)
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    dual_clip = config.get("clip_ratio_c", 3.0)
     aggregation, denominator = _aggregation(loss_agg_mode, mask, **config.global_batch_info)
     loss = losses.policy_loss(
         log_prob,
@@ -100,7 +103,7 @@ def policy_loss(
         advantages,
         mask,
         clip_ratio=(low, high),
-        dual_clip=dual,
+        dual_clip=dual_clip,
         importance_weights=rollout_is_weights,
         aggregation=aggregation,
         denominator=denominator,
@@ -112,7 +115,7 @@ def policy_loss(
         shares = {
             "actor/pg_clipfrac": clipped & (advantages != 0),
             "actor/ppo_kl": -difference,
-            "actor/pg_clipfrac_lower": (advantages < 0) & (ratio > dual),
+            "actor/pg_clipfrac_lower": (advantages < 0) & (ratio > dual_clip),
         }
         tokens = mask.sum().clamp(min=1)
         metrics = {name: ((x * mask).sum() / tokens).item() for name, x in shares.items()}
@@ -130,22 +133,21 @@ def _aggregation(
 ) -> tuple[str, Any]:
     """(aggregation, denominator) of verl's `agg_loss`: a mean over all ranks, times their number,
     by which FSDP divides."""
-    tokens, sequences = batch_num_tokens, global_batch_size
-    needed = tokens if mode == "token-mean" else sequences
-    if dp_size > 1 and needed is None and mode != "token-sum":
-        name = "batch_num_tokens" if mode == "token-mean" else "global_batch_size"
-        raise ValueError(f"{name} must be that of all {dp_size} ranks, got None")
-    if tokens is None:
-        tokens = mask.sum().clamp(min=1)
-    if sequences is None:
-        sequences = mask.any(-1).sum().clamp(min=1)
-    if mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
-        return mode, (tokens if mode == "token-mean" else sequences) / dp_size
-    if mode == "seq-mean-token-sum-norm":
-        return "seq-mean-token-sum", sequences * (loss_scale_factor or mask.shape[-1]) / dp_size
+    if mode not in MODES:
+        raise ValueError(f"loss_agg_mode must be one of {', '.join(MODES)}, got {mode!r}")
     if mode == "token-sum":
         return mode, 1 / dp_size
-    raise ValueError(f"loss_agg_mode must be one of {', '.join(MODES)}, got {mode!r}")
+    by_token = mode == "token-mean"
+    count = batch_num_tokens if by_token else global_batch_size
+    if count is None and dp_size > 1:
+        name = "batch_num_tokens" if by_token else "global_batch_size"
+        raise ValueError(f"{name} must be that of all {dp_size} ranks, got None")
+    if count is None:
+        counted = mask if by_token else mask.any(-1)
+        count = counted.sum().clamp(min=1)
+    if mode == "seq-mean-token-sum-norm":
+        return "seq-mean-token-sum", count * (loss_scale_factor or mask.shape[-1]) / dp_size
+    return mode, count / dp_size
 
 
 def gae_advantage_return(
@@ -157,7 +159,7 @@ def gae_advantage_return(
 ) -> tuple[Tensor, Tensor]:
     """verl's `compute_gae_advantage_return`: (whitened advantages, returns), [B, T] fp32 each.
 
-    What verl leaves behind a response's end is 0 here.
+    After the end of a response, where verl's values are arbitrary, both are 0.
     """
     mask = response_mask.bool()
     advantages, returns = gae(token_level_rewards, values, mask, gamma=gamma, lam=lam)
@@ -165,7 +167,7 @@ def gae_advantage_return(
 
 
 def install() -> None:
-    """Puts all three in their places; importing this module has done so."""
+    """Puts all three in their places; importing this module does so."""
     verl_fused.FusedLinearForPPO = FusedLinearForPPO
     core_algos.register_policy_loss(LOSS_MODE)(policy_loss)
     core_algos.compute_gae_advantage_return = gae_advantage_return

@@ -25,10 +25,9 @@ def log_loss(difference: Tensor) -> float:
 def calibration(difference: Tensor, bins: int = CALIBRATION_BINS) -> dict[str, Any]:
     """Whether P(first is better) = σ(s_first − s_second) comes true as often as it says.
 
-    A row names the better text first, so every outcome is 1 and no bin could hold any
-    other share. Each pair therefore enters in both orders: (p, outcome 1) and (1 − p, outcome 0).
-    The curve is then symmetric about (½, ½), and its right half says: of the pairs that the model
-    was p sure of, it was right on this share.
+    Each pair counts in both orders, (p, outcome 1) and (1 − p, outcome 0), because a row names the
+    better text first and every outcome would be 1. The curve is symmetric about (½, ½), and its
+    right half says: of the pairs that the model was p sure of, it was right on this share.
 
     Args:
         difference: [P], s_better − s_worse.
@@ -45,11 +44,13 @@ def calibration(difference: Tensor, bins: int = CALIBRATION_BINS) -> dict[str, A
     both = torch.cat([p, 1 - p])
     outcome = torch.cat([torch.ones_like(p), torch.zeros_like(p)])
     index = (both * bins).long().clamp(max=bins - 1)
-    filled, error = [], 0.0
+    filled = []
+    error = 0.0
     for b in range(bins):
         inside = index == b
         if count := int(inside.sum()):
-            predicted, observed = both[inside].mean().item(), outcome[inside].mean().item()
+            predicted = both[inside].mean().item()
+            observed = outcome[inside].mean().item()
             error += count / len(both) * abs(predicted - observed)
             filled.append(
                 {
@@ -85,8 +86,9 @@ def write_calibration(directory: str | Path, measured: dict[str, Any]) -> None:
             2, 1, figsize=(4.5, 5.5), layout="constrained", sharex=True, height_ratios=(3, 1)
         )
         curve.plot([0, 1], [0, 1], color="#999999", linewidth=1, linestyle="--")
-        x = [each["predicted"] for each in bins]
-        curve.plot(x, [each["observed"] for each in bins], "o-", color="#1f5fa8", linewidth=2)
+        predicted = [entry["predicted"] for entry in bins]
+        observed = [entry["observed"] for entry in bins]
+        curve.plot(predicted, observed, "o-", color="#1f5fa8", linewidth=2)
         curve.set_ylabel("observed share")
         curve.set_title(
             f"{measured['pairs']} held-out pairs, accuracy {measured['accuracy']:.1%}, "
@@ -94,9 +96,9 @@ def write_calibration(directory: str | Path, measured: dict[str, Any]) -> None:
             loc="left",
             fontsize=9,
         )
-        middle = [(each["low"] + each["high"]) / 2 for each in bins]
-        width = [0.9 * (each["high"] - each["low"]) for each in bins]
-        counts.bar(middle, [each["count"] for each in bins], width, color="#9db8d6")
+        middle = [(entry["low"] + entry["high"]) / 2 for entry in bins]
+        width = [0.9 * (entry["high"] - entry["low"]) for entry in bins]
+        counts.bar(middle, [entry["count"] for entry in bins], width, color="#9db8d6")
         counts.set_ylabel("pairs, both orders")
         counts.set_xlabel("predicted P(first is better)")
         for axis in (curve, counts):

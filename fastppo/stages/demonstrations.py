@@ -130,7 +130,7 @@ def _encode_row(row: dict[str, Any], tokenizer: Any, where: str) -> tuple[Any, l
 def _encode_strings(
     prompt: str, completion: str, tokenizer: Any, where: str
 ) -> tuple[list[int], list[int]]:
-    """Tokenised apart: PPO meets them as prompt ids and, after them, response ids."""
+    """Tokenised separately, as in PPO, where response ids follow prompt ids."""
     head = encode_prompt(prompt, tokenizer, where)
     check_text(completion, where)
     tail = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
@@ -151,22 +151,22 @@ def encode_chat(
         DataError: there is no template, it refuses the messages, or it renders them in a way that
             hides where a turn begins.
     """
-    whole = render_chat(tokenizer, messages, where)
-    check_text(whole, where)
+    text = render_chat(tokenizer, messages, where)
+    check_text(text, where)
     if not tokenizer.is_fast:
         raise DataError(f"{where}: chat messages need a fast tokenizer, for its character offsets")
-    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = list(encoded["input_ids"])
     ends = [end if end > start else -1 for start, end in encoded["offset_mapping"]]
     if GENERATION_MARK.search(tokenizer.get_chat_template()):
-        spans = _marked_spans(whole, messages, tokenizer, where, first)
+        spans = _marked_spans(text, messages, tokenizer, where=where, first=first)
     else:
-        spans = _unmarked_spans(whole, messages, tokenizer, where, first)
-    mask = [any(start < end <= stop for start, stop in spans) for end in ends]
-    if not any(mask):
+        spans = _unmarked_spans(text, messages, tokenizer, where=where, first=first)
+    has_loss = [any(start < end <= stop for start, stop in spans) for end in ends]
+    if not any(has_loss):
         raise DataError(f"{where}: the chat template renders no token as the assistant's")
-    labels = [token if is_loss else IGNORED for token, is_loss in zip(ids, mask, strict=True)]
-    last = max(i for i, is_loss in enumerate(mask) if is_loss)
+    labels = [token if loss else IGNORED for token, loss in zip(ids, has_loss, strict=True)]
+    last = max(i for i, loss in enumerate(has_loss) if loss)
     eos = tokenizer.eos_token_id
     if messages[-1]["role"] == "assistant" and ids[last] != eos:
         if eos in ids[last:]:  # outside of the template's marks
@@ -178,15 +178,15 @@ def encode_chat(
 
 
 def _marked_spans(
-    whole: str, messages: list[dict[str, Any]], tokenizer: Any, where: str, first: int
+    text: str, messages: list[dict[str, Any]], tokenizer: Any, *, where: str, first: int
 ) -> list[tuple[int, int]]:
     """(start, stop) in characters of what the template has between its generation marks.
 
-    From the characters and not by `return_assistant_tokens_mask`, which stops at the first turn
-    that begins with white space, where it finds no token.
+    transformers' own token mask stops at the first turn that begins with white space, where it
+    finds no token.
     """
     head = render_chat(tokenizer, messages[:first], where) if first else ""
-    if not whole.startswith(head):
+    if not text.startswith(head):
         raise _inconsistent(where, first)
     rendered: Any = render_jinja_template(
         conversations=[[{k: v for k, v in m.items() if v is not None} for m in messages]],
@@ -199,9 +199,9 @@ def _marked_spans(
 
 
 def _unmarked_spans(
-    whole: str, messages: list[dict[str, Any]], tokenizer: Any, where: str, first: int
+    text: str, messages: list[dict[str, Any]], tokenizer: Any, *, where: str, first: int
 ) -> list[tuple[int, int]]:
-    """(start, stop) in characters of each turn of the assistant, its EOS the last of it."""
+    """(start, stop) in characters of each turn of the assistant, its EOS included."""
     spans = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or i < first:
@@ -213,11 +213,11 @@ def _unmarked_spans(
             )
         before = render_chat(tokenizer, messages[:i], where, add_generation_prompt=True)
         after = render_chat(tokenizer, messages[: i + 1], where)
-        if not (after.startswith(before) and whole.startswith(after)):
+        if not (after.startswith(before) and text.startswith(after)):
             raise _inconsistent(where, i)
-        start, stop = len(before), len(after)
-        eos = whole.rfind(tokenizer.eos_token, start, stop)
-        spans.append((start, stop if eos < 0 else eos + len(tokenizer.eos_token)))
+        eos = text.rfind(tokenizer.eos_token, len(before), len(after))
+        stop = len(after) if eos < 0 else eos + len(tokenizer.eos_token)
+        spans.append((len(before), stop))
     return spans
 
 

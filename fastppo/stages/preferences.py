@@ -113,17 +113,17 @@ def _comparison(row: dict[str, Any], where: str) -> tuple[Any, list[Any], list[f
 
 
 def _is_number(value: Any) -> bool:
-    """Whether fp32 has a number for it."""
+    """Whether it is a number that fp32 can hold."""
     return isinstance(value, (int, float)) and abs(value) <= torch.finfo(torch.float32).max
 
 
 def _prompt_and_completions(
     prompt: Any, completions: list[Any], where: str
 ) -> tuple[Any, list[Any]]:
-    """Brings all ways to write them to strings after a string, or to strings or messages after
-    messages."""
+    """A string prompt with string completions, or a chat with strings or messages, whichever way
+    the row has them."""
     chats = [is_chat(completion) for completion in completions]
-    if any(not chat and not isinstance(c, str) for chat, c in zip(chats, completions, strict=True)):
+    if not all(isinstance(c, str) or is_chat(c) for c in completions):
         raise DataError(
             f"{where}: a completion is a string or a list of {{role, content}} messages"
         )
@@ -131,11 +131,11 @@ def _prompt_and_completions(
         raise DataError(
             f"{where}: the completions are strings and chat messages; expected one form"
         )
-    # Of chats, a whole conversation begins with the user's turn or the system's.
-    whole = [c[0]["role"] != "assistant" for c in completions if not isinstance(c, str)]
-    if whole and all(whole):
+    # A whole conversation begins with the turn of the user or the system.
+    is_conversation = [c[0]["role"] != "assistant" for c in completions if not isinstance(c, str)]
+    if is_conversation and all(is_conversation):
         return _shared_prefix(completions, where)
-    if any(whole):
+    if any(is_conversation):
         raise DataError(
             f"{where}: some completions begin with the assistant's turn and some are whole "
             "conversations; expected one form"
@@ -158,9 +158,9 @@ def _prompt_and_completions(
 
 
 def _shared_prefix(conversations: list[Any], where: str) -> tuple[Any, list[Any]]:
-    """The messages that whole conversations begin with, and the rest of each."""
+    """The messages that all conversations begin with, and the rest of each."""
     conversations = [list(messages) for messages in conversations]
-    longest = min(len(messages) for messages in conversations) - 1  # a completion is left to each
+    longest = min(len(messages) for messages in conversations) - 1  # each keeps a completion
     shared = 0
     while shared < longest and all(m[shared] == conversations[0][shared] for m in conversations):
         shared += 1
@@ -174,8 +174,7 @@ def text_ids(tokenizer: Any, prompt: Any, completion: Any, where: str = "text") 
 
     Args:
         prompt: a string, or chat messages.
-        completion: a string; after messages also messages, which have no match in PPO when there
-            are several.
+        completion: a string; after messages also messages (several of them never occur in PPO).
     """
     if isinstance(prompt, str):
         check_text(prompt + completion, where)
@@ -224,19 +223,22 @@ def collate(examples: Sequence[Comparison], pad_token_id: int) -> dict[str, Tens
         dict: input_ids, attention_mask [ΣK, S] int64; better, worse [P] int64, rows of the batch;
         margin, weight [P] fp32: one over the number of the prompt's pairs; prompts [] int64.
     """
-    batch = padded_batch([text for one in examples for text in one.texts], pad_token_id)
-    pairs: list[tuple[int, int, float, float]] = []
-    start = 0
-    for one in examples:
-        weight = 1 / len(one.pairs)
-        pairs += [(start + i, start + j, one.margin, weight) for i, j in one.pairs]
-        start += len(one.texts)
-    better, worse, margin, weights = zip(*pairs, strict=True)
+    better: list[int] = []
+    worse: list[int] = []
+    margins: list[float] = []
+    weights: list[float] = []
+    texts: list[list[int]] = []
+    for example in examples:
+        better += [len(texts) + i for i, _ in example.pairs]
+        worse += [len(texts) + j for _, j in example.pairs]
+        margins += [example.margin] * len(example.pairs)
+        weights += [1 / len(example.pairs)] * len(example.pairs)
+        texts += example.texts
     return {
-        **batch,
+        **padded_batch(texts, pad_token_id),
         "better": torch.tensor(better),
         "worse": torch.tensor(worse),
-        "margin": torch.tensor(margin),
+        "margin": torch.tensor(margins),
         "weight": torch.tensor(weights),
         "prompts": torch.tensor(len(examples)),
     }
