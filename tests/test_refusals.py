@@ -9,7 +9,7 @@ import math
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields
 from pathlib import Path
@@ -38,13 +38,15 @@ EXAMPLES = int(os.environ.get("FASTPPO_FUZZ", "10000"))
 """Malformed inputs of all tests below together; more of them for a long run."""
 
 
-def _fuzz(share: float, batch: int = 10) -> settings:
-    """Of the inputs; hypothesis draws the same ones each time, unless more are asked for."""
-    return settings(
+def _fuzz(share: float, batch: int = 10) -> Callable[[Any], Any]:
+    """A slow test of this share of the inputs; hypothesis draws the same ones each time, unless
+    more are asked for."""
+    drawn = settings(
         max_examples=max(1, int(share * EXAMPLES) // batch),
         suppress_health_check=list(HealthCheck),
         derandomize=EXAMPLES <= 10_000,
     )
+    return lambda test: pytest.mark.slow(drawn(test))
 
 
 @pytest.fixture(scope="module")
@@ -73,18 +75,9 @@ LINES = {
         b'{"prompt": ' + b"9" * 5000 + b"}",
         "a value that cannot be read",
     ),
-    "an integer of 400 digits": (
-        b'{"prompt": ' + b"9" * 400 + b"}",
-        "row 2: expected a prompt that",
-    ),
     "half a surrogate pair": (f'{{"prompt": "w1 {HALF}"}}'.encode(), "half of a surrogate pair"),
-    "half a pair in a column": (
-        f'{{"prompt": "w1", "a": "{HALF}"}}'.encode(),
-        "half of a surrogate",
-    ),
     "not UTF-8": (b'{"prompt": "\xff"}', "line 2: not UTF-8 (byte 13 of the line)"),
     "deep": (b"[" * 100_000, "line 2: a value that cannot be read"),
-    "no object": (b"[1]", 'line 2: expected an object like {"prompt": '),
     "cut": (b'{"prompt": "w', "line 2: not valid JSON"),
     "a long value": (b'{"prompt": {"a": "' + b"x" * 10_000 + b'"}}', "got dict"),
 }
@@ -102,7 +95,6 @@ def test_a_line_of_the_prompts_is_refused_with_file_and_line(name: str, folder: 
 
 FILES = {
     "broken.parquet": b"PAR1 and then nothing",
-    "empty.parquet": b"",
     "empty.jsonl": b"",
     "file.txt": b"w1",
     "folder.jsonl": None,
@@ -132,9 +124,9 @@ def test_a_directory_of_datasets_that_is_damaged_is_refused_by_name(folder: Fold
 
 
 MODELS = {
-    "tokenizer.json": [b"", b"{", b"[]", b'{"model": 7}'],
-    "tokenizer_config.json": [b"", b"[]"],
-    "config.json": [b"", b"[]", b"{}", b"\xff", b'{"model_type": "nowhere"}', b'{"model_type": 7}'],
+    "tokenizer.json": [b"{", b'{"model": 7}'],
+    "tokenizer_config.json": [b"[]"],
+    "config.json": [b"", b"{}", b"\xff", b'{"model_type": "nowhere"}'],
     "model.safetensors": [b"", b"\0" * 64],
 }
 
@@ -151,10 +143,12 @@ def test_a_damaged_file_of_a_model_is_refused_by_its_directory(file: str, folder
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("max_position_embeddings", value) for value in (32.5, 0, -1, "long", [1])),
-        *(("hidden_size", value) for value in (0, -3, 31, 2.5, "wide")),
-        *(("num_attention_heads", value) for value in (0, 7, 3.5)),
-        *(("vocab_size", value) for value in (0, 1, -2, "many")),
+        ("max_position_embeddings", 32.5),
+        ("max_position_embeddings", "long"),
+        ("hidden_size", 0),
+        ("hidden_size", 31),
+        ("num_attention_heads", 7),
+        ("vocab_size", -2),
     ],
 )
 def test_a_config_of_a_model_is_refused(key: str, value: object, folder: Folder) -> None:
@@ -168,19 +162,14 @@ def test_a_config_of_a_model_is_refused(key: str, value: object, folder: Folder)
 YAML = {
     "seed: 1e300": "seed must be an integer, got '1e300'",
     "seed: !!int": "a value that cannot be read",
-    "seed: " + "9" * 400: "seed must be an integer, got an integer of",
     "seed: " + "9" * 5000: "a value that cannot be read",
     "learning_rate: " + "9" * 400: "learning_rate must be a finite number, got an integer of",
-    "learning_rate: .inf": "learning_rate must be a finite number",
     "seed: 2024-13-45": "a value that cannot be read: month must be in 1..12",
-    "? [1, 2]\n: 3": "is not valid YAML",
     "a: &a [*a]": "no option 'a'",
     "model: [" * 5000: "",
     "seed: [1": "is not valid YAML: expected ',' or ']', but got '<stream end>', line 1, column 9",
     "\x00": "is not valid YAML",
     "seed: " + "x" * 10_000: "seed must be an integer, got 'xxx",
-    "rewards: a": "rewards must be a list, [a, b], got 'a'",
-    "7: 7": "no option 7",
 }
 
 
@@ -199,13 +188,9 @@ SAMPLE |= {"monitors": {}, "kl": None, "tokens": 1, "finish_reason": "stop"}
 HELD_OUT = SAMPLE | {"row": 0, "sampling": "greedy"}
 RUN_FILES = [
     ("metrics.jsonl", RECORD + '{"iteration": "0"}\n', ", line 2: 'iteration' is '0'"),
-    ("metrics.jsonl", RECORD + '{"reward": 1.0}\n', ", line 2: expected a field iteration"),
     ("metrics.jsonl", RECORD + '{"iteration": 1, "kl": [1]}\n', ", line 2: 'kl' is [1]"),
-    ("metrics.jsonl", '{"iteration": 0, "warnings": 3}\n', ", line 1: 'warnings' is 3"),
     ("samples.jsonl", '{"iteration": 0}\n', ", line 1: expected a field kl"),
-    ("samples.jsonl", json.dumps(SAMPLE | {"rewards": [1]}) + "\n", ", line 1: 'rewards' is [1]"),
     ("samples.jsonl", json.dumps(SAMPLE) + "\n\xff\n", ", line 2: expected a JSON object"),
-    ("eval_samples.jsonl", json.dumps(SAMPLE) + "\n", ", line 1: expected a field row"),
     ("eval_samples.jsonl", json.dumps(HELD_OUT | {"row": "a"}) + "\n", ", line 1: 'row' is 'a'"),
     (
         "eval_samples.jsonl",
@@ -213,8 +198,6 @@ RUN_FILES = [
         ", line 1: 'sampling' is ['x']",
     ),
     ("config.yaml", "model: [", " is not valid YAML"),
-    ("config.yaml", "- model", ": expected `option: value` lines, got list"),
-    ("config.yaml", "seed: 2024-13-45", " holds a value that cannot be read"),
 ]
 
 
