@@ -232,42 +232,6 @@ def test_options_of_the_menus_page_exist() -> None:
         PPOConfig(**yaml.safe_load(code))
 
 
-def test_the_api_page_is_what_the_docstrings_say() -> None:
-    """After a change of a public docstring or signature: python docs/make_api.py"""
-    make_api = runpy.run_path(str(ROOT / "docs" / "make_api.py"))
-    assert make_api["PAGE"].read_text("utf-8") == make_api["page"]()
-    on_the_page = [name for names in make_api["GROUPS"].values() for name in names]
-    assert sorted(on_the_page) == sorted(fastppo.__all__)
-
-
-def test_a_docstring_becomes_markdown() -> None:
-    prose = runpy.run_path(str(ROOT / "docs" / "make_api.py"))["_prose"]
-    docstring = """Does it.
-
-    Args:
-        x: [N], the first
-            of two.
-        y: [N].
-        Both in nats.
-
-    Returns:
-        (sum, product): a tuple
-        of two.
-
-    Raises:
-        ValueError: x disagrees
-            with y.
-
-    Source: Me 2020.
-    """
-    assert prose(docstring) == [
-        *("Does it.", "", "**Args**", "", "- `x`: [N], the first", "  of two.", "- `y`: [N]."),
-        *("", "Both in nats.", "", "**Returns**", "", "(sum, product): a tuple", "of two.", ""),
-        *("**Raises**", "", "- `ValueError`: x disagrees", "  with y.", ""),
-        "**Source**: Me 2020.",
-    ]
-
-
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.M)
@@ -390,17 +354,6 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
         assert any(place.exists() for place in places), f"{page.name}: {name}"
 
 
-SCRIPTS = sorted((ROOT / "docs").glob("*.py"))
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_of_the_docs_begins_to_run(script: Path, monkeypatch) -> None:
-    """All but its last lines: what it imports and defines; its docstring has the command."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    docstring = runpy.run_path(str(script), run_name="read")["__doc__"]
-    assert f"python docs/{script.name}" in docstring
-
-
 def test_the_tree_of_the_readme_is_the_tree() -> None:
     (tree,) = (code for code in blocks(ROOT / "README.md", "") if code.startswith("fastppo/\n"))
     place, above = ROOT, [ROOT]
@@ -462,18 +415,6 @@ def test_red_team_prompts_are_watched_as_the_page_says(workspace: Path, capsys) 
 # ------------------------------------------------------------------------ the articles' numbers
 
 
-def test_the_picture_of_the_clipped_objective_has_the_four_cases() -> None:
-    drawn = runpy.run_path(str(ROOT / "docs" / "draw_clipping.py"))
-    ratio = torch.tensor([0.5, 1.0, 1.5], dtype=torch.float64)
-    good, good_gradient = drawn["objective"](ratio, 1.0)
-    bad, bad_gradient = drawn["objective"](ratio, -1.0)
-    assert good.tolist() == pytest.approx([0.5, 1.0, 1.2])
-    assert good_gradient.tolist() == pytest.approx([0.5, 1.0, 0.0])
-    assert bad.tolist() == pytest.approx([-0.8, -1.0, -1.5])
-    assert bad_gradient.tolist() == pytest.approx([0.0, -1.0, -1.5])
-    assert (ROOT / "docs" / "clipping.svg").exists()
-
-
 def test_the_numbers_of_the_articles_come_out() -> None:
     """docs/checklist.md says which are whose."""
 
@@ -524,24 +465,6 @@ def test_every_test_and_option_that_the_checklist_names_exists() -> None:
 
 
 # -------------------------------------------------------------------- pictures, site, notebook
-
-
-@pytest.mark.slow
-def test_the_sick_runs_of_the_page_can_be_run_anew(tmp_path: Path) -> None:
-    """At two iterations; the page's pictures are of thirty."""
-    script = [sys.executable, str(ROOT / "docs" / "draw_sick_runs.py"), str(tmp_path / "runs")]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    done = subprocess.run(
-        [*script, "--iterations", "2", "--out", str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    for name in ("does-not-learn.svg", "negative-kl.svg"):
-        assert "</svg>" in (tmp_path / name).read_text()
-        assert (ROOT / "docs" / name).exists()
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -274,19 +273,6 @@ def test_groups_that_share_a_vllm_divide_the_processes() -> None:
         with pytest.raises(ValueError, match=f"must divide the number .*: got 2 and {size}"):
             check_ranks(config, World(size=size))
     check_ranks(config, World(size=4))
-
-
-@pytest.mark.slow
-def test_the_peak_memory_of_a_process_falls_with_their_number(tmp_path: Path) -> None:
-    """By the kernel's count, as docs/many-gpus.md has it."""
-    script = runpy.run_path(str(ROOT / "docs" / "ranks_memory.py"))
-    script["save_model"](tmp_path)
-    one, two, four = (script["measure"](count, tmp_path) for count in script["COUNTS"])
-    print(one, two, four)
-    assert two["counted"] < 0.51 * one["counted"]
-    assert four["counted"] < 0.26 * one["counted"]
-    for phase in ("update", "rollout"):
-        assert four[phase] < 0.9 * two[phase] < 0.8 * one[phase], phase
 
 
 KILLED = """

@@ -1,0 +1,10 @@
+"""What docs/studies.md and docs/ppo.md report, one file a study:
+
+    python -m benchmarks.studies.value_functions runs/value-functions
+    python -m benchmarks.studies.overoptimization runs/overoptimization
+    python -m benchmarks.studies.estimators runs/estimators
+    python -m benchmarks.studies.reward_kl runs/reward-kl
+
+Each trains on CPUs with several seeds, prints its table in Markdown and draws its picture into the
+directory. A run that ended there is not run again; `--quick` makes a version of minutes.
+"""

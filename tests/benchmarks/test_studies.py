@@ -1,0 +1,93 @@
+"""The studies: what bounds a policy, by hand, and each study in small."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.studies import common
+from benchmarks.studies.estimators import at_kl
+from fastppo.recipes import arithmetic, characters
+
+
+def test_the_tilted_base_is_the_one_that_one_counts_by_hand() -> None:
+    """Rewards of 0 and log 3 at β = 1: weights of 1/4 and 3/4."""
+    kl, reward, effective = common.tilted([[0.0, math.log(3)]], beta=1.0)
+    assert reward == pytest.approx(0.75 * math.log(3))
+    assert kl == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
+    assert effective == pytest.approx(1 / (0.25**2 + 0.75**2))
+
+
+def test_the_limit_rises_from_the_base_and_nothing_that_is_drawn_exceeds_it() -> None:
+    rewards = np.random.default_rng(0).normal(size=(8, 64))
+    kls, limits = common.limit(rewards)
+    assert kls[0] == pytest.approx(0.0, abs=1e-5)
+    assert limits[0] == pytest.approx(rewards.mean(), abs=1e-2)
+    assert (np.diff(kls) > 0).all()
+    assert (np.diff(limits) > 0).all()
+    for n in (2, 4):
+        kl, reward = common.best_of(rewards, n)
+        assert 0.8 < common.share_of_gain(rewards, reward, kl) <= 1.0
+    assert math.isnan(common.share_of_gain(rewards, 3.0, 100.0))  # beyond what the samples show
+
+
+def test_the_best_of_two_is_the_mean_over_all_pairs() -> None:
+    rewards = [[0.0, 1.0, 5.0, 2.0]]
+    pairs = [max(pair) for pair in itertools.combinations(rewards[0], 2)]
+    kl, reward = common.best_of(rewards, 2)
+    assert reward == pytest.approx(np.mean(pairs))
+    assert kl == pytest.approx(math.log(2) - 0.5)
+
+
+def test_the_reward_at_a_kl_is_on_the_line_between_two_iterations() -> None:
+    kl, reward = np.array([0.1, 0.3, 0.2, 0.9]), np.array([0.0, 1.0, 2.0, 3.0])
+    assert at_kl(kl, reward, 0.2) == pytest.approx(0.5)
+    assert at_kl(kl, reward, 0.05) == 0.0
+    assert math.isnan(at_kl(kl, reward, 1.0))
+
+
+def test_a_cell_says_how_far_seeds_are_apart_and_how_many_have_a_value() -> None:
+    assert common.cell([0.1, 0.2, 0.3]) == "0.200 ± 0.100"
+    assert common.cell([1.5], 2) == "1.50"
+    assert common.cell([0.1, 0.3, math.nan]) == "0.200 ± 0.141 (2 of 3)"
+    assert common.cell([math.nan]) == "not reached"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "flags", "words"),
+    [
+        ("value_functions", [], ["| shared trunk |", "| critic |"]),
+        ("overoptimization", [], ["| β = 0.08 |"]),
+        ("estimators", [], ["| GRPO |", "best of 16", "the critic explains"]),
+        ("reward_kl", ["--recipe", "arithmetic"], ["| β = 0.05 |", "| best of 16 |"]),
+    ],
+)
+def test_a_quick_study_prints_its_table_draws_and_is_not_run_again(
+    name: str,
+    flags: list[str],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shape = characters.model_config
+    monkeypatch.setattr(arithmetic, "LARGEST", 9)
+    monkeypatch.setattr(arithmetic, "HELD_OUT", 24)
+    monkeypatch.setattr(characters, "model_config", lambda: shape(hidden=32, layers=1))
+    study: Any = importlib.import_module(f"benchmarks.studies.{name}")
+    study.main([str(tmp_path), "--quick", *flags])
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in words)
+    (picture,) = tmp_path.glob("*.png")
+    assert picture.stat().st_size > 10_000
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")}
+    study.main([str(tmp_path), "--quick", *flags])
+    assert capsys.readouterr().out == printed
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")} == files
