@@ -22,13 +22,6 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(torch_rows.ROW_CHUNK_ELEMENTS, "cpu", CHUNK)
 
 
-def test_the_record_sees_a_temporary_copy() -> None:
-    x = torch.zeros(1000, 1000, dtype=torch.bfloat16)
-    largest, peak = allocations(lambda: x.float().sum())
-    assert largest == 4 * x.numel()
-    assert 4 * x.numel() <= peak < 4 * x.numel() + 1000
-
-
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("term", ["policy", "entropy", "full KL", "soft-cap"])
 def test_ppo_loss_on_bf16_logits_makes_no_fp32_copy_of_them(term: str, masked: bool) -> None:
@@ -110,16 +103,6 @@ def test_linear_ppo_loss_never_holds_an_element_per_token_and_word(
     assert largest <= max(heads, 4 * n * width, 4 * chunk_size * vocab)
     assert peak < 4 * heads + 10 * 4 * chunk_size * vocab + 256 * n
     assert peak < n * vocab
-
-
-def test_a_chunk_of_rows_does_not_grow_with_the_threads_without_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(torch_rows.ROW_CHUNK_ELEMENTS, "cpu", 2**19)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 256)
-    rows, scratch = next(torch_rows._chunks(2**20, 64, torch.device("cpu"), torch.float32))
-    assert rows.stop * 64 == 8 * 2**19
-    assert sum(buffer.nbytes for buffer in scratch if buffer is not None) == 3 * 2**24
 
 
 def test_linear_token_logprobs_holds_a_chunk_of_logits_in_backward_too() -> None:

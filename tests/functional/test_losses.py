@@ -8,9 +8,6 @@ rounded, once: 2⁻⁸ and 2⁻¹⁰ of it.
 
 from __future__ import annotations
 
-import inspect
-from collections import defaultdict
-from types import SimpleNamespace
 from typing import Any
 
 import draws
@@ -105,27 +102,6 @@ def test_value_and_gradient_of_each_term_are_those_of_autograd(
         close(getattr(found, name), getattr(wanted, name), VALUE[dtype])
     assert grad.dtype == dtype
     gradient_close(grad, wanted_grad, GRADIENT[dtype])
-
-
-@terms
-def test_gradcheck_of_ppo_loss(term: str) -> None:
-    data = draws.batch((4,), 5).leaf()
-    keywords = draws.options(data, term)
-    assert gradcheck(lambda x: fastppo.ppo_loss(x, *data[1:], **keywords).loss * 1.5, data.logits)
-
-
-@terms
-def test_gradcheck_of_linear_ppo_loss_by_hidden_weight_and_bias(term: str) -> None:
-    data = draws.batch((4,), 5)
-    keywords = draws.as_linear(draws.options(data, term))
-
-    def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        out = fastppo.linear_ppo_loss(
-            hidden, weight, *data[1:], bias=bias, chunk_size=3, **keywords
-        )
-        return out.loss * 1.5
-
-    assert gradcheck(loss, head((4,), 5, 3, torch.float64))
 
 
 @pytest.mark.parametrize("clip_ratio", [None, 0.5])
@@ -347,19 +323,6 @@ def test_frozen_parts_of_the_head_get_no_gradient_and_change_no_other(
             assert grad is None
 
 
-def test_a_tied_head_gets_the_gradient_of_both_its_uses() -> None:
-    """The embedding that is also the lm-head: hidden states depend on the weight itself."""
-    data = draws.batch((N,), V)
-    tied = torch.randn(V, H, dtype=torch.float64, requires_grad=True)
-    inputs = torch.randint(V, (N,))
-    hidden = torch.tanh(torch.nn.functional.embedding(inputs, tied))
-    found = fastppo.linear_ppo_loss(hidden, tied, *data[1:], entropy_coef=0.1, chunk_size=2)
-    (grad,) = torch.autograd.grad(found.loss, tied, retain_graph=True)
-    wanted = fastppo.ppo_loss(hidden @ tied.T, *data[1:], entropy_coef=0.1)
-    (wanted_grad,) = torch.autograd.grad(wanted.loss, tied)
-    gradient_close(grad, wanted_grad, 1e-11)
-
-
 # ---------------------------------------------------------------------- shapes, strides, autograd
 
 
@@ -533,15 +496,6 @@ def test_in_place_takes_axes_in_any_order() -> None:
     twice = data.logits.detach()[:1].expand(3, -1, -1)
     with pytest.raises(ValueError, match="rows that do not overlap"):
         fastppo.ppo_loss(twice.requires_grad_(), *data[1:], inplace=True)
-
-
-@pytest.mark.parametrize("part", ["hidden", "weight", "bias"])
-def test_the_fused_head_takes_float64_whole_or_not_at_all(part: str) -> None:
-    data = draws.batch((N,), V, torch.float32)
-    parts = {"hidden": torch.randn(N, 4), "weight": torch.randn(V, 4), "bias": torch.randn(V)}
-    parts[part] = parts[part].double()
-    with pytest.raises(ValueError, match="must be float64 if hidden is, and only then, got"):
-        fastppo.linear_ppo_loss(parts["hidden"], parts["weight"], *data[1:], bias=parts["bias"])
 
 
 def test_in_place_is_caught_by_autograd_where_an_earlier_step_needs_the_logits() -> None:
@@ -828,71 +782,3 @@ def test_the_scale_of_a_loss_reaches_fp16_gradients_before_they_are_rounded() ->
     loss = fastppo.ppo_loss(x, data.tokens, data.old_logprobs, data.advantages, **how).loss
     (other,) = torch.autograd.grad(loss * scale, x)
     assert (grad.double() - other).norm() < 2**-10 * other.norm()
-
-
-def test_keywords_that_are_given_have_the_effect_of_their_defaults() -> None:
-    """The defaults of the signature are those of the computation."""
-    logits = torch.randn(N, V)
-    data = (torch.randint(V, (N,)), torch.randn(N) - 2, torch.randn(N))
-    for function, operands in ((fastppo.ppo_loss, (logits, *data)), (fastppo.entropy, (logits,))):
-        keywords = {
-            name: x.default
-            for name, x in inspect.signature(function).parameters.items()
-            if x.kind is x.KEYWORD_ONLY
-        }
-        found, wanted = function(*operands, **keywords), function(*operands)
-        assert torch.equal(getattr(found, "loss", found), getattr(wanted, "loss", wanted))
-
-
-def test_the_kl_by_the_ratio_is_that_of_trls_grpo() -> None:
-    """TRL's own `_compute_loss`, value and gradient to 1e-6 in fp32, with the loss that averages
-    over all tokens of the batch."""
-    module = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed")
-    data = draws.batch((3, 4), V, torch.float32)
-    ref = data.old_logprobs + draws.like(data.old_logprobs, 7, 0.5)
-    mask = torch.arange(4) < torch.tensor([[4], [2], [3]])
-    advantages = torch.tensor([1.0, -0.5, 0.3])
-    x = data.logits.clone().requires_grad_()
-
-    def statistics(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, None]:
-        log_p = x.log_softmax(-1)
-        return (
-            log_p.gather(-1, data.tokens[..., None])[..., 0],
-            -(log_p.exp() * log_p).sum(-1),
-            None,
-        )
-
-    one_process = SimpleNamespace(gather=lambda t: t, reduce=lambda t, reduction: t)
-    trainer = SimpleNamespace(
-        _get_per_token_logps_and_entropies=statistics,
-        aux_loss_enabled=False,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        importance_sampling_level="token",
-        beta=0.4,
-        args=SimpleNamespace(use_bias_correction_kl=True, delta=None),
-        loss_type="bnpo",
-        epsilon_low=0.2,
-        epsilon_high=0.2,
-        use_vllm=False,
-        model=SimpleNamespace(training=True),
-        current_gradient_accumulation_steps=1,
-        _entropy_bonus_enabled=False,
-        accelerator=one_process,
-        _metrics={"train": defaultdict(list)},
-    )
-    batch = {
-        **{"prompt_ids": data.tokens[:, :1], "prompt_mask": mask[:, :1]},
-        **{"completion_ids": data.tokens, "completion_mask": mask.long()},
-        **{"advantages": advantages, "old_per_token_logps": data.old_logprobs},
-        "ref_per_token_logps": ref,
-    }
-    theirs = module.GRPOTrainer._compute_loss(trainer, None, batch)
-    (wanted,) = torch.autograd.grad(theirs, x)
-    given = (data.tokens, data.old_logprobs, advantages[:, None].expand(3, 4).contiguous(), mask)
-    out = fastppo.ppo_loss(x, *given, kl_coef=0.4, ref_logprobs=ref, kl_ratio_weighted=True)
-    (grad,) = torch.autograd.grad(out.loss, x)
-    torch.testing.assert_close(out.loss, theirs, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(grad, wanted, rtol=0, atol=1e-6)
-    plain = fastppo.ppo_loss(x, *given, kl_coef=0.4, ref_logprobs=ref)
-    assert (torch.autograd.grad(plain.loss, x)[0] - wanted).abs().max() > 1e-3

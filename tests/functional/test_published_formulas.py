@@ -208,29 +208,6 @@ def test_ppo_loss_is_surrogate_minus_kl_penalty_plus_entropy_bonus(
 
 
 @dtypes
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.95, 0.0)])
-@pytest.mark.parametrize("truncated", [False, True])
-def test_gae_is_the_discounted_sum_of_residuals(
-    dtype: torch.dtype, gamma: float, lam: float, truncated: bool, mask: np.ndarray
-) -> None:
-    rewards, values, ends = draw(B, T), draw(B, T), draw(B)
-    wanted = np.zeros((2, B, T))
-    for b, n in enumerate(LENGTHS):
-        end = ends[b] if truncated else 0.0
-        wanted[:, b, :n] = paper.gae(rewards[b, :n], values[b, :n], gamma, lam, end)
-    found = fastppo.gae(
-        tensor(rewards, dtype),
-        tensor(values, dtype),
-        torch.from_numpy(mask),
-        gamma=gamma,
-        lam=lam,
-        bootstrap=tensor(ends, dtype) if truncated else None,
-    )
-    for one, other in zip(found, wanted, strict=True):
-        close(one, other, dtype)
-
-
-@dtypes
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("shift_mean", [True, False])
 def test_compute_advantages_shapes_rewards_then_estimates_then_whitens(
