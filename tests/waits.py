@@ -38,7 +38,7 @@ class _Reads(TorchDispatchMode):
 
 
 def _reads_on_a_cpu_alone() -> bool:
-    """`fastppo.functional.operators._scaled` looks at a CPU's factor, and never at a GPU's."""
+    """`fastppo.functional.gradients._scaled` looks at a CPU's factor, and never at a GPU's."""
     return any(frame.name == "_scaled" for frame in traceback.extract_stack(limit=8))
 
 

@@ -33,7 +33,7 @@ from fastppo_kernels.records import (
 from torch import Tensor
 
 from fastppo.functional import arguments, operators
-from fastppo.functional.operators import (
+from fastppo.functional.gradients import (
     LinearTokenStatisticsFunction,
     PPOLossFunction,
     TokenStatisticsFunction,
@@ -489,9 +489,8 @@ def _counted_statistics(
     else:
         hidden = torch.where(counts.unsqueeze(-1), hidden, 0.0)
         tokens = _counted_tokens(per_token)
-    wanted = arguments.gradients_wanted(head)
     logprobs, entropies, _ = LinearTokenStatisticsFunction.apply(
-        hidden, head.weight, head.bias, tokens, softmax, None, gemm, wanted, backend
+        hidden, head.weight, head.bias, tokens, softmax, None, gemm, backend
     )
     if rows is None:
         return logprobs, entropies

@@ -15,7 +15,7 @@ from fastppo_kernels.records import KL_ESTIMATORS, accumulation_dtype
 from torch import Tensor
 
 from fastppo.functional import arguments
-from fastppo.functional.operators import LinearTokenStatisticsFunction, TokenStatisticsFunction
+from fastppo.functional.gradients import LinearTokenStatisticsFunction, TokenStatisticsFunction
 
 
 class TokenStats(NamedTuple):
@@ -129,9 +129,8 @@ def linear_token_stats(
     flat_tokens = arguments.token_ids(tokens, shape, hidden)
     softmax = arguments.softmax(temperature, logit_scale, softcap, shape=shape, like=hidden)
     backend = arguments.choose_backend(backend, hidden)
-    wanted = arguments.gradients_wanted(head)
     logprobs, entropy, kl = LinearTokenStatisticsFunction.apply(
-        *head, flat_tokens, softmax, ref, gemm, wanted, backend
+        *head, flat_tokens, softmax, ref, gemm, backend
     )
     return TokenStats(
         logprobs.view(shape), entropy.view(shape), None if ref is None else kl.view(shape)

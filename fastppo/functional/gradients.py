@@ -1,0 +1,173 @@
+"""Autograd functions: how a loss and the tokens' statistics are differentiable.
+
+PPO's gradient is formed in the forward pass; the backward pass scales it by the incoming gradient
+(`PPOLossFunction`). The gradients of statistics are not known before they come in: the backward
+pass reads the logits, or forms them, again.
+
+fp16 is the exception: its loss scale is known in the backward pass only, and a gradient rounded to
+fp16 before the scaling would underflow, so `fastppo.functional.losses` takes the statistics' path
+there, from logits and from hidden states alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from fastppo_kernels.records import (
+    Gemm,
+    GradientsWanted,
+    Projection,
+    Softmax,
+    StatsGradients,
+    TokenStats,
+)
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastppo.functional import operators
+
+
+class PPOLossFunction(torch.autograd.Function):
+    """PPO's loss, whose gradients by its `inputs` were formed together with it.
+
+    `gradients` has an entry for each of the `inputs`, None where it has no gradient. Of logits, of
+    a projection's hidden states, weight and bias, or of the tokens' statistics.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: Tensor,
+        gradients: tuple[Tensor | None, ...],
+        backend: str,
+        *inputs: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        ctx.backend = backend
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_loss: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = [
+            None if gradient is None else _scaled(gradient, by_loss, ctx.backend)
+            for gradient in ctx.saved_tensors
+        ]
+        return None, None, None, *gradients
+
+
+def _scaled(gradient: Tensor, factor: Tensor, backend: str) -> Tensor:
+    """gradient·factor for a gradient saved in the forward pass and the 0-d gradient of the loss.
+
+    In eager mode a factor of exactly 1 costs no pass over memory: on a CPU its value is looked at,
+    and the Triton kernel looks at it on the device. The saved buffer itself is handed out (and
+    scaled) only where autograd frees it after this call: whoever receives it may add to it in
+    place. Where it stays for another backward pass (retain_graph=True), it is copied. Whether it
+    stays is known to a private function of torch alone; a copy in every case would double the
+    memory of the gradient.
+    """
+    if not torch.compiler.is_compiling():
+        stays = torch._C._autograd._get_current_graph_task_keep_graph()
+        if backend == "triton":
+            return operators.rows_of(backend).scale_(
+                gradient.clone() if stays else gradient, factor
+            )
+        if factor.device.type == "cpu":
+            return gradient if factor.item() == 1.0 and not stays else gradient * factor
+    # Elsewhere a 0-d factor is rounded to the gradient's dtype before the product.
+    wide = torch.promote_types(gradient.dtype, factor.dtype)
+    return (gradient.to(wide) * factor).to(gradient.dtype)
+
+
+class TokenStatisticsFunction(torch.autograd.Function):
+    """(logprobs, entropy, full KL), differentiable by the logits; backward reads them again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        tokens: Tensor,
+        softmax: Softmax,
+        ref_logits: Tensor | None,
+        backend: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        stats = operators.token_stats_op(
+            logits=logits, tokens=tokens, softmax=softmax, ref_logits=ref_logits, backend=backend
+        )
+        ctx.save_for_backward(logits, tokens, softmax.temperatures, ref_logits, *stats)
+        ctx.softmax = softmax._replace(temperatures=None)
+        ctx.backend = backend
+        return stats.logprobs, stats.entropy, stats.kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, by_logprobs: Tensor, by_entropy: Tensor, by_kl: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        logits, tokens, temperatures, ref_logits, *stats = ctx.saved_tensors
+        grad = operators.token_stats_backward_op(
+            grads=StatsGradients(by_logprobs, by_entropy, None if ref_logits is None else by_kl),
+            logits=logits,
+            tokens=tokens,
+            stats=TokenStats(*stats),
+            softmax=ctx.softmax._replace(temperatures=temperatures),
+            ref_logits=ref_logits,
+            backend=ctx.backend,
+        )
+        return grad, None, None, None, None
+
+
+class LinearTokenStatisticsFunction(torch.autograd.Function):
+    """(logprobs, entropy, full KL), differentiable by hidden, weight, bias; backward forms the
+    logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: Tensor,
+        softmax: Softmax,
+        ref_projection: Projection | None,
+        gemm: Gemm,
+        backend: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        stats = operators.linear_token_stats_op(
+            projection=Projection(hidden, weight, bias),
+            tokens=tokens,
+            softmax=softmax,
+            ref_projection=ref_projection,
+            gemm=gemm,
+            backend=backend,
+        )
+        ref = (None, None, None) if ref_projection is None else ref_projection
+        ctx.save_for_backward(hidden, weight, bias, *ref, tokens, softmax.temperatures, *stats)
+        ctx.softmax = softmax._replace(temperatures=None)
+        ctx.gemm = gemm
+        ctx.backend = backend
+        return stats.logprobs, stats.entropy, stats.kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, by_logprobs: Tensor, by_entropy: Tensor, by_kl: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, ref_hidden, ref_weight, ref_bias, tokens, temperatures, *stats = (
+            ctx.saved_tensors
+        )
+        has_ref = ref_hidden is not None
+        wanted = GradientsWanted(*ctx.needs_input_grad[:3])
+        grads = operators.linear_token_stats_backward_op(
+            grads=StatsGradients(by_logprobs, by_entropy, by_kl if has_ref else None),
+            projection=Projection(hidden, weight, bias),
+            tokens=tokens,
+            stats=TokenStats(*stats),
+            softmax=ctx.softmax._replace(temperatures=temperatures),
+            ref_projection=Projection(ref_hidden, ref_weight, ref_bias) if has_ref else None,
+            gemm=ctx.gemm,
+            wanted=wanted,
+            backend=ctx.backend,
+        )
+        return *operators.only_wanted(grads, wanted), None, None, None, None, None
