@@ -23,6 +23,7 @@ class Replayed:
 
     def __init__(self, step: Callable[[], None], memory: Any) -> None:
         held = [x for x in vars(memory).values() if isinstance(x, Tensor)]
+        held += [x for x in vars(memory.record).values() if isinstance(x, Tensor)]
         held.append(memory.cache.position)
         for layer in memory.cache.layers:
             held += [layer.all_keys, layer.all_values] if layer.is_initialized else []

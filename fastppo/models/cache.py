@@ -21,12 +21,12 @@ from transformers.cache_utils import (
 )
 
 ROOM = 64
-"""Tokens for which a growing cache has room: one copy of it in so many steps."""
+"""Tokens by which a growing cache grows: all of it is copied once in so many steps."""
 
 
 class GrowingCache(DynamicCache):
-    """transformers' cache, a token longer with each step; layers that keep all tokens write them
-    into room that is there already, where transformers copies the whole cache for each.
+    """transformers' cache, a token longer with each step. Layers that keep all tokens write them
+    into memory that is there already, where transformers copies the whole cache for each token.
 
     Args:
         config: of the model.
@@ -42,50 +42,58 @@ class GrowingCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **more: Any
     ) -> tuple[Tensor, Tensor]:
-        """Takes up keys and values [B, heads, S, D] of a layer; all that it has."""
-        key_states, value_states = key_states.to(self.dtype), value_states.to(self.dtype)
+        """Adds keys and values [B, heads, S, D] to a layer; returns all that it has."""
+        key_states = key_states.to(self.dtype)
+        value_states = value_states.to(self.dtype)
         return super().update(key_states, value_states, layer_idx, *args, **more)
 
 
 class _RoomyLayer(DynamicLayer):
-    """`keys` and `values` are windows of tensors that have room for tokens to come."""
+    """`keys` and `values` are windows of `key_room` and `value_room`, which are longer."""
 
-    rooms: tuple[Tensor, Tensor] | None = None
-    windows: tuple[Tensor, Tensor] | None = None
-    """As `update` left them; others when a method of transformers has replaced them since."""
+    key_room: Tensor
+    value_room: Tensor
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **more: Any
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+            self.key_room = key_states[:, :, :0]
+            self.value_room = value_states[:, :, :0]
         begin = self.get_seq_length()
         end = begin + key_states.shape[-2]
-        assert self.keys is not None
-        assert self.values is not None
-        is_ours = self.windows is not None and self.keys is self.windows[0]
-        if self.rooms is None or not is_ours or end > self.rooms[0].shape[-2]:
-            held = self.keys, self.values
-            self.rooms = _roomy(key_states, end), _roomy(value_states, end)
-            if begin:
-                for room, before in zip(self.rooms, held, strict=True):
-                    room[:, :, :begin] = before
-        for room, states in zip(self.rooms, (key_states, value_states), strict=True):
-            room[:, :, begin:end] = states
-        self.windows = self.rooms[0][:, :, :end], self.rooms[1][:, :, :end]
-        self.keys, self.values = self.windows
-        return self.windows
+        if end > self.key_room.shape[-2]:
+            self.key_room = _longer(self.key_room, end + ROOM)
+            self.value_room = _longer(self.value_room, end + ROOM)
+        self.key_room[:, :, begin:end] = key_states
+        self.value_room[:, :, begin:end] = value_states
+        return self._show(end)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the rows `indices` [n], in that order."""
+        if self.is_initialized:  # not if it reads another layer's keys and values
+            self.key_room = self.key_room[indices]
+            self.value_room = self.value_room[indices]
+            self._show(self.get_seq_length())
+
+    def _show(self, tokens: int) -> tuple[Tensor, Tensor]:
+        self.keys = self.key_room[:, :, :tokens]
+        self.values = self.value_room[:, :, :tokens]
+        return self.keys, self.values
 
 
-def _roomy(states: Tensor, tokens: int) -> Tensor:
-    """Room for so many tokens, and some, of the rows of `states` [B, heads, S, D]."""
-    return states.new_empty(*states.shape[:2], tokens + ROOM, states.shape[3])
+def _longer(room: Tensor, tokens: int) -> Tensor:
+    """The same keys or values [B, heads, S, D] in memory for so many tokens."""
+    longer = room.new_empty(*room.shape[:2], tokens, room.shape[3])
+    longer[:, :, : room.shape[2]] = room
+    return longer
 
 
 class FixedCache(Cache):
     """Memory for so many rows and tokens, of which decoding steps see a window.
 
-    Every layer keeps all tokens: a sliding window is the mask's affair, for the layers that
+    Every layer keeps all tokens, and a mask hides those outside a sliding window: the layers that
     transformers has for it branch on the host by how many tokens they have seen. In the first pass
     over the prompts attention gets their own keys, as it would without a cache; from then on it
     gets the window, in which a mask hides what has not been written.
@@ -96,16 +104,22 @@ class FixedCache(Cache):
         dtype: of keys and values; None is what comes first.
 
     Attributes:
-        position: [1] int64 on the device, the place of the next token. Counting it up is the
-            caller's affair: all layers of a step write at the same one.
+        position: [1] int64 on the device, the place of the next token. The caller counts it up,
+            since all layers of a step write at the same one.
     """
 
     def __init__(
-        self, config: Any, rows: int, tokens: int, dtype: torch.dtype | None, device: torch.device
+        self,
+        config: Any,
+        *,
+        rows: int,
+        tokens: int,
+        dtype: torch.dtype | None,
+        device: torch.device,
     ) -> None:
         self.tokens = tokens
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
-        self._shape = _Shape(rows, tokens, dtype, self.position)
+        self._shape = _Shape(rows=rows, tokens=tokens, dtype=dtype, position=self.position)
         count = len(StaticCache(config=config, max_cache_len=tokens).layers)
         super().__init__(layers=[_FixedLayer(self._shape) for _ in range(count)])
 
@@ -116,17 +130,17 @@ class FixedCache(Cache):
     def show(self, rows: int, tokens: int) -> None:
         """The steps to come are of the first `rows` and see the first `tokens`."""
         self._shape.is_prefill = False
-        for layer in self._used():
+        for layer in self._used_layers():
             layer.show(rows, tokens)
 
     def select(self, rows: Tensor, tokens: int) -> None:
         """Moves rows [n] to the top, as far as their first `tokens`."""
-        for layer in self._used():
-            for held in (layer.all_keys, layer.all_values):
-                held[: len(rows), :, :tokens] = held[rows, :, :tokens]
+        for layer in self._used_layers():
+            for states in (layer.all_keys, layer.all_values):
+                states[: len(rows), :, :tokens] = states[rows, :, :tokens]
 
-    def _used(self) -> list[Any]:
-        """The layers but those that read another's keys and values."""
+    def _used_layers(self) -> list[Any]:
+        """All layers except those that read another's keys and values."""
         layers: list[Any] = self.layers
         return [layer for layer in layers if layer.is_initialized]
 
@@ -143,10 +157,10 @@ class _Shape:
 
 
 class _FixedLayer(StaticLayer):
-    """One layer's keys and values."""
+    """One layer's keys and values: `keys` and `values` are windows of `all_keys` and `all_values`,
+    [rows, heads, tokens, D]."""
 
     all_keys: Tensor
-    """[rows, heads, tokens, D], as `all_values`; `keys` and `values` are the window of them."""
     all_values: Tensor
 
     def __init__(self, shape: _Shape) -> None:
@@ -154,13 +168,15 @@ class _FixedLayer(StaticLayer):
         self.shape = shape
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        rows, tokens, dtype = self.shape.rows, self.shape.tokens, self.shape.dtype
-        self.all_keys, self.all_values = (
-            # Zeros, for attention multiplies even what its mask hides, and 0·NaN is NaN.
-            states.new_zeros(rows, states.shape[1], tokens, states.shape[3], dtype=dtype)
-            for states in (key_states, value_states)
-        )
+        self.all_keys = self._empty(key_states)
+        self.all_values = self._empty(value_states)
         self.is_initialized = True
+
+    def _empty(self, states: Tensor) -> Tensor:
+        # Zeros, for attention multiplies even what its mask hides, and 0·NaN is NaN.
+        shape = self.shape
+        size = (shape.rows, states.shape[1], shape.tokens, states.shape[3])
+        return states.new_zeros(size, dtype=shape.dtype)
 
     def show(self, rows: int, tokens: int) -> None:
         self.max_cache_len = tokens

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -99,25 +97,6 @@ def _name_of_cache(kind: Any) -> str:
     return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
-@contextmanager
-def inference(model: nn.Module) -> Iterator[None]:
-    """For passes without gradients: torch's inference mode, where an operation notes nothing about
-    what it made, which is a tenth of decoding a small model.
-
-    Autograd takes none of what is made in it: results are to be copied, by hooks too. What modules
-    hold of a pass as attributes, rotary frequencies for a longer text, is replaced by copies here.
-    """
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        for module in model.modules():
-            for kept in (module._buffers, vars(module)):
-                for name, value in kept.items():
-                    if isinstance(value, Tensor) and value.is_inference():
-                        kept[name] = value.clone()
-
-
 def _is_markable(trunk: Any, input_ids: Tensor, packing: Packing | None) -> bool:
     """Whether transformers' own mask can be left out of a forward pass."""
     if not takes_mark(trunk):
@@ -152,7 +131,7 @@ def prepare(trunk: Any) -> None:
 
 
 def take_mark_of(trunk: Any, other: Any) -> None:
-    """What `prepare` found of a trunk holds of another one with the same weights."""
+    """What `prepare` found for a trunk is true of another one with the same weights."""
     setattr(other, TAKES_MARK, takes_mark(trunk))
 
 

@@ -442,8 +442,13 @@ class _Run:
         graphs = self.device.type == "cuda" and self.config.rollout == "decoder"
         if not graphs or not has_fixed_cache(config):
             return GrowingCache(config, dtype)
-        size = bucket(rows, ROWS), bucket(tokens, TOKENS)
-        cache = FixedCache(config, *size, dtype, torch.device("cpu"))
+        cache = FixedCache(
+            config,
+            rows=bucket(rows, ROWS),
+            tokens=bucket(tokens, TOKENS),
+            dtype=dtype,
+            device=torch.device("cpu"),
+        )
         cache.begin()
         return cache
 

@@ -48,7 +48,7 @@ class Sampling:
     extra: dict[str, object] = field(default_factory=dict)
     """Engine-specific options."""
     place: tuple[int, int] | None = None
-    """(first row, rows): where the prompts are in a batch of which these are a part."""
+    """(first row, rows): which rows of a larger batch the prompts are."""
 
     @property
     def is_restricted(self) -> bool:
@@ -62,10 +62,8 @@ class Sampling:
 
 @dataclass(slots=True)
 class Rollout:
-    """One response per prompt, in the prompts' order; tensors are fp32 on the CPU.
-
-    What is None the engine cannot tell.
-    """
+    """One response per prompt, in the prompts' order; tensors are fp32 on the CPU. A field is None
+    where the engine does not know it."""
 
     tokens: list[list[int]]
     """Response tokens, a stop token included."""
@@ -81,8 +79,8 @@ class Rollout:
     final_values: Tensor | None = None
     """[B], of the state after the last token where the response was cut off; 0 elsewhere."""
     written: list[list[bool]] | None = None
-    """Each [length], the tokens that the policy wrote; None means all. What is given above by token
-    is given for those alone."""
+    """Each [length], True on tokens that the policy wrote; None means all. The per-token fields
+    above have entries for those alone."""
     rewards: list[list[float]] | None = None
     """Each [tokens that the policy wrote], reward units: what an environment paid."""
 
@@ -101,8 +99,10 @@ class Rollout:
         """[B] the tokens that the policy wrote."""
         if self.written is None:
             return self.tokens
-        both = zip(self.tokens, self.written, strict=True)
-        return [list(itertools.compress(*each)) for each in both]
+        return [
+            list(itertools.compress(tokens, written))
+            for tokens, written in zip(self.tokens, self.written, strict=True)
+        ]
 
     @property
     def truncated(self) -> list[bool]:
@@ -112,28 +112,28 @@ class Rollout:
     @classmethod
     def joined(cls, parts: Sequence[Rollout]) -> Rollout:
         """The responses of several batches of prompts, one batch after the other."""
-        found: dict[str, Any] = {}
-        for each in fields(cls):
-            values = [getattr(part, each.name) for part in parts]
+        joined: dict[str, Any] = {}
+        for name in (x.name for x in fields(cls)):
+            values = [getattr(part, name) for part in parts]
             if any(value is None for value in values):
-                found[each.name] = None
-            elif each.name == "final_values":
-                found[each.name] = torch.cat(values) if values else None
+                joined[name] = None
+            elif name == "final_values":
+                joined[name] = torch.cat(values) if values else None
             else:
-                found[each.name] = [item for value in values for item in value]
-        return cls(**found)
+                joined[name] = [row for value in values for row in value]
+        return cls(**joined)
 
 
 class RolloutEngine(ABC):
-    """What the trainer asks of an engine; subclasses give at least `generate`."""
+    """What the trainer needs of an engine; subclasses implement at least `generate`."""
 
     same_weights: bool = False
     """Whether it reads the learner's own weights: in fp32 its logprobs are then the learner's."""
     draws_by_row: bool = False
-    """Whether what a row draws follows from its place in the batch (`Sampling.place`) alone."""
+    """Whether a row's random numbers depend on its place in the batch (`Sampling.place`) alone."""
     holds_weights: bool = False
-    """Whether it decodes with a copy of the weights that `weights_changed` hands over, and never
-    reads the learner's between two of those."""
+    """Whether it decodes with a copy of the weights that `weights_changed` hands over, and does not
+    read the learner's in between."""
     ranks_together: int = 1
     """Of several processes, how many neighbours decode the same prompts together."""
 
@@ -145,15 +145,15 @@ class RolloutEngine(ABC):
     # Both do nothing for an engine that reads the learner's own weights.
 
     def weights_changed(self, policy: Any) -> None:  # noqa: B027
-        """After an update and after a checkpoint was loaded: `policy` (the trainer's `ActorCritic`)
-        has other weights, so copies and caches of the old ones are to be replaced."""
+        """Called after an update and after a checkpoint was loaded: `policy` (the trainer's
+        `ActorCritic`) has new weights; copies and caches of the old ones must be replaced."""
 
     def release(self) -> None:  # noqa: B027
-        """Before an update: gives back what the learner's memory is needed for."""
+        """Called before an update: frees memory that the learner needs."""
 
 
 def as_engine(engine: Any) -> RolloutEngine:
-    """The engine; an object that has `generate` alone becomes one of other weights.
+    """The engine; an object that has only `generate` is wrapped as one with weights of its own.
 
     Raises:
         TypeError: it has no `generate`.
@@ -169,7 +169,7 @@ def as_engine(engine: Any) -> RolloutEngine:
 
 
 class _GenerateAlone(RolloutEngine):
-    """An object with `generate`, of which nothing else is known."""
+    """An object with `generate`, about which nothing else is known."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine

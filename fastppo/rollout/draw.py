@@ -35,9 +35,19 @@ class Draws(NamedTuple):
     """Of softmax(scores) on the tokens that were left."""
 
 
+def draw_next(
+    logits: Tensor, sampling: Sampling, uniforms: Tensor | None, *, scratch: Tensor
+) -> Draws:
+    """One token per row, of logits [B, V] fp32, as `sampling` says; the other arguments are those
+    of `draw`."""
+    scores = logits if sampling.temperature == 1 else logits / sampling.temperature
+    return draw(scores, uniforms, keep=kept_tokens(scores, sampling), scratch=scratch)
+
+
 def draw(
     scores: Tensor,
     uniforms: Tensor | None,
+    *,
     keep: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> Draws:
@@ -48,7 +58,7 @@ def draw(
             or +inf, or with −inf alone, gets token 0 and logprob NaN.
         uniforms: [B] fp64 in [0, 1); None takes the likeliest token.
         keep: [B, V] bool, False on tokens that may not be drawn; None keeps all.
-        scratch: of `scratch_for`, with B rows or more: memory that is not asked for at each step.
+        scratch: of `scratch_for`, with B rows or more: memory that need not be allocated anew.
     """
     if keep is not None:
         # What is left may be far below what is not, so it gets a maximum of its own.
@@ -57,17 +67,18 @@ def draw(
         return left._replace(logprobs=chosen - scores.logsumexp(1))
     rows, vocabulary = scores.shape
     padded = (scratch_for(scores) if scratch is None else scratch)[:rows]
-    e, blocks = padded[:, :vocabulary], padded.view(rows, -1, BLOCK)
+    exponentials = padded[:, :vocabulary]
+    blocks = padded.view(rows, -1, BLOCK)
     highest = scores.amax(1, keepdim=True)
-    torch.sub(scores, highest, out=e).exp_()
+    torch.sub(scores, highest, out=exponentials).exp_()
     sums = blocks.sum(2).double()
     if uniforms is None:
-        tokens = e.argmax(1, keepdim=True)
+        tokens = exponentials.argmax(1, keepdim=True)
     else:
         tokens = _inverse_cdf(sums, blocks, uniforms.unsqueeze(1))
     above = (scores.gather(1, tokens) - highest).squeeze(1).double()
     logprobs = (above - sums.sum(1).log_()).float()
-    return Draws(tokens.squeeze(1), logprobs, logprobs)
+    return Draws(tokens.squeeze(1), logprobs=logprobs, sampler_logprobs=logprobs)
 
 
 def kept_tokens(scores: Tensor, sampling: Sampling) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Which engine a run gets: by name, and never one that decodes something else than the policy."""
+"""Which engine a run gets: by name, after a check that it decodes the policy as `generate` does."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def make_engine(
         tokenizer=tokenizer,
         fixed_shapes=fixed_shapes,
     )
-    wrong, note = difference(decoder, generate, policy), None
+    note = None
+    wrong = difference(decoder, generate, policy)
     if wrong is not None and decoder.fixed is not None:
         note = f"rollout=decoder decodes without CUDA graphs; with them {wrong}"
         decoder.fixed = None
@@ -88,17 +89,17 @@ def _first_difference(ours: Rollout, theirs: Rollout, policy: LanguageModel) -> 
     relative = 1e-3 if policy.is_full_precision else 5e-2
     assert ours.sampler_logprobs is not None
     assert theirs.sampler_logprobs is not None
-    tokens = zip(ours.tokens, theirs.tokens, strict=True)
-    logprobs = zip(ours.sampler_logprobs, theirs.sampler_logprobs, strict=True)
-    for (mine, other), (my_logprobs, other_logprobs) in zip(tokens, logprobs, strict=True):
+    for row, (mine, other) in enumerate(zip(ours.tokens, theirs.tokens, strict=True)):
         differing = [i for i, pair in enumerate(zip(mine, other, strict=True)) if len({*pair}) > 1]
         length = differing[0] + 1 if differing else len(mine)
-        gap = (my_logprobs[:length] - other_logprobs[:length]).abs()
-        allowed = relative * (1 + other_logprobs[:length].abs())
+        other_logprobs = theirs.sampler_logprobs[row][:length]
+        gap = (ours.sampler_logprobs[row][:length] - other_logprobs).abs()
+        allowed = relative * (1 + other_logprobs.abs())
         wrong = (~(gap <= allowed)).nonzero().flatten().tolist()
         if wrong:
+            first = wrong[0]
             return (
-                f"greedy token {wrong[0]} of a test prompt is {mine[wrong[0]]} for "
-                f"{other[wrong[0]]}, and its logprob {gap[wrong[0]].item():.3g} nats off"
+                f"greedy token {first} of a test prompt is {mine[first]} for {other[first]}, and "
+                f"its logprob {gap[first].item():.3g} nats off"
             )
     return None

@@ -6,6 +6,8 @@ step by step, so `[B, T, V]` is never held. It has no place for values.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from fastppo.rollout.stopping import StopStrings
 
 
 class _SampledLogprobs(LogitsProcessor):
-    """Restricts one step's logits, and holds them until the token drawn is known, then only its
+    """Restricts one step's logits, and keeps them until the token drawn is known, then only its
     logprobs.
     """
 
@@ -86,7 +88,7 @@ class GenerateEngine(RolloutEngine):
     """`generate(prompt_ids, sampling)` with a transformers model, in batches of `batch_size`.
 
     Args:
-        tokenizer: for stop strings alone.
+        tokenizer: only needed for stop strings.
     """
 
     same_weights = True
@@ -131,81 +133,87 @@ class GenerateEngine(RolloutEngine):
         width = input_ids.shape[1]
         recorder = _SampledLogprobs(sampling)
         at_string = _AtStopString(strings, width, len(prompt_ids))
-        criteria = StoppingCriteriaList([at_string] if sampling.stop_strings else [])
-        precision = autocast(device, self.compute_dtype)
-        with _generation_config(self.model, self.pad_token_id, sampling), precision:
+        config = _generation_config(sampling, self.pad_token_id)
+        with _generating(self.model, config), autocast(device, self.compute_dtype):
             output = self.model.generate(  # type: ignore[operator]
                 input_ids=input_ids.to(device),
                 attention_mask=mask.to(device),
                 logits_processor=LogitsProcessorList([recorder]),
-                stopping_criteria=criteria,
+                stopping_criteria=StoppingCriteriaList([at_string] if strings.strings else []),
             )
         recorder.take(output)
         rollout = _cut_at_stop(
             output[:, width:].cpu(),
-            torch.stack(recorder.sampler_logprobs, dim=1).cpu(),
-            torch.stack(recorder.logprobs, dim=1).cpu(),
-            set(sampling.stop_token_ids),
-            at_string.lengths,
+            sampler_logprobs=torch.stack(recorder.sampler_logprobs, dim=1).cpu(),
+            logprobs=torch.stack(recorder.logprobs, dim=1).cpu(),
+            stop=set(sampling.stop_token_ids),
+            string_lengths=at_string.lengths,
         )
         if sampling.extra:
-            rollout.logprobs = None  # what those options did to the logits is not known here
+            rollout.logprobs = None  # what those options do to the logits is not known here
         return rollout
 
 
-class _generation_config:  # noqa: N801 (a context manager, used as a function)
-    """Makes `sampling` all that decides: a model's own generation config may carry a top-k or a
-    repetition penalty, and then the tokens would not be drawn from the policy that is trained."""
+@contextmanager
+def _generating(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    """The model in evaluation mode, with this generation config in place of its own."""
+    own_config = model.generation_config
+    was_training = model.training
+    model.eval()  # gradient checkpointing is for training mode and forbids the cache
+    model.generation_config = config
+    try:
+        yield
+    finally:
+        model.generation_config = own_config
+        model.train(was_training)
 
-    def __init__(self, model: PreTrainedModel, pad_token_id: int, sampling: Sampling) -> None:
-        self.model, self.replaced = model, model.generation_config
-        drawn: dict[str, Any] = {"do_sample": False}
-        if not sampling.greedy:
-            # Restrictions are the logits processor's, which records what they leave.
-            temperature = sampling.temperature
-            drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        self.ours = GenerationConfig(
-            max_new_tokens=sampling.max_new_tokens,
-            eos_token_id=list(sampling.stop_token_ids) or None,
-            pad_token_id=pad_token_id,
-            use_cache=True,
-            **drawn,
-            **sampling.extra,
-        )
 
-    def __enter__(self) -> None:
-        self.was_training = self.model.training
-        self.model.eval()  # gradient checkpointing is for training mode and forbids the cache
-        self.model.generation_config = self.ours
-
-    def __exit__(self, *error: object) -> None:
-        self.model.generation_config = self.replaced
-        self.model.train(self.was_training)
+def _generation_config(sampling: Sampling, pad_token_id: int) -> GenerationConfig:
+    """`sampling` decides alone: a model's own generation config may have a top-k or a repetition
+    penalty, and then the tokens would not be drawn from the policy that is trained."""
+    options: dict[str, Any] = {"do_sample": False}
+    if not sampling.greedy:
+        # Top-k and top-p are applied by the logits processor, which records what they leave.
+        options = {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_k": 0,
+            "top_p": 1.0,
+        }
+    return GenerationConfig(
+        max_new_tokens=sampling.max_new_tokens,
+        eos_token_id=list(sampling.stop_token_ids) or None,
+        pad_token_id=pad_token_id,
+        use_cache=True,
+        **options,
+        **sampling.extra,
+    )
 
 
 def _cut_at_stop(
     drawn: Tensor,
+    *,
     sampler_logprobs: Tensor,
     logprobs: Tensor,
     stop: set[int],
     string_lengths: list[int | None],
 ) -> Rollout:
     """Responses up to and with their first stop token, or the token that completed a stop string;
-    what follows it is never looked at.
+    what follows it is ignored.
 
     Args:
         drawn, sampler_logprobs, logprobs: [B, T].
         string_lengths: [B] tokens with which a stop string was complete, None where none was.
     """
-    cut: list[Tensor] = []
-    sampler_cut: list[Tensor] = []
-    rollout = Rollout([], [], sampler_cut, cut)
+    rollout = Rollout([], [], sampler_logprobs=[], logprobs=[])
+    assert rollout.sampler_logprobs is not None
+    assert rollout.logprobs is not None
     for row, (tokens, at_string) in enumerate(zip(drawn.tolist(), string_lengths, strict=True)):
         at_token = next((i + 1 for i, token in enumerate(tokens) if token in stop), None)
         ends = [end for end in (at_token, at_string) if end is not None]
         length = min(ends, default=len(tokens))
         rollout.tokens.append(tokens[:length])
         rollout.finish_reasons.append(FINISHED if ends else TRUNCATED)
-        sampler_cut.append(sampler_logprobs[row, :length])
-        cut.append(logprobs[row, :length])
+        rollout.sampler_logprobs.append(sampler_logprobs[row, :length])
+        rollout.logprobs.append(logprobs[row, :length])
     return rollout

@@ -17,7 +17,7 @@ class StopStrings:
     each call decodes no more than those.
 
     Args:
-        tokenizer: of the policy; may be None where there are no strings.
+        tokenizer: of the policy; may be None if there are no strings.
         strings: not empty, any of them ends a response.
 
     Raises:
@@ -31,30 +31,20 @@ class StopStrings:
             raise ValueError("stop_strings holds an empty string, which every text contains")
         special = [token for token in getattr(tokenizer, "all_special_tokens", ()) if token]
         for string in strings:
-            if found := [token for token in special if token in string]:
+            contained = next((token for token in special if token in string), None)
+            if contained is not None:
                 raise ValueError(
-                    f"stop_strings: {string!r} holds the special token {found[0]!r}, and responses "
-                    "are read without special tokens; put its id into stop_token_ids "
-                    f"({tokenizer.convert_tokens_to_ids(found[0])})"
+                    f"stop_strings: {string!r} holds the special token {contained!r}, and "
+                    "responses are read without special tokens; put its id into stop_token_ids "
+                    f"({tokenizer.convert_tokens_to_ids(contained)})"
                 )
-        self.tokenizer, self.strings = tokenizer, tuple(strings)
-        self.window = max((len(each.encode()) for each in strings), default=0) + MARGIN
+        self.tokenizer = tokenizer
+        self.strings = tuple(strings)
+        self.window = max((len(string.encode()) for string in strings), default=0) + MARGIN
 
     def ended(self, responses: Sequence[Sequence[int]]) -> list[bool]:
-        """[B] whether the last token of each response completed a stop string. One that was there
-        before it, within a minimum length, ends nothing."""
+        """[B] whether the text of each response, whose tokens but the last were looked at before,
+        now has a stop string."""
         tails = [list(response[-self.window :]) for response in responses]
-        texts = self._decoded(tails)
-        ended = [any(string in text for string in self.strings) for text in texts]
-        for row in [row for row, each in enumerate(ended) if each]:
-            (before,) = self._decoded([tails[row][:-1]])
-            ended[row] = any(_count(texts[row], s) > _count(before, s) for s in self.strings)
-        return ended
-
-    def _decoded(self, tails: list[list[int]]) -> list[str]:
-        return self.tokenizer.batch_decode(tails, skip_special_tokens=True)
-
-
-def _count(text: str, string: str) -> int:
-    """How often a string is in a text, overlaps counted."""
-    return sum(text.startswith(string, place) for place in range(len(text)))
+        texts = self.tokenizer.batch_decode(tails, skip_special_tokens=True)
+        return [any(string in text for string in self.strings) for text in texts]

@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, FalconMambaConfig
 
-from fastppo.models.cache import FixedCache, GrowingCache, has_fixed_cache
+from fastppo.models.cache import ROOM, FixedCache, GrowingCache, has_fixed_cache
 from fastppo.models.trunk import last_states
 
 IDS = torch.tensor([[5, 9, 4, 8], [7, 3, 6, 11]])
 CPU = torch.device("cpu")
+
+
+def _fixed(trunk, rows: int, tokens: int, dtype: torch.dtype | None = None) -> FixedCache:
+    return FixedCache(trunk.config, rows=rows, tokens=tokens, dtype=dtype, device=CPU)
 
 
 def _decoded(trunk, cache, dtype) -> Tensor:
@@ -44,7 +48,7 @@ def test_keys_in_the_dtype_of_the_products_change_no_bit(architecture: str, kind
     trunk, dtype = tiny.model(architecture).base_model, torch.bfloat16
     cache = GrowingCache(trunk.config, dtype)
     if kind == "fixed":
-        cache = FixedCache(trunk.config, 2, 8, dtype, CPU)
+        cache = _fixed(trunk, 2, 8, dtype)
     plain = DynamicCache(config=trunk.config)
     found, wanted = _decoded(trunk, cache, dtype), _decoded(trunk, plain, dtype)
     if kind == "growing":
@@ -61,14 +65,14 @@ def test_keys_in_the_dtype_of_the_products_change_no_bit(architecture: str, kind
 def test_a_fixed_cache_gives_the_states_of_a_growing_one(architecture: str) -> None:
     trunk = tiny.model(architecture).base_model
     assert has_fixed_cache(trunk.config)
-    fixed = _decoded(trunk, FixedCache(trunk.config, 3, 9, None, CPU), None)
+    fixed = _decoded(trunk, _fixed(trunk, 3, 9), None)
     growing = _decoded(trunk, GrowingCache(trunk.config, None), None)
     torch.testing.assert_close(fixed, growing, rtol=1e-5, atol=1e-5)
 
 
 def test_its_memory_stays_and_rows_move_to_the_top() -> None:
     trunk = tiny.model().base_model
-    cache = FixedCache(trunk.config, 3, 9, None, CPU)
+    cache = _fixed(trunk, 3, 9)
     _decoded(trunk, cache, None)
     layer = cache.layers[0]
     assert layer.all_keys.shape == (3, 2, 9, 8)
@@ -77,6 +81,21 @@ def test_its_memory_stays_and_rows_move_to_the_top() -> None:
     cache.select(torch.tensor([1]), 4)
     assert torch.equal(layer.all_keys[0, :, :4], second)
     assert layer.all_keys.data_ptr() == held
+
+
+def test_a_growing_cache_outgrows_its_memory_and_keeps_the_rows_that_are_selected() -> None:
+    """As transformers' own does, token after token."""
+    caches = [GrowingCache(tiny.model().config, None), DynamicCache(config=tiny.model().config)]
+    generator = torch.Generator().manual_seed(0)
+    for step in range(2 * ROOM + 3):
+        rows = 3 if step < ROOM // 2 else 2
+        keys, values = torch.randn(2, rows, 2, 1, 8, generator=generator)
+        outputs = [cache.update(keys.clone(), values.clone(), 0) for cache in caches]
+        for ours, theirs in zip(*outputs, strict=True):
+            assert torch.equal(ours, theirs)
+        if step == ROOM // 2 - 1:
+            for cache in caches:
+                cache.batch_select_indices(torch.tensor([2, 0]))
 
 
 def test_a_state_that_is_no_keys_has_no_fixed_cache() -> None:

@@ -132,7 +132,7 @@ def test_restricted_draws_say_what_was_left(vocabulary: int) -> None:
     scores = 2 * torch.randn(64, vocabulary, generator=generator)
     keep = torch.rand(64, vocabulary, generator=generator) < 0.5
     keep[:, 1] = True
-    found = draw(scores, _uniforms(64), keep)
+    found = draw(scores, _uniforms(64), keep=keep)
     at = found.tokens.unsqueeze(1)
     assert keep.gather(1, at).all()
     exact = scores.double().log_softmax(1)
@@ -159,7 +159,7 @@ def test_what_is_left_may_be_far_below_what_is_not() -> None:
     scores[0, 7], scores[0, 400] = 0.0, -499.0
     keep = torch.ones(1, 600, dtype=torch.bool)
     keep[0, 7] = False
-    found = draw(scores, None, keep)
+    found = draw(scores, None, keep=keep)
     assert found.tokens.item() == 400
     assert found.logprobs.item() == pytest.approx(-499, rel=1e-6)
     assert found.sampler_logprobs.item() == pytest.approx(-math.log(1 + 598 / math.e), rel=1e-5)

@@ -47,7 +47,9 @@ def test_pad_may_be_eos() -> None:
 def test_a_response_ends_with_its_first_stop_token() -> None:
     drawn = torch.tensor([[4, 1, 1, 0], [4, 5, 6, 7], [1, 9, 1, 0]])
     zeros = torch.zeros(3, 4)
-    rollout = _cut_at_stop(drawn, zeros, zeros, {1}, [None] * 3)
+    rollout = _cut_at_stop(
+        drawn, sampler_logprobs=zeros, logprobs=zeros, stop={1}, string_lengths=[None] * 3
+    )
     assert rollout.tokens == [[4, 1], [4, 5, 6, 7], [1]]
     assert rollout.finish_reasons == [FINISHED, TRUNCATED, FINISHED]
     assert rollout.lengths == [2, 4, 1]
