@@ -111,18 +111,6 @@ def test_the_table_shows_completions_means_and_wins(two, reward, tmp_path) -> No
     assert "ended by EOS" in text
 
 
-def test_an_empty_completion_is_shown_as_such_and_brackets_are_text(tmp_path) -> None:
-    rows = [{"prompt": "say [bold]nothing[/bold]"}]
-    found = [
-        Completions("a", [""], [[1]], ["stop"]),
-        Completions("b", ["[red]x"], [[5, 1]], ["stop"]),
-    ]
-    text = _shown(rows, found, _config(tmp_path, models=["a", "b"]))
-    assert "(empty)" in text
-    assert "say [bold]nothing[/bold]" in text
-    assert "[red]x" in text
-
-
 def test_escape_codes_that_a_model_writes_are_spelt_out_and_other_text_is_not(tmp_path) -> None:
     found = [Completions("a", ["\x1b[31mred\x07 你好\u3000世界 می\u200cخواهم"], [[5, 1]], ["stop"])]
     text = _shown([{"prompt": "\x1b[2Jw1"}], found, _config(tmp_path, models=["a"]))

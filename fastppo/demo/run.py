@@ -71,9 +71,11 @@ def run_demo(
     """
     start = time.perf_counter()
     output_dir = Path(output_dir)
-    more = {} if iterations is None else {"iterations": iterations}
-    # Made first, so that an option which is refused is refused before the first two stages.
-    config = ppo_config(output_dir, output_dir / "ppo", seed=seed, device=device, **more)
+    options: dict[str, Any] = {"seed": seed, "device": device}
+    if iterations is not None:
+        options["iterations"] = iterations
+    # Made first, so that a wrong option is refused before the first two stages.
+    config = ppo_config(output_dir, output_dir / "ppo", **options)
     choose_device(device)
     world = world_of(config)
     console = (console or Console()) if world.is_main else Console(quiet=True)
@@ -83,14 +85,14 @@ def run_demo(
         if earlier.exists():
             say(console, f"{earlier} is an earlier demo's: replaced after the first two stages")
         if world.size == 1:
-            found = supervised_stages(output_dir, seed=seed, device=device, console=console)
-        else:  # of one process each, and this one is of several
-            alone = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(1, alone, initializer=_leave_torchrun) as pool:
+            result = supervised_stages(output_dir, seed=seed, device=device, console=console)
+        else:  # they run in one process, without the ranks that torchrun started
+            spawn = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(1, spawn, initializer=_leave_torchrun) as pool:
                 stages = functools.partial(supervised_stages, output_dir, seed=seed, device=device)
-                found = pool.submit(stages).result()
+                result = pool.submit(stages).result()
         shutil.rmtree(earlier, ignore_errors=True)
-        return found
+        return result
 
     try:
         data, rewards = world.first(first_stages)
@@ -99,7 +101,7 @@ def run_demo(
         before = trainer.evaluate(held_out)
         trainer.train()
         after = trainer.evaluate(held_out)
-    except Stopped as stopped:  # a stage would go on; the demo has no `--resume`
+    except Stopped as stopped:  # the demo has no `--resume`, which a stage's message names
         raise Stopped(stopped.signum, "; `fastppo demo` begins anew") from None
     result = {
         "before": before,
@@ -114,22 +116,23 @@ def run_demo(
 
 
 def _leave_torchrun() -> None:
-    """This process is none of those that torchrun started."""
+    """Makes this process forget that torchrun started its parent."""
     for name in VARIABLES:
         os.environ.pop(name, None)
 
 
 def ppo_config(stages_dir: Path, output_dir: Path, **options: Any) -> PPOConfig:
-    """The recipe's PPO options on the first two stages of `stages_dir`, with `options` instead."""
-    recipe = yaml.safe_load(files("fastppo.demo").joinpath("demo.yaml").read_text())
-    paths = {
+    """The PPO options of demo.yaml on the first two stages of `stages_dir`; `options` override
+    them."""
+    defaults = yaml.safe_load(files("fastppo.demo").joinpath("demo.yaml").read_text())
+    defaults |= {
         "model": str(stages_dir / "sft"),
         "prompts": str(stages_dir / "data" / "prompts.jsonl"),
         "rewards": [str(stages_dir / "reward_model")],
         "monitor_rewards": ["fastppo.demo.task:gold_reward"],
         "output_dir": str(output_dir),
     }
-    return PPOConfig(**recipe | paths | options)
+    return PPOConfig(**defaults | options)
 
 
 def supervised_stages(
@@ -140,7 +143,8 @@ def supervised_stages(
     Returns:
         (the task's data by name, what `train_reward_model` returns).
     """
-    output_dir, console = Path(output_dir), console or Console()
+    output_dir = Path(output_dir)
+    console = console or Console()
     for stage in ("sft", "reward_model"):
         shutil.rmtree(output_dir / stage, ignore_errors=True)  # an earlier demo's
     if choose_device(device).type == "cpu":
@@ -151,11 +155,20 @@ def supervised_stages(
     torch.manual_seed(seed)
     config = model_config(len(tokenizer))
 
-    stages: dict[str, Any] = {"batch_size": 64, "gradient_accumulation": 1}
-    stages |= {"seed": seed, "device": device, "checkpoint_interval": 0}
+    options: dict[str, Any] = {
+        "batch_size": 64,
+        "gradient_accumulation": 1,
+        "seed": seed,
+        "device": device,
+        "checkpoint_interval": 0,
+    }
     sft = train_sft(
         SFTConfig(
-            output_dir=str(output_dir / "sft"), epochs=3, learning_rate=5e-3, eval_share=0, **stages
+            output_dir=str(output_dir / "sft"),
+            epochs=3,
+            learning_rate=5e-3,
+            eval_share=0,
+            **options,
         ),
         model=LlamaForCausalLM(config),
         tokenizer=tokenizer,
@@ -169,7 +182,7 @@ def supervised_stages(
             output_dir=str(output_dir / "reward_model"),
             epochs=2,
             learning_rate=1e-3,
-            **stages,
+            **options,
         ),
         rows=data["pairs"],
         console=console,
@@ -198,10 +211,12 @@ ROWS = (
 
 
 def _print(console: Console, prompts: list[str], result: dict[str, Any]) -> None:
-    before, after = result["before"], result["after"]
+    before = result["before"]
+    after = result["after"]
     table = Table(title=f"{len(prompts)} held-out prompts", title_justify="left")
-    for name, justify in (("", "left"), ("before PPO", "right"), ("after PPO", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table.add_column("")
+    table.add_column("before PPO", justify="right")
+    table.add_column("after PPO", justify="right")
     for title, key, form in ROWS:
         table.add_row(title, form.format(before[key]), form.format(after[key]))
     console.print(table)

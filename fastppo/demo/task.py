@@ -2,7 +2,7 @@
 
 Prompts ask about a creature; completions are short descriptions drawn from a grammar, as often
 harsh as friendly. The gold scorer, which nothing is trained on, likes descriptions that are
-friendly, stay with the creature that was asked about, say what it does, and are well formed. A
+friendly, are about the creature in the prompt, say what it does, and are well formed. A
 reward model sees only preference pairs that the gold scorer ranked, with noise, as human labellers
 would. So the proxy can be over-optimised, and the gold score shows it.
 
@@ -21,8 +21,22 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 CREATURES = [
-    *("fox", "bear", "owl", "wolf", "cat", "dog", "hen", "goat"),
-    *("crow", "seal", "mole", "toad", "hare", "swan", "lynx", "crab"),
+    "fox",
+    "bear",
+    "owl",
+    "wolf",
+    "cat",
+    "dog",
+    "hen",
+    "goat",
+    "crow",
+    "seal",
+    "mole",
+    "toad",
+    "hare",
+    "swan",
+    "lynx",
+    "crab",
 ]
 LOOKS = ["small", "old", "young", "grey", "tall", "red", "lost", "quick"]
 PLACES = ["river", "hill", "barn", "forest", "bridge", "garden", "lake", "road"]
@@ -65,8 +79,8 @@ def _gold(prompt: str, completion: str) -> float:
     if not moods:
         return 0.0
     friendliness = sum(word in _PLEASANT for word in moods) / len(moods)
-    asked = next(word for word in prompt.split() if word in CREATURES)
-    topic = float(asked in words)
+    creature = next(word for word in prompt.split() if word in CREATURES)
+    topic = float(creature in words)
     substance = float(any(word in _ACTS for word in words))
     *sentences, rest = (part.strip() for part in completion.split("."))
     well_formed = sum(bool(_SENTENCE.match(sentence)) for sentence in sentences)
@@ -125,7 +139,8 @@ def make_data(
     draw = random.Random(seed)
     everything = prompts()
     draw.shuffle(everything)
-    held, known = everything[:held_out], everything[held_out:]
+    held = everything[:held_out]
+    known = everything[held_out:]
     sft = []
     for _ in range(demonstrations):
         prompt = draw.choice(known)

@@ -1,9 +1,9 @@
 """`arithmetic`: sums of two numbers, a model made from scratch, and a verifier as the reward.
 
-The demonstrations are a hasty pupil's: each prompt four times, half of them off by one or by ten.
-What is fine-tuned on them is as often wrong; PPO learns from right and wrong which answer it was.
-Held-out sums are in no demonstration and no prompt. All have two digits (07+15=22), so that a
-digit's place says what it counts, and what is learned of some sums holds for the others.
+Each prompt has four demonstrations, half of them off by one or by ten, and a model that is
+fine-tuned on them is wrong as often; PPO learns from right and wrong which answer it was. Held-out
+sums are in no demonstration and no prompt. All numbers have two digits (07+15=22), so that the
+place of a digit says what it counts and what is learned from some sums holds for the others.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from fastppo.data.rows import write_rows
 from fastppo.recipes.characters import train_from_scratch
 
 LARGEST = 49
-"""Of the two numbers of a sum."""
+"""Number in a sum."""
 
 HELD_OUT = 200
 """Sums; all others are prompts."""
 
-SHOWN = 4
-"""Demonstrations of each prompt."""
+DEMONSTRATIONS = 4
+"""Of each prompt."""
 
 SLIPS = 0.5
 """Share of the demonstrations that are wrong."""
@@ -40,7 +40,7 @@ def prepare(directory: Path, seed: int, console: Console) -> None:
     demonstrations = [
         {"prompt": row["prompt"], "completion": _slip(row["answer"], draw)}
         for row in rows[HELD_OUT:]
-        for _ in range(SHOWN)
+        for _ in range(DEMONSTRATIONS)
     ]
     train_from_scratch(directory / "model", demonstrations, seed, console, epochs=8)
 

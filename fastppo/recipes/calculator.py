@@ -1,9 +1,8 @@
 """`calculator`: products that no small model knows, and a tool that does.
 
 In the first turn the model writes a call, `[34*57]`; the environment answers `=1938;`; in the
-second turn the model says the number. Demonstrations of both turns teach the form, and half of them
-call the wrong product, so what comes of them calls wrongly; that a call should be of what was asked
-follows from the reward alone.
+second turn the model says the number. Demonstrations of both turns teach the form, but half of them
+call another product than the prompt's; only the reward teaches to call the right one.
 """
 
 from __future__ import annotations
@@ -16,10 +15,13 @@ from rich.console import Console
 from fastppo.data.rows import write_rows
 from fastppo.recipes.characters import train_from_scratch
 
-SMALLEST, LARGEST = 10, 99
-"""Of the two numbers of a product."""
+SMALLEST = 10
+LARGEST = 99
+"""Numbers in a product."""
 
-DEMONSTRATIONS, HELD_OUT, PROMPTS = 1500, 200, 3000
+DEMONSTRATIONS = 1500
+HELD_OUT = 200
+PROMPTS = 3000
 
 WRONG = 0.5
 """Share of the demonstrated calls that are of another product."""
@@ -36,12 +38,13 @@ def prepare(directory: Path, seed: int, console: Console) -> None:
     write_rows(directory / "prompts.jsonl", rows[HELD_OUT : HELD_OUT + PROMPTS])
     demonstrations = []
     for a, b in products[-DEMONSTRATIONS:]:
-        asked = f"{a}*{b}?"
+        prompt = f"{a}*{b}?"
         if draw.random() < WRONG:
-            a, b = draw.choice(numbers), draw.choice(numbers)
+            a = draw.choice(numbers)
+            b = draw.choice(numbers)
         call = f"[{a}*{b}]"
         demonstrations += [
-            {"prompt": asked, "completion": call},
-            {"prompt": f"{asked}{call}={a * b};", "completion": str(a * b)},
+            {"prompt": prompt, "completion": call},
+            {"prompt": f"{prompt}{call}={a * b};", "completion": str(a * b)},
         ]
     train_from_scratch(directory / "model", demonstrations, seed, console, epochs=5)

@@ -10,7 +10,8 @@ class Calculator:
 
     def reset(self, prompt: str, answer: str) -> None:
         """The prompt is read as it is."""
-        self.answer, self.called = answer, False
+        self.answer = answer
+        self.called = False
 
     def step(self, text: str) -> tuple[str, float, bool]:
         """(what the tool says, 1 for the right answer, whether the episode is over)."""

@@ -52,9 +52,9 @@ def train_from_scratch(
     """A model with random weights, fine-tuned on `rows` and saved in `directory`.
 
     Args:
-        options: of SFTConfig, in place of those below.
+        options: of SFTConfig; they override those below.
     """
-    chosen: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "epochs": 10,
         "batch_size": 64,
         "gradient_accumulation": 1,
@@ -65,7 +65,7 @@ def train_from_scratch(
     }
     torch.manual_seed(seed)
     train_sft(
-        SFTConfig(output_dir=str(directory), seed=seed, **chosen | options),
+        SFTConfig(output_dir=str(directory), seed=seed, **defaults | options),
         model=LlamaForCausalLM(model_config()),
         tokenizer=make_tokenizer(),
         rows=rows,

@@ -1,9 +1,9 @@
 """`smollm2-preferences`: a reward model of preferences between SmolLM2's own sentences.
 
-SmolLM2 continues every prompt of `sentiment` several times; of two continuations the gladder one is
-preferred, as VADER would have it, and now and then the other, as people would. A reward model,
-which starts as SmolLM2 too, learns from those pairs alone. PPO is trained on it, and VADER is the
-gold reward that shows where it led.
+SmolLM2 continues every prompt of `sentiment` several times; of two continuations the one that VADER
+finds more positive is preferred, with some noise, as people would label them. A reward model, which
+starts from SmolLM2 too, learns from those pairs alone. PPO is trained on it, and VADER is the gold
+reward that shows where it led.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from fastppo.recipes.sentiment_reward import vader
 from fastppo.run.log import progress, say
 from fastppo.stages.reward_model import RewardModelConfig, train_reward_model
 
-SAMPLES, TOKENS = 10, 16
-"""Continuations of a prompt, and their length."""
+SAMPLES = 10
+"""Continuations of a prompt."""
+
+TOKENS = 16
+"""Of a continuation."""
 
 SHARPNESS = 4.0
 """A pair whose scores differ by d is labelled right with probability σ(4·d)."""
@@ -46,8 +49,8 @@ def prepare(directory: Path, seed: int, console: Console) -> None:
         checkpoint_interval=0,
         seed=seed,
     )
-    found = train_reward_model(options, rows=pairs, console=console)
-    say(console, f"reward model right on {found['accuracy']:.0%} of the held-out pairs")
+    metrics = train_reward_model(options, rows=pairs, console=console)
+    say(console, f"reward model right on {metrics['accuracy']:.0%} of the held-out pairs")
 
 
 def _continuations(
@@ -57,7 +60,7 @@ def _continuations(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    found = {}
+    continued = {}
     with progress("sampling", console, total=len(prompts)) as show:
         for number, prompt in enumerate(prompts, 1):
             ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
@@ -70,9 +73,9 @@ def _continuations(
                 pad_token_id=tokenizer.eos_token_id,
             )
             texts = tokenizer.batch_decode(drawn[:, ids.shape[1] :], skip_special_tokens=True)
-            found[prompt] = texts
+            continued[prompt] = texts
             show(completed=number)
-    return found
+    return continued
 
 
 def label(

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from fastppo.data.rows import write_rows
 
-PROMPTS, HELD_OUT = 2000, 100
+PROMPTS = 2000
+HELD_OUT = 100
 
 
 def prepare(directory: Path, seed: int, console: Console) -> None:
@@ -32,18 +33,21 @@ def _write(directory: Path, seed: int, make: Any) -> None:
             "prompt": [{"role": "user", "content": question}],
             "answer": str(answer),
         }
-    found = list(rows.values())
-    write_rows(directory / "held_out.jsonl", found[:HELD_OUT])
-    write_rows(directory / "prompts.jsonl", found[HELD_OUT:])
+    distinct = list(rows.values())
+    write_rows(directory / "held_out.jsonl", distinct[:HELD_OUT])
+    write_rows(directory / "prompts.jsonl", distinct[HELD_OUT:])
 
 
 def _sum(draw: random.Random) -> tuple[str, int]:
-    a, b = draw.randint(1, 49), draw.randint(1, 49)
+    a = draw.randint(1, 49)
+    b = draw.randint(1, 49)
     return f"What is {a} + {b}? Answer with the number alone.", a + b
 
 
 def _two_steps(draw: random.Random) -> tuple[str, int]:
-    a, b, c = draw.randint(11, 99), draw.randint(3, 29), draw.randint(11, 999)
+    a = draw.randint(11, 99)
+    b = draw.randint(3, 29)
+    c = draw.randint(11, 999)
     sign = draw.choice("+-")
     result = a * b + c if sign == "+" else a * b - c
     question = f"What is {a} * {b} {sign} {c}? Think step by step. End with the number alone."

@@ -12,5 +12,5 @@ def correct(prompts: list, completions: list[str], answer: list[str]) -> list[fl
 
 
 def _last(text: str) -> str:
-    found = NUMBER.findall(text.replace(",", ""))
-    return found[-1] if found else ""
+    numbers = NUMBER.findall(text.replace(",", ""))
+    return numbers[-1] if numbers else ""

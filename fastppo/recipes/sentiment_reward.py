@@ -14,14 +14,14 @@ def vader(prompts: list[str], completions: list[str]) -> list[float]:
 def vader_by_word(prompts: list[str], completions: list[str]) -> list[list[tuple[int, float]]]:
     """The same, paid as it is earned: what each word adds to the score of the words before it.
 
-    In total a response is paid what `vader` says of it, so the best policy is the same (Ng et al.
-    1999); but a word is not credited with what was earned before it.
+    The total of a response is what `vader` returns for it, so the best policy is the same (Ng et
+    al. 1999), but a word gets no credit for what was earned before it.
     """
     return [_additions(text) for text in completions]
 
 
 def _additions(text: str) -> list[tuple[int, float]]:
-    """(characters up to a word's end, what the word adds), of the words that add something."""
+    """(offset of a word's end, what the word adds), of the words that add something."""
     ends = [word.end() for word in re.finditer(r"\S+", text)]
     scores = [0.0, *(_score(text[:end]) for end in ends)]
     pairs = zip(ends, scores[1:], scores[:-1], strict=True)

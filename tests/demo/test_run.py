@@ -12,20 +12,10 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from fastppo.demo.run import model_config, ppo_config, run_demo
+from fastppo.demo.run import run_demo
 from fastppo.run.signals import Stopped
 
 PROMPT = "tell me about the red fox ."
-
-
-def test_the_recipe_is_on_the_first_two_stages_and_takes_other_options(tmp_path: Path) -> None:
-    config = ppo_config(tmp_path, tmp_path / "ppo", seed=3, iterations=5)
-    assert (config.seed, config.iterations) == (3, 5)
-    assert config.model == str(tmp_path / "sft")
-    assert config.rewards == (str(tmp_path / "reward_model"),)
-    assert config.monitor_rewards == ("fastppo.demo.task:gold_reward",)
-    assert ppo_config(tmp_path, tmp_path / "ppo").iterations == 40
-    assert model_config(77).vocab_size == 77
 
 
 def test_options_that_cannot_be_are_refused_before_the_first_stage(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from fastppo.demo.task import (
     _SENTENCE,
-    CREATURES,
     MAX_SENTENCES,
     blemish,
     describe,
@@ -49,24 +48,6 @@ def test_descriptions_are_of_the_grammar_and_of_the_creature_that_was_asked_abou
         assert "fox" in sentences[0].split()
 
 
-def test_there_are_four_kinds_of_blemishes() -> None:
-    draw, found = random.Random(0), set()
-    text = "the fox is kind . it sings near the hill ."
-    words = text.split()
-    for _ in range(200):
-        faulty = blemish(text, draw).split()
-        if len(faulty) < len(words):
-            found.add("left out")
-        elif len(faulty) > len(words):
-            found.add("stutter")
-        elif faulty != words and sorted(faulty) == sorted(words):
-            found.add("swapped")
-        elif faulty != words:
-            found.add("another creature")
-            assert {*faulty} - {*words} <= {*CREATURES}
-    assert found == {"left out", "stutter", "swapped", "another creature"}
-
-
 def test_blemishes_are_faults_that_cost() -> None:
     """Some gain by chance, as where a harsh word is left out; on average they lose."""
     draw = random.Random(0)
@@ -100,10 +81,3 @@ def test_every_word_of_the_language_is_a_token() -> None:
         ids = tokenizer(text)["input_ids"]
         assert tokenizer.unk_token_id not in ids
         assert len(ids) == len(text.split())
-
-
-def test_every_prompt_asks_about_one_creature_and_none_comes_twice() -> None:
-    everything = prompts()
-    assert len(everything) == len(set(everything)) == 3 * 8 * 16
-    for prompt in everything:
-        assert sum(word in CREATURES for word in prompt.split()) == 1, prompt

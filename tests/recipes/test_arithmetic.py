@@ -31,7 +31,7 @@ def test_sums_are_right_and_half_of_the_demonstrations_slip(tmp_path: Path, monk
         a, b = prompt.removesuffix("=").split("+")
         assert int(a) + int(b) == int(answer)
         assert {len(a), len(b), len(answer)} == {2}
-    assert len(shown) == arithmetic.SHOWN * len(prompts)
+    assert len(shown) == arithmetic.DEMONSTRATIONS * len(prompts)
     assert {row["prompt"] for row in shown} == {row["prompt"] for row in prompts}
     off = [abs(int(row["completion"]) - int(sums[row["prompt"]])) for row in shown]
     assert set(off) == {0, 1, 10}

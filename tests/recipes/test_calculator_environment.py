@@ -19,15 +19,6 @@ def test_a_call_is_answered_and_what_follows_is_the_answer(game: Calculator) -> 
     assert game.step("1938")[1:] == (1.0, True)
 
 
-def test_another_call_gets_another_answer(game: Calculator) -> None:
-    assert game.step("[34*58]") == ("=1972;", 0.0, False)
-    assert game.step("1972")[1:] == (0.0, True)
-
-
-def test_who_knows_the_answer_needs_no_call(game: Calculator) -> None:
-    assert game.step("1938")[1:] == (1.0, True)
-
-
 @pytest.mark.parametrize("text", ["34*57", "[34*57", "[34+57]", "[*]", "", "[[3*4]]"])
 def test_what_is_no_call_is_an_answer(text: str, game: Calculator) -> None:
     assert game.step(text)[1:] == (0.0, True)

@@ -35,12 +35,3 @@ def test_a_model_from_scratch_says_what_it_was_shown_and_stops(tmp_path: Path) -
             *tokenizer(row["completion"])["input_ids"],
             tokenizer.eos_token_id,
         ]
-
-
-def test_the_seed_decides_the_weights(tmp_path: Path) -> None:
-    rows = [{"prompt": "1+1=", "completion": "2"}] * 4
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        quiet = Console(file=io.StringIO())
-        train_from_scratch(tmp_path / name, rows, seed, quiet, batch_size=4, epochs=1)
-    first, same, other = ((tmp_path / n / "model.safetensors").read_bytes() for n in "abc")
-    assert first == same != other

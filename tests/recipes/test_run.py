@@ -30,7 +30,6 @@ from fastppo.recipes.catalogue import RECIPES, Recipe, find
 from fastppo.recipes.run import (
     lay_out,
     prepare,
-    run_recipe,
     show_recipes,
 )
 from fastppo.run.log import read_jsonl
@@ -85,7 +84,7 @@ def _unpack(directory: Path) -> None:
 def _toys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "unpack", _unpack)
     monkeypatch.setattr(arithmetic, "LARGEST", 8)
-    monkeypatch.setattr(arithmetic, "SHOWN", 1)
+    monkeypatch.setattr(arithmetic, "DEMONSTRATIONS", 1)
     monkeypatch.setattr(calculator, "DEMONSTRATIONS", 32)
     for module in (arithmetic, calculator):
         monkeypatch.setattr(module, "HELD_OUT", 16)
@@ -263,18 +262,6 @@ def test_the_list_names_every_recipe_with_its_minutes() -> None:
         assert recipe.minutes in printed.getvalue()
 
 
-@pytest.mark.parametrize("width", [80, 50])
-def test_the_list_has_whole_names_on_a_narrow_terminal(width: int) -> None:
-    printed = io.StringIO()
-    show_recipes(Console(file=printed, width=width))
-    lines = printed.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
-    for recipe in RECIPES:
-        assert sum(line.startswith(f"│ {recipe.name} ") for line in lines) == 1
-    for word in " ".join(recipe.line for recipe in RECIPES).split():
-        assert word in printed.getvalue()
-
-
 def test_show_prints_the_config_and_makes_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["recipe", "calculator", "--show", "--out", "here"]) == 0
@@ -282,14 +269,6 @@ def test_show_prints_the_config_and_makes_nothing(tmp_path: Path, monkeypatch, c
     assert cli.main(["recipe", "calculator", "--show"]) == 0
     assert "runs/calculator/prompts.jsonl" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
-
-
-def test_several_processes_are_refused(tmp_path: Path, monkeypatch) -> None:
-    from fastppo.data.world import World
-
-    monkeypatch.setattr("fastppo.recipes.run.world_of", lambda config: World(size=2))
-    with pytest.raises(ValueError, match="a recipe runs in one process, got 2"):
-        run_recipe(find("arithmetic"), tmp_path, _config(find("arithmetic")))
 
 
 def test_the_commands_of_the_page_work(tmp_path: Path, monkeypatch, capsys) -> None:

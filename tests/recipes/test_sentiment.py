@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import io
-from pathlib import Path
-
-from rich.console import Console
-
-from fastppo.data.rows import load_rows
-from fastppo.recipes import sentiment, smollm2
+from fastppo.recipes import sentiment
 
 
 def test_prompts_are_open_sentences_and_none_is_held_out_and_trained_on() -> None:
@@ -19,14 +13,3 @@ def test_prompts_are_open_sentences_and_none_is_held_out_and_trained_on() -> Non
         assert text == text.strip(), text
         assert text[-1] not in ".!?,", text
         assert 3 <= len(text.split()) <= 10, text
-
-
-def test_what_is_prepared_is_the_model_and_both_files(tmp_path: Path, monkeypatch) -> None:
-    unpacked: list[Path] = []
-    monkeypatch.setattr(smollm2, "unpack", unpacked.append)
-    sentiment.prepare(tmp_path, 0, Console(file=io.StringIO()))
-    assert unpacked == [tmp_path / "model"]
-    assert [row["prompt"] for row in load_rows(str(tmp_path / "prompts.jsonl"))] == (
-        sentiment.PROMPTS
-    )
-    assert len(load_rows(str(tmp_path / "held_out.jsonl"))) == 24

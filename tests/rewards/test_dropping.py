@@ -45,13 +45,6 @@ def test_what_has_no_score_is_left_out_of_everything() -> None:
     assert kept.metrics()["reward"] == 2.0
 
 
-def test_rewards_within_a_response_go_with_it() -> None:
-    scores = _scores([[0.5, 0.25], RuntimeError("no answer"), [1.0, 2.0, 3.0]])
-    _, _, kept, _ = without_dropped(PROMPTS, ROLLOUT, scores)
-    assert kept.within.tolist() == [0.5, 0.25, 1.0, 2.0, 3.0]
-    assert kept.total.tolist() == [0.75, 6.0]
-
-
 def test_without_the_policy_to_drop_nothing_changes() -> None:
     scores = _scores([1.0, 2.0, 3.0], drop=False)
     assert without_dropped(PROMPTS, ROLLOUT, scores) == (PROMPTS, ROLLOUT, scores, {})

@@ -76,17 +76,6 @@ def test_what_the_environment_writes_stands_between_the_turns() -> None:
     assert prompts.prompts == _prompts().prompts
 
 
-def test_episodes_end_one_by_one() -> None:
-    class Uneven(Echo):
-        def reset(self, prompt: str, name: str) -> None:
-            self.told, self.turns = [], 1 if name == "n0" else 3
-
-    _, rollout, engine = _play(Uneven, [[7, 1], [8, 1], [9, 1]], _prompts(3))
-    assert [len(asked) for asked in engine.asked] == [3, 2, 2]
-    assert rollout.written_lengths == [2, 6, 6]
-    assert rollout.tokens[0] == [7, 1]
-
-
 def test_a_chat_gets_what_its_template_writes_between_two_messages() -> None:
     """The stop token that the policy drew is not written a second time."""
     template = (
@@ -285,13 +274,6 @@ class _OutOfRooms(Echo):
     def reset(self, prompt: str, name: str) -> Any:
         self.told = []
         return 7 if name == "n1" else None
-
-
-def test_a_reset_that_fails_stops_the_run(tmp_path: Path) -> None:
-    says = "returned 7 in reset; expected a text, chat messages or"
-    with pytest.raises(RewardError, match=says):
-        _play(_OutOfRooms, [[7, 1]], failure_file=tmp_path / "failed.json")
-    assert json.loads((tmp_path / "failed.json").read_text())["columns"] == {"name": "n1"}
 
 
 def test_a_reset_that_fails_may_be_dropped_alone() -> None:

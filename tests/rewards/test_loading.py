@@ -50,12 +50,6 @@ def test_a_file_may_import_its_neighbours(tmp_path) -> None:
     assert load_reward(f"{tmp_path}/with_neighbour.py:liked")(PROMPTS, COMPLETIONS) == [2, 0]
 
 
-def test_a_file_that_cannot_be_imported_is_refused_with_the_cause(tmp_path) -> None:
-    (tmp_path / "broken_file.py").write_text("import nowhere_at_all\n")
-    with pytest.raises(ValueError, match=r"importing .*broken_file\.py raised ModuleNotFoundError"):
-        load_reward(f"{tmp_path}/broken_file.py:f")
-
-
 def test_a_directory_is_a_model(tmp_path) -> None:
     name = tiny.saved_reward_model(tmp_path / "my-rm")
     reward = load_reward(name, batch_size=3)
@@ -76,11 +70,3 @@ def test_two_rewards_of_one_name_stay_apart() -> None:
     assert [(t.name, t.weight) for t in terms] == [("count_w7", 1.0), ("count_w7_2", 0.5)]
     with pytest.raises(ValueError, match="got 2 rewards and 1 reward_weights"):
         make_terms([tiny.count_w7, tiny.count_w7], [1.0])
-
-
-def test_callables_without_a_name_go_by_their_class() -> None:
-    class Liking:
-        def __call__(self, prompts, completions):
-            return [0.0] * len(prompts)
-
-    assert [term.name for term in make_terms([Liking(), Liking()])] == ["Liking", "Liking_2"]

@@ -20,13 +20,6 @@ def test_a_reward_model_scores_text_with_its_own_tokenizer(tmp_path) -> None:
     assert reward(PROMPTS, COMPLETIONS)[0] == pytest.approx(own, abs=1e-6)
 
 
-def test_batching_and_padding_do_not_change_a_score(tmp_path) -> None:
-    directory = tiny.saved_reward_model(tmp_path)
-    one = RewardModel(directory, batch_size=1)(PROMPTS, COMPLETIONS)
-    two = RewardModel(directory, batch_size=2)(PROMPTS, COMPLETIONS)
-    assert one == pytest.approx(two, abs=1e-5)
-
-
 def test_a_text_that_ends_in_the_pad_token_is_scored_at_its_last_token(tmp_path) -> None:
     """pad = eos: transformers would read the score one token early."""
     reward = RewardModel(tiny.saved_reward_model(tmp_path, pad_is_eos=True), batch_size=2)
@@ -34,11 +27,6 @@ def test_a_text_that_ends_in_the_pad_token_is_scored_at_its_last_token(tmp_path)
     trunk = reward.model.base_model(input_ids=torch.tensor([[4, 5, 1]])).last_hidden_state
     assert with_eos[0] == pytest.approx(reward.model.score(trunk[0, -1]).item(), abs=1e-5)
     assert with_eos[0] != pytest.approx(with_eos[1], abs=1e-4)
-
-
-def test_a_text_without_a_token_is_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match="has no token for ''"):
-        RewardModel(tiny.saved_reward_model(tmp_path))([""], [""])
 
 
 def test_a_long_text_loses_its_beginning(tmp_path) -> None:
@@ -57,14 +45,6 @@ def test_chat_prompts_go_through_the_reward_tokenizers_template(tmp_path) -> Non
 def test_a_classifier_of_several_labels_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="with 3 labels; expected a sequence classifier with 1"):
         RewardModel(tiny.saved_reward_model(tmp_path, labels=3))
-
-
-@pytest.mark.parametrize("completion", [" w7", "w8", ""])
-def test_prompt_and_completion_are_read_as_one_text(completion: str, tmp_path) -> None:
-    """Joined as they are, as in the reward model's training."""
-    reward = RewardModel(tiny.saved_reward_model(tmp_path))
-    wanted = tiny.tokenizer()("w1 w2" + completion)["input_ids"]
-    assert reward._tokens("w1 w2", completion) == wanted
 
 
 def test_a_text_is_no_longer_than_the_context_and_what_the_model_was_trained_with(tmp_path) -> None:
@@ -106,12 +86,6 @@ def test_scores_are_read_at_the_last_token_of_each_row(tmp_path) -> None:
         model(input_ids=row[:n][None]).logits.item() for row, n in zip(ids, (3, 4, 1), strict=True)
     ]
     torch.testing.assert_close(found, torch.tensor(alone), rtol=1e-5, atol=1e-6)
-
-
-def test_nothing_of_a_reward_model_is_trained(tmp_path) -> None:
-    model = RewardModel(tiny.saved_reward_model(tmp_path)).model
-    assert not model.training
-    assert not any(p.requires_grad for p in model.parameters())
 
 
 # ------------------------------------------------------------------------------------- what is none

@@ -177,14 +177,6 @@ def test_each_reward_is_called_once_and_monitors_are_not_trained_on() -> None:
     assert scores.lengths == [3, 2]
 
 
-def test_a_monitor_with_parts_pays_nothing_within_a_response() -> None:
-    parts = RewardTerm("gold", lambda p, c: [[1.0, 1.0, 1.0], [1.0, 1.0]])
-    plain = RewardTerm("plain", lambda p, c: [1.0, 2.0])
-    scores = Scorer([plain], [parts], BYTES)(Prompts(PROMPTS, [[5], [5]]), COMPLETIONS, IDS)
-    assert scores.within is None
-    assert scores.monitors["gold"] == [3.0, 2.0]
-
-
 def _scorer(weights: list[float], returned: list[Any], failure_file: Path) -> Scorer:
     terms = [
         RewardTerm(str(i), lambda completions, _r=reward: [_r] * len(completions), weight)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import tiny
 from stage_runs import ROWS
-from tokenizers import normalizers
 
 from fastppo.data.prompts import encode_prompts
 from fastppo.data.rows import DataError
@@ -63,11 +62,6 @@ def test_plain_text_has_the_loss_on_every_token_that_something_predicts() -> Non
     assert _texts(example) == ("w1 w2 w3 <eos>", "w2 w3 <eos>")
 
 
-def test_an_eos_that_is_there_is_not_doubled() -> None:
-    rows = [{"text": "w1 w2 <eos>"}, {"prompt": "w1", "completion": "w2 <eos>"}]
-    assert [example["input_ids"] for example in _encode(rows)] == [[4, 5, EOS]] * 2
-
-
 @pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
 def test_a_chat_has_the_loss_on_the_assistants_turns_alone(template: str) -> None:
     """The w39 that the template writes behind each EOS is not the assistant's."""
@@ -120,39 +114,6 @@ def test_an_eos_behind_the_templates_marks_has_a_loss() -> None:
         "w1 w10 w0 w11 <eos> w39 w1 w13 w0 w14 <eos> w39",
         "w11 w14 <eos>",
     )
-
-
-def test_a_text_without_a_token_is_named() -> None:
-    tokenizer = _tokenizer()
-    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
-    with pytest.raises(DataError, match="row 2: the tokenizer has no token for"):
-        _encode([{"text": "w1"}, {"text": "\u200b"}], tokenizer)
-
-
-@pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
-def test_the_loss_begins_at_the_message_that_is_asked_for(template: str) -> None:
-    turns = _turns("w10", "w11", "w13", "w14")
-    for first, learned in ((0, "w11 <eos> w14 <eos>"), (2, "w14 <eos>")):
-        ids, labels = encode_chat(turns, _tokenizer(template), "here", first)
-        assert _texts({"input_ids": ids, "labels": labels})[1] == learned
-
-
-def test_a_chat_that_ends_with_the_user_is_given_no_eos() -> None:
-    ids, labels = encode_chat(_turns("w10", "w11", "w13"), _tokenizer(UNMARKED), "here")
-    assert _texts({"input_ids": ids, "labels": labels}) == (
-        "w1 w10 w0 w11 <eos> w39 w1 w13",
-        "w11 <eos>",
-    )
-
-
-def test_a_slow_tokenizer_has_no_offsets_to_find_turns_by() -> None:
-    class Slow(type(_tokenizer())):
-        is_fast = False
-
-    tokenizer = _tokenizer(UNMARKED)
-    tokenizer.__class__ = Slow
-    with pytest.raises(DataError, match="here: chat messages need a fast tokenizer"):
-        encode_chat(_turns("w10", "w11"), tokenizer, "here")
 
 
 def test_long_rows_are_cut_and_rows_without_a_loss_dropped_and_both_are_counted() -> None:

@@ -16,7 +16,6 @@ from fastppo.rewards.model import RewardModel
 from fastppo.stages.preferences import (
     Comparison,
     collate,
-    cut,
     encode_comparisons,
     reference_text,
     text_ids,
@@ -154,19 +153,6 @@ def test_the_first_pair_begins_with_the_best() -> None:
     assert one.pairs == [(1, 2), (1, 0), (2, 0)]
 
 
-def test_completions_of_several_messages_are_left_as_they_are() -> None:
-    tokenizer = tiny.tokenizer(chat=True)
-    several = [*_answer("w2"), {"role": "user", "content": "w3"}, *_answer("w4")]
-    assert tokenizer.decode(text_ids(tokenizer, CHAT, several)) == "w1 w1 w2 w2 w3 w3 w4 w4"
-
-
-def test_a_cut_keeps_a_leading_special_token() -> None:
-    tokenizer = tiny.tokenizer()
-    assert cut([4, 5, 6, 7], tokenizer, 2) == [6, 7]
-    assert cut([1, 4, 5, 6], tokenizer, 3) == [1, 5, 6]
-    assert cut([4, 5], tokenizer, 2) == cut([4, 5], tokenizer, None) == [4, 5]
-
-
 @pytest.mark.parametrize(
     ("row", "text"),
     [
@@ -179,11 +165,6 @@ def test_a_cut_keeps_a_leading_special_token() -> None:
 def test_a_reference_text_may_be_any_demonstration(row: dict[str, Any], text: str) -> None:
     tokenizer = tiny.tokenizer(chat=True)
     assert tokenizer.decode(reference_text(row, tokenizer, "here")) == text
-
-
-def test_what_is_no_reference_text_is_refused() -> None:
-    with pytest.raises(DataError, match="here: expected messages, prompt and completion, or text,"):
-        reference_text({"question": "w1"}, tiny.tokenizer(), "here")
 
 
 def test_a_batch_has_each_text_once_with_the_pairs_of_its_prompt() -> None:

@@ -38,7 +38,7 @@ def _mean_cross_entropy(model: Any, rows: list[dict[str, str]]) -> float:
     return total / count
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "granite"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_the_loss_is_the_mean_over_tokens_of_the_models_own_logits(
     architecture: str, tmp_path: Path
 ) -> None:
@@ -152,14 +152,7 @@ def test_lora_trains_adapters_and_saves_a_plain_model(architecture: str, tmp_pat
     assert not any("embed" in name or "wte" in name or "lm_head" in name for name in moved)
 
 
-def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path: Path) -> None:
-    losses = [
-        sft(sft_config(tmp_path, gradient_checkpointing=on, output_dir=str(tmp_path / str(on))))
-        for on in (False, True)
-    ]
-    assert losses[0]["loss"] == pytest.approx(losses[1]["loss"], rel=1e-6)
-
-
+@pytest.mark.slow
 def test_bf16_weights_are_saved_as_such(tmp_path: Path) -> None:
     directory = tiny.saved_model(tmp_path / "base")
     config = sft_config(tmp_path, model=directory, param_dtype="bfloat16", precision="bf16")
@@ -167,20 +160,6 @@ def test_bf16_weights_are_saved_as_such(tmp_path: Path) -> None:
     assert math.isfinite(result["loss"])
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run", dtype="auto")
     assert saved.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"max_length": 65}, "max_length=65 is beyond the model's context of 64"),
-        ({"device": "cuda:1"}, "choose a GPU with CUDA_VISIBLE_DEVICES=1"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(
-    options: dict[str, Any], says: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=says):
-        sft(sft_config(tmp_path, **options))
 
 
 def test_another_models_tokenizer_is_refused(tmp_path: Path) -> None:

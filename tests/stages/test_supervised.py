@@ -17,7 +17,7 @@ from stage_runs import sft, sft_config
 from fastppo.data.rows import DataError
 from fastppo.run import manifest
 from fastppo.run.log import read_jsonl
-from fastppo.stages.callbacks import ProgressBar, Records
+from fastppo.stages.callbacks import Records
 from fastppo.stages.options import SupervisedConfig
 from fastppo.stages.sft import SFTConfig
 from fastppo.stages.supervised import (
@@ -43,13 +43,6 @@ def test_held_out_rows_share_no_prompt_with_the_others() -> None:
     assert split != split_by_prompt(rows, [row["prompt"] for row in rows], 0.2, seed=1)
     with pytest.raises(DataError, match="2 rows of 1 prompts cannot be split"):
         split_by_prompt([1, 2], ["w1", "w1"], 0.1, seed=0)
-
-
-def test_chats_of_one_prompt_are_held_out_together() -> None:
-    prompts = [[{"role": "user", "content": f"w{i % 3}"}] for i in range(12)]
-    split = split_by_prompt(range(12), prompts, 0.3, seed=0)
-    assert len(split.held_out) == 4
-    assert len({row % 3 for row in split.held_out}) == 1
 
 
 def test_a_share_of_0_holds_nothing_out_and_a_small_one_a_whole_prompt() -> None:
@@ -201,13 +194,3 @@ def test_a_directory_that_holds_a_run_is_opened_to_resume_it_alone(tmp_path: Pat
         open_run(sft_config(tmp_path))
     assert "epochs: 3.0" in (run / "config.yaml").read_text(), "it is left as it was"
     assert open_run(sft_config(tmp_path, resume=True)) == run
-
-
-def test_the_bar_shows_the_step_and_the_loss() -> None:
-    shown = []
-    bar = ProgressBar(lambda **fields: shown.append(fields))
-    bar.on_step_end(None, SimpleNamespace(global_step=3, max_steps=9), None)
-    bar.on_log(None, None, None, logs={"loss": 1.23456})
-    bar.on_log(None, None, None, logs={"eval_loss": 1.0})
-    bar.on_log(None, None, None)
-    assert shown == [{"completed": 3, "total": 9}, {"status": "loss 1.235"}]
