@@ -44,8 +44,8 @@ def packed(mask: Tensor, *padded: Tensor) -> tuple[Tensor, list[Tensor]]:
     return lengths.cumsum(0).to(torch.int32), [x[mask] for x in padded]
 
 
-def bits(found: Any, wanted: Any) -> None:
-    for one, other in zip(found, wanted, strict=True):
+def bits(actual: Any, expected: Any) -> None:
+    for one, other in zip(actual, expected, strict=True):
         assert torch.equal(one, other)
 
 
@@ -65,12 +65,12 @@ def test_gae_is_the_textbook_loop_over_the_unmasked_tokens(
     ends = torch.randn(batch, generator=g, dtype=torch.float64) if truncated else None
     gamma: Any = torch.rand(batch, generator=g, dtype=torch.float64) if per_sequence else 0.97
     lam: Any = torch.rand(batch, generator=g, dtype=torch.float64) if per_sequence else 0.9
-    found = fastppo.gae(rewards, values, mask, gamma=gamma, lam=lam, bootstrap=ends)
+    actual = fastppo.gae(rewards, values, mask, gamma=gamma, lam=lam, bootstrap=ends)
     discounts = Discounts(0.97, 0.9)
     if per_sequence:
         discounts = discounts._replace(gammas=gamma, lams=lam)
     trajectory = Trajectory(values, rewards, mask, bootstrap=ends)
-    for one, other in zip(found, definition.gae(trajectory, discounts), strict=True):
+    for one, other in zip(actual, definition.gae(trajectory, discounts), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     for b in range(batch):
         kept = mask[b]
@@ -81,7 +81,7 @@ def test_gae_is_the_textbook_loop_over_the_unmasked_tokens(
             float(lam[b]) if per_sequence else lam,
             0.0 if ends is None else float(ends[b]),
         )
-        for one, other in zip(found, row, strict=True):
+        for one, other in zip(actual, row, strict=True):
             np.testing.assert_allclose(one[b, kept].numpy(), other, rtol=1e-12, atol=1e-12)
             assert (one[b, ~kept] == 0).all()
 
@@ -96,7 +96,7 @@ def test_a_row_with_gaps_gives_the_bits_of_the_row_without_them(
     mask = torch.tensor(rows)
     rewards, values = torch.randn(2, *mask.shape, generator=g)
     ends = torch.randn(len(rows), generator=g)
-    wanted = fastppo.gae(
+    expected = fastppo.gae(
         rewards[mask],
         values[mask],
         cu_seqlens=packed(mask)[0],
@@ -104,9 +104,9 @@ def test_a_row_with_gaps_gives_the_bits_of_the_row_without_them(
         bootstrap=ends,
     )
     garbage = torch.where(mask, 0.0, float("nan"))
-    found = fastppo.gae(rewards + garbage, values + garbage, mask, gamma=0.99, bootstrap=ends)
-    bits((x[mask] for x in found), wanted)
-    assert all((x[~mask] == 0).all() for x in found)
+    actual = fastppo.gae(rewards + garbage, values + garbage, mask, gamma=0.99, bootstrap=ends)
+    bits((x[mask] for x in actual), expected)
+    assert all((x[~mask] == 0).all() for x in actual)
 
 
 @property_based
@@ -119,7 +119,7 @@ def test_packed_sequences_give_the_bits_of_padded_ones(
     batch = len(rows)
     scores, ends = torch.randn(2, batch, generator=g)
     padded = torch.randn(4, *mask.shape, generator=g).unbind()
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "kl_coef": 0.1,
         "kl_estimator": estimator,
         "gamma": torch.rand(batch, generator=g),
@@ -128,15 +128,15 @@ def test_packed_sequences_give_the_bits_of_padded_ones(
         "score_clip": 0.8,
     }
     values, logprobs, ref, extra = padded
-    wanted = fastppo.compute_advantages(
-        scores, values, logprobs, ref, mask, token_rewards=extra, **how
+    expected = fastppo.compute_advantages(
+        scores, values, logprobs, ref, mask, token_rewards=extra, **options
     )
     cu_seqlens, (values, logprobs, ref, extra) = packed(mask, *padded)
     every = torch.ones_like(values, dtype=torch.bool)
-    found = fastppo.compute_advantages(
-        scores, values, logprobs, ref, every, token_rewards=extra, cu_seqlens=cu_seqlens, **how
+    actual = fastppo.compute_advantages(
+        scores, values, logprobs, ref, every, token_rewards=extra, cu_seqlens=cu_seqlens, **options
     )
-    bits(found, (wanted.advantages[mask], wanted.returns[mask], wanted.kl))
+    bits(actual, (expected.advantages[mask], expected.returns[mask], expected.kl))
     long = fastppo.compute_advantages(
         scores,
         values,
@@ -145,19 +145,19 @@ def test_packed_sequences_give_the_bits_of_padded_ones(
         every,
         token_rewards=extra,
         cu_seqlens=cu_seqlens.long(),
-        **how,
+        **options,
     )
-    bits(long, found)
+    bits(long, actual)
 
 
 @pytest.mark.parametrize("total", [1, 63, 64, 65, 4096, 4097, 20_000])
 def test_gae_of_long_rows_carries_across_the_blocks_of_the_scan(total: int) -> None:
     """One, two and three levels of 64-step blocks, and one step to either side of their edges."""
     rewards, values = torch.randn(2, 1, total)
-    found = fastppo.gae(rewards, values, gamma=1.0, lam=0.999)
+    actual = fastppo.gae(rewards, values, gamma=1.0, lam=0.999)
     trajectory = Trajectory(values.double(), rewards.double())
-    wanted = definition.gae(trajectory, Discounts(1.0, 0.999))
-    for one, other in zip(found, wanted, strict=True):
+    expected = definition.gae(trajectory, Discounts(1.0, 0.999))
+    for one, other in zip(actual, expected, strict=True):
         error = (one.double() - other).abs().max()
         assert error <= 1e-6 * other.abs().max()
 
@@ -165,10 +165,10 @@ def test_gae_of_long_rows_carries_across_the_blocks_of_the_scan(total: int) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gae_accumulates_low_precision_in_fp32_or_wider(dtype: torch.dtype) -> None:
     rewards, values = torch.randn(2, B, 500).to(dtype)
-    found = fastppo.gae(rewards, values, lam=1.0)
+    actual = fastppo.gae(rewards, values, lam=1.0)
     trajectory = Trajectory(values.double(), rewards.double())
-    wanted = definition.gae(trajectory, Discounts(1.0, 1.0))
-    for one, other in zip(found, wanted, strict=True):
+    expected = definition.gae(trajectory, Discounts(1.0, 1.0))
+    for one, other in zip(actual, expected, strict=True):
         assert one.dtype == torch.float32
         torch.testing.assert_close(one.double(), other, rtol=1e-6, atol=1e-5)
 
@@ -228,8 +228,8 @@ def test_the_score_lands_on_the_last_response_token_whatever_follows_it() -> Non
     mask[0, 8] = mask[4, 2] = False  # the last token masked, a gap
     scores = torch.arange(1.0, 6.0)
     zeros = torch.zeros(B, T)
-    how: dict[str, Any] = {"gamma": 1.0, "lam": 1.0, "whiten": False}
-    out = fastppo.compute_advantages(scores, zeros, zeros, None, mask, **how)
+    options: dict[str, Any] = {"gamma": 1.0, "lam": 1.0, "whiten": False}
+    out = fastppo.compute_advantages(scores, zeros, zeros, None, mask, **options)
     assert torch.equal(out.returns, mask * scores[:, None])
     once = fastppo.compute_advantages(scores, zeros, zeros, None, mask, gamma=0.0, whiten=False)
     assert torch.equal(once.returns.count_nonzero(1), mask.any(1).long())
@@ -239,16 +239,16 @@ def test_token_rewards_and_clipped_scores_add_up() -> None:
     mask = prefix_mask([9, 4, 1, 0, 7], T)
     scores, extra = 10 * torch.randn(B), torch.randn(B, T)
     values = torch.randn(B, T)
-    how: dict[str, Any] = {"gamma": 0.9, "lam": 0.8, "whiten": False}
-    found = fastppo.compute_advantages(
-        scores, values, values, None, mask, token_rewards=extra, score_clip=2.0, **how
+    options: dict[str, Any] = {"gamma": 0.9, "lam": 0.8, "whiten": False}
+    actual = fastppo.compute_advantages(
+        scores, values, values, None, mask, token_rewards=extra, score_clip=2.0, **options
     )
     rewards = extra.clone()
     for b, n in enumerate(mask.sum(1).tolist()):
         if n:
             rewards[b, n - 1] += scores[b].clamp(-2, 2)
-    wanted = fastppo.gae(rewards, values, mask, gamma=0.9, lam=0.8)
-    bits(found[:2], wanted)
+    expected = fastppo.gae(rewards, values, mask, gamma=0.9, lam=0.8)
+    bits(actual[:2], expected)
 
 
 def test_the_kl_of_bf16_logprobs_is_formed_in_fp32() -> None:
@@ -269,8 +269,8 @@ def test_the_kl_of_bf16_logprobs_is_formed_in_fp32() -> None:
 def test_masked_entries_do_not_reach_the_moments(garbage: float) -> None:
     mask = prefix_mask([3, 4], 4)
     x = torch.randn(2, 4)
-    wanted = fastppo.whiten(x, mask)
-    assert torch.equal(fastppo.whiten(torch.where(mask, x, garbage), mask), wanted)
+    expected = fastppo.whiten(x, mask)
+    assert torch.equal(fastppo.whiten(torch.where(mask, x, garbage), mask), expected)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
@@ -287,8 +287,8 @@ def test_whitening_stands_numbers_whose_squares_leave_fp32(scale: float) -> None
     wide = x.double()
     deviations = wide - wide[mask].mean()
     variance = deviations[mask].square().sum() / (int(mask.sum()) - 1)
-    wanted = torch.where(mask, deviations * torch.rsqrt(variance + 1e-8), 0.0)
-    torch.testing.assert_close(fastppo.whiten(x, mask).double(), wanted, rtol=1e-5, atol=1e-6)
+    expected = torch.where(mask, deviations * torch.rsqrt(variance + 1e-8), 0.0)
+    torch.testing.assert_close(fastppo.whiten(x, mask).double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (8, 64), (2, 4096)])
@@ -296,9 +296,9 @@ def test_whitening_stands_numbers_whose_sum_leaves_fp32(shape: tuple[int, int]) 
     x = 1.75e38 * (1 + 0.9 * torch.rand(shape, generator=torch.Generator().manual_seed(1)))
     assert x.isfinite().all()
     assert x.sum(-1).isinf().all()
-    wanted = paper.whiten(x.double().numpy())
+    expected = paper.whiten(x.double().numpy())
     torch.testing.assert_close(
-        fastppo.whiten(x).double(), torch.from_numpy(wanted), rtol=1e-5, atol=1e-6
+        fastppo.whiten(x).double(), torch.from_numpy(expected), rtol=1e-5, atol=1e-6
     )
 
 
@@ -306,8 +306,8 @@ def test_whitening_at_a_large_mean_keeps_its_digits() -> None:
     """Σx² − n·mean² cancels: in fp32 nothing would be left at a mean of 10⁵."""
     x = torch.randn(1000, dtype=torch.float64)
     shifted = (x + 1e5).float()
-    wanted = paper.whiten(shifted.double().numpy())
-    np.testing.assert_allclose(fastppo.whiten(shifted).numpy(), wanted, rtol=0, atol=1e-5)
+    expected = paper.whiten(shifted.double().numpy())
+    np.testing.assert_allclose(fastppo.whiten(shifted).numpy(), expected, rtol=0, atol=1e-5)
 
 
 @property_based
@@ -334,11 +334,11 @@ def test_moments_of_the_parts_whiten_as_the_whole_batch_does(ranks: int, seed: i
     assert total.dtype == torch.float64
     assert total[0] == mask.sum()
     for rows, part in zip(order, parts, strict=True):
-        found = fastppo.compute_advantages(
+        actual = fastppo.compute_advantages(
             *part, kl_coef=0.1, reduce_moments=lambda own, total=total: total
         )
-        torch.testing.assert_close(found.advantages, whole.advantages[rows], rtol=1e-6, atol=1e-6)
-        bits((found.returns, found.kl), (whole.returns[rows], whole.kl[rows]))
+        torch.testing.assert_close(actual.advantages, whole.advantages[rows], rtol=1e-6, atol=1e-6)
+        bits((actual.returns, actual.kl), (whole.returns[rows], whole.kl[rows]))
     unwhitened = fastppo.compute_advantages(*inputs, kl_coef=0.1, whiten=False).advantages
     again = fastppo.whiten(unwhitened, mask, moments=total)
     torch.testing.assert_close(again, whole.advantages, rtol=1e-6, atol=1e-6)
@@ -363,11 +363,11 @@ def test_a_nan_stays_in_its_sequence(packed: bool) -> None:
     clean = fastppo.gae(rewards[[0, 2]], values[[0, 2]])[0]
     if packed:
         ends = torch.tensor([0, 5, 10, 15])
-        found = fastppo.gae(rewards.flatten(), values.flatten(), cu_seqlens=ends)[0].view(3, 5)
+        actual = fastppo.gae(rewards.flatten(), values.flatten(), cu_seqlens=ends)[0].view(3, 5)
     else:
-        found = fastppo.gae(rewards, values)[0]
-    assert torch.equal(found[[0, 2]], clean)
-    assert found[1].isnan().tolist() == [True, True, True, False, False]
+        actual = fastppo.gae(rewards, values)[0]
+    assert torch.equal(actual[[0, 2]], clean)
+    assert actual[1].isnan().tolist() == [True, True, True, False, False]
 
 
 def test_a_reduction_that_returns_nothing_is_refused_and_one_that_returns_is_used() -> None:

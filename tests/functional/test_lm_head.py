@@ -39,18 +39,18 @@ def assert_is_the_weight(layer: Any, *, trained: int) -> None:
     hidden, tokens, zeros = torch.randn(N, H), torch.arange(N), torch.zeros(N)
     weight = head_weight(layer)
     assert weight.shape == (V, H)
-    wanted = layer(hidden)
+    expected = layer(hidden)
     # fp32, sums of 6 products in another order
-    torch.testing.assert_close(hidden @ weight.T + layer.bias, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hidden @ weight.T + layer.bias, expected, rtol=1e-5, atol=1e-5)
     given = (tokens, zeros - 2, zeros + 1)
     fastppo.linear_ppo_loss(hidden, weight, *given, bias=layer.bias).loss.backward()
-    found = {n: p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None}
+    actual = {n: p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None}
     layer.zero_grad()
-    fastppo.ppo_loss(wanted, *given).loss.backward()
-    assert len(found) == trained
+    fastppo.ppo_loss(expected, *given).loss.backward()
+    assert len(actual) == trained
     for name, parameter in layer.named_parameters():
         if parameter.grad is not None:
-            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(actual[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_a_plain_head_is_its_own_weight() -> None:

@@ -112,8 +112,8 @@ def test_linear_token_logprobs_holds_a_chunk_of_logits_in_backward_too() -> None
     weight = torch.randn(vocab, width, requires_grad=True)
 
     def logprobs() -> None:
-        found = fastppo.linear_token_logprobs(hidden, weight, tokens, chunk_size=2)
-        (found * found).sum().backward()
+        actual = fastppo.linear_token_logprobs(hidden, weight, tokens, chunk_size=2)
+        (actual * actual).sum().backward()
 
     largest, peak = allocations(logprobs)
     assert largest <= 4 * width * vocab
@@ -139,13 +139,13 @@ def test_prompt_and_padding_rows_never_reach_the_head(case: str) -> None:
         mask = torch.arange(10 + padding) < 10
         hidden = torch.randn(10 + padding, 7).to(dtype).requires_grad_()
         weight = torch.randn(103, 7).to(dtype).requires_grad_()
-        how: dict[str, Any] = {"chunk_size": 4, "temperature": torch.full((10 + padding,), 0.7)}
-        how["entropy_coef"] = 0.1  # a gradient for every row, clipped or not
+        options: dict[str, Any] = {"chunk_size": 4, "temperature": torch.full((10 + padding,), 0.7)}
+        options["entropy_coef"] = 0.1  # a gradient for every row, clipped or not
         if kl:
-            how |= {"ref_hidden": hidden.detach(), "ref_weight": weight.detach()}
-            how |= {"kl_coef": 0.1, "kl_estimator": kl[0]}
+            options |= {"ref_hidden": hidden.detach(), "ref_weight": weight.detach()}
+            options |= {"kl_coef": 0.1, "kl_estimator": kl[0]}
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-            fastppo.linear_ppo_loss(hidden, weight, *data[1:], mask, **how).loss.backward()
+            fastppo.linear_ppo_loss(hidden, weight, *data[1:], mask, **options).loss.backward()
         return sorted(
             max(size for shape in event.input_shapes for size in shape)
             for event in profiler.events()

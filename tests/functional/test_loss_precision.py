@@ -30,26 +30,26 @@ def assert_row_maths(logits: Tensor, tokens: Tensor, **softmax: Any) -> None:
     old = (log_p.gather(-1, tokens[:, None])[:, 0] + 0.1).float().detach()
     advantages = torch.where(torch.arange(n) % 2 == 0, 1.0, -1.0)
     w = torch.full((n,), 1 / n)
-    wanted = draws.exact(x, tokens, old, advantages, w, entropy_coef=0.5, **softmax)
-    (wanted_grad,) = torch.autograd.grad(wanted.loss, x)
+    expected = draws.exact(x, tokens, old, advantages, w, entropy_coef=0.5, **softmax)
+    (expected_grad,) = torch.autograd.grad(expected.loss, x)
     leaf = logits.detach().clone().requires_grad_()
     out = fastppo.ppo_loss(
         leaf, tokens, old, advantages, entropy_coef=0.5, **softmax, denominator=float(n)
     )
     stats = fastppo.token_stats(leaf.detach(), tokens, **softmax)
-    for found in (out, stats):
+    for actual in (out, stats):
         for name in ("logprobs", "entropy"):
-            error = (getattr(found, name).double() - getattr(wanted, name)).abs().max()
+            error = (getattr(actual, name).double() - getattr(expected, name)).abs().max()
             assert error <= NATS, f"{name} is off by {error:.2e} nats"
     # A ratio is e^logprob: 1e-5 nats are 1e-5 of it.
-    assert (out.loss.double() - wanted.loss).abs() <= 2e-5 * (1 + wanted.loss.abs())
+    assert (out.loss.double() - expected.loss).abs() <= 2e-5 * (1 + expected.loss.abs())
     (grad,) = torch.autograd.grad(out.loss, leaf)
     rounding = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-10}[logits.dtype]
     # fp16 has nothing between 0 and 6e-8
     floor = 6e-8 if logits.dtype == torch.float16 else 1e-30
-    error = (grad.double() - wanted_grad).abs()
+    error = (grad.double() - expected_grad).abs()
     assert (
-        error <= (2e-5 + rounding) * wanted_grad.abs() + 2e-5 * wanted_grad.abs().max() + floor
+        error <= (2e-5 + rounding) * expected_grad.abs() + 2e-5 * expected_grad.abs().max() + floor
     ).all()
 
 
@@ -123,7 +123,7 @@ def test_a_masked_vocabulary_is_the_smaller_vocabulary(
     ref_full = torch.where(kept, data.logits * 0.8, -torch.inf)
 
     def loss(x: Tensor, y: Tensor, reference: Tensor) -> tuple[Tensor, ...]:
-        how: dict[str, Any] = {"entropy_coef": 0.1, "kl_coef": 0.1}
+        options: dict[str, Any] = {"entropy_coef": 0.1, "kl_coef": 0.1}
         if path == "statistics":
             stats = fastppo.token_stats(x, y, ref_logits=reference)
             assert stats.kl is not None
@@ -138,15 +138,15 @@ def test_a_masked_vocabulary_is_the_smaller_vocabulary(
                 x, identity, y, old, data.advantages, bias=bias, entropy_coef=0.1
             )[:3]
         out = fastppo.ppo_loss(
-            x, y, old, data.advantages, ref_logits=reference, kl_estimator="full", **how
+            x, y, old, data.advantages, ref_logits=reference, kl_estimator="full", **options
         )
         return out[:4]
 
-    found, wanted = loss(logits, tokens, ref_full), loss(small, picks, ref)
-    for one, other in zip(found, wanted, strict=True):
+    actual, expected = loss(logits, tokens, ref_full), loss(small, picks, ref)
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=NATS)
-    (grad,) = torch.autograd.grad(found[0], logits)
-    (small_grad,) = torch.autograd.grad(wanted[0], small)
+    (grad,) = torch.autograd.grad(actual[0], logits)
+    (small_grad,) = torch.autograd.grad(expected[0], small)
     assert (grad[:, ~kept] == 0).all()
     rounding = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}[dtype]
     torch.testing.assert_close(grad[:, kept], small_grad, rtol=rounding, atol=rounding * 0.1)
@@ -187,20 +187,20 @@ def test_the_entropy_is_that_of_the_distribution_that_was_sampled() -> None:
     identity = torch.eye(11, dtype=torch.float64)
     for temperature in (0.5, 2.0):
         p = torch.softmax(data.logits / temperature, -1)
-        wanted = -(p * p.log()).sum(-1)
-        how = {"temperature": temperature}
-        for found in (
-            fastppo.ppo_loss(*data, **how).entropy,
-            fastppo.linear_ppo_loss(data.logits, identity, *data[1:], **how).entropy,
-            fastppo.token_stats(*data[:2], **how).entropy,
+        expected = -(p * p.log()).sum(-1)
+        options = {"temperature": temperature}
+        for actual in (
+            fastppo.ppo_loss(*data, **options).entropy,
+            fastppo.linear_ppo_loss(data.logits, identity, *data[1:], **options).entropy,
+            fastppo.token_stats(*data[:2], **options).entropy,
             fastppo.linear_token_logprobs(
-                data.logits, identity, data.tokens, return_entropy=True, **how
+                data.logits, identity, data.tokens, return_entropy=True, **options
             )[1],
         ):
-            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(fastppo.entropy(data.logits, **how), wanted.mean())
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(fastppo.entropy(data.logits, **options), expected.mean())
         before = -(torch.softmax(data.logits, -1) * torch.log_softmax(data.logits, -1)).sum(-1)
-        assert ((before - wanted).abs() > 0.01).all()
+        assert ((before - expected).abs() > 0.01).all()
 
 
 # ----------------------------------------------------------------------- the lm-head's own gradient
@@ -218,9 +218,9 @@ def test_the_head_s_gradient_is_not_accumulated_in_bf16() -> None:
     ).loss
     (grad,) = torch.autograd.grad(loss, weight)
     # dW_j = Σ_t (p_j − [j = 0])·x_t with p = 1/5: the row's gradient and dW are rounded once each
-    wanted = torch.full((vocab, width), n / 5)
-    wanted[0] = -n * 4 / 5
-    torch.testing.assert_close(grad.float(), wanted, rtol=2**-7, atol=0)
+    expected = torch.full((vocab, width), n / 5)
+    expected[0] = -n * 4 / 5
+    torch.testing.assert_close(grad.float(), expected, rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=("bf16", "fp32"))
@@ -233,7 +233,7 @@ def test_many_chunks_cost_the_head_s_gradient_no_accuracy(dtype: torch.dtype) ->
     old = fastppo.linear_token_logprobs(*wide, data.tokens).detach() + 0.1
     arguments = (data.tokens, old, data.advantages)
     loss = fastppo.ppo_loss(wide[0] @ wide[1].T, *arguments, entropy_coef=0.1).loss
-    wanted = torch.autograd.grad(loss, wide)
+    expected = torch.autograd.grad(loss, wide)
 
     def errors(chunk_size: int) -> list[float]:
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
@@ -242,7 +242,8 @@ def test_many_chunks_cost_the_head_s_gradient_no_accuracy(dtype: torch.dtype) ->
         ).loss
         grads = torch.autograd.grad(loss, leaves)
         return [
-            ((g.double() - w).norm() / w.norm()).item() for g, w in zip(grads, wanted, strict=True)
+            ((g.double() - w).norm() / w.norm()).item()
+            for g, w in zip(grads, expected, strict=True)
         ]
 
     many, one = errors(4), errors(n)
@@ -269,9 +270,9 @@ def test_a_sure_policy_keeps_the_digits_of_its_gradient(nats: float, loss_option
         fastppo.ppo_loss(logits, tokens, old, advantages.to(dtype), **loss_options).loss.backward()
         assert logits.grad is not None
         gradients.append(logits.grad.double())
-    exact, found = gradients
+    exact, actual = gradients
     # 1e-5 of each row's largest entry; fp64 itself keeps enough digits up to 20 nats
-    error = (found - exact).abs().amax(-1) / exact.abs().amax(-1)
+    error = (actual - exact).abs().amax(-1) / exact.abs().amax(-1)
     assert error.max() < 1e-5
 
 
@@ -287,8 +288,8 @@ def test_a_soft_caps_gradient_keeps_its_digits_near_the_cap() -> None:
         ).loss.backward()
         assert logits.grad is not None
         gradients.append(logits.grad.double())
-    exact, found = gradients
-    assert ((found - exact).abs().amax(-1) / exact.abs().amax(-1)).max() < 1e-5
+    exact, actual = gradients
+    assert ((actual - exact).abs().amax(-1) / exact.abs().amax(-1)).max() < 1e-5
 
 
 def test_an_infinite_kl_that_is_only_reported_leaves_the_gradient_finite() -> None:

@@ -44,7 +44,7 @@ class Trunk:
             return max(1, int(self.mask.any(1).sum()))
         return max(1, int(self.mask.sum())) if aggregation == "token-mean" else 1.0
 
-    def loss(self, part: Any, linear: bool, **how: Any) -> Tensor:
+    def loss(self, part: Any, linear: bool, **options: Any) -> Tensor:
         """Policy and value loss of the tokens that `part` picks from [B, T]."""
         hidden, mask = self.hidden[part], self.mask[part]
         _, tokens, old, advantages = (x[part] for x in self.data)
@@ -52,7 +52,7 @@ class Trunk:
             "entropy_coef": 0.1,
             "kl_coef": 0.2,
             "ref_logprobs": self.ref_logprobs[part],
-            **how,
+            **options,
         }
         if linear:
             out = fastppo.linear_ppo_loss(
@@ -62,15 +62,15 @@ class Trunk:
             logits = hidden @ self.weight.T
             out = fastppo.ppo_loss(logits, tokens, old, advantages, mask, **keywords)
         values = hidden @ self.value
-        return out.loss + 0.5 * fastppo.value_loss(values, self.returns[part], mask, **how)
+        return out.loss + 0.5 * fastppo.value_loss(values, self.returns[part], mask, **options)
 
-    def gradients(self, parts: list[Any], linear: bool, **how: Any) -> list[Tensor]:
+    def gradients(self, parts: list[Any], linear: bool, **options: Any) -> list[Tensor]:
         """[loss, dW of the policy head, of the value head], accumulated over microbatches."""
         self.weight.grad = self.value.grad = None
         total = torch.zeros((), dtype=torch.float64)
         for part in parts:
             loss = self.loss(
-                part, linear, **{k: v(part) if callable(v) else v for k, v in how.items()}
+                part, linear, **{k: v(part) if callable(v) else v for k, v in options.items()}
             )
             loss.backward()
             total += loss.detach()
@@ -79,8 +79,8 @@ class Trunk:
         return [total, self.weight.grad.clone(), self.value.grad.clone()]
 
 
-def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
-    for one, other in zip(found, wanted, strict=True):
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
@@ -103,10 +103,10 @@ def test_any_cut_into_microbatches_gives_the_same_loss_and_gradients(
     cuts = sorted(data.draw(st.sets(st.integers(1, batch - 1)))) if batch > 1 else []
     bounds = [0, *cuts, batch]
     parts = [order[a:b] for a, b in itertools.pairwise(bounds)]
-    how = {"aggregation": aggregation, "denominator": trunk.denominator(aggregation)}
+    options = {"aggregation": aggregation, "denominator": trunk.denominator(aggregation)}
     whole = trunk.gradients([slice(None)], linear, aggregation=aggregation)
-    assert_same(trunk.gradients(parts, linear, **how), whole)
-    tensor = {"aggregation": aggregation, "denominator": torch.tensor(how["denominator"])}
+    assert_same(trunk.gradients(parts, linear, **options), whole)
+    tensor = {"aggregation": aggregation, "denominator": torch.tensor(options["denominator"])}
     assert_same(trunk.gradients(parts, linear, **tensor), whole)
 
 
@@ -123,8 +123,8 @@ def test_any_packing_of_tokens_gives_the_same_loss_and_gradients(
     parts = [
         (torch.tensor(x) // length, torch.tensor(x) % length) for x in (order[:cut], order[cut:])
     ]
-    found = trunk.gradients(parts, linear, weights=lambda part: weights[part])
-    assert_same(found, trunk.gradients([slice(None)], linear, aggregation=aggregation))
+    actual = trunk.gradients(parts, linear, weights=lambda part: weights[part])
+    assert_same(actual, trunk.gradients([slice(None)], linear, aggregation=aggregation))
 
 
 def test_a_mean_of_microbatch_means_is_what_the_global_denominator_avoids() -> None:
@@ -188,9 +188,9 @@ def test_the_first_update_is_plain_policy_gradient() -> None:
     out = fastppo.ppo_loss(
         data.logits, data.tokens, logprobs.detach(), data.advantages, dual_clip=1.5
     )
-    (found,) = torch.autograd.grad(out.loss, data.logits)
-    (wanted,) = torch.autograd.grad(-(data.advantages * logprobs).mean(), data.logits)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
+    (actual,) = torch.autograd.grad(out.loss, data.logits)
+    (expected,) = torch.autograd.grad(-(data.advantages * logprobs).mean(), data.logits)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-15)
 
 
 # ------------------------------------------------- property 3: masks come from lengths, not tokens
@@ -206,8 +206,8 @@ def test_a_pad_token_that_equals_eos_is_a_token_like_any_other() -> None:
     out = fastppo.ppo_loss(*zeroed, trunk.mask)
     rows = draws.Batch(*(x[trunk.mask] for x in zeroed))
     assert (rows.tokens == 0).sum() >= 3
-    wanted = draws.exact(*rows, torch.full((10,), 0.1, dtype=torch.float64))
-    torch.testing.assert_close(out.loss, wanted.loss, rtol=1e-12, atol=0)
+    expected = draws.exact(*rows, torch.full((10,), 0.1, dtype=torch.float64))
+    torch.testing.assert_close(out.loss, expected.loss, rtol=1e-12, atol=0)
     other_padding = zeroed._replace(tokens=torch.where(trunk.mask, zeroed.tokens, 5))
     assert torch.equal(fastppo.ppo_loss(*other_padding, trunk.mask).loss, out.loss)
 
@@ -229,7 +229,11 @@ def test_the_same_inputs_give_the_same_bits_run_after_run(dtype: torch.dtype, ma
     weight = torch.randn(vocab, width).div(4).to(dtype)
     old = fastppo.linear_token_logprobs(hidden, weight, data.tokens) + 0.3
     mask = torch.rand(n) < 0.7 if masked else None
-    how: dict[str, Any] = {"entropy_coef": 0.1, "kl_coef": 0.1, "ref_logprobs": data.old_logprobs}
+    options: dict[str, Any] = {
+        "entropy_coef": 0.1,
+        "kl_coef": 0.1,
+        "ref_logprobs": data.old_logprobs,
+    }
 
     def moved(x: Tensor, offset: int) -> Tensor:
         """x at `offset` elements behind the start of an allocation, a leaf."""
@@ -240,9 +244,9 @@ def test_the_same_inputs_give_the_same_bits_run_after_run(dtype: torch.dtype, ma
         z, h, w = moved(data.logits, offset), moved(hidden, 0), moved(weight, 0)
         stats = fastppo.token_stats(z, data.tokens, ref_logits=data.logits * 0.9)
         assert stats.kl is not None
-        fused = fastppo.ppo_loss(z, *data[1:], mask, **how)
+        fused = fastppo.ppo_loss(z, *data[1:], mask, **options)
         linear = fastppo.linear_ppo_loss(
-            h, w, data.tokens, old, data.advantages, mask, chunk_size=8, **how
+            h, w, data.tokens, old, data.advantages, mask, chunk_size=8, **options
         )
         logprobs = fastppo.linear_token_logprobs(h, w, data.tokens, chunk_size=8)
         total = fused.loss + linear.loss + (logprobs + stats.logprobs + stats.kl).mean()
@@ -273,7 +277,7 @@ def test_a_coefficient_that_is_set_has_its_gradient_on_every_path(
     keywords = draws.options(data, term) | {"clip_ratio": 0.0}
     x = data.logits.double().requires_grad_()
     w = torch.full((6,), 1 / 6, dtype=torch.float64)
-    (wanted,) = torch.autograd.grad(draws.exact(x, *data[1:], w, **keywords).loss, x)
+    (expected,) = torch.autograd.grad(draws.exact(x, *data[1:], w, **keywords).loss, x)
     without = {k: v for k, v in keywords.items() if k not in ("entropy_coef", "kl_coef")}
     (dropped,) = torch.autograd.grad(draws.exact(x, *data[1:], w, **without).loss, x)
     leaf = data.leaf().logits
@@ -298,8 +302,8 @@ def test_a_coefficient_that_is_set_has_its_gradient_on_every_path(
         loss = compiled(leaf)
     else:
         loss = fastppo.ppo_loss(leaf, *data[1:], **keywords).loss
-    (found,) = torch.autograd.grad(loss, leaf)
+    (actual,) = torch.autograd.grad(loss, leaf)
     tolerance = 2**-10 if dtype == torch.float16 else 1e-12
-    error = (found.double() - wanted).norm()
-    assert error <= tolerance * wanted.norm()
-    assert (dropped - wanted).norm() > 10 * tolerance * wanted.norm()
+    error = (actual.double() - expected).norm()
+    assert error <= tolerance * expected.norm()
+    assert (dropped - expected).norm() > 10 * tolerance * expected.norm()

@@ -36,23 +36,23 @@ paths = pytest.mark.parametrize("path", PATHS)
 dtypes = pytest.mark.parametrize("dtype", VALUE, ids=lambda dtype: str(dtype)[6:])
 
 
-def close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
+def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     """Within `tolerance` of the largest entry: what a sum of such entries can promise."""
-    assert found.shape == wanted.shape
-    scale = max(1.0, wanted.abs().max().item()) if wanted.numel() else 1.0
+    assert actual.shape == expected.shape
+    scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
     torch.testing.assert_close(
-        found.detach().double(), wanted.detach().double(), rtol=0, atol=tolerance * scale
+        actual.detach().double(), expected.detach().double(), rtol=0, atol=tolerance * scale
     )
 
 
 def gradient_close(
-    found: Tensor | None, wanted: Tensor, tolerance: float, floor: float = 1e-300
+    actual: Tensor | None, expected: Tensor, tolerance: float, floor: float = 1e-300
 ) -> None:
     """As `close`, and never against a floor of 1: a gradient may be small all over."""
-    assert found is not None
-    scale = wanted.abs().max().item() if wanted.numel() else 0.0
+    assert actual is not None
+    scale = expected.abs().max().item() if expected.numel() else 0.0
     torch.testing.assert_close(
-        found.double(), wanted.double(), rtol=tolerance, atol=tolerance * scale + floor
+        actual.double(), expected.double(), rtol=tolerance, atol=tolerance * scale + floor
     )
 
 
@@ -95,13 +95,13 @@ def test_value_and_gradient_of_each_term_are_those_of_autograd(
             run(path, data, keywords)
         return
     x = data.logits.double().requires_grad_()
-    wanted = draws.exact(x, *data[1:], torch.full((N,), 1 / N, dtype=torch.float64), **keywords)
-    (wanted_grad,) = torch.autograd.grad(wanted.loss, x)
-    found, grad = run(path, data, keywords)
+    expected = draws.exact(x, *data[1:], torch.full((N,), 1 / N, dtype=torch.float64), **keywords)
+    (expected_grad,) = torch.autograd.grad(expected.loss, x)
+    actual, grad = run(path, data, keywords)
     for name in ("loss", "logprobs", "entropy", "kl"):
-        close(getattr(found, name), getattr(wanted, name), VALUE[dtype])
+        close(getattr(actual, name), getattr(expected, name), VALUE[dtype])
     assert grad.dtype == dtype
-    gradient_close(grad, wanted_grad, GRADIENT[dtype])
+    gradient_close(grad, expected_grad, GRADIENT[dtype])
 
 
 @pytest.mark.parametrize("clip_ratio", [None, 0.5])
@@ -118,16 +118,16 @@ def test_the_values_gradient_is_that_of_the_formula(
     if clip_ratio is not None:
         near = old.double() + (plain - old.double()).clamp(-clip_ratio, clip_ratio)
         error = torch.maximum(error, (near - returns.double()) ** 2)
-    wanted = 0.5 * error[mask].mean()
-    (3 * wanted).backward()
+    expected = 0.5 * error[mask].mean()
+    (3 * expected).backward()
     assert plain.grad is not None
     given = {"clip_ratio": clip_ratio, "old_values": old.masked_fill(~mask, torch.nan)}
-    found = fastppo.value_loss(values, returns.masked_fill(~mask, torch.nan), mask, **given)
+    actual = fastppo.value_loss(values, returns.masked_fill(~mask, torch.nan), mask, **given)
     for _ in range(2):
         values.grad = None
-        (3 * found).backward(retain_graph=True)
+        (3 * actual).backward(retain_graph=True)
         tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
-        close(found, wanted, 1e-5 if dtype != torch.float64 else 1e-12)
+        close(actual, expected, 1e-5 if dtype != torch.float64 else 1e-12)
         torch.testing.assert_close(
             values.grad.double(), plain.grad, rtol=tolerance, atol=tolerance * 0.03
         )
@@ -136,10 +136,10 @@ def test_the_values_gradient_is_that_of_the_formula(
 def test_the_value_loss_has_a_second_derivative() -> None:
     values, old, returns = torch.randn(3, 2, 40, dtype=torch.float64)
     values.requires_grad_()
-    how: dict[str, Any] = {"old_values": old, "clip_ratio": 0.5, "aggregation": "token-sum"}
-    assert gradgradcheck(lambda x: fastppo.value_loss(x, returns, **how), values)
+    options: dict[str, Any] = {"old_values": old, "clip_ratio": 0.5, "aggregation": "token-sum"}
+    assert gradgradcheck(lambda x: fastppo.value_loss(x, returns, **options), values)
     (grad,) = torch.autograd.grad(
-        fastppo.value_loss(values, returns, **how), values, create_graph=True
+        fastppo.value_loss(values, returns, **options), values, create_graph=True
     )
     (twice,) = torch.autograd.grad(grad.square().sum(), values)
     assert torch.equal(twice, 2 * grad.detach())
@@ -160,15 +160,17 @@ def test_gradcheck_of_the_losses_of_tutorials(aggregation: str) -> None:
     )
     logprobs = (old.detach() + 0.5 * torch.randn(2, 3)).requires_grad_()
     mask = torch.tensor([[True, True, False], [True, True, True]])
-    how: dict[str, Any] = {"aggregation": aggregation}
-    assert gradcheck(lambda x: fastppo.policy_loss(x, old, a, mask, dual_clip=1.3, **how), logprobs)
+    options: dict[str, Any] = {"aggregation": aggregation}
     assert gradcheck(
-        lambda x: fastppo.value_loss(x, returns, mask, old_values=old, clip_ratio=0.5, **how),
+        lambda x: fastppo.policy_loss(x, old, a, mask, dual_clip=1.3, **options), logprobs
+    )
+    assert gradcheck(
+        lambda x: fastppo.value_loss(x, returns, mask, old_values=old, clip_ratio=0.5, **options),
         values,
     )
-    assert gradcheck(lambda x: fastppo.entropy(x, mask, temperature=0.6, **how), logits)
+    assert gradcheck(lambda x: fastppo.entropy(x, mask, temperature=0.6, **options), logits)
     assert gradcheck(
-        lambda p, v, z: fastppo.total_loss(p, old, a, v, returns, z, mask, **how)["total_loss"],
+        lambda p, v, z: fastppo.total_loss(p, old, a, v, returns, z, mask, **options)["total_loss"],
         (logprobs, values, logits),
     )
 
@@ -220,27 +222,31 @@ def test_any_combination_of_keywords_equals_autograd(
     x = rows.logits.clone().requires_grad_()
     n = kept.sum().item()
     w = torch.full((int(n),), 1 / (denominator or max(n, 1)), dtype=torch.float64)
-    wanted = draws.exact(x, *rows[1:], w, **cut)
-    (wanted_grad,) = torch.autograd.grad(wanted.loss, x)
+    expected = draws.exact(x, *rows[1:], w, **cut)
+    (expected_grad,) = torch.autograd.grad(expected.loss, x)
     keywords["denominator"] = denominator
     if path == "linear":
         keywords["chunk_size"] = chunk_size
-    found, grad = run(path, data, keywords, mask)
-    close(found.loss, wanted.loss, 1e-11)
+    actual, grad = run(path, data, keywords, mask)
+    close(actual.loss, expected.loss, 1e-11)
     for name in ("logprobs", "entropy", "kl"):
         full = torch.zeros_like(data.old_logprobs)
-        full[kept] = getattr(wanted, name).detach()
-        close(getattr(found, name), full, 1e-11)
+        full[kept] = getattr(expected, name).detach()
+        close(getattr(actual, name), full, 1e-11)
     full_grad = torch.zeros_like(data.logits)
-    full_grad[kept] = wanted_grad
+    full_grad[kept] = expected_grad
     # Autograd forms 1 − p_y, whose rounding in a peaked row is all that is left of it.
-    gradient_close(grad, full_grad, 1e-10, floor=1e-15 * (1 + abs(wanted.loss.item())))
+    gradient_close(grad, full_grad, 1e-10, floor=1e-15 * (1 + abs(expected.loss.item())))
     if n:
         terms = ("clip_ratio", "dual_clip", "importance_weights")
         metrics = draws.metrics(
-            wanted, rows.old_logprobs, rows.advantages, w, **{name: cut.get(name) for name in terms}
+            expected,
+            rows.old_logprobs,
+            rows.advantages,
+            w,
+            **{name: cut.get(name) for name in terms},
         )
-        assert {k: v.item() for k, v in found.metrics.items()} == pytest.approx(metrics, rel=1e-9)
+        assert {k: v.item() for k, v in actual.metrics.items()} == pytest.approx(metrics, rel=1e-9)
 
 
 # ---------------------------------------------------------------------------- the fused lm-head
@@ -258,19 +264,19 @@ def test_the_fused_head_equals_the_projected_logits_for_any_chunk_size(
     logits = hidden @ weight.T + bias
     data = draws.batch((n,), vocab)._replace(logits=logits)
     keywords = draws.options(data, term)
-    wanted = fastppo.ppo_loss(*data, **keywords)
-    wanted_grads = torch.autograd.grad(wanted.loss, (hidden, weight, bias))
-    found = fastppo.linear_ppo_loss(
+    expected = fastppo.ppo_loss(*data, **keywords)
+    expected_grads = torch.autograd.grad(expected.loss, (hidden, weight, bias))
+    actual = fastppo.linear_ppo_loss(
         hidden, weight, *data[1:], bias=bias, chunk_size=chunk_size, **draws.as_linear(keywords)
     )
     for name in ("loss", "logprobs", "entropy", "kl"):
-        close(getattr(found, name), getattr(wanted, name), 1e-11)
+        close(getattr(actual, name), getattr(expected, name), 1e-11)
     for grad, other in zip(
-        torch.autograd.grad(found.loss, (hidden, weight, bias)), wanted_grads, strict=True
+        torch.autograd.grad(actual.loss, (hidden, weight, bias)), expected_grads, strict=True
     ):
         gradient_close(grad, other, 1e-11)
-    for name, value in wanted.metrics.items():
-        close(found.metrics[name], value, 1e-11)
+    for name, value in expected.metrics.items():
+        close(actual.metrics[name], value, 1e-11)
 
 
 def test_a_reference_head_may_have_another_width_and_a_bias() -> None:
@@ -280,15 +286,15 @@ def test_a_reference_head_may_have_another_width_and_a_bias() -> None:
     ref_logits = ref_hidden @ ref_weight.T + ref_bias
     reference = {"ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
     for estimator in ("k3", "full"):
-        how: dict[str, Any] = {"kl_coef": 0.3, "kl_estimator": estimator}
-        found = fastppo.linear_ppo_loss(
-            hidden, weight, *data[1:], bias=bias, chunk_size=4, **reference, **how
+        options: dict[str, Any] = {"kl_coef": 0.3, "kl_estimator": estimator}
+        actual = fastppo.linear_ppo_loss(
+            hidden, weight, *data[1:], bias=bias, chunk_size=4, **reference, **options
         )
         logits = hidden @ weight.T + bias
-        wanted = fastppo.ppo_loss(logits, *data[1:], ref_logits=ref_logits, **how)
-        close(found.loss, wanted.loss, 1e-11)
-        close(found.kl, wanted.kl, 1e-11)
-        assert (found.kl != 0).all()
+        expected = fastppo.ppo_loss(logits, *data[1:], ref_logits=ref_logits, **options)
+        close(actual.loss, expected.loss, 1e-11)
+        close(actual.kl, expected.kl, 1e-11)
+        assert (actual.kl != 0).all()
 
 
 @pytest.mark.parametrize("trained", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 0, 0)])
@@ -312,9 +318,9 @@ def test_frozen_parts_of_the_head_get_no_gradient_and_change_no_other(
         return [x.grad for x in leaves], loss
 
     everything, _ = gradients((1, 1, 1))
-    found, loss = gradients(trained)
+    actual, loss = gradients(trained)
     assert loss.requires_grad == any(trained)
-    for grad, asked, whole in zip(found, trained, everything, strict=True):
+    for grad, asked, whole in zip(actual, trained, everything, strict=True):
         if asked:
             assert grad is not None
             assert whole is not None
@@ -333,17 +339,17 @@ def test_leading_axes_are_only_a_shape(shape: tuple[int, ...], path: str) -> Non
     n = data.tokens.numel()
     ref = draws.like(data.old_logprobs, 5)
     keywords: dict[str, Any] = {"kl_coef": 0.1, "entropy_coef": 0.2, "ref_logprobs": ref}
-    found, grad = run(path, data, keywords)
+    actual, grad = run(path, data, keywords)
     flat = draws.Batch(data.logits.reshape(n, V), *(x.reshape(n) for x in data[1:]))
-    wanted, flat_grad = run(path, flat, keywords | {"ref_logprobs": ref.reshape(n)})
-    assert found.loss.shape == ()
-    assert torch.equal(found.loss, wanted.loss)
+    expected, flat_grad = run(path, flat, keywords | {"ref_logprobs": ref.reshape(n)})
+    assert actual.loss.shape == ()
+    assert torch.equal(actual.loss, expected.loss)
     assert torch.equal(grad, flat_grad.view(*shape, V))
     for name in ("logprobs", "entropy", "kl"):
-        assert torch.equal(getattr(found, name), getattr(wanted, name).view(shape))
+        assert torch.equal(getattr(actual, name), getattr(expected, name).view(shape))
     if n == 0:
-        assert found.loss.item() == 0
-        assert all(value.item() == 0 for value in found.metrics.values())
+        assert actual.loss.item() == 0
+        assert all(value.item() == 0 for value in actual.metrics.values())
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -356,11 +362,11 @@ def test_a_view_of_shifted_logits_is_as_good_as_its_copy(masked: bool, dtype: to
         data = draws.batch(shape, V, dtype)
         mask = torch.rand(shape) < 0.6 if masked else None
         ref = draws.like(view, 3).to(dtype)
-        how: dict[str, Any] = {"ref_logits": ref, "kl_coef": 0.2, "kl_estimator": "full"}
+        options: dict[str, Any] = {"ref_logits": ref, "kl_coef": 0.2, "kl_estimator": "full"}
         results = []
         for logits in (view, view.contiguous()):
             x = logits.detach().requires_grad_()
-            out = fastppo.ppo_loss(x, *data[1:], mask, **how)
+            out = fastppo.ppo_loss(x, *data[1:], mask, **options)
             stats = fastppo.token_stats(x, data.tokens, ref_logits=ref)
             assert stats.kl is not None
             total = out.loss + (stats.logprobs + stats.entropy + stats.kl).sum() / 7
@@ -464,15 +470,15 @@ def test_in_place_gives_the_same_bits_in_the_logits_own_memory(
 ) -> None:
     data = draws.batch((3, 5), V, dtype)
     mask = torch.rand(3, 5) < 0.6 if masked else None
-    wanted, wanted_grad = run("logits", data, {"entropy_coef": 0.1}, mask)
+    expected, expected_grad = run("logits", data, {"entropy_coef": 0.1}, mask)
     leaf = data.logits.clone().requires_grad_()
     logits = leaf * 1
     out = fastppo.ppo_loss(logits, *data[1:], mask, entropy_coef=0.1, inplace=True)
-    assert torch.equal(logits.detach(), wanted_grad)
-    for one, other in zip(out[:4], wanted[:4], strict=True):
+    assert torch.equal(logits.detach(), expected_grad)
+    for one, other in zip(out[:4], expected[:4], strict=True):
         assert torch.equal(one, other)
     (grad,) = torch.autograd.grad(out.loss, leaf)
-    assert torch.equal(grad, wanted_grad)
+    assert torch.equal(grad, expected_grad)
 
 
 def test_in_place_over_a_view_leaves_the_rest_of_the_memory_alone() -> None:
@@ -487,12 +493,12 @@ def test_in_place_over_a_view_leaves_the_rest_of_the_memory_alone() -> None:
 def test_in_place_takes_axes_in_any_order() -> None:
     """A transposed [T, B, V]: rows that lie apart, the outer axis with the smaller stride."""
     data = draws.batch((3, 5), V)
-    wanted = torch.autograd.grad(
+    expected = torch.autograd.grad(
         fastppo.ppo_loss(data.logits.requires_grad_(), *data[1:]).loss, data.logits
     )[0]
     logits = data.logits.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     (grad,) = torch.autograd.grad(fastppo.ppo_loss(logits, *data[1:], inplace=True).loss, logits)
-    assert torch.equal(grad, wanted)
+    assert torch.equal(grad, expected)
     twice = data.logits.detach()[:1].expand(3, -1, -1)
     with pytest.raises(ValueError, match="rows that do not overlap"):
         fastppo.ppo_loss(twice.requires_grad_(), *data[1:], inplace=True)
@@ -536,7 +542,7 @@ def test_masked_entries_may_hold_anything(
     if by_weights:
         keywords |= {"weights": mask / 3.0}
         selection = {}
-    wanted, wanted_grad = run(path, data, keywords, **selection)
+    expected, expected_grad = run(path, data, keywords, **selection)
     poisoned = dict(keywords)
     for name in ("ref_logprobs", "importance_weights", "temperature", "ref_logits"):
         if isinstance(value := keywords.get(name), Tensor):
@@ -544,22 +550,22 @@ def test_masked_entries_may_hold_anything(
             poisoned[name][~mask] = float("nan")
     if not by_weights:
         poisoned["weights"] = torch.where(mask, 1 / 3, float("nan"))
-        wanted_keywords = keywords | {"weights": mask / 3.0}
-        wanted, wanted_grad = run(path, data, wanted_keywords, **selection)
+        expected_keywords = keywords | {"weights": mask / 3.0}
+        expected, expected_grad = run(path, data, expected_keywords, **selection)
     bad = draws.Batch(*(x.clone() for x in data))
     bad.logits[~mask] = float("nan")
     bad.tokens[~mask] = -100
     bad.old_logprobs[~mask] = float("nan")
     bad.advantages[~mask] = float("inf")
-    found, grad = run(path, bad, poisoned, **selection)
-    for one, other in zip(found[:4], wanted[:4], strict=True):
+    actual, grad = run(path, bad, poisoned, **selection)
+    for one, other in zip(actual[:4], expected[:4], strict=True):
         assert torch.equal(one, other)
-    assert torch.equal(grad, wanted_grad)
+    assert torch.equal(grad, expected_grad)
     assert (grad[~mask] == 0).all()
-    for stat in (found.logprobs, found.entropy, found.kl):
+    for stat in (actual.logprobs, actual.entropy, actual.kl):
         assert (stat[~mask] == 0).all()
-    for name, value in found.metrics.items():
-        assert torch.equal(value, wanted.metrics[name])
+    for name, value in actual.metrics.items():
+        assert torch.equal(value, expected.metrics[name])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
@@ -574,9 +580,9 @@ def test_masked_hidden_states_do_not_reach_the_head_s_gradient(dtype: torch.dtyp
         out = fastppo.linear_ppo_loss(x, weight, *data[1:], mask, bias=bias, entropy_coef=0.1)
         return torch.autograd.grad(out.loss, (x, weight, bias))
 
-    wanted = gradients(hidden)
-    found = gradients(torch.where(mask.unsqueeze(1), hidden, float("nan")))
-    for one, other in zip(found, wanted, strict=True):
+    expected = gradients(hidden)
+    actual = gradients(torch.where(mask.unsqueeze(1), hidden, float("nan")))
+    for one, other in zip(actual, expected, strict=True):
         assert torch.equal(one, other)
 
 
@@ -595,10 +601,10 @@ def test_masked_entries_of_the_tutorial_losses_may_hold_anything(garbage: float)
         out = fastppo.total_loss(**inputs, mask=mask, value_clip=0.2, dual_clip=2.0)
         return [*out.values(), *torch.autograd.grad(out["total_loss"], trained)]
 
-    wanted = results(clean)
+    expected = results(clean)
     for x in clean.values():
         x[~mask] = garbage
-    for one, other in zip(results(clean), wanted, strict=True):
+    for one, other in zip(results(clean), expected, strict=True):
         assert torch.equal(one, other)
 
 
@@ -617,13 +623,13 @@ def test_a_batch_with_nothing_unmasked_has_zero_loss_gradient_and_metrics(path: 
 def test_each_aggregation_is_its_formula() -> None:
     mask = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0]]).bool()
     third = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [0, 3, 0, 0]]) / 3
-    for aggregation, wanted in {
+    for aggregation, expected in {
         "token-mean": mask / 4,
         "seq-mean-token-mean": third / 2,
         "seq-mean-token-sum": mask / 2,
         "token-sum": mask / 1,
     }.items():
-        torch.testing.assert_close(fastppo.aggregation_weights(mask, aggregation), wanted)
+        torch.testing.assert_close(fastppo.aggregation_weights(mask, aggregation), expected)
         scaled = fastppo.aggregation_weights(mask, aggregation, 10.0)
         base = third if aggregation == "seq-mean-token-mean" else mask.float()
         torch.testing.assert_close(scaled, base / 10)
@@ -643,22 +649,22 @@ def test_every_loss_is_the_weighted_sum_of_its_tokens(
     data = draws.batch((3, 4), V)
     mask = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0]]).bool()
     w = fastppo.aggregation_weights(mask, aggregation, denominator, dtype=torch.float64)
-    how: dict[str, Any] = {"aggregation": aggregation, "denominator": denominator}
+    options: dict[str, Any] = {"aggregation": aggregation, "denominator": denominator}
     rows = draws.exact(*(x.flatten(0, 1) for x in data), w.flatten(), entropy_coef=0.1)
     logprobs = rows.logprobs.view(3, 4)
     surrogate = paper.clipped_surrogate(*(x.numpy() for x in (logprobs, *data[2:])))
     policy = -torch.from_numpy(surrogate)
-    found = fastppo.ppo_loss(*data, mask, entropy_coef=0.1, **how)
-    close(found.loss, rows.loss, 1e-12)
+    actual = fastppo.ppo_loss(*data, mask, entropy_coef=0.1, **options)
+    close(actual.loss, rows.loss, 1e-12)
     given = fastppo.ppo_loss(*data, mask, entropy_coef=0.1, weights=w)
-    assert torch.equal(given.loss, found.loss)
-    close(found.metrics["policy_loss"], (w * policy).sum(), 1e-12)
-    close(fastppo.policy_loss(logprobs, *data[2:], mask, **how), (w * policy).sum(), 1e-12)
+    assert torch.equal(given.loss, actual.loss)
+    close(actual.metrics["policy_loss"], (w * policy).sum(), 1e-12)
+    close(fastppo.policy_loss(logprobs, *data[2:], mask, **options), (w * policy).sum(), 1e-12)
     values, returns = data.advantages, data.old_logprobs
-    wanted = (w * (values - returns) ** 2).sum() / 2
-    close(fastppo.value_loss(values, returns, mask, **how), wanted, 1e-12)
+    expected = (w * (values - returns) ** 2).sum() / 2
+    close(fastppo.value_loss(values, returns, mask, **options), expected, 1e-12)
     entropy = rows.entropy.view(3, 4)
-    close(fastppo.entropy(data.logits, mask, **how), (w * entropy).sum(), 1e-12)
+    close(fastppo.entropy(data.logits, mask, **options), (w * entropy).sum(), 1e-12)
 
 
 @paths
@@ -677,11 +683,11 @@ def test_metrics_are_those_of_a_loop_over_the_tokens(
     w = torch.full((200,), 1 / 200, dtype=torch.float64)
     rows = draws.exact(*data, w, **keywords)
     clips = {"clip_ratio": clip_ratio, "dual_clip": dual_clip}
-    wanted = draws.metrics(rows, data.old_logprobs, data.advantages, w, **clips)
-    found, _ = run(path, data, keywords)
-    assert {k: v.item() for k, v in found.metrics.items()} == pytest.approx(wanted, rel=1e-12)
+    expected = draws.metrics(rows, data.old_logprobs, data.advantages, w, **clips)
+    actual, _ = run(path, data, keywords)
+    assert {k: v.item() for k, v in actual.metrics.items()} == pytest.approx(expected, rel=1e-12)
     if clip_ratio is not None:
-        corners = [v for k, v in wanted.items() if k.startswith(("ratio_above", "ratio_below"))]
+        corners = [v for k, v in expected.items() if k.startswith(("ratio_above", "ratio_below"))]
         assert min(corners) > 0.05  # the draw reaches every corner
 
 
@@ -719,13 +725,13 @@ def test_the_exponent_is_clamped_at_20_nats_and_its_gradient_with_it() -> None:
             keywords["ref_logprobs"] = data.old_logprobs
         x = data.logits.clone().requires_grad_()
         w = torch.full((4,), 0.25, dtype=torch.float64)
-        wanted = draws.exact(x, *data[1:], w, **keywords)
-        (wanted_grad,) = torch.autograd.grad(wanted.loss, x)
-        found, grad = run("logits", data, keywords)
-        assert torch.isfinite(found.loss)
-        torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-12, atol=0)
-        gradient_close(grad, wanted_grad, 1e-11)
-        assert found.metrics["ratio_max"].item() == pytest.approx(torch.tensor(20.0).exp().item())
+        expected = draws.exact(x, *data[1:], w, **keywords)
+        (expected_grad,) = torch.autograd.grad(expected.loss, x)
+        actual, grad = run("logits", data, keywords)
+        assert torch.isfinite(actual.loss)
+        torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-12, atol=0)
+        gradient_close(grad, expected_grad, 1e-11)
+        assert actual.metrics["ratio_max"].item() == pytest.approx(torch.tensor(20.0).exp().item())
 
 
 # --------------------------------------------------------------------------------------- autocast
@@ -745,10 +751,10 @@ def test_autocast_does_not_reach_into_the_loss(path: str, dtype: torch.dtype) ->
         torch.testing.assert_close(inside_grad, grad, rtol=tolerance, atol=tolerance)
         return
     cast = data._replace(logits=data.logits.bfloat16())
-    wanted, _ = run("linear", cast, {"entropy_coef": 0.1})
+    expected, _ = run("linear", cast, {"entropy_coef": 0.1})
     with torch.autocast("cpu", torch.bfloat16):
         inside, inside_grad = run("linear", data, {"entropy_coef": 0.1})
-    assert torch.equal(inside.loss, wanted.loss)
+    assert torch.equal(inside.loss, expected.loss)
     assert inside.loss.dtype == torch.float32
     assert inside_grad.dtype == torch.float32
 
@@ -761,24 +767,24 @@ def test_the_scale_of_a_loss_reaches_fp16_gradients_before_they_are_rounded() ->
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
     logits64 = wide[0] @ wide[1].T + wide[2]
     old = fastppo.token_logprobs(logits64, data.tokens).detach()
-    how: dict[str, Any] = {"denominator": 1e6, "entropy_coef": 0.01}
+    options: dict[str, Any] = {"denominator": 1e6, "entropy_coef": 0.01}
     losses = (
         fastppo.linear_ppo_loss(
-            hidden, weight, data.tokens, old, data.advantages, bias=bias, **how
+            hidden, weight, data.tokens, old, data.advantages, bias=bias, **options
         ).loss,
-        fastppo.ppo_loss(logits64, data.tokens, old, data.advantages, **how).loss,
+        fastppo.ppo_loss(logits64, data.tokens, old, data.advantages, **options).loss,
     )
-    found = torch.autograd.grad(losses[0] * scale, (hidden, weight, bias))
-    wanted = torch.autograd.grad(losses[1] * scale, wide)
-    for grad, other in zip(found, wanted, strict=True):
+    actual = torch.autograd.grad(losses[0] * scale, (hidden, weight, bias))
+    expected = torch.autograd.grad(losses[1] * scale, wide)
+    for grad, other in zip(actual, expected, strict=True):
         # logits of order 5 rounded to fp16 move a probability by 5·2⁻¹¹ of itself
         assert (grad.double() - other).norm() < 5 * 2**-10 * other.norm()
     leaf = data.leaf()
     loss = fastppo.ppo_loss(
-        leaf.logits, data.tokens, data.old_logprobs, data.advantages, **how
+        leaf.logits, data.tokens, data.old_logprobs, data.advantages, **options
     ).loss
     (grad,) = torch.autograd.grad(loss * scale, leaf.logits)
     x = data.logits.double().requires_grad_()
-    loss = fastppo.ppo_loss(x, data.tokens, data.old_logprobs, data.advantages, **how).loss
+    loss = fastppo.ppo_loss(x, data.tokens, data.old_logprobs, data.advantages, **options).loss
     (other,) = torch.autograd.grad(loss * scale, x)
     assert (grad.double() - other).norm() < 2**-10 * other.norm()

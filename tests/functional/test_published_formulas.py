@@ -32,11 +32,11 @@ def tensor(x: np.ndarray, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(x).to(dtype)
 
 
-def close(found: Tensor, wanted: np.ndarray | float, dtype: torch.dtype) -> None:
-    assert found.dtype == dtype
-    wanted = torch.as_tensor(wanted, dtype=torch.float64)
+def close(actual: Tensor, expected: np.ndarray | float, dtype: torch.dtype) -> None:
+    assert actual.dtype == dtype
+    expected = torch.as_tensor(expected, dtype=torch.float64)
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(found.detach().double(), wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.detach().double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture
@@ -53,9 +53,9 @@ def test_logprobs_entropy_and_full_kl_are_the_softmax_s(
     tokens = np.random.default_rng(0).integers(V, size=(B, T))
     z, y = tensor(logits, dtype), torch.from_numpy(tokens)
     stats = fastppo.token_stats(z, y, ref_logits=tensor(ref, dtype), temperature=temperature)
-    wanted = paper.token_logprobs(logits, tokens, temperature)
-    close(stats.logprobs, wanted, dtype)
-    close(fastppo.token_logprobs(z, y, temperature=temperature), wanted, dtype)
+    expected = paper.token_logprobs(logits, tokens, temperature)
+    close(stats.logprobs, expected, dtype)
+    close(fastppo.token_logprobs(z, y, temperature=temperature), expected, dtype)
     close(stats.entropy, paper.entropy(logits, temperature), dtype)
     assert stats.kl is not None
     close(stats.kl, paper.full_kl(logits, ref, temperature), dtype)
@@ -86,8 +86,8 @@ def test_linear_logprobs_and_entropy_are_those_of_the_projected_logits(dtype: to
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_sampled_kl_is_the_estimator_of_the_note(dtype: torch.dtype, estimator: str) -> None:
     logprobs, ref = draw(50), draw(50)
-    found = sampled_kl(tensor(logprobs, dtype), tensor(ref, dtype), estimator)
-    close(found, paper.sampled_kl(logprobs, ref, estimator), dtype)
+    actual = sampled_kl(tensor(logprobs, dtype), tensor(ref, dtype), estimator)
+    close(actual, paper.sampled_kl(logprobs, ref, estimator), dtype)
 
 
 @dtypes
@@ -97,12 +97,12 @@ def test_policy_loss_is_the_clipped_surrogate(
     dtype: torch.dtype, dual_clip: float | None, clip: tuple[float, float], mask: np.ndarray
 ) -> None:
     logprobs, old, a = draw(B, T), draw(B, T), draw(B, T)
-    wanted = -paper.clipped_surrogate(logprobs, old, a, clip, dual_clip)[mask].mean()
+    expected = -paper.clipped_surrogate(logprobs, old, a, clip, dual_clip)[mask].mean()
     inputs = (tensor(x, dtype) for x in (logprobs, old, a))
-    found = fastppo.policy_loss(
+    actual = fastppo.policy_loss(
         *inputs, torch.from_numpy(mask), clip_ratio=clip, dual_clip=dual_clip
     )
-    close(found, wanted, dtype)
+    close(actual, expected, dtype)
 
 
 @dtypes
@@ -111,12 +111,12 @@ def test_value_loss_is_half_the_squared_error(
     dtype: torch.dtype, clip: float | None, mask: np.ndarray
 ) -> None:
     values, returns, old = draw(B, T), draw(B, T), draw(B, T)
-    wanted = 0.5 * paper.value_error(values, returns, old, clip)[mask].mean()
+    expected = 0.5 * paper.value_error(values, returns, old, clip)[mask].mean()
     v, r, o = (tensor(x, dtype) for x in (values, returns, old))
-    found = fastppo.value_loss(
+    actual = fastppo.value_loss(
         v, r, torch.from_numpy(mask), old_values=o if clip else None, clip_ratio=clip
     )
-    close(found, wanted, dtype)
+    close(actual, expected, dtype)
 
 
 @pytest.mark.parametrize("value_clip", [None, 0.2])
@@ -135,19 +135,19 @@ def test_total_loss_is_what_a_tutorial_writes_by_hand(value_clip: float | None) 
     entropy = -(log_p.exp() * log_p).sum(-1).mean()
 
     given = {} if value_clip is None else {"old_values": old_values, "value_clip": value_clip}
-    found = fastppo.total_loss(logprobs, old, a, values, returns, logits, **given)
-    close(found["policy_loss"], policy.item(), torch.float64)
-    close(found["value_loss"], value.item(), torch.float64)
-    close(found["entropy"], entropy.item(), torch.float64)
-    wanted = policy + 0.5 * value - 0.01 * entropy
-    close(found["total_loss"], wanted.item(), torch.float64)
+    actual = fastppo.total_loss(logprobs, old, a, values, returns, logits, **given)
+    close(actual["policy_loss"], policy.item(), torch.float64)
+    close(actual["value_loss"], value.item(), torch.float64)
+    close(actual["entropy"], entropy.item(), torch.float64)
+    expected = policy + 0.5 * value - 0.01 * entropy
+    close(actual["total_loss"], expected.item(), torch.float64)
 
 
 @dtypes
 def test_total_loss_is_equation_9(dtype: torch.dtype, mask: np.ndarray) -> None:
     logprobs, old, a, values, returns = (draw(B, T) for _ in range(5))
     logits = draw(B, T, V)
-    found = fastppo.total_loss(
+    actual = fastppo.total_loss(
         *(tensor(x, dtype) for x in (logprobs, old, a, values, returns, logits)),
         torch.from_numpy(mask),
         clip_ratio=0.2,
@@ -156,11 +156,11 @@ def test_total_loss_is_equation_9(dtype: torch.dtype, mask: np.ndarray) -> None:
     )
     surrogate = paper.clipped_surrogate(logprobs, old, a)
     error, entropies = paper.value_error(values, returns), paper.entropy(logits)
-    wanted = paper.total_loss(surrogate, error, entropies, c1=0.7, c2=0.03, mask=mask)
-    close(found["total_loss"], wanted, dtype)
-    close(found["policy_loss"], -surrogate[mask].mean(), dtype)
-    close(found["value_loss"], error[mask].mean(), dtype)
-    close(found["entropy"], entropies[mask].mean(), dtype)
+    expected = paper.total_loss(surrogate, error, entropies, c1=0.7, c2=0.03, mask=mask)
+    close(actual["total_loss"], expected, dtype)
+    close(actual["policy_loss"], -surrogate[mask].mean(), dtype)
+    close(actual["value_loss"], error[mask].mean(), dtype)
+    close(actual["entropy"], entropies[mask].mean(), dtype)
 
 
 @dtypes
@@ -179,7 +179,7 @@ def test_ppo_loss_is_surrogate_minus_kl_penalty_plus_entropy_bonus(
     else:
         kl = paper.sampled_kl(logprobs, paper.token_logprobs(ref, tokens, 0.8), estimator)
     surrogate, entropies = paper.clipped_surrogate(logprobs, old, a), paper.entropy(logits, 0.8)
-    wanted = -(surrogate - 0.2 * kl + 0.05 * entropies)[mask].mean()
+    expected = -(surrogate - 0.2 * kl + 0.05 * entropies)[mask].mean()
     keywords = {
         "mask": torch.from_numpy(mask),
         "kl_coef": 0.2,
@@ -202,9 +202,9 @@ def test_ppo_loss_is_surrogate_minus_kl_penalty_plus_entropy_bonus(
         out = fastppo.ppo_loss(
             tensor(logits, dtype), *per_token, ref_logits=tensor(ref, dtype), **keywords
         )
-    close(out.loss, wanted, dtype)
-    for found, all_rows in ((out.logprobs, logprobs), (out.entropy, entropies), (out.kl, kl)):
-        close(found, np.where(mask, all_rows, 0.0), dtype)
+    close(out.loss, expected, dtype)
+    for actual, all_rows in ((out.logprobs, logprobs), (out.entropy, entropies), (out.kl, kl)):
+        close(actual, np.where(mask, all_rows, 0.0), dtype)
 
 
 @dtypes
@@ -222,7 +222,7 @@ def test_compute_advantages_shapes_rewards_then_estimates_then_whitens(
             advantages[b, :n], returns[b, :n] = paper.gae(rewards, values[b, :n], 0.99, 0.95)
             kl[b] = paper.sampled_kl(p, q, estimator).sum()
     advantages[mask] = paper.whiten(advantages[mask], shift_mean)
-    found = fastppo.compute_advantages(
+    actual = fastppo.compute_advantages(
         *(tensor(x, dtype) for x in (scores, values, logprobs, ref)),
         torch.from_numpy(mask),
         kl_coef=0.1,
@@ -231,7 +231,7 @@ def test_compute_advantages_shapes_rewards_then_estimates_then_whitens(
         lam=0.95,
         shift_mean=shift_mean,
     )
-    for one, other in zip(found, (advantages, returns, kl), strict=True):
+    for one, other in zip(actual, (advantages, returns, kl), strict=True):
         close(one, other, dtype)
 
 
@@ -241,7 +241,7 @@ def test_whiten_is_the_masked_standard_score(
     dtype: torch.dtype, shift_mean: bool, mask: np.ndarray
 ) -> None:
     x = 3 * draw(B, T) + 5
-    wanted = np.zeros_like(x)
-    wanted[mask] = paper.whiten(x[mask], shift_mean)
-    found = fastppo.whiten(tensor(x, dtype), torch.from_numpy(mask), shift_mean=shift_mean)
-    close(found, wanted, dtype)
+    expected = np.zeros_like(x)
+    expected[mask] = paper.whiten(x[mask], shift_mean)
+    actual = fastppo.whiten(tensor(x, dtype), torch.from_numpy(mask), shift_mean=shift_mean)
+    close(actual, expected, dtype)

@@ -27,8 +27,8 @@ def head(rows: int, vocab: int, width: int, dtype: torch.dtype = torch.float64) 
     return [x.to(dtype).requires_grad_() for x in parts]
 
 
-def assert_near(found: Any, wanted: Any, tolerance: float) -> None:
-    for one, other in zip(found, wanted, strict=True):
+def assert_near(actual: Any, expected: Any, tolerance: float) -> None:
+    for one, other in zip(actual, expected, strict=True):
         assert one.shape == other.shape
         scale = max(1.0, other.abs().max().item())
         torch.testing.assert_close(
@@ -84,25 +84,25 @@ def test_statistics_and_their_gradients_are_the_definition_s(
     data = draws.batch((4,), V, dtype)
     ref = data.logits + draws.like(data.logits, 3).to(dtype)
     x = data.logits.double().requires_grad_()
-    wanted = definition.token_stats(
+    expected = definition.token_stats(
         x, data.tokens, draws.as_softmax(**softmax), ref_logits=ref.double()
     )
-    exact = (wanted.logprobs, wanted.entropy, wanted.kl)
+    exact = (expected.logprobs, expected.entropy, expected.kl)
     upstream = torch.randn(3, 4, dtype=torch.float64)
-    (wanted_grad,) = torch.autograd.grad(exact, x, list(upstream))
+    (expected_grad,) = torch.autograd.grad(exact, x, list(upstream))
     leaf = data.leaf().logits
     if path == "logits":
-        found = fastppo.token_stats(leaf, data.tokens, ref_logits=ref, **softmax)
+        actual = fastppo.token_stats(leaf, data.tokens, ref_logits=ref, **softmax)
     else:
         identity = torch.eye(V, dtype=dtype)
-        found = fastppo.linear_token_stats(
+        actual = fastppo.linear_token_stats(
             leaf, identity, data.tokens, ref_hidden=ref, ref_weight=identity, chunk_size=3,
             **softmax,
         )  # fmt: skip
     tolerance = 1e-11 if dtype == torch.float64 else 1e-5
-    assert_near(found, exact, tolerance)
-    (grad,) = torch.autograd.grad(tuple(found), leaf, list(upstream.to(dtype)))
-    assert_near([grad], [wanted_grad], tolerance)
+    assert_near(actual, exact, tolerance)
+    (grad,) = torch.autograd.grad(tuple(actual), leaf, list(upstream.to(dtype)))
+    assert_near([grad], [expected_grad], tolerance)
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 2, 2), (0,), (2, 0)], ids=str)
@@ -111,12 +111,12 @@ def test_leading_axes_are_only_a_shape(shape: tuple[int, ...]) -> None:
     tokens = torch.randint(V, shape)
     whole = hidden.detach().view(*shape, H)
     ref = {"ref_hidden": whole + 1, "ref_weight": weight.detach()}
-    found = fastppo.linear_token_stats(whole, weight, tokens, bias=bias, **ref)
+    actual = fastppo.linear_token_stats(whole, weight, tokens, bias=bias, **ref)
     flat = fastppo.linear_token_stats(
         hidden, weight, tokens.flatten(), bias=bias, ref_hidden=hidden.detach() + 1,
         ref_weight=weight.detach(),
     )  # fmt: skip
-    for one, other in zip(found, flat, strict=True):
+    for one, other in zip(actual, flat, strict=True):
         assert one is not None
         assert torch.equal(one, other.view(shape))
 
