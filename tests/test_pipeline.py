@@ -62,11 +62,11 @@ def _run(command: str, **options: Any) -> None:
 
 
 def _words(value: Any) -> list[str]:
-    return [str(each) for each in value] if isinstance(value, list) else [str(value)]
+    return [str(word) for word in value] if isinstance(value, list) else [str(value)]
 
 
-def test_three_stages_from_raw_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastppo.ppo.trainer.write_report", lambda *_, **__: None)  # slow plots
+@pytest.mark.slow
+def test_three_stages_from_raw_files(tmp_path: Path) -> None:
     data = _data(tmp_path)
     torch.manual_seed(0)
     base = tmp_path / "base"

@@ -224,11 +224,12 @@ def _validated(name: str, returned: Any, samples: Samples) -> tuple[Scored, list
     for row, reward in enumerate(map(_plain, rewards)):
         ids = samples.completion_ids
         tokens = None if ids is None else len(ids[row])
-        total, steps = math.nan, None
         try:
             total, steps = _read(reward, tokens, row)
         except ValueError as error:
             failures.append(TermError(name, str(error), row))
+            total = math.nan
+            steps = None
         totals.append(total)
         partial.append(steps)
     has_parts = any(steps is not None for steps in partial)

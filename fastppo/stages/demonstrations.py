@@ -68,7 +68,8 @@ def encode_demonstrations(
         labels[0] = IGNORED  # there is nothing before it to predict it from
         if max_length is not None and len(ids) > max_length:
             demonstrations.truncated += 1
-            ids, labels = ids[:max_length], labels[:max_length]
+            ids = ids[:max_length]
+            labels = labels[:max_length]
         if all(label == IGNORED for label in labels):
             demonstrations.dropped += 1
             continue
@@ -94,7 +95,8 @@ def _encode_row(row: dict[str, Any], tokenizer: Any, where: str) -> tuple[Any, l
         before = messages[: roles.index("assistant")]
         return before, *encode_chat(list(messages), tokenizer, where)
     if row.get("prompt") is not None and row.get("completion") is not None:
-        prompt, completion = row["prompt"], row["completion"]
+        prompt = row["prompt"]
+        completion = row["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             return prompt, *_encode_strings(prompt, completion, tokenizer, where)
         if not is_chat(prompt):

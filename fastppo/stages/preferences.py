@@ -96,7 +96,8 @@ def _comparison(row: dict[str, Any], where: str) -> tuple[Any, list[Any], list[f
                 f"{where}: ranks must be {len(completions)} numbers, got {shown(ranks)}"
             )
     elif row.get("chosen") is not None and row.get("rejected") is not None:
-        completions, ranks = [row["chosen"], row["rejected"]], [0, 1]
+        completions = [row["chosen"], row["rejected"]]
+        ranks = [0, 1]
     else:
         raise DataError(
             f"{where}: expected prompt, chosen and rejected, or prompt and completions; "

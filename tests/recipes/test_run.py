@@ -107,8 +107,11 @@ def _run(name: str, out: Path, *more: str) -> int:
 @pytest.mark.parametrize(
     "name",
     [
-        *("smollm2-sentiment", "arithmetic", "calculator", "smollm2-arithmetic"),
-        "smollm2-preferences",
+        "smollm2-sentiment",
+        "arithmetic",
+        "calculator",
+        pytest.param("smollm2-arithmetic", marks=pytest.mark.slow),
+        pytest.param("smollm2-preferences", marks=pytest.mark.slow),
     ],
 )
 def test_a_recipe_trains_from_its_config_and_ends_with_the_report(
@@ -228,7 +231,11 @@ def test_a_folder_is_one_recipes_from_its_first_file_on(tmp_path: Path, capsys) 
 
 @pytest.mark.usefixtures("stubs")
 @pytest.mark.parametrize(
-    ("name", "stage"), [("arithmetic", "model"), ("smollm2-preferences", "reward_model")]
+    ("name", "stage"),
+    [
+        ("arithmetic", "model"),
+        pytest.param("smollm2-preferences", "reward_model", marks=pytest.mark.slow),
+    ],
 )
 def test_a_preparation_that_was_stopped_is_made_anew(
     name: str, stage: str, tmp_path: Path, monkeypatch
