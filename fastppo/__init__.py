@@ -15,16 +15,7 @@ if TYPE_CHECKING:
     from fastppo.functional.advantages import Advantages, compute_advantages, gae, whiten
     from fastppo.functional.arguments import aggregation_weights
     from fastppo.functional.lm_head import head_weight
-    from fastppo.functional.losses import (
-        PPOLoss,
-        entropy,
-        linear_ppo_loss,
-        loss_metrics,
-        policy_loss,
-        ppo_loss,
-        total_loss,
-        value_loss,
-    )
+    from fastppo.functional.losses import PPOLoss, linear_ppo_loss, loss_metrics, ppo_loss
     from fastppo.functional.statistics import (
         TokenStats,
         linear_token_logprobs,
@@ -32,6 +23,7 @@ if TYPE_CHECKING:
         token_logprobs,
         token_stats,
     )
+    from fastppo.functional.tutorial_losses import entropy, policy_loss, total_loss, value_loss
     from fastppo.ppo.config import PPOConfig
     from fastppo.ppo.trainer import PPOTrainer
 
@@ -41,16 +33,7 @@ _HOMES = {
     "fastppo.functional.advantages": ("Advantages", "compute_advantages", "gae", "whiten"),
     "fastppo.functional.arguments": ("aggregation_weights",),
     "fastppo.functional.lm_head": ("head_weight",),
-    "fastppo.functional.losses": (
-        "PPOLoss",
-        "entropy",
-        "linear_ppo_loss",
-        "loss_metrics",
-        "policy_loss",
-        "ppo_loss",
-        "total_loss",
-        "value_loss",
-    ),
+    "fastppo.functional.losses": ("PPOLoss", "linear_ppo_loss", "loss_metrics", "ppo_loss"),
     "fastppo.functional.statistics": (
         "TokenStats",
         "linear_token_logprobs",
@@ -58,6 +41,7 @@ _HOMES = {
         "token_logprobs",
         "token_stats",
     ),
+    "fastppo.functional.tutorial_losses": ("entropy", "policy_loss", "total_loss", "value_loss"),
     "fastppo.ppo.config": ("PPOConfig",),
     "fastppo.ppo.trainer": ("PPOTrainer",),
     "fastppo_kernels.records": ("combine_sums",),

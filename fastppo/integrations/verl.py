@@ -25,7 +25,7 @@ import verl.utils.experimental.torch_functional as verl_fused
 from torch import Tensor, nn
 from verl.trainer.ppo import core_algos
 
-from fastppo.functional import losses
+from fastppo.functional import tutorial_losses
 from fastppo.functional.advantages import gae, whiten
 from fastppo.functional.statistics import linear_token_stats
 
@@ -97,7 +97,7 @@ def policy_loss(
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
     dual_clip = config.get("clip_ratio_c", 3.0)
     aggregation, denominator = _aggregation(loss_agg_mode, mask, **config.global_batch_info)
-    loss = losses.policy_loss(
+    loss = tutorial_losses.policy_loss(
         log_prob,
         old_log_prob,
         advantages,

@@ -24,7 +24,8 @@ from torch.amp import GradScaler
 from fastppo.data.batch import Layout
 from fastppo.data.microbatches import Limits
 from fastppo.data.world import World
-from fastppo.functional.losses import PPOLoss, ValueLossFunction
+from fastppo.functional.losses import PPOLoss
+from fastppo.functional.tutorial_losses import ValueLossFunction
 from fastppo.models.head import Head, RefStates
 from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy

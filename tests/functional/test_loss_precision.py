@@ -174,35 +174,6 @@ def test_peaked_rows_have_logprob_0_and_entropy_0(dtype: torch.dtype) -> None:
     assert_row_maths(logits[:1], tokens[:1])
 
 
-def test_a_vocabulary_of_one_word_is_certain() -> None:
-    data = draws.batch((3,), 1)
-    out = fastppo.ppo_loss(*data.leaf(), entropy_coef=0.1)
-    assert (out.logprobs == 0).all()
-    assert (out.entropy == 0).all()
-
-
-def test_the_entropy_is_that_of_the_distribution_that_was_sampled() -> None:
-    """After the temperature, for every function that reports one."""
-    data = draws.batch((5,), 11)
-    identity = torch.eye(11, dtype=torch.float64)
-    for temperature in (0.5, 2.0):
-        p = torch.softmax(data.logits / temperature, -1)
-        expected = -(p * p.log()).sum(-1)
-        options = {"temperature": temperature}
-        for actual in (
-            fastppo.ppo_loss(*data, **options).entropy,
-            fastppo.linear_ppo_loss(data.logits, identity, *data[1:], **options).entropy,
-            fastppo.token_stats(*data[:2], **options).entropy,
-            fastppo.linear_token_logprobs(
-                data.logits, identity, data.tokens, return_entropy=True, **options
-            )[1],
-        ):
-            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(fastppo.entropy(data.logits, **options), expected.mean())
-        before = -(torch.softmax(data.logits, -1) * torch.log_softmax(data.logits, -1)).sum(-1)
-        assert ((before - expected).abs() > 0.01).all()
-
-
 # ----------------------------------------------------------------------- the lm-head's own gradient
 
 

@@ -127,31 +127,6 @@ def test_any_packing_of_tokens_gives_the_same_loss_and_gradients(
     assert_same(actual, trunk.gradients([slice(None)], linear, aggregation=aggregation))
 
 
-def test_a_mean_of_microbatch_means_is_what_the_global_denominator_avoids() -> None:
-    """Microbatches of 1 and 5 tokens: the mean of their means weighs the lone token 3 times."""
-    trunk = Trunk([1, 5], 5, seed=3)
-    whole = trunk.gradients([slice(None)], linear=False)
-    parts = [[0], [1]]
-    assert_same(trunk.gradients(parts, linear=False, denominator=6.0), whole)
-    means = [x / 2 for x in trunk.gradients(parts, linear=False)]
-    assert (means[0] - whole[0]).abs() > 0.01
-
-
-def test_padding_enters_no_mean() -> None:
-    """Ten times the padding, the same bits."""
-    short, long = (Trunk([3, 5, 1], length, seed=1) for length in (5, 50))
-    for name in ("hidden", "returns", "ref_logprobs"):
-        getattr(long, name)[:, :5] = getattr(short, name)
-    for one, other in zip(long.data, short.data, strict=True):
-        one[:, :5] = other
-    long.weight.data, long.value.data = short.weight.data, short.value.data
-    for aggregation in AGGREGATIONS:
-        assert_same(
-            long.gradients([slice(None)], linear=True, aggregation=aggregation),
-            short.gradients([slice(None)], linear=True, aggregation=aggregation),
-        )
-
-
 # -------------------------------------------------------- property 2: the first update is on-policy
 
 

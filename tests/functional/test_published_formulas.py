@@ -67,22 +67,6 @@ def test_logprobs_entropy_and_full_kl_are_the_softmax_s(
 
 
 @dtypes
-def test_linear_logprobs_and_entropy_are_those_of_the_projected_logits(dtype: torch.dtype) -> None:
-    hidden, weight, bias = draw(B, T, 3), draw(V, 3), draw(V)
-    tokens = np.random.default_rng(0).integers(V, size=(B, T))
-    logprobs, entropy = fastppo.linear_token_logprobs(
-        *(tensor(x, dtype) for x in (hidden, weight)),
-        torch.from_numpy(tokens),
-        bias=tensor(bias, dtype),
-        return_entropy=True,
-        chunk_size=7,
-    )
-    logits = hidden @ weight.T + bias
-    close(logprobs, paper.token_logprobs(logits, tokens), dtype)
-    close(entropy, paper.entropy(logits), dtype)
-
-
-@dtypes
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_sampled_kl_is_the_estimator_of_the_note(dtype: torch.dtype, estimator: str) -> None:
     logprobs, ref = draw(50), draw(50)

@@ -1,0 +1,251 @@
+"""The losses that PPO tutorials write by hand, from plain tensors: logprobs, values and logits.
+
+    policy_loss   Σ w·(−min(ratio·A, clip(ratio)·A))
+    value_loss    Σ w·½(V − R)²
+    entropy       the mean entropy
+    total_loss    policy_loss + vf_coef·(twice value_loss) − entropy_coef·entropy
+
+The trainer's value loss is the one here. Weights w are those of `aggregation_weights`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from fastppo_kernels.records import LOG_RATIO_LIMIT, accumulation_dtype
+from torch import Tensor
+
+from fastppo.functional import arguments
+from fastppo.functional.statistics import token_stats
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    *,
+    clip_ratio: float | tuple[float, float] | None = 0.2,
+    dual_clip: float | None = None,
+    importance_weights: Tensor | None = None,
+    aggregation: str = "token-mean",
+    denominator: float | Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Clipped surrogate from logprobs: `Σ w·(−min(ratio·A, clip(ratio)·A))`, a 0-d tensor.
+
+    Args:
+        logprobs: (...) nats, differentiable; old_logprobs, advantages: (...). No gradient.
+        The keywords are those of `ppo_loss`.
+
+    Source: Schulman et al. 2017, eq. 7.
+    """
+    arguments.tensor("logprobs", logprobs)
+    shape = logprobs.shape
+    for name, value in (("old_logprobs", old_logprobs), ("advantages", advantages)):
+        arguments.tensor(name, value, shape=shape, like=logprobs)
+    wide = accumulation_dtype(logprobs.dtype)
+    weights = arguments.token_weights(
+        mask,
+        aggregation=aggregation,
+        denominator=denominator,
+        weights=weights,
+        shape=shape,
+        like=logprobs,
+    )
+    counts = weights != 0
+    lowest_ratio, highest_ratio = arguments.clip_range(clip_ratio)
+    difference = logprobs.to(wide) - old_logprobs.detach().to(wide)
+    # Masked entries may hold anything: cut them out before the exponential, not after.
+    difference = torch.where(counts, difference, 0.0)
+    advantages = torch.where(counts, advantages.detach().to(wide), 0.0)
+    ratio = torch.exp(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    clipped = ratio.clamp(lowest_ratio, highest_ratio)
+    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
+    dual_clip = arguments.check_dual_clip(dual_clip)
+    if dual_clip is not None:
+        bounded = torch.maximum(surrogate, dual_clip * advantages)
+        surrogate = torch.where(advantages < 0, bounded, surrogate)
+    if importance_weights is not None:
+        arguments.tensor("importance_weights", importance_weights, shape=shape, like=logprobs)
+        surrogate = surrogate * importance_weights.detach().to(wide)
+    return -(torch.where(counts, surrogate, 0.0) * weights).sum()
+
+
+class ValueLossFunction(torch.autograd.Function):
+    """(Σ w·½(V − R)², how many tokens' error is that of the clipped value), 0-d each.
+
+    The first is differentiable by the values, twice too. A clipped value does not move, so that a
+    token whose clipped error is the larger one has no derivative; within the clip range both errors
+    are one. NaN counts as clipped, and shows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        returns: Tensor,
+        weights: Tensor,
+        old_values: Tensor | None,
+        clip_ratio: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        wide = accumulation_dtype(values.dtype)
+        wide_values, wide_returns, weights = values.to(wide), returns.to(wide), weights.to(wide)
+        counts = weights != 0
+        error = (wide_values - wide_returns).square()
+        clipped_count = error.new_zeros(())
+        moving_weights = weights  # 0 where the value is clipped
+        if old_values is not None and clip_ratio is not None:
+            old = old_values.to(wide)
+            change = wide_values - old
+            clipped_values = old + change.clamp(-clip_ratio, clip_ratio)
+            clipped_error = (clipped_values - wide_returns).square()
+            moves = (clipped_error <= error) | (change.abs() <= clip_ratio)
+            error = torch.where(moves, error, clipped_error)
+            clipped_count = (~moves & counts).sum(dtype=wide)
+            moving_weights = weights * moves
+        ctx.save_for_backward(values, returns, moving_weights)
+        ctx.mark_non_differentiable(clipped_count)
+        # Masked entries may hold anything, and 0·NaN is not 0.
+        return 0.5 * torch.where(counts, weights * error, 0.0).sum(), clipped_count
+
+    @staticmethod
+    def backward(ctx: Any, by_loss: Tensor, by_clipped_count: Tensor) -> tuple[Tensor | None, ...]:
+        values, returns, weights = ctx.saved_tensors
+        slope = values.to(weights.dtype) - returns.to(weights.dtype)
+        grad = torch.where(weights != 0, weights * slope * by_loss, 0.0)
+        return grad.to(values.dtype), None, None, None, None
+
+
+def value_loss(
+    values: Tensor,
+    returns: Tensor,
+    mask: Tensor | None = None,
+    *,
+    old_values: Tensor | None = None,
+    clip_ratio: float | None = None,
+    aggregation: str = "token-mean",
+    denominator: float | Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """`Σ w·½(V − R)²`, or with value clipping `Σ w·½max((V−R)², (V_old + clip(V−V_old, ±c) − R)²)`.
+
+    Args:
+        values: (...), differentiable; returns: (...). No gradient.
+        old_values, clip_ratio: (...) and c > 0 in units of the value; clipping needs both.
+        mask, aggregation, denominator, weights: see `ppo_loss` and `aggregation_weights`.
+
+    Returns:
+        () fp32, differentiable by the values. The value term of `total_loss` is twice this.
+
+    Source: Schulman et al. 2017, eq. 9, whose squared error has no ½; ½ and clipping, the PPO code
+    of OpenAI baselines.
+    """
+    arguments.tensor("values", values)
+    shape = values.shape
+    arguments.tensor("returns", returns, shape=shape, like=values)
+    weights = arguments.token_weights(
+        mask,
+        aggregation=aggregation,
+        denominator=denominator,
+        weights=weights,
+        shape=shape,
+        like=values,
+    )
+    if clip_ratio is not None:
+        arguments.at_least("clip_ratio", clip_ratio, 0.0, strictly=True)
+        if old_values is None:
+            raise ValueError("clip_ratio needs old_values, the values of the rollout, got None")
+        arguments.tensor("old_values", old_values, shape=shape, like=values)
+        old_values = old_values.detach()
+    loss, _ = ValueLossFunction.apply(values, returns.detach(), weights, old_values, clip_ratio)
+    return loss
+
+
+def entropy(
+    logits: Tensor,
+    mask: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    aggregation: str = "token-mean",
+    denominator: float | Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Mean entropy of `softmax(z/T)` over the unmasked rows of (..., V): a 0-d tensor, nats."""
+    arguments.tensor("logits", logits)
+    stats = token_stats(
+        logits,
+        torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device),
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        backend=backend,
+    )
+    weights = arguments.token_weights(
+        mask,
+        aggregation=aggregation,
+        denominator=denominator,
+        weights=None,
+        shape=logits.shape[:-1],
+        like=logits,
+    )
+    return (torch.where(weights != 0, stats.entropy, 0.0) * weights).sum()
+
+
+def total_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    values: Tensor,
+    returns: Tensor,
+    logits: Tensor,
+    mask: Tensor | None = None,
+    *,
+    clip_ratio: float | tuple[float, float] | None = 0.2,
+    vf_coef: float = 0.5,
+    entropy_coef: float = 0.01,
+    dual_clip: float | None = None,
+    old_values: Tensor | None = None,
+    value_clip: float | None = None,
+    temperature: float | Tensor = 1.0,
+    aggregation: str = "token-mean",
+    denominator: float | Tensor | None = None,
+) -> dict[str, Tensor]:
+    """`policy_loss + vf_coef·value_loss − entropy_coef·entropy`, and its three parts.
+
+    Args:
+        logprobs, old_logprobs, advantages, values, returns: (...); logits: (..., V).
+        vf_coef multiplies the squared error (V − R)², as in the paper; with `value_clip` the larger
+            one of clipped and unclipped values. `fastppo.value_loss` is half of it.
+
+    Returns:
+        dict of 0-d tensors: total_loss, policy_loss, value_loss (without the ½), entropy;
+        differentiable by logprobs, values and logits.
+
+    Source: Schulman et al. 2017, eq. 9.
+    """
+    arguments.finite("vf_coef", vf_coef)
+    arguments.finite("entropy_coef", entropy_coef)
+    aggregation_options: dict[str, Any] = {"aggregation": aggregation, "denominator": denominator}
+    policy = policy_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        clip_ratio=clip_ratio,
+        dual_clip=dual_clip,
+        **aggregation_options,
+    )
+    value = 2 * value_loss(
+        values, returns, mask, old_values=old_values, clip_ratio=value_clip, **aggregation_options
+    )
+    mean_entropy = entropy(logits, mask, temperature=temperature, **aggregation_options)
+    return {
+        "total_loss": policy + vf_coef * value - entropy_coef * mean_entropy,
+        "policy_loss": policy,
+        "value_loss": value,
+        "entropy": mean_entropy,
+    }
