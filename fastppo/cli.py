@@ -470,8 +470,10 @@ def _parse(arguments: list[str]) -> tuple[Command, Any, dict[str, Any]]:
     if unknown:
         hint = options.hint(unknown[0].removeprefix("--").partition("=")[0])
         parsers[name].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    given = {each.name: flags.pop(each.name) for each in fields(options) if each.name in flags}
-    config = _make_options(options, flags.pop("config", None), given)
+    values = {
+        member.name: flags.pop(member.name) for member in fields(options) if member.name in flags
+    }
+    config = _make_options(options, flags.pop("config", None), values)
     missing = [option for option in command.required if not getattr(config, option)]
     if name == "train" and not (config.rewards or config.reward_ensemble or config.environment):
         missing.append("rewards")
@@ -484,18 +486,18 @@ def _with_underscores(flag: re.Match[str]) -> str:
     return "--" + flag[0][2:].replace("-", "_")
 
 
-def _make_options(options: type[Options], file: str | None, given: dict[str, Any]) -> Any:
+def _make_options(options: type[Options], file: str | None, values: dict[str, Any]) -> Any:
     """The options of a YAML file and of flags; flags win."""
     from fastppo.run.options import read_yaml
 
     if file is None:
-        return options(**given)
+        return options(**values)
     read = read_yaml(file, options)
     try:
-        return options(**read | given)
+        return options(**read | values)
     except ValueError as error:
         named = re.match(r"\w+", str(error))
-        if named and named[0] in read and named[0] not in given:
+        if named and named[0] in read and named[0] not in values:
             raise ValueError(f"{file}: {error}") from error
         raise
 

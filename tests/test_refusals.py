@@ -368,7 +368,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a small model."""
     run = tmp_path_factory.mktemp("written")
     model = torch.nn.Linear(2, 2)
-    checkpoint.save(run, 3, model, torch.optim.AdamW(model.parameters()), {"iteration": 3})
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint.write(run, 3, checkpoint.snapshot(model, optimizer, {"iteration": 3}))
     return run / "checkpoint-000003"
 
 

@@ -17,7 +17,7 @@ from fastppo.ppo.build import RunComponents
 from fastppo.ppo.config import IDENTITY, PPOConfig
 from fastppo.ppo.state import RunState
 from fastppo.run import checkpoint, identity, manifest, shards
-from fastppo.run.checkpoint import CHECKPOINTS_KEPT, Best
+from fastppo.run.checkpoint import Best
 
 LOWEST = "min:"
 """Before a metric of `checkpoint_best` whose lowest value is the best."""
@@ -120,10 +120,13 @@ class Checkpoints:
             return False
         for reason in newest.reasons:
             self.say(f"passed over {reason}")
-        allowed = self.config.allow_config_change
-        before: dict[str, Any] = newest.about["run"]
+        before: dict[str, Any] = newest.owner["run"]
         for sentence in identity.check_same_run(
-            newest.path, before, self.identity, IDENTITY, allowed
+            newest.path,
+            before,
+            self.identity,
+            essential=IDENTITY,
+            allowed=self.config.allow_config_change,
         ):
             self.say(sentence)
         saved_state, saved_reference = checkpoint.load(newest.path, self.model, self.optimizer)
@@ -138,16 +141,16 @@ class Checkpoints:
         self.say(f"resuming from {newest.path}{its_run_is_over}")
         return True
 
-    def _newest(self) -> manifest.Found | None:
+    def _newest(self) -> manifest.Newest | None:
         checkpoint.remove_leftovers(self.run_dir)
         return manifest.newest(checkpoint.checkpoints(self.run_dir))
 
-    def _tidy(self, newest: manifest.Found) -> None:
+    def _tidy(self, newest: manifest.Newest) -> None:
         """Sets aside what is damaged, and removes what is not to be kept."""
         for path in newest.passed_over:
             self.say(f"{path.name} is set aside as {manifest.set_aside(path).name}")
         metric = self.config.checkpoint_best
-        checkpoint.prune(self.run_dir, CHECKPOINTS_KEPT, metric, never=newest.path)
+        checkpoint.prune(self.run_dir, metric, never=newest.path)
 
     def _snapshot(self) -> checkpoint.Snapshot:
         return checkpoint.snapshot(

@@ -38,11 +38,12 @@ class Arguments:
     here as it is there by default."""
 
     def __init__(self, config: Options, world: World | None = None, **more: Any) -> None:
-        self._config, self._world = config, world or World()
+        self._config = config
+        self._world = world or World()
         defaults = {
-            each.name: None if each.default is MISSING else each.default
-            for each in fields(TrainingArguments)
-            if each.init and not hasattr(config, each.name)
+            field.name: None if field.default is MISSING else field.default
+            for field in fields(TrainingArguments)
+            if field.init and not hasattr(config, field.name)
         }
         self.__dict__.update(defaults | config.to_dict() | more)
 
@@ -105,20 +106,23 @@ class Callbacks:
         say: Callable[[str], None] = print,
         **parts: Any,
     ) -> None:
-        self.world, self.parts = world or World(), parts
-        self.callbacks = [_made(callback) for callback in callbacks]
+        self.world = world or World()
+        self.parts = parts
+        self.callbacks = [_instance(callback) for callback in callbacks]
         names: dict[str, Any] = {"project": PROJECT}
         if config.report_to:
             # Their imports are slow, and most runs have none.
-            from fastppo.run.trackers import Kept, make_trackers
+            from fastppo.run.trackers import TrackedRun, make_trackers
 
-            kept = Kept(config.output_dir)
-            names["run_name"] = kept.run_name
-            self.callbacks = [*make_trackers(config.report_to, kept), *self.callbacks]
+            run = TrackedRun(config.output_dir)
+            names["run_name"] = run.name
+            self.callbacks = [*make_trackers(config.report_to, run), *self.callbacks]
         self.callbacks.append(Publisher(config, say))
         self.args = Arguments(config, self.world, **names)
-        self.state, self.control = TrainerState(max_steps=config.iterations), TrainerControl()
-        self.state.is_local_process_zero = self.state.is_world_process_zero = self.world.is_main
+        self.control = TrainerControl()
+        self.state = TrainerState(max_steps=config.iterations)
+        self.state.is_local_process_zero = self.world.is_main
+        self.state.is_world_process_zero = self.world.is_main
 
     @property
     def stop(self) -> bool:
@@ -127,13 +131,14 @@ class Callbacks:
 
     def take(self, flag: str) -> bool:
         """Whether something is asked for, which is then no longer so."""
-        asked = getattr(self.control, flag)
+        wanted = getattr(self.control, flag)
         setattr(self.control, flag, False)
-        return asked
+        return wanted
 
     def begin(self, done: int) -> None:
         """The run begins, or goes on, after so many iterations."""
-        self.control, self.state.global_step = TrainerControl(), done
+        self.control = TrainerControl()
+        self.state.global_step = done
         self.tell("on_train_begin")
 
     def logged(self, number: int, metrics: dict[str, float]) -> None:
@@ -169,8 +174,9 @@ class Callbacks:
                     self.control = changed or self.control
             return [getattr(self.control, flag) for flag in FLAGS]
 
-        for flag, asked in zip(FLAGS, zip(*self.world.share(call), strict=True), strict=True):
-            setattr(self.control, flag, any(asked))
+        of_ranks = self.world.share(call)
+        for i, flag in enumerate(FLAGS):
+            setattr(self.control, flag, any(flags[i] for flags in of_ranks))
 
     def close(self) -> None:
         """Ends what trackers have opened, however the run went."""
@@ -180,10 +186,11 @@ class Callbacks:
                 close()
 
 
-def _made(callback: Any) -> TrainerCallback:
-    made = callback() if isinstance(callback, type) else callback
-    if not isinstance(made, TrainerCallback):
+def _instance(callback: Any) -> TrainerCallback:
+    """The callback itself, or one of its class."""
+    instance = callback() if isinstance(callback, type) else callback
+    if not isinstance(instance, TrainerCallback):
         raise ValueError(
-            f"callbacks: expected a transformers.TrainerCallback, got {type(made).__name__}"
+            f"callbacks: expected a transformers.TrainerCallback, got {type(instance).__name__}"
         )
-    return made
+    return instance

@@ -105,9 +105,9 @@ def _panel(panel: Panel, runs: list[Run], constants: dict[str, float]) -> Chart 
     return Chart(panel.title, panel.note, panel.unit, "iteration", x, series, _range(panel, series))
 
 
-def _are_the_same(records: list[dict[str, Any]], name: str, other: str) -> bool:
+def _are_the_same(records: list[dict[str, Any]], first: str, second: str) -> bool:
     """Whether two metrics differ by no more than fp32 rounds off a mean."""
-    both = ((record.get(name, 0.0), record.get(other, 0.0)) for record in records)
+    both = ((record.get(first, 0.0), record.get(second, 0.0)) for record in records)
     return all(math.isclose(x, y, rel_tol=1e-5, abs_tol=1e-6) for x, y in both)
 
 

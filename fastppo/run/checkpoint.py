@@ -6,8 +6,6 @@ trained weights (value head included), the optimiser's state, a reference that w
 random states of torch, NumPy and Python, and `RunState.state_dict`: counters, controllers of β, the
 scores' running scale, histories. Schedules and the position in the prompts follow from the
 counters. On a CPU a resumed run ends in the same bits as one that was never stopped.
-
-`snapshot` and `write` are apart, so that a run can go on while a thread writes.
 """
 
 from __future__ import annotations
@@ -74,14 +72,12 @@ def snapshot(
     state: dict[str, Any],
     *,
     reference: dict[str, Tensor] | None = None,
-    copy: bool = False,
     in_shards: bool = False,
 ) -> Snapshot:
     """What a checkpoint of the run as it is now holds.
 
     Args:
         reference: weights of a reference policy that is not the one the run started with.
-        copy: whether the tensors may change before they are written. Only a CPU's need a copy.
         in_shards: of what ranks hold shards of, `fastppo.run.shards` writes; this is the rest.
     """
     random_tensors, random_json = random_state()
@@ -95,7 +91,7 @@ def snapshot(
         files["reference.safetensors"] = reference
     return Snapshot(
         {
-            file: {name: _on_cpu(value, copy) for name, value in tensors.items()}
+            file: {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
             for file, tensors in files.items()
         },
         {"format": FORMAT, "state": state, "random": random_json},
@@ -105,13 +101,12 @@ def snapshot(
 def write(
     run_dir: str | Path,
     number: int,
-    what: Snapshot,
+    snapshot: Snapshot,
     *,
     run: dict[str, Any] | None = None,
-    keep: int = 2,
     best: Best | None = None,
 ) -> Path:
-    """Writes `checkpoint-<number>` and removes all but the newest `keep`, at least 1, and the best.
+    """Writes `checkpoint-<number>` and removes all but the newest `CHECKPOINTS_KEPT` and the best.
 
     Args:
         run: the run's identity, for its manifest.
@@ -121,7 +116,7 @@ def write(
         CheckpointError: the disk is full, or cannot be written to; nothing half written is left.
     """
     temporary = begin(run_dir, number)
-    return finish(run_dir, number, temporary, what, run=run, keep=keep, best=best)
+    return finish(run_dir, number, temporary, snapshot, run=run, best=best)
 
 
 def begin(run_dir: str | Path, number: int) -> Path:
@@ -144,10 +139,9 @@ def finish(
     run_dir: str | Path,
     number: int,
     temporary: Path,
-    what: Snapshot,
+    snapshot: Snapshot,
     *,
     run: dict[str, Any] | None = None,
-    keep: int = 2,
     best: Best | None = None,
 ) -> Path:
     """Writes the files of a checkpoint into its directory, beside what is there, and gives it its
@@ -155,9 +149,9 @@ def finish(
     run_dir = Path(run_dir)
     final = run_dir / f"checkpoint-{number:06d}"
     try:
-        for file, tensors in what.files.items():
+        for file, tensors in snapshot.files.items():
             save_file(tensors, temporary / file)
-        (temporary / "state.json").write_text(json.dumps(what.record), encoding="utf-8")
+        (temporary / "state.json").write_text(json.dumps(snapshot.record), encoding="utf-8")
         worth = None if best is None else best._asdict()
         manifest.write(temporary, number, {"run": run or {}, "best": worth})
         if final.exists():
@@ -168,7 +162,7 @@ def finish(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise failed(run_dir, number, error) from error
-    prune(run_dir, keep, None if best is None else best.metric, never=final)
+    prune(run_dir, None if best is None else best.metric, never=final)
     return final
 
 
@@ -178,21 +172,6 @@ def failed(run_dir: Path, number: int, error: Exception) -> CheckpointError:
     stays = f"the newest is {older[-1]}" if older else "there is none yet"
     final = run_dir / f"checkpoint-{number:06d}"
     return CheckpointError(f"checkpoint {final} could not be written: {error}; {stays}")
-
-
-def save(
-    run_dir: str | Path,
-    number: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: dict[str, Any],
-    *,
-    reference: dict[str, Tensor] | None = None,
-    **options: Any,
-) -> Path:
-    """`write` of a `snapshot`; its path."""
-    what = snapshot(model, optimizer, state, reference=reference)
-    return write(run_dir, number, what, **options)
 
 
 def remove_leftovers(run_dir: Path) -> None:
@@ -206,20 +185,18 @@ def remove_leftovers(run_dir: Path) -> None:
         shutil.rmtree(stale)
 
 
-def prune(run_dir: Path, keep: int, metric: str | None = None, never: Path | None = None) -> None:
-    """Removes all but the newest `keep` checkpoints, the best by `metric`, and `never`."""
+def prune(run_dir: Path, metric: str | None = None, never: Path | None = None) -> None:
+    """Removes all but the newest `CHECKPOINTS_KEPT` checkpoints, the best by `metric`, and
+    `never`."""
     written = checkpoints(run_dir)
-    kept = {*written[-keep:], never}
+    kept = {*written[-CHECKPOINTS_KEPT:], never}
     if metric is not None:
-        worth = {path: _worth(path, metric) for path in written}
-        kept |= (
-            {max(worth, key=worth.__getitem__)}
-            if any(map(math.isfinite, worth.values()))
-            else set()
-        )
-    for old in written:
-        if old not in kept:
-            shutil.rmtree(old, ignore_errors=True)
+        best = max(written, key=lambda path: _worth(path, metric))
+        if math.isfinite(_worth(best, metric)):
+            kept.add(best)
+    for path in written:
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _worth(path: Path, metric: str) -> float:
@@ -255,42 +232,38 @@ def load(
         )
     reshard(model)
     if (path / shards.FOLDER).is_dir():
-        found = shards.read(path, model, optimizer)
+        saved = shards.read(path, model, optimizer)
     else:
         file = path / "reference.safetensors"
-        found = shards.Read(
-            load_file(path / "model.safetensors"),
-            shards.sharded(load_file(path / "optimizer.safetensors"), optimizer),
-            load_file(file) if file.exists() else {},
+        saved = shards.Read(
+            model=load_file(path / "model.safetensors"),
+            optimizer=shards.sharded(load_file(path / "optimizer.safetensors"), optimizer),
+            reference=load_file(file) if file.exists() else {},
         )
-    saved = found.model
     trained = dict(trained_parameters(model))
-    if saved.keys() != trained.keys():
-        unmatched = sorted(saved.keys() ^ trained.keys())
+    if saved.model.keys() != trained.keys():
+        unmatched = sorted(saved.model.keys() ^ trained.keys())
         raise ValueError(
             f"{path} does not fit the model: {len(unmatched)} parameters are only in "
             f"one of the two, such as {unmatched[0]}"
         )
     with torch.no_grad():
         for name, parameter in trained.items():
-            if parameter.shape != saved[name].shape:
+            weight = saved.model[name]
+            if parameter.shape != weight.shape:
                 raise ValueError(
-                    f"{path} does not fit the model: {name} is {list(saved[name].shape)} there "
+                    f"{path} does not fit the model: {name} is {list(weight.shape)} there "
                     f"and {list(parameter.shape)} here"
                 )
-            parameter.copy_(like(saved[name], parameter))
-    _restore_optimizer(optimizer, found.optimizer)
+            parameter.copy_(like(weight, parameter))
+    _restore_optimizer(optimizer, saved.optimizer)
     restore_random_state(load_file(path / "random.safetensors"), record["random"])
-    return record["state"], found.reference
+    return record["state"], saved.reference
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """By name; tied weights are one parameter and come once."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-
-
-def _on_cpu(value: Tensor, copy: bool) -> Tensor:
-    return value.detach().to("cpu", copy=copy and value.device.type == "cpu").contiguous()
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -52,13 +52,13 @@ def of_run(config: Options, fingerprints: Mapping[str, str]) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Python's, and those of the packages that are installed."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def differences(
@@ -70,24 +70,26 @@ def differences(
         essential: the options that do. So does every fingerprint.
     """
     essential = set(essential)
-    found = []
+    differing = []
     for part in ("options", "fingerprints", "versions"):
-        one, other = before.get(part, {}), now[part]
+        old = before.get(part, {})
+        new = now[part]
         # What is read and was not, or no longer is, differs; an option of a newer version does not.
-        names = {**one, **other} if part == "fingerprints" else [x for x in other if x in one]
+        names = {**old, **new} if part == "fingerprints" else [name for name in new if name in old]
         for name in names:
-            if name in NOT_COMPARED or one.get(name) == other.get(name):
+            if name in NOT_COMPARED or old.get(name) == new.get(name):
                 continue
             matters = part == "fingerprints" or (part == "options" and name in essential)
             label = f"the content of {name}" if part == "fingerprints" else name
-            found.append(Difference(label, one.get(name), other.get(name), matters))
-    return sorted(found, key=lambda difference: not difference.is_other_run)
+            differing.append(Difference(label, old.get(name), new.get(name), matters))
+    return sorted(differing, key=lambda difference: not difference.is_other_run)
 
 
 def check_same_run(
     path: Path,
     before: Mapping[str, Any],
     now: Mapping[str, Any],
+    *,
     essential: Iterable[str],
     allowed: bool,
 ) -> list[str]:
@@ -96,19 +98,19 @@ def check_same_run(
     Raises:
         ValueError: a difference makes it another run, and none is allowed.
     """
-    found = differences(before, now, essential)
-    other = [str(difference) for difference in found if difference.is_other_run]
+    differing = differences(before, now, essential)
+    reasons = [str(difference) for difference in differing if difference.is_other_run]
     options = before.get("options", {})
     for name, value in options.items():
         sentence = removal(name)
         if sentence and name not in now["options"] and not is_unset(name, value):
-            other.append(f"{name} was {shown(value)}; {sentence}")
-    if other and not allowed:
+            reasons.append(f"{name} was {shown(value)}; {sentence}")
+    if reasons and not allowed:
         raise ValueError(
-            f"{path} is of another run: {'; '.join(other)}. `--allow_config_change true` goes on "
+            f"{path} is of another run: {'; '.join(reasons)}. `--allow_config_change true` goes on "
             "all the same"
         )
-    return [f"since {path.name}: {difference}" for difference in found]
+    return [f"since {path.name}: {difference}" for difference in differing]
 
 
 def keep_config(run_dir: Path, config: Options, number: int) -> None:

@@ -133,18 +133,30 @@ def _silent_of_events(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 class SharedLog:
     """The records of a run of several ranks: the first writes them, and the others wait, so that
-    an error of the disk is everyone's. Arguments are those of `RunLog`.
+    an error of the disk is everyone's.
 
     Args:
+        directory, config, index, first, device: those of `RunLog`.
         callbacks: `fastppo.run.callbacks.Callbacks`, told of what is written.
     """
 
-    def __init__(self, world: World, *args: Any, callbacks: Any = None, **options: Any) -> None:
-        self.world, self.callbacks = world, callbacks
+    def __init__(
+        self,
+        world: World,
+        directory: str | Path,
+        config: Options,
+        *,
+        callbacks: Any = None,
+        index: str = "iteration",
+        first: int = 0,
+        device: str = "",
+    ) -> None:
+        self.world = world
+        self.callbacks = callbacks
         self._log: Any = None
 
         def begin() -> list[str]:
-            self._log = RunLog(*args, **options)
+            self._log = RunLog(directory, config, index=index, first=first, device=device)
             return self._log.notes
 
         self.notes = world.first(begin)
@@ -181,17 +193,18 @@ def progress(
     A bar on a terminal; elsewhere a line, the first and last ones and one every `LINE_SECONDS`.
     """
     if not console.is_terminal:
-        lines = _ProgressLines(title, console, {"total": total, "completed": completed})
+        lines = _ProgressLines(title, console, total=total, completed=completed)
         yield lines.update
         lines.show()
         return
-    columns = (
+    columns = [
         TextColumn(title, table_column=Column(no_wrap=True, min_width=len(title))),
-        *((BarColumn(),) if console.width >= NARROW else ()),
         MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=len(f"{total}") * 2 + 1)),
         TextColumn("{task.fields[status]}", markup=False, table_column=Column(no_wrap=True)),
         TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),
-    )
+    ]
+    if console.width >= NARROW:
+        columns.insert(1, BarColumn())
     with Progress(*columns, console=console) as bars:
         task = bars.add_task(title, total=total, completed=completed, status="")
 
@@ -204,28 +217,40 @@ def progress(
 class _ProgressLines:
     """Lines in the place of a bar."""
 
-    def __init__(self, title: str, console: Console, fields: dict[str, Any]) -> None:
-        self.title, self.console, self.fields = title, console, fields
-        self.first, self.start = fields["completed"], time.monotonic()
-        self.shown_at = -math.inf
-        self.shown: dict[str, Any] = dict(fields)
+    def __init__(self, title: str, console: Console, *, total: int | None, completed: int) -> None:
+        self.title = title
+        self.console = console
+        self.total = total
+        self.completed = completed
+        self.status = ""
+        self._first = completed
+        self._start = time.monotonic()
+        self._shown_at = -math.inf
+        self._shown: tuple[int, str] = (completed, "")
 
-    def update(self, **more: Any) -> None:
-        self.fields.update(more)
-        if time.monotonic() - self.shown_at >= LINE_SECONDS:
+    def update(self, **changed: Any) -> None:
+        """Takes what `progress` says, and shows it if it is time."""
+        self.total = changed.get("total", self.total)
+        self.completed = changed.get("completed", self.completed)
+        self.status = changed.get("status", self.status)
+        if time.monotonic() - self._shown_at >= LINE_SECONDS:
             self.show()
 
     def show(self) -> None:
         """A line, unless it has been shown."""
-        done, total, now = self.fields["completed"], self.fields["total"], time.monotonic()
-        if self.fields == self.shown or done == self.first:
+        if self._shown == (self.completed, self.status) or self.completed == self._first:
             return
-        self.shown, self.shown_at = dict(self.fields), now
-        left, passed = "", now - self.start
-        if total and done < total:
-            left = f", {passed / (done - self.first) * (total - done):.0f} s left"
-        status = f"  {self.fields['status']}" if self.fields.get("status") else ""
-        say(self.console, f"{self.title} {done}/{total or '?'}{status}  {passed:.0f} s{left}")
+        self._shown = (self.completed, self.status)
+        self._shown_at = time.monotonic()
+        seconds = self._shown_at - self._start
+        line = f"{self.title} {self.completed}/{self.total or '?'}"
+        if self.status:
+            line += f"  {self.status}"
+        line += f"  {seconds:.0f} s"
+        if self.total and self.completed < self.total:
+            a_step = seconds / (self.completed - self._first)
+            line += f", {a_step * (self.total - self.completed):.0f} s left"
+        say(self.console, line)
 
 
 def check_no_run(run_dir: str | Path) -> None:
@@ -254,7 +279,7 @@ def short_names(paths: Sequence[str | Path]) -> list[str]:
     """The shortest distinct ends of the paths: `a/policy`, `b/policy`."""
     parts = [Path(path).parts or (str(path),) for path in paths]
     for length in range(1, max(map(len, parts), default=1) + 1):
-        names = ["/".join(each[-length:]) for each in parts]
+        names = ["/".join(of_path[-length:]) for of_path in parts]
         if len(set(names)) == len(names):
             return names
     return [f"{path} ({i})" for i, path in enumerate(paths, 1)]  # one given twice

@@ -21,11 +21,11 @@ class DamagedError(ValueError):
     """A checkpoint is not what its manifest says, or has none."""
 
 
-class Found(NamedTuple):
+class Newest(NamedTuple):
     """The newest whole checkpoint."""
 
     path: Path
-    about: dict[str, Any]
+    owner: dict[str, Any]
     """What was given to `write`."""
     passed_over: list[Path]
     """Newer ones that are not whole."""
@@ -33,18 +33,18 @@ class Found(NamedTuple):
     """A sentence for each of them."""
 
 
-def write(directory: Path, number: int, about: dict[str, Any]) -> None:
+def write(directory: Path, number: int, owner: dict[str, Any]) -> None:
     """Brings every file below `directory` to the disk, then the manifest, then the directory.
 
     Args:
         number: of the checkpoint, which its directory's name has too.
-        about: whose it is, as JSON has it.
+        owner: whose it is, as JSON has it.
     """
     files = {}
     for path in _files(directory):
         sync(path)
         files[path.relative_to(directory).as_posix()] = [path.stat().st_size, _sha256(path)]
-    record = {"number": number, "files": files, "about": about}
+    record = {"number": number, "files": files, "about": owner}
     record["sha256"] = _digest(record)
     manifest = directory / FILE
     manifest.write_text(json.dumps(record, indent=1), encoding="utf-8")
@@ -54,7 +54,7 @@ def write(directory: Path, number: int, about: dict[str, Any]) -> None:
 
 
 def read(directory: Path, number: int) -> dict[str, Any]:
-    """`about` of a checkpoint whose every file is as it was written.
+    """The owner of a checkpoint whose every file is as it was written.
 
     Raises:
         DamagedError: a file is not there, or has other bytes; it says which.
@@ -74,8 +74,9 @@ def read(directory: Path, number: int) -> dict[str, Any]:
         if not path.is_file():
             raise DamagedError(f"{directory}: {name} is not there")
         if path.stat().st_size != size:
-            found = path.stat().st_size
-            raise DamagedError(f"{directory}: {name} has {found} bytes; expected {size}")
+            raise DamagedError(
+                f"{directory}: {name} has {path.stat().st_size} bytes; expected {size}"
+            )
         try:
             same = _sha256(path) == sha256
         except OSError as error:
@@ -89,7 +90,7 @@ def read(directory: Path, number: int) -> dict[str, Any]:
     return record["about"]
 
 
-def newest(checkpoints: Sequence[Path]) -> Found | None:
+def newest(checkpoints: Sequence[Path]) -> Newest | None:
     """The newest of the checkpoints, oldest first, that is whole; None if there are none at all.
 
     Raises:
@@ -99,12 +100,12 @@ def newest(checkpoints: Sequence[Path]) -> Found | None:
     passed_over: list[Path] = []
     for path in reversed(checkpoints):
         try:
-            about = read(path, int(path.name.rsplit("-", 1)[1]))
+            owner = read(path, int(path.name.rsplit("-", 1)[1]))
         except DamagedError as error:
             reasons.append(str(error))
             passed_over.append(path)
         else:
-            return Found(path, about, passed_over, reasons)
+            return Newest(path=path, owner=owner, passed_over=passed_over, reasons=reasons)
     if reasons:
         raise DamagedError(
             f"no checkpoint can be resumed from: {'; '.join(reasons)}. To begin again, choose "

@@ -66,10 +66,10 @@ class Options:
     def __post_init__(self) -> None:
         own: Any = type(self)
         hints = _hints(own)
-        for each in fields(self):
-            value = _converted(each.name, getattr(self, each.name), hints[each.name])
-            object.__setattr__(self, each.name, value)
-            check_bounds(type(self), each.name, value)
+        for member in fields(self):
+            value = _converted(member.name, getattr(self, member.name), hints[member.name])
+            object.__setattr__(self, member.name, value)
+            check_bounds(type(self), member.name, value)
         self.check()
 
     @classmethod
@@ -83,7 +83,7 @@ class Options:
         """What to add to the sentence that there is no option of this name."""
         if sentence := removal(name):
             return f"; {sentence}"
-        known = [each.name for each in fields(cls)]
+        known = [member.name for member in fields(cls)]
         counterpart = TRL.get(name, "")
         if counterpart.partition(" ")[0].strip(",;") in known:
             return f"; TRL's {name} is {counterpart}"
@@ -96,7 +96,7 @@ class Options:
     @classmethod
     def sections(cls) -> dict[str, list[Field]]:
         """The fields under the headings of the classes that define them, in their order."""
-        by_name = {each.name: each for each in fields(cls)}
+        by_name = {member.name: member for member in fields(cls)}
         members_of: dict[str, list[Field]] = {}
         for owner in _in_order(cls):
             names = [name for name in inspect.get_annotations(owner) if name in by_name]
@@ -106,7 +106,7 @@ class Options:
 
     def to_dict(self) -> dict[str, Any]:
         """Every option by name, section by section."""
-        names = [each.name for section in self.sections().values() for each in section]
+        names = [member.name for section in self.sections().values() for member in section]
         values = {name: getattr(self, name) for name in names}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
 
@@ -125,13 +125,13 @@ def _in_order(cls: type) -> list[type]:
     """The option classes that `cls` is made of, as they are written, then `cls` itself."""
     bases: list[type] = []
     for base in cls.__bases__:
-        bases += [each for each in _in_order(base) if issubclass(each, Options)]
+        bases += [member for member in _in_order(base) if issubclass(member, Options)]
     return [*dict.fromkeys(bases), cls]
 
 
 def check_bounds(options: type[Options], name: str, value: Any) -> None:
     """Raises ValueError if `value` is outside the bounds of the option `name`."""
-    (defined,) = (each for each in fields(options) if each.name == name)
+    (defined,) = (member for member in fields(options) if member.name == name)
     minimum, above, maximum = defined.metadata["bounds"]
     if not isinstance(value, (int, float)):
         return
@@ -221,7 +221,7 @@ def read_yaml(path: str | Path, options: type[Options]) -> dict[str, Any]:
             named.
     """
     loaded = load_yaml(path)
-    known = {each.name for each in fields(options)}
+    known = {member.name for member in fields(options)}
     unknown = {key: value for key, value in loaded.items() if key not in known}
     removed = [key for key in unknown if isinstance(key, str) and removal(key)]
     for key in unknown:

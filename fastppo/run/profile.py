@@ -30,8 +30,11 @@ PHASES = {
 PREFIX = "fastppo/"
 """Of a phase's name in a trace."""
 
-TRACE, OPERATORS = "profile.json", "profile.txt"
-"""Files in the run directory: a chrome trace, and the largest operators of each phase."""
+TRACE = "profile.json"
+"""In the run directory: a chrome trace."""
+
+OPERATORS = "profile.txt"
+"""Beside it: the largest operators of each phase."""
 
 LARGEST = 12
 """Operators of a phase in the table."""
@@ -56,9 +59,9 @@ def profiled(trainer: Any, iterations: int) -> Iterator[None]:
         activities.append(ProfilerActivity.CUDA)
     run_dir = Path(trainer.config.output_dir)
 
-    def write(found: profile) -> None:
-        found.export_chrome_trace(str(run_dir / TRACE))
-        (run_dir / OPERATORS).write_text(_table(found), encoding="utf-8")
+    def write(trace: profile) -> None:
+        trace.export_chrome_trace(str(run_dir / TRACE))
+        (run_dir / OPERATORS).write_text(_table(trace), encoding="utf-8")
 
     plan = schedule(wait=0, warmup=1, active=iterations, repeat=1)
     with (
@@ -108,12 +111,12 @@ class _Use(NamedTuple):
     calls: int = 0
 
 
-def _table(found: profile) -> str:
+def _table(trace: profile) -> str:
     """The largest operators of each phase, by the time that is their own and no callee's."""
     on_device = torch.cuda.is_available()
     # On a GPU an operator has the device time of the kernels that it launched; those, and what the
     # phases' names cover there, are events of their own, and would count once more.
-    of_host = (event for event in found.events() or () if event.device_type == DeviceType.CPU)
+    of_host = (event for event in trace.events() or () if event.device_type == DeviceType.CPU)
     events = sorted(of_host, key=lambda event: event.time_range.start)
     spans = [event.time_range for event in events if event.name.startswith(PREFIX)]
     names = [event.name for event in events if event.name.startswith(PREFIX)]
@@ -131,10 +134,10 @@ def _table(found: profile) -> str:
     kind = "the device's" if on_device else "the processor's"
     lines = [f"Operators by their own time ({kind}), all profiled iterations together"]
     for name, operators in used.items():
-        whole = sum(
-            span.elapsed_us() for span, each in zip(spans, names, strict=True) if each == name
-        )
-        lines += ["", f"{name.removeprefix(PREFIX)}: {whole / 1e3:.1f} ms"]
+        durations = [
+            span.elapsed_us() for span, of_span in zip(spans, names, strict=True) if of_span == name
+        ]
+        lines += ["", f"{name.removeprefix(PREFIX)}: {sum(durations) / 1e3:.1f} ms"]
         order = sorted(operators.items(), key=lambda item: item[1].seconds, reverse=True)
         lines += [
             f"{use.seconds * 1e3:12.2f} ms {use.calls:8d} calls  {operator}"

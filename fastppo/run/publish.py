@@ -113,7 +113,7 @@ def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
     """The metrics that people look at first, one under the other's number of iterations."""
     from matplotlib.figure import Figure  # slow to import, and needed once
 
-    shown = [each for each in CURVES if any(each[0] in record for record in records)]
+    shown = [(name, title) for name, title in CURVES if any(name in r for r in records)]
     figure = Figure(figsize=(3.4 * len(shown), 2.6), layout="constrained")
     axes = figure.subplots(1, len(shown), squeeze=False)[0]
     for axis, (name, title) in zip(axes, shown, strict=True):

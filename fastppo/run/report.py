@@ -238,7 +238,8 @@ def _warnings(records: list[dict[str, Any]]) -> list[Warned]:
             kinds.setdefault(kind, []).append((record["iteration"], sentence))
     rows = []
     for warned in kinds.values():
-        (start, first), (end, last) = warned[0], warned[-1]
+        start, first = warned[0]
+        end, last = warned[-1]
         when = f"iteration {start}"
         if start != end:
             when = f"iterations {start} to {end}, {len(warned)} times"

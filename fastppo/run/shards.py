@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,11 +34,11 @@ class Read(NamedTuple):
 def state_of(model: nn.Module, optimizer: Any, reference: Mapping[str, Tensor]) -> dict[str, Any]:
     """What is written of a run as it is now; not a copy."""
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = {f"model.{name}": p.detach() for name, p in weights.items()}
+    state = {f"model.{name}": weight.detach() for name, weight in weights.items()}
     names = _names(model, optimizer)
     for index, entry in optimizer.state_dict()["state"].items():
-        found |= {f"optimizer.{names[index]}.{leaf}": value for leaf, value in entry.items()}
-    return found | {f"reference.{name}": value for name, value in reference.items()}
+        state |= {f"optimizer.{names[index]}.{leaf}": value for leaf, value in entry.items()}
+    return state | {f"reference.{name}": value for name, value in reference.items()}
 
 
 def write(state: dict[str, Any], directory: Path) -> None:
@@ -52,21 +51,6 @@ def write(state: dict[str, Any], directory: Path) -> None:
         dcp.save(state, checkpoint_id=directory / FOLDER)
 
 
-def begin_writing(state: dict[str, Any], directory: Path, group: Any) -> Future:
-    """The same in a thread, from a copy that is made first.
-
-    Args:
-        group: of the ranks, for nothing else meanwhile.
-    """
-    return dcp.async_save(state, checkpoint_id=directory / FOLDER, process_group=group)  # type: ignore[return-value]
-
-
-def wait_for(writing: Future) -> None:
-    """Until a thread has written this rank's shards; errors are those of `write`."""
-    with _as_os_error():
-        writing.result()
-
-
 def read(path: Path, model: nn.Module, optimizer: Any) -> Read:
     """A checkpoint's tensors, sharded as the model is."""
     reader = FileSystemReader(path / FOLDER)
@@ -75,29 +59,31 @@ def read(path: Path, model: nn.Module, optimizer: Any) -> Read:
     causal_lm: Any = model.causal_lm
     referents = dict(causal_lm.named_parameters())
     numbers = {name: index for index, name in enumerate(_names(model, optimizer))}
-    found, targets = Read({}, {}, {}), {}
-    for key, about in saved.items():
+    read_tensors = Read(model={}, optimizer={}, reference={})
+    targets = {}
+    for key, metadata in saved.items():
         part, name = key.split(".", 1)
         if part == "optimizer":
             name, leaf = name.rsplit(".", 1)
             if name not in numbers:
                 continue
         weight = referents.get(name) if part == "reference" else weights.get(name)
-        target = _empty(about, weight)
+        target = _empty(metadata, weight)
         targets[key] = target
         if part == "optimizer":
-            found.optimizer[f"{numbers[name]}.{leaf}"] = target
+            read_tensors.optimizer[f"{numbers[name]}.{leaf}"] = target
         else:
-            getattr(found, part)[name] = target
+            getattr(read_tensors, part)[name] = target
     alone = not distributed.is_initialized()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")  # that one process is alone
         dcp.load(targets, storage_reader=reader, no_dist=alone)
     for name, index in numbers.items():
         # Shards are in fp32; a whole weight in half precision has its master beside it.
-        if name in found.model and optimizer.weights[index].dtype != found.model[name].dtype:
-            found.optimizer.setdefault(f"{index}.master", found.model[name])
-    return found
+        weight = read_tensors.model.get(name)
+        if weight is not None and optimizer.weights[index].dtype != weight.dtype:
+            read_tensors.optimizer.setdefault(f"{index}.master", weight)
+    return read_tensors
 
 
 def sharded(tensors: Mapping[str, Tensor], optimizer: Any) -> dict[str, Tensor]:
@@ -114,9 +100,10 @@ def _names(model: nn.Module, optimizer: Any) -> list[str]:
     return [by_weight[id(weight)] for weight in optimizer.weights]
 
 
-def _empty(about: Any, weight: Tensor | None) -> Tensor:
+def _empty(metadata: Any, weight: Tensor | None) -> Tensor:
     """What a saved tensor is read into."""
-    dtype, size = about.properties.dtype, about.size
+    dtype = metadata.properties.dtype
+    size = metadata.size
     if weight is not None and weight.shape == size:
         return torch.zeros_like(weight, dtype=dtype, requires_grad=False)
     return torch.zeros(size, dtype=dtype)

@@ -28,67 +28,72 @@ from transformers.integrations import (
 FILE = "trackers.json"
 
 
-class Kept:
-    """What the trackers call a run, in its directory.
+class TrackedRun:
+    """What the trackers call a run, kept in its directory for a resume.
 
     Its name is the directory's with the time of the first start, so that two runs in directories of
     one name are two.
     """
 
     def __init__(self, run_dir: str | Path) -> None:
-        self.path = Path(run_dir) / FILE
-        self.names: dict[str, str] = {}
-        if self.path.exists():
-            self.names = json.loads(self.path.read_text("utf-8"))
-        started = f"{Path(run_dir).resolve().name}-{datetime.now():%Y%m%d-%H%M%S}"
-        self.run_name = self.names.get("run_name", started)
+        self._path = Path(run_dir) / FILE
+        self.ids: dict[str, str] = {}
+        """Of the run in each tracker."""
+        self.name = f"{Path(run_dir).resolve().name}-{datetime.now():%Y%m%d-%H%M%S}"
+        if self._path.exists():
+            self.ids = json.loads(self._path.read_text("utf-8"))
+            self.name = self.ids.pop("run_name")
 
-    def keep(self, **names: str) -> None:
-        self.names |= {"run_name": self.run_name, **names}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.names, indent=1), encoding="utf-8")
+    def keep(self, **ids: str) -> None:
+        """Writes the name and the ids, with these."""
+        self.ids |= ids
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"run_name": self.name, **self.ids}, indent=1)
+        self._path.write_text(text, encoding="utf-8")
 
 
 class Wandb(WandbCallback):
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         super().__init__()
-        self.kept, self._opened = kept, False
+        self.run = run
+        self._opened = False
 
     def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero and self._wandb.run is None:
             run = self._wandb.init(
                 project=os.environ.get("WANDB_PROJECT", args.project),
                 name=args.run_name,
-                id=self.kept.names.get("wandb"),
+                id=self.run.ids.get("wandb"),
                 resume="allow",
                 dir=args.output_dir,
             )
             self._opened = True
-            self.kept.keep(wandb=run.id)
+            self.run.keep(wandb=run.id)
         super().setup(args, state, model, **kwargs)
 
     def on_samples(self, args: Any, state: Any, control: Any, samples: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             columns, rows = table(samples)
-            found = {"samples": self._wandb.Table(columns=columns, data=rows)}
-            self._wandb.log(found | {"train/global_step": state.global_step})
+            samples_table = self._wandb.Table(columns=columns, data=rows)
+            self._wandb.log({"samples": samples_table, "train/global_step": state.global_step})
 
     def close(self) -> None:
         if self._opened:
             self._wandb.finish()
-        self._opened = self._initialized = False
+        self._opened = False
+        self._initialized = False
 
 
 class Trackio(TrackioCallback):
     """Trackio continues the run of the same name."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         super().__init__()
-        self.kept = kept
+        self.run = run
 
     def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self.kept.keep()
+            self.run.keep()
         super().setup(args, state, model, **kwargs)
 
     def close(self) -> None:
@@ -98,38 +103,42 @@ class Trackio(TrackioCallback):
 
 
 class MLflow(MLflowCallback):
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         super().__init__()
-        self.kept, self._opened = kept, False
+        self.run = run
+        self._opened = False
 
     def setup(self, args: Any, state: Any, model: Any) -> None:
-        flow, known = self._ml_flow, self.kept.names.get("mlflow")
+        flow = self._ml_flow
+        run_id = self.run.ids.get("mlflow")
         if state.is_world_process_zero and flow.active_run() is None:
-            if known:
-                flow.set_experiment(experiment_id=flow.get_run(known).info.experiment_id)
-                flow.start_run(run_id=known)
+            if run_id:
+                flow.set_experiment(experiment_id=flow.get_run(run_id).info.experiment_id)
+                flow.start_run(run_id=run_id)
                 # What a run was started with cannot be written again there.
-                args, model = SimpleNamespace(run_name=args.run_name, to_dict=dict), None
+                args = SimpleNamespace(run_name=args.run_name, to_dict=dict)
+                model = None
             else:
                 flow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", args.project))
                 flow.start_run(run_name=args.run_name)
-                self.kept.keep(mlflow=flow.active_run().info.run_id)
+                self.run.keep(mlflow=flow.active_run().info.run_id)
             self._opened = True
         super().setup(args, state, model)
 
     def on_samples(self, args: Any, state: Any, control: Any, samples: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             columns, rows = table(samples)
-            by_column = dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True))
+            by_column = {column: [row[i] for row in rows] for i, column in enumerate(columns)}
             self._ml_flow.log_table(by_column, "samples.json")
 
     def close(self) -> None:
         if self._opened and self._ml_flow.active_run() is not None:
             self._ml_flow.end_run()
-        self._opened = self._initialized = False
+        self._opened = False
+        self._initialized = False
 
 
-MAKERS: dict[str, tuple[Callable[[], bool], Callable[[Kept], TrainerCallback]]] = {
+MAKERS: dict[str, tuple[Callable[[], bool], Callable[[TrackedRun], TrainerCallback]]] = {
     "wandb": (is_wandb_available, Wandb),
     "trackio": (is_trackio_available, Trackio),
     "mlflow": (is_mlflow_available, MLflow),
@@ -137,7 +146,7 @@ MAKERS: dict[str, tuple[Callable[[], bool], Callable[[Kept], TrainerCallback]]] 
 """(whether it is installed, what makes it) by name."""
 
 
-def make_trackers(names: Sequence[str], kept: Kept) -> list[TrainerCallback]:
+def make_trackers(names: Sequence[str], run: TrackedRun) -> list[TrainerCallback]:
     """The trackers of these names.
 
     Raises:
@@ -146,7 +155,7 @@ def make_trackers(names: Sequence[str], kept: Kept) -> list[TrainerCallback]:
     for name in names:
         if not MAKERS[name][0]():
             raise ImportError(f"report_to={name} needs {name}: pip install {name}")
-    return [MAKERS[name][1](kept) for name in names]
+    return [MAKERS[name][1](run) for name in names]
 
 
 def table(samples: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
@@ -156,11 +165,11 @@ def table(samples: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[Any]]
         row: dict[str, Any] = {}
         for name, value in sample.items():
             if isinstance(value, dict):
-                row |= {f"{name}/{key}": each for key, each in value.items()}
+                row |= {f"{name}/{key}": term for key, term in value.items()}
+            elif isinstance(value, list):
+                row[name] = json.dumps(value, ensure_ascii=False)
             else:
-                row[name] = (
-                    json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
-                )
+                row[name] = value
         flat.append(row)
     columns = list(dict.fromkeys(name for row in flat for name in row))
     return columns, [[row.get(name) for name in columns] for row in flat]

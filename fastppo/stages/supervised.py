@@ -407,10 +407,10 @@ class SupervisedTrainer(Trainer, ABC):
             self.say(f"passed over {reason}")
         sentences = check_same_run(
             newest.path,
-            newest.about["run"],
+            newest.owner["run"],
             self.identity,
-            IDENTITY,
-            self.config.allow_config_change,
+            essential=IDENTITY,
+            allowed=self.config.allow_config_change,
         )
         for sentence in sentences:
             self.say(sentence)

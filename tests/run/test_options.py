@@ -257,7 +257,7 @@ def test_all_removed_options_of_a_file_are_answered_at_once(tmp_path) -> None:
     (tmp_path / "run.yaml").write_text("log_interval: 5\nproject: mine")
     with pytest.raises(ValueError, match="log_interval was removed") as error:
         read_yaml(tmp_path / "run.yaml", Both)
-    assert "project was removed: the trackers' project is fastppo" in str(error.value)
+    assert "project was removed: set WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME" in str(error.value)
 
 
 def test_an_empty_file_has_no_options_and_an_absent_one_is_refused(tmp_path) -> None:

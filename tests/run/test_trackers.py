@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fastppo.ppo.config import PPOConfig
-from fastppo.run.trackers import MAKERS, Kept, make_trackers, table
+from fastppo.run.trackers import MAKERS, TrackedRun, make_trackers, table
 from runs import make_trainer, records
 
 Heard = list[tuple[str, Any]]
@@ -208,7 +208,7 @@ def test_trackio_continues_the_run_of_the_same_name(stand_in, tmp_path) -> None:
 def test_without_the_package_the_install_command_is_named(name, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(MAKERS, name, (lambda: False, MAKERS[name][1]))
     with pytest.raises(ImportError, match=rf"report_to={name} needs {name}: pip install {name}"):
-        make_trackers([name], Kept(tmp_path))
+        make_trackers([name], TrackedRun(tmp_path))
 
 
 def test_a_tracker_that_is_not_known_is_refused() -> None:
@@ -218,11 +218,12 @@ def test_a_tracker_that_is_not_known_is_refused() -> None:
 
 
 def test_two_runs_in_directories_of_one_name_have_two_names(tmp_path: Path) -> None:
-    kept = Kept(tmp_path / "a" / "ppo")
-    kept.keep(wandb="one")
-    assert kept.run_name.startswith("ppo-")
-    assert Kept(tmp_path / "a" / "ppo").names == {"run_name": kept.run_name, "wandb": "one"}
-    assert Kept(tmp_path / "b" / "ppo", None).names == {}
+    run = TrackedRun(tmp_path / "a" / "ppo")
+    run.keep(wandb="one")
+    assert run.name.startswith("ppo-")
+    resumed = TrackedRun(tmp_path / "a" / "ppo")
+    assert (resumed.name, resumed.ids) == (run.name, {"wandb": "one"})
+    assert TrackedRun(tmp_path / "b" / "ppo").ids == {}
 
 
 def test_samples_become_a_table() -> None:
