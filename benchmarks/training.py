@@ -426,7 +426,9 @@ class _NoLog:
 
 def iterate(trainer: Any) -> dict[str, Any]:
     """One iteration of a `PPOTrainer` without its log; its metrics."""
-    return trainer.iterate(_NoLog())
+    from fastppo.ppo.training_run import TrainingRun
+
+    return TrainingRun(trainer).iteration(_NoLog())
 
 
 def iteration_case(shape: Training, dtype: torch.dtype) -> Case:

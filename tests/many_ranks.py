@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -188,28 +187,6 @@ def train_with_a_slow_clock(folder: str) -> dict[str, float]:
     ticks, rank = itertools.count(), int(os.environ["RANK"])
     world.time = SimpleNamespace(perf_counter=lambda: next(ticks) * (1 + 2 * rank))  # type: ignore
     return train(folder, {"iterations": 1})["metrics"][-1]
-
-
-def train_without_room(
-    folder: str, microbatch_size: int, room: int, **options: Any
-) -> dict[str, Any]:
-    """An update of 16 sequences, of which the loss of the second rank has room for so many at
-    once."""
-    from fastppo.ppo import objective
-
-    right, rank = objective.policy_loss, int(os.environ["RANK"])
-
-    def limited(head: Any, hidden: Tensor, micro: Any, *more: Any) -> Any:
-        if rank == 1 and len(micro.batch) > room:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        return right(head, hidden, micro, *more)
-
-    trainer = make_trainer(Path(folder), minibatches=1, **options)
-    experience = first_experience(trainer)
-    trainer.engine.release()
-    objective.policy_loss = limited
-    trainer.update(experience, replace(trainer.config, microbatch_size=microbatch_size))
-    return {"weights": weights(trainer), "times": trainer._halving.times}
 
 
 def train_without_room_in_a_layer(folder: str) -> None:

@@ -20,8 +20,15 @@ from fastppo.rollout import Rollout
 from fastppo.run.log import read_jsonl
 
 PARTS = (
-    *("rewards", "prompts", "tokenizer", "reference", "engine", "environment"),
-    *("monitor_rewards", "console", "callbacks"),
+    "rewards",
+    "prompts",
+    "tokenizer",
+    "reference",
+    "engine",
+    "environment",
+    "monitor_rewards",
+    "console",
+    "callbacks",
 )
 
 
@@ -45,17 +52,27 @@ def first_experience(trainer: PPOTrainer) -> Experience:
     prompts = trainer.prompts.at(0, trainer.config.rollout_batch_size, 0)
     rollout = trainer.engine.generate(prompts.token_ids, trainer.sampling)
     scores = trainer.score(prompts, rollout, trainer.config)
-    batch = Batch.of(prompts.token_ids, rollout.tokens)
-    return trainer.make_experience(batch, scores, rollout, trainer.config)[0]
+    return trainer.make_experience(prompts.token_ids, rollout, scores, trainer.config)[0]
 
 
 def experience_of(
     trainer: PPOTrainer, batch: Batch, scores: Tensor | Scores, truncated: bool = False
 ) -> tuple[Experience, dict[str, float]]:
     """What the trainer makes of a batch whose scores are given, and its metrics."""
+    prompt_ids = []
+    responses = []
+    for row, tokens in enumerate(batch.tokens.split(batch.lengths.tolist())):
+        length = int(batch.prompt_lengths[row])
+        prompt_ids.append(tokens[:length].tolist())
+        responses.append(tokens[length:].tolist())
+    written = None
+    if batch.written is not None:
+        masks = batch.written.split(batch.response_lengths.tolist())
+        written = [mask.tolist() for mask in masks]
+    reasons = ["length" if truncated else "stop"] * len(batch)
+    rollout = Rollout(responses, reasons, written=written)
     rewards = scores if isinstance(scores, Scores) else Scores(scores)
-    rollout = Rollout([], ["length" if truncated else "stop"] * len(batch))
-    return trainer.make_experience(batch, rewards, rollout, trainer.config)
+    return trainer.make_experience(prompt_ids, rollout, rewards, trainer.config)
 
 
 def scores_of(

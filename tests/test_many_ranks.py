@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
@@ -212,34 +211,6 @@ def test_a_process_that_hangs_ends_the_run_with_a_sentence(tmp_path: Path) -> No
     (first, said), _ = ranks.start(2, many_ranks.train_with_a_late_rank, tmp_path, str(tmp_path))
     assert first == 1
     assert "rank 0 of 2 waited 4 s for the others, and one did not answer" in said
-
-
-def test_memory_that_runs_out_on_one_process_halves_the_microbatches_of_all(
-    tmp_path: Path,
-) -> None:
-    """The second has room for 2 of its 8 sequences; the weights are those of 2 from the start."""
-    found = ranks.run(2, many_ranks.train_without_room, tmp_path / "a", str(tmp_path / "a"), 8, 2)
-    wanted = ranks.run(2, many_ranks.train_without_room, tmp_path / "b", str(tmp_path / "b"), 2, 2)
-    assert (found["times"], wanted["times"]) == (2, 0)
-    for name, weight in found["weights"].items():
-        assert torch.equal(weight, wanted["weights"][name]), name
-
-
-def test_memory_that_runs_out_beside_the_references_pass_halves_them_too(tmp_path: Path) -> None:
-    """That pass, of the exact KL in the loss, gathers layers of which every process holds a
-    part."""
-    given = functools.partial(many_ranks.train_without_room, **EXACT, timeout=20.0)
-    found = ranks.run(2, given, tmp_path, str(tmp_path), 8, 4)
-    assert found["times"] == 1
-
-
-def test_memory_that_runs_out_on_one_process_for_a_single_sequence_ends_all_with_advice(
-    tmp_path: Path,
-) -> None:
-    ended = ranks.start(2, many_ranks.train_without_room, tmp_path, str(tmp_path), 2, 0)
-    for code, said in ended:
-        assert code == 1
-        assert "out of memory with one sequence per microbatch: rank 1: CUDA out of mem" in said
 
 
 def test_memory_that_runs_out_in_a_layer_ends_all_with_a_sentence_each(tmp_path: Path) -> None:

@@ -210,9 +210,9 @@ def build(
         evaluation=Evaluation(
             data.held_out,
             scorer,
-            config.eval_interval,
-            config.eval_sampling,
-            config.rollout_batch_size,
+            interval=config.eval_interval,
+            modes=config.eval_sampling,
+            batch_size=config.rollout_batch_size,
         ),
         turns=turns,
         context=models.context,

@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 from fastppo.data.prompts import Prompts
 from fastppo.rewards.scorer import Scorer, Scores
-from fastppo.rollout import Sampling
+from fastppo.rollout import Rollout, Sampling
 from fastppo.run.options import Options, option
 
 LOGGED_SAMPLES = 8
-"""Responses of an iteration, and of an evaluation, that are written as samples."""
+"""Responses of an iteration, and of an evaluation, that are written down as texts."""
 
 SHOWN = ("reward", "kl", "response_length", "eos_rate", "turns", "dropped_samples")
 """Metrics of an evaluation, beside each reward, monitored reward and finish reason: means over its
@@ -71,65 +71,74 @@ class Evaluation:
         prompts: None for no evaluation.
         scorer: of the run's rewards and monitored rewards.
         interval: iterations.
-        how: sampled, greedy or both.
-        at_once: responses that are generated at once.
+        modes: sampled, greedy or both.
+        batch_size: responses that are generated at once.
     """
 
     def __init__(
-        self, prompts: Prompts | None, scorer: Scorer, interval: int, how: str, at_once: int
+        self,
+        prompts: Prompts | None,
+        scorer: Scorer,
+        *,
+        interval: int,
+        modes: str,
+        batch_size: int,
     ) -> None:
-        self.prompts, self.scorer, self.interval = prompts, scorer, interval
-        self.how, self.at_once = how, at_once
+        self.prompts = prompts
+        self.scorer = scorer
+        self.interval = interval
+        self.modes = modes
+        self.batch_size = batch_size
 
-    def after(self, trainer: Any, log: Any, asked: bool = False) -> dict[str, float]:
+    def after_update(self, trainer: Any, log: Any, *, requested: bool = False) -> dict[str, float]:
         """The metrics of an evaluation after an iteration's update, which the trainer's state takes
-        note of; none where none is due or asked for. Responses to the first `LOGGED_SAMPLES`
-        prompts go to the log."""
-        due = asked or (trainer.state.iteration + 1) % self.interval == 0
+        note of; none where none is due or requested. Responses to the first prompts go to the
+        log."""
+        due = requested or (trainer.state.iteration + 1) % self.interval == 0
         if self.prompts is None or not due:
             return {}
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         samples: list[dict[str, Any]] = []
-        if self.how != "greedy":
-            means, texts = self._evaluated(trainer, self.prompts, trainer.sampling)
-            found |= {f"eval/{name}": value for name, value in means.items()}
-            samples += [{"sampling": "sampled", **each} for each in texts]
-        if self.how != "sampled":
+        if self.modes != "greedy":
+            means, records = self._evaluate(trainer, self.prompts, trainer.sampling)
+            metrics |= {f"eval/{name}": value for name, value in means.items()}
+            samples += [{"sampling": "sampled", **record} for record in records]
+        if self.modes != "sampled":
             greedy = replace(trainer.sampling, greedy=True)
-            means, texts = self._evaluated(trainer, self.prompts, greedy)
-            found |= {f"eval/greedy/{name}": value for name, value in means.items()}
-            samples += [{"sampling": "greedy", **each} for each in texts]
-        if self.how == "greedy":
-            found["eval/reward"] = found["eval/greedy/reward"]
+            means, records = self._evaluate(trainer, self.prompts, greedy)
+            metrics |= {f"eval/greedy/{name}": value for name, value in means.items()}
+            samples += [{"sampling": "greedy", **record} for record in records]
+        if self.modes == "greedy":
+            metrics["eval/reward"] = metrics["eval/greedy/reward"]
         # A policy that does not move yet gets no better.
         waits = trainer.state.is_warming_up(trainer.config)
-        trainer.state.evaluations.take(found["eval/reward"], waits)
+        trainer.state.evaluations.take(metrics["eval/reward"], waits)
         log.samples(trainer.state.iteration, samples, held_out=True)
-        return found
+        return metrics
 
-    def _evaluated(
+    def _evaluate(
         self, trainer: Any, prompts: Prompts, sampling: Sampling
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """(means over all responses, of metrics that are themselves means over responses; the first
         responses). One that no response has is NaN."""
         sums: dict[str, float] = {}
         counts: dict[str, int] = {}
-        samples: list[dict[str, Any]] = []
-        for begin in range(0, len(prompts), self.at_once):
-            part = prompts.select(range(begin, min(begin + self.at_once, len(prompts))))
-            found = trainer.evaluate(part, sampling, self.scorer)
-            kept = found["scores"].kept
+        records: list[dict[str, Any]] = []
+        for begin in range(0, len(prompts), self.batch_size):
+            part = prompts.select(range(begin, min(begin + self.batch_size, len(prompts))))
+            result = trainer.evaluate(part, sampling, self.scorer)
+            kept = result["scores"].kept
             if kept is not None:
-                found["dropped_samples"] = 1 - len(kept) / len(part)
-            for name, value in found.items():
+                result["dropped_samples"] = 1 - len(kept) / len(part)
+            for name, value in result.items():
                 if name in SHOWN or name.startswith(("reward/", "monitor/", "finish/")):
-                    count = _count(name, found["scores"], len(part))
+                    count = _count(name, result["scores"], len(part))
                     counts[name] = counts.get(name, 0) + count
                     sums[name] = sums.get(name, 0.0) + (value * count if count else 0.0)
-            wanted = min(len(part), LOGGED_SAMPLES - len(samples))
-            samples += [_record(begin, row, part, found) for row in range(wanted)]
+            wanted = min(len(part), LOGGED_SAMPLES - len(records))
+            records += [_record(begin, row, part, result) for row in range(wanted)]
         means = {name: sums[name] / count if count else math.nan for name, count in counts.items()}
-        return means, samples
+        return means, records
 
 
 def _count(name: str, scores: Scores, responses: int) -> int:
@@ -143,17 +152,18 @@ def _count(name: str, scores: Scores, responses: int) -> int:
     return responses
 
 
-def _record(begin: int, row: int, prompts: Prompts, found: dict[str, Any]) -> dict[str, Any]:
+def _record(begin: int, row: int, prompts: Prompts, result: dict[str, Any]) -> dict[str, Any]:
     """A line of eval_samples.jsonl: a response of an evaluation's part that begins at a prompt. A
     reward that could not be had is None."""
-    scores, rollout = found["scores"], found["rollout"]
+    scores: Scores = result["scores"]
+    rollout: Rollout = result["rollout"]
     is_kept = scores.kept is None or row in scores.kept
     scored = {**scores.terms, **scores.monitors}
     rewards = {name: values[row] for name, values in scored.items()}
     return {
         "row": begin + row,
         "prompt": prompts.prompts[row],
-        "completion": found["completions"][row],
+        "completion": result["completions"][row],
         "reward": scores.total[row].item() if is_kept else None,
         "rewards": {name: None if math.isnan(x) else x for name, x in rewards.items()},
         "tokens": rollout.written_lengths[row],

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastppo.data.batch import Batch, on_device, spans, split_packed, starts
 from fastppo.data.microbatches import Limits, deal
+from fastppo.data.prompts import Prompts
 from fastppo.data.world import World
 from fastppo.functional.arguments import aggregation_weights
+from fastppo.rewards.scorer import Scores
+from fastppo.rollout import Rollout
+
+
+class Responses(NamedTuple):
+    """Prompts, the responses to them, and what those earned."""
+
+    prompts: Prompts
+    rollout: Rollout
+    scores: Scores
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,10 +50,7 @@ class Experience:
         """The experience of the sequences `rows` [k], int64 on the CPU, in their order."""
         lengths = self.batch.written_lengths
         index = on_device(spans(starts(lengths)[rows], lengths[rows]), self.batch.device)
-        per_token: dict[str, Any] = {
-            name: None if value is None else value[index]
-            for name, value in self._per_token().items()
-        }
+        per_token = {name: value[index] for name, value in self._per_token().items()}
         return Experience(self.batch.select(rows), **per_token)
 
     def minibatches(self, order: Tensor, count: int, aggregation: str) -> list[Experience]:
@@ -52,47 +60,51 @@ class Experience:
         They share the memory of one copy, which is made for all of them together.
         """
         sizes = [len(rows) for rows in order.tensor_split(min(count, len(self)))]
-        dealt = self.select(order)
-        lengths = dealt.batch.written_lengths
-        per_token = [
-            [None] * len(sizes) if value is None else split_packed(value, lengths, sizes)
-            for value in dealt._per_token().values()
-        ]
-        parts = zip(dealt.batch.split(sizes), *per_token, strict=True)
-        return [Experience(*part).weighted(aggregation) for part in parts]
+        shuffled = self.select(order)
+        lengths = shuffled.batch.written_lengths
+        per_token = {
+            name: split_packed(value, lengths, sizes)
+            for name, value in shuffled._per_token().items()
+        }
+        minibatches = []
+        for i, batch in enumerate(shuffled.batch.split(sizes)):
+            minibatch = Experience(batch, **{name: parts[i] for name, parts in per_token.items()})
+            minibatches.append(minibatch.weighted(aggregation))
+        return minibatches
 
-    def microbatches(
-        self, limits: Limits, world: World | None = None
-    ) -> Iterator[tuple[Experience, bool]]:
-        """(a part that is run at once, whether it is one of the batch); see
-        `fastppo.data.microbatches`. Where other ranks have more parts than this one, rows without
-        weight come last."""
+    def microbatches(self, limits: Limits, world: World | None = None) -> Iterator[Experience]:
+        """The parts that this rank runs at once; see `fastppo.data.microbatches`. Where other ranks
+        have more parts than this one, a sequence without weight stands in for the last ones."""
         world = world or World()
         dealt = deal(self.batch.lengths, limits, world)
         parts = dealt.ranks[world.rank]
         if world.size == 1 and len(parts) == 1:
-            yield self, True
+            yield self
             return
-        for part in parts:
-            yield self.select(part), True
+        for rows in parts:
+            yield self.select(rows)
         for _ in range(dealt.rounds - len(parts)):
             filler = self.select(dealt.filler)
             assert filler.token_weights is not None
-            yield replace(filler, token_weights=torch.zeros_like(filler.token_weights)), False
+            yield replace(filler, token_weights=torch.zeros_like(filler.token_weights))
 
     def weighted(self, aggregation: str) -> Experience:
         """With the weight of each token in a loss over all of them."""
         weights = token_weights(self.batch.written_lengths, aggregation)
         return replace(self, token_weights=on_device(weights, self.batch.device))
 
-    def tensors(self) -> dict[str, Tensor | None]:
-        """All tensors by name, those of the batch among them."""
-        batch = {each.name: getattr(self.batch, each.name) for each in fields(self.batch)}
-        return self._per_token() | batch
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that there are, by name, those of the batch among them."""
+        return {**self._per_token(), **_tensors(self.batch)}
 
-    def _per_token(self) -> dict[str, Tensor | None]:
-        names = [each.name for each in fields(self) if each.name != "batch"]
-        return {name: getattr(self, name) for name in names}
+    def _per_token(self) -> dict[str, Tensor]:
+        return {name: value for name, value in _tensors(self).items() if name != "batch"}
+
+
+def _tensors(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not None, by name."""
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def token_weights(lengths: Tensor, aggregation: str) -> Tensor:

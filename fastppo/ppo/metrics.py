@@ -4,9 +4,9 @@ what is written down of the responses."""
 from __future__ import annotations
 
 import itertools
-import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,107 +14,124 @@ from fastppo_kernels.records import SUMS, combine_sums
 from torch import Tensor
 
 from fastppo.data.batch import Batch
-from fastppo.data.microbatches import Limits, deal, longest_over_mean, split
-from fastppo.data.prompts import Prompts
+from fastppo.data.microbatches import Limits, MicrobatchPlan, deal, longest_over_mean
 from fastppo.data.world import World
 from fastppo.functional.losses import loss_metrics
 from fastppo.functional.statistics import sampled_kl
 from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.experience import Experience
+from fastppo.ppo.experience import Experience, Responses
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Rollout
 
 CLIP_METRICS = (
-    *("clip_fraction", "dual_clip_fraction", "ratio_above_positive", "ratio_below_positive"),
-    *("ratio_above_negative", "ratio_below_negative"),
+    "clip_fraction",
+    "dual_clip_fraction",
+    "ratio_above_positive",
+    "ratio_below_positive",
+    "ratio_above_negative",
+    "ratio_below_negative",
 )
 """Metrics of the clipped objective alone."""
 
 
-class Microbatch(NamedTuple):
-    """What one microbatch adds to its minibatch, detached."""
+class LossSums(NamedTuple):
+    """What microbatches add to the loss and the metrics of their minibatch: on the device,
+    detached, 0-d but for `policy`."""
 
+    policy: Tensor
+    """[len(SUMS)]: `SUMS` of the policy's loss."""
     loss: Tensor
-    """0-d, its share of the loss."""
-    sums: Tensor
-    """`SUMS` of the policy's loss."""
-    value: Tensor
-    """0-d, its share of the value loss."""
+    value_loss: Tensor
+    """Without its coefficient."""
     value_clipped: Tensor
-    """0-d, its tokens whose value loss is that of the clipped value."""
-    useful: int
-    computed: int
-    """Tokens of the sequences, and all that the trunk was given."""
+    """Tokens whose value loss is that of the clipped value."""
+    computed: Tensor | int
+    """Tokens that the trunk was given, padding included."""
+    ptx_loss: Tensor | None = None
+    """Of pretraining text, without its coefficient."""
+
+    def plus(self, other: LossSums) -> LossSums:
+        """Of two sets of microbatches together."""
+        return LossSums(
+            policy=combine_sums(self.policy, other.policy),
+            loss=self.loss + other.loss,
+            value_loss=self.value_loss + other.value_loss,
+            value_clipped=self.value_clipped + other.value_clipped,
+            computed=self.computed + other.computed,
+        )
+
+    def of_all_ranks(self, world: World) -> LossSums:
+        """Added up over the ranks, in their order, on every rank."""
+        if world.size == 1:
+            return self
+        of_rank = [self.loss, self.value_loss, self.value_clipped]
+        of_rank.append(torch.as_tensor(self.computed, device=self.loss.device))
+        row = torch.cat([torch.stack([x.double() for x in of_rank]), self.policy.double()])
+        total: LossSums | None = None
+        for numbers in world.cat(row.unsqueeze(0)):
+            loss, value_loss, value_clipped, computed = numbers[:4]
+            part = LossSums(numbers[4:], loss, value_loss, value_clipped, computed)
+            total = part if total is None else total.plus(part)
+        assert total is not None
+        return total
+
+    @property
+    def approx_kl(self) -> Tensor:
+        """0-d: KL to the rollout policy before the step, nats per token."""
+        return self.policy[SUMS.index("approx_kl")] / self.tokens
+
+    @property
+    def tokens(self) -> Tensor:
+        """0-d: tokens that count, at least 1."""
+        return self.policy[SUMS.index("tokens")].clamp(min=1)
 
 
-def of_all_ranks(found: list[Microbatch], world: World, device: torch.device) -> list[Microbatch]:
-    """The microbatches of every rank, on every rank; one has none where there are few rows."""
-    if world.size == 1:
-        return found
-    numbers = torch.zeros(len(found), 5 + len(SUMS), dtype=torch.float64, device=device)
-    for row, each in zip(numbers, found, strict=True):
-        row[0], row[1], row[2], row[3], row[4] = each.loss, *each[2:]
-        row[5:] = each.sums
-    joined = world.cat(numbers)
-    sizes = joined[:, 3:5].long().tolist()
-    pairs = zip(joined, sizes, strict=True)
-    return [Microbatch(row[0], row[5:], row[1], row[2], *of_row) for row, of_row in pairs]
-
-
-class Meter:
-    """Metrics of an update, which stay on the device until its end."""
+class UpdateMeter:
+    """Metrics of an update: sums that stay on the device until its end, and what steps report."""
 
     def __init__(self) -> None:
-        self.sums: Tensor | None = None
-        self.value_losses: list[Tensor] = []
-        self.value_clipped: list[Tensor] = []
+        self.sums: LossSums | None = None
         self.ptx_losses: list[Tensor] = []
         self.steps: list[dict[str, float]] = []
+        self.useful = 0
         self.work: list[Tensor] = []
-        self.useful = self.computed = 0
 
-    def microbatch(self, part: Microbatch) -> None:
-        self.useful += part.useful
-        self.computed += part.computed
-        self.sums = part.sums if self.sums is None else combine_sums(self.sums, part.sums)
-        self.value_losses.append(part.value)
-        self.value_clipped.append(part.value_clipped)
+    def add(self, minibatch: Experience, sums: LossSums, step: dict[str, float]) -> None:
+        """Adds a minibatch.
 
-    def pretraining(self, loss: Tensor) -> None:
-        self.ptx_losses.append(loss)
+        Args:
+            sums: of its microbatches.
+            step: what its optimiser step reports.
+        """
+        self.useful += len(minibatch.batch.tokens)
+        self.sums = sums if self.sums is None else self.sums.plus(sums)
+        if sums.ptx_loss is not None:
+            self.ptx_losses.append(sums.ptx_loss)
+        self.steps.append(step)
 
-    def microbatches(self, found: list[Microbatch]) -> None:
-        for part in found:
-            self.microbatch(part)
-
-    def dealt(self, lengths: Tensor, limits: Limits, world: World) -> None:
-        """Notes how the sequences of a minibatch, of these lengths [B], were dealt to the ranks."""
+    def add_work(self, minibatch: Experience, limits: Limits, world: World) -> None:
+        """Adds how the sequences of a minibatch were dealt to several ranks."""
         if world.size > 1:
+            lengths = minibatch.batch.lengths
             self.work.append(deal(lengths, limits, world).work(lengths, limits))
-
-    def minibatch(self, overflowed: bool = False, **numbers: float) -> None:
-        """Of a step. A norm is no metric where a loss scale that was too large made it."""
-        is_of_scale = {n for n, x in numbers.items() if n.endswith("norm") and not math.isfinite(x)}
-        left_out = is_of_scale if overflowed else set()
-        self.steps.append({n: x for n, x in numbers.items() if n not in left_out})
 
     def metrics(self) -> dict[str, float]:
         """Means over the tokens of all minibatches, or over the minibatches."""
-        assert self.sums is not None
+        sums = self.sums
+        assert sums is not None
         steps = len(self.steps)
-        means = loss_metrics(self.sums)
+        means = loss_metrics(sums.policy)
         # Each minibatch's policy loss is whole, being weighted; the sum over minibatches is not.
         means["policy_loss"] = means["policy_loss"] / steps
-        means["value_loss"] = torch.stack(self.value_losses).sum() / steps
-        tokens = self.sums[SUMS.index("tokens")].clamp(min=1)
-        means["value_clip_fraction"] = torch.stack(self.value_clipped).sum() / tokens
+        means["value_loss"] = sums.value_loss / steps
+        means["value_clip_fraction"] = sums.value_clipped / sums.tokens
         means["kl_loss"] = means.pop("kl")
         if self.ptx_losses:
             means["ptx_loss"] = torch.stack(self.ptx_losses).mean()
         metrics = to_floats(means)
-        metrics["useful_share"] = self.useful / max(1, self.computed)
+        metrics["useful_share"] = self.useful / max(1, int(sums.computed))
         if self.work:
             metrics["straggler/update"] = longest_over_mean(torch.cat(self.work))
         for name in dict.fromkeys(name for step in self.steps for name in step):
@@ -123,45 +140,50 @@ class Meter:
         return metrics
 
 
-def update_metrics(meter: Meter, taken: int, too_far: bool, options: PPOConfig) -> dict[str, float]:
-    """Of the update of an iteration: what is in its loss.
-
-    Args:
-        taken: optimiser steps; too_far: whether its KL ended it.
-    """
+def update_metrics(
+    meter: UpdateMeter, options: PPOConfig, *, early_stopped: bool
+) -> dict[str, float]:
+    """Of the update of an iteration: what is in its loss."""
     metrics = meter.metrics() | options.scheduled_values()
     if not options.kl_loss_coef:
         del metrics["kl_loss"]  # a term that is not in the loss
     if options.value_clip is None:
         del metrics["value_clip_fraction"]
     if options.early_stop_kl is not None:
-        metrics["early_stopped"] = float(too_far)
-        metrics["optimizer_steps"] = float(taken)
+        metrics["early_stopped"] = float(early_stopped)
+        metrics["optimizer_steps"] = float(len(meter.steps))
     if options.objective == "penalty":
         for name in CLIP_METRICS:
             metrics.pop(name, None)  # nothing is clipped
     return metrics
 
 
-class Clock:
-    """Seconds of each phase of an iteration."""
+class PhaseTimer:
+    """Seconds of each phase of an iteration: `with timer("generate"): …`.
 
-    def __init__(self) -> None:
-        self.start = self.last = time.perf_counter()
-        self.laps: dict[str, float] = {}
+    Args:
+        before: called with a phase's name before it begins.
+    """
 
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[f"seconds/{name}"] = now - self.last
-        self.last = now
+    def __init__(self, before: Callable[[str], None] = lambda phase: None) -> None:
+        self.before = before
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self.before(phase)
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = time.perf_counter() - start
 
     def metrics(self, tokens: int, world: World) -> dict[str, float]:
-        """The laps, and the response tokens per second of the whole iteration; of several ranks
+        """The seconds, and the response tokens per second of all phases together; of several ranks
         the longest, which all of them then know, and `World.stragglers`."""
-        ranks = world.gather({**self.laps, "total": self.last - self.start})
-        longest = {name: max(laps[name] for laps in ranks) for name in ranks[0]}
+        ranks = world.gather({**self.seconds, "total": sum(self.seconds.values())})
+        longest = {name: max(seconds[name] for seconds in ranks) for name in ranks[0]}
         total = longest.pop("total")
-        return {**longest, "tokens_per_second": tokens / total, **world.stragglers}
+        phases = {f"seconds/{name}": seconds for name, seconds in longest.items()}
+        return {**phases, "tokens_per_second": tokens / total, **world.stragglers}
 
 
 def to_floats(metrics: dict[str, Tensor]) -> dict[str, float]:
@@ -200,21 +222,23 @@ def experience_metrics(experience: Experience, spread: Tensor) -> dict[str, floa
 
 
 def policy_metrics(
+    batch: Batch,
+    plan: MicrobatchPlan,
+    options: PPOConfig,
+    *,
     model: ActorCritic,
     reference: ReferencePolicy | None,
-    batch: Batch,
-    options: PPOConfig,
-    world: World,
-    limits: Limits,
 ) -> dict[str, float]:
     """Of the policy on responses: the KL to the reference, 0 without one, nats per sequence; the
-    entropy, nats per token; the length, tokens. `limits` are of a pass."""
-    how = options.softmax
-    parts = split(batch, limits, world)
-    logprobs, entropy = model.stats_of_plan(parts, **how)
+    entropy, nats per token; the length, tokens.
+
+    Args:
+        plan: the batch in microbatches.
+    """
+    logprobs, entropy = model.stats_of_plan(plan, **options.softmax)
     kl = 0.0
     if reference is not None:
-        ref_logprobs = parts.in_order(reference.logprobs(parts.batches, **how))
+        ref_logprobs = plan.in_order(reference.logprobs(plan.batches, **options.softmax))
         kl = sampled_kl(logprobs, ref_logprobs).sum().item() / len(batch)
     return {
         "kl": kl,
@@ -232,49 +256,46 @@ def response_metrics(
         metrics: of the experience: the KL and β, for the reward less what the KL costs.
     """
     finished = len(rollout.tokens) - sum(rollout.truncated)
-    found = {**scores.metrics(), "eos_rate": finished / max(1, len(rollout.tokens))}
+    of_responses = {**scores.metrics(), "eos_rate": finished / max(1, len(rollout.tokens))}
     if "kl_coef" in metrics:
-        found["non_score_reward"] = -metrics["kl_coef"] * metrics["kl"]
-        found["rlhf_reward"] = found["reward"] + found["non_score_reward"]
+        of_responses["non_score_reward"] = -metrics["kl_coef"] * metrics["kl"]
+        of_responses["rlhf_reward"] = of_responses["reward"] + of_responses["non_score_reward"]
     if rollout.rewards is not None:
-        found |= turn_metrics(rollout)
-    return found
+        of_responses |= turn_metrics(rollout)
+    return of_responses
 
 
 def turn_metrics(rollout: Rollout) -> dict[str, float]:
     """Of the episodes of an environment: turns, and the share that ended for each reason."""
     count = max(1, len(rollout.tokens))
-    runs = [key for row in rollout.written or () for key, _ in itertools.groupby(row)]
+    is_turn = [key for row in rollout.written or () for key, _ in itertools.groupby(row)]
     reasons = (FINISHED, TRUNCATED, OUT_OF_TURNS)
     shares = {f"finish/{name}": rollout.finish_reasons.count(name) / count for name in reasons}
-    return {"turns": sum(runs) / count, **shares}
+    return {"turns": sum(is_turn) / count, **shares}
 
 
 def sample_records(
-    prompts: Prompts,
-    completions: list[str],
-    rollout: Rollout,
-    scores: Scores,
-    experience: Experience,
+    responses: Responses, experience: Experience, completions: list[str]
 ) -> list[dict[str, Any]]:
     """The responses as samples.jsonl has them, as many as there are completions."""
-    token_kl = None
+    prompts, rollout, scores = responses
+    kl_by_response = None
     if experience.ref_logprobs is not None:
-        difference = sampled_kl(experience.old_logprobs, experience.ref_logprobs)
-        token_kl = difference.split(rollout.written_lengths)
-    total = scores.total.tolist()
+        token_kl = sampled_kl(experience.old_logprobs, experience.ref_logprobs)
+        kl_by_response = token_kl.split(rollout.written_lengths)
+    totals = scores.total.tolist()
     return [
         {
             "prompt": prompts.prompts[i],
-            "completion": completions[i],
-            "reward": total[i],
+            "completion": completion,
+            "reward": totals[i],
             "rewards": {name: values[i] for name, values in scores.terms.items()},
             "monitors": {name: values[i] for name, values in scores.monitors.items()},
-            "kl": None if token_kl is None else token_kl[i].sum().item(),
+            "kl": None if kl_by_response is None else kl_by_response[i].sum().item(),
             "tokens": rollout.written_lengths[i],
             "finish_reason": rollout.finish_reasons[i],
         }
-        for i in range(len(completions))
+        for i, completion in enumerate(completions)
     ]
 
 

@@ -21,9 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastppo.data.batch import Batch
-from fastppo.data.microbatches import Limits, MicrobatchPlan, split
-from fastppo.data.world import World
+from fastppo.data.microbatches import MicrobatchPlan
 from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.config import PPOConfig
@@ -55,99 +53,89 @@ class GivenPolicy(NamedTuple):
     values: Tensor | None = None
 
 
-def old_policy(
+class Reference(NamedTuple):
+    """What a reference policy makes of a batch: per token [N] fp32, nats, no gradient."""
+
+    logprobs: Tensor | None = None
+    """None without a reference."""
+    exact_kl: Tensor | None = None
+    """KL(policy, reference) of each token's distribution, where the reward takes it."""
+
+
+def read_old_policy(
+    rollout: Rollout,
+    plan: MicrobatchPlan,
+    options: PPOConfig,
+    *,
     model: ActorCritic,
     engine: RolloutEngine,
     sampling: Sampling,
-    rollout: Rollout,
-    parts: MicrobatchPlan,
-    options: PPOConfig,
     given: GivenPolicy | None = None,
 ) -> OldPolicy:
     """Old logprobs and values of the responses of a rollout.
 
     Args:
+        plan: prompts and responses in microbatches.
         engine, sampling: what drew them, and how.
-        parts: prompts and responses in microbatches.
         given: in place of what the engine says; values after responses that were cut off are
             always those of the model as it is.
 
     Raises:
         ValueError: `old_logprobs=sampler`, and the engine does not give them.
     """
-    logprobs, values = (None if x is None else x.to(model.device) for x in given or (None, None))
+    device = model.device
+    logprobs = values = None
+    if given is not None:
+        logprobs = _on(device, given.logprobs)
+        values = _on(device, given.values)
     if logprobs is not None and values is not None and not options.bootstrap_truncated:
         return OldPolicy(logprobs, values, None)
     is_exact = engine.same_weights and model.is_full_precision
     if wants_sampler(rollout, is_exact, options):
         assert rollout.logprobs is not None
         assert rollout.values is not None
-        final = rollout.final_values
         old = OldPolicy(
-            torch.cat(rollout.logprobs).to(model.device),
-            torch.cat(rollout.values).to(model.device),
-            None if final is None else final.to(model.device),
+            torch.cat(rollout.logprobs).to(device),
+            torch.cat(rollout.values).to(device),
+            _on(device, rollout.final_values),
         )
     else:
-        evaluation = model.evaluate_plan(parts, **options.softmax)
+        evaluation = model.evaluate_plan(plan, **options.softmax)
         old = OldPolicy(
             evaluation.logprobs if logprobs is None else logprobs,
             evaluation.values if values is None else values,
             evaluation.final_values,
         )
         if rollout.sampler_logprobs is not None:
-            like = rollout.logprobs if rollout.logprobs is not None else rollout.sampler_logprobs
-            old = old._replace(metrics=mismatch(old.logprobs, torch.cat(like).to(model.device)))
+            sampled = rollout.logprobs if rollout.logprobs is not None else rollout.sampler_logprobs
+            old = old._replace(metrics=mismatch(old.logprobs, torch.cat(sampled).to(device)))
     # The same weights in fp32 differ by rounding alone, and there is nothing to correct.
     if rollout.sampler_logprobs is None or (is_exact and not sampling.is_restricted):
         return old
     weights, metrics = importance(
-        old.logprobs, torch.cat(rollout.sampler_logprobs).to(model.device), options.importance_cap
+        old.logprobs, torch.cat(rollout.sampler_logprobs).to(device), options.importance_cap
     )
     return old._replace(importance_weights=weights, metrics=old.metrics | metrics)
 
 
-class PoliciesRead(NamedTuple):
-    """What the old policy and the reference make of a batch: per token [N] fp32, no gradient."""
-
-    old: OldPolicy
-    ref_logprobs: Tensor | None
-    """Nats; None without a reference."""
-    exact_kl: Tensor | None
-    """KL(policy, reference) of each token's distribution, where the reward takes it."""
-    metrics: dict[str, float]
+def _on(device: torch.device, x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.to(device)
 
 
-def read_policies(
-    model: ActorCritic,
-    reference: ReferencePolicy | None,
-    engine: RolloutEngine,
-    sampling: Sampling,
-    rollout: Rollout,
-    batch: Batch,
-    given: GivenPolicy | None,
-    kl_coef: float,
-    options: PPOConfig,
-    world: World,
-    limits: Limits,
-) -> PoliciesRead:
-    """The passes over a rollout's batch before an update, none of which has a gradient.
+def read_reference(
+    reference: ReferencePolicy | None, plan: MicrobatchPlan, options: PPOConfig, *, kl_coef: float
+) -> Reference:
+    """The reference's logprobs of a batch in microbatches, and the exact KL if the reward takes it.
 
     Args:
         kl_coef: of the reward; 0 asks for no exact KL.
-        limits: of a pass.
     """
-    how, exact_kl = options.softmax, None
-    parts = split(batch, limits, world)
-    old = old_policy(model, engine, sampling, rollout, parts, options, given)
     if reference is None:
-        ref_logprobs = None
-    elif options.kl_estimator == "full" and kl_coef > 0:
-        both = reference.token_kl(parts.batches, **how)
-        ref_logprobs, exact_kl = map(parts.in_order, both)
-    else:
-        ref_logprobs = parts.in_order(reference.logprobs(parts.batches, **how))
-    return PoliciesRead(old, ref_logprobs, exact_kl, old.metrics | parts.metrics)
+        return Reference()
+    if options.kl_estimator == "full" and kl_coef > 0:
+        token_kl = reference.token_kl(plan.batches, **options.softmax)
+        return Reference(plan.in_order(token_kl.ref_logprobs), plan.in_order(token_kl.kl))
+    return Reference(plan.in_order(reference.logprobs(plan.batches, **options.softmax)))
 
 
 def wants_sampler(rollout: Rollout, is_exact: bool, options: PPOConfig) -> bool:
@@ -159,7 +147,9 @@ def wants_sampler(rollout: Rollout, is_exact: bool, options: PPOConfig) -> bool:
     Raises:
         ValueError: `old_logprobs=sampler`, and the engine does not give them.
     """
-    needed = ["logprobs", "values"] + ["final_values"] * options.bootstrap_truncated
+    needed = ["logprobs", "values"]
+    if options.bootstrap_truncated:
+        needed.append("final_values")
     lacking = [name for name in needed if getattr(rollout, name) is None]
     # Responses that no engine drew have no sampler.
     if options.old_logprobs == "sampler" and lacking and rollout.sampler_logprobs is not None:

@@ -20,8 +20,13 @@ from fastppo.rewards.processing import RunningScale
 from fastppo.run.watch import ABSENT_AFTER, SpikeDetector, Watch, parse_threshold
 
 COUNTERS = (
-    *("iteration", "optimizer_step", "prompts_seen", "ptx_seen"),
-    *("skipped_steps", "skipped_in_a_row", "overflowed_steps"),
+    "iteration",
+    "optimizer_step",
+    "prompts_seen",
+    "ptx_seen",
+    "skipped_steps",
+    "skipped_in_a_row",
+    "overflowed_steps",
 )
 
 LEAST_SCALE = 1.0
@@ -95,11 +100,15 @@ class RunState:
         if self.iteration and self.iteration == options.value_warmup_iterations:
             self.watch.loss_spikes = SpikeDetector()  # from here on it is another loss
 
-    def finish_iteration(self, kl: float | None, sequences: int, options: PPOConfig) -> None:
-        """Moves β by the iteration's KL to the reference, nats per sequence, and counts it."""
+    def move_kl_coef(self, kl: float | None, sequences: int, options: PPOConfig) -> None:
+        """Moves β of the KL in the reward.
+
+        Args:
+            kl: an iteration's KL to the reference, nats per sequence; None where there is none.
+            sequences: that it is the mean of.
+        """
         if kl is not None and not self.is_warming_up(options):
             self.kl_control.update(kl, sequences)
-        self.iteration += 1
 
     def unscale(self, optimizer: Any) -> None:
         """Takes the loss scale out of the gradients of the optimiser's parameters, and moves it:

@@ -2,82 +2,94 @@
 
 One iteration (`PPOTrainer.iterate`) is
 
-    generate          responses to a batch of prompts, with the policy as it is
-    score             each response with the rewards
-    make experience   old and reference logprobs, values; shaped rewards, advantages, whitening
-    update            mini-epochs over shuffled minibatches of microbatches
-    log
+    generate     responses to a batch of prompts, with the policy as it is
+    score        each response with the rewards
+    experience   old and reference logprobs, values; shaped rewards, advantages, whitening
+    update       mini-epochs over shuffled minibatches of microbatches
 
-`train()` runs iterations with checkpoints and records; `step(prompts, responses, scores)` makes
-experience of responses that somebody else generated and scored, and updates on it. One forward pass
-of the trunk feeds both heads, and only hidden states that predict response tokens reach them. All
-that changes during a run is in the model, the optimiser, `RunState` and a reference that was
-refreshed, so a checkpoint is those. `config` is the run's; `options`, what the phases are handed,
+`train()` iterates to the end, with records and checkpoints around it (`training_run`). `step()`
+updates on responses that somebody else generated and scored. One forward pass of the trunk feeds
+both heads, and only hidden states that predict response tokens reach them.
+
+All that changes during a run is in the model, the optimiser, `RunState` and a reference that was
+refreshed, so a checkpoint is those. `config` is the run's; `options`, which the phases are given,
 is the config with the schedules of the iteration applied.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from contextlib import closing
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from fastppo_kernels.records import SUMS, combine_sums
 from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, set_seed
 
 from fastppo.data.batch import Batch
 from fastppo.data.chat import decode_completions
+from fastppo.data.microbatches import Limits, split
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import Rows
 from fastppo.data.world import World
-from fastppo.models.device import busy_cpu, device_name
-from fastppo.models.sharding import settle, unsharded
+from fastppo.functional.losses import linear_ppo_loss
+from fastppo.functional.tutorial_losses import ValueLossFunction
+from fastppo.models.device import busy_cpu
+from fastppo.models.sharding import unsharded
 from fastppo.ppo.advantages import make_advantages
 from fastppo.ppo.build import build, world_of
 from fastppo.ppo.checkpoints import Checkpoints, export
-from fastppo.ppo.checks import (
-    TokenRows,
-    check_on_policy,
-    given_responses,
-    odd_options,
-    random_state_restored,
-    take_step,
-)
+from fastppo.ppo.checks import check_on_policy, odd_options, random_state_restored
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.evaluation import LOGGED_SAMPLES
-from fastppo.ppo.experience import Experience
+from fastppo.ppo.experience import Experience, Responses
+from fastppo.ppo.given_responses import TokenRows, given_responses
 from fastppo.ppo.metrics import (
-    Clock,
-    Meter,
+    LossSums,
+    PhaseTimer,
+    UpdateMeter,
     experience_metrics,
     policy_metrics,
     response_metrics,
-    sample_records,
-    status,
     to_floats,
     update_metrics,
 )
-from fastppo.ppo.objective import add_ptx_gradient, minibatch_gradient
-from fastppo.ppo.old_policy import GivenPolicy, read_policies
+from fastppo.ppo.objective import add_ptx_gradient, exact_kl_operands, penalty_loss
+from fastppo.ppo.old_policy import GivenPolicy, read_old_policy, read_reference
 from fastppo.ppo.optimizer import clip_gradients, set_learning_rate
-from fastppo.ppo.out_of_memory import Halving
+from fastppo.ppo.out_of_memory import FittingLimits
+from fastppo.ppo.skipped_steps import skip_step
 from fastppo.ppo.state import RunState
+from fastppo.ppo.training_run import TrainingRun
 from fastppo.rewards.dropping import without_dropped
 from fastppo.rewards.reward import Reward
 from fastppo.rewards.scorer import Scorer, Scores
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
 from fastppo.run.callbacks import Callbacks
-from fastppo.run.checkpoint import random_state, restore_random_state
-from fastppo.run.lock import held
-from fastppo.run.log import SharedLog, check_no_run, progress, read_jsonl, say
-from fastppo.run.report import write_report
-from fastppo.run.signals import PhaseEndedError, Stopped, StopRequest, listening
+from fastppo.run.log import say
 from fastppo.run.watch import rollout_health
+
+
+class Iteration(NamedTuple):
+    """What an iteration drew, earned and learned from."""
+
+    metrics: dict[str, float]
+    scores: Scores
+    """Of every response, those that were dropped among them."""
+    responses: Responses
+    """Without those that were dropped."""
+    experience: Experience
+    """Of `responses`."""
+
+
+class StepReport(NamedTuple):
+    """What an optimiser step reports."""
+
+    metrics: dict[str, float]
+    policy_kl: float
+    """KL to the rollout policy before the step, nats per token."""
 
 
 class PPOTrainer:
@@ -116,11 +128,12 @@ class PPOTrainer:
         world: World | None = None,
     ) -> None:
         self.config = config
-        self.world = world = world or world_of(config)
-        console = console or Console(stderr=True)
-        self.console = console if world.is_main else Console(quiet=True)
+        self.world = world or world_of(config)
+        self.console = Console(quiet=True)
+        if self.world.is_main:
+            self.console = console or Console(stderr=True)
         set_seed(config.seed)
-        parts = build(
+        components = build(
             config,
             model=model,
             tokenizer=tokenizer,
@@ -131,19 +144,32 @@ class PPOTrainer:
             environment=environment,
             engine=engine,
             say=self.say,
-            world=world,
+            world=self.world,
         )
-        self.device, self.context = parts.device, parts.context
-        self.model, self.reference = parts.model, parts.reference
-        self.tokenizer, self.optimizer, self._notes = parts.tokenizer, parts.optimizer, parts.notes
-        self.engine, self.sampling, self.turns = parts.engine, parts.sampling, parts.turns
-        self.prompts, self.curriculum, self.scorer = parts.prompts, parts.curriculum, parts.scorer
-        self.pretraining, self.evaluation = parts.pretraining, parts.evaluation
+        self.device = components.device
+        self.context = components.context
+        self.tokenizer = components.tokenizer
+        self.model = components.model
+        self.reference = components.reference
+        self.optimizer = components.optimizer
+        self.engine = components.engine
+        self.sampling = components.sampling
+        self.turns = components.turns
+        self.prompts = components.prompts
+        self.curriculum = components.curriculum
+        self.pretraining = components.pretraining
+        self.scorer = components.scorer
+        self.evaluation = components.evaluation
+        self.notes = components.notes
+        """Sentences that are said with the next metrics."""
         self.state = RunState.of(config)
-        self.callbacks = told = Callbacks(callbacks, config, world, self.say, **parts.of_callbacks)
-        self.checkpoints = Checkpoints(config, self.state, parts, self.say, world, told.saved)
-        of_passes = self.say, world.size == 1, functools.partial(settle, self.model)
-        self._halving, self._reading = Halving(*of_passes), Halving(*of_passes, reading=True)
+        self.fitting = FittingLimits(self.say, self.world.size)
+        self.callbacks = Callbacks(
+            callbacks, config, self.world, self.say, **components.of_callbacks
+        )
+        self.checkpoints = Checkpoints(
+            config, self.state, components, self.say, self.world, self.callbacks.saved
+        )
 
     # ------------------------------------------------------------------------------ the algorithm
 
@@ -154,105 +180,261 @@ class PPOTrainer:
             RunStoppedError: a metric crossed a threshold of `stop_if`; all is written first.
             Stopped: a signal asked for it; a checkpoint is written first.
             CheckpointError: a checkpoint could not be written.
-            FloatingPointError: `MAX_SKIPPED_STEPS` steps in a row were not finite.
+            FloatingPointError: too many optimiser steps in a row were not finite.
             RewardError: a reward raised, or returned what cannot be trained on.
             RuntimeError: the self-check failed.
         """
         if self.prompts is None or not (self.scorer.terms or self.turns.pays):
             raise ValueError("train() needs prompts and at least one reward; step() needs neither")
-        config, state, world = self.config, self.state, self.world
-        run_dir = Path(config.output_dir)
-        with (
-            world.answering(),
-            held(run_dir, world),
-            listening(world) as stop_request,
-            closing(self.callbacks),
-            closing(self.turns),
-        ):
-            set_seed(config.seed)
-            if config.resume:
-                self.checkpoints.resume()
-                self.engine.weights_changed(self.model)
-            elif state.iteration == 0:
-                world.first(lambda: check_no_run(run_dir))
-            self.self_check(self.prompts)
-            metrics = self._iterations(run_dir, stop_request)
-            self.checkpoints.finish()
-            if (
-                stop_request.stop
-                and state.iteration < config.iterations
-                and not state.watch.stopped_by
-            ):
-                raise Stopped(stop_request.stop, self.checkpoints.how_far())
-            self.save_policy(run_dir / "policy")
-            world.first(lambda: write_report(run_dir))
-            self.callbacks.tell("on_train_end")
-        state.raise_if_stopped(run_dir)
-        return metrics or world.first(lambda: read_jsonl(run_dir / "metrics.jsonl")[-1])
+        return TrainingRun(self).to_the_end()
 
-    def _iterations(self, run_dir: Path, stop_request: StopRequest) -> dict[str, float]:
-        """Iterates to the end, or until the watch or a signal stops it; the last metrics."""
-        config, state, told, end = self.config, self.state, self.callbacks, self.config.iterations
-        about = {"first": state.iteration, "device": device_name(self.device)}
-        log = SharedLog(self.world, run_dir, config, callbacks=told, **about)
-        self._notes += log.notes
-        metrics: dict[str, float] = {}
-        bar = progress("PPO", self.console, total=end, completed=state.iteration)
-        with closing(log), bar as show:
-            told.begin(state.iteration)
-            while state.iteration < end and not (
-                stop_request.stop or told.stop or state.has_enough(config)
-            ):
-                told.tell("on_step_begin")
-                at_start = random_state()
-                try:
-                    metrics = self.iterate(log, stop_request)
-                except PhaseEndedError:
-                    restore_random_state(*at_start)
-                    break
-                except FloatingPointError as error:
-                    # No checkpoint: half of the iteration's steps were taken.
-                    skipped = {"skipped_steps": float(state.skipped_in_a_row)}
-                    log.metrics(state.iteration, skipped, [f"stopped: {error}"])
-                    self.world.first(lambda: write_report(run_dir))
-                    raise
-                show(completed=state.iteration, status=status(metrics))
-                save = told.step_ended() | stop_request.checkpoint_wanted()
-                self.checkpoints.after_iteration(metrics, asked=save)
-        return metrics
+    def iterate(
+        self, prompts: Prompts, options: PPOConfig, timer: PhaseTimer | None = None
+    ) -> Iteration:
+        """One PPO iteration on a batch of prompts."""
+        timer = timer or PhaseTimer()
+        with timer("generate"):
+            prompts, rollout = self.turns.play(prompts, self.engine, self.sampling)
+        with timer("score"):
+            all_scores = self.score(prompts, rollout, options)
+        prompts, rollout, scores, dropped = without_dropped(prompts, rollout, all_scores)
+        with timer("experience"):
+            experience, metrics = self.make_experience(prompts.token_ids, rollout, scores, options)
+        with timer("update"), self.engine_released():
+            metrics |= self.update(experience, options)
+        self.state.move_kl_coef(metrics.get("kl"), len(experience), options)
 
-    def iterate(self, log: SharedLog, stop_request: StopRequest | None = None) -> dict[str, float]:
-        """One PPO iteration; returns its metrics. `stop_request` may end it before its update."""
-        assert self.prompts is not None
-        stop_request = stop_request or StopRequest()
-        options, clock = self._begin_iteration(), Clock()
-        how_many = options.prompts_per_iteration, options.seed, options.samples_per_prompt
-        chosen = self.curriculum.at(self.state, *how_many)
-        prompts = self.prompts.select(chosen.rows)
-        prompts, rollout = self.turns.play(prompts, self.engine, self.sampling)
-        clock.lap("generate")
-        stop_request.end_phase()
-        scores = self.score(prompts, rollout, options)
-        clock.lap("score")
-        stop_request.end_phase()
-        metrics = self.curriculum.take(chosen, scores, self.state)
-        prompts, rollout, scores, dropped = without_dropped(prompts, rollout, scores)
-        batch = Batch.of(prompts.token_ids, rollout.tokens, self.device, rollout.written)
-        rewards = self.training_rewards(scores, options)
-        experience, found = self.make_experience(batch, rewards, rollout, options)
-        clock.lap("experience")
-        metrics |= found | self._learn(experience, options)
-        clock.lap("update")
         metrics |= response_metrics(scores, rollout, metrics)
-        metrics |= clock.metrics(batch.response_count, self.world)
-        metrics |= rollout_health(rollout.written_tokens, scores.total, scores.monitors) | dropped
-        iteration = self.state.iteration
-        metrics |= self.evaluation.after(self, log, self.callbacks.take("should_evaluate"))
-        log.metrics(iteration, metrics, self._warnings(metrics))
-        texts = self.completions(prompts, rollout, LOGGED_SAMPLES)
-        log.samples(iteration, sample_records(prompts, texts, rollout, scores, experience))
-        self.state.finish_iteration(metrics.get("kl"), len(prompts), options)
+        metrics |= timer.metrics(experience.batch.response_count, self.world)
+        metrics |= rollout_health(rollout.written_tokens, scores.total, scores.monitors)
+        metrics |= dropped
+        return Iteration(metrics, all_scores, Responses(prompts, rollout, scores), experience)
+
+    def score(
+        self, prompts: Prompts, rollout: Rollout, options: PPOConfig, scorer: Scorer | None = None
+    ) -> Scores:
+        """Rewards of the responses' texts: their weighted sum, less the penalties."""
+        texts = self.completions(prompts, rollout)
+        scores = (scorer or self.scorer)(prompts, texts, rollout.tokens, rollout.written)
+        scores = scores.plus("environment", rollout.rewards)
+        return scores.charged(rollout.truncated, options.missing_eos_penalty)
+
+    @torch.no_grad()
+    def make_experience(
+        self,
+        prompt_ids: list[list[int]],
+        rollout: Rollout,
+        scores: Scores,
+        options: PPOConfig,
+        *,
+        given: GivenPolicy | None = None,
+    ) -> tuple[Experience, dict[str, float]]:
+        """Old logprobs, reference logprobs and values of the responses; then their advantages.
+
+        Args:
+            given: old logprobs and values of responses that no engine of the trainer drew.
+
+        Returns:
+            (what the update learns from, metrics).
+        """
+        batch = Batch.of(prompt_ids, rollout.tokens, self.device, rollout.written)
+        rewards = scores.normalized(
+            options.score_normalization, options.score_clip, self.state.score_scale
+        )
+        kl_coef = self.state.kl_control.coef
+        for attempt in self.fitting.attempts(options.limits(self.model.packing), len(batch)):
+            with attempt as limits:
+                plan = split(batch, limits, self.world)
+                old = read_old_policy(
+                    rollout,
+                    plan,
+                    options,
+                    model=self.model,
+                    engine=self.engine,
+                    sampling=self.sampling,
+                    given=given,
+                )
+                reference = read_reference(self.reference, plan, options, kl_coef=kl_coef)
+        learned = make_advantages(
+            batch,
+            rewards,
+            options,
+            truncated=rollout.truncated,
+            old=old,
+            reference=reference,
+            kl_coef=kl_coef,
+        )
+        experience = Experience(
+            batch,
+            old_logprobs=old.logprobs,
+            old_values=old.values,
+            advantages=learned.advantages,
+            returns=learned.returns,
+            ref_logprobs=reference.logprobs,
+            importance_weights=old.importance_weights,
+        )
+        metrics = experience_metrics(experience, learned.spread) | old.metrics | plan.metrics
+        if reference.logprobs is not None:
+            metrics["kl_coef"] = kl_coef
+        return experience, metrics
+
+    def update(self, experience: Experience, options: PPOConfig) -> dict[str, float]:
+        """Mini-epochs of clipped updates on one batch of experience; returns their mean metrics."""
+        state = self.state
+        meter = UpdateMeter()
+        before = state.steps
+        early_stopped = False
+        for _ in range(options.ppo_epochs):
+            order = torch.randperm(len(experience))
+            policy_kls: list[float] = []
+            for minibatch in experience.minibatches(
+                order, options.minibatches, options.aggregation
+            ):
+                planned = state.iteration * options.steps_per_iteration + len(meter.steps)
+                learning_rate = set_learning_rate(self.optimizer, planned, self.config)
+                wanted = options.limits(self.model.packing)
+                for attempt in self.fitting.attempts(wanted, len(minibatch)):
+                    with attempt as limits:
+                        sums = self.gradient(minibatch, limits, options)
+                meter.add_work(minibatch, limits, self.world)
+                if options.ptx_coef and not state.is_warming_up(options):
+                    sums = self.add_ptx(sums, options)
+                report = self.take_step(minibatch, sums, options)
+                meter.add(minibatch, sums, report.metrics | {"learning_rate": learning_rate})
+                policy_kls.append(report.policy_kl)
+            policy_kl = sum(policy_kls) / len(policy_kls)
+            early_stopped = options.stops_at(policy_kl)
+            if early_stopped:
+                break
+        metrics = update_metrics(meter, options, early_stopped=early_stopped)
+        spikes = [state.watch.loss_spikes(step["loss"]) for step in meter.steps]
+        metrics["loss_spikes"] = float(sum(spikes))
+        metrics |= state.step_metrics(before)
+        if options.objective == "penalty":
+            metrics["policy_kl_coef"] = state.policy_kl_control.coef
+            if not state.is_warming_up(options):
+                state.policy_kl_control.update(policy_kl, len(experience))
         return metrics
+
+    def gradient(self, minibatch: Experience, limits: Limits, options: PPOConfig) -> LossSums:
+        """Adds up the gradient of a weighted minibatch over its microbatches."""
+        self.optimizer.zero_grad(set_to_none=True)
+        total: LossSums | None = None
+        for micro in minibatch.microbatches(limits, self.world):
+            loss, sums = self.loss(micro, options)
+            self.state.scaler.scale(loss).backward()
+            total = sums if total is None else total.plus(sums)
+        assert total is not None
+        return total.of_all_ranks(self.world)
+
+    def loss(self, micro: Experience, options: PPOConfig) -> tuple[Tensor, LossSums]:
+        """Policy and value loss of a microbatch, from one pass of the trunk, and what it adds to
+        the metrics. While the value function warms up, its loss alone."""
+        warming_up = self.state.is_warming_up(options)
+        layout = self.model.layout(micro.batch)
+        with self.model.autocast():
+            hidden, values = self.model(layout, detach_values=warming_up)
+            head = self.model.head  # once it is whole: where it is sharded, the pass gathers it
+            with (
+                exact_kl_operands(self.reference, layout, options) as exact_kl,
+                torch.set_grad_enabled(not warming_up),
+            ):
+                if options.objective == "penalty":
+                    beta = self.state.policy_kl_control.coef
+                    policy = penalty_loss(hidden, micro, options, head=head, beta=beta)
+                else:
+                    policy = linear_ppo_loss(
+                        hidden,
+                        head.weight,
+                        micro.batch.response_tokens,
+                        micro.old_logprobs,
+                        micro.advantages,
+                        bias=head.bias,
+                        weights=micro.token_weights,
+                        importance_weights=micro.importance_weights,
+                        clip_ratio=options.clip_range,
+                        dual_clip=options.dual_clip,
+                        ref_logprobs=micro.ref_logprobs,
+                        **exact_kl,
+                        kl_coef=options.kl_loss_coef,
+                        kl_estimator=options.kl_loss_estimator,
+                        # A schedule may have taken the coefficient to 0.
+                        kl_ratio_weighted=options.kl_loss_ratio_weighted
+                        and options.kl_loss_coef > 0,
+                        entropy_coef=options.entropy_coef,
+                        temperature=options.temperature,
+                        backend=options.backend,
+                        **head.transform,
+                    )
+            value, value_clipped = ValueLossFunction.apply(
+                values, micro.returns, micro.token_weights, micro.old_values, options.value_clip
+            )
+        loss = options.vf_coef * value
+        if not warming_up:
+            loss = policy.loss + loss
+        sums = LossSums(
+            policy=policy.sums,
+            loss=loss.detach(),
+            value_loss=value.detach(),
+            value_clipped=value_clipped,
+            computed=layout.input_ids.numel(),
+        )
+        return loss, sums
+
+    def add_ptx(self, sums: LossSums, options: PPOConfig) -> LossSums:
+        """Adds the gradient of the next blocks of pretraining text, and their loss to the sums."""
+        assert self.pretraining is not None
+        blocks = self.pretraining.at(self.state.ptx_seen, options.ptx_batch_size, options.seed)
+        self.state.ptx_seen += len(blocks)
+        ptx_loss = add_ptx_gradient(
+            self.model, blocks, options, world=self.world, scaler=self.state.scaler
+        )
+        return sums._replace(loss=sums.loss + options.ptx_coef * ptx_loss, ptx_loss=ptx_loss)
+
+    def take_step(self, minibatch: Experience, sums: LossSums, options: PPOConfig) -> StepReport:
+        """Clips the gradient and takes an optimiser step, if loss and gradient are finite."""
+        state = self.state
+        state.unscale(self.optimizer)
+        norms = clip_gradients(self.optimizer, self.model, options)
+        # Once a step the host waits for a GPU, here. A gradient that is not finite must not reach
+        # AdamW, nor zeros in its place: its moments would still decay and the weights move by them.
+        # So the step waits until the host has seen the norm; nothing in a microbatch waits.
+        numbers = to_floats({"loss": sums.loss, **norms, "policy_kl": sums.approx_kl})
+        policy_kl = numbers.pop("policy_kl")
+        if all(map(math.isfinite, numbers.values())):
+            self.optimizer.step()
+            state.skipped_in_a_row = 0
+        elif state.overflowed and math.isfinite(numbers["loss"]):
+            state.overflowed_steps += 1
+        else:
+            sentence = skip_step(
+                minibatch,
+                numbers,
+                state,
+                model=self.model,
+                output_dir=self.config.output_dir,
+                world=self.world,
+            )
+            self.say(sentence, "yellow")
+        state.optimizer_step += 1
+        if state.overflowed:
+            # A norm is no metric where a loss scale that was too large made it.
+            numbers = {
+                name: value
+                for name, value in numbers.items()
+                if name == "loss" or math.isfinite(value)
+            }
+        return StepReport(numbers, policy_kl)
+
+    @contextmanager
+    def engine_released(self) -> Iterator[None]:
+        """Frees the engine's memory for an update, then hands it the new weights."""
+        self.engine.release()
+        yield
+        self.optimizer.zero_grad(set_to_none=True)  # a rollout needs their memory
+        self.engine.weights_changed(self.model)
+
+    # ----------------------------------------------------------------------- responses of others
 
     def step(
         self,
@@ -281,133 +463,38 @@ class PPOTrainer:
 
         Raises:
             ValueError: lengths disagree; a prompt or response is empty, too long for the context
-                or outside the vocabulary; a number is not finite, a mask not bool or never True.
+                or outside the vocabulary; a number is not finite; a mask is not bool or has no
+                True.
             RunStoppedError: a metric crossed a threshold of `stop_if`; the update is done.
         """
-        stop, room = self.sampling.stop_token_ids, (self.model.head.vocabulary, self.context)
-        of_tokens = self.tokenizer, stop, room, masks, token_rewards, old_logprobs, values
-        given = given_responses(prompts, responses, scores, finish_reasons, *of_tokens)
-        ids, rollout, paid, old = given
-        options = self._begin_iteration()
-        batch = Batch.of(ids, rollout.tokens, self.device, rollout.written)
-        rewards = self.training_rewards(paid, options)
-        experience, metrics = self.make_experience(batch, rewards, rollout, options, old)
-        metrics |= self._learn(experience, options)
-        metrics["reward"] = paid.total.mean().item()
-        metrics |= rollout_health(rollout.written_tokens, paid.total)
-        self._warnings(metrics)
-        self.state.finish_iteration(metrics.get("kl"), len(batch), options)
+        given = given_responses(
+            prompts,
+            responses,
+            scores,
+            finish_reasons=finish_reasons,
+            tokenizer=self.tokenizer,
+            stop_token_ids=self.sampling.stop_token_ids,
+            vocabulary=self.model.head.vocabulary,
+            context=self.context,
+            masks=masks,
+            token_rewards=token_rewards,
+            old_logprobs=old_logprobs,
+            values=values,
+        )
+        options = self.begin_iteration()
+        experience, metrics = self.make_experience(
+            given.prompt_ids, given.rollout, given.scores, options, given=given.old
+        )
+        with self.engine_released():
+            metrics |= self.update(experience, options)
+        self.state.move_kl_coef(metrics.get("kl"), len(experience), options)
+        total = given.scores.total
+        metrics["reward"] = total.mean().item()
+        metrics |= rollout_health(given.rollout.written_tokens, total)
+        self.watch(metrics)
+        self.state.iteration += 1
         self.state.raise_if_stopped()
         return metrics
-
-    def score(
-        self, prompts: Prompts, rollout: Rollout, options: PPOConfig, scorer: Scorer | None = None
-    ) -> Scores:
-        """Rewards of the responses' texts: their weighted sum, less the penalties."""
-        texts = self.completions(prompts, rollout)
-        scores = (scorer or self.scorer)(prompts, texts, rollout.tokens, rollout.written)
-        scores = scores.plus("environment", rollout.rewards)
-        return scores.charged(rollout.truncated, options.missing_eos_penalty)
-
-    def training_rewards(self, scores: Scores, options: PPOConfig) -> Scores:
-        """Scores normalised and clipped: what advantages are made from."""
-        method, clip = options.score_normalization, options.score_clip
-        return scores.normalized(method, clip, self.state.score_scale)
-
-    @torch.no_grad()
-    def make_experience(
-        self,
-        batch: Batch,
-        rewards: Scores,
-        rollout: Rollout,
-        options: PPOConfig,
-        given: GivenPolicy | None = None,
-    ) -> tuple[Experience, dict[str, float]]:
-        """Old logprobs, reference logprobs and values of the responses; then their advantages.
-
-        Args:
-            given: old logprobs and values of responses that no engine of the trainer drew.
-        """
-        kl_coef = self.state.kl_control.coef
-        of = self.model, self.reference, self.engine, self.sampling, rollout, batch, given
-        attempt = functools.partial(read_policies, *of, kl_coef, options, self.world)
-        limits = options.limits(self.model.packing)
-        old, ref_logprobs, exact_kl, metrics = self._reading.run(attempt, limits, len(batch))
-        result = make_advantages(
-            batch, rewards, rollout.truncated, old, ref_logprobs, exact_kl, kl_coef, options
-        )
-        made = result.advantages, result.returns, ref_logprobs, old.importance_weights
-        experience = Experience(batch, old.logprobs, old.values, *made)
-        metrics = experience_metrics(experience, result.spread) | metrics
-        return experience, metrics if ref_logprobs is None else metrics | {"kl_coef": kl_coef}
-
-    def _learn(self, experience: Experience, options: PPOConfig) -> dict[str, float]:
-        """The update, with the engine out of its way before and told of it after."""
-        self.engine.release()
-        metrics = self.update(experience, options)
-        self.optimizer.zero_grad(set_to_none=True)  # a rollout needs their memory
-        self.engine.weights_changed(self.model)
-        return metrics
-
-    def update(self, experience: Experience, options: PPOConfig) -> dict[str, float]:
-        """Mini-epochs of clipped updates on one batch of experience; returns their mean metrics."""
-        meter, state = Meter(), self.state
-        before = state.steps
-        too_far = False
-        for _ in range(options.ppo_epochs):
-            order = torch.randperm(len(experience))
-            policy_kls: list[float] = []
-            for minibatch in experience.minibatches(
-                order, options.minibatches, options.aggregation
-            ):
-                policy_kls.append(self._optimizer_step(minibatch, meter, options))
-            policy_kl = sum(policy_kls) / len(policy_kls)
-            too_far = options.stops_at(policy_kl)
-            if too_far:
-                break
-        taken = state.optimizer_step - before.all
-        spikes = [state.watch.loss_spikes(step["loss"]) for step in meter.steps[:taken]]
-        metrics = update_metrics(meter, taken, too_far, options)
-        metrics["loss_spikes"] = float(sum(spikes))
-        metrics |= state.step_metrics(before)
-        if options.objective == "penalty":
-            metrics["policy_kl_coef"] = state.policy_kl_control.coef
-            if not state.is_warming_up(options):
-                state.policy_kl_control.update(policy_kl, len(experience))
-        return metrics
-
-    def _optimizer_step(self, minibatch: Experience, meter: Meter, options: PPOConfig) -> float:
-        """Accumulates the gradient of one minibatch over its microbatches and takes a step; the KL
-        to the rollout policy before the step, nats per token."""
-        warming_up = self.state.is_warming_up(options)
-        planned = self.state.iteration * options.steps_per_iteration + len(meter.steps)
-        learning_rate = set_learning_rate(self.optimizer, planned, self.config)
-        beta = self.state.policy_kl_control.coef
-        given = minibatch, self.model, self.reference, self.optimizer, self.world
-        limits, scaler = options.limits(self.model.packing), self.state.scaler
-        attempt = functools.partial(minibatch_gradient, *given, scaler, beta, warming_up, options)
-        found = self._halving.run(attempt, limits, len(minibatch))
-        meter.microbatches(found)
-        meter.dealt(minibatch.batch.lengths, self._halving.limits(limits), self.world)
-        loss = torch.stack([part.loss for part in found]).sum()
-        if options.ptx_coef and not warming_up:
-            assert self.pretraining is not None
-            blocks = self.pretraining.at(self.state.ptx_seen, options.ptx_batch_size, options.seed)
-            self.state.ptx_seen += len(blocks)
-            ptx_loss = add_ptx_gradient(self.model, blocks, options, self.world, scaler)
-            loss += options.ptx_coef * ptx_loss
-            meter.pretraining(ptx_loss)
-        self.state.unscale(self.optimizer)
-        norms = clip_gradients(self.optimizer, self.model, options)
-        sums = functools.reduce(combine_sums, [part.sums for part in found])
-        kl = sums[SUMS.index("approx_kl")] / sums[SUMS.index("tokens")].clamp(min=1)
-        numbers = to_floats({"loss": loss, **norms, "kl": kl})
-        policy_kl = numbers.pop("kl")
-        meter.minibatch(self.state.overflowed, **numbers, learning_rate=learning_rate)
-        how = self.state, numbers, self.config, self.world
-        if skipped := take_step(self.optimizer, self.model, minibatch, *how):
-            self.say(skipped, "yellow")
-        return policy_kl
 
     # ----------------------------------------------------------------------- looking at the policy
 
@@ -425,11 +512,18 @@ class PPOTrainer:
             prompts, rollout = self.turns.play(prompts, self.engine, sampling or self.sampling)
             scores = self.score(prompts, rollout, options, scorer)
         batch = Batch.of(prompts.token_ids, rollout.tokens, self.device, rollout.written)
-        of = self.model, self.reference, batch, options, self.world
-        limits = options.limits(self.model.packing)
+        for attempt in self.fitting.attempts(options.limits(self.model.packing), len(batch)):
+            with attempt as limits:
+                of_policy = policy_metrics(
+                    batch,
+                    split(batch, limits, self.world),
+                    options,
+                    model=self.model,
+                    reference=self.reference,
+                )
         return {
             **response_metrics(scores, rollout, {}),
-            **self._reading.run(functools.partial(policy_metrics, *of), limits, len(batch)),
+            **of_policy,
             "completions": self.completions(prompts, rollout),
             "scores": scores,
             "rollout": rollout,
@@ -442,15 +536,21 @@ class PPOTrainer:
 
     def self_check(self, prompts: Prompts) -> None:
         """Raises RuntimeError if the first update would not be on-policy; says what else is odd."""
-        is_fresh = self.state.optimizer_step == 0
-        sampler = self.engine, prompts, self.sampling
+        reference = self.reference
+        if self.state.optimizer_step or (reference is not None and reference.is_given):
+            reference = None
         check_on_policy(
-            self.model, self.reference, *sampler, self.config, reference_is_fresh=is_fresh
+            prompts,
+            self.config,
+            model=self.model,
+            engine=self.engine,
+            sampling=self.sampling,
+            fresh_reference=reference,
         )
         for sentence in [*odd_options(self.config), *busy_cpu(self.device)]:
             self.say(sentence, "yellow")
 
-    # ------------------------------------------------------------------------- saving and resuming
+    # --------------------------------------------------------------------- saving, and what is said
 
     def save_checkpoint(self) -> Path:
         """Writes a checkpoint of the run as it is now; its path."""
@@ -462,24 +562,25 @@ class PPOTrainer:
         with unsharded(self.model):
             self.world.first(lambda: export(self.model, self.tokenizer, directory))
 
-    # ---------------------------------------------------------------------------- around a step
-
-    def _begin_iteration(self) -> PPOConfig:
+    def begin_iteration(self) -> PPOConfig:
         """The options of this iteration; the reference is refreshed if it is time."""
-        iteration, interval = self.state.iteration, self.config.reference_refresh
+        iteration = self.state.iteration
+        interval = self.config.reference_refresh
         if self.reference is not None and interval and iteration and iteration % interval == 0:
             self.reference.refresh()
         options = self.config.at(iteration)
         self.state.begin_iteration(options)
         return options
 
-    def say(self, sentence: str, style: str = "") -> None:
-        """Shows the user a sentence."""
-        say(self.console, sentence, style)
-
-    def _warnings(self, metrics: dict[str, float]) -> list[str]:
-        """What the watch says of the metrics, to which it adds; the terminal gets it too."""
-        sentences, self._notes = self._notes + self.state.watch(metrics), []
+    def watch(self, metrics: dict[str, float]) -> list[str]:
+        """What is odd about the metrics of an iteration, which gain what is watched over several;
+        the terminal shows it too."""
+        sentences = self.notes + self.state.watch(metrics)
+        self.notes = []
         for sentence in sentences:
             self.say(f"iteration {self.state.iteration}: {sentence}", "yellow")
         return sentences + [f"stopped: {sentence}" for sentence in self.state.watch.stopped_by]
+
+    def say(self, sentence: str, style: str = "") -> None:
+        """Shows the user a sentence."""
+        say(self.console, sentence, style)

@@ -14,7 +14,7 @@ from fastppo.data.batch import Batch
 from fastppo.models.policy import BatchEvaluation
 from fastppo.ppo.advantages import Learned, make_advantages
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.old_policy import OldPolicy
+from fastppo.ppo.old_policy import OldPolicy, Reference
 from fastppo.rewards.scorer import Scores
 from runs import experience_of, first_experience, make_trainer, perturb, records, scores_of
 
@@ -38,8 +38,15 @@ def _made(
     **options: Any,
 ) -> Learned:
     config = PPOConfig(advantage=kind, **{"whiten_advantages": "none", **options})
-    rewards = Scores(SCORES) if rewards is None else rewards
-    return make_advantages(BATCH, rewards, truncated, OLD, ref, exact_kl, kl_coef, config)
+    return make_advantages(
+        BATCH,
+        Scores(SCORES) if rewards is None else rewards,
+        config,
+        truncated=truncated,
+        old=OLD,
+        reference=Reference(ref, exact_kl),
+        kl_coef=kl_coef,
+    )
 
 
 # ---------------------------------------------------------------------------------------- the kinds
@@ -50,32 +57,22 @@ def test_sequence_advantages_are_reward_less_value_of_the_prompt() -> None:
     torch.testing.assert_close(_made("sequence").advantages, torch.cat(wanted))
 
 
-def test_monte_carlo_advantages_are_reward_to_go_less_value() -> None:
-    wanted = [
-        r * 0.9 ** torch.arange(len(v) - 1, -1, -1) - v for r, v in zip(SCORES, VALUES, strict=True)
-    ]
-    torch.testing.assert_close(_made("gae", lam=1.0, gamma=0.9).advantages, torch.cat(wanted))
-
-
-def test_one_step_advantages_bootstrap_from_the_next_value() -> None:
-    wanted = [torch.cat([0.9 * v[1:], r[None]]) - v for r, v in zip(SCORES, VALUES, strict=True)]
-    torch.testing.assert_close(_made("gae", lam=0.0, gamma=0.9).advantages, torch.cat(wanted))
-
-
-def test_gae_lies_between_one_step_and_monte_carlo() -> None:
-    """δ_t = r_t + γ·V_next − V_t, A_t = δ_t + γλ·A_next, token by token."""
+@pytest.mark.parametrize("lam", [0.0, 0.7, 1.0])
+def test_gae_is_its_recursion_token_by_token(lam: float) -> None:
+    """δ_t = r_t + γ·V_next − V_t, A_t = δ_t + γλ·A_next: one step at λ = 0, Monte Carlo at 1."""
     wanted = []
     for score, values in zip(SCORES, VALUES, strict=True):
-        following, found = torch.tensor(0.0), []
+        following = torch.tensor(0.0)
+        of_response: list[torch.Tensor] = []
         for t in reversed(range(len(values))):
             last = t == len(values) - 1
             delta = (score if last else 0.9 * values[t + 1]) - values[t]
-            following = delta + 0.9 * 0.7 * following
-            found.insert(0, following)
-        wanted += found
-    made = _made("gae", gamma=0.9, lam=0.7)
-    torch.testing.assert_close(made.advantages, torch.stack(wanted))
-    torch.testing.assert_close(made.returns, made.advantages + OLD.values)
+            following = delta + 0.9 * lam * following
+            of_response.insert(0, following)
+        wanted += of_response
+    learned = _made("gae", gamma=0.9, lam=lam)
+    torch.testing.assert_close(learned.advantages, torch.stack(wanted))
+    torch.testing.assert_close(learned.returns, learned.advantages + OLD.values)
 
 
 # ------------------------------------------------------------------------ without a value function
@@ -92,9 +89,14 @@ def _of_groups(kind: str, scores: torch.Tensor = GROUPED_SCORES, **options: Any)
         advantage=kind,
         **{"vf_coef": 0.0, "samples_per_prompt": 2, "whiten_advantages": "none", **options},
     )
-    coef = options.get("kl_coef", 0.0)
     return make_advantages(
-        GROUPED, Scores(scores), [False] * 4, GROUPED_OLD, ref, None, coef, config
+        GROUPED,
+        Scores(scores),
+        config,
+        truncated=[False] * 4,
+        old=GROUPED_OLD,
+        reference=Reference(ref),
+        kl_coef=options.get("kl_coef", 0.0),
     )
 
 
@@ -131,13 +133,9 @@ def test_the_kl_of_a_response_is_part_of_its_reward() -> None:
 
 
 def test_part_of_a_group_is_refused() -> None:
-    config = PPOConfig(
-        advantage="rloo", vf_coef=0.0, samples_per_prompt=3, rollout_batch_size=12, minibatches=1
-    )
+    options = {"samples_per_prompt": 3, "rollout_batch_size": 12, "minibatches": 1}
     with pytest.raises(ValueError, match=r"the 3 responses to a prompt.*got 4 responses"):
-        make_advantages(
-            GROUPED, Scores(GROUPED_SCORES), [False] * 4, GROUPED_OLD, None, None, 0.0, config
-        )
+        _of_groups("rloo", **options)
 
 
 @pytest.mark.parametrize("kind", ["gae", "sequence"])
@@ -195,20 +193,19 @@ def test_a_batch_of_one_token_has_finite_advantages(how: str, tmp_path: Path) ->
 # -------------------------------------------------------------------------------------- the rewards
 
 
-@pytest.mark.parametrize("lam", [0.0, 0.95])
-def test_after_a_truncated_response_comes_its_last_value_if_that_is_asked_for(lam: float) -> None:
+def test_after_a_truncated_response_comes_its_last_value_if_that_is_asked_for() -> None:
     truncated = (True, False, True)
-    plain = _made("gae", lam=lam, truncated=truncated)
-    assert torch.equal(plain.returns, _made("gae", lam=lam).returns)
+    plain = _made(truncated=truncated)
+    assert torch.equal(plain.returns, _made().returns)
     last = BATCH.cu_seqlens[1:] - 1
-    boot = _made("gae", lam=lam, truncated=truncated, bootstrap_truncated=True, gamma=0.9)
+    boot = _made(truncated=truncated, bootstrap_truncated=True, gamma=0.9)
     wanted = SCORES + 0.9 * OLD.final_values * torch.tensor(truncated)
     torch.testing.assert_close(boot.returns[last], wanted)
 
 
 def test_rewards_within_a_response_are_paid_at_their_tokens() -> None:
     within = torch.linspace(-1, 1, 9)
-    made = _made("gae", lam=1.0, rewards=Scores(SCORES, within, LENGTHS))
+    made = _made(lam=1.0, rewards=Scores(SCORES, within, LENGTHS))
     wanted = [
         score + part.flip(0).cumsum(0).flip(0)
         for score, part in zip(SCORES, within.split(LENGTHS), strict=True)
@@ -225,7 +222,7 @@ def test_rewards_within_a_response_are_paid_at_their_tokens() -> None:
     ],
 )
 def test_the_kl_in_the_reward_is_paid_by_its_estimator(estimator: str, penalty) -> None:
-    made = _made("gae", lam=1.0, ref=REF, kl_coef=0.4, kl_estimator=estimator)
+    made = _made(lam=1.0, ref=REF, kl_coef=0.4, kl_estimator=estimator)
     kl = penalty(OLD.logprobs - REF)
     wanted = [
         score - 0.4 * part.flip(0).cumsum(0).flip(0)
@@ -308,9 +305,8 @@ def test_a_step_is_paid_where_it_ends(tmp_path: Path) -> None:
     responses = [[4, 5, 6, 1]]  # " w1 w2 w3": w2 covers character 4
     scores = scores_of(trainer, responses)
     assert scores.total.tolist() == [1.5]
-    rewards = trainer.training_rewards(scores, trainer.config)
     batch = Batch.of(trainer.prompts.token_ids[:1], responses)
-    experience, _ = experience_of(trainer, batch, rewards)
+    experience, _ = experience_of(trainer, batch, scores)
     assert experience.returns.tolist() == [1.5, 1.5, 1.0, 0.0]
 
 

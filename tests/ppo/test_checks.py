@@ -1,4 +1,4 @@
-"""Checks before a run and before a step, and what becomes of a step that is not finite."""
+"""Checks before a run."""
 
 from __future__ import annotations
 
@@ -14,23 +14,17 @@ from rich.console import Console
 from transformers import set_seed
 
 from fastppo.data.batch import Batch
-from fastppo.data.world import World
 from fastppo.ppo.checks import (
     CHECKED_PROMPTS,
     CHECKED_TOKENS,
     check_on_policy,
-    check_responses,
-    check_scores,
     odd_options,
     random_state_restored,
     rounding_tolerance,
-    skip_step,
 )
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.state import RunState
 from fastppo.rollout import Rollout, RolloutEngine
-from fastppo.run.skipped import load_batch
-from runs import first_experience, make_trainer, one_step
+from runs import make_trainer
 
 # ----------------------------------------------------------------------------------- before a run
 
@@ -72,13 +66,12 @@ def test_the_self_check_takes_a_few_short_responses_and_no_random_numbers(tmp_pa
 
     state = torch.get_rng_state()
     check_on_policy(
-        trainer.model,
-        trainer.reference,
-        Recorded(),
         trainer.prompts,
-        trainer.sampling,
         trainer.config,
-        reference_is_fresh=True,
+        model=trainer.model,
+        engine=Recorded(),
+        sampling=trainer.sampling,
+        fresh_reference=trainer.reference,
     )
     assert asked == [(CHECKED_PROMPTS, CHECKED_TOKENS)]
     assert torch.equal(torch.get_rng_state(), state)
@@ -86,20 +79,14 @@ def test_the_self_check_takes_a_few_short_responses_and_no_random_numbers(tmp_pa
 
 @pytest.mark.parametrize("kind", ["given", "not fresh"])
 def test_a_reference_that_may_differ_is_not_compared(kind: str, tmp_path: Path) -> None:
-    given = {"reference": tiny.model(seed=1)} if kind == "given" else {}
-    trainer = make_trainer(tmp_path, **given)
+    trainer = make_trainer(
+        tmp_path, **({"reference": tiny.model(seed=1)} if kind == "given" else {})
+    )
     if kind == "not fresh":
         with torch.no_grad(), trainer.reference.loaded() as reference:
             reference.head.weight.mul_(1.5)
-    check_on_policy(
-        trainer.model,
-        trainer.reference,
-        trainer.engine,
-        trainer.prompts,
-        trainer.sampling,
-        trainer.config,
-        reference_is_fresh=kind == "given",
-    )
+        trainer.state.optimizer_step = 1
+    trainer.self_check(trainer.prompts)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -193,7 +180,7 @@ def test_what_a_restriction_adds_to_the_samplers_logprobs_is_no_mistake(tmp_path
         def generate(self, prompt_ids, sampling) -> Rollout:
             rollout = own.generate(prompt_ids, sampling)
             rollout.logprobs = None
-            rollout.sampler_logprobs = [each + added for each in rollout.sampler_logprobs]
+            rollout.sampler_logprobs = [logprobs + added for logprobs in rollout.sampler_logprobs]
             return rollout
 
     trainer.engine = Processed()
@@ -243,96 +230,3 @@ def test_a_warm_up_longer_than_the_run_is_told(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     make_trainer(tmp_path, iterations=1, warmup_steps=99, console=console).train()
     assert "warmup_steps=99: the run has" in console.file.getvalue()
-
-
-# ---------------------------------------------------------------------- before a step that is given
-
-GOOD = ([[4, 5], [6]], [[7, 1], [8]], ["stop", "length"])
-
-
-def test_responses_that_fit_pass() -> None:
-    check_responses(GOOD[0], Rollout(*GOOD[1:]), vocabulary=9, context=4)
-    check_responses(GOOD[0], Rollout(*GOOD[1:]), vocabulary=9, context=None)
-
-
-@pytest.mark.parametrize(
-    ("prompts", "responses", "reasons", "says"),
-    [
-        ([[4], [5]], [[6], []], ["stop"] * 2, "response 1 is empty"),
-        ([[4, 4, 4]], [[5, 5]], ["stop"], "prompt and response 0 have 5 tokens; the model's conte"),
-        ([[4]], [[9]], ["stop"], r"prompt or response 0 has tokens outside \[0, 9\)"),
-        ([[9]], [[4]], ["stop"], r"prompt or response 0 has tokens outside \[0, 9\)"),
-        ([[4]], [[-1]], ["stop"], r"prompt or response 0 has tokens outside \[0, 9\)"),
-        ([[4]], [[5]], [], r"finish_reasons must be 1 of stop or length, got \[\]"),
-        ([[4]], [[5]], ["eos"], r"finish_reasons must be 1 of stop or length, got \['eos'\]"),
-    ],
-)
-def test_responses_that_do_not_fit_are_refused(prompts, responses, reasons, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        check_responses(prompts, Rollout(responses, reasons), vocabulary=9, context=4)
-
-
-@pytest.mark.parametrize("scores", [[1, 2.5], (1.0, 2.5), torch.tensor([1.0, 2.5]).double()])
-def test_scores_of_any_kind_become_fp32_on_the_cpu(scores) -> None:
-    found = check_scores(scores, 2)
-    assert found.tolist() == [1.0, 2.5]
-    assert (found.dtype, found.device.type) == (torch.float32, "cpu")
-
-
-@pytest.mark.parametrize(
-    ("scores", "says"),
-    [
-        ([1.0], r"scores must be \[2\], got \[1\]"),
-        ([[1.0], [2.0]], r"scores must be \[2\], got \[2, 1\]"),
-        (1.0, r"scores must be \[2\], got \[\]"),
-        ([1.0, float("nan")], r"scores must be finite, got \[1.0, nan\]"),
-        ([1.0, 1e39], r"scores must be finite, got \[1.0, inf\]"),
-    ],
-)
-def test_scores_that_do_not_fit_are_refused(scores, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        check_scores(scores, 2)
-
-
-# --------------------------------------------------------------------------------- a step not taken
-
-
-def test_a_non_finite_gradient_skips_the_step_and_at_last_stops_the_run(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    experience = first_experience(trainer)
-    before = [p.detach().clone() for p in trainer.model.parameters()]
-    experience.advantages[0] = float("nan")
-    trainer.update(experience, one_step(trainer))
-    assert trainer.state.skipped_steps == 1
-    for old, parameter in zip(before, trainer.model.parameters(), strict=True):
-        assert torch.equal(old, parameter)
-    with pytest.raises(FloatingPointError, match="5 optimiser steps in a row"):
-        trainer.update(experience, one_step(trainer, ppo_epochs=9))
-
-
-def test_the_batch_of_a_skipped_step_is_saved(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, ppo_epochs=1, minibatches=1)
-    experience = first_experience(trainer)
-    experience.advantages[0] = float("nan")
-    metrics = trainer.update(experience, trainer.config)
-    assert metrics["skipped_steps"] == 1
-    tensors, record = load_batch(tmp_path / "run" / "skipped" / "step-000000.safetensors")
-    assert record["non_finite"] == "loss"
-    assert "causal_lm.lm_head.weight" in record["parameters"]
-    assert tensors["advantages"].isnan().sum() == 1
-    assert {"tokens", "old_logprobs", "returns", "response_lengths"} <= tensors.keys()
-
-
-def test_the_sentence_names_what_was_not_finite_and_where_its_batch_is(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    state = RunState.of(trainer.config)
-    state.iteration, state.optimizer_step = 4, 17
-    experience = first_experience(trainer)
-    norms = {"loss": 1.0, "grad_norm": float("inf"), "value_grad_norm": 2.0}
-    sentence = skip_step(trainer.model, experience, state, norms, trainer.config, World())
-    path = tmp_path / "run" / "skipped" / "step-000017.safetensors"
-    assert sentence == f"optimiser step 17: grad_norm inf; skipped, batch in {path}"
-    assert (state.skipped_steps, state.skipped_in_a_row) == (1, 1)
-    tensors, record = load_batch(path)
-    assert record == {"iteration": 4, "step": 17, "non_finite": "grad_norm", "parameters": []}
-    assert torch.equal(tensors["tokens"], experience.batch.tokens)

@@ -9,6 +9,7 @@ import torch
 
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import Limits, microbatches
+from fastppo.data.world import World
 from fastppo.ppo.experience import Experience, token_weights
 
 PROMPTS = [[5, 6], [7], [8, 9, 10]]
@@ -33,14 +34,6 @@ def test_experience_of_some_sequences_has_their_tokens() -> None:
     assert part.ref_logprobs is None
 
 
-def test_microbatches_lose_nothing() -> None:
-    experience = _experience()
-    rows = microbatches(experience.batch.lengths, Limits(2))
-    parts = [experience.select(each) for each in rows]
-    assert [len(part) for part in parts] == [2, 1]
-    assert torch.cat([part.old_values for part in parts]).sort()[0].tolist() == [*range(10, 16)]
-
-
 @pytest.mark.parametrize("written", [None, [[True, False, True], [False], [True, True]]])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_minibatches_are_the_sequences_in_the_order_that_is_asked_for(
@@ -51,13 +44,14 @@ def test_minibatches_are_the_sequences_in_the_order_that_is_asked_for(
     packed = torch.arange(batch.response_count, dtype=torch.float32)
     experience = Experience(batch, packed, packed + 10, packed + 20, packed + 30)
     order = torch.tensor([2, 0, 1])
-    found = experience.minibatches(order, count, "seq-mean-token-mean")
-    assert len(found) == min(count, 3)
-    for part, rows in zip(found, order.tensor_split(min(count, 3)), strict=True):
+    minibatches = experience.minibatches(order, count, "seq-mean-token-mean")
+    assert len(minibatches) == min(count, 3)
+    for part, rows in zip(minibatches, order.tensor_split(min(count, 3)), strict=True):
         wanted = experience.select(rows).weighted("seq-mean-token-mean").tensors()
+        assert part.tensors().keys() == wanted.keys()
         for name, value in part.tensors().items():
-            assert value is None if wanted[name] is None else torch.equal(value, wanted[name]), name
-    memory = {part.old_values.untyped_storage().data_ptr() for part in found}
+            assert torch.equal(value, wanted[name]), name
+    memory = {part.old_values.untyped_storage().data_ptr() for part in minibatches}
     assert len(memory) == 1
     assert experience.token_weights is None
 
@@ -88,7 +82,7 @@ def test_weights_are_of_the_minibatch_and_stay_when_it_is_cut() -> None:
     """So the split into microbatches does not matter."""
     minibatch = _experience().weighted("seq-mean-token-mean")
     rows = microbatches(minibatch.batch.lengths, Limits(1))
-    parts = {int(each): minibatch.select(each) for each in rows}
+    parts = {int(row): minibatch.select(row) for row in rows}
     joined = torch.cat([parts[row].token_weights for row in range(len(minibatch))])
     assert torch.equal(joined, minibatch.token_weights)
     assert joined.sum().item() == pytest.approx(1)
@@ -105,13 +99,22 @@ def test_weighting_and_selecting_leave_the_experience_as_it_is() -> None:
 
 
 def test_its_tensors_go_by_name_with_those_of_the_batch() -> None:
-    found = _experience().tensors()
-    assert found.keys() == {
-        *("old_logprobs", "old_values", "advantages", "returns", "ref_logprobs", "token_weights"),
-        *("importance_weights", "tokens", "prompt_lengths", "response_lengths", "written"),
-    }
-    assert found["tokens"] is BATCH.tokens
-    assert found["ref_logprobs"] is None
+    per_token = {"old_logprobs", "old_values", "advantages", "returns"}
+    of_batch = {"tokens", "prompt_lengths", "response_lengths"}
+    assert _experience().tensors().keys() == per_token | of_batch
+    assert _experience().tensors()["tokens"] is BATCH.tokens
+
+
+@pytest.mark.parametrize("limits", [Limits(1), Limits(3)])
+def test_ranks_share_a_minibatch_and_run_as_many_microbatches_each(limits: Limits) -> None:
+    """A rank that has fewer runs a sequence without weight in place of the missing ones."""
+    minibatch = _experience().weighted("token-mean")
+    by_rank = [[*minibatch.microbatches(limits, World(rank, 2))] for rank in (0, 1)]
+    assert len(by_rank[0]) == len(by_rank[1])
+    weights = torch.cat([micro.token_weights for parts in by_rank for micro in parts])
+    assert weights.sum().item() == pytest.approx(1)
+    values = torch.cat([micro.old_values for parts in by_rank for micro in parts])
+    assert values[weights > 0].sort().values.tolist() == [*range(10, 16)]
 
 
 def test_no_sequences_have_no_weights() -> None:

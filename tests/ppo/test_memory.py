@@ -28,7 +28,6 @@ from fastppo.models.cache import ROOM
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.memory import PARTS, Ledger, Phase, Plan, make_plan
 from fastppo.ppo.trainer import PPOTrainer
-from fastppo.run.log import RunLog
 from fastppo.run.profile import PREFIX, named_phases
 
 PROMPT, RESPONSE = 12, 4
@@ -104,11 +103,10 @@ def measured(config: PPOConfig) -> dict[str, int]:
             rewards=[tiny.count_w7],
             console=Console(quiet=True),
         )
-        log = RunLog(config.output_dir, config)
+        assert trainer.prompts is not None
         with named_phases(trainer):
-            trainer.iterate(log)
-            trainer.iterate(log)  # the optimiser's states are there from its rollout on
-        log.close()
+            for _ in range(2):  # the optimiser's states are there from the second rollout on
+                trainer.iterate(trainer.prompts, config)
     assert found.profiler is not None
     events = found.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")

@@ -13,12 +13,11 @@ from fastppo.data.batch import Batch
 from fastppo.data.prompts import Prompts
 from fastppo.data.world import World
 from fastppo.functional.losses import ppo_loss
-from fastppo.ppo import metrics as metrics_module
-from fastppo.ppo.experience import Experience
+from fastppo.ppo.experience import Experience, Responses
 from fastppo.ppo.metrics import (
-    Clock,
-    Meter,
-    Microbatch,
+    LossSums,
+    PhaseTimer,
+    UpdateMeter,
     experience_metrics,
     explained_variance,
     response_metrics,
@@ -58,48 +57,55 @@ def _loss(logits: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor)
     return ppo_loss(logits, tokens, torch.full((len(logits),), -1.6), advantages, weights=weights)
 
 
-def _part(
-    sums: torch.Tensor, value: float, clipped: float, useful: int, computed: int
-) -> Microbatch:
-    loss = torch.tensor(0.0)
-    return Microbatch(loss, sums, torch.tensor(value), torch.tensor(clipped), useful, computed)
+def _sums(policy: torch.Tensor, *, value_loss: float, clipped: float, computed: int) -> LossSums:
+    return LossSums(
+        policy=policy,
+        loss=torch.tensor(0.0),
+        value_loss=torch.tensor(value_loss),
+        value_clipped=torch.tensor(clipped),
+        computed=computed,
+    )
 
 
 def test_metrics_are_means_over_all_tokens_however_they_were_cut() -> None:
     """A microbatch of one token counts for one token, not for half of the mean."""
     logits, advantages = torch.randn(6, 5), torch.randn(6)
     weights = torch.full((6,), 1 / 6)
-    whole, parts = Meter(), Meter()
-    whole.microbatch(_part(_loss(logits, advantages, weights).sums, 0.6, 3, 6, 8))
-    for rows, value in ((slice(0, 5), 0.5), (slice(5, 6), 0.1)):
-        sums = _loss(logits[rows], advantages[rows], weights[rows]).sums
-        parts.microbatch(_part(sums, value, 1.5, 3, 4))
-    for meter in (whole, parts):
-        meter.minibatch(loss=0.25, grad_norm=2.0)
-    assert whole.metrics() == pytest.approx(parts.metrics(), rel=1e-5)
+    policy = _loss(logits, advantages, weights).sums
+    whole = _sums(policy, value_loss=0.6, clipped=3, computed=8)
+    parts = []
+    for rows, value_loss in ((slice(0, 5), 0.5), (slice(5, 6), 0.1)):
+        policy = _loss(logits[rows], advantages[rows], weights[rows]).sums
+        parts.append(_sums(policy, value_loss=value_loss, clipped=1.5, computed=4))
+    found = []
+    for sums in (whole, parts[0].plus(parts[1])):
+        meter = UpdateMeter()
+        meter.add(EXPERIENCE, sums, {"loss": 0.25, "grad_norm": 2.0})
+        found.append(meter.metrics())
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
     p = logits.log_softmax(1)
-    assert whole.metrics()["entropy"] == pytest.approx(-(p.exp() * p).sum(1).mean().item())
-    assert whole.metrics()["value_loss"] == pytest.approx(0.6)
-    assert whole.metrics()["useful_share"] == 0.75
-    assert whole.metrics()["value_clip_fraction"] == 0.5
+    assert found[0]["entropy"] == pytest.approx(-(p.exp() * p).sum(1).mean().item())
+    assert found[0]["value_loss"] == pytest.approx(0.6)
+    assert found[0]["useful_share"] == 7 / 8
+    assert found[0]["value_clip_fraction"] == 0.5
 
 
 def test_losses_and_what_a_step_reports_are_means_over_the_steps() -> None:
-    meter = Meter()
-    found = []
-    for seed, (loss, value) in enumerate([(1.0, 0.5), (3.0, 0.7)]):
+    meter = UpdateMeter()
+    policy_losses = []
+    for seed, (loss, value_loss) in enumerate([(1.0, 0.5), (3.0, 0.7)]):
         torch.manual_seed(seed)
         out = _loss(torch.randn(4, 5), torch.randn(4), torch.full((4,), 0.25))
-        found.append(out.metrics["policy_loss"].item())
-        meter.microbatch(_part(out.sums, value, 0, 3, 4))
-        meter.minibatch(loss=loss, learning_rate=1e-3)
+        policy_losses.append(out.metrics["policy_loss"].item())
+        sums = _sums(out.sums, value_loss=value_loss, clipped=0, computed=8)
+        meter.add(EXPERIENCE, sums, {"loss": loss, "learning_rate": 1e-3})
     metrics = meter.metrics()
-    assert metrics["policy_loss"] == pytest.approx(sum(found) / 2, rel=1e-5)
+    assert metrics["policy_loss"] == pytest.approx(sum(policy_losses) / 2, rel=1e-5)
     assert metrics["value_loss"] == pytest.approx(0.6)
     assert (metrics["loss"], metrics["learning_rate"]) == (2.0, 1e-3)
     assert "ptx_loss" not in metrics
-    meter.pretraining(torch.tensor(1.0))
-    meter.pretraining(torch.tensor(2.0))
+    for ptx_loss in (1.0, 2.0):
+        meter.add(EXPERIENCE, sums._replace(ptx_loss=torch.tensor(ptx_loss)), {"loss": 0.0})
     assert meter.metrics()["ptx_loss"] == 1.5
 
 
@@ -108,13 +114,15 @@ def test_0d_tensors_become_numbers_by_their_names() -> None:
     assert to_floats(given) == {"a": 1.5, "b": 2.0}
 
 
-def test_the_clock_tells_each_phase_and_tokens_per_second_of_the_whole(monkeypatch) -> None:
-    times = iter([10.0, 12.0, 15.0])
-    monkeypatch.setattr(metrics_module.time, "perf_counter", lambda: next(times))
-    clock = Clock()
-    clock.lap("generate")
-    clock.lap("update")
-    assert clock.metrics(100, World()) == {
+def test_the_timer_tells_each_phase_and_tokens_per_second_of_all() -> None:
+    begun: list[str] = []
+    timer = PhaseTimer(before=begun.append)
+    for phase in ("generate", "update"):
+        with timer(phase):
+            assert phase == begun[-1]
+    assert all(seconds > 0 for seconds in timer.seconds.values())
+    timer.seconds = {"generate": 2.0, "update": 3.0}
+    assert timer.metrics(100, World()) == {
         "seconds/generate": 2.0,
         "seconds/update": 3.0,
         "tokens_per_second": 20.0,
@@ -171,9 +179,8 @@ def test_the_share_of_responses_that_ended_by_themselves_is_beside_their_rewards
 
 
 def test_the_first_responses_are_written_down_with_all_that_they_got() -> None:
-    prompts = Prompts(["w1", "w2 w3"], [[4], [5, 6]])
-    args = (prompts, [" a", " b"], ROLLOUT, SCORES, EXPERIENCE)
-    first, second = sample_records(*args)
+    responses = Responses(Prompts(["w1", "w2 w3"], [[4], [5, 6]]), ROLLOUT, SCORES)
+    first, second = sample_records(responses, EXPERIENCE, [" a", " b"])
     assert first == {
         "prompt": "w1",
         "completion": " a",
@@ -185,10 +192,9 @@ def test_the_first_responses_are_written_down_with_all_that_they_got() -> None:
         "finish_reason": "stop",
     }
     assert (second["kl"], second["finish_reason"]) == (pytest.approx(KL[1]), "length")
-    assert sample_records(prompts, [" a"], *args[2:]) == [first]
-    assert sample_records(prompts, [], *args[2:]) == []
+    assert sample_records(responses, EXPERIENCE, [" a"]) == [first]
     without = replace(EXPERIENCE, ref_logprobs=None)
-    assert sample_records(*args[:-1], without)[0]["kl"] is None
+    assert sample_records(responses, without, [" a"])[0]["kl"] is None
 
 
 def test_the_bar_shows_the_numbers_that_people_watch() -> None:

@@ -12,10 +12,10 @@ from torch import nn
 
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import split
-from fastppo.ppo.old_policy import importance, mismatch, old_policy
+from fastppo.ppo.old_policy import importance, mismatch, read_old_policy
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout import Rollout
-from runs import make_trainer, records
+from runs import first_experience, make_trainer, records
 
 
 def _drawn(trainer: PPOTrainer, rows: int = 6) -> tuple[Rollout, Batch]:
@@ -26,21 +26,22 @@ def _drawn(trainer: PPOTrainer, rows: int = 6) -> tuple[Rollout, Batch]:
 
 
 def _old(trainer: PPOTrainer, rollout: Rollout, batch: Batch):
-    options = trainer.config
-    parts = split(batch, options.limits())
-    return old_policy(trainer.model, trainer.engine, trainer.sampling, rollout, parts, options)
+    return read_old_policy(
+        rollout,
+        split(batch, trainer.config.limits()),
+        trainer.config,
+        model=trainer.model,
+        engine=trainer.engine,
+        sampling=trainer.sampling,
+    )
 
 
 def _passes(trainer: PPOTrainer) -> list[int]:
-    """One entry per evaluation of a batch by the policy."""
-    found, own = [], trainer.model.evaluate
-
-    def counted(batch, *args, **options):
-        found.append(len(batch))
-        return own(batch, *args, **options)
-
-    trainer.model.evaluate = counted
-    return found
+    """The sequences of each pass of the policy's trunk, from now on."""
+    passes: list[int] = []
+    words = trainer.model.causal_lm.get_input_embeddings()
+    words.register_forward_hook(lambda module, args, output: passes.append(len(args[0])))
+    return passes
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
@@ -169,7 +170,7 @@ def test_another_policy_behind_the_sampler_shows_in_the_metrics_and_warns(tmp_pa
 
     def stale(prompt_ids, sampling):
         rollout = own(prompt_ids, sampling)
-        rollout.logprobs = [each - 0.3 for each in rollout.logprobs]
+        rollout.logprobs = [logprobs - 0.3 for logprobs in rollout.logprobs]
         rollout.sampler_logprobs = rollout.logprobs
         return rollout
 
@@ -187,9 +188,7 @@ def test_importance_weights_reach_the_loss(tmp_path: Path) -> None:
         trainer = make_trainer(
             tmp_path, ppo_epochs=1, minibatches=1, kl_coef=0.0, vf_coef=0.0, max_grad_norm=1e9
         )
-        rollout, batch = _drawn(trainer, 8)
-        scores = trainer.score(trainer.prompts.select(range(8)), rollout, trainer.config)
-        experience, _ = trainer.make_experience(batch, scores, rollout, trainer.config)
+        experience = first_experience(trainer)
         weights = torch.full_like(experience.advantages, weight)
         trainer.update(replace(experience, importance_weights=weights), trainer.config)
         gradients.append(trainer.model.head.weight.grad.clone())
@@ -199,4 +198,4 @@ def test_importance_weights_reach_the_loss(tmp_path: Path) -> None:
 def test_a_run_with_top_k_trains_and_tells_its_effective_sample_size(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, top_k=4)
     trainer.train()
-    assert all(0 < each["mismatch/effective_sample_size"] <= 1 for each in records(trainer))
+    assert all(0 < line["mismatch/effective_sample_size"] <= 1 for line in records(trainer))

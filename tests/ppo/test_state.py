@@ -14,7 +14,6 @@ import tiny
 import torch
 
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.curriculum import Seen
 from fastppo.ppo.evaluation import Progress
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
 from fastppo.ppo.state import COUNTERS, FIRST_POLICY_BETA, RunState
@@ -29,12 +28,13 @@ def _used(config: PPOConfig) -> RunState:
     """A state of which nothing is as it was at the start."""
     state = RunState.of(config)
     state.evaluations = Progress(0.5, 2)
-    state.successes = {3: Seen("01", 2), 0: Seen("1", 1)}
+    state.successes = {3: "01", 0: "1"}
     if state.scaler.is_enabled():
         state.scaler.load_state_dict(state.scaler.state_dict() | {"scale": 128.0})
     for number, name in enumerate(COUNTERS, 11):
         setattr(state, name, number)
-    state.kl_control.coef, state.policy_kl_control.coef = 0.7, 0.9
+    state.kl_control.coef = 0.7
+    state.policy_kl_control.coef = 0.9
     state.score_scale.update(torch.tensor([1.0, 2.0, 6.0]))
     for loss in range(20):
         state.watch.loss_spikes(float(loss))
@@ -67,8 +67,8 @@ def test_every_counter_of_a_state_is_one_that_is_saved() -> None:
     parts = {"kl_control", "policy_kl_control", "watch", "score_scale", "evaluations"}
     parts |= {"successes", "scaler"}
     of_the_last_step = {"overflowed"}
-    found = {each.name for each in fields(RunState)}
-    assert found == parts | of_the_last_step | {*COUNTERS}
+    names = {field.name for field in fields(RunState)}
+    assert names == parts | of_the_last_step | {*COUNTERS}
 
 
 @pytest.mark.parametrize(
@@ -116,28 +116,28 @@ def test_the_losses_history_begins_anew_where_the_policy_joins_the_loss() -> Non
         state.begin_iteration(options)
         state.watch.loss_spikes(1.0)
         assert len(state.watch.loss_spikes.history) == remembered
-        state.finish_iteration(None, 16, options)
-    assert state.iteration == 4
+        state.iteration += 1
 
 
 def test_the_kl_coefficient_moves_as_its_controller_says(tmp_path: Path) -> None:
     trainer = make_trainer(
         tmp_path, kl_controller="adaptive", kl_coef=0.1, kl_target=6.0, kl_horizon=160.0
     )
-    trainer.state.finish_iteration(60.0, 16, trainer.config)
+    trainer.state.move_kl_coef(60.0, 16, trainer.config)
     assert trainer.state.kl_control.coef == pytest.approx(0.1 * (1 + 0.2 * 16 / 160))
     trainer = make_trainer(tmp_path, kl_controller="penalty", kl_coef=0.1, kl_target=6.0)
-    trainer.state.finish_iteration(60.0, 16, trainer.config)
+    trainer.state.move_kl_coef(60.0, 16, trainer.config)
     assert trainer.state.kl_control.coef == 0.2
 
 
 def test_a_coefficient_stays_where_there_is_no_kl_or_the_values_warm_up() -> None:
     options = PPOConfig(kl_controller="penalty", kl_coef=0.1, value_warmup_iterations=1)
     state = RunState.of(options)
-    state.finish_iteration(60.0, 16, options)
-    state.finish_iteration(None, 16, options)
-    assert (state.kl_control.coef, state.iteration) == (0.1, 2)
-    state.finish_iteration(60.0, 16, options)
+    state.move_kl_coef(60.0, 16, options)
+    state.iteration += 1
+    state.move_kl_coef(None, 16, options)
+    assert state.kl_control.coef == 0.1
+    state.move_kl_coef(60.0, 16, options)
     assert state.kl_control.coef == 0.2
 
 

@@ -16,7 +16,7 @@ from fastppo.data.batch import Batch
 from fastppo.data.microbatches import split
 from fastppo.ppo.advantages import make_advantages
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.old_policy import OldPolicy
+from fastppo.ppo.old_policy import OldPolicy, Reference
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.reward import RewardError
 from fastppo.rewards.scorer import Scores
@@ -139,12 +139,11 @@ def test_a_cut_off_episode_is_followed_by_the_value_of_what_it_was_told(tmp_path
     row = rollout.finish_reasons.index("turns")
     assert rollout.written is not None
     assert rollout.written[row][-2:] == [False, False]
-    batch = Batch.of(prompts.token_ids, rollout.tokens, written=rollout.written)
     none = Scores(torch.zeros(16))
-    experience, _ = trainer.make_experience(batch, none, rollout, trainer.config)
+    experience, _ = trainer.make_experience(prompts.token_ids, rollout, none, trainer.config)
     told = Batch.of([prompts.token_ids[row] + rollout.tokens[row]], [[5]])
     value = trainer.model.evaluate(told).values[0].item()
-    last = batch.cu_seqlens[row + 1] - 1
+    last = experience.batch.cu_seqlens[row + 1] - 1
     assert experience.returns[last].item() == pytest.approx(value, abs=1e-4)
 
 
@@ -249,7 +248,15 @@ def test_gae_by_turns_is_gae_over_turns(bootstrap: bool) -> None:
     )
     old = OldPolicy(logprobs, values, final)
     scores = Scores(last, within, batch.written_lengths.tolist())
-    found = make_advantages(batch, scores, truncated, old, reference, None, 0.3, options)
+    found = make_advantages(
+        batch,
+        scores,
+        options,
+        truncated=truncated,
+        old=old,
+        reference=Reference(reference),
+        kl_coef=0.3,
+    )
     rewards = within - 0.3 * sampled_kl(logprobs - reference, "k3")
     rewards[batch.cu_seqlens[1:] - 1] += last
     ends = final * torch.tensor(truncated) if bootstrap else torch.zeros(3)
@@ -266,7 +273,15 @@ def test_with_one_token_a_turn_both_are_one() -> None:
     values, logprobs, reference = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
     old, scores = OldPolicy(logprobs, values, None), Scores(torch.tensor([1.0, -1.0]))
     found = [
-        make_advantages(batch, scores, [False] * 2, old, reference, None, 0.1, PPOConfig(gae_by=by))
+        make_advantages(
+            batch,
+            scores,
+            PPOConfig(gae_by=by),
+            truncated=[False] * 2,
+            old=old,
+            reference=Reference(reference),
+            kl_coef=0.1,
+        )
         for by in ("turn", "token")
     ]
     torch.testing.assert_close(found[0].advantages, found[1].advantages, rtol=1e-5, atol=1e-6)

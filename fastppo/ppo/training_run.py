@@ -1,0 +1,166 @@
+"""A run from its first iteration, or the one it goes on from, to its end: what surrounds the
+algorithm.
+
+    the lock of the run directory, signals, checkpoints, callbacks    around all iterations
+    prompts, records, evaluation, warnings                            around each
+
+The algorithm itself is `PPOTrainer.iterate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import set_seed
+
+from fastppo.models.device import device_name
+from fastppo.ppo.evaluation import LOGGED_SAMPLES
+from fastppo.ppo.metrics import PhaseTimer, sample_records, status
+from fastppo.run.checkpoint import random_state, restore_random_state
+from fastppo.run.lock import held
+from fastppo.run.log import SharedLog, check_no_run, progress, read_jsonl
+from fastppo.run.report import write_report
+from fastppo.run.signals import PhaseEndedError, Stopped, StopRequest, listening
+
+INTERRUPTIBLE = ("score", "experience")
+"""Phases before which a run may stop: nothing of the iteration has been kept by then."""
+
+
+class TrainingRun:
+    """One call of `PPOTrainer.train`.
+
+    Args:
+        trainer: a `PPOTrainer`.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.config = trainer.config
+        self.state = trainer.state
+        self.world = trainer.world
+        self.callbacks = trainer.callbacks
+        self.checkpoints = trainer.checkpoints
+        self.run_dir = Path(trainer.config.output_dir)
+        self.stop_request = StopRequest(self.world)
+
+    def to_the_end(self) -> dict[str, float]:
+        """Iterates, and writes policy and report; the last metrics. For what it raises, see
+        `PPOTrainer.train`."""
+        with self._surroundings():
+            self._begin()
+            metrics = self._iterations()
+            self.checkpoints.finish()
+            stopped_by = self.stop_request.stop
+            is_short = self.state.iteration < self.config.iterations
+            if stopped_by and is_short and not self.state.watch.stopped_by:
+                raise Stopped(stopped_by, self.checkpoints.how_far())
+            self.trainer.save_policy(self.run_dir / "policy")
+            self._write_report()
+            self.callbacks.tell("on_train_end")
+        self.state.raise_if_stopped(self.run_dir)
+        return metrics or self.world.first(lambda: read_jsonl(self.run_dir / "metrics.jsonl")[-1])
+
+    @contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """The run directory is this run's, signals are heard, and at the end all is closed."""
+        with ExitStack() as stack:
+            stack.enter_context(self.world.answering())
+            stack.enter_context(held(self.run_dir, self.world))
+            self.stop_request = stack.enter_context(listening(self.world))
+            for part in (self.callbacks, self.trainer.turns):
+                stack.enter_context(closing(part))
+            yield
+
+    def _begin(self) -> None:
+        set_seed(self.config.seed)
+        if self.config.resume:
+            self.checkpoints.resume()
+            self.trainer.engine.weights_changed(self.trainer.model)
+        elif self.state.iteration == 0:
+            self.world.first(lambda: check_no_run(self.run_dir))
+        self.trainer.self_check(self.trainer.prompts)
+
+    def _iterations(self) -> dict[str, float]:
+        """Iterates to the end, or until the watch, a callback or a signal stops it; the last
+        metrics."""
+        first = self.state.iteration
+        end = self.config.iterations
+        metrics: dict[str, float] = {}
+        log = SharedLog(
+            self.world,
+            self.run_dir,
+            self.config,
+            callbacks=self.callbacks,
+            first=first,
+            device=device_name(self.trainer.device),
+        )
+        self.trainer.notes += log.notes
+        bar = progress("PPO", self.trainer.console, total=end, completed=first)
+        with closing(log), bar as show:
+            self.callbacks.begin(first)
+            while self.state.iteration < end and not self._is_over():
+                self.callbacks.tell("on_step_begin")
+                at_start = random_state()
+                try:
+                    metrics = self.iteration(log)
+                except PhaseEndedError:
+                    restore_random_state(*at_start)
+                    break
+                except FloatingPointError as error:
+                    # No checkpoint: half of the iteration's steps were taken.
+                    skipped = {"skipped_steps": float(self.state.skipped_in_a_row)}
+                    log.metrics(self.state.iteration, skipped, [f"stopped: {error}"])
+                    self._write_report()
+                    raise
+                show(completed=self.state.iteration, status=status(metrics))
+                by_callback = self.callbacks.step_ended()
+                by_signal = self.stop_request.checkpoint_wanted()
+                self.checkpoints.after_iteration(metrics, asked=by_callback or by_signal)
+        return metrics
+
+    def _is_over(self) -> bool:
+        has_enough = self.state.has_enough(self.config)
+        return bool(self.stop_request.stop) or self.callbacks.stop or has_enough
+
+    def iteration(self, log: Any) -> dict[str, float]:
+        """An iteration on the curriculum's next prompts, and its records; its metrics.
+
+        Args:
+            log: `RunLog`, or what has its `metrics` and `samples`.
+
+        Raises:
+            PhaseEndedError: the run is to stop; of the iteration nothing is kept.
+            FloatingPointError: too many optimiser steps in a row were not finite.
+        """
+        trainer = self.trainer
+        options = trainer.begin_iteration()
+        chosen = trainer.curriculum.at(
+            self.state,
+            options.prompts_per_iteration,
+            options.seed,
+            options.samples_per_prompt,
+        )
+        prompts = trainer.prompts.select(chosen.rows)
+        iteration = trainer.iterate(prompts, options, PhaseTimer(before=self._stop_before))
+        metrics: dict[str, float] = iteration.metrics
+        metrics |= trainer.curriculum.take(chosen, iteration.scores, self.state)
+        requested = self.callbacks.take("should_evaluate")
+        metrics |= trainer.evaluation.after_update(trainer, log, requested=requested)
+
+        number = self.state.iteration
+        log.metrics(number, metrics, trainer.watch(metrics))
+        responses = iteration.responses
+        texts = trainer.completions(responses.prompts, responses.rollout, LOGGED_SAMPLES)
+        log.samples(number, sample_records(responses, iteration.experience, texts))
+        self.state.iteration += 1
+        return metrics
+
+    def _stop_before(self, phase: str) -> None:
+        if phase in INTERRUPTIBLE:
+            self.stop_request.end_phase()
+
+    def _write_report(self) -> None:
+        self.world.first(lambda: write_report(self.run_dir))

@@ -1,0 +1,111 @@
+"""Responses that are given are checked before anything is learned from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from tokenizers import processors
+
+from fastppo.data.chat import encode_prompt
+from fastppo.ppo.given_responses import (
+    GivenResponses,
+    check_responses,
+    check_scores,
+    given_responses,
+)
+from fastppo.rollout import Rollout
+
+GOOD = ([[4, 5], [6]], [[7, 1], [8]], ["stop", "length"])
+
+
+def test_responses_that_fit_pass() -> None:
+    check_responses(GOOD[0], Rollout(*GOOD[1:]), vocabulary=9, context=4)
+    check_responses(GOOD[0], Rollout(*GOOD[1:]), vocabulary=9, context=None)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "responses", "reasons", "says"),
+    [
+        ([[4], [5]], [[6], []], ["stop"] * 2, "response 1 is empty"),
+        ([[4, 4, 4]], [[5, 5]], ["stop"], "prompt and response 0 have 5 tokens; the model's conte"),
+        ([[4]], [[9]], ["stop"], r"prompt or response 0 has tokens outside \[0, 9\)"),
+        ([[9]], [[4]], ["stop"], r"prompt or response 0 has tokens outside \[0, 9\)"),
+        ([[4]], [[-1]], ["stop"], r"prompt or response 0 has tokens outside \[0, 9\)"),
+        ([[4]], [[5]], [], r"finish_reasons must be 1 of stop or length, got \[\]"),
+        ([[4]], [[5]], ["eos"], r"finish_reasons must be 1 of stop or length, got \['eos'\]"),
+    ],
+)
+def test_responses_that_do_not_fit_are_refused(prompts, responses, reasons, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        check_responses(prompts, Rollout(responses, reasons), vocabulary=9, context=4)
+
+
+@pytest.mark.parametrize("scores", [[1, 2.5], (1.0, 2.5), torch.tensor([1.0, 2.5]).double()])
+def test_scores_of_any_kind_become_fp32_on_the_cpu(scores) -> None:
+    checked = check_scores(scores, 2)
+    assert checked.tolist() == [1.0, 2.5]
+    assert (checked.dtype, checked.device.type) == (torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("scores", "says"),
+    [
+        ([1.0], r"scores must be \[2\], got \[1\]"),
+        ([[1.0], [2.0]], r"scores must be \[2\], got \[2, 1\]"),
+        (1.0, r"scores must be \[2\], got \[\]"),
+        ([1.0, float("nan")], r"scores must be finite, got \[1.0, nan\]"),
+        ([1.0, 1e39], r"scores must be finite, got \[1.0, inf\]"),
+    ],
+)
+def test_scores_that_do_not_fit_are_refused(scores, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        check_scores(scores, 2)
+
+
+# ------------------------------------------------------------------------------- what becomes of it
+
+
+def _given(tokenizer: Any, prompts: Any, responses: Any, **more: Any) -> GivenResponses:
+    options = {"finish_reasons": None, "vocabulary": 43, "context": 64, "stop_token_ids": [1]}
+    scores = [1.0] * len(prompts)
+    return given_responses(prompts, responses, scores, tokenizer=tokenizer, **options, **more)
+
+
+def test_prompts_are_read_as_a_run_does() -> None:
+    """With the tokenizer's special tokens, but for an EOS at the end; chat messages by its
+    template."""
+    tokenizer = tiny.tokenizer(chat=True)
+    ending = processors.TemplateProcessing("$A <eos>", special_tokens=[("<eos>", 1)])
+    tokenizer.backend_tokenizer.post_processor = ending
+    chat = [{"role": "user", "content": "w1 w2"}]
+    given = _given(tokenizer, ["w1 w2", chat, [4, 5, 1]], ["w7 <eos>"] * 3)
+    assert given.prompt_ids == [[4, 5], encode_prompt(chat, tokenizer, "the chat"), [4, 5, 1]]
+    assert given.rollout.tokens == [[10, 1]] * 3
+
+
+def test_a_response_without_a_stop_token_is_taken_for_cut_off() -> None:
+    given = _given(tiny.tokenizer(), ["w1", "w2"], ["w3 w4", "w3 <eos>"])
+    assert given.rollout.truncated == [True, False]
+
+
+def test_what_is_given_by_token_is_of_the_policys_tokens() -> None:
+    """A reward of another token is paid at the policy's last one before it."""
+    given = _given(
+        tiny.tokenizer(),
+        [[4, 5], [6]],
+        [[7, 20, 8, 1], [9, 1]],
+        masks=[[True, False, True, True], [True, True]],
+        token_rewards=[[0.25, 0.5, 0.0, 0.0], torch.tensor([0.0, 2.0])],
+        old_logprobs=[[-1.0, float("nan"), -2.0, -3.0], torch.tensor([-4.0, -5.0])],
+        values=[[0.1, 0.0, 0.2, 0.3], [0.4, 0.5]],
+    )
+    assert given.scores.within is not None
+    assert given.scores.within.tolist() == [0.75, 0.0, 0.0, 0.0, 2.0]
+    assert given.scores.total.tolist() == [1.75, 3.0]
+    assert given.old.logprobs is not None
+    assert given.old.logprobs.tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0]
+    assert given.old.values is not None
+    assert given.old.values.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
