@@ -26,7 +26,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from fastppo.data.world import join
 from fastppo.models.policy import LanguageModel
-from fastppo.models.sharding import reshard, whole
+from fastppo.models.sharding import full_tensor, reshard
 from fastppo.models.trunk import takes_mark
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
@@ -45,7 +45,7 @@ def weights(trainer: PPOTrainer) -> dict[str, Tensor]:
     names = {id(p): name for name, p in trainer.model.named_parameters()}
     masters = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     both = zip(trainer.optimizer.weights, masters, strict=True)
-    return {names[id(weight)]: whole(master.detach()).clone() for weight, master in both}
+    return {names[id(weight)]: full_tensor(master.detach()).clone() for weight, master in both}
 
 
 @contextmanager

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fastppo.models.quantized import is_quantized, whole_weight
+from fastppo.models.quantized import dequantized_weight, is_quantized
 
 
 def add_adapters(
     model: PreTrainedModel,
+    *,
     rank: int,
     alpha: float,
-    target_modules: Sequence[str] | None,
+    target_modules: Sequence[str] | None = None,
     task_type: str = "CAUSAL_LM",
 ) -> Any:
-    """LoRA adapters on the model, in place: returns the PEFT model around it.
+    """Puts LoRA adapters on the model, in place, and returns the PEFT model around it.
 
     Args:
         task_type: CAUSAL_LM, or SEQ_CLS, which trains the classifier's head in full.
@@ -47,43 +48,41 @@ def add_adapters(
         return get_peft_model(model, config)
 
 
-def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """`state_dict` of a module whose tensors are whole now: under FSDP that method gives shards. Of
-    a module whose tensors are shards now, shards."""
+def full_state(module: nn.Module) -> dict[str, Tensor]:
+    """`state_dict` of the tensors as they are now: of a sharded module that is gathered, the whole
+    tensors, where under FSDP `state_dict` gives shards."""
     state: dict[str, Tensor] = {}
-    for prefix, each in module.named_modules(remove_duplicate=False):
-        for name, value in (*each._parameters.items(), *each._buffers.items()):
-            if value is not None and name not in each._non_persistent_buffers_set:
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for name, value in (*child._parameters.items(), *child._buffers.items()):
+            if value is not None and name not in child._non_persistent_buffers_set:
                 state[f"{prefix}.{name}" if prefix else name] = value.detach()
     return state
 
 
 def merged_state(model: PreTrainedModel) -> dict[str, Tensor]:
     """State of the plain model with each adapter's weights added in; the model is left as it is.
-    Matrices of 4 bits a weight are there as fp32."""
+    Matrices of 4 bits a weight become fp32."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers: dict[str, Any] = {
-        name: m for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)
+    adapted: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)
     }
-    state = {}
+    quantized = {f"{name}.weight": m for name, m in model.named_modules() if is_quantized(m)}
     # Frozen matrices may be in half precision, which would round the adapters away.
     embeddings: Any = model.get_input_embeddings()
-    whole = embeddings.weight.dtype
-    of_four_bits = {f"{name}.weight": m for name, m in model.named_modules() if is_quantized(m)}
-    for name, value in whole_state(model).items():
-        if name in of_four_bits:
-            value = whole_weight(of_four_bits[name])
-        value = value.to(torch.promote_types(value.dtype, whole))
-        owner = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+    saved_dtype = embeddings.weight.dtype
+    state = {}
+    for name, value in full_state(model).items():
+        if name in quantized:
+            value = dequantized_weight(quantized[name])
+        value = value.to(torch.promote_types(value.dtype, saved_dtype))
+        owner = next((prefix for prefix in adapted if name.startswith(f"{prefix}.")), None)
         if owner is None:
             state[name] = value
         elif name.startswith(f"{owner}.base_layer."):
             leaf = name.removeprefix(f"{owner}.base_layer.")
             if leaf == "weight":
-                layer = layers[owner]
-                for adapter in layer.active_adapters:
-                    delta = layer.get_delta_weight(adapter)
-                    value = value + delta.to(value.dtype)
+                for adapter in adapted[owner].active_adapters:
+                    value = value + adapted[owner].get_delta_weight(adapter).to(value.dtype)
             state[f"{owner}.{leaf}"] = value
     return state

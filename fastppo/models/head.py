@@ -3,8 +3,6 @@
 What a model does to its logits after the lm-head, a scale or a soft-cap, is read off its config:
 
     z = softcap · tanh(logit_scale · (h Wᵀ + b) / softcap)
-
-Whether logits are formed at all is decided here: nobody else in the program does.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastppo.functional.lm_head import active_copy
-from fastppo.functional.losses import PPOLoss, linear_ppo_loss, ppo_loss
+from fastppo.functional.losses import PPOLoss, linear_ppo_loss
 from fastppo.functional.statistics import TokenStats, linear_token_stats
 
 
@@ -34,7 +32,13 @@ class Head(NamedTuple):
     def of(cls, causal_lm: PreTrainedModel) -> Head:
         """The head of a causal LM, tied to its embeddings or not."""
         layer = lm_head_of(causal_lm)
-        return cls(layer.weight, getattr(layer, "bias", None), *_logit_transform(causal_lm.config))
+        logit_scale, softcap = _logit_transform(causal_lm.config)
+        return cls(
+            weight=layer.weight,
+            bias=getattr(layer, "bias", None),
+            logit_scale=logit_scale,
+            softcap=softcap,
+        )
 
     @property
     def vocabulary(self) -> int:
@@ -53,7 +57,7 @@ class Head(NamedTuple):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., V) logits as the model's own forward pass returns them, fp32."""
-        z = self._product(hidden).float()
+        z = nn.functional.linear(hidden, self.weight, self.bias).float()
         z = z if self.logit_scale == 1 else z * self.logit_scale
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
@@ -65,7 +69,6 @@ class Head(NamedTuple):
         advantages: Tensor,
         *,
         ref: RefStates | None = None,
-        all_logits: bool = False,
         **options: Any,
     ) -> PPOLoss:
         """`fastppo.linear_ppo_loss` on this head.
@@ -73,22 +76,8 @@ class Head(NamedTuple):
         Args:
             hidden: [N, H]; tokens, old_logprobs, advantages: [N].
             ref: the reference's hidden states and head, for the exact KL.
-            all_logits: form all N·V logits at once, where the other way holds a chunk of them.
             options: the keywords of `fastppo.ppo_loss`.
         """
-        if all_logits:
-            ref_logits = None if ref is None else ref.head._product(ref.hidden)
-            # Nobody else reads these logits: their memory can hold the gradient.
-            return ppo_loss(
-                self._product(hidden),
-                tokens,
-                old_logprobs,
-                advantages,
-                ref_logits=ref_logits,
-                inplace=True,
-                **options,
-                **self.transform,
-            )
         return linear_ppo_loss(
             hidden,
             self.weight,
@@ -120,10 +109,6 @@ class Head(NamedTuple):
             **options,
             **self.transform,
         )
-
-    def _product(self, hidden: Tensor) -> Tensor:
-        """(..., V) before scale and soft-cap, which the losses apply themselves."""
-        return nn.functional.linear(hidden, self.weight, self.bias)
 
 
 class RefStates(NamedTuple):

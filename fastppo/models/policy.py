@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from fastppo.data.batch import Batch, Layout
 from fastppo.data.microbatches import MicrobatchPlan
 from fastppo.functional.statistics import TokenStats
-from fastppo.models.adapters import merged_state, whole_state
+from fastppo.models.adapters import full_state, merged_state
 from fastppo.models.device import autocast
 from fastppo.models.head import Head
 from fastppo.models.quantized import is_quantized, without_quantization
@@ -55,8 +55,8 @@ class LanguageModel(nn.Module):
         self.packing = False
         """Whether batches are laid out as one row; see `fastppo.models.packing`."""
         self.fixed_precision: bool | None = None
-        """`is_full_precision` of a model whose weights are gathered in another dtype than they are
-        held in."""
+        """What `is_full_precision` was before the model was sharded, where the weights that the
+        optimiser holds have another dtype than those that a pass reads."""
         self._peft = [peft]  # in a list, so that its modules are not registered a second time
         if hasattr(causal_lm.get_output_embeddings(), "base_layer"):
             raise ValueError(
@@ -109,23 +109,25 @@ class LanguageModel(nn.Module):
         return self._hidden(layout, positions)
 
     def _hidden(self, layout: Layout, positions: Tensor | None = None) -> Tensor:
-        # For passes within a pass: `hidden` begins one (`fastppo.models.sharding`).
+        # Where models are sharded, calling `hidden` or `forward` gathers weights, and a call of one
+        # must not be inside the other (`fastppo.models.sharding`).
+        if positions is None:
+            positions = layout.predicting
         trunk = self.causal_lm.base_model
-        rows = layout.predicting if positions is None else positions
-        return states_at(trunk, rows, layout.input_ids, packing=layout.packing)
+        return states_at(trunk, positions, layout.input_ids, packing=layout.packing)
 
     def padded_states(
-        self, input_ids: Tensor, attention_mask: Tensor, row: Tensor, column: Tensor
+        self, input_ids: Tensor, attention_mask: Tensor, *, row: Tensor, column: Tensor
     ) -> Tensor:
         """Final hidden states [N, H] at places [N] of rows [B, S] that are padded on the right."""
-        rows = row * input_ids.shape[1] + column
-        return states_at(self.causal_lm.base_model, rows, input_ids, attention_mask)
+        positions = row * input_ids.shape[1] + column
+        return states_at(self.causal_lm.base_model, positions, input_ids, attention_mask)
 
     @torch.no_grad()
     def response_stats(
         self, batch: Batch, temperature: float = 1.0, backend: str = "auto"
     ) -> TokenStats:
-        """Logprobs and entropy of the response tokens, [N] fp32, nats; no value function runs."""
+        """Logprobs and entropy of the response tokens, [N] fp32, nats, without the values."""
         with self.autocast():
             hidden = self.hidden(self.layout(batch))
             return self.head.token_stats(
@@ -161,18 +163,19 @@ class LanguageModel(nn.Module):
         """Compares trunk + head with the model's own logits on a small batch.
 
         Raises:
-            ValueError: they differ: the model does something to its logits that is not known here.
+            ValueError: they differ: the model changes its logits in a way that is not known here.
         """
         length = min(8, self.context or 8)
         ids = torch.arange(2 * length, device=self.device).view(2, length)
         ids = (ids * 7 + 3) % self.head.vocabulary
         with torch.no_grad():
-            # Two paths through the same matmuls, so they agree to rounding; what is looked for, a
-            # scale or a cap or a second norm, shows in the first digit.
+            # Two paths through the same matmuls, so they agree to rounding; an unknown scale, cap
+            # or second norm shows in the first digit.
             theirs = self.causal_lm(input_ids=ids, use_cache=False).logits.float()
             states = hidden_states(self.causal_lm.base_model, ids)
             ours = self.head.logits(states)
-        name, largest = type(self.causal_lm).__name__, theirs.abs().max().item()
+        name = type(self.causal_lm).__name__
+        largest = theirs.abs().max().item()
         if not theirs.isfinite().all():
             raise ValueError(f"{name}: its logits are not finite; do its weights hold NaN or inf?")
         tolerance = 1e-3 if states.dtype == torch.float32 else 5e-2
@@ -232,14 +235,15 @@ class ActorCritic(LanguageModel):
             positions = layout.predicting
         hidden = self._hidden(layout, positions)
         values = self.value_function(hidden, layout, positions, detach=detach_values)
-        return hidden, values.clone()  # FSDP hangs hooks on what it returns, and a view loses them
+        return hidden, values.clone()  # FSDP puts hooks on what is returned; a view would lose them
 
     @torch.no_grad()
     def evaluate(
         self, batch: Batch, temperature: float = 1.0, backend: str = "auto"
     ) -> BatchEvaluation:
         """Logprobs, entropy and values of a batch, from one forward pass of the trunk."""
-        layout, count = self.layout(batch), batch.response_count
+        layout = self.layout(batch)
+        count = batch.response_count
         with self.autocast():
             hidden, values = self(layout, torch.cat([layout.predicting, layout.final]))
             stats = self.head.token_stats(
@@ -268,15 +272,15 @@ class ActorCritic(LanguageModel):
 
     def save_policy(self, directory: str | Path) -> None:
         """Writes the policy alone, adapters merged, for `AutoModelForCausalLM.from_pretrained`."""
-        state = merged_state if self.peft is not None else whole_state
-        plain = self.causal_lm
-        if any(map(is_quantized, plain.modules())):
-            plain = without_quantization(plain)
-        plain.save_pretrained(directory, state_dict=state(self.causal_lm))
+        model = self.causal_lm
+        state = full_state(model) if self.peft is None else merged_state(model)
+        if any(map(is_quantized, model.modules())):
+            model = without_quantization(model)
+        model.save_pretrained(directory, state_dict=state)
 
     def save_value_function(self, path: str | Path) -> None:
-        """Writes the value function alone, as safetensors: its head, and the layers it owns."""
-        state = whole_state(self.value_function)
+        """Writes the value function alone, as safetensors: its head, and the trunk that it owns."""
+        state = full_state(self.value_function)
         save_file({name: value.contiguous().cpu() for name, value in state.items()}, path)
 
     def load_value_function(self, path: str | Path) -> None:

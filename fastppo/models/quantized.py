@@ -4,7 +4,7 @@ transformers loads the linear layers of a model, but for the lm-head, as bitsand
 weights in blocks of 64 with a scale each, scales in 8 bits themselves. A product turns its matrix
 into the compute dtype and lets it go again. Adapters, embeddings, norms and the lm-head stay in the
 dtype that the model is loaded in, and nothing of 4 bits is trained. What is saved in the end is the
-model with whole weights and the adapters in them: `whole_weight` and `without_quantization`.
+model with dequantized weights and the adapters merged into them.
 
 Source: Dettmers et al. 2023.
 """
@@ -59,7 +59,7 @@ def is_quantized(module: nn.Module) -> bool:
     )
 
 
-def whole_weight(layer: Any) -> Tensor:
+def dequantized_weight(layer: Any) -> Tensor:
     """[out, in] fp32: what a layer of 4 bits a weight multiplies by."""
     from bitsandbytes.functional import dequantize_4bit
 
@@ -68,8 +68,8 @@ def whole_weight(layer: Any) -> Tensor:
 
 
 def without_quantization(model: PreTrainedModel) -> PreTrainedModel:
-    """A model of the same class whose config knows of no quantization, without memory: to save
-    whole weights with."""
+    """A model of the same class whose config has no quantization, on the meta device: to save
+    dequantized weights with."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -86,32 +86,33 @@ def bytes_of(count: int) -> int:
 
 
 def matrices(model: PreTrainedModel) -> list[Any]:
-    """The layers that would be quantized: the linear ones but for adapters and the lm-head."""
+    """The layers that would be quantized: the linear ones except adapters and the lm-head."""
     head = model.get_output_embeddings()
-    linear = [each for each in model.modules() if type(each) is nn.Linear and each is not head]
-    return [each for each in linear if not each.weight.requires_grad]
+    linear = [m for m in model.modules() if type(m) is nn.Linear and m is not head]
+    return [layer for layer in linear if not layer.weight.requires_grad]
 
 
-def settle(model: PreTrainedModel) -> None:
-    """Keeps the weights as they were loaded, with a product that has a gradient.
+def keep_as_loaded(model: PreTrainedModel) -> None:
+    """Stops bitsandbytes from packing the weights anew, for a product without a gradient.
 
-    On a CPU with AVX512-BF16 bitsandbytes packs them anew in the first pass without a gradient, for
-    a product in bf16 that no gradient goes through, and uses that one from then on.
+    On a CPU with AVX512-BF16 it does so in the first pass without a gradient, for a product in bf16
+    that no gradient goes through, and uses that one from then on.
 
     Raises:
         ValueError: nothing is quantized, weights are held transposed (GPT-2), or rows are no whole
             blocks, which bitsandbytes' product on a CPU gets wrong.
     """
-    found: list[Any] = [module for module in model.modules() if is_quantized(module)]
-    if not found or any(each.source_cls is not nn.Linear for each in found):
+    layers: list[Any] = [module for module in model.modules() if is_quantized(module)]
+    if not layers or any(layer.source_cls is not nn.Linear for layer in layers):
         raise ValueError(
             f"quantization: expected a model of torch's linear layers, got {type(model).__name__}, "
             "whose layers are of another kind"
         )
-    for each in found:
-        if each.weight.quant_state.shape[1] % BLOCK:
+    for layer in layers:
+        shape = layer.weight.quant_state.shape
+        if shape[1] % BLOCK:
             raise ValueError(
                 f"quantization: expected matrices whose rows are whole blocks of {BLOCK} weights, "
-                f"got {list(each.weight.quant_state.shape)}"
+                f"got {list(shape)}"
             )
-        each.support_avx512bf16_for_cpu = False
+        layer.support_avx512bf16_for_cpu = False

@@ -1,7 +1,6 @@
 """The reference policy of the KL, whatever holds its weights.
 
-    a frozen model     a copy of the policy as it started, or a model that is given; on request it
-                       waits on the CPU between uses
+    a frozen model     a copy of the policy as it started, or another model
     adapters off       with LoRA the reference is the trunk without its adapters: no second model
     an adapter copy    the same after a refresh: the adapters as they were then
 
@@ -24,7 +23,7 @@ from fastppo.models.device import cast_frozen
 from fastppo.models.from_files import is_empty
 from fastppo.models.head import RefStates
 from fastppo.models.policy import ActorCritic, LanguageModel
-from fastppo.models.sharding import is_sharded, like, reshard
+from fastppo.models.sharding import is_sharded, reshard, sharded_like
 
 
 class TokenKL(NamedTuple):
@@ -40,51 +39,42 @@ class ReferencePolicy:
 
     Args:
         policy: whose copy, or adapter-free trunk, it is.
-        given: another model instead.
-        offload: keep the frozen model on the CPU between uses.
+        model: another model instead.
+
+    Attributes:
+        is_given: whether it is another model.
+        frozen: the model of its own that it holds, if it does.
     """
 
-    def __init__(
-        self, policy: ActorCritic, given: LanguageModel | None = None, *, offload: bool = False
-    ) -> None:
+    def __init__(self, policy: ActorCritic, model: LanguageModel | None = None) -> None:
         self.policy = policy
-        self.is_given = given is not None
-        self.offload = offload
-        self._frozen: LanguageModel | None = None
+        self.is_given = model is not None
+        self.frozen: LanguageModel | None = None
         self._adapters: dict[str, Tensor] | None = None
-        if given is not None:
-            self._frozen = given.requires_grad_(False)
-        elif policy.peft is None:
-            self._frozen = frozen_copy(policy)
         self.refreshed = False
-        if self._frozen is not None:
-            cast_frozen(self._frozen.causal_lm.base_model, policy.compute_dtype)
-            if not is_empty(policy):  # one without weights is on no device
-                self._frozen.to("cpu" if offload else policy.device)
-
-    @property
-    def frozen(self) -> LanguageModel | None:
-        """The model of its own that it holds, if it does."""
-        return self._frozen
+        if model is not None:
+            self.frozen = model.requires_grad_(False)
+        elif policy.peft is None:
+            self.frozen = frozen_copy(policy)
+        if self.frozen is not None:
+            cast_frozen(self.frozen.causal_lm.base_model, policy.compute_dtype)
+            if not is_empty(policy):  # a model without weights is on no device
+                self.frozen.to(policy.device)
 
     @property
     def context(self) -> int | None:
         """The longest sequence that it takes, tokens, if its config says."""
-        return (self._frozen or self.policy).context
+        return (self.frozen or self.policy).context
 
     @contextmanager
     def loaded(self) -> Iterator[LanguageModel]:
-        """The reference on the policy's device, for the time of the block."""
-        if self._frozen is not None:
-            self._frozen.packing = self.policy.packing  # one layout is read by both
-            if self.offload:
-                self._frozen.to(self.policy.device)
+        """The model that gives the reference's logprobs, for the time of the block."""
+        if self.frozen is not None:
+            self.frozen.packing = self.policy.packing  # one layout is read by both
             try:
-                yield self._frozen
+                yield self.frozen
             finally:
-                reshard(self._frozen)
-                if self.offload:
-                    self._frozen.to("cpu")
+                reshard(self.frozen)
         elif self._adapters is None:
             with self.policy.adapters_off() as model:
                 yield model
@@ -137,21 +127,21 @@ class ReferencePolicy:
     def refresh(self) -> None:
         """The policy as it is now becomes the reference."""
         reshard(self.policy)
-        if self._frozen is None:
+        if self.frozen is None:
             self._adapters = {name: p.detach().clone() for name, p in self._trained()}
         else:
             current = self.policy.causal_lm.state_dict()
-            self._frozen.causal_lm.load_state_dict(current)
+            self.frozen.causal_lm.load_state_dict(current)
         self.refreshed = True
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a checkpoint must hold: nothing, until the first refresh."""
         if not self.refreshed:
             return {}
-        if self._frozen is None:
+        if self.frozen is None:
             assert self._adapters is not None
             return dict(self._adapters)
-        return dict(self._frozen.causal_lm.named_parameters())
+        return dict(self.frozen.causal_lm.named_parameters())
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -159,12 +149,14 @@ class ReferencePolicy:
         if not state:
             return
         self.refreshed = True
-        if self._frozen is None:
+        if self.frozen is None:
             trained = dict(self._trained())
-            self._adapters = {name: like(value, trained[name]) for name, value in state.items()}
+            self._adapters = {
+                name: sharded_like(value, trained[name]) for name, value in state.items()
+            }
         else:
-            for name, parameter in self._frozen.causal_lm.named_parameters():
-                parameter.copy_(like(state[name], parameter))
+            for name, parameter in self.frozen.causal_lm.named_parameters():
+                parameter.copy_(sharded_like(state[name], parameter))
 
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
         parameters = self.policy.causal_lm.named_parameters()
@@ -174,19 +166,16 @@ class ReferencePolicy:
         assert self._adapters is not None
         reshard(self.policy)
         for name, parameter in self._trained():
-            if is_sharded(
-                self.policy
-            ):  # what is gathered is read where the shards have always been
-                before = parameter.detach().clone()
-                parameter.detach().copy_(self._adapters[name])
-                self._adapters[name] = before
-            else:
-                # Storage changes hands, nothing is written: a graph that was built before stays
-                # valid.
-                parameter.data, self._adapters[name] = self._adapters[name], parameter.data
+            adapter = self._adapters[name]
+            if is_sharded(self.policy):  # a gather reads the shards at the addresses that they have
+                self._adapters[name] = parameter.detach().clone()
+                parameter.detach().copy_(adapter)
+            else:  # storages change places, nothing is written: an earlier graph stays valid
+                self._adapters[name] = parameter.data
+                parameter.data = adapter
 
 
 def frozen_copy(model: LanguageModel) -> LanguageModel:
     """The same weights, without gradients."""
-    copied = LanguageModel(copy.deepcopy(model.causal_lm), compute_dtype=model.compute_dtype)
-    return copied.requires_grad_(False)
+    frozen = LanguageModel(copy.deepcopy(model.causal_lm), compute_dtype=model.compute_dtype)
+    return frozen.requires_grad_(False)

@@ -11,10 +11,10 @@ where the losses read it, tied or not.
     unsharded(model)                        the whole model on every rank for the block, in which
                                             nothing is gathered: rollouts, and saving
 
-Gradients are summed, never divided by the number of ranks: weights of a loss are those of the whole
-minibatch. Weights that are trained are sharded in fp32, moments and gradients with them; those of a
-model in half precision are gathered in it, and a model in fp32 is gathered as it is, so that one
-GPU and many compute the same.
+Gradients are summed, never divided by the number of ranks: the weights of a loss are those of the
+whole minibatch. Weights that are trained are sharded in fp32, moments and gradients with them;
+those of a model in half precision are gathered in it, and a model in fp32 is gathered as it is, so
+that one GPU and many compute the same.
 """
 
 from __future__ import annotations
@@ -39,28 +39,17 @@ from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.trunk import layers_of
 from fastppo.models.value import CriticValue
 
-ENTRIES = ("hidden", "language_model_loss")
+PASSES = ("hidden", "language_model_loss")
 """Methods that run a pass and are not `forward`."""
 
 HALVES = (torch.bfloat16, torch.float16)
 
-RESHARDS = "_fastppo_reshards"
-"""The attribute of a root that says whether its layers are freed after each pass."""
 
-
-def shard(
-    model: LanguageModel,
-    world: World,
-    *,
-    reshard_after_forward: bool = True,
-    fill: Callable[[], None] | None = None,
-) -> None:
+def shard(model: LanguageModel, world: World, *, fill: Callable[[], None] | None = None) -> None:
     """Shards a model over the ranks, in place, and makes a first pass, which sets its root.
 
     Args:
-        reshard_after_forward: free a layer after its forward pass and gather it again for its
-            backward pass.
-        fill: gives the shards of a model without weights theirs.
+        fill: writes the shards of a model without weights.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     halves = {p.dtype for p in trained if p.dtype in HALVES}
@@ -72,7 +61,7 @@ def shard(
     if halves:
         (half,) = halves
         policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
-    _shard(model, _groups(model), policy, world, ENTRIES, reshard_after_forward)
+    _shard(model, _groups(model), policy, world=world, passes=PASSES)
     if fill is not None:
         fill()
     batch = Batch.of([[0]], [[0]], model.device)
@@ -81,86 +70,81 @@ def shard(
     reshard(model)
 
 
-def shard_as_it_is(root: nn.Module, trunk: Any, world: World, entries: Sequence[str] = ()) -> None:
+def shard_as_it_is(root: nn.Module, trunk: Any, world: World, passes: Sequence[str] = ()) -> None:
     """Shards a module around a trunk, in place, with its weights in the dtype that they have. The
     first pass after it must be the root's own.
 
     Args:
-        entries: methods of the root that run a pass and are not `forward`.
+        passes: methods of the root that run a pass and are not `forward`.
     """
     halves = any(p.dtype in HALVES for p in root.parameters() if p.requires_grad)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32) if halves else MixedPrecisionPolicy()
     head = None
     if isinstance(root, LanguageModel):
         head = root.causal_lm.get_output_embeddings().weight
-    _shard(root, _groups_of_trunk(trunk, head), policy, world, entries)
+    _shard(root, _groups_of_trunk(trunk, head), policy, world=world, passes=passes)
 
 
 def _shard(
     root: nn.Module,
     groups: Sequence[nn.Module],
     policy: MixedPrecisionPolicy,
+    *,
     world: World,
-    entries: Sequence[str],
-    reshard_after_forward: bool = True,
+    passes: Sequence[str],
 ) -> None:
-    """Shards a module of which some parts are gathered by themselves."""
-    how: dict[str, Any] = {"mesh": world.mesh}
+    """Shards a module of which some parts are gathered by themselves, and freed after use."""
     for module in groups:
-        fully_shard(module, mp_policy=policy, reshard_after_forward=reshard_after_forward, **how)
+        fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=True)
     if isinstance(root, ActorCritic):
-        fully_shard(root.value_function.head, **how)  # in fp32 whatever the trunk is
-    fully_shard(root, mp_policy=policy, **how)
-    setattr(root, RESHARDS, reshard_after_forward)
+        fully_shard(root.value_function.head, mesh=world.mesh)  # in fp32 whatever the trunk is
+    fully_shard(root, mesh=world.mesh, mp_policy=policy)
     for group in groups_of(root):
         group.set_gradient_divide_factor(1.0)
-        group.set_force_sum_reduction_for_comms(True)  # gloo knows no other
-    for name in entries:
+        group.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    for name in passes:
         register_fsdp_forward_method(root, name)
 
 
 def _groups(model: LanguageModel) -> list[nn.Module]:
-    """What is gathered by itself, but for the value head and the root."""
-    value_function = model.value_function if isinstance(model, ActorCritic) else None
-    found: list[nn.Module] = []
-    trunks: list[Any] = [model.causal_lm.base_model]
-    if isinstance(value_function, CriticValue):
-        trunks.append(value_function.trunk)
-    for trunk in trunks:
-        found += _groups_of_trunk(trunk, model.causal_lm.get_output_embeddings().weight)
-    return found
+    """The modules that are gathered by themselves, except the value head and the root."""
+    head = model.causal_lm.get_output_embeddings().weight
+    groups = _groups_of_trunk(model.causal_lm.base_model, head)
+    if isinstance(model, ActorCritic) and isinstance(model.value_function, CriticValue):
+        groups += _groups_of_trunk(model.value_function.trunk, head)
+    return groups
 
 
 def _groups_of_trunk(trunk: Any, head: Tensor | None) -> list[nn.Module]:
     """A trunk's layers, and its embedding where that is not the weight of the lm-head."""
-    found: list[nn.Module] = []
+    groups: list[nn.Module] = []
     with suppress(ValueError):  # a trunk that is no list of layers is one piece with the root
-        found += layers_of(trunk)
+        groups += layers_of(trunk)
     embedding = trunk.get_input_embeddings()
     if embedding.weight is not head:
-        found.append(embedding)
-    return found
+        groups.append(embedding)
+    return groups
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard` has been at it."""
+    """Whether a model has been sharded."""
     return isinstance(model, FSDPModule)
 
 
 def groups_of(model: nn.Module) -> list[Any]:
-    """The modules that are gathered by themselves, root first; none where nothing is sharded."""
+    """The modules that are gathered by themselves, root first; none if the model is not sharded."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees what was gathered; the parameters are the optimiser's again."""
+    """Frees what was gathered; the parameters are the optimiser's shards again."""
     for group in groups_of(model):
         group.reshard()
 
 
-def settle(model: nn.Module) -> None:
-    """Before an update: `reshard`, and what torch remembers of passes without gradients, for whose
-    sake it would gather too much in the backward pass, is forgotten."""
+def reshard_for_update(model: nn.Module) -> None:
+    """`reshard`, and makes torch forget the passes without gradients, for whose sake it would
+    gather too much in the backward pass."""
     # Newer than torch 2.11, where there is one gather too many in an update.
     reset = getattr(model, "reset_iter_state", None)
     if reset is not None:
@@ -181,15 +165,14 @@ def unsharded(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for group in groups:
-            # The root stays whole after its forward passes.
-            reshards = group is not model and getattr(model, RESHARDS)
-            group.set_reshard_after_forward(reshards, recurse=False)
+            # The root stays gathered after its forward passes.
+            group.set_reshard_after_forward(group is not model, recurse=False)
             group.set_reshard_after_backward(True, recurse=False)
             group.reshard()
 
 
-def like(value: Tensor, weight: Tensor) -> Tensor:
-    """A whole tensor, which every rank has, as a weight of its shape is held: sharded, or whole."""
+def sharded_like(value: Tensor, weight: Tensor) -> Tensor:
+    """A tensor that every rank has in full, held as a weight of its shape is: sharded or not."""
     value = value.to(weight.device)
     if not isinstance(weight, DTensor) or isinstance(value, DTensor):
         return value
@@ -198,6 +181,6 @@ def like(value: Tensor, weight: Tensor) -> Tensor:
     return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
 
 
-def whole(value: Tensor) -> Tensor:
-    """A tensor of which ranks hold shards, on every rank; all ranks ask for it."""
+def full_tensor(value: Tensor) -> Tensor:
+    """A tensor of which ranks hold shards, in full on every rank; all ranks must call it."""
     return value.full_tensor() if isinstance(value, DTensor) else value

@@ -40,12 +40,7 @@ class ValueFunction(nn.Module, ABC):
         nn.init.zeros_(self.head.bias)
 
     def forward(
-        self,
-        hidden: Tensor,
-        layout: Layout,
-        positions: Tensor,
-        *,
-        detach: bool = False,
+        self, hidden: Tensor, layout: Layout, positions: Tensor, *, detach: bool = False
     ) -> Tensor:
         """[N] fp32 values at the positions [N] of the layout.
 
@@ -53,7 +48,7 @@ class ValueFunction(nn.Module, ABC):
             hidden: [N, H], the trunk's final hidden states there.
             detach: no gradient into the policy's trunk (value-only iterations).
         """
-        return self.read(self.states(hidden, layout, positions, detach))
+        return self.read(self.states(hidden, layout, positions, detach=detach))
 
     def read(self, states: Tensor) -> Tensor:
         """[N] fp32 values of the states [N, H] that the head reads."""
@@ -61,7 +56,7 @@ class ValueFunction(nn.Module, ABC):
             return self.head(states.to(self.head.weight.dtype)).squeeze(-1)
 
     @abstractmethod
-    def states(self, hidden: Tensor, layout: Layout, positions: Tensor, detach: bool) -> Tensor:
+    def states(self, hidden: Tensor, layout: Layout, positions: Tensor, *, detach: bool) -> Tensor:
         """[N, H]: what the head reads."""
 
 
@@ -70,7 +65,7 @@ class SharedValue(ValueFunction):
 
     reads_final_hidden = True
 
-    def states(self, hidden: Tensor, layout: Layout, positions: Tensor, detach: bool) -> Tensor:
+    def states(self, hidden: Tensor, layout: Layout, positions: Tensor, *, detach: bool) -> Tensor:
         return hidden.detach() if detach else hidden
 
 
@@ -79,24 +74,18 @@ class DetachedValue(ValueFunction):
 
     reads_final_hidden = True
 
-    def states(self, hidden: Tensor, layout: Layout, positions: Tensor, detach: bool) -> Tensor:
+    def states(self, hidden: Tensor, layout: Layout, positions: Tensor, *, detach: bool) -> Tensor:
         return hidden.detach()
 
 
 class CriticValue(ValueFunction):
-    """A trunk of its own. `score`, a reward model's head [1, H], is where the head starts."""
+    """A linear head on a trunk of its own."""
 
-    def __init__(
-        self, trunk: Any, width: int, score: Tensor | None = None, offset: float = 0.0
-    ) -> None:
+    def __init__(self, trunk: Any, width: int) -> None:
         super().__init__(trunk, width)
         self.trunk = trunk
-        if score is not None:
-            with torch.no_grad():
-                self.head.weight.copy_(score)
-                self.head.bias.fill_(-offset)
 
-    def states(self, hidden: Tensor, layout: Layout, positions: Tensor, detach: bool) -> Tensor:
+    def states(self, hidden: Tensor, layout: Layout, positions: Tensor, *, detach: bool) -> Tensor:
         return states_at(self.trunk, positions, layout.input_ids, packing=layout.packing)
 
 
@@ -121,5 +110,8 @@ def critic_of_reward_model(model: Any, name: str) -> CriticValue:
             f"critic_model {name}: expected a decoder with one label, got "
             f"{type(model).__name__} with {model.config.num_labels}"
         )
-    offset = getattr(model.config, "score_mean", 0.0)
-    return CriticValue(model.base_model, score.weight.shape[1], score.weight, offset)
+    critic = CriticValue(model.base_model, score.weight.shape[1])
+    with torch.no_grad():
+        critic.head.weight.copy_(score.weight)
+        critic.head.bias.fill_(-getattr(model.config, "score_mean", 0.0))
+    return critic

@@ -323,7 +323,10 @@ class _Run:
         causal_lm, peft = self._causal_lm(config.model, "model"), None
         if config.lora_rank > 0:
             peft = add_adapters(
-                causal_lm, config.lora_rank, config.lora_alpha, config.lora_target_modules
+                causal_lm,
+                rank=config.lora_rank,
+                alpha=config.lora_alpha,
+                target_modules=config.lora_target_modules,
             )
         dtype = compute_dtype(config.precision, self.device)
         with _fake_tensors():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastppo.models.policy import ActorCritic
-from fastppo.models.sharding import whole
+from fastppo.models.sharding import full_tensor
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.eight_bit import adamw_8bit
 from fastppo.ppo.master_weights import MasterAdamW, MasterWeights
@@ -84,7 +84,7 @@ def clip_gradients(
             "value_grad_norm": [p for p in parameters if id(p) in of_critic],
         }
     return {
-        name: whole(torch.nn.utils.clip_grad_norm_(group, config.max_grad_norm))
+        name: full_tensor(torch.nn.utils.clip_grad_norm_(group, config.max_grad_norm))
         for name, group in groups.items()
     }
 

@@ -71,7 +71,7 @@ class ModelLoader:
             quantization=settings,
         )
         if settings is not None:
-            quantized.settle(model)
+            quantized.keep_as_loaded(model)
         return model
 
     def classifier(self, name: str, option: str) -> PreTrainedModel:
@@ -102,7 +102,10 @@ def make_policy(
     peft = None
     if config.lora_rank > 0:
         peft = add_adapters(
-            causal_lm, config.lora_rank, config.lora_alpha, config.lora_target_modules
+            causal_lm,
+            rank=config.lora_rank,
+            alpha=config.lora_alpha,
+            target_modules=config.lora_target_modules,
         )
     if config.gradient_checkpointing:
         checkpoint_activations(causal_lm)

@@ -18,7 +18,7 @@ import torch
 
 from fastppo.data.world import World
 from fastppo.models.policy import LanguageModel
-from fastppo.models.sharding import reshard, settle, unsharded
+from fastppo.models.sharding import reshard, reshard_for_update, unsharded
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
 
 
@@ -63,7 +63,7 @@ class SharedEngine(RolloutEngine):
 
     def release(self) -> None:
         self.world.share(self.engine.release)
-        settle(self.policy)
+        reshard_for_update(self.policy)
 
     def weights_changed(self, policy: Any) -> None:
         reshard(self.policy)  # a group that is still gathered has the weights before the update

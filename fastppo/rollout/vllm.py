@@ -31,9 +31,9 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from fastppo.data.world import World
-from fastppo.models.adapters import merged_state, whole_state
+from fastppo.models.adapters import full_state, merged_state
 from fastppo.models.policy import LanguageModel
-from fastppo.models.sharding import whole
+from fastppo.models.sharding import full_tensor
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
 from fastppo.rollout.prompts import check_prompts
 
@@ -212,9 +212,9 @@ def _logprobs(response: Any) -> Tensor:
 def _weights(policy: LanguageModel) -> Iterator[tuple[str, Tensor]]:
     """The policy's weights under the names that its files would have, whole, one after another."""
     model = policy.causal_lm
-    state = whole_state(model) if policy.peft is None else merged_state(model)
+    state = full_state(model) if policy.peft is None else merged_state(model)
     for name, value in revert_weight_conversion(model, state).items():
-        yield name, whole(value)
+        yield name, full_tensor(value)
 
 
 def _save_all_but_weights(policy: LanguageModel, tokenizer: Any, directory: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
-from fastppo.models.sharding import like
+from fastppo.models.sharding import sharded_like
 
 FOLDER = "shards"
 
@@ -91,7 +91,9 @@ def sharded(tensors: Mapping[str, Tensor], optimizer: Any) -> dict[str, Tensor]:
     weights = getattr(optimizer, "weights", None)
     if weights is None:  # of torch, over tensors that are whole
         return dict(tensors)
-    return {key: like(value, weights[int(key.split(".")[0])]) for key, value in tensors.items()}
+    return {
+        key: sharded_like(value, weights[int(key.split(".")[0])]) for key, value in tensors.items()
+    }
 
 
 def _names(model: nn.Module, optimizer: Any) -> list[str]:

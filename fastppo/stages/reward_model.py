@@ -307,7 +307,11 @@ def train_reward_model(
         peft = None
         if config.lora_rank > 0:
             peft = add_adapters(
-                model, config.lora_rank, config.lora_alpha, config.lora_target_modules, "SEQ_CLS"
+                model,
+                rank=config.lora_rank,
+                alpha=config.lora_alpha,
+                target_modules=config.lora_target_modules,
+                task_type="SEQ_CLS",
             )
         if config.gradient_checkpointing:
             checkpoint_activations(model)

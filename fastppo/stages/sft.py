@@ -65,7 +65,9 @@ class _SFTTrainer(SupervisedTrainer):
     def loss_sum(self, batch: dict[str, Tensor]) -> Tensor:
         labels = batch["labels"][:, 1:]
         row, column = (labels != IGNORED).nonzero(as_tuple=True)
-        states = self.root.padded_states(batch["input_ids"], batch["attention_mask"], row, column)
+        states = self.root.padded_states(
+            batch["input_ids"], batch["attention_mask"], row=row, column=column
+        )
         stats = self.root.head.token_stats(states, labels[row, column])
         return -stats.logprobs.sum()
 
@@ -123,7 +125,10 @@ def train_sft(
         peft = None
         if config.lora_rank > 0:
             peft = add_adapters(
-                model, config.lora_rank, config.lora_alpha, config.lora_target_modules
+                model,
+                rank=config.lora_rank,
+                alpha=config.lora_alpha,
+                target_modules=config.lora_target_modules,
             )
         policy = LanguageModel(model, peft)
         policy.check_heads()

@@ -37,10 +37,10 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from fastppo.data import fingerprint
 from fastppo.data.rows import DataError, Rows, load_rows
 from fastppo.data.world import World, hidden, join
-from fastppo.models.adapters import whole_state
+from fastppo.models.adapters import full_state
 from fastppo.models.device import autocast
 from fastppo.models.pretrained import UNFINISHED, written_whole
-from fastppo.models.sharding import like, settle, shard_as_it_is, whole
+from fastppo.models.sharding import full_tensor, reshard_for_update, shard_as_it_is, sharded_like
 from fastppo.models.trunk import context_length
 from fastppo.run import manifest
 from fastppo.run.checkpoint import CHECKPOINTS_KEPT, CheckpointError
@@ -192,7 +192,7 @@ def open_run(config: SupervisedConfig, world: World | None = None) -> Path:
 def save_model(run_dir: Path, model: Any, tokenizer: Any) -> None:
     """Saves the trained model, whose tensors are whole, with its tokenizer."""
     with written_whole(run_dir) as directory:
-        model.save_pretrained(directory, state_dict=whole_state(model))
+        model.save_pretrained(directory, state_dict=full_state(model))
         tokenizer.save_pretrained(directory)
     manifest.permit(run_dir)
 
@@ -321,7 +321,7 @@ class SupervisedTrainer(Trainer, ABC):
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         norm = super()._get_grad_norm(*args, **kwargs)
-        return whole(norm) if isinstance(norm, Tensor) else norm
+        return full_tensor(norm) if isinstance(norm, Tensor) else norm
 
     @torch.no_grad()
     def evaluate(
@@ -334,7 +334,7 @@ class SupervisedTrainer(Trainer, ABC):
         with autocast(self.args.device, self.config.compute_dtype):
             measured = self.measure(rows)  # type: ignore[arg-type]
         if self.world.size > 1:
-            settle(self.root)
+            reshard_for_update(self.root)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(
@@ -429,7 +429,7 @@ class SupervisedTrainer(Trainer, ABC):
         if self.world.size == 1:
             self._write_checkpoint(*args, **kwargs)
             return
-        settle(self.root)
+        reshard_for_update(self.root)
         optimizer: Any = self.optimizer
         self._weights = tree_map(self._on_the_first, cast(Any, self.model).state_dict())
         states = tree_map(self._on_the_first, optimizer.state_dict())
@@ -444,7 +444,7 @@ class SupervisedTrainer(Trainer, ABC):
         """A tensor unsharded, on the first process's CPU and nowhere else."""
         if not isinstance(value, Tensor):
             return value
-        value = whole(value)
+        value = full_tensor(value)
         return value.cpu() if self.world.is_main else None
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -480,7 +480,7 @@ def _sharded_states(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     states = {
         index: {
-            name: like(value, weights[index]) if isinstance(value, Tensor) else value
+            name: sharded_like(value, weights[index]) if isinstance(value, Tensor) else value
             for name, value in entry.items()
         }
         for index, entry in state["state"].items()

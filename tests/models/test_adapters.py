@@ -23,7 +23,7 @@ def test_lora_saves_a_plain_policy_and_its_reference_is_the_trunk_without_adapte
 ) -> None:
     plain = tiny.model(architecture)
     before = {name: p.clone() for name, p in plain.state_dict().items()}
-    peft = add_adapters(plain, rank=4, alpha=8.0, target_modules=None)
+    peft = add_adapters(plain, rank=4, alpha=8.0)
     actor = ActorCritic(plain, peft)
     trained = [name for name, p in plain.named_parameters() if p.requires_grad]
     assert trained
@@ -50,7 +50,7 @@ def test_a_merged_state_is_what_peft_merges_and_leaves_the_model_as_it_is(
 ) -> None:
     model = tiny.model(architecture)
     names = list(model.state_dict())
-    peft = add_adapters(model, rank=2, alpha=8.0, target_modules=None)
+    peft = add_adapters(model, rank=2, alpha=8.0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -83,7 +83,9 @@ def test_adapters_on_frozen_weights_in_bf16_are_merged_in_fp32() -> None:
 
 def test_rank_scale_and_modules_are_those_that_are_asked_for() -> None:
     model = tiny.model()
-    config = add_adapters(model, 3, 6.0, ["q_proj"]).peft_config["default"]
+    config = add_adapters(model, rank=3, alpha=6.0, target_modules=["q_proj"]).peft_config[
+        "default"
+    ]
     assert (config.r, config.lora_alpha, config.lora_dropout) == (3, 6.0, 0.0)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert all(".q_proj.lora_" in name for name in trained)
@@ -94,4 +96,4 @@ def test_rank_scale_and_modules_are_those_that_are_asked_for() -> None:
 def test_without_peft_the_install_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match="lora_rank > 0 needs peft: pip install peft"):
-        add_adapters(tiny.model(), 2, 4.0, None)
+        add_adapters(tiny.model(), rank=2, alpha=4.0)

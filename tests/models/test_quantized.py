@@ -62,10 +62,10 @@ def test_a_run_trains_the_adapters_and_nothing_else(kind: str, tmp_path: Path) -
         assert module.weight.quant_state.quant_type == kind
     trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
     assert all("lora_" in name or "value_function" in name for name in trained)
-    before = {name: quantized.whole_weight(module) for name, module in matrices.items()}
+    before = {name: quantized.dequantized_weight(module) for name, module in matrices.items()}
     trainer.train()
     for name, module in _matrices(trainer).items():
-        assert torch.equal(quantized.whole_weight(module), before[name])
+        assert torch.equal(quantized.dequantized_weight(module), before[name])
     lines = records(trainer)
     assert abs(lines[0]["kl"]) < 1e-3, "the reference is the base as it is quantized"
     assert abs(lines[1]["kl"]) > 1e-3
@@ -95,7 +95,7 @@ def test_four_bits_are_near_the_weights(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for name, module in _matrices(trainer).items():
         weight = model.get_submodule(name.removesuffix(".base_layer")).weight
-        off = (quantized.whole_weight(module) - weight).norm() / weight.norm()
+        off = (quantized.dequantized_weight(module) - weight).norm() / weight.norm()
         # NormalFloat of 16 values, blocks of 64: a normal weight is off by about a tenth of σ.
         assert 0.05 < off < 0.15, name
 

@@ -30,7 +30,7 @@ def _log_softmax(causal_lm: Any) -> torch.Tensor:
 
 def _policy(lora: bool = False) -> ActorCritic:
     causal_lm = tiny.model()
-    return ActorCritic(causal_lm, add_adapters(causal_lm, 4, 8.0, None) if lora else None)
+    return ActorCritic(causal_lm, add_adapters(causal_lm, rank=4, alpha=8.0) if lora else None)
 
 
 def _move(policy: ActorCritic, seed: int) -> None:
@@ -58,7 +58,7 @@ def _case(kind: str) -> Case:
         q = _log_softmax(other)
     else:
         q = _log_softmax(policy.causal_lm)
-        reference = ReferencePolicy(policy, offload=kind == "offloaded")
+        reference = ReferencePolicy(policy)
     _move(policy, 1)
     if "refreshed" in kind:
         reference.refresh()
@@ -67,7 +67,7 @@ def _case(kind: str) -> Case:
     return Case(policy, reference, q)
 
 
-KINDS = ("frozen", "offloaded", "given", "adapters", "frozen, refreshed", "adapters, refreshed")
+KINDS = ("frozen", "given", "adapters", "frozen, refreshed", "adapters, refreshed")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,24 +118,6 @@ def test_a_loss_within_the_block_has_the_policys_gradient(kind: str) -> None:
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5 * scale)
 
 
-def test_offloaded_weights_are_on_the_device_for_the_time_of_the_block(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    policy = _policy()
-    reference = ReferencePolicy(policy, offload=True)
-    moves: list[str] = []
-    with reference.loaded() as frozen:
-        pass
-    monkeypatch.setattr(frozen, "to", lambda device: moves.append(str(device)))
-    monkeypatch.setattr(ActorCritic, "device", torch.device("meta"))
-    with reference.loaded():
-        assert moves == ["meta"]
-    assert moves == ["meta", "cpu"]
-    with pytest.raises(RuntimeError, match="broken"), reference.loaded():
-        raise RuntimeError("broken")
-    assert moves == ["meta", "cpu"] * 2
-
-
 def test_adapters_are_the_policys_again_after_an_error() -> None:
     policy, reference, _ = _case("adapters, refreshed")
     p = _log_softmax(policy.causal_lm)
@@ -175,14 +157,9 @@ def test_the_context_is_the_given_models_or_the_policys() -> None:
     policy = _policy()
     given = ReferencePolicy(policy, LanguageModel(short))
     assert (given.context, given.is_given) == (9, True)
+    assert not any(p.requires_grad for p in given.frozen.parameters())
     for own in (ReferencePolicy(policy), ReferencePolicy(_policy(lora=True))):
         assert (own.context, own.is_given) == (tiny.CONTEXT, False)
-
-
-def test_a_given_model_is_frozen() -> None:
-    other = LanguageModel(tiny.model(seed=1))
-    ReferencePolicy(_policy(), other)
-    assert not any(p.requires_grad for p in other.parameters())
 
 
 def test_a_frozen_copy_shares_nothing_and_has_no_gradient() -> None:

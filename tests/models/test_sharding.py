@@ -11,7 +11,14 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from fastppo.models.policy import ActorCritic
-from fastppo.models.sharding import groups_of, is_sharded, like, reshard, unsharded, whole
+from fastppo.models.sharding import (
+    full_tensor,
+    groups_of,
+    is_sharded,
+    reshard,
+    sharded_like,
+    unsharded,
+)
 
 
 def test_an_optimiser_step_gathers_what_it_should(tmp_path: Path) -> None:
@@ -60,5 +67,5 @@ def test_a_model_that_is_whole_is_left_alone() -> None:
     with unsharded(model):
         reshard(model)
         assert model.head.weight is before
-    assert whole(before) is before
-    assert torch.equal(like(before.detach(), before), before)
+    assert full_tensor(before) is before
+    assert torch.equal(sharded_like(before.detach(), before), before)

@@ -64,7 +64,7 @@ def test_neighbours_of_one_rate_and_decay_are_one_group(
 
 def test_only_what_is_trained_is_in_the_optimizer() -> None:
     causal_lm = tiny.model()
-    peft = add_adapters(causal_lm, 2, 4.0, None)
+    peft = add_adapters(causal_lm, rank=2, alpha=4.0)
     model = ActorCritic(causal_lm, peft)
     optimizer = make_optimizer(model, PPOConfig(lora_rank=2))
     found = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -98,7 +98,7 @@ def test_greedy_tokens_are_those_of_generate(architecture: str) -> None:
 
 def test_greedy_tokens_with_adapters_are_those_of_generate() -> None:
     causal_lm = tiny.model()
-    peft = add_adapters(causal_lm, 4, 8, None)
+    peft = add_adapters(causal_lm, rank=4, alpha=8)
     torch.manual_seed(3)
     with torch.no_grad():
         for name, parameter in causal_lm.named_parameters():

@@ -45,7 +45,7 @@ def _policy(architecture: str = "llama", **parts: object) -> ActorCritic:
 
 def _adapted() -> ActorCritic:
     causal_lm = tiny.model()
-    peft = add_adapters(causal_lm, 4, 8, None)
+    peft = add_adapters(causal_lm, rank=4, alpha=8)
     torch.manual_seed(3)
     with torch.no_grad():
         for name, parameter in causal_lm.named_parameters():

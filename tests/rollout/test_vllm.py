@@ -214,7 +214,7 @@ def test_an_empty_prompt_is_refused_and_no_prompts_give_no_responses(listener: L
 def test_a_handover_gives_what_the_saved_policy_has(listener: Listener, tmp_path: Path) -> None:
     """Adapters are merged, and the model keeps them apart."""
     causal_lm = tiny.model()
-    peft = add_adapters(causal_lm, 4, 8.0, None)
+    peft = add_adapters(causal_lm, rank=4, alpha=8.0)
     policy = ActorCritic(causal_lm, peft)
     engine = VLLMEngine(policy, tiny.tokenizer())
     with torch.no_grad():
@@ -329,7 +329,7 @@ class Both:
         self, architecture: str, *, lora: bool = False, device: str = "cpu", **options: Any
     ) -> None:
         self.causal_lm = wide_model(architecture).to(device)
-        peft = add_adapters(self.causal_lm, 4, 8.0, None) if lora else None
+        peft = add_adapters(self.causal_lm, rank=4, alpha=8.0) if lora else None
         self.policy = LanguageModel(self.causal_lm, peft)
         self.ours = GenerateEngine(self.causal_lm, 0)
         self.theirs = VLLMEngine(
