@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fastppo.models.sharding import like, reshard
+from fastppo.models.sharding import reshard, sharded_like
 from fastppo.run import manifest, shards
 
 FORMAT = 3
@@ -255,7 +255,7 @@ def load(
                     f"{path} does not fit the model: {name} is {list(weight.shape)} there "
                     f"and {list(parameter.shape)} here"
                 )
-            parameter.copy_(like(weight, parameter))
+            parameter.copy_(sharded_like(weight, parameter))
     _restore_optimizer(optimizer, saved.optimizer)
     restore_random_state(load_file(path / "random.safetensors"), record["random"])
     return record["state"], saved.reference
