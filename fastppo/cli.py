@@ -175,7 +175,7 @@ def recipe(rest: list[str], show: bool = False, out: str | None = None) -> None:
     required=("model", "data"),
 )
 def sft(config: Any) -> None:
-    from fastppo.run.log import say
+    from fastppo.run.progress import say
     from fastppo.stages.sft import train_sft
 
     _quiet_libraries()
@@ -195,7 +195,7 @@ def sft(config: Any) -> None:
     required=("model", "data"),
 )
 def reward(config: Any) -> None:
-    from fastppo.run.log import say
+    from fastppo.run.progress import say
     from fastppo.stages.reward_model import train_reward_model
 
     _quiet_libraries()

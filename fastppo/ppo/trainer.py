@@ -68,7 +68,7 @@ from fastppo.rewards.reward import Reward
 from fastppo.rewards.scorer import Scorer, Scores
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
 from fastppo.run.callbacks import Callbacks
-from fastppo.run.log import say
+from fastppo.run.progress import say
 from fastppo.run.watch import rollout_health
 
 

@@ -21,7 +21,8 @@ from fastppo.ppo.evaluation import LOGGED_SAMPLES
 from fastppo.ppo.metrics import PhaseTimer, sample_records, status
 from fastppo.run.checkpoint import random_state, restore_random_state
 from fastppo.run.lock import held
-from fastppo.run.log import SharedLog, check_no_run, progress, read_jsonl
+from fastppo.run.log import SharedLog, check_no_run, read_jsonl
+from fastppo.run.progress import progress
 from fastppo.run.report import write_report
 from fastppo.run.signals import PhaseEndedError, Stopped, StopRequest, listening
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fastppo.data.rows import Rows, write_rows
 from fastppo.recipes import sentiment
 from fastppo.recipes.sentiment_reward import vader
-from fastppo.run.log import progress, say
+from fastppo.run.progress import progress, say
 from fastppo.stages.reward_model import RewardModelConfig, train_reward_model
 
 SAMPLES = 10

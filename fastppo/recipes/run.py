@@ -22,7 +22,8 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.recipes.catalogue import RECIPES, Recipe
 from fastppo.run.lock import held
-from fastppo.run.log import check_no_run, holds_run, say
+from fastppo.run.log import check_no_run, holds_run
+from fastppo.run.progress import say
 
 OWNER = "recipe.txt"
 """In the folder, from the first file on: the name of its recipe."""

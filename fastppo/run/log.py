@@ -2,26 +2,20 @@
 
 One line of JSON per iteration (or optimiser step, in the supervised stages), so that a run can be
 read with any tool while it is going. After a resume the lines past the checkpoint are cut off: they
-are about to be written again. `progress` is what a terminal shows of the same numbers.
+are about to be written again.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from types import NoneType
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column
-from rich.text import Text
 
 from fastppo.data.world import World
 from fastppo.functional.arguments import shown
@@ -30,13 +24,6 @@ from fastppo.run.options import Options
 
 SAMPLES = {False: "samples.jsonl", True: "eval_samples.jsonl"}
 """Responses that are trained on, and those to held-out prompts."""
-
-LINE_SECONDS = 10.0
-"""Between two lines of progress in a log file."""
-
-
-NARROW = 80
-"""Columns of a terminal below which numbers take the bar's place."""
 
 
 class RunLog:
@@ -178,81 +165,6 @@ class SharedLog:
             self._log.close()
 
 
-def say(console: Console, sentence: str, style: str = "") -> None:
-    """Shows a sentence as it is, on one line where it goes to a file: brackets in names are no
-    markup."""
-    console.print(Text(sentence, style=style), soft_wrap=True)
-
-
-@contextmanager
-def progress(
-    title: str, console: Console, *, total: int | None = None, completed: int = 0
-) -> Iterator[Callable[..., None]]:
-    """Shows how far a run is: gives `update(completed=…, total=…, status=…)`.
-
-    A bar on a terminal; elsewhere a line, the first and last ones and one every `LINE_SECONDS`.
-    """
-    if not console.is_terminal:
-        lines = _ProgressLines(title, console, total=total, completed=completed)
-        yield lines.update
-        lines.show()
-        return
-    columns = [
-        TextColumn(title, table_column=Column(no_wrap=True, min_width=len(title))),
-        MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=len(f"{total}") * 2 + 1)),
-        TextColumn("{task.fields[status]}", markup=False, table_column=Column(no_wrap=True)),
-        TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),
-    ]
-    if console.width >= NARROW:
-        columns.insert(1, BarColumn())
-    with Progress(*columns, console=console) as bars:
-        task = bars.add_task(title, total=total, completed=completed, status="")
-
-        def update(**fields: Any) -> None:
-            bars.update(task, **fields)
-
-        yield update
-
-
-class _ProgressLines:
-    """Lines in the place of a bar."""
-
-    def __init__(self, title: str, console: Console, *, total: int | None, completed: int) -> None:
-        self.title = title
-        self.console = console
-        self.total = total
-        self.completed = completed
-        self.status = ""
-        self._first = completed
-        self._start = time.monotonic()
-        self._shown_at = -math.inf
-        self._shown: tuple[int, str] = (completed, "")
-
-    def update(self, **changed: Any) -> None:
-        """Takes what `progress` says, and shows it if it is time."""
-        self.total = changed.get("total", self.total)
-        self.completed = changed.get("completed", self.completed)
-        self.status = changed.get("status", self.status)
-        if time.monotonic() - self._shown_at >= LINE_SECONDS:
-            self.show()
-
-    def show(self) -> None:
-        """A line, unless it has been shown."""
-        if self._shown == (self.completed, self.status) or self.completed == self._first:
-            return
-        self._shown = (self.completed, self.status)
-        self._shown_at = time.monotonic()
-        seconds = self._shown_at - self._start
-        line = f"{self.title} {self.completed}/{self.total or '?'}"
-        if self.status:
-            line += f"  {self.status}"
-        line += f"  {seconds:.0f} s"
-        if self.total and self.completed < self.total:
-            a_step = seconds / (self.completed - self._first)
-            line += f", {a_step * (self.total - self.completed):.0f} s left"
-        say(self.console, line)
-
-
 def check_no_run(run_dir: str | Path) -> None:
     """Raises ValueError where a run has left records, or something is there that is no directory.
 
@@ -348,68 +260,42 @@ def _append(path: Path, records: list[dict[str, Any]]) -> None:
         raise RuntimeError(f"{path} could not be written: {error}") from error
 
 
-def is_whole(value: Any) -> bool:
-    return type(value) is int
-
-
-def is_number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def is_score(value: Any) -> bool:
-    """Of a response of an evaluation: None where the reward could not be had."""
-    return value is None or is_number(value)
-
-
-def are_numbers(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(is_number, value.values()))
-
-
-def are_sentences(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(sentence, str) for sentence in value)
-
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-METRICS_LINE = {"iteration": is_whole, "warnings": are_sentences}
+NUMBER = (int, float)
+METRICS_LINE = {"iteration": (int,), "warnings": (list,)}
 SAMPLES_LINE = {
-    "iteration": is_whole,
-    "reward": is_number,
-    "rewards": are_numbers,
-    "monitors": are_numbers,
-    "kl": lambda value: value is None or is_number(value),
-    "tokens": is_whole,
+    "iteration": (int,),
+    "reward": NUMBER,
+    "rewards": (dict,),
+    "monitors": (dict,),
+    "kl": (int, float, NoneType),
+    "tokens": (int,),
 }
 EVAL_SAMPLES_LINE = {
-    "iteration": is_whole,
-    "sampling": lambda value: value in ("sampled", "greedy"),
-    "row": is_whole,
-    "reward": is_score,
-    "rewards": lambda value: isinstance(value, dict) and all(map(is_score, value.values())),
-    "tokens": is_whole,
+    "iteration": (int,),
+    "sampling": (str,),
+    "row": (int,),
+    "reward": (int, float, NoneType),  # None where the reward could not be had
+    "rewards": (dict,),
+    "tokens": (int,),
 }
-PARTS_LINE = {
-    "started": is_text,
-    "device": is_text,
-    "versions": lambda value: isinstance(value, dict),
-}
-"""What a field of a line must be for the report to show it."""
+PARTS_LINE = {"started": (str,), "device": (str,), "versions": (dict,)}
+"""The types that the fields of a line may have for the report to show them."""
 
 
 def check_fields(
     records: list[dict[str, Any]],
     path: Path,
-    expected: Mapping[str, Callable[[Any], bool]],
-    others: Callable[[Any], bool] = lambda value: True,
+    expected: Mapping[str, tuple[type, ...]],
+    others: tuple[type, ...] = (object,),
 ) -> None:
-    """Raises ValueError with file and line for a field that is not as `expected` has it."""
+    """Raises ValueError with file and line for a field that is not of a type that `expected` has,
+    or `others` for a field that is not in it."""
     needed = set(expected) - {"warnings"}
     for number, record in enumerate(records, 1):
         missing = sorted(needed - set(record))
         if missing:
             raise ValueError(f"{path}, line {number}: expected a field {missing[0]}")
         for name, value in record.items():
-            if not expected.get(name, others)(value):
+            types = expected.get(name, others)
+            if not isinstance(value, types) or (isinstance(value, bool) and types != (object,)):
                 raise ValueError(f"{path}, line {number}: {shown(name)} is {shown(value)}")

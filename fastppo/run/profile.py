@@ -7,16 +7,13 @@ kernels.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 PHASES = {
@@ -34,10 +31,10 @@ TRACE = "profile.json"
 """In the run directory: a chrome trace."""
 
 OPERATORS = "profile.txt"
-"""Beside it: the largest operators of each phase."""
+"""Beside it: the largest operators, by the time that is their own."""
 
-LARGEST = 12
-"""Operators of a phase in the table."""
+LARGEST = 40
+"""Operators in the table, the phases among them."""
 
 
 @contextmanager
@@ -61,7 +58,9 @@ def profiled(trainer: Any, iterations: int) -> Iterator[None]:
 
     def write(trace: profile) -> None:
         trace.export_chrome_trace(str(run_dir / TRACE))
-        (run_dir / OPERATORS).write_text(_table(trace), encoding="utf-8")
+        device = "device" if torch.cuda.is_available() else "cpu"
+        table = trace.key_averages().table(f"self_{device}_time_total", row_limit=LARGEST)
+        (run_dir / OPERATORS).write_text(table, encoding="utf-8")
 
     plan = schedule(wait=0, warmup=1, active=iterations, repeat=1)
     with (
@@ -102,45 +101,3 @@ def _named(name: str, function: Callable) -> Callable:
             return function(*args, **keywords)
 
     return call
-
-
-class _Use(NamedTuple):
-    """What an operator took in a phase."""
-
-    seconds: float = 0.0
-    calls: int = 0
-
-
-def _table(trace: profile) -> str:
-    """The largest operators of each phase, by the time that is their own and no callee's."""
-    on_device = torch.cuda.is_available()
-    # On a GPU an operator has the device time of the kernels that it launched; those, and what the
-    # phases' names cover there, are events of their own, and would count once more.
-    of_host = (event for event in trace.events() or () if event.device_type == DeviceType.CPU)
-    events = sorted(of_host, key=lambda event: event.time_range.start)
-    spans = [event.time_range for event in events if event.name.startswith(PREFIX)]
-    names = [event.name for event in events if event.name.startswith(PREFIX)]
-    starts = [span.start for span in spans]
-    used: dict[str, dict[str, _Use]] = {name: defaultdict(_Use) for name in names}
-    for event in events:
-        # By its time, not by its caller: a backward pass may run in a thread of its own.
-        begin = event.time_range.start
-        phase = bisect_right(starts, begin) - 1
-        if event.name in names or phase < 0 or begin > spans[phase].end:
-            continue
-        took = event.self_device_time_total if on_device else event.self_cpu_time_total
-        seconds, calls = used[names[phase]][event.name]
-        used[names[phase]][event.name] = _Use(seconds + took / 1e6, calls + 1)
-    kind = "the device's" if on_device else "the processor's"
-    lines = [f"Operators by their own time ({kind}), all profiled iterations together"]
-    for name, operators in used.items():
-        durations = [
-            span.elapsed_us() for span, of_span in zip(spans, names, strict=True) if of_span == name
-        ]
-        lines += ["", f"{name.removeprefix(PREFIX)}: {sum(durations) / 1e3:.1f} ms"]
-        order = sorted(operators.items(), key=lambda item: item[1].seconds, reverse=True)
-        lines += [
-            f"{use.seconds * 1e3:12.2f} ms {use.calls:8d} calls  {operator}"
-            for operator, use in order[:LARGEST]
-        ]
-    return "\n".join(lines) + "\n"

@@ -20,10 +20,10 @@ from fastppo.run.charts import Chart, Groups, Run, is_finite, make_charts, with_
 from fastppo.run.log import (
     EVAL_SAMPLES_LINE,
     METRICS_LINE,
+    NUMBER,
     PARTS_LINE,
     SAMPLES_LINE,
     check_fields,
-    is_number,
     read_jsonl,
     short_names,
 )
@@ -125,7 +125,7 @@ def read_run(run_dir: str | Path) -> Run:
             f"{run_dir} is no PPO run, and the report is of one; the curves of sft and reward are "
             f"in {run_dir / 'tensorboard'}"
         )
-    check_fields(records, run_dir / "metrics.jsonl", METRICS_LINE, others=is_number)
+    check_fields(records, run_dir / "metrics.jsonl", METRICS_LINE, others=NUMBER)
     samples = read_jsonl(run_dir / "samples.jsonl")
     check_fields(samples, run_dir / "samples.jsonl", SAMPLES_LINE)
     held_out = read_jsonl(run_dir / "eval_samples.jsonl")

@@ -80,7 +80,7 @@ class Interruptions(TrainerCallback):
 
 
 class ProgressBar(TrainerCallback):
-    """Shows Trainer's steps; `show` is what `fastppo.run.log.progress` yields."""
+    """Shows Trainer's steps; `show` is what `fastppo.run.progress.progress` yields."""
 
     def __init__(self, show: Callable[..., None]) -> None:
         self.show = show

@@ -54,8 +54,8 @@ from fastppo.models.pretrained import (
 from fastppo.models.sharding import unsharded
 from fastppo.models.trunk import checkpoint_activations, switch_dropout_off
 from fastppo.rewards.model import sequence_scores
-from fastppo.run.log import say
 from fastppo.run.options import option
+from fastppo.run.progress import say
 from fastppo.stages.calibration import accuracy, calibration, log_loss, write_calibration
 from fastppo.stages.options import SupervisedConfig
 from fastppo.stages.preferences import (

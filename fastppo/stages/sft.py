@@ -29,8 +29,8 @@ from fastppo.models.pretrained import (
 )
 from fastppo.models.sharding import unsharded
 from fastppo.models.trunk import checkpoint_activations
-from fastppo.run.log import say
 from fastppo.run.options import option
+from fastppo.run.progress import say
 from fastppo.stages.demonstrations import IGNORED, Demonstrations, collate, encode_demonstrations
 from fastppo.stages.options import SupervisedConfig
 from fastppo.stages.supervised import (

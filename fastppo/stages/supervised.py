@@ -46,7 +46,8 @@ from fastppo.run import manifest
 from fastppo.run.checkpoint import CHECKPOINTS_KEPT, CheckpointError
 from fastppo.run.identity import check_same_run, of_run
 from fastppo.run.lock import held
-from fastppo.run.log import check_no_run, progress, say
+from fastppo.run.log import check_no_run
+from fastppo.run.progress import progress, say
 from fastppo.run.signals import Stopped, listening
 from fastppo.stages.callbacks import Interruptions, ProgressBar, Records
 from fastppo.stages.options import IDENTITY, SupervisedConfig

@@ -16,8 +16,9 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from fastppo.run.log import RunLog, check_no_run, holds_run, progress, read_jsonl, short_names
+from fastppo.run.log import RunLog, check_no_run, holds_run, read_jsonl, short_names
 from fastppo.run.options import Options, option
+from fastppo.run.progress import progress
 from fastppo.run.report import write_report
 
 

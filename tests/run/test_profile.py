@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import tiny
-from torch.autograd import DeviceType
 
 from fastppo import cli
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.log import read_jsonl
-from fastppo.run.profile import LARGEST, PHASES, PREFIX, _table, profiled
+from fastppo.run.profile import PHASES, PREFIX, profiled
 
 
 def make_trainer(tmp_path: Path) -> PPOTrainer:
@@ -35,33 +32,9 @@ def test_a_profile_of_the_command_has_the_phases_of_its_iterations(tmp_path: Pat
     names = [each["name"].removeprefix(PREFIX) for each in ranges if PREFIX in each["name"]]
     assert names == [*PHASES], "of the second iteration alone"
     table = (tmp_path / "run" / "profile.txt").read_text()
-    parts = table.split("\n\n")
-    assert [part.split(":")[0] for part in parts[1:]] == [*PHASES]
-    assert all(len(part.splitlines()) <= LARGEST + 1 for part in parts[1:])
-    assert "aten::mm" in parts[-1], "the backward pass is of the update"
+    assert "aten::mm" in table
+    assert f"{PREFIX}update" in table
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 3
-
-
-def test_on_a_gpu_the_time_of_a_kernel_is_its_operators_alone(monkeypatch) -> None:
-    """torch lists kernels, and the phases' names over them, as events of the device beside."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-
-    def event(name: str, kind: DeviceType, start: int, end: int, device_us: float) -> Any:
-        span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
-        more = {"self_device_time_total": device_us, "self_cpu_time_total": 1.0}
-        return SimpleNamespace(name=name, device_type=kind, time_range=span, **more)
-
-    events = [
-        event(f"{PREFIX}update", DeviceType.CPU, 0, 4000, 0.0),
-        event(f"{PREFIX}update", DeviceType.CUDA, 500, 9000, 0.0),
-        event("aten::mm", DeviceType.CPU, 100, 200, 7000.0),
-        event("ampere_gemm", DeviceType.CUDA, 600, 7600, 7000.0),
-    ]
-    lines = _table(SimpleNamespace(events=lambda: events)).splitlines()
-    assert [line.split() for line in lines[2:]] == [
-        ["update:", "4.0", "ms"],
-        ["7.00", "ms", "1", "calls", "aten::mm"],
-    ]
 
 
 def test_a_run_without_a_profile_is_left_alone(tmp_path: Path) -> None:
