@@ -1,4 +1,4 @@
-"""The lm-head: from hidden states to the loss, or to the statistics of a token.
+"""The lm-head: from hidden states to logits, or to the statistics of a token without them.
 
 What a model does to its logits after the lm-head, a scale or a soft-cap, is read off its config:
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastppo.functional.lm_head import active_copy
-from fastppo.functional.losses import PPOLoss, linear_ppo_loss
 from fastppo.functional.statistics import TokenStats, linear_token_stats
 
 
@@ -61,35 +60,6 @@ class Head(NamedTuple):
         z = z if self.logit_scale == 1 else z * self.logit_scale
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
-    def ppo_loss(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        *,
-        ref: RefStates | None = None,
-        **options: Any,
-    ) -> PPOLoss:
-        """`fastppo.linear_ppo_loss` on this head.
-
-        Args:
-            hidden: [N, H]; tokens, old_logprobs, advantages: [N].
-            ref: the reference's hidden states and head, for the exact KL.
-            options: the keywords of `fastppo.ppo_loss`.
-        """
-        return linear_ppo_loss(
-            hidden,
-            self.weight,
-            tokens,
-            old_logprobs,
-            advantages,
-            bias=self.bias,
-            **_reference_operands(ref),
-            **options,
-            **self.transform,
-        )
-
     def token_stats(
         self,
         hidden: Tensor,
@@ -105,7 +75,7 @@ class Head(NamedTuple):
             self.weight,
             tokens,
             bias=self.bias,
-            **_reference_operands(ref),
+            **({} if ref is None else ref.operands),
             **options,
             **self.transform,
         )
@@ -117,18 +87,21 @@ class RefStates(NamedTuple):
     hidden: Tensor
     head: Head
 
+    @property
+    def operands(self) -> dict[str, Any]:
+        """The keywords with which a linear loss or its statistics form the exact KL."""
+        return {
+            "ref_hidden": self.hidden,
+            "ref_weight": self.head.weight,
+            "ref_bias": self.head.bias,
+        }
+
 
 def lm_head_of(causal_lm: PreTrainedModel) -> Any:
     """The layer that makes the logits; where PEFT trains it whole (`modules_to_save`), that is the
     active adapter's copy of it."""
     layer: Any = causal_lm.get_output_embeddings()
     return active_copy(layer)
-
-
-def _reference_operands(ref: RefStates | None) -> dict[str, Any]:
-    if ref is None:
-        return {}
-    return {"ref_hidden": ref.hidden, "ref_weight": ref.head.weight, "ref_bias": ref.head.bias}
 
 
 def _logit_transform(config: Any) -> tuple[float, float | None]:

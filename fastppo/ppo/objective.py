@@ -82,11 +82,7 @@ def exact_kl_operands(
         return
     assert reference is not None
     with reference.states(layout) as states:
-        yield {
-            "ref_hidden": states.hidden,
-            "ref_weight": states.head.weight,
-            "ref_bias": states.head.bias,
-        }
+        yield states.operands
 
 
 def add_ptx_gradient(

@@ -35,6 +35,13 @@ def test_the_head_on_the_trunk_gives_the_models_own_logits(architecture: str) ->
     ours.check_heads()
 
 
+def _loss(head: Head, hidden: torch.Tensor, *operands: torch.Tensor, **options):
+    """As the trainer forms it."""
+    return fastppo.linear_ppo_loss(
+        hidden, head.weight, *operands, bias=head.bias, **head.transform, **options
+    )
+
+
 @pytest.mark.parametrize("architecture", tiny.CONFIGS)
 def test_the_loss_through_the_head_is_the_loss_of_the_models_own_logits(architecture: str) -> None:
     """Value and every gradient of the trunk, soft-caps, scales, ties and biases included."""
@@ -48,7 +55,7 @@ def test_the_loss_through_the_head_is_the_loss_of_the_models_own_logits(architec
         actor = ActorCritic(causal_lm)
         if through_head:
             hidden, _ = actor(LAYOUT)
-            out = actor.head.ppo_loss(hidden, tokens, old, advantages, **options)
+            out = _loss(actor.head, hidden, tokens, old, advantages, **options)
         else:
             out = fastppo.ppo_loss(_model_logits(causal_lm), tokens, old, advantages, **options)
         out.loss.backward()
@@ -128,7 +135,7 @@ def test_the_loss_with_the_exact_kl_is_that_of_formed_logits(architecture: str) 
     for through_head in (True, False):
         states = hidden.clone().requires_grad_()
         if through_head:
-            out = head.ppo_loss(states, tokens, old, advantages, ref=ref, **options)
+            out = _loss(head, states, tokens, old, advantages, **ref.operands, **options)
         else:
             ref_logits = ref.head.logits(ref.hidden)
             logits = head.logits(states)

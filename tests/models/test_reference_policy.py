@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 
+from fastppo import linear_ppo_loss
 from fastppo.models.adapters import add_adapters
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.reference_policy import ReferencePolicy, frozen_copy
@@ -96,12 +97,13 @@ def test_a_loss_within_the_block_has_the_policys_gradient(kind: str) -> None:
     hidden = policy.hidden(layout)
     with reference.states(layout) as ref:
         assert not ref.hidden.requires_grad
-        out = policy.head.ppo_loss(
+        out = linear_ppo_loss(
             hidden,
+            policy.head.weight,
             tokens,
             zeros,
             zeros,
-            ref=ref,
+            **ref.operands,
             kl_coef=1.0,
             kl_estimator="full",
             temperature=TEMPERATURE,
