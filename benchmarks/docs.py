@@ -6,6 +6,7 @@ by hand, and `tests/benchmarks/test_benchmarks.py` fails when they differ from t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -173,10 +174,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 # --------------------------------------------------------------------------------------- the README
 
-LOSSES = {
-    "the loss from logits, with its gradient": "ppo_loss with gradients",
-    "the loss from hidden states, lm-head included": "linear_ppo_loss with gradients",
-}
+LOSSES = ("ppo_loss", "linear_ppo_loss")
 
 
 def numbers(records: Sequence[dict[str, Any]]) -> str:
@@ -195,29 +193,34 @@ def numbers(records: Sequence[dict[str, Any]]) -> str:
         )
     claims = cpu["claims"]
     rows = []
-    for name, start in LOSSES.items():
+    for name in LOSSES:
+        start = f"{name} with gradients"
         for bonus in (", entropy bonus", ", no entropy bonus"):
             time = _the_claim(claims, start, f"{bonus}: time over eager's")
             memory = _the_claim(claims, start, f"{bonus}: extra memory over eager's")
-            shape = time["text"].removeprefix(f"{start}, ").partition(f"{bonus}:")[0]
-            shares = f"{100 * time['measured']:.0f} %", f"{100 * memory['measured']:.0f} %"
-            rows.append([f"{name}{bonus} ({shape})", "plain PyTorch", *shares])
-    loop = _the_claim(claims, "gae", ": times as fast as TRL's loop")
-    verl = _the_claim(claims, "gae", ": times as fast as verl's")
-    iteration = _the_claim(claims, "a PPO iteration", ": episodes per second over TRL's")
-    shape = loop["text"].partition(", ")[2].partition(":")[0]
-    gae = f"GAE ({shape})"
-    rows.append([gae, "TRL's loop", f"{100 / loop['measured']:.0f} %", ""])
-    rows.append([gae, "verl's, which whitens too", f"{100 / verl['measured']:.0f} %", ""])
-    threads = iteration["detail"].partition(";")[0]
-    name = f"{iteration['text'].partition(':')[0]} on {threads}"
-    rows.append([name, "TRL 1.12's", f"{100 / iteration['measured']:.0f} %", ""])
+            tokens, vocabulary = re.findall(r"N=(\d+), V = (\d+)", time["text"])[0]
+            rows.append(
+                [
+                    f"{name} and its gradient, {tokens} × {vocabulary}{bonus}",
+                    "plain PyTorch",
+                    f"{100 * time['measured']:.0f} %",
+                    f"{100 * memory['measured']:.0f} %",
+                ]
+            )
+    others = {
+        "TRL's loop": _the_claim(claims, "gae", ": times as fast as TRL's loop"),
+        "verl's": _the_claim(claims, "gae", ": times as fast as verl's"),
+        "TRL 1.12": _the_claim(claims, "a PPO iteration", ": episodes per second over TRL's"),
+    }
+    for other, claim in others.items():
+        work = claim["text"].partition(":")[0]
+        rows.append([work, other, f"{100 / claim['measured']:.0f} %", ""])
     gpus = [device_title(record["device"]) for record in _on_gpus(records)]
     date, torch = cpu["claims_measured"]["date"][:10], cpu["packages"]["torch"]
     return "\n\n".join(
         [
             f"On a CPU ({device_title(cpu['device'])}, torch {torch}, {date}), FastPPO takes:",
-            table(["work", "beside", "of its time", "of its extra memory"], rows),
+            table(["work", "beside", "of its time", "of its memory"], rows),
             f"On GPUs: {'measured on ' + ', '.join(gpus) if gpus else NOT_MEASURED}. "
             "[All measurements](docs/benchmarks.md), where we lose included, and\n"
             "[what they do not show](benchmarks/README.md#what-these-numbers-are-not).",

@@ -109,8 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--recipe", default="arithmetic")
     parser.add_argument("--kls", type=float, nargs="+", default=[0.1, 0.25, 0.5])
     options = parser.parse_args(arguments)
-    seconds = 10.0 if options.quick else options.seconds
-    seeds = range(2 if options.quick else options.seeds)
+    seconds = 3.0 if options.quick else options.seconds
+    seeds = range(1 if options.quick else options.seeds)
     samples = 16 if options.quick else 64
     runs = [run(options.directory, options.recipe, seed, seconds, samples) for seed in seeds]
     points = [seconds / 3, 2 * seconds / 3, seconds]

@@ -63,7 +63,7 @@ def run(directory: Path, seed: int, seconds: float) -> dict[str, Records]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser_of(__doc__, seeds=5, seconds=30.0).parse_args(arguments)
-    seconds = 5.0 if options.quick else options.seconds
+    seconds = 2.0 if options.quick else options.seconds
     seeds = range(1 if options.quick else options.seeds)
     runs = [run(options.directory, seed, seconds) for seed in seeds]
     points = [seconds / 3, 2 * seconds / 3, seconds]

