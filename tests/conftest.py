@@ -45,6 +45,8 @@ def _unwritten_memory_is_nan() -> Iterator[None]:
     torch can do this by itself, but only with deterministic algorithms switched on, and then a test
     of determinism would test torch's replacements in place of what users run.
     """
+    with torch.device("meta"):
+        torch.empty(0)  # torch remembers which functions a device context is for: its own
     with pytest.MonkeyPatch.context() as patch:
         for name in ("empty", "empty_like", "empty_strided"):
             patch.setattr(torch, name, _poisoned(getattr(torch, name)))

@@ -180,7 +180,7 @@ def test_a_plan_counts_them(param_dtype: str, tmp_path: Path) -> None:
     saved = sum(count * size - quantized.bytes_of(count) for count in counts)
     for whole, small in zip(plans["none"].phases, plans["nf4"].phases, strict=True):
         assert whole.parts["policy weights"] - small.parts["policy weights"] == saved
-        assert small.parts["cast weights"] - whole.parts["cast weights"] == max(counts) * size
+        assert small.parts["activations"] - whole.parts["activations"] == max(counts) * size
 
 
 def test_the_loaders_do_not_take_the_folder_kernels_for_a_package() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,6 @@ import pytest
 import tiny
 import torch
 from rich.console import Console
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
@@ -21,18 +21,21 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    OPTConfig,
+    OPTForCausalLM,
 )
 
 from fastppo import cli
 from fastppo.models.cache import ROOM
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.memory import PARTS, Ledger, Phase, Plan, make_plan
+from fastppo.ppo.memory import Phase, Plan, make_plan
+from fastppo.ppo.shapes import LiveBytes
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.profile import PREFIX, named_phases
 
 PROMPT, RESPONSE = 12, 4
 TOLERANCE = 0.1
-"""What the plan is held to. It has come out within 0.06 in every phase of these cases; what it
+"""What the plan is held to. It has come out within 0.08 in every phase of these cases; what it
 leaves out (tokens, masks, numbers per token) is smaller the larger the model is."""
 
 
@@ -75,6 +78,7 @@ def options(tmp_path: Path, **more: Any) -> PPOConfig:
 def _without_onednn() -> Iterator[None]:
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
+    gc.collect()  # or what an earlier test left is given back during this one
     try:
         yield
     finally:
@@ -146,18 +150,8 @@ def test_a_plan_is_what_is_measured(more: dict[str, Any], tmp_path: Path) -> Non
 
 
 def sizes(plan: Plan, phase: str = "update") -> dict[str, int]:
-    (found,) = (each for each in plan.phases if each.name == phase)
-    return found.parts
-
-
-def test_activations_before_the_update_are_of_what_is_read_at_once(tmp_path: Path) -> None:
-    def activations(size: int) -> int:
-        config = options(tmp_path, microbatch_size=size)
-        return sizes(make_plan(config, PROMPT), "experience")["activations"]
-
-    assert activations(8) > 2 * activations(2)
-    most = activations(options(tmp_path).rollout_batch_size)
-    assert activations(512) == most, "a batch has no more"
+    (parts,) = (each.parts for each in plan.phases if each.name == phase)
+    return parts
 
 
 def parameters(config: LlamaConfig | None = None) -> int:
@@ -165,43 +159,63 @@ def parameters(config: LlamaConfig | None = None) -> int:
         return sum(p.numel() for p in LlamaForCausalLM(config or llama()).parameters())
 
 
-def test_parts_are_what_their_formulas_say(tmp_path: Path) -> None:
-    plan, count, head = make_plan(options(tmp_path, max_new_tokens=64), PROMPT), parameters(), 129
+def test_parts_are_as_many_bytes_as_what_they_hold(tmp_path: Path) -> None:
+    plan = make_plan(options(tmp_path, max_new_tokens=64), PROMPT)
+    count = parameters()
+    head = 129
     rollout = sizes(plan, "rollout")
     rotary = 2 * 16 * 4  # the frequencies, and the same as they started: buffers
     assert rollout["policy weights"] == 4 * count + rotary
     assert rollout["reference"] == 4 * count + rotary
     assert rollout["value function"] == 4 * head
     assert rollout["gradients"] == 0
-    assert sizes(plan)["gradients"] >= 4 * (count + head)
+    assert sizes(plan)["gradients"] == 4 * (count + head)
     steps = 4 * len([*LlamaForCausalLM(llama()).parameters()]) + 8  # each counts its own
     assert rollout["optimiser states"] == 8 * (count + head) + steps
     cache_of_a_layer = 2 * 4 * 2 * 32 * 16 * (PROMPT + 64 - 1 + ROOM)
     assert rollout["KV cache"] == 2 * cache_of_a_layer
-    assert rollout.keys() == {*PARTS}
 
 
 def test_on_a_gpu_the_cache_has_its_size_from_the_start(tmp_path: Path) -> None:
-    how = {"rollout_batch_size": 60, "minibatches": 4, "max_new_tokens": 150, "device": "cuda"}
-    plan = make_plan(options(tmp_path, **how), 4, memory=80)  # the last step is the rollout's peak
+    more = {"rollout_batch_size": 60, "minibatches": 4, "max_new_tokens": 150, "device": "cuda"}
+    plan = make_plan(options(tmp_path, **more), 4, memory=80)  # the last step is the rollout's peak
     rows, tokens = 64, 256  # whole buckets of 60 and 154
     lengths = 2 * 8  # transformers counts in each layer
     assert sizes(plan, "rollout")["KV cache"] == 2 * 2 * 2 * 2 * 32 * tokens * rows + lengths
 
 
-def test_checkpointing_takes_less_and_both_are_shown(tmp_path: Path) -> None:
-    without = make_plan(options(tmp_path), PROMPT)
-    checkpointed = make_plan(options(tmp_path, gradient_checkpointing=True), PROMPT)
-    assert checkpointed.phases[-1].total < without.phases[-1].total
-    assert without.other_update.total == checkpointed.phases[-1].total
-    assert checkpointed.other_update.total == without.phases[-1].total
+def test_a_smaller_microbatch_takes_less_until_a_batch_has_no_more(tmp_path: Path) -> None:
+    def activations(size: int) -> int:
+        config = options(tmp_path, microbatch_size=size)
+        return sizes(make_plan(config, PROMPT), "experience")["activations"]
+
+    assert activations(8) > 2 * activations(2)
+    assert activations(512) == activations(options(tmp_path).rollout_batch_size)
 
 
-def test_a_reference_is_absent_with_adapters_and_has_its_matrices_in_bf16(tmp_path) -> None:
-    assert sizes(make_plan(options(tmp_path, lora_rank=4), PROMPT), "rollout")["reference"] == 0
-    assert sizes(make_plan(options(tmp_path), PROMPT))["reference"] > 4 * parameters()
-    on_gpu = sizes(make_plan(options(tmp_path, device="cuda"), PROMPT, memory=80))
-    assert 2 * parameters() < on_gpu["reference"] < 3 * parameters()
+@pytest.mark.parametrize(
+    ("more", "part", "sign"),
+    [
+        ({"gradient_checkpointing": True}, "activations", -1),
+        ({"param_dtype": "bfloat16"}, "fp32 masters", 1),
+        ({"kl_loss_coef": 0.1, "kl_loss_estimator": "full"}, "activations", 1),
+        (
+            {"ptx_coef": 1.0, "ptx_data": "text.jsonl", "ptx_block_size": 64},
+            "activations",
+            1,
+        ),
+        ({"lora_rank": 4}, "reference", -1),
+        ({"device": "cuda"}, "reference", -1),  # its matrices are in bf16
+    ],
+    ids=str,
+)
+def test_an_option_moves_the_part_that_it_is_of(
+    more: dict[str, Any], part: str, sign: int, tmp_path: Path
+) -> None:
+    plain, other = (
+        sizes(make_plan(options(tmp_path, **some), PROMPT, memory=80)) for some in ({}, more)
+    )
+    assert sign * (other[part] - plain[part]) > 0
 
 
 def test_a_reward_model_counts_if_its_config_can_be_read(tmp_path: Path) -> None:
@@ -214,10 +228,21 @@ def test_a_reward_model_counts_if_its_config_can_be_read(tmp_path: Path) -> None
     assert "absent: there is no such directory" in note
 
 
-def test_pretraining_text_counts(tmp_path: Path) -> None:
-    text = {"ptx_coef": 1.0, "ptx_data": "text.jsonl", "ptx_block_size": 64}
-    with_text = make_plan(options(tmp_path, **text), PROMPT).phases[-1]
-    assert with_text.total > make_plan(options(tmp_path), PROMPT).phases[-1].total
+def test_a_critic_is_planned_as_it_is_built(tmp_path: Path) -> None:
+    """Of a causal LM whose head reads another width than its embeddings have."""
+    OPTForCausalLM(
+        OPTConfig(
+            vocab_size=512,
+            hidden_size=64,
+            word_embed_proj_dim=32,
+            ffn_dim=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    ).save_pretrained(tmp_path / "critic")
+    critic = {"value_model": "critic", "critic_model": str(tmp_path / "critic")}
+    plan = make_plan(options(tmp_path, **critic), PROMPT)
+    assert sizes(plan)["value function"] > 4 * 33
 
 
 # ---------------------------------------------------------------------------------- what is printed
@@ -227,11 +252,11 @@ def test_the_command_prints_parts_phases_and_whether_it_fits(tmp_path: Path, cap
     config = options(tmp_path)
     config.save(tmp_path / "run.yaml")
     flags = ["plan", "--config", str(tmp_path / "run.yaml"), "--prompt_tokens", str(PROMPT)]
-    need = f"{make_plan(config, PROMPT).peak.total / 1e6:.1f} MB"
+    need = f"{make_plan(config, PROMPT).peak.total / 1e9:.3g} GB"
     assert cli.main([*flags, "--memory", "80"]) == 0
     shown = capsys.readouterr().out
     assert f"fits 80 GB: {need} at its peak, the update" in shown
-    for word in ("policy weights", "optimiser states", "rollout", "experience", "checkpointing"):
+    for word in ("policy weights", "optimiser states", "rollout", "experience"):
         assert word in shown
     assert cli.main(flags) == 0
     shown = capsys.readouterr().out
@@ -248,7 +273,7 @@ def test_sequences_beyond_the_context_are_refused(tmp_path: Path, capsys) -> Non
 
 def test_a_verdict_is_of_the_largest_phase() -> None:
     phases = [Phase(name, {"activations": size}) for name, size in (("rollout", 3), ("update", 2))]
-    plan = Plan(phases, phases[1], False, torch.device("cuda"), 2.5, [])
+    plan = Plan(phases, 2.5, [])
     assert plan.verdict.startswith("does not fit")
     assert replace(plan, memory=3.0).verdict.startswith("fits")
     assert plan.peak.name == "rollout"
@@ -257,21 +282,17 @@ def test_a_verdict_is_of_the_largest_phase() -> None:
 # ------------------------------------------------------------------------------------- the counting
 
 
-def test_a_ledger_knows_what_is_live_and_whose_it_is() -> None:
-    ledger = Ledger()
-    with FakeTensorMode(), ledger:
-        weight = nn.Parameter(torch.empty(10, 10))
-        ledger.assign("policy weights", weight)
-        with ledger.phase("first"):
-            held = weight * 2
-            gone = held + 1
-            view = gone.view(100)  # no storage of its own
-            del gone, view
-        assert held.shape == (10, 10)
-        with ledger.phase("second"):
-            halved = weight.to(torch.bfloat16)
+def test_bytes_are_live_as_long_as_their_storage_is() -> None:
+    live = LiveBytes()
+    with FakeTensorMode(), live:
+        held = torch.empty(10, 10)
+        with live.peak() as first:
+            doubled = held * 2
+            view = (doubled + 1).view(100)  # no storage of its own
+            del view
+        with live.peak() as second:
+            halved = held.to(torch.bfloat16)
         assert halved.shape == (10, 10)
-    first, second = ledger.peaks()
-    assert (first.parts["policy weights"], first.parts["activations"]) == (400, 800)
-    assert (second.parts["cast weights"], second.parts["activations"]) == (200, 400)
-    assert (first.total, second.total) == (1200, 1000)
+        assert live.bytes == 400 + 400 + 200
+    assert (first, second) == ([800], [200])
+    assert doubled.shape == (10, 10)

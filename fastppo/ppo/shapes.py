@@ -1,0 +1,109 @@
+"""Models of shapes alone, and a count of the bytes that they would take.
+
+Models are made of their config.json on the meta device, then given fake tensors (torch's
+FakeTensorMode): of a shape, a dtype and a device, without memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from fastppo.models.pretrained import model_config
+from fastppo.ppo.run_models import ModelLoader
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operations have returned and that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.most = 0
+        """The most since the last `peak` began."""
+        self._storages: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: Any) -> None:
+        key = storage._cdata
+        if key in self._storages:
+            return
+        size = storage.nbytes()
+
+        def forget(_: Any) -> None:
+            del self._storages[key]
+            self.bytes -= size
+
+        self._storages[key] = weakref.ref(storage, forget)
+        self.bytes += size
+        self.most = max(self.most, self.bytes)
+
+    @contextmanager
+    def peak(self) -> Iterator[list[int]]:
+        """A list that has, after the block, the most bytes that came in it and were held."""
+        before = self.bytes
+        self.most = before
+        found: list[int] = []
+        yield found
+        found.append(self.most - before)
+
+
+def bytes_of(tensors: Iterable[Any]) -> int:
+    """Of the storages of tensors, each once."""
+    storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+class ShapeLoader(ModelLoader):
+    """Makes models of their config.json, on the meta device."""
+
+    def causal_lm(self, name: str, option: str) -> Any:
+        chosen = self.config.attn_implementation
+        # flash-attn saves what SDPA saves, and cannot be called without a GPU.
+        attention = None if chosen == "auto" or chosen.startswith("flash") else chosen
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                model_config(name, option), dtype=self.dtype, attn_implementation=attention
+            )
+
+    def classifier(self, name: str, option: str) -> Any:
+        with torch.device("meta"):
+            return AutoModelForSequenceClassification.from_config(
+                model_config(name, option), dtype=self.dtype
+            )
+
+    def check_vocabulary(self, name: str, option: str, tokenizer: Any) -> None:
+        """Nothing: a plan reads no tokenizers."""
+
+
+def materialize(model: nn.Module) -> None:
+    """Gives a model on the meta device fake tensors, which count as memory.
+
+    Module.to cannot do it where tensors are fake.
+    """
+    materialized: dict[Tensor, Tensor] = {}  # tied weights are one
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if tensor not in materialized:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    if isinstance(tensor, nn.Parameter):
+                        fake = nn.Parameter(fake, tensor.requires_grad)
+                    materialized[tensor] = fake
+                tensors[name] = materialized[tensor]  # type: ignore[assignment]
