@@ -1,13 +1,13 @@
 """Prompts and the responses to them, laid end to end; masks and positions follow from lengths.
 
 Lengths live on the host, so nothing here waits for a GPU, and they alone say what is a prompt, a
-response or padding: the pad token may be any token, EOS included. What there is one of per token
-(logprobs, values, advantages, …) is packed: the response tokens of sequence 0, then those of
-sequence 1, and so on, `[N]`. Nothing is computed for a prompt or for padding.
+response or padding: the pad token may be any token, EOS included. Quantities per token (logprobs,
+values, advantages, …) are packed: the response tokens of sequence 0, then those of sequence 1, and
+so on, `[N]`. Nothing is computed for a prompt or for padding.
 
 A response may hold tokens that the policy did not write: a tool's answer between two turns, say.
-The policy reads them; they are none of the N, so no loss, KL, entropy or value knows of them. A
-turn is a run of tokens that it did write.
+The policy reads them, but they are not among the N, so they have no loss, KL, entropy or value. A
+turn is a run of tokens that the policy did write.
 
 A transformer reads a `Layout`: the same tokens as rows, and where in them the hidden states are
 that predict the response tokens. Rows are padded on the right, so with causal attention no token
@@ -89,13 +89,17 @@ class Batch:
         for row, prompt in enumerate(prompts):
             if len(prompt) == 0:
                 raise ValueError(f"prompt {row} is empty; a response needs a token to follow")
-        both = zip(prompts, responses, strict=True)
-        tokens = [token for prompt, response in both for token in (*prompt, *response)]
+        tokens: list[int] = []
+        for prompt, response in zip(prompts, responses, strict=True):
+            tokens += prompt
+            tokens += response
         return cls(
-            torch.tensor(tokens, dtype=torch.int64).to(device),
-            torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
-            torch.tensor([len(response) for response in responses], dtype=torch.int64),
-            None if written is None else torch.tensor([each for row in written for each in row]),
+            tokens=torch.tensor(tokens, dtype=torch.int64).to(device),
+            prompt_lengths=torch.tensor([len(row) for row in prompts], dtype=torch.int64),
+            response_lengths=torch.tensor([len(row) for row in responses], dtype=torch.int64),
+            written=None
+            if written is None
+            else torch.tensor([flag for row in written for flag in row]),
         )
 
     def __len__(self) -> int:
@@ -133,10 +137,10 @@ class Batch:
         begins[1:] &= ~self.written[:-1]
         firsts = starts(self.response_lengths)[self.response_lengths > 0]
         begins[firsts] = self.written[firsts]
-        of_row = torch.arange(len(self)).repeat_interleave(self.response_lengths)
-        counts = torch.bincount(of_row[begins], minlength=len(self))
-        which = begins.long().cumsum(0)[self.written] - 1
-        return counts, torch.bincount(which, minlength=int(counts.sum()))
+        row = torch.arange(len(self)).repeat_interleave(self.response_lengths)
+        counts = torch.bincount(row[begins], minlength=len(self))
+        turn = begins.long().cumsum(0)[self.written] - 1
+        return counts, torch.bincount(turn, minlength=int(counts.sum()))
 
     @property
     def response_tokens(self) -> Tensor:
@@ -153,20 +157,34 @@ class Batch:
     def select(self, rows: Tensor) -> Batch:
         """The sequences of the given rows [k], int64 on the CPU, in their order."""
         index = spans(starts(self.lengths)[rows], self.lengths[rows])
-        tokens = self.tokens[on_device(index, self.device)]
-        lengths, written = self.response_lengths[rows], self.written
-        if written is not None:
-            written = written[spans(starts(self.response_lengths)[rows], lengths)]
-        return Batch(tokens, self.prompt_lengths[rows], lengths, written)
+        lengths = self.response_lengths[rows]
+        written = None
+        if self.written is not None:
+            written = self.written[spans(starts(self.response_lengths)[rows], lengths)]
+        return Batch(
+            tokens=self.tokens[on_device(index, self.device)],
+            prompt_lengths=self.prompt_lengths[rows],
+            response_lengths=lengths,
+            written=written,
+        )
 
     def split(self, sizes: list[int]) -> list[Batch]:
-        """So many sequences each, one part after another, on the same memory."""
-        prompts, responses = self.prompt_lengths.split(sizes), self.response_lengths.split(sizes)
+        """Consecutive batches of so many sequences each, on the same memory."""
         tokens = split_packed(self.tokens, self.lengths, sizes)
+        prompt_lengths = self.prompt_lengths.split(sizes)
+        response_lengths = self.response_lengths.split(sizes)
         written: Sequence[Tensor | None] = [None] * len(sizes)
         if self.written is not None:
             written = split_packed(self.written, self.response_lengths, sizes)
-        return [Batch(*part) for part in zip(tokens, prompts, responses, written, strict=True)]
+        return [
+            Batch(
+                tokens=tokens[i],
+                prompt_lengths=prompt_lengths[i],
+                response_lengths=response_lengths[i],
+                written=written[i],
+            )
+            for i in range(len(sizes))
+        ]
 
     def layout(self) -> Layout:
         """One row per sequence, right-padded to the longest."""
@@ -175,33 +193,40 @@ class Batch:
         first = torch.arange(len(self)) * width
         input_ids = torch.zeros(len(self) * width, dtype=torch.int64, device=self.device)
         input_ids[on_device(spans(first, lengths), self.device)] = self.tokens
-        return Layout(input_ids.view(len(self), width), *self._positions(first))
+        return self._layout(input_ids.view(len(self), width), first)
 
     def packed_layout(self) -> Layout:
         """All sequences in one row."""
         lengths = self.lengths
         ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        positions = spans(torch.zeros_like(lengths), lengths)
         packing = Packing(
-            on_device(spans(torch.zeros_like(lengths), lengths), self.device).unsqueeze(0),
-            on_device(ends.int(), self.device),
-            max(lengths.tolist(), default=0),
+            position_ids=on_device(positions, self.device).unsqueeze(0),
+            cu_seqlens=on_device(ends.int(), self.device),
+            longest=max(lengths.tolist(), default=0),
         )
-        return Layout(self.tokens.unsqueeze(0), *self._positions(starts(lengths)), packing)
+        return self._layout(self.tokens.unsqueeze(0), starts(lengths), packing)
 
-    def _positions(self, first: Tensor) -> tuple[Tensor, Tensor]:
-        """`predicting` and `final` of a layout whose sequences begin at `first` [B]."""
+    def _layout(self, input_ids: Tensor, first: Tensor, packing: Packing | None = None) -> Layout:
+        """A layout whose sequences begin at the positions `first` [B]."""
         predicting = self._written(first + self.prompt_lengths - 1)
         final = first + self.lengths - 1
-        return on_device(predicting, self.device), on_device(final, self.device)
+        return Layout(
+            input_ids=input_ids,
+            predicting=on_device(predicting, self.device),
+            final=on_device(final, self.device),
+            packing=packing,
+        )
 
     def _written(self, begin: Tensor) -> Tensor:
-        """[N] of the spans that the responses are, from `begin` [B], what the policy wrote."""
-        places = spans(begin, self.response_lengths)
-        return places if self.written is None else places[self.written]
+        """[N] the positions of the tokens that the policy wrote, of responses that begin at `begin`
+        [B]."""
+        positions = spans(begin, self.response_lengths)
+        return positions if self.written is None else positions[self.written]
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on the device. A GPU's copy is queued from pinned memory: of pageable
+    """A copy of a CPU tensor on the device. To a GPU it is queued from pinned memory; from pageable
     memory the host would wait for it."""
     if device.type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)
@@ -214,7 +239,8 @@ def starts(lengths: Tensor) -> Tensor:
 
 
 def split_packed(x: Tensor, lengths: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """What sequences of these lengths [B] hold, [Σ length], in parts of so many sequences each."""
+    """Packed values [Σ length] of sequences of these lengths [B], in parts of so many sequences
+    each."""
     return x.split([sum(part.tolist()) for part in lengths.split(sizes)])
 
 

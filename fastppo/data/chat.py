@@ -73,7 +73,7 @@ def encode_prompt(prompt: Any, tokenizer: Any, where: str) -> list[int]:
 
 def _ends(ids: Sequence[int], token: int | None) -> int:
     """How many of a token come last."""
-    return sum(1 for _ in itertools.takewhile(lambda each: each == token, reversed(ids)))
+    return sum(1 for _ in itertools.takewhile(lambda last: last == token, reversed(ids)))
 
 
 def check_text(text: str, where: str) -> None:
@@ -87,7 +87,7 @@ def check_text(text: str, where: str) -> None:
 
 
 def token_ids(tokenizer: Any, text: str | Sequence[int]) -> list[int]:
-    """Ids of a text that goes on, without the tokenizer's special tokens; ids stay what they
+    """Ids of a text in the middle of a sequence, without special tokens; ids are returned as they
     are."""
     if isinstance(text, str):
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -104,14 +104,13 @@ def decode_completions(
     """
     if not response_ids:
         return []  # transformers decodes nothing to one empty text
-    both = [[*p, *r] for p, r in zip(prompt_ids, response_ids, strict=True)]
-    alone, heads, wholes = (
-        tokenizer.batch_decode(ids, skip_special_tokens=True)
-        for ids in (response_ids, prompt_ids, both)
-    )
+    joined_ids = [[*p, *r] for p, r in zip(prompt_ids, response_ids, strict=True)]
+    prompts = tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
+    texts = tokenizer.batch_decode(joined_ids, skip_special_tokens=True)
+    responses = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
     return [
-        whole[len(head) :] if whole.startswith(head) else response
-        for response, head, whole in zip(alone, heads, wholes, strict=True)
+        text[len(prompt) :] if text.startswith(prompt) else response
+        for prompt, text, response in zip(prompts, texts, responses, strict=True)
     ]
 
 

@@ -1,7 +1,7 @@
 """Fingerprints: short texts that differ where two datasets, files or models do.
 
-A run's checkpoint holds those of what the run does not save itself, so that a resumed run is told
-when its prompts, its reward or the model that it started from are others.
+A run's checkpoint has those of its prompts, its rewards and the model that it started from, so that
+a resumed run can say which of them have changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 SAMPLED = 1024
-"""Elements of a tensor that are read. A model that was trained further differs in nearly all."""
+"""Elements of a tensor that are read. In a model that was trained further nearly all differ."""
 
 DIGITS = 16
 """Hexadecimal digits of a fingerprint: enough against accidents, short enough to be shown."""

@@ -1,12 +1,12 @@
-"""The processes of a run: which rows are this one's, and how all of them come to know the same.
+"""The processes of a run: which rows belong to this one, and how results reach all of them.
 
 Control is replicated, compute is shared. Ranks share the rows of a batch for generation, scores,
-forward and backward passes; what comes of them is gathered, and every rank then makes the same
-advantages, permutations, minibatches, metrics and decisions from the same whole batch. So nothing
+forward and backward passes; the results are gathered, and every rank then computes the same
+advantages, permutations, minibatches, metrics and decisions from the same full batch. So nothing
 is normalised by a reduction that could be forgotten, and a world of one is the same code.
 
-The rule that keeps ranks together: no `if` on what one rank alone knows between two collectives.
-An error is gathered like a result, and every rank raises it.
+The rule that keeps ranks together: between two collectives no `if` depends on what only one rank
+knows. An error is gathered like a result, and every rank raises it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TIMEOUT = 1800.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class World:
-    """The ranks of a run and this process's place among them. As it is by default, one process."""
+    """The ranks of a run and this process's place among them; by default one process."""
 
     rank: int = 0
     size: int = 1
@@ -57,9 +57,9 @@ class World:
         """The value of every rank, by rank; any that can be pickled."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, value)
-        return found
+        gathered: list[Any] = [None] * self.size
+        distributed.all_gather_object(gathered, value)
+        return gathered
 
     def cat(self, rows: Tensor) -> Tensor:
         """The rows of every rank [n, …], end to end; n may differ."""
@@ -69,13 +69,13 @@ class World:
         lengths = [int(length) for length in self._all(count)]
         padded = rows.new_zeros(max(lengths), *rows.shape[1:])
         padded[: len(rows)] = rows
-        both = zip(self._all(padded), lengths, strict=True)
-        return torch.cat([part[:length] for part, length in both])
+        parts = zip(self._all(padded), lengths, strict=True)
+        return torch.cat([part[:length] for part, length in parts])
 
     def _all(self, value: Tensor) -> list[Tensor]:
-        found = [torch.zeros_like(value) for _ in range(self.size)]
-        distributed.all_gather(found, value)
-        return found
+        gathered = [torch.zeros_like(value) for _ in range(self.size)]
+        distributed.all_gather(gathered, value)
+        return gathered
 
     def share(self, work: Callable[[], Result], name: str = "") -> list[Result]:
         """What every rank's work gives, by rank; where one raises, all raise the same.
@@ -86,26 +86,26 @@ class World:
         if self.size == 1:
             return [work()]
         start = time.perf_counter()
-        value, error = None, None
+        value: Any = None
+        error: Exception | None = None
         try:
             value = work()
         except Exception as raised:  # whatever it is, the other ranks wait
             error = raised
         seconds = time.perf_counter() - start
-        found = self.gather((value, None if error is None else _portable(error), seconds))
-        errors = [(rank, other) for rank, (_, other, _) in enumerate(found) if other is not None]
-        if errors:
-            rank, other = errors[0]
-            raise error if error is not None and rank == self.rank else other
+        results = self.gather((value, None if error is None else _portable(error), seconds))
+        for rank, (_, other_error, _) in enumerate(results):
+            if other_error is not None:
+                raise error if error is not None and rank == self.rank else other_error
         if name:
-            times = [taken for _, _, taken in found]
+            times = [result[2] for result in results]
             self.stragglers[f"straggler/{name}"] = max(times) * len(times) / max(sum(times), 1e-9)
-        return [value for value, _, _ in found]
+        return [result[0] for result in results]
 
     def first(self, work: Callable[[], Result]) -> Result:
         """What the first rank's work gives, on every rank; where it raises, all raise the same."""
-        found: list[Any] = self.share(work if self.is_main else _nothing)
-        return found[0]
+        results: list[Any] = self.share(work if self.is_main else _nothing)
+        return results[0]
 
     def sum(self, value: Tensor) -> Tensor:
         """A 0-d tensor, added up over the ranks in their order."""
@@ -113,7 +113,7 @@ class World:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """A rank that does not answer any more ends the block with a sentence.
+        """If another rank no longer answers, the block ends with a clear error.
 
         Raises:
             RuntimeError: one is late by more than `timeout`, or gone.
@@ -155,9 +155,10 @@ def join(device: torch.device, *, timeout: float = TIMEOUT, shard_size: int | No
         if shard_size not in (None, 1):
             raise ValueError(f"shard_size={shard_size} needs as many processes: start by torchrun")
         return World()
-    held = size if shard_size is None else shard_size
-    if size % held:
-        raise ValueError(f"shard_size must divide the {size} processes, got {held}")
+    if shard_size is None:
+        shard_size = size
+    if size % shard_size:
+        raise ValueError(f"shard_size must divide the {size} processes, got {shard_size}")
     backend = "gloo"
     if device.type == "cuda":
         if device.index is not None:
@@ -168,25 +169,27 @@ def join(device: torch.device, *, timeout: float = TIMEOUT, shard_size: int | No
                 f"{local + 1} processes or more on a node with {torch.cuda.device_count()} GPUs: "
                 "start one for each GPU (--nproc_per_node)"
             )
-        device, backend = torch.device("cuda", local), "cpu:gloo,cuda:nccl"
+        device = torch.device("cuda", local)
+        backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     if not distributed.is_initialized():
         distributed.init_process_group(backend, timeout=timedelta(seconds=timeout))
-    shape, names = ((held,), ("shard",))
-    if held < size:
-        shape, names = (size // held, held), ("copy", "shard")  # type: ignore[assignment]
+    shape: tuple[int, ...] = (shard_size,)
+    names: tuple[str, ...] = ("shard",)
+    if shard_size < size:
+        shape = (size // shard_size, shard_size)
+        names = ("copy", "shard")
     mesh = distributed.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=names)
-    return World(distributed.get_rank(), size, device, mesh, timeout)
+    return World(rank=distributed.get_rank(), size=size, device=device, mesh=mesh, timeout=timeout)
 
 
 VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-"""What torchrun tells a process of its place."""
+"""Environment variables by which torchrun says a process's place."""
 
 
 @contextmanager
 def hidden() -> Iterator[None]:
-    """Within it a library that looks for torchrun's variables takes this process for the only
-    one."""
+    """Within it a library that reads torchrun's variables finds a single process."""
     before = {name: os.environ.pop(name) for name in VARIABLES if name in os.environ}
     try:
         yield
@@ -217,8 +220,8 @@ def _nothing() -> Any:
 def _portable(error: Exception) -> Exception:
     """The error as another process can raise it: of its kind, where that can be pickled."""
     try:
-        copied = pickle.loads(pickle.dumps(error))
-        if str(copied) == str(error):
+        unpickled = pickle.loads(pickle.dumps(error))
+        if str(unpickled) == str(error):
             return error
     except Exception:  # of whatever its class does
         pass

@@ -1,9 +1,9 @@
 """Causal attention without a mask: over right-padded rows, and over sequences packed into one row.
 
 transformers makes a mask in every forward pass, and to learn whether one is needed it reads values
-off the device, for which the host waits; a mask then takes SDPA off its fastest kernels. Here it is
-known beforehand: padding on the right is seen by no token, and the borders of packed sequences are
-at hand. So a trunk is given `MARK` in a mask's place, four-dimensional, which transformers passes
+off the device, for which the host waits; a mask then keeps SDPA from its fastest kernels. Here it
+is known beforehand: no token sees padding on the right, and the borders of packed sequences are at
+hand. So a trunk is given a `mark` in a mask's place, four-dimensional, which transformers passes
 through unread, and its attention functions, wrapped below through `AttentionInterface`, take the
 mark for "causal, nothing masked". Being an argument, the mark is there again when activations are
 recomputed. Calls without it, generation's among them, go to transformers' own functions unchanged.
@@ -32,11 +32,11 @@ ABSENT = object()
 GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
-"""torch 2.13 asks for it; before, fewer heads of keys than of queries went without saying."""
+"""Fewer heads of keys than of queries: torch needs to be told since 2.13."""
 
 
 def mark(device: torch.device) -> Tensor:
-    """What stands for a mask that masks nothing."""
+    """A tensor that stands for a mask that masks nothing."""
     return torch.zeros(1, 1, 0, 0, device=device)
 
 
@@ -75,7 +75,8 @@ def _knowing_the_mark(name: str, original: Callable) -> Callable:
         attention_mask: Tensor | None,
         **keywords: Any,
     ) -> tuple[Tensor, None]:
-        if attention_mask is None or attention_mask.dim() != 4 or attention_mask.shape[-1]:
+        is_mark = attention_mask is not None and attention_mask.shape[-2:] == (0, 0)
+        if not is_mark:
             return original(module, query, key, value, attention_mask, **keywords)
         if "cu_seq_lens_q" in keywords:
             return _packed(module, query, key, value, flash=name != "sdpa", **keywords), None
@@ -102,26 +103,52 @@ def _packed(
     config: Any = module.config
     if sliding_window is ABSENT:
         if getattr(config, "sliding_window", None) is not None:
-            raise ValueError(f"{type(module).__name__} does not tell attention its sliding window")
+            raise ValueError(
+                f"{type(module).__name__} does not pass its sliding window to attention"
+            )
         sliding_window = None
     if not _has_kernels(value):
-        return _block_diagonal(query, key, value, cu_seq_lens_q, scaling, sliding_window)
+        return _block_diagonal(
+            query,
+            key,
+            value,
+            cu_seqlens=cu_seq_lens_q,
+            scaling=scaling,
+            sliding_window=sliding_window,
+        )
     # Under autocast rotary embeddings leave queries and keys in fp32.
     q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
     left = -1 if sliding_window is None else sliding_window - 1
     if flash:
         from flash_attn import flash_attn_varlen_func
 
-        more = {} if softcap is None else {"softcap": softcap}
-        found = flash_attn_varlen_func(
-            q, k, v, *lengths, softmax_scale=scaling, causal=True, window_size=(left, 0), **more
+        attended = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seq_lens_q,
+            cu_seqlens_k=cu_seq_lens_q,
+            max_seqlen_q=max_length_q,
+            max_seqlen_k=max_length_q,
+            softmax_scale=scaling,
+            causal=True,
+            window_size=(left, 0),
+            **({} if softcap is None else {"softcap": softcap}),
         )
     else:
-        found = varlen_attn(
-            q, k, v, *lengths, scale=scaling, window_size=(left, 0), **GROUPED_HEADS
+        attended = varlen_attn(
+            q,
+            k,
+            v,
+            cu_seq_q=cu_seq_lens_q,
+            cu_seq_k=cu_seq_lens_q,
+            max_q=max_length_q,
+            max_k=max_length_q,
+            scale=scaling,
+            window_size=(left, 0),
+            **GROUPED_HEADS,
         )
-    return found.unsqueeze(0)
+    return attended.unsqueeze(0)
 
 
 def _has_kernels(value: Tensor) -> bool:
@@ -133,6 +160,7 @@ def _block_diagonal(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
     cu_seqlens: Tensor,
     scaling: float | None,
     sliding_window: int | None,
@@ -146,10 +174,10 @@ def _block_diagonal(
         seen &= distance < sliding_window
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    found = torch.nn.functional.scaled_dot_product_attention(
+    attended = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=seen, scale=scaling
     )
-    return found.transpose(1, 2).contiguous()
+    return attended.transpose(1, 2).contiguous()
 
 
 for _name in WRAPPED:

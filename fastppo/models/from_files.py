@@ -1,9 +1,9 @@
 """Weights from safetensors straight into shards: no rank ever holds the whole model.
 
 A model is made without weights (`empty_causal_lm`: parameters on the meta device, buffers such as
-rotary frequencies computed as ever), sharded, and then each rank reads of every tensor the rows
-that are its own (`fill`). The bits are those of the ordinary way. That one is taken where the files
-do not hold the model's parameters by their names, which transformers may convert when it loads.
+rotary frequencies computed as usual), sharded, and then each rank reads its own rows of every
+tensor (`fill`). The bits are the same as when transformers loads it. Files that do not hold the
+model's parameters by their names, which transformers may convert, are left to transformers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class Files:
     """
 
     def __init__(self, directory: Path, lm: PreTrainedModel) -> None:
-        self.directory, self.lm, self.dtype = directory, lm, lm.dtype
+        self.directory = directory
+        self.lm = lm
+        self.dtype = lm.dtype
         self.files = self._files()
 
     def _files(self) -> dict[str, str]:
@@ -73,8 +75,8 @@ class Files:
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows of a tensor, in the dtype that the model is loaded in."""
-        with self._slice(name) as found:
-            return found[start:stop].to(self.dtype, copy=True)
+        with self._slice(name) as tensor:
+            return tensor[start:stop].to(self.dtype, copy=True)
 
     def fit(self) -> bool:
         """Whether they hold every parameter of the model by its name and in its shape, and none of
@@ -86,8 +88,8 @@ class Files:
         for name, parameter in self.lm.named_parameters():
             if name not in self.files:
                 return False
-            with self._slice(name) as found:
-                if tuple(found.get_shape()) != tuple(parameter.shape):
+            with self._slice(name) as tensor:
+                if tuple(tensor.get_shape()) != tuple(parameter.shape):
                     return False
         return True
 
@@ -98,34 +100,33 @@ class Files:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, causal_lm: nn.Module, device: torch.device) -> None:
-        """Gives a model that is on the meta device, and may be sharded, this rank's part of its
-        weights.
+        """Writes this rank's part of the weights into a model that is on the meta device, and may
+        be sharded.
 
         Args:
             causal_lm: the part whose weights are in the files; all others are zero.
         """
         names = {id(parameter): name for name, parameter in causal_lm.named_parameters()}
-        filled: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        filled: dict[nn.Parameter, nn.Parameter] = {}
         for module in model.modules():
-            for leaf, parameter in module._parameters.items():
+            for leaf, parameter in list(module._parameters.items()):
                 if parameter is None or not parameter.is_meta:
                     continue
-                if id(parameter) not in filled:  # tied weights stay one parameter
+                if parameter not in filled:  # tied weights stay one parameter
                     value = torch.empty_like(parameter, device=device)
                     self._write(value, names.get(id(parameter)))
-                    made = nn.Parameter(value, parameter.requires_grad)
-                    filled[id(parameter)] = parameter, made
-                setattr(module, leaf, filled[id(parameter)][1])
-            for leaf, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[leaf] = buffer.to(device)
+                    filled[parameter] = nn.Parameter(value, parameter.requires_grad)
+                setattr(module, leaf, filled[parameter])
+            for leaf, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, leaf, buffer.to(device))
 
     def _write(self, value: Tensor, name: str | None) -> None:
         """This rank's part of a tensor of the files, or zeros."""
         local, start = value, 0
         if isinstance(value, DTensor):
-            where = value.shape, value.device_mesh, value.placements
-            _, (start, *_) = compute_local_shape_and_global_offset(*where)
+            _, (start, *_) = compute_local_shape_and_global_offset(
+                value.shape, value.device_mesh, value.placements
+            )
             local = value.to_local()
         if name is None:
             local.zero_()

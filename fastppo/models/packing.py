@@ -1,8 +1,8 @@
 """Whether a trunk may be given packed sequences: packed must equal padded, values and gradients.
 
 Most trunks take positions that start anew for each sequence and keep the sequences apart. Some do
-not, in silence: OPT counts positions along the row, whatever it is told. So a small batch is run
-both ways before packing is used.
+not, without an error: OPT counts positions along the row, whatever it is given. So a small batch is
+run both ways before packing is used.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def choose_packing(choice: str, policy: ActorCritic, reference: LanguageModel | 
             return None
     for who, trunk in trunks:
         with policy.autocast():
-            found = difference(trunk)
-        if found is not None:
-            sentence = f"{type(trunk).__name__} ({who}) cannot be packed: {found}"
+            wrong = difference(trunk)
+        if wrong is not None:
+            sentence = f"{type(trunk).__name__} ({who}) cannot be packed: {wrong}"
             if choice == "on":
                 raise ValueError(f"packing=on: {sentence}. Use packing=off")
             return f"packing is off: {sentence}"
@@ -59,17 +59,18 @@ def choose_packing(choice: str, policy: ActorCritic, reference: LanguageModel | 
 
 def trunks_of(policy: ActorCritic, reference: LanguageModel | None) -> list[tuple[str, Any]]:
     """(who, trunk) of all that read the policy's batches."""
-    found = [("the policy", policy.causal_lm.base_model)]
+    trunks: list[tuple[str, Any]] = [("the policy", policy.causal_lm.base_model)]
     if isinstance(policy.value_function, CriticValue):
-        found.append(("the critic", policy.value_function.trunk))
+        trunks.append(("the critic", policy.value_function.trunk))
     if reference is not None:
-        found.append(("the reference", reference.causal_lm.base_model))
-    return found
+        trunks.append(("the reference", reference.causal_lm.base_model))
+    return trunks
 
 
 def difference(trunk: Any) -> str | None:
     """What differs between packed and padded sequences, or None."""
-    context, vocabulary = context_length(trunk), trunk.get_input_embeddings().weight.shape[0]
+    context = context_length(trunk)
+    vocabulary = trunk.get_input_embeddings().weight.shape[0]
     lengths = [min(length, context or length) for length in LENGTHS]
     rows = [[(7 * i + 3 * length) % vocabulary for i in range(length)] for length in lengths]
     batch = Batch.of([row[:1] for row in rows], [row[1:] for row in rows], trunk.device)
@@ -110,8 +111,8 @@ def _states_and_gradient(trunk: Any, layout: Layout) -> tuple[Tensor, Tensor]:
     finally:
         hook.remove()
     tokens = torch.cat([layout.predicting, layout.final])
-    found = states.flatten(0, 1)[tokens]
+    states = states.flatten(0, 1)[tokens]
     # Weights that differ from one entry to the next, so that no gradient cancels in a norm.
-    weights = torch.linspace(-1, 1, found.numel(), device=found.device).view_as(found)
-    (gradient,) = torch.autograd.grad((found.float() * weights).sum(), embedded)
-    return found.detach(), gradient.flatten(0, 1)[tokens]
+    weights = torch.linspace(-1, 1, states.numel(), device=states.device).view_as(states)
+    (gradient,) = torch.autograd.grad((states.float() * weights).sum(), embedded)
+    return states.detach(), gradient.flatten(0, 1)[tokens]

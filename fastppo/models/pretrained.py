@@ -1,5 +1,5 @@
-"""Loading what a directory or hub name holds, and refusing what would train in silence on less:
-another kind of model, or weights that are not there and would be random.
+"""Loading models and tokenizers from a directory or hub name. What would load and then train
+wrongly is refused: another kind of model, or missing weights, which would be random.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def model_config(name: str, what: str = "model") -> Any:
         config = AutoConfig.from_pretrained(name)
         context = getattr(config.get_text_config(), "max_position_embeddings", None)
     except Exception as error:  # a config.json may hold anything, and fail in any way
-        nothing = "" if path.is_dir() else "no such directory, and no model of the hub that loads: "
-        raise ValueError(f"{what} {name}: {nothing}{_sentence(error)}") from error
+        begin = "" if path.is_dir() else "no such directory, and no model of the hub that loads: "
+        raise ValueError(f"{what} {name}: {begin}{_sentence(error)}") from error
     if context is not None and (not isinstance(context, int) or context < 1):
         raise ValueError(
             f"{what} {name}: config.json: max_position_embeddings must be an integer >= 1, "
@@ -86,7 +86,7 @@ def is_sequence_classifier(config: Any) -> bool:
 
 
 def _is_a(config: Any, *kinds: str) -> bool:
-    return any(each.endswith(kinds) for each in config.architectures or ())
+    return any(architecture.endswith(kinds) for architecture in config.architectures or ())
 
 
 def load_whole(
@@ -138,14 +138,14 @@ def _some(names: list[str]) -> str:
 
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
-"""One of these at least has a directory with a tokenizer."""
+"""A directory with a tokenizer has at least one of these."""
 
 
 def load_tokenizer(name: str, what: str = "model") -> Any:
     """The tokenizer of a directory or hub name; raises ValueError if there is none."""
     model_config(name, what)  # a wrong name is not a missing tokenizer
     path = Path(name)
-    if path.is_dir() and not any(any(path.glob(each)) for each in TOKENIZER_FILES):
+    if path.is_dir() and not any(any(path.glob(pattern)) for pattern in TOKENIZER_FILES):
         raise ValueError(
             f"{what} {name}: no tokenizer is there; save it beside the model by "
             f"tokenizer.save_pretrained({name!r})"

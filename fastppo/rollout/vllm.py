@@ -1,9 +1,9 @@
 """vLLM in the learner's process: its speed at decoding, on a copy of the policy's weights.
 
-vLLM is given the model's config and tokenizer; the weights themselves are handed over from memory,
-at the start and after every update, in place. There the KV cache of prompts that were seen before
-is emptied, for it was computed with the old weights. During an update on a GPU the engine sleeps:
-its weights and cache are given up, and come back with the handover.
+vLLM is given the model's config and tokenizer; the weights are handed over from memory, in place,
+at the start and after every update. Each time the KV cache of prompts is emptied, for it was
+computed with the old weights. During an update on a GPU the engine sleeps: its weights and cache
+are freed, and come back with the handover.
 
 Of several processes each has an engine for its own rows, or `tensor_parallel_size` neighbours have
 one together (`external_launcher`: vLLM joins the processes that are there). The weights are handed
@@ -41,7 +41,7 @@ INSTALL = 'pip install -e ".[vllm]"'
 CPU_CACHE_BYTES = 2**30
 """KV cache on a CPU, where vLLM would take a share of the machine's memory."""
 SLEEP = 2
-"""The level at which weights are given up, not kept on the CPU: the next ones are handed over."""
+"""The level at which weights are freed, not kept on the CPU: new ones are handed over."""
 
 
 class VLLMEngine(RolloutEngine):
@@ -85,14 +85,17 @@ class VLLMEngine(RolloutEngine):
         self._sampling_params = vllm.SamplingParams
         self._asleep = False
         self._on_gpu = policy.device.type == "cuda"
-        device: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+        settings: dict[str, Any] = {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": CPU_CACHE_BYTES,
+        }
         if self._on_gpu:
-            device = {
+            settings = {
                 "enable_sleep_mode": True,
                 "gpu_memory_utilization": gpu_memory_utilization,
             }
         if batch_size is not None:
-            device["max_num_seqs"] = batch_size
+            settings["max_num_seqs"] = batch_size
         processes = 1 if world is None else world.size
         if processes % tensor_parallel_size:
             raise ValueError(
@@ -101,8 +104,8 @@ class VLLMEngine(RolloutEngine):
             )
         self.ranks_together = tensor_parallel_size
         if processes > 1:
-            device["distributed_executor_backend"] = "external_launcher"
-            device["tensor_parallel_size"] = tensor_parallel_size
+            settings["distributed_executor_backend"] = "external_launcher"
+            settings["tensor_parallel_size"] = tensor_parallel_size
         with tempfile.TemporaryDirectory() as directory, _process_state_restored(policy.device):
             _save_all_but_weights(policy, tokenizer, Path(directory))
             self.llm: Any = vllm.LLM(
@@ -114,7 +117,7 @@ class VLLMEngine(RolloutEngine):
                 enable_prefix_caching=True,
                 logprobs_mode="processed_logprobs",
                 disable_log_stats=True,
-                **device | options,
+                **(settings | options),
             )
         # At each handover it warns that rotary tables got no weights, which they do not have.
         reload_logger = "vllm.model_executor.model_loader.reload.layerwise"
@@ -147,17 +150,18 @@ class VLLMEngine(RolloutEngine):
         )
         responses = [output.outputs[0] for output in outputs]
         logprobs = [_logprobs(response) for response in responses]
-        whole = not sampling.is_restricted and (not sampling.greedy or sampling.temperature == 1)
+        # Those of softmax(z/T) over the whole vocabulary, unless sampling changed it.
+        is_plain = not sampling.is_restricted and (not sampling.greedy or sampling.temperature == 1)
         return Rollout(
-            [list(response.token_ids) for response in responses],
-            [_finish_reason(response.finish_reason) for response in responses],
+            tokens=[list(response.token_ids) for response in responses],
+            finish_reasons=[_finish_reason(response.finish_reason) for response in responses],
             sampler_logprobs=logprobs,
-            logprobs=logprobs if whole else None,
+            logprobs=logprobs if is_plain else None,
         )
 
     @torch.no_grad()
     def weights_changed(self, policy: LanguageModel) -> None:
-        """Hands the policy's weights over, adapters merged, and forgets what the old ones gave."""
+        """Hands the policy's weights over, adapters merged, and empties the prefix cache."""
         weights = _weights(policy)
         try:
             if self._asleep:
@@ -166,7 +170,7 @@ class VLLMEngine(RolloutEngine):
             # for CPUs do, and this call goes back to the layout of the files first.
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         finally:
-            for _ in weights:  # what an error has left: other processes gather it with this one
+            for _ in weights:  # after an error too: other processes gather the rest with this one
                 pass
         if self._asleep:
             self.llm.wake_up(tags=["kv_cache"])
@@ -175,7 +179,7 @@ class VLLMEngine(RolloutEngine):
             raise RuntimeError("vLLM did not empty its prefix cache: are there requests in flight?")
 
     def release(self) -> None:
-        """Gives weights and KV cache up until the next handover; on a CPU nothing happens."""
+        """Frees weights and KV cache until the next handover; on a CPU nothing happens."""
         if self._on_gpu and not self._asleep:
             self.llm.sleep(level=SLEEP)
             self._asleep = True
@@ -228,8 +232,10 @@ def _save_all_but_weights(policy: LanguageModel, tokenizer: Any, directory: Path
 def _process_state_restored(device: torch.device) -> Iterator[None]:
     """vLLM seeds every generator of the process; on a CPU it also takes `torch.set_num_threads`
     away from the learner."""
-    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    set_num_threads = torch.set_num_threads
+    threads = torch.get_num_threads()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     devices: Iterable[torch.device] = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=devices):

@@ -82,28 +82,31 @@ def test_calls_without_the_mark_are_transformers_own(monkeypatch: pytest.MonkeyP
 # ---------------------------------------------------------------------------------- packed rows
 
 
-def _one_by_one(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, *rest: Any, **how: Any) -> Tensor:
+def _one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, *, window_size: tuple[int, int], scale: float
+) -> Tensor:
     """What torch's varlen_attn and flash-attn's function compute, sequence by sequence."""
-    left, right = how["window_size"]
+    left, right = window_size
     assert right == 0
-    found = []
+    rows = []
     for begin, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
         distance = torch.arange(end - begin).unsqueeze(1) - torch.arange(end - begin)
         seen = (distance >= 0) & ((distance <= left) | torch.tensor(left < 0))
         parts = [x[begin:end].transpose(0, 1) for x in (q, k, v)]
         parts[1:] = [x.repeat_interleave(len(parts[0]) // len(x), 0) for x in parts[1:]]
-        scale = how.get("scale", how.get("softmax_scale"))
-        one = torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale)
-        found.append(one.transpose(0, 1))
-    return torch.cat(found)
+        row = torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale)
+        rows.append(row.transpose(0, 1))
+    return torch.cat(rows)
 
 
 @pytest.mark.parametrize("sliding_window", [None, 3])
-@pytest.mark.parametrize("heads", [4, 2, 1])
+@pytest.mark.parametrize("heads", [4, 2])
 def test_a_block_diagonal_mask_keeps_sequences_apart(heads: int, sliding_window) -> None:
     q, (k, v) = torch.randn(1, 4, 9, 8), torch.randn(2, 1, heads, 9, 8)
     cu = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
-    found = attention._block_diagonal(q, k, v, cu, 0.3, sliding_window)
+    found = attention._block_diagonal(
+        q, k, v, cu_seqlens=cu, scaling=0.3, sliding_window=sliding_window
+    )
     left = -1 if sliding_window is None else sliding_window - 1
     rows = [x[0].transpose(0, 1) for x in (q, k, v)]
     wanted = _one_by_one(*rows, cu, scale=0.3, window_size=(left, 0))
@@ -118,11 +121,11 @@ def test_torchs_kernel_gets_what_it_needs(architecture: str, monkeypatch) -> Non
     prepare(trunk)
     calls: list[tuple[int, int]] = []
 
-    def kernel(q, k, v, cu, cu_k, longest, longest_k, *, enable_gqa=True, **how):
-        assert cu is cu_k
-        assert longest == longest_k == 8
-        calls.append(how["window_size"])
-        return _one_by_one(q, k, v, cu, **how)
+    def kernel(q, k, v, *, cu_seq_q, cu_seq_k, max_q, max_k, window_size, scale, enable_gqa=True):
+        assert cu_seq_q is cu_seq_k
+        assert max_q == max_k == 8
+        calls.append(window_size)
+        return _one_by_one(q, k, v, cu_seq_q, window_size=window_size, scale=scale)
 
     monkeypatch.setattr(attention, "_has_kernels", lambda value: True)
     monkeypatch.setattr(attention, "varlen_attn", kernel)
@@ -143,9 +146,9 @@ def test_flash_attn_is_used_where_the_model_was_loaded_with_it(monkeypatch) -> N
     cu = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
     seen: dict[str, Any] = {}
 
-    def kernel(q, k, v, cu, cu_k, longest, longest_k, **how):
-        seen.update(how, longest=longest)
-        return _one_by_one(q, k, v, cu, **how)
+    def kernel(q, k, v, *, cu_seqlens_q, window_size, softmax_scale, **options):
+        seen.update(options)
+        return _one_by_one(q, k, v, cu_seqlens_q, window_size=window_size, scale=softmax_scale)
 
     monkeypatch.setattr(attention, "_has_kernels", lambda value: True)
     stand_in = SimpleNamespace(flash_attn_varlen_func=kernel)
@@ -165,17 +168,17 @@ def test_flash_attn_is_used_where_the_model_was_loaded_with_it(monkeypatch) -> N
         softcap=20.0,
     )
     assert seen["softcap"] == 20.0
-    assert (seen["causal"], seen["longest"]) == (True, 4)
-    wanted = attention._block_diagonal(q, k, v, cu, 0.3, 3)
+    assert (seen["causal"], seen["max_seqlen_q"], seen["max_seqlen_k"]) == (True, 4, 4)
+    wanted = attention._block_diagonal(q, k, v, cu_seqlens=cu, scaling=0.3, sliding_window=3)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_window_that_attention_is_not_told_is_refused() -> None:
+def test_a_window_that_attention_does_not_get_is_refused() -> None:
     """Packed, it would see the whole sequence, and only sequences longer than the window show
     it."""
     layer: Any = SimpleNamespace(config=SimpleNamespace(sliding_window=3))
     wrapped = attention._knowing_the_mark("sdpa", None)  # type: ignore[arg-type]
     x = torch.zeros(1, 1, 2, 4)
     cu = torch.tensor([0, 2], dtype=torch.int32)
-    with pytest.raises(ValueError, match="does not tell attention its sliding window"):
+    with pytest.raises(ValueError, match="does not pass its sliding window"):
         wrapped(layer, x, x, x, mark(x.device), cu_seq_lens_q=cu, max_length_q=2)
