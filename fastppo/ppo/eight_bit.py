@@ -72,9 +72,9 @@ def adamw_8bit() -> type[Any]:
 
         def state_dict(self) -> dict[str, Any]:
             """Plain tensors alone: of each 8-bit moment its codes and scales."""
-            found = super().state_dict()
-            state = {index: _taken_apart(entry) for index, entry in found["state"].items()}
-            return {**found, "state": state}
+            state_dict = super().state_dict()
+            state = {index: _plain(entry) for index, entry in state_dict["state"].items()}
+            return {**state_dict, "state": state}
 
         @torch.no_grad()
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -90,18 +90,19 @@ def adamw_8bit() -> type[Any]:
             weights = [weight for group in self.param_groups for weight in group["params"]]
             for index, saved in codes.items():
                 for moment in MOMENTS:
-                    held = self._new_buffer(weights[index], signed=moment == MOMENTS[0])
+                    quantized = self._new_buffer(weights[index], signed=moment == MOMENTS[0])
                     for part in PARTS:
-                        getattr(held, part).copy_(saved[f"{moment}_{part}"])
-                    self.state[weights[index]][moment] = held
+                        getattr(quantized, part).copy_(saved[f"{moment}_{part}"])
+                    self.state[weights[index]][moment] = quantized
 
-    def _taken_apart(entry: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def _plain(entry: dict[str, Any]) -> dict[str, Any]:
+        """A weight's state with codes and scales in place of 8-bit tensors."""
+        plain: dict[str, Any] = {}
         for name, value in entry.items():
             if isinstance(value, OptimState8bit):
-                found |= {f"{name}_{part}": getattr(value, part) for part in PARTS}
+                plain |= {f"{name}_{part}": getattr(value, part) for part in PARTS}
             else:
-                found[name] = value
-        return found
+                plain[name] = value
+        return plain
 
     return MasterAdamW8bit

@@ -32,7 +32,8 @@ class GivenResponses(NamedTuple):
     rollout: Rollout
     """Without the sampler's logprobs: nobody says how they were drawn."""
     scores: Scores
-    old: GivenPolicy
+    policy: GivenPolicy
+    """That drew them, as far as it is known."""
 
 
 def given_responses(
@@ -74,12 +75,13 @@ def given_responses(
     written = None if masks is None else check_masks(masks, response_ids)
     rollout = Rollout(response_ids, list(finish_reasons), written=written)
     within = None if token_rewards is None else packed_rewards(token_rewards, rollout)
-    old = GivenPolicy(
+    policy = GivenPolicy(
         None if old_logprobs is None else packed_values("old_logprobs", old_logprobs, rollout),
         None if values is None else packed_values("values", values, rollout),
     )
     check_responses(prompt_ids, rollout, vocabulary=vocabulary, context=context)
-    return GivenResponses(prompt_ids, rollout, Scores(total, within, rollout.written_lengths), old)
+    paid = Scores(total, within, rollout.written_lengths)
+    return GivenResponses(prompt_ids, rollout, paid, policy)
 
 
 def check_masks(

@@ -26,8 +26,10 @@ class MasterWeights:
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         self.weights = [weight for group in groups for weight in group["params"]]
-        own = [{**group, "params": [*map(self._master, group["params"])]} for group in groups]
-        super().__init__(own, **options)  # type: ignore[call-arg]
+        of_masters = []
+        for group in groups:
+            of_masters.append({**group, "params": [self._master(p) for p in group["params"]]})
+        super().__init__(of_masters, **options)  # type: ignore[call-arg]
 
     @staticmethod
     def has_master(weight: Tensor) -> bool:
@@ -41,12 +43,16 @@ class MasterWeights:
         return nn.Parameter(weight.detach().float()) if self.has_master(weight) else weight
 
     @property
+    def masters(self) -> list[nn.Parameter]:
+        """What the optimiser steps, in the order of `weights`."""
+        groups: Any = self.param_groups  # type: ignore[attr-defined]
+        return [master for group in groups for master in group["params"]]
+
+    @property
     def _rounded(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """(weight, master) of the weights that are not their own master."""
-        groups: Any = self.param_groups  # type: ignore[attr-defined]
-        masters = [master for group in groups for master in group["params"]]
-        both = zip(self.weights, masters, strict=True)
-        return [(weight, master) for weight, master in both if weight is not master]
+        pairs = zip(self.weights, self.masters, strict=True)
+        return [(weight, master) for weight, master in pairs if weight is not master]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -54,29 +60,26 @@ class MasterWeights:
         pairs = self._rounded
         for weight, master in pairs:
             master.grad = weight.grad
-        found = super().step(closure)  # type: ignore[misc]
+        loss = super().step(closure)  # type: ignore[misc]
         for _, master in pairs:
             master.grad = None
         self._round()
-        return found
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Lets go of the gradients, whichever is asked for."""
+        """Frees the gradients, whatever `set_to_none` is."""
         # Not by torch's own, which groups them first and notes itself for a profile.
         for weight in self.weights:
             weight.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """The optimiser's, and with each weight's state its master."""
-        found = super().state_dict()  # type: ignore[misc]
-        masters = {id(master) for _, master in self._rounded}
-        groups: Any = self.param_groups  # type: ignore[attr-defined]
-        every = [master for group in groups for master in group["params"]]
-        state = {index: dict(entry) for index, entry in found["state"].items()}
-        for index, master in enumerate(every):
-            if id(master) in masters:
+        state_dict = super().state_dict()  # type: ignore[misc]
+        state = {index: dict(entry) for index, entry in state_dict["state"].items()}
+        for index, (weight, master) in enumerate(zip(self.weights, self.masters, strict=True)):
+            if weight is not master:
                 state.setdefault(index, {})["master"] = master.detach()
-        return {**found, "state": state}
+        return {**state_dict, "state": state}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -85,19 +88,17 @@ class MasterWeights:
         masters = {index: entry.pop("master", None) for index, entry in state.items()}
         state = {index: entry for index, entry in state.items() if entry}
         super().load_state_dict({**state_dict, "state": state})  # type: ignore[misc]
-        groups: Any = self.param_groups  # type: ignore[attr-defined]
-        every = [master for group in groups for master in group["params"]]
-        for index, saved in masters.items():
+        for index, master in enumerate(self.masters):
+            saved = masters.get(index)
             if saved is not None:
-                every[index].copy_(saved)
+                master.copy_(saved)
         self._round()
 
     def _round(self) -> None:
         pairs = self._rounded
         if pairs:
-            weights, masters = (
-                [each.detach() for each in side] for side in zip(*pairs, strict=True)
-            )
+            weights = [weight.detach() for weight, _ in pairs]
+            masters = [master.detach() for _, master in pairs]
             torch._foreach_copy_(weights, masters)
 
 

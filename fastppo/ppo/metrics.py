@@ -3,9 +3,10 @@ what is written down of the responses."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -62,20 +63,24 @@ class LossSums(NamedTuple):
             computed=self.computed + other.computed,
         )
 
-    def of_all_ranks(self, world: World) -> LossSums:
-        """Added up over the ranks, in their order, on every rank."""
+    @classmethod
+    def joined(cls, parts: Sequence[LossSums], world: World) -> LossSums:
+        """Of all microbatches, on every rank those of all ranks.
+
+        Args:
+            parts: of this rank, at least one.
+        """
+        of_rank = functools.reduce(cls.plus, parts)
         if world.size == 1:
-            return self
-        of_rank = [self.loss, self.value_loss, self.value_clipped]
-        of_rank.append(torch.as_tensor(self.computed, device=self.loss.device))
-        row = torch.cat([torch.stack([x.double() for x in of_rank]), self.policy.double()])
-        total: LossSums | None = None
+            return of_rank
+        computed = torch.as_tensor(of_rank.computed, device=of_rank.loss.device)
+        scalars = [of_rank.loss, of_rank.value_loss, of_rank.value_clipped, computed]
+        row = torch.cat([torch.stack([x.double() for x in scalars]), of_rank.policy.double()])
+        ranks = []
         for numbers in world.cat(row.unsqueeze(0)):
-            loss, value_loss, value_clipped, computed = numbers[:4]
-            part = LossSums(numbers[4:], loss, value_loss, value_clipped, computed)
-            total = part if total is None else total.plus(part)
-        assert total is not None
-        return total
+            loss, value_loss, value_clipped, computed = numbers[: len(scalars)]
+            ranks.append(cls(numbers[len(scalars) :], loss, value_loss, value_clipped, computed))
+        return functools.reduce(cls.plus, ranks)
 
     @property
     def approx_kl(self) -> Tensor:

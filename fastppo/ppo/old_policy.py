@@ -70,14 +70,14 @@ def read_old_policy(
     model: ActorCritic,
     engine: RolloutEngine,
     sampling: Sampling,
-    given: GivenPolicy | None = None,
+    given_policy: GivenPolicy | None = None,
 ) -> OldPolicy:
     """Old logprobs and values of the responses of a rollout.
 
     Args:
         plan: prompts and responses in microbatches.
         engine, sampling: what drew them, and how.
-        given: in place of what the engine says; values after responses that were cut off are
+        given_policy: in place of what the engine says; values after responses that were cut off are
             always those of the model as it is.
 
     Raises:
@@ -85,9 +85,9 @@ def read_old_policy(
     """
     device = model.device
     logprobs = values = None
-    if given is not None:
-        logprobs = _on(device, given.logprobs)
-        values = _on(device, given.values)
+    if given_policy is not None:
+        logprobs = _on(device, given_policy.logprobs)
+        values = _on(device, given_policy.values)
     if logprobs is not None and values is not None and not options.bootstrap_truncated:
         return OldPolicy(logprobs, values, None)
     is_exact = engine.same_weights and model.is_full_precision

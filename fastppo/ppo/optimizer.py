@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,21 +29,21 @@ def make_optimizer(model: ActorCritic, config: PPOConfig) -> Any:
     Raises:
         ValueError: torchao, which `optimizer=adamw8bit` needs, is not installed.
     """
-    trunk = [p for p in model.causal_lm.parameters() if p.requires_grad]
     value_rate = config.value_learning_rate
     if value_rate is None:
         value_rate = config.learning_rate
+    trunk = [p for p in model.causal_lm.parameters() if p.requires_grad]
     head = list(model.value_function.head.parameters())
-    layers = [  # of a branch or a critic
+    critic_layers = [
         p
         for name, p in model.value_function.named_parameters()
         if p.requires_grad and not name.startswith("head.")
     ]
     kinds = [
-        ([p for p in trunk if p.dim() >= 2], config.learning_rate, config.weight_decay),
-        ([p for p in trunk if p.dim() < 2], config.learning_rate, 0.0),
-        (head + [p for p in layers if p.dim() < 2], value_rate, 0.0),
-        ([p for p in layers if p.dim() >= 2], value_rate, config.weight_decay),
+        (_matrices(trunk), config.learning_rate, config.weight_decay),
+        (_vectors(trunk), config.learning_rate, 0.0),
+        (head + _vectors(critic_layers), value_rate, 0.0),
+        (_matrices(critic_layers), value_rate, config.weight_decay),
     ]
     groups: list[dict[str, Any]] = []
     for parameters, rate, decay in kinds:
@@ -51,11 +52,20 @@ def make_optimizer(model: ActorCritic, config: PPOConfig) -> Any:
             groups[-1]["params"].extend(parameters)
         elif parameters:
             groups.append({"params": parameters, **options})
-    how = {"betas": (ADAM_BETA1, config.adam_beta2), "eps": config.adam_eps}
+    betas = (ADAM_BETA1, config.adam_beta2)
     if config.optimizer == "adamw8bit":
-        return adamw_8bit()(groups, bf16_stochastic_round=True, **how)
+        optimizer = adamw_8bit()
+        return optimizer(groups, bf16_stochastic_round=True, betas=betas, eps=config.adam_eps)
     # Fused is one pass over the weights; on a CPU the loop takes ten times as long.
-    return MasterAdamW(groups, fused=True, **how)
+    return MasterAdamW(groups, fused=True, betas=betas, eps=config.adam_eps)
+
+
+def _matrices(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [p for p in parameters if p.dim() >= 2]
+
+
+def _vectors(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [p for p in parameters if p.dim() < 2]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, config: PPOConfig) -> float:
@@ -75,18 +85,17 @@ def clip_gradients(
 ) -> dict[str, Tensor]:
     """Scales gradients down to `max_grad_norm`; the norms before, 0-d. A critic's are clipped apart
     from the policy's."""
-    parameters = optimizer.weights
-    groups = {"grad_norm": parameters}
+    groups = {"grad_norm": optimizer.weights}
     if config.value_model == "critic":
-        of_critic = {id(p) for p in model.value_function.parameters()}
+        critic = {id(p) for p in model.value_function.parameters()}
         groups = {
-            "grad_norm": [p for p in parameters if id(p) not in of_critic],
-            "value_grad_norm": [p for p in parameters if id(p) in of_critic],
+            "grad_norm": [p for p in optimizer.weights if id(p) not in critic],
+            "value_grad_norm": [p for p in optimizer.weights if id(p) in critic],
         }
-    return {
-        name: full_tensor(torch.nn.utils.clip_grad_norm_(group, config.max_grad_norm))
-        for name, group in groups.items()
-    }
+    norms = {}
+    for name, weights in groups.items():
+        norms[name] = full_tensor(torch.nn.utils.clip_grad_norm_(weights, config.max_grad_norm))
+    return norms
 
 
 def schedule(name: str, step: int, warmup: int, total: int) -> float:

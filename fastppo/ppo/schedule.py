@@ -9,8 +9,16 @@ from typing import NamedTuple
 from fastppo.functional import arguments
 
 SCHEDULED = (
-    *("clip_ratio", "clip_ratio_high", "dual_clip", "value_clip", "entropy_coef", "vf_coef"),
-    *("kl_coef", "kl_loss_coef", "ptx_coef", "missing_eos_penalty"),
+    "clip_ratio",
+    "clip_ratio_high",
+    "dual_clip",
+    "value_clip",
+    "entropy_coef",
+    "vf_coef",
+    "kl_coef",
+    "kl_loss_coef",
+    "ptx_coef",
+    "missing_eos_penalty",
     "early_stop_kl",
 )
 """Options that `schedules` may move; the learning rate has `lr_schedule`."""

@@ -33,16 +33,16 @@ LEAST_SCALE = 1.0
 """Of a loss. Where a smaller one still overflows, the scale is not to blame."""
 
 
+FIRST_POLICY_BETA = 1.0
+"""β of the KL to the rollout policy in the first iteration, per nat."""
+
+
 class Steps(NamedTuple):
     """Optimiser steps of a run: all, and those of them that were not taken."""
 
     all: int
     skipped: int
     overflowed: int
-
-
-FIRST_POLICY_BETA = 1.0
-"""β of the KL to the rollout policy in the first iteration, per nat."""
 
 
 class RunStoppedError(RuntimeError):
@@ -200,6 +200,6 @@ def _watch(config: PPOConfig) -> Watch:
     # The default thresholds are for any run; one that the user chose is missed if it is absent.
     chosen = [threshold for threshold in warn_if if str(threshold) not in WARNINGS] + stop_if
     after = ABSENT_AFTER
-    if config.eval_prompts and any(each.metric.startswith("eval/") for each in chosen):
+    if config.eval_prompts and any(threshold.metric.startswith("eval/") for threshold in chosen):
         after = max(after, config.eval_interval)  # by then there has been an evaluation
     return Watch(warn_if, stop_if, chosen, min(after, config.iterations))

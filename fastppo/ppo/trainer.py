@@ -31,7 +31,7 @@ from transformers import PreTrainedModel, set_seed
 
 from fastppo.data.batch import Batch
 from fastppo.data.chat import decode_completions
-from fastppo.data.microbatches import Limits, split
+from fastppo.data.microbatches import split
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import Rows
 from fastppo.data.world import World
@@ -227,12 +227,12 @@ class PPOTrainer:
         scores: Scores,
         options: PPOConfig,
         *,
-        given: GivenPolicy | None = None,
+        given_policy: GivenPolicy | None = None,
     ) -> tuple[Experience, dict[str, float]]:
         """Old logprobs, reference logprobs and values of the responses; then their advantages.
 
         Args:
-            given: old logprobs and values of responses that no engine of the trainer drew.
+            given_policy: old logprobs and values of responses that no engine of the trainer drew.
 
         Returns:
             (what the update learns from, metrics).
@@ -252,7 +252,7 @@ class PPOTrainer:
                     model=self.model,
                     engine=self.engine,
                     sampling=self.sampling,
-                    given=given,
+                    given_policy=given_policy,
                 )
                 reference = read_reference(self.reference, plan, options, kl_coef=kl_coef)
         learned = make_advantages(
@@ -281,8 +281,8 @@ class PPOTrainer:
     def update(self, experience: Experience, options: PPOConfig) -> dict[str, float]:
         """Mini-epochs of clipped updates on one batch of experience; returns their mean metrics."""
         state = self.state
-        meter = UpdateMeter()
         before = state.steps
+        meter = UpdateMeter()
         early_stopped = False
         for _ in range(options.ppo_epochs):
             order = torch.randperm(len(experience))
@@ -295,12 +295,19 @@ class PPOTrainer:
                 wanted = options.limits(self.model.packing)
                 for attempt in self.fitting.attempts(wanted, len(minibatch)):
                     with attempt as limits:
-                        sums = self.gradient(minibatch, limits, options)
-                meter.add_work(minibatch, limits, self.world)
+                        self.optimizer.zero_grad(set_to_none=True)
+                        loss = None  # what an attempt that failed has left holds its activations
+                        parts: list[LossSums] = []
+                        for micro in minibatch.microbatches(limits, self.world):
+                            loss, part = self.loss(micro, options)
+                            state.scaler.scale(loss).backward()
+                            parts.append(part)
+                sums = LossSums.joined(parts, self.world)
                 if options.ptx_coef and not state.is_warming_up(options):
                     sums = self.add_ptx(sums, options)
                 report = self.take_step(minibatch, sums, options)
                 meter.add(minibatch, sums, report.metrics | {"learning_rate": learning_rate})
+                meter.add_work(minibatch, limits, self.world)
                 policy_kls.append(report.policy_kl)
             policy_kl = sum(policy_kls) / len(policy_kls)
             early_stopped = options.stops_at(policy_kl)
@@ -315,17 +322,6 @@ class PPOTrainer:
             if not state.is_warming_up(options):
                 state.policy_kl_control.update(policy_kl, len(experience))
         return metrics
-
-    def gradient(self, minibatch: Experience, limits: Limits, options: PPOConfig) -> LossSums:
-        """Adds up the gradient of a weighted minibatch over its microbatches."""
-        self.optimizer.zero_grad(set_to_none=True)
-        total: LossSums | None = None
-        for micro in minibatch.microbatches(limits, self.world):
-            loss, sums = self.loss(micro, options)
-            self.state.scaler.scale(loss).backward()
-            total = sums if total is None else total.plus(sums)
-        assert total is not None
-        return total.of_all_ranks(self.world)
 
     def loss(self, micro: Experience, options: PPOConfig) -> tuple[Tensor, LossSums]:
         """Policy and value loss of a microbatch, from one pass of the trunk, and what it adds to
@@ -467,7 +463,7 @@ class PPOTrainer:
                 True.
             RunStoppedError: a metric crossed a threshold of `stop_if`; the update is done.
         """
-        given = given_responses(
+        external = given_responses(
             prompts,
             responses,
             scores,
@@ -483,14 +479,18 @@ class PPOTrainer:
         )
         options = self.begin_iteration()
         experience, metrics = self.make_experience(
-            given.prompt_ids, given.rollout, given.scores, options, given=given.old
+            external.prompt_ids,
+            external.rollout,
+            external.scores,
+            options,
+            given_policy=external.policy,
         )
         with self.engine_released():
             metrics |= self.update(experience, options)
         self.state.move_kl_coef(metrics.get("kl"), len(experience), options)
-        total = given.scores.total
+        total = external.scores.total
         metrics["reward"] = total.mean().item()
-        metrics |= rollout_health(given.rollout.written_tokens, total)
+        metrics |= rollout_health(external.rollout.written_tokens, total)
         self.watch(metrics)
         self.state.iteration += 1
         self.state.raise_if_stopped()

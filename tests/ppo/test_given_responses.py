@@ -105,7 +105,7 @@ def test_what_is_given_by_token_is_of_the_policys_tokens() -> None:
     assert given.scores.within is not None
     assert given.scores.within.tolist() == [0.75, 0.0, 0.0, 0.0, 2.0]
     assert given.scores.total.tolist() == [1.75, 3.0]
-    assert given.old.logprobs is not None
-    assert given.old.logprobs.tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0]
-    assert given.old.values is not None
-    assert given.old.values.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert given.policy.logprobs is not None
+    assert given.policy.logprobs.tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0]
+    assert given.policy.values is not None
+    assert given.policy.values.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
