@@ -95,9 +95,6 @@ class Case:
     peers: tuple[Peer, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
     """Providers that do not exist for this case, and why."""
-    truth_of_outputs: Callable[[Inputs, Outputs], dict[str, Truth]] | None = None
-    """In place of `truth` where an operation draws at random: what the other outputs have to be,
-    given those that were drawn."""
     release: Callable[[], None] = lambda: None
     """Frees what the providers share (a model), when the case is done."""
     bytes_and_flop: str = ""

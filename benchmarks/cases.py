@@ -15,7 +15,7 @@ from benchmarks.losses import (
 )
 from benchmarks.sequences import advantages_case, gae_case, whiten_case
 from benchmarks.shapes import Sequences, Sweep, Tokens, Work
-from benchmarks.training import iteration_case, update_case
+from benchmarks.training import update_case
 
 NAMES = {
     "loss": "from logits, with its gradient and forward alone, with and without an entropy bonus",
@@ -26,7 +26,6 @@ NAMES = {
     "advantages": "reward shaping, GAE and whitening in one call",
     "whiten": "masked whitening",
     "update": "one PPO update of a model: the learner alone",
-    "iteration": "one PPO iteration of a model, its rollout included",
     "sweeps": "some of these over N, V and T, with the exponent of their growth",
 }
 
@@ -67,7 +66,6 @@ def cases(work: Work, names: tuple[str, ...] = tuple(NAMES)) -> list[Case]:
         built = [build(sequences) for name, build in _SEQUENCES.items() if name in names]
         (first if sequences is work.sequences[0] else later).extend(built)
     first += [update_case(shape, work.dtype) for shape in work.update if "update" in names]
-    first += [iteration_case(shape, work.dtype) for shape in work.iteration if "iteration" in names]
     return first + later
 
 

@@ -65,10 +65,19 @@ def load() -> list[dict[str, Any]]:
 
 def page(records: Sequence[dict[str, Any]]) -> str:
     """The whole of docs/benchmarks.md."""
-    sections = [INTRO, *(_device(record) for record in records)]
+    newest = _newest_cpu(records)
+    sections = [INTRO]
+    for record in records:
+        sections.append(_device(record, with_claims=record is newest))
     if not _on_gpus(records):
         sections.append(_gpu_not_measured())
     return "\n\n".join(sections) + "\n"
+
+
+def _newest_cpu(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The CPU whose claims were measured last."""
+    cpus = [r for r in records if r["device"]["type"] == "cpu" and r.get("claims")]
+    return max(cpus, key=lambda r: r["claims_measured"]["date"], default=None)
 
 
 def _on_gpus(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -84,7 +93,7 @@ def _gpu_not_measured() -> str:
     )
 
 
-def _device(record: dict[str, Any]) -> str:
+def _device(record: dict[str, Any], *, with_claims: bool) -> str:
     packages = record["packages"]
     versions = f"torch {packages['torch']}"
     if record["device"]["type"] == "cuda":
@@ -103,7 +112,7 @@ def _device(record: dict[str, Any]) -> str:
             "How the time grows, as the exponent of a power law fitted over the sizes:",
             table(["growth of time", "FastPPO", "plain PyTorch"], rows),
         ]
-    if record.get("claims"):
+    if with_claims:
         parts += [
             "What `fastppo bench claims` checks on a CPU. Each ratio is the median over "
             f"neighbouring calls in one run ({record['claims_measured']['date'][:10]}); eager is "
@@ -184,8 +193,7 @@ def numbers(records: Sequence[dict[str, Any]]) -> str:
     Raises:
         ValueError: no CPU's results hold the claims.
     """
-    cpus = [r for r in records if r["device"]["type"] == "cpu" and r.get("claims")]
-    cpu = max(cpus, key=lambda r: r["claims_measured"]["date"], default=None)
+    cpu = _newest_cpu(records)
     if cpu is None:
         raise ValueError(
             "expected a CPU's results with claims in benchmarks/results, got none: "

@@ -3,7 +3,7 @@
 #
 #   bash benchmarks/on_a_gpu.sh 1    right: every launcher once, then the tests that need a GPU
 #   bash benchmarks/on_a_gpu.sh 2    fast: launch parameters, counters, the suite's rows that matter
-#   bash benchmarks/on_a_gpu.sh 3    whole: the demo, a 0.5B trainer by phase, updates and iterations
+#   bash benchmarks/on_a_gpu.sh 3    whole: the demo, a 0.5B trainer by phase, updates
 #
 # Results go to $OUT, at most eight files a command; `python -m benchmarks keep` takes suite.json and
 # training.json. Each stage has its own time limit, so that what was measured is always there.
@@ -59,8 +59,8 @@ gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,l1tex__t_secto
     > "$out/demo.txt" 2>&1; echo "exit $?"; tail -6 "$out/demo.txt" | cut -c1-160; }
   say "a 0.5B trainer"
   part 300 trainer
-  say "updates and iterations of the suite"
-  suite training $((585 - SECONDS)) --case update --case iteration
+  say "updates of the suite"
+  suite training $((585 - SECONDS)) --case update
   ;;
 *) echo "1, 2 or 3" >&2; exit 2 ;;
 esac

@@ -99,7 +99,6 @@ class Work(NamedTuple):
     linear: tuple[Tokens, ...]
     sequences: tuple[Sequences, ...]
     update: tuple[Training, ...]
-    iteration: tuple[Training, ...]
     sweeps: tuple[Sweep, ...]
     seconds_per_provider: float
     seconds: float
@@ -128,7 +127,6 @@ SETS = {
         linear=(Tokens(MODELS["stories15m"], 64),),
         sequences=(Sequences(64, 1024),),
         update=(Training(MODELS["stories15m"], 1, 2, 8, 8, 2),),
-        iteration=(Training(MODELS["stories15m"], 1, 2, 4, 4, 2),),
         sweeps=(over_time("gae", 16, (256, 1024)),),
         seconds_per_provider=0.1,
         seconds=45,
@@ -140,7 +138,6 @@ SETS = {
         linear=(Tokens(MODELS["llama-68m"], 1024),),
         sequences=(Sequences(64, 4096),),
         update=(Training(MODELS["llama-68m"], 2, 8, 32, 32, 4),),
-        iteration=(Training(MODELS["llama-68m"], 2, 8, 16, 16, 4),),
         sweeps=(
             over_tokens("loss", "tinyllama-1.1b", (64, 128, 256, 512, 1024)),
             over_vocabularies("loss", VOCABULARIES, 64),
@@ -157,7 +154,6 @@ SETS = {
         linear=(Tokens(MODELS["llama-3.2-1b"], 4096),),
         sequences=(Sequences(512, 4096),),
         update=(Training(MODELS["llama-3.2-1b"], 1, 16, 128, 128, 8),),
-        iteration=(),
         sweeps=(over_time("gae", 64, (1024, 8192)),),
         seconds_per_provider=0.1,
         seconds=45,
@@ -175,7 +171,6 @@ SETS = {
         ),
         sequences=(Sequences(2048, 4096), Sequences(64, 131072)),  # 8.4 M tokens, both
         update=(Training(MODELS["llama-3.2-1b"], 4, 32, 512, 512, 8),),
-        iteration=(Training(MODELS["llama-3.2-1b"], 4, 32, 128, 128, 8),),
         sweeps=(
             over_tokens("linear-loss", "qwen3-8b", (2048, 8192, 32768)),
             over_tokens("linear-loss", "llama-3.2-1b", (2048, 8192, 32768)),

@@ -1,13 +1,10 @@
-"""Cases of the trainer on a real model: one PPO update, and one whole iteration with its rollout.
+"""The case of the trainer on a real model: one PPO update.
 
 The model has random weights and the widths of the named one, with layers left out so that it fits.
 An update is what a learner does with one batch of responses: old and reference logprobs, values,
 advantages, then forward, backward and an optimiser step over all microbatches. The learning rate is
 too small to move a weight, so that the check, the weighing and every timed call see one model, and
 what an update reports (losses, entropy, gradient norm) has a truth in fp64.
-
-An iteration draws its responses, so its truth is taken for the responses that were drawn: their
-logprobs under the model in fp64.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ from benchmarks.measure import Inputs
 from benchmarks.peers import CLIP_RATIO, GAMMA, KL_COEF, LAM
 from benchmarks.sequences import eager_whiten, loop_gae
 from benchmarks.shapes import Model, Training
-from fastppo.rollout import RolloutEngine
 
 ENTROPY_COEF = 0.01
 VF_COEF = 0.5
@@ -392,30 +388,6 @@ def update_case(shape: Training, dtype: torch.dtype) -> Case:
     )
 
 
-class _Recorder(RolloutEngine):
-    """A rollout engine that keeps what it has drawn; between rollouts it does what that engine
-    does."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine, self.same_weights = engine, engine.same_weights
-        self.outputs: Outputs = {}
-
-    def generate(self, prompt_ids: list[list[int]], sampling: Any) -> Any:
-        rollout = self.engine.generate(prompt_ids, sampling)
-        rows = [p + r for p, r in zip(prompt_ids, rollout.tokens, strict=True)]
-        self.outputs = {
-            "ids": torch.tensor(rows),
-            "logprobs": torch.stack(rollout.sampler_logprobs),
-        }
-        return rollout
-
-    def weights_changed(self, policy: Any) -> None:
-        self.engine.weights_changed(policy)
-
-    def release(self) -> None:
-        self.engine.release()
-
-
 class _NoLog:
     """Stands for a run's records, which are not what is measured."""
 
@@ -429,80 +401,3 @@ def iterate(trainer: Any) -> dict[str, Any]:
     from fastppo.ppo.training_run import TrainingRun
 
     return TrainingRun(trainer).iteration(_NoLog())
-
-
-def iteration_case(shape: Training, dtype: torch.dtype) -> Case:
-    lab = Lab(shape)
-    update_bytes, update_flop = _update_work(shape)
-    trunk, _ = parameter_counts(shape)
-    head = shape.model.vocab * shape.model.hidden
-    # Each step of decoding reads every weight that it multiplies with.
-    bytes_moved = update_bytes + shape.response * 4 * (trunk + head)
-    flop = update_flop + 2 * (trunk + head) * shape.batch * shape.response
-    flop += 2 * trunk * shape.batch * shape.prompt
-
-    def draw(seed: int, device: torch.device) -> Inputs:
-        return {"seed": torch.tensor([seed], device=device)}
-
-    def ours(inputs: Inputs) -> Outputs:
-        lab.open(inputs["seed"].device)
-        trainer = lab.trainer
-        if not isinstance(trainer.engine, _Recorder):
-            trainer.engine = _Recorder(trainer.engine)
-        iterate(trainer)
-        lab.drop_gradients()
-        return trainer.engine.outputs
-
-    def eager(inputs: Inputs) -> Outputs:
-        lab.open(inputs["seed"].device)
-        tokenizer = lab.trainer.tokenizer
-        texts = prompts_of(shape)
-        prompts = tokenizer(texts, return_tensors="pt")["input_ids"].to(lab.device)
-        with torch.no_grad(), lab.autocast():
-            ids = lab.model.generate(
-                input_ids=prompts,
-                attention_mask=torch.ones_like(prompts),
-                do_sample=True,
-                top_k=0,
-                min_new_tokens=shape.response,
-                max_new_tokens=shape.response,
-                pad_token_id=0,
-            )
-        completions = tokenizer.batch_decode(ids[:, shape.prompt :], skip_special_tokens=True)
-        scores = torch.tensor(length_reward(texts, completions), device=lab.device)
-        metrics = _eager_update(lab, ids, scores)
-        lab.drop_gradients()
-        return {"ids": ids, "logprobs": metrics["old_logprobs"]}
-
-    def truth_of_outputs(inputs: Inputs, outputs: Outputs) -> dict[str, Truth]:
-        ids = outputs["ids"].to(lab.device)
-        with torch.no_grad():
-            out = _forward(lab.exact_model(), ids, shape.prompt)
-            logprobs = _stats(out.logits, ids[:, shape.prompt :])[0]
-        logprobs = logprobs.to(outputs["logprobs"].device)
-        return {
-            "ids": Truth(outputs["ids"], 1.0),
-            "logprobs": Truth(logprobs, logprobs.abs().max().item()),
-        }
-
-    return Case(
-        "PPO iteration",
-        str(shape),
-        dtype,
-        bytes_moved=bytes_moved,
-        flop=flop,
-        bytes_and_flop="the update's, and for the rollout every weight read once per token",
-        draw=draw,
-        truth=lambda inputs: {},
-        truth_of_outputs=truth_of_outputs,
-        providers=(
-            Provider("FastPPO", ours),
-            Provider("eager PyTorch", eager),
-        ),
-        tolerance=UPDATE_TOLERANCE[dtype],
-        notes={
-            "torch.compile": "compiling a training step takes longer than this set may",
-            "TRL": "its trainer cannot run one iteration at a time; see benchmarks.trl_iteration",
-        },
-        release=lab.close,
-    )

@@ -24,6 +24,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", on_a_gpu.PARTS)
 def test_each_part_runs_and_nothing_in_it_fails(part: str, capfd) -> None:
     on_a_gpu.main([part, "--tiny", "--device", "cpu"])
