@@ -6,10 +6,8 @@ before any comes twice in an iteration. Both are a column of the prompts or a fu
 
     difficulty(prompts, **columns) -> list      one number per prompt
 
-which is given the columns that it names. A function of weights that names `iteration` or `success`
-is called in each iteration; `success` has, per prompt, the share of its last `WINDOW` responses
-whose reward was at least `solved_reward`, None while there are none. With `solved_reward`, a prompt
-whose last `WINDOW` responses all reached it is asked no more.
+which is given the columns that it names. With `solved_reward`, a prompt whose last `WINDOW`
+responses all reached it is asked no more.
 
 All of it follows from the seed, the iteration, the place in the epochs and what was solved, which a
 checkpoint holds. Every rank has the same scores, and so the same prompts.
@@ -68,8 +66,19 @@ class Chosen(NamedTuple):
     """Where the next iteration begins in the endless sequence of epochs."""
 
 
-class PromptNumbers:
-    """A number for each prompt: a column, or what a function returns.
+class PromptNumbers(NamedTuple):
+    """What `prompt_order` or `prompt_weights` says of the prompts."""
+
+    values: list[float]
+    """A number for each prompt."""
+    fingerprint: str
+    """Of the column's name, whose content is the prompts', or of the function."""
+
+
+def load_prompt_numbers(
+    option_name: str, spec: str, prompts: Prompts, world: World
+) -> PromptNumbers:
+    """The numbers of a column, or those that a function returns.
 
     Args:
         option_name: `prompt_order` or `prompt_weights`; spec: its value.
@@ -77,82 +86,55 @@ class PromptNumbers:
         world: the first rank calls the function, and every rank has what it returns.
 
     Raises:
-        ValueError: there is no such column or function.
+        ValueError: there is no such column or function, or it has no finite number for each prompt.
     """
+    if spec in prompts.columns:
+        values = checked_numbers(option_name, spec, prompts.columns[spec], len(prompts))
+        return PromptNumbers(values, fingerprint.of_text(spec))
+    if ":" not in spec:
+        columns = ", ".join(prompts.columns) or "none"
+        raise ValueError(
+            f"{option_name}={spec}: no such column of the prompts; there are {columns}"
+        )
+    term = load_callable(spec, option_name)
+    function: Any = term.function
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    columns_named = {
+        name: column for name, column in prompts.columns.items() if takes_all or name in parameters
+    }
 
-    def __init__(self, option_name: str, spec: str, prompts: Prompts, world: World) -> None:
-        self.option_name = option_name
-        self.spec = spec
-        self.prompts = prompts
-        self.world = world
-        self.function: Callable[..., Any] | None = None
-        self.fingerprint = fingerprint.of_text(spec)  # a column's content is the prompts'
-        if spec in prompts.columns:
-            return
-        if ":" not in spec:
-            columns = ", ".join(prompts.columns) or "none"
-            raise ValueError(
-                f"{option_name}={spec}: no such column of the prompts; there are {columns}"
-            )
-        term = load_callable(spec, option_name)
-        self.function = term.function
-        self.fingerprint = term.fingerprint
-
-    def names(self, argument: str) -> bool:
-        """Whether the function names this argument."""
-        return self.function is not None and argument in inspect.signature(self.function).parameters
-
-    def values(self, **moving: Any) -> list[float]:
-        """The numbers, [prompts].
-
-        Args:
-            moving: arguments beside the columns, for a function that names them.
-
-        Raises:
-            ValueError: the function raises, or there is no finite number for each prompt.
-        """
-        if self.function is None:
-            return self._checked(self.prompts.columns[self.spec])
-        return self.world.first(lambda: self._checked(self._call(moving)))
-
-    def _call(self, moving: dict[str, Any]) -> Any:
-        assert self.function is not None
-        parameters = inspect.signature(self.function).parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        columns = {
-            name: column
-            for name, column in self.prompts.columns.items()
-            if takes_all or name in parameters
-        }
-        named = {name: value for name, value in moving.items() if name in parameters}
-        arguments = copy.deepcopy({**columns, **named})
+    def ask() -> list[float]:
         try:
             # What it draws leaves no trace, or the ranks would go on from different states.
             with torch.random.fork_rng(devices=[]):
-                return self.function(copy.deepcopy([*self.prompts.prompts]), **arguments)
+                values = function(copy.deepcopy([*prompts.prompts]), **copy.deepcopy(columns_named))
         except Exception as error:  # of whatever the function does
-            raise ValueError(f"{self.option_name}={self.spec} raised {error!r}") from error
+            raise ValueError(f"{option_name}={spec} raised {error!r}") from error
+        return checked_numbers(option_name, spec, values, len(prompts))
 
-    def _checked(self, values: Any) -> list[float]:
-        values = values.tolist() if hasattr(values, "tolist") else values
-        count = len(self.prompts)
-        if not isinstance(values, (list, tuple)) or len(values) != count:
+    return PromptNumbers(world.first(ask), term.fingerprint)
+
+
+def checked_numbers(option_name: str, spec: str, values: Any, count: int) -> list[float]:
+    """`count` finite numbers, of which weights are at least 0; raises ValueError for others."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, (list, tuple)) or len(values) != count:
+        raise ValueError(
+            f"{option_name}={spec}: expected a number for each of {count} prompts, got "
+            f"{shown(values)}"
+        )
+    # A list may hold numbers of NumPy or torch.
+    numbers = [value.item() if hasattr(value, "item") else value for value in values]
+    is_weight = option_name == "prompt_weights"
+    for row, number in enumerate(numbers, 1):
+        is_number = isinstance(number, (int, float)) and math.isfinite(number)
+        if not is_number or (is_weight and number < 0):
+            wanted = "a finite number >= 0" if is_weight else "a finite number"
             raise ValueError(
-                f"{self.option_name}={self.spec}: expected a number for each of {count} prompts, "
-                f"got {shown(values)}"
+                f"{option_name}={spec}, prompt {row}: expected {wanted}, got {shown(number)}"
             )
-        # A list may hold numbers of NumPy or torch.
-        numbers = [value.item() if hasattr(value, "item") else value for value in values]
-        is_weight = self.option_name == "prompt_weights"
-        for row, number in enumerate(numbers, 1):
-            is_number = isinstance(number, (int, float)) and math.isfinite(number)
-            if not is_number or (is_weight and number < 0):
-                wanted = "a finite number >= 0" if is_weight else "a finite number"
-                raise ValueError(
-                    f"{self.option_name}={self.spec}, prompt {row}: expected {wanted}, got "
-                    f"{shown(number)}"
-                )
-        return [float(number) for number in numbers]
+    return [float(number) for number in numbers]
 
 
 class Curriculum:
@@ -181,26 +163,18 @@ class Curriculum:
         self.fingerprints: dict[str, str] = {}
         """Of what sorts and weighs the prompts, by option."""
         self.order: list[float] | None = None
-        self.weights: PromptNumbers | None = None
+        self.weights: list[float] | None = None
         world = world or World()
         if options.prompt_order:
-            order = PromptNumbers("prompt_order", options.prompt_order, prompts, world)
+            order = load_prompt_numbers("prompt_order", options.prompt_order, prompts, world)
+            self.order = order.values
             self.fingerprints["prompt_order"] = order.fingerprint
-            self.order = order.values()
         if options.prompt_weights:
-            self.weights = PromptNumbers("prompt_weights", options.prompt_weights, prompts, world)
-            self.fingerprints["prompt_weights"] = self.weights.fingerprint
-            if self.weights.names("success") and options.solved_reward is None:
-                raise ValueError(
-                    f"prompt_weights={options.prompt_weights} asks for success, which needs "
-                    "solved_reward"
-                )
-        self._fixed_weights: list[float] | None = None
-        if self.weights is not None and not (
-            self.weights.names("iteration") or self.weights.names("success")
-        ):
-            self._fixed_weights = self.weights.values()
-            self._check_weights(self._fixed_weights)
+            weights = load_prompt_numbers("prompt_weights", options.prompt_weights, prompts, world)
+            self.weights = weights.values
+            self.fingerprints["prompt_weights"] = weights.fingerprint
+            if not any(weights.values):
+                raise ValueError(f"prompt_weights={options.prompt_weights}: every weight is 0")
 
     def at(self, state: Any, count: int, seed: int, samples: int) -> Chosen:
         """`count` prompts, each `samples` times in a row.
@@ -209,17 +183,20 @@ class Curriculum:
             state: the run's, `RunState`.
 
         Raises:
-            PhaseEndedError: every prompt is solved; the user is told.
-            ValueError: a function gives no numbers, or no prompt that is left has a weight.
+            PhaseEndedError: every prompt that may be asked is solved; the user is told.
         """
-        unsolved = [not self._is_solved(row, state) for row in range(len(self.prompts))]
-        if not any(unsolved):
+        weights = self.weights or [1.0] * len(self.prompts)
+        may_be_asked = [
+            weight > 0 and not self._is_solved(row, state) for row, weight in enumerate(weights)
+        ]
+        if not any(may_be_asked):
             self.say("every prompt is solved (solved_reward); the run ends")
             raise PhaseEndedError
         if self.weights is None:
-            rows, position = self._in_turn(state.prompts_seen, count, seed, unsolved)
+            rows, position = self._in_turn(state.prompts_seen, count, seed, may_be_asked)
         else:
-            rows = self._drawn(state, count, seed, unsolved)
+            # As for epochs: neighbouring seeds and iterations do not meet.
+            rows = self._drawn(count, seed * 1_000_003 + state.iteration, may_be_asked)
             position = state.prompts_seen + count
         return Chosen([row for row in rows for _ in range(samples)], position)
 
@@ -254,55 +231,34 @@ class Curriculum:
         return state.successes.get(row) == "1" * WINDOW
 
     def _in_turn(
-        self, position: int, count: int, seed: int, unsolved: Sequence[bool]
+        self, position: int, count: int, seed: int, may_be_asked: Sequence[bool]
     ) -> tuple[list[int], int]:
-        """The next `count` unsolved prompts of the endless sequence, and the place after them."""
+        """The next `count` of the endless sequence that may be asked, and the place after them."""
         rows: list[int] = []
         while len(rows) < count:
-            epoch, offset = divmod(position, len(unsolved))
-            order = shuffled(len(unsolved), seed, epoch)
+            epoch, offset = divmod(position, len(may_be_asked))
+            order = shuffled(len(may_be_asked), seed, epoch)
             if self.order is not None:
                 order.sort(key=self.order.__getitem__)  # equal ones stay shuffled
             for row in order[offset:]:
                 position += 1
-                if unsolved[row]:
+                if may_be_asked[row]:
                     rows.append(row)
                 if len(rows) == count:
                     break
         return rows, position
 
-    def _drawn(self, state: Any, count: int, seed: int, unsolved: Sequence[bool]) -> list[int]:
+    def _drawn(self, count: int, seed: int, may_be_asked: Sequence[bool]) -> list[int]:
         """`count` by weight, without replacement until none is left: the largest of the logarithms
         plus Gumbel noise (Efraimidis and Spirakis 2006)."""
-        weights = torch.tensor(self._weights_at(state), dtype=torch.float64)
-        weights[~torch.tensor(unsolved)] = 0.0
-        possible = self._check_weights(weights.tolist())
-        # As for epochs: neighbouring seeds and iterations do not meet.
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + state.iteration)
+        assert self.weights is not None
+        weights = torch.tensor(self.weights, dtype=torch.float64)
+        weights[~torch.tensor(may_be_asked)] = 0.0
+        generator = torch.Generator().manual_seed(seed)
         rows: list[int] = []
         while len(rows) < count:
             uniform = torch.rand(len(weights), generator=generator, dtype=torch.float64)
             noise = -(-uniform.clamp(min=SMALLEST).log()).log()
-            best = (weights.log() + noise).topk(min(count - len(rows), possible))
-            rows += best.indices.tolist()
+            left = min(count - len(rows), sum(may_be_asked))
+            rows += (weights.log() + noise).topk(left).indices.tolist()
         return rows
-
-    def _weights_at(self, state: Any) -> list[float]:
-        assert self.weights is not None
-        if self._fixed_weights is not None:
-            return self._fixed_weights
-        success: list[float | None] = [None] * len(self.prompts)
-        for row, recent in state.successes.items():
-            success[row] = recent.count("1") / len(recent)
-        return self.weights.values(iteration=state.iteration, success=success)
-
-    def _check_weights(self, weights: Sequence[float]) -> int:
-        """How many weights are above 0; raises ValueError for none."""
-        assert self.weights is not None
-        possible = sum(weight > 0 for weight in weights)
-        if not possible:
-            raise ValueError(
-                f"prompt_weights={self.weights.spec}: the weight of every prompt that is not "
-                "solved is 0"
-            )
-        return possible

@@ -1,4 +1,4 @@
-"""The parts of a run: each option builds what it names, and what does not fit is refused."""
+"""What a run is made of: each option builds what it names, and what does not fit is refused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import environments
 import pytest
 import tiny
 import torch
@@ -24,12 +25,21 @@ from fastppo.rollout.generate import GenerateEngine
 from runs import make_trainer, scores_of
 
 
-def _parts(tmp_path: Path, architecture: str = "llama", **options: Any) -> RunComponents:
-    """The parts on a tiny model; `options` are those of the config, or parts that are given."""
-    given = {"model": tiny.model(architecture), "tokenizer": tiny.tokenizer()}
-    names = ("model", "tokenizer", "prompts", "rewards", "reference", "engine", "monitor_rewards")
-    given |= {name: options.pop(name) for name in names if name in options}
-    return build(PPOConfig(**tiny.options(tmp_path, **options)), **given)
+def _build(tmp_path: Path, architecture: str = "llama", **options: Any) -> RunComponents:
+    """On a tiny model; `options` are those of the config, or what `build` is handed."""
+    handed: dict[str, Any] = {"model": tiny.model(architecture), "tokenizer": tiny.tokenizer()}
+    names = (
+        "model",
+        "tokenizer",
+        "prompts",
+        "rewards",
+        "reference",
+        "engine",
+        "environment",
+        "monitor_rewards",
+    )
+    handed |= {name: options.pop(name) for name in names if name in options}
+    return build(PPOConfig(**tiny.options(tmp_path, **options)), **handed)
 
 
 # ----------------------------------------------------------------------------------- what is built
@@ -45,7 +55,7 @@ def _parts(tmp_path: Path, architecture: str = "llama", **options: Any) -> RunCo
     ],
 )
 def test_the_value_function_is_the_one_that_is_named(options, kind: type, tmp_path: Path) -> None:
-    assert type(_parts(tmp_path, **options).model.value_function) is kind
+    assert type(_build(tmp_path, **options).model.value_function) is kind
 
 
 @pytest.mark.parametrize("saved", ["reward", "causal"])
@@ -56,7 +66,7 @@ def test_a_critic_starts_from_the_model_that_is_named(saved: str, tmp_path: Path
         tiny.model(seed=5).save_pretrained(tmp_path / "critic")
         tiny.tokenizer().save_pretrained(tmp_path / "critic")
         name = str(tmp_path / "critic")
-    model = _parts(tmp_path, value_model="critic", critic_model=name).model
+    model = _build(tmp_path, value_model="critic", critic_model=name).model
     own = model.causal_lm.base_model.state_dict()
     critic = model.value_function.trunk.state_dict()
     assert not torch.equal(
@@ -67,35 +77,44 @@ def test_a_critic_starts_from_the_model_that_is_named(saved: str, tmp_path: Path
 
 
 def test_sampling_stops_and_draws_as_the_options_say(tmp_path: Path) -> None:
-    sampling = _parts(
+    sampling = _build(
         tmp_path, max_new_tokens=5, temperature=0.7, top_k=9, top_p=0.9, stop_token_ids=[7, 8]
     ).sampling
     assert (sampling.max_new_tokens, sampling.temperature) == (5, 0.7)
     assert (sampling.top_k, sampling.top_p, sampling.greedy) == (9, 0.9, False)
     assert sampling.stop_token_ids == (7, 8)
-    assert _parts(tmp_path, stop_strings=["w1"]).sampling.stop_strings == ("w1",)
-    assert _parts(tmp_path).sampling.stop_token_ids == (tiny.tokenizer().eos_token_id,)
+    assert _build(tmp_path, stop_strings=["w1"]).sampling.stop_strings == ("w1",)
+    assert _build(tmp_path).sampling.stop_token_ids == (tiny.tokenizer().eos_token_id,)
+
+
+def test_turns_are_played_as_the_options_say(tmp_path: Path) -> None:
+    options = {"max_turns": 3, "max_response_tokens": 9}
+    turns = _build(tmp_path, **options, environment=environments.Calculator).turns
+    assert (turns.max_turns, turns.max_tokens, turns.context) == (3, 9, tiny.CONTEXT)
+    for name, value in options.items():
+        with pytest.raises(ValueError, match=f"{name} has an effect only with environment"):
+            _build(tmp_path, **{name: value})
 
 
 def test_the_engine_samples_from_the_policy_itself_unless_another_is_given(tmp_path: Path) -> None:
-    parts = _parts(tmp_path, generate_batch_size=3, bootstrap_truncated=True)
-    assert isinstance(parts.engine, DecoderEngine)
-    assert parts.engine.policy is parts.model
-    assert (parts.engine.batch_size, parts.engine.final_values) == (3, True)
-    assert parts.notes == []
-    parts = _parts(tmp_path, generate_batch_size=3, precision="bf16", rollout="generate")
-    assert isinstance(parts.engine, GenerateEngine)
-    assert parts.engine.model is parts.model.causal_lm
-    assert (parts.engine.batch_size, parts.engine.compute_dtype) == (3, torch.bfloat16)
+    components = _build(tmp_path, generate_batch_size=3, bootstrap_truncated=True)
+    assert isinstance(components.engine, DecoderEngine)
+    assert components.engine.policy is components.model
+    assert (components.engine.batch_size, components.engine.final_values) == (3, True)
+    assert components.notes == []
+    components = _build(tmp_path, generate_batch_size=3, precision="bf16", rollout="generate")
+    assert isinstance(components.engine, GenerateEngine)
+    assert components.engine.model is components.model.causal_lm
+    assert (components.engine.batch_size, components.engine.compute_dtype) == (3, torch.bfloat16)
     engine = GenerateEngine(tiny.model(), 0)
-    assert _parts(tmp_path, engine=engine).engine is engine
+    assert _build(tmp_path, engine=engine).engine is engine
 
 
 def test_a_run_without_prompts_or_text_has_none(tmp_path: Path) -> None:
-    parts = _parts(tmp_path)
-    assert parts.prompts is None
-    assert parts.pretraining is None
-    assert parts.scorer.terms == parts.scorer.monitors == []
+    components = _build(tmp_path)
+    assert components.prompts is None
+    assert components.pretraining is None
+    assert components.scorer.terms == components.scorer.monitors == []
 
 
 def test_prompts_and_text_are_read_from_their_files(tmp_path: Path) -> None:
@@ -104,32 +123,27 @@ def test_prompts_and_text_are_read_from_their_files(tmp_path: Path) -> None:
     files = {"prompts": str(tmp_path / "p.jsonl"), "ptx_data": str(tmp_path / "t.jsonl")}
     options = {"prompt_column": "question", "ptx_coef": 1.0, "ptx_block_size": 4}
     config = PPOConfig(**tiny.options(tmp_path, **files, **options))
-    parts = build(config, model=tiny.model(), tokenizer=tiny.tokenizer())
-    assert parts.prompts == Prompts(["w1 w2"], [[4, 5]], {"wanted": ["w3"]})
-    assert parts.pretraining.blocks.tolist() == [[4, 5, 6, 1]]
+    components = build(config, model=tiny.model(), tokenizer=tiny.tokenizer())
+    assert components.prompts == Prompts(["w1 w2"], [[4, 5]], {"wanted": ["w3"]})
+    assert components.pretraining.blocks.tolist() == [[4, 5, 6, 1]]
 
 
 def test_rewards_have_their_weights_and_an_ensemble_comes_last(tmp_path: Path) -> None:
     (tmp_path / "many.py").write_text("def one(prompts, completions):\n    return [1.0]\n")
     spec = f"{tmp_path}/many.py:one"
-    scorer = _parts(
+    scorer = _build(
         tmp_path,
         rewards=[tiny.count_w7, spec],
-        monitor_rewards=[spec],
+        monitor_rewards=[tiny.saved_reward_model(tmp_path / "rm")],
+        reward_batch_size=3,
         reward_weights=[8.0, -0.5, 3.0],
         reward_ensemble=[spec, spec],
     ).scorer
     found = [(term.name, term.weight) for term in scorer.terms]
     assert found == [("count_w7", 8.0), ("one", -0.5), ("ensemble", 3.0)]
-    assert [(term.name, term.weight) for term in scorer.monitors] == [("one", 1.0)]
+    (monitor,) = scorer.monitors
+    assert (monitor.name, monitor.weight, monitor.function.batch_size) == ("rm", 1.0, 3)
     assert scorer.failure_file == tmp_path / "run" / "failed_reward.json"
-
-
-def test_reward_models_get_their_options(tmp_path: Path) -> None:
-    name = tiny.saved_reward_model(tmp_path / "rm")
-    scorer = _parts(tmp_path, rewards=[name], monitor_rewards=[name], reward_batch_size=3).scorer
-    for term in (*scorer.terms, *scorer.monitors):
-        assert term.function.batch_size == 3
 
 
 @pytest.mark.parametrize(("by", "wanted"), [("mean", 2.0), ("min", 1.0), ("lcb", 2.0 - 1.0)])
@@ -148,19 +162,6 @@ def test_an_ensemble_is_one_reward(by: str, wanted: float, tmp_path: Path) -> No
     scores = scores_of(trainer, [[10, 1], [5, 1]])
     assert scores.total.tolist() == [1 / 8 + 10 * wanted, 10 * wanted]
     assert trainer.train()["ensemble_disagreement"] == 1.0
-
-
-def test_weighted_rewards_add_up(tmp_path: Path) -> None:
-    config = PPOConfig(**tiny.options(tmp_path, rewards=["a:b", "c:d"], reward_weights=[8.0, -0.5]))
-    trainer = PPOTrainer(
-        config,
-        model=tiny.model(),
-        tokenizer=tiny.tokenizer(),
-        prompts=tiny.PROMPTS,
-        rewards=[tiny.count_w7, lambda prompts, completions: [1.0] * len(prompts)],
-    )
-    scores = scores_of(trainer, [[10, 10, 1], [5, 6]], ["stop", "length"])
-    assert scores.total.tolist() == [1.5, -0.5]
 
 
 def test_with_lora_a_critic_trains_adapters_of_its_own(tmp_path: Path) -> None:
@@ -182,10 +183,10 @@ def test_no_reference_is_held_where_no_kl_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_with_adapters_the_reference_is_free_and_always_there(tmp_path: Path) -> None:
-    parts = _parts(tmp_path, kl_coef=0.0, lora_rank=2)
-    assert parts.reference is not None
-    with parts.reference.loaded() as model:
-        assert model is parts.model
+    components = _build(tmp_path, kl_coef=0.0, lora_rank=2)
+    assert components.reference is not None
+    with components.reference.loaded() as model:
+        assert model is components.model
 
 
 def test_a_reference_by_name(tmp_path: Path) -> None:
@@ -200,33 +201,31 @@ def test_a_reference_that_is_passed_in_may_be_another_model(tmp_path: Path) -> N
     assert make_trainer(tmp_path, reference=tiny.model(seed=1)).train()["kl"] > 0.01
 
 
+def test_a_reference_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    small = tiny.model(seed=1)
+    small.resize_token_embeddings(40)
+    with pytest.raises(ValueError, match="a vocabulary of 40 tokens and the policy's tokenizer 43"):
+        _build(tmp_path, reference=small)
+    with pytest.raises(ValueError, match="reference_refresh replaces the reference"):
+        _build(tmp_path, reference=tiny.model(seed=1), reference_refresh=3)
+
+
+@pytest.mark.parametrize("option", ["reference_model", "critic_model"])
+def test_a_model_of_another_vocabulary_is_refused(option: str, tmp_path: Path) -> None:
+    name = tiny.saved_model(tmp_path / "other")
+    other = tiny.tokenizer()
+    other.add_tokens(["new"])
+    other.save_pretrained(name)
+    options = {option: name, "value_model": "critic" if option == "critic_model" else "shared"}
+    with pytest.raises(ValueError, match=rf"{option} .* another vocabulary \(44 tokens\)"):
+        _build(tmp_path, **options)
+
+
 def test_the_exact_kl_wants_the_same_logit_transform(tmp_path: Path) -> None:
     other = tiny.saved_model(tmp_path / "other", "gemma2")
     with pytest.raises(ValueError, match=r"exact KL .* soft-cap"):
         make_trainer(tmp_path, reference_model=other, kl_estimator="full")
     make_trainer(tmp_path, reference_model=other)  # k1 reads each model's own logprobs
-
-
-def test_a_reference_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    name = tiny.saved_model(tmp_path / "other")
-    other = tiny.tokenizer()
-    other.add_tokens(["new"])
-    other.save_pretrained(name)
-    with pytest.raises(ValueError, match=r"reference_model .* another vocabulary"):
-        make_trainer(tmp_path, reference_model=name)
-
-
-def test_a_reference_that_is_passed_in_must_have_its_use(tmp_path: Path) -> None:
-    other = tiny.model(seed=1)
-    with pytest.raises(ValueError, match="reference_refresh replaces the reference"):
-        _parts(tmp_path, reference=other, reference_refresh=3)
-
-
-def test_a_reference_that_cannot_read_the_policys_tokens_is_refused(tmp_path: Path) -> None:
-    small = tiny.model(seed=1)
-    small.resize_token_embeddings(40)
-    with pytest.raises(ValueError, match="a vocabulary of 40 tokens and the policy's tokenizer 43"):
-        _parts(tmp_path, reference=small)
 
 
 # ------------------------------------------------------------------------------------- the contexts
@@ -242,18 +241,18 @@ def _short_model(directory: Path, tokens: int) -> str:
 
 
 def test_the_context_is_the_least_of_policy_reference_and_critic(tmp_path: Path) -> None:
-    assert _parts(tmp_path).context == tiny.CONTEXT
+    assert _build(tmp_path).context == tiny.CONTEXT
     nine, ten = (_short_model(tmp_path / str(n), n) for n in (9, 10))
     critic = {"value_model": "critic", "critic_model": ten}
-    assert _parts(tmp_path, **critic).context == 10
-    assert _parts(tmp_path, reference_model=nine, **critic).context == 9
+    assert _build(tmp_path, **critic).context == 10
+    assert _build(tmp_path, reference_model=nine, **critic).context == 9
 
 
 def test_a_critic_with_a_short_context_shortens_the_prompts(tmp_path: Path) -> None:
     short = _short_model(tmp_path / "short", 9)
     options = {"value_model": "critic", "critic_model": short}
     with pytest.raises(DataError, match=r"the prompt has 2 tokens; .* for 1"):
-        _parts(tmp_path, prompts=tiny.PROMPTS, **options)
+        _build(tmp_path, prompts=tiny.PROMPTS, **options)
     make_trainer(tmp_path, max_new_tokens=7, iterations=1, **options).train()
 
 
@@ -286,29 +285,17 @@ def test_what_does_not_fit_is_refused_at_the_start(tmp_path: Path) -> None:
         ({"monitor_rewards": ["nowhere.py:f"]}, r"there is no file nowhere\.py"),
         ({"reward_weights": [1.0], "rewards": [tiny.count_w7] * 2}, "got 2 rewards and 1 reward_w"),
         ({"device": "gpu"}, "device must be auto, cpu, cuda"),
+        (
+            {"ptx_coef": 1.0, "ptx_data": "unread.jsonl", "ptx_block_size": 65},
+            "ptx_block_size=65 is longer than the context of 64",
+        ),
     ],
 )
 def test_a_part_that_cannot_be_is_refused(
     options: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=says):
-        _parts(tmp_path, **options)
-
-
-def test_a_block_of_text_longer_than_the_context_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text('{"text": "w1"}\n')
-    options = {"ptx_coef": 1.0, "ptx_data": str(tmp_path / "t.jsonl"), "ptx_block_size": 65}
-    with pytest.raises(ValueError, match="ptx_block_size=65 is longer than the context of 64"):
-        _parts(tmp_path, **options)
-
-
-def test_a_critic_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    name = tiny.saved_reward_model(tmp_path / "rm")
-    other = tiny.tokenizer()
-    other.add_tokens(["new"])
-    other.save_pretrained(name)
-    with pytest.raises(ValueError, match=r"critic_model .* another vocabulary \(44 tokens\)"):
-        _parts(tmp_path, value_model="critic", critic_model=name)
+        _build(tmp_path, **options)
 
 
 def test_a_reward_may_not_take_the_ensembles_name(tmp_path: Path) -> None:

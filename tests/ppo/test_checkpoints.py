@@ -34,11 +34,12 @@ def test_the_newest_checkpoint_is_the_one_that_is_loaded(tmp_path: Path) -> None
     assert other.model.value_function.head.bias.item() == 3
 
 
-def test_a_checkpoint_of_this_iteration_is_not_written_again(tmp_path: Path, monkeypatch) -> None:
+def test_a_checkpoint_of_this_iteration_is_not_written_again(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
-    trainer.save_checkpoint()
-    monkeypatch.setattr(checkpoint, "write", None)
+    files = [*trainer.save_checkpoint().iterdir()]
+    before = [path.stat().st_mtime_ns for path in files]
     trainer.checkpoints.finish()
+    assert [path.stat().st_mtime_ns for path in files] == before
 
 
 def test_a_checkpoint_of_a_reward_that_was_edited_is_refused(tmp_path: Path) -> None:

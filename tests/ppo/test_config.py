@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastppo.ppo.config import WARNINGS, PPOConfig
+from fastppo.run.options import read_yaml
+from fastppo.run.removed import REMOVED
 from fastppo.run.watch import parse_threshold
 
 
@@ -25,6 +29,7 @@ from fastppo.run.watch import parse_threshold
         ("adam_beta2", 2.0, r"adam_beta2 must be in \[0, 1\]"),
         ("generate_batch_size", -1, "generate_batch_size must be >= 1"),
         ("score_clip", -1.0, "score_clip must be > 0"),
+        ("reward_timeout", 0.0, "reward_timeout must be > 0, got 0"),
         ("max_grad_norm", None, "max_grad_norm must be a finite number, got None"),
     ],
 )
@@ -97,6 +102,10 @@ def test_a_moving_kl_coefficient_must_start_above_zero() -> None:
         ({"ptx_coef": 1.0}, "ptx_coef > 0 needs ptx_data"),
         ({"ptx_data": "x"}, "expected both or neither"),
         ({"reward_ensemble": ["rm"]}, "at least two"),
+        ({"gae_by": "turn", "advantage": "sequence"}, "gae_by has an effect only with adv"),
+        ({"gae_by": "turn", "lam_alpha": 0.1}, "lam_alpha follows from a response's tokens"),
+        ({"prompt_order": "a", "prompt_weights": "b"}, "prompt_order goes through all prompts"),
+        ({"eval_interval": 3}, "effect only with eval_prompts"),
         (
             {"schedules": ["kl_coef=linear:0"], "kl_controller": "adaptive"},
             "expected one of them",
@@ -226,3 +235,15 @@ def test_steps_are_counted_over_the_whole_run() -> None:
         "temperature": 0.7,
         "backend": "torch",
     }
+
+
+# -------------------------------------------------------------------------------- what was removed
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_option_is_answered_with_what_to_do_instead(name: str, tmp_path: Path) -> None:
+    option, _, choice = name.partition("=")
+    assert hasattr(PPOConfig(), option) == bool(choice)
+    (tmp_path / "run.yaml").write_text(f"{option}: {choice or 'another'}")
+    with pytest.raises(ValueError, match=re.escape(REMOVED[name].sentence)):
+        PPOConfig(**read_yaml(tmp_path / "run.yaml", PPOConfig))

@@ -27,18 +27,9 @@ DIFFICULTY = [3, 1, 2, 1, 5, 4, 9, 8, 7, 6]
 FUNCTIONS = """
 import numpy
 
-def by_length(prompts):
-    return [len(prompt) for prompt in prompts]
-
 def of_column(prompts, difficulty):
     difficulty.reverse()  # a copy
     return difficulty[::-1]
-
-def unsolved_first(prompts, success):
-    return [1.0 if share is None or share < 1 else 0.0 for share in success]
-
-def one_each(prompts, iteration):
-    return [float(row == iteration) for row in range(len(prompts))]
 
 def of_numpy(prompts):
     return [numpy.int64(len(prompt)) for prompt in prompts]
@@ -114,8 +105,7 @@ def test_an_epoch_goes_from_the_least_to_the_greatest(spec: str, functions: str)
 
 def test_a_function_may_return_numbers_of_numpy(functions: str) -> None:
     curriculum, _, _ = _curriculum(prompt_weights=f"{functions}:of_numpy")
-    assert curriculum.weights is not None
-    assert curriculum.weights.values() == [2.0] * COUNT
+    assert curriculum.weights == [2.0] * COUNT
 
 
 def test_equal_ones_are_shuffled_in_each_epoch() -> None:
@@ -160,16 +150,6 @@ def test_a_draw_follows_from_seed_and_iteration() -> None:
     assert draws(0) == draws(0)
     assert draws(0) != draws(1)
     assert len({tuple(rows) for rows in draws(0)}) == 3
-
-
-def test_a_function_of_weights_knows_the_iteration_and_what_was_solved(functions: str) -> None:
-    moving, state, _ = _curriculum(prompt_weights=f"{functions}:one_each")
-    assert _asked(moving, state, 3, 2) == [[0, 0], [1, 1], [2, 2]]
-    options = {"prompt_weights": f"{functions}:unsolved_first", "solved_reward": 5.0}
-    curriculum, state, _ = _curriculum(**options)
-    asked = _asked(curriculum, state, 3, COUNT)
-    assert sorted(asked[0]) == list(range(COUNT)), "nothing is known yet"
-    assert {*asked[1]} == {*asked[2]} == {0, 1, 2, 3, 4}
 
 
 # ------------------------------------------------------------------------------------- leaving out
@@ -221,23 +201,17 @@ def test_the_run_ends_where_every_prompt_is_solved() -> None:
 # ------------------------------------------------------------------------------------------ refused
 
 
-def test_prompts_are_sorted_or_weighed() -> None:
-    with pytest.raises(ValueError, match="prompt_order goes through all prompts in turn"):
-        PPOConfig(prompt_order="a", prompt_weights="b")
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"prompt_order": "hardness"}, "no such column of the prompts; there are difficulty, text"),
         ({"prompt_order": "text"}, "prompt 1: expected a finite number, got 'easy'"),
         ({"prompt_weights": "sign"}, "prompt 2: expected a finite number >= 0, got -1"),
-        ({"prompt_weights": "zero"}, "prompt_weights=zero: the weight of every prompt"),
+        ({"prompt_weights": "zero"}, "prompt_weights=zero: every weight is 0"),
         ({"prompt_weights": "PATH:too_few"}, "expected a number for each of 10 prompts, got "),
         ({"prompt_weights": "PATH:negative"}, "expected a finite number >= 0, got -1.0"),
         ({"prompt_order": "PATH:raises"}, r"raises raised KeyError\('no'\)"),
-        ({"prompt_order": "PATH:nowhere"}, "no function 'nowhere' there; it has by_length, of_col"),
-        ({"prompt_weights": "PATH:unsolved_first"}, "asks for success, which needs solved_reward"),
+        ({"prompt_order": "PATH:nowhere"}, "no function 'nowhere' there; it has of_column, of_num"),
     ],
 )
 def test_what_gives_no_numbers_is_refused(
@@ -295,11 +269,11 @@ def test_a_run_that_has_solved_every_prompt_ends_with_its_policy(tmp_path: Path)
     assert records(trainer)[-1]["left_out"] == 1.0
 
 
-@pytest.mark.parametrize("more", [{}, {"prompt_weights": "PATH:unsolved_first"}])
+@pytest.mark.parametrize("weights", ["", "PATH:of_numpy"])
 def test_a_resumed_run_asks_what_the_whole_one_asked(
-    more: dict[str, str], tmp_path: Path, functions: str
+    weights: str, tmp_path: Path, functions: str
 ) -> None:
-    more = {name: value.replace("PATH", functions) for name, value in more.items()}
+    more = {"prompt_weights": weights.replace("PATH", functions)}
     asked: dict[str, list[list[str]]] = {"whole": [], "parts": []}
     whole = _trainer(tmp_path / "whole", asked["whole"], **more)
     whole.train()
