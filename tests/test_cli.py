@@ -19,7 +19,7 @@ from fastppo import cli
 from fastppo.generate import GenerateConfig
 from fastppo.ppo.config import PPOConfig
 from fastppo.run.log import read_jsonl
-from fastppo.run.options import Options, read_yaml
+from fastppo.run.options import Options
 from fastppo.stages.reward_model import RewardModelConfig
 from fastppo.stages.sft import SFTConfig
 
@@ -33,31 +33,17 @@ def _help(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return re.sub(r"\s+", " ", capsys.readouterr().out)
 
 
-def test_help_names_every_option_of_train_with_its_default(capsys) -> None:
-    text = _help(capsys, "train")
-    for field in fields(PPOConfig):
-        assert f"--{field.name} " in text, field.name
-        help_text = field.metadata["help"]
-        assert help_text.replace("%", "%%") in text, field.name
-        assert help_text
-    assert "(default: 1e-05)" in text
-    assert "(default: 0.2)" in text
-    assert "(default: false)" in text
-    assert "(default: 'kl > 50', 'eos_rate < 0.1'," in text
-    for unit in ("tokens", "nats", "sequences", "reward units", "optimiser steps"):
-        assert unit in text, unit
-
-
 @pytest.mark.parametrize(
     ("command", "options", "units"),
     [
+        ("train", PPOConfig, ("tokens", "nats", "sequences", "reward units", "optimiser steps")),
         ("plan", PPOConfig, ("--memory NUMBER", "--prompt_tokens INT", "GB of 10^9 bytes")),
         ("sft", SFTConfig, ("tokens", "Rows per", "optimiser steps", "share of the optimiser")),
         ("reward", RewardModelConfig, ("tokens", "reward unit", "texts", "optimiser steps")),
         ("generate", GenerateConfig, ("tokens", "sequences", "prompts")),
     ],
 )
-def test_help_names_every_option_of_the_other_stages_with_its_default(
+def test_help_names_every_option_with_its_default_and_units(
     command: str, options: type[Options], units: tuple[str, ...], capsys
 ) -> None:
     text = _help(capsys, command)
@@ -76,15 +62,10 @@ def test_help_names_every_option_of_the_other_stages_with_its_default(
         assert unit in text, unit
 
 
-@pytest.mark.parametrize("command", ["demo", "recipe", "report"])
-def test_each_subcommand_has_help(command: str, capsys) -> None:
-    assert f"fastppo {command}" in _help(capsys, command)
-
-
 def test_the_top_level_help_names_the_subcommands(capsys) -> None:
     text = _help(capsys)
-    for command in ("sft", "reward", "train", "plan", "generate", "demo", "recipe", "report"):
-        assert f"{command} " in text
+    for command in cli.COMMANDS:
+        assert f" {command} " in text
 
 
 @pytest.mark.parametrize(("arguments", "code"), [([], 2), (["help"], 0)])
@@ -100,20 +81,22 @@ def test_flags_and_yaml_mean_the_same(tmp_path: Path) -> None:
         "learning_rate: 1e-6\nkl_coef: 0\nwhiten_advantages: none\nclip_ratio_high: 0.28\n"
     )
     from_file = cli.parse("train", ["--config", str(file)])
-    given = "--model=m --prompts=p.jsonl --rewards a.py:f rm --reward_weights 1 -0.5 "
-    given += "--learning_rate=1e-6 --kl_coef=0 --whiten_advantages=none --clip_ratio_high=0.28"
-    flags = given.split()
-    assert from_file == cli.parse("train", flags)
+    flags = "--model=m --prompts=p.jsonl --rewards a.py:f rm --reward_weights 1 -5e-1 "
+    flags += "--learning_rate=1e-6 --kl_coef=0 --whiten_advantages=none --clip-ratio-high=0.28"
+    assert from_file == cli.parse("train", flags.split())
     assert from_file.learning_rate == 1e-6
     assert from_file.reward_weights == (1.0, -0.5)
     assert from_file.whiten_advantages == "none"
+    assert cli.parse("train", ["--config", str(file), "--kl_coef", "0.5"]).kl_coef == 0.5
+    from_file.save(file)
+    assert cli.parse("train", ["--config", str(file)]) == from_file
 
 
 def test_an_environment_pays_in_the_place_of_rewards(capsys) -> None:
-    given = "--model m --prompts p.jsonl"
-    assert cli.parse("train", [*given.split(), "--environment", "e.py:Game"]).rewards == ()
+    flags = ["--model", "m", "--prompts", "p.jsonl"]
+    assert cli.parse("train", [*flags, "--environment", "e.py:Game"]).rewards == ()
     with pytest.raises(SystemExit):
-        cli.parse("train", given.split())
+        cli.parse("train", flags)
     assert "--rewards is missing" in capsys.readouterr().err
 
 
@@ -125,36 +108,13 @@ def test_the_other_stages_read_yaml_and_flags_alike(tmp_path: Path) -> None:
     assert from_file == cli.parse("sft", flags.split())
     assert (from_file.learning_rate, from_file.epochs) == (1e-6, 2.0)
     assert cli.parse("reward", flags.split()[:4]).center_coef == 0
-    found = cli.parse("generate", ["--models", "a", "b", "--prompt", "w1", "--rewards", "r", "s:t"])
-    assert (found.models, found.rewards) == (("a", "b"), ("r", "s:t"))
-
-
-def test_a_negative_number_with_an_exponent_is_a_number(tmp_path: Path) -> None:
-    given = "--model m --prompts p --rewards a.py:f b.py:g --reward_weights 1 -1e-1"
-    assert cli.parse("train", given.split()).reward_weights == (1.0, -0.1)
-    (tmp_path / "run.yaml").write_text(
-        "model: m\nprompts: p\nrewards: [a.py:f, b.py:g]\nreward_weights: [1.0, -1e-1]\n"
-    )
-    config = cli.parse("train", ["--config", str(tmp_path / "run.yaml")])
-    assert config.reward_weights == (1.0, -0.1)
+    config = cli.parse("generate", ["--models", "a", "b", "--prompt", "w1", "--rewards", "r", "s"])
+    assert (config.models, config.rewards) == (("a", "b"), ("r", "s"))
 
 
 def test_a_missing_config_file_is_named(capsys) -> None:
     assert cli.main(["train", "--config", "absent.yaml"]) == 2
     assert "there is no config file absent.yaml" in capsys.readouterr().err
-
-
-def test_a_flag_wins_over_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("model: m\nprompts: p\nrewards: [r]\nseed: 3\n")
-    assert cli.parse("train", ["--config", str(file), "--seed", "5"]).seed == 5
-
-
-def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
-    config = PPOConfig(model="m", prompts="p", rewards=["a:b"], clip_ratio_high=0.3)
-    config.save(tmp_path / "config.yaml")
-    assert PPOConfig(**read_yaml(tmp_path / "config.yaml", PPOConfig)) == config
-    assert cli.parse("train", ["--config", str(tmp_path / "config.yaml")]) == config
 
 
 @pytest.mark.parametrize(
@@ -168,8 +128,6 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path: Path) -> None:
         (["generate", "--prompt", "w1"], "--models is missing"),
         (["sft", "--speed", "9"], "fastppo sft: error: unrecognized arguments: --speed 9"),
         (["demo", "--speed", "9"], "unrecognized arguments: --speed 9"),
-        (["demo", "--iter", "9"], "unrecognized arguments: --iter 9"),
-        (["sft", "--mod", "m"], "unrecognized arguments: --mod m"),
         (["train", "--learning", "1"], "unrecognized arguments: --learning 1"),
         (["trian"], "there is no command 'trian'; did you mean train?"),
         (["xyz"], "invalid choice: 'xyz'"),
@@ -188,13 +146,11 @@ def test_a_flag_with_a_wrong_value_is_refused_in_a_sentence(capsys) -> None:
 
 
 def test_dashes_and_a_bare_flag_will_do() -> None:
-    given = "--model m --data d --learning-rate 1e-3 --gradient-checkpointing --resume false"
-    config = cli.parse("sft", given.split())
-    assert (config.learning_rate, config.gradient_checkpointing, config.resume) == (
-        1e-3,
-        True,
-        False,
-    )
+    flags = "--model m --data d --learning-rate 1e-3 --gradient-checkpointing --resume false"
+    config = cli.parse("sft", flags.split())
+    assert config.learning_rate == 1e-3
+    assert config.gradient_checkpointing
+    assert not config.resume
 
 
 def test_python_dash_m_is_the_same_program(capsys, monkeypatch) -> None:
@@ -209,8 +165,6 @@ def test_python_dash_m_is_the_same_program(capsys, monkeypatch) -> None:
     ("content", "says"),
     [
         ("learning_rat: 1", "no option 'learning_rat'; did you mean learning_rate?"),
-        ("- a\n- b", "expected `option: value` lines, got list"),
-        ("a: [", "is not valid YAML"),
         ("model: m\nprompts: p\nrewards: [r]\nmax_grad_norm: null", "max_grad_norm must be"),
         ("model: m\nprompts: p\nrewards: [r]\ngamma: 1.5", "gamma must be in [0, 1], got 1.5"),
         (

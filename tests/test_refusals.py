@@ -9,7 +9,7 @@ import math
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields
 from pathlib import Path
@@ -17,18 +17,14 @@ from typing import Any
 
 import pytest
 import tiny
-import torch
 from command_line import Folder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import fastppo
 from fastppo import cli
 from fastppo.data.prompts import encode_prompts
 from fastppo.data.rows import DataError, load_rows
 from fastppo.ppo.config import PPOConfig
-from fastppo.run import checkpoint, manifest
-from fastppo.run.log import cut, read_jsonl
 from fastppo.run.options import read_yaml
 from fastppo.stages.demonstrations import encode_demonstrations
 from fastppo.stages.preferences import encode_comparisons
@@ -38,15 +34,15 @@ EXAMPLES = int(os.environ.get("FASTPPO_FUZZ", "10000"))
 """Malformed inputs of all tests below together; more of them for a long run."""
 
 
-def _fuzz(share: float, batch: int = 10) -> Callable[[Any], Any]:
-    """A slow test of this share of the inputs; hypothesis draws the same ones each time, unless
-    more are asked for."""
-    drawn = settings(
-        max_examples=max(1, int(share * EXAMPLES) // batch),
-        suppress_health_check=list(HealthCheck),
-        derandomize=EXAMPLES <= 10_000,
-    )
-    return lambda test: pytest.mark.slow(drawn(test))
+BATCH = 10
+"""Inputs that are made of one example: hypothesis draws the leaves and the seed of the rest."""
+
+fuzz = settings(
+    max_examples=EXAMPLES // BATCH // 4,
+    suppress_health_check=list(HealthCheck),
+    derandomize=EXAMPLES <= 10_000,
+)
+"""Hypothesis draws the same ones each time, unless more are asked for."""
 
 
 @pytest.fixture(scope="module")
@@ -265,10 +261,7 @@ def _row(draw: random.Random, leaves: list[Any]) -> dict[str, Any]:
     return row
 
 
-BATCH = 10
-"""Inputs that are made of one example: hypothesis draws the leaves and the seed of the rest."""
 DRAWN = st.tuples(st.lists(LEAVES, min_size=4, max_size=8), st.integers(0, 2**32))
-OPTIONS = [field.name for field in fields(PPOConfig)]
 _folders: dict[str, Path] = {}
 
 
@@ -286,7 +279,8 @@ def _sentence(error: BaseException, name: str = "") -> None:
     assert len(str(error)) < 2000, "values are shortened"
 
 
-@_fuzz(0.2)
+@pytest.mark.slow
+@fuzz
 @given(DRAWN)
 def test_any_values_of_options_make_a_config_or_a_sentence(drawn: tuple[list[Any], int]) -> None:
     draw = random.Random(drawn[1])
@@ -306,7 +300,8 @@ SYNTAX = ["seed", ": ", "\n", "- ", "[", "{", "&a ", "*a", "!!int ", "!!float ",
 SYNTAX += ["!!bool ", "!!timestamp ", "!!binary ", "<<: ", "? ", "0b", "1_", "~", "'", "\0", "\x85"]
 
 
-@_fuzz(0.1)
+@pytest.mark.slow
+@fuzz
 @given(st.binary(max_size=40), DRAWN)
 def test_any_config_file_is_read_or_refused(content: bytes, drawn: tuple[list[Any], int]) -> None:
     path, draw = _folders["scratch"] / "run.yaml", random.Random(drawn[1])
@@ -321,7 +316,8 @@ def test_any_config_file_is_read_or_refused(content: bytes, drawn: tuple[list[An
             _sentence(error)
 
 
-@_fuzz(0.15)
+@pytest.mark.slow
+@fuzz
 @given(st.binary(max_size=40), DRAWN)
 def test_any_lines_are_rows_or_refused_with_the_file(
     junk: bytes, drawn: tuple[list[Any], int]
@@ -342,7 +338,8 @@ def test_any_lines_are_rows_or_refused_with_the_file(
 TOKENIZER = tiny.tokenizer(chat=True)
 
 
-@_fuzz(0.3)
+@pytest.mark.slow
+@fuzz
 @given(DRAWN)
 def test_any_rows_are_encoded_or_refused(drawn: tuple[list[Any], int]) -> None:
     draw = random.Random(drawn[1])
@@ -361,109 +358,3 @@ def test_any_rows_are_encoded_or_refused(drawn: tuple[list[Any], int]) -> None:
             _sentence(error)
         except Exception as error:
             raise AssertionError(f"{rows!r} are not refused") from error
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a small model."""
-    run = tmp_path_factory.mktemp("written")
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    checkpoint.write(run, 3, checkpoint.snapshot(model, optimizer, {"iteration": 3}))
-    return run / "checkpoint-000003"
-
-
-@_fuzz(0.1, 1)
-@given(st.data())
-def test_any_damage_of_any_file_of_a_checkpoint_is_found(
-    written: Path, data: st.DataObject
-) -> None:
-    path = data.draw(st.sampled_from(sorted(written.iterdir())))
-    before = path.read_bytes()
-    kind = data.draw(st.sampled_from(["flip", "cut", "insert", "replace", "remove"]))
-    place = data.draw(st.integers(0, max(0, len(before) - 1)))
-    after = bytearray(before)
-    if kind == "flip" and before:
-        after[place] ^= 1 << data.draw(st.integers(0, 7))
-    elif kind == "cut":
-        after = after[:place]
-    elif kind == "insert":
-        after[place:place] = data.draw(st.binary(min_size=1, max_size=8))
-    else:
-        after = bytearray(data.draw(st.binary(max_size=64)))
-    if kind == "remove":
-        path.unlink()
-    else:
-        path.write_bytes(after)
-    try:
-        if path.exists() and path.read_bytes() == before:
-            assert manifest.read(written, 3)["run"] == {}
-            return
-        with pytest.raises(manifest.DamagedError) as error:
-            manifest.read(written, 3)
-        _sentence(error.value)
-        assert path.name in str(error.value)
-    finally:
-        path.write_bytes(before)
-
-
-@_fuzz(0.05, 1)
-@given(st.binary(max_size=60) | st.lists(st.sampled_from(['{"iteration": 1}', "\n", "{", "é"])).map(
-    lambda parts: "".join(parts).encode()
-))  # fmt: skip
-def test_any_records_are_read_or_refused_and_whole_ones_never_cut(content: bytes) -> None:
-    path = _folders["scratch"] / "metrics.jsonl"
-    path.write_bytes(content)
-    try:
-        read_jsonl(path)
-        cut(path, "iteration", 10)
-    except ValueError as error:
-        _sentence(error)
-        assert path.read_bytes() == content
-    else:
-        assert path.read_bytes() == content[: content.rfind(b"\n") + 1]
-
-
-TENSOR = st.builds(
-    lambda shape, dtype, fill: torch.zeros(shape).to(dtype).fill_(fill),
-    st.lists(st.integers(0, 4), max_size=3),
-    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]),
-    st.sampled_from([0, 1, 2]),
-)
-ANYTHING = TENSOR | st.none() | st.integers(-3, 3) | st.floats() | st.text(max_size=5)
-
-
-@_fuzz(0.1, 1)
-@given(st.data())
-def test_any_arguments_of_the_public_functions_are_taken_or_refused(data: st.DataObject) -> None:
-    n, v, t = 4, 5, 3
-    f = torch.zeros(n)
-    flat = {"tokens": torch.zeros(n, dtype=torch.int64), "old_logprobs": f - 1, "advantages": f + 1}
-    mask = torch.ones(2, t, dtype=torch.bool)
-    rows = torch.zeros(2, t)
-    calls: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
-        (fastppo.ppo_loss, {"logits": torch.zeros(n, v), **flat},
-         ("mask", "temperature", "denominator", "clip_ratio", "dual_clip", "inplace", "kl_coef",
-          "ref_logprobs", "kl_estimator", "entropy_coef", "aggregation", "softcap", "weights")),
-        (fastppo.linear_ppo_loss,
-         {"hidden": torch.zeros(n, 3), "weight": torch.zeros(v, 3), **flat},
-         ("mask", "bias", "chunk_size", "temperature", "importance_weights", "logit_scale")),
-        (fastppo.token_stats, {"logits": torch.zeros(n, v), "tokens": flat["tokens"]},
-         ("ref_logits", "temperature", "backend")),
-        (fastppo.gae, {"rewards": rows, "values": rows},
-         ("mask", "gamma", "lam", "bootstrap", "cu_seqlens")),
-        (fastppo.compute_advantages,
-         {"scores": torch.zeros(2), "values": rows, "logprobs": rows, "ref_logprobs": None,
-          "mask": mask},
-         ("gamma", "lam", "whiten", "score_clip", "token_rewards", "kl_coef", "shift_mean")),
-        (fastppo.whiten, {"x": rows}, ("mask", "shift_mean", "moments")),
-        (fastppo.value_loss, {"values": rows, "returns": rows},
-         ("mask", "old_values", "clip_ratio", "denominator", "aggregation")),
-    ]  # fmt: skip
-    function, arguments, more = data.draw(st.sampled_from(calls))
-    names = st.sampled_from([*arguments, *more])
-    changed = data.draw(st.dictionaries(names, ANYTHING, min_size=1, max_size=2))
-    try:
-        function(**arguments | changed)
-    except (ValueError, TypeError) as error:
-        _sentence(error)

@@ -10,7 +10,6 @@ import re
 import resource
 import shutil
 import signal
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -197,31 +196,6 @@ def test_a_second_run_in_a_directory_is_refused_before_it_loads_a_model(
     assert len(read_jsonl(folder.run / "metrics.jsonl")) == 1
 
 
-# -------------------------------------------------------------------------------------- the records
-
-
-def test_texts_with_odd_line_ends_and_a_line_torn_inside_a_character_survive_a_resume(
-    folder: Folder, run
-) -> None:
-    rows = [{"prompt": f"w1 w{i} \u2028 \u2029 \x85 w2", "wanted": "é"} for i in range(24)]
-    folder.prompts.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    assert run(iterations=2)[0] == 0
-    samples = folder.run / "samples.jsonl"
-    before = samples.read_bytes()
-    assert before.count(b"\n") == 16
-    assert "\u2028".encode() in before
-    metrics = folder.run / "metrics.jsonl"
-    with samples.open("ab") as file:
-        file.write('{"iteration": 2, "prompt": "é'.encode()[:-1])
-    kept = metrics.read_bytes()
-    code, said = run(iterations=3, resume=True)
-    assert code == 0
-    assert f"{samples}: the last line was cut off while it was written, and is dropped" in said
-    assert samples.read_bytes().startswith(before)
-    assert samples.read_bytes().count(b"\n") == 24
-    assert metrics.read_bytes().startswith(kept)
-
-
 # -------------------------------------------------------------------------------------- the signals
 
 
@@ -374,40 +348,7 @@ def test_a_change_that_is_asked_for_is_shown_and_both_configs_are_kept(folder: F
     assert "seed: 3" in (folder.run / "config.yaml").read_text()
 
 
-def test_rates_and_coefficients_may_move_without_asking_and_are_shown(folder: Folder, run) -> None:
-    """And so may the place of model and prompts, which are known by their content."""
-    assert run(iterations=1)[0] == 0
-    moved = shutil.copytree(folder.model, folder.path / "moved")
-    code, said = run(iterations=2, resume=True, kl_coef=0.2, clip_ratio=0.1, model=moved)
-    assert code == 0
-    assert "kl_coef was 0.05 and is 0.2" in said
-    assert "clip_ratio was 0.2 and is 0.1" in said
-    assert "the content of" not in said
-
-
 # ---------------------------------------------------------------------------------------- the files
-
-
-def test_files_have_the_permissions_of_the_umask(folder: Folder, run) -> None:
-    before = os.umask(0o027)
-    try:
-        assert run(iterations=1)[0] == 0
-    finally:
-        os.umask(before)
-    files = [path for path in folder.run.rglob("*") if path.is_file()]
-    assert {path.name for path in files} >= {"model.safetensors", "value_function.safetensors"}
-    for path in files:
-        assert stat.S_IMODE(path.stat().st_mode) == 0o640, path
-
-
-def test_old_checkpoints_go_even_if_a_kill_came_before_they_were_removed(
-    folder: Folder, run
-) -> None:
-    assert run(iterations=2)[0] == 0
-    left = folder.run / "checkpoint-000000"
-    shutil.copytree(folder.run / "checkpoint-000001", left)
-    assert run(iterations=2, resume=True)[0] == 0
-    assert folder.checkpoints() == ["checkpoint-000001", "checkpoint-000002"]
 
 
 def test_the_best_checkpoint_by_a_metric_is_kept_besides_the_last(folder: Folder, run) -> None:
@@ -460,16 +401,6 @@ def test_a_reward_file_takes_no_librarys_name(folder: Folder, run) -> None:
     (folder.path / "yaml.py").write_text("raise RuntimeError('taken for the library')")
     assert run(iterations=1, rewards=f"{folder.path / 'tensorboard.py'}:count")[0] == 0
     assert list((folder.run / "tensorboard").glob("events*"))
-
-
-def test_a_formula_in_a_models_name_does_not_fail_the_report(folder: Folder, run) -> None:
-    models = [tiny.saved_reward_model(folder.path / name) for name in (r"$\frac{$", "[/b]")]
-    assert run(iterations=1, rewards=models)[0] == 0
-    report = (folder.run / "report.html").read_text()
-    data = report.split('id="charts">')[1].split("</script>")[0]
-    labels = {each["label"] for chart in json.loads(data) for each in chart["series"]}
-    assert r"reward/$\frac{$" in labels
-    assert "[/b]" in report
 
 
 # -------------------------------------------------------------------------------- the stages before

@@ -41,11 +41,13 @@ def test_a_run_is_itself() -> None:
 
 
 def test_differences_are_told_apart() -> None:
-    found = identity.differences(_identity(), _identity("n", seed=1, rate=2), ["seed"])
-    assert [(each.name, each.is_other_run) for each in found] == [
-        *(("seed", True), ("the content of model", True), ("rate", False)),
+    differences = identity.differences(_identity(), _identity("n", seed=1, rate=2), ["seed"])
+    assert [(difference.name, difference.is_other_run) for difference in differences] == [
+        ("seed", True),
+        ("the content of model", True),
+        ("rate", False),
     ]
-    assert str(found[0]) == "seed was 0 and is 1"
+    assert str(differences[0]) == "seed was 0 and is 1"
 
 
 def test_another_version_is_shown_and_not_refused() -> None:

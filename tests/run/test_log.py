@@ -61,11 +61,17 @@ def test_after_a_resume_the_lines_past_the_checkpoint_are_written_anew(
     log = RunLog(tmp_path, Config(), index=index)
     for number in range(5):
         log.metrics(number, {"loss": float(number)})
-        log.samples(number, [{"text": "old"}] * 2)
+        log.samples(number, [{"text": "old \u2028\x85 é"}] * 2)  # Python's ends of a line
     log.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"it')  # the run was killed while it wrote
+    with (tmp_path / "samples.jsonl").open("ab") as file:
+        file.write(b'{"text": "' + "é".encode()[:1])
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 5
     resumed = RunLog(tmp_path, Config(), index=index, first=3)
+    assert [note.split(": ")[0] for note in resumed.notes] == [
+        str(tmp_path / name) for name in ("metrics.jsonl", "samples.jsonl")
+    ]
     assert [record[index] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     resumed.metrics(3, {"loss": 30.0})
     resumed.samples(3, [{"text": "new"}])
@@ -73,15 +79,9 @@ def test_after_a_resume_the_lines_past_the_checkpoint_are_written_anew(
     losses = [(r[index], r["loss"]) for r in read_jsonl(tmp_path / "metrics.jsonl")]
     assert losses == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
     samples = [(r[index], r["text"]) for r in read_jsonl(tmp_path / "samples.jsonl")]
-    assert samples == [(i, "old") for i in range(3) for _ in range(2)] + [(3, "new")]
+    assert samples == [(i, "old \u2028\x85 é") for i in range(3) for _ in range(2)] + [(3, "new")]
     assert _scalars(tmp_path, "loss") == losses
     assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_a_line_cut_off_while_being_written_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"iteration": 0}\n{"iteration": 1, "rew')
-    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"iteration": 0}]
-    assert read_jsonl(tmp_path / "absent.jsonl") == []
 
 
 def test_the_log_keeps_warnings_beside_the_metrics(tmp_path: Path) -> None:
@@ -142,20 +142,17 @@ def test_events_that_cannot_be_written_are_one_sentence(tmp_path: Path, monkeypa
 # ----------------------------------------------------------------------------------- the directory
 
 
-def test_a_directory_is_free_until_a_run_has_left_records_in_it(tmp_path: Path) -> None:
+def test_a_directory_is_free_until_a_run_has_left_records_or_a_checkpoint(tmp_path: Path) -> None:
     check_no_run(tmp_path / "absent")
-    check_no_run(tmp_path)
     (tmp_path / "config.yaml").write_text("seed: 3\n")
-    (tmp_path / "metrics.jsonl").write_text("")  # it failed before its first record
+    (tmp_path / "metrics.jsonl").touch()  # it failed before its first record
     check_no_run(tmp_path)
+    assert not holds_run(tmp_path)
+    (tmp_path / "checkpoint-000001").mkdir()
+    assert holds_run(tmp_path)
+    (tmp_path / "checkpoint-000001").rmdir()
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match="holds a run already: go on with `resume: true`"):
-        check_no_run(tmp_path)
-
-
-def test_a_checkpoint_alone_is_a_run_too(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-000001").mkdir()
-    with pytest.raises(ValueError, match="holds a run already"):
         check_no_run(tmp_path)
 
 
@@ -192,14 +189,3 @@ def test_runs_go_by_the_shortest_names_that_tell_them_apart() -> None:
     assert short_names(["runs/a/policy", "runs/b/policy"]) == ["a/policy", "b/policy"]
     assert short_names(["runs/sft", "org/model"]) == ["sft", "model"]
     assert short_names(["runs/sft", "runs/sft"]) == ["runs/sft (1)", "runs/sft (2)"]
-
-
-def test_a_folder_with_records_or_a_checkpoint_holds_a_run(tmp_path: Path) -> None:
-    assert not holds_run(tmp_path / "none")
-    (tmp_path / "metrics.jsonl").touch()
-    assert not holds_run(tmp_path), "a run that failed before its first record"
-    (tmp_path / "checkpoint-1").mkdir()
-    assert holds_run(tmp_path)
-    (tmp_path / "checkpoint-1").rmdir()
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    assert holds_run(tmp_path)

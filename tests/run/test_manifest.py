@@ -84,7 +84,9 @@ def test_what_is_set_aside_does_not_take_the_place_of_what_was(tmp_path: Path) -
     for _ in range(3):
         names.append(manifest.set_aside(_written(tmp_path / "checkpoint-3")).name)
     assert names == [
-        *("damaged-checkpoint-3", "damaged-2-checkpoint-3", "damaged-3-checkpoint-3"),
+        "damaged-checkpoint-3",
+        "damaged-2-checkpoint-3",
+        "damaged-3-checkpoint-3",
     ]
 
 

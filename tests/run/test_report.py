@@ -124,9 +124,11 @@ def test_a_single_reward_is_drawn_once(tmp_path: Path) -> None:
 
 
 def test_gold_against_proxy_is_drawn_over_iterations_and_over_the_root_of_the_kl(tmp_path) -> None:
-    records = [{"reward": i / 9, "monitor/gold": 0.5, "kl": float(i**2)} for i in range(10)]
+    records = [{"reward": i / 9, "monitor/gold": i / 99, "kl": float(i**2)} for i in range(10)]
     charts = _charts(_write(tmp_path, records))
     assert _curves(charts["Gold against proxy"])["reward"] == [i / 9 for i in range(10)]
+    right = [curve["right"] for curve in charts["Gold against proxy"]["series"]]
+    assert right == [False, True], "beside the reward the gold one would be a flat line"
     by_kl = charts["Gold against proxy, by KL"]
     assert by_kl["xlabel"] == "√KL to the reference, √nats"
     assert by_kl["x"] == list(range(10))  # √81 is drawn, not 81
@@ -138,24 +140,6 @@ def test_a_kl_that_is_no_distance_is_drawn_at_0_or_left_out(tmp_path: Path) -> N
     kls = [math.nan, 4.0, -0.2, math.inf]
     html = _write(tmp_path, [{"reward": 1.0, "monitor/gold": 0.5, "kl": kl} for kl in kls])
     assert _charts(html)["Gold against proxy, by KL"]["x"] == [0.0, 2.0]
-
-
-def test_without_a_kl_gold_is_drawn_over_iterations_alone(tmp_path: Path) -> None:
-    html = _write(tmp_path, [{"reward": 1.0, "monitor/gold": 0.5}] * 3)
-    assert html.count("<figcaption>Gold against proxy") == 1
-
-
-def test_rewards_of_unlike_spans_get_an_axis_each(tmp_path: Path) -> None:
-    """A gold reward from 0 to 1 beside a proxy that rises by 10 would be a flat line."""
-    unlike = [{"reward": float(i), "monitor/gold": i / 100} for i in range(10)]
-    alike = [{"reward": float(i), "monitor/gold": i / 3} for i in range(10)]
-    (tmp_path / "alike").mkdir()
-    for directory, records, right in (
-        (tmp_path, unlike, [False, True]),
-        (tmp_path / "alike", alike, [False, False]),
-    ):
-        chart = _charts(_write(directory, records))["Gold against proxy"]
-        assert [curve["right"] for curve in chart["series"]] == right
 
 
 def test_what_is_not_finite_does_not_stop_the_report(tmp_path: Path) -> None:
@@ -303,13 +287,6 @@ def test_one_evaluation_is_the_first_the_best_and_the_last(run: Path) -> None:
     assert "sampled" not in part
 
 
-def test_without_evaluations_there_is_no_table(run: Path) -> None:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    lines = [{k: x for k, x in line.items() if not k.startswith("eval/")} for line in lines]
-    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    assert "Held-out prompts" not in write_report(run).read_text()
-
-
 def test_a_browser_draws_every_chart_without_a_word(run: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
@@ -320,11 +297,3 @@ def test_a_browser_draws_every_chart_without_a_word(run: Path) -> None:
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "CONSOLE" not in shown.stderr
     assert shown.stdout.count("<canvas") == len(PANELS) + 2
-
-
-def test_rounding_noise_below_0_is_0(run: Path) -> None:
-    sample = json.loads((run / "samples.jsonl").read_text()) | {"kl": -1e-7, "reward": -1e-9}
-    (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")
-    html = write_report(run).read_text()
-    assert "KL <b>0.00</b>" in html
-    assert "-0.00" not in html
