@@ -153,9 +153,9 @@ def smoke(bench: Bench, tiny: bool) -> None:
 @contextlib.contextmanager
 def launched_with(warps: int, loads: int) -> Iterator[None]:
     """The row kernels with other programs than their table says."""
-    from fastppo_kernels import triton_rows
+    from fastppo_kernels import triton_views
 
-    module: Any = triton_rows
+    module: Any = triton_views
     before = module.TILES, module.SWEPT_ONCE
     tiles = ((math.inf, warps, loads, min(128, 65536 // (32 * warps))),)
     module.TILES = tiles

@@ -104,6 +104,9 @@ def _layouts_of_sums(ttgir: str) -> list[str]:
     return [f"{kind} {layouts.get(name, name)}" for kind, name in found]
 
 
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+"""Of a launch, which are no arguments of the kernel."""
+
 _RESOURCES = {"REG": "registers", "STACK": "stack", "LOCAL": "local", "SHARED": "shared"}
 
 
@@ -122,10 +125,13 @@ def main(launches: str, capability: str) -> None:
             if result.hash not in resources:
                 resources[result.hash] = _resources(result.asm["cubin"])
                 cubin.write_bytes(result.asm["cubin"])
+            options = {name: value for name, value in kwargs.items() if name not in OPTIONS}
+            # Constants come by themselves or, those of a row's tiles, in a record.
+            options |= options.pop("cut")._asdict() if "cut" in options else {}
             constants = {
-                name: value
-                for name, value in kwargs.items()
-                if name not in ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+                name: getattr(value, "value", value)
+                for name, value in options.items()
+                if isinstance(value, int | triton.language.constexpr)
             }
             row = Compiled(
                 launch=current,

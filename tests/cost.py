@@ -51,6 +51,7 @@ class Cost(NamedTuple):
     resident: int
     started: int
     bytes_in_flight: int
+    spilled: bool
 
 
 def costs(capability: int, cache: Path) -> dict[str, Cost]:
@@ -102,6 +103,7 @@ def _cost(kernel: compile_check.Compiled, capability: int) -> Cost:
         resident,
         started=65536 // (32 * kernel.num_warps * named),
         bytes_in_flight=resident * 32 * kernel.num_warps * in_flight,
+        spilled=bool(kernel.stack or kernel.local),
     )
 
 

@@ -1,5 +1,5 @@
 """The launches whose instructions are counted: the tables of `kernels/NOTES.md`, the ceilings of
-`tests/kernels/test_cost.py`."""
+`tests/kernels/test_compiled.py`."""
 
 from __future__ import annotations
 

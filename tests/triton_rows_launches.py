@@ -39,22 +39,15 @@ def _loss(logits: Tensor, softmax: Softmax = BARE, **how: Any) -> None:
     triton_rows.ppo_loss(logits, _per_token(), CLIPPED, softmax, **how)
 
 
-def _sampled(
-    logits: Tensor, softmax: Softmax, loss: Callable[..., Any] = triton_rows.ppo_loss
-) -> None:
+def _sampled(logits: Tensor, softmax: Softmax) -> None:
     per_token = _per_token(ref_logprobs=ZEROS, importance_weights=ONES)
-    loss(logits, per_token, EVERYTHING, softmax)
+    triton_rows.ppo_loss(logits, per_token, EVERYTHING, softmax)
 
 
-def _full(
-    logits: Tensor,
-    softmax: Softmax,
-    ref_logits: Tensor,
-    loss: Callable[..., Any] = triton_rows.ppo_loss,
-) -> None:
+def _full(logits: Tensor, softmax: Softmax, ref_logits: Tensor) -> None:
     objective = EVERYTHING._replace(kl_estimator="full", kl_ratio_weighted=False)
     per_token = _per_token(importance_weights=ONES)
-    loss(logits, per_token, objective, softmax, ref_logits=ref_logits)
+    triton_rows.ppo_loss(logits, per_token, objective, softmax, ref_logits=ref_logits)
 
 
 def _stats(logits: Tensor, softmax: Softmax, ref_logits: Tensor | None = None) -> None:
@@ -95,14 +88,10 @@ def launches() -> list[tuple[str, Callable[[], None]]]:
         found += [(f"{name}, V={vocab} {dtype_name}", call) for name, call in named]
     x, odd = _logits(LONG, torch.bfloat16), _logits(ODD, torch.bfloat16)
     off = _logits(LONG + 1, torch.bfloat16)[:, 1:]
-    chunk = triton_rows.chunk_ppo_loss  # which says what rows have a gradient, besides
     cut, ref = _logits(ODD, x.dtype, (N, 3))[:, :-1], _logits(ODD, x.dtype, (N, 2))
     found += [
         ("loss, bare", partial(_loss, x)),
         ("loss, in place", partial(_loss, x, inplace=True)),
-        ("loss, k3, of a chunk", partial(_sampled, x, SCALED, chunk)),
-        ("loss, k3, soft-cap, of a chunk, odd", partial(_sampled, odd, CAPPED, chunk)),
-        ("loss, full KL, soft-cap, of a chunk", partial(_full, x, CAPPED, x, chunk)),
         ("loss, no gradient", partial(_loss, x, need_grad=False)),
         ("loss, no gradient, fp16", partial(_loss, x.half(), need_grad=False)),
         ("loss, logits[:, :-1]", partial(_loss, _logits(LONG, x.dtype, (N // 2, 3))[:, :-1])),

@@ -62,7 +62,8 @@ ROW_ALIGNMENT = 128
 """Bytes between rows of the logits' buffer: a cache line, and a multiple of the 16 bytes on which
 tensor-core GEMMs want the leading dimension. An odd vocabulary (50257) costs them no speed."""
 
-DEFAULT, EVERYTHING = Gemm(), GradientsWanted()
+DEFAULT = Gemm()
+EVERYTHING = GradientsWanted()
 
 PRODUCT_COLUMNS = 4096
 """Words whose share of dW a CPU forms at once: fp32 copies of 16-bit gradients take no more room
@@ -72,16 +73,16 @@ than this many columns."""
 class LinearBudget(NamedTuple):
     """What decides how many rows of logits are held at once; `chunk_rows`."""
 
-    whole: int  # logits, in elements, that are formed in one chunk in any case
+    one_chunk: int  # logits, in elements, that are formed in one chunk in any case
     share: int  # otherwise at most one row in `share`,
     least: int  # but no fewer rows than this,
     least_narrow: int  # or this, where the hidden states are narrower than NARROW,
-    enough: int  # and no more than this, unless `whole` has room for them
+    enough: int  # and no more than this, unless `one_chunk` has room for them
 
 
 LINEAR_BUDGETS = {
-    "cpu": LinearBudget(whole=2**23, share=4, least=384, least_narrow=384, enough=512),
-    "cuda": LinearBudget(whole=2**28, share=8, least=2048, least_narrow=4096, enough=4096),
+    "cpu": LinearBudget(one_chunk=2**23, share=4, least=384, least_narrow=384, enough=512),
+    "cuda": LinearBudget(one_chunk=2**28, share=8, least=2048, least_narrow=4096, enough=4096),
 }
 """On a CPU each GEMM packs the weight anew: 256 rows a time cost 5 % more than 1024, 64 rows 28 %
 (sgemm, V = 32000, one thread). On a GPU each chunk reads and writes the fp32 dW, as many bytes as
@@ -115,10 +116,10 @@ def chunk_rows(
     """
     budget = LINEAR_BUDGETS.get(device.type, LINEAR_BUDGETS["cuda"])
     spared_rows = 0 if device.type == "cpu" else spared_rows
-    if rows * vocab <= budget.whole or rows <= spared_rows:
+    if rows * vocab <= budget.one_chunk or rows <= spared_rows:
         return max(1, rows)
     least = budget.least_narrow if width < NARROW else budget.least
-    most = max(budget.enough, budget.whole // vocab)
+    most = max(budget.enough, budget.one_chunk // vocab)
     limit = min(max(math.ceil(rows / budget.share), least), most)
     chunks = max(2, math.ceil(rows / limit))
     if device.type != "cpu":  # each as large as the least, or there is one
@@ -157,20 +158,20 @@ class _Head:
     """A projection's operands in the GEMMs' dtype, and the one buffer its logits are formed in."""
 
     def __init__(
-        self, projection: Projection, dtype: torch.dtype, rows: int, *, aligned: bool
+        self, projection: Projection, dtype: torch.dtype, *, buffer_rows: int, aligned: bool
     ) -> None:
-        hidden, weight, bias = projection
-        self.hidden, self.dtype = hidden, dtype
-        self.weight = weight.to(dtype)
-        self.bias = None if bias is None else bias.to(dtype)
-        step = ROW_ALIGNMENT // dtype.itemsize if aligned else 1
-        vocab = weight.shape[0]
-        buffer = weight.new_empty((rows, -(-vocab // step) * step), dtype=dtype)
+        self.hidden = projection.hidden
+        self.dtype = dtype
+        self.weight = projection.weight.to(dtype)
+        self.bias = None if projection.bias is None else projection.bias.to(dtype)
+        vocab = self.weight.shape[0]
+        multiple = ROW_ALIGNMENT // dtype.itemsize if aligned else 1
+        buffer = self.weight.new_empty((buffer_rows, math.ceil(vocab / multiple) * multiple))
         # oneDNN's bf16 products on AMX read what lies between rows, times 0: NaN would stay NaN.
         buffer[:, vocab:] = 0
         self.buffer = buffer[:, :vocab]
 
-    def rows(self, rows: Selection) -> Tensor:
+    def hidden_at(self, rows: Selection) -> Tensor:
         """[n, H] hidden states."""
         return self.hidden[rows].to(self.dtype)
 
@@ -182,6 +183,51 @@ class _Head:
         return torch.addmm(self.bias, x, self.weight.T, out=out)
 
 
+class _Loop:
+    """The chunks of a batch's rows, and the heads that form their logits.
+
+    `chunks` are slices, or indices where `counted` [n] names the rows that are taken.
+    """
+
+    def __init__(
+        self,
+        projection: Projection,
+        ref_projection: Projection | None,
+        gemm: Gemm,
+        *,
+        counted: Tensor | None = None,
+        trains_weight: bool,
+        aligned: bool,
+    ) -> None:
+        hidden, weight = projection.hidden, projection.weight
+        dtype = gemm.dtype or hidden.dtype
+        count = hidden.shape[0] if counted is None else counted.numel()
+        buffers = 1 if ref_projection is None else 2
+        spared_rows = accumulator_rows(weight, dtype, buffers=buffers) if trains_weight else 0
+        step = gemm.chunk_size or chunk_rows(
+            count,
+            weight.shape[0],
+            hidden.device,
+            width=weight.shape[1],
+            spared_rows=spared_rows,
+        )
+        slices = [slice(start, min(start + step, count)) for start in range(0, count, step)]
+        self.chunks: list[Selection] = [
+            part if counted is None else counted[part] for part in slices
+        ]
+        self.head = _Head(projection, dtype, buffer_rows=min(step, count), aligned=aligned)
+        self.ref_head = None
+        if ref_projection is not None:
+            self.ref_head = _Head(
+                ref_projection, dtype, buffer_rows=min(step, count), aligned=aligned
+            )
+
+    def ref_logits(self, rows: Selection) -> Tensor | None:
+        if self.ref_head is None:
+            return None
+        return self.ref_head.logits(self.ref_head.hidden_at(rows))
+
+
 class _Gradients:
     """dX, dW and dbias, gathered chunk by chunk; each is None where it is not wanted.
 
@@ -189,19 +235,27 @@ class _Gradients:
     GEMMs in the parameter's dtype. A frozen head costs no dW, frozen hidden states no dX.
     """
 
-    def __init__(self, projection: Projection, wanted: GradientsWanted, *, one_chunk: bool) -> None:
-        hidden, weight, bias = projection
+    def __init__(
+        self, projection: Projection, wanted: GradientsWanted, *, is_one_chunk: bool
+    ) -> None:
+        self.projection = projection
+        self.wanted = wanted
+        self.is_one_chunk = is_one_chunk
         contiguous = torch.contiguous_format
-        self.one_chunk, self.wanted, self.head = one_chunk, wanted, weight
-        self.dtypes = weight.dtype, None if bias is None else bias.dtype
-        self.hidden = torch.zeros_like(hidden, memory_format=contiguous) if wanted.hidden else None
+        self.hidden: Tensor | None = None
+        if wanted.hidden:
+            self.hidden = torch.zeros_like(projection.hidden, memory_format=contiguous)
         self.weight: Tensor | None = None  # allocated by its first product
         self.bias: Tensor | None = None
-        if wanted.bias and bias is not None:
-            self.bias = torch.zeros_like(bias, dtype=accumulation_dtype(bias.dtype))
+        if wanted.bias and projection.bias is not None:
+            dtype = accumulation_dtype(projection.bias.dtype)
+            self.bias = torch.zeros_like(projection.bias, dtype=dtype)
 
-    def add(self, rows: Selection, grad: Tensor, x: Tensor, head: Tensor) -> None:
-        """The share of `grad` [n, V], the gradient of the logits of hidden states `x` [n, H]."""
+    def add(self, rows: Selection, grad: Tensor, *, x: Tensor, head: Tensor) -> None:
+        """The share of `grad` [n, V], the gradient of the logits of hidden states `x` [n, H].
+
+        `x` and the weight `head` are in the GEMMs' dtype.
+        """
         if self.bias is not None:
             self.bias += grad.sum(0, dtype=self.bias.dtype)
         if self.hidden is not None:
@@ -213,72 +267,27 @@ class _Gradients:
             self._add_weight(grad, x)
 
     def _add_weight(self, grad: Tensor, x: Tensor) -> None:
+        weight = self.projection.weight
         is_first = self.weight is None
         if self.weight is None:
-            dtype = self.dtypes[0] if self.one_chunk else accumulation_dtype(self.dtypes[0])
+            dtype = weight.dtype if self.is_one_chunk else accumulation_dtype(weight.dtype)
             contiguous = torch.contiguous_format
-            self.weight = torch.empty_like(self.head, dtype=dtype, memory_format=contiguous)
-        if self.one_chunk:
+            self.weight = torch.empty_like(weight, dtype=dtype, memory_format=contiguous)
+        if self.is_one_chunk:
             _mm(grad.T, x, out=self.weight)
         else:
             _accumulate(self.weight, grad.T, x, is_first=is_first)
 
     def finished(self) -> ProjectionGradients:
-        weight_dtype, bias_dtype = self.dtypes
-        weight = self.weight
-        if weight is None and self.wanted.weight:  # no row had a gradient
-            weight = torch.zeros_like(self.head, memory_format=torch.contiguous_format)
+        weight, bias = self.projection.weight, self.projection.bias
+        grad = self.weight
+        if grad is None and self.wanted.weight:  # no row had a gradient
+            grad = torch.zeros_like(weight, memory_format=torch.contiguous_format)
         return ProjectionGradients(
-            self.hidden,
-            None if weight is None else weight.to(weight_dtype),
-            None if self.bias is None else self.bias.to(bias_dtype),
+            hidden=self.hidden,
+            weight=None if grad is None else grad.to(weight.dtype),
+            bias=None if self.bias is None or bias is None else self.bias.to(bias.dtype),
         )
-
-
-class _Heads(NamedTuple):
-    """The heads whose logits a loop forms, and the rows of a chunk."""
-
-    step: int
-    policy: _Head
-    reference: _Head | None
-
-    def ref_logits(self, rows: Selection) -> Tensor | None:
-        head = self.reference
-        return None if head is None else head.logits(head.rows(rows))
-
-
-def _heads(
-    projection: Projection,
-    ref_projection: Projection | None,
-    count: int,
-    rows: ModuleType,
-    gemm: Gemm,
-    *,
-    trained: bool,
-) -> _Heads:
-    """For a loop over `count` rows; `trained`: dW is wanted."""
-    hidden, weight = projection.hidden, projection.weight
-    dtype = gemm.dtype or hidden.dtype
-    buffers = 1 if ref_projection is None else 2
-    spared = accumulator_rows(weight, dtype, buffers=buffers) if trained else 0
-    step = gemm.chunk_size or chunk_rows(
-        count, weight.shape[0], hidden.device, width=weight.shape[1], spared_rows=spared
-    )
-    held, aligned = min(step, count), not rows.READS_VALUES
-    policy, reference = _Head(projection, dtype, held, aligned=aligned), None
-    if ref_projection is not None:
-        reference = _Head(ref_projection, dtype, held, aligned=aligned)
-    return _Heads(step, policy, reference)
-
-
-def _chunks(rows: int, step: int, counted: Tensor | None) -> list[Selection]:
-    slices = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-    return [*slices] if counted is None else [counted[part] for part in slices]
-
-
-def _among(rows: Selection, some: Tensor) -> Tensor:
-    """The indices of some of these rows."""
-    return rows.start + some if isinstance(rows, slice) else rows[some]
 
 
 # ---------------------------------------------------------------------------------- the operations
@@ -307,44 +316,52 @@ def ppo_loss(
     Returns:
         LinearPPORows; statistics in fp32 (fp64), gradients in the dtypes of their parameters.
     """
-    hidden = projection.hidden
-    n, compact = hidden.shape[0], compact or rows.READS_VALUES
-    counted = (per_token.weights != 0).nonzero().squeeze(-1) if compact else None
-    count = n if counted is None else counted.numel()
-    if count == n:
-        counted = None
-    if objective.kl_estimator != "full":
-        ref_projection = None
-    heads = _heads(projection, ref_projection, count, rows, gemm, trained=wanted.weight)
-    head, step = heads.policy, heads.step
-    grads = _Gradients(projection, wanted, one_chunk=count <= step)
-    wide = accumulation_dtype(head.dtype)
-    logprobs, entropy, kl = (hidden.new_zeros(n, dtype=wide) for _ in range(3))
+    n = projection.hidden.shape[0]
+    compact = compact or rows.READS_VALUES
+    counted = None
+    if compact:
+        counted = (per_token.weights != 0).nonzero().squeeze(-1)
+        if counted.numel() == n:
+            counted = None
+    loop = _Loop(
+        projection,
+        ref_projection if objective.kl_estimator == "full" else None,
+        gemm,
+        counted=counted,
+        trains_weight=wanted.weight,
+        aligned=not rows.READS_VALUES,
+    )
+    grads = _Gradients(projection, wanted, is_one_chunk=len(loop.chunks) <= 1)
+    wide = accumulation_dtype(loop.head.dtype)
+    logprobs, entropy, kl = (projection.hidden.new_zeros(n, dtype=wide) for _ in range(3))
     sums = None
-    for index in _chunks(count, step, counted):
-        x, operands = head.rows(index), per_token.at(index)
+    for index in loop.chunks:
+        x = loop.head.hidden_at(index)
+        chunk_per_token = per_token.at(index)
         chunk = rows.chunk_ppo_loss(
-            head.logits(x),
-            operands,
+            loop.head.logits(x),
+            chunk_per_token,
             objective,
             softmax.at(index),
-            ref_logits=heads.ref_logits(index),
+            ref_logits=loop.ref_logits(index),
             need_grad=any(wanted),
         )
-        logprobs[index], entropy[index], kl[index] = chunk.logprobs, chunk.entropy, chunk.kl
+        logprobs[index] = chunk.logprobs
+        entropy[index] = chunk.entropy
+        kl[index] = chunk.kl
         sums = chunk.sums if sums is None else combine_sums(sums, chunk.sums)
-        if chunk.grad is None:
-            continue
-        if chunk.live is not None:
-            index, x = _among(index, chunk.live), x[chunk.live]
-        elif wanted.weight and not compact:
-            # A masked row may hold anything, and 0·NaN would reach all of dW.
-            x = torch.where((operands.weights != 0).unsqueeze(-1), x, 0.0)
-        grads.add(index, chunk.grad, x, head.weight)
+        if chunk.grad is not None:
+            if chunk.live is not None:
+                x = x[chunk.live]
+                index = index.start + chunk.live if isinstance(index, slice) else index[chunk.live]
+            elif wanted.weight and not compact:
+                # A masked row may hold anything, and 0·NaN would reach all of dW.
+                x = torch.where((chunk_per_token.weights != 0).unsqueeze(-1), x, 0.0)
+            grads.add(index, chunk.grad, x=x, head=loop.head.weight)
+        del chunk  # it holds the logits' buffer
     if sums is None:  # no row counts
         sums = logprobs.new_zeros(len(SUMS))
-    # The logits go before dW is cast.
-    heads = head = chunk = None  # type: ignore[assignment]
+    del loop  # with the logits' buffers, before dW is cast
     return LinearPPORows(sums, logprobs, entropy, kl, grads.finished())
 
 
@@ -361,21 +378,21 @@ def token_stats(
 
     A reference adds as much again, for its hidden states and head.
     """
-    n = projection.hidden.shape[0]
-    heads = _heads(projection, ref_projection, n, rows, gemm, trained=False)
-    head = heads.policy
-    parts = [
+    loop = _Loop(
+        projection, ref_projection, gemm, trains_weight=False, aligned=not rows.READS_VALUES
+    )
+    chunks = [
         rows.token_stats(
-            head.logits(head.rows(index)),
+            loop.head.logits(loop.head.hidden_at(index)),
             tokens[index],
             softmax.at(index),
-            ref_logits=heads.ref_logits(index),
+            ref_logits=loop.ref_logits(index),
         )
-        for index in _chunks(n, heads.step, None) or [slice(0, 0)]
+        for index in loop.chunks or [slice(0, 0)]
     ]
-    if len(parts) == 1:
-        return parts[0]
-    return TokenStats(*(torch.cat(each) for each in zip(*parts, strict=True)))
+    if len(chunks) == 1:
+        return chunks[0]
+    return TokenStats(*(torch.cat(columns) for columns in zip(*chunks, strict=True)))
 
 
 def token_stats_backward(
@@ -395,22 +412,25 @@ def token_stats_backward(
     The upstream gradients are arbitrary, so the logits are formed again, and a chunk's gradient is
     held beside them.
     """
-    if grads.kl is None:
-        ref_projection = None
-    n = projection.hidden.shape[0]
-    heads = _heads(projection, ref_projection, n, rows, gemm, trained=wanted.weight)
-    head = heads.policy
-    gathered = _Gradients(projection, wanted, one_chunk=n <= heads.step)
-    for index in _chunks(n, heads.step, None):
-        x = head.rows(index)
-        grad = rows.token_stats_backward(
+    loop = _Loop(
+        projection,
+        None if grads.kl is None else ref_projection,
+        gemm,
+        trains_weight=wanted.weight,
+        aligned=not rows.READS_VALUES,
+    )
+    projection_grads = _Gradients(projection, wanted, is_one_chunk=len(loop.chunks) <= 1)
+    for index in loop.chunks:
+        x = loop.head.hidden_at(index)
+        logits_grad = rows.token_stats_backward(
             grads.at(index),
-            head.logits(x),
+            loop.head.logits(x),
             tokens[index],
             stats.at(index),
             softmax.at(index),
-            ref_logits=heads.ref_logits(index),
+            ref_logits=loop.ref_logits(index),
         )
-        gathered.add(index, grad, x, head.weight)
-    heads = head = grad = None  # type: ignore[assignment]  # before dW is cast
-    return gathered.finished()
+        projection_grads.add(index, logits_grad, x=x, head=loop.head.weight)
+        del logits_grad
+    del loop  # with the logits' buffers, before dW is cast
+    return projection_grads.finished()

@@ -38,12 +38,12 @@ def test_each_part_runs_and_nothing_in_it_fails(part: str, capfd) -> None:
 
 
 def test_a_launch_parameter_is_put_back() -> None:
-    from fastppo_kernels import triton_rows
+    from fastppo_kernels import triton_views
 
-    before = triton_rows.TILES
+    before = triton_views.TILES
     with on_a_gpu.launched_with(8, 2):
-        assert triton_rows.tile(2**20, 2, singles=False).num_warps == 8
-    assert triton_rows.TILES is before
+        assert triton_views.tile(2**20, 2, singles=False).num_warps == 8
+    assert triton_views.TILES is before
 
 
 def test_a_line_that_fails_says_so_and_the_time_ends(capsys) -> None:

@@ -651,7 +651,7 @@ def test_one_chunk_where_it_takes_no_more_than_the_accumulator_of_several() -> N
 def test_nothing_but_zeros_lies_between_the_rows_of_the_buffer() -> None:
     """oneDNN's bf16 products read some of it, times 0: NaN would be in every gradient."""
     projection = linear.Projection(torch.zeros(2, 8), torch.zeros(1003, 8), None)
-    head = linear._Head(projection, torch.bfloat16, 3, aligned=True)
+    head = linear._Head(projection, torch.bfloat16, buffer_rows=3, aligned=True)
     whole = head.buffer._base
     assert whole is not None
     assert whole.shape == (3, 1024)
@@ -686,7 +686,7 @@ def test_no_tensor_of_the_logits_size_is_ever_made(
     backend: str, term: str, grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the default chunk and a given one, in forward and backward and without a gradient."""
-    little = linear.LINEAR_BUDGETS["cpu"]._replace(whole=2**16)  # as small as the batch here
+    little = linear.LINEAR_BUDGETS["cpu"]._replace(one_chunk=2**16)  # as small as the batch here
     monkeypatch.setitem(linear.LINEAR_BUDGETS, "cpu", little)
     n, vocab, width = (600, 521, 3) if backend == "torch" else (10, 2053, 3)
     leaves = [x.requires_grad_(grad) for x in head(n, vocab, width, torch.float32)]

@@ -67,7 +67,18 @@ from torch import Tensor
 import fastppo
 from fastppo.functional import arguments as checks
 
-triton_rows = pytest.importorskip("fastppo_kernels.triton_rows", reason="Triton is not installed")
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from fastppo_kernels import (
+    triton_full_kl,
+    triton_loss,
+    triton_rows,
+    triton_scale,
+    triton_stats,
+    triton_sweeps,
+    triton_token_loss,
+    triton_views,
+)
 
 pytestmark = [
     # NumPy announces what the kernel means to happen: differences to the start of the running
@@ -260,6 +271,12 @@ def path_full() -> None:
     options: dict[str, Any] = {"kl_estimator": "full", "ref_logits": draw(3, 507, seed=1)["logits"]}
     check_loss(draw(3, 507), kl_coef=0.3, entropy_coef=0.01, **options)
     check_loss(draw(3, 507), kl_coef=0.0, **options)
+    # A row of weight 0, and one whose derivatives are all 0.
+    arguments = draw(3, 507)
+    arguments["weights"][0] = 0.0
+    arguments["advantages"][1] = 0.0
+    check_loss(arguments, kl_coef=0.0, **options)
+    check_loss(arguments, kl_coef=0.3, need_grad=False, **options)
 
 
 def path_ruled_out() -> None:
@@ -366,7 +383,17 @@ PATHS: dict[str, Callable[[], None]] = {
 }
 
 
-FILES = {triton_rows.__file__: triton_rows, jit.__file__: jit}
+JIT_MODULES = (
+    jit,
+    triton_full_kl,
+    triton_loss,
+    triton_scale,
+    triton_stats,
+    triton_sweeps,
+    triton_token_loss,
+    triton_views,
+)
+FILES = {module.__file__: module for module in JIT_MODULES}
 Line = tuple[str, int]
 TAKEN: dict[str, set[Line]] = {}
 """Lines of the kernels' files that each path has run."""
@@ -455,8 +482,8 @@ def test_dtypes(dtype: torch.dtype) -> None:
 def test_grid_stays_small() -> None:
     """One program per row would exceed a grid dimension of 65535 (Liger 1294)."""
     device = torch.device("cpu") if DEVICE == "cpu" else torch.device("cuda", 0)
-    shape = triton_rows.tile(1000, 2, singles=False)
-    count = triton_rows._program_count(device, 2**24, 1000, shape)
+    shape = triton_views.tile(1000, 2, singles=False)
+    count = triton_views._program_count(device, 2**24, 1000, shape)
     multiprocessors, _ = device_limits(device)
     assert 0 < count <= 16 * multiprocessors
 

@@ -1,0 +1,149 @@
+"""Statistics of rows of logits, and the logits' gradient from theirs: one read each.
+
+`definition.token_stats` and its backward pass: the two sweeps of `triton_sweeps` by themselves.
+What the second one needs of the first, it finds in the TokenStats.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastppo_kernels.jit import LOWEST, row_scale, score_unit
+from fastppo_kernels.launch import check_dtype, current, dense, dense_record
+from fastppo_kernels.records import Softmax, StatsGradients, TokenStats
+from fastppo_kernels.triton_full_kl import (
+    _token_stats_backward_full_kl_kernel,
+    _token_stats_full_kl_kernel,
+)
+from fastppo_kernels.triton_sweeps import RowStats, row_statistics, write_gradient
+from fastppo_kernels.triton_views import (
+    launch_over,
+    logit_at,
+    place_of,
+    row_at,
+    row_beside,
+    write_zeros,
+)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _token_stats_kernel(logits, tokens, softmax, results, n, vocab, cut):
+    """The first sweep, to the TokenStats `results`; what belongs to a reference is 0."""
+    for index in range(tl.program_id(0), n, tl.num_programs(0)):
+        token = tl.load(tokens + index)
+        x_token = logit_at(logits, index, token, vocab)
+        scale, _ = row_scale(index, softmax)
+        row = row_at(logits, index, vocab, cut)
+        place = place_of(token, row, vocab)
+        stats = row_statistics(row, x_token, place, softmax, scale, cut, "evict_first")
+        tl.store(results.logprobs + index, stats.logprob)
+        tl.store(results.entropy + index, stats.entropy)
+        tl.store(results.kl + index, 0.0)
+        tl.store(results.p_others + index, stats.others)
+        tl.store(results.mean_gap + index, 0.0)
+        log_sum = tl.where(stats.total == 0, -float("inf"), stats.log_sum)
+        tl.store(results.normalizer + 2 * index, stats.row_max * score_unit(softmax))
+        tl.store(results.normalizer + 2 * index + 1, log_sum)
+        tl.store(results.ref_normalizer + 2 * index, 0.0)
+        tl.store(results.ref_normalizer + 2 * index + 1, 0.0)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _token_stats_backward_kernel(logits, grad, grads, tokens, saved, softmax, n, vocab, cut):
+    """The second sweep from the TokenStats `saved`; of the StatsGradients `grads` the entropy's may
+    be None, the KL's is not looked at."""
+    for index in range(tl.program_id(0), n, tl.num_programs(0)):
+        g_logprob = tl.load(grads.logprobs + index).to(tl.float32)
+        g_entropy = 0.0
+        if grads.entropy is not None:
+            g_entropy = tl.load(grads.entropy + index).to(tl.float32)
+        if (g_logprob == 0) & (g_entropy == 0):
+            write_zeros(row_at(grad, index, vocab, cut), vocab, cut)
+        else:
+            token = tl.load(tokens + index)
+            row_max = tl.load(saved.normalizer + 2 * index) / score_unit(softmax)
+            log_sum = tl.load(saved.normalizer + 2 * index + 1)
+            entropy = tl.load(saved.entropy + index)
+            scale, slope = row_scale(index, softmax)
+            # Nothing tells of −inf among the logits: they are clamped.
+            plain = tl.abs(row_max * scale) < -LOWEST
+            stats = RowStats(
+                tl.load(saved.logprobs + index), entropy, row_max, log_sum, tl.exp(log_sum),
+                log_sum - entropy, tl.load(saved.p_others + index), plain,
+            )  # fmt: skip
+            g = StatsGradients(g_logprob, g_entropy)
+            row = row_at(logits, index, vocab, cut)
+            write_gradient(
+                row, row_beside(row, grad, index, cut), logit_at(logits, index, token, vocab),
+                place_of(token, row, vocab), stats, g, softmax, scale, slope,
+                slope * tl.exp(-log_sum), cut, True,
+            )  # fmt: skip
+
+
+def token_stats(
+    logits: Tensor, tokens: Tensor, softmax: Softmax, *, ref_logits: Tensor | None = None
+) -> TokenStats:
+    """`definition.token_stats` in one read of the logits; bf16, fp16 or fp32, else ValueError."""
+    check_dtype("logits", logits)
+    n = logits.shape[:-1].numel()
+    columns = (logits.new_empty(n, dtype=torch.float32) for _ in range(5))
+    normalizers = (logits.new_empty((n, 2), dtype=torch.float32) for _ in range(2))
+    stats = TokenStats(*columns, *normalizers)
+    if n == 0:
+        return stats
+    launch = launch_over(logits, softmax, ref_logits, sweeps=1)
+    operands = {
+        "logits": launch.logits,
+        "tokens": dense(tokens),
+        "softmax": dense_record(softmax),
+        "results": stats,
+        "n": n,
+        "vocab": launch.vocab,
+    }
+    with current(logits.device):
+        if ref_logits is None:
+            _token_stats_kernel[launch.grid](**operands, **launch.options)
+        else:
+            operands["ref_logits"] = launch.ref_logits
+            _token_stats_full_kl_kernel[launch.grid](**operands, **launch.options)
+    return stats
+
+
+def token_stats_backward(
+    grads: StatsGradients,
+    logits: Tensor,
+    tokens: Tensor,
+    stats: TokenStats,
+    softmax: Softmax,
+    *,
+    ref_logits: Tensor | None = None,
+) -> Tensor:
+    """`definition.token_stats_backward`: one write, and one read of the rows with a gradient."""
+    check_dtype("logits", logits)
+    if grads.kl is None:
+        ref_logits = None
+    n = logits.shape[:-1].numel()
+    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if n == 0:
+        return grad
+    launch = launch_over(logits, softmax, ref_logits, grad, sweeps=1)
+    operands = {
+        "logits": launch.logits,
+        "grad": launch.grad,
+        "grads": dense_record(grads),
+        "tokens": dense(tokens),
+        "saved": dense_record(stats),
+        "softmax": dense_record(softmax),
+        "n": n,
+        "vocab": launch.vocab,
+    }
+    with current(logits.device):
+        if ref_logits is None:
+            _token_stats_backward_kernel[launch.grid](**operands, **launch.options)
+        else:
+            operands["ref_logits"] = launch.ref_logits
+            _token_stats_backward_full_kl_kernel[launch.grid](**operands, **launch.options)
+    return grad

@@ -1,0 +1,338 @@
+"""The two sweeps over a row of logits: its softmax's statistics, then its gradient.
+
+The first sweep carries, per lane, for the shifted scores t_j = (z_j − m)·c with c = 1/T and the
+running maximum m,
+
+    mass   = Σ e^{t_j}                 moment = Σ e^{t_j}·t_j
+
+and when the maximum moves, every t_j moves by shift = (m_old − m_new)·c ≤ 0:
+
+    mass ← mass·e^shift                moment ← (moment + shift·mass)·e^shift
+
+so no sum ever holds z itself, and an offset of the row costs no digits. With S = Σ e^t (the token
+included) and μ = moment/S,
+
+    logprob = t_y − log S              entropy = log S − μ
+
+The gradient is written in the formulas' cancelled form, where log S does not occur:
+
+    dz_j = (1/T)·{ g_l·[j=y] + p_j·( −g_l − g_h·(t_j − μ) ) }
+
+and the token's column is left out of the sums and added after them as a scalar. Both matter in
+peaked rows: 1 − p_y is then a sum of small terms, not the difference of two numbers near 1, and the
+gradient keeps its relative accuracy however sure the policy is.
+
+The second sweep writes the gradient. It runs backwards over the row, because the end of the row is
+what the caches hold.
+
+Whole tiles have a loop of their own in each sweep, in which nothing is clamped or masked and the
+scores are scaled and shifted in one instruction; what the whole tiles leave, and every row that has
+−inf or NaN in it, goes through the careful loop. `triton_full_kl` adds the reference to these
+functions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from fastppo_kernels.jit import (
+    FIRST_MAX,
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    capped,
+    fma,
+    log1p_below_one,
+    shifted,
+)
+from fastppo_kernels.triton_views import (
+    load_part,
+    load_whole,
+    part_of,
+    part_start,
+    places_in_whole_tiles,
+)
+
+
+class LaneSums(NamedTuple):
+    """The running sums of a row's first sweep, one of each per lane."""
+
+    row_max: Any
+    mass: Any
+    moment: Any
+
+
+class RowStats(NamedTuple):
+    """What a row's first sweep leaves, in nats."""
+
+    logprob: Any
+    entropy: Any
+    row_max: Any
+    log_sum: Any  # log S
+    total: Any  # S
+    mean_shifted: Any  # μ
+    others: Any  # (S − e^{t_y})/S
+    plain: Any  # no −inf, no NaN: the sums need no clamp
+
+
+class Factors(NamedTuple):
+    """dx_j = e^{t_j}·(constant + linear·t_j), t in base 2."""
+
+    constant: Any
+    linear: Any
+
+
+# ------------------------------------------------------------------------- tiles into lanes' sums
+
+# A tile is seen as [block/(lanes·vector), lanes, vector], which is how its vectors lie in the
+# threads: a lane is a thread, and the loops need no word between threads.
+
+
+@triton.jit
+def by_lanes(x, cut):
+    SHAPE: tl.constexpr = (cut.block // (cut.lanes * cut.vector), cut.lanes, cut.vector)
+    return tl.reshape(x, SHAPE)
+
+
+@triton.jit
+def max_of_lanes(x):
+    return tl.max(tl.max(x, 2), 0)
+
+
+@triton.jit
+def sum_of_lanes(x):
+    """Inside each thread: [vectors, lanes, vector] to [lanes]."""
+    return tl.sum(tl.sum(x, 2), 0)
+
+
+@triton.jit
+def dot_of_lanes(x, y):
+    """Σ x·y inside each thread, most of it in multiply-adds, which a sum of products is not."""
+    if x.shape[2] % 4 == 0:
+        SHAPE: tl.constexpr = (x.shape[0], x.shape[1], x.shape[2] // 4, 2, 2)
+        x_even, x_odd = tl.split(tl.reshape(x, SHAPE))
+        y_even, y_odd = tl.split(tl.reshape(y, SHAPE))
+        x0, x2 = tl.split(x_even)
+        x1, x3 = tl.split(x_odd)
+        y0, y2 = tl.split(y_even)
+        y1, y3 = tl.split(y_odd)
+        return sum_of_lanes(fma(x3, y3, fma(x2, y2, fma(x1, y1, x0 * y0))))
+    else:
+        return sum_of_lanes(x * y)
+
+
+@triton.jit
+def no_sums(cut):
+    lowest = tl.full([cut.lanes], FIRST_MAX, tl.float32)
+    zero = tl.zeros([cut.lanes], tl.float32)
+    return LaneSums(lowest, zero, zero)
+
+
+@triton.jit
+def load_policy_tile(row, start, token, softmax, cut, HINT: tl.constexpr):
+    """The scores of a tile inside the row, by lanes, without the token's."""
+    values, _ = load_whole(row.entries, start, softmax, cut, HINT)
+    if (token >= start) & (token < start + cut.block):
+        values = tl.where(tl.arange(0, cut.block) == token - start, LOWEST, values)
+    return by_lanes(values, cut)
+
+
+@triton.jit
+def fold_whole(sums, anchor, values, scale):
+    """(sums, anchor, e^t, decay of what was summed before) with one tile inside the row added.
+
+    The sums are relative to `anchor`, the maximum times c·log₂e, rounded: t = fma(z, c·log₂e,
+    −anchor) is one instruction and one rounding. Nothing is clamped: −inf makes the sums NaN.
+    """
+    top = max_of_lanes(values)
+    new_anchor = tl.maximum(anchor, top * scale)
+    shift = anchor - new_anchor
+    decay = tl.exp2(shift)
+    t = fma(values, scale, -new_anchor[None, :, None])
+    e = tl.exp2(t)
+    moment = (sums.moment + shift * sums.mass) * decay + dot_of_lanes(e, t)
+    mass = sums.mass * decay + sum_of_lanes(e)
+    return LaneSums(tl.maximum(sums.row_max, top), mass, moment), new_anchor, e, decay
+
+
+@triton.jit
+def rounded_away(maximum, anchor, scale):
+    """maximum·scale − anchor, 0 where no column has been seen."""
+    return tl.where(tl.abs(maximum) < -LOWEST, fma(maximum, scale, -anchor), 0.0)
+
+
+@triton.jit
+def relative_to_maximum(sums, anchor, scale):
+    """The sums relative to the maxima themselves: what was rounded away in the anchor is known to
+    the last bit."""
+    residual = rounded_away(sums.row_max, anchor, scale)
+    back = tl.exp2(-residual)
+    return LaneSums(sums.row_max, sums.mass * back, (sums.moment - residual * sums.mass) * back)
+
+
+@triton.jit
+def moved(sums, new_max, scale):
+    """The sums after the maximum rose to `new_max`."""
+    shift = shifted(sums.row_max, new_max, scale)
+    decay = tl.exp2(shift)
+    moment = (sums.moment + shift * sums.mass) * decay
+    return LaneSums(new_max, sums.mass * decay, moment)
+
+
+@triton.jit
+def _fold_part(sums, row, start, token, softmax, scale, cut, HINT: tl.constexpr):
+    """One tile into the sums of the lanes, whatever is in it and however much of it is the row."""
+    values, _ = load_part(row, start, token, softmax, cut.block, cut, HINT)
+    values = by_lanes(values, cut)
+    new_max = tl.maximum(sums.row_max, max_of_lanes(values))
+    t = shifted(values, new_max[None, :, None], scale)
+    e = tl.exp2(t)
+    sums = moved(sums, new_max, scale)
+    # In this order: with the mass first, ptxas spills rows off 16 bytes on sm_90.
+    moment = sums.moment + sum_of_lanes(e * t)
+    return LaneSums(sums.row_max, sums.mass + sum_of_lanes(e), moment)
+
+
+@triton.jit
+def _joined(sums, scale):
+    """The lanes become one."""
+    sums = moved(sums, tl.max(sums.row_max, 0), scale)
+    return LaneSums(sums.row_max, tl.sum(sums.mass, 0), tl.sum(sums.moment, 0))
+
+
+# ---------------------------------------------------------------------------------- first sweep
+
+
+@triton.jit
+def row_statistics(row, x_token, token, softmax, scale, cut, HINT: tl.constexpr):
+    """RowStats of a row whose token stands at place `token` and has the logit `x_token`."""
+    token_value, _slope = capped(x_token, softmax)
+    scale2 = scale * LOG2_E
+    anchor = tl.full([cut.lanes], LOWEST, tl.float32)
+    sums = no_sums(cut)
+    # A part is a whole tile here: of another shape, the lanes would change their layout.
+    first = cut.block if cut.phased else 0
+    whole = places_in_whole_tiles(row.end, cut.block, cut)
+    for start in range(first, whole + first, cut.block):
+        values = load_policy_tile(row, start, token, softmax, cut, HINT)
+        sums, anchor, _e, _decay = fold_whole(sums, anchor, values, scale2)
+    sums = relative_to_maximum(sums, anchor, scale2)
+    for part in range(0, tl.cdiv(row.end - whole, cut.block)):
+        start = part_start(part, whole, cut.block, cut)
+        sums = _fold_part(sums, row, start, token, softmax, scale2, cut, HINT)
+    joined = _joined(sums, scale2)
+    plain = (tl.abs(joined.moment) < -LOWEST) & (joined.row_max > LOWEST)
+    if plain == 0:
+        # A column of −inf, of NaN, or so low that it may be one.
+        sums = no_sums(cut)
+        for part in range(0, tl.cdiv(row.end, cut.block)):
+            sums = _fold_part(sums, row, part * cut.block, token, softmax, scale2, cut, HINT)
+        joined = _joined(sums, scale2)
+    others = moved(joined, tl.maximum(joined.row_max, token_value), scale2)
+    return with_token(others.row_max, others.mass, others.moment, token_value, scale, plain)
+
+
+@triton.jit
+def with_token(row_max, others, moment, token_value, scale, plain):
+    """RowStats from the sums over all columns but the token's, the maximum that of all columns."""
+    scale2 = scale * LOG2_E
+    t_token2 = shifted(token_value, row_max, scale2)
+    e_token = tl.exp2(t_token2)
+    moment += e_token * t_token2
+    total = others + e_token
+    mean_shifted = moment * LN_2 / total
+    # A row of −inf alone is no distribution.
+    log_total = tl.where(total > 0, tl.log(total), float("nan"))
+    t_token = shifted(token_value, row_max, scale)
+    # Above ½ from the others' share, which keeps digits that log S near 0 does not have.
+    likely = e_token > others
+    logprob = tl.where(
+        likely, -log1p_below_one(others / tl.where(likely, e_token, 1.0)), t_token - log_total
+    )
+    log_sum = tl.where(likely, t_token - logprob, log_total)
+    return RowStats(
+        logprob, log_sum - mean_shifted, row_max, log_sum, total, mean_shifted, others / total,
+        plain & (tl.abs(t_token) < -LOWEST),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------- second sweep
+
+
+@triton.jit
+def token_gradient(x_token, kl_share, stats, g, softmax, scale, slope):
+    """dx at the token, where g_l·(1 − p_y) comes from the others' share. `kl_share` is what the
+    full KL adds to the entropy's, None without one."""
+    value, cap_slope = capped(x_token, softmax)
+    t = shifted(value, stats.row_max, scale)
+    inner = g.entropy * (stats.mean_shifted - t)
+    if kl_share is not None:
+        inner += kl_share
+    return slope * cap_slope * (g.logprobs * stats.others + tl.exp(stats.logprob) * inner)
+
+
+@triton.jit
+def shifted_whole(values, anchor, scale, CLAMPED: tl.constexpr):
+    """t in base 2 of a tile inside a row of plain numbers; `CLAMPED`: or of −inf."""
+    t = fma(values, scale, -anchor)
+    return tl.maximum(t, LOWEST, propagate_nan=tl.PropagateNan.ALL) if CLAMPED else t
+
+
+@triton.jit
+def store_whole(grad_row, start, grad, slope, token, at_token, softmax, cut):
+    """The gradient of a tile inside the row, the cap's slope and the token's entry put in."""
+    if softmax.softcap is not None:
+        grad *= slope
+    columns = tl.arange(0, cut.block)
+    if (token >= start) & (token < start + cut.block):
+        grad = tl.where(columns == token - start, at_token, grad)
+    tl.store(grad_row.entries + start + columns, grad.to(grad_row.entries.dtype.element_ty))
+
+
+@triton.jit
+def store_part(grad_row, start, grad, slope, token, at_token, softmax, PART: tl.constexpr):
+    """The gradient of a tile that the row does not fill."""
+    if softmax.softcap is not None:
+        grad *= slope
+    columns = tl.arange(0, PART)
+    grad = tl.where(columns == token - start, at_token, grad)
+    inside = (columns >= grad_row.first - start) & (columns < grad_row.end - start)
+    tl.store(grad_row.entries + start + columns, grad.to(grad_row.entries.dtype.element_ty), inside)
+
+
+@triton.jit
+def write_gradient(
+    row, grad_row, x_token, token, stats, g, softmax, scale, slope, slope_over_total,
+    cut, CLAMPED: tl.constexpr,
+):  # fmt: skip
+    """The second sweep, last tile first. `slope_over_total` is (dx/dt)/S; e^t stands in for p."""
+    at_token = token_gradient(x_token, None, stats, g, softmax, scale, slope)
+    constant = g.entropy * stats.mean_shifted - g.logprobs
+    # The sweep's t has base 2: ln 2 goes into its coefficients.
+    factors = Factors(constant * slope_over_total, -g.entropy * LN_2 * slope_over_total)
+    scale2 = scale * LOG2_E
+    # A part's stores may be masked by the element, whose addresses take registers.
+    PART: tl.constexpr = part_of(cut.block, cut.lanes * cut.vector)
+    whole = tl.where(stats.plain, places_in_whole_tiles(row.end, PART, cut), 0)
+    for part in range(0, tl.cdiv(row.end - whole, PART)):
+        start = part_start(part, whole, PART, cut)
+        values, cap_slope = load_part(row, start, None, softmax, PART, cut, "evict_first")
+        t = shifted(values, stats.row_max, scale2)
+        grad = tl.exp2(t) * (factors.constant + factors.linear * t)
+        store_part(grad_row, start, grad, cap_slope, token, at_token, softmax, PART)
+    if whole > 0:
+        anchor = stats.row_max * scale2
+        residual = fma(stats.row_max, scale2, -anchor)
+        back = tl.exp2(-residual)
+        linear = factors.linear * back
+        constant = (factors.constant - factors.linear * residual) * back
+        last = whole + (PART if cut.phased else 0)
+        for done in range(cut.block, whole + cut.block, cut.block):
+            start = last - done
+            values, cap_slope = load_whole(row.entries, start, softmax, cut, "evict_first")
+            t = shifted_whole(values, anchor, scale2, CLAMPED)
+            grad = tl.exp2(t) * fma(t, linear, constant)
+            store_whole(grad_row, start, grad, cap_slope, token, at_token, softmax, cut)

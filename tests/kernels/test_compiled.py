@@ -1,0 +1,217 @@
+"""The kernels as machine code for GPUs that are not there: what their loops execute and need.
+
+The counts are what decides these kernels' times next to the bytes they move, and a change that
+makes a loop dearer fails here. A register that does not fit goes to local memory, which is the
+GPU's own memory: a kernel that lives on bandwidth pays for it. See compile_check.py and
+machine_code.py.
+
+By default one launch of each kind, for sm_90; the other generations and every launch of
+triton_rows_launches.py and triton_advantages_launches.py are slow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import version
+from pathlib import Path
+
+import compile_check
+import pytest
+from compile_check import Compiled
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import cost
+import machine_code
+import triton_advantages_launches
+import triton_rows_launches
+from fastppo_kernels import triton_views
+
+Costs = dict[str, cost.Cost]
+
+NEW = [int(part) for part in version("triton").split(".")[:2]] >= [3, 9]
+OTHER_GENERATIONS = [pytest.param(capability, marks=pytest.mark.slow) for capability in (80, 100)]
+
+
+@pytest.fixture(scope="module", params=[90, *OTHER_GENERATIONS])
+def costs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Costs:
+    return cost.costs(request.param, tmp_path_factory.getbasetemp() / "triton")
+
+
+CEILINGS = {
+    "loss": (8.3, 7.8),
+    "statistics": (8.3,),
+    "statistics' backward": (8.3,),
+    "full KL": (24, 16),
+    # Triton 3.6 makes 26.6 and 28.9 of it, 3.9 25.3 and 28.2.
+    "soft-cap": (26 if NEW else 27, 32),
+    "loss, V = 50257": (9.5, 9.5),
+    "statistics, V = 50257": (9.5,),
+    "whiten": (16,),
+    "gae": (38,),
+    # For sm_80, where its code is worst, Triton 3.6 makes 50.3 of it, and 78.4 and 106.0 of the
+    # next two; for sm_90 95.9 of the last, where 3.9 makes 85.8.
+    "shaping, GAE": (50 if NEW else 51,),
+    "gae, packed": (72 if NEW else 79,),
+    "shaping, GAE, packed": (95 if NEW else 107,),
+}
+"""Executed instructions an element, by sweep."""
+
+ROWS = list(CEILINGS)[: list(CEILINGS).index("whiten")]
+
+
+@pytest.mark.parametrize("launch", CEILINGS)
+def test_instructions_an_element(launch: str, costs: Costs) -> None:
+    """Rows are read by the vector, and no sweep waits at a barrier; as many programs are resident
+    as the launcher starts, which computes them from the registers that it names."""
+    assert len(costs[launch].sweeps) == len(CEILINGS[launch])
+    for sweep, ceiling in zip(costs[launch].sweeps, CEILINGS[launch], strict=True):
+        assert sweep.instructions <= ceiling, costs[launch]
+        if launch in ROWS:
+            assert sweep.narrowest_load == 16
+            assert sweep.barriers == 0
+    if launch in ROWS:
+        assert costs[launch].resident >= costs[launch].started
+
+
+@pytest.mark.parametrize("launch", ["gae", "shaping, GAE"])
+def test_a_scan_of_whole_vectors_shares_nothing_and_waits_for_nobody(
+    launch: str, costs: Costs
+) -> None:
+    (sweep,) = costs[launch].sweeps
+    assert sweep.barriers == 0
+    assert sweep.narrowest_load == 4  # the masks of four tokens
+    assert costs[launch].resident >= 16
+    assert costs[launch].bytes_in_flight >= 32 * 1024
+
+
+def test_two_programs_of_the_statistics_share_a_multiprocessor(costs: Costs) -> None:
+    assert costs["statistics"].resident >= 2
+    assert costs["statistics"].bytes_in_flight >= 32 * 1024
+
+
+def test_nothing_spills(costs: Costs) -> None:
+    assert {launch for launch, kernel in costs.items() if kernel.spilled} == set()
+
+
+def test_the_table_in_the_notes_has_a_row_for_each_launch(costs: Costs) -> None:
+    notes = (Path(compile_check.ROOT) / "kernels" / "NOTES.md").read_text()
+    for launch in costs:
+        assert f"| {launch} |" in notes
+
+
+# ------------------------------------------------------------- every launch, for every generation
+
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes that one program may have: the CUDA programming guide's table of compute capabilities."""
+
+
+@pytest.fixture(scope="module")
+def all_compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Compiled]]:
+    cache = tmp_path_factory.getbasetemp() / "triton"
+    files = (triton_rows_launches, triton_advantages_launches)
+    return {
+        capability: [
+            kernel
+            for file in files
+            for kernel in compile_check.compiled(Path(str(file.__file__)), capability, cache)
+        ]
+        for capability in SHARED_MEMORY
+    }
+
+
+@pytest.mark.slow
+def test_no_kernel_spills_and_each_fits_a_multiprocessor(
+    all_compiled: dict[int, list[Compiled]],
+) -> None:
+    for capability, kernels in all_compiled.items():
+        for kernel in kernels:
+            assert not kernel.stack, (capability, kernel)
+            assert not kernel.local, (capability, kernel)
+            assert kernel.shared <= SHARED_MEMORY[capability], (capability, kernel)
+
+
+@pytest.mark.slow
+def test_every_kernel_and_every_tile_is_compiled(all_compiled: dict[int, list[Compiled]]) -> None:
+    """Short, middle and long rows; whole tiles and those that a soft-cap or a reference halves."""
+    modules = ("loss", "stats", "full_kl", "scale", "advantages")
+    defined = {
+        name
+        for module in modules
+        for name in vars(importlib.import_module(f"fastppo_kernels.triton_{module}"))
+        if name.endswith("_kernel")
+    }
+    assert {kernel.kernel for kernel in all_compiled[90]} == defined
+    compiled = {
+        (kernel.num_warps, kernel.constants["block"])
+        for kernel in all_compiled[90]
+        if kernel.kernel in ("_ppo_loss_kernel", "_ppo_loss_full_kl_kernel")
+    }
+    for most, *_ in triton_views.TILES:
+        for halvings in range(4):
+            tile = triton_views.tile(min(most, 2**20), 2, singles=False, halvings=halvings)
+            assert (tile.num_warps, tile.block) in compiled
+
+
+@pytest.mark.slow
+def test_padded_and_packed_rows_are_summed_in_the_same_order(
+    all_compiled: dict[int, list[Compiled]],
+) -> None:
+    """Equal bits on a device follow from equal layouts; the interpreter cannot show this."""
+    sums = {
+        (kernel.launch, kernel.kernel): kernel.sums for kernel in all_compiled[90] if kernel.sums
+    }
+    compared = 0
+    for (launch, kernel), packed in sums.items():
+        if launch.endswith("packed"):
+            for layout in ("one chunk", "split", "odd"):
+                padded = sums.get((launch.removesuffix("packed") + layout, kernel))
+                if padded is not None:
+                    assert padded == packed, (launch, kernel)
+                    compared += 1
+    assert compared >= 20
+
+
+# -------------------------------------------------------------------------------- the counting
+
+
+LISTING = """
+        /*0000*/                   S2R R0, SR_TID.X ;
+        /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0020*/                   ISETP.GT.AND P0, PT, R0, 0x1, PT ;
+        /*0030*/              @!P0 BRA 0x60 ;
+        /*0040*/                   FSEL R4, R4, RZ, P0 ;
+        /*0050*/                   FSEL R5, R5, RZ, P0 ;
+        /*0060*/                   FADD R4, R4, R5 ;
+        /*0070*/                   MUFU.EX2 R4, R4 ;
+        /*0080*/               @P1 BRA 0x10 ;
+        /*0090*/                   STG.E.64 desc[UR4][R2.64], R4 ;
+        /*00a0*/                   EXIT ;
+        /*00b0*/                   BRA 0xb0;
+"""
+
+
+def test_a_branch_off_the_common_way_is_left_out() -> None:
+    (loop,) = machine_code.Code(LISTING).sweeps()
+    assert [instruction.name for instruction in loop.instructions] == [
+        "LDG", "ISETP", "BRA", "FADD", "MUFU", "BRA",
+    ]  # fmt: skip
+    assert (loop.loaded, loop.stored, loop.narrowest_load) == (16, 0, 16)
+    assert loop.pipes() == {"fma": 1, "xu": 1, "memory": 1, "fp64": 0, "alu": 3}
+    # Of a loop inside a loop, the inner one counts.
+    outer = LISTING.replace("EXIT ;", "BRA P2, 0x0 ;")
+    (loop,) = machine_code.Code(outer).sweeps()
+    assert len(loop.instructions) == 6
+
+
+def test_no_code_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no instruction"):
+        machine_code.Code("no listing")
+
+
+@pytest.mark.parametrize(
+    ("registers", "warps", "shared", "programs"),
+    [(128, 16, 64, 1), (64, 4, 16, 8), (32, 4, 0, 16), (255, 8, 131072, 1), (96, 1, 0, 20)],
+)
+def test_resident_programs(registers: int, warps: int, shared: int, programs: int) -> None:
+    assert machine_code.resident_programs(registers, warps, shared) == programs
