@@ -142,20 +142,17 @@ def wide_model() -> Any:
     return tiny.model_of(config)
 
 
-def save_wide_model(directory: Path) -> str:
-    wide_model().save_pretrained(directory)
-    tiny.tokenizer().save_pretrained(directory)
-    return str(directory)
-
-
 def train(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """A short run with vLLM; its records, and greedy tokens of vLLM and of the policy itself at its
     end, by rank."""
     config = PPOConfig(**tiny.options(Path(folder), rollout="vllm", **options))
-    parts: dict[str, Any] = {"prompts": tiny.PROMPTS, "rewards": [tiny.count_w7]}
-    if not config.model:
-        parts |= {"model": wide_model(), "tokenizer": tiny.tokenizer()}
-    trainer = PPOTrainer(config, **parts)
+    trainer = PPOTrainer(
+        config,
+        model=wide_model(),
+        tokenizer=tiny.tokenizer(),
+        prompts=tiny.PROMPTS,
+        rewards=[tiny.count_w7],
+    )
     trainer.train()
     prompts = [[5, 9, 4], [7], [8, 3, 6, 12, 20], [5, 9, 4], [11, 12]]
     greedy = Sampling(20, stop_token_ids=(1,), greedy=True)

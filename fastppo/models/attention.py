@@ -9,8 +9,8 @@ mark for "causal, nothing masked". Being an argument, the mark is there again wh
 recomputed. Calls without it, generation's among them, go to transformers' own functions unchanged.
 
 Packed rows go through flash-attn where the model was loaded with it, else through torch's
-`varlen_attn`, on a GPU in half precision; anywhere else through SDPA with a block-diagonal mask,
-which is of quadratic size: for tests.
+`varlen_attn`, on a GPU in half precision. Anywhere else they get no mark, and transformers makes a
+block-diagonal mask of quadratic size from their position ids: for tests.
 """
 
 from __future__ import annotations
@@ -66,6 +66,15 @@ def has_wrapped_attention(trunk: PreTrainedModel) -> bool:
     )
 
 
+def packs_without_mask(trunk: PreTrainedModel) -> bool:
+    """Whether flash-attn's and torch's kernels for packed rows take what the trunk computes."""
+    device = trunk.device.type
+    dtype = trunk.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return device == "cuda" and dtype in (torch.float16, torch.bfloat16)
+
+
 def _knowing_the_mark(name: str, original: Callable) -> Callable:
     def attention(
         module: torch.nn.Module,
@@ -107,15 +116,6 @@ def _packed(
                 f"{type(module).__name__} does not pass its sliding window to attention"
             )
         sliding_window = None
-    if not _has_kernels(value):
-        return _block_diagonal(
-            query,
-            key,
-            value,
-            cu_seqlens=cu_seq_lens_q,
-            scaling=scaling,
-            sliding_window=sliding_window,
-        )
     # Under autocast rotary embeddings leave queries and keys in fp32.
     q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
     left = -1 if sliding_window is None else sliding_window - 1
@@ -149,35 +149,6 @@ def _packed(
             **GROUPED_HEADS,
         )
     return attended.unsqueeze(0)
-
-
-def _has_kernels(value: Tensor) -> bool:
-    """Whether flash-attn's and torch's kernels take such tensors."""
-    return value.is_cuda and value.dtype in (torch.float16, torch.bfloat16)
-
-
-def _block_diagonal(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    cu_seqlens: Tensor,
-    scaling: float | None,
-    sliding_window: int | None,
-) -> Tensor:
-    """The same by SDPA, with a mask of [S, S]."""
-    position = torch.arange(query.shape[2], device=query.device)
-    sequence = torch.bucketize(position, cu_seqlens[1:], right=True)
-    distance = position.unsqueeze(1) - position
-    seen = (sequence.unsqueeze(1) == sequence) & (distance >= 0)
-    if sliding_window is not None:
-        seen &= distance < sliding_window
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    attended = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=seen, scale=scaling
-    )
-    return attended.transpose(1, 2).contiguous()
 
 
 for _name in WRAPPED:

@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastppo.data.batch import Packing
-from fastppo.models.attention import has_wrapped_attention, mark, packed_arguments, window
+from fastppo.models.attention import (
+    has_wrapped_attention,
+    mark,
+    packed_arguments,
+    packs_without_mask,
+    window,
+)
 
 TAKES_MARK = "_fastppo_takes_mark"
 """The attribute of a trunk that says what `prepare` found."""
@@ -101,9 +107,11 @@ def _is_markable(trunk: Any, input_ids: Tensor, packing: Packing | None) -> bool
     """Whether transformers' own mask can be left out of a forward pass."""
     if not takes_mark(trunk):
         return False
-    # Rows longer than a sliding window need its mask; packed, attention is told the window.
+    if packing is not None:
+        return packs_without_mask(trunk)
+    # Rows longer than a sliding window need its mask.
     seen = window(trunk)
-    return packing is not None or seen is None or input_ids.shape[1] <= seen
+    return seen is None or input_ids.shape[1] <= seen
 
 
 def takes_mark(trunk: Any) -> bool:

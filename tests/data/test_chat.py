@@ -70,11 +70,8 @@ class _Ending:
         return {"input_ids": [*ids, 1] if add_special_tokens else ids}
 
 
-def test_an_eos_that_the_tokenizer_appends_is_taken_off_the_prompt() -> None:
+def test_an_eos_that_the_tokenizer_appends_is_removed_and_the_prompts_own_stays() -> None:
     assert encode_prompt("w1 w2", _Ending(), "row 1") == [4, 5]
-
-
-def test_an_eos_that_the_prompt_itself_ends_with_stays() -> None:
     assert encode_prompt("w1 <eos>", tiny.tokenizer(), "row 1") == [4, 1]
     assert encode_prompt("w1 <eos>", _Ending(), "row 1") == [4, 1]
 
@@ -100,7 +97,4 @@ def test_a_response_that_changes_its_prompts_text_is_decoded_alone() -> None:
     rest = tokenizer("!")["input_ids"]
     assert decode_completions(tokenizer, [[first]], [[second, *rest]]) == ["\ufffd!"]
     assert decode_completions(tokenizer, [[first, second]], [rest]) == ["!"]
-
-
-def test_of_no_responses_there_is_no_text() -> None:
-    assert decode_completions(tiny.tokenizer(), [], []) == []
+    assert decode_completions(tokenizer, [], []) == []

@@ -20,9 +20,3 @@ def test_the_mask_follows_from_the_lengths_where_the_pad_token_is_in_the_text() 
     assert batch["input_ids"].tolist() == [[5, 0, 0], [7, 0, 0], [0, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
     assert {value.dtype for value in batch.values()} == {torch.int64}
-
-
-def test_rows_of_one_length_need_no_padding() -> None:
-    batch = padded_batch([[1, 2], [3, 4]], pad_token_id=9)
-    assert batch["input_ids"].tolist() == [[1, 2], [3, 4]]
-    assert batch["attention_mask"].all()

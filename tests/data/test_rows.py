@@ -69,12 +69,6 @@ def test_a_source_that_is_not_there_is_refused(tmp_path) -> None:
         load_rows(str(tmp_path / "splits"), split="test")
 
 
-def test_what_is_no_dataset_is_refused_with_the_librarys_reason(tmp_path) -> None:
-    (tmp_path / "data.csv").mkdir()
-    with pytest.raises(DataError, match=r"neither a \.jsonl or \.parquet file, .* \(\w+Error: "):
-        load_rows(str(tmp_path / "data.csv"))
-
-
 @pytest.mark.parametrize(
     ("name", "only_a_path"),
     [
@@ -96,14 +90,6 @@ def test_an_epoch_is_a_permutation_that_follows_from_seed_and_epoch_alone() -> N
     assert sorted(shuffled(50, 0, 0)) == list(range(50))
     assert shuffled(50, 3, 2) == shuffled(50, 3, 2)
     assert len({tuple(shuffled(50, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
-
-
-def test_shuffling_leaves_the_global_generator_alone() -> None:
-    import torch
-
-    state = torch.get_rng_state()
-    shuffled(50, 0, 0)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_visiting_order_is_that_of_the_epochs_one_after_the_other() -> None:

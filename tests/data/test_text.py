@@ -19,7 +19,8 @@ def test_texts_are_laid_end_to_end_and_what_fills_no_block_is_left_out() -> None
     text = PretrainingText(ROWS, tiny.tokenizer(), 4)
     assert text.blocks.tolist() == [[4, 5, 6, EOS], [7, EOS, 8, 9]]
     assert len(text) == 2
-    assert PretrainingText(ROWS, tiny.tokenizer(), 9).blocks.shape == (1, 9)
+    other = PretrainingText([{"body": "w1 w2 w3"}], tiny.tokenizer(), 4, column="body")
+    assert other.blocks.tolist() == [[4, 5, 6, EOS]]
 
 
 def test_blocks_are_visited_in_the_shuffled_order_of_epochs() -> None:
@@ -30,11 +31,6 @@ def test_blocks_are_visited_in_the_shuffled_order_of_epochs() -> None:
     parts = [text.at(start, 8, seed=8) for start in range(0, 40, 8)]
     assert torch.equal(torch.cat(parts), text.at(0, 40, seed=8))
     assert not torch.equal(text.at(0, 15, seed=8), text.at(0, 15, seed=9))
-
-
-def test_the_column_may_have_another_name() -> None:
-    text = PretrainingText([{"body": "w1 w2 w3"}], tiny.tokenizer(), 4, column="body")
-    assert text.blocks.tolist() == [[4, 5, 6, EOS]]
 
 
 @pytest.mark.parametrize(

@@ -99,20 +99,6 @@ def _one_by_one(
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("sliding_window", [None, 3])
-@pytest.mark.parametrize("heads", [4, 2])
-def test_a_block_diagonal_mask_keeps_sequences_apart(heads: int, sliding_window) -> None:
-    q, (k, v) = torch.randn(1, 4, 9, 8), torch.randn(2, 1, heads, 9, 8)
-    cu = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
-    found = attention._block_diagonal(
-        q, k, v, cu_seqlens=cu, scaling=0.3, sliding_window=sliding_window
-    )
-    left = -1 if sliding_window is None else sliding_window - 1
-    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
-    wanted = _one_by_one(*rows, cu, scale=0.3, window_size=(left, 0))
-    torch.testing.assert_close(found[0], wanted, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("architecture", MARKED)
 def test_torchs_kernel_gets_what_it_needs(architecture: str, monkeypatch) -> None:
     """Lengths, scale and window reach it through every architecture's layers: with a stand-in for
@@ -127,7 +113,7 @@ def test_torchs_kernel_gets_what_it_needs(architecture: str, monkeypatch) -> Non
         calls.append(window_size)
         return _one_by_one(q, k, v, cu_seq_q, window_size=window_size, scale=scale)
 
-    monkeypatch.setattr(attention, "_has_kernels", lambda value: True)
+    monkeypatch.setattr("fastppo.models.trunk.packs_without_mask", lambda trunk: True)
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     found = []
     for layout in (BATCH.layout(), BATCH.packed_layout()):
@@ -150,7 +136,6 @@ def test_flash_attn_is_used_where_the_model_was_loaded_with_it(monkeypatch) -> N
         seen.update(options)
         return _one_by_one(q, k, v, cu_seqlens_q, window_size=window_size, scale=softmax_scale)
 
-    monkeypatch.setattr(attention, "_has_kernels", lambda value: True)
     stand_in = SimpleNamespace(flash_attn_varlen_func=kernel)
     monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
     layer: Any = SimpleNamespace(config=SimpleNamespace(sliding_window=3))
@@ -169,8 +154,9 @@ def test_flash_attn_is_used_where_the_model_was_loaded_with_it(monkeypatch) -> N
     )
     assert seen["softcap"] == 20.0
     assert (seen["causal"], seen["max_seqlen_q"], seen["max_seqlen_k"]) == (True, 4, 4)
-    wanted = attention._block_diagonal(q, k, v, cu_seqlens=cu, scaling=0.3, sliding_window=3)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    wanted = _one_by_one(*rows, cu, scale=0.3, window_size=(2, 0))
+    torch.testing.assert_close(found[0], wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_window_that_attention_does_not_get_is_refused() -> None:

@@ -91,6 +91,7 @@ def test_token_stats_are_those_of_the_models_own_softmax(
     p, q = ((z.double() / temperature).log_softmax(1) for z in (own, ref_own))
     tokens = BATCH.response_tokens
     ref = RefStates(ref_hidden, ref_head)
+    assert head.token_stats(hidden, tokens).kl is None
     stats = head.token_stats(hidden, tokens, ref=ref, temperature=temperature)
     logprobs = p.gather(1, tokens[:, None])[:, 0]
     kl = (p.exp() * (p - q)).sum(1)
@@ -100,11 +101,6 @@ def test_token_stats_are_those_of_the_models_own_softmax(
     torch.testing.assert_close(stats.logprobs.double(), logprobs, **close)
     torch.testing.assert_close(stats.entropy.double(), -(p.exp() * p).sum(1), **close)
     torch.testing.assert_close(stats.kl.double(), kl, **close)
-
-
-def test_without_a_reference_there_is_no_kl() -> None:
-    hidden, head, _ = _states("llama")
-    assert head.token_stats(hidden, BATCH.response_tokens).kl is None
 
 
 def test_token_stats_are_differentiable() -> None:

@@ -112,13 +112,12 @@ def test_a_wrong_gradient_is_seen_where_the_states_are_right(monkeypatch) -> Non
 
 
 def test_a_kernel_that_fails_is_a_difference(monkeypatch) -> None:
-    from fastppo.models import attention
-
     def fails(*args, **keywords):
         raise RuntimeError("head dimension 300 is not supported")
 
     trunk = ActorCritic(tiny.model()).causal_lm.base_model
-    monkeypatch.setattr(attention, "_block_diagonal", fails)
+    monkeypatch.setattr("fastppo.models.trunk.packs_without_mask", lambda trunk: True)
+    monkeypatch.setattr("fastppo.models.attention.varlen_attn", fails)
     assert "fails (head dimension 300 is not supported)" in (difference(trunk) or "")
 
 

@@ -25,21 +25,47 @@ from fastppo.models.pretrained import (
 )
 
 
-def test_what_is_no_causal_lm_is_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match=r"no config\.json"):
-        load_causal_lm(str(tmp_path))
-    with pytest.raises(ValueError, match="there is no such directory"):
-        load_causal_lm(str(tmp_path / "absent"))
-    with pytest.raises(
-        ValueError, match="is a LlamaForSequenceClassification; expected a causal LM"
-    ):
-        load_causal_lm(tiny.saved_reward_model(tmp_path / "reward"))
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is a file; expected a directory"):
-        load_causal_lm(str(tmp_path / "file"))
-    T5Config(d_model=8, num_layers=1, num_heads=2, d_ff=8, vocab_size=10).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="encoder–decoder"):
-        load_causal_lm(str(tmp_path))
+def _absent(path: Path) -> str:
+    return str(path / "absent")
+
+
+def _a_file(path: Path) -> str:
+    (path / "file").write_text("")
+    return str(path / "file")
+
+
+def _encoder_decoder(path: Path) -> str:
+    T5Config(d_model=8, num_layers=1, num_heads=2, d_ff=8, vocab_size=10).save_pretrained(path)
+    return str(path)
+
+
+def _token_classifier(path: Path) -> str:
+    """With a tied trunk, of which no weight would be missing."""
+    Qwen2ForTokenClassification(tiny.CONFIGS["qwen2"]()).save_pretrained(path)
+    return str(path)
+
+
+def _adapter(path: Path) -> str:
+    name = tiny.saved_model(path)
+    (path / "adapter_config.json").write_text("{}")
+    return name
+
+
+@pytest.mark.parametrize(
+    ("save", "says"),
+    [
+        (str, r"no config\.json"),
+        (_absent, "there is no such directory"),
+        (_a_file, "is a file; expected a directory"),
+        (tiny.saved_reward_model, "is a LlamaForSequenceClassification; expected a causal LM"),
+        (_token_classifier, "is a Qwen2ForTokenClassification; expected a causal LM"),
+        (_encoder_decoder, "encoder–decoder"),
+        (_adapter, "holds a PEFT adapter; merge it first"),
+    ],
+)
+def test_what_is_no_causal_lm_is_refused(save, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=says):
+        load_causal_lm(save(tmp_path))
 
 
 def test_weights_that_would_be_random_are_refused(tmp_path) -> None:
@@ -78,21 +104,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path) -> None:
         load_causal_lm(str(model))
 
 
-def test_an_adapter_is_no_model(tmp_path) -> None:
-    model = tiny.saved_model(tmp_path / "sft")
-    (tmp_path / "sft" / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds a PEFT adapter; merge it first"):
-        load_causal_lm(model)
-
-
-def test_a_token_classifier_with_a_tied_trunk_is_no_policy(tmp_path) -> None:
-    Qwen2ForTokenClassification(tiny.CONFIGS["qwen2"]()).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is a Qwen2ForTokenClassification; expected a causal LM"):
-        load_causal_lm(str(tmp_path))
-
-
 def test_a_tied_head_is_not_missing(tmp_path) -> None:
-    tied = load_causal_lm(tiny.saved_model(tmp_path, "gpt2"))
+    tied = load_causal_lm(tiny.saved_model(tmp_path, "gpt2"), dtype=torch.bfloat16)
+    assert tied.dtype == torch.bfloat16
     LanguageModel(tied).check_heads()
 
 
@@ -118,12 +132,6 @@ def test_attention_is_flash_where_it_can_run_and_transformers_choice_elsewhere(m
     assert attention_implementation("eager", torch.float32) == "eager"
 
 
-def test_a_model_is_loaded_in_the_dtype_that_is_asked_for(tmp_path) -> None:
-    name = tiny.saved_model(tmp_path)
-    assert load_causal_lm(name).dtype == torch.float32
-    assert load_causal_lm(name, dtype=torch.bfloat16).dtype == torch.bfloat16
-
-
 def test_a_config_says_what_kind_of_model_it_is_of(tmp_path) -> None:
     assert not is_sequence_classifier(model_config(tiny.saved_model(tmp_path / "sft")))
     assert is_sequence_classifier(model_config(tiny.saved_reward_model(tmp_path / "rm")))
@@ -141,13 +149,7 @@ def test_any_token_pads_the_first_that_is_known() -> None:
     assert pad_token_id(tokenizer, model) == tokenizer.eos_token_id == 1
     tokenizer.eos_token = None
     assert pad_token_id(tokenizer, model) == 0
-
-
-def test_a_config_of_several_parts_has_its_pad_token_in_that_of_the_text() -> None:
-    tokenizer = tiny.tokenizer()
     parts = SimpleNamespace(get_text_config=lambda: SimpleNamespace(pad_token_id=7))
-    assert pad_token_id(tokenizer, SimpleNamespace(config=parts)) == tokenizer.pad_token_id == 0
-    tokenizer.pad_token = None
     assert pad_token_id(tokenizer, SimpleNamespace(config=parts)) == 7
 
 

@@ -16,7 +16,6 @@ from fastppo.models.trunk import (
     checkpoint_activations,
     context_length,
     hidden_states,
-    switch_dropout_off,
 )
 
 IDS = torch.tensor([[5, 9, 4, 7], [8, 3, 0, 0]])
@@ -66,21 +65,6 @@ def test_dropout_is_off_even_in_training_mode(architecture: str) -> None:
     with torch.no_grad():
         first, second = actor(LAYOUT)[0], actor(LAYOUT)[0]
     assert torch.equal(first, second)
-
-
-def test_dropout_is_set_to_0_in_modules_and_in_plain_attributes() -> None:
-    class Block(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.resid_dropout = torch.nn.Dropout(0.1)
-            self.inner = torch.nn.Sequential(torch.nn.Dropout2d(0.2))
-            self.attention_dropout = 0.3
-            self.scale = 0.5
-
-    block = Block()
-    switch_dropout_off(block)
-    assert (block.resid_dropout.p, block.inner[0].p, block.attention_dropout) == (0, 0, 0)
-    assert block.scale == 0.5
 
 
 def test_the_context_is_what_the_config_says() -> None:

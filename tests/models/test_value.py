@@ -72,10 +72,6 @@ def test_the_head_is_fp32_on_a_trunk_of_bf16() -> None:
     torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_by_default_the_head_is_on_the_shared_trunk() -> None:
-    assert type(ActorCritic(tiny.model()).value_function) is SharedValue
-
-
 def test_a_shared_head_trains_the_trunk_and_a_detached_one_does_not() -> None:
     shared = _value_gradients(_actor("shared"))
     assert any(name.startswith("causal_lm.") for name in shared)
