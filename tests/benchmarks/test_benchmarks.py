@@ -220,6 +220,16 @@ def test_a_case_that_runs_out_of_memory_does_not_end_the_run(
     assert any("out of memory" in line for line, _ in report.left_out(record))
 
 
+@pytest.mark.usefixtures("no_peers")
+def test_every_provider_of_ours_and_in_plain_pytorch_is_right() -> None:
+    for case in cases.cases(TINY):
+        inputs = case.draw(0, CPU)
+        truth = case.truth(inputs)
+        rows = [check(case, provider, inputs, truth) for provider in case.providers]
+        case.release()
+        assert {row.status for row in rows} == {"right"}, (case.name, rows)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_an_unwritten_output_is_wrong(value: float) -> None:
     assert measure.max_error(torch.tensor([1.0, value]), torch.ones(2)) == float("inf")
