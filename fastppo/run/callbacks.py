@@ -1,4 +1,4 @@
-"""Callbacks: who is told how a run goes, by the conventions of transformers' `Trainer`.
+"""Callbacks, by the conventions of transformers' `Trainer`.
 
     class Printer(TrainerCallback):
         def on_log(self, args, state, control, logs, **kwargs):
@@ -34,8 +34,8 @@ PROJECT = "fastppo"
 
 
 class Arguments:
-    """`args` of a callback: the run's options by their names. What else `TrainingArguments` has is
-    here as it is there by default."""
+    """`args` of a callback: the run's options by their names, and whatever else
+    `TrainingArguments` has, at its default there."""
 
     def __init__(self, config: Options, world: World | None = None, **more: Any) -> None:
         self._config = config
@@ -56,7 +56,7 @@ class Arguments:
         return json.dumps(self.to_dict(), indent=2)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """The run's options, as text what TensorBoard's table of them cannot take."""
+        """The run's options; those that TensorBoard's table cannot take as text."""
         return {
             name: value if isinstance(value, bool | int | float | str) else str(value)
             for name, value in self.to_dict().items()
@@ -84,7 +84,7 @@ class Arguments:
 
 
 class Callbacks:
-    """The callbacks of a run, on every rank; what one of them asks for, all ranks do.
+    """The callbacks of a run, on every rank. What one rank's callback asks for, all ranks do.
 
     Args:
         callbacks: objects or classes.
@@ -130,7 +130,7 @@ class Callbacks:
         return self.control.should_training_stop
 
     def take(self, flag: str) -> bool:
-        """Whether something is asked for, which is then no longer so."""
+        """Whether a callback has set this flag, which is then cleared."""
         wanted = getattr(self.control, flag)
         setattr(self.control, flag, False)
         return wanted
@@ -164,7 +164,7 @@ class Callbacks:
         self.tell("on_save")
 
     def tell(self, event: str, **more: Any) -> None:
-        """Calls the method of this name of each that has it."""
+        """Calls the method of this name of every callback that has it."""
 
         def call() -> list[bool]:
             for callback in self.callbacks:
@@ -179,7 +179,7 @@ class Callbacks:
             setattr(self.control, flag, any(flags[i] for flags in of_ranks))
 
     def close(self) -> None:
-        """Ends what trackers have opened, however the run went."""
+        """Closes what trackers have opened, also after an error."""
         for callback in self.callbacks:
             close = getattr(callback, "close", None)
             if close is not None:

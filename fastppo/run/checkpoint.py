@@ -43,12 +43,12 @@ class CheckpointError(RuntimeError):
 
 
 class Best(NamedTuple):
-    """What one checkpoint is kept for besides the newest: the highest value."""
+    """The metric by which the best checkpoint is kept besides the newest, and its value there."""
 
     metric: str
     """As the option names it."""
     value: float | None
-    """The higher the better; None where the run has not had the metric yet."""
+    """Higher is better; None where the run has not had the metric yet."""
 
 
 class Snapshot(NamedTuple):
@@ -262,7 +262,7 @@ def load(
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """By name; tied weights are one parameter and come once."""
+    """The trained parameters by name; tied weights are one parameter and come once."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
@@ -299,7 +299,7 @@ def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restore_random_state(tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
-    """Sets what `random_state` gave."""
+    """Restores what `random_state` returned."""
     torch.set_rng_state(tensors["torch"])
     devices = [value for name, value in sorted(tensors.items()) if name.startswith("cuda.")]
     if devices and torch.cuda.is_available():

@@ -1,8 +1,8 @@
-"""Which run a run is: its options, the fingerprints of what it reads, the versions it runs on.
+"""The identity of a run: its options, the fingerprints of what it reads, the versions it runs on.
 
-A checkpoint's manifest holds them, and a run that goes on is compared with it. A difference is
-shown; one that makes it another run (other data, another objective) is refused unless it is asked
-for.
+A checkpoint's manifest holds it, and a resumed run is compared with it. A difference is shown; one
+that makes it another run (other data, another objective) is refused unless `allow_config_change`
+is on.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ NOT_COMPARED = ("resume", "allow_config_change", "output_dir")
 
 
 class Difference(NamedTuple):
-    """Something that was other when the checkpoint was written."""
+    """An option, a content or a version that is not what it was at the checkpoint."""
 
     name: str
     before: Any
     now: Any
     is_other_run: bool
-    """Whether it makes it another run."""
+    """Whether it makes the run another one, which may not go on from there."""
 
     def __str__(self) -> str:
         return f"{self.name} was {shown(self.before)} and is {shown(self.now)}"
@@ -64,10 +64,10 @@ def versions() -> dict[str, str]:
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], essential: Iterable[str]
 ) -> list[Difference]:
-    """What differs between two identities, those that make it another run first.
+    """What differs between two identities; what makes it another run comes first.
 
     Args:
-        essential: the options that do. So does every fingerprint.
+        essential: the options whose difference makes it another run, as every fingerprint's does.
     """
     essential = set(essential)
     differing = []
@@ -100,21 +100,21 @@ def check_same_run(
     """
     differing = differences(before, now, essential)
     reasons = [str(difference) for difference in differing if difference.is_other_run]
-    options = before.get("options", {})
-    for name, value in options.items():
+    removed = []
+    for name, value in before.get("options", {}).items():
         sentence = removal(name)
         if sentence and name not in now["options"] and not is_unset(name, value):
-            reasons.append(f"{name} was {shown(value)}; {sentence}")
-    if reasons and not allowed:
+            removed.append(f"{name} was {shown(value)}; {sentence}")
+    if (reasons or removed) and not allowed:
         raise ValueError(
-            f"{path} is of another run: {'; '.join(reasons)}. `--allow_config_change true` goes on "
-            "all the same"
+            f"{path} is of another run: {'; '.join(reasons + removed)}. `--allow_config_change "
+            "true` goes on all the same"
         )
-    return [f"since {path.name}: {difference}" for difference in differing]
+    return [f"since {path.name}: {change}" for change in [*differing, *removed]]
 
 
 def keep_config(run_dir: Path, config: Options, number: int) -> None:
-    """Writes config.yaml; an earlier part's, if it was another, stays as
+    """Writes config.yaml; the config of an earlier part, if it differs, stays as
     `config-before-<number>.yaml`.
 
     Args:

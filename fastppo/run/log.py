@@ -50,7 +50,7 @@ class RunLog:
         self.directory = Path(directory)
         self.index = index
         self.notes: list[str] = []
-        """Sentences on what was found in the records."""
+        """Sentences for the user, such as on a line that was cut off."""
         self.directory.mkdir(parents=True, exist_ok=True)
         keep_config(self.directory, config, first)
         self._begin_part(first, device)
@@ -107,8 +107,8 @@ class RunLog:
 
 
 def _silent_of_events(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """TensorBoard writes in a thread and raises its OSError once more where the next event is
-    added: the traceback of the thread would be a second word on the same."""
+    """TensorBoard writes in a thread, and raises its OSError again where the next event is added:
+    the thread's traceback would report the same error twice."""
 
     def silent(failed: Any) -> None:
         package = type(failed.thread).__module__.partition(".")[0]

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: every file with its size and SHA-256, and whose it is.
+"""The manifest of a checkpoint: every file with its size and SHA-256, and the run it belongs to.
 
 `manifest.json` is the last file that is written into a checkpoint, after all others have reached
 the disk; a directory without one was never finished. A checkpoint is read only after its manifest
@@ -22,13 +22,13 @@ class DamagedError(ValueError):
 
 
 class Newest(NamedTuple):
-    """The newest whole checkpoint."""
+    """The newest checkpoint that is intact."""
 
     path: Path
     owner: dict[str, Any]
     """What was given to `write`."""
     passed_over: list[Path]
-    """Newer ones that are not whole."""
+    """Newer ones that are damaged."""
     reasons: list[str]
     """A sentence for each of them."""
 
@@ -38,7 +38,7 @@ def write(directory: Path, number: int, owner: dict[str, Any]) -> None:
 
     Args:
         number: of the checkpoint, which its directory's name has too.
-        owner: whose it is, as JSON has it.
+        owner: the run that it belongs to, as JSON has it.
     """
     files = {}
     for path in _files(directory):
@@ -91,10 +91,10 @@ def read(directory: Path, number: int) -> dict[str, Any]:
 
 
 def newest(checkpoints: Sequence[Path]) -> Newest | None:
-    """The newest of the checkpoints, oldest first, that is whole; None if there are none at all.
+    """The newest intact one of the checkpoints, which come oldest first; None if there are none.
 
     Raises:
-        DamagedError: there are some, and none is whole.
+        DamagedError: there are some, and all are damaged.
     """
     reasons: list[str] = []
     passed_over: list[Path] = []
@@ -115,7 +115,7 @@ def newest(checkpoints: Sequence[Path]) -> Newest | None:
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a damaged checkpoint, so that it is neither found nor counted again."""
+    """Renames a damaged checkpoint, so that no later run finds or counts it; its new path."""
     aside = path.with_name(f"damaged-{path.name}")
     count = 1
     while aside.exists():
@@ -135,8 +135,8 @@ def sync(path: Path) -> None:
 
 
 def permit(directory: Path, *more: Path) -> None:
-    """Gives the files of a directory, and `more`, the permissions that a new file there gets:
-    safetensors writes its files for their owner alone, whatever the umask says."""
+    """Gives the safetensors files of a directory, and `more`, the permissions that a new file gets
+    there: safetensors makes them readable by their owner alone, whatever the umask says."""
     probe = directory / f".mode-{os.getpid()}"
     probe.touch()
     mode = probe.stat().st_mode & 0o777

@@ -80,7 +80,7 @@ class Options:
 
     @classmethod
     def hint(cls, name: str) -> str:
-        """What to add to the sentence that there is no option of this name."""
+        """What to add to the message that there is no such option: the one that is meant."""
         if sentence := removal(name):
             return f"; {sentence}"
         known = [member.name for member in fields(cls)]
@@ -176,7 +176,7 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
 
 
 def _number(value: Any, hint: type) -> Any:
-    """The number that a value of YAML or a flag is, None if it is none of this type."""
+    """A value of YAML or a flag as a number of this type; None if it is none."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -198,7 +198,7 @@ def _number(value: Any, hint: type) -> Any:
 
 
 def _check_text(name: str, value: str) -> None:
-    """Raises ValueError where a text is none that a file or a terminal could hold."""
+    """Raises ValueError for a text that no file or terminal can hold."""
     if "\0" in value or (not value.isprintable() and _has_half_character(value)):
         raise ValueError(
             f"{name} must be a text without NUL or half characters, got {shown(value)}"
@@ -265,7 +265,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
-    """What an error says, without the lines of the file that it quotes."""
+    """The message of an error without the lines of the file that it quotes."""
     mark = getattr(error, "problem_mark", None)
     where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
     text = getattr(error, "problem", None) or next(iter(str(error).splitlines()), "")
@@ -310,7 +310,7 @@ class RanksOptions(Options):
 
 @dataclass(kw_only=True, frozen=True)
 class SharingOptions(Options):
-    """Trackers and hub."""
+    """Trackers."""
 
     report_to: Sequence[str] = option(
         [], "Trackers besides TensorBoard, which is always written: wandb, trackio, mlflow"

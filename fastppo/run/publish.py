@@ -85,8 +85,8 @@ def write_card(run_dir: Path, config: Any) -> Path:
 
 
 def _on_the_hub(name: str) -> str | None:
-    """A name that the hub may have: no file or directory here, and of its form. One that has no
-    owner and a dot is a file's."""
+    """The name if it can be a repository's on the hub: of its form, and no file or directory here.
+    A name without an owner and with a dot is taken for a file."""
     if not name or Path(name).exists() or ("/" not in name and "." in name):
         return None
     try:
@@ -110,7 +110,7 @@ def _rewards(config: Any) -> list[tuple[str, list[str]]]:
 
 
 def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
-    """The metrics that people look at first, one under the other's number of iterations."""
+    """Draws the metrics that people look at first, side by side."""
     from matplotlib.figure import Figure  # slow to import, and needed once
 
     shown = [(name, title) for name, title in CURVES if any(name in r for r in records)]

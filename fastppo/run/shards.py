@@ -32,7 +32,7 @@ class Read(NamedTuple):
 
 
 def state_of(model: nn.Module, optimizer: Any, reference: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What is written of a run as it is now; not a copy."""
+    """The tensors that are written of a run; no copies."""
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     state = {f"model.{name}": weight.detach() for name, weight in weights.items()}
     names = _names(model, optimizer)
@@ -97,7 +97,7 @@ def sharded(tensors: Mapping[str, Tensor], optimizer: Any) -> dict[str, Tensor]:
 
 
 def _names(model: nn.Module, optimizer: Any) -> list[str]:
-    """Of the optimiser's weights."""
+    """The names of the optimiser's weights."""
     by_weight = {id(p): name for name, p in model.named_parameters()}
     return [by_weight[id(weight)] for weight in optimizer.weights]
 
@@ -113,7 +113,7 @@ def _empty(metadata: Any, weight: Tensor | None) -> Tensor:
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """Says the first rank's failure on one line."""
+    """Raises the failure of the first rank that failed as an OSError of one line."""
     try:
         yield
     except CheckpointException as error:

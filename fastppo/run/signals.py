@@ -24,7 +24,7 @@ Handler = Callable[[int, Any], None]
 
 
 class Stopped(KeyboardInterrupt):  # a stop that was asked for is no error
-    """A signal stopped the program. The text says how far it came."""
+    """A signal stopped the program. The text says which, and how far the run had come."""
 
     def __init__(self, signum: int, how_far: str = "") -> None:
         self.signum = signum
@@ -87,7 +87,7 @@ class StopRequest:
 
 @contextmanager
 def stopping_at_once() -> Iterator[None]:
-    """Raises `Stopped` at the first signal; there is nothing yet that a checkpoint would hold."""
+    """Raises `Stopped` at the first signal in the block: there is nothing to save yet."""
 
     def stop(signum: int, frame: Any) -> None:
         raise Stopped(signum)
@@ -101,7 +101,7 @@ def stopping_at_once() -> Iterator[None]:
 
 @contextmanager
 def listening(world: World | None = None) -> Iterator[StopRequest]:
-    """The requests that signals make while the block runs; the run reads them where it can act."""
+    """Collects the requests of signals while the block runs, which acts on them when it can."""
     request = StopRequest(world)
 
     def stop(signum: int, frame: Any) -> None:
@@ -122,7 +122,7 @@ def listening(world: World | None = None) -> Iterator[StopRequest]:
 
 @contextmanager
 def _handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
-    """The handlers for the block; those of before afterwards. Only a main thread may have any."""
+    """Installs the handlers for the block, then the former ones. Other threads can have none."""
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for signum, handler in handlers.items():

@@ -92,7 +92,10 @@ def test_a_removed_option_of_a_checkpoint_is_answered_unless_it_was_not_set() ->
     with pytest.raises(ValueError, match=answer) as error:
         identity.check_same_run(Path("c-1"), before, _identity(), essential=[], allowed=False)
     assert "log_interval" not in str(error.value)
-    assert not identity.check_same_run(Path("c-1"), before, _identity(), essential=[], allowed=True)
+    (sentence,) = identity.check_same_run(
+        Path("c-1"), before, _identity(), essential=[], allowed=True
+    )
+    assert sentence.startswith("since c-1: project was 'mine'; project was removed: ")
 
 
 def test_the_configs_of_all_parts_are_kept(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_ppos_sections_come_in_the_order_of_its_help() -> None:
         "Evaluation",
         "Watching",
         "Run",
-        "Trackers and hub",
+        "Trackers",
         "Many GPUs",
     ]
 
