@@ -89,37 +89,6 @@ def make_advantages(
         reference: its logprobs, or none for no KL, and the exact KL in place of an estimate.
         kl_coef: β of the KL in the reward.
     """
-    paid = _paid(
-        batch,
-        rewards,
-        options,
-        truncated=truncated,
-        old=old,
-        reference=reference,
-        kl_coef=kl_coef,
-    )
-    if options.advantage in OF_RESPONSES:
-        learned = _of_responses(paid, options)
-    elif options.gae_by == "turn":
-        learned = _of_turns(paid, options)
-    else:
-        learned = _of_tokens(paid, options)
-    if options.whiten_advantages == "variance" and len(learned.advantages) > 1:
-        deviation = (learned.advantages.var() + WHITEN_EPS).rsqrt()
-        return learned._replace(advantages=learned.advantages * deviation)
-    return learned
-
-
-def _paid(
-    batch: Batch,
-    rewards: Scores,
-    options: PPOConfig,
-    *,
-    truncated: Sequence[bool],
-    old: OldPolicy,
-    reference: Reference,
-    kl_coef: float,
-) -> Paid:
     within = None if rewards.within is None else rewards.within.to(batch.device)
     if reference.logprobs is None:
         kl_coef = 0.0
@@ -127,14 +96,12 @@ def _paid(
         penalty = -kl_coef * reference.exact_kl
         within = penalty if within is None else within + penalty
         kl_coef = 0.0
-    values = old.values
-    if options.advantage in CRITIC_FREE:
-        values = torch.zeros_like(values)
     bootstrap = None
     if options.bootstrap_truncated:
         assert old.final_values is not None
         bootstrap = old.final_values * torch.tensor(truncated, device=batch.device).float()
-    return Paid(
+    has_values = options.advantage not in CRITIC_FREE
+    paid = Paid(
         batch=batch,
         last=rewards.last.to(batch.device),
         within=within,
@@ -143,9 +110,19 @@ def _paid(
         kl_coef=kl_coef,
         # The exact KL is paid above; at a coefficient of 0 nobody formed it, and nothing is paid.
         kl_estimator="k1" if options.kl_estimator == "full" else options.kl_estimator,
-        values=values,
+        values=old.values if has_values else torch.zeros_like(old.values),
         bootstrap=bootstrap,
     )
+    if options.advantage in OF_RESPONSES:
+        learned = _of_responses(paid, options)
+    elif options.gae_by == "turn":
+        learned = _of_turns(paid, options)
+    else:
+        learned = _of_tokens(paid, options)
+    if options.whiten_advantages == "variance" and len(learned.advantages) > 1:
+        scale = (learned.advantages.var() + WHITEN_EPS).rsqrt()
+        return learned._replace(advantages=learned.advantages * scale)
+    return learned
 
 
 def _of_tokens(paid: Paid, options: PPOConfig) -> Learned:

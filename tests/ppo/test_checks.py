@@ -18,11 +18,9 @@ from fastppo.ppo.checks import (
     CHECKED_PROMPTS,
     CHECKED_TOKENS,
     check_on_policy,
-    odd_options,
     random_state_restored,
     rounding_tolerance,
 )
-from fastppo.ppo.config import PPOConfig
 from fastppo.rollout import Rollout, RolloutEngine
 from runs import make_trainer
 
@@ -118,7 +116,7 @@ def _with_logits_up_to(model, batch: Batch, largest: float) -> None:
         model.head.weight.mul_(largest / now)
 
 
-@pytest.mark.parametrize("largest", [8, 33, 67])
+@pytest.mark.parametrize("largest", [8, 67])
 def test_logits_as_large_as_trained_ones_pass_under_bf16(largest: float, tmp_path: Path) -> None:
     """One step of bf16 is 0.125 for logits between 16 and 32, so no fixed bound fits them all."""
     trainer = make_trainer(tmp_path, precision="bf16", rollout="generate", kl_coef=0.0)
@@ -128,7 +126,7 @@ def test_logits_as_large_as_trained_ones_pass_under_bf16(largest: float, tmp_pat
     _with_logits_up_to(trainer.model, batch, largest)
     wanted = max(0.1, 4 * 2**-8 * largest)
     assert rounding_tolerance(trainer.model, batch) == pytest.approx(wanted, rel=0.02)
-    for seed in range(5):
+    for seed in range(2):
         torch.manual_seed(seed)
         trainer.prompts.token_ids[:CHECKED_PROMPTS] = [[5 + seed, 9, 4], [7], [8, 3, 6, 12], [2]]
         state = torch.get_rng_state()
@@ -136,7 +134,7 @@ def test_logits_as_large_as_trained_ones_pass_under_bf16(largest: float, tmp_pat
         assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("largest", [8, 33, 67])
+@pytest.mark.parametrize("largest", [8, 67])
 @pytest.mark.parametrize("mistake", ["positions", "weights"])
 def test_a_real_mistake_is_refused_under_bf16_too(
     mistake: str, largest: float, tmp_path: Path
@@ -215,15 +213,6 @@ def test_a_seed_decides_what_is_drawn_inside() -> None:
             found.append(_drawn())
     assert found[0] == found[2]
     assert not {*found[1]} & {*found[3]}, "without a seed it goes on from where it was"
-
-
-def test_a_warm_up_longer_than_the_run_is_odd() -> None:
-    steps = PPOConfig(iterations=2, ppo_epochs=2, minibatches=2).optimizer_steps
-    for warmup in (0, steps):
-        options = {"iterations": 2, "ppo_epochs": 2, "minibatches": 2, "warmup_steps": warmup}
-        assert odd_options(PPOConfig(**options)) == []
-    (sentence,) = odd_options(PPOConfig(**{**options, "warmup_steps": steps + 1}))
-    assert sentence.startswith("warmup_steps=9: the run has 8 optimiser steps")
 
 
 def test_a_warm_up_longer_than_the_run_is_told(tmp_path: Path) -> None:

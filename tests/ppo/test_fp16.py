@@ -112,6 +112,7 @@ def test_a_loss_that_is_not_finite_is_no_overflow(tmp_path: Path) -> None:
     assert (metrics["skipped_steps"], metrics["overflowed_steps"]) == (1, 0)
 
 
+@pytest.mark.slow
 def test_a_run_learns(tmp_path: Path) -> None:
     """The share of w7, 1/43 at random."""
     options = {"learning_rate": 3e-3, "kl_coef": 0.0, "iterations": 15, "rollout_batch_size": 64}

@@ -109,3 +109,40 @@ def test_what_is_given_by_token_is_of_the_policys_tokens() -> None:
     assert given.policy.logprobs.tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0]
     assert given.policy.values is not None
     assert given.policy.values.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+
+
+GIVEN = [[4, 5], [6]], [[7, 8, 1], [9, 1]]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"masks": [[True]]}, "masks must be one list per response, got 1 for 2"),
+        ({"masks": [[True] * 2, [True] * 2]}, "masks of response 0 .* expected 3, got 2"),
+        ({"masks": [[1] * 3, [1] * 2]}, "masks of response 0 must be bool, got"),
+        ({"masks": [[True] * 3, [False] * 2]}, "masks of response 1 has no True"),
+        ({"masks": [True, False]}, "masks of response 0 must be one per token: expected 3, got T"),
+        ({"token_rewards": [[0.0] * 3, [0.0, 1e300]]}, "token_rewards of response 1 must be fin"),
+        ({"old_logprobs": [[-1.0] * 3, [-1.0, float("nan")]]}, "old_logprobs of response 1 must"),
+        ({"old_logprobs": [["a"] * 3, [-1.0] * 2]}, "old_logprobs of response 0 must be finite"),
+        ({"values": [[True] * 3, [0.0] * 2]}, "values of response 0 must be finite numbers, got"),
+        ({"values": torch.zeros(2, 3)}, "values of response 1 .* expected 2, got 3"),
+    ],
+)
+def test_what_does_not_fit_the_tokens_is_refused(more: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        _given(tiny.tokenizer(), *GIVEN, **more)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "responses", "says"),
+    [
+        ([""], ["w1"], "prompt 0: the prompt is empty"),
+        (["w1", "w2"], ["w2"], "2 prompts and 1 responses"),
+        ([], [], "at least one, got 0 prompts and 0 responses"),
+        (["w1 " * 60], ["w2 " * 9], "69 tokens; the model's context has 64"),
+    ],
+)
+def test_texts_that_do_not_fit_are_refused(prompts: Any, responses: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        _given(tiny.tokenizer(), prompts, responses)

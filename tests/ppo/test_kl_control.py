@@ -11,24 +11,6 @@ from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
 from runs import make_trainer, records
 
 
-def test_a_fixed_coefficient_stays() -> None:
-    control = FixedKL(0.3)
-    control.update(1e9, 64)
-    assert control.coef == 0.3
-
-
-@pytest.mark.parametrize(
-    ("kl", "error"), [(6.0, 0.0), (6.6, 0.1), (5.4, -0.1), (60.0, 0.2), (0.0, -0.2), (-3.0, -0.2)]
-)
-def test_the_adaptive_coefficient_follows_the_error_within_20_percent(
-    kl: float, error: float
-) -> None:
-    """Ziegler et al. 2019: β ← β·(1 + clip(KL/target − 1, −0.2, 0.2)·n/horizon)."""
-    control = AdaptiveKL(0.5, target=6.0, horizon=1000.0)
-    control.update(kl, 64)
-    assert control.coef == pytest.approx(0.5 * (1 + error * 64 / 1000))
-
-
 @pytest.mark.parametrize(("kl", "factor"), [(0.0, 0.8), (60.0, 1.2)])
 def test_an_update_moves_the_adaptive_coefficient_by_a_fifth_at_most(
     kl: float, factor: float
@@ -39,19 +21,7 @@ def test_an_update_moves_the_adaptive_coefficient_by_a_fifth_at_most(
     assert control.coef == pytest.approx(0.5 * factor)
 
 
-@pytest.mark.parametrize(
-    ("kl", "factor"), [(9.01, 2.0), (9.0, 1.0), (6.0, 1.0), (4.0, 1.0), (3.99, 0.5), (-1.0, 0.5)]
-)
-def test_the_penaltys_coefficient_doubles_or_halves_outside_its_band(
-    kl: float, factor: float
-) -> None:
-    """Schulman et al. 2017, section 4: beyond 1.5 times the target, and below the target/1.5."""
-    control = PenaltyKL(0.4, target=6.0)
-    control.update(kl, 64)
-    assert control.coef == 0.4 * factor
-
-
-@pytest.mark.parametrize("kl", [0.0, 0.5, 3.9, 4.0, 5.9, 6.0, 6.1, 8.9, 9.1, 50.0, -1.0])
+@pytest.mark.parametrize("kl", [-1.0, 0.0, 3.99, 4.0, 6.0, 6.1, 9.0, 9.01, 50.0])
 def test_kl_coefficients_follow_their_papers(kl: float) -> None:
     fixed = FixedKL(0.3)
     adaptive = AdaptiveKL(0.3, target=6.0, horizon=1000.0)
@@ -62,20 +32,6 @@ def test_kl_coefficients_follow_their_papers(kl: float) -> None:
     wanted = paper.adaptive_beta(0.3, kl, 6.0, 64, 1000.0)
     assert adaptive.coef == pytest.approx(wanted, rel=1e-14)
     assert penalty.coef == paper.penalty_beta(0.3, kl, 6.0)
-
-
-def test_controllers_move_the_kl_towards_its_target() -> None:
-    """A policy whose KL is 1/β settles at the target."""
-    adaptive = AdaptiveKL(1.0, target=5.0, horizon=100.0)
-    penalty = PenaltyKL(1.0, target=5.0)
-    for controller in (adaptive, penalty):
-        for _ in range(200):
-            controller.update(1 / controller.coef, sequences=32)
-        assert 5 / 1.5 <= 1 / controller.coef <= 5 * 1.5
-    assert 1 / adaptive.coef == pytest.approx(5.0, rel=1e-3)
-    fixed = FixedKL(0.2)
-    fixed.update(100.0, sequences=32)
-    assert fixed.coef == 0.2
 
 
 # ----------------------------------------------------------------------------------------- in a run

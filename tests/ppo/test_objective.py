@@ -210,11 +210,6 @@ def test_the_penaltys_logged_losses_are_the_papers(tmp_path: Path) -> None:
     assert "clip_fraction" not in metrics
 
 
-def test_a_kl_in_reward_and_loss_at_once(tmp_path: Path) -> None:
-    metrics = make_trainer(tmp_path, kl_coef=0.1, kl_loss_coef=0.1).train()
-    assert {"kl", "kl_coef", "kl_loss"} <= metrics.keys()
-
-
 def test_the_exact_kl_in_the_loss_pulls_towards_the_reference(tmp_path: Path) -> None:
     """With advantages of 0 the KL falls."""
     trainer = make_trainer(

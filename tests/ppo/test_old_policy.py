@@ -132,11 +132,6 @@ def test_a_restriction_is_corrected_by_the_mass_that_it_left(
     assert 0 < old.metrics["mismatch/effective_sample_size"] < 1
 
 
-def test_without_a_cap_nothing_is_corrected(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, top_k=4, importance_cap=None)
-    assert _old(trainer, *_drawn(trainer)).importance_weights is None
-
-
 def test_responses_from_elsewhere_are_recomputed_and_not_weighed(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, old_logprobs="sampler", top_k=3)
     rollout, batch = _drawn(trainer)
@@ -193,9 +188,3 @@ def test_importance_weights_reach_the_loss(tmp_path: Path) -> None:
         trainer.update(replace(experience, importance_weights=weights), trainer.config)
         gradients.append(trainer.model.head.weight.grad.clone())
     torch.testing.assert_close(2 * gradients[0], gradients[1], rtol=1e-5, atol=1e-7)
-
-
-def test_a_run_with_top_k_trains_and_tells_its_effective_sample_size(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, top_k=4)
-    trainer.train()
-    assert all(0 < line["mismatch/effective_sample_size"] <= 1 for line in records(trainer))
