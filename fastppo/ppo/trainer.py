@@ -296,7 +296,7 @@ class PPOTrainer:
                 for attempt in self.fitting.attempts(wanted, len(minibatch)):
                     with attempt as limits:
                         self.optimizer.zero_grad(set_to_none=True)
-                        loss = None  # what an attempt that failed has left holds its activations
+                        loss = None  # that of a failed attempt would keep its activations
                         parts: list[LossSums] = []
                         for micro in minibatch.microbatches(limits, self.world):
                             loss, part = self.loss(micro, options)
