@@ -70,7 +70,7 @@ class Checkpoints:
         self._best_metric: list[float] = []
         """The metric of `checkpoint_best` in the iterations since the newest checkpoint."""
 
-    def after_iteration(self, metrics: Mapping[str, float], *, asked: bool = False) -> None:
+    def after_iteration(self, metrics: Mapping[str, float], *, requested: bool = False) -> None:
         """Writes a checkpoint if one is due or is asked for.
 
         Raises:
@@ -79,9 +79,9 @@ class Checkpoints:
         self._remember(metrics)
         interval = self.config.checkpoint_interval
         is_due = interval and self.state.iteration % interval == 0
-        if asked or is_due:
+        if requested or is_due:
             self.save()
-        if asked:
+        if requested:
             self.say(f"checkpoint {self.newest}")
 
     def save(self) -> Path:

@@ -290,8 +290,8 @@ class PlannedRun:
             full = cache_bytes(cache)
         self.policy.train(was_training)
         phases = [
-            self.phase("rollout", first[0], cache=first_cache),
-            self.phase("rollout", last[0] + filled, cache=full),
+            self.phase("rollout", first.bytes, cache=first_cache),
+            self.phase("rollout", last.bytes + filled, cache=full),
         ]
         return max(phases, key=lambda phase: phase.total)
 
@@ -325,7 +325,7 @@ class PlannedRun:
                     rows, min(context_length(model) or length, length), dtype=torch.int64
                 )
                 sequence_scores(model, ids, torch.ones_like(ids))
-        return self.phase("score", transient[0]) if self.reward_models else None
+        return self.phase("score", transient.bytes) if self.reward_models else None
 
     def sequences_at_once(self, sequences: int) -> int:
         """Sequences of a microbatch, of so many that there are."""
@@ -348,7 +348,7 @@ class PlannedRun:
                     exact = config.kl_coef > 0 and config.kl_estimator == "full"
                     states = [model.hidden(layout) for _ in range(2 if exact else 1)]
                     self.logits(states[0], model.head.weight, buffers=len(states))
-        return self.phase("experience", transient[0])
+        return self.phase("experience", transient.bytes)
 
     def update(self) -> Phase:
         """One microbatch, on the gradients of those before it if there are any; then a step."""
@@ -386,7 +386,7 @@ class PlannedRun:
                 del text, grad_text
             self._take_step()
         gradients = bytes_of(p.grad for p in self.policy.parameters() if p.grad is not None)
-        return self.phase("update", transient[0], gradients=min(gradients, transient[0]))
+        return self.phase("update", transient.bytes, gradients=min(gradients, transient.bytes))
 
     def _loss_gradient(self, hidden: Tensor, *, buffers: int) -> Tensor:
         """Allocates what the loss on hidden states does, the head's gradient with it: there are

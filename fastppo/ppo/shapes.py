@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fastppo.models.pretrained import model_config
 from fastppo.ppo.run_models import ModelLoader
+
+
+@dataclass(slots=True)
+class Peak:
+    """The most that was held."""
+
+    bytes: int = 0
 
 
 class LiveBytes(TorchDispatchMode):
@@ -53,13 +61,13 @@ class LiveBytes(TorchDispatchMode):
         self.most = max(self.most, self.bytes)
 
     @contextmanager
-    def peak(self) -> Iterator[list[int]]:
-        """A list that has, after the block, the most bytes that came in it and were held."""
+    def peak(self) -> Iterator[Peak]:
+        """The most bytes that come in the block and are held at a time, known after it."""
         before = self.bytes
         self.most = before
-        found: list[int] = []
-        yield found
-        found.append(self.most - before)
+        peak = Peak()
+        yield peak
+        peak.bytes = self.most - before
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:

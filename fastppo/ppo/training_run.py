@@ -119,7 +119,7 @@ class TrainingRun:
                 show(completed=self.state.iteration, status=status(metrics))
                 by_callback = self.callbacks.step_ended()
                 by_signal = self.stop_request.checkpoint_wanted()
-                self.checkpoints.after_iteration(metrics, asked=by_callback or by_signal)
+                self.checkpoints.after_iteration(metrics, requested=by_callback or by_signal)
         return metrics
 
     def _is_over(self) -> bool:
