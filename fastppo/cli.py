@@ -208,13 +208,11 @@ def reward(config: Any) -> None:
             f"right on {result['accuracy']:.1%} of the held-out pairs, "
             f"calibration error {result['calibration_error']:.3f}",
         )
-        say(console, f"calibration  {config.output_dir}/calibration.png")
-    if "score_mean" in result:
-        say(
-            console,
-            f"reference texts scored {result['score_mean']:.3f} ± {result['score_std']:.3f}; the "
-            "mean is subtracted from now on",
-        )
+    say(
+        console,
+        f"the best completions scored {result['score_mean']:.3f} ± {result['score_std']:.3f}; the "
+        "mean is subtracted from now on",
+    )
     say(console, f"model  {config.output_dir}")
 
 
@@ -289,11 +287,7 @@ def generate(config: Any) -> None:
 
     _quiet_libraries()
     rows, policies = generate.generate(config)
-    if config.rate is None:
-        generate.show(rows, policies, config, Console())
-    else:
-        tally = generate.rate(rows, policies, config, Console())
-        generate.show_votes(tally, policies, config, Console())
+    generate.show(rows, policies, config, Console())
     if config.output is not None:
         generate.write(config.output, rows, policies, config)
 

@@ -4,18 +4,13 @@ It is for looking at a few completions, not for evaluation at scale: policies ar
 another and all draw from the same seed; rewards are those of `fastppo train`. A policy wins against
 the first one where its completion of a prompt earns more; every sample of the one is compared with
 every sample of the other, and a tie counts one half.
-
-`--rate OTHER` asks a person instead which of two completions is better, in random order and without
-names. Votes are rows that `fastppo reward` reads.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import re
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -83,20 +78,8 @@ class GenerateConfig(Options):
         "float32", "Dtype of the policies' weights"
     )
     output: str | None = option(None, "Also write every completion to this .jsonl file")
-    rate: str | None = option(
-        None,
-        "Another policy: you are shown one answer of each, unnamed and in random order, and say "
-        "which is better",
-    )
-    votes: str = option(
-        "votes.jsonl", "With rate: the .jsonl file that votes are added to, for `fastppo reward`"
-    )
 
     def check(self) -> None:
-        if self.rate is not None and len(self.models) != 1:
-            raise ValueError(
-                f"rate compares one policy with another: got {len(self.models)} models"
-            )
         if self.prompt is not None and self.prompts is not None:
             raise ValueError("expected prompt or prompts, got both")
 
@@ -133,12 +116,10 @@ def generate(config: GenerateConfig) -> tuple[Rows, list[Completions]]:
     else:
         raise ValueError("expected a prompt or a file of prompts, got neither")
     device = choose_device(config.device)
-    policies = []
-    directories = list(config.models)
-    if config.rate is not None:
-        directories.append(config.rate)
-    for name, directory in zip(short_names(directories), directories, strict=True):
-        policies.append(_complete(name, directory, rows, config, device))
+    policies = [
+        _complete(name, directory, rows, config, device)
+        for name, directory in zip(short_names(config.models), config.models, strict=True)
+    ]
     for term in make_terms(config.rewards, device=device, batch_size=config.reward_batch_size):
         for policy in policies:
             policy.rewards[term.name] = _score(term, rows, policy, config)
@@ -211,82 +192,6 @@ def win_rate(rewards: Sequence[float], first: Sequence[float], num_samples: int)
     return wins / (len(first) * num_samples)
 
 
-# ------------------------------------------------------------------------------------- blind rating
-
-ANSWERS = {"1": "first", "2": "second", "t": "tie", "s": "skip", "q": "quit"}
-
-
-def rate(
-    rows: Rows,
-    policies: Sequence[Completions],
-    config: GenerateConfig,
-    console: Console,
-    ask: Callable[[str], str] = input,
-) -> Counter[str]:
-    """Shows pairs of completions and adds what is preferred to `config.votes`, a row per vote.
-
-    Args:
-        policies: two.
-        ask: shows a text and gives what is typed; EOFError ends it.
-
-    Returns:
-        Counter: votes by policy name, and of `tie`.
-    """
-    order = random.Random(config.seed)
-    path = Path(config.votes)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tally: Counter[str] = Counter()
-    indices = range(len(policies[0].texts))
-    differing = [i for i in indices if policies[0].texts[i] != policies[1].texts[i]]
-    order.shuffle(differing)
-    for number, i in enumerate(differing, 1):
-        pair = order.sample(list(policies), 2)
-        row = rows[i // config.num_samples]
-        console.rule(f"{number} of {len(differing)}")
-        console.print(_prompt_text(row[config.prompt_column]))
-        for digit, policy in enumerate(pair, 1):
-            console.print(Text(f"\n[{digit}]", style="bold"), _completion_text(policy, i))
-        answer = _answer(ask)
-        if answer == "quit":
-            break
-        if answer == "tie":
-            tally["tie"] += 1
-        if answer not in ("first", "second"):
-            continue
-        chosen, rejected = pair if answer == "first" else reversed(pair)
-        tally[chosen.name] += 1
-        vote = {
-            "prompt": row[config.prompt_column],
-            "chosen": chosen.texts[i],
-            "rejected": rejected.texts[i],
-            "chosen_model": chosen.name,
-            "rejected_model": rejected.name,
-        }
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(vote, ensure_ascii=False) + "\n")
-    return tally
-
-
-def _answer(ask: Callable[[str], str]) -> str:
-    """What is typed, once it is one of ANSWERS; the end of the input quits."""
-    while True:
-        try:
-            typed = ask("better: 1, 2, (t)ie, (s)kip, (q)uit? ").strip().lower()
-        except EOFError:
-            return "quit"
-        if typed in ANSWERS:
-            return ANSWERS[typed]
-
-
-def show_votes(
-    tally: Counter[str], policies: Sequence[Completions], config: GenerateConfig, console: Console
-) -> None:
-    """How often each policy was preferred; only now by name."""
-    for policy in policies:
-        console.print(Text(f"{policy.name}: {tally[policy.name]} of {tally.total()} votes"))
-    console.print(Text(f"ties: {tally['tie']}\nvotes  {config.votes}"))
-
-
 # ------------------------------------------------------------------------------------- the picture
 
 
@@ -333,18 +238,12 @@ def _printable(text: str) -> Text:
     return Text(CONTROL.sub(lambda control: repr(control[0])[1:-1], text))
 
 
-def _completion_text(policy: Completions, index: int) -> Text:
-    """The completion, and whether it was cut off."""
+def _cell(policy: Completions, index: int) -> Text:
+    """The completion, whether it was cut off, and its rewards."""
     completion = policy.texts[index].strip()
     text = _printable(completion) if completion else Text("(empty)", style="dim italic")
     if policy.finish_reasons[index] == TRUNCATED:
         text.append(" (cut off)", style="dim italic")
-    return text
-
-
-def _cell(policy: Completions, index: int) -> Text:
-    """The completion and its rewards."""
-    text = _completion_text(policy, index)
     numbers = "  ".join(f"{name} {values[index]:.3f}" for name, values in policy.rewards.items())
     if numbers:
         text.append(f"\n{numbers}", style="dim")

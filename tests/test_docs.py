@@ -116,13 +116,6 @@ def test_the_readmes_own_run_works_on_two_processes(workspace: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_works_on_two_processes(workspace: Path) -> None:
-    said = on_two_processes(["demo", "--device", "cpu", "--iterations", "2"])
-    assert said.count("policy  ") == 1, "one process speaks"
-    AutoModelForCausalLM.from_pretrained(workspace / "runs" / "demo" / "ppo" / "policy")
-
-
-@pytest.mark.slow
 def test_the_readmes_stages_work_on_two_processes(workspace: Path) -> None:
     """One after the other: the reward model starts from what SFT has saved."""
     for command in ("sft", "reward"):
@@ -369,28 +362,6 @@ def test_the_tree_of_the_readme_is_the_tree() -> None:
     for folder in (ROOT / "fastppo").glob("*/"):
         if (folder / "__init__.py").exists():
             assert f"\n  {folder.name}/ " in tree, folder
-
-
-# -------------------------------------------------------------------------- pages with a rating
-
-
-def test_the_round_of_labels_works_as_printed(
-    workspace: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Votes are typed, the reward model goes on with them, and so does the policy."""
-    policy = workspace / "runs" / "ppo" / "policy"
-    tiny.model(seed=1).save_pretrained(policy)
-    tiny.tokenizer().save_pretrained(policy)
-    monkeypatch.setattr("sys.stdin", io.StringIO("1\n2\n1\nt\n"))
-    lines = commands(ROOT / "docs" / "reward-model.md")[2:]
-    assert [line[0] for line in lines] == ["generate", "reward", "train"]
-    before = (workspace / "my-reward-model" / "model.safetensors").read_bytes()
-    for line in lines:
-        more = ["--epochs", "4"] if line[0] == "reward" else []  # three votes are one step
-        assert cli.main(line + more) == 0, capsys.readouterr().err
-    assert len((workspace / "votes.jsonl").read_text().splitlines()) == 3
-    assert (workspace / "runs" / "reward-2" / "model.safetensors").read_bytes() != before
-    assert (workspace / "runs" / "ppo-2" / "policy" / "README.md").exists()
 
 
 def test_red_team_prompts_are_watched_as_the_page_says(workspace: Path, capsys) -> None:

@@ -12,19 +12,9 @@ import tiny
 import torch
 from rich.console import Console
 
-from fastppo import cli
 from fastppo.data.rows import DataError
-from fastppo.generate import (
-    Completions,
-    GenerateConfig,
-    generate,
-    rate,
-    show,
-    win_rate,
-    write,
-)
+from fastppo.generate import Completions, GenerateConfig, generate, show, win_rate, write
 from fastppo.rewards.reward import RewardError
-from fastppo.stages.preferences import encode_comparisons
 
 
 def _policy(directory: Path, name: str, *, stops: bool = True) -> str:
@@ -195,96 +185,3 @@ def test_a_stop_string_ends_a_completion(two, tmp_path) -> None:
     )[1][0]
     assert stopped.token_ids[0] == plain[:1]
     assert stopped.finish_reasons[0] == "stop"
-
-
-# ------------------------------------------------------------------------------------ blind rating
-
-
-def _two_policies(count: int) -> tuple[list[dict[str, str]], list[Completions]]:
-    """Two policies, `old` and `new`, whose completions say whose they are and to what."""
-    rows = [{"prompt": f"w{i}"} for i in range(count)]
-    texts = {name: [f" {name} {i}" for i in range(count)] for name in ("old", "new")}
-    ids = [[1]] * count
-    return rows, [Completions(n, t, ids, ["stop"] * count) for n, t in texts.items()]
-
-
-def _rated(tmp_path: Path, rows: Any, policies: Any, answers: Any, **more: Any) -> tuple[Any, ...]:
-    """(tally, votes, what was shown) of a rating in which `answers` are typed."""
-    config = _config(tmp_path, models=["old"], rate="new", votes=str(tmp_path / "v.jsonl"), **more)
-    printed, typed = io.StringIO(), iter(answers)
-
-    def ask(question: str) -> str:
-        found = next(typed, None)
-        if found is None:
-            raise EOFError
-        return found(printed.getvalue()) if callable(found) else found
-
-    tally = rate(rows, policies, config, Console(file=printed, width=80), ask)
-    path = tmp_path / "v.jsonl"
-    votes = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return tally, votes, printed.getvalue()
-
-
-def test_votes_are_preferences_of_what_was_shown(tmp_path: Path) -> None:
-    """Whoever prefers `new` by reading, wherever it is shown, prefers it in the file."""
-    rows, policies = _two_policies(20)
-
-    def prefers_new(shown: str) -> str:
-        first, second = shown.rsplit("[1]", 1)[1].split("[2]")
-        assert ("new" in first) != ("new" in second)
-        return "1" if "new" in first else "2"
-
-    tally, votes, _ = _rated(tmp_path, rows, policies, [prefers_new] * 20)
-    assert tally == {"new": 20}
-    assert sorted(vote["prompt"] for vote in votes) == sorted(row["prompt"] for row in rows)
-    for vote in votes:
-        number = vote["prompt"][1:]
-        assert (vote["chosen"], vote["rejected"]) == (f" new {number}", f" old {number}")
-        assert (vote["chosen_model"], vote["rejected_model"]) == ("new", "old")
-
-
-def test_the_order_is_random_and_no_name_is_shown(tmp_path: Path) -> None:
-    rows, policies = _two_policies(40)
-    for digit, policy in enumerate(policies):
-        policy.texts = [f" answer {i}.{digit}" for i in range(40)]
-    tally, votes, shown = _rated(tmp_path, rows, policies, ["1"] * 40)
-    assert 10 < tally["new"] < 30, "first is now the one, now the other"
-    assert "new" not in shown
-    assert "old" not in shown
-    assert len(votes) == 40
-
-
-def test_ties_skips_and_mistypings_write_no_vote_and_quitting_keeps_the_rest(tmp_path) -> None:
-    rows, policies = _two_policies(6)
-    tally, votes, _ = _rated(tmp_path, rows, policies, ["t", "maybe", "", "S", "2", "q", "1"])
-    assert tally["tie"] == 1
-    assert tally["new"] + tally["old"] == len(votes) == 1
-    more, votes, _ = _rated(tmp_path, rows, policies, ["1"])  # and then the input ends
-    assert more["new"] + more["old"] == 1
-    assert len(votes) == 2, "votes are added"
-
-
-def test_completions_that_are_the_same_are_not_shown(tmp_path: Path) -> None:
-    rows, policies = _two_policies(3)
-    policies[1].texts[0] = policies[0].texts[0]
-    _, votes, shown = _rated(tmp_path, rows, policies, ["1"] * 3)
-    assert len(votes) == 2
-    assert "2 of 2" in shown
-
-
-def test_rating_from_the_command_line_reads_what_is_typed(
-    two, tmp_path, capsys, monkeypatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("1\n"))
-    flags = ["--models", two[0], "--rate", two[1], "--prompt", "w1 w2", "--max_new_tokens", "4"]
-    votes = tmp_path / "deep" / "votes.jsonl"
-    assert cli.main(["generate", *flags, "--device", "cpu", "--votes", str(votes)]) == 0
-    (vote,) = [json.loads(line) for line in votes.read_text().splitlines()]
-    assert {vote["chosen_model"], vote["rejected_model"]} == {"before/policy", "after/policy"}
-    assert f"{vote['chosen_model']}: 1 of 1 votes" in capsys.readouterr().out
-    assert len(encode_comparisons([vote], tiny.tokenizer()).examples) == 1
-
-
-def test_a_rating_of_several_models_is_refused(two) -> None:
-    with pytest.raises(ValueError, match="rate compares one policy with another: got 2 models"):
-        GenerateConfig(models=two, rate=two[0])

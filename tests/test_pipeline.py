@@ -98,11 +98,10 @@ def test_three_stages_from_raw_files(tmp_path: Path) -> None:
         output_dir=rm,
         learning_rate=3e-3,
         epochs=5,
-        reference=data["sft"],
         **common,
     )
-    calibration = json.loads((rm / "calibration.json").read_text())
-    assert calibration["accuracy"] > 0.8
+    evaluations = [r for r in read_jsonl(rm / "metrics.jsonl") if "eval_accuracy" in r]
+    assert evaluations[-1]["eval_accuracy"] > 0.8
     config = AutoModelForSequenceClassification.from_pretrained(rm).config
     assert config.num_labels == 1
 
@@ -131,9 +130,7 @@ def test_three_stages_from_raw_files(tmp_path: Path) -> None:
         device="cpu",
     )
     records = read_jsonl(ppo / "metrics.jsonl")
-    # The reward has mean 0 on the demonstrations, and the SFT policy writes like them: it starts at
-    # 0 within the noise of 64 samples, and so does the liking.
-    assert abs(records[0]["reward"]) < 1.5
+    # The SFT policy likes w7 as much as w8, within the noise of 64 samples.
     assert abs(records[0]["monitor/liking"]) < 0.6
     assert records[-1]["reward"] > records[0]["reward"] + 1
     assert records[-1]["monitor/liking"] > 1.5

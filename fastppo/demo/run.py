@@ -6,12 +6,8 @@ with the functions that the package exports, and ends with a policy that plain t
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
-import os
 import shutil
 import time
-from concurrent.futures import ProcessPoolExecutor
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -24,7 +20,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastppo.data.prompts import encode_prompts
 from fastppo.data.rows import write_rows
-from fastppo.data.world import VARIABLES
 from fastppo.demo.task import gold_reward, make_data, make_tokenizer
 from fastppo.models.device import choose_device
 from fastppo.ppo.build import world_of
@@ -71,31 +66,21 @@ def run_demo(
     """
     start = time.perf_counter()
     output_dir = Path(output_dir)
+    console = console or Console()
     options: dict[str, Any] = {"seed": seed, "device": device}
     if iterations is not None:
         options["iterations"] = iterations
     # Made first, so that a wrong option is refused before the first two stages.
     config = ppo_config(output_dir, output_dir / "ppo", **options)
-    choose_device(device)
     world = world_of(config)
-    console = (console or Console()) if world.is_main else Console(quiet=True)
-
-    def first_stages() -> tuple[dict[str, list[dict[str, Any]]], dict[str, float]]:
-        earlier = output_dir / "ppo"
-        if earlier.exists():
-            say(console, f"{earlier} is an earlier demo's: replaced after the first two stages")
-        if world.size == 1:
-            result = supervised_stages(output_dir, seed=seed, device=device, console=console)
-        else:  # they run in one process, without the ranks that torchrun started
-            spawn = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(1, spawn, initializer=_leave_torchrun) as pool:
-                stages = functools.partial(supervised_stages, output_dir, seed=seed, device=device)
-                result = pool.submit(stages).result()
-        shutil.rmtree(earlier, ignore_errors=True)
-        return result
-
+    if world.size > 1:
+        raise ValueError(f"the demo runs in one process, got {world.size}")
+    earlier = output_dir / "ppo"
+    if earlier.exists():
+        say(console, f"{earlier} is an earlier demo's: replaced after the first two stages")
     try:
-        data, rewards = world.first(first_stages)
+        data, rewards = supervised_stages(output_dir, seed=seed, device=device, console=console)
+        shutil.rmtree(earlier, ignore_errors=True)
         trainer = PPOTrainer(config, console=console, world=world)
         held_out = encode_prompts(data["held_out"], trainer.tokenizer, max_prompt_tokens=24)
         before = trainer.evaluate(held_out)
@@ -113,12 +98,6 @@ def run_demo(
     }
     _print(console, held_out.prompts, result)
     return result
-
-
-def _leave_torchrun() -> None:
-    """Makes this process forget that torchrun started its parent."""
-    for name in VARIABLES:
-        os.environ.pop(name, None)
 
 
 def ppo_config(stages_dir: Path, output_dir: Path, **options: Any) -> PPOConfig:

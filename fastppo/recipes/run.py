@@ -1,5 +1,4 @@
-"""`fastppo recipe`: lays out the files of a recipe in a folder, makes what is missing, trains, and
-shows responses from before and after.
+"""`fastppo recipe`: lays out the files of a recipe in a folder, makes what is missing, and trains.
 
 The folder then holds a run that `fastppo train --config run.yaml` repeats. A file that already
 exists is left as it is, so a config or reward that somebody has changed is the one that runs.
@@ -11,18 +10,16 @@ import json
 import shutil
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from fastppo.data.prompts import Prompts
 from fastppo.ppo.build import world_of
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.recipes.catalogue import RECIPES, Recipe
 from fastppo.run.lock import held
-from fastppo.run.log import check_no_run, holds_run
+from fastppo.run.log import check_no_run
 from fastppo.run.progress import say
 
 OWNER = "recipe.txt"
@@ -34,14 +31,8 @@ PREPARED = "prepared.json"
 STAGES = ("model", "reward_model")
 """Folders of the models that a preparation trains."""
 
-HELD_OUT_RESPONSES = 192
-"""Responses to held-out prompts, before and after; several to each prompt where there are few."""
-
 WIDE = 100
 """Columns of a terminal from which on the list of recipes says what they take, and how long."""
-
-PROMPTS_PRINTED = 3
-"""Prompts whose responses before and after are printed."""
 
 
 def lay_out(recipe: Recipe, out: Path) -> Path:
@@ -90,7 +81,7 @@ def prepare(recipe: Recipe, out: Path, seed: int, console: Console) -> None:
             )
         return
     for stage in STAGES:
-        if holds_run(out / stage):
+        if (out / stage).exists():
             with held(out / stage):  # not that of a preparation at work
                 shutil.rmtree(out / stage)
     recipe.prepare(out, seed, console)
@@ -98,18 +89,14 @@ def prepare(recipe: Recipe, out: Path, seed: int, console: Console) -> None:
 
 
 def run_recipe(
-    recipe: Recipe, out: str | Path, config: PPOConfig, console: Console | None = None
-) -> dict[str, Any]:
-    """Makes what is missing, trains, and prints held-out prompts before and after.
+    recipe: Recipe, out: Path, config: PPOConfig, console: Console | None = None
+) -> None:
+    """Makes what is missing, and trains.
 
     Args:
         out: the folder of `lay_out`.
         config: of its run.yaml, with a person's flags.
-
-    Returns:
-        dict: `after`, as `evaluate` returns it, and `before`, unless the run is resumed.
     """
-    out = Path(out)
     console = console or Console(stderr=True)
     world = world_of(config)
     if world.size > 1:
@@ -117,79 +104,14 @@ def run_recipe(
             f"a recipe runs in one process, got {world.size}: torchrun -m fastppo train --config "
             f"{out / 'run.yaml'}, once it is prepared"
         )
-    recipe.check_packages()
     if not config.resume:
         check_no_run(config.output_dir)
     time = recipe.minutes if recipe.minutes.startswith("not ") else f"{recipe.minutes} minutes"
     say(console, f"{recipe.name}: {recipe.line}\n{recipe.takes}; {time}")
     prepare(recipe, out, config.seed, console)
-    trainer = PPOTrainer(config, console=console, world=world)
-    held_out = trainer.evaluation.prompts or trainer.prompts
-    assert held_out is not None
-    result: dict[str, Any] = {}
-    if not config.resume:
-        result["before"] = evaluate(trainer, held_out)
-    trainer.train()
-    result["after"] = evaluate(trainer, held_out)
-    _print(console, result)
+    PPOTrainer(config, console=console, world=world).train()
     say(console, f"\nreport  {config.output_dir}/report.html\npolicy  {config.output_dir}/policy")
     say(console, f"again   fastppo train --config {out / 'run.yaml'} --output_dir …")
-    return result
-
-
-def evaluate(trainer: PPOTrainer, prompts: Prompts) -> dict[str, Any]:
-    """`PPOTrainer.evaluate` over `HELD_OUT_RESPONSES` responses to the prompts, with `fluency`: the
-    mean logprob of their tokens under the reference, nats.
-
-    A policy's own tokens have the mean logprob −H under it and −H − KL under the reference.
-    """
-    count = min(len(prompts), HELD_OUT_RESPONSES)
-    each_times = max(1, HELD_OUT_RESPONSES // count)
-    rows = [row for row in range(count) for _ in range(each_times)]
-    evaluation = trainer.evaluate(prompts.select(rows))
-    if trainer.reference is not None:
-        kl_per_token = evaluation["kl"] / evaluation["response_length"]
-        evaluation["fluency"] = -(evaluation["entropy"] + kl_per_token)
-    evaluation["prompts"] = [prompts.prompts[row] for row in rows]
-    return evaluation
-
-
-# ----------------------------------------------------------------------------------------- printing
-
-ROWS = (
-    ("reward (trained on)", "reward", "{:.3f}"),
-    ("KL to the start (nats per response)", "kl", "{:.2f}"),
-    ("entropy (nats per token)", "entropy", "{:.2f}"),
-    ("fluency (logprob under the start, nats per token)", "fluency", "{:.2f}"),
-    ("response length (tokens)", "response_length", "{:.1f}"),
-)
-
-
-def _print(console: Console, result: dict[str, Any]) -> None:
-    evaluations = {}
-    if "before" in result:
-        evaluations["before PPO"] = result["before"]
-    after = evaluations["after PPO"] = result["after"]
-    count = len(after["prompts"])
-    table = Table(title=f"{count} responses to held-out prompts", title_justify="left")
-    table.add_column("")
-    for title in evaluations:
-        table.add_column(title, justify="right")
-    monitors = [
-        (f"{name.removeprefix('monitor/')} (never trained on)", name, "{:.3f}")
-        for name in after
-        if name.startswith("monitor/")
-    ]
-    for title, key, form in (ROWS[0], *monitors, *ROWS[1:]):
-        if key in after:
-            table.add_row(title, *(form.format(values[key]) for values in evaluations.values()))
-    console.print(table)
-    step = count // PROMPTS_PRINTED or 1
-    for row in range(0, min(count, step * PROMPTS_PRINTED), step):
-        prompt = after["prompts"][row]
-        say(console, f"\n{prompt if isinstance(prompt, str) else prompt[-1]['content']}", "bold")
-        for title, evaluation in evaluations.items():
-            say(console, f"  {title:10}  {evaluation['completions'][row].strip()}")
 
 
 def show_recipes(console: Console) -> None:

@@ -1,8 +1,7 @@
 """Calls of users' code: rewards and environments are called from here and nowhere else.
 
 Python cannot end a function that hangs. So a function is waited for without limit unless a limit is
-given, and meanwhile a line says what the run is waiting for. Under a limit it is called in a
-thread, which is abandoned when the time is up.
+given; then it is called in a thread, which is abandoned when the time is up.
 """
 
 from __future__ import annotations
@@ -11,16 +10,11 @@ import asyncio
 import concurrent.futures
 import inspect
 import threading
-import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-
-HEARTBEAT = 60.0
-"""Seconds between two lines that say what a run is waiting for."""
 
 LONGEST_MESSAGE = 500
 """Characters that are shown of what a user's function raised."""
@@ -131,22 +125,3 @@ def _close(runner: asyncio.Runner, thread: ThreadPoolExecutor) -> None:
 def _raised(error: BaseException) -> str:
     text = f"raised {error!r}"
     return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]} …"
-
-
-@contextmanager
-def heartbeat(sentence: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Says the sentence, and for how long, every `HEARTBEAT` seconds that the block takes."""
-    done = threading.Event()
-    start = time.monotonic()
-
-    def beat() -> None:
-        while not done.wait(HEARTBEAT):
-            say(f"{sentence} for {time.monotonic() - start:.0f} s")
-
-    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()

@@ -123,7 +123,6 @@ class Turns:
         max_turns: of an episode.
         max_tokens: of a response, with what the environment writes; None is no limit.
         context: tokens that prompt and response may have; None is no limit.
-        concurrency: environments at work at a time, if they are no coroutines.
         options: of the calls of an environment.
         failure_file: where the episode of an environment that fails is written.
         world: the ranks, each of which has the environments of its own rows.
@@ -139,7 +138,6 @@ class Turns:
         max_turns: int,
         max_tokens: int | None = None,
         context: int | None = None,
-        concurrency: int = 1,
         options: CallOptions | None = None,
         failure_file: Path | None = None,
         world: World | None = None,
@@ -151,9 +149,7 @@ class Turns:
         self.options = options or CallOptions()
         self.failure_file = failure_file
         self.world = world or World()
-        self.environments = EnvironmentPool(
-            make, concurrency=concurrency, options=self.options, world=self.world
-        )
+        self.environments = EnvironmentPool(make, options=self.options, world=self.world)
         self.name = self.environments.name
 
     def play(

@@ -1,4 +1,4 @@
-"""The environments of a process: made when they are needed, called side by side, closed at the end.
+"""The environments of a process: made when they are needed, called, closed at the end.
 
 An environment is a class, or any other callable that returns an object with
 
@@ -6,7 +6,8 @@ An environment is a class, or any other callable that returns an object with
     step(text) -> (observation, reward, done)          the answer to a turn of the policy
     close()                                            optional, at the end of the run
 
-Any of them may be a coroutine function; then all environments wait at once.
+Any of them may be a coroutine function; then all environments wait at once. Otherwise one works
+after the other.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -23,14 +23,7 @@ import torch
 from fastppo.data.chat import is_chat
 from fastppo.data.world import World
 from fastppo.functional.arguments import shown
-from fastppo.rewards.calling import (
-    CallOptions,
-    EventLoop,
-    UserCodeError,
-    call,
-    call_coroutine,
-    heartbeat,
-)
+from fastppo.rewards.calling import CallOptions, EventLoop, UserCodeError, call, call_coroutine
 from fastppo.rewards.reward import MAX_REWARD
 
 
@@ -53,7 +46,6 @@ class EnvironmentPool:
 
     Args:
         make: called without arguments, makes an environment.
-        concurrency: environments at work at a time, if they are no coroutines.
         options: of their calls.
         world: the ranks, each of which has the environments of its own rows.
     """
@@ -62,13 +54,11 @@ class EnvironmentPool:
         self,
         make: Callable[[], Any],
         *,
-        concurrency: int = 1,
         options: CallOptions | None = None,
         world: World | None = None,
     ) -> None:
         self.make = make
         self.name = getattr(make, "__name__", type(make).__name__)
-        self.concurrency = concurrency
         self.options = options or CallOptions()
         self.world = world or World()
         self._environments: dict[int, Any] = {}
@@ -115,8 +105,7 @@ class EnvironmentPool:
         calls = [
             _Call("close", environment.close, lambda returned: None) for environment in closing
         ]
-        with heartbeat(f"closing environment {self.name!r}", self.options.say):
-            results = self._run(calls)
+        results = self._run(calls)
         failures = [result for result in results if isinstance(result, Failure)]
         if failures:
             self.options.say(
@@ -133,8 +122,7 @@ class EnvironmentPool:
         own_rows = [row for row in rows if row in own]
 
         def work() -> dict[int, Any]:
-            with heartbeat(f"waiting for environment {self.name!r}", self.options.say):
-                return dict(zip(own_rows, self._run(calls(own_rows)), strict=True))
+            return dict(zip(own_rows, self._run(calls(own_rows)), strict=True))
 
         if self.world.size == 1:
             return work()
@@ -164,10 +152,7 @@ class EnvironmentPool:
         if any(inspect.iscoroutinefunction(_unbound(one.function)) for one in calls):
             self._loop = self._loop or EventLoop()
             return self._loop.run([one.wait(timeout) for one in calls])
-        if self.concurrency == 1:
-            return [one.run(timeout) for one in calls]
-        with ThreadPoolExecutor(self.concurrency, "environment") as threads:
-            return list(threads.map(lambda one: one.run(timeout), calls))
+        return [one.run(timeout) for one in calls]
 
 
 class _Call(NamedTuple):

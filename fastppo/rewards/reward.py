@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from fastppo.functional.arguments import shown
-from fastppo.rewards.calling import CallOptions, UserCodeError, call, heartbeat
+from fastppo.rewards.calling import CallOptions, UserCodeError, call
 
 Partial = list[float] | list[tuple[int, float]]
 """Rewards within one completion: one number per response token, or (end, value) pairs."""
@@ -188,8 +188,7 @@ def score_term(
     """
     timeout = None if getattr(term.function, "has_timeout", False) else options.timeout
     try:
-        with heartbeat(f"waiting for reward {term.name!r}", options.say):
-            returned = call(lambda: _call(term.function, samples), timeout, ATTEMPTS)
+        returned = call(lambda: _call(term.function, samples), timeout, ATTEMPTS)
     except UserCodeError as error:
         cause = error.__cause__
         if isinstance(cause, TermError):  # of a member of an ensemble: both names say where to look

@@ -25,15 +25,7 @@ from fastppo.data.world import World
 from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.placing import paid_where_written, token_rewards
 from fastppo.rewards.processing import RunningScale, whiten_scores
-from fastppo.rewards.reward import (
-    MAX_REWARD,
-    RewardError,
-    RewardTerm,
-    Samples,
-    Scored,
-    save_failure,
-    score,
-)
+from fastppo.rewards.reward import RewardTerm, Samples, Scored, score
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -265,7 +257,7 @@ class Scorer:
         kept = None
         if self.options.drop:
             kept = [row for row, total in enumerate(last.tolist()) if not math.isnan(total)]
-        scores = Scores(
+        return Scores(
             last,
             self._within(terms, samples, prompts.token_ids, written),
             [sum(row) for row in written],
@@ -273,8 +265,6 @@ class Scorer:
             monitors,
             kept,
         )
-        self._check_range(scores, samples)
-        return scores
 
     def _scored(self, terms: Sequence[RewardTerm], samples: Samples) -> dict[str, Scored]:
         return {term.name: score(term, samples, self.failure_file, self.options) for term in terms}
@@ -304,23 +294,3 @@ class Scorer:
                     per_token[row][token] += term.weight * value
         responses = zip(per_token, written, strict=True)
         return torch.tensor([value for row in responses for value in paid_where_written(*row)])
-
-    def _check_range(self, scores: Scores, samples: Samples) -> None:
-        """Raises RewardError for a weighted sum, of a response or a token, that fp32 PPO cannot
-        use. A dropped sample has none."""
-        largest = scores.total.abs()
-        if scores.within is not None:
-            by_response = scores.within.abs().split(list(scores.lengths))
-            zero = torch.zeros(1)  # of a response that the policy wrote no token of
-            tokens = torch.stack([torch.cat([part, zero]).amax() for part in by_response])
-            largest = torch.maximum(largest, tokens)
-        for row, value in enumerate(largest.tolist()):
-            is_dropped = any(math.isnan(scored[row]) for scored in scores.terms.values())
-            if value <= MAX_REWARD or is_dropped:
-                continue
-            sentence = (
-                f"the weighted rewards of completion {row} come to {value:g}; expected a number "
-                f"within ±{MAX_REWARD:g}"
-            )
-            saved = save_failure(self.failure_file, "all", samples.select([row]), sentence)
-            raise RewardError(sentence + saved)

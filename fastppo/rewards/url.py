@@ -22,8 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from fastppo.rewards.calling import in_thread
-
 TIMEOUT = 60.0
 """Seconds for a request, unless others are given."""
 
@@ -132,7 +130,7 @@ class URLReward:
         for attempt in range(1, ATTEMPTS + 1):
             retry_after = ""
             try:
-                return self._request_in_time(body)
+                return self._request(body)
             except urllib.error.HTTPError as error:
                 with error:
                     failure = f"answered {error.code} {error.reason}"
@@ -149,27 +147,13 @@ class URLReward:
         times = f", {attempt} times" if attempt > 1 else ""
         raise RequestError(f"at {self._address} {failure}{times}")
 
-    def _request_in_time(self, body: bytes) -> bytes:
-        """`_request` within the time limit as a whole: a socket limits the time of one piece alone,
-        and a server could send its header byte by byte."""
-        future = in_thread(lambda: self._request(body), self.timeout)
-        if not future.done():
-            raise TimeoutError
-        return future.result()
-
     def _request(self, body: bytes) -> bytes:
         request = urllib.request.Request(self.url, body, self._headers, method="POST")
-        end = time.monotonic() + self.timeout
-        reply = bytearray()
         with self._open(request, timeout=self.timeout) as response:
-            # Piece by piece, because a Content-Length may be wrong.
-            while piece := response.read1(65536):
-                reply += piece
-                if len(reply) > MAX_REPLY:
-                    raise RequestError(f"at {self._address} answered more than {MAX_REPLY} bytes")
-                if time.monotonic() > end:
-                    raise TimeoutError
-        return bytes(reply)
+            reply = response.read(MAX_REPLY + 1)
+        if len(reply) > MAX_REPLY:
+            raise RequestError(f"at {self._address} answered more than {MAX_REPLY} bytes")
+        return reply
 
 
 def _parse(url: str) -> SplitResult:
@@ -178,17 +162,10 @@ def _parse(url: str) -> SplitResult:
     Raises:
         ValueError: it is no address of a server, or holds a password.
     """
-    wrong = ValueError(f"reward {url}: expected https://host/path, or http://")
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        raise wrong from None
+    parts = urlsplit(url)
     has_password = "@" in parts.netloc  # a token has its variable
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or has_password:
-        raise wrong
-    if not url.isascii() or any(character.isspace() for character in url):
-        raise wrong
+    if parts.scheme not in ("http", "https") or not parts.hostname or has_password:
+        raise ValueError(f"reward {url}: expected https://host/path, or http://")
     return parts
 
 

@@ -16,6 +16,8 @@ class Removed(NamedTuple):
     """What it was unless somebody set it; None also for a choice."""
     sentence: str
     """What to do instead."""
+    stage_default: Any = None
+    """What it was by default in SFT and the reward model, where that was something else."""
 
 
 REMOVED = {
@@ -40,7 +42,7 @@ REMOVED = {
     "early_stop_check": Removed("epoch", "early_stop_kl is checked after each epoch"),
     "policy_kl_coef": Removed(1.0, "β of objective=penalty begins at 1 and adapts from there"),
     "max_skipped_steps": Removed(5, "a run stops after 5 steps in a row that are not finite"),
-    "log_interval": Removed(1, "every iteration is logged"),
+    "log_interval": Removed(1, "every iteration is logged", stage_default=10),
     "log_samples": Removed(8, "8 samples of each iteration are logged"),
     "checkpoint_failure": Removed("stop", "a checkpoint that cannot be written stops the run"),
     "checkpoint_async": Removed(False, "the run waits while a checkpoint is written"),
@@ -78,13 +80,20 @@ REMOVED = {
     "eval_rewards": Removed(
         [], "an evaluation scores rewards and monitor_rewards; name it in monitor_rewards"
     ),
+    "normalize": Removed(
+        True, "a reward model's mean score of the best training completions is always subtracted"
+    ),
+    "reference": Removed(
+        None, "a reward model's mean score of the best training completions becomes 0"
+    ),
+    "reference_size": Removed(2048, "a reward model's mean is taken over 2048 texts at most"),
     "group_std": Removed(True, "without the division advantage=group is rloo, up to n/(n − 1)"),
 }
 
 
 def is_unset(name: str, value: Any) -> bool:
     """Whether a removed option has the value that it had by default: nothing is lost then."""
-    return name in REMOVED and REMOVED[name].default == value
+    return name in REMOVED and value in (REMOVED[name].default, REMOVED[name].stage_default)
 
 
 def removal(name: str) -> str | None:

@@ -199,24 +199,6 @@ def cut(ids: list[int], tokenizer: Any, max_length: int | None) -> list[int]:
     return first + ids[len(first) - max_length :]
 
 
-def reference_text(row: dict[str, Any], tokenizer: Any, where: str) -> list[int]:
-    """Ids of a demonstration: {messages}, {prompt, completion} or {text}."""
-    if is_chat(row.get("messages") or ()):
-        text = render_chat(tokenizer, list(row["messages"]), where)
-        check_text(text, where)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if row.get("prompt") is not None and row.get("completion") is not None:
-        prompt, (completion,) = _prompt_and_completions(row["prompt"], [row["completion"]], where)
-        return text_ids(tokenizer, prompt, completion, where)
-    if isinstance(row.get("text"), str):
-        check_text(row["text"], where)
-        return list(tokenizer(row["text"])["input_ids"])
-    raise DataError(
-        f"{where}: expected messages, prompt and completion, or text, "
-        f"got {', '.join(row) or 'nothing'}"
-    )
-
-
 def collate(examples: Sequence[Comparison], pad_token_id: int) -> dict[str, Tensor]:
     """All texts of several prompts in one right-padded batch, each once, with their pairs.
 
@@ -233,7 +215,7 @@ def collate(examples: Sequence[Comparison], pad_token_id: int) -> dict[str, Tens
         better += [len(texts) + i for i, _ in example.pairs]
         worse += [len(texts) + j for _, j in example.pairs]
         margins += [example.margin] * len(example.pairs)
-        weights += [1 / len(example.pairs)] * len(example.pairs)
+        weights += [1 / len(example.pairs) for _ in example.pairs]
         texts += example.texts
     return {
         **padded_batch(texts, pad_token_id),

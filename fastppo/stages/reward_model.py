@@ -12,21 +12,21 @@ model once and all K(K−1)/2 pairs are in one batch, weighted to a mean, becaus
 entered several batches would be overfitted (Ouyang et al. 2022, section 3.5).
 
 The model is a sequence classifier with one label. Its head starts from N(0, 1/(d + 1)), d its
-width, as in Stiennon et al. 2020. After training the mean score of reference texts is written to
-the model's config as `score_mean`, which `fastppo.rewards.model.RewardModel` subtracts, so a
-reference text scores 0 on average (Stiennon et al. 2020). It is not
-in the weights because the classifiers of decoders in transformers have no bias in their head, nor,
-with RMSNorm, any other constant to hold it.
+width, as in Stiennon et al. 2020. After training the mean score of the best completions of the
+training rows is written to the model's config as `score_mean`, which
+`fastppo.rewards.model.RewardModel` subtracts, so that a good completion scores 0 on average, as the
+reference texts of Stiennon et al. 2020 do. It is not in the weights because the classifiers of
+decoders in transformers have no bias in their head, nor, with RMSNorm, any other constant to hold
+it.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,8 +40,7 @@ from transformers import (
 )
 
 from fastppo.data import fingerprint
-from fastppo.data.padding import padded_batch
-from fastppo.data.rows import Rows, load_rows, shuffled
+from fastppo.data.rows import Rows, shuffled
 from fastppo.models.adapters import add_adapters
 from fastppo.models.pretrained import (
     attention_implementation,
@@ -56,15 +55,13 @@ from fastppo.models.trunk import checkpoint_activations, switch_dropout_off
 from fastppo.rewards.model import sequence_scores
 from fastppo.run.options import option
 from fastppo.run.progress import say
-from fastppo.stages.calibration import accuracy, calibration, log_loss, write_calibration
+from fastppo.stages.calibration import accuracy, calibration_error, log_loss
 from fastppo.stages.options import SupervisedConfig
 from fastppo.stages.preferences import (
     Comparison,
     Comparisons,
     collate,
-    cut,
     encode_comparisons,
-    reference_text,
 )
 from fastppo.stages.supervised import (
     SupervisedTrainer,
@@ -90,17 +87,11 @@ class RewardModelConfig(SupervisedConfig):
     center_coef: float = option(
         0.0, "Weight of (s_better + s_worse)² in the loss, per squared reward unit", minimum=0
     )
-    normalize: bool = option(
-        True, "Shift scores to mean 0 on the reference texts; off: --normalize false"
-    )
-    reference: str | None = option(
-        None,
-        "Reference texts, say the SFT data: prompt and completion, messages, or text; none given "
-        "means the best completion of each training row",
-    )
-    reference_size: int = option(2048, "Reference texts drawn at most, texts", minimum=1)
     output_dir: str = option("runs/reward", "Run directory; the model is saved in it")
 
+
+REFERENCE_TEXTS = 2048
+"""Best completions, at most, whose mean score becomes 0."""
 
 # ---------------------------------------------------------------------------------------- the loss
 
@@ -210,18 +201,30 @@ class _PairTrainer(SupervisedTrainer):
         )
 
     def measure(self, rows: list[Any]) -> dict[str, float]:
-        difference = self.differences(rows)
-        return {"accuracy": accuracy(difference), "log_loss": log_loss(difference)}
+        differences = [
+            scores[batch["better"]] - scores[batch["worse"]] for batch, scores in self.scored(rows)
+        ]
+        difference = self.world.cat(torch.cat([torch.zeros(0), *differences]))
+        return {
+            "accuracy": accuracy(difference),
+            "log_loss": log_loss(difference),
+            "calibration_error": calibration_error(difference),
+        }
+
+    def reference_scores(self, rows: list[Comparison]) -> Tensor:
+        """[N] fp32: the scores of the best completion of N rows, `REFERENCE_TEXTS` at most."""
+        drawn = shuffled(len(rows), self.config.seed, epoch=0)[:REFERENCE_TEXTS]
+        best = [Comparison([rows[i].texts[rows[i].pairs[0][0]]], [], 0.0) for i in drawn]
+        scores = [scores for _, scores in self.scored(best)]
+        return self.world.cat(torch.cat([torch.zeros(0), *scores]))
 
     @torch.no_grad()
-    def differences(self, rows: list[Any]) -> Tensor:
-        """[P] fp32 on the CPU: s_better − s_worse of every pair."""
-        differences = [torch.zeros(0)]
+    def scored(self, rows: list[Comparison]) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        """This process's batches of the rows, with the scores of their texts; on the CPU."""
         for batch in self.batches(rows):
-            scores = self.root(batch["input_ids"], batch["attention_mask"])
+            scores = self.root(batch["input_ids"], batch["attention_mask"]).cpu()
             if self.items(batch):
-                differences.append((scores[batch["better"]] - scores[batch["worse"]]).cpu())
-        return self.world.cat(torch.cat(differences))
+                yield {name: value.cpu() for name, value in batch.items()}, scores
 
     def without_items(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {
@@ -238,25 +241,22 @@ def train_reward_model(
     tokenizer: Any = None,
     rows: Rows | None = None,
     eval_rows: Rows | None = None,
-    reference_rows: Rows | None = None,
     callbacks: list[TrainerCallback] | None = None,
     console: Console | None = None,
 ) -> dict[str, float]:
     """Trains a reward model and saves it with its tokenizer in `config.output_dir`.
 
     A text is prompt and completion joined as they are, as `RewardModel` reads them: a space
-    between the two belongs to the completion. With held-out rows, `calibration.json` and
-    `calibration.png` are written beside the model. What is measured after training (calibration,
-    the mean of the reference) is measured in fp32, as `RewardModel` runs.
+    between the two belongs to the completion.
 
     Args:
         model, tokenizer: instead of loading `config.model`; the model is trained in place.
-        rows, eval_rows, reference_rows: instead of `config.data`, `eval_data` and `reference`.
+        rows, eval_rows: instead of `config.data` and `config.eval_data`.
 
     Returns:
         dict: `loss`, mean of the last tenth, nats; with held-out rows `accuracy`, `log_loss`
-        (nats), `brier` and `calibration_error` on their pairs; with `normalize` `score_mean`, the
-        mean that was subtracted, and `score_std`, both of the reference texts, reward units.
+        (nats) and `calibration_error` on their pairs; `score_mean`, which `RewardModel` subtracts,
+        and `score_std`, both of the best completions of the training rows, reward units.
 
     Raises:
         DataError: a row cannot be used.
@@ -293,10 +293,6 @@ def train_reward_model(
 
         data = load_data(config, rows, eval_rows, encode)
         data.fingerprints["model"] = fingerprint.of_weights(model.named_parameters())
-        reference: list[list[int]] = []
-        if config.normalize:
-            reference = _reference(config, reference_rows, tokenizer, limit, data.train)
-            data.fingerprints["reference"] = fingerprint.of_rows(reference)
         run_dir = open_run(config, world)
         pairs = sum(len(comparison.pairs) for comparison in data.train)
         held_pairs = sum(len(comparison.pairs) for comparison in data.held_out)
@@ -327,70 +323,21 @@ def train_reward_model(
             world=world,
         )
         trainer.center_coef = config.center_coef
-        result = {"loss": trainer.run(console)["loss"]}
+        result = {name.removeprefix("eval_"): value for name, value in trainer.run(console).items()}
+        scores = trainer.reference_scores(data.train)
+        result["score_mean"] = scores.mean().item()
+        result["score_std"] = scores.std(correction=0).item()
 
-        def merge() -> PreTrainedModel:
-            return model if peft is None else peft.merge_and_unload()
-
-        def save(trained: PreTrainedModel) -> None:
-            # Both are written also if the model that this started from had others.
-            trained.config.score_mean = 0.0
+        def save() -> None:
+            trained = model if peft is None else peft.merge_and_unload()
+            trained.config.score_mean = result["score_mean"]
+            # Written also if the model that this started from had another.
             trained.config.score_max_length = config.max_length
             save_model(run_dir, trained, tokenizer)
 
-        def measure(trained: PreTrainedModel) -> dict[str, float]:
-            return _measure(
-                trained.float().eval(),
-                data.held_out,
-                reference,
-                pad_token_id=tokenizer.pad_token_id,
-                batch_size=config.batch_size,
-                run_dir=run_dir,
-            )
-
-        if world.size == 1:
-            trained = merge()
-            save(trained)
-            return result | measure(trained)
         with unsharded(classifier):
-            world.first(lambda: save(merge()))
-        return result | world.first(
-            lambda: measure(load_classifier(str(run_dir)).to(device))  # type: ignore[arg-type]
-        )
-
-
-def _measure(
-    model: PreTrainedModel,
-    held_out: list[Comparison],
-    reference: list[list[int]],
-    *,
-    pad_token_id: int,
-    batch_size: int,
-    run_dir: Path,
-) -> dict[str, float]:
-    """Calibration on held-out pairs, and the mean score of the reference texts, which is written to
-    the config of the saved model."""
-    metrics: dict[str, float] = {}
-    if held_out:
-        batches = [
-            collate(held_out[start : start + batch_size], pad_token_id)
-            for start in range(0, len(held_out), batch_size)
-        ]
-        measured = calibration(torch.cat([_differences(model, batch) for batch in batches]))
-        metrics |= {name: value for name, value in measured.items() if isinstance(value, float)}
-        write_calibration(run_dir, measured)
-    if reference:
-        scores = torch.cat(
-            [
-                _scores(model, padded_batch(reference[start : start + batch_size], pad_token_id))
-                for start in range(0, len(reference), batch_size)
-            ]
-        )
-        metrics["score_mean"] = scores.mean().item()
-        metrics["score_std"] = scores.std(correction=0).item()
-        _write_score_mean(run_dir, metrics["score_mean"])
-        model.config.score_mean = metrics["score_mean"]
-    return metrics
+            world.first(save)
+        return result
 
 
 def _with_pad(model: PreTrainedModel, tokenizer: Any) -> Any:
@@ -403,43 +350,3 @@ def _with_pad(model: PreTrainedModel, tokenizer: Any) -> Any:
         raise ValueError("the tokenizer has neither a pad nor an EOS token to pad with")
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return tokenizer
-
-
-def _reference(
-    config: RewardModelConfig,
-    rows: Rows | None,
-    tokenizer: Any,
-    limit: int | None,
-    train: list[Comparison],
-) -> list[list[int]]:
-    """Token ids of the texts whose mean score is to be 0."""
-    if rows is None and config.reference is not None:
-        rows = load_rows(config.reference, config.split)
-    count = len(train) if rows is None else len(rows)
-    drawn = shuffled(count, config.seed, epoch=0)[: config.reference_size]
-    if rows is None:
-        return [train[i].texts[train[i].pairs[0][0]] for i in drawn]
-    source = config.reference or "reference"
-    texts = [reference_text(rows[i], tokenizer, f"{source}, row {i + 1}") for i in drawn]
-    return [cut(text, tokenizer, limit) for text in texts]
-
-
-def _differences(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
-    """[P] fp32 on the CPU: s_better − s_worse of every pair."""
-    scores = _scores(model, batch)
-    return scores[batch["better"]] - scores[batch["worse"]]
-
-
-@torch.no_grad()
-def _scores(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
-    """[N] fp32 on the CPU."""
-    ids = batch["input_ids"].to(model.device)
-    mask = batch["attention_mask"].to(model.device)
-    return sequence_scores(model, ids, mask).cpu()
-
-
-def _write_score_mean(directory: Path, mean: float) -> None:
-    path = directory / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config["score_mean"] = mean
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -16,7 +16,6 @@ from rich.console import Console
 from transformers import LlamaConfig
 
 from fastppo import cli
-from fastppo.ppo.config import PPOConfig
 from fastppo.recipes import (
     arithmetic,
     calculator,
@@ -26,7 +25,7 @@ from fastppo.recipes import (
     sentiment,
     smollm2,
 )
-from fastppo.recipes.catalogue import RECIPES, Recipe, find
+from fastppo.recipes.catalogue import RECIPES, find
 from fastppo.recipes.run import (
     lay_out,
     prepare,
@@ -94,7 +93,6 @@ def _toys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preferences, "SAMPLES", 2)
     monkeypatch.setattr(sentiment, "PROMPTS", sentiment.PROMPTS[:12])
     monkeypatch.setattr(sentiment, "HELD_OUT", sentiment.HELD_OUT[:8])
-    monkeypatch.setattr("fastppo.recipes.run.HELD_OUT_RESPONSES", 16)
     shape = characters.model_config
     monkeypatch.setattr(characters, "model_config", lambda: shape(hidden=32, layers=1))
 
@@ -121,21 +119,12 @@ def test_a_recipe_trains_from_its_config_and_ends_with_the_report(
     said = capsys.readouterr().err
     recipe = find(name)
     assert recipe.line in " ".join(said.split())
-    assert "before PPO" in said
-    assert "after PPO" in said
-    assert "never trained on" in said or not _config(recipe).monitor_rewards
     for path in ("ppo/report.html", "ppo/policy/config.json", "run.yaml", *recipe.shipped.values()):
         assert (tmp_path / "out" / path).exists(), path
     lines = read_jsonl(tmp_path / "out" / "ppo" / "metrics.jsonl")
     assert len(lines) == 2
     if name == "calculator":
         assert "turns" in lines[0]
-
-
-def _config(recipe: Recipe) -> PPOConfig:
-    import yaml
-
-    return PPOConfig(**yaml.safe_load(recipe.config("x")))
 
 
 def test_the_folder_is_a_run_that_train_repeats(tmp_path: Path, capsys) -> None:
@@ -166,9 +155,6 @@ def test_a_run_that_is_there_is_not_overwritten_and_goes_on_if_asked(
     assert _run("arithmetic", tmp_path) == 2
     assert "holds a run already" in capsys.readouterr().err
     assert _run("arithmetic", tmp_path, "--resume", "true", "--iterations", "3") == 0
-    said = capsys.readouterr().err
-    assert "after PPO" in said
-    assert "before PPO" not in said
     assert len(read_jsonl(tmp_path / "ppo" / "metrics.jsonl")) == 3
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 
-from fastppo.rewards import calling
-from fastppo.rewards.calling import UserCodeError, call, call_coroutine, heartbeat
+from fastppo.rewards.calling import UserCodeError, call, call_coroutine
 
 
 def test_a_function_in_time_returns_its_value_and_raises_its_error() -> None:
@@ -66,22 +64,3 @@ def test_a_coroutine_that_hangs_is_cancelled() -> None:
 
     with pytest.raises(UserCodeError, match=r"did not return within 0\.01 s"):
         asyncio.run(call_coroutine(hangs, 0.01))
-
-
-def test_a_heartbeat_says_what_a_run_waits_for_until_it_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(calling, "HEARTBEAT", 0.001)
-    sentences: list[str] = []
-    beaten = threading.Event()
-
-    def say(sentence: str) -> None:
-        sentences.append(sentence)
-        beaten.set()
-
-    with heartbeat("waiting for reward 'judge'", say):
-        beaten.wait()
-    assert sentences[0].startswith("waiting for reward 'judge' for ")
-    count = len(sentences)
-    time.sleep(0.01)
-    assert len(sentences) == count, "it ends with the call"

@@ -171,20 +171,6 @@ def test_coroutines_wait_together() -> None:
     assert rollout.rewards == [[0.0, 0.5, 0.0, 0.5]] * 3
 
 
-def test_threads_let_several_work_at_a_time() -> None:
-    meeting = threading.Barrier(2, timeout=30)
-
-    class Meeting(Echo):
-        turns = 1
-
-        def step(self, text: str) -> Any:
-            meeting.wait()
-            return super().step(text)
-
-    _, rollout, _ = _play(Meeting, [[7, 1]], concurrency=2)
-    assert rollout.finish_reasons == ["stop"] * 2
-
-
 @pytest.mark.parametrize(
     ("returned", "says"),
     [

@@ -87,7 +87,7 @@ def test_another_run_is_refused_unless_it_is_allowed() -> None:
 
 def test_a_removed_option_of_a_checkpoint_is_answered_unless_it_was_not_set() -> None:
     before = _identity()
-    before["options"] |= {"log_interval": 1, "project": "mine"}
+    before["options"] |= {"log_interval": 10, "project": "mine"}
     answer = r"project was 'mine'; project was removed: set WANDB_PROJECT .*\. `--allow"
     with pytest.raises(ValueError, match=answer) as error:
         identity.check_same_run(Path("c-1"), before, _identity(), essential=[], allowed=False)

@@ -17,7 +17,6 @@ from fastppo.stages.preferences import (
     Comparison,
     collate,
     encode_comparisons,
-    reference_text,
     text_ids,
 )
 
@@ -151,20 +150,6 @@ def test_a_row_that_cannot_be_used_is_named(row: dict[str, Any], says: str) -> N
 def test_the_first_pair_begins_with_the_best() -> None:
     one = _encoded({"prompt": "w1", "completions": [" w2", " w3", " w4"], "ranks": [3, 1, 2]})
     assert one.pairs == [(1, 2), (1, 0), (2, 0)]
-
-
-@pytest.mark.parametrize(
-    ("row", "text"),
-    [
-        ({"messages": CHAT + _answer("w2")}, "w1 w1 w2 w2"),
-        ({"prompt": "w1", "completion": " w2"}, "w1 w2"),
-        ({"prompt": CHAT, "completion": "w2"}, "w1 w1 w2 w2"),
-        ({"text": "w1 w2"}, "w1 w2"),
-    ],
-)
-def test_a_reference_text_may_be_any_demonstration(row: dict[str, Any], text: str) -> None:
-    tokenizer = tiny.tokenizer(chat=True)
-    assert tokenizer.decode(reference_text(row, tokenizer, "here")) == text
 
 
 def test_a_batch_has_each_text_once_with_the_pairs_of_its_prompt() -> None:

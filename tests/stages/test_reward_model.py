@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -175,23 +174,19 @@ def test_it_learns_what_is_preferred_and_serves_as_a_reward(tmp_path: Path) -> N
     assert accuracies[0] < 0.9
     assert accuracies[-1] == result["accuracy"] == 1.0
     assert result["log_loss"] < 0.1 < records[0]["eval_log_loss"]
+    assert result["calibration_error"] < 0.1 < records[0]["eval_calibration_error"]
 
     reward = RewardModel(str(tmp_path / "run"))
     liked, not_liked = reward(["w3", "w3"], [" w21 w7", " w21 w8"])
     assert liked > not_liked + 1
 
-    found = json.loads((tmp_path / "run" / "calibration.json").read_text())
-    assert found["pairs"] == 9  # three of twelve prompts, 20 % of 36 rows reached
-    assert found["accuracy"] == 1.0
-    assert (tmp_path / "run" / "calibration.png").read_bytes()[:4] == b"\x89PNG"
-
 
 # ----------------------------------------------------------------------------------- normalisation
 
 
-def test_reference_texts_score_zero_on_average(tmp_path: Path) -> None:
-    """By default the chosen completions; `RewardModel` subtracts what the config says, and plain
-    transformers loads the same model with its own scores."""
+def test_the_best_completions_score_zero_on_average(tmp_path: Path) -> None:
+    """`RewardModel` subtracts what the config says, and plain transformers loads the same model
+    with its own scores."""
     result = reward_model(reward_config(tmp_path, epochs=2), tmp_path)
     run = str(tmp_path / "run")
     prompts = [row["prompt"] for row in PAIRS]
@@ -220,30 +215,14 @@ def test_texts_that_were_cut_in_training_are_cut_alike_in_a_run(tmp_path: Path) 
     assert sum(scores) / len(scores) == pytest.approx(0, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [{"prompt": "w1", "completion": " w2"}, {"prompt": "w3", "completion": " w4"}],
-        [{"text": "w1 w2"}, {"text": "w3 w4"}],
-    ],
-    ids=["demonstrations", "texts"],
-)
-def test_the_reference_may_be_given(rows: list[dict[str, str]], tmp_path: Path) -> None:
-    (tmp_path / "sft.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    reward_model(reward_config(tmp_path, reference=str(tmp_path / "sft.jsonl")), tmp_path)
-    scores = RewardModel(str(tmp_path / "run"))(["w1", "w3"], [" w2", " w4"])
-    assert sum(scores) == pytest.approx(0, abs=1e-5)
-    assert abs(scores[0]) > 1e-3
-
-
-def test_a_model_trained_further_does_not_keep_the_old_mean(tmp_path: Path) -> None:
+def test_a_model_trained_further_gets_a_mean_of_its_own(tmp_path: Path) -> None:
     first = reward_model(reward_config(tmp_path), tmp_path)
-    config = reward_config(
-        tmp_path, model=str(tmp_path / "run"), normalize=False, output_dir=str(tmp_path / "more")
+    more = str(tmp_path / "more")
+    second = reward_model(
+        reward_config(tmp_path, model=str(tmp_path / "run"), output_dir=more), tmp_path
     )
-    assert "score_mean" not in reward_model(config, tmp_path)
-    assert first["score_mean"] != 0
-    assert RewardModel(str(tmp_path / "more")).score_mean == 0
+    assert first["score_mean"] != second["score_mean"]
+    assert RewardModel(more).score_mean == pytest.approx(second["score_mean"])
 
 
 # ---------------------------------------------------------------------------------------- the run
