@@ -88,9 +88,13 @@ def rotation_length(bytes_per_set: int, device: torch.device) -> int:
 
 
 def time_calls(
-    calls: Mapping[str, Callable[[], object]], device: torch.device, *, seconds: float
+    calls: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    seconds: float,
+    rounds: int = ROUNDS,
 ) -> dict[str, Timing]:
-    """Times each of the calls, which the caller has warmed up, for about `seconds`."""
+    """Times each of the calls, which the caller has warmed up, for about `seconds` in all."""
     if device.type == "cuda":
         return {name: _time_on_gpu(call, seconds) for name, call in calls.items()}
     timers = {
@@ -98,9 +102,9 @@ def time_calls(
         for name, call in calls.items()
     }
     blocks: dict[str, list[Any]] = {name: [] for name in calls}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, timer in timers.items():
-            blocks[name].append(timer.blocked_autorange(min_run_time=seconds / ROUNDS))
+            blocks[name].append(timer.blocked_autorange(min_run_time=seconds / rounds))
     timings = {}
     for name, measured in blocks.items():
         times = [seconds for block in measured for seconds in block.times]
@@ -146,7 +150,8 @@ def _matmul(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], Tensor]:
 def _best(call: Callable[[], object], device: torch.device) -> float:
     """The lower quartile: what the machine does when nothing disturbs it."""
     call()
-    return time_calls({"": call}, device, seconds=CEILING_SECONDS)[""].quartiles[0]
+    timing = time_calls({"": call}, device, seconds=CEILING_SECONDS, rounds=1)[""]
+    return timing.quartiles[0]
 
 
 class Ratio(NamedTuple):

@@ -156,14 +156,16 @@ def launched_with(warps: int, loads: int) -> Iterator[None]:
     from fastppo_kernels import triton_views
 
     module: Any = triton_views
-    before = module.TILES, module.SWEPT_ONCE
+    tiles_before = module.TILES
+    swept_before = module.SWEPT_ONCE
     tiles = ((math.inf, warps, loads, min(128, 65536 // (32 * warps))),)
     module.TILES = tiles
     module.SWEPT_ONCE = tiles
     try:
         yield
     finally:
-        module.TILES, module.SWEPT_ONCE = before
+        module.TILES = tiles_before
+        module.SWEPT_ONCE = swept_before
 
 
 def rows(bench: Bench, tiny: bool) -> None:
