@@ -122,7 +122,8 @@ class Files:
 
     def _write(self, value: Tensor, name: str | None) -> None:
         """This rank's part of a tensor of the files, or zeros."""
-        local, start = value, 0
+        local = value
+        start = 0
         if isinstance(value, DTensor):
             _, (start, *_) = compute_local_shape_and_global_offset(
                 value.shape, value.device_mesh, value.placements

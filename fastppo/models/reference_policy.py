@@ -109,7 +109,8 @@ class ReferencePolicy:
     ) -> TokenKL:
         """Logprobs of the response tokens of all batches, and the policy's exact KL at each."""
         options: dict[str, Any] = {"temperature": temperature, "backend": backend}
-        logprobs, kl = [], []
+        logprobs = []
+        kl = []
         with self.policy.autocast():
             # Before the reference takes the trunk's place: with LoRA they are one model.
             states = [self.policy.hidden(self.policy.layout(batch)) for batch in batches]

@@ -69,7 +69,8 @@ def difference(engine: RolloutEngine, generate: RolloutEngine, policy: LanguageM
     Tokens may differ where two are equally likely but for rounding. So what is compared, up to the
     first token that differs and with it, is the logprob of the likeliest token.
     """
-    vocabulary, context = policy.head.vocabulary, policy.context or 64
+    vocabulary = policy.head.vocabulary
+    context = policy.context or 64
     steps = max(1, min(COMPARED_TOKENS, context - 5))
     lengths = [max(1, min(length, context - steps)) for length in (5, 2, 3)]
     prompts = [

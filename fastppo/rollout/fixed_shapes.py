@@ -283,7 +283,8 @@ class _Decoding:
     def _states(self, tokens: int) -> Tensor:
         """[slots, H] hidden states that predict the next tokens, of which the cache has `tokens`
         in view."""
-        memory, slots = self.memory, self.slots
+        memory = self.memory
+        slots = self.slots
         memory.cache.show(slots, tokens)
         return last_states(
             self.decoder.trunk,
@@ -295,7 +296,8 @@ class _Decoding:
 
     def _draw(self, hidden: Tensor) -> None:
         """Draws and records the next token of the first slots, from their hidden states."""
-        memory, slots = self.memory, hidden.shape[0]
+        memory = self.memory
+        slots = hidden.shape[0]
         row = memory.row[:slots]
         live = memory.live[:slots]
         uniforms = None if self.sampling.greedy else memory.uniforms[row, memory.drawn]
@@ -319,7 +321,8 @@ class _Decoding:
 
     def _advance(self, drawn: int) -> None:
         """A step, `drawn` tokens into the response: from its graph, or run if there is none."""
-        memory, sampling = self.memory, self.sampling
+        memory = self.memory
+        sampling = self.sampling
         tokens = bucket(self.width + drawn, TOKENS)
         if not self.decoder.records:
             self._step(tokens)

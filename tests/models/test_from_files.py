@@ -89,9 +89,10 @@ def test_two_processes_read_their_shards_and_train_what_they_would_have_trained(
 ) -> None:
     """The same bits after an iteration, and the same fingerprint of the model; neither process has
     the whole model in memory before a rollout gathers it."""
-    for architecture in ARCHITECTURES:
+    architectures = ("llama", "gpt2")  # with a head of its own, and tied
+    for architecture in architectures:
         tiny.saved_model(tmp_path / architecture, architecture)
-    found = ranks.run(2, many_ranks.load_both_ways, tmp_path, str(tmp_path), ARCHITECTURES)
+    found = ranks.run(2, many_ranks.load_both_ways, tmp_path, str(tmp_path), architectures)
     for architecture, (straight, whole) in found.items():
         assert straight["fingerprints"] == whole["fingerprints"]
         assert straight["marked"] == whole["marked"], architecture

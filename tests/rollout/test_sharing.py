@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import many_ranks
+import pytest
 import ranks
 import torch
 import vllm_ranks
@@ -26,6 +27,7 @@ def test_two_ranks_draw_what_one_draws_and_go_on_from_the_same_state(tmp_path: P
     assert found[2]["same"], "ranks differ in what they know"
 
 
+@pytest.mark.slow
 def test_neighbours_that_decode_together_are_asked_the_same_and_speak_once(tmp_path: Path) -> None:
     """Of four ranks in two groups; of one prompt the first group has none."""
     found = ranks.run(4, vllm_ranks.draw_in_groups, tmp_path, str(tmp_path))
