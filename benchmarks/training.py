@@ -265,10 +265,13 @@ def _update(
     old, _, advantages, returns = _make_experience(learner, parts, prompt, scores)
     n = old.numel()
     sums: dict[str, Tensor] = {}
-    for part, *operands in zip(
-        parts, *(x.split(microbatch) for x in (old, advantages, returns)), strict=True
+    for part, old_part, advantage, target in zip(
+        parts,
+        old.split(microbatch),
+        advantages.split(microbatch),
+        returns.split(microbatch),
+        strict=True,
     ):
-        old_part, advantage, target = operands
         out = _forward(learner.model, part, prompt)
         logprobs, entropy = _stats(out.logits.to(learner.dtype), part[:, prompt:])
         ratio = torch.exp(logprobs - old_part)
