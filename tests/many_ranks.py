@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import stage_runs
 import tiny
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as _collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from fastppo.data.world import join
@@ -44,8 +46,10 @@ def weights(trainer: PPOTrainer) -> dict[str, Tensor]:
     reshard(trainer.model)
     names = {id(p): name for name, p in trainer.model.named_parameters()}
     masters = [p for group in trainer.optimizer.param_groups for p in group["params"]]
-    both = zip(trainer.optimizer.weights, masters, strict=True)
-    return {names[id(weight)]: full_tensor(master.detach()).clone() for weight, master in both}
+    return {
+        names[id(weight)]: full_tensor(master.detach()).clone()
+        for weight, master in zip(trainer.optimizer.weights, masters, strict=True)
+    }
 
 
 @contextmanager
@@ -54,23 +58,21 @@ def wide() -> Iterator[None]:
     sums over a split batch are the same: the softmax of its eager attention, which Gemma 2 takes
     for its soft-cap and whose sum depends on how far a row is padded, and the weights of Gemma 2's
     norms, whose gradient is a sum over tokens."""
-    narrow, norm = nn.functional.softmax, Gemma2RMSNorm.forward
+    softmax = nn.functional.softmax
+    norm = Gemma2RMSNorm.forward
 
-    def softmax(x: Tensor, dim: int | None = None, dtype: Any = None, **more: Any) -> Tensor:
-        return narrow(x, dim=dim, dtype=None if x.dtype == torch.float64 else dtype, **more)
+    def wide_softmax(x: Tensor, dim: int | None = None, dtype: Any = None, **more: Any) -> Tensor:
+        return softmax(x, dim=dim, dtype=None if x.dtype == torch.float64 else dtype, **more)
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def wide_norm(self: Any, x: Tensor) -> Tensor:
         if x.dtype != torch.float64:
             return norm(self, x)
         return self._norm(x) * (1.0 + self.weight)
 
-    nn.functional.softmax = softmax  # type: ignore[assignment]
-    Gemma2RMSNorm.forward = forward  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.functional, "softmax", wide_softmax)
+        patch.setattr(Gemma2RMSNorm, "forward", wide_norm)
         yield
-    finally:
-        nn.functional.softmax = narrow
-        Gemma2RMSNorm.forward = norm  # type: ignore[method-assign]
 
 
 def train(folder: str, variant: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,21 +107,12 @@ def _trainer(folder: Path, options: dict[str, Any]) -> PPOTrainer:
 
 def train_all(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The same of several runs, one after another in the same processes."""
-    found = {}
+    results = {}
     for name, variant in variants.items():
-        place = Path(folder) / name
-        place.mkdir(parents=True, exist_ok=True)
-        found[name] = train(str(place), variant)
-    return found
-
-
-def train_divided(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The same with the gradient's division by the ranks, torch's default, put back."""
-    from torch.distributed.fsdp import FSDPModule
-
-    right = FSDPModule.set_gradient_divide_factor
-    FSDPModule.set_gradient_divide_factor = lambda self, factor: right(self, 2.0)  # type: ignore
-    return train_all(folder, variants)
+        run_folder = Path(folder) / name
+        run_folder.mkdir(parents=True, exist_ok=True)
+        results[name] = train(str(run_folder), variant)
+    return results
 
 
 def weigh(prompts: list[Any]) -> list[float]:
@@ -152,32 +145,34 @@ def train_with_a_late_rank(folder: str) -> None:
 def collectives(folder: str) -> dict[int, dict[str, int]]:
     """By the microbatches of a rank: gathers before forward and backward passes, and reductions of
     gradients, in one optimiser step."""
-    found = {}
+    counts_by_microbatches = {}
+    all_gather = _collectives.foreach_all_gather
+    reduce = _collectives.foreach_reduce
     for microbatches in (1, 2):
         options = {"minibatches": 1, "ppo_epochs": 1, "microbatch_size": 8 // microbatches}
         trainer = make_trainer(Path(folder), **options)
         experience = first_experience(trainer)
         counts = {"forward": 0, "backward": 0, "reduced": 0}
-        right = _collectives.foreach_all_gather, _collectives.foreach_reduce
-        group = _fsdp_param_group
 
-        def gather(*args: Any, _counts: Any = counts, _right: Any = right, **options: Any) -> Any:
+        def counted_gather(*args: Any, _counts: Any = counts, **options: Any) -> Any:
             is_backward = torch._C._current_graph_task_id() != -1
             _counts["backward" if is_backward else "forward"] += 1
-            return _right[0](*args, **options)
+            return all_gather(*args, **options)
 
-        def reduce(*args: Any, _counts: Any = counts, _right: Any = right, **options: Any) -> Any:
+        def counted_reduce(*args: Any, _counts: Any = counts, **options: Any) -> Any:
             _counts["reduced"] += 1
-            return _right[1](*args, **options)
+            return reduce(*args, **options)
 
-        group.foreach_all_gather, group.foreach_reduce = gather, reduce
+        _fsdp_param_group.foreach_all_gather = counted_gather
+        _fsdp_param_group.foreach_reduce = counted_reduce
         try:
             trainer.engine.release()
             trainer.update(experience, trainer.config)
         finally:
-            group.foreach_all_gather, group.foreach_reduce = right
-        found[microbatches] = counts
-    return found
+            _fsdp_param_group.foreach_all_gather = all_gather
+            _fsdp_param_group.foreach_reduce = reduce
+        counts_by_microbatches[microbatches] = counts
+    return counts_by_microbatches
 
 
 def train_with_a_slow_clock(folder: str) -> dict[str, float]:
@@ -210,37 +205,42 @@ def load_both_ways(
     from fastppo.models import from_files
     from fastppo.ppo import build
 
-    files, write = build.open_shards, from_files.Files._write
-    read: dict[str | None, int] = {}
+    open_shards = build.open_shards
+    write = from_files.Files._write
+    bytes_read: dict[str | None, int] = {}
 
-    def counted(self: Any, value: Any, name: str | None) -> None:
+    def counted_write(self: Any, value: Any, name: str | None) -> None:
         write(self, value, name)
-        read[name] = value.to_local().nbytes
+        bytes_read[name] = value.to_local().nbytes
 
-    from_files.Files._write = counted  # type: ignore[method-assign]
-    found = {}
+    from_files.Files._write = counted_write  # type: ignore[method-assign]
+    results = {}
     for architecture in architectures:
-        place = Path(folder) / architecture
+        model_folder = Path(folder) / architecture
         both = []
-        for way in (files, lambda *args: None):
-            build.open_shards = way  # type: ignore[assignment]
-            options = tiny.options(place / str(len(both)), model=str(place), iterations=1)
-            parts = {"prompts": tiny.PROMPTS, "rewards": [tiny.count_w7]}
-            parts["tokenizer"] = tiny.tokenizer()
-            read.clear()
-            trainer = PPOTrainer(PPOConfig(**options), **parts)
+        for opened in (open_shards, lambda *args: None):
+            build.open_shards = opened  # type: ignore[assignment]
+            options = tiny.options(
+                model_folder / str(len(both)), model=str(model_folder), iterations=1
+            )
+            bytes_read.clear()
+            trainer = PPOTrainer(
+                PPOConfig(**options),
+                prompts=tiny.PROMPTS,
+                rewards=[tiny.count_w7],
+                tokenizer=tiny.tokenizer(),
+            )
             trainer.train()
-            trunk = trainer.model.causal_lm.base_model
             both.append(
                 {
                     "weights": weights(trainer),
                     "fingerprints": trainer.checkpoints.identity["fingerprints"],
-                    "marked": takes_mark(trunk),
-                    "read": sum(read.values()),
+                    "marked": takes_mark(trainer.model.causal_lm.base_model),
+                    "read": sum(bytes_read.values()),
                 }
             )
-        found[architecture] = tuple(both)
-    return found
+        results[architecture] = tuple(both)
+    return results
 
 
 def held_bytes(folder: str) -> int:
@@ -262,9 +262,38 @@ class OddError(Exception):
         super().__init__(one)
 
 
+class StopsOnTheSecond(TrainerCallback):
+    """Asks for the end after the first iteration, on the second rank alone; each rank writes down
+    what it hears, in a file of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def _note(self, event: str, state: Any) -> None:
+        with (self.folder / f"heard-{distributed.get_rank()}.txt").open("a") as file:
+            file.write(f"{event} {state.global_step} {state.is_world_process_zero}\n")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._note("begin", state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._note("end", state)
+        control.should_training_stop = distributed.get_rank() == 1
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._note("over", state)
+
+
+def train_until_told(folder: str) -> int:
+    """The iterations that are done of five."""
+    trainer = make_trainer(Path(folder), iterations=5, callbacks=[StopsOnTheSecond(Path(folder))])
+    trainer.train()
+    return trainer.state.iteration
+
+
 STAGES: dict[str, dict[str, Any]] = {
     "sft": {"eval_share": 0.25, "epochs": 2},
-    "sft, one row": {"batch_size": 1, "gradient_accumulation": 2, "architecture": "gpt2"},
+    "sft, one row": {"batch_size": 1, "gradient_accumulation": 2},
     "sft, lora": {"lora_rank": 4, "lora_alpha": 8.0},
     "reward": {"eval_share": 0.25, "batch_size": 5, "gradient_accumulation": 2},
     "reward, lora": {"lora_rank": 4, "lora_alpha": 8.0},
@@ -273,45 +302,44 @@ STAGES: dict[str, dict[str, Any]] = {
 processes nothing to do."""
 
 
-def stage(folder: str, name: str, base: str = "", **more: Any) -> dict[str, Any]:
-    """A stage's weights as they are saved, its records and its result.
+def train_stage(folder: str, name: str, base: str = "", **more: Any) -> dict[str, Any]:
+    """A stage's weights as they are saved, and its records, of which the last is its result.
 
     Args:
         base: the saved model that a reward model starts from. transformers saves one from the
             first process alone.
     """
-    place = Path(folder) / name
-    place.mkdir(parents=True, exist_ok=True)
+    stage_folder = Path(folder) / name
+    stage_folder.mkdir(parents=True, exist_ok=True)
     options = STAGES[name] | {"warmup": 0.0, "learning_rate": 1e-3, **more}
-    architecture = options.pop("architecture", "llama")
-    parts = {"callbacks": options.pop("callbacks")} if "callbacks" in options else {}
+    callbacks = options.pop("callbacks", ())
     if name.startswith("sft"):
-        model = tiny.model(architecture)
-        result = stage_runs.sft(stage_runs.sft_config(place, **options), model, **parts)
+        config = stage_runs.sft_config(stage_folder, **options)
+        result = stage_runs.sft(config, callbacks=callbacks)
     else:
-        config = stage_runs.reward_config(place, **options)
-        result = stage_runs.reward_model(config, place, model=load_classifier(base))
-    saved = load_file(place / "run" / "model.safetensors")
-    records = read_jsonl(place / "run" / "metrics.jsonl")
-    about = json.loads((place / "run" / "config.json").read_text())
-    mean = {"score_mean": about.get("score_mean", 0.0)}
-    return {"weights": saved, "metrics": records, "result": result | mean}
+        config = stage_runs.reward_config(stage_folder, **options)
+        result = stage_runs.reward_model(config, stage_folder, model=load_classifier(base))
+    run_folder = stage_folder / "run"
+    saved_config = json.loads((run_folder / "config.json").read_text())
+    result = result | {"score_mean": saved_config.get("score_mean", 0.0)}
+    return {
+        "weights": load_file(run_folder / "model.safetensors"),
+        "metrics": [*read_jsonl(run_folder / "metrics.jsonl"), result],
+    }
 
 
-def stage_of(folder: str, options: Mapping[str, Any], stop: int) -> dict[str, Any] | None:
-    """SFT; before step `stop`, if that is not 0, it is interrupted."""
-    more = dict(options)
-    if stop:
-        more["callbacks"] = [stage_runs.Interrupt(stop)]
+def train_sft_until(folder: str, options: Mapping[str, Any], stop: int) -> dict[str, Any] | None:
+    """SFT; interrupted before step `stop`, if that is not 0."""
+    callbacks = [stage_runs.Interrupt(stop)] if stop else []
     try:
-        return stage(folder, "sft", **more)
+        return train_stage(folder, "sft", callbacks=callbacks, **options)
     except KeyboardInterrupt:
         return None
 
 
-def stages(folder: str, base: str) -> dict[str, Any]:
+def train_stages(folder: str, base: str) -> dict[str, Any]:
     """All of them, one after another in the same processes."""
-    return {name: stage(folder, name, base) for name in STAGES}
+    return {name: train_stage(folder, name, base) for name in STAGES}
 
 
 def gathered() -> dict[str, Any]:
@@ -345,15 +373,15 @@ def rollouts(folder: str) -> dict[str, Any]:
     """Rollouts of five prompts and of one, and what is drawn after them."""
     trainer = make_trainer(Path(folder))
     torch.manual_seed(3)
-    found = [
+    drawn = [
         trainer.engine.generate([[4, 5], [6], [7, 8, 9], [4], [5]], trainer.sampling),
         trainer.engine.generate([[4, 5]], trainer.sampling),
     ]
     after = torch.rand(3)
-    known = trainer.world.gather(([each.tokens for each in found], after.tolist()))
-    same = all(each == known[0] for each in known)
+    known_by_rank = trainer.world.gather(([rollout.tokens for rollout in drawn], after.tolist()))
+    same = all(known == known_by_rank[0] for known in known_by_rank)
     name = type(trainer.engine).__name__
-    return {"rollouts": found, "next": after, "engine": name, "same": same}
+    return {"rollouts": drawn, "next": after, "engine": name, "same": same}
 
 
 def decode_and_train_sharded_layers() -> list[str]:
@@ -368,25 +396,25 @@ def decode_and_train_sharded_layers() -> list[str]:
     return [name for name, p in policy.causal_lm.named_parameters() if p.grad is not None]
 
 
-def difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
-    """The largest difference of the weights, and of each metric in any iteration, relative where a
-    number is larger than 1."""
-    found = {
+def difference(
+    one: dict[str, Any], other: dict[str, Any], names: Sequence[str] = COMPARED
+) -> dict[str, float]:
+    """The largest difference of the weights, and of each of these metrics in any record, relative
+    where a number is larger than 1."""
+    assert one["weights"].keys() == other["weights"].keys()
+    differences = {
         "weights": max(
-            (one["weights"][name] - other["weights"][name]).abs().max().item()
-            for name in one["weights"]
+            (weight - other["weights"][name]).abs().max().item()
+            for name, weight in one["weights"].items()
         )
     }
-    assert any(record["grad_norm"] > 0 for record in one["metrics"]), "nothing was learned"
-    assert one["weights"].keys() == other["weights"].keys()
-    assert len(one["metrics"]) == len(other["metrics"])
-    for name in COMPARED:
-        pairs = [
-            (a[name], b[name])
-            for a, b in zip(one["metrics"], other["metrics"], strict=True)
-            if name in a
-        ]
-        if pairs:
-            found[name] = max(abs(a - b) / max(1.0, abs(a)) for a, b in pairs)
-    assert torch.tensor([*found.values()]).isfinite().all(), found
-    return found
+    assert any(record.get("grad_norm", 0) > 0 for record in one["metrics"]), "nothing was learned"
+    for record, other_record in zip(one["metrics"], other["metrics"], strict=True):
+        shared = record.keys() & set(names)
+        assert shared == other_record.keys() & set(names)
+        for name in shared:
+            expected = record[name]
+            off = abs(expected - other_record[name]) / max(1.0, abs(expected))
+            differences[name] = max(differences.get(name, 0.0), off)
+    assert torch.tensor([*differences.values()]).isfinite().all(), differences
+    return differences

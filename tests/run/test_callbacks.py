@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import many_ranks
 import pytest
 import ranks
 import tiny
-import told_ranks
 import torch
 from transformers import (
     PreTrainedModel,
@@ -203,7 +203,7 @@ def test_what_one_rank_asks_for_all_ranks_do() -> None:
 
 
 def test_two_processes_end_together_where_one_of_them_is_asked_to(tmp_path: Path) -> None:
-    assert ranks.run(2, told_ranks.train, tmp_path, str(tmp_path)) == 1
+    assert ranks.run(2, many_ranks.train_until_told, tmp_path, str(tmp_path)) == 1
     for rank in (0, 1):
         heard = (tmp_path / f"heard-{rank}.txt").read_text().splitlines()
         assert heard == [f"{event} {rank == 0}" for event in ("begin 0", "end 1", "over 1")]

@@ -21,6 +21,7 @@ def _train(count: int, folder: Path, **variant: Any) -> dict[str, Any]:
     return ranks.run(count, many_ranks.train, folder, str(folder), variant)
 
 
+@pytest.mark.slow
 def test_two_processes_then_one_then_four_end_where_one_ends_that_never_stopped(
     tmp_path: Path,
 ) -> None:
