@@ -1,4 +1,4 @@
-"""The properties that hold for every loss: of splits, of the first update, of masks, of bits.
+"""The properties that hold for every loss: of splits, of the first update, of bits.
 
 Tolerance of the splits: fp64 sums of the same terms in another order, 1e-12.
 """
@@ -64,14 +64,17 @@ class Trunk:
         values = hidden @ self.value
         return out.loss + 0.5 * fastppo.value_loss(values, self.returns[part], mask, **options)
 
-    def gradients(self, parts: list[Any], linear: bool, **options: Any) -> list[Tensor]:
+    def gradients(
+        self, parts: list[Any], linear: bool, weights: Tensor | None = None, **options: Any
+    ) -> list[Tensor]:
         """[loss, dW of the policy head, of the value head], accumulated over microbatches."""
-        self.weight.grad = self.value.grad = None
+        self.weight.grad = None
+        self.value.grad = None
         total = torch.zeros((), dtype=torch.float64)
         for part in parts:
-            loss = self.loss(
-                part, linear, **{k: v(part) if callable(v) else v for k, v in options.items()}
-            )
+            if weights is not None:
+                options["weights"] = weights[part]
+            loss = self.loss(part, linear, **options)
             loss.backward()
             total += loss.detach()
         assert self.weight.grad is not None
@@ -90,24 +93,23 @@ trunks = st.builds(
     length=st.just(5),
     seed=st.integers(0, 1000),
 )
-property_based = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+property_based = settings(max_examples=30)
 
 
 @property_based
-@given(trunks, st.data(), st.sampled_from(AGGREGATIONS), st.booleans())
+@given(trunks, st.data(), st.sampled_from(AGGREGATIONS), st.booleans(), st.booleans())
 def test_any_cut_into_microbatches_gives_the_same_loss_and_gradients(
-    trunk: Trunk, data: st.DataObject, aggregation: str, linear: bool
+    trunk: Trunk, data: st.DataObject, aggregation: str, linear: bool, is_tensor: bool
 ) -> None:
     batch = len(trunk.mask)
     order = data.draw(st.permutations(range(batch)))
     cuts = sorted(data.draw(st.sets(st.integers(1, batch - 1)))) if batch > 1 else []
-    bounds = [0, *cuts, batch]
-    parts = [order[a:b] for a, b in itertools.pairwise(bounds)]
-    options = {"aggregation": aggregation, "denominator": trunk.denominator(aggregation)}
-    whole = trunk.gradients([slice(None)], linear, aggregation=aggregation)
-    assert_same(trunk.gradients(parts, linear, **options), whole)
-    tensor = {"aggregation": aggregation, "denominator": torch.tensor(options["denominator"])}
-    assert_same(trunk.gradients(parts, linear, **tensor), whole)
+    parts = [order[a:b] for a, b in itertools.pairwise([0, *cuts, batch])]
+    denominator: Any = trunk.denominator(aggregation)
+    if is_tensor:
+        denominator = torch.tensor(denominator)
+    actual = trunk.gradients(parts, linear, aggregation=aggregation, denominator=denominator)
+    assert_same(actual, trunk.gradients([slice(None)], linear, aggregation=aggregation))
 
 
 @property_based
@@ -123,7 +125,7 @@ def test_any_packing_of_tokens_gives_the_same_loss_and_gradients(
     parts = [
         (torch.tensor(x) // length, torch.tensor(x) % length) for x in (order[:cut], order[cut:])
     ]
-    actual = trunk.gradients(parts, linear, weights=lambda part: weights[part])
+    actual = trunk.gradients(parts, linear, weights=weights)
     assert_same(actual, trunk.gradients([slice(None)], linear, aggregation=aggregation))
 
 
@@ -131,13 +133,12 @@ def test_any_packing_of_tokens_gives_the_same_loss_and_gradients(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_the_policy_against_its_own_logprobs_has_ratio_1_and_no_kl(
-    dtype: torch.dtype, temperature: float
+    dtype: torch.dtype,
 ) -> None:
     """To the bit: rollout and learner form a logprob by the same operations."""
     data = draws.batch((50,), 1009, dtype).leaf()
-    old = fastppo.token_logprobs(data.logits, data.tokens, temperature=temperature).detach()
+    old = fastppo.token_logprobs(data.logits, data.tokens, temperature=0.7).detach()
     for estimator in ("k1", "k2", "k3", "full"):
         out = fastppo.ppo_loss(
             data.logits,
@@ -147,7 +148,7 @@ def test_the_policy_against_its_own_logprobs_has_ratio_1_and_no_kl(
             ref_logits=data.logits.detach(),
             kl_coef=0.1,
             kl_estimator=estimator,
-            temperature=temperature,
+            temperature=0.7,
         )
         assert torch.equal(out.logprobs, old)
         assert out.metrics["ratio_max"].item() == out.metrics["ratio_mean"].item() == 1.0
@@ -168,117 +169,41 @@ def test_the_first_update_is_plain_policy_gradient() -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-15)
 
 
-# ------------------------------------------------- property 3: masks come from lengths, not tokens
-
-
-def test_a_pad_token_that_equals_eos_is_a_token_like_any_other() -> None:
-    """Token 0 is pad and eos: inside the mask it counts, outside nothing does."""
-    trunk = Trunk([3, 5, 2], 5, seed=2)
-    trunk.data.tokens[trunk.mask.cumsum(1) == trunk.mask.sum(1, keepdim=True)] = 0
-    zeroed = draws.Batch(
-        trunk.data.logits, torch.where(trunk.mask, trunk.data.tokens, 0), *trunk.data[2:]
-    )
-    out = fastppo.ppo_loss(*zeroed, trunk.mask)
-    rows = draws.Batch(*(x[trunk.mask] for x in zeroed))
-    assert (rows.tokens == 0).sum() >= 3
-    expected = draws.exact(*rows, torch.full((10,), 0.1, dtype=torch.float64))
-    torch.testing.assert_close(out.loss, expected.loss, rtol=1e-12, atol=0)
-    other_padding = zeroed._replace(tokens=torch.where(trunk.mask, zeroed.tokens, 5))
-    assert torch.equal(fastppo.ppo_loss(*other_padding, trunk.mask).loss, out.loss)
-
-
-# --------------------------------------------------------------- property 4: the same bits each run
+# --------------------------------------------------------------- property 3: the same bits each run
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_same_inputs_give_the_same_bits_run_after_run(dtype: torch.dtype, masked: bool) -> None:
+def test_the_same_inputs_give_the_same_bits_run_after_run(dtype: torch.dtype) -> None:
     """Loss, statistics and gradients; and wherever in memory the logits lie.
 
     The head's operands keep their alignment, as every allocation of torch's does: a BLAS may choose
     its kernel by it.
     """
-    n, vocab, width = 37, 5003, 16
+    n, vocab, width = 37, 2003, 16
     data = draws.batch((n,), vocab, dtype)
-    hidden = torch.randn(n, width).to(dtype)
-    weight = torch.randn(vocab, width).div(4).to(dtype)
-    old = fastppo.linear_token_logprobs(hidden, weight, data.tokens) + 0.3
-    mask = torch.rand(n) < 0.7 if masked else None
+    hidden = torch.randn(n, width).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, width).div(4).to(dtype).requires_grad_()
+    mask = torch.rand(n) < 0.7
     options: dict[str, Any] = {
         "entropy_coef": 0.1,
         "kl_coef": 0.1,
         "ref_logprobs": data.old_logprobs,
     }
 
-    def moved(x: Tensor, offset: int) -> Tensor:
-        """x at `offset` elements behind the start of an allocation, a leaf."""
-        room = torch.zeros(x.numel() + offset, dtype=x.dtype)
-        return room[offset:].view(x.shape).copy_(x).detach().requires_grad_()
-
     def outputs(offset: int) -> list[Tensor]:
-        z, h, w = moved(data.logits, offset), moved(hidden, 0), moved(weight, 0)
-        stats = fastppo.token_stats(z, data.tokens, ref_logits=data.logits * 0.9)
+        """Of logits that lie so many elements behind the start of an allocation."""
+        room = torch.zeros(n * vocab + offset, dtype=dtype)
+        logits = room[offset:].view(n, vocab).copy_(data.logits).detach().requires_grad_()
+        stats = fastppo.token_stats(logits, data.tokens, ref_logits=data.logits * 0.9)
         assert stats.kl is not None
-        fused = fastppo.ppo_loss(z, *data[1:], mask, **options)
-        linear = fastppo.linear_ppo_loss(
-            h, w, data.tokens, old, data.advantages, mask, chunk_size=8, **options
-        )
-        logprobs = fastppo.linear_token_logprobs(h, w, data.tokens, chunk_size=8)
+        fused = fastppo.ppo_loss(logits, *data[1:], mask, **options)
+        linear = fastppo.linear_ppo_loss(hidden, weight, *data[1:], mask, chunk_size=8, **options)
+        logprobs = fastppo.linear_token_logprobs(hidden, weight, data.tokens, chunk_size=8)
         total = fused.loss + linear.loss + (logprobs + stats.logprobs + stats.kl).mean()
-        grads = torch.autograd.grad(total, (z, h, w))
+        grads = torch.autograd.grad(total, (logits, hidden, weight))
         return [fused.loss, linear.loss, *fused[1:4], *linear[1:4], *stats, logprobs, *grads]
 
     first = outputs(0)
-    for offset in (0, 1, 3, 8):
+    for offset in (0, 1, 8):
         for one, other in zip(outputs(offset), first, strict=True):
             assert torch.equal(one, other)
-
-
-# ------------------------------------------------------------------- property 5: no silent drop
-
-
-@pytest.mark.parametrize("term", ["entropy", "k1", "k2", "k3", "k3 from ref_logits", "full KL"])
-@pytest.mark.parametrize("advantage", [0.0, 1.0])
-@pytest.mark.parametrize(
-    "path", ["logits", "in place", "fp16 logits", "linear", "fp16 linear", "compiled"]
-)
-def test_a_coefficient_that_is_set_has_its_gradient_on_every_path(
-    term: str, advantage: float, path: str
-) -> None:
-    """Alone (A = 0) and beside the policy term; `clip_ratio=0` must not cut it off either."""
-    dtype = torch.float16 if path.startswith("fp16") else torch.float64
-    data = draws.batch((6,), 7, dtype)
-    data = data._replace(advantages=torch.full_like(data.advantages, advantage))
-    keywords = draws.options(data, term) | {"clip_ratio": 0.0}
-    x = data.logits.double().requires_grad_()
-    w = torch.full((6,), 1 / 6, dtype=torch.float64)
-    (expected,) = torch.autograd.grad(draws.exact(x, *data[1:], w, **keywords).loss, x)
-    without = {k: v for k, v in keywords.items() if k not in ("entropy_coef", "kl_coef")}
-    (dropped,) = torch.autograd.grad(draws.exact(x, *data[1:], w, **without).loss, x)
-    leaf = data.leaf().logits
-    if path.endswith("linear"):
-        if "ref_logits" in keywords:
-            keywords["ref_hidden"] = keywords.pop("ref_logits")
-            keywords["ref_weight"] = torch.eye(7, dtype=dtype)
-        arguments = (leaf, torch.eye(7, dtype=dtype), *data[1:])
-        if (path, term) == ("fp16 linear", "full KL"):
-            with pytest.raises(ValueError, match="needs GEMMs in bfloat16 or float32"):
-                fastppo.linear_ppo_loss(*arguments, **keywords)
-            return
-        loss = fastppo.linear_ppo_loss(*arguments, chunk_size=4, **keywords).loss
-    elif path == "in place":
-        loss = fastppo.ppo_loss(leaf * 1, *data[1:], inplace=True, **keywords).loss
-    elif path == "compiled":
-        compiled = torch.compile(
-            lambda z: fastppo.ppo_loss(z, *data[1:], **keywords).loss,
-            backend="aot_eager",
-            fullgraph=True,
-        )
-        loss = compiled(leaf)
-    else:
-        loss = fastppo.ppo_loss(leaf, *data[1:], **keywords).loss
-    (actual,) = torch.autograd.grad(loss, leaf)
-    tolerance = 2**-10 if dtype == torch.float16 else 1e-12
-    error = (actual.double() - expected).norm()
-    assert error <= tolerance * expected.norm()
-    assert (dropped - expected).norm() > 10 * tolerance * expected.norm()

@@ -17,7 +17,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
 
 import fastppo
 
@@ -104,75 +103,20 @@ def test_value_and_gradient_of_each_term_are_those_of_autograd(
     gradient_close(grad, expected_grad, GRADIENT[dtype])
 
 
-@pytest.mark.parametrize("clip_ratio", [None, 0.5])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_values_gradient_is_that_of_the_formula(
-    clip_ratio: float | None, dtype: torch.dtype
+@pytest.mark.parametrize("term", ["entropy", "k1", "k2", "k3", "k3 from ref_logits", "full KL"])
+@paths
+def test_a_coefficient_has_its_gradient_where_the_policy_term_has_none(
+    term: str, path: str
 ) -> None:
-    """On, below and above the clip range, times what comes from above; masked entries are NaN."""
-    old, returns = torch.randn(2, 200, dtype=dtype)
-    values = (old + 1.5 * torch.randn(200, dtype=dtype)).requires_grad_()
-    mask = torch.rand(200) < 0.8
-    plain = values.detach().double().requires_grad_()
-    error = (plain - returns.double()) ** 2
-    if clip_ratio is not None:
-        near = old.double() + (plain - old.double()).clamp(-clip_ratio, clip_ratio)
-        error = torch.maximum(error, (near - returns.double()) ** 2)
-    expected = 0.5 * error[mask].mean()
-    (3 * expected).backward()
-    assert plain.grad is not None
-    given = {"clip_ratio": clip_ratio, "old_values": old.masked_fill(~mask, torch.nan)}
-    actual = fastppo.value_loss(values, returns.masked_fill(~mask, torch.nan), mask, **given)
-    for _ in range(2):
-        values.grad = None
-        (3 * actual).backward(retain_graph=True)
-        tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
-        close(actual, expected, 1e-5 if dtype != torch.float64 else 1e-12)
-        torch.testing.assert_close(
-            values.grad.double(), plain.grad, rtol=tolerance, atol=tolerance * 0.03
-        )
-
-
-def test_the_value_loss_has_a_second_derivative() -> None:
-    values, old, returns = torch.randn(3, 2, 40, dtype=torch.float64)
-    values.requires_grad_()
-    options: dict[str, Any] = {"old_values": old, "clip_ratio": 0.5, "aggregation": "token-sum"}
-    assert gradgradcheck(lambda x: fastppo.value_loss(x, returns, **options), values)
-    (grad,) = torch.autograd.grad(
-        fastppo.value_loss(values, returns, **options), values, create_graph=True
-    )
-    (twice,) = torch.autograd.grad(grad.square().sum(), values)
-    assert torch.equal(twice, 2 * grad.detach())
-
-
-@pytest.mark.parametrize("place", ["values", "old_values", "returns"])
-def test_a_value_that_is_not_a_number_shows(place: str) -> None:
-    given = {name: torch.randn(5) for name in ("values", "old_values", "returns")}
-    given[place][2] = torch.nan
-    assert fastppo.value_loss(**given, clip_ratio=0.2).isnan()
-
-
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "token-sum"])
-def test_gradcheck_of_the_losses_of_tutorials(aggregation: str) -> None:
-    logits, old, a, values, returns = (
-        torch.randn(shape, dtype=torch.float64).requires_grad_()
-        for shape in ((2, 3, 5), (2, 3), (2, 3), (2, 3), (2, 3))
-    )
-    logprobs = (old.detach() + 0.5 * torch.randn(2, 3)).requires_grad_()
-    mask = torch.tensor([[True, True, False], [True, True, True]])
-    options: dict[str, Any] = {"aggregation": aggregation}
-    assert gradcheck(
-        lambda x: fastppo.policy_loss(x, old, a, mask, dual_clip=1.3, **options), logprobs
-    )
-    assert gradcheck(
-        lambda x: fastppo.value_loss(x, returns, mask, old_values=old, clip_ratio=0.5, **options),
-        values,
-    )
-    assert gradcheck(lambda x: fastppo.entropy(x, mask, temperature=0.6, **options), logits)
-    assert gradcheck(
-        lambda p, v, z: fastppo.total_loss(p, old, a, v, returns, z, mask, **options)["total_loss"],
-        (logprobs, values, logits),
-    )
+    data = draws.batch((N,), V)
+    data = data._replace(advantages=torch.zeros(N, dtype=torch.float64))
+    keywords = draws.options(data, term) | {"clip_ratio": 0.0}
+    x = data.logits.clone().requires_grad_()
+    expected = draws.exact(x, *data[1:], torch.full((N,), 1 / N, dtype=torch.float64), **keywords)
+    (expected_grad,) = torch.autograd.grad(expected.loss, x)
+    assert expected_grad.norm() > 1e-3
+    _, grad = run(path, data, keywords)
+    gradient_close(grad, expected_grad, 1e-11)
 
 
 # ------------------------------------------------------------------------- any keywords together
@@ -207,7 +151,7 @@ def cases(draw: st.DrawFn) -> tuple[draws.Batch, dict[str, Any], Tensor | None, 
     return data, keywords, mask, draw(st.sampled_from(PATHS)), draw(st.integers(1, n + 1))
 
 
-@settings(max_examples=120, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60)
 @given(cases(), st.sampled_from([None, 3.0, 1000.0]))
 def test_any_combination_of_keywords_equals_autograd(
     case: tuple[draws.Batch, dict[str, Any], Tensor | None, str, int], denominator: float | None
@@ -252,8 +196,8 @@ def test_any_combination_of_keywords_equals_autograd(
 # ---------------------------------------------------------------------------- the fused lm-head
 
 
-@pytest.mark.parametrize("shape", [(1, 3, 1), (7, 13, 5), (33, 101, 9)], ids=str)
-@pytest.mark.parametrize("chunk_size", [1, 4, 33, 1000, None])
+@pytest.mark.parametrize("shape", [(1, 3, 1), (33, 101, 9)], ids=str)
+@pytest.mark.parametrize("chunk_size", [1, 4, 33, None])
 @pytest.mark.parametrize("term", ["policy", "everything"])
 def test_the_fused_head_equals_the_projected_logits_for_any_chunk_size(
     shape: tuple[int, int, int], chunk_size: int | None, term: str
@@ -279,7 +223,7 @@ def test_the_fused_head_equals_the_projected_logits_for_any_chunk_size(
         close(actual.metrics[name], value, 1e-11)
 
 
-@pytest.mark.parametrize("trained", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 0, 0)])
+@pytest.mark.parametrize("trained", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)])
 @pytest.mark.parametrize("statistics", [False, True], ids=("loss", "logprobs"))
 def test_frozen_parts_of_the_head_get_no_gradient_and_change_no_other(
     trained: tuple[int, int, int], statistics: bool
@@ -287,26 +231,25 @@ def test_frozen_parts_of_the_head_get_no_gradient_and_change_no_other(
     data = draws.batch((N,), V)
     parts = [x.detach() for x in head((N,), V, H, torch.float64)]
 
-    def gradients(asked: tuple[int, ...]) -> tuple[list[Tensor | None], Tensor]:
-        hidden, weight, bias = leaves = [
-            x.clone().requires_grad_(bool(a)) for x, a in zip(parts, asked, strict=True)
-        ]
+    def gradients(trained: tuple[int, ...]) -> list[Tensor | None]:
+        leaves = [x.clone().requires_grad_(bool(on)) for x, on in zip(parts, trained, strict=True)]
+        hidden, weight, bias = leaves
         if statistics:
             loss = fastppo.linear_token_logprobs(hidden, weight, data.tokens, bias=bias).sum()
         else:
             loss = fastppo.linear_ppo_loss(hidden, weight, *data[1:], bias=bias).loss
-        if any(asked):
+        assert loss.requires_grad == any(trained)
+        if any(trained):
             loss.backward()
-        return [x.grad for x in leaves], loss
+        return [x.grad for x in leaves]
 
-    everything, _ = gradients((1, 1, 1))
-    actual, loss = gradients(trained)
-    assert loss.requires_grad == any(trained)
-    for grad, asked, whole in zip(actual, trained, everything, strict=True):
-        if asked:
+    for grad, is_trained, expected in zip(
+        gradients(trained), trained, gradients((1, 1, 1)), strict=True
+    ):
+        if is_trained:
             assert grad is not None
-            assert whole is not None
-            assert torch.equal(grad, whole)
+            assert expected is not None
+            assert torch.equal(grad, expected)
         else:
             assert grad is None
 
@@ -314,7 +257,7 @@ def test_frozen_parts_of_the_head_get_no_gradient_and_change_no_other(
 # ---------------------------------------------------------------------- shapes, strides, autograd
 
 
-@pytest.mark.parametrize("shape", [(1,), (5,), (2, 3), (2, 3, 2), (1, 1), (0,), (2, 0), (0, 4)])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3, 2), (0,), (2, 0)])
 @paths
 def test_leading_axes_are_only_a_shape(shape: tuple[int, ...], path: str) -> None:
     data = draws.batch(shape, V)
@@ -339,7 +282,7 @@ def test_leading_axes_are_only_a_shape(shape: tuple[int, ...], path: str) -> Non
 def test_a_view_of_shifted_logits_is_as_good_as_its_copy(masked: bool, dtype: torch.dtype) -> None:
     """`logits[:, :-1]`, whose leading axes do not collapse; also sliced from the batch's end."""
     whole = draws.batch((4, 6), V, dtype).logits
-    for view in (whole[:, :-1], whole[:, 1:], whole[1:3, 2:4], whole.transpose(0, 1)):
+    for view in (whole[:, :-1], whole[1:3, 2:4], whole.transpose(0, 1)):
         shape = tuple(view.shape[:-1])
         data = draws.batch(shape, V, dtype)
         mask = torch.rand(shape) < 0.6 if masked else None
@@ -357,25 +300,11 @@ def test_a_view_of_shifted_logits_is_as_good_as_its_copy(masked: bool, dtype: to
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("upstream", [1.0, -0.5, 3.0])
-@paths
-def test_the_gradient_scales_with_the_upstream_gradient(upstream: float, path: str) -> None:
-    data = draws.batch((N,), V)
-    _, once = run(path, data, {"entropy_coef": 0.1})
-    x = data.logits.clone().requires_grad_()
-    if path == "logits":
-        loss = fastppo.ppo_loss(x, *data[1:], entropy_coef=0.1).loss
-    else:
-        identity = torch.eye(V, dtype=x.dtype)
-        loss = fastppo.linear_ppo_loss(x, identity, *data[1:], entropy_coef=0.1, chunk_size=4).loss
-    (upstream * loss).backward()
-    gradient_close(x.grad, upstream * once, 1e-14)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 @paths
 def test_a_retained_graph_gives_the_same_gradient_each_time(dtype: torch.dtype, path: str) -> None:
-    """A leaf adds to its gradient in place, which must not reach what the graph has saved."""
+    """Times what comes from above. A leaf adds to its gradient in place, which must not reach what
+    the graph has saved."""
     data = draws.batch((N,), V, dtype).leaf()
     hidden, weight, bias = head((N,), V, H, dtype)
     if path == "logits":
@@ -385,29 +314,16 @@ def test_a_retained_graph_gives_the_same_gradient_each_time(dtype: torch.dtype, 
         loss = fastppo.linear_ppo_loss(hidden, weight, *data[1:], bias=bias).loss
         leaves = [hidden, weight, bias]
     first = [g.clone() for g in torch.autograd.grad(loss, leaves, retain_graph=True)]
-    for count in (1, 2, 4):
+    # Powers of two: exact in every dtype, but for the smallest numbers of fp16.
+    downwards = -1.0 if dtype == torch.float16 else -0.5
+    for upstream, count in ((1.0, 1), (1.0, 4), (downwards, 2)):
         for leaf in leaves:
             leaf.grad = None
         for _ in range(count):
-            loss.backward(retain_graph=True)
+            (upstream * loss).backward(retain_graph=True)
         for leaf, grad in zip(leaves, first, strict=True):
-            # powers of two: exact in every dtype
             assert leaf.grad is not None
-            assert torch.equal(leaf.grad, count * grad)
-
-
-def test_an_input_used_twice_gets_the_sum_of_both_gradients() -> None:
-    data = draws.batch((N,), V).leaf()
-
-    def grad_of(*which: int) -> Tensor:
-        losses = (
-            lambda: fastppo.ppo_loss(*data, entropy_coef=0.1).loss,
-            lambda: fastppo.ppo_loss(*data, temperature=0.5).loss,
-            lambda: fastppo.token_logprobs(data.logits, data.tokens).mean(),
-        )
-        return torch.autograd.grad(torch.stack([losses[i]() for i in which]).sum(), data.logits)[0]
-
-    gradient_close(grad_of(0, 1, 2), grad_of(0) + grad_of(1) + grad_of(2), 1e-13)
+            assert torch.equal(leaf.grad, upstream * count * grad)
 
 
 def test_nothing_but_logits_or_the_head_gets_a_gradient() -> None:
@@ -463,45 +379,29 @@ def test_in_place_gives_the_same_bits_in_the_logits_own_memory(
     assert torch.equal(grad, expected_grad)
 
 
-def test_in_place_over_a_view_leaves_the_rest_of_the_memory_alone() -> None:
+def test_in_place_takes_any_rows_that_lie_apart_and_leaves_the_rest_alone() -> None:
+    """A view of the shifted logits, and a transposed [T, B, V]: the outer axis with the smaller
+    stride."""
     data = draws.batch((3, 5), V)
-    whole = draws.batch((3, 6), V).logits
-    last = whole[:, -1].clone()
-    fastppo.ppo_loss(whole[:, :-1].requires_grad_(), *data[1:], inplace=True)
-    assert torch.equal(whole[:, -1], last)
-    assert not torch.equal(whole[:, :-1], draws.batch((3, 6), V).logits[:, :-1])
-
-
-def test_in_place_takes_axes_in_any_order() -> None:
-    """A transposed [T, B, V]: rows that lie apart, the outer axis with the smaller stride."""
-    data = draws.batch((3, 5), V)
-    expected = torch.autograd.grad(
-        fastppo.ppo_loss(data.logits.requires_grad_(), *data[1:]).loss, data.logits
-    )[0]
-    logits = data.logits.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-    (grad,) = torch.autograd.grad(fastppo.ppo_loss(logits, *data[1:], inplace=True).loss, logits)
-    assert torch.equal(grad, expected)
-    twice = data.logits.detach()[:1].expand(3, -1, -1)
+    _, expected = run("logits", data, {})
+    room = torch.zeros(3, 6, V, dtype=torch.float64)
+    room[:, :-1] = data.logits
+    by_time = data.logits.transpose(0, 1).contiguous()
+    for logits in (room[:, :-1], by_time.transpose(0, 1)):
+        fastppo.ppo_loss(logits.requires_grad_(), *data[1:], inplace=True)
+        assert torch.equal(logits.detach(), expected)
+    assert (room[:, -1] == 0).all()
+    overlapping = data.logits[:1].expand(3, -1, -1).requires_grad_()
     with pytest.raises(ValueError, match="rows that do not overlap"):
-        fastppo.ppo_loss(twice.requires_grad_(), *data[1:], inplace=True)
+        fastppo.ppo_loss(overlapping, *data[1:], inplace=True)
 
 
 # ------------------------------------------------------------------------------------------ masks
 
 
-@pytest.mark.parametrize("term", ["policy", "entropy", "k3", "full KL", "everything"])
-@pytest.mark.parametrize(
-    ("path", "dtype"),
-    [
-        ("logits", torch.float64),
-        ("logits", torch.bfloat16),
-        ("logits", torch.float16),
-        ("linear", torch.float64),
-        ("linear", torch.bfloat16),
-        ("linear", torch.float16),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("term", ["policy", "k3", "everything"])
+@paths
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("by_weights", [False, True], ids=("mask", "weights"))
 def test_masked_entries_may_hold_anything(
     term: str, path: str, dtype: torch.dtype, by_weights: bool
@@ -511,33 +411,29 @@ def test_masked_entries_may_hold_anything(
     keywords = draws.options(data, term)
     if (path, dtype, keywords.get("kl_estimator")) == ("linear", torch.float16, "full"):
         keywords |= {"kl_estimator": "k3"}
-    mask = torch.tensor([True, False, True, True, False, False])
-    selection: dict[str, Any] = {"mask": mask}
-    if by_weights:
-        keywords |= {"weights": mask / 3.0}
-        selection = {}
-    expected, expected_grad = run(path, data, keywords, **selection)
+    keep = torch.tensor([True, False, True, True, False, False])
+    mask = None if by_weights else keep
+    keywords["weights"] = keep / 3.0
     poisoned = dict(keywords)
     for name in ("ref_logprobs", "importance_weights", "temperature", "ref_logits"):
         if isinstance(value := keywords.get(name), Tensor):
             poisoned[name] = value.clone()
-            poisoned[name][~mask] = float("nan")
+            poisoned[name][~keep] = float("nan")
     if not by_weights:
-        poisoned["weights"] = torch.where(mask, 1 / 3, float("nan"))
-        expected_keywords = keywords | {"weights": mask / 3.0}
-        expected, expected_grad = run(path, data, expected_keywords, **selection)
+        poisoned["weights"] = torch.where(keep, 1 / 3, float("nan"))
     bad = draws.Batch(*(x.clone() for x in data))
-    bad.logits[~mask] = float("nan")
-    bad.tokens[~mask] = -100
-    bad.old_logprobs[~mask] = float("nan")
-    bad.advantages[~mask] = float("inf")
-    actual, grad = run(path, bad, poisoned, **selection)
+    bad.logits[~keep] = float("nan")
+    bad.tokens[~keep] = -100
+    bad.old_logprobs[~keep] = float("nan")
+    bad.advantages[~keep] = float("inf")
+    expected, expected_grad = run(path, data, keywords, mask)
+    actual, grad = run(path, bad, poisoned, mask)
     for one, other in zip(actual[:4], expected[:4], strict=True):
         assert torch.equal(one, other)
     assert torch.equal(grad, expected_grad)
-    assert (grad[~mask] == 0).all()
+    assert (grad[~keep] == 0).all()
     for stat in (actual.logprobs, actual.entropy, actual.kl):
-        assert (stat[~mask] == 0).all()
+        assert (stat[~keep] == 0).all()
     for name, value in actual.metrics.items():
         assert torch.equal(value, expected.metrics[name])
 
@@ -557,28 +453,6 @@ def test_masked_hidden_states_do_not_reach_the_head_s_gradient(dtype: torch.dtyp
     expected = gradients(hidden)
     actual = gradients(torch.where(mask.unsqueeze(1), hidden, float("nan")))
     for one, other in zip(actual, expected, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf")])
-def test_masked_entries_of_the_tutorial_losses_may_hold_anything(garbage: float) -> None:
-    mask = torch.tensor([True, False, True, False])
-    clean = {
-        name: torch.randn(4, dtype=torch.float64)
-        for name in ("logprobs", "old_logprobs", "advantages", "values", "returns", "old_values")
-    }
-    clean["logits"] = torch.randn(4, V, dtype=torch.float64)
-
-    def results(inputs: dict[str, Tensor]) -> list[Tensor]:
-        inputs = {name: x.clone() for name, x in inputs.items()}
-        trained = [inputs[name].requires_grad_() for name in ("logprobs", "values", "logits")]
-        out = fastppo.total_loss(**inputs, mask=mask, value_clip=0.2, dual_clip=2.0)
-        return [*out.values(), *torch.autograd.grad(out["total_loss"], trained)]
-
-    expected = results(clean)
-    for x in clean.values():
-        x[~mask] = garbage
-    for one, other in zip(results(clean), expected, strict=True):
         assert torch.equal(one, other)
 
 
@@ -621,8 +495,8 @@ def test_every_loss_is_the_weighted_sum_of_its_tokens(
     policy = -torch.from_numpy(surrogate)
     actual = fastppo.ppo_loss(*data, mask, entropy_coef=0.1, **options)
     close(actual.loss, rows.loss, 1e-12)
-    given = fastppo.ppo_loss(*data, mask, entropy_coef=0.1, weights=w)
-    assert torch.equal(given.loss, actual.loss)
+    by_weights = fastppo.ppo_loss(*data, mask, entropy_coef=0.1, weights=w)
+    assert torch.equal(by_weights.loss, actual.loss)
     close(actual.metrics["policy_loss"], (w * policy).sum(), 1e-12)
     close(fastppo.policy_loss(logprobs, *data[2:], mask, **options), (w * policy).sum(), 1e-12)
     values, returns = data.advantages, data.old_logprobs
@@ -670,52 +544,45 @@ def test_the_exponent_is_clamped_at_20_nats_and_its_gradient_with_it() -> None:
 
 @paths
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=("fp32", "fp64"))
-def test_autocast_does_not_reach_into_the_loss(path: str, dtype: torch.dtype) -> None:
-    """From logits the same bits as outside. The fused head's GEMMs alone run in the cast dtype."""
+def test_autocast_reaches_the_gemms_of_the_fused_head_alone(path: str, dtype: torch.dtype) -> None:
+    """And those of fp32 operands alone; all else has the same bits as outside."""
     data = draws.batch((N,), V, dtype)
-    outside, grad = run("logits", data, {"entropy_coef": 0.1})
-    if path == "logits" or dtype == torch.float64:
-        with torch.autocast("cpu", torch.bfloat16):
-            inside, inside_grad = run(path, data, {"entropy_coef": 0.1})
-        tolerance = 0.0 if path == "logits" else 1e-12
-        torch.testing.assert_close(inside.loss, outside.loss, rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(inside_grad, grad, rtol=tolerance, atol=tolerance)
-        return
-    cast = data._replace(logits=data.logits.bfloat16())
-    expected, _ = run("linear", cast, {"entropy_coef": 0.1})
+    outside = data
+    if (path, dtype) == ("linear", torch.float32):
+        outside = data._replace(logits=data.logits.bfloat16())
+    expected, expected_grad = run(path, outside, {"entropy_coef": 0.1})
     with torch.autocast("cpu", torch.bfloat16):
-        inside, inside_grad = run("linear", data, {"entropy_coef": 0.1})
-    assert torch.equal(inside.loss, expected.loss)
-    assert inside.loss.dtype == torch.float32
-    assert inside_grad.dtype == torch.float32
+        actual, grad = run(path, data, {"entropy_coef": 0.1})
+    assert torch.equal(actual.loss, expected.loss)
+    assert grad.dtype == dtype
+    if outside is data:
+        assert torch.equal(grad, expected_grad)
 
 
 def test_the_scale_of_a_loss_reaches_fp16_gradients_before_they_are_rounded() -> None:
     """Gradients of 1e-9 underflow in fp16 (least 6e-8) unless the loss scale comes first."""
-    scale, rows = 2.0**16, 40
-    data = draws.batch((rows,), 101, torch.float16)
-    hidden, weight, bias = head((rows,), 101, H, torch.float16)
-    wide = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
-    logits64 = wide[0] @ wide[1].T + wide[2]
-    old = fastppo.token_logprobs(logits64, data.tokens).detach()
+    scale = 2.0**16
     options: dict[str, Any] = {"denominator": 1e6, "entropy_coef": 0.01}
-    losses = (
-        fastppo.linear_ppo_loss(
-            hidden, weight, data.tokens, old, data.advantages, bias=bias, **options
-        ).loss,
-        fastppo.ppo_loss(logits64, data.tokens, old, data.advantages, **options).loss,
-    )
-    actual = torch.autograd.grad(losses[0] * scale, (hidden, weight, bias))
-    expected = torch.autograd.grad(losses[1] * scale, wide)
-    for grad, other in zip(actual, expected, strict=True):
+    data = draws.batch((40,), 101, torch.float16)
+    narrow = head((40,), 101, H, torch.float16)
+    wide = [x.detach().double().requires_grad_() for x in narrow]
+    logits = wide[0] @ wide[1].T + wide[2]
+    old = fastppo.token_logprobs(logits, data.tokens).detach()
+    per_token = (data.tokens, old, data.advantages)
+    hidden, weight, bias = narrow
+    loss = fastppo.linear_ppo_loss(hidden, weight, *per_token, bias=bias, **options).loss
+    grads = torch.autograd.grad(loss * scale, narrow)
+    expected_loss = fastppo.ppo_loss(logits, *per_token, **options).loss
+    expected_grads = torch.autograd.grad(expected_loss * scale, wide)
+    for grad, expected in zip(grads, expected_grads, strict=True):
         # logits of order 5 rounded to fp16 move a probability by 5·2⁻¹¹ of itself
-        assert (grad.double() - other).norm() < 5 * 2**-10 * other.norm()
-    leaf = data.leaf()
-    loss = fastppo.ppo_loss(
-        leaf.logits, data.tokens, data.old_logprobs, data.advantages, **options
-    ).loss
-    (grad,) = torch.autograd.grad(loss * scale, leaf.logits)
-    x = data.logits.double().requires_grad_()
-    loss = fastppo.ppo_loss(x, data.tokens, data.old_logprobs, data.advantages, **options).loss
-    (other,) = torch.autograd.grad(loss * scale, x)
-    assert (grad.double() - other).norm() < 2**-10 * other.norm()
+        assert (grad.double() - expected).norm() < 5 * 2**-10 * expected.norm()
+
+    def gradient(logits: Tensor) -> Tensor:
+        leaf = logits.clone().requires_grad_()
+        loss = fastppo.ppo_loss(leaf, *data[1:], **options).loss
+        (grad,) = torch.autograd.grad(loss * scale, leaf)
+        return grad.double()
+
+    expected = gradient(data.logits.double())
+    assert (gradient(data.logits) - expected).norm() < 2**-10 * expected.norm()

@@ -1,0 +1,186 @@
+"""The losses that tutorials write by hand equal the published formulas, transcribed in fp64 NumPy.
+
+Tolerances: fp32 inputs of order 1 carry a relative rounding error of 6e-8, and a loss sums some
+tens of them: 1e-5 leaves two orders of room. fp64 has 1e-16, hence 1e-12.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import published_formulas as paper
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+import fastppo
+
+B, T, V = 5, 9, 13
+LENGTHS = (9, 4, 1, 0, 7)
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=("fp32", "fp64"))
+
+
+def draw(*shape: int) -> np.ndarray:
+    """Numbers that fp32 holds exactly, so that both sides see the same input."""
+    return torch.randn(*shape).double().numpy()
+
+
+def close(actual: Tensor, expected: float, dtype: torch.dtype) -> None:
+    assert actual.dtype == dtype
+    assert actual.item() == pytest.approx(expected, rel=TOLERANCE[dtype], abs=TOLERANCE[dtype])
+
+
+@pytest.fixture
+def mask() -> np.ndarray:
+    return np.arange(T) < np.array(LENGTHS)[:, None]
+
+
+@dtypes
+@pytest.mark.parametrize(("clip", "dual_clip"), [((0.2, 0.2), None), ((0.1, 0.3), 1.5)])
+def test_policy_loss_is_the_clipped_surrogate(
+    dtype: torch.dtype, clip: tuple[float, float], dual_clip: float | None, mask: np.ndarray
+) -> None:
+    logprobs, old, advantages, importance = draw(B, T), draw(B, T), draw(B, T), draw(B, T)
+    surrogate = paper.clipped_surrogate(logprobs, old, advantages, clip, dual_clip)
+    actual = fastppo.policy_loss(
+        *(torch.from_numpy(x).to(dtype) for x in (logprobs, old, advantages)),
+        torch.from_numpy(mask),
+        clip_ratio=clip,
+        dual_clip=dual_clip,
+        importance_weights=torch.from_numpy(importance).to(dtype),
+    )
+    close(actual, -(surrogate * importance)[mask].mean(), dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("value_clip", [None, 0.3])
+def test_total_loss_is_equation_9(
+    dtype: torch.dtype, value_clip: float | None, mask: np.ndarray
+) -> None:
+    logprobs, old, advantages, values, returns = (draw(B, T) for _ in range(5))
+    logits = draw(B, T, V)
+    old_values = values + 0.3 * draw(B, T)
+    inputs = (logprobs, old, advantages, values, returns, logits)
+    actual = fastppo.total_loss(
+        *(torch.from_numpy(x).to(dtype) for x in inputs),
+        torch.from_numpy(mask),
+        clip_ratio=0.2,
+        vf_coef=0.7,
+        entropy_coef=0.03,
+        temperature=0.8,
+        old_values=torch.from_numpy(old_values).to(dtype),
+        value_clip=value_clip,
+    )
+    surrogate = paper.clipped_surrogate(logprobs, old, advantages)
+    error = paper.value_error(values, returns, old_values, value_clip)
+    entropies = paper.entropy(logits, 0.8)
+    expected = paper.total_loss(surrogate, error, entropies, c1=0.7, c2=0.03, mask=mask)
+    close(actual["total_loss"], expected, dtype)
+    close(actual["policy_loss"], -surrogate[mask].mean(), dtype)
+    close(actual["value_loss"], error[mask].mean(), dtype)
+    close(actual["entropy"], entropies[mask].mean(), dtype)
+
+
+@pytest.mark.parametrize("clip_ratio", [None, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_values_gradient_is_that_of_the_formula(
+    clip_ratio: float | None, dtype: torch.dtype
+) -> None:
+    """On, below and above the clip range, times what comes from above; masked entries are NaN."""
+    old, returns = torch.randn(2, 200, dtype=dtype)
+    values = (old + 1.5 * torch.randn(200, dtype=dtype)).requires_grad_()
+    mask = torch.rand(200) < 0.8
+    plain = values.detach().double().requires_grad_()
+    error = (plain - returns.double()) ** 2
+    if clip_ratio is not None:
+        near = old.double() + (plain - old.double()).clamp(-clip_ratio, clip_ratio)
+        error = torch.maximum(error, (near - returns.double()) ** 2)
+    expected = 0.5 * error[mask].mean()
+    (expected_grad,) = torch.autograd.grad(3 * expected, plain)
+    actual = fastppo.value_loss(
+        values,
+        returns.masked_fill(~mask, torch.nan),
+        mask,
+        clip_ratio=clip_ratio,
+        old_values=old.masked_fill(~mask, torch.nan),
+    )
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    assert actual.item() == pytest.approx(expected.item(), rel=tolerance, abs=tolerance)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
+    for _ in range(2):
+        (grad,) = torch.autograd.grad(3 * actual, values, retain_graph=True)
+        torch.testing.assert_close(
+            grad.double(), expected_grad, rtol=tolerance, atol=tolerance * 0.03
+        )
+
+
+def test_the_value_loss_has_a_second_derivative() -> None:
+    values, old, returns = torch.randn(3, 2, 40, dtype=torch.float64)
+    values.requires_grad_()
+
+    def loss(values: Tensor) -> Tensor:
+        return fastppo.value_loss(
+            values, returns, old_values=old, clip_ratio=0.5, aggregation="token-sum"
+        )
+
+    assert gradgradcheck(loss, values)
+    (grad,) = torch.autograd.grad(loss(values), values, create_graph=True)
+    (second,) = torch.autograd.grad(grad.square().sum(), values)
+    assert torch.equal(second, 2 * grad.detach())
+
+
+@pytest.mark.parametrize("place", ["values", "old_values", "returns"])
+def test_a_value_that_is_not_a_number_shows(place: str) -> None:
+    inputs = {name: torch.randn(5) for name in ("values", "old_values", "returns")}
+    inputs[place][2] = torch.nan
+    assert fastppo.value_loss(**inputs, clip_ratio=0.2).isnan()
+
+
+def test_gradcheck() -> None:
+    old, advantages, returns = torch.randn(3, 2, 3, dtype=torch.float64)
+    values = torch.randn(2, 3, dtype=torch.float64).requires_grad_()
+    logits = torch.randn(2, 3, 5, dtype=torch.float64).requires_grad_()
+    logprobs = (old + 0.5 * torch.randn(2, 3)).requires_grad_()
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+
+    def total(logprobs: Tensor, values: Tensor, logits: Tensor) -> Tensor:
+        return fastppo.total_loss(
+            logprobs,
+            old,
+            advantages,
+            values,
+            returns,
+            logits,
+            mask,
+            dual_clip=1.3,
+            old_values=old,
+            value_clip=0.5,
+            temperature=0.6,
+            aggregation="seq-mean-token-mean",
+        )["total_loss"]
+
+    assert gradcheck(total, (logprobs, values, logits))
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
+def test_masked_entries_may_hold_anything(garbage: float) -> None:
+    mask = torch.tensor([True, False, True, False])
+    names = ("logprobs", "old_logprobs", "advantages", "values", "returns", "old_values")
+    inputs = {name: torch.randn(4, dtype=torch.float64) for name in names}
+    inputs["logits"] = torch.randn(4, V, dtype=torch.float64)
+
+    def results() -> list[Tensor]:
+        copies: dict[str, Any] = {name: x.clone() for name, x in inputs.items()}
+        trained = [copies[name].requires_grad_() for name in ("logprobs", "values", "logits")]
+        out = fastppo.total_loss(**copies, mask=mask, value_clip=0.2, dual_clip=2.0)
+        return [*out.values(), *torch.autograd.grad(out["total_loss"], trained)]
+
+    expected = results()
+    for x in inputs.values():
+        x[~mask] = garbage
+    for one, other in zip(results(), expected, strict=True):
+        assert torch.equal(one, other)
