@@ -42,11 +42,11 @@ def assert_is_the_weight(layer: Any, *, trained: int) -> None:
     expected = layer(hidden)
     # fp32, sums of 6 products in another order
     torch.testing.assert_close(hidden @ weight.T + layer.bias, expected, rtol=1e-5, atol=1e-5)
-    given = (tokens, zeros - 2, zeros + 1)
-    fastppo.linear_ppo_loss(hidden, weight, *given, bias=layer.bias).loss.backward()
+    per_token = (tokens, zeros - 2, zeros + 1)
+    fastppo.linear_ppo_loss(hidden, weight, *per_token, bias=layer.bias).loss.backward()
     actual = {n: p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None}
     layer.zero_grad()
-    fastppo.ppo_loss(expected, *given).loss.backward()
+    fastppo.ppo_loss(expected, *per_token).loss.backward()
     assert len(actual) == trained
     for name, parameter in layer.named_parameters():
         if parameter.grad is not None:
@@ -61,7 +61,8 @@ def test_a_plain_head_is_its_own_weight() -> None:
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_adapters_are_added_in_and_take_their_gradient(dora: bool) -> None:
-    layer = wrapped(use_dora=dora)
+    """Dropout is none outside training."""
+    layer = wrapped(use_dora=dora, lora_dropout=0.5).eval()
     assert (head_weight(layer) - layer.weight).abs().max() > 0.1, "what `.weight` lacks"
     assert_is_the_weight(layer, trained=2 + dora)
 
@@ -79,9 +80,9 @@ def test_several_adapters_are_added_in_together(dora: bool) -> None:
 def test_an_active_adapter_that_lies_on_other_layers_alone_is_passed_by() -> None:
     layer = wrapped()
     layer.set_adapter(["default"])
-    whole = head_weight(layer).detach()
+    merged = head_weight(layer).detach()
     layer._active_adapter = ["default", "elsewhere"]
-    torch.testing.assert_close(head_weight(layer), whole, rtol=0, atol=0)
+    torch.testing.assert_close(head_weight(layer), merged, rtol=0, atol=0)
     layer._active_adapter = ["elsewhere"]
     assert head_weight(layer) is layer.get_base_layer().weight
 
@@ -89,21 +90,15 @@ def test_an_active_adapter_that_lies_on_other_layers_alone_is_passed_by() -> Non
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_merged_or_switched_off_it_is_the_base_layers_weight(dora: bool) -> None:
     layer = wrapped(use_dora=dora)
-    whole = head_weight(layer).detach()
+    merged = head_weight(layer).detach()
     layer.merge()
     assert head_weight(layer) is layer.get_base_layer().weight
-    torch.testing.assert_close(layer.weight, whole)
+    torch.testing.assert_close(layer.weight, merged)
     layer.enable_adapters(False)
     with pytest.raises(TypeError, match=r"merged and switched off.*: call unmerge_adapter"):
         head_weight(layer)
     layer.unmerge()
     assert head_weight(layer) is layer.get_base_layer().weight
-
-
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-def test_dropout_is_none_outside_training(dora: bool) -> None:
-    layer = wrapped(use_dora=dora, lora_dropout=0.5).eval()
-    assert_is_the_weight(layer, trained=2 + dora)
 
 
 def test_a_head_that_is_trained_whole_is_the_active_copy() -> None:

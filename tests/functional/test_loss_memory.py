@@ -23,7 +23,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("term", ["policy", "entropy", "full KL", "soft-cap"])
+@pytest.mark.parametrize("term", ["policy", "full KL", "soft-cap"])
 def test_ppo_loss_on_bf16_logits_makes_no_fp32_copy_of_them(term: str, masked: bool) -> None:
     """The one allocation of the logits' size is their gradient, in bf16. In place there is none."""
     n, vocab = 200, 2003  # 25 chunks, no whole number of them
@@ -76,13 +76,10 @@ def test_a_view_of_the_logits_is_not_copied() -> None:
     assert largest <= 4 * CHUNK < view.numel()
 
 
-@pytest.mark.parametrize(("n", "chunk_size"), [(256, 1), (1024, 16)])
 @pytest.mark.parametrize("term", ["policy", "k3 from ref_logits", "full KL"])
-def test_linear_ppo_loss_never_holds_an_element_per_token_and_word(
-    term: str, n: int, chunk_size: int
-) -> None:
+def test_linear_ppo_loss_never_holds_an_element_per_token_and_word(term: str) -> None:
     """Forward and backward: less than one byte for each of the N·V logits, at the peak."""
-    vocab, width = 1009, 4
+    n, chunk_size, vocab, width = 256, 4, 1009, 4
     data = draws.batch((n,), 2, torch.float32)
     hidden = torch.randn(n, width, requires_grad=True)
     weight = torch.randn(vocab, width, requires_grad=True)

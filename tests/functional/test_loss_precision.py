@@ -54,8 +54,8 @@ def assert_row_maths(logits: Tensor, tokens: Tensor, **softmax: Any) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("offset", [0, 1000, -1000, 10_000, -10_000])
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("offset", [0, 1000, 10_000, -10_000])
+@pytest.mark.parametrize("temperature", [0.3, 2.0])
 def test_no_offset_of_the_row_costs_digits(
     dtype: torch.dtype, offset: float, temperature: float
 ) -> None:
@@ -66,7 +66,7 @@ def test_no_offset_of_the_row_costs_digits(
 
 @pytest.mark.parametrize(
     ("vocab", "dtype"),
-    [(152064, torch.bfloat16), (50257, torch.float32), (50257, torch.float16), (3, torch.float32)],
+    [(152064, torch.bfloat16), (50257, torch.float16), (3, torch.float32)],
     ids=str,
 )
 def test_padded_vocabulary_columns_do_not_enter_the_logsumexp(
@@ -95,17 +95,7 @@ def test_sums_over_a_large_vocabulary_keep_their_digits(kind: str) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("level", [-110.0, -1000.0, -10_000.0])
-def test_the_running_maximum_does_not_start_at_0(dtype: torch.dtype, level: float) -> None:
-    """Rows far below zero, where e^z is 0 in fp32 and a maximum of 0 gives log 0."""
-    logits = (torch.randn(4, 257) + level).to(dtype)
-    tokens = torch.randint(257, (4,))
-    assert_row_maths(logits, tokens)
-    assert (fastppo.token_logprobs(logits, tokens) > -30).all()
-
-
-@dtypes
-@pytest.mark.parametrize("left", [2, 5, 100])
+@pytest.mark.parametrize("left", [2, 100])
 @pytest.mark.parametrize("path", ["logits", "statistics", "linear"])
 def test_a_masked_vocabulary_is_the_smaller_vocabulary(
     dtype: torch.dtype, left: int, path: str
@@ -225,7 +215,7 @@ def test_many_chunks_cost_the_head_s_gradient_no_accuracy(dtype: torch.dtype) ->
         assert error < 1.5 * single + 1e-6
 
 
-@pytest.mark.parametrize("nats", [8.0, 12.0, 16.0, 20.0])
+@pytest.mark.parametrize("nats", [8.0, 20.0])
 @pytest.mark.parametrize("loss_options", [{}, {"entropy_coef": 0.1}], ids=["policy", "entropy"])
 def test_a_sure_policy_keeps_the_digits_of_its_gradient(nats: float, loss_options: dict) -> None:
     """The token `nats` above 2063 others: 1 − p_y formed as a difference would keep few digits."""

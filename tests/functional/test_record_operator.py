@@ -161,11 +161,3 @@ def test_wrong_operands_do_not_pass_in_silence() -> None:
             split_op(x=x, mixed=wrong, other=None, flag=True, backend="")
     with pytest.raises(TypeError, match="expected Pair or None, got tuple"):
         split_op(x=x, mixed=Mixed(Pair(x), 2.0), other=(1, 2), flag=True, backend="")
-
-
-def test_an_annotation_that_torch_has_no_type_for_is_refused() -> None:
-    def named(x: Tensor, names: list[str]) -> Tensor:
-        return x
-
-    with pytest.raises(KeyError):
-        operator("test_no_such_type", like=named)(named)

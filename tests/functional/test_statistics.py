@@ -38,21 +38,15 @@ def assert_near(actual: Any, expected: Any, tolerance: float) -> None:
 
 SOFTMAX_KEYWORDS: list[dict[str, Any]] = [
     {},
-    {"temperature": 0.4},
     {"temperature": torch.tensor([0.5, 1.0, 2.0, 0.3], dtype=torch.float64)},
     {"temperature": torch.tensor(0.7)},
-    {"logit_scale": 0.3},
-    {"softcap": 2.0},
     {"temperature": 0.6, "logit_scale": 1.5, "softcap": 3.0},
 ]
 softmaxes = pytest.mark.parametrize("softmax", SOFTMAX_KEYWORDS, ids=lambda k: "-".join(k) or "T=1")
 
 
 @softmaxes
-@pytest.mark.parametrize("chunk_size", [1, 3, None])
-def test_gradcheck_of_linear_token_statistics(
-    softmax: dict[str, Any], chunk_size: int | None
-) -> None:
+def test_gradcheck_of_linear_token_statistics(softmax: dict[str, Any]) -> None:
     """Against a reference head of another width; each statistic with its own upstream gradient."""
     tokens = torch.tensor([0, 4, 2, 2])
     ref_hidden, ref_weight, ref_bias = (x.detach() for x in head(4, 5, 2))
@@ -66,7 +60,7 @@ def test_gradcheck_of_linear_token_statistics(
             ref_hidden=ref_hidden,
             ref_weight=ref_weight,
             ref_bias=ref_bias,
-            chunk_size=chunk_size,
+            chunk_size=3,
             **softmax,
         )
         assert out.kl is not None
@@ -105,7 +99,7 @@ def test_statistics_and_their_gradients_are_the_definition_s(
     assert_near([grad], [expected_grad], tolerance)
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 2, 2), (0,), (2, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2, 2), (2, 0)], ids=str)
 def test_leading_axes_are_only_a_shape(shape: tuple[int, ...]) -> None:
     hidden, weight, bias = head(int(torch.Size(shape).numel()), V, H)
     tokens = torch.randint(V, shape)
@@ -136,7 +130,7 @@ def test_without_a_reference_there_is_no_kl() -> None:
     assert torch.equal(alone, stats.logprobs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_kl_of_a_head_to_itself_is_zero_and_so_is_its_gradient(dtype: torch.dtype) -> None:
     """To the bit: policy and reference are summed in one order."""
     hidden, weight, bias = head(N, 1009, H, dtype)
