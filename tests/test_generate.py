@@ -39,9 +39,9 @@ def _config(tmp_path: Path, **more: Any) -> GenerateConfig:
     return GenerateConfig(**{**options, **more})
 
 
-def _shown(rows: Any, found: Any, config: GenerateConfig, width: int = 100) -> str:
+def _shown(rows: Any, completions: Any, config: GenerateConfig, width: int = 100) -> str:
     printed = io.StringIO()
-    show(rows, found, config, Console(file=printed, width=width))
+    show(rows, completions, config, Console(file=printed, width=width))
     return printed.getvalue()
 
 
@@ -102,8 +102,10 @@ def test_the_table_shows_completions_means_and_wins(two, reward, tmp_path) -> No
 
 
 def test_escape_codes_that_a_model_writes_are_spelt_out_and_other_text_is_not(tmp_path) -> None:
-    found = [Completions("a", ["\x1b[31mred\x07 你好\u3000世界 می\u200cخواهم"], [[5, 1]], ["stop"])]
-    text = _shown([{"prompt": "\x1b[2Jw1"}], found, _config(tmp_path, models=["a"]))
+    completions = [
+        Completions("a", ["\x1b[31mred\x07 你好\u3000世界 می\u200cخواهم"], [[5, 1]], ["stop"])
+    ]
+    text = _shown([{"prompt": "\x1b[2Jw1"}], completions, _config(tmp_path, models=["a"]))
     assert "\\x1b[31mred\\x07 你好\u3000世界 می\u200cخواهم" in text
     assert r"\x1b[2Jw1" in text
     assert "\x07" not in text
@@ -121,8 +123,8 @@ def test_the_file_has_a_line_per_completion_with_the_columns_of_its_prompt(
         num_samples=3,
         rewards=[f"{reward}:length"],
     )
-    rows, found = generate(config)
-    write(tmp_path / "out" / "out.jsonl", rows, found, config)
+    rows, completions = generate(config)
+    write(tmp_path / "out" / "out.jsonl", rows, completions, config)
     lines = (tmp_path / "out" / "out.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     assert len(records) == 2 * 2 * 3

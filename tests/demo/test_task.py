@@ -51,11 +51,11 @@ def test_descriptions_are_of_the_grammar_and_of_the_creature_that_was_asked_abou
 def test_blemishes_are_faults_that_cost() -> None:
     """Some gain by chance, as where a harsh word is left out; on average they lose."""
     draw = random.Random(0)
-    whole = [describe(PROMPT, draw) for _ in range(1000)]
-    faulty = [blemish(text, draw) for text in whole]
+    flawless = [describe(PROMPT, draw) for _ in range(1000)]
+    faulty = [blemish(text, draw) for text in flawless]
     assert all(faulty)
-    assert sum(a != b for a, b in zip(whole, faulty, strict=True)) > 900
-    before, after = (sum(gold_reward([PROMPT] * 1000, texts)) for texts in (whole, faulty))
+    assert sum(a != b for a, b in zip(flawless, faulty, strict=True)) > 900
+    before, after = (sum(gold_reward([PROMPT] * 1000, texts)) for texts in (flawless, faulty))
     assert after < 0.8 * before
 
 

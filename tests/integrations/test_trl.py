@@ -39,7 +39,7 @@ def trainer(kind: type, folder: Path, model: Any = "llama", **options: Any) -> A
         report_to="none",
         **options,
     )
-    made = kind(
+    grpo = kind(
         # By path, from which TRL makes the reference policy too.
         model=tiny.saved_model(folder / model, model) if isinstance(model, str) else model,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
@@ -48,9 +48,9 @@ def trainer(kind: type, folder: Path, model: Any = "llama", **options: Any) -> A
         processing_class=tiny.tokenizer(),
         peft_config=peft_config,
     )
-    made.current_gradient_accumulation_steps = 2
-    made.model.train()
-    return made
+    grpo.current_gradient_accumulation_steps = 2
+    grpo.model.train()
+    return grpo
 
 
 def inputs_of(theirs: Any, *, old: bool = True, tool: bool = False) -> dict[str, Tensor]:
@@ -84,14 +84,14 @@ def inputs_of(theirs: Any, *, old: bool = True, tool: bool = False) -> dict[str,
     return inputs
 
 
-def results(made: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, list[Tensor], dict[str, float]]:
+def results(grpo: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, list[Tensor], dict[str, float]]:
     """(loss, gradients, metrics)."""
-    made.model.zero_grad()
-    made._metrics["train"].clear()
-    loss = made._compute_loss(made.model, inputs)
+    grpo.model.zero_grad()
+    grpo._metrics["train"].clear()
+    loss = grpo._compute_loss(grpo.model, inputs)
     loss.backward()
-    gradients = [p.grad for p in made.model.parameters() if p.requires_grad]
-    metrics = {name: value for name, (value,) in made._metrics["train"].items()}
+    gradients = [p.grad for p in grpo.model.parameters() if p.requires_grad]
+    metrics = {name: value for name, (value,) in grpo._metrics["train"].items()}
     return loss.detach(), gradients, metrics
 
 
@@ -107,12 +107,12 @@ def assert_agree(
         if "lora_B" in name:  # zero at first
             torch.nn.init.normal_(theirs, std=0.3)
         ours.data.copy_(theirs.data)
-    for each in both:
-        each.use_vllm = vllm  # its import alone would need vLLM
+    for grpo in both:
+        grpo.use_vllm = vllm  # its import alone would need vLLM
     batch = inputs_of(both[0], **(inputs or {}))
     assert adapter._is_fused(both[1], batch) == is_fused
-    (loss, gradients, metrics), (found, ours, reported) = (results(each, batch) for each in both)
-    torch.testing.assert_close(found, loss, rtol=1e-6, atol=1e-6)
+    (loss, gradients, metrics), (our_loss, ours, reported) = (results(grpo, batch) for grpo in both)
+    torch.testing.assert_close(our_loss, loss, rtol=1e-6, atol=1e-6)
     largest = max(float(g.abs().max()) for g in gradients)
     assert largest > 0
     assert len(ours) == len(gradients)
@@ -201,9 +201,9 @@ def test_a_head_that_is_no_sum_of_weights_goes_trls_way(
     with pytest.raises(TypeError, match=r"has dropout 0\.5 in training"):
         adapter._head_of(both[1].model)
     batch, losses = inputs_of(both[0]), []
-    for each in both:
+    for grpo in both:
         torch.manual_seed(0)  # of the dropout
-        losses.append(each._compute_loss(each.model, batch))
+        losses.append(grpo._compute_loss(grpo.model, batch))
     assert torch.equal(*losses)
 
 
@@ -212,15 +212,15 @@ def test_mixed_precision_reaches_the_trunk(old: bool, tmp_path: Path) -> None:
     """The same loss as TRL's within bf16's rounding, from products in bf16 of weights in fp32."""
     losses, seen = [], []
     for kind in (trl.GRPOTrainer, adapter.GRPOTrainer):
-        made = trainer(kind, tmp_path, bf16=True, use_cpu=True)
-        model = made.accelerator.prepare_model(made.model)
-        batch = inputs_of(made, old=old)
+        grpo = trainer(kind, tmp_path, bf16=True, use_cpu=True)
+        model = grpo.accelerator.prepare_model(grpo.model)
+        batch = inputs_of(grpo, old=old)
         layer = model.model.layers[0].self_attn.q_proj
         layer.register_forward_hook(lambda m, i, out: seen.append((m.weight.dtype, out.dtype)))
-        made._get_per_token_logps_and_entropies(
+        grpo._get_per_token_logps_and_entropies(
             model, batch["completion_ids"], batch["completion_mask"], T - 1
         )
-        losses.append(made._compute_loss(model, batch))
+        losses.append(grpo._compute_loss(model, batch))
     assert set(seen) == {(torch.float32, torch.bfloat16)}
     assert len(seen) == 4
     torch.testing.assert_close(*losses, rtol=0, atol=2**-8)
@@ -242,12 +242,12 @@ def test_a_wrapper_that_rounds_goes_trls_way(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )
     try:
-        for each in (theirs, ours):
-            fully_shard(each.model, mp_policy=plugin.mixed_precision_policy)
-        (loss, gradients, metrics), (found, others, reported) = (
-            results(each, batch) for each in (theirs, ours)
+        for grpo in (theirs, ours):
+            fully_shard(grpo.model, mp_policy=plugin.mixed_precision_policy)
+        (loss, gradients, metrics), (our_loss, others, reported) = (
+            results(grpo, batch) for grpo in (theirs, ours)
         )
-        assert torch.equal(found, loss)
+        assert torch.equal(our_loss, loss)
         for mine, wanted in zip(others, gradients, strict=True):
             assert torch.equal(mine.to_local(), wanted.to_local())
         assert reported == metrics
@@ -256,13 +256,13 @@ def test_a_wrapper_that_rounds_goes_trls_way(
 
 
 def test_a_wrapper_gets_no_operands_that_it_could_round(tmp_path: Path) -> None:
-    made = trainer(adapter.GRPOTrainer, tmp_path)
-    given: list[Any] = []
-    made.model.register_forward_pre_hook(
-        lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True
+    grpo = trainer(adapter.GRPOTrainer, tmp_path)
+    forward_arguments: list[Any] = []
+    grpo.model.register_forward_pre_hook(
+        lambda _, args, kwargs: forward_arguments.append((args, kwargs)), with_kwargs=True
     )
-    made._compute_loss(made.model, inputs_of(made))
-    assert given[-1] == ((), {})
+    grpo._compute_loss(grpo.model, inputs_of(grpo))
+    assert forward_arguments[-1] == ((), {})
 
 
 def test_logprobs_of_old_and_reference_policy_are_trls(tmp_path: Path) -> None:
@@ -275,22 +275,22 @@ def test_logprobs_of_old_and_reference_policy_are_trls(tmp_path: Path) -> None:
         wanted = theirs._get_per_token_logps_and_entropies(
             theirs.model, *operands, compute_entropy=True, num_images=None
         )
-        found = ours._get_per_token_logps_and_entropies(
+        our_statistics = ours._get_per_token_logps_and_entropies(
             ours.model, *operands, compute_entropy=True, num_images=None
         )
-    for mine, other in zip(found[:2], wanted[:2], strict=True):
+    for mine, other in zip(our_statistics[:2], wanted[:2], strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=2e-6)
-    assert found[2] is wanted[2] is None
+    assert our_statistics[2] is wanted[2] is None
 
 
 def test_an_evaluation_has_trls_loss(tmp_path: Path) -> None:
     both = [trainer(kind, tmp_path) for kind in (trl.GRPOTrainer, adapter.GRPOTrainer)]
     batch = inputs_of(both[0])
     losses = []
-    for each in both:
-        each.model.eval()
+    for grpo in both:
+        grpo.model.eval()
         with torch.no_grad():
-            losses.append(each._compute_loss(each.model, batch))
+            losses.append(grpo._compute_loss(grpo.model, batch))
     torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
 
 
@@ -298,12 +298,12 @@ def test_an_evaluation_has_trls_loss(tmp_path: Path) -> None:
 def test_fewer_copies_of_the_logits_are_held(old: bool, tmp_path: Path) -> None:
     """Bytes that the loss and its gradient allocate, where logits are the largest thing."""
     vocabulary = 20_000
-    peaks, whole = {}, B * T * vocabulary * 4
+    peaks, logits_bytes = {}, B * T * vocabulary * 4
     for kind in (trl.GRPOTrainer, adapter.GRPOTrainer):
         config = tiny.CONFIGS["llama"]().to_dict() | {"vocab_size": vocabulary, "hidden_size": 8}
         model = tiny.model_of(LlamaConfig(**config | {"architectures": None}))
-        made = trainer(kind, tmp_path, model=model)
-        batch = inputs_of(made, old=old)
-        peaks[kind] = allocations(lambda m=made, b=batch: m._compute_loss(m.model, b).backward())[1]
+        grpo = trainer(kind, tmp_path, model=model)
+        batch = inputs_of(grpo, old=old)
+        peaks[kind] = allocations(lambda m=grpo, b=batch: m._compute_loss(m.model, b).backward())[1]
     # Statistics form a chunk's logits again; so few rows as here are one chunk.
-    assert peaks[adapter.GRPOTrainer] < (3 if old else 5) * whole < peaks[trl.GRPOTrainer]
+    assert peaks[adapter.GRPOTrainer] < (3 if old else 5) * logits_bytes < peaks[trl.GRPOTrainer]

@@ -27,9 +27,9 @@ B, T, H, V = 5, 9, 16, 37
 GLOBAL = {"dp_size": 2, "batch_num_tokens": 61, "global_batch_size": 12, "loss_scale_factor": 7}
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
+def close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(
-        found, wanted, rtol=0, atol=1e-6 * max(1.0, float(wanted.abs().max()))
+        ours, theirs, rtol=0, atol=1e-6 * max(1.0, float(theirs.abs().max()))
     )
 
 
@@ -60,16 +60,16 @@ def test_the_fused_head_is_verls(shape: tuple[int, ...], temperature: float | Te
         logprobs, entropy = kind(chunk_size=16)(h, w, tokens, temperature)
         (logprobs * upstream[0] + entropy * upstream[1]).sum().backward()
         results.append((logprobs.detach(), entropy.detach(), h.grad, w.grad))
-    for found, wanted in zip(results[1], results[0], strict=True):
-        close(found, wanted)
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        close(ours, theirs)
 
 
 def test_a_temperature_per_token_is_verls() -> None:
     hidden, weight, tokens = torch.randn(B * T, H), torch.randn(V, H), torch.randint(V, (B * T,))
     temperature = torch.rand(B * T) + 0.5
-    found = fused.FusedLinearForPPO()(hidden, weight, tokens, temperature)
-    for mine, wanted in zip(found, _by_hand(hidden, weight, tokens, temperature), strict=True):
-        close(mine, wanted)
+    ours = fused.FusedLinearForPPO()(hidden, weight, tokens, temperature)
+    for our_tensor, theirs in zip(ours, _by_hand(hidden, weight, tokens, temperature), strict=True):
+        close(our_tensor, theirs)
 
 
 def _by_hand(
@@ -106,9 +106,9 @@ def test_the_policy_loss_is_verls(mode: str, info: dict[str, Any], weighted: boo
         )
         loss.backward()
         results.append((loss.detach(), new.grad, metrics))
-    (wanted, gradient, metrics), (found, mine, reported) = results
-    close(found, wanted)
-    close(mine, gradient)
+    (theirs, gradient, metrics), (ours, our_gradient, reported) = results
+    close(ours, theirs)
+    close(our_gradient, gradient)
     assert float(gradient.abs().max()) > 0
     assert reported == pytest.approx(metrics, abs=1e-6)
     assert reported["actor/pg_clipfrac_lower"] > 0
@@ -133,10 +133,10 @@ def test_a_mean_over_ranks_without_their_number_of_tokens_is_refused() -> None:
 def test_advantages_are_verls(gamma: float, lam: float) -> None:
     mask = mask_of()
     rewards, values = torch.randn(B, T) * mask, torch.randn(B, T)
-    wanted = THEIRS["gae"](rewards, values, mask, gamma, lam)
-    found = core_algos.compute_gae_advantage_return(rewards, values, mask, gamma, lam)
-    for mine, other in zip(found, wanted, strict=True):
-        close(mine, other * mask)
+    theirs = THEIRS["gae"](rewards, values, mask, gamma, lam)
+    ours = core_algos.compute_gae_advantage_return(rewards, values, mask, gamma, lam)
+    for our_tensor, other in zip(ours, theirs, strict=True):
+        close(our_tensor, other * mask)
 
 
 def test_verls_compute_advantage_calls_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +154,6 @@ def test_verls_compute_advantage_calls_ours(monkeypatch: pytest.MonkeyPatch) -> 
         data = verl.DataProto.from_dict(dict(batch))
         done = trainer.compute_advantage(data, "gae", gamma=1.0, lam=0.95, config={})
         results.append((done.batch["advantages"] * mask, done.batch["returns"] * mask))
-    for mine, other in zip(results[1], results[0], strict=True):
-        close(mine, other)
+    for our_tensor, other in zip(results[1], results[0], strict=True):
+        close(our_tensor, other)
     assert not torch.equal(results[0][0], torch.zeros(B, T))

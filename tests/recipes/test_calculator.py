@@ -36,11 +36,11 @@ def test_demonstrations_are_of_both_turns_and_half_of_the_calls_are_wrong(
     for call, answer in zip(calls[:50], answers[:50], strict=True):
         environment = Calculator()
         environment.reset(call["prompt"], "")
-        said, reward, done = environment.step(call["completion"])
+        observation, reward, done = environment.step(call["completion"])
         assert (reward, done) == (0.0, False)
-        assert answer["prompt"] == call["prompt"] + call["completion"] + said
-        assert said == f"={answer['completion']};"
-    asked = {row["prompt"] for row in calls}
+        assert answer["prompt"] == call["prompt"] + call["completion"] + observation
+        assert observation == f"={answer['completion']};"
+    demonstrated = {row["prompt"] for row in calls}
     unseen = [row["prompt"] for row in [*prompts, *held_out]]
     assert len(set(unseen)) == len(unseen)
-    assert asked.isdisjoint(unseen)
+    assert demonstrated.isdisjoint(unseen)

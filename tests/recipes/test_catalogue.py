@@ -36,12 +36,12 @@ def _options(recipe: Recipe, out: str = "runs/x") -> PPOConfig:
 
 
 def test_every_config_of_the_folder_is_in_the_catalogue_once() -> None:
-    found = [
+    configs = [
         item.name.removesuffix(".yaml")
         for item in files("fastppo.recipes").iterdir()
         if item.name.endswith(".yaml")
     ]
-    assert sorted(found) == sorted(NAMES)
+    assert sorted(configs) == sorted(NAMES)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=NAMES)

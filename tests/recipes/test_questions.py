@@ -23,12 +23,12 @@ def test_answers_are_right_and_no_question_is_held_out_and_trained_on(make, tmp_
     texts = [row["prompt"][0]["content"] for row in [*prompts, *held_out]]
     assert len(set(texts)) == len(texts)
     for row, text in zip(prompts, texts, strict=False):
-        found = re.search(r"What is (\d+) ([+*]) (\d+)(?: ([+-]) (\d+))?\?", text)
-        assert found, text
-        a, b = int(found[1]), int(found[3])
-        value = a + b if found[2] == "+" else a * b
-        if found[4]:
-            value += int(found[5]) if found[4] == "+" else -int(found[5])
+        sum_of_words = re.search(r"What is (\d+) ([+*]) (\d+)(?: ([+-]) (\d+))?\?", text)
+        assert sum_of_words, text
+        a, b = int(sum_of_words[1]), int(sum_of_words[3])
+        value = a + b if sum_of_words[2] == "+" else a * b
+        if sum_of_words[4]:
+            value += int(sum_of_words[5]) if sum_of_words[4] == "+" else -int(sum_of_words[5])
         assert row["answer"] == str(value), text
     again = tmp_path / "again"
     again.mkdir()

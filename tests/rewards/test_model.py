@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+)
 
 from fastppo.rewards.loading import load_reward
 from fastppo.rewards.model import RewardModel, sequence_scores
@@ -81,11 +85,22 @@ def test_scores_are_read_at_the_last_token_of_each_row(tmp_path) -> None:
     model = RewardModel(tiny.saved_reward_model(tmp_path)).model
     ids = torch.tensor([[4, 5, 10, 0], [7, 8, 9, 11], [12, 0, 0, 0]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
-    found = sequence_scores(model, ids, mask)
+    scores = sequence_scores(model, ids, mask)
     alone = [
         model(input_ids=row[:n][None]).logits.item() for row, n in zip(ids, (3, 4, 1), strict=True)
     ]
-    torch.testing.assert_close(found, torch.tensor(alone), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(scores, torch.tensor(alone), rtol=1e-5, atol=1e-6)
+
+
+def test_an_encoder_pools_in_its_own_way() -> None:
+    """A BERT-like classifier has no score layer on its trunk; it is called as it is."""
+    config = DistilBertConfig(
+        vocab_size=43, dim=16, hidden_dim=16, n_layers=1, n_heads=2, num_labels=1, pad_token_id=0
+    )
+    model = DistilBertForSequenceClassification(config).eval()
+    ids = torch.tensor([[4, 5, 10], [7, 8, 9]])
+    scores = sequence_scores(model, ids, torch.ones_like(ids))
+    assert torch.equal(scores, model(input_ids=ids).logits[:, 0])
 
 
 # ------------------------------------------------------------------------------------- what is none

@@ -21,12 +21,6 @@ def test_a_step_is_rewarded_on_the_token_that_ends_it() -> None:
     assert _placed([(2, 1.0), (5, 0.5)], "ab cd") == [0, 1.0, 0, 0, 0.5, 0]
 
 
-def test_a_character_of_several_tokens_counts_from_its_last() -> None:
-    """é is two bytes and € three; half of one decodes to U+FFFD."""
-    assert _placed([(1, 1.0)], "é!") == [0, 1.0, 0, 0]
-    assert _placed([(2, 1.0), (3, 0.5)], "x€!") == [0, 0, 0, 1.0, 0.5, 0]
-
-
 def test_a_broken_character_of_the_response_itself_counts_when_it_is_written() -> None:
     """A response may hold bytes that are no character; its text then has U+FFFD too."""
     response = [BYTES("é")["input_ids"][0], *BYTES("ab")["input_ids"]]
@@ -37,14 +31,6 @@ def test_a_broken_character_of_the_response_itself_counts_when_it_is_written() -
         2.0,
         0.0,
     ]
-
-
-def test_an_end_beyond_the_text_is_the_last_token() -> None:
-    assert _placed([(99, 1.0), (3, 0.25)], "abc") == [0, 0, 0.25, 1.0]
-
-
-def test_steps_that_end_on_one_token_add_up() -> None:
-    assert _placed([(3, 1.0), (3, 0.5), (1, 2.0)], "abc") == [2.0, 0, 1.5, 0]
 
 
 def test_a_word_that_loses_its_space_when_decoded_alone_is_placed_behind_its_prompt() -> None:
@@ -106,8 +92,8 @@ def test_a_long_response_is_decoded_a_few_times_only() -> None:
     counting = Counting()
     text = "abcdefgh" * 128
     ids = BYTES(text)["input_ids"]
-    found = token_rewards([(700, 1.0)], text, BYTES("p")["input_ids"], ids, counting)
-    assert found.index(1.0) == 699
+    rewards = token_rewards([(700, 1.0)], text, BYTES("p")["input_ids"], ids, counting)
+    assert rewards.index(1.0) == 699
     assert counting.calls < 20  # 2 for the prompt, 1 for the whole, log2(1024) for the step
 
 
@@ -116,12 +102,14 @@ def test_a_long_response_is_decoded_a_few_times_only() -> None:
     st.lists(st.tuples(st.integers(1, 20), st.integers(-3, 3)), max_size=5),
 )
 def test_placement_agrees_with_counting_bytes_and_keeps_the_sum(completion, steps) -> None:
+    """A character of several tokens counts from its last one, an end beyond the text is the last
+    token, and steps that end on one token add up."""
     expected = [0.0] * (len(completion.encode()) + 1)
     for end, value in steps:
         inside = end <= len(completion)
         expected[len(completion[:end].encode()) - 1 if inside else -1] += value
-    found = _placed([(end, float(value)) for end, value in steps], completion)
-    assert found == expected
+    rewards = _placed([(end, float(value)) for end, value in steps], completion)
+    assert rewards == expected
 
 
 @pytest.mark.parametrize(

@@ -91,11 +91,15 @@ def test_a_reward_that_names_completion_ids_gets_them(source: str, expected: int
 )
 def test_a_wrong_return_is_refused_and_the_sample_saved(returned, says, saved, tmp_path) -> None:
     term = RewardTerm("broken", lambda prompts, completions: returned)
-    with pytest.raises(RewardError, match=says):
-        score(term, SAMPLES, tmp_path / "failed.json")
-    record = json.loads((tmp_path / "failed.json").read_text())
-    assert len(record["completions"]) == saved
+    samples = Samples(PROMPTS, COMPLETIONS, {"wanted": ["w7", "w9"], "when": [None, object()]})
+    path = tmp_path / "new" / "failed.json"
+    with pytest.raises(RewardError, match=rf"{says}.* \(samples saved to {path}\)$"):
+        score(term, samples, path)
+    record = json.loads(path.read_text())
+    assert len(record["prompts"]) == len(record["completions"]) == saved
+    assert len(record["columns"]["wanted"]) == saved
     assert record["reward"] == "broken"
+    assert record["reason"].startswith(says)
 
 
 @pytest.mark.parametrize(
@@ -112,18 +116,6 @@ def test_a_wrong_return_is_refused_and_the_sample_saved(returned, says, saved, t
 )
 def test_columns_that_a_reward_cannot_do_without_are_known_beforehand(source, lacking) -> None:
     assert lacking_columns(eval(source), ["wanted"]) == lacking
-
-
-def test_the_columns_of_the_failing_row_are_saved_with_it(tmp_path) -> None:
-    term = RewardTerm("broken", lambda prompts, completions, **columns: [0.0, float("nan")])
-    columns = {"wanted": ["w7", "w9"], "when": [None, object()]}
-    path = tmp_path / "new" / "failed.json"
-    with pytest.raises(RewardError, match=rf"\(samples saved to {path}\)$"):
-        score(term, Samples(PROMPTS, COMPLETIONS, columns), path)
-    record = json.loads(path.read_text())
-    assert (record["prompts"], record["completions"]) == (PROMPTS[1:], COMPLETIONS[1:])
-    assert record["columns"]["wanted"] == ["w9"]
-    assert record["reason"].startswith("returned nan for completion 1")
 
 
 # ------------------------------------------------------------------------ rewards within a response

@@ -78,13 +78,13 @@ def test_a_scale_keeps_both_parts_and_their_total(method: str, clip: float | Non
         assert (clipped != wanted).any()
         assert (clipped == wanted).any()
         factor, wanted = factor * clipped / wanted, clipped
-    found = SCORES.normalized(method, clip, running)
-    torch.testing.assert_close(found.total, wanted)
+    scaled = SCORES.normalized(method, clip, running)
+    torch.testing.assert_close(scaled.total, wanted)
     torch.testing.assert_close(
-        found.within, SCORES.within * factor.repeat_interleave(torch.tensor(LENGTHS))
+        scaled.within, SCORES.within * factor.repeat_interleave(torch.tensor(LENGTHS))
     )
-    torch.testing.assert_close(found.last, wanted - _paid(found))
-    assert found.within[4:6].tolist() == [0.0, 0.0], "one number is paid at the end"
+    torch.testing.assert_close(scaled.last, wanted - _paid(scaled))
+    assert scaled.within[4:6].tolist() == [0.0, 0.0], "one number is paid at the end"
     assert running.count == (7 if method == "running" else 3), "taken in once, where it is used"
 
 
@@ -133,7 +133,7 @@ def test_placed_rewards_add_up_and_teach_only_what_came_before_them() -> None:
     assert scores.last.tolist() == [0.5, 2.0]
     assert scores.within.tolist() == [0, 0.5, 0, 0, -1.5, 0, 2.0, 0, 0]
     zeros = torch.zeros(9)
-    found = compute_advantages(
+    advantages = compute_advantages(
         scores.last,
         zeros,
         zeros,
@@ -144,10 +144,10 @@ def test_placed_rewards_add_up_and_teach_only_what_came_before_them() -> None:
         lam=1.0,
         whiten=False,
     ).advantages
-    assert found.tolist() == [-0.5, -0.5, -1.0, -1.0, -1.0, 0.5, 4.0, 2.0, 2.0]
+    assert advantages.tolist() == [-0.5, -0.5, -1.0, -1.0, -1.0, 0.5, 4.0, 2.0, 2.0]
     first, second = scores.terms.values()
     totals = [0.5 * first[i] + 2.0 * second[i] for i in range(2)]
-    assert [found[0].item(), found[6].item()] == scores.total.tolist() == totals
+    assert [advantages[0].item(), advantages[6].item()] == scores.total.tolist() == totals
 
 
 def test_each_reward_is_called_once_and_monitors_are_not_trained_on() -> None:
@@ -163,8 +163,8 @@ def test_each_reward_is_called_once_and_monitors_are_not_trained_on() -> None:
     scorer = Scorer([named("a", 1.0), named("b", -0.25)], [named("gold", 100.0)], BYTES)
     prompts = Prompts(PROMPTS, [[5], [5]], {"wanted": ["w7", "w9"]})
     scores = scorer(prompts, COMPLETIONS, IDS)
-    given = (PROMPTS, COMPLETIONS, ["w7", "w9"], IDS)
-    assert calls == [("a", *given), ("b", *given), ("gold", *given)]
+    arguments = (PROMPTS, COMPLETIONS, ["w7", "w9"], IDS)
+    assert calls == [("a", *arguments), ("b", *arguments), ("gold", *arguments)]
     assert scores.total.tolist() == [1.5, 1.5]
     assert (scores.terms, scores.monitors) == (
         {"a": [1.0, 1.0], "b": [-0.25, -0.25]},

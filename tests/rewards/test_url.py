@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import ssl
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,17 +129,10 @@ def test_a_wrong_answer_is_an_error_in_the_place_of_every_reward(
     server.answer = lambda body: answer
     if wrong == "a redirection":
         server.headers = {"Location": server.url}
-    found = URLReward(server.url)(PROMPTS, COMPLETIONS)
-    assert [type(each) for each in found] == [RequestError] * 3
-    assert says in str(found[0])
+    rewards = URLReward(server.url)(PROMPTS, COMPLETIONS)
+    assert [type(reward_or_error) for reward_or_error in rewards] == [RequestError] * 3
+    assert says in str(rewards[0])
     assert len(server.requests) == count
-
-
-@pytest.mark.parametrize("reply", ["[NaN, 1, 2]", '["1", 2, 3]'])
-def test_a_reply_is_checked_as_what_a_function_returns(reply: str, server: Server) -> None:
-    server.answer = lambda body: (200, f'{{"rewards": {reply}}}'.encode())
-    with pytest.raises(RewardError, match=r"reward 'judge' returned .* for completion"):
-        score(RewardTerm("judge", URLReward(server.url)), SAMPLES)
 
 
 def test_a_server_that_hangs_or_is_not_there_is_waited_for_so_long_and_no_longer(
@@ -156,23 +146,23 @@ def test_a_server_that_hangs_or_is_not_there_is_waited_for_so_long_and_no_longer
 
     server.answer = hangs
     reward = URLReward(server.url, timeout=0.05)
-    (found, *_) = reward(PROMPTS, COMPLETIONS)
-    assert "gave no reply within 0.05 s, 3 times" in str(found)
+    (rewards, *_) = reward(PROMPTS, COMPLETIONS)
+    assert "gave no reply within 0.05 s, 3 times" in str(rewards)
     release.set()
     server.http.shutdown()
     server.http.server_close()
-    (found, *_) = URLReward(server.url, timeout=5)(PROMPTS, COMPLETIONS)
-    assert "refused, 3 times" in str(found)
+    (rewards, *_) = URLReward(server.url, timeout=5)(PROMPTS, COMPLETIONS)
+    assert "refused, 3 times" in str(rewards)
 
 
 def test_the_samples_of_one_failing_request_are_dropped_and_the_others_stay(server: Server) -> None:
     server.answer = lambda b: (403, b"") if "bb" in b["completions"] else Server.lengths(b)
-    said: list[str] = []
+    sentences: list[str] = []
     term = RewardTerm("judge", URLReward(server.url, batch_size=1))
-    scored = score(term, SAMPLES, options=CallOptions(drop=True, say=said.append))
+    scored = score(term, SAMPLES, options=CallOptions(drop=True, say=sentences.append))
     assert [scored[0], scored[2]] == [1.0, 3.0]
     assert scored[1] != scored[1]
-    assert "answered 403 Forbidden; 1 of 3 samples without a score" in said[0]
+    assert "answered 403 Forbidden; 1 of 3 samples without a score" in sentences[0]
     with pytest.raises(RewardError, match=r"reward 'judge' at http.* answered 403"):
         score(term, SAMPLES)
 
@@ -182,25 +172,3 @@ def test_a_token_goes_out_over_https_alone(server: Server, monkeypatch) -> None:
     URLReward(server.url)(PROMPTS, COMPLETIONS)
     assert "Authorization" not in server.requests[0][0]
     assert URLReward("https://judge.example/x")._headers["Authorization"] == "Bearer secret"
-
-
-@pytest.mark.slow
-def test_a_certificate_that_nobody_vouches_for_is_refused(
-    server: Server, tmp_path: Path, monkeypatch
-) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    openssl = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    try:
-        command = [*openssl, *names, "-keyout", str(key), "-out", str(certificate)]
-        subprocess.run(command, check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("openssl, which makes the certificate, is not installed")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    server.http.socket = context.wrap_socket(server.http.socket, server_side=True)
-    address = f"https://localhost:{server.http.server_port}/judge"
-    (found, *_) = URLReward(address)(PROMPTS, COMPLETIONS)
-    assert "CERTIFICATE_VERIFY_FAILED" in str(found)
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    assert URLReward(address)(PROMPTS, COMPLETIONS) == [1, 2, 3]

@@ -122,10 +122,10 @@ def test_long_rows_are_cut_and_rows_without_a_loss_dropped_and_both_are_counted(
         {"prompt": "w1 w2", "completion": "w3 w4 w5"},
         {"prompt": "w1 w2 w3 w4 w5", "completion": "w6"},
     ]
-    found = encode_demonstrations(rows, _tokenizer(), max_length=4)
-    assert [_texts(example)[1] for example in found.examples] == ["w2 <eos>", "w3 w4"]
-    assert (found.truncated, found.dropped) == (2, 1)
-    assert found.prompts == ["w1", "w1 w2"]
+    demonstrations = encode_demonstrations(rows, _tokenizer(), max_length=4)
+    assert [_texts(example)[1] for example in demonstrations.examples] == ["w2 <eos>", "w3 w4"]
+    assert (demonstrations.truncated, demonstrations.dropped) == (2, 1)
+    assert demonstrations.prompts == ["w1", "w1 w2"]
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ def test_whole_conversations_are_split_where_they_part() -> None:
     """The prompt is what they share, so rows of one prompt are held out together."""
     shared = CHAT + _answer("w5") + [{"role": "user", "content": "w6"}]
     row = {"chosen": shared + _answer("w2"), "rejected": shared + _answer("w3")}
-    found = encode_comparisons([row], tiny.tokenizer(chat=True))
-    assert found.prompts == [shared]
+    comparisons = encode_comparisons([row], tiny.tokenizer(chat=True))
+    assert comparisons.prompts == [shared]
 
 
 def test_ties_are_no_pairs_and_the_rest_weighs_one_prompt() -> None:
@@ -73,19 +73,19 @@ def test_rows_that_prefer_nothing_are_dropped_and_counted() -> None:
         {"prompt": "w1", "chosen": " w2", "rejected": " w2"},
         PAIRS[0],
     ]
-    found = encode_comparisons(rows, tiny.tokenizer())
-    assert (len(found.examples), found.dropped) == (1, 2)
+    comparisons = encode_comparisons(rows, tiny.tokenizer())
+    assert (len(comparisons.examples), comparisons.dropped) == (1, 2)
     with pytest.raises(DataError, match="none of 2 rows prefers one text to another"):
         encode_comparisons(rows[:2], tiny.tokenizer())
 
 
 def test_long_texts_lose_their_beginning_and_are_counted() -> None:
-    found = encode_comparisons(
+    comparisons = encode_comparisons(
         [{"prompt": "w1 w2 w3", "chosen": " w4", "rejected": " w5 w6"}], tiny.tokenizer(), 4
     )
-    assert found.truncated == 1
+    assert comparisons.truncated == 1
     ids = [[tiny.VOCABULARY[w] for w in text.split()] for text in ("w1 w2 w3 w4", "w2 w3 w5 w6")]
-    assert found.examples[0].texts == ids
+    assert comparisons.examples[0].texts == ids
 
 
 @pytest.mark.parametrize("prompt", ["w1 w2", CHAT])

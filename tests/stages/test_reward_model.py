@@ -228,28 +228,24 @@ def test_a_model_trained_further_gets_a_mean_of_its_own(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------- the run
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_a_resumed_run_ends_in_the_same_bits(lora_rank: int, tmp_path: Path) -> None:
-    options = {"checkpoint_interval": 2, "lora_rank": lora_rank}
+def test_a_resumed_run_of_adapters_and_a_head_ends_in_the_same_bits(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"checkpoint_interval": 2, "lora_rank": 4}
     options["model"] = tiny.saved_model(tmp_path / "sft")
     reward_model(reward_config(tmp_path, **options, output_dir=str(tmp_path / "whole")), tmp_path)
     with pytest.raises(KeyboardInterrupt):
         reward_model(reward_config(tmp_path, **options), tmp_path, callbacks=[Interrupt(3)])
     reward_model(reward_config(tmp_path, **options, resume=True), tmp_path)
-    whole, resumed = (
+    uninterrupted, resumed = (
         AutoModelForSequenceClassification.from_pretrained(tmp_path / name)
         for name in ("whole", "run")
     )
-    for name, value in whole.state_dict().items():
+    for name, value in uninterrupted.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
-    assert whole.config.score_mean == resumed.config.score_mean
+    assert uninterrupted.config.score_mean == resumed.config.score_mean
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_lora_trains_adapters_and_the_whole_head_and_saves_a_plain_model(
-    architecture: str, tmp_path: Path
-) -> None:
-    model = classifier(tmp_path, architecture)
+def test_lora_trains_adapters_and_the_whole_head_and_saves_a_plain_model(tmp_path: Path) -> None:
+    model = classifier(tmp_path, "gpt2")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     reward_model(reward_config(tmp_path, lora_rank=4), tmp_path, model=model)
     after = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run").state_dict()
@@ -257,7 +253,7 @@ def test_lora_trains_adapters_and_the_whole_head_and_saves_a_plain_model(
     moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
     assert "score.weight" in moved
     assert len(moved) > 1
-    assert not any("embed" in name or "wte" in name or "norm" in name for name in moved)
+    assert not any("wte" in name or "wpe" in name or "ln_" in name for name in moved)
     chosen = RewardModel(str(tmp_path / "run"))(
         [row["prompt"] for row in PAIRS], [row["chosen"] for row in PAIRS]
     )
@@ -271,22 +267,3 @@ def test_a_tokenizer_without_pad_pads_with_eos(tmp_path: Path) -> None:
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")
     assert saved.config.pad_token_id == tokenizer.eos_token_id
     assert AutoTokenizer.from_pretrained(tmp_path / "run").pad_token == tokenizer.eos_token
-
-
-@pytest.mark.slow
-def test_an_encoder_pools_in_its_own_way(tmp_path: Path) -> None:
-    """A BERT-like classifier has no score layer on its trunk; it is called as it is."""
-    from transformers import DistilBertConfig, DistilBertForSequenceClassification
-
-    config = DistilBertConfig(
-        vocab_size=43, dim=16, hidden_dim=16, n_layers=1, n_heads=2, num_labels=1, pad_token_id=0
-    )
-    config.max_position_embeddings = 64
-    result = reward_model(
-        reward_config(tmp_path, epochs=2, eval_share=0.2),
-        tmp_path,
-        model=DistilBertForSequenceClassification(config),
-    )
-    assert 0 <= result["accuracy"] <= 1
-    scores = RewardModel(str(tmp_path / "run"))(["w1"], [" w2"])
-    assert math.isfinite(scores[0])

@@ -54,29 +54,6 @@ def test_the_loss_is_the_mean_over_tokens_of_the_models_own_logits(
     assert records[1]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_how_a_step_is_cut_into_batches_does_not_matter(tmp_path: Path) -> None:
-    """Adam's first step is the gradient's sign, so the second and third are what is compared."""
-    states = []
-    for batch_size in (8, 1):
-        model = tiny.model()
-        sft(
-            sft_config(
-                tmp_path,
-                batch_size=batch_size,
-                gradient_accumulation=8 // batch_size,
-                epochs=3,
-                warmup=0,
-                learning_rate=1e-3,
-                output_dir=str(tmp_path / str(batch_size)),
-            ),
-            model,
-        )
-        states.append(model.state_dict())
-    for name, value in states[0].items():
-        # fp32 sums in another order; a mean of means moves weights by 1e-3, the learning rate
-        torch.testing.assert_close(states[1][name], value, rtol=0, atol=5e-5, msg=name)
-
-
 def test_it_learns_its_demonstrations_and_to_stop(tmp_path: Path) -> None:
     rows = [{"prompt": f"w{i} w{j}", "completion": f"w{i} w30"} for i in range(8) for j in range(6)]
     config = sft_config(tmp_path, batch_size=8, epochs=12, eval_share=0.1, learning_rate=1e-2)
@@ -118,10 +95,9 @@ def test_a_run_leaves_its_records(tmp_path: Path) -> None:
         sft(config)
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_a_resumed_run_ends_in_the_same_bits(lora_rank: int, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path) -> None:
     """Stopped one step behind a checkpoint: that step is taken, and written, a second time."""
-    options = {"epochs": 4, "checkpoint_interval": 3, "lora_rank": lora_rank}
+    options = {"epochs": 4, "checkpoint_interval": 3}
     sft(sft_config(tmp_path, **options, output_dir=str(tmp_path / "whole")))
     with pytest.raises(KeyboardInterrupt):
         sft(sft_config(tmp_path, **options), callbacks=[Interrupt(4)])
@@ -140,16 +116,15 @@ def test_a_resumed_run_ends_in_the_same_bits(lora_rank: int, tmp_path: Path) -> 
     assert [r["step"] for r in records[1]] == list(range(1, 9))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_lora_trains_adapters_and_saves_a_plain_model(architecture: str, tmp_path: Path) -> None:
-    model = tiny.model(architecture)
+def test_lora_trains_adapters_and_saves_a_plain_model(tmp_path: Path) -> None:
+    model = tiny.model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     sft(sft_config(tmp_path, lora_rank=4, epochs=4), model)
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "run").state_dict()
     assert after.keys() == before.keys()
     moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
     assert moved
-    assert not any("embed" in name or "wte" in name or "lm_head" in name for name in moved)
+    assert not any("embed" in name or "lm_head" in name for name in moved)
 
 
 @pytest.mark.slow
