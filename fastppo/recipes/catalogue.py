@@ -126,9 +126,7 @@ RECIPES = (
         install=f"pip install vaderSentiment && {SMOLLM2}",
     ),
     _on_a_gpu("qwen2.5-0.5b", "Qwen2.5-0.5B-Instruct", "all weights"),
-    _on_a_gpu("qwen2.5-1.5b", "Qwen2.5-1.5B-Instruct", "all weights"),
     _on_a_gpu("qwen2.5-7b", "Qwen2.5-7B-Instruct", "LoRA"),
-    _on_a_gpu("llama-3.2-1b", "Llama-3.2-1B-Instruct", "all weights"),
 )
 
 

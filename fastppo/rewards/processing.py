@@ -1,12 +1,7 @@
-"""The scale of the scores of a batch, before they become rewards.
+"""A running scale for scores, before they become rewards.
 
 Scores are one number per response. Their scale is the reward's own, and an advantage, a value loss
-and a KL coefficient all depend on it; these functions fix it.
-
-    RunningScale        score / deviation of all scores so far: the scale, never the sign
-    whiten_scores       mean 0, deviation 1 within the batch: the sign too
-
-Both take [B] tensors, scores in reward units, and leave their input as it is.
+and a KL coefficient all depend on it; dividing by their deviation so far fixes it.
 """
 
 from __future__ import annotations
@@ -15,9 +10,6 @@ import math
 from dataclasses import dataclass
 
 from torch import Tensor
-
-from fastppo.functional import arguments
-from fastppo.functional.advantages import whiten
 
 MIN_DEVIATION = 1e-6
 """Below this, scores have not varied but for rounding, and are left alone: dividing by such a
@@ -51,14 +43,14 @@ class RunningScale:
         """Updates the moments, then scales: [B] any float dtype to [B] of that dtype.
 
         Raises:
-            ValueError: scores are not [B], or one is not finite: it would stay in the state.
+            ValueError: a score is not finite: it would stay in the state.
         """
         self.update(scores)
         return (scores.double() / self.deviation).to(scores.dtype)
 
     def update(self, scores: Tensor) -> None:
         """Adds the scores to the running moments, in fp64."""
-        values = _vector("scores", scores).tolist()
+        values = scores.tolist()
         if not all(map(math.isfinite, values)):
             raise ValueError(f"scores must be finite, got {values}")
         if not values:
@@ -78,30 +70,3 @@ class RunningScale:
         token are divided by the same number."""
         deviation = math.sqrt(self.m2 / self.count) if self.count else 0.0
         return deviation if deviation >= MIN_DEVIATION else 1.0
-
-
-def whiten_scores(scores: Tensor) -> Tensor:
-    """Scores of one batch to mean 0 and deviation 1: `fastppo.whiten` on [B].
-
-        (score − mean) · rsqrt(var + 1e-8),   var with Bessel's correction
-
-    One score, or scores that are all alike, become 0: a batch without differences teaches nothing.
-    Unlike `RunningScale` this takes the mean away, so half of a good batch is punished.
-
-    Args:
-        scores: [B] any float dtype; the global batch.
-
-    Returns:
-        [B] fp32 (fp64 of fp64).
-
-    Source: Ziegler et al. 2019 (their code's `whiten`).
-    """
-    # The definition sums in fp64, so that scores that are all alike give exact zeros.
-    return whiten(_vector("scores", scores), backend="torch")
-
-
-def _vector(name: str, value: Tensor) -> Tensor:
-    arguments.tensor(name, value, dtypes=arguments.FLOATS)
-    if value.dim() != 1:
-        raise ValueError(f"{name} must be [B], one per sequence, got {list(value.shape)}")
-    return value

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from fastppo.data.prompts import Prompts
 from fastppo.data.world import World
+from fastppo.functional.advantages import whiten
 from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.placing import paid_where_written, token_rewards
-from fastppo.rewards.processing import RunningScale, whiten_scores
+from fastppo.rewards.processing import RunningScale
 from fastppo.rewards.reward import RewardTerm, Samples, Scored, score
 
 
@@ -93,7 +94,8 @@ class Scores:
             factor = factor / running.deviation
         elif method == "batch":
             factor = factor * (total.var() + 1e-8).rsqrt() if len(total) > 1 else 0 * factor
-            total = whiten_scores(total)
+            # The definition sums in fp64: scores that are all alike become exact zeros.
+            total = whiten(total, backend="torch")
         if clip is not None:
             clipped = total.clamp(-clip, clip)
             factor = torch.where(clipped == total, factor, factor * clipped / total)

@@ -9,11 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastppo.rewards.processing import (
-    MIN_DEVIATION,
-    RunningScale,
-    whiten_scores,
-)
+from fastppo.rewards.processing import MIN_DEVIATION, RunningScale
 
 
 def _batches(sizes=(5, 1, 16, 3), offset: float = 0.0) -> list[torch.Tensor]:
@@ -62,30 +58,3 @@ def test_a_score_that_is_not_finite_does_not_reach_the_state() -> None:
     with pytest.raises(ValueError, match=r"scores must be finite, got \[1.0, nan\]"):
         scale(torch.tensor([1.0, float("nan")]))
     assert scale == RunningScale()
-
-
-def test_whitened_scores_have_mean_0_and_deviation_1() -> None:
-    assert whiten_scores(torch.tensor([1.0, 2.0, 3.0])).tolist() == pytest.approx(
-        [-1.0, 0.0, 1.0], abs=1e-7
-    )
-    white = whiten_scores(100 + 5 * torch.randn(50))
-    assert white.mean().item() == pytest.approx(0, abs=1e-6)  # rounding of 50 fp32 numbers
-    assert white.std().item() == pytest.approx(1, rel=1e-6)
-
-
-@pytest.mark.parametrize("scores", [[0.1], [0.1, 0.1, 0.1], [-7e5] * 6])
-def test_scores_without_differences_become_0(scores: list[float]) -> None:
-    assert whiten_scores(torch.tensor(scores)).tolist() == [0.0] * len(scores)
-
-
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda: RunningScale()(torch.ones(2, 2)), r"scores must be \[B\], .* got \[2, 2\]"),
-        (lambda: whiten_scores(torch.ones(2, 2)), r"scores must be \[B\]"),
-        (lambda: whiten_scores(torch.ones(2).long()), "scores must be float16.*got int64"),
-    ],
-)
-def test_what_does_not_fit_is_refused(call, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        call()

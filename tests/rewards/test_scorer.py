@@ -95,7 +95,9 @@ def test_whole_scores_are_scaled_as_the_totals_of_parts_are(method: str) -> None
     torch.testing.assert_close(parts.total, whole.last)
 
 
-def test_a_batch_of_one_teaches_nothing_when_it_is_whitened() -> None:
+@pytest.mark.parametrize("last", [[2.0], [0.1, 0.1, 0.1], [-7e5] * 6])
+def test_a_batch_without_differences_teaches_nothing_when_it_is_whitened(last: list[float]) -> None:
+    assert Scores(torch.tensor(last)).normalized("batch").total.tolist() == [0.0] * len(last)
     one = Scores(torch.tensor([2.0]), torch.tensor([1.0, 3.0]), [2]).normalized("batch")
     assert one.total.tolist() == [0.0]
     assert one.within.tolist() == [0.0, 0.0]
