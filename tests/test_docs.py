@@ -13,6 +13,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -123,14 +124,6 @@ def test_the_readmes_stages_work_on_two_processes(workspace: Path) -> None:
         assert on_two_processes(line).count("model  ") == 1, "one process speaks"
 
 
-def test_options_of_the_page_on_gpus_exist() -> None:
-    page = (ROOT / "docs" / "gpus.md").read_text("utf-8")
-    options = re.findall(r"`(\w+): ", page)
-    assert len(options) > 8
-    for option in options:
-        assert hasattr(PPOConfig(), option), option
-
-
 @pytest.mark.parametrize("name", ["sft", "reward-model", "your-own-run"])
 def test_the_commands_of_a_page_work_as_printed(name: str, workspace: Path, capsys) -> None:
     """Of the reward model's, those before the round of labels."""
@@ -161,25 +154,6 @@ def test_every_row_that_a_stages_page_shows_can_be_used(name: str, encode) -> No
     assert len(encode(rows, tokenizer).examples) == len(rows)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [("sft", SFTConfig), ("reward-model", RewardModelConfig)]
-)
-def test_defaults_that_a_stages_page_tells_are_the_defaults(name: str, options) -> None:
-    page = (ROOT / "docs" / f"{name}.md").read_text("utf-8")
-    table = page[page.index("## The options that matter first") :].split("\n## ")[0]
-    found = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.M)
-    assert len(found) > 5
-    for option, shown in found:
-        default = getattr(options(), option)
-        if default is None or isinstance(default, bool):
-            assert shown == str(default).lower(), option
-        else:
-            assert float(shown) == default, option
-    of_the_stage = page.split("## Rows")[1].split("## Labels by people")[0]
-    for option in re.findall(r"--(\w+)", of_the_stage):
-        assert hasattr(options(), option) or option in ("model", "help"), option
-
-
 def test_the_two_commands_are_what_ci_and_the_demo_test_run() -> None:
     first, second = blocks(ROOT / "README.md", "bash")
     assert first.strip().endswith("&& .venv/bin/fastppo demo")
@@ -187,45 +161,67 @@ def test_the_two_commands_are_what_ci_and_the_demo_test_run() -> None:
     assert "README.md" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_options_that_the_docs_name_exist() -> None:
-    page = (ROOT / "docs" / "your-own-run.md").read_text("utf-8")
-    table = page[page.index("## The options that matter first") : page.index("## As a library")]
-    for option, default in re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.M):
-        expected = getattr(PPOConfig(), option)
-        shown = default.strip().strip("`")
-        if expected is None:
-            assert shown == "learning_rate"
-        else:
-            assert shown in (str(expected).lower(), f"{expected:g}", "1e-5"), option
-    looking = page.index("## Looking at policies")  # flags of `fastppo generate`
-    page = page[:looking] + page[page.index("## The options that matter first") :]
-    for option in re.findall(r"--(\w+)", page) + re.findall(r"`(\w+): ", page):
-        assert hasattr(PPOConfig(), option), option
+# ----------------------------------------------------------------------------------- the options
+
+MATTER_FIRST = "## The options that matter first"
+
+
+def shows(default: object) -> set[str]:
+    """How a page may show a default."""
+    if default in ("", (), None):
+        return {"none", "null"}
+    if isinstance(default, bool):
+        return {str(default).lower()}
+    if isinstance(default, tuple):
+        return {", ".join(map(str, default))}
+    if isinstance(default, float):
+        return {f"{default:g}", str(default)}
+    return {str(default)}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "least", "end"),
+    [
+        ("sft", SFTConfig, 6, "\n## "),
+        ("reward-model", RewardModelConfig, 6, "\n## "),
+        ("your-own-run", PPOConfig, 6, "\n## As a library"),
+        ("defaults", PPOConfig, len(PPOConfig().to_dict()), ""),
+    ],
+)
+def test_defaults_that_a_page_tells_are_the_defaults(
+    name: str, options: type, least: int, end: str
+) -> None:
+    page = (ROOT / "docs" / f"{name}.md").read_text("utf-8")
+    table = page[page.index(MATTER_FIRST) :] if MATTER_FIRST in page else page
+    if end:
+        table = table.split(end)[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.M)
+    assert len(rows) >= least
+    for option, shown in rows:
+        default = getattr(options(), option)
+        shown = shown.strip("`")
+        same_number = isinstance(default, float) and float(shown) == default
+        is_anothers = default is None and hasattr(options(), shown)
+        assert same_number or is_anothers or shown in shows(default), (option, default)
 
 
 def test_every_default_is_on_its_page_with_a_source() -> None:
     page = (ROOT / "docs" / "defaults.md").read_text("utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+) \|$", page, re.M)
-    config = PPOConfig()
-    assert [name for name, _, _ in rows] == list(PPOConfig().to_dict())
-    for name, shown, source in rows:
-        default = getattr(config, name)
-        if default in ("", (), None):
-            wanted = "none"
-        elif isinstance(default, tuple):
-            wanted = ", ".join(default)
-        else:
-            wanted = f"{default:g}" if isinstance(default, float) else str(default)
-        assert shown == (wanted.lower() if isinstance(default, bool) else wanted), name
-        assert source, name
+    rows = re.findall(r"^\| `(\w+)` \| .+? \| (.+) \|$", page, re.M)
+    assert [name for name, _ in rows] == list(PPOConfig().to_dict())
+    assert all(source for _, source in rows)
 
 
-def test_options_of_the_menus_page_exist() -> None:
-    page = (ROOT / "docs" / "ppo.md").read_text("utf-8")
-    for option in re.findall(r"`(\w+): ", page):
-        assert hasattr(PPOConfig(), option), option
-    for code in blocks(ROOT / "docs" / "ppo.md", "yaml"):
-        PPOConfig(**yaml.safe_load(code))
+OTHER_FLAGS = {"--help", "--rdzv", "--master_port", "--master_addr", "--node_rank"}
+"""Also torchrun's."""
+
+
+@pytest.mark.parametrize("name", ["gpus", "ppo", "your-own-run", "sft", "reward-model"])
+def test_options_and_flags_that_a_page_names_exist(name: str) -> None:
+    page = (ROOT / "docs" / f"{name}.md").read_text("utf-8")
+    assert set(re.findall(r"`(\w+): ", page)) <= PPOConfig().to_dict().keys()
+    flags = set().union(*map(flags_of, ("train", "sft", "reward", "generate", "plan")))
+    assert set(re.findall(r"--\w+", BLOCK.sub("", page))) <= flags | OTHER_FLAGS
 
 
 def anchors(page: Path) -> set[str]:
@@ -253,92 +249,83 @@ def test_every_page_is_in_the_index() -> None:
 
 # ------------------------------------------------------------------------------ no page is left out
 
-READ_BY = {
-    "python": "test_python_examples_run",
-    "py": "test_names_that_a_page_imports_exist",
-    "console": "test_every_command_of_a_page_has_flags_that_exist",
-    "bash": "test_every_command_of_a_page_has_flags_that_exist",
-    "yaml": "test_options_of_every_page_are_options",
-    "json": "test_rows_of_every_page_are_json",
-}
-"""Languages of blocks, and the test that reads them on whatever page they are."""
-
 EVERY_PAGE = [*PAGES, ROOT / "benchmarks" / "README.md", ROOT / "kernels" / "NOTES.md"]
 every_page = pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda p: str(p.relative_to(ROOT)))
-
-
-@every_page
-def test_every_block_of_a_page_is_read_by_a_test(page: Path) -> None:
-    for language, code in BLOCK.findall(page.read_text("utf-8")):
-        assert language in ("", *READ_BY), f"{page.name}: nothing reads {language}: {code[:60]}"
-        assert not language or READ_BY[language] in globals()
+COMMANDS = (
+    "bench",
+    "completion",
+    "demo",
+    "generate",
+    "plan",
+    "recipe",
+    "report",
+    "reward",
+    "sft",
+    "train",
+)
 
 
 @functools.cache
 def flags_of(command: str) -> set[str]:
     """The flags that `fastppo COMMAND --help` lists; of bench, those of the suite."""
     if command == "bench":
-        texts = [bench_command.build_parser().format_help()]
+        text = bench_command.build_parser().format_help()
     else:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), pytest.raises(SystemExit, match="0"):
             cli.main([command, "--help"])
-        texts = [printed.getvalue()]
-    return set(re.findall(r"--[a-z]\w+", "".join(texts)))
+        text = printed.getvalue()
+    return set(re.findall(r"--[a-z]\w+", text))
 
 
-@every_page
-def test_every_command_of_a_page_has_flags_that_exist(page: Path) -> None:
+def check_flags(code: str) -> None:
     """`fastppo …` and `python -m fastppo …`, under whatever starts it: torchrun, srun, a path."""
-    known = [
-        "bench",
-        "completion",
-        "demo",
-        "generate",
-        "plan",
-        "recipe",
-        "report",
-        "reward",
-        "sft",
-        "train",
-    ]
-    code = "".join(blocks(page, "console") + blocks(page, "bash")).replace("\\\n", " ")
-    for line in code.splitlines():
+    for line in code.replace("\\\n", " ").splitlines():
         words = shlex.split(line.removeprefix("$ "), comments=True)
-        at = [i for i, word in enumerate(words) if word.split("/")[-1] == "fastppo"]
-        for command, *rest in (words[i + 1 :] for i in at if words[i + 1 : i + 2]):
-            if command in known:
-                own = flags_of(command) | (flags_of("train") if command == "recipe" else set())
-                given = {word.split("=")[0] for word in rest if word.startswith("--")}
-                assert given <= own, f"{page.name}: {line}"
+        for place, word in enumerate(words[:-1]):
+            command = words[place + 1]
+            if word.split("/")[-1] == "fastppo" and command in COMMANDS:
+                known = flags_of(command) | (flags_of("train") if command == "recipe" else set())
+                flags = {word.split("=")[0] for word in words[place:] if word.startswith("--")}
+                assert flags <= known, line
 
 
-@every_page
-def test_names_that_a_page_imports_exist(page: Path) -> None:
+def check_imports(code: str) -> None:
     """Blocks that show a line or two of a program that is not here: ours in it are looked up."""
-    lines = re.findall(
-        r"^from (fastppo[\w.]*) import (\([^)]*\)|[^#\n]*)", "\n".join(blocks(page, "py")), re.M
-    )
-    imported = [(module, name) for module, names in lines for name in re.findall(r"\w+", names)]
-    for module, name in imported:
+    lines = re.findall(r"^from (fastppo[\w.]*) import (\([^)]*\)|[^#\n]*)", code, re.M)
+    for module, names in lines:
         path = ROOT / module.replace(".", "/")
-        inside = path.with_suffix(".py")
-        assert (path / f"{name}.py").exists() or (
-            inside.exists()
-            and re.search(rf"^(class|def) {name}\b|^{name} =", inside.read_text(), re.M)
-        ), f"{page.name}: {module}.{name}"
+        file = path.with_suffix(".py")
+        text = file.read_text() if file.exists() else ""
+        for name in re.findall(r"\w+", names):
+            is_defined = re.search(rf"^(class|def) {name}\b|^{name} =", text, re.M)
+            assert is_defined or (path / f"{name}.py").exists(), f"{module}.{name}"
+
+
+def check_options(code: str) -> None:
+    assert set(yaml.safe_load(code)) <= PPOConfig().to_dict().keys()
+
+
+def check_rows(code: str) -> None:
+    assert all(isinstance(json.loads(line), dict) for line in code.splitlines())
+
+
+CHECKS: dict[str, Callable[[str], None]] = {
+    "": lambda code: None,
+    "python": lambda code: None,  # test_python_examples_run
+    "py": check_imports,
+    "console": check_flags,
+    "bash": check_flags,
+    "yaml": check_options,
+    "json": check_rows,
+}
+"""By the language of a block, on whatever page it is."""
 
 
 @every_page
-def test_options_of_every_page_are_options(page: Path) -> None:
-    for code in blocks(page, "yaml"):
-        assert set(yaml.safe_load(code)) <= {*PPOConfig().to_dict()}, f"{page.name}: {code}"
-
-
-@every_page
-def test_rows_of_every_page_are_json(page: Path) -> None:
-    for code in blocks(page, "json"):
-        assert all(isinstance(json.loads(line), dict) for line in code.splitlines())
+def test_every_block_of_a_page_is_checked(page: Path) -> None:
+    for language, code in BLOCK.findall(page.read_text("utf-8")):
+        CHECKS[language](code)
 
 
 @every_page
