@@ -19,7 +19,8 @@ from fastppo.rewards.reward import RewardError
 
 def _policy(directory: Path, name: str, *, stops: bool = True) -> str:
     """A model that writes one word after anything, then EOS or the word for ever."""
-    model, word = tiny.model(), tiny.VOCABULARY[name]
+    model = tiny.model()
+    word = tiny.VOCABULARY[name]
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:

@@ -75,7 +75,8 @@ def test_the_data_follow_from_the_seed_and_hold_prompts_back() -> None:
 
 
 def test_every_word_of_the_language_is_a_token() -> None:
-    tokenizer, draw = make_tokenizer(), random.Random(0)
+    tokenizer = make_tokenizer()
+    draw = random.Random(0)
     for prompt in prompts():
         text = f"{prompt} {describe(prompt, draw)}"
         ids = tokenizer(text)["input_ids"]

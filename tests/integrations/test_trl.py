@@ -24,7 +24,10 @@ adapter = pytest.importorskip("fastppo.integrations.trl")
 
 pytestmark = pytest.mark.filterwarnings("default")  # TRL's are its own affair
 
-B, PROMPT, T, VOCABULARY = 6, 5, 7, len(tiny.VOCABULARY)
+B = 6
+PROMPT = 5
+T = 7
+VOCABULARY = len(tiny.VOCABULARY)
 
 
 def trainer(kind: type, folder: Path, model: Any = "llama", **options: Any) -> Any:
@@ -200,7 +203,8 @@ def test_a_head_that_is_no_sum_of_weights_goes_trls_way(
     both[1].model.load_state_dict(both[0].model.state_dict())
     with pytest.raises(TypeError, match=r"has dropout 0\.5 in training"):
         adapter._head_of(both[1].model)
-    batch, losses = inputs_of(both[0]), []
+    batch = inputs_of(both[0])
+    losses = []
     for grpo in both:
         torch.manual_seed(0)  # of the dropout
         losses.append(grpo._compute_loss(grpo.model, batch))
@@ -210,7 +214,8 @@ def test_a_head_that_is_no_sum_of_weights_goes_trls_way(
 @pytest.mark.parametrize("old", [True, False], ids=["loss", "statistics"])
 def test_mixed_precision_reaches_the_trunk(old: bool, tmp_path: Path) -> None:
     """The same loss as TRL's within bf16's rounding, from products in bf16 of weights in fp32."""
-    losses, seen = [], []
+    losses = []
+    seen = []
     for kind in (trl.GRPOTrainer, adapter.GRPOTrainer):
         grpo = trainer(kind, tmp_path, bf16=True, use_cpu=True)
         model = grpo.accelerator.prepare_model(grpo.model)
@@ -232,7 +237,8 @@ def test_a_wrapper_that_rounds_goes_trls_way(
     """FSDP2 in bf16 casts what enters and leaves its forward: an advantage, an old logprob."""
     distributed = torch.distributed
     theirs, ours = (trainer(kind, tmp_path) for kind in (trl.GRPOTrainer, adapter.GRPOTrainer))
-    batch, accelerator = inputs_of(theirs), ours.accelerator
+    batch = inputs_of(theirs)
+    accelerator = ours.accelerator
     plugin = accelerate.FullyShardedDataParallelPlugin(
         fsdp_version=2, mixed_precision_policy="bf16"
     )
@@ -298,7 +304,8 @@ def test_an_evaluation_has_trls_loss(tmp_path: Path) -> None:
 def test_fewer_copies_of_the_logits_are_held(old: bool, tmp_path: Path) -> None:
     """Bytes that the loss and its gradient allocate, where logits are the largest thing."""
     vocabulary = 20_000
-    peaks, logits_bytes = {}, B * T * vocabulary * 4
+    peaks = {}
+    logits_bytes = B * T * vocabulary * 4
     for kind in (trl.GRPOTrainer, adapter.GRPOTrainer):
         config = tiny.CONFIGS["llama"]().to_dict() | {"vocab_size": vocabulary, "hidden_size": 8}
         model = tiny.model_of(LlamaConfig(**config | {"architectures": None}))

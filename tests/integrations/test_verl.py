@@ -23,7 +23,10 @@ workers = pytest.importorskip("verl.workers.config")
 
 pytestmark = pytest.mark.filterwarnings("default")  # verl's are its own affair
 
-B, T, H, V = 5, 9, 16, 37
+B = 5
+T = 9
+H = 16
+V = 37
 GLOBAL = {"dp_size": 2, "batch_num_tokens": 61, "global_batch_size": 12, "loss_scale_factor": 7}
 
 
@@ -51,12 +54,14 @@ def config(**options: Any) -> Any:
 @pytest.mark.parametrize("temperature", [1.0, 0.7, torch.tensor(0.7), torch.tensor([0.7])])
 @pytest.mark.parametrize("shape", [(B * T,), (1, B * T)], ids=["flat", "packed"])
 def test_the_fused_head_is_verls(shape: tuple[int, ...], temperature: float | Tensor) -> None:
-    hidden, weight = torch.randn(*shape, H), torch.randn(V, H) / 4
+    hidden = torch.randn(*shape, H)
+    weight = torch.randn(V, H) / 4
     tokens = torch.randint(V, shape)
     upstream = torch.randn(2, *shape)
     results = []
     for kind in (THEIRS["linear"], fused.FusedLinearForPPO):
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        h = hidden.clone().requires_grad_()
+        w = weight.clone().requires_grad_()
         logprobs, entropy = kind(chunk_size=16)(h, w, tokens, temperature)
         (logprobs * upstream[0] + entropy * upstream[1]).sum().backward()
         results.append((logprobs.detach(), entropy.detach(), h.grad, w.grad))
@@ -65,7 +70,9 @@ def test_the_fused_head_is_verls(shape: tuple[int, ...], temperature: float | Te
 
 
 def test_a_temperature_per_token_is_verls() -> None:
-    hidden, weight, tokens = torch.randn(B * T, H), torch.randn(V, H), torch.randint(V, (B * T,))
+    hidden = torch.randn(B * T, H)
+    weight = torch.randn(V, H)
+    tokens = torch.randint(V, (B * T,))
     temperature = torch.rand(B * T) + 0.5
     ours = fused.FusedLinearForPPO()(hidden, weight, tokens, temperature)
     for our_tensor, theirs in zip(ours, _by_hand(hidden, weight, tokens, temperature), strict=True):
@@ -86,7 +93,8 @@ def _by_hand(
 @pytest.mark.parametrize("info", [{}, GLOBAL], ids=["of-the-batch", "of-all-ranks"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
 def test_the_policy_loss_is_verls(mode: str, info: dict[str, Any], weighted: bool) -> None:
-    mask, advantages = mask_of(), 3 * torch.randn(B, T)
+    mask = mask_of()
+    advantages = 3 * torch.randn(B, T)
     logprobs = torch.randn(B, T) - 2
     old = logprobs + torch.randn(B, T)  # beyond the clips, and beyond the dual clip
     options = config(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=2.0)
@@ -132,7 +140,8 @@ def test_a_mean_over_ranks_without_their_number_of_tokens_is_refused() -> None:
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.99, 1.0), (0.9, 0.0)])
 def test_advantages_are_verls(gamma: float, lam: float) -> None:
     mask = mask_of()
-    rewards, values = torch.randn(B, T) * mask, torch.randn(B, T)
+    rewards = torch.randn(B, T) * mask
+    values = torch.randn(B, T)
     theirs = THEIRS["gae"](rewards, values, mask, gamma, lam)
     ours = core_algos.compute_gae_advantage_return(rewards, values, mask, gamma, lam)
     for our_tensor, other in zip(ours, theirs, strict=True):

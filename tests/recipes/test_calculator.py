@@ -30,7 +30,8 @@ def test_demonstrations_are_of_both_turns_and_half_of_the_calls_are_wrong(
     for row in prompts[:50]:
         a, b = row["prompt"].removesuffix("?").split("*")
         assert int(a) * int(b) == int(row["answer"])
-    calls, answers = shown[::2], shown[1::2]
+    calls = shown[::2]
+    answers = shown[1::2]
     wrong = [row["completion"] != f"[{row['prompt'].removesuffix('?')}]" for row in calls]
     assert sum(wrong) / len(wrong) == pytest.approx(calculator.WRONG, abs=0.05)
     for call, answer in zip(calls[:50], answers[:50], strict=True):

@@ -25,7 +25,8 @@ def test_answers_are_right_and_no_question_is_held_out_and_trained_on(make, tmp_
     for row, text in zip(prompts, texts, strict=False):
         sum_of_words = re.search(r"What is (\d+) ([+*]) (\d+)(?: ([+-]) (\d+))?\?", text)
         assert sum_of_words, text
-        a, b = int(sum_of_words[1]), int(sum_of_words[3])
+        a = int(sum_of_words[1])
+        b = int(sum_of_words[3])
         value = a + b if sum_of_words[2] == "+" else a * b
         if sum_of_words[4]:
             value += int(sum_of_words[5]) if sum_of_words[4] == "+" else -int(sum_of_words[5])

@@ -240,7 +240,8 @@ def test_one_that_fails_may_be_dropped_alone() -> None:
         turns = 1
 
         def reset(self, prompt: str, name: str) -> None:
-            self.turns_heard, self.name = [], name
+            self.turns_heard = []
+            self.name = name
 
         def step(self, text: str) -> Any:
             if self.name == "n1":
@@ -322,7 +323,8 @@ def test_one_that_cannot_be_closed_is_said_and_the_others_are() -> None:
         turns = 1
 
         def reset(self, prompt: str, name: str) -> None:
-            self.turns_heard, self.name = [], name
+            self.turns_heard = []
+            self.name = name
 
         def close(self) -> None:
             if self.name == "n0":

@@ -8,7 +8,8 @@ import tiny
 from fastppo.rewards.loading import load_reward, make_terms, reward_name
 from fastppo.rewards.model import RewardModel
 
-PROMPTS, COMPLETIONS = ["w1 w2 ", "w3 "], ["w7 w7", "w4"]
+PROMPTS = ["w1 w2 ", "w3 "]
+COMPLETIONS = ["w7 w7", "w4"]
 
 
 def test_a_function_of_a_file(tmp_path) -> None:

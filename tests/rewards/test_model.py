@@ -14,7 +14,8 @@ from transformers import (
 from fastppo.rewards.loading import load_reward
 from fastppo.rewards.model import RewardModel, sequence_scores
 
-PROMPTS, COMPLETIONS = ["w1 w2 ", "w3 "], ["w7 w7", "w4"]
+PROMPTS = ["w1 w2 ", "w3 "]
+COMPLETIONS = ["w7 w7", "w4"]
 
 
 def test_a_reward_model_scores_text_with_its_own_tokenizer(tmp_path) -> None:

@@ -36,7 +36,8 @@ def test_a_broken_character_of_the_response_itself_counts_when_it_is_written() -
 def test_a_word_that_loses_its_space_when_decoded_alone_is_placed_behind_its_prompt() -> None:
     """The offsets are those of the completion, which begins with the space."""
     tokenizer = tiny.tokenizer()
-    prompt, response = tokenizer("w1 w2")["input_ids"], tokenizer("w7 w8 <eos>")["input_ids"]
+    prompt = tokenizer("w1 w2")["input_ids"]
+    response = tokenizer("w7 w8 <eos>")["input_ids"]
     completion = " w7 w8"
     assert token_rewards(
         [(3, 1.0), (4, 0.5), (6, 2.0)], completion, prompt, response, tokenizer

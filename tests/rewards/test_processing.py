@@ -20,7 +20,8 @@ def _batches(sizes=(5, 1, 16, 3), offset: float = 0.0) -> list[torch.Tensor]:
 def test_the_running_scale_is_the_deviation_of_all_scores_so_far(offset: float) -> None:
     """Against NumPy on everything seen, the current batch included; also far from zero, where a
     sum of squares would lose the deviation's digits."""
-    scale, seen = RunningScale(), np.empty(0)
+    scale = RunningScale()
+    seen = np.empty(0)
     for batch in _batches(offset=offset):
         seen = np.concatenate([seen, batch.double().numpy()])
         scaled = scale(batch)
@@ -35,7 +36,8 @@ def test_the_running_scale_is_the_deviation_of_all_scores_so_far(offset: float) 
 
 def test_a_restored_scale_goes_on_to_the_same_bits() -> None:
     batches = _batches()
-    uninterrupted, interrupted = RunningScale(), RunningScale()
+    uninterrupted = RunningScale()
+    interrupted = RunningScale()
     straight = [uninterrupted(batch) for batch in batches]
     before = [interrupted(batch) for batch in batches[:2]]
     restored = RunningScale(**json.loads(json.dumps(asdict(interrupted))))

@@ -17,7 +17,8 @@ from fastppo.rewards.reward import (
     score,
 )
 
-PROMPTS, COMPLETIONS = ["w1 w2 ", "w3 "], ["w7 w7", "w4"]
+PROMPTS = ["w1 w2 ", "w3 "]
+COMPLETIONS = ["w7 w7", "w4"]
 IDS = [[10, 10, 1], [7, 1]]
 """The responses of COMPLETIONS with their EOS: 3 and 2 tokens."""
 

@@ -14,7 +14,8 @@ from fastppo.rewards.processing import RunningScale
 from fastppo.rewards.reward import RewardTerm, Scored
 from fastppo.rewards.scorer import Scorer, Scores
 
-PROMPTS, COMPLETIONS = ["w1 w2 ", "w3 "], ["w7 w7", "w4"]
+PROMPTS = ["w1 w2 ", "w3 "]
+COMPLETIONS = ["w7 w7", "w4"]
 IDS = [[10, 10, 1], [7, 1]]
 """The responses of COMPLETIONS with their EOS: 3 and 2 tokens."""
 
@@ -77,7 +78,8 @@ def test_a_scale_keeps_both_parts_and_their_total(method: str, clip: float | Non
         clipped = wanted.clamp(-clip, clip)
         assert (clipped != wanted).any()
         assert (clipped == wanted).any()
-        factor, wanted = factor * clipped / wanted, clipped
+        factor = factor * clipped / wanted
+        wanted = clipped
     scaled = SCORES.normalized(method, clip, running)
     torch.testing.assert_close(scaled.total, wanted)
     torch.testing.assert_close(

@@ -16,7 +16,8 @@ from fastppo.rewards.loading import load_reward, make_terms, reward_name
 from fastppo.rewards.reward import RewardError, RewardTerm, Samples, score
 from fastppo.rewards.url import RequestError, URLReward
 
-PROMPTS, COMPLETIONS = ["p1", "p2", "p3"], ["a", "bb", "ccc"]
+PROMPTS = ["p1", "p2", "p3"]
+COMPLETIONS = ["a", "bb", "ccc"]
 SAMPLES = Samples(PROMPTS, COMPLETIONS)
 
 

@@ -26,7 +26,8 @@ EOS = 1
 def _mean_cross_entropy(model: Any, rows: list[dict[str, str]]) -> float:
     """From the model's own logits, row by row: Σ −logprob over Σ tokens."""
     model.eval()  # a new model has dropout on
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for example in encode_demonstrations(rows, tiny.tokenizer()).examples:
         ids = torch.tensor([example["input_ids"]])
         with torch.no_grad():
