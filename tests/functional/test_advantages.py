@@ -165,7 +165,7 @@ def test_gae_accumulates_low_precision_in_fp32_or_wider(dtype: torch.dtype) -> N
         torch.testing.assert_close(one.double(), other, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0), (1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (1, 1)], ids=str)
 def test_empty_batches_have_empty_advantages(shape: tuple[int, int]) -> None:
     x = torch.randn(shape)
     mask = torch.ones(shape, dtype=torch.bool)
@@ -234,7 +234,8 @@ def test_compute_advantages_shapes_rewards_then_estimates_then_whitens(
 def test_the_score_lands_on_the_last_response_token_whatever_follows_it() -> None:
     """λ = γ = 1 and no values: the return is the score up to the last unmasked token, then 0."""
     mask = prefix_mask(LENGTHS, T)
-    mask[0, 8] = mask[4, 2] = False  # the last token masked, a gap
+    mask[0, 8] = False  # the last token
+    mask[4, 2] = False  # a gap
     scores = torch.arange(1.0, 6.0)
     zeros = torch.zeros(B, T)
     options: dict[str, Any] = {"gamma": 1.0, "lam": 1.0, "whiten": False}

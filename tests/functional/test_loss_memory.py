@@ -119,9 +119,7 @@ def test_linear_token_logprobs_holds_a_chunk_of_logits_in_backward_too() -> None
 
 HEADS = {
     "policy": (torch.float64, ()),
-    "reference, k3": (torch.float64, ("k3",)),
     "reference, full KL": (torch.float64, ("full",)),
-    "fp16": (torch.float16, ()),
     "fp16, reference": (torch.float16, ("k3",)),
 }
 
