@@ -29,10 +29,14 @@ from fastppo_kernels.records import LOG_RATIO_LIMIT, LOWEST, Objective, PerToken
 def scores(logits: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
     """(z/T [N, V] in the accumulation dtype, row maximum: max z with a soft-cap, else of x)."""
     x = logits.flatten(0, -2).to(records.accumulation_dtype(logits.dtype))
-    z, each = softmax.logit_scale * x, softmax.temperatures
+    row_max = x.amax(-1)
+    z = softmax.logit_scale * x
     if softmax.softcap is not None:
-        x = z = softmax.softcap * torch.tanh(z / softmax.softcap)
-    return z / (softmax.temperature if each is None else each.unsqueeze(-1)), x.amax(-1)
+        z = softmax.softcap * torch.tanh(z / softmax.softcap)
+        row_max = z.amax(-1)
+    if softmax.temperatures is not None:
+        return z / softmax.temperatures.unsqueeze(-1), row_max
+    return z / softmax.temperature, row_max
 
 
 def log_softmax(logits: Tensor, softmax: Softmax) -> Tensor:
@@ -70,8 +74,10 @@ def token_stats(
     logits: Tensor, tokens: Tensor, softmax: Softmax, *, ref_logits: Tensor | None = None
 ) -> records.TokenStats:
     """Of [N, V] or [B, T, V], whose rows all count; differentiable by the logits."""
-    log_p, normalizers = log_softmax(logits, softmax), normalizer(logits, softmax)
-    kl, ref_normalizers = torch.zeros_like(log_p[:, 0]), torch.zeros_like(normalizers)
+    log_p = log_softmax(logits, softmax)
+    normalizers = normalizer(logits, softmax)
+    kl = torch.zeros_like(log_p[:, 0])
+    ref_normalizers = torch.zeros_like(normalizers)
     if ref_logits is not None:
         kl = full_kl(log_p, log_softmax(ref_logits, softmax))
         ref_normalizers = normalizer(ref_logits, softmax)
@@ -79,8 +85,15 @@ def token_stats(
     logprobs = log_p.gather(1, column)[:, 0]
     others = log_p.exp().scatter(1, column, 0.0).sum(-1)
     gap = kl if ref_logits is None else kl + normalizers[:, 1] - ref_normalizers[:, 1]
-    stats = logprobs, entropy(log_p), kl, others, gap.detach()
-    return records.TokenStats(*stats, normalizers, ref_normalizers)
+    return records.TokenStats(
+        logprobs=logprobs,
+        entropy=entropy(log_p),
+        kl=kl,
+        p_others=others,
+        mean_gap=gap.detach(),
+        normalizer=normalizers,
+        ref_normalizer=ref_normalizers,
+    )
 
 
 def loss(
@@ -88,9 +101,11 @@ def loss(
 ) -> tuple[Tensor, records.PPORows]:
     """(loss, differentiable by the logits; its rows, without gradient). Weight 0 cuts a row out."""
     counted = per_token.weights != 0
-    t, softmax = per_token.at(counted), softmax.at(counted)
+    t = per_token.at(counted)
+    softmax = softmax.at(counted)
     log_p = log_softmax(logits.flatten(0, -2)[counted], softmax)
-    logprobs, h = log_p.gather(1, t.tokens[:, None])[:, 0], entropy(log_p)
+    logprobs = log_p.gather(1, t.tokens[:, None])[:, 0]
+    h = entropy(log_p)
     ratio = (logprobs - t.old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     clipped = ratio.clamp(objective.lowest_ratio, objective.highest_ratio)
     surrogate = torch.minimum(ratio * t.advantages, clipped * t.advantages)
@@ -107,8 +122,10 @@ def loss(
     penalty = objective.kl_coef * kl if objective.kl_coef else torch.zeros_like(kl)
     penalty = ratio * penalty if objective.kl_ratio_weighted else penalty
     total = (t.weights * (policy + penalty - objective.entropy_coef * h)).sum()
-    above, below = ratio > objective.highest_ratio, ratio < objective.lowest_ratio
-    positive, negative = t.advantages > 0, t.advantages < 0
+    above = ratio > objective.highest_ratio
+    below = ratio < objective.lowest_ratio
+    positive = t.advantages > 0
+    negative = t.advantages < 0
     sums = records.Sums(
         loss=total,
         policy_loss=(t.weights * policy).sum(),
@@ -125,9 +142,16 @@ def loss(
         dual_clipped=(negative & (ratio > (objective.dual_clip or math.inf))).sum(),
         ratio_max=torch.cat([ratio, ratio.new_zeros(1)]).max(),
     )
-    nothing = log_p.new_zeros(len(counted))
-    whole = (nothing.masked_scatter(counted, x.detach()) for x in (logprobs, h, kl))
-    return total, records.PPORows(torch.stack([x.detach().to(total.dtype) for x in sums]), *whole)
+
+    def of_all_rows(x: Tensor) -> Tensor:
+        return log_p.new_zeros(len(counted)).masked_scatter(counted, x.detach())
+
+    return total, records.PPORows(
+        sums=torch.stack([x.detach().to(total.dtype) for x in sums]),
+        logprobs=of_all_rows(logprobs),
+        entropy=of_all_rows(h),
+        kl=of_all_rows(kl),
+    )
 
 
 def ppo_loss(
@@ -181,7 +205,8 @@ def linear_token_stats(
 
 def responses(trajectory: records.Trajectory) -> Iterator[list[int]]:
     """The tokens of each sequence that count, as indices into the flattened batch."""
-    values, ends = trajectory.token_values, trajectory.cu_seqlens
+    values = trajectory.token_values
+    ends = trajectory.cu_seqlens
     counted = torch.ones_like(values) if trajectory.mask is None else trajectory.mask
     ends = torch.arange(len(values) + 1) * values.shape[1] if ends is None else ends
     for start, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
@@ -195,10 +220,12 @@ def gae(trajectory: records.Trajectory, discounts: records.Discounts) -> records
 
     "next" is the next token that counts; after the last one comes `bootstrap`, else 0.
     """
-    values, rewards = trajectory.token_values, trajectory.token_rewards
+    values = trajectory.token_values
+    rewards = trajectory.token_rewards
     v = values.flatten().tolist()
     r = [0.0] * len(v) if rewards is None else rewards.flatten().tolist()
-    advantages, returns = [0.0] * len(v), [0.0] * len(v)
+    advantages = [0.0] * len(v)
+    returns = [0.0] * len(v)
     for i, tokens in enumerate(responses(trajectory)):
         gamma = discounts.gamma if discounts.gammas is None else discounts.gammas[i].item()
         lam = discounts.lam if discounts.lams is None else discounts.lams[i].item()
@@ -207,7 +234,8 @@ def gae(trajectory: records.Trajectory, discounts: records.Discounts) -> records
         for t in reversed(tokens):
             next_advantage = r[t] + gamma * next_value - v[t] + gamma * lam * next_advantage
             next_value = v[t]
-            advantages[t], returns[t] = next_advantage, next_advantage + v[t]
+            advantages[t] = next_advantage
+            returns[t] = next_advantage + v[t]
     both = torch.tensor([advantages, returns], dtype=records.accumulation_dtype(values.dtype))
     return records.Gae(*both.view(2, *values.shape))
 
@@ -219,7 +247,8 @@ def shaped_advantages(
     kls = torch.zeros_like(trajectory.token_values, dtype=torch.float64)
     if shaping.ref_logprobs is not None:
         kls = sampled_kl(shaping.logprobs.double() - shaping.ref_logprobs, shaping.kl_estimator)
-    rewards, bound = -shaping.kl_coef * kls.contiguous(), shaping.score_clip or math.inf
+    rewards = -shaping.kl_coef * kls.contiguous()
+    bound = shaping.score_clip or math.inf
     rewards = rewards if trajectory.token_rewards is None else rewards + trajectory.token_rewards
     kl = shaping.scores.new_zeros(len(shaping.scores), dtype=torch.float64)
     for i, tokens in enumerate(responses(trajectory)):

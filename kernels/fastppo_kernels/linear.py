@@ -21,7 +21,7 @@ What differs between backends and devices:
     rows of weight 0       cut out before the first GEMM where the host may look at values: always
                            with the torch backend, with `compact` (one synchronisation) elsewhere.
                            Otherwise they go through the GEMMs with a gradient of 0.
-    rows without gradient  stay out of the last two GEMMs with the torch backend (`ChunkRows.live`)
+    rows without gradient  stay out of the last two GEMMs with the torch backend (`chunk_ppo_loss`)
     dW in fp32             cuBLAS multiplies 16-bit matrices into fp32; a CPU has no such product,
                            and multiplies fp32 copies, `PRODUCT_COLUMNS` words at a time
     rows of the buffer     for kernels they lie `ROW_ALIGNMENT` bytes apart or a multiple of it
@@ -199,7 +199,8 @@ class _Loop:
         trains_weight: bool,
         aligned: bool,
     ) -> None:
-        hidden, weight = projection.hidden, projection.weight
+        hidden = projection.hidden
+        weight = projection.weight
         dtype = gemm.dtype or hidden.dtype
         count = hidden.shape[0] if counted is None else counted.numel()
         buffers = 1 if ref_projection is None else 2
@@ -279,7 +280,8 @@ class _Gradients:
             _accumulate(self.weight, grad.T, x, is_first=is_first)
 
     def finished(self) -> ProjectionGradients:
-        weight, bias = self.projection.weight, self.projection.bias
+        weight = self.projection.weight
+        bias = self.projection.bias
         grad = self.weight
         if grad is None and self.wanted.weight:  # no row had a gradient
             grad = torch.zeros_like(weight, memory_format=torch.contiguous_format)
@@ -337,28 +339,32 @@ def ppo_loss(
     sums = None
     for index in loop.chunks:
         x = loop.head.hidden_at(index)
-        chunk_per_token = per_token.at(index)
-        chunk = rows.chunk_ppo_loss(
-            loop.head.logits(x),
-            chunk_per_token,
-            objective,
-            softmax.at(index),
-            ref_logits=loop.ref_logits(index),
-            need_grad=any(wanted),
-        )
+        operands = {
+            "logits": loop.head.logits(x),
+            "per_token": per_token.at(index),
+            "objective": objective,
+            "softmax": softmax.at(index),
+            "ref_logits": loop.ref_logits(index),
+            "need_grad": any(wanted),
+        }
+        live = None
+        if rows.READS_VALUES:
+            chunk, live = rows.chunk_ppo_loss(**operands)
+        else:
+            chunk = rows.ppo_loss(**operands, inplace=True)
         logprobs[index] = chunk.logprobs
         entropy[index] = chunk.entropy
         kl[index] = chunk.kl
         sums = chunk.sums if sums is None else combine_sums(sums, chunk.sums)
         if chunk.grad is not None:
-            if chunk.live is not None:
-                x = x[chunk.live]
-                index = index.start + chunk.live if isinstance(index, slice) else index[chunk.live]
+            if live is not None:
+                x = x[live]
+                index = index.start + live if isinstance(index, slice) else index[live]
             elif wanted.weight and not compact:
                 # A masked row may hold anything, and 0·NaN would reach all of dW.
-                x = torch.where((chunk_per_token.weights != 0).unsqueeze(-1), x, 0.0)
+                x = torch.where((per_token.weights[index] != 0).unsqueeze(-1), x, 0.0)
             grads.add(index, chunk.grad, x=x, head=loop.head.weight)
-        del chunk  # it holds the logits' buffer
+        del chunk, operands  # they hold the logits' buffer
     if sums is None:  # no row counts
         sums = logprobs.new_zeros(len(SUMS))
     del loop  # with the logits' buffers, before dW is cast

@@ -58,7 +58,8 @@ class Sums(NamedTuple):
 
 
 SUMS = Sums._fields
-LOSS, RATIO_MAX = SUMS.index("loss"), SUMS.index("ratio_max")
+LOSS = SUMS.index("loss")
+RATIO_MAX = SUMS.index("ratio_max")
 
 
 def combine_sums(total: Tensor, part: Tensor) -> Tensor:
@@ -208,21 +209,6 @@ class PPORows(NamedTuple):
     entropy: Tensor
     kl: Tensor
     grad: Tensor | None = None
-
-
-class ChunkRows(NamedTuple):
-    """A chunk of rows, as the loop around the lm-head takes it from a backend.
-
-    logprobs, entropy, kl [n]; sums [len(SUMS)]; grad: [m, V] over the chunk's logits, None without
-    a gradient; live: [m] int64, the rows that `grad` holds, None for all n.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor
-    kl: Tensor
-    sums: Tensor
-    grad: Tensor | None
-    live: Tensor | None = None
 
 
 class ProjectionGradients(NamedTuple):

@@ -39,7 +39,6 @@ from torch import Tensor
 from fastppo_kernels.records import (
     LOG_RATIO_LIMIT,
     LOWEST,
-    ChunkRows,
     Objective,
     PerToken,
     PPORows,
@@ -770,11 +769,14 @@ def chunk_ppo_loss(
     *,
     ref_logits: Tensor | None = None,
     need_grad: bool = True,
-) -> ChunkRows:
-    """`ppo_loss` in place for a chunk [n, V] of rows that all count.
+) -> tuple[PPORows, Tensor | None]:
+    """`ppo_loss` in place for a chunk [n, V] of rows that all count, and the rows with a gradient.
 
     Rows whose gradient is exactly zero (clipped or A = 0, with no entropy or KL term) are left out:
     the others' gradients are written to consecutive rows, which costs no pass over memory.
+
+    Returns:
+        (PPORows, whose grad is [m, V] or None; [m] int64, the rows that it holds, None for all n).
     """
     wide = accumulation_dtype(logits.dtype)
     n, vocab = logits.shape
@@ -802,7 +804,7 @@ def chunk_ppo_loss(
     of_tokens = TokenTerms(*terms)
     sums = loss_sums(logprobs, entropy, of_tokens, per_token, objective)
     if not written:
-        return ChunkRows(logprobs, entropy, of_tokens.kl, sums, grad=None)
+        return PPORows(sums, logprobs, entropy, of_tokens.kl), None
     # The rows with a gradient, then as many without as fill up their number.
     size = min(n, -(-written // GEMM_ROWS) * GEMM_ROWS)
     logits[written:size] = 0.0
@@ -811,7 +813,7 @@ def chunk_ppo_loss(
         moves = torch.cat(moving)
         still = moves.logical_not().nonzero()[: size - written]
         live = torch.cat([moves.nonzero(), still]).squeeze(-1)
-    return ChunkRows(logprobs, entropy, of_tokens.kl, sums, grad=logits[:size], live=live)
+    return PPORows(sums, logprobs, entropy, of_tokens.kl, logits[:size]), live
 
 
 def _pick(x: Tensor, rows: Tensor, out: Tensor) -> None:

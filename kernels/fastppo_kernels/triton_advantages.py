@@ -544,7 +544,8 @@ _SUM_LANES = 128
 _MOMENT_LANES = 1024
 _FLAT_BLOCK = 1024
 _FLAT_STEPS = 8
-_WHITEN_BLOCK, _WHITEN_STEPS = 512, 8
+_WHITEN_BLOCK = 512
+_WHITEN_STEPS = 8
 """A thread takes 4 tokens at once, fp32 or mask: their layouts are one. It takes 32 in all, which
 share what it forms of the moments."""
 
@@ -556,7 +557,8 @@ def _scan(
     trajectory: Trajectory, shaping: Shaping, discounts: Discounts
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(advantages, returns, with scores the sums per sequence [B, SUMS] fp64)."""
-    values, cu_seqlens = trajectory.token_values, trajectory.cu_seqlens
+    values = trajectory.token_values
+    cu_seqlens = trajectory.cu_seqlens
     check_dtype("values", values)
     advantages = torch.empty(values.shape, dtype=torch.float32, device=values.device)
     returns = torch.empty_like(advantages)
@@ -569,7 +571,9 @@ def _scan(
         one_chunk = row_chunks == 1
         one_slot = one_chunk
     else:
-        batch, length, row_chunks = cu_seqlens.numel() - 1, 0, 0
+        batch = cu_seqlens.numel() - 1
+        length = 0
+        row_chunks = 0
         slots = total // chunk + batch if batch else 0
         one_chunk = total <= chunk
         one_slot = False

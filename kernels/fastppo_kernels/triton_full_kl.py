@@ -206,7 +206,8 @@ def _fold_part(
 @triton.jit
 def _joined(sums, ref_sums, scale):
     """The lanes become one."""
-    top, ref_top = tl.max(sums.row_max, 0), tl.max(ref_sums.row_max, 0)
+    top = tl.max(sums.row_max, 0)
+    ref_top = tl.max(ref_sums.row_max, 0)
     sums, ref_sums = _moved_to(sums, ref_sums, top, ref_top, scale)
     return (
         LaneSums(top, tl.sum(sums.mass, 0), tl.sum(sums.moment, 0)),
@@ -225,10 +226,11 @@ def _row_statistics(
     scale2 = scale * LOG2_E
     anchor = tl.full([cut.lanes], LOWEST, tl.float32)
     ref_anchors = _RefAnchors(anchor, anchor * 0.0)
-    sums, ref_sums = no_sums(cut), _no_ref_sums(cut)
+    sums = no_sums(cut)
+    ref_sums = _no_ref_sums(cut)
     first = cut.block if cut.phased else 0
-    whole = places_in_whole_tiles(row.end, cut.block, cut)
-    for start in range(first, whole + first, cut.block):
+    covered = places_in_whole_tiles(row.end, cut.block, cut)
+    for start in range(first, covered + first, cut.block):
         values = load_policy_tile(row, start, token, softmax, cut, HINT)
         mass = sums.mass
         sums, anchor, e, decay = fold_whole(sums, anchor, values, scale2)
@@ -238,8 +240,8 @@ def _row_statistics(
         )  # fmt: skip
     ref_sums = _ref_relative_to_maximum(ref_sums, ref_anchors, sums, anchor, scale2)
     sums = relative_to_maximum(sums, anchor, scale2)
-    for part in range(0, tl.cdiv(row.end - whole, cut.block)):
-        start = part_start(part, whole, cut.block, cut)
+    for part in range(0, tl.cdiv(row.end - covered, cut.block)):
+        start = part_start(part, covered, cut.block, cut)
         sums, ref_sums = _fold_part(
             sums, ref_sums, row, ref_row, start, token, softmax, scale2, cut, HINT
         )
@@ -248,7 +250,8 @@ def _row_statistics(
     plain = plain & (tl.abs(ref_joined.gap) < -LOWEST) & (ref_joined.row_max > LOWEST)
     if plain == 0:
         # A column of −inf, of NaN, or so low that it may be one.
-        sums, ref_sums = no_sums(cut), _no_ref_sums(cut)
+        sums = no_sums(cut)
+        ref_sums = _no_ref_sums(cut)
         for part in range(0, tl.cdiv(row.end, cut.block)):
             sums, ref_sums = _fold_part(
                 sums, ref_sums, row, ref_row, part * cut.block, token, softmax, scale2, cut, HINT
@@ -256,7 +259,8 @@ def _row_statistics(
         joined, ref_joined = _joined(sums, ref_sums, scale2)
 
     # The token joins the others. The reference's maximum has seen its column: it does not move.
-    row_max, ref_max = tl.maximum(joined.row_max, token_value), ref_joined.row_max
+    row_max = tl.maximum(joined.row_max, token_value)
+    ref_max = ref_joined.row_max
     shift = shifted(joined.row_max, row_max, scale2)
     joined, ref_joined = _moved(joined, ref_joined, row_max, ref_max, shift, shift * 0.0, shift)
     others = joined.mass + ref_joined.lost
@@ -301,9 +305,9 @@ def _write_gradient(
     scale2 = scale * LOG2_E
     # A part's stores may be masked by the element, whose addresses take registers.
     PART: tl.constexpr = part_of(cut.block, cut.lanes * cut.vector)
-    whole = tl.where(stats.plain, places_in_whole_tiles(row.end, PART, cut), 0)
-    for part in range(0, tl.cdiv(row.end - whole, PART)):
-        start = part_start(part, whole, PART, cut)
+    covered = tl.where(stats.plain, places_in_whole_tiles(row.end, PART, cut), 0)
+    for part in range(0, tl.cdiv(row.end - covered, PART)):
+        start = part_start(part, covered, PART, cut)
         values, cap_slope = load_part(row, start, None, softmax, PART, cut, "evict_first")
         ref_values, _ = load_part(ref_row, start, None, softmax, PART, cut, "evict_first")
         t = shifted(values, stats.row_max, scale2)
@@ -314,7 +318,7 @@ def _write_gradient(
         )
         grad = tl.exp2(t) * factor
         store_part(grad_row, start, grad, cap_slope, token, at_token, softmax, PART)
-    if whole > 0:
+    if covered > 0:
         anchor = stats.row_max * scale2
         residual = fma(stats.row_max, scale2, -anchor)
         apart_max = stats.row_max - ref_stats.row_max
@@ -325,15 +329,15 @@ def _write_gradient(
         whole_constant *= back
         whole_linear = linear * back
         whole_kl_linear = kl_linear * back
-        last = whole + (PART if cut.phased else 0)
-        for done in range(cut.block, whole + cut.block, cut.block):
+        last = covered + (PART if cut.phased else 0)
+        for done in range(cut.block, covered + cut.block, cut.block):
             start = last - done
             values, cap_slope = load_whole(row.entries, start, softmax, cut, "evict_first")
             ref_values, _ = load_whole(ref_row.entries, start, softmax, cut, "evict_first")
             t = shifted_whole(values, anchor, scale2, CLAMPED)
             factor = fma(t, whole_linear, whole_constant)
-            apart_here = fma(values - ref_values, scale2, -apart_anchor)
-            grad = tl.exp2(t) * fma(apart_here, whole_kl_linear, factor)
+            factor = fma(fma(values - ref_values, scale2, -apart_anchor), whole_kl_linear, factor)
+            grad = tl.exp2(t) * factor
             store_whole(grad_row, start, grad, cap_slope, token, at_token, softmax, cut)
 
 

@@ -24,7 +24,6 @@ from fastppo_kernels.launch import check_dtype, current, dense_record
 from fastppo_kernels.records import (
     RATIO_MAX,
     SUMS,
-    ChunkRows,
     Objective,
     PerToken,
     PPORows,
@@ -49,7 +48,8 @@ from fastppo_kernels.triton_views import (
 )
 
 MAX_ENTRY = tl.constexpr(RATIO_MAX)
-SUMS_BLOCK, SUMS_WARPS = 2048, 8
+SUMS_BLOCK = 2048
+SUMS_WARPS = 8
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -170,25 +170,3 @@ def ppo_loss(
             row_sums, sums, n, BLOCK_N=SUMS_BLOCK, num_warps=SUMS_WARPS, enable_fp_fusion=True
         )
     return PPORows(sums, logprobs, entropy, kl, grad)
-
-
-def chunk_ppo_loss(
-    logits: Tensor,
-    per_token: PerToken,
-    objective: Objective,
-    softmax: Softmax,
-    *,
-    ref_logits: Tensor | None = None,
-    need_grad: bool = True,
-) -> ChunkRows:
-    """`ppo_loss` in place, for the chunk loop of `linear`: the gradient of every row."""
-    rows = ppo_loss(
-        logits,
-        per_token,
-        objective,
-        softmax,
-        ref_logits=ref_logits,
-        need_grad=need_grad,
-        inplace=True,
-    )
-    return ChunkRows(rows.logprobs, rows.entropy, rows.kl, rows.sums, rows.grad)

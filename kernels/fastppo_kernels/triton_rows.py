@@ -11,7 +11,7 @@ triton_scale        a gradient times the factor that arrives in the backward pas
 
 from __future__ import annotations
 
-from fastppo_kernels.triton_loss import chunk_ppo_loss, ppo_loss
+from fastppo_kernels.triton_loss import ppo_loss
 from fastppo_kernels.triton_scale import scale_
 from fastppo_kernels.triton_stats import token_stats, token_stats_backward
 
@@ -20,7 +20,6 @@ READS_VALUES = False
 
 __all__ = [
     "READS_VALUES",
-    "chunk_ppo_loss",
     "ppo_loss",
     "scale_",
     "token_stats",

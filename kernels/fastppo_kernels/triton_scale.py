@@ -13,8 +13,12 @@ from torch import Tensor
 from fastppo_kernels.launch import check_dtype, current, device_limits
 from fastppo_kernels.triton_views import row_start, view_of
 
-BLOCK, WARPS, PROGRAMS = 4096, 8, 4
-"""Columns a time, warps of a program, programs of a multiprocessor."""
+BLOCK = 4096
+"""Columns at a time."""
+
+WARPS = 8
+PROGRAMS = 4
+"""Of a multiprocessor."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -45,7 +49,8 @@ def scale_(x: Tensor, factor: Tensor) -> Tensor:
     if x.numel() == 0:
         return x
     flat = x.view(-1, x.shape[-1]) if x.dim() != 2 and x.is_contiguous() else x
-    rows, columns = flat.shape[:-1].numel(), flat.shape[-1]
+    rows = flat.shape[:-1].numel()
+    columns = flat.shape[-1]
     multiprocessors, _ = device_limits(x.device)
     programs = min(rows * triton.cdiv(columns, BLOCK), multiprocessors * PROGRAMS)
     with current(x.device):

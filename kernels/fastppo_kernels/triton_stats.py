@@ -89,9 +89,19 @@ def token_stats(
     """`definition.token_stats` in one read of the logits; bf16, fp16 or fp32, else ValueError."""
     check_dtype("logits", logits)
     n = logits.shape[:-1].numel()
-    columns = (logits.new_empty(n, dtype=torch.float32) for _ in range(5))
-    normalizers = (logits.new_empty((n, 2), dtype=torch.float32) for _ in range(2))
-    stats = TokenStats(*columns, *normalizers)
+
+    def empty(*shape: int) -> Tensor:
+        return logits.new_empty((n, *shape), dtype=torch.float32)
+
+    stats = TokenStats(
+        logprobs=empty(),
+        entropy=empty(),
+        kl=empty(),
+        p_others=empty(),
+        mean_gap=empty(),
+        normalizer=empty(2),
+        ref_normalizer=empty(2),
+    )
     if n == 0:
         return stats
     launch = launch_over(logits, softmax, ref_logits, sweeps=1)

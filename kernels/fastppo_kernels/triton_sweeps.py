@@ -215,13 +215,13 @@ def row_statistics(row, x_token, token, softmax, scale, cut, HINT: tl.constexpr)
     sums = no_sums(cut)
     # A part is a whole tile here: of another shape, the lanes would change their layout.
     first = cut.block if cut.phased else 0
-    whole = places_in_whole_tiles(row.end, cut.block, cut)
-    for start in range(first, whole + first, cut.block):
+    covered = places_in_whole_tiles(row.end, cut.block, cut)
+    for start in range(first, covered + first, cut.block):
         values = load_policy_tile(row, start, token, softmax, cut, HINT)
         sums, anchor, _e, _decay = fold_whole(sums, anchor, values, scale2)
     sums = relative_to_maximum(sums, anchor, scale2)
-    for part in range(0, tl.cdiv(row.end - whole, cut.block)):
-        start = part_start(part, whole, cut.block, cut)
+    for part in range(0, tl.cdiv(row.end - covered, cut.block)):
+        start = part_start(part, covered, cut.block, cut)
         sums = _fold_part(sums, row, start, token, softmax, scale2, cut, HINT)
     joined = _joined(sums, scale2)
     plain = (tl.abs(joined.moment) < -LOWEST) & (joined.row_max > LOWEST)
@@ -316,23 +316,25 @@ def write_gradient(
     scale2 = scale * LOG2_E
     # A part's stores may be masked by the element, whose addresses take registers.
     PART: tl.constexpr = part_of(cut.block, cut.lanes * cut.vector)
-    whole = tl.where(stats.plain, places_in_whole_tiles(row.end, PART, cut), 0)
-    for part in range(0, tl.cdiv(row.end - whole, PART)):
-        start = part_start(part, whole, PART, cut)
+    covered = tl.where(stats.plain, places_in_whole_tiles(row.end, PART, cut), 0)
+    for part in range(0, tl.cdiv(row.end - covered, PART)):
+        start = part_start(part, covered, PART, cut)
         values, cap_slope = load_part(row, start, None, softmax, PART, cut, "evict_first")
         t = shifted(values, stats.row_max, scale2)
-        grad = tl.exp2(t) * (factors.constant + factors.linear * t)
+        factor = factors.constant + factors.linear * t
+        grad = tl.exp2(t) * factor
         store_part(grad_row, start, grad, cap_slope, token, at_token, softmax, PART)
-    if whole > 0:
+    if covered > 0:
         anchor = stats.row_max * scale2
         residual = fma(stats.row_max, scale2, -anchor)
         back = tl.exp2(-residual)
         linear = factors.linear * back
         constant = (factors.constant - factors.linear * residual) * back
-        last = whole + (PART if cut.phased else 0)
-        for done in range(cut.block, whole + cut.block, cut.block):
+        last = covered + (PART if cut.phased else 0)
+        for done in range(cut.block, covered + cut.block, cut.block):
             start = last - done
             values, cap_slope = load_whole(row.entries, start, softmax, cut, "evict_first")
             t = shifted_whole(values, anchor, scale2, CLAMPED)
-            grad = tl.exp2(t) * fma(t, linear, constant)
+            factor = fma(t, linear, constant)
+            grad = tl.exp2(t) * factor
             store_whole(grad_row, start, grad, cap_slope, token, at_token, softmax, cut)

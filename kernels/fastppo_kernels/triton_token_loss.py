@@ -82,8 +82,10 @@ def token_loss(index, stats, full_kl, weight, per_token, objective):
         # A KL that is only reported may be infinite without spoiling the loss.
         loss += tl.where(objective.kl_coef != 0, objective.kl_coef * penalty, 0.0)
     approx_kl, _ = sampled_kl(-difference, "k3")
-    above, below = ratio > objective.highest_ratio, ratio < objective.lowest_ratio
-    positive, negative = advantage > 0, advantage < 0
+    above = ratio > objective.highest_ratio
+    below = ratio < objective.lowest_ratio
+    positive = advantage > 0
+    negative = advantage < 0
     shares = Sums(
         loss=weight * loss,
         policy_loss=weight * policy,

@@ -60,7 +60,8 @@ class Row(NamedTuple):
 @triton.jit
 def row_start(view, index):
     """Where a row begins, in 64 bits."""
-    outer, inner = (index // view.inner).to(tl.int64), (index % view.inner).to(tl.int64)
+    outer = (index // view.inner).to(tl.int64)
+    inner = (index % view.inner).to(tl.int64)
     return view.tensor + (outer * view.outer_stride + inner * view.stride)
 
 
@@ -122,9 +123,9 @@ def places_in_whole_tiles(end, PART: tl.constexpr, cut):
 
 
 @triton.jit
-def part_start(part, whole, PART: tl.constexpr, cut):
+def part_start(part, covered, PART: tl.constexpr, cut):
     """The first part of a phased row is its beginning; all others follow the whole tiles."""
-    return part * PART + (tl.minimum(part, 1) if cut.phased else 1) * whole
+    return part * PART + (tl.minimum(part, 1) if cut.phased else 1) * covered
 
 
 @triton.jit
@@ -295,7 +296,9 @@ def launch_over(
     sweeps: int,
 ) -> Launch:
     """For a kernel that reads `logits` (and `ref_logits`) `sweeps` times and writes `grad`."""
-    rows, vocab, itemsize = logits.shape[:-1].numel(), logits.shape[-1], logits.element_size()
+    rows = logits.shape[:-1].numel()
+    vocab = logits.shape[-1]
+    itemsize = logits.element_size()
     views = {"logits": view_of(logits), "ref_logits": view_of(ref_logits), "grad": view_of(grad)}
     present = [view for view in views.values() if view is not None]
     is_off_16_bytes = vocab % 16 != 0 or any(

@@ -7,7 +7,6 @@ gradcheck holds that what autograd differentiates is smooth where it says so.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import draws
@@ -41,10 +40,6 @@ def close(found: Tensor, wanted: np.ndarray | float) -> None:
 
 def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
-
-
-def test_it_is_short_enough_to_be_read() -> None:
-    assert len(Path(definition.__file__).read_text().splitlines()) <= 250
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])

@@ -122,26 +122,26 @@ def test_a_chunk_holds_the_gradients_of_the_rows_that_have_one(
     wanted = torch_rows.ppo_loss(*given, **rest)
     assert wanted.grad is not None
     over = given._replace(logits=given.logits.clone())
-    found = torch_rows.chunk_ppo_loss(*over, **rest)
+    found, live = torch_rows.chunk_ppo_loss(*over, **rest)
     for name in ("sums", "logprobs", "entropy", "kl"):
         assert torch.equal(getattr(found, name), getattr(wanted, name))
     assert found.grad is not None
     assert found.grad.data_ptr() == over.logits.data_ptr()
     moving = (wanted.grad != 0).any(1)
-    live = torch.arange(N) if found.live is None else found.live
+    assert (live is None) == bool(moving.all())
+    live = torch.arange(N) if live is None else live
     assert len(live) == min(N, -(-int(moving.sum()) // torch_rows.GEMM_ROWS) * torch_rows.GEMM_ROWS)
     assert set(moving.nonzero().flatten().tolist()) <= set(live.tolist())
     assert torch.equal(found.grad, wanted.grad[live])
-    assert (found.live is None) == bool(moving.all())
 
 
 def test_a_chunk_without_any_gradient_says_so() -> None:
     given, rest = operands(arguments("policy"))
     still = given.per_token._replace(advantages=torch.zeros(N, dtype=torch.float64))
-    found = torch_rows.chunk_ppo_loss(*given._replace(per_token=still), **rest)
+    found, live = torch_rows.chunk_ppo_loss(*given._replace(per_token=still), **rest)
     assert found.grad is None
-    assert found.live is None
-    without = torch_rows.chunk_ppo_loss(*given, **rest, need_grad=False)
+    assert live is None
+    without, _ = torch_rows.chunk_ppo_loss(*given, **rest, need_grad=False)
     assert without.grad is None
 
 

@@ -1,31 +1,12 @@
 """The Triton kernels for GAE, reward shaping and whitening, against the definition in fp64.
 
 On a GPU as compiled; elsewhere under Triton's interpreter, where a scan costs about 0.1 ms a token:
-sizes are small, and so are the blocks, for a row of 40 tokens to have several chunks. Which test
-takes which path of the kernels:
-
-    row in one chunk, one block            test_ragged_batches (the shorter lengths)
-    several blocks in a chunk              test_ragged_batches
-    several chunks: aggregate, carry       test_ragged_batches, test_as_accurate_as_an_fp64_loop
-    blocks and chunks of the real size     test_blocks_of_the_real_size
-    packed: search, unused slots           test_ragged_batches, test_wrong_cu_seqlens_stay_inside
-    packed, all in one chunk: no maps      test_ragged_batches (few tokens)
-    mask, none; γ, λ, one or per sequence  test_ragged_batches
-    bootstrap, none                        test_ragged_batches
-    k1, k2, k3; no reference; no rewards   test_shaping
-    k3: series, exponential, clamp         test_k3_near_and_far
-    score clipped above, below, NaN        test_shaping, test_a_nan_is_not_hidden
-    sums: one slot per row, then per chunk test_shaping
-    more chunks, rows than lanes of a sum  test_sums_longer_than_their_lanes
-    moments of a tensor, mask or none      test_whiten
-    whiten, moments given or not, mean     test_whiten
-    nothing at all: B = 0, T = 0           test_empty_batches
+sizes are small, and so are the blocks, for a row of 40 tokens to have several chunks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -85,7 +66,7 @@ lengths_of_batches = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     lengths=lengths_of_batches,
     kept=st.sampled_from([None, 0.0, 0.3, 0.8]),
@@ -145,7 +126,7 @@ def test_ragged_batches(
         assert_close(one[packed(masks)], other, 1e-6)
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.0, 0.0)])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.0), (0.0, 1.0)])
 def test_discounts_at_their_ends(gamma: float, lam: float) -> None:
     torch.manual_seed(0)
     v, r = torch.randn(2, 1, 40, device=DEVICE)
@@ -194,15 +175,21 @@ def test_blocks_of_the_real_size() -> None:
         assert_close(one, other)
 
 
-@pytest.mark.parametrize(("gamma", "lam", "offset"), [(1.0, 1.0, 3.0), (0.99, 0.95, 0.0)])
+@pytest.mark.parametrize(
+    ("gamma", "lam", "offset", "tokens"),
+    [
+        (1.0, 1.0, 3.0, 20_000),
+        pytest.param(1.0, 1.0, 3.0, 131_072, marks=pytest.mark.slow),
+        pytest.param(0.99, 0.95, 0.0, 131_072, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.usefixtures("fast_interpreter")
-def test_as_accurate_as_an_fp64_loop(gamma: float, lam: float, offset: float) -> None:
-    """131072 tokens: 16 chunks of 16 blocks. At γλ = 1 every advantage is a sum to the end.
+def test_as_accurate_as_an_fp64_loop(gamma: float, lam: float, offset: float, tokens: int) -> None:
+    """Up to 16 chunks of 32 blocks. At γλ = 1 every advantage is a sum to the end.
 
     Relative to the root mean square: an advantage that happens to be near 0 is the difference of
     larger numbers, which are rounded to fp32 before they meet.
     """
-    tokens = 131072
     torch.manual_seed(0)
     v, r = torch.randn(2, 1, tokens, device=DEVICE) + offset
     given = operands(v, r, gamma=gamma, lam=lam)
@@ -215,7 +202,7 @@ def test_as_accurate_as_an_fp64_loop(gamma: float, lam: float, offset: float) ->
 # ---------------------------------------------------------------------------- shaping and whitening
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     lengths=lengths_of_batches,
     estimator=st.sampled_from(["k1", "k2", "k3", None]),
@@ -264,24 +251,6 @@ def test_shaping(
         assert_close(found, exact)
 
 
-def test_k3_near_and_far() -> None:
-    """The series below ½, the exponential above, the clamp beyond 20: relative to each value."""
-    d = torch.tensor([1e-6, -1e-4, 0.01, 0.3, 0.49, -0.49, 0.51, -0.51, 2.0, -7.0, 25.0, -25.0])
-    n = len(d)
-    zero = torch.zeros(n, 1, device=DEVICE)
-    mask = torch.ones(n, 1, dtype=torch.bool, device=DEVICE)
-    with small_blocks():
-        trajectory, discounts = operands(zero, None, mask)
-        shaping = Shaping(zero[:, 0], d.to(DEVICE)[:, None], zero, kl_estimator="k3")
-        found = kernels.shaped_advantages(trajectory, shaping, discounts)
-    exact = d.double()
-    wanted = torch.expm1((-exact).clamp(-20, 20)) + exact
-    # The definition in fp64 loses digits to its own subtraction below: d²/2 − d³/6 there.
-    small = exact.abs() < 1e-3
-    wanted = torch.where(small, exact**2 / 2 - exact**3 / 6, wanted)
-    torch.testing.assert_close(found.kl.cpu().double(), wanted, rtol=2e-6, atol=0)
-
-
 def test_a_nan_is_not_hidden() -> None:
     """A broken reward model shows in its own sequence, through the clip, and nowhere else."""
     scores = torch.tensor([1.0, math.nan], device=DEVICE)
@@ -299,9 +268,9 @@ def test_a_nan_is_not_hidden() -> None:
 def test_sums_longer_than_their_lanes() -> None:
     """More than 4 chunks in a row and more than 4 rows in the batch, with 4 lanes of each."""
     torch.manual_seed(0)
-    x, ref = torch.randn(6, 100, device=DEVICE), torch.randn(6, 100, device=DEVICE)
-    mask = torch.rand(6, 100, device=DEVICE) < 0.8
-    scores = torch.randn(6, device=DEVICE)
+    x, ref = torch.randn(5, 70, device=DEVICE), torch.randn(5, 70, device=DEVICE)
+    mask = torch.rand(5, 70, device=DEVICE) < 0.8
+    scores = torch.randn(5, device=DEVICE)
     trajectory, discounts = operands(x, None, mask, gamma=0.99)
     given = (trajectory, Shaping(scores, x, ref, kl_coef=0.1), discounts)
     with small_blocks():
@@ -311,7 +280,7 @@ def test_sums_longer_than_their_lanes() -> None:
         assert_close(one, other)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     elements=st.sampled_from([0, 1, 2, 7, 8, 16, 17, 50]),
     masked=st.booleans(),
@@ -350,16 +319,6 @@ def test_whiten(
     )
 
 
-def test_two_ranks_whiten_as_one() -> None:
-    torch.manual_seed(0)
-    x, mask = torch.randn(4, 9, device=DEVICE), torch.rand(4, 9, device=DEVICE) < 0.7
-    with small_blocks():
-        moments = sum(kernels.whitening_moments(x[i], mask[i]) for i in range(4))
-        parts = [kernels.whiten(x[i], mask[i], moments=moments) for i in range(4)]
-        whole = kernels.whiten(x, mask)
-    assert_close(torch.stack(parts), whole, 1e-6)
-
-
 # ----------------------------------------------------------------------------- odd shapes and input
 
 
@@ -379,9 +338,7 @@ def test_empty_batches(shape: tuple[int, int]) -> None:
         assert out.moments.tolist() == [0.0] * 3
 
 
-@pytest.mark.parametrize(
-    "wrong", [[0, 90, 20, 40], [30, 10, 5, 40], [-50, 10, 20, 99], [40, 40, 40, 40]]
-)
+@pytest.mark.parametrize("wrong", [[0, 90, 20, 40], [-50, 10, 5, 99], [40, 40, 40, 40]])
 def test_wrong_cu_seqlens_stay_inside(wrong: list[int]) -> None:
     """On a device they cannot be checked without waiting for it: wrong numbers, no stray access."""
     room = torch.full((3, 40), 7.0, device=DEVICE)
@@ -434,163 +391,26 @@ def test_refusals() -> None:
         kernels.shaped_advantages(trajectory, shaping, discounts)
 
 
-# ------------------------------------------------------------------------------------- as operators
+# ------------------------------------------------------------------------------ public functions
 
 
-def public_call(backend: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], Any]:
-    def call(scores: Tensor, values: Tensor, logprobs: Tensor, mask: Tensor) -> Any:
-        return fastppo.compute_advantages(
-            scores,
-            values,
-            logprobs,
-            logprobs * 0.9,
-            mask,
-            kl_coef=0.1,
-            kl_estimator="k3",
-            gamma=0.99,
-            lam=0.95,
-            backend=backend,
-        )
-
-    return call
-
-
-def batch_of(shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    values, logprobs = (torch.randn(shape, device=DEVICE) for _ in range(2))
-    return (
-        torch.randn(shape[0], device=DEVICE),
+def test_eager_and_compiled_calls_give_the_same_bits_every_run() -> None:
+    values, logprobs = torch.randn(2, 3, 40, device=DEVICE)
+    batch = (
+        torch.randn(3, device=DEVICE),
         values,
         logprobs,
-        torch.rand(shape, device=DEVICE) < 0.8,
+        torch.rand(3, 40, device=DEVICE) < 0.8,
     )
 
-
-def test_the_public_functions_reach_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    called = []
-    for name in ("gae", "shaped_advantages", "whiten"):
-        kernel = getattr(kernels, name)
-        monkeypatch.setattr(
-            kernels, name, lambda *a, _n=name, _k=kernel, **o: (called.append(_n), _k(*a, **o))[1]
+    def call(scores: Tensor, values: Tensor, logprobs: Tensor, mask: Tensor) -> Any:
+        return fastppo.compute_advantages(
+            scores, values, logprobs, logprobs * 0.9, mask, kl_coef=0.1, backend="triton"
         )
-    batch = batch_of((3, 40))
-    _, values, logprobs, mask = batch
+
     with small_blocks():
-        found = public_call("triton")(*batch)
-        found_gae = fastppo.gae(values, logprobs, mask, backend="triton")
-    assert called == ["shaped_advantages", "whiten", "gae"]
-    for one, other in zip(found, public_call("torch")(*batch), strict=True):
-        assert_close(one, other)
-    expected_gae = fastppo.gae(values, logprobs, mask, backend="torch")
-    for one, other in zip(found_gae, expected_gae, strict=True):
-        assert_close(one, other)
-
-
-def test_triton_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.zeros(2, 3)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ValueError, match="TRITON_INTERPRET"):
-        fastppo.gae(x, x, backend="triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(ValueError, match="float64"):
-        fastppo.whiten(x.double(), backend="triton")
-
-
-def test_compiles_whole() -> None:
-    batch = batch_of((3, 40))
-    with small_blocks():
-        compiled = torch.compile(public_call("triton"), fullgraph=True, backend="aot_eager")
-        for one, other in zip(compiled(*batch), public_call("triton")(*batch), strict=True):
-            assert torch.equal(one, other)
-
-
-def test_the_same_bits_every_run() -> None:
-    batch = batch_of((5, 60))
-    with small_blocks():
-        first = public_call("triton")(*batch)
-        for _ in range(3):
-            for one, other in zip(public_call("triton")(*batch), first, strict=True):
+        first = call(*batch)
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        for again in (call(*batch), compiled(*batch)):
+            for one, other in zip(again, first, strict=True):
                 assert torch.equal(one, other)
-
-
-# ------------------------------------------------------------------------------ what needs a device
-
-LARGE = [(64, 131072), (1024, 8192), (8192, 1024)]
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-def ragged_lengths(total: int) -> list[int]:
-    """From 0 to 131072 tokens, long and short ones in turn, `total` in all."""
-    lengths: list[int] = []
-    for length in itertools.cycle([0, 1, 131072, 100, 8192, 8193, 777, 40000, 16384]):
-        lengths.append(min(length, total - sum(lengths)))
-        if sum(lengths) == total:
-            return lengths
-    raise AssertionError
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("shape", LARGE)
-def test_large_batches(shape: tuple[int, int]) -> None:
-    """8.4 M tokens, padded, against the definition, whose sums are fp64."""
-    batch = batch_of(shape)
-    for one, other in zip(public_call("triton")(*batch), public_call("torch")(*batch), strict=True):
-        assert_close(one, other)
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_large_ragged_batches() -> None:
-    lengths = ragged_lengths(2**23)
-    cu_seqlens = bounds(lengths)
-    _, r, v, mask = (x.flatten() for x in batch_of((1, 2**23)))
-    found = fastppo.gae(r, v, mask, cu_seqlens=cu_seqlens, backend="triton")
-    expected = fastppo.gae(r, v, mask, cu_seqlens=cu_seqlens, backend="torch")
-    for one, other in zip(found, expected, strict=True):
-        assert_close(one, other)
-
-    # The first rows, padded: the same bits on a device too.
-    rows = len(lengths[:9])
-    in_row = (
-        torch.arange(131072 + 5, device=DEVICE) < torch.tensor(lengths[:9], device=DEVICE)[:, None]
-    )
-    taken = int(cu_seqlens[rows])
-    grid = []
-    for x in (r, v, mask):
-        grid.append(x.new_zeros(in_row.shape))
-        grid[-1][in_row] = x[:taken]
-    for one, other in zip(fastppo.gae(*grid, backend="triton"), found, strict=True):
-        assert torch.equal(one[in_row], other[:taken])
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("shape", LARGE)
-def test_the_same_bits_in_a_hundred_runs(shape: tuple[int, int]) -> None:
-    batch = batch_of(shape)
-    first = public_call("triton")(*batch)
-    for _ in range(100):
-        for one, other in zip(public_call("triton")(*batch), first, strict=True):
-            assert torch.equal(one, other)
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("shape", [(4, 1000), (4, 20000)])
-def test_captured_in_a_cuda_graph(shape: tuple[int, int]) -> None:
-    """Replayed on other input, so that nothing of the first run can be left in the graph."""
-    call = public_call("triton")
-    batch = batch_of(shape)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call(*batch)  # compiles the kernels, which a capture must not
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = call(*batch)
-    for x, fresh in zip(batch, batch_of(shape), strict=True):
-        x.copy_(fresh)
-    graph.replay()
-    for one, other in zip(captured, call(*batch), strict=True):
-        assert torch.equal(one, other)

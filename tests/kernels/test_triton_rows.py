@@ -1,33 +1,7 @@
 """The row kernel against its definition in fp64, under Triton's interpreter.
 
-Paths through the kernel, and the case of `PATHS` that takes each (`test_every_line_is_taken` runs
-them all and fails on a line of a jit function that none of them reaches):
-
-| path                                                         | case                        |
-|--------------------------------------------------------------|-----------------------------|
-| one tile, partly filled                                      | bare                        |
-| whole tiles and no rest; whole tiles and a rest              | whole tiles, rest           |
-| rows on 16 bytes; rows off them, every phase                 | whole tiles; off 16 bytes   |
-| rows of two tensors that lie differently                     | rows of two kinds           |
-| −inf, NaN, the lowest number in a whole tile: swept again    | masked, a broken row …      |
-| the long rows' tile                                          | long rows                   |
-| token in the first tile, in the rest, in the last column     | bare, rest                  |
-| no gradient: one sweep                                       | no gradient                 |
-| gradient over the logits                                     | in place                    |
-| row of weight 0, with and without a gradient                 | weight zero, no gradient    |
-| row whose derivatives are all 0                              | clipped                     |
-| a program's second row                                       | every case of more rows     |
-| k1, k2, k3 (near and far from 0), full KL                    | k1, k2, k3, full            |
-| k1, k3 by the ratio, clamped or not                          | times the ratio             |
-| a column that the reference rules out, early, late, a token  | ruled out                   |
-| importance weights, dual clip, no clip                       | weighted, dual clip         |
-| temperature per token, soft-cap (near and far from 0)        | capped                      |
-| [B, T, V] that does not flatten, row strides                 | cut                         |
-| statistics, with and without a reference, and their backward | statistics …                |
-| a row without an upstream gradient; no entropy gradient      | statistics, logprob alone   |
-| the gradient times 1, times something else, strided          | scale …                     |
-
-Tolerances: see rows.py.
+`PATHS` takes every path through the jit functions: `test_every_line_is_taken` runs them all and
+fails on a line that none of them reaches. Tolerances: see rows.py.
 """
 
 from __future__ import annotations
@@ -36,8 +10,6 @@ import ast
 import inspect
 import math
 import mmap
-import os
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -53,7 +25,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import (
     PLAIN,
-    VOCABULARIES,
     assert_gradient,
     assert_statistic,
     draw,
@@ -179,17 +150,18 @@ def path_rest() -> None:
 def path_off_16_bytes() -> None:
     """Every distance of a row from the boundary; the token in its first part, in a whole tile, in
     its last column; a row shorter than a part."""
-    for dtype, vocab in ((torch.bfloat16, 5003), (torch.float32, 2061), (torch.bfloat16, 7)):
-        arguments = draw(9, vocab, dtype)
+    for n, dtype, vocab in ((5, torch.float32, 2061), (9, torch.bfloat16, 7)):
+        arguments = draw(n, vocab, dtype)
         arguments["tokens"][:4] = torch.tensor([0, vocab - 1, vocab // 2, 1])
         check_loss(arguments)
-        check_loss(arguments | {"logits": arguments["logits"].to(DEVICE).clone()}, inplace=True)
-        check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(9))
-    arguments, ref = draw(9, 5003, torch.bfloat16), draw(9, 5003, torch.bfloat16, seed=1)["logits"]
-    check_loss(arguments, kl_estimator="full", ref_logits=ref, kl_coef=0.3, softcap=15.0)
-    check_stats(
-        arguments["logits"], arguments["tokens"], upstream=_upstream(9, kl=True), ref_logits=ref
-    )
+    arguments = draw(9, 5003, torch.bfloat16)
+    arguments["tokens"][:4] = torch.tensor([0, 5002, 2501, 1])
+    check_loss(arguments)
+    check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(9))
+    small = draw(9, 2051, torch.bfloat16)
+    ref = draw(9, 2051, torch.bfloat16, seed=1)["logits"]
+    check_loss(small, kl_estimator="full", ref_logits=ref, kl_coef=0.3, softcap=15.0)
+    check_stats(small["logits"], small["tokens"], upstream=_upstream(9, kl=True), ref_logits=ref)
     shifted = torch.zeros(9, 5008, dtype=torch.bfloat16, device=DEVICE)[:, 3:5006]
     shifted.copy_(arguments["logits"])
     check_loss(arguments | {"logits": shifted}, inplace=True)
@@ -279,6 +251,13 @@ def path_full() -> None:
     check_loss(arguments, kl_coef=0.3, need_grad=False, **options)
 
 
+def path_masked() -> None:
+    arguments = draw(2, 2064)
+    arguments["logits"][0, :1500] = -torch.inf
+    arguments["tokens"][0] = 2000
+    check_loss(arguments)
+
+
 def path_ruled_out() -> None:
     arguments = draw(4, 2064)
     ref = draw(4, 2064, seed=1)["logits"]
@@ -347,7 +326,8 @@ def path_statistics() -> None:
 def path_statistics_reference() -> None:
     arguments, ref = draw(3, 2064), draw(3, 2064, seed=1)["logits"]
     x, tokens = arguments["logits"], arguments["tokens"]
-    check_stats(x, tokens, upstream=_upstream(3, kl=True), ref_logits=ref)
+    upstream = StatsGradients(*(g * torch.tensor([1.0, 0.0, 1.0]) for g in _upstream(3, kl=True)))
+    check_stats(x, tokens, upstream=upstream, ref_logits=ref)
     capped = Softmax(temperatures=torch.tensor([0.5, 1.0, 2.0]), softcap=5.0)
     check_stats(x, tokens, capped, upstream=_upstream(3, kl=True), ref_logits=ref)
 
@@ -453,8 +433,18 @@ def test_every_line_is_taken() -> None:
 # ----------------------------------------------------------------------------------------- shapes
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("vocab", VOCABULARIES)
+@pytest.mark.parametrize(
+    ("vocab", "dtype"),
+    [
+        (3, torch.bfloat16),
+        (1000, torch.float32),
+        (32000, torch.bfloat16),
+        (50257, torch.bfloat16),
+        (50257, torch.float32),
+        pytest.param(151936, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(262144, torch.float32, marks=pytest.mark.slow),
+    ],
+)
 def test_vocabularies(vocab: int, dtype: torch.dtype) -> None:
     """Padded columns entered the logsumexp where V was no multiple of the block (verl 2656)."""
     arguments = draw(2, vocab, dtype)
@@ -464,18 +454,17 @@ def test_vocabularies(vocab: int, dtype: torch.dtype) -> None:
     check_loss(arguments)
 
 
-@pytest.mark.parametrize("n", [0, 1, 7])
-def test_row_counts(n: int) -> None:
+@pytest.mark.parametrize("n", [0, 1])
+def test_no_row_and_one(n: int) -> None:
     arguments = draw(n, 507)
     check_loss(arguments)
     check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(n))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_dtypes(dtype: torch.dtype) -> None:
-    """fp16 goes through the statistics in `ppo_loss`, and through the kernel without a gradient."""
-    arguments = draw(3, 507, dtype)
-    check_loss(arguments, need_grad=dtype != torch.float16)
+def test_fp16() -> None:
+    """Through the statistics in the public `ppo_loss`, through the kernel without a gradient."""
+    arguments = draw(3, 507, torch.float16)
+    check_loss(arguments, need_grad=False)
     check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(3))
 
 
@@ -508,7 +497,7 @@ def test_offsets_do_not_overflow_int32() -> None:
 # --------------------------------------------------------------------------------------- the rows
 
 
-@pytest.mark.parametrize("offset", [-1000.0, -110.0, 88.0, 1000.0])
+@pytest.mark.parametrize("offset", [-1000.0, -110.0, 1000.0])
 def test_offset_rows(offset: float) -> None:
     """The running maximum started at 0 and rows far below it gave −inf (verl, SkyRL 2141)."""
     arguments = draw(3, 2064)
@@ -517,25 +506,17 @@ def test_offset_rows(offset: float) -> None:
     check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(3))
 
 
-def test_an_offset_changes_no_bit() -> None:
-    """Outside whole tiles, as here; inside it changes what an anchor rounds away."""
-    arguments = draw(3, 507, torch.bfloat16)
-    arguments["logits"] = arguments["logits"].float()
-    shifted = arguments | {"logits": arguments["logits"] + 1024.0}
-    exact = (shifted["logits"] - 1024.0) == arguments["logits"]
-    arguments["logits"] = torch.where(exact, arguments["logits"], 0.0)
-    shifted["logits"] = arguments["logits"] + 1024.0
-    here = kernel_loss(arguments, entropy_coef=0.1)
-    there = kernel_loss(shifted, entropy_coef=0.1)
-    assert torch.equal(here.sums, there.sums)
-    assert torch.equal(here.grad, there.grad)
-
-
-@pytest.mark.parametrize("fill", [-torch.inf, torch.finfo(torch.float32).min])
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_masked_vocabulary(fill: float, softcap: float | None) -> None:
+@pytest.mark.parametrize(
+    ("fill", "softcap", "vocab"),
+    [
+        (-torch.inf, None, 2064),
+        (-torch.inf, 5.0, 2061),
+        (torch.finfo(torch.float32).min, None, 2061),
+    ],
+)
+def test_masked_vocabulary(fill: float, softcap: float | None, vocab: int) -> None:
     """−inf logits gave a NaN entropy (TRL, verl)."""
-    arguments = draw(4, 2064)
+    arguments = draw(4, vocab)
     arguments["logits"][0, 1:] = fill  # one column is left, and it is the token
     arguments["tokens"][0] = 0
     arguments["logits"][1, ::2] = fill
@@ -573,19 +554,7 @@ def test_a_row_of_the_lowest_number_is_uniform(softcap: float | None) -> None:
     )
 
 
-@pytest.mark.parametrize("vocab", [5003, 5008])
-def test_masked_vocabularies_in_bf16(vocab: int) -> None:
-    arguments = draw(9, vocab, torch.bfloat16)
-    arguments["logits"][::2, : vocab // 2] = -torch.inf
-    arguments["tokens"][::2] = vocab - 1
-    got = check_loss(arguments, entropy_coef=0.1)
-    assert got.grad is not None
-    assert got.grad.isfinite().all()
-    check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(9))
-
-
-@pytest.mark.parametrize("vocab", [507, 2064, 2061])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("bad", "vocab"), [(torch.nan, 2064), (torch.nan, 507), (torch.inf, 2061)])
 def test_a_broken_row_shows(bad: float, vocab: int) -> None:
     """NaN or +inf in one logit makes its row NaN, loss and gradient, clipped or not; no other."""
     arguments = draw(3, vocab)
@@ -598,13 +567,6 @@ def test_a_broken_row_shows(bad: float, vocab: int) -> None:
     assert got.sums[0].isnan()
 
 
-def test_rows_of_minus_infinity_are_nan() -> None:
-    arguments = draw(2, 507)
-    arguments["logits"][0] = -torch.inf
-    got = kernel_loss(arguments)
-    assert got.logprobs.isnan().tolist() == [True, False]
-
-
 def test_a_token_outside_the_vocabulary_reads_nothing() -> None:
     """Where checking it would mean waiting for the GPU, it is NaN and no stray read."""
     arguments = draw(4, 507)
@@ -613,9 +575,10 @@ def test_a_token_outside_the_vocabulary_reads_nothing() -> None:
     assert got.logprobs.isnan().tolist() == [True, True, True, False]
 
 
-@pytest.mark.parametrize("vocab", [2064, 2061])
-@pytest.mark.parametrize("gap", [5.0, 12.0, 20.0])
-@pytest.mark.parametrize("at_peak", [True, False])
+@pytest.mark.parametrize(
+    ("gap", "at_peak", "vocab"),
+    [(5.0, True, 2064), (12.0, False, 2061), (20.0, True, 2061), (20.0, False, 2064)],
+)
 def test_peaked_rows(gap: float, at_peak: bool, vocab: int) -> None:
     """1 − p and log p + entropy keep their digits however close p comes to 1.
 
@@ -702,7 +665,7 @@ def combinations(draw_: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 # On a GPU nearly every example compiles a kernel of its own, seconds each.
-@settings(max_examples=120 if DEVICE == "cpu" else 30, deadline=None, derandomize=True)
+@settings(max_examples=60 if DEVICE == "cpu" else 30, deadline=None, derandomize=True)
 @given(combinations())
 def test_combinations(combination: tuple[dict[str, Any], dict[str, Any]]) -> None:
     arguments, options = combination
@@ -732,40 +695,21 @@ def _gradient(logits: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
     return torch.autograd.grad(loss(logits), logits)[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_public_loss_agrees_with_the_torch_backend_in_fp64(dtype: torch.dtype) -> None:
+def test_public_loss_agrees_with_the_torch_backend_in_fp64() -> None:
     options = {"entropy_coef": 0.1, "ref_logprobs": torch.full((2, 3), -3.5, device=DEVICE)}
-    x = _leaf(dtype)
-    got, want = _public(x, kl_coef=0.1, **options), _public(
-        x.double(), kl_coef=0.1, backend="torch", **in_fp64(options)
-    )  # fmt: skip
-    assert_statistic(got.loss, want.loss, "loss")
-    assert got.metrics.keys() == want.metrics.keys()
-    for name, value in got.metrics.items():
-        assert_statistic(value, want.metrics[name], name)
-    exact = torch.autograd.grad(want.loss, x)[0] if dtype == torch.float32 else None
-    gradient = torch.autograd.grad(got.loss, x)[0]
-    if exact is not None:
-        assert_gradient(gradient.view(6, 37), exact.view(6, 37))
-    assert gradient.dtype == dtype
+    x = _leaf()
+    loss = _public(x, kl_coef=0.1, **options)
+    wanted = _public(x.double(), kl_coef=0.1, backend="torch", **in_fp64(options))
+    assert_statistic(loss.loss, wanted.loss, "loss")
+    assert loss.metrics.keys() == wanted.metrics.keys()
+    for name, value in loss.metrics.items():
+        assert_statistic(value, wanted.metrics[name], name)
+    (grad,) = torch.autograd.grad(loss.loss, x)
+    (wanted_grad,) = torch.autograd.grad(wanted.loss, x)
+    assert_gradient(grad.view(6, 37), wanted_grad.view(6, 37))
 
 
-def test_logits_used_twice() -> None:
-    x, tokens = _leaf(), torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
-
-    def loss(x: Tensor) -> Tensor:
-        return _public(x).loss
-
-    def logprobs(x: Tensor) -> Tensor:
-        return fastppo.token_logprobs(x, tokens, backend="triton").sum()
-
-    one, other = _gradient(x, loss), _gradient(x, logprobs)
-    torch.testing.assert_close(_gradient(x, lambda x: loss(x) + logprobs(x)), one + other)
-    torch.testing.assert_close(_gradient(x, lambda x: loss(x) + loss(x)), 2 * one)
-
-
-@pytest.mark.parametrize("backend", ["triton", "torch"])
-@pytest.mark.parametrize("factor", [1.0, 0.5])
+@pytest.mark.parametrize(("backend", "factor"), [("triton", 1.0), ("triton", 0.5), ("torch", 1.0)])
 def test_retained_graph(backend: str, factor: float) -> None:
     """A leaf took the saved gradient for its own and added to it: three backwards made four."""
     x = _leaf()
@@ -779,9 +723,8 @@ def test_retained_graph(backend: str, factor: float) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_in_place_writes_over_the_logits(dtype: torch.dtype) -> None:
-    leaf = _leaf(dtype)
+def test_in_place_writes_over_the_logits() -> None:
+    leaf = _leaf(torch.bfloat16)
     want = _gradient(leaf, lambda x: _public(x).loss / 3)
     logits = leaf * 1
     (_public(logits, inplace=True).loss / 3).backward()
@@ -794,13 +737,6 @@ def test_in_place_refuses_rows_that_overlap() -> None:
     leaf = torch.randn(37, device=DEVICE, requires_grad=True)
     with pytest.raises(ValueError, match="overlap"):
         _public(leaf.expand(4, 37), inplace=True)
-
-
-def test_logits_of_all_but_the_last_position() -> None:
-    x = _leaf()
-    got = _gradient(x, lambda x: _public(x[:, :-1]).loss)
-    want = _gradient(x, lambda x: _public(x[:, :-1].contiguous(), backend="torch").loss)
-    torch.testing.assert_close(got, want)
 
 
 def test_upstream_gradient_of_stride_zero() -> None:
@@ -818,10 +754,10 @@ def test_upstream_gradient_of_stride_zero() -> None:
     torch.testing.assert_close(got, 3 * _gradient(x, lambda x: _public(x).loss))
 
 
-@pytest.mark.parametrize("term", ["policy", "entropy", "k1", "k2", "k3", "full"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_each_term_has_its_gradient(term: str, dtype: torch.dtype) -> None:
-    """An entropy gradient was dropped in silence (TRL); fp16 takes another path than fp32."""
+@pytest.mark.parametrize("term", ["policy", "entropy", "k3", "full"])
+def test_each_term_has_its_gradient_in_fp16(term: str) -> None:
+    """An entropy gradient was dropped in silence (TRL); fp16 goes through the statistics."""
+    dtype = torch.float16
     options: dict[str, Any] = {}
     if term == "entropy":
         options = {"entropy_coef": 1.0}
@@ -839,17 +775,7 @@ def test_each_term_has_its_gradient(term: str, dtype: torch.dtype) -> None:
                              **in_fp64(alone | options)).loss
     )  # fmt: skip
     assert want.abs().max() > 1e-3
-    torch.testing.assert_close(got, want, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-6)
-
-
-def test_autocast_does_not_reach_inside() -> None:
-    x = _leaf()
-    want = _public(x)
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        got = _public(x)
-        gradient = _gradient(x, lambda x: _public(x).loss)
-    assert torch.equal(got.loss, want.loss)
-    assert torch.equal(gradient, _gradient(x, lambda x: _public(x).loss))
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-6)
 
 
 def test_compiles_to_a_full_graph() -> None:
@@ -875,13 +801,12 @@ def test_a_nan_shows_in_loss_gradient_and_metrics(operand: str) -> None:
         rows = module.ppo_loss(*given)
         sums = Sums(*rows.sums)
         assert sums.loss.isnan()
-        assert rows.grad is not None
         assert rows.grad[1].isnan().all()
         assert rows.grad[[0, 2, 3]].isfinite().all()
         assert bool(sums.ratio_max.isnan()) == (operand == "old_logprobs")
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_an_infinite_reference_that_is_only_reported_leaves_the_gradient(estimator: str) -> None:
     arguments = {"logits": torch.randn(2, 37), "tokens": torch.zeros(2, dtype=torch.int64)}
     arguments |= {"old_logprobs": torch.full((2,), -3.6), "advantages": torch.ones(2)}
@@ -894,7 +819,7 @@ def test_an_infinite_reference_that_is_only_reported_leaves_the_gradient(estimat
         assert rows.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("distance", [1e-2, 1e-3, 1e-4])
+@pytest.mark.parametrize("distance", [1e-2, 1e-4])
 def test_the_full_kl_keeps_its_digits_near_the_reference(distance: float) -> None:
     """Where training starts: t − r of two rounded rows would be off by 1e-3 of the gradient."""
     torch.manual_seed(3)
@@ -912,43 +837,6 @@ def test_the_full_kl_keeps_its_digits_near_the_reference(distance: float) -> Non
         assert found is not None
         error = ((found.double().cpu() - exact).abs() / largest).max()
         assert error < 1e-5
-
-
-# -------------------------------------------------------------------------------- under the lm-head
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunk_size", [1, 4, None])
-def test_the_fused_lm_head_runs_the_kernel_on_its_chunks(dtype, chunk_size) -> None:
-    """The row pass of `linear_ppo_loss` and `linear_token_logprobs` is the backend's."""
-    torch.manual_seed(1)
-    n, vocab, width = 7, 29, 12
-    tokens, mask = torch.randint(vocab, (n,)), torch.arange(n) != 3
-    old, advantages, upstream = torch.randn(n) - 3, torch.randn(n), torch.randn(n)
-    results = {}
-    for backend in ("torch", "triton"):
-        torch.manual_seed(2)
-        leaves = [torch.randn(*shape) for shape in ((n, width), (vocab, width), (vocab,))]
-        leaves = [leaf.to(dtype).requires_grad_() for leaf in leaves]
-        hidden, weight, bias = leaves
-        out = fastppo.linear_ppo_loss(
-            hidden, weight, tokens, old, advantages, mask, bias=bias, chunk_size=chunk_size,
-            entropy_coef=0.1, ref_logprobs=old - 0.1, kl_coef=0.2, backend=backend,
-        )  # fmt: skip
-        (3 * out.loss).backward()
-        logprobs, entropy = fastppo.linear_token_logprobs(
-            hidden, weight, tokens, bias=bias, chunk_size=chunk_size, return_entropy=True,
-            backend=backend,
-        )  # fmt: skip
-        (logprobs @ upstream + entropy.sum()).backward()
-        results[backend] = [out.loss.detach(), out.logprobs, logprobs.detach(), entropy.detach()]
-        results[backend] += [leaf.grad.float() for leaf in leaves]
-    for ours, theirs in zip(results["triton"], results["torch"], strict=True):
-        # fp32: the order of sums. bf16: the interpreter cuts the logits' gradient off where torch
-        # rounds it, one unit in the last place of eight bits in each of the summed products.
-        tolerance = 1e-5 if dtype == torch.float32 else 2**-7
-        scale = theirs.abs().max().item()
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * scale)
 
 
 # -------------------------------------------------------------------------------- choice of backend
@@ -970,20 +858,3 @@ def test_triton_refuses_what_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
         fastppo.token_logprobs(torch.randn(2, 7), tokens, backend="triton")
-
-
-def test_import_without_triton() -> None:
-    code = (
-        "import sys; sys.modules['triton'] = None\n"
-        "import torch, fastppo\n"
-        "fastppo.token_logprobs(torch.randn(2, 7), torch.zeros(2, dtype=torch.int64))"
-    )
-    paths = os.pathsep.join([path for path in sys.path if path])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": paths},
-    )
-    assert done.returncode == 0, done.stderr
