@@ -26,7 +26,8 @@ LOGITS = Tokens(MODELS["tinyllama-1.1b"], 512)
 LINEAR = Tokens(MODELS["llama-68m"], 2048)
 RESPONSES = Sequences(64, 4096)
 
-TURNS, LINEAR_TURNS = 9, 5  # a call of the latter takes seconds
+TURNS = 9
+LINEAR_TURNS = 5  # a call takes seconds
 MEMORY_SHARE = 0.25
 GAE_SPEED_UP = 10.0
 ITERATION_SPEED_UP = 3.0
@@ -99,7 +100,8 @@ def _losses(progress: run.Progress) -> Iterator[Claim]:
     ):
         for entropy_coef in (0.01, 0.0):
             case = build(shape, torch.float32, entropy_coef=entropy_coef)
-            ours, eager = _named(case, "FastPPO"), _named(case, "eager PyTorch")
+            ours = _named(case, "FastPPO")
+            eager = _named(case, "eager PyTorch")
             ratio, memory = _compare(case, ours, eager, progress, turns)
             what = f"{name} with gradients, {case.shape}, V = {shape.model.vocab}"
             what += ", entropy bonus" if entropy_coef else ", no entropy bonus"

@@ -135,7 +135,8 @@ def _device(record: dict[str, Any], *, with_claims: bool) -> str:
 
 def _row(case: dict[str, Any]) -> list[str]:
     timed = {row["provider"]: row for row in case["rows"] if row["status"] == "timed"}
-    ours, plain = timed.get("FastPPO"), _plain(timed)
+    ours = timed.get("FastPPO")
+    plain = _plain(timed)
     others = [r for name, r in timed.items() if not is_ours(name) and name not in PLAIN]
     best = min(others, key=lambda row: row["median_seconds"], default=None)
     return [
@@ -154,7 +155,8 @@ def _plain(by_provider: dict[str, Any]) -> Any:
 
 
 def _growth(sweep: dict[str, Any]) -> list[str]:
-    variable, growth = sweep["variable"], sweep["growth"]
+    variable = sweep["variable"]
+    growth = sweep["growth"]
     sizes = [point["size"] for point in sweep["points"]]
 
     def power(fit: dict[str, Any] | None) -> str:
@@ -224,7 +226,8 @@ def numbers(records: Sequence[dict[str, Any]]) -> str:
         work = claim["text"].partition(":")[0]
         rows.append([work, other, f"{100 / claim['measured']:.0f} %", ""])
     gpus = [device_title(record["device"]) for record in _on_gpus(records)]
-    date, torch = cpu["claims_measured"]["date"][:10], cpu["packages"]["torch"]
+    date = cpu["claims_measured"]["date"][:10]
+    torch = cpu["packages"]["torch"]
     return "\n\n".join(
         [
             f"On a CPU ({device_title(cpu['device'])}, torch {torch}, {date}), FastPPO takes:",
@@ -265,7 +268,8 @@ def update(readme: Path = README, path: Path = PAGE) -> list[Path]:
     records = load()
     text = readme.read_text(encoding="utf-8")
     current(text)  # refuses a README without markers before anything is written
-    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    before = text[: text.index(BEGIN) + len(BEGIN)]
+    after = text[text.index(END) :]
     contents = {readme: f"{before}\n{numbers(records)}\n{after}", path: page(records)}
     changed = []
     for file, content in contents.items():

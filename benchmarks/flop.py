@@ -24,7 +24,8 @@ def counted() -> Iterator[FlopCounterMode]:
     """After the block, `get_total_flops()` of what is yielded has its FLOP."""
     import fastppo.functional.operators  # registers fastppo's operators
 
-    aten, fastppo = torch.ops.aten, torch.ops.fastppo
+    aten = torch.ops.aten
+    fastppo = torch.ops.fastppo
     of_operators = {
         aten._scaled_dot_product_flash_attention_for_cpu: _attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,

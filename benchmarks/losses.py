@@ -50,7 +50,8 @@ def _token_inputs(logprobs: Tensor, generator: torch.Generator) -> Inputs:
 
     None is near its borders, where the gradient jumps: rounding would decide which side is taken.
     """
-    n, device = logprobs.numel(), logprobs.device
+    n = logprobs.numel()
+    device = logprobs.device
     draw = torch.rand(n, generator=generator).to(device)
     place = torch.arange(n, device=device) % 3
     log_ratio = torch.where(place == 0, 0.35 + 0.3 * draw, 0.2 * draw - 0.1)
@@ -89,13 +90,15 @@ def draw_logits(shape: Tokens, dtype: torch.dtype, seed: int, device: torch.devi
 
 def draw_hidden(shape: Tokens, dtype: torch.dtype, seed: int, device: torch.device) -> Inputs:
     generator = torch.Generator().manual_seed(seed)
-    vocab, width = shape.model.vocab, shape.model.hidden
+    vocab = shape.model.vocab
+    width = shape.model.hidden
     hidden = draw_normal((shape.n, width), dtype, device, seed)
     weight = draw_normal((vocab, width), dtype, device, seed + 2**20).mul_(2 / width**0.5)
     tokens = torch.randint(vocab, (shape.n,), generator=generator).to(device)
     logprobs = _logprobs(lambda rows: (hidden[rows] @ weight.T).float(), tokens, vocab)
     inputs = _token_inputs(logprobs, generator)
-    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    hidden = hidden.requires_grad_()
+    weight = weight.requires_grad_()
     return {"hidden": hidden, "weight": weight, "tokens": tokens, **inputs}
 
 
@@ -118,15 +121,18 @@ def token_losses(
 
 def _exact_loss(entropy_coef: float, with_gradient: bool) -> Callable[[Inputs], dict[str, Truth]]:
     def truth(inputs: Inputs) -> dict[str, Truth]:
-        logits, n = inputs["logits"].detach(), inputs["tokens"].numel()
+        logits = inputs["logits"].detach()
+        n = inputs["tokens"].numel()
         # fp32 holds a stored gradient to 6e-8 of each entry: far below every tolerance here.
         grad = torch.empty_like(logits, dtype=torch.float32) if with_gradient else None
-        total = size = 0.0
+        total = 0.0
+        size = 0.0
         for rows in _row_slices(n, logits.shape[-1]):
             x = logits[rows].double().requires_grad_(with_gradient)
             old, advantages = (inputs[k][rows].double() for k in ("old_logprobs", "advantages"))
             losses = token_losses(x, inputs["tokens"][rows], old, advantages, entropy_coef)
-            total, size = total + losses.sum().item(), size + losses.abs().sum().item()
+            total = total + losses.sum().item()
+            size = size + losses.abs().sum().item()
             if grad is not None:
                 grad[rows] = torch.autograd.grad(losses.sum() / n, x)[0].float()
         loss = torch.tensor(total / n, dtype=torch.float64, device=logits.device)
@@ -205,7 +211,8 @@ def loss_case(
     with_gradient: bool = True,
 ) -> Case:
     leaves = ("logits",) if with_gradient else ()
-    n, logits_bytes = shape.n, shape.n * shape.model.vocab * dtype.itemsize
+    n = shape.n
+    logits_bytes = n * shape.model.vocab * dtype.itemsize
     name = "loss" if with_gradient else "loss, forward"
 
     def provider(label: str, function: Callable[..., Tensor]) -> Provider:
@@ -281,7 +288,8 @@ def _named(logprobs: Tensor, entropy: Tensor | None) -> Outputs:
 
 
 def _exact_stats(inputs: Inputs) -> dict[str, Truth]:
-    logits, tokens = inputs["logits"].detach(), inputs["tokens"]
+    logits = inputs["logits"].detach()
+    tokens = inputs["tokens"]
     parts = []
     for rows in _row_slices(tokens.numel(), logits.shape[-1]):
         log_p = torch.log_softmax(logits[rows].double(), -1)
@@ -333,13 +341,15 @@ def _exact_linear_loss(entropy_coef: float) -> Callable[[Inputs], dict[str, Trut
         weight = inputs["weight"].detach().double()
         grad_hidden = torch.empty_like(inputs["hidden"], dtype=torch.float64)
         grad_weight = torch.zeros_like(weight)
-        total = size = 0.0
+        total = 0.0
+        size = 0.0
         for rows in _row_slices(n, weight.shape[0]):
             hidden = inputs["hidden"].detach()[rows].double()
             logits = (hidden @ weight.T).requires_grad_()
             old, advantages = (inputs[k][rows].double() for k in ("old_logprobs", "advantages"))
             losses = token_losses(logits, inputs["tokens"][rows], old, advantages, entropy_coef)
-            total, size = total + losses.sum().item(), size + losses.abs().sum().item()
+            total = total + losses.sum().item()
+            size = size + losses.abs().sum().item()
             (grad,) = torch.autograd.grad(losses.sum() / n, logits)
             grad_hidden[rows] = grad @ weight
             grad_weight.addmm_(grad.T, hidden)
@@ -391,7 +401,8 @@ def _gemms(gradients: bool) -> Provider:
 
     @torch.no_grad()
     def call(inputs: Inputs) -> Outputs:
-        hidden, weight = inputs["hidden"], inputs["weight"]
+        hidden = inputs["hidden"]
+        weight = inputs["weight"]
         logits = hidden @ weight.T
         if not gradients:
             return {"logits": logits}
@@ -408,7 +419,9 @@ in the worst entry."""
 def linear_loss_case(
     shape: Tokens, dtype: torch.dtype, *, entropy_coef: float = ENTROPY_COEF
 ) -> Case:
-    n, vocab, width = shape.n, shape.model.vocab, shape.model.hidden
+    n = shape.n
+    vocab = shape.model.vocab
+    width = shape.model.hidden
     leaves = ("hidden", "weight")
 
     def provider(label: str, function: Callable[..., Tensor]) -> Provider:
@@ -508,8 +521,10 @@ def _our_linear_stats(
 
 
 def _exact_linear_stats(inputs: Inputs) -> dict[str, Truth]:
-    hidden, weight = inputs["hidden"].detach(), inputs["weight"].detach().double()
-    tokens, parts = inputs["tokens"], []
+    hidden = inputs["hidden"].detach()
+    weight = inputs["weight"].detach().double()
+    tokens = inputs["tokens"]
+    parts = []
     for rows in _row_slices(tokens.numel(), weight.shape[0]):
         log_p = torch.log_softmax(hidden[rows].double() @ weight.T, -1)
         logprobs = log_p.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1)
@@ -528,7 +543,9 @@ is 0.03."""
 
 def linear_logprobs_case(shape: Tokens, dtype: torch.dtype) -> Case:
     """Logprobs are what is asked for; a provider that gives the entropy too has it checked."""
-    n, vocab, width = shape.n, shape.model.vocab, shape.model.hidden
+    n = shape.n
+    vocab = shape.model.vocab
+    width = shape.model.hidden
 
     def provider(label: str, function: Stats) -> Provider:
         @torch.no_grad()

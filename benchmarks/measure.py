@@ -229,7 +229,8 @@ def peak_extra_memory(call: Callable[[], object], device: torch.device) -> int:
     assert profiler.profiler is not None
     events: Any = profiler.profiler.kineto_results.events()
     events = [event for event in events if event.name() == "[memory]"]
-    held = peak = 0
+    held = 0
+    peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
@@ -254,7 +255,8 @@ def max_error(x: Tensor, truth: Tensor) -> float:
 def mean_error(x: Tensor, truth: Tensor) -> float:
     """mean |x − truth| over mean |truth|: shows what a gradient's largest entries, in the tokens'
     columns, hide from `max_error`."""
-    total = scale = 0.0
+    total = 0.0
+    scale = 0.0
     for gap, size in _gaps(x, truth):
         total += gap.sum().item()
         scale += size.sum().item()
@@ -263,7 +265,8 @@ def mean_error(x: Tensor, truth: Tensor) -> float:
 
 def _gaps(x: Tensor, truth: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """(|x − truth|, |truth|) in fp64, a part at a time; inf where there is a NaN."""
-    flat, flat_truth = x.detach().reshape(-1), truth.reshape(-1)
+    flat = x.detach().reshape(-1)
+    flat_truth = truth.reshape(-1)
     for start in range(0, flat.numel(), COMPARE_ELEMENTS):
         part = slice(start, start + COMPARE_ELEMENTS)
         expected = flat_truth[part].double()

@@ -38,7 +38,8 @@ class Bench:
     """Prints a line per measurement, and no more of them when the time is up."""
 
     def __init__(self, device: torch.device, seconds: float) -> None:
-        self.device, self.end = device, time.monotonic() + seconds
+        self.device = device
+        self.end = time.monotonic() + seconds
 
     def line(
         self, name: str, call: Callable[[], object], *, bytes_: int = 0, flop: int = 0
@@ -100,8 +101,10 @@ def smoke(bench: Bench, tiny: bool) -> None:
     """Every launcher once, so that one mistake shows before the tests compile for minutes."""
     device = bench.device
     operands = rows_of(2 if tiny else 64, 1040 if tiny else 151936, device, torch.bfloat16)
-    logits, tokens = operands["logits"], operands["tokens"]
-    reference, old = torch.randn_like(logits), operands["old_logprobs"]
+    logits = operands["logits"]
+    tokens = operands["tokens"]
+    reference = torch.randn_like(logits)
+    old = operands["old_logprobs"]
     hidden, weight = (torch.randn(s, 64, device=device).bfloat16() for s in (64, 2048))
     few = torch.randint(2048, (64,), device=device)
     flat = torch.randn(64, device=device)
@@ -216,7 +219,8 @@ def _full_kl(bench: Bench, operands: dict[str, Any]) -> None:
 def _host(bench: Bench, name: str, call: Callable[[], object], tiny: bool) -> None:
     call()
     bench.wait()
-    count, begin = 2 if tiny else 200, time.perf_counter()
+    count = 2 if tiny else 200
+    begin = time.perf_counter()
     for _ in range(count):
         call()
     print(f"{name:56s} {1e6 * (time.perf_counter() - begin) / count:9.0f}")
@@ -230,7 +234,8 @@ def head(bench: Bench, tiny: bool) -> None:
         hidden = torch.randn(n, width, device=bench.device).bfloat16()
         weight = (torch.randn(vocab, width, device=bench.device) * 3 / width**0.5).bfloat16()
         tokens = torch.randint(vocab, (n,), device=bench.device)
-        flat, flop = torch.randn(n, device=bench.device), 2 * n * width * vocab
+        flat = torch.randn(n, device=bench.device)
+        flop = 2 * n * width * vocab
 
         loss_of = partial(_head_loss, hidden, weight, tokens, flat)
         stats = partial(fastppo.linear_token_logprobs, hidden, weight, tokens, backend="triton")
@@ -248,7 +253,8 @@ def _head_loss(
     flat: torch.Tensor,
     chunk_size: int,
 ) -> None:
-    x, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    x = hidden.detach().requires_grad_()
+    w = weight.detach().requires_grad_()
     out = fastppo.linear_ppo_loss(x, w, tokens, flat, flat, chunk_size=chunk_size, **CLIPPED)
     out.loss.backward()
 

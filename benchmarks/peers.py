@@ -28,7 +28,8 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 CLIP_RATIO = 0.2
 KL_COEF = 0.05
-GAMMA, LAM = 1.0, 0.95
+GAMMA = 1.0
+LAM = 0.95
 
 Stats = Callable[..., tuple[Tensor, Tensor | None]]
 """(logits, tokens) or (hidden, weight, tokens) → logprobs, and the entropy where there is one."""
@@ -88,7 +89,8 @@ def trl_stats(device: torch.device) -> Stats:
     return stats
 
 
-TRL_COLUMNS, TRL_KERNEL_COLUMNS = 8192, 32768
+TRL_COLUMNS = 8192
+TRL_KERNEL_COLUMNS = 32768
 """Of a chunk: TRL 1.12 leaves it to the user, its newest trainers take the second."""
 
 

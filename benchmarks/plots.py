@@ -8,7 +8,8 @@ from typing import Any
 from benchmarks.report import exponent, is_ours, seconds, size
 
 COLUMNS = 3
-OURS, OTHERS = "#1f5fa8", "#9aa5b1"
+OURS = "#1f5fa8"
+OTHERS = "#9aa5b1"
 
 
 def draw(record: dict[str, Any], folder: Path) -> list[Path]:

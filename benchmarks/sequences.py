@@ -62,7 +62,8 @@ def draw_sequences(shape: Sequences, seed: int, device: torch.device) -> Inputs:
 
 def loop_gae(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """GAE by a loop over time, as TRL's PPOTrainer writes it: padding is zeroed beforehand."""
-    rewards, values = rewards.masked_fill(~mask, 0.0), values.masked_fill(~mask, 0.0)
+    rewards = rewards.masked_fill(~mask, 0.0)
+    values = values.masked_fill(~mask, 0.0)
     length = values.shape[1]
     last: Tensor | float = 0.0
     reversed_advantages = []
@@ -80,7 +81,8 @@ def _exact_gae(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[np.ndarra
     r, v = (x.detach().cpu().double().numpy().T.copy() for x in (rewards, values))
     m = mask.cpu().numpy().T
     advantages = np.zeros_like(v)
-    next_value, next_advantage = np.zeros(v.shape[1]), np.zeros(v.shape[1])
+    next_value = np.zeros(v.shape[1])
+    next_advantage = np.zeros(v.shape[1])
     for t in reversed(range(v.shape[0])):
         advantage = r[t] + GAMMA * next_value - v[t] + GAMMA * LAM * next_advantage
         next_value = np.where(m[t], v[t], next_value)
@@ -257,7 +259,8 @@ def _whiten_from(function: Callable[..., Tensor]) -> Callable[[Inputs], Outputs]
 
 
 def _whiten_truth(inputs: Inputs) -> dict[str, Truth]:
-    x, mask = inputs["values"].cpu().double().numpy(), inputs["mask"].cpu().numpy()
+    x = inputs["values"].cpu().double().numpy()
+    mask = inputs["mask"].cpu().numpy()
     return _sequence_truth(inputs["mask"].device, whitened=_exact_whitened(x, mask))
 
 

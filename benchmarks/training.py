@@ -240,7 +240,9 @@ def _make_experience(
     learner: _Learner, parts: list[Tensor], prompt: int, scores: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Old logprobs, values, whitened advantages, returns: [B, R] each."""
-    logprobs, ref_logprobs, values = [], [], []
+    logprobs = []
+    ref_logprobs = []
+    values = []
     with torch.no_grad():
         for ids in parts:
             tokens = ids[:, prompt:]
@@ -249,7 +251,8 @@ def _make_experience(
             values.append(learner.value_head(out.hidden.to(learner.dtype)).squeeze(-1))
             ref = _forward(learner.reference, ids, prompt).logits.to(learner.dtype)
             ref_logprobs.append(_stats(ref, tokens)[0])
-        old, value = torch.cat(logprobs), torch.cat(values)
+        old = torch.cat(logprobs)
+        value = torch.cat(values)
         rewards = -KL_COEF * (old - torch.cat(ref_logprobs))
         rewards[:, -1] += scores
         mask = torch.ones_like(old, dtype=torch.bool)
@@ -313,7 +316,8 @@ def _exact_update(lab: Lab, inputs: Inputs) -> dict[str, Truth]:
     head = copy.deepcopy(lab.value_head).double()
     learner = _Learner(exact, exact, head, torch.float64)
     ids = torch.cat([inputs["prompts"], inputs["responses"]], 1)
-    prompt, microbatch = lab.shape.prompt, lab.shape.microbatch
+    prompt = lab.shape.prompt
+    microbatch = lab.shape.microbatch
     metrics = _update(learner, ids, prompt, microbatch, inputs["scores"].double())
     norms = [p.grad.norm() for p in _parameters(learner) if p.grad is not None]
     metrics["grad_norm"] = torch.stack(norms).norm()

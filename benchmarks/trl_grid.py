@@ -37,7 +37,8 @@ SHAPES = [
 
 def describe(result: dict[str, Any]) -> dict[str, Any]:
     """A shape's row: what the results file keeps."""
-    flop, seconds = result["fastppo_flop"], statistics.median(result["fastppo_seconds"])
+    flop = result["fastppo_flop"]
+    seconds = statistics.median(result["fastppo_seconds"])
     floor = flop / result["matmul_flop_per_second"]
     return {
         "options": result["options"],

@@ -22,7 +22,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastppo import PPOLoss, combine_sums, linear_ppo_loss, linear_token_logprobs, loss_metrics
 
-EPISODES, MINIBATCHES, STEPS = 128, 2, 4  # of one process; STEPS microbatches to an optimiser step
+EPISODES = 128  # of one process
+MINIBATCHES = 2
+STEPS = 4  # microbatches of an optimiser step
 
 
 class Policy(nn.Module):
@@ -68,7 +70,8 @@ def roll_out(policy: Policy, accelerator: Accelerator) -> tuple[Tensor, list[Ten
 
 def gradient(policy: Policy, batch: list[Tensor], microbatches: int, by: str) -> Tensor:
     """The gradient of a minibatch in so many microbatches, flat, as accelerate would add it up."""
-    total, parameters = batch[-1].sum(), list(policy.parameters())
+    total = batch[-1].sum()
+    parameters = list(policy.parameters())
     found = torch.zeros(sum(p.numel() for p in parameters), device=total.device)
     for part in zip(*(x.chunk(microbatches) for x in batch), strict=True):
         denominator = total / microbatches if by == "total / steps" else part[-1].sum()

@@ -22,7 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastppo import linear_ppo_loss, linear_token_logprobs
 
-EPISODES, MINIBATCHES = 64, 4  # episodes of one process
+EPISODES = 64  # of one process
+MINIBATCHES = 4
 
 
 class Policy(nn.Module):
@@ -39,10 +40,15 @@ class Policy(nn.Module):
         weight = self.causal_lm.lm_head.weight  # in here a plain tensor [V, H]
         if sequences.shape[1] < PROMPT + RESPONSE:
             return states[:, -1] @ weight.T
-        given = states[:, PROMPT - 1 : -1], weight, sequences[:, PROMPT:]
+        predicting = states[:, PROMPT - 1 : -1]
+        responses = sequences[:, PROMPT:]
         if not operands:
-            return linear_token_logprobs(*given)
-        return linear_ppo_loss(*given, *operands, denominator=denominator).loss
+            return linear_token_logprobs(predicting, weight, responses)
+        old_logprobs, advantages = operands
+        out = linear_ppo_loss(
+            predicting, weight, responses, old_logprobs, advantages, denominator=denominator
+        )
+        return out.loss
 
 
 def shard(policy: Policy) -> None:
@@ -59,7 +65,8 @@ def shard(policy: Policy) -> None:
 @torch.no_grad()
 def roll_out(policy: Policy, device: torch.device) -> tuple[float, list[Tensor]]:
     """(mean reward, [sequences, old logprobs, advantages]) of this process's episodes."""
-    sequences = prompts = draw_prompts(EPISODES, device)
+    prompts = draw_prompts(EPISODES, device)
+    sequences = prompts
     for _ in range(RESPONSE):
         drawn = torch.multinomial(policy(sequences).softmax(-1), 1)
         sequences = torch.cat([sequences, drawn], dim=1)

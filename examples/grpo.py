@@ -18,8 +18,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastppo import linear_ppo_loss, linear_token_logprobs
 
-PROMPTS, GROUP, MINIBATCHES = 16, 8, 2
-CLIP, KL_COEF = (0.2, 0.28), 0.01  # the upper clip is wider: Yu et al. 2025 (DAPO)
+PROMPTS = 16
+GROUP = 8
+MINIBATCHES = 2
+CLIP = (0.2, 0.28)  # the upper clip is wider: Yu et al. 2025 (DAPO)
+KL_COEF = 0.01
 
 
 def train(iterations: int, seed: int = 0) -> list[float]:

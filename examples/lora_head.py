@@ -23,7 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastppo import head_weight, linear_ppo_loss, linear_token_logprobs, token_logprobs
 
-EPISODES, RANK = 32, 4
+EPISODES = 32
+RANK = 4
 
 
 def adapted(**more: Any) -> Any:
@@ -41,7 +42,8 @@ def adapted(**more: Any) -> Any:
     targets = ["q_proj", "v_proj", "lm_head"]
     plain = LlamaForCausalLM(config)
     if more.get("lora_bias"):
-        targets, plain.lm_head = ["lm_head"], torch.nn.Linear(64, VOCABULARY)
+        targets = ["lm_head"]
+        plain.lm_head = torch.nn.Linear(64, VOCABULARY)
     lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=targets, **more)
     with warnings.catch_warnings():  # PEFT's use of an attribute that transformers renamed
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
@@ -69,7 +71,8 @@ def adapter_gradient(model: Any, logprobs: Tensor) -> float:
 
 def compare(kind: str, model: Any, sequences: Tensor) -> None:
     """The model's own logprobs, by merging the adapters, and by leaving them out."""
-    responses, lm_head = sequences[:, PROMPT:], model.get_output_embeddings()
+    responses = sequences[:, PROMPT:]
+    lm_head = model.get_output_embeddings()
     wanted = token_logprobs(model(sequences).logits[:, PROMPT - 1 : -1], responses)
     hidden = hidden_states(model, sequences)
     by_logits = adapter_gradient(model, wanted)

@@ -18,9 +18,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastppo import compute_advantages, linear_ppo_loss, linear_token_logprobs, value_loss
 
-VOCABULARY, PROMPT, RESPONSE = 16, 4, 8  # tokens 0 to 15; lengths in tokens
-EPISODES, EPOCHS, MINIBATCHES = 128, 2, 4
-CLIP, VF_COEF, KL_COEF, ENTROPY_COEF, GAMMA, LAM = 0.2, 0.5, 0.01, 0.01, 1.0, 0.95
+VOCABULARY = 16  # tokens 0 to 15
+PROMPT = 4  # tokens
+RESPONSE = 8  # tokens
+EPISODES = 128
+EPOCHS = 2
+MINIBATCHES = 4
+CLIP = 0.2
+VF_COEF = 0.5
+KL_COEF = 0.01
+ENTROPY_COEF = 0.01
+GAMMA = 1.0
+LAM = 0.95
 
 
 def draw_prompts(count: int, device: torch.device) -> Tensor:

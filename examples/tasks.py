@@ -32,7 +32,8 @@ class Adding:
     """One episode at a time: `reset` gets the columns that it names."""
 
     def reset(self, prompt: str, total: str) -> None:
-        self.total, self.has_called = total, False
+        self.total = total
+        self.has_called = False
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
         """(what the policy reads next, what it earned, whether the episode is over)."""
@@ -82,7 +83,8 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = Path(arguments.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    held_out, training = rows()[:HELD_OUT], rows()[HELD_OUT:]
+    held_out = rows()[:HELD_OUT]
+    training = rows()[HELD_OUT:]
     (folder / "held-out.jsonl").write_text("\n".join(map(json.dumps, held_out)))
     config = PPOConfig(
         output_dir=str(folder),

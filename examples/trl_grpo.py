@@ -29,7 +29,11 @@ from transformers import (
 
 from fastppo.integrations.trl import GRPOTrainer
 
-VOCABULARY, PROMPT, RESPONSE, GROUP, ROWS = 16384, 4, 16, 8, 32
+VOCABULARY = 16384
+PROMPT = 4
+RESPONSE = 16
+GROUP = 8
+ROWS = 32
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -104,7 +108,8 @@ def train(kind: type, steps: int, folder: str) -> Any:
 
 def loss_memory(trainer: Any) -> int:
     """Bytes at the peak of one more loss and its gradient, above what was there before."""
-    (inputs, *_), model = trainer._buffered_inputs, trainer.model
+    inputs = trainer._buffered_inputs[0]
+    model = trainer.model
     model.zero_grad()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -114,7 +119,8 @@ def loss_memory(trainer: Any) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         trainer._compute_loss(model, inputs).backward()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = peak = 0
+    live = 0
+    peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)

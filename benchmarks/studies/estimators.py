@@ -146,7 +146,8 @@ def _draw(runs: list[dict[str, Any]], seconds: float, path: Path) -> None:
     x = np.linspace(0, seconds, 80)
     for label in SETTINGS:
         lines = np.array([at_seconds(run[label], "reward", x, SMOOTH) for run in runs])
-        mean, spread = lines.mean(0), lines.std(0)
+        mean = lines.mean(0)
+        spread = lines.std(0)
         (line,) = left.plot(x, mean, linewidth=1.8, label=label)
         colour = line.get_color()
         left.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.12)

@@ -76,7 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--betas", type=float, nargs="+", default=[0.0, 0.02, 0.05, 0.1])
     options = parser.parse_args(arguments)
     if options.quick:
-        options.seeds, options.iterations, options.interval = 1, 6, 2
+        options.seeds = 1
+        options.iterations = 6
+        options.interval = 2
         options.betas = [0.0, 0.05]
     if options.iterations < options.interval:
         parser.error(f"--iterations must be >= {options.interval}, the evaluations' interval")

@@ -44,9 +44,13 @@ class _Short(reprlib.Repr):
 
     def __init__(self) -> None:
         super().__init__()
-        self.maxstring = self.maxother = 160
-        self.maxlevel, self.maxlong = 3, 60
-        self.maxlist = self.maxtuple = self.maxdict = 4
+        self.maxstring = 160
+        self.maxother = 160
+        self.maxlevel = 3
+        self.maxlong = 60
+        self.maxlist = 4
+        self.maxtuple = 4
+        self.maxdict = 4
 
     def repr_int(self, x: int, level: int) -> str:
         # Python refuses to write a number of more than 4300 digits.
@@ -96,7 +100,8 @@ def tensor(
 def check_unit_interval(name: str, x: Tensor) -> None:
     """Refuses values outside [0, 1], where looking is free."""
     if _values_are_free(x):
-        least, most = x.min().item(), x.max().item()
+        least = x.min().item()
+        most = x.max().item()
         if not 0 <= least <= most <= 1:
             raise ValueError(f"{name} must be in [0, 1], got values from {least} to {most}")
 
@@ -104,7 +109,8 @@ def check_unit_interval(name: str, x: Tensor) -> None:
 def check_positive(name: str, x: Tensor) -> None:
     """Refuses values that are not finite and > 0, where looking is free."""
     if _values_are_free(x):
-        least, most = x.min().item(), x.max().item()
+        least = x.min().item()
+        most = x.max().item()
         if not 0 < least <= most < math.inf:
             raise ValueError(f"{name} must be finite and > 0, got values from {least} to {most}")
 
@@ -157,7 +163,8 @@ def clip_range(clip_ratio: float | tuple[float, float] | None) -> tuple[float, f
             raise ValueError(f"clip_ratio must be ε or (ε_low, ε_high), got {clip_ratio!r}")
         low, high = clip_ratio
     else:
-        low = high = clip_ratio
+        low = clip_ratio
+        high = clip_ratio
     number("clip_ratio", low)
     number("clip_ratio", high)
     if not (low >= 0 and high >= 0):

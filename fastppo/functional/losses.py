@@ -290,9 +290,9 @@ def _loss_of_statistics(
     with torch.no_grad():
         terms, gradients = torch_rows.token_loss(logprobs, full_kl, per_token, objective, counts)
         sums = torch_rows.loss_sums(logprobs, entropies, terms, per_token, objective, counts)
-    inputs = (logprobs, entropies, full_kl)
+    loss = PPOLossFunction.apply(sums[LOSS], gradients, "torch", logprobs, entropies, full_kl)
     return PPOLoss(
-        loss=PPOLossFunction.apply(sums[LOSS], gradients, "torch", *inputs),
+        loss=loss,
         logprobs=torch.where(counts, logprobs.detach(), 0.0).view(shape),
         entropy=torch.where(counts, entropies.detach(), 0.0).view(shape),
         kl=terms.kl.view(shape),

@@ -47,8 +47,8 @@ class _Slot(NamedTuple):
         if value is None and self.optional:
             return [None] * len(self.schema)
         if type(value) is not self.record:
-            expected = self.record.__name__ + " or None" * self.optional
-            raise TypeError(f"expected {expected}, got {type(value).__name__}")
+            or_none = " or None" if self.optional else ""
+            raise TypeError(f"expected {self.record.__name__}{or_none}, got {type(value).__name__}")
         fields = zip(self.parts, value, strict=True)
         return [flat_value for part, field in fields for flat_value in part.flatten(field)]
 
@@ -131,7 +131,8 @@ class Operator(Generic[R]):
     def flatten(self, **operands: Any) -> list[Any]:
         """The arguments of `flat_operator`."""
         if operands.keys() != self.operands.keys():
-            expected, got = ", ".join(self.operands), ", ".join(operands)
+            expected = ", ".join(self.operands)
+            got = ", ".join(operands)
             raise TypeError(f"{self.name} expected the operands {expected}, got {got}")
         return [
             flat_value

@@ -91,7 +91,9 @@ class ValueLossFunction(torch.autograd.Function):
         clip_ratio: float | None,
     ) -> tuple[Tensor, Tensor]:
         wide = accumulation_dtype(values.dtype)
-        wide_values, wide_returns, weights = values.to(wide), returns.to(wide), weights.to(wide)
+        wide_values = values.to(wide)
+        wide_returns = returns.to(wide)
+        weights = weights.to(wide)
         counts = weights != 0
         error = (wide_values - wide_returns).square()
         clipped_count = error.new_zeros(())

@@ -104,7 +104,8 @@ class Checkpoints:
 
     def how_far(self) -> str:
         """What a run that was stopped says of itself."""
-        done, end = self.state.iteration, self.config.iterations
+        done = self.state.iteration
+        end = self.config.iterations
         return f" after {done} of {end} iterations; `--resume true` goes on from {self.newest}"
 
     def resume(self) -> bool:

@@ -56,7 +56,8 @@ class Progress:
         """Notes an evaluation; one in which the run `waits` does not count against it."""
         # A reward that is not finite is never better.
         if reward > (-math.inf if self.best is None else self.best):
-            self.best, self.since = reward, 0
+            self.best = reward
+            self.since = 0
         elif not waits:
             self.since += 1
 

@@ -166,7 +166,8 @@ def check_responses(
     context: int | None,
 ) -> None:
     """Raises ValueError where responses do not fit their prompts, the context or the vocabulary."""
-    responses, finish_reasons = rollout.tokens, rollout.finish_reasons
+    responses = rollout.tokens
+    finish_reasons = rollout.finish_reasons
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         if not response:
             raise ValueError(f"response {row} is empty")

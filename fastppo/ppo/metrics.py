@@ -209,7 +209,7 @@ def experience_metrics(experience: Experience, spread: Tensor) -> dict[str, floa
     Args:
         spread: 0-d, the deviation of the advantages before they were whitened.
     """
-    batch, count = experience.batch, experience.batch.response_count
+    batch = experience.batch
     metrics = {
         "response_length": batch.written_lengths.float().mean().to(batch.device),
         "value": experience.old_values.mean(),
@@ -222,7 +222,7 @@ def experience_metrics(experience: Experience, spread: Tensor) -> dict[str, floa
         # and published runs speak of.
         total_kl = sampled_kl(experience.old_logprobs, experience.ref_logprobs).sum()
         metrics["kl"] = total_kl / len(batch)
-        metrics["kl_per_token"] = total_kl / max(1, count)
+        metrics["kl_per_token"] = total_kl / max(1, batch.response_count)
     return to_floats(metrics)
 
 

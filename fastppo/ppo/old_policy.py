@@ -84,7 +84,8 @@ def read_old_policy(
         ValueError: `old_logprobs=sampler`, and the engine does not give them.
     """
     device = model.device
-    logprobs = values = None
+    logprobs = None
+    values = None
     if given_policy is not None:
         logprobs = _on(device, given_policy.logprobs)
         values = _on(device, given_policy.values)
