@@ -47,7 +47,8 @@ def device_name(device: torch.device) -> str:
 def busy_cpu(device: torch.device) -> list[str]:
     """[a sentence] where torch's threads have to share their cores: they wait for one another in
     every operation, and a small model takes many times as long."""
-    cores, threads = os.cpu_count() or 1, torch.get_num_threads()
+    cores = os.cpu_count() or 1
+    threads = torch.get_num_threads()
     if device.type != "cpu" or threads == 1 or not hasattr(os, "getloadavg"):
         return []
     load = os.getloadavg()[0]
@@ -105,7 +106,7 @@ def cast_matrices(
     """
     matrices: dict[nn.Module, nn.Parameter] = {}
     for module in linear_layers(trunk) if dtype is not None else ():
-        weight = module._parameters.get("weight")
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is not None and weight.dtype == torch.float32:
             matrices[module] = weight
     try:
@@ -114,11 +115,11 @@ def cast_matrices(
                 held[module] = nn.Parameter(weight.detach().to(dtype), requires_grad=False)
             else:
                 held[module].data.copy_(weight.detach())
-            module._parameters["weight"] = held[module]
+            module.weight = held[module]
         yield
     finally:
         for module, weight in matrices.items():
-            module._parameters["weight"] = weight
+            module.weight = weight
 
 
 def linear_layers(trunk: nn.Module) -> list[Any]:

@@ -18,8 +18,7 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from fastppo.models.pretrained import attention_implementation, causal_lm_config
@@ -109,8 +108,9 @@ class Files:
         names = {id(parameter): name for name, parameter in causal_lm.named_parameters()}
         filled: dict[nn.Parameter, nn.Parameter] = {}
         for module in model.modules():
-            for leaf, parameter in list(module._parameters.items()):
-                if parameter is None or not parameter.is_meta:
+            parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+            for leaf, parameter in list(parameters):
+                if not parameter.is_meta:
                     continue
                 if parameter not in filled:  # tied weights stay one parameter
                     value = torch.empty_like(parameter, device=device)
@@ -125,14 +125,27 @@ class Files:
         local = value
         start = 0
         if isinstance(value, DTensor):
-            _, (start, *_) = compute_local_shape_and_global_offset(
-                value.shape, value.device_mesh, value.placements
-            )
+            start = _first_row(value)
             local = value.to_local()
         if name is None:
             local.zero_()
         elif local.numel():
             local.copy_(self.rows(name, start, start + local.shape[0]))
+
+
+def _first_row(value: DTensor) -> int:
+    """The first row of this rank's shard of a tensor that is sharded by rows."""
+    coordinate = value.device_mesh.get_coordinate()
+    assert coordinate is not None
+    start = 0
+    rows = value.shape[0]
+    for rank, ranks, placement in zip(
+        coordinate, value.device_mesh.shape, value.placements, strict=True
+    ):
+        if placement.is_shard():
+            rows, offset = Shard.local_shard_size_and_offset(rows, ranks, rank)
+            start += offset
+    return start
 
 
 def open_files(name: str, dtype: torch.dtype, attn_implementation: str) -> Files | None:

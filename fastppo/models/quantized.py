@@ -54,9 +54,9 @@ def quantization_config(kind: str, dtype: torch.dtype) -> Any:
 
 def is_quantized(module: nn.Module) -> bool:
     """Whether it is a linear layer of 4 bits a weight, adapters around it apart."""
-    return type(module).__name__ == "Linear4bit" and hasattr(
-        module._parameters.get("weight"), "quant_state"
-    )
+    # PEFT's layer around it has the same name, and no weight that is a parameter of its own.
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    return type(module).__name__ == "Linear4bit" and hasattr(weight, "quant_state")
 
 
 def dequantized_weight(layer: Any) -> Tensor:

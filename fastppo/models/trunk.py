@@ -26,6 +26,15 @@ from fastppo.models.attention import (
     window,
 )
 
+DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
 TAKES_MARK = "_fastppo_takes_mark"
 """The attribute of a trunk that says what `prepare` found."""
 
@@ -173,7 +182,7 @@ def context_length(model: Any) -> int | None:
 def switch_dropout_off(model: nn.Module) -> None:
     """Sets every dropout probability in the model to 0, modules and plain attributes alike."""
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, DROPOUTS):
             module.p = 0.0
         for name, value in vars(module).items():
             if isinstance(value, float) and "drop" in name:

@@ -95,11 +95,8 @@ class MasterWeights:
         self._round()
 
     def _round(self) -> None:
-        pairs = self._rounded
-        if pairs:
-            weights = [weight.detach() for weight, _ in pairs]
-            masters = [master.detach() for _, master in pairs]
-            torch._foreach_copy_(weights, masters)
+        for weight, master in self._rounded:
+            weight.detach().copy_(master.detach())
 
 
 class MasterAdamW(MasterWeights, torch.optim.AdamW):

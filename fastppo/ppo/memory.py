@@ -36,8 +36,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastppo.data.batch import Batch, Layout
 from fastppo.functional import arguments
@@ -183,6 +181,9 @@ class PlannedRun:
         self.policy = make_policy(causal_lm, None, config, loader)
         self.reference = make_reference(self.policy, None, config, loader)
         self.reward_models = self._reward_models()
+        # Their lengths are read, so they are made here, before tensors are fake.
+        self.experience_layout = self._layout(config.rollout_batch_size)
+        self.update_layout = self._layout(config.rollout_batch_size // config.minibatches)
 
     def _reward_models(self) -> list[Any]:
         models = []
@@ -249,8 +250,12 @@ class PlannedRun:
     def _state_bytes(self, stepped: list[nn.Parameter]) -> int:
         if self.config.optimizer == "adamw8bit":
             return bytes_of(moment for p in stepped for moment in empty_moments(p))
-        states = tree_leaves(list(self.optimizer.state.values()))
-        return bytes_of(state for state in states if isinstance(state, Tensor))
+        return bytes_of(
+            state
+            for states_of_weight in self.optimizer.state.values()
+            for state in states_of_weight.values()
+            if isinstance(state, Tensor)
+        )
 
     def _four_bits(self) -> tuple[int, int]:
         """Bytes that frozen matrices of 4 bits save, and those of the largest in the dtype of its
@@ -335,7 +340,7 @@ class PlannedRun:
     def experience(self) -> Phase:
         """The policy's and the reference's pass over a microbatch."""
         config = self.config
-        layout = self._layout(self.sequences_at_once(config.rollout_batch_size))
+        layout = without_values(self.experience_layout)
         with torch.no_grad(), self.live.peak() as transient:
             with self.policy.autocast():
                 positions = torch.cat([layout.predicting, layout.final])
@@ -355,7 +360,7 @@ class PlannedRun:
         config = self.config
         minibatch = config.rollout_batch_size // config.minibatches
         rows = self.sequences_at_once(minibatch)
-        layout = self._layout(rows)
+        layout = without_values(self.update_layout)
         exact_kl = config.kl_loss_coef > 0 and config.kl_loss_estimator == "full"
         # The reference's logits beside the policy's, or under a loss scale their gradient.
         buffers = 2 if exact_kl or config.precision == "fp16" else 1
@@ -450,12 +455,21 @@ class PlannedRun:
                 dtype = parameter.grad_dtype or parameter.dtype
                 parameter.grad = torch.empty_like(parameter, dtype=dtype)
 
-    def _layout(self, rows: int) -> Layout:
+    def _layout(self, sequences: int) -> Layout:
+        """Of the microbatch that runs at once, of so many sequences that there are."""
+        rows = self.sequences_at_once(sequences)
         prompts = [[0] * self.prompt_tokens] * rows
         responses = [[0] * self.config.max_new_tokens] * rows
-        with _disable_current_modes():  # its lengths are read
-            layout = Batch.of(prompts, responses).layout()
-        return tree_map_only(Tensor, torch.empty_like, layout)
+        return Batch.of(prompts, responses).layout()
+
+
+def without_values(layout: Layout) -> Layout:
+    """The same shapes: under FakeTensorMode, in fake tensors."""
+    return Layout(
+        input_ids=torch.empty_like(layout.input_ids),
+        predicting=torch.empty_like(layout.predicting),
+        final=torch.empty_like(layout.final),
+    )
 
 
 def token_ids(rows: int, begin: int, end: int) -> dict[str, Any]:
@@ -469,5 +483,6 @@ def token_ids(rows: int, begin: int, end: int) -> dict[str, Any]:
 
 def cache_bytes(cache: Any) -> int:
     """Of the tensors of a cache of transformers."""
-    held = tree_leaves([list(vars(layer).values()) for layer in cache.layers])
-    return bytes_of(x for x in held if isinstance(x, Tensor))
+    return bytes_of(
+        x for layer in cache.layers for x in vars(layer).values() if isinstance(x, Tensor)
+    )

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fastppo.models.pretrained import model_config
@@ -41,13 +40,19 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
-                self._count(tensor.untyped_storage())
+        self._count_tensors(out)
         return out
 
+    def _count_tensors(self, out: Any) -> None:
+        """A tensor, or those of a list or tuple."""
+        if isinstance(out, (list, tuple)):
+            for part in out:
+                self._count_tensors(part)
+        elif isinstance(out, Tensor) and out.device.type != "meta":
+            self._count(out.untyped_storage())
+
     def _count(self, storage: Any) -> None:
-        key = storage._cdata
+        key = id(storage)  # a storage's Python object lives as long as the storage
         if key in self._storages:
             return
         size = storage.nbytes()
@@ -72,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
 
 def bytes_of(tensors: Iterable[Any]) -> int:
     """Of the storages of tensors, each once."""
-    storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in tensors}
+    storages = {id(x.untyped_storage()): x.untyped_storage() for x in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -105,13 +110,14 @@ def materialize(model: nn.Module) -> None:
     """
     materialized: dict[Tensor, Tensor] = {}  # tied weights are one
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if tensor not in materialized:
-                    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    if isinstance(tensor, nn.Parameter):
-                        fake = nn.Parameter(fake, tensor.requires_grad)
-                    materialized[tensor] = fake
-                tensors[name] = materialized[tensor]  # type: ignore[assignment]
+        tensors = [
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        for name, tensor in tensors:
+            if tensor not in materialized:
+                fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                if isinstance(tensor, nn.Parameter):
+                    fake = nn.Parameter(fake, tensor.requires_grad)
+                materialized[tensor] = fake
+            setattr(module, name, materialized[tensor])
