@@ -232,12 +232,12 @@ def reward(config: Any) -> None:
 def train(config: Any, profile: int = 0) -> None:
     from fastppo.ppo.build import world_of
     from fastppo.ppo.trainer import PPOTrainer
-    from fastppo.run.lock import held
+    from fastppo.run.lock import run_lock
     from fastppo.run.profile import profiled
 
     _quiet_libraries()
     world = world_of(config)
-    with world.answering(), held(config.output_dir, world):  # before a model is loaded
+    with world.answering(), run_lock(config.output_dir, world):  # before a model is loaded
         trainer = PPOTrainer(config, world=world)
         with profiled(trainer, profile):
             trainer.train()

@@ -6,7 +6,6 @@ after it, decoded without special tokens.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -73,7 +72,12 @@ def encode_prompt(prompt: Any, tokenizer: Any, where: str) -> list[int]:
 
 def _ends(ids: Sequence[int], token: int | None) -> int:
     """How many of a token come last."""
-    return sum(1 for _ in itertools.takewhile(lambda last: last == token, reversed(ids)))
+    count = 0
+    for last in reversed(ids):
+        if last != token:
+            break
+        count += 1
+    return count
 
 
 def check_text(text: str, where: str) -> None:

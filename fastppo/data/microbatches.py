@@ -52,7 +52,8 @@ def _sizes(longest_first: list[int], limits: Limits) -> list[int]:
     count = len(longest_first)
     if limits.tokens is None:
         full, rest = divmod(count, limits.sequences)
-        return [limits.sequences] * full + [rest] * (rest > 0)
+        sizes = [limits.sequences] * full
+        return [*sizes, rest] if rest else sizes
     sizes: list[int] = []
     begin = 0
     computed = 0
@@ -90,8 +91,9 @@ class Dealt(NamedTuple):
 
     def of_rank(self, rank: int) -> list[Tensor]:
         """The rows of each microbatch that a rank runs, fillers included."""
-        own = self.ranks[rank]
-        return own + [self.filler] * (self.rounds - len(own))
+        microbatches_of_rank = self.ranks[rank]
+        fillers = [self.filler] * (self.rounds - len(microbatches_of_rank))
+        return microbatches_of_rank + fillers
 
 
 def longest_over_mean(work: Tensor) -> float:

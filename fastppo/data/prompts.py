@@ -69,7 +69,8 @@ def encode_prompts(
     if column not in rows[0]:
         raise DataError(f"{source}: no column {column!r}; there are {', '.join(rows[0]) or 'none'}")
     prompts = Prompts([], [])
-    names = [name for name in dict.fromkeys(key for row in rows for key in row) if name != column]
+    keys = dict.fromkeys(key for row in rows for key in row)
+    names = [key for key in keys if key != column]
     for reserved in RESERVED_COLUMNS:
         if reserved in names:
             raise DataError(f"{source}: a column may not be called {reserved!r}: rewards get it")

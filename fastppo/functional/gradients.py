@@ -29,7 +29,7 @@ from fastppo.functional import operators
 
 
 class PPOLossFunction(torch.autograd.Function):
-    """PPO's loss, whose gradients by its `inputs` were formed together with it.
+    """PPO's loss, whose gradients with respect to its `inputs` were formed together with it.
 
     `gradients` has an entry for each of the `inputs`, None where it has no gradient. Of logits, of
     a projection's hidden states, weight and bias, or of the tokens' statistics.
@@ -81,7 +81,7 @@ def _scaled(gradient: Tensor, factor: Tensor, backend: str) -> Tensor:
 
 
 class TokenStatisticsFunction(torch.autograd.Function):
-    """(logprobs, entropy, full KL), differentiable by the logits; backward reads them again."""
+    """(logprobs, entropy, full KL), differentiable in the logits; backward reads them again."""
 
     @staticmethod
     def forward(
@@ -119,7 +119,7 @@ class TokenStatisticsFunction(torch.autograd.Function):
 
 
 class LinearTokenStatisticsFunction(torch.autograd.Function):
-    """(logprobs, entropy, full KL), differentiable by hidden, weight, bias; backward forms the
+    """(logprobs, entropy, full KL), differentiable in hidden, weight, bias; backward forms the
     logits again."""
 
     @staticmethod

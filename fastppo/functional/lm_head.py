@@ -102,8 +102,12 @@ def active_copy(lm_head: nn.Module) -> Any:
     copies = getattr(layer, "modules_to_save", None)
     if copies is None:
         return layer
-    active = [] if layer.disable_adapters else [x for x in layer.active_adapters if x in copies]
-    return copies[active[0]] if active else layer.original_module
+    if layer.disable_adapters:
+        return layer.original_module
+    for adapter in layer.active_adapters:
+        if adapter in copies:
+            return copies[adapter]
+    return layer.original_module
 
 
 def _base_layer(layer: Any) -> Any:

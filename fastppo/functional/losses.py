@@ -147,7 +147,7 @@ def ppo_loss(
         backend: "auto", "triton" or "torch".
 
     Returns:
-        PPOLoss: loss () fp32, differentiable by the logits; logprobs, entropy, kl (...) fp32, nats,
+        PPOLoss: loss () fp32, differentiable in the logits; logprobs, entropy, kl (...) fp32, nats,
         detached, 0 where masked; metrics, 0-d tensors on the device.
 
     Raises:
@@ -204,7 +204,7 @@ def ppo_loss(
         if ref_logprobs is None:
             ref_stats = operators.token_stats_op(
                 logits=ref_rows,
-                tokens=_counted_tokens(per_token),
+                tokens=_tokens_or_zero(per_token),
                 softmax=softmax,
                 ref_logits=None,
                 backend=backend,
@@ -215,11 +215,15 @@ def ppo_loss(
     if logits.dtype == torch.float16 and need_grad:
         # The gradient waits for the loss scale: it is formed in the backward pass.
         logprobs, entropies, full_kl = TokenStatisticsFunction.apply(
-            rows, _counted_tokens(per_token), softmax, ref_rows, backend
+            rows, _tokens_or_zero(per_token), softmax, ref_rows, backend
         )
-        full_kl = None if ref_rows is None else full_kl
         return _loss_of_statistics(
-            logprobs, entropies, full_kl, per_token=per_token, objective=objective, shape=shape
+            logprobs,
+            entropies,
+            None if ref_rows is None else full_kl,
+            per_token=per_token,
+            objective=objective,
+            shape=shape,
         )
     operands = {
         "per_token": per_token,
@@ -249,7 +253,7 @@ def ppo_loss(
     )
 
 
-def _counted_tokens(per_token: PerToken) -> Tensor:
+def _tokens_or_zero(per_token: PerToken) -> Tensor:
     """The tokens, with 0 in place of those of weight 0, which may be anything."""
     return torch.where(per_token.weights != 0, per_token.tokens, 0)
 
@@ -285,7 +289,10 @@ def _loss_of_statistics(
     objective: Objective,
     shape: torch.Size,
 ) -> PPOLoss:
-    """PPO's loss, differentiable by the statistics [N]."""
+    """PPO's loss, differentiable with respect to the statistics [N].
+
+    In PyTorch on every device: N numbers are not worth a kernel.
+    """
     counts = per_token.weights != 0
     with torch.no_grad():
         terms, gradients = torch_rows.token_loss(logprobs, full_kl, per_token, objective, counts)
@@ -358,7 +365,7 @@ def linear_ppo_loss(
     is refused.
 
     Returns:
-        PPOLoss, as `ppo_loss` does; the loss is differentiable by hidden, weight and bias.
+        PPOLoss, as `ppo_loss` does; the loss is differentiable in hidden, weight and bias.
 
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or options disagree; a DTensor is passed.
@@ -411,7 +418,7 @@ def linear_ppo_loss(
     compact = mask is not None and not torch.compiler.is_compiling()
     if ref is not None and kl_estimator != "full":
         if ref_logprobs is None:
-            ref_logprobs, _ = _counted_statistics(
+            ref_logprobs, _ = _statistics_of_weighted_rows(
                 ref,
                 per_token=per_token,
                 softmax=softmax,
@@ -423,7 +430,7 @@ def linear_ppo_loss(
         ref = None
     if is_fp16:
         # 8·N·H·V FLOP, because backward forms the logits again, after the loss scale.
-        logprobs, entropies = _counted_statistics(
+        logprobs, entropies = _statistics_of_weighted_rows(
             head,
             per_token=per_token,
             softmax=softmax,
@@ -459,7 +466,7 @@ def linear_ppo_loss(
     )
 
 
-def _counted_statistics(
+def _statistics_of_weighted_rows(
     head: Projection,
     *,
     per_token: PerToken,
@@ -468,9 +475,9 @@ def _counted_statistics(
     compact: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropy [N] of the tokens that count, differentiable by the head's parts.
+    """Logprobs and entropy [N] of the tokens that count, differentiable in the head's parts.
 
-    Rows of weight 0 are cut out if `compact` allows it, and then 0; else they are read as zeros,
+    Rows of weight 0 are left out if `compact` allows it, and then 0; else they are read as zeros,
     because 0·NaN would reach the weight's gradient.
     """
     hidden = head.hidden
@@ -484,7 +491,7 @@ def _counted_statistics(
         softmax = softmax.at(rows)
     else:
         hidden = torch.where(counts.unsqueeze(-1), hidden, 0.0)
-        tokens = _counted_tokens(per_token)
+        tokens = _tokens_or_zero(per_token)
     logprobs, entropies, _ = LinearTokenStatisticsFunction.apply(
         hidden, head.weight, head.bias, tokens, softmax, None, gemm, backend
     )

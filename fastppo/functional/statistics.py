@@ -114,7 +114,7 @@ def linear_token_stats(
         temperature, logit_scale, softcap, backend: see `ppo_loss`.
 
     Returns:
-        TokenStats(logprobs, entropy, kl): (...) fp32, nats, differentiable by hidden, weight and
+        TokenStats(logprobs, entropy, kl): (...) fp32, nats, differentiable in hidden, weight and
         bias. Under `torch.no_grad()` it costs 2·N·H·V FLOP, and 2·N·H'·V more with a reference; the
         backward pass forms the logits again, because the upstream gradient is not known before.
 

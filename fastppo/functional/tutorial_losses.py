@@ -76,7 +76,7 @@ def policy_loss(
 class ValueLossFunction(torch.autograd.Function):
     """(Σ w·½(V − R)², how many tokens' error is that of the clipped value), 0-d each.
 
-    The first is differentiable by the values, twice too. A clipped value does not move, so that a
+    The first is differentiable in the values, twice too. A clipped value does not move, so that a
     token whose clipped error is the larger one has no derivative; within the clip range both errors
     are one. NaN counts as clipped, and shows.
     """
@@ -139,7 +139,7 @@ def value_loss(
         mask, aggregation, denominator, weights: see `ppo_loss` and `aggregation_weights`.
 
     Returns:
-        () fp32, differentiable by the values. The value term of `total_loss` is twice this.
+        () fp32, differentiable in the values. The value term of `total_loss` is twice this.
 
     Source: Schulman et al. 2017, eq. 9, whose squared error has no ½; ½ and clipping, the PPO code
     of OpenAI baselines.
@@ -225,7 +225,7 @@ def total_loss(
 
     Returns:
         dict of 0-d tensors: total_loss, policy_loss, value_loss (without the ½), entropy;
-        differentiable by logprobs, values and logits.
+        differentiable in logprobs, values and logits.
 
     Source: Schulman et al. 2017, eq. 9.
     """

@@ -175,7 +175,10 @@ def stop_token_ids(
         return tuple(chosen)
     stops: list[int] = []
     for value in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
-        stops += value if isinstance(value, list) else [] if value is None else [value]
+        if isinstance(value, list):
+            stops += value
+        elif value is not None:
+            stops.append(value)
     return tuple(dict.fromkeys(stops))
 
 

@@ -147,8 +147,8 @@ def prepare(trunk: Any) -> None:
     setattr(trunk, TAKES_MARK, same)
 
 
-def take_mark_of(trunk: Any, other: Any) -> None:
-    """What `prepare` found for a trunk is true of another one with the same weights."""
+def copy_mark_support(trunk: Any, other: Any) -> None:
+    """Whether a trunk takes the mark, as `prepare` found, holds for another with its weights."""
     setattr(other, TAKES_MARK, takes_mark(trunk))
 
 

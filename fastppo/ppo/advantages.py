@@ -24,10 +24,10 @@ from fastppo.data.batch import Batch, on_device
 from fastppo.functional.advantages import Advantages, compute_advantages, gae, whiten
 from fastppo.functional.statistics import sampled_kl
 from fastppo.ppo.config import CRITIC_FREE, PPOConfig
-from fastppo.ppo.old_policy import OldPolicy, Reference
+from fastppo.ppo.old_policy import OldPolicy, ReferenceStats
 from fastppo.rewards.scorer import Scores
 
-OF_RESPONSES = ("sequence", "rloo", "group")
+ONE_PER_RESPONSE = ("sequence", "rloo", "group")
 """Kinds that have one advantage for all tokens of a response."""
 
 COMPLETE_RETURNS = ("sequence", *CRITIC_FREE)
@@ -40,8 +40,8 @@ WHITEN_EPS = 1e-8
 """Added to the variance of the advantages, as in `fastppo.whiten`."""
 
 
-class Learned(NamedTuple):
-    """What an update learns from, packed [N] fp32."""
+class BatchAdvantages(NamedTuple):
+    """Advantages and returns of a batch, packed [N] fp32."""
 
     advantages: Tensor
     returns: Tensor
@@ -50,14 +50,14 @@ class Learned(NamedTuple):
     vary and there is nothing to learn."""
 
 
-class Paid(NamedTuple):
-    """What the responses of a batch are paid, on its device, and what it is compared with."""
+class RewardedBatch(NamedTuple):
+    """A batch with its rewards and all else that its advantages depend on, on its device."""
 
     batch: Batch
     last: Tensor
-    """[B], at the last token."""
+    """[B] rewards at the last token of each response."""
     within: Tensor | None
-    """[N], at each token."""
+    """[N] rewards at each token, added to those of the last ones."""
     old_logprobs: Tensor
     """[N], nats; `ref_logprobs` likewise."""
     ref_logprobs: Tensor | None
@@ -77,23 +77,24 @@ def make_advantages(
     *,
     truncated: Sequence[bool],
     old: OldPolicy,
-    reference: Reference,
+    ref_stats: ReferenceStats,
     kl_coef: float,
-) -> Learned:
+) -> BatchAdvantages:
     """Shaped rewards, advantages and returns of the packed responses.
 
     Args:
-        rewards: paid at the last token and within the responses.
+        rewards: of the responses, at their last tokens and within them.
         truncated: [B], whether a response was cut off.
         old: the rollout policy's logprobs and values.
-        reference: its logprobs, or none for no KL, and the exact KL in place of an estimate.
+        ref_stats: the reference's logprobs, or none for no KL, and the exact KL in place of an
+            estimate.
         kl_coef: β of the KL in the reward.
     """
     within = None if rewards.within is None else rewards.within.to(batch.device)
-    if reference.logprobs is None:
+    if ref_stats.logprobs is None:
         kl_coef = 0.0
-    if reference.exact_kl is not None:
-        penalty = -kl_coef * reference.exact_kl
+    if ref_stats.exact_kl is not None:
+        penalty = -kl_coef * ref_stats.exact_kl
         within = penalty if within is None else within + penalty
         kl_coef = 0.0
     bootstrap = None
@@ -101,77 +102,79 @@ def make_advantages(
         assert old.final_values is not None
         bootstrap = old.final_values * torch.tensor(truncated, device=batch.device).float()
     has_values = options.advantage not in CRITIC_FREE
-    paid = Paid(
+    rewarded = RewardedBatch(
         batch=batch,
         last=rewards.last.to(batch.device),
         within=within,
         old_logprobs=old.logprobs,
-        ref_logprobs=reference.logprobs,
+        ref_logprobs=ref_stats.logprobs,
         kl_coef=kl_coef,
-        # The exact KL is paid above; at a coefficient of 0 nobody formed it, and nothing is paid.
+        # The exact KL is among the rewards already; at a coefficient of 0 nobody computed it.
         kl_estimator="k1" if options.kl_estimator == "full" else options.kl_estimator,
         values=old.values if has_values else torch.zeros_like(old.values),
         bootstrap=bootstrap,
     )
-    if options.advantage in OF_RESPONSES:
-        learned = _of_responses(paid, options)
+    if options.advantage in ONE_PER_RESPONSE:
+        estimates = _response_advantages(rewarded, options)
     elif options.gae_by == "turn":
-        learned = _of_turns(paid, options)
+        estimates = _turn_advantages(rewarded, options)
     else:
-        learned = _of_tokens(paid, options)
-    if options.whiten_advantages == "variance" and len(learned.advantages) > 1:
-        scale = (learned.advantages.var() + WHITEN_EPS).rsqrt()
-        return learned._replace(advantages=learned.advantages * scale)
-    return learned
+        estimates = _token_advantages(rewarded, options)
+    if options.whiten_advantages == "variance" and len(estimates.advantages) > 1:
+        scale = (estimates.advantages.var() + WHITEN_EPS).rsqrt()
+        return estimates._replace(advantages=estimates.advantages * scale)
+    return estimates
 
 
-def _of_tokens(paid: Paid, options: PPOConfig) -> Learned:
+def _token_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAdvantages:
     """GAE whose steps are tokens."""
     lam: float | Tensor = options.lam
     if options.advantage in COMPLETE_RETURNS:
         lam = 1.0
     elif options.lam_alpha is not None:
         # λ = 1 − 1/(α·length) of each response, Yue et al. 2025 (VAPO).
-        lengths = paid.batch.written_lengths.to(paid.batch.device).float().clamp(min=1)
+        lengths = rewarded.batch.written_lengths.to(rewarded.batch.device).float().clamp(min=1)
         lam = (1 - 1 / (options.lam_alpha * lengths)).clamp(min=0)
-    result = _token_gae(paid, options, lam=lam, whiten=options.whiten_advantages == "full")
+    result = _token_gae(rewarded, options, lam=lam, whiten=options.whiten_advantages == "full")
     returns = result.returns
     if options.value_lam is not None:
-        returns = _token_gae(paid, options, lam=options.value_lam, whiten=False).returns
+        returns = _token_gae(rewarded, options, lam=options.value_lam, whiten=False).returns
     # Returns are never whitened.
-    spread = (result.returns - paid.values).std(correction=0)
-    return Learned(result.advantages, returns, spread)
+    spread = (result.returns - rewarded.values).std(correction=0)
+    return BatchAdvantages(result.advantages, returns, spread)
 
 
-def _token_gae(paid: Paid, options: PPOConfig, *, lam: float | Tensor, whiten: bool) -> Advantages:
+def _token_gae(
+    rewarded: RewardedBatch, options: PPOConfig, *, lam: float | Tensor, whiten: bool
+) -> Advantages:
     return compute_advantages(
-        paid.last,
-        paid.values,
-        paid.old_logprobs,
-        paid.ref_logprobs,
-        torch.ones_like(paid.values, dtype=torch.bool),
-        cu_seqlens=paid.batch.cu_seqlens,
-        kl_coef=paid.kl_coef,
-        kl_estimator=paid.kl_estimator,
+        rewarded.last,
+        rewarded.values,
+        rewarded.old_logprobs,
+        rewarded.ref_logprobs,
+        torch.ones_like(rewarded.values, dtype=torch.bool),
+        cu_seqlens=rewarded.batch.cu_seqlens,
+        kl_coef=rewarded.kl_coef,
+        kl_estimator=rewarded.kl_estimator,
         gamma=options.gamma,
         lam=lam,
         whiten=whiten,
-        bootstrap=paid.bootstrap,
-        token_rewards=paid.within,
+        bootstrap=rewarded.bootstrap,
+        token_rewards=rewarded.within,
         backend=options.backend,
     )
 
 
-def _of_responses(paid: Paid, options: PPOConfig) -> Learned:
+def _response_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAdvantages:
     """The advantage of a response for each of its tokens."""
-    result = _token_gae(paid, options, lam=1.0, whiten=False)
-    count = len(paid.values)
-    first = paid.batch.cu_seqlens[:-1].clamp(max=max(0, count - 1))
-    of_responses = _against_group(result.advantages[first], options)
-    lengths = paid.batch.written_lengths.to(paid.batch.device)
-    advantages = of_responses.repeat_interleave(lengths, output_size=count)
+    result = _token_gae(rewarded, options, lam=1.0, whiten=False)
+    count = len(rewarded.values)
+    first = rewarded.batch.cu_seqlens[:-1].clamp(max=max(0, count - 1))
+    by_response = _against_group(result.advantages[first], options)
+    lengths = rewarded.batch.written_lengths.to(rewarded.batch.device)
+    advantages = by_response.repeat_interleave(lengths, output_size=count)
     spread = advantages.std(correction=0)
-    return Learned(_whitened(advantages, options), result.returns, spread)
+    return BatchAdvantages(_whitened(advantages, options), result.returns, spread)
 
 
 def _against_group(rewards: Tensor, options: PPOConfig) -> Tensor:
@@ -197,22 +200,26 @@ def _against_group(rewards: Tensor, options: PPOConfig) -> Tensor:
     return above.flatten()
 
 
-def _of_turns(paid: Paid, options: PPOConfig) -> Learned:
+def _turn_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAdvantages:
     """GAE whose steps are turns."""
-    rewards = torch.zeros_like(paid.values) if paid.within is None else paid.within.clone()
-    if paid.kl_coef:
-        assert paid.ref_logprobs is not None
-        kl = sampled_kl(paid.old_logprobs, paid.ref_logprobs, paid.kl_estimator)
-        rewards -= paid.kl_coef * kl
-    rewards[paid.batch.cu_seqlens[1:] - 1] += paid.last
-    advantages, returns = turn_gae(paid, rewards, options.lam, options)
+    rewards = (
+        torch.zeros_like(rewarded.values) if rewarded.within is None else rewarded.within.clone()
+    )
+    if rewarded.kl_coef:
+        assert rewarded.ref_logprobs is not None
+        kl = sampled_kl(rewarded.old_logprobs, rewarded.ref_logprobs, rewarded.kl_estimator)
+        rewards -= rewarded.kl_coef * kl
+    rewards[rewarded.batch.cu_seqlens[1:] - 1] += rewarded.last
+    advantages, returns = turn_gae(rewarded, rewards, options.lam, options)
     spread = advantages.std(correction=0)
     if options.value_lam is not None:
-        _, returns = turn_gae(paid, rewards, options.value_lam, options)
-    return Learned(_whitened(advantages, options), returns, spread)
+        _, returns = turn_gae(rewarded, rewards, options.value_lam, options)
+    return BatchAdvantages(_whitened(advantages, options), returns, spread)
 
 
-def turn_gae(paid: Paid, rewards: Tensor, lam: float, options: PPOConfig) -> tuple[Tensor, Tensor]:
+def turn_gae(
+    rewarded: RewardedBatch, rewards: Tensor, lam: float, options: PPOConfig
+) -> tuple[Tensor, Tensor]:
     """GAE whose steps are turns, γ and λ per turn, with V_k the value before turn k:
 
         δ_k = Σ r_t of the turn + γ·V_{k+1} − V_k,   A_k = δ_k + γλ·A_{k+1}
@@ -221,20 +228,20 @@ def turn_gae(paid: Paid, rewards: Tensor, lam: float, options: PPOConfig) -> tup
         rewards: [N] fp32, by token, with the KL's share and the score in them.
 
     Returns:
-        ([N] advantages, that of its turn for every token; [N] returns: what is paid from a token to
+        ([N] advantages, that of its turn for every token; [N] returns: the rewards from a token to
         the end of its turn, and γ·(V_{k+1} + λ·A_{k+1})).
     """
-    turn_counts, turn_lengths = paid.batch.turns()
-    counts = on_device(turn_counts, paid.batch.device)
-    lengths = on_device(turn_lengths, paid.batch.device)
+    turn_counts, turn_lengths = rewarded.batch.turns()
+    counts = on_device(turn_counts, rewarded.batch.device)
+    lengths = on_device(turn_lengths, rewarded.batch.device)
     first = lengths.cumsum(0) - lengths
     advantages, returns = gae(
         torch.segment_reduce(rewards, "sum", lengths=lengths),
-        paid.values[first],
+        rewarded.values[first],
         cu_seqlens=torch.nn.functional.pad(counts.cumsum(0), (1, 0)),
         gamma=options.gamma,
         lam=lam,
-        bootstrap=paid.bootstrap,
+        bootstrap=rewarded.bootstrap,
         backend=options.backend,
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from fastppo.models.pretrained import (
 )
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.models.sharding import is_sharded, shard, unsharded
-from fastppo.models.trunk import prepare, take_mark_of
+from fastppo.models.trunk import copy_mark_support, prepare
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.curriculum import Curriculum
 from fastppo.ppo.evaluation import Evaluation
@@ -153,9 +153,9 @@ def build(
         config, model=model, reference=reference, tokenizer=tokenizer, device=device, world=world
     )
     policy = models.policy
-    with models.whole():
-        # A reference that is a copy does what the policy does.
-        other_reference = None if models.copied_reference else models.frozen_reference
+    with models.gathered():
+        # A reference that was read in shards has no whole weights to try, and is the policy's copy.
+        other_reference = None if models.reference_in_shards else models.frozen_reference
         packing_note = choose_packing(config.packing, policy, other_reference)
         chosen_engine, engine_note = choose_engine(config, engine, policy, tokenizer, world)
     data = load_data(config, prompts, tokenizer, models)
@@ -264,22 +264,26 @@ class Models:
         return None if self.reference is None else self.reference.frozen
 
     @property
-    def copied_reference(self) -> LanguageModel | None:
-        """The reference that is a copy of a policy which was read in shards."""
+    def reference_in_shards(self) -> LanguageModel | None:
+        """The reference's own model, where it is a copy of a policy that was read in shards and is
+        read in shards itself."""
         if self.reference is None or self.reference.is_given or not self.read_in_shards:
             return None
         return self.reference.frozen
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """The policy's weights are whole on every rank for the block."""
-        with unsharded(self.policy) if self.read_in_shards else nullcontext():
-            if self.read_in_shards:
-                trunk = self.policy.causal_lm.base_model
-                prepare(trunk)
-                self.policy.check_heads()
-                if self.copied_reference is not None:
-                    take_mark_of(trunk, self.copied_reference.causal_lm.base_model)
+    def gathered(self) -> Iterator[None]:
+        """The policy's weights are whole on every rank for the block. If it was read in shards, its
+        attention and its heads are checked here, which needs whole weights."""
+        if not self.read_in_shards:
+            yield
+            return
+        with unsharded(self.policy):
+            trunk = self.policy.causal_lm.base_model
+            prepare(trunk)
+            self.policy.check_heads()
+            if self.reference_in_shards is not None:
+                copy_mark_support(trunk, self.reference_in_shards.causal_lm.base_model)
             yield
 
     def shard(self, world: World) -> None:
@@ -327,10 +331,12 @@ def load_models(
             fingerprints["reference_model"] = fingerprint.of_weights(of_reference)
     models = Models(policy, ref_policy, stop, fingerprints, read_in_shards=files is not None)
     if files is not None:
-        for empty in (policy, models.copied_reference):
-            if empty is not None:
-                fill = functools.partial(files.fill, empty, empty.causal_lm, device)
-                shard(empty, world, fill=fill)
+        for model_without_weights in (policy, models.reference_in_shards):
+            if model_without_weights is not None:
+                read_shards = functools.partial(
+                    files.fill, model_without_weights, model_without_weights.causal_lm, device
+                )
+                shard(model_without_weights, world, fill=read_shards)
     return models
 
 

@@ -95,16 +95,23 @@ def add_ptx_gradient(
 ) -> Tensor:
     """PPO-ptx: adds γ times the gradient of the language-model loss on blocks of text [n, T] int64,
     which the ranks share; returns that loss, 0-d."""
-    own = world.own(len(blocks))
+    rows = world.own(len(blocks))
     size = options.limits().count(options.ptx_block_size)
-    parts = [*blocks[own.start : own.stop].to(model.device).split(size)] if own else []
-    most = math.ceil(len(blocks) / world.size)  # of one rank
+    parts: list[Tensor] = []
+    if rows:
+        parts += blocks[rows.start : rows.stop].to(model.device).split(size)
+    blocks_per_rank = math.ceil(len(blocks) / world.size)
     losses = []
-    for i in range(math.ceil(most / size)):
-        part = parts[i] if i < len(parts) else blocks[:1].to(model.device)
+    for i in range(math.ceil(blocks_per_rank / size)):
+        # A rank that has no more blocks runs one without weight: collectives wait for all ranks.
+        part = blocks[:1].to(model.device)
+        share = 0.0
+        if i < len(parts):
+            part = parts[i]
+            share = len(part) / len(blocks)
         with model.autocast():
             loss = model.language_model_loss(part, options.backend)
-            loss = loss * (len(part) / len(blocks) if i < len(parts) else 0.0)
+            loss = loss * share
         scaler.scale(options.ptx_coef * loss).backward()
         losses.append(loss.detach())
     total = torch.zeros((), device=model.device)

@@ -28,8 +28,9 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.metrics import to_floats
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
 
-OUTSIDE = 0.1
-"""A ratio π_old/π_sampler beyond 1 ± this is counted: half of the default clip range."""
+MISMATCH_LIMIT = 0.1
+"""Tokens whose ratio π_old/π_sampler is beyond 1 ± this are a metric: half of the default clip
+range."""
 
 
 class OldPolicy(NamedTuple):
@@ -53,8 +54,8 @@ class GivenPolicy(NamedTuple):
     values: Tensor | None = None
 
 
-class Reference(NamedTuple):
-    """What a reference policy makes of a batch: per token [N] fp32, nats, no gradient."""
+class ReferenceStats(NamedTuple):
+    """Statistics of a batch under the reference policy: [N] fp32, nats, no gradient."""
 
     logprobs: Tensor | None = None
     """None without a reference."""
@@ -108,8 +109,12 @@ def read_old_policy(
             evaluation.final_values,
         )
         if rollout.sampler_logprobs is not None:
-            sampled = rollout.logprobs if rollout.logprobs is not None else rollout.sampler_logprobs
-            old = old._replace(metrics=mismatch(old.logprobs, torch.cat(sampled).to(device)))
+            # Those without the restrictions of the sampling, if the engine gives them.
+            engine_logprobs = rollout.logprobs
+            if engine_logprobs is None:
+                engine_logprobs = rollout.sampler_logprobs
+            metrics = mismatch(old.logprobs, torch.cat(engine_logprobs).to(device))
+            old = old._replace(metrics=metrics)
     # The same weights in fp32 differ by rounding alone, and there is nothing to correct.
     if rollout.sampler_logprobs is None or (is_exact and not sampling.is_restricted):
         return old
@@ -125,18 +130,18 @@ def _on(device: torch.device, x: Tensor | None) -> Tensor | None:
 
 def read_reference(
     reference: ReferencePolicy | None, plan: MicrobatchPlan, options: PPOConfig, *, kl_coef: float
-) -> Reference:
+) -> ReferenceStats:
     """The reference's logprobs of a batch in microbatches, and the exact KL if the reward takes it.
 
     Args:
         kl_coef: of the reward; 0 asks for no exact KL.
     """
     if reference is None:
-        return Reference()
+        return ReferenceStats()
     if options.kl_estimator == "full" and kl_coef > 0:
         token_kl = reference.token_kl(plan.batches, **options.softmax)
-        return Reference(plan.in_order(token_kl.ref_logprobs), plan.in_order(token_kl.kl))
-    return Reference(plan.in_order(reference.logprobs(plan.batches, **options.softmax)))
+        return ReferenceStats(plan.in_order(token_kl.ref_logprobs), plan.in_order(token_kl.kl))
+    return ReferenceStats(plan.in_order(reference.logprobs(plan.batches, **options.softmax)))
 
 
 def wants_sampler(rollout: Rollout, is_exact: bool, options: PPOConfig) -> bool:
@@ -187,6 +192,6 @@ def mismatch(logprobs: Tensor, sampled: Tensor) -> dict[str, float]:
         {
             "mismatch/mean": gap.abs().mean(),
             "mismatch/worst": gap.abs().max(),
-            "mismatch/outside": ((ratio - 1).abs() > OUTSIDE).float().mean(),
+            "mismatch/outside": ((ratio - 1).abs() > MISMATCH_LIMIT).float().mean(),
         }
     )

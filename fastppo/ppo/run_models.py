@@ -81,12 +81,13 @@ class ModelLoader:
 
     def check_vocabulary(self, name: str, option: str, tokenizer: Any) -> None:
         """Raises ValueError if a token of the policy's tokenizer means another thing to a model."""
-        theirs = load_tokenizer(name, option).get_vocab()
-        ours = tokenizer.get_vocab()
-        if theirs != ours:
+        model_tokens = load_tokenizer(name, option).get_vocab()
+        policy_tokens = tokenizer.get_vocab()
+        if model_tokens != policy_tokens:
             raise ValueError(
-                f"{option} {name}: its tokenizer has another vocabulary ({len(theirs)} tokens) "
-                f"than the policy's ({len(ours)}), so it cannot read the policy's tokens"
+                f"{option} {name}: its tokenizer has another vocabulary ({len(model_tokens)} "
+                f"tokens) than the policy's ({len(policy_tokens)}), so it cannot read the policy's "
+                "tokens"
             )
 
 
@@ -192,21 +193,23 @@ def check_reference(
     reference: LanguageModel, policy: ActorCritic, tokenizer: Any, config: PPOConfig
 ) -> None:
     """Raises ValueError where the KL to another model cannot be formed."""
-    theirs = reference.head
-    ours = policy.head
-    if tokenizer is not None and theirs.vocabulary < len(tokenizer):
+    ref_head = reference.head
+    head = policy.head
+    if tokenizer is not None and ref_head.vocabulary < len(tokenizer):
         raise ValueError(
-            f"the reference has a vocabulary of {theirs.vocabulary} tokens and the policy's "
+            f"the reference has a vocabulary of {ref_head.vocabulary} tokens and the policy's "
             f"tokenizer {len(tokenizer)}: it cannot read the policy's tokens"
         )
-    is_exact = "full" in (config.kl_estimator, config.kl_loss_estimator)
-    same = theirs.transform == ours.transform and theirs.vocabulary == ours.vocabulary
-    if is_exact and not same:
+    needs_exact_kl = "full" in (config.kl_estimator, config.kl_loss_estimator)
+    has_same_logits = (
+        ref_head.transform == head.transform and ref_head.vocabulary == head.vocabulary
+    )
+    if needs_exact_kl and not has_same_logits:
         raise ValueError(
             "the exact KL (full) needs a reference with the policy's vocabulary and logit "
-            f"transform: expected {ours.vocabulary} tokens, scale {ours.logit_scale:g} and "
-            f"soft-cap {ours.softcap}, got {theirs.vocabulary}, {theirs.logit_scale:g} and "
-            f"{theirs.softcap}. Use k1, k2 or k3"
+            f"transform: expected {head.vocabulary} tokens, scale {head.logit_scale:g} and "
+            f"soft-cap {head.softcap}, got {ref_head.vocabulary}, {ref_head.logit_scale:g} and "
+            f"{ref_head.softcap}. Use k1, k2 or k3"
         )
 
 

@@ -186,7 +186,7 @@ class PPOTrainer:
         """
         if self.prompts is None or not (self.scorer.terms or self.turns.pays):
             raise ValueError("train() needs prompts and at least one reward; step() needs neither")
-        return TrainingRun(self).to_the_end()
+        return TrainingRun(self).run()
 
     def iterate(
         self, prompts: Prompts, options: PPOConfig, timer: PhaseTimer | None = None
@@ -254,27 +254,27 @@ class PPOTrainer:
                     sampling=self.sampling,
                     given_policy=given_policy,
                 )
-                reference = read_reference(self.reference, plan, options, kl_coef=kl_coef)
-        learned = make_advantages(
+                ref_stats = read_reference(self.reference, plan, options, kl_coef=kl_coef)
+        estimates = make_advantages(
             batch,
             rewards,
             options,
             truncated=rollout.truncated,
             old=old,
-            reference=reference,
+            ref_stats=ref_stats,
             kl_coef=kl_coef,
         )
         experience = Experience(
             batch,
             old_logprobs=old.logprobs,
             old_values=old.values,
-            advantages=learned.advantages,
-            returns=learned.returns,
-            ref_logprobs=reference.logprobs,
+            advantages=estimates.advantages,
+            returns=estimates.returns,
+            ref_logprobs=ref_stats.logprobs,
             importance_weights=old.importance_weights,
         )
-        metrics = experience_metrics(experience, learned.spread) | old.metrics | plan.metrics
-        if reference.logprobs is not None:
+        metrics = experience_metrics(experience, estimates.spread) | old.metrics | plan.metrics
+        if ref_stats.logprobs is not None:
             metrics["kl_coef"] = kl_coef
         return experience, metrics
 
@@ -290,10 +290,12 @@ class PPOTrainer:
             for minibatch in experience.minibatches(
                 order, options.minibatches, options.aggregation
             ):
-                planned = state.iteration * options.steps_per_iteration + len(meter.steps)
-                learning_rate = set_learning_rate(self.optimizer, planned, self.config)
-                wanted = options.limits(self.model.packing)
-                for attempt in self.fitting.attempts(wanted, len(minibatch)):
+                # Of the schedule, which goes on where an epoch stopped early.
+                step = state.iteration * options.steps_per_iteration + len(meter.steps)
+                learning_rate = set_learning_rate(self.optimizer, step, self.config)
+                # One attempt, unless memory runs out: then another, with smaller microbatches.
+                configured = options.limits(self.model.packing)
+                for attempt in self.fitting.attempts(configured, len(minibatch)):
                     with attempt as limits:
                         self.optimizer.zero_grad(set_to_none=True)
                         loss = None  # that of a failed attempt would keep its activations
@@ -330,7 +332,8 @@ class PPOTrainer:
         layout = self.model.layout(micro.batch)
         with self.model.autocast():
             hidden, values = self.model(layout, detach_values=warming_up)
-            head = self.model.head  # once it is whole: where it is sharded, the pass gathers it
+            # After the forward pass, which has gathered its weight where models are sharded.
+            head = self.model.head
             with (
                 exact_kl_operands(self.reference, layout, options) as exact_kl,
                 torch.set_grad_enabled(not warming_up),
@@ -395,17 +398,17 @@ class PPOTrainer:
         # Once a step the host waits for a GPU, here. A gradient that is not finite must not reach
         # AdamW, nor zeros in its place: its moments would still decay and the weights move by them.
         # So the step waits until the host has seen the norm; nothing in a microbatch waits.
-        numbers = to_floats({"loss": sums.loss, **norms, "policy_kl": sums.approx_kl})
-        policy_kl = numbers.pop("policy_kl")
-        if all(map(math.isfinite, numbers.values())):
+        metrics = to_floats({"loss": sums.loss, **norms, "policy_kl": sums.approx_kl})
+        policy_kl = metrics.pop("policy_kl")
+        if all(map(math.isfinite, metrics.values())):
             self.optimizer.step()
             state.skipped_in_a_row = 0
-        elif state.overflowed and math.isfinite(numbers["loss"]):
+        elif state.overflowed and math.isfinite(metrics["loss"]):
             state.overflowed_steps += 1
         else:
             sentence = skip_step(
                 minibatch,
-                numbers,
+                metrics,
                 state,
                 model=self.model,
                 output_dir=self.config.output_dir,
@@ -415,12 +418,12 @@ class PPOTrainer:
         state.optimizer_step += 1
         if state.overflowed:
             # A norm is no metric where a loss scale that was too large made it.
-            numbers = {
+            metrics = {
                 name: value
-                for name, value in numbers.items()
+                for name, value in metrics.items()
                 if name == "loss" or math.isfinite(value)
             }
-        return StepReport(numbers, policy_kl)
+        return StepReport(metrics, policy_kl)
 
     @contextmanager
     def engine_released(self) -> Iterator[None]:
@@ -514,7 +517,7 @@ class PPOTrainer:
         batch = Batch.of(prompts.token_ids, rollout.tokens, self.device, rollout.written)
         for attempt in self.fitting.attempts(options.limits(self.model.packing), len(batch)):
             with attempt as limits:
-                of_policy = policy_metrics(
+                policy_means = policy_metrics(
                     batch,
                     split(batch, limits, self.world),
                     options,
@@ -523,7 +526,7 @@ class PPOTrainer:
                 )
         return {
             **response_metrics(scores, rollout, {}),
-            **of_policy,
+            **policy_means,
             "completions": self.completions(prompts, rollout),
             "scores": scores,
             "rollout": rollout,

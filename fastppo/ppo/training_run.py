@@ -20,7 +20,7 @@ from fastppo.models.device import device_name
 from fastppo.ppo.evaluation import LOGGED_SAMPLES
 from fastppo.ppo.metrics import PhaseTimer, sample_records, status
 from fastppo.run.checkpoint import random_state, restore_random_state
-from fastppo.run.lock import held
+from fastppo.run.lock import run_lock
 from fastppo.run.log import SharedLog, check_no_run, read_jsonl
 from fastppo.run.progress import progress
 from fastppo.run.report import write_report
@@ -47,7 +47,7 @@ class TrainingRun:
         self.run_dir = Path(trainer.config.output_dir)
         self.stop_request = StopRequest(self.world)
 
-    def to_the_end(self) -> dict[str, float]:
+    def run(self) -> dict[str, float]:
         """Iterates, and writes policy and report; the last metrics. For what it raises, see
         `PPOTrainer.train`."""
         with self._surroundings():
@@ -69,7 +69,7 @@ class TrainingRun:
         """The run directory is this run's, signals are heard, and at the end all is closed."""
         with ExitStack() as stack:
             stack.enter_context(self.world.answering())
-            stack.enter_context(held(self.run_dir, self.world))
+            stack.enter_context(run_lock(self.run_dir, self.world))
             self.stop_request = stack.enter_context(listening(self.world))
             for part in (self.callbacks, self.trainer.turns):
                 stack.enter_context(closing(part))

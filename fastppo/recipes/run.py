@@ -18,7 +18,7 @@ from fastppo.ppo.build import world_of
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.recipes.catalogue import RECIPES, Recipe
-from fastppo.run.lock import held
+from fastppo.run.lock import run_lock
 from fastppo.run.log import check_no_run
 from fastppo.run.progress import say
 
@@ -82,7 +82,7 @@ def prepare(recipe: Recipe, out: Path, seed: int, console: Console) -> None:
         return
     for stage in STAGES:
         if (out / stage).exists():
-            with held(out / stage):  # not that of a preparation at work
+            with run_lock(out / stage):  # not that of a preparation at work
                 shutil.rmtree(out / stage)
     recipe.prepare(out, seed, console)
     record.write_text(json.dumps(wanted))

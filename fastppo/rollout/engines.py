@@ -91,8 +91,11 @@ def _first_difference(ours: Rollout, theirs: Rollout, policy: LanguageModel) -> 
     assert ours.sampler_logprobs is not None
     assert theirs.sampler_logprobs is not None
     for row, (mine, other) in enumerate(zip(ours.tokens, theirs.tokens, strict=True)):
-        differing = [i for i, pair in enumerate(zip(mine, other, strict=True)) if len({*pair}) > 1]
-        length = differing[0] + 1 if differing else len(mine)
+        length = len(mine)
+        for place, (token, other_token) in enumerate(zip(mine, other, strict=True)):
+            if token != other_token:
+                length = place + 1
+                break
         other_logprobs = theirs.sampler_logprobs[row][:length]
         gap = (ours.sampler_logprobs[row][:length] - other_logprobs).abs()
         allowed = relative * (1 + other_logprobs.abs())

@@ -133,7 +133,10 @@ def _gold_against_proxy(records: list[dict[str, Any]]) -> list[Chart]:
     rows = [record for record in records if all(name in record for name in names)]
     if not monitors or not rows:
         return []
-    spans = [max(r[name] for r in rows) - min(r[name] for r in rows) for name in names]
+    spans = []
+    for name in names:
+        values = [row[name] for row in rows]
+        spans.append(max(values) - min(values))
     right = max(spans) > SPAN_RATIO * min(spans) > 0
     far = [record for record in rows if math.isfinite(record.get("kl", math.nan))]
     far.sort(key=lambda record: record["kl"])

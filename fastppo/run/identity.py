@@ -74,8 +74,11 @@ def differences(
     for part in ("options", "fingerprints", "versions"):
         old = before.get(part, {})
         new = now[part]
-        # What is read and was not, or no longer is, differs; an option of a newer version does not.
-        names = {**old, **new} if part == "fingerprints" else [name for name in new if name in old]
+        # Files that only one of the runs reads are a difference; an option of a newer version is
+        # none.
+        names = [name for name in new if name in old]
+        if part == "fingerprints":
+            names = list({**old, **new})
         for name in names:
             if name in NOT_COMPARED or old.get(name) == new.get(name):
                 continue

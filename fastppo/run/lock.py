@@ -17,7 +17,7 @@ FILE = ".lock"
 
 
 @contextmanager
-def held(run_dir: str | Path, world: World | None = None) -> Iterator[None]:
+def run_lock(run_dir: str | Path, world: World | None = None) -> Iterator[None]:
     """Holds a run directory for the block; a process that holds it already may enter again. Of
     several ranks the first holds it for all.
 

@@ -23,6 +23,7 @@ import functools
 import inspect
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -179,13 +180,11 @@ def _number(value: Any, hint: type) -> Any:
     """A value of YAML or a flag as a number of this type; None if it is none."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
-    try:
-        # An integer as it is: through a float those above 2⁵³ would be rounded.
-        exact = value if isinstance(value, int) else int(value) if isinstance(value, str) else None
-    except ValueError:
-        exact = None
-    if hint is int and exact is not None:
-        return exact if abs(exact) <= MAX_INTEGER else None
+    if hint is int and not isinstance(value, float):
+        # Not through a float, which would round integers above 2⁵³.
+        with suppress(ValueError):
+            integer = int(value)
+            return integer if abs(integer) <= MAX_INTEGER else None
     try:
         number = float(value)
     except (ValueError, OverflowError):
@@ -228,8 +227,9 @@ def read_yaml(path: str | Path, options: type[Options]) -> dict[str, Any]:
         if key not in removed:
             hint = options.hint(key) if isinstance(key, str) else ""
             raise ValueError(f"{path}: no option {shown(key)}{hint}")
-    if sentences := [f"{removal(key)}" for key in removed if not is_unset(key, unknown[key])]:
-        raise ValueError(f"{path}: " + f"\n{path}: ".join(sentences))
+    sentences = [f"{path}: {removal(key)}" for key in removed if not is_unset(key, unknown[key])]
+    if sentences:
+        raise ValueError("\n".join(sentences))
     return {key: value for key, value in loaded.items() if key in known}
 
 

@@ -214,7 +214,10 @@ class _PairTrainer(SupervisedTrainer):
     def reference_scores(self, rows: list[Comparison]) -> Tensor:
         """[N] fp32: the scores of the best completion of N rows, `REFERENCE_TEXTS` at most."""
         drawn = shuffled(len(rows), self.config.seed, epoch=0)[:REFERENCE_TEXTS]
-        best = [Comparison([rows[i].texts[rows[i].pairs[0][0]]], [], 0.0) for i in drawn]
+        best = []
+        for row in drawn:
+            better, _ = rows[row].pairs[0]
+            best.append(Comparison([rows[row].texts[better]], [], 0.0))
         scores = [scores for _, scores in self.scored(best)]
         return self.world.cat(torch.cat([torch.zeros(0), *scores]))
 

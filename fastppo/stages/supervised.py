@@ -31,7 +31,6 @@ import torch
 from rich.console import Console
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from fastppo.data import fingerprint
@@ -45,7 +44,7 @@ from fastppo.models.trunk import context_length
 from fastppo.run import manifest
 from fastppo.run.checkpoint import CHECKPOINTS_KEPT, CheckpointError
 from fastppo.run.identity import check_same_run, of_run
-from fastppo.run.lock import held
+from fastppo.run.lock import run_lock
 from fastppo.run.log import check_no_run
 from fastppo.run.progress import progress, say
 from fastppo.run.signals import Stopped, listening
@@ -169,7 +168,7 @@ def load_data(
 def stage_world(config: SupervisedConfig) -> Iterator[World]:
     """The processes that torchrun started, which hold the run directory while the block runs."""
     world = join(config.torch_device)
-    with hidden(), world.answering(), held(config.output_dir, world):
+    with hidden(), world.answering(), run_lock(config.output_dir, world):
         yield world
 
 
@@ -432,8 +431,8 @@ class SupervisedTrainer(Trainer, ABC):
             return
         reshard_for_update(self.root)
         optimizer: Any = self.optimizer
-        self._weights = tree_map(self._on_the_first, cast(Any, self.model).state_dict())
-        states = tree_map(self._on_the_first, optimizer.state_dict())
+        self._weights = self._on_the_first(cast(Any, self.model).state_dict())
+        states = self._on_the_first(optimizer.state_dict())
         optimizer.state_dict = lambda: states
         try:
             self.world.first(lambda: self._write_checkpoint(*args, **kwargs))
@@ -442,7 +441,11 @@ class SupervisedTrainer(Trainer, ABC):
             self._weights = None
 
     def _on_the_first(self, value: Any) -> Any:
-        """A tensor unsharded, on the first process's CPU and nowhere else."""
+        """A state dict with its tensors unsharded, on the first process's CPU and nowhere else."""
+        if isinstance(value, dict):
+            return {name: self._on_the_first(entry) for name, entry in value.items()}
+        if isinstance(value, list):
+            return [self._on_the_first(entry) for entry in value]
         if not isinstance(value, Tensor):
             return value
         value = full_tensor(value)

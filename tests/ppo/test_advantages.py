@@ -11,9 +11,9 @@ import torch
 from tiny import random_batch
 
 from fastppo.models.policy import BatchEvaluation
-from fastppo.ppo.advantages import Learned, make_advantages
+from fastppo.ppo.advantages import BatchAdvantages, make_advantages
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.old_policy import OldPolicy, Reference
+from fastppo.ppo.old_policy import OldPolicy, ReferenceStats
 from fastppo.rewards.scorer import Scores
 from runs import experience_of, make_trainer, perturb, records
 
@@ -35,7 +35,7 @@ def _made(
     exact_kl: torch.Tensor | None = None,
     kl_coef: float = 0.0,
     **options: Any,
-) -> Learned:
+) -> BatchAdvantages:
     config = PPOConfig(advantage=kind, **{"whiten_advantages": "none", **options})
     return make_advantages(
         BATCH,
@@ -43,7 +43,7 @@ def _made(
         config,
         truncated=truncated,
         old=OLD,
-        reference=Reference(ref, exact_kl),
+        ref_stats=ReferenceStats(ref, exact_kl),
         kl_coef=kl_coef,
     )
 
@@ -81,7 +81,7 @@ GROUPED_SCORES = torch.tensor([1.0, -2.0, 0.5, 0.5])
 GROUPED_OLD = OldPolicy(torch.linspace(-3, -1, 8), torch.linspace(5, -5, 8), None)
 
 
-def _of_groups(kind: str, scores: torch.Tensor = GROUPED_SCORES, **options: Any) -> Learned:
+def _of_groups(kind: str, scores: torch.Tensor = GROUPED_SCORES, **options: Any) -> BatchAdvantages:
     """Two responses to each of two prompts."""
     ref = options.pop("ref", None)
     config = PPOConfig(
@@ -94,7 +94,7 @@ def _of_groups(kind: str, scores: torch.Tensor = GROUPED_SCORES, **options: Any)
         config,
         truncated=[False] * 4,
         old=GROUPED_OLD,
-        reference=Reference(ref),
+        ref_stats=ReferenceStats(ref),
         kl_coef=options.get("kl_coef", 0.0),
     )
 

@@ -16,7 +16,7 @@ from fastppo.data.batch import Batch
 from fastppo.data.microbatches import split
 from fastppo.ppo.advantages import make_advantages
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.old_policy import OldPolicy, Reference
+from fastppo.ppo.old_policy import OldPolicy, ReferenceStats
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.reward import RewardError
 from fastppo.rewards.scorer import Scores
@@ -254,7 +254,7 @@ def test_gae_by_turns_is_gae_over_turns(bootstrap: bool) -> None:
         options,
         truncated=truncated,
         old=old,
-        reference=Reference(reference),
+        ref_stats=ReferenceStats(reference),
         kl_coef=0.3,
     )
     rewards = within - 0.3 * sampled_kl(logprobs - reference, "k3")
@@ -279,7 +279,7 @@ def test_with_one_token_a_turn_both_are_one() -> None:
             PPOConfig(gae_by=by),
             truncated=[False] * 2,
             old=old,
-            reference=Reference(reference),
+            ref_stats=ReferenceStats(reference),
             kl_coef=0.1,
         )
         for by in ("turn", "token")

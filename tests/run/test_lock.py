@@ -18,8 +18,8 @@ def _other_process(run_dir: Path) -> FileLock:
 
 def test_a_directory_is_held_once_and_free_afterwards(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with lock.held(run):
-        with lock.held(run):  # this process holds it already
+    with lock.run_lock(run):
+        with lock.run_lock(run):  # this process holds it already
             pass
         with pytest.raises(Timeout), _other_process(run):
             pass
@@ -31,14 +31,14 @@ def test_who_holds_it_is_named(tmp_path: Path) -> None:
     with _other_process(tmp_path):
         (tmp_path / lock.FILE).write_text("process 7 on h, since today\n")
         expected = f"another run is at work in {tmp_path}: process 7 on h, since today. Wait"
-        with pytest.raises(ValueError, match=expected), lock.held(tmp_path):
+        with pytest.raises(ValueError, match=expected), lock.run_lock(tmp_path):
             pass
-    with lock.held(tmp_path):
+    with lock.run_lock(tmp_path):
         assert (tmp_path / lock.FILE).read_text().startswith(f"process {os.getpid()} on ")
 
 
 def test_an_error_inside_releases_it(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), lock.held(tmp_path):
+    with pytest.raises(KeyError), lock.run_lock(tmp_path):
         raise KeyError
     with _other_process(tmp_path):
         pass
@@ -46,8 +46,8 @@ def test_an_error_inside_releases_it(tmp_path: Path) -> None:
 
 def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
-    with pytest.raises(ValueError, match="is a file"), lock.held(tmp_path / "run"):
+    with pytest.raises(ValueError, match="is a file"), lock.run_lock(tmp_path / "run"):
         pass
     expected = "output_dir .*run/in/it cannot be written: Not a directory"
-    with pytest.raises(ValueError, match=expected), lock.held(tmp_path / "run" / "in" / "it"):
+    with pytest.raises(ValueError, match=expected), lock.run_lock(tmp_path / "run" / "in" / "it"):
         pass
