@@ -161,7 +161,8 @@ def launched_with(warps: int, loads: int) -> Iterator[None]:
     module: Any = triton_views
     tiles_before = module.TILES
     swept_before = module.SWEPT_ONCE
-    tiles = ((math.inf, warps, loads, min(128, 65536 // (32 * warps))),)
+    registers = min(128, 65536 // (32 * warps))
+    tiles = (triton_views.TileChoice(math.inf, num_warps=warps, loads=loads, registers=registers),)
     module.TILES = tiles
     module.SWEPT_ONCE = tiles
     try:

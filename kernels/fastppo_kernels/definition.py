@@ -73,7 +73,7 @@ def normalizer(logits: Tensor, softmax: Softmax) -> Tensor:
 def token_stats(
     logits: Tensor, tokens: Tensor, softmax: Softmax, *, ref_logits: Tensor | None = None
 ) -> records.TokenStats:
-    """Of [N, V] or [B, T, V], whose rows all count; differentiable by the logits."""
+    """Of [N, V] or [B, T, V], whose rows all count; differentiable in the logits."""
     log_p = log_softmax(logits, softmax)
     normalizers = normalizer(logits, softmax)
     kl = torch.zeros_like(log_p[:, 0])
@@ -99,7 +99,7 @@ def token_stats(
 def loss(
     logits: Tensor, per_token: PerToken, objective: Objective, softmax: Softmax, ref: Tensor | None
 ) -> tuple[Tensor, records.PPORows]:
-    """(loss, differentiable by the logits; its rows, without gradient). Weight 0 cuts a row out."""
+    """(loss, differentiable in the logits; its rows, without gradient). Weight 0 cuts a row out."""
     counted = per_token.weights != 0
     t = per_token.at(counted)
     softmax = softmax.at(counted)
@@ -198,7 +198,7 @@ def linear_token_stats(
     *,
     ref_projection: records.Projection | None = None,
 ) -> records.TokenStats:
-    """`token_stats` of the projected logits; differentiable by the projection."""
+    """`token_stats` of the projected logits; differentiable in the projection."""
     ref = None if ref_projection is None else logits_of(ref_projection)
     return token_stats(logits_of(projection), tokens, softmax, ref_logits=ref)
 

@@ -29,12 +29,12 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 # coefficients are scaled likewise.
 TANH_UNIT = tl.constexpr(2 * math.log2(math.e))
 TANH_NEAR = tl.constexpr(0.625 * TANH_UNIT.value)
-TANH_1, TANH_3, TANH_5, TANH_7, TANH_9, TANH_11 = (
-    tl.constexpr(coefficient / TANH_UNIT.value ** (2 * place + 1))
-    for place, coefficient in enumerate(
-        (1.0, -0.33333329, 0.13332782, -0.0538525, 0.02100364, -0.00610495)
-    )
-)
+TANH_1 = tl.constexpr(1.0 / TANH_UNIT.value**1)
+TANH_3 = tl.constexpr(-0.33333329 / TANH_UNIT.value**3)
+TANH_5 = tl.constexpr(0.13332782 / TANH_UNIT.value**5)
+TANH_7 = tl.constexpr(-0.0538525 / TANH_UNIT.value**7)
+TANH_9 = tl.constexpr(0.02100364 / TANH_UNIT.value**9)
+TANH_11 = tl.constexpr(-0.00610495 / TANH_UNIT.value**11)
 
 # ------------------------------------------------------------------------------- scalar functions
 
@@ -110,7 +110,7 @@ def between(x, low, high):
 
 @triton.jit
 def sampled_kl(difference, ESTIMATOR: tl.constexpr):
-    """(estimate, derivative by the logprob) from d = logprob − ref_logprob."""
+    """(estimate, derivative with respect to the logprob) from d = logprob − ref_logprob."""
     if ESTIMATOR == "k1":
         return difference, tl.where(difference == difference, 1.0, difference)
     elif ESTIMATOR == "k2":
@@ -125,7 +125,8 @@ def sampled_kl(difference, ESTIMATOR: tl.constexpr):
 
 @triton.jit
 def ratio_weighted_slope(difference, kl, slope, ESTIMATOR: tl.constexpr):
-    """The derivative of ratio·KL by the logprob over the ratio, where the ratio moves: KL + slope.
+    """The derivative of ratio·KL with respect to the logprob, divided by the ratio, where the ratio
+    moves: KL + slope.
 
     Of k3 that is d, which the sum of e^{−d} − 1 + d and 1 − e^{−d} has no digits of where d is far
     below 0.

@@ -186,7 +186,7 @@ class _Head:
 class _Loop:
     """The chunks of a batch's rows, and the heads that form their logits.
 
-    `chunks` are slices, or indices where `counted` [n] names the rows that are taken.
+    `chunks` are slices, or indices where `weighted_rows` [n] names the rows that are computed.
     """
 
     def __init__(
@@ -195,14 +195,14 @@ class _Loop:
         ref_projection: Projection | None,
         gemm: Gemm,
         *,
-        counted: Tensor | None = None,
+        weighted_rows: Tensor | None = None,
         trains_weight: bool,
         aligned: bool,
     ) -> None:
         hidden = projection.hidden
         weight = projection.weight
         dtype = gemm.dtype or hidden.dtype
-        count = hidden.shape[0] if counted is None else counted.numel()
+        count = hidden.shape[0] if weighted_rows is None else weighted_rows.numel()
         buffers = 1 if ref_projection is None else 2
         spared_rows = accumulator_rows(weight, dtype, buffers=buffers) if trains_weight else 0
         step = gemm.chunk_size or chunk_rows(
@@ -214,7 +214,7 @@ class _Loop:
         )
         slices = [slice(start, min(start + step, count)) for start in range(0, count, step)]
         self.chunks: list[Selection] = [
-            part if counted is None else counted[part] for part in slices
+            part if weighted_rows is None else weighted_rows[part] for part in slices
         ]
         self.head = _Head(projection, dtype, buffer_rows=min(step, count), aligned=aligned)
         self.ref_head = None
@@ -320,16 +320,16 @@ def ppo_loss(
     """
     n = projection.hidden.shape[0]
     compact = compact or rows.READS_VALUES
-    counted = None
+    weighted_rows = None
     if compact:
-        counted = (per_token.weights != 0).nonzero().squeeze(-1)
-        if counted.numel() == n:
-            counted = None
+        weighted_rows = (per_token.weights != 0).nonzero().squeeze(-1)
+        if weighted_rows.numel() == n:
+            weighted_rows = None
     loop = _Loop(
         projection,
         ref_projection if objective.kl_estimator == "full" else None,
         gemm,
-        counted=counted,
+        weighted_rows=weighted_rows,
         trains_weight=wanted.weight,
         aligned=not rows.READS_VALUES,
     )

@@ -191,7 +191,8 @@ class TokenStats(NamedTuple):
 
 
 class StatsGradients(NamedTuple):
-    """The loss's derivatives by the statistics, [N] each; None where one is not looked at."""
+    """The loss's derivatives with respect to the statistics, [N] each; None for one that is not
+    wanted."""
 
     logprobs: Tensor
     entropy: Tensor | None = None

@@ -116,9 +116,20 @@ def _no_ref_sums(cut):
 
 @triton.jit
 def _fold_ref_whole(
-    ref_sums, ref_anchors, mass, values, e, decay, anchor, ref_row, start, softmax, scale,
-    cut, HINT: tl.constexpr,
-):  # fmt: skip
+    ref_sums,
+    ref_anchors,
+    mass,
+    values,
+    e,
+    decay,
+    anchor,
+    ref_row,
+    start,
+    softmax,
+    scale,
+    cut,
+    HINT: tl.constexpr,
+):
     """One tile inside the row into the reference's sums; `mass` is the policy's before this tile,
     `values`, `e`, `decay` and `anchor` what `fold_whole` took and gave."""
     ref_values, _ = load_whole(ref_row.entries, start, softmax, cut, HINT)
@@ -174,9 +185,7 @@ def _moved_to(sums, ref_sums, new_max, new_ref_max, scale):
 
 
 @triton.jit
-def _fold_part(
-    sums, ref_sums, row, ref_row, start, token, softmax, scale, cut, HINT: tl.constexpr
-):  # fmt: skip
+def _fold_part(sums, ref_sums, row, ref_row, start, token, softmax, scale, cut, HINT: tl.constexpr):
     """One tile into both sums, whatever is in it and however much of it is the row."""
     values, _ = load_part(row, start, token, softmax, cut.block, cut, HINT)
     values = by_lanes(values, cut)
@@ -220,7 +229,7 @@ def _joined(sums, ref_sums, scale):
 @triton.jit
 def _row_statistics(
     row, ref_row, x_token, ref_token, token, softmax, scale, cut, HINT: tl.constexpr
-):  # fmt: skip
+):
     """(RowStats, _RefStats); as `triton_sweeps.row_statistics`, over two rows."""
     token_value, _slope = capped(x_token, softmax)
     scale2 = scale * LOG2_E
@@ -235,9 +244,20 @@ def _row_statistics(
         mass = sums.mass
         sums, anchor, e, decay = fold_whole(sums, anchor, values, scale2)
         ref_sums, ref_anchors = _fold_ref_whole(
-            ref_sums, ref_anchors, mass, values, e, decay, anchor, ref_row, start, softmax, scale2,
-            cut, HINT,
-        )  # fmt: skip
+            ref_sums,
+            ref_anchors,
+            mass,
+            values,
+            e,
+            decay,
+            anchor,
+            ref_row,
+            start,
+            softmax,
+            scale2,
+            cut,
+            HINT,
+        )
     ref_sums = _ref_relative_to_maximum(ref_sums, ref_anchors, sums, anchor, scale2)
     sums = relative_to_maximum(sums, anchor, scale2)
     for part in range(0, tl.cdiv(row.end - covered, cut.block)):
@@ -284,9 +304,22 @@ def _row_statistics(
 
 @triton.jit
 def _write_gradient(
-    row, ref_row, grad_row, x_token, ref_token, token, stats, ref_stats, g, softmax, scale, slope,
-    slope_over_total, cut, CLAMPED: tl.constexpr,
-):  # fmt: skip
+    row,
+    ref_row,
+    grad_row,
+    x_token,
+    ref_token,
+    token,
+    stats,
+    ref_stats,
+    g,
+    softmax,
+    scale,
+    slope,
+    slope_over_total,
+    cut,
+    CLAMPED: tl.constexpr,
+):
     """As `triton_sweeps.write_gradient`, over two rows."""
     value, _slope = capped(x_token, softmax)
     ref_value, _ref_slope = capped(ref_token, softmax)
@@ -347,7 +380,7 @@ def _write_gradient(
 @triton.jit(do_not_specialize=["n"])
 def _ppo_loss_full_kl_kernel(
     logits, ref_logits, grad, per_token, objective, softmax, results, n, vocab, cut
-):  # fmt: skip
+):
     """As `triton_loss._ppo_loss_kernel`."""
     HINT: tl.constexpr = "evict_first" if grad is None else "evict_last"
     for index in tl.range(tl.program_id(0), n, tl.num_programs(0), disable_licm=True):
@@ -371,9 +404,22 @@ def _ppo_loss_full_kl_kernel(
                     write_zeros(grad_row, vocab, cut)
                 else:
                     _write_gradient(
-                        row, ref_row, grad_row, x_token, ref_token, place, stats, ref_stats, g,
-                        softmax, scale, slope, slope / stats.total, cut, False,
-                    )  # fmt: skip
+                        row,
+                        ref_row,
+                        grad_row,
+                        x_token,
+                        ref_token,
+                        place,
+                        stats,
+                        ref_stats,
+                        g,
+                        softmax,
+                        scale,
+                        slope,
+                        slope_over_total=slope / stats.total,
+                        cut=cut,
+                        CLAMPED=False,
+                    )
         else:
             store_nothing(results, index, n)
             if grad is not None:
@@ -391,9 +437,16 @@ def _token_stats_full_kl_kernel(logits, ref_logits, tokens, softmax, results, n,
         row = row_at(logits, index, vocab, cut)
         ref_row = row_beside(row, ref_logits, index, cut)
         stats, ref_stats = _row_statistics(
-            row, ref_row, x_token, ref_token, place_of(token, row, vocab), softmax, scale,
-            cut, "evict_first",
-        )  # fmt: skip
+            row,
+            ref_row,
+            x_token,
+            ref_token,
+            place_of(token, row, vocab),
+            softmax,
+            scale,
+            cut,
+            "evict_first",
+        )
         tl.store(results.logprobs + index, stats.logprob)
         tl.store(results.entropy + index, stats.entropy)
         tl.store(results.kl + index, ref_stats.kl)
@@ -410,7 +463,7 @@ def _token_stats_full_kl_kernel(logits, ref_logits, tokens, softmax, results, n,
 @triton.jit(do_not_specialize=["n"])
 def _token_stats_backward_full_kl_kernel(
     logits, ref_logits, grad, grads, tokens, saved, softmax, n, vocab, cut
-):  # fmt: skip
+):
     """As `triton_stats._token_stats_backward_kernel`; of the StatsGradients `grads` the KL's is
     there."""
     for index in range(tl.program_id(0), n, tl.num_programs(0)):
@@ -432,15 +485,32 @@ def _token_stats_backward_full_kl_kernel(
             # Nothing tells of −inf among the logits: every tile is taken the careful way.
             plain = row_max != row_max
             stats = RowStats(
-                tl.load(saved.logprobs + index), entropy, row_max, log_sum, tl.exp(log_sum),
-                log_sum - entropy, tl.load(saved.p_others + index), plain,
-            )  # fmt: skip
+                logprob=tl.load(saved.logprobs + index),
+                entropy=entropy,
+                row_max=row_max,
+                log_sum=log_sum,
+                total=tl.exp(log_sum),
+                mean_shifted=log_sum - entropy,
+                others=tl.load(saved.p_others + index),
+                plain=plain,
+            )
             ref_stats = _RefStats(0.0, tl.load(saved.mean_gap + index), ref_max, 0.0)
             g = StatsGradients(g_logprob, g_entropy, g_kl)
             row = row_at(logits, index, vocab, cut)
             _write_gradient(
-                row, row_beside(row, ref_logits, index, cut), row_beside(row, grad, index, cut),
-                logit_at(logits, index, token, vocab), logit_at(ref_logits, index, token, vocab),
-                place_of(token, row, vocab), stats, ref_stats, g, softmax, scale, slope,
-                slope * tl.exp(-log_sum), cut, True,
-            )  # fmt: skip
+                row,
+                row_beside(row, ref_logits, index, cut),
+                row_beside(row, grad, index, cut),
+                logit_at(logits, index, token, vocab),
+                logit_at(ref_logits, index, token, vocab),
+                place_of(token, row, vocab),
+                stats,
+                ref_stats,
+                g,
+                softmax,
+                scale,
+                slope,
+                slope_over_total=slope * tl.exp(-log_sum),
+                cut=cut,
+                CLAMPED=True,
+            )

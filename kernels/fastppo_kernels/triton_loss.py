@@ -78,9 +78,19 @@ def _ppo_loss_kernel(logits, grad, per_token, objective, softmax, results, n, vo
                     write_zeros(grad_row, vocab, cut)
                 else:
                     write_gradient(
-                        row, grad_row, x_token, place, stats, g, softmax, scale, slope,
-                        slope / stats.total, cut, False,
-                    )  # fmt: skip
+                        row,
+                        grad_row,
+                        x_token,
+                        place,
+                        stats,
+                        g,
+                        softmax,
+                        scale,
+                        slope,
+                        slope_over_total=slope / stats.total,
+                        cut=cut,
+                        CLAMPED=False,
+                    )
         else:
             store_nothing(results, index, n)
             if grad is not None:

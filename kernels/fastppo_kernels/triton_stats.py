@@ -71,16 +71,31 @@ def _token_stats_backward_kernel(logits, grad, grads, tokens, saved, softmax, n,
             # Nothing tells of −inf among the logits: they are clamped.
             plain = tl.abs(row_max * scale) < -LOWEST
             stats = RowStats(
-                tl.load(saved.logprobs + index), entropy, row_max, log_sum, tl.exp(log_sum),
-                log_sum - entropy, tl.load(saved.p_others + index), plain,
-            )  # fmt: skip
+                logprob=tl.load(saved.logprobs + index),
+                entropy=entropy,
+                row_max=row_max,
+                log_sum=log_sum,
+                total=tl.exp(log_sum),
+                mean_shifted=log_sum - entropy,
+                others=tl.load(saved.p_others + index),
+                plain=plain,
+            )
             g = StatsGradients(g_logprob, g_entropy)
             row = row_at(logits, index, vocab, cut)
             write_gradient(
-                row, row_beside(row, grad, index, cut), logit_at(logits, index, token, vocab),
-                place_of(token, row, vocab), stats, g, softmax, scale, slope,
-                slope * tl.exp(-log_sum), cut, True,
-            )  # fmt: skip
+                row,
+                row_beside(row, grad, index, cut),
+                logit_at(logits, index, token, vocab),
+                place_of(token, row, vocab),
+                stats,
+                g,
+                softmax,
+                scale,
+                slope,
+                slope_over_total=slope * tl.exp(-log_sum),
+                cut=cut,
+                CLAMPED=True,
+            )
 
 
 def token_stats(

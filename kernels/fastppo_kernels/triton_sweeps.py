@@ -254,9 +254,15 @@ def with_token(row_max, others, moment, token_value, scale, plain):
     )
     log_sum = tl.where(likely, t_token - logprob, log_total)
     return RowStats(
-        logprob, log_sum - mean_shifted, row_max, log_sum, total, mean_shifted, others / total,
-        plain & (tl.abs(t_token) < -LOWEST),
-    )  # fmt: skip
+        logprob=logprob,
+        entropy=log_sum - mean_shifted,
+        row_max=row_max,
+        log_sum=log_sum,
+        total=total,
+        mean_shifted=mean_shifted,
+        others=others / total,
+        plain=plain & (tl.abs(t_token) < -LOWEST),
+    )
 
 
 # ---------------------------------------------------------------------------------- second sweep
@@ -305,9 +311,19 @@ def store_part(grad_row, start, grad, slope, token, at_token, softmax, PART: tl.
 
 @triton.jit
 def write_gradient(
-    row, grad_row, x_token, token, stats, g, softmax, scale, slope, slope_over_total,
-    cut, CLAMPED: tl.constexpr,
-):  # fmt: skip
+    row,
+    grad_row,
+    x_token,
+    token,
+    stats,
+    g,
+    softmax,
+    scale,
+    slope,
+    slope_over_total,
+    cut,
+    CLAMPED: tl.constexpr,
+):
     """The second sweep, last tile first. `slope_over_total` is (dx/dt)/S; e^t stands in for p."""
     at_token = token_gradient(x_token, None, stats, g, softmax, scale, slope)
     constant = g.entropy * stats.mean_shifted - g.logprobs

@@ -1,4 +1,6 @@
-"""The loss of one token in a kernel: its terms, their derivatives by the statistics, its metrics.
+"""The loss of one token in a kernel: its terms, their derivatives, its metrics.
+
+The derivatives are with respect to the token's statistics: logprob, entropy, full KL.
 
 The same as `token_loss` and `loss_sums` of the torch backend, for one row:
 

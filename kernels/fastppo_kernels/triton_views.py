@@ -200,13 +200,30 @@ REGISTERS = 65536
 left to itself, ptxas takes 64 to 212 of them, and sometimes spills to get below a limit of its own.
 """
 
-# (bytes of a row up to, warps of a program, loads that a thread issues before it needs the first,
-# registers of a thread). The rows in flight should fit in the second-level cache, and the loads
-# should cover the memory's latency: a long row has a multiprocessor to itself. Shorter ones, and
-# rows that are read but once, share it: while one program waits, at the end of its row above all,
-# another works.
-TILES = ((2**14, 4, 2, 128), (2**17, 8, 4, 128), (math.inf, 16, 4, 128))
-SWEPT_ONCE = (*TILES[:1], (math.inf, 8, 4, 128))
+
+class TileChoice(NamedTuple):
+    """An entry of a table of programs, of which rows take the first that is for their length."""
+
+    most_row_bytes: float
+    num_warps: int
+    loads: int
+    """That a thread issues before it needs the first."""
+    registers: int
+    """Of a thread."""
+
+
+# The rows in flight should fit in the second-level cache, and the loads should cover the memory's
+# latency: a long row has a multiprocessor to itself. Shorter ones, and rows that are read but once,
+# share it: while one program waits, at the end of its row above all, another works.
+TILES = (
+    TileChoice(2**14, num_warps=4, loads=2, registers=128),
+    TileChoice(2**17, num_warps=8, loads=4, registers=128),
+    TileChoice(math.inf, num_warps=16, loads=4, registers=128),
+)
+SWEPT_ONCE = (
+    TileChoice(2**14, num_warps=4, loads=2, registers=128),
+    TileChoice(math.inf, num_warps=8, loads=4, registers=128),
+)
 
 CACHE_SHARE = 0.7
 """Of the second-level cache, for rows that wait for their second sweep."""
@@ -224,11 +241,15 @@ def tile(
     With a reference a tile each of two rows is held, scores and shifted ones: two halvings of the
     tile fit the registers. A soft-cap's temporaries are one more.
     """
-    num_warps, loads, registers = next(
-        row[1:] for row in (SWEPT_ONCE if swept_once else TILES) if row_bytes <= row[0]
-    )
+    choices = SWEPT_ONCE if swept_once else TILES
+    choice = next(choice for choice in choices if row_bytes <= choice.most_row_bytes)
     width = SINGLES_PER_VECTOR if singles else VECTOR_BYTES // itemsize
-    return Tile(32 * num_warps * max(1, loads >> halvings) * width, num_warps, registers)
+    loads = max(1, choice.loads >> halvings)
+    return Tile(
+        block=32 * choice.num_warps * loads * width,
+        num_warps=choice.num_warps,
+        registers=choice.registers,
+    )
 
 
 def _program_count(device: torch.device, rows: int, held_bytes: int, shape: Tile) -> int:
@@ -308,14 +329,16 @@ def launch_over(
     width = VECTOR_BYTES // itemsize
     lie_alike = all(_lie_alike(view, present[0], width) for view in present)
     singles = is_off_16_bytes and not lie_alike
-    shape = tile(
-        vocab * itemsize,
-        itemsize,
-        singles=singles,
-        halvings=2 * (ref_logits is not None) + (softmax.softcap is not None),
-        swept_once=sweeps == 1,
-    )
-    held_bytes = 0 if sweeps == 1 else vocab * itemsize * (1 + (ref_logits is not None))
+    row_bytes = vocab * itemsize
+    rows_of_program = 1
+    halvings = 0
+    if ref_logits is not None:
+        rows_of_program += 1
+        halvings += 2
+    if softmax.softcap is not None:
+        halvings += 1
+    shape = tile(row_bytes, itemsize, singles=singles, halvings=halvings, swept_once=sweeps == 1)
+    held_bytes = 0 if sweeps == 1 else row_bytes * rows_of_program
     cut = Cut(
         block=tl.constexpr(shape.block),
         lanes=tl.constexpr(32 * shape.num_warps),
