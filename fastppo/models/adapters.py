@@ -53,8 +53,14 @@ def full_state(module: nn.Module) -> dict[str, Tensor]:
     tensors, where under FSDP `state_dict` gives shards."""
     state: dict[str, Tensor] = {}
     for prefix, child in module.named_modules(remove_duplicate=False):
-        for name, value in (*child._parameters.items(), *child._buffers.items()):
-            if value is not None and name not in child._non_persistent_buffers_set:
+        tensors = [
+            *child.named_parameters(recurse=False, remove_duplicate=False),
+            *child.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        # torch says nowhere else which buffers it leaves out of `state_dict`.
+        left_out = child._non_persistent_buffers_set
+        for name, value in tensors:
+            if name not in left_out:
                 state[f"{prefix}.{name}" if prefix else name] = value.detach()
     return state
 

@@ -35,7 +35,7 @@ from fastppo_kernels.torch_rows import ROW_CHUNK_ELEMENTS, ROW_CHUNK_THREADS
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public name for it
 
 from fastppo.data.batch import Batch, Layout
 from fastppo.functional import arguments

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode  # torch has no public name for it
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fastppo.models.pretrained import model_config

@@ -183,11 +183,21 @@ def linear_ppo_loss(
 ) -> records.LinearPPORows:
     """`ppo_loss` of the projected logits, with the gradients of hidden states, weight and bias."""
     ref = None if ref_projection is None else logits_of(ref_projection)
-    leaves = [None if x is None else x.detach().requires_grad_() for x in projection]
-    logits = logits_of(records.Projection(*leaves))  # type: ignore[arg-type]
+    bias = projection.bias
+    leaves = records.Projection(
+        hidden=projection.hidden.detach().requires_grad_(),
+        weight=projection.weight.detach().requires_grad_(),
+        bias=None if bias is None else bias.detach().requires_grad_(),
+    )
+    logits = logits_of(leaves)
     total, rows = loss(logits, per_token, objective, softmax, ref)
-    grads = iter(torch.autograd.grad(total, [x for x in leaves if x is not None]))
-    gradients = records.ProjectionGradients(*(None if x is None else next(grads) for x in leaves))
+    hidden_grad, weight_grad = torch.autograd.grad(
+        total, [leaves.hidden, leaves.weight], retain_graph=True
+    )
+    bias_grad = None
+    if leaves.bias is not None:
+        (bias_grad,) = torch.autograd.grad(total, leaves.bias)
+    gradients = records.ProjectionGradients(hidden_grad, weight_grad, bias_grad)
     return records.LinearPPORows(rows.sums, rows.logprobs, rows.entropy, rows.kl, gradients)
 
 
