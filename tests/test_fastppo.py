@@ -58,5 +58,7 @@ def test_an_import_loads_nothing_until_a_name_is_used() -> None:
     assert not {"torch", "transformers"} & _loaded_after("import fastppo")
     losses = _loaded_after("import fastppo; fastppo.ppo_loss, fastppo.gae")
     assert "torch" in losses
-    assert not {"transformers", "fastppo.ppo.trainer"} & losses
+    assert not {"transformers", "numba", "fastppo.ppo.trainer"} & losses
+    use = "import torch; fastppo.gae(torch.zeros(1, 2), torch.zeros(1, 2))"
+    assert "numba" in _loaded_after(f"import fastppo; {use}")
     assert "fastppo.ppo.trainer" in _loaded_after("from fastppo import PPOTrainer")

@@ -50,7 +50,7 @@ def gae(
         cu_seqlens: [B + 1] int32 or int64, where each packed sequence begins, and the total.
         gamma, lam: in [0, 1], or [B], one per sequence.
         bootstrap: [B], the value after the last token of a truncated sequence; None means 0.
-        backend: "auto", "triton" or "torch".
+        backend: "auto", "triton", "cpu" or "torch".
 
     Returns:
         (advantages, returns), fp32, the shape of `values`, 0 where masked.

@@ -34,7 +34,7 @@ NUMBERS = (*FLOATS, torch.int32, torch.int64)
 KL_ESTIMATORS = (*records.KL_ESTIMATORS, "full")
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-BACKENDS = ("auto", "triton", "torch")
+BACKENDS = ("auto", "triton", "cpu", "torch")
 
 # ---------------------------------------------------------------------------- one value at a time
 
@@ -195,18 +195,22 @@ def check_tokens(tokens: Tensor, vocabulary: int, weights: Tensor | None = None)
 
 
 def choose_backend(backend: str, x: Tensor) -> str:
-    """The backend, "torch" or "triton", that runs an operation on `x`.
+    """The backend, "triton", "cpu" or "torch", that runs an operation on `x`.
 
     Raises:
         ValueError: "triton" where it cannot run: fp64, an AMD GPU, or a CPU without the
-            interpreter.
+            interpreter; "cpu" for tensors of another device.
     """
     choice("backend", backend, BACKENDS)
     # An AMD GPU's tensors are "cuda" too.
     is_amd = x.is_cuda and torch.version.hip is not None
     if backend == "auto":
         runs = x.is_cuda and not is_amd and x.dtype != torch.float64
-        return "triton" if runs and HAS_TRITON else "torch"
+        if runs and HAS_TRITON:
+            return "triton"
+        return "cpu" if x.device.type == "cpu" else "torch"
+    if backend == "cpu" and x.device.type != "cpu":
+        raise ValueError(f"backend='cpu' needs tensors on the CPU, got {x.device}; use 'auto'")
     if backend == "triton":
         if is_amd:
             raise ValueError(

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from fastppo_kernels import torch_rows
+from fastppo_kernels import definition
 from fastppo_kernels.records import (
     LOSS,
     Gemm,
@@ -144,7 +144,7 @@ def ppo_loss(
         inplace: write the gradient over the logits' memory, which then holds no logits any more.
             Backward may run once. For results of an operation, say a lm-head's: a leaf's `.grad`
             would share its memory. Not for fp16.
-        backend: "auto", "triton" or "torch".
+        backend: "auto", "triton", "cpu", or "torch": the definition, slowly.
 
     Returns:
         PPOLoss: loss () fp32, differentiable in the logits; logprobs, entropy, kl (...) fp32, nats,
@@ -294,15 +294,14 @@ def _loss_of_statistics(
     In PyTorch on every device: N numbers are not worth a kernel.
     """
     counts = per_token.weights != 0
-    with torch.no_grad():
-        terms, gradients = torch_rows.token_loss(logprobs, full_kl, per_token, objective, counts)
-        sums = torch_rows.loss_sums(logprobs, entropies, terms, per_token, objective, counts)
-    loss = PPOLossFunction.apply(sums[LOSS], gradients, "torch", logprobs, entropies, full_kl)
+    loss, sums, kl = definition.loss_of_statistics(
+        logprobs, entropies, full_kl, per_token, objective
+    )
     return PPOLoss(
         loss=loss,
         logprobs=torch.where(counts, logprobs.detach(), 0.0).view(shape),
         entropy=torch.where(counts, entropies.detach(), 0.0).view(shape),
-        kl=terms.kl.view(shape),
+        kl=kl.view(shape),
         sums=sums,
     )
 

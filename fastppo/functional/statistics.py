@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fastppo_kernels import torch_rows
+from fastppo_kernels import definition
 from fastppo_kernels.records import KL_ESTIMATORS, accumulation_dtype
 from torch import Tensor
 
@@ -176,4 +176,4 @@ def sampled_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") ->
     arguments.tensor("logprobs", logprobs)
     arguments.tensor("ref_logprobs", ref_logprobs, shape=logprobs.shape, like=logprobs)
     wide = accumulation_dtype(logprobs.dtype)
-    return torch_rows.sampled_kl(logprobs.to(wide) - ref_logprobs.to(wide), estimator)
+    return definition.sampled_kl(logprobs.to(wide) - ref_logprobs.to(wide), estimator)

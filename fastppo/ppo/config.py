@@ -146,7 +146,7 @@ class UpdateOptions(Options):
         "Coefficients that move over the run: name=linear:final or name=cosine:final, such as "
         "entropy_coef=linear:0",
     )
-    backend: Literal["auto", "triton", "torch"] = option("auto", "Kernels of the losses")
+    backend: Literal["auto", "triton", "cpu", "torch"] = option("auto", "Kernels of the losses")
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from fastppo_kernels.linear import accumulator_rows, chunk_rows
-from fastppo_kernels.torch_rows import ROW_CHUNK_ELEMENTS, ROW_CHUNK_THREADS
+from fastppo_kernels.torch_rows import CHUNK_ELEMENTS
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -58,6 +58,9 @@ GB = 1e9
 
 DRAW_BUFFERS = 4
 """[B, V] fp32 of a decoding step: logits, scaled scores, probabilities, what the draw takes."""
+
+DEFINITION_COPIES = 10
+"""[n, V] fp32 that autograd over the definition holds at its peak: 7, and 10 with the full KL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,7 +416,7 @@ class PlannedRun:
         self, hidden: Tensor, weight: Tensor, *, buffers: int = 1, trained: bool | None = None
     ) -> list[Tensor]:
         """What the loss on hidden states, or its statistics, hold at once: a chunk of logits, the
-        cast head, and what the row pass writes into.
+        cast head, and what the definition makes of the logits where it is the backend.
 
         Args:
             buffers: chunks of logits: of policy and reference, or logits and their gradient.
@@ -432,15 +435,13 @@ class PlannedRun:
         )
         tensors = [torch.empty(rows, vocabulary, dtype=dtype) for _ in range(buffers)]
         tensors.append(weight.to(dtype))
-        # The torch backend's row pass writes fp32 copies; the Triton kernels need none.
-        kind = self.device.type
-        if kind == "cpu" or self.config.backend == "torch":
-            budget = ROW_CHUNK_ELEMENTS.get(kind, ROW_CHUNK_ELEMENTS["cuda"])
-            if kind == "cpu":
-                budget *= min(torch.get_num_threads(), ROW_CHUNK_THREADS)
-            copies = 2 if trained is not None and dtype == torch.float32 else 3
-            shape = min(rows, max(1, budget // vocabulary)), vocabulary
-            tensors += [torch.empty(shape, dtype=torch.float32) for _ in range(copies)]
+        # A GPU's kernels and a CPU's loops hold nothing beside the logits.
+        if self.config.backend == "torch" or self.device.type not in ("cuda", "cpu"):
+            shape = min(rows, max(1, CHUNK_ELEMENTS // vocabulary)), vocabulary
+            copies = range(DEFINITION_COPIES)
+            tensors += [torch.empty(shape, dtype=torch.float32) for _ in copies]
+        return tensors
+
         return tensors
 
     def _take_step(self) -> None:

@@ -96,16 +96,22 @@ def token_stats(
     )
 
 
-def loss(
-    logits: Tensor, per_token: PerToken, objective: Objective, softmax: Softmax, ref: Tensor | None
-) -> tuple[Tensor, records.PPORows]:
-    """(loss, differentiable in the logits; its rows, without gradient). Weight 0 cuts a row out."""
+def loss_of_statistics(
+    logprobs: Tensor,
+    entropies: Tensor,
+    kl: Tensor | None,
+    per_token: PerToken,
+    objective: Objective,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, differentiable in the statistics [N]; `SUMS` and KL [N] without gradient).
+
+    Tokens of weight 0 are cut out: they add nothing, whatever their entries are. `kl` is the full
+    one; the estimators are formed here.
+    """
     counted = per_token.weights != 0
-    t = per_token.at(counted)
-    softmax = softmax.at(counted)
-    log_p = log_softmax(logits.flatten(0, -2)[counted], softmax)
-    logprobs = log_p.gather(1, t.tokens[:, None])[:, 0]
-    h = entropy(log_p)
+    t = per_token.where(counted)
+    logprobs = torch.where(counted, logprobs, 0.0)
+    h = torch.where(counted, entropies, 0.0)
     ratio = (logprobs - t.old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     clipped = ratio.clamp(objective.lowest_ratio, objective.highest_ratio)
     surrogate = torch.minimum(ratio * t.advantages, clipped * t.advantages)
@@ -113,11 +119,11 @@ def loss(
         bounded = torch.maximum(surrogate, objective.dual_clip * t.advantages)
         surrogate = torch.where(t.advantages < 0, bounded, surrogate)
     policy = -surrogate if t.importance_weights is None else -surrogate * t.importance_weights
-    kl = torch.zeros_like(logprobs)
-    if objective.kl_estimator == "full" and ref is not None:
-        kl = full_kl(log_p, log_softmax(ref.flatten(0, -2)[counted], softmax))
-    if objective.kl_estimator != "full" and t.ref_logprobs is not None:
-        kl = sampled_kl(logprobs - t.ref_logprobs, objective.kl_estimator)
+    if objective.kl_estimator != "full":
+        kl = None
+        if t.ref_logprobs is not None:
+            kl = sampled_kl(logprobs - t.ref_logprobs, objective.kl_estimator)
+    kl = torch.zeros_like(logprobs) if kl is None else torch.where(counted, kl, 0.0)
     # A KL that is only reported may be infinite.
     penalty = objective.kl_coef * kl if objective.kl_coef else torch.zeros_like(kl)
     penalty = ratio * penalty if objective.kl_ratio_weighted else penalty
@@ -133,21 +139,38 @@ def loss(
         entropy=h.sum(),
         kl=kl.sum(),
         approx_kl=sampled_kl(t.old_logprobs - logprobs, "k3").sum(),
-        ratio=ratio.sum(),
-        ratio_squared=(ratio**2).sum(),
+        ratio=(ratio * counted).sum(),
+        ratio_squared=(ratio**2 * counted).sum(),
         above_positive=(above & positive).sum(),
         below_positive=(below & positive).sum(),
         above_negative=(above & negative).sum(),
         below_negative=(below & negative).sum(),
         dual_clipped=(negative & (ratio > (objective.dual_clip or math.inf))).sum(),
-        ratio_max=torch.cat([ratio, ratio.new_zeros(1)]).max(),
+        ratio_max=torch.cat([ratio * counted, ratio.new_zeros(1)]).max(),
     )
+    return total, torch.stack([x.detach().to(total.dtype) for x in sums]), kl.detach()
+
+
+def loss(
+    logits: Tensor, per_token: PerToken, objective: Objective, softmax: Softmax, ref: Tensor | None
+) -> tuple[Tensor, records.PPORows]:
+    """(loss, differentiable in the logits; its rows, without gradient). Weight 0 cuts a row out."""
+    counted = per_token.weights != 0
+    t = per_token.at(counted)
+    softmax = softmax.at(counted)
+    log_p = log_softmax(logits.flatten(0, -2)[counted], softmax)
+    logprobs = log_p.gather(1, t.tokens[:, None])[:, 0]
+    h = entropy(log_p)
+    kl = None
+    if objective.kl_estimator == "full" and ref is not None:
+        kl = full_kl(log_p, log_softmax(ref.flatten(0, -2)[counted], softmax))
+    total, sums, kl = loss_of_statistics(logprobs, h, kl, t, objective)
 
     def of_all_rows(x: Tensor) -> Tensor:
         return log_p.new_zeros(len(counted)).masked_scatter(counted, x.detach())
 
     return total, records.PPORows(
-        sums=torch.stack([x.detach().to(total.dtype) for x in sums]),
+        sums=sums,
         logprobs=of_all_rows(logprobs),
         entropy=of_all_rows(h),
         kl=of_all_rows(kl),

@@ -1,6 +1,6 @@
 """PPO's loss and the tokens' statistics from hidden states and the lm-head: one chunk loop.
 
-The operations are those of `fastppo_kernels.definition` under the same names, for both backends.
+The operations are those of `fastppo_kernels.definition` under the same names, for all backends.
 For a chunk of rows, X [n, H], and the head W [V, H]:
 
     Z  = X Wᵀ + b             into a buffer [n, V] that every chunk uses again
@@ -19,9 +19,9 @@ in the weight's dtype (the GEMM accumulates in fp32 inside).
 What differs between backends and devices:
 
     rows of weight 0       cut out before the first GEMM where the host may look at values: always
-                           with the torch backend, with `compact` (one synchronisation) elsewhere.
-                           Otherwise they go through the GEMMs with a gradient of 0.
-    rows without gradient  stay out of the last two GEMMs with the torch backend (`chunk_ppo_loss`)
+                           on a CPU, with `compact` (one synchronisation) elsewhere. Otherwise they
+                           go through the GEMMs with a gradient of 0.
+    rows without gradient  stay out of the last two GEMMs with the CPU's loops (`chunk_ppo_loss`)
     dW in fp32             cuBLAS multiplies 16-bit matrices into fp32; a CPU has no such product,
                            and multiplies fp32 copies, `PRODUCT_COLUMNS` words at a time
     rows of the buffer     for kernels they lie `ROW_ALIGNMENT` bytes apart or a multiple of it
@@ -310,7 +310,7 @@ def ppo_loss(
     """`definition.linear_ppo_loss`, holding a chunk of the logits at a time.
 
     Args:
-        rows: the backend, `torch_rows` or `triton_rows`.
+        rows: the backend, `cpu_rows`, `triton_rows` or `torch_rows`.
         ref_projection: the reference's, read for `kl_estimator="full"` alone.
         wanted: the gradients to form. With none, only the first GEMM runs.
         compact: cut rows of weight 0 out before the first GEMM, whatever the backend.

@@ -90,6 +90,10 @@ def _at(record: Any, rows: Selection) -> Any:
     return type(record)(*(x[rows] if isinstance(x, Tensor) else x for x in record))
 
 
+def _where(record: Any, counted: Tensor) -> Any:
+    return type(record)(*(None if x is None else torch.where(counted, x, 0) for x in record))
+
+
 # ------------------------------------------------------------------------------ what the loss takes
 
 
@@ -140,6 +144,10 @@ class PerToken(NamedTuple):
 
     def at(self, rows: Selection) -> PerToken:
         return _at(self, rows)
+
+    def where(self, counted: Tensor) -> PerToken:
+        """With 0 in the place of what the other tokens have."""
+        return _where(self, counted)
 
 
 class Projection(NamedTuple):

@@ -248,7 +248,9 @@ def test_the_score_lands_on_the_last_response_token_whatever_follows_it() -> Non
 
 def test_token_rewards_and_clipped_scores_add_up() -> None:
     mask = prefix_mask(LENGTHS, T)
-    scores, extra = 10 * torch.randn(B), torch.randn(B, T)
+    # Multiples of 1/8, whose sums are exact in fp32 and in fp64.
+    scores = (80 * torch.randn(B)).round() / 8
+    extra = (8 * torch.randn(B, T)).round() / 8
     values = torch.randn(B, T)
     options: dict[str, Any] = {"gamma": 0.9, "lam": 0.8, "whiten": False}
     actual = fastppo.compute_advantages(

@@ -142,7 +142,7 @@ LOSSES: list[Row] = [  # of ppo_loss and of linear_ppo_loss
     wrong("weights", "[4]", "[4, 1]", weights=torch.ones(N, 1)),
     wrong("weights", "denominator", weights=torch.ones(N), denominator=2.0),
     wrong("weights", "aggregation", weights=torch.ones(N), aggregation="token-sum"),
-    wrong("backend", "auto", "triton", "torch", "cuda", backend="cuda"),
+    wrong("backend", "auto", "triton", "cpu", "torch", "cuda", backend="cuda"),
 ]
 
 REFERENCE_HEADS: list[Row] = [  # of what takes a reference as hidden states and a head
@@ -334,7 +334,7 @@ def test_wrong_input_is_named_with_what_it_got_and_what_is_wanted(
 
 def test_an_amd_gpu_gets_the_torch_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tensors are "cuda" too, and some of the kernels hold NVIDIA's instructions."""
-    x: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    x: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(arguments, "HAS_TRITON", True)
     assert arguments.choose_backend("auto", x) == "triton"
@@ -344,6 +344,8 @@ def test_an_amd_gpu_gets_the_torch_backend(monkeypatch: pytest.MonkeyPatch) -> N
     assert arguments.choose_backend("torch", x) == "torch"
     with pytest.raises(ValueError, match=r"'triton' needs an NVIDIA GPU, .* got ROCm 6\.4\.43482"):
         arguments.choose_backend("triton", x)
+    with pytest.raises(ValueError, match="backend='cpu' needs tensors on the CPU, got cuda:0"):
+        arguments.choose_backend("cpu", x)
 
 
 @pytest.mark.parametrize("token", [-1, V])

@@ -8,25 +8,19 @@ import draws
 import pytest
 import torch
 from allocations import allocations
-from fastppo_kernels import torch_rows
 from torch.profiler import ProfilerActivity, profile
 
 import fastppo
 
-CHUNK = 2**14
-"""Elements of a chunk of rows here: the proportions of a large batch at a fortieth of its size."""
-
-
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(torch_rows.ROW_CHUNK_ELEMENTS, "cpu", CHUNK)
+PER_TOKEN = 2**15
+"""Bytes: more than the numbers per token of these batches, less than a twelfth of the logits."""
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("term", ["policy", "full KL", "soft-cap"])
 def test_ppo_loss_on_bf16_logits_makes_no_fp32_copy_of_them(term: str, masked: bool) -> None:
     """The one allocation of the logits' size is their gradient, in bf16. In place there is none."""
-    n, vocab = 200, 2003  # 25 chunks, no whole number of them
+    n, vocab = 200, 2003
     data = draws.batch((n,), vocab, torch.bfloat16).leaf()
     keywords = draws.options(data, term)
     mask = torch.rand(n) < 0.9 if masked else None
@@ -34,10 +28,8 @@ def test_ppo_loss_on_bf16_logits_makes_no_fp32_copy_of_them(term: str, masked: b
     largest, peak = allocations(
         lambda: fastppo.ppo_loss(*data, mask, **keywords).loss.backward(retain_graph=True)
     )
-    # AccumulateGrad may keep a second gradient; the rest are the chunks' own temporaries, fewer
-    # than ten at once.
     assert largest == 2 * size
-    assert peak < 2 * 2 * size + 10 * 4 * CHUNK
+    assert peak < 2 * 2 * size + PER_TOKEN  # AccumulateGrad may keep a second gradient
     logits = data.logits.detach()
 
     def in_place() -> None:
@@ -46,13 +38,12 @@ def test_ppo_loss_on_bf16_logits_makes_no_fp32_copy_of_them(term: str, masked: b
         x.requires_grad_(False)
 
     largest, peak = allocations(in_place)
-    assert largest <= 4 * CHUNK
-    assert peak < 10 * 4 * CHUNK
+    assert peak < PER_TOKEN
 
 
 @pytest.mark.parametrize("function", ["ppo_loss", "token_logprobs"])
 def test_an_fp32_gradient_is_formed_where_it_stays(function: str) -> None:
-    """Beside it there are two buffers of a chunk, and not a third that is copied from."""
+    """There is nothing of a row's size beside it."""
     n, vocab = 200, 2003
     data = draws.batch((n,), vocab, torch.float32).leaf()
 
@@ -64,7 +55,7 @@ def test_an_fp32_gradient_is_formed_where_it_stays(function: str) -> None:
 
     largest, peak = allocations(work)
     assert largest == 4 * data.logits.numel()
-    assert peak < largest + 2.5 * 4 * CHUNK
+    assert peak < largest + PER_TOKEN
 
 
 def test_a_view_of_the_logits_is_not_copied() -> None:
@@ -73,7 +64,7 @@ def test_a_view_of_the_logits_is_not_copied() -> None:
     data = draws.batch(tuple(view.shape[:-1]), 2)
     with torch.no_grad():
         largest, _ = allocations(lambda: fastppo.ppo_loss(view, data.tokens, *data[2:]))
-    assert largest <= 4 * CHUNK < view.numel()
+    assert largest <= PER_TOKEN < view.numel()
 
 
 @pytest.mark.parametrize("term", ["policy", "k3 from ref_logits", "full KL"])

@@ -1,4 +1,4 @@
-"""The chunk loop around the lm-head, with both backends, against the definition.
+"""The chunk loop around the lm-head against the definition, with the CPU's loops and the kernels.
 
 test_losses.py holds the public function to the definition in fp64, keyword by keyword; here the
 loop runs with the kernels too, under Triton's interpreter, and the promises about chunks, memory,
@@ -18,7 +18,7 @@ import pytest
 import torch
 from allocations import allocations
 from draws import as_linear
-from fastppo_kernels import definition, linear, torch_rows
+from fastppo_kernels import cpu_rows, definition, linear
 from fastppo_kernels.records import (
     Gemm,
     GradientsWanted,
@@ -43,8 +43,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
     pytest.mark.filterwarnings("ignore:All-NaN:RuntimeWarning"),
 ]
-ROWS = {"torch": torch_rows, "triton": triton_rows}
-backends = pytest.mark.parametrize("backend", ROWS)
+ROWS = {"cpu": cpu_rows, "triton": triton_rows}
+backends = pytest.mark.parametrize("backend", ["cpu", "triton"])
 if torch.cuda.is_available():
     pytest.skip("test_linear_gpu.py does this on a GPU", allow_module_level=True)
 
@@ -292,12 +292,6 @@ class Products(TorchDispatchMode):
         return out
 
 
-@pytest.fixture
-def small_row_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five rows a time, so that a chunk of the head takes several."""
-    monkeypatch.setitem(torch_rows.ROW_CHUNK_ELEMENTS, "cpu", 5 * 31)
-
-
 CAUSES = ("clip", "zero advantage", "all", "none", "one")
 
 
@@ -316,7 +310,6 @@ def caused(cause: str, parts: list[Tensor]) -> draws.Batch:
     return data
 
 
-@pytest.mark.usefixtures("small_row_chunks")
 @pytest.mark.parametrize(
     ("cause", "masked"), [(cause, False) for cause in CAUSES] + [("zero advantage", True)]
 )
@@ -329,8 +322,8 @@ def test_rows_without_a_gradient_stay_out_of_the_gradient_gemms(cause: str, mask
     if masked:
         weights[::5] = 0.0
     with Products() as products:
-        rows = loss_of("torch", parts, data, weights, gemm=Gemm(14))
-    again = loss_of("torch", parts, data, weights, gemm=Gemm(14))
+        rows = loss_of("cpu", parts, data, weights, gemm=Gemm(14))
+    again = loss_of("cpu", parts, data, weights, gemm=Gemm(14))
     projection = Projection(*(x.double() for x in parts))
     per_token = PerToken(data.tokens, *(x.double() for x in (*data[2:], weights)))
     wanted = definition.linear_ppo_loss(projection, per_token, CLIPPED, Softmax())
@@ -344,7 +337,7 @@ def test_rows_without_a_gradient_stay_out_of_the_gradient_gemms(cause: str, mask
     inputs = sum(shapes[0][0] for shapes, _ in products.seen if shapes[0][1] == 31)
     kept = int((weights != 0).sum())
     chunks = math.ceil(kept / 14)
-    assert moving <= inputs <= min(kept, moving + chunks * (torch_rows.GEMM_ROWS - 1))
+    assert moving <= inputs <= min(kept, moving + chunks * (cpu_rows.GEMM_ROWS - 1))
     assert (inputs == 0) == (moving == 0)
     expected = {"all": 0, "none": kept, "one": 1}.get(cause)
     assert moving == expected if expected is not None else 0 < moving < kept
@@ -371,7 +364,7 @@ def test_no_row_is_dropped_while_another_term_moves_it(term: str) -> None:
             per_token,
             objective,
             Softmax(),
-            rows=torch_rows,
+            rows=cpu_rows,
             ref_projection=ref,
         )
     assert sum(s[0][0] for s, *_ in products.seen if s[0][1] == 31 and s[1] == (31, 9)) == 12
@@ -383,7 +376,7 @@ def test_a_row_that_is_nan_is_not_dropped() -> None:
     data = near(*parts)
     data.advantages.zero_()
     parts[0][2, 0] = torch.nan
-    grads = loss_of("torch", parts, data, torch.full((6,), 1 / 6)).grads
+    grads = loss_of("cpu", parts, data, torch.full((6,), 1 / 6)).grads
     assert grads.weight is not None
     assert grads.hidden is not None
     assert grads.weight.isnan().all()
@@ -465,7 +458,7 @@ def test_a_chunk_s_share_of_dw_is_not_rounded_before_it_is_added(
 
     A sum in the weight's dtype, rounded once a chunk, would be off by some √n of that.
     """
-    n = 64 if backend == "torch" else 24
+    n = 64 if backend == "cpu" else 24
     parts = head(n, 31, 9, dtype)
     data = near(*parts)
     rows = ROWS[backend]
@@ -586,7 +579,7 @@ def test_the_logits_are_gone_before_dw_is_cast() -> None:
 
     def peak(chunk_size: int) -> int:
         return allocations(
-            lambda: loss_of("torch", [hidden, weight], data, torch.ones(12), gemm=Gemm(chunk_size))
+            lambda: loss_of("cpu", [hidden, weight], data, torch.ones(12), gemm=Gemm(chunk_size))
         )[1]
 
     row_bytes = 521 * weight.itemsize
@@ -603,7 +596,7 @@ def test_no_tensor_of_the_logits_size_is_ever_made(
     """With the default chunk and a given one, in forward and backward and without a gradient."""
     little = linear.LINEAR_BUDGETS["cpu"]._replace(one_chunk=2**16)  # as small as the batch here
     monkeypatch.setitem(linear.LINEAR_BUDGETS, "cpu", little)
-    n, vocab, width = (600, 521, 3) if backend == "torch" else (10, 2053, 3)
+    n, vocab, width = (600, 521, 3) if backend == "cpu" else (10, 2053, 3)
     leaves = [x.requires_grad_(grad) for x in head(n, vocab, width, torch.float32)]
     data = near(*(x.detach() for x in leaves))
     options: dict[str, Any] = {"entropy_coef": 0.1} if term == "entropy" else {}
@@ -618,7 +611,7 @@ def test_no_tensor_of_the_logits_size_is_ever_made(
         if grad:
             (out.loss + (logprobs**2).mean()).backward()
 
-    for chunk_size in (None, 6) if backend == "torch" else (3,):
+    for chunk_size in (None, 6) if backend == "cpu" else (3,):
         largest, _ = allocations(lambda chunk_size=chunk_size: work(chunk_size))  # type: ignore[misc]
         assert largest < 4 * n * vocab / 2 + 4 * vocab
 
@@ -626,7 +619,7 @@ def test_no_tensor_of_the_logits_size_is_ever_made(
 @backends
 def test_every_chunk_is_formed_in_the_same_memory(backend: str) -> None:
     """Twice as many chunks: the peak does not move, and no second buffer is made."""
-    (most, step, vocab), width = (64, 16, 4001) if backend == "torch" else (12, 3, 2053), 3
+    (most, step, vocab), width = (64, 16, 4001) if backend == "cpu" else (12, 3, 2053), 3
     leaves = [x.requires_grad_() for x in head(most, vocab, width, torch.float32)]
     data = near(*(x.detach() for x in leaves))
 

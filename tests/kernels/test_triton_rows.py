@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from fastppo_kernels import definition, jit, torch_rows
+from fastppo_kernels import cpu_rows, definition, jit
 from fastppo_kernels.launch import DTYPES, device_limits
 from fastppo_kernels.records import PPORows, Softmax, StatsGradients, Sums
 from hypothesis import given, settings
@@ -534,7 +534,7 @@ def test_a_token_that_is_masked_out() -> None:
     """Its logprob is that of the definition, −1e30: finite, and beyond any clip."""
     arguments = draw(2, 507)
     arguments["logits"][0, arguments["tokens"][0]] = -torch.inf
-    got, want = kernel_loss(arguments), torch_rows.ppo_loss(*operands(arguments)[0])
+    got, want = kernel_loss(arguments), cpu_rows.ppo_loss(*operands(arguments)[0])
     exact = defined_loss(arguments)
     torch.testing.assert_close(want.logprobs.double(), exact.logprobs)
     torch.testing.assert_close(got.logprobs.cpu(), want.logprobs)
@@ -709,7 +709,9 @@ def test_public_loss_agrees_with_the_torch_backend_in_fp64() -> None:
     assert_gradient(grad.view(6, 37), wanted_grad.view(6, 37))
 
 
-@pytest.mark.parametrize(("backend", "factor"), [("triton", 1.0), ("triton", 0.5), ("torch", 1.0)])
+@pytest.mark.parametrize(
+    ("backend", "factor"), [("triton", 1.0), ("triton", 0.5), ("cpu", 1.0), ("torch", 1.0)]
+)
 def test_retained_graph(backend: str, factor: float) -> None:
     """A leaf took the saved gradient for its own and added to it: three backwards made four."""
     x = _leaf()
@@ -797,7 +799,7 @@ def test_a_nan_shows_in_loss_gradient_and_metrics(operand: str) -> None:
     arguments |= {"weights": torch.full((4,), 0.25), "importance_weights": torch.ones(4)}
     arguments[operand][1] = float("nan")
     given, _ = operands(on(DEVICE, arguments))
-    for module in (torch_rows, triton_rows):
+    for module in (cpu_rows, triton_rows):
         rows = module.ppo_loss(*given)
         sums = Sums(*rows.sums)
         assert sums.loss.isnan()
@@ -813,7 +815,7 @@ def test_an_infinite_reference_that_is_only_reported_leaves_the_gradient(estimat
     arguments |= {"weights": torch.full((2,), 0.5), "kl_estimator": estimator}
     arguments |= {"ref_logprobs": torch.tensor([-math.inf, -3.0])}
     given, _ = operands(on(DEVICE, arguments))
-    for module in (torch_rows, triton_rows):
+    for module in (cpu_rows, triton_rows):
         rows = module.ppo_loss(*given)
         assert rows.grad is not None
         assert rows.grad.isfinite().all()
@@ -832,7 +834,7 @@ def test_the_full_kl_keeps_its_digits_near_the_reference(distance: float) -> Non
     assert exact is not None
     largest = exact.abs().amax(-1, keepdim=True)
     given, rest = operands(on(DEVICE, arguments))
-    for module in (torch_rows, triton_rows):
+    for module in (cpu_rows, triton_rows):
         found = module.ppo_loss(*given, **rest).grad
         assert found is not None
         error = ((found.double().cpu() - exact).abs() / largest).max()
@@ -842,9 +844,9 @@ def test_the_full_kl_keeps_its_digits_near_the_reference(distance: float) -> Non
 # -------------------------------------------------------------------------------- choice of backend
 
 
-def test_auto_takes_the_torch_backend_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_the_compiled_loops_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, 7)
-    assert checks.choose_backend("auto", x) == "torch"
+    assert checks.choose_backend("auto", x) == "cpu"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert checks.choose_backend("triton", x) == "triton"
 

@@ -1,7 +1,8 @@
-"""The torch backend of the advantages against the definition, and how its work grows.
+"""The CPU's loops over sequences against the definition.
 
-test_advantages.py tests the public functions, which run this backend on a CPU, and their layouts.
-Sums run in fp64 on both sides: 1e-12 of the largest entry.
+test_advantages.py tests the public functions, which run this backend, and their layouts. Sums run
+in fp64 on both sides: 1e-12 of the largest entry; fp32 values are read exactly, and results rounded
+to fp32 once: 1e-7.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from fastppo_kernels import definition, torch_advantages
+from fastppo_kernels import cpu_advantages, definition, torch_advantages
 from fastppo_kernels.records import Shaping
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from trajectories import assert_close, bounds, operands, packed, padded
+from trajectories import assert_close, bounds, in_fp64, operands, packed, padded
 
 lengths_of_batches = st.lists(
     st.one_of(st.sampled_from([0, 1, 63, 64, 65, 129]), st.integers(0, 40)), min_size=1, max_size=5
@@ -63,12 +63,12 @@ def test_shaped_advantages_and_gae_are_the_definition_s(
         estimator or "k1",
         0.5 if clipped else None,
     )
-    found = torch_advantages.shaped_advantages(trajectory, shaping, discounts)
+    found = cpu_advantages.shaped_advantages(trajectory, shaping, discounts)
     wanted = definition.shaped_advantages(trajectory, shaping, discounts)
     for one, other in zip(found, wanted, strict=True):
         assert_close(one, other, 1e-12)
     pairs = zip(
-        torch_advantages.gae(trajectory, discounts),
+        cpu_advantages.gae(trajectory, discounts),
         definition.gae(trajectory, discounts),
         strict=True,
     )
@@ -85,48 +85,65 @@ def test_whitening_is_the_definition_s(
     x = torch.randn(4, 9, dtype=torch.float64) + 3
     mask = torch.rand(4, 9) < 0.6 if masked else None
     how: dict[str, Any] = {"shift_mean": shift_mean, "moments": moments}
-    found = torch_advantages.whiten(x, mask, **how)
+    found = cpu_advantages.whiten(x, mask, **how)
     assert_close(found, definition.whiten(x, mask, **how), 1e-12)
-    own = torch_advantages.whitening_moments(x, mask)
+    own = cpu_advantages.whitening_moments(x, mask)
     assert_close(own, definition.whitening_moments(x, mask), 1e-12)
 
 
-class Operations(TorchDispatchMode):
-    count = 0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_narrower_values_are_read_exactly_and_bits_do_not_depend_on_the_threads(
+    dtype: torch.dtype,
+) -> None:
+    values, rewards, logprobs, ref = torch.randn(4, 50, 1000).to(dtype)
+    mask = torch.rand(50, 1000) < 0.9
+    trajectory, discounts = operands(values, rewards, mask, gamma=0.99)
+    shaping = Shaping(torch.randn(50), logprobs, ref, 0.1, "k3", 0.5)
+    wanted = definition.shaped_advantages(in_fp64(trajectory), in_fp64(shaping), in_fp64(discounts))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
+    def results() -> list[torch.Tensor]:
+        advantages = cpu_advantages.shaped_advantages(trajectory, shaping, discounts)
+        white = cpu_advantages.whiten(advantages.advantages, mask)
+        return [*advantages, white]
 
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_operations_of_gae_do_not_grow_with_time_or_batch(masked: bool) -> None:
-    """A loop over the 262144 tokens would take as many steps; the blocked scan takes 64 a level."""
-
-    def operations(batch: int, length: int) -> int:
-        values, rewards = torch.randn(2, batch, length)
-        mask = torch.rand(batch, length) < 0.9 if masked else None
-        with Operations() as operations:
-            torch_advantages.gae(*operands(values, rewards, mask))
-        return operations.count
-
-    small, large = operations(4, 64 * 64), operations(64, 4096)
-    per_level = 12 * torch_advantages.SCAN_BLOCK
-    assert large - small <= per_level
-    assert large < 4 * per_level
+    found = results()
+    for one, other in zip(found[:3], wanted[:3], strict=True):
+        assert one.dtype == torch.float32
+        assert_close(one, other, 1e-7)
+    assert_close(found[3], wanted.moments, 1e-6)  # those of the rounded advantages
+    exact = definition.whiten(found[0].double(), mask)
+    assert_close(found[4], exact, 1e-7)
+    try:
+        torch.set_num_threads(3)
+        for one, other in zip(results(), found, strict=True):
+            assert torch.equal(one, other)
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_without_rewards_or_a_mask_there_are_zeros_and_everything() -> None:
     values = torch.randn(2, 7)
-    bare = torch_advantages.gae(*operands(values))
+    bare = cpu_advantages.gae(*operands(values))
     whole = operands(values, torch.zeros(2, 7), torch.ones(2, 7, dtype=torch.bool))
-    for one, other in zip(bare, torch_advantages.gae(*whole), strict=True):
+    for one, other in zip(bare, cpu_advantages.gae(*whole), strict=True):
         assert torch.equal(one, other)
     trajectory, discounts = operands(values)
     shaping = Shaping(torch.ones(2), values)
-    found = torch_advantages.shaped_advantages(trajectory, shaping, discounts)
+    found = cpu_advantages.shaped_advantages(trajectory, shaping, discounts)
     same = trajectory._replace(mask=torch.ones(2, 7, dtype=torch.bool))
     for one, other in zip(
-        found, torch_advantages.shaped_advantages(same, shaping, discounts), strict=True
+        found, cpu_advantages.shaped_advantages(same, shaping, discounts), strict=True
     ):
         assert torch.equal(one, other)
+
+
+def test_the_torch_backend_is_the_definition_in_its_dtype() -> None:
+    """On the CPU, wherever the tensors are: the recurrence is a loop in Python."""
+    trajectory, discounts = operands(torch.randn(2, 7), torch.randn(2, 7))
+    pairs = zip(
+        torch_advantages.gae(trajectory, discounts),
+        cpu_advantages.gae(trajectory, discounts),
+        strict=True,
+    )
+    for one, other in pairs:
+        assert_close(one, other, 1e-7)

@@ -1,0 +1,871 @@
+"""PPO's loss from logits on a CPU: each row is read from memory once, by compiled loops.
+
+The operations are those of `fastppo_kernels.definition`, under the same names and with the same
+operands. For one row of logits x, sampled token y, scores z (scaled and capped), m = max z and
+c = 1/T (times `logit_scale` where there is no cap):
+
+    t_j     = (z_j − m)·c         shifted before it is scaled: no offset of the row costs digits
+    S       = Σ_j e^{t_j}         the token's own term is added last: 1 − p_y keeps its digits
+    μ       = Σ_j e^{t_j}·t_j/S
+    logprob = t_y − log S         entropy = log S − μ
+    gap_j   = t_j − r_j           r: the shifted scores of the reference
+    KL      = γ − log S + log S_ref     with γ = Σ_j e^{t_j}·gap_j/S
+
+and with the loss's derivatives g_l, g_h and g_k by logprob, entropy and KL,
+
+    dz_j = (1/T)·{ g_l·[j=y] + p_j·( −g_l − g_h·(t_j − μ) + g_k·(gap_j − γ) ) }
+
+A row goes through the caches in three sweeps: its maximum; e^t and the sums, into a buffer of one
+row; that buffer times a + b·t, and on to the gradient. The exponential is a polynomial, so that the
+compiler makes vector instructions of all three. Sums are carried in fp32 lanes and joined in fp64.
+
+Rows are dealt to as many threads as torch has; the bits do not depend on their number. Rows of
+weight 0 are not read. fp64 logits go to `torch_rows`, the definition in chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import types
+from numba.extending import overload
+from torch import Tensor
+
+from fastppo_kernels import torch_rows
+from fastppo_kernels.cpu_threads import EXACT, compiled, compiled_in_lanes, fresh, in_threads
+from fastppo_kernels.records import (
+    LOG_RATIO_LIMIT,
+    LOWEST,
+    SUMS,
+    Objective,
+    PerToken,
+    PPORows,
+    Softmax,
+    StatsGradients,
+    TokenStats,
+)
+
+READS_VALUES = True
+"""The host looks at values between two operations, which on a CPU costs nothing: rows of weight 0
+and rows without a gradient stay out of the lm-head's GEMMs."""
+
+GEMM_ROWS = 8
+"""Rows with a gradient are handed on by a multiple of this: an odd number makes the GEMM for dW
+slower by a seventh (255 rows against 252 or 256; sgemm, V = 32000, H = 1024)."""
+
+# Python's numbers are fp64, in which a loop would compute as soon as it meets one.
+F32, I32, U32 = np.float32, np.int32, np.uint32
+ZERO, ONE, FOUR = F32(0), F32(1), F32(4)
+LOWEST_32 = F32(LOWEST)
+LOG2_E = F32(math.log2(math.e))
+LN_2_HIGH = F32(0.693359375)  # n·LN_2_HIGH is exact
+LN_2_LOW = F32(math.log(2) - 0.693359375)
+ROUNDER = F32(1.5 * 2**23)  # x + ROUNDER has the integer nearest to x in its last bits
+UNDERFLOW = F32(-87.0)  # e^t is taken for 0 below it, where it is less than 2e-38
+E2, E3, E4, E5, E6 = (F32(1 / math.factorial(n)) for n in range(2, 7))
+MAGNITUDE, LEAST_INTEGER = I32(2**31 - 1), I32(-(2**31))
+
+TANH_NEAR = F32(0.625)
+TANH_3, TANH_5, TANH_7, TANH_9, TANH_11 = (
+    F32(x) for x in (-0.33333329, 0.13332782, -0.0538525, 0.02100364, -0.00610495)
+)
+"""The least-squares fit of (tanh(x)/x − 1)/x² on Chebyshev points of x² in [0, 0.625²]: its error
+is below 2e-8."""
+
+BLOCK = 2048
+"""Columns whose sums are carried in fp32; those of blocks are joined in fp64."""
+
+ESTIMATORS = {"k1": 1, "k2": 2, "k3": 3, "full": 4}
+K1, K2, K3, FULL = ESTIMATORS.values()
+
+
+class _Rows(NamedTuple):
+    """[N, V] or [B, T, V]: row i begins at (i // inner)·outer_stride + (i % inner)·stride.
+
+    The memory of bf16 is int16 and that of fp16 uint16: numba knows neither, and the loops tell
+    them apart by that.
+    """
+
+    memory: Any
+    vocab: int
+    inner: int
+    outer_stride: int
+    stride: int
+
+
+class _Scale(NamedTuple):
+    """A `Softmax`; no temperatures by row is an empty array, no soft-cap 0."""
+
+    temperature: float
+    temperatures: Any
+    logit_scale: float
+    softcap: float
+
+
+class _Operands(NamedTuple):
+    """A `PerToken`, its numbers in fp64; what is not given is an empty array."""
+
+    tokens: Any
+    old_logprobs: Any
+    advantages: Any
+    weights: Any
+    importance_weights: Any
+    ref_logprobs: Any
+
+
+class _Loss(NamedTuple):
+    """An `Objective`; no dual clip is infinity."""
+
+    lowest_ratio: float
+    highest_ratio: float
+    dual_clip: float
+    kl_coef: float
+    kl_estimator: int
+    entropy_coef: float
+    kl_ratio_weighted: bool
+
+
+class _Scores(NamedTuple):
+    """The scores z of a row with those of the reference (no entries without one), and e^t."""
+
+    z: Any
+    ref_z: Any
+    e: Any
+
+
+class _Statistics(NamedTuple):
+    """Of a row, fp64 but for the maxima; what belongs to the reference is 0 without one."""
+
+    maximum: float
+    ref_maximum: float
+    shifted_token: float  # t_y
+    token_gap: float  # gap_y
+    total: float  # S
+    log_total: float
+    ref_log_total: float
+    mean: float  # μ
+    mean_gap: float  # γ
+    others: float  # (S − e^{t_y})/S
+    logprob: float
+    entropy: float
+    kl: float
+
+
+# -------------------------------------------------------------------------------------- one number
+
+
+@compiled
+def _exp(t):
+    """e^t of t ≤ 0, fp32, to 1e-7 of itself; NaN stays NaN."""
+    rounded = t * LOG2_E + ROUNDER
+    n = rounded - ROUNDER
+    r = (t - n * LN_2_HIGH) - n * LN_2_LOW
+    p = E6 * r + E5
+    p = p * r + E4
+    p = p * r + E3
+    p = p * r + E2
+    p = p * r + ONE
+    p = p * r + ONE
+    power = I32((F32(rounded).view(I32) + I32(127)) << I32(23))
+    return ZERO if t < UNDERFLOW else p * I32(power).view(F32)
+
+
+@compiled
+def _tanh(u):
+    """tanh u, from e^{−2|u|}, and near 0 from an odd polynomial."""
+    e = _exp(-abs(u) - abs(u))
+    far = (ONE - e) / (ONE + e)
+    square = u * u
+    series = TANH_11 * square + TANH_9
+    series = series * square + TANH_7
+    series = series * square + TANH_5
+    series = series * square + TANH_3
+    near = u + u * square * series
+    return near if abs(u) < TANH_NEAR else (-far if u < ZERO else far)
+
+
+@compiled
+def _from_bf16(bits):
+    return I32(I32(bits) << I32(16)).view(F32)
+
+
+@compiled
+def _to_bf16(value):
+    """To the nearest, ties to even."""
+    bits = F32(value).view(I32)
+    rounded = I32(bits + I32(0x7FFF) + ((bits >> I32(16)) & I32(1))) >> I32(16)
+    return np.int16(0x7FC0 if value != value else rounded)
+
+
+@compiled
+def _from_fp16(bits):
+    magnitude = U32((U32(bits) & U32(0x7FFF)) << U32(13))
+    # 2¹¹² moves the exponent's bias, of numbers below the normal range too.
+    value = U32(magnitude).view(F32) * F32(2.0**112)
+    special = U32(magnitude | U32(0x7F800000)).view(F32)  # infinity or NaN
+    value = special if magnitude >= U32(0x0F800000) else value
+    return -value if U32(bits) & U32(0x8000) else value
+
+
+@compiled
+def _to_fp16(value):
+    """To the nearest, ties to even."""
+    bits = F32(value).view(U32)
+    magnitude = U32(bits & U32(0x7FFFFFFF))
+    size = U32(magnitude).view(F32)
+    # Below 2⁻¹⁴ the sum with ½ rounds to a multiple of 2⁻²⁴, which its last bits then count.
+    small = U32(F32(size + F32(0.5)).view(U32) - U32(0x3F000000))
+    rounded = U32(U32(magnitude + U32(0xC8000FFF) + ((magnitude >> U32(13)) & U32(1))) >> U32(13))
+    half = small if size < F32(2.0**-14) else rounded
+    half = U32(0x7C00) if size >= F32(65520.0) else half
+    half = U32(0x7E00) if value != value else half
+    return np.uint16(half | U32((bits >> U32(16)) & U32(0x8000)))
+
+
+# ------------------------------------------------------------------------------ sweeps over one row
+
+
+@compiled
+def _row(rows, i):
+    start = (i // rows.inner) * rows.outer_stride + (i % rows.inner) * rows.stride
+    return rows.memory[start : start + rows.vocab]
+
+
+def _widened(x, buffer):
+    """A row in fp32: itself, or written into the buffer."""
+
+
+@overload(_widened, jit_options={"fastmath": set(EXACT)})
+def _widened_of(x, buffer):
+    if isinstance(x.dtype, types.Float):
+        return lambda x, buffer: x
+    convert = _from_bf16 if x.dtype.signed else _from_fp16
+
+    def widened(x, buffer):
+        for j in range(len(x)):
+            buffer[j] = convert(x[j])
+        return buffer
+
+    return widened
+
+
+def _put(out, values):
+    """Writes fp32 values into a row of the gradient."""
+
+
+@overload(_put, jit_options={"fastmath": set(EXACT)})
+def _put_of(out, values):
+    if isinstance(out.dtype, types.Float):
+        convert = F32
+    else:
+        convert = _to_bf16 if out.dtype.signed else _to_fp16
+
+    def put(out, values):
+        for j in range(len(out)):
+            out[j] = convert(values[j])
+
+    return put
+
+
+@compiled
+def _clear(out):
+    """A row of zeros; assigning to a slice takes a second more to compile."""
+    for j in range(len(out)):
+        out[j] = 0
+
+
+@compiled
+def _scores(x, buffer, softmax):
+    """z of a row: the logits themselves (the scale goes in after the shift), or capped."""
+    wide = _widened(x, buffer)
+    if softmax.softcap == 0:
+        return wide
+    cap, inner = F32(softmax.softcap), F32(softmax.logit_scale / softmax.softcap)
+    for j in range(len(x)):
+        buffer[j] = cap * _tanh(wide[j] * inner)
+    return buffer
+
+
+@compiled
+def _maximum(z):
+    """The largest entry; NaN is larger than all, if its sign bit is not set.
+
+    As integers, with the magnitude of the negative ones turned over, the bits have the numbers'
+    order; the maximum of integers is a vector instruction, which no NaN disturbs.
+    """
+    largest = LEAST_INTEGER
+    for j in range(len(z)):
+        bits = F32(z[j]).view(I32)
+        key = I32(bits ^ ((bits >> I32(31)) & MAGNITUDE))
+        largest = key if key > largest else largest
+    return I32(largest ^ ((largest >> I32(31)) & MAGNITUDE)).view(F32)
+
+
+@compiled_in_lanes
+def _block_sums(z, e, maximum, scale):
+    mass, moment = ZERO, ZERO
+    for j in range(len(z)):
+        t = (z[j] - maximum) * scale
+        t = LOWEST_32 if t < LOWEST_32 else t
+        exponential = _exp(t)
+        e[j] = exponential
+        mass += exponential
+        moment += exponential * t
+    return mass, moment
+
+
+@compiled
+def _sums(z, e, token, maximum, scale):
+    """(Σ e^t, Σ e^t·t) of all but the token, fp64; e^t goes to `e`."""
+    mass, moment = 0.0, 0.0
+    start = 0
+    while start < len(z):
+        # A block ends before the token, and the next one begins after it: the sums are called from
+        # one place, and are compiled once.
+        stop = min(start + BLOCK, len(z))
+        stop = token if start <= token < stop else stop
+        of_block = _block_sums(z[start:stop], e[start:stop], maximum, scale)
+        mass += of_block[0]
+        moment += of_block[1]
+        start = stop + 1 if stop == token else stop
+    return mass, moment
+
+
+@compiled
+def _gap(z, ref_z, row, scale, lowest):
+    """t − r of one column. Near the reference the difference of the scores is exact where that of
+    the two shifted and scaled ones is not; columns at −inf keep their stand-ins."""
+    t, r = (z - row.maximum) * scale, (ref_z - row.ref_maximum) * scale
+    t, r = lowest if t < lowest else t, LOWEST_32 if r < LOWEST_32 else r
+    near = ((z - ref_z) - (row.maximum - row.ref_maximum)) * scale
+    return t - r if t <= lowest or r <= LOWEST_32 else near
+
+
+class _Maxima(NamedTuple):
+    maximum: float
+    ref_maximum: float
+
+
+@compiled_in_lanes
+def _block_gap_sums(e, z, ref_z, maxima, scale):
+    total, ruled_out = ZERO, ZERO
+    for j in range(len(z)):
+        total += e[j] * _gap(z[j], ref_z[j], maxima, scale, LOWEST_32)
+        is_out = (ref_z[j] - maxima.ref_maximum) * scale <= LOWEST_32
+        ruled_out += ONE if is_out and e[j] > ZERO else ZERO
+    return total, ruled_out
+
+
+@compiled
+def _gap_sums(e, z, ref_z, maxima, scale):
+    """(Σ e^t·gap, how many columns the reference rules out and the policy does not), fp64."""
+    total, ruled_out = 0.0, 0.0
+    for start in range(0, len(z), BLOCK):
+        part = slice(start, min(start + BLOCK, len(z)))
+        of_block = _block_gap_sums(e[part], z[part], ref_z[part], maxima, scale)
+        total += of_block[0]
+        ruled_out += of_block[1]
+    return total, ruled_out
+
+
+@compiled
+def _times_linear(e, z, maximum, scale, constant, linear):
+    """e ← e·(constant + linear·t). Where e is 0, t need not be a number to multiply with."""
+    bound = UNDERFLOW + UNDERFLOW
+    for j in range(len(z)):
+        t = (z[j] - maximum) * scale
+        t = bound if t < bound else t
+        e[j] *= constant + linear * t
+
+
+@compiled
+def _times_linear_and_gap(e, z, ref_z, maxima, scale, constant, linear, of_gap):
+    """e ← e·(constant + linear·t + of_gap·gap)."""
+    bound = UNDERFLOW + UNDERFLOW
+    for j in range(len(z)):
+        t = (z[j] - maxima.maximum) * scale
+        t = bound if t < bound else t
+        e[j] *= constant + linear * t + of_gap * _gap(z[j], ref_z[j], maxima, scale, bound)
+
+
+@compiled
+def _times_slope(e, x, inner):
+    """e ← e·(1 − tanh²) of capped scores, from the logits [V] in fp32: 1 − tanh² of the scores has
+    no digits near the cap."""
+    for j in range(len(x)):
+        u = abs(x[j] * inner)
+        decay = _exp(-u - u)
+        e[j] *= FOUR * decay / ((ONE + decay) * (ONE + decay))
+
+
+# --------------------------------------------------------------------------------- a row as a whole
+
+
+@compiled
+def _scales(softmax, i):
+    """(factor of the shifted scores, dx/dt but for the cap's slope)."""
+    temperature = softmax.temperature
+    if len(softmax.temperatures):
+        temperature = softmax.temperatures[i]
+    slope = softmax.logit_scale / temperature
+    return (slope if softmax.softcap == 0 else 1.0 / temperature), slope
+
+
+@compiled
+def _total(z, e, token, scale):
+    """(m, t_y, e^{t_y}, Σ of the others' e^t, Σ e^t·t, log Σ e^t)."""
+    maximum, factor = _maximum(z), F32(scale)
+    others, moment = _sums(z, e, token, maximum, factor)
+    shifted = np.float64((z[token] - maximum) * factor)
+    shifted = LOWEST if shifted < LOWEST else shifted
+    exponential = math.exp(shifted)
+    e[token] = exponential
+    moment += exponential * shifted
+    log_total = math.log1p(others + (exponential - 1.0))
+    return maximum, shifted, exponential, others, moment, log_total
+
+
+@compiled
+def _statistics(scores, ref_e, token, scale):
+    z, ref_z, e = scores
+    maximum, shifted, exponential, others, moment, log_total = _total(z, e, token, scale)
+    total = others + exponential
+    logprob = shifted - log_total
+    if exponential > others:
+        logprob = -math.log1p(others / exponential)
+    mean = moment / total
+    ref_maximum, ref_log_total, token_gap, mean_gap, kl = maximum, 0.0, 0.0, 0.0, 0.0
+    if len(ref_z):
+        ref_maximum, _, _, _, _, ref_log_total = _total(ref_z, ref_e, token, scale)
+        maxima = _Maxima(maximum, ref_maximum)
+        gaps, ruled_out = _gap_sums(e, z, ref_z, maxima, F32(scale))
+        mean_gap = np.inf if ruled_out > 0 else np.float64(gaps) / total
+        kl = mean_gap - log_total + ref_log_total
+        token_gap = np.float64(_gap(z[token], ref_z[token], maxima, F32(scale), LOWEST_32))
+    return _Statistics(
+        maximum,
+        ref_maximum,
+        shifted,
+        token_gap,
+        total,
+        log_total,
+        ref_log_total,
+        mean,
+        mean_gap,
+        others / total,
+        logprob,
+        log_total - mean,
+        kl,
+    )
+
+
+@compiled
+def _row_gradient(scores, row, x, buffer, token, by, softmax, i):
+    """`scores.e` becomes dL/dx of the row of logits x; `by`: (g_l, g_h, g_k)."""
+    z, ref_z, e = scores
+    by_logprob, by_entropy, by_kl = by
+    scale, slope = _scales(softmax, i)
+    probability = math.exp(row.logprob)
+    per_row = slope / row.total
+    constant, linear = by_entropy * row.mean - by_logprob, F32(-by_entropy * per_row)
+    at_token = by_logprob * row.others
+    at_token += probability * by_entropy * (row.mean - row.shifted_token)
+    if by_kl != 0 and len(ref_z):  # an infinite KL that is only reported does not touch it
+        constant = F32((constant - by_kl * row.mean_gap) * per_row)
+        at_token += probability * by_kl * (row.token_gap - row.mean_gap)
+        maxima = _Maxima(row.maximum, row.ref_maximum)
+        of_gap = F32(by_kl * per_row)
+        _times_linear_and_gap(e, z, ref_z, maxima, F32(scale), constant, linear, of_gap)
+    else:
+        _times_linear(e, z, row.maximum, F32(scale), F32(constant * per_row), linear)
+    e[token] = slope * at_token
+    if softmax.softcap > 0:
+        _times_slope(e, _widened(x, buffer), F32(softmax.logit_scale / softmax.softcap))
+
+
+@compiled
+def _k3(difference):
+    """e^{−d} − 1 + d, the exponent clamped."""
+    return math.expm1(min(max(-difference, -LOG_RATIO_LIMIT), LOG_RATIO_LIMIT)) + difference
+
+
+@compiled
+def sampled_kl(difference, estimator):
+    """(the estimate from d = logprob − ref_logprob, its derivative by the logprob)."""
+    if estimator == K1:
+        return difference, 1.0
+    if estimator == K2:
+        return 0.5 * difference * difference, difference
+    is_inside = abs(difference) <= LOG_RATIO_LIMIT
+    return _k3(difference), -math.expm1(-difference) if is_inside else 1.0
+
+
+@compiled
+def _token_loss(logprob, full_kl, token, loss, i):
+    """(policy term·importance weight, ratio, KL, w·(g_l, g_h, g_k)) of one token.
+
+    A derivative is 0 where a clip is active, or the ratio's exponent is clamped. Comparisons are
+    written so that NaN counts as active: it must reach the gradient, where it is noticed.
+    """
+    advantage, weight = token.advantages[i], token.weights[i]
+    difference = logprob - token.old_logprobs[i]
+    is_clamped = abs(difference) > LOG_RATIO_LIMIT
+    ratio = math.exp(min(max(difference, -LOG_RATIO_LIMIT), LOG_RATIO_LIMIT))
+    ratio = difference if difference != difference else ratio
+    unclipped = ratio * advantage
+    clipped = min(max(ratio, loss.lowest_ratio), loss.highest_ratio) * advantage
+    is_active = not unclipped > clipped
+    surrogate = unclipped if is_active else clipped
+    if advantage < 0 and surrogate < loss.dual_clip * advantage:
+        surrogate = loss.dual_clip * advantage
+        is_active = False
+    importance = token.importance_weights[i] if len(token.importance_weights) else 1.0
+    by_logprob = -unclipped * importance if is_active and not is_clamped else 0.0
+    kl, by_kl = 0.0, 0.0
+    if loss.kl_estimator == FULL:
+        kl, by_kl = full_kl, weight * loss.kl_coef
+    elif len(token.ref_logprobs):
+        distance = logprob - token.ref_logprobs[i]
+        kl, slope = sampled_kl(distance, loss.kl_estimator)
+        if loss.kl_ratio_weighted:
+            # Of k3, KL + slope is d, of which the sum has no digits far below the reference.
+            is_k3 = loss.kl_estimator == K3 and abs(distance) <= LOG_RATIO_LIMIT
+            both = distance if is_k3 else kl + slope
+            slope = ratio * (slope if is_clamped else both)
+        if loss.kl_coef != 0:
+            by_logprob += loss.kl_coef * slope
+    by = (weight * by_logprob, -loss.entropy_coef * weight, by_kl)
+    return -surrogate * importance, ratio, kl, by
+
+
+# -------------------------------------------------------------------------------- loops over rows
+
+
+@compiled
+def _scores_of(rows, ref_rows, buffers, softmax, i):
+    z = _scores(_row(rows, i), buffers[0], softmax)
+    ref_z = buffers[1][:0]
+    if ref_rows.vocab:
+        ref_z = _scores(_row(ref_rows, i), buffers[1], softmax)
+    return _Scores(z, ref_z, buffers[2])
+
+
+@compiled
+def _loss_rows(start, stop, rows, ref_rows, token, loss, softmax, found, moves, grad):
+    """(logprob, entropy, KL, policy term, ratio) of rows to found [5, N], whether a row has a
+    gradient to moves [N], and the gradient to `grad`, where that has columns."""
+    buffers = np.empty((4, rows.vocab), np.float32)
+    for i in range(start, stop):
+        moves[i] = False
+        if token.weights[i] == 0:
+            for k in range(len(found)):
+                found[k, i] = 0
+            _clear(_row(grad, i))
+            continue
+        scores = _scores_of(rows, ref_rows, buffers, softmax, i)
+        y = token.tokens[i]
+        row = _statistics(scores, buffers[3], y, _scales(softmax, i)[0])
+        logprob = np.float64(F32(row.logprob))  # as it is returned, and later given as the old one
+        policy, ratio, kl, by = _token_loss(logprob, row.kl, token, loss, i)
+        found[0, i], found[1, i], found[2, i] = logprob, row.entropy, kl
+        found[3, i], found[4, i] = policy, ratio
+        moves[i] = grad.vocab > 0 and (by[0] != 0 or by[1] != 0 or by[2] != 0)
+        if moves[i]:
+            _row_gradient(scores, row, _row(rows, i), buffers[3], y, by, softmax, i)
+            _put(_row(grad, i), scores.e)
+        else:
+            _clear(_row(grad, i))
+
+
+@compiled
+def _statistics_rows(start, stop, rows, ref_rows, tokens, softmax, found, normalizers):
+    """(logprob, entropy, KL, 1 − p, γ) to found [5, N]; the normalizers to [2, N, 2]."""
+    buffers = np.empty((4, rows.vocab), np.float32)
+    for i in range(start, stop):
+        scores = _scores_of(rows, ref_rows, buffers, softmax, i)
+        row = _statistics(scores, buffers[3], tokens[i], _scales(softmax, i)[0])
+        found[0, i], found[1, i], found[2, i] = row.logprob, row.entropy, row.kl
+        found[3, i], found[4, i] = row.others, row.mean_gap
+        has_mass = row.maximum != -np.inf
+        normalizers[0, i, 0] = row.maximum
+        normalizers[0, i, 1] = row.log_total if has_mass else -np.inf
+        if ref_rows.vocab:
+            has_mass = row.ref_maximum != -np.inf
+            normalizers[1, i, 0] = row.ref_maximum
+            normalizers[1, i, 1] = row.ref_log_total if has_mass else -np.inf
+
+
+@compiled
+def _gradient_rows(start, stop, rows, ref_rows, tokens, softmax, by, grad):
+    """dL/dx of rows from by [3, N], the loss's derivatives by logprob, entropy and KL."""
+    buffers = np.empty((4, rows.vocab), np.float32)
+    for i in range(start, stop):
+        by_row = (by[0, i], by[1, i], by[2, i])
+        if by_row[0] == 0 and by_row[1] == 0 and by_row[2] == 0:
+            _clear(_row(grad, i))
+            continue
+        scores = _scores_of(rows, ref_rows, buffers, softmax, i)
+        row = _statistics(scores, buffers[3], tokens[i], _scales(softmax, i)[0])
+        _row_gradient(scores, row, _row(rows, i), buffers[3], tokens[i], by_row, softmax, i)
+        _put(_row(grad, i), scores.e)
+
+
+@compiled
+def _sum_up(found, token, loss, sums):
+    """`SUMS` of all tokens, fp64, one after the other."""
+    _clear(sums)
+    for i in range(len(token.weights)):
+        weight, advantage = token.weights[i], token.advantages[i]
+        if weight == 0:
+            continue
+        logprob, entropy, kl = found[0, i], found[1, i], found[2, i]
+        policy, ratio = found[3, i], found[4, i]
+        total = policy - loss.entropy_coef * entropy
+        if loss.kl_coef != 0:
+            total += loss.kl_coef * (ratio * kl if loss.kl_ratio_weighted else kl)
+        above, below = ratio > loss.highest_ratio, ratio < loss.lowest_ratio
+        sums[0] += weight * total
+        sums[1] += weight * policy
+        sums[2] += 1
+        sums[3] += entropy
+        sums[4] += kl
+        sums[5] += _k3(token.old_logprobs[i] - logprob)
+        sums[6] += ratio
+        sums[7] += ratio * ratio
+        sums[8] += above and advantage > 0
+        sums[9] += below and advantage > 0
+        sums[10] += above and advantage < 0
+        sums[11] += below and advantage < 0
+        sums[12] += advantage < 0 and ratio > loss.dual_clip
+        sums[13] = ratio if ratio > sums[13] or ratio != ratio else sums[13]
+
+
+# ----------------------------------------------------------------------------------- the operations
+
+NOTHING = np.empty(0)
+
+
+BITS = {
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.uint16,
+}
+"""The dtypes that the loops are for, and as what their memory is seen."""
+
+
+def _is_fast(logits: Tensor) -> bool:
+    return logits.dtype in BITS
+
+
+def _rows(x: Tensor | None, like: Tensor) -> _Rows:
+    """The memory of [N, V] or [B, T, V] with a dense last axis; without any, rows of no columns."""
+    if x is None or not x.numel():
+        return _Rows(torch.empty(0, dtype=BITS[like.dtype]).numpy(), 0, 1, 0, 0)
+    x = x.detach() if x.dtype in BITS else x.detach().float()  # a reference in fp64
+    x = x.view(BITS[x.dtype])
+    outer, inner, vocab = (1, *x.shape) if x.dim() == 2 else x.shape
+    outer_stride, stride = (0, x.stride(0)) if x.dim() == 2 else x.stride()[:2]
+    size = (outer - 1) * outer_stride + (inner - 1) * stride + vocab
+    return _Rows(x.as_strided((size,), (1,)).numpy(), vocab, inner, outer_stride, stride)
+
+
+def _doubles(x: Tensor | None) -> Any:
+    return NOTHING if x is None else x.detach().double().contiguous().numpy()
+
+
+def _scale(softmax: Softmax) -> _Scale:
+    return _Scale(
+        temperature=float(softmax.temperature),
+        temperatures=_doubles(softmax.temperatures),
+        logit_scale=float(softmax.logit_scale),
+        softcap=float(softmax.softcap or 0.0),
+    )
+
+
+def _operands(per_token: PerToken) -> _Operands:
+    tokens, *numbers = per_token
+    return _Operands(tokens.contiguous().numpy(), *[_doubles(x) for x in numbers])
+
+
+def _loss(objective: Objective) -> _Loss:
+    return _Loss(
+        lowest_ratio=float(objective.lowest_ratio),
+        highest_ratio=float(objective.highest_ratio),
+        dual_clip=math.inf if objective.dual_clip is None else float(objective.dual_clip),
+        kl_coef=float(objective.kl_coef),
+        kl_estimator=ESTIMATORS[objective.kl_estimator],
+        entropy_coef=float(objective.entropy_coef),
+        kl_ratio_weighted=bool(objective.kl_ratio_weighted),
+    )
+
+
+class _Pass(NamedTuple):
+    """What a pass over rows leaves beside the gradient."""
+
+    sums: Tensor
+    statistics: Tensor
+    """[3, N] fp32: logprobs, entropy, KL."""
+    moves: Tensor
+    """[N] bool: which rows have a gradient."""
+
+
+def _loss_pass(
+    logits: Tensor,
+    per_token: PerToken,
+    objective: Objective,
+    softmax: Softmax,
+    *,
+    ref_logits: Tensor | None,
+    grad: Tensor | None,
+) -> _Pass:
+    count = per_token.tokens.numel()
+    found, moves = np.empty((5, count), np.float32), np.empty(count, np.bool_)
+    sums = np.empty(len(SUMS))
+    operands, loss = _operands(per_token), _loss(objective)
+    if objective.kl_estimator != "full":
+        ref_logits = None
+    in_threads(
+        _loss_rows,
+        count,
+        _rows(logits, logits),
+        _rows(ref_logits, logits),
+        operands,
+        loss,
+        _scale(softmax),
+        found,
+        moves,
+        _rows(grad, logits),
+    )
+    _sum_up(found, operands, loss, sums)
+    tensors = [torch.from_numpy(x) for x in (sums, found[:3], moves)]
+    return _Pass(tensors[0].float(), tensors[1], tensors[2])
+
+
+def ppo_loss(
+    logits: Tensor,
+    per_token: PerToken,
+    objective: Objective,
+    softmax: Softmax,
+    *,
+    ref_logits: Tensor | None = None,
+    need_grad: bool = True,
+    inplace: bool = False,
+) -> PPORows:
+    """Clipped PPO loss of every row, its statistics, and its gradient in the same pass.
+
+    `inplace` writes dL/dlogits over the logits. `ref_logits` is read for `kl_estimator="full"`
+    alone. Sources: Schulman et al. 2017, eq. 7; Ziegler et al. 2019; Ye et al. 2020 (dual clip).
+    """
+    if not _is_fast(logits):
+        return torch_rows.ppo_loss(
+            logits,
+            per_token,
+            objective,
+            softmax,
+            ref_logits=ref_logits,
+            need_grad=need_grad,
+            inplace=inplace,
+        )
+    grad = (logits if inplace else fresh(logits)) if need_grad else None
+    done = _loss_pass(logits, per_token, objective, softmax, ref_logits=ref_logits, grad=grad)
+    logprobs, entropy, kl = (x.clone() for x in done.statistics)
+    return PPORows(done.sums, logprobs, entropy, kl, grad)
+
+
+def chunk_ppo_loss(
+    logits: Tensor,
+    per_token: PerToken,
+    objective: Objective,
+    softmax: Softmax,
+    *,
+    ref_logits: Tensor | None = None,
+    need_grad: bool = True,
+) -> tuple[PPORows, Tensor | None]:
+    """`ppo_loss` in place for a chunk [n, V] of rows that all count.
+
+    Rows that have no gradient (clipped or A = 0, with no entropy or KL term) are left out: the
+    others are moved together, so that the GEMMs take them alone.
+
+    Returns:
+        (PPORows, whose grad is [m, V] or None; [m] int64, the rows that it holds, None for all n).
+    """
+    if not _is_fast(logits):
+        return torch_rows.chunk_ppo_loss(
+            logits, per_token, objective, softmax, ref_logits=ref_logits, need_grad=need_grad
+        )
+    grad = logits if need_grad else None
+    done = _loss_pass(logits, per_token, objective, softmax, ref_logits=ref_logits, grad=grad)
+    logprobs, entropy, kl = done.statistics
+    chunk = PPORows(done.sums, logprobs, entropy, kl)
+    moving = int(done.moves.sum())
+    if moving == 0:
+        return chunk, None
+    size = min(len(logits), -(-moving // GEMM_ROWS) * GEMM_ROWS)
+    if size == len(logits):
+        return chunk._replace(grad=logits), None
+    still = done.moves.logical_not().nonzero()[: size - moving]
+    live = torch.cat([done.moves.nonzero(), still]).squeeze(-1).sort().values
+    for place, row in enumerate(live.tolist()):  # upwards: no row is written over that is yet to go
+        if place != row:
+            logits[place] = logits[row]
+    return chunk._replace(grad=logits[:size]), live
+
+
+def token_stats(
+    logits: Tensor, tokens: Tensor, softmax: Softmax, *, ref_logits: Tensor | None = None
+) -> TokenStats:
+    """Logprob of the token, entropy and (given `ref_logits`) the full KL of each row."""
+    if not _is_fast(logits):
+        return torch_rows.token_stats(logits, tokens, softmax, ref_logits=ref_logits)
+    count = tokens.numel()
+    found, normalizers = np.empty((5, count), np.float32), np.zeros((2, count, 2), np.float32)
+    in_threads(
+        _statistics_rows,
+        count,
+        _rows(logits, logits),
+        _rows(ref_logits, logits),
+        tokens.contiguous().numpy(),
+        _scale(softmax),
+        found,
+        normalizers,
+    )
+    columns = [*torch.from_numpy(found), *torch.from_numpy(normalizers)]
+    return TokenStats(*[x.clone() for x in columns])
+
+
+def token_stats_backward(
+    grads: StatsGradients,
+    logits: Tensor,
+    tokens: Tensor,
+    stats: TokenStats,
+    softmax: Softmax,
+    *,
+    ref_logits: Tensor | None = None,
+) -> Tensor:
+    """dL/dlogits in the logits' shape and dtype, from one more read of the rows with a gradient.
+
+    The statistics are formed again, in fp64 where the kept ones are fp32: the exponentials are
+    needed in any case.
+    """
+    if not _is_fast(logits):
+        return torch_rows.token_stats_backward(
+            grads, logits, tokens, stats, softmax, ref_logits=ref_logits
+        )
+    grad, by = fresh(logits), np.zeros((3, tokens.numel()))
+    for row, derivative in zip(by, grads, strict=True):
+        if derivative is not None:
+            row[:] = derivative.numpy()
+    in_threads(
+        _gradient_rows,
+        tokens.numel(),
+        _rows(logits, logits),
+        _rows(None if grads.kl is None else ref_logits, logits),
+        tokens.contiguous().numpy(),
+        _scale(softmax),
+        by,
+        _rows(grad, logits),
+    )
+    return grad

@@ -1,0 +1,401 @@
+"""The CPU's loops over rows of logits against the definition in fp64.
+
+Logits, exponentials and their sums are fp32: 1e-5 nats (or 4 units in the last place of a larger
+logprob), and a gradient to 2e-6 of the row's largest entry, some ten factors, each rounded by 6e-8;
+the ratio takes over three roundings of the logprob, which are more below −11 nats. A sampled KL's
+derivative is a difference of logprobs, known to 1e-6 nats, and may cancel the policy term's: 1e-6
+of the token's weight more. Capped scores are rounded before the shift, and 16-bit gradients at the
+end: both by `rows.assert_gradient`.
+test_losses.py goes through every keyword of the public functions, which run this backend.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import fastppo_kernels
+import pytest
+import torch
+from fastppo_kernels import cpu_rows, definition
+from fastppo_kernels.records import PPORows, StatsGradients, Sums
+from rows import PLAIN, assert_gradient, assert_statistic, draw, in_fp64, logprobs_of, operands
+from torch import Tensor
+
+N = 13
+VOCABULARIES = (3, 37, 2051)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+TERMS: dict[str, dict[str, Any]] = {
+    "policy": {},
+    "entropy": {"entropy_coef": 0.1},
+    "dual clip": {"dual_clip": 1.5},
+    "k1": {"kl_coef": 0.2, "kl_estimator": "k1"},
+    "k2": {"kl_coef": 0.2, "kl_estimator": "k2"},
+    "k3": {"kl_coef": 0.2},
+    "ratio·k1": {"kl_coef": 0.2, "kl_estimator": "k1", "kl_ratio_weighted": True},
+    "ratio·k3": {"kl_coef": 0.2, "kl_ratio_weighted": True},
+    "full KL": {"kl_coef": 0.2, "kl_estimator": "full"},
+    "temperatures": {"temperature": torch.linspace(0.7, 2.0, N), "logit_scale": 1.5},
+    "everything": {
+        "kl_coef": 0.2,
+        "kl_estimator": "full",
+        "entropy_coef": -0.3,
+        "dual_clip": 1.5,
+        "temperature": torch.linspace(0.7, 2.0, N),
+        "logit_scale": 1.5,
+        "softcap": 8.0,
+    },
+}
+
+
+def arguments(
+    term: str, vocab: int = 37, dtype: torch.dtype = torch.float32, *, masked: bool = False
+) -> dict[str, Any]:
+    """Flat ones: logits in `dtype`, the rest in fp32."""
+    given = draw(N, vocab, dtype) | TERMS[term]
+    softmax = operands(given)[0].softmax
+    logprobs = logprobs_of(given["logits"], given["tokens"], softmax).float()
+    given["old_logprobs"] = logprobs + 0.3 * torch.randn(N)
+    given["ref_logprobs"] = given["old_logprobs"] - 0.3
+    given["importance_weights"] = torch.rand(N) + 0.5
+    if given.get("kl_estimator") == "full":
+        given["ref_logits"] = draw(N, vocab, dtype, seed=1)["logits"]
+    if masked:
+        given["weights"][::3] = 0.0
+        for name in ("logits", "old_logprobs", "advantages", "ref_logprobs", "importance_weights"):
+            given[name][::3] = torch.nan
+    return given
+
+
+def assert_rows_gradient(
+    found: Tensor, wanted: Tensor, logprobs: Tensor, floor: Tensor | float = 0.0
+) -> None:
+    """Relative to the row's largest entry; `floor` [N, 1] is allowed besides."""
+    assert torch.equal(found.isnan(), wanted.isnan())
+    error = (found.double() - wanted).nan_to_num(0.0).abs()
+    largest = wanted.nan_to_num(0.0).abs().amax(-1, keepdim=True)
+    tolerance = (3 * 2.0**-24 * logprobs.abs().nan_to_num(0.0)).clamp(2e-6, 1e-5).unsqueeze(-1)
+    assert (error <= tolerance * largest + floor + torch.finfo(torch.float32).tiny).all()
+
+
+def check_loss(given: dict[str, Any]) -> PPORows:
+    """Value and gradient, and the same in place and without a gradient."""
+    exact, exact_rest = operands(in_fp64(given))
+    wanted = definition.ppo_loss(*exact, **exact_rest)
+    records, rest = operands(given)
+    found = cpu_rows.ppo_loss(*records, **rest)
+    for name in ("logprobs", "entropy", "kl"):
+        assert_statistic(getattr(found, name), getattr(wanted, name), name)
+    torch.testing.assert_close(
+        found.sums.double(), wanted.sums, rtol=1e-5, atol=1e-5 * N, equal_nan=True
+    )
+    assert found.grad is not None
+    assert wanted.grad is not None
+    assert found.grad.dtype == records.logits.dtype
+    if found.grad.dtype != torch.float32 or given.get("softcap"):
+        assert_gradient(found.grad, wanted.grad)
+    else:
+        has_kl = given.get("kl_coef", 0.0) != 0
+        floor = 1e-6 * given["weights"].unsqueeze(-1) if has_kl else 0.0
+        assert_rows_gradient(found.grad, wanted.grad, wanted.logprobs, floor)
+    over = records._replace(logits=records.logits.clone())
+    inplace = cpu_rows.ppo_loss(*over, **rest, inplace=True)
+    assert inplace.grad is over.logits
+    without = cpu_rows.ppo_loss(*records, **rest, need_grad=False)
+    assert without.grad is None
+    torch.testing.assert_close(inplace.grad, found.grad, rtol=0, atol=0, equal_nan=True)
+    for again in (inplace, without):
+        for one, other in zip(again[:4], found[:4], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    return found
+
+
+@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "masked"),
+    [(vocab, torch.float32, vocab == 37) for vocab in VOCABULARIES]
+    + [(2051, dtype, True) for dtype in DTYPES[1:]],
+)
+def test_loss_and_gradient_are_the_definition_s(
+    term: str, vocab: int, dtype: torch.dtype, masked: bool
+) -> None:
+    """Rows of weight 0 hold NaN in everything."""
+    found = check_loss(arguments(term, vocab, dtype, masked=masked))
+    assert found.grad is not None
+    assert found.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("upstream", ["all", "some rows", "logprob alone"])
+@pytest.mark.parametrize("term", ["policy", "full KL", "everything"])
+def test_statistics_and_their_gradients_are_the_definition_s(
+    term: str, upstream: str, dtype: torch.dtype
+) -> None:
+    given = arguments(term, 2051, dtype)
+    exact, exact_rest = operands(in_fp64(given))
+    records, rest = operands(given)
+    tokens, ref = records.per_token.tokens, rest.get("ref_logits")
+    x = exact.logits.requires_grad_()
+    wanted = definition.token_stats(
+        x, tokens, exact.softmax, ref_logits=exact_rest.get("ref_logits")
+    )
+    found = cpu_rows.token_stats(records.logits, tokens, records.softmax, ref_logits=ref)
+    for name, one, other in zip(found._fields, found, wanted, strict=True):
+        assert_statistic(one, other, name)
+    g = torch.randn(3, N)
+    if upstream == "some rows":
+        g[:, ::2] = 0
+    grads = StatsGradients(g[0], g[1], g[2] if ref is not None else None)
+    if upstream == "logprob alone":
+        grads = StatsGradients(g[0])
+    total = sum((x * y).sum() for x, y in zip(wanted, grads, strict=False) if y is not None)
+    (wanted_grad,) = torch.autograd.grad(total, x)
+    found_grad = cpu_rows.token_stats_backward(
+        grads, records.logits, tokens, found, records.softmax, ref_logits=ref
+    )
+    if dtype != torch.float32 or given.get("softcap"):
+        assert_gradient(found_grad, wanted_grad)
+    else:
+        assert_rows_gradient(found_grad, wanted_grad, wanted.logprobs.detach())
+
+
+# --------------------------------------------------------------------------------- numbers of a row
+
+
+def peaked(x: Tensor, tokens: Tensor, nats: float) -> None:
+    """The token's probability is e^{-nats} below 1."""
+    others = x.scatter(1, tokens[:, None], -torch.inf).logsumexp(-1, keepdim=True)
+    x.scatter_(1, tokens[:, None], others + nats)
+
+
+def ruled_out(x: Tensor, tokens: Tensor, fill: float) -> None:
+    """Every second column, a token among them, and all but the token."""
+    x[:, ::2] = fill
+    x[0] = fill
+    x[0, tokens[0]] = 1.0
+    tokens[1] = 4
+
+
+def moved(x: Tensor, tokens: Tensor, offset: float) -> None:
+    x += offset
+
+
+def a_row_of(x: Tensor, tokens: Tensor, fill: float) -> None:
+    x[2] = fill
+
+
+LOWEST = torch.finfo(torch.float32).min
+ROWS: dict[str, tuple[Any, float]] = {
+    "peaked by 12 nats": (peaked, 12.0),
+    "peaked by 20 nats": (peaked, 20.0),
+    "1000 above": (moved, 1000.0),
+    "1000 below": (moved, -1000.0),
+    "columns at −inf": (ruled_out, -torch.inf),
+    "columns at the lowest number": (ruled_out, LOWEST),
+    "a row of −inf": (a_row_of, -torch.inf),
+    "a row of the lowest number": (a_row_of, LOWEST),
+    "a row of NaN": (a_row_of, torch.nan),
+    "a row of inf": (a_row_of, torch.inf),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "softcap"),
+    # Far beyond the cap fp64 has no slope left to compare with.
+    [(case, None) for case in ROWS] + [(case, 5.0) for case in ROWS if "1000" not in case],
+)
+def test_rows_at_the_edge_of_the_numbers(case: str, softcap: float | None) -> None:
+    given = draw(N, 2051) | {"entropy_coef": -0.1, "softcap": softcap}
+    given["advantages"].abs_()  # of the entropy's sign: no term cancels another
+    change, number = ROWS[case]
+    change(given["logits"], given["tokens"], number)
+    softmax = operands(given)[0].softmax
+    logprobs = logprobs_of(given["logits"], given["tokens"], softmax)
+    given["old_logprobs"] = torch.where(logprobs > -1e20, logprobs, -3.0).float() + 0.1
+    check_loss(given)
+
+
+@pytest.mark.parametrize("nats", [12.0, 20.0])
+def test_one_minus_p_keeps_its_digits(nats: float) -> None:
+    given = draw(N, 2051)
+    peaked(given["logits"], given["tokens"], nats)
+    wanted = definition.token_stats(given["logits"].double(), given["tokens"], PLAIN)
+    found = cpu_rows.token_stats(given["logits"], given["tokens"], PLAIN)
+    for name in ("logprobs", "entropy", "p_others"):
+        torch.testing.assert_close(
+            getattr(found, name).double(), getattr(wanted, name), rtol=2e-6, atol=0
+        )
+
+
+@pytest.mark.parametrize("operand", ["old_logprobs", "advantages", "importance_weights"])
+def test_a_nan_shows_in_loss_and_gradient(operand: str) -> None:
+    """The trainer's guard looks for it."""
+    given = arguments("policy")
+    given[operand][1] = torch.nan
+    found = cpu_rows.ppo_loss(*operands(given)[0])
+    sums = Sums(*found.sums)
+    assert found.grad is not None
+    assert sums.loss.isnan()
+    assert bool(sums.ratio_max.isnan()) == (operand == "old_logprobs")
+    assert found.grad.isnan().any(1).tolist() == [i == 1 for i in range(N)]
+
+
+def test_an_infinite_kl_that_is_only_reported_leaves_the_gradient() -> None:
+    given = arguments("full KL") | {"kl_coef": 0.0}
+    given["ref_logits"][0, 5] = -torch.inf
+    found = check_loss(given)
+    assert found.grad is not None
+    assert found.kl[0] == math.inf
+    assert found.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("distance", [1e-2, 1e-4])
+def test_the_full_kl_keeps_its_digits_near_the_reference(distance: float) -> None:
+    """Where training starts: t − r of two rounded rows would be off by 1e-3 of the gradient."""
+    given = draw(N, 2051) | {"kl_estimator": "full", "kl_coef": 1.0}
+    given["advantages"] = torch.zeros(N)
+    given["ref_logits"] = given["logits"] + distance * torch.randn(N, 2051)
+    exact, rest = operands(in_fp64(given))
+    wanted = definition.ppo_loss(*exact, **rest).grad
+    found_records, found_rest = operands(given)
+    found = cpu_rows.ppo_loss(*found_records, **found_rest).grad
+    assert wanted is not None
+    assert found is not None
+    assert_gradient(found, wanted)
+
+
+@pytest.mark.parametrize("below", [3.0, 12.0, 19.0, 30.0])
+def test_the_gradient_of_ratio_k3_keeps_its_digits_below_the_reference(below: float) -> None:
+    """e^{−d} cancels between the estimate and its slope: at 19 nats all of fp32 would be gone."""
+    given = draw(N, 37) | {"kl_coef": 0.2, "kl_ratio_weighted": True}
+    given["advantages"][:] = 0.0
+    given["ref_logprobs"] = logprobs_of(given["logits"], given["tokens"]).float() + below
+    wanted = definition.ppo_loss(*operands(in_fp64(given))[0]).grad
+    found = cpu_rows.ppo_loss(*operands(given)[0]).grad
+    assert wanted is not None
+    assert found is not None
+    assert_gradient(found, wanted)
+
+
+# ------------------------------------------------------------------------------------ whole batches
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_a_view_are_taken_where_they_lie(dtype: torch.dtype) -> None:
+    given, _ = operands(draw(6, 37, dtype))
+    wanted = cpu_rows.ppo_loss(*given)
+    whole = torch.full((3, 3, 41), torch.nan, dtype=dtype)
+    view = whole[:, :-1, 2:39]
+    view.copy_(given.logits.view(3, 2, 37))
+    assert wanted.grad is not None
+    for inplace in (False, True):
+        found = cpu_rows.ppo_loss(*given._replace(logits=view), inplace=inplace)
+        assert found.grad is not None
+        assert torch.equal(found.sums, wanted.sums)
+        assert torch.equal(found.grad.flatten(0, 1), wanted.grad)
+    view.fill_(torch.nan)
+    assert whole.isnan().all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, N])
+def test_a_chunk_holds_the_rows_that_have_a_gradient(count: int) -> None:
+    """One behind the other in the logits' memory, a few without one filling up GEMM_ROWS."""
+    given, _ = operands(arguments("policy"))
+    given.per_token.advantages[torch.arange(N) % N >= count] = 0.0
+    given = given._replace(per_token=given.per_token.at(torch.randperm(N)))
+    wanted = cpu_rows.ppo_loss(*given)
+    assert wanted.grad is not None
+    over = given._replace(logits=given.logits.clone())
+    found, live = cpu_rows.chunk_ppo_loss(*over)
+    for name in ("sums", "logprobs", "entropy", "kl"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name))
+    moving = (wanted.grad != 0).any(1)
+    if not moving.any():
+        assert found.grad is None
+        assert live is None
+        return
+    assert found.grad is not None
+    assert found.grad.data_ptr() == over.logits.data_ptr()
+    live = torch.arange(N) if live is None else live
+    rows = cpu_rows.GEMM_ROWS
+    assert len(live) == min(N, -(-int(moving.sum()) // rows) * rows)
+    assert set(moving.nonzero().flatten().tolist()) <= set(live.tolist())
+    assert torch.equal(found.grad, wanted.grad[live])
+    without, _ = cpu_rows.chunk_ppo_loss(*given, need_grad=False)
+    assert without.grad is None
+
+
+def test_fp64_logits_go_to_the_definition() -> None:
+    given, rest = operands(in_fp64(arguments("everything")))
+    wanted = definition.ppo_loss(*given, **rest)
+    found = cpu_rows.ppo_loss(*given, **rest)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
+
+
+# ----------------------------------------------------------------------------- threads, forks, disk
+
+
+def test_bits_do_not_depend_on_the_threads() -> None:
+    given, rest = operands(arguments("everything", 2051))
+    wanted = cpu_rows.ppo_loss(*given, **rest)
+    try:
+        torch.set_num_threads(3)
+        found = cpu_rows.ppo_loss(*given, **rest)
+        with ThreadPoolExecutor(2) as callers:  # two at once
+            at_once = list(callers.map(lambda _: cpu_rows.ppo_loss(*given, **rest), range(4)))
+    finally:
+        torch.set_num_threads(1)
+    for again in (found, *at_once):
+        for one, other in zip(again, wanted, strict=True):
+            assert torch.equal(one, other)
+
+
+AFTER_A_FORK = """
+import os
+import torch
+from fastppo_kernels import cpu_rows
+from fastppo_kernels.records import Softmax
+
+torch.set_num_threads(2)
+logits, tokens = torch.randn(8, 100), torch.arange(8)
+before = cpu_rows.token_stats(logits, tokens, Softmax()).logprobs
+child = os.fork()
+same = torch.equal(cpu_rows.token_stats(logits, tokens, Softmax()).logprobs, before)
+if child == 0:
+    os._exit(0 if same else 1)
+assert same
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_it_runs_after_a_fork_and_where_nothing_can_be_written(tmp_path: Path) -> None:
+    """Without a folder for compiled code it is compiled anew, and no warning says so. Files stand
+    where folders would be made: a superuser may write into a folder that is read-only."""
+    shutil.copytree(
+        Path(fastppo_kernels.__file__).parent,
+        tmp_path / "fastppo_kernels",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    (tmp_path / "fastppo_kernels" / "__pycache__").touch()
+    nowhere = str(tmp_path / "fastppo_kernels" / "__pycache__" / "cache")
+    places = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR"), nowhere)
+    fork = "ignore:This process:DeprecationWarning"  # Python's own on threads
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-W", fork, "-c", AFTER_A_FORK],
+        env={**os.environ, **places, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
