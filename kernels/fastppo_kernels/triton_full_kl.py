@@ -50,6 +50,7 @@ from fastppo_kernels.triton_sweeps import (
     rounded_away,
     shifted_whole,
     store_part,
+    store_stats,
     store_whole,
     sum_of_lanes,
     token_gradient,
@@ -447,17 +448,16 @@ def _token_stats_full_kl_kernel(logits, ref_logits, tokens, softmax, results, n,
             cut,
             "evict_first",
         )
-        tl.store(results.logprobs + index, stats.logprob)
-        tl.store(results.entropy + index, stats.entropy)
-        tl.store(results.kl + index, ref_stats.kl)
-        tl.store(results.p_others + index, stats.others)
-        tl.store(results.mean_gap + index, ref_stats.mean_gap)
-        unit = score_unit(softmax)
-        log_sum = tl.where(stats.total == 0, -float("inf"), stats.log_sum)
-        tl.store(results.normalizer + 2 * index, stats.row_max * unit)
-        tl.store(results.normalizer + 2 * index + 1, log_sum)
-        tl.store(results.ref_normalizer + 2 * index, ref_stats.row_max * unit)
-        tl.store(results.ref_normalizer + 2 * index + 1, ref_stats.log_sum)
+        store_stats(
+            results,
+            index,
+            stats,
+            ref_stats.kl,
+            ref_stats.mean_gap,
+            ref_stats.row_max,
+            ref_stats.log_sum,
+            softmax,
+        )
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -18,7 +18,7 @@ from fastppo_kernels.triton_full_kl import (
     _token_stats_backward_full_kl_kernel,
     _token_stats_full_kl_kernel,
 )
-from fastppo_kernels.triton_sweeps import RowStats, row_statistics, write_gradient
+from fastppo_kernels.triton_sweeps import RowStats, row_statistics, store_stats, write_gradient
 from fastppo_kernels.triton_views import (
     launch_over,
     logit_at,
@@ -31,7 +31,7 @@ from fastppo_kernels.triton_views import (
 
 @triton.jit(do_not_specialize=["n"])
 def _token_stats_kernel(logits, tokens, softmax, results, n, vocab, cut):
-    """The first sweep, to the TokenStats `results`; what belongs to a reference is 0."""
+    """The first sweep, to the TokenStats `results`."""
     for index in range(tl.program_id(0), n, tl.num_programs(0)):
         token = tl.load(tokens + index)
         x_token = logit_at(logits, index, token, vocab)
@@ -39,16 +39,7 @@ def _token_stats_kernel(logits, tokens, softmax, results, n, vocab, cut):
         row = row_at(logits, index, vocab, cut)
         place = place_of(token, row, vocab)
         stats = row_statistics(row, x_token, place, softmax, scale, cut, "evict_first")
-        tl.store(results.logprobs + index, stats.logprob)
-        tl.store(results.entropy + index, stats.entropy)
-        tl.store(results.kl + index, 0.0)
-        tl.store(results.p_others + index, stats.others)
-        tl.store(results.mean_gap + index, 0.0)
-        log_sum = tl.where(stats.total == 0, -float("inf"), stats.log_sum)
-        tl.store(results.normalizer + 2 * index, stats.row_max * score_unit(softmax))
-        tl.store(results.normalizer + 2 * index + 1, log_sum)
-        tl.store(results.ref_normalizer + 2 * index, 0.0)
-        tl.store(results.ref_normalizer + 2 * index + 1, 0.0)
+        store_stats(results, index, stats, 0.0, 0.0, 0.0, 0.0, softmax)
 
 
 @triton.jit(do_not_specialize=["n"])

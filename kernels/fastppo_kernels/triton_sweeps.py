@@ -46,6 +46,7 @@ from fastppo_kernels.jit import (
     capped,
     fma,
     log1p_below_one,
+    score_unit,
     shifted,
 )
 from fastppo_kernels.triton_views import (
@@ -263,6 +264,22 @@ def with_token(row_max, others, moment, token_value, scale, plain):
         others=others / total,
         plain=plain & (tl.abs(t_token) < -LOWEST),
     )
+
+
+@triton.jit
+def store_stats(results, index, stats, kl, mean_gap, ref_max, ref_log_sum, softmax):
+    """A row of the TokenStats `results`; what belongs to the reference is 0 without one."""
+    tl.store(results.logprobs + index, stats.logprob)
+    tl.store(results.entropy + index, stats.entropy)
+    tl.store(results.kl + index, kl)
+    tl.store(results.p_others + index, stats.others)
+    tl.store(results.mean_gap + index, mean_gap)
+    unit = score_unit(softmax)
+    log_sum = tl.where(stats.total == 0, -float("inf"), stats.log_sum)
+    tl.store(results.normalizer + 2 * index, stats.row_max * unit)
+    tl.store(results.normalizer + 2 * index + 1, log_sum)
+    tl.store(results.ref_normalizer + 2 * index, ref_max * unit)
+    tl.store(results.ref_normalizer + 2 * index + 1, ref_log_sum)
 
 
 # ---------------------------------------------------------------------------------- second sweep
