@@ -1,4 +1,4 @@
-"""The Triton backend on rows of logits, under the names of `torch_rows` and the definition.
+"""The Triton backend on rows of logits, under the names of the definition.
 
 triton_views        rows of logits in a kernel, their tiles, what a launch decides
 triton_sweeps       the two sweeps over a row: statistics, gradient
