@@ -52,8 +52,7 @@ def _sizes(longest_first: list[int], limits: Limits) -> list[int]:
     count = len(longest_first)
     if limits.tokens is None:
         full, rest = divmod(count, limits.sequences)
-        sizes = [limits.sequences] * full
-        return [*sizes, rest] if rest else sizes
+        return [limits.sequences] * full + ([rest] if rest else [])
     sizes: list[int] = []
     begin = 0
     computed = 0
