@@ -39,7 +39,7 @@ def _help(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("train", PPOConfig, ("tokens", "nats", "sequences", "reward units", "optimiser steps")),
         ("plan", PPOConfig, ("--memory NUMBER", "--prompt_tokens INT", "GB of 10^9 bytes")),
         ("sft", SFTConfig, ("tokens", "Rows per", "optimiser steps", "share of the optimiser")),
-        ("reward", RewardModelConfig, ("tokens", "reward unit", "texts", "optimiser steps")),
+        ("reward", RewardModelConfig, ("tokens", "reward unit", "optimiser steps")),
         ("generate", GenerateConfig, ("tokens", "sequences", "prompts")),
     ],
 )

@@ -37,9 +37,14 @@ class _Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+ON_A_CPU_ALONE = {"_scaled", "find_packed_sequence_indices"}
+"""`fastppo.functional.gradients._scaled` looks at a CPU's factor, and never at a GPU's.
+transformers makes a mask for packed rows where there are no kernels for them, which a GPU in half
+precision has."""
+
+
 def _reads_on_a_cpu_alone() -> bool:
-    """`fastppo.functional.gradients._scaled` looks at a CPU's factor, and never at a GPU's."""
-    return any(frame.name == "_scaled" for frame in traceback.extract_stack(limit=8))
+    return any(frame.name in ON_A_CPU_ALONE for frame in traceback.extract_stack(limit=12))
 
 
 @contextmanager
