@@ -230,6 +230,7 @@ def reward(config: Any) -> None:
     },
 )
 def train(config: Any, profile: int = 0) -> None:
+    from fastppo.data.world import leave
     from fastppo.ppo.build import world_of
     from fastppo.ppo.trainer import PPOTrainer
     from fastppo.run.lock import run_lock
@@ -245,6 +246,7 @@ def train(config: Any, profile: int = 0) -> None:
         trainer.say(f"profile {config.output_dir}/profile.json, profile.txt")
     trainer.say(f"report  {config.output_dir}/report.html")
     trainer.say(f"policy  {config.output_dir}/policy")
+    leave()  # a process that ends while its group is open may abort in the group's threads
 
 
 @Command(
