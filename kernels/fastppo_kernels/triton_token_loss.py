@@ -2,7 +2,7 @@
 
 The derivatives are with respect to the token's statistics: logprob, entropy, full KL.
 
-The same as `token_loss` and `loss_sums` of the torch backend, for one row:
+As in `definition.loss`, for one row, with the derivatives written out:
 
     policy = −min(ratio·A, clip(ratio)·A)·importance weight     ratio = e^{logprob − old_logprob}
     loss   = w·(policy + kl_coef·KL − entropy_coef·entropy)     KL, or ratio·KL
