@@ -42,6 +42,7 @@ def test_what_an_earlier_demo_made_stays_until_the_next_ones_first_stages_are_do
     assert "ppo is an earlier demo's: replaced after the first two stages" in printed.getvalue()
 
 
+@pytest.mark.slow
 def test_the_pipeline_raises_the_gold_score_by_half_of_the_possible_gap(tmp_path: Path) -> None:
     """Three stages from nothing, as `fastppo demo` runs them."""
     printed = io.StringIO()
