@@ -6,7 +6,8 @@ compiles to a cubin instead of running it. The `cuobjdump` that comes with Trito
 cubin needs.
 
 As a program, it takes a file that defines `launches()`, a list of (name, function that calls a
-launcher), and a compute capability, and prints one JSON object per compiled kernel. It must run
+launcher), and a compute capability or the name of one of AMD's GPUs (gfx942), for which Triton's
+AMD backend compiles to a code object, and prints one JSON object per compiled kernel. It must run
 with TRITON_INTERPRET unset, hence in a process of its own; see `compiled`.
 """
 
@@ -39,12 +40,13 @@ class Compiled(NamedTuple):
     local: int
     shared: int
     sums: list[str]
-    cubin: str
+    code: str
     named_registers: int | None
 
 
-def compiled(launches: Path, capability: int, cache: Path) -> list[Compiled]:
-    """Every kernel that the `launches()` of a file start, compiled for sm_`capability`."""
+def compiled(launches: Path, architecture: int | str, cache: Path) -> list[Compiled]:
+    """Every kernel that the `launches()` of a file start, compiled for sm_`architecture` or for the
+    GPU of AMD's that has that name."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {
         "TRITON_CACHE_DIR": str(cache),
@@ -54,7 +56,7 @@ def compiled(launches: Path, capability: int, cache: Path) -> list[Compiled]:
         ),
     }
     done = subprocess.run(
-        [sys.executable, __file__, str(launches), str(capability)],
+        [sys.executable, __file__, str(launches), str(architecture)],
         env=environment,
         capture_output=True,
         text=True,
@@ -68,10 +70,15 @@ def compiled(launches: Path, capability: int, cache: Path) -> list[Compiled]:
 class _Driver:
     """What Triton asks a driver for before it compiles."""
 
-    def __init__(self, capability: int) -> None:
+    def __init__(self, architecture: str) -> None:
         from triton.backends.compiler import GPUTarget
 
-        self.target = GPUTarget("cuda", capability, 32)
+        if architecture.startswith("gfx"):
+            self.target = GPUTarget(
+                "hip", architecture, 64 if architecture.startswith("gfx9") else 32
+            )
+        else:
+            self.target = GPUTarget("cuda", int(architecture), 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -81,6 +88,18 @@ class _Driver:
 
     def get_current_target(self) -> Any:
         return self.target
+
+
+def _resources_of_code_object(assembly: str) -> dict[str, int]:
+    """From the metadata that AMD's assembly ends in. `local` is what the spilled registers take."""
+    names = {
+        "registers": "vgpr_count",
+        "stack": "private_segment_fixed_size",
+        "local": "vgpr_spill_count",
+        "shared": "group_segment_fixed_size",
+    }
+    found = {ours: re.search(rf"\.{theirs}:\s*(\d+)", assembly) for ours, theirs in names.items()}
+    return {name: int(count[1]) for name, count in found.items()}  # type: ignore[index]
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
@@ -110,21 +129,25 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 _RESOURCES = {"REG": "registers", "STACK": "stack", "LOCAL": "local", "SHARED": "shared"}
 
 
-def main(launches: str, capability: str) -> None:
+def main(launches: str, architecture: str) -> None:
     import triton
     from triton.runtime.jit import JITFunction
 
-    triton.runtime.driver.set_active(_Driver(int(capability)))
+    triton.runtime.driver.set_active(_Driver(architecture))
     current = ""
     resources: dict[str, dict[str, int]] = {}
 
     def compile_only(kernel: JITFunction, grid: Any) -> Any:
         def launch(*args: Any, **kwargs: Any) -> None:
             result = kernel.warmup(*args, grid=grid, **kwargs)
-            cubin = Path(os.environ["TRITON_CACHE_DIR"]) / f"{result.hash}.cubin"
+            kind = "hsaco" if "hsaco" in result.asm else "cubin"
+            code = Path(os.environ["TRITON_CACHE_DIR"]) / f"{result.hash}.{kind}"
             if result.hash not in resources:
-                resources[result.hash] = _resources(result.asm["cubin"])
-                cubin.write_bytes(result.asm["cubin"])
+                if kind == "hsaco":
+                    resources[result.hash] = _resources_of_code_object(result.asm["amdgcn"])
+                else:
+                    resources[result.hash] = _resources(result.asm["cubin"])
+                code.write_bytes(result.asm[kind])
             options = {name: value for name, value in kwargs.items() if name not in OPTIONS}
             # Constants come by themselves or, those of a row's tiles, in a record.
             options |= options.pop("cut")._asdict() if "cut" in options else {}
@@ -141,7 +164,7 @@ def main(launches: str, capability: str) -> None:
                 # the cubin knows of static shared memory alone
                 **resources[result.hash] | {"shared": result.metadata.shared},
                 sums=_layouts_of_sums(result.asm["ttgir"]),
-                cubin=str(cubin),
+                code=str(code),
                 named_registers=kwargs.get("maxnreg"),
             )
             print(json.dumps(row._asdict(), default=str), flush=True)

@@ -64,7 +64,7 @@ def costs(capability: int, cache: Path) -> dict[str, Cost]:
 
 
 def _cost(kernel: compile_check.Compiled, capability: int) -> Cost:
-    code = machine_code.read(Path(kernel.cubin))
+    code = machine_code.read(Path(kernel.code))
     width = ELEMENT_BYTES.get(kernel.launch, 2)
 
     def sweep(way: machine_code.Way) -> Sweep:

@@ -197,26 +197,24 @@ def check_tokens(tokens: Tensor, vocabulary: int, weights: Tensor | None = None)
 def choose_backend(backend: str, x: Tensor) -> str:
     """The backend, "triton", "cpu" or "torch", that runs an operation on `x`.
 
+    For an AMD GPU the Triton kernels compile and have not been run: "triton" asks for them there,
+    and "auto" is "torch".
+
     Raises:
-        ValueError: "triton" where it cannot run: fp64, an AMD GPU, or a CPU without the
-            interpreter; "cpu" for tensors of another device.
+        ValueError: "triton" where it cannot run: fp64, or a CPU without the interpreter; "cpu" for
+            tensors of another device.
     """
     choice("backend", backend, BACKENDS)
-    # An AMD GPU's tensors are "cuda" too.
-    is_amd = x.is_cuda and torch.version.hip is not None
     if backend == "auto":
-        runs = x.is_cuda and not is_amd and x.dtype != torch.float64
+        # An AMD GPU's tensors are "cuda" too.
+        is_nvidia = x.is_cuda and torch.version.hip is None
+        runs = is_nvidia and x.dtype != torch.float64
         if runs and HAS_TRITON:
             return "triton"
         return "cpu" if x.device.type == "cpu" else "torch"
     if backend == "cpu" and x.device.type != "cpu":
         raise ValueError(f"backend='cpu' needs tensors on the CPU, got {x.device}; use 'auto'")
     if backend == "triton":
-        if is_amd:
-            raise ValueError(
-                "backend='triton' needs an NVIDIA GPU, whose instructions some of the kernels "
-                f"hold, got ROCm {torch.version.hip}; use 'auto' or 'torch'"
-            )
         if x.dtype == torch.float64:
             raise ValueError(
                 "backend='triton' computes in fp32, got float64; use 'auto' or 'torch'"

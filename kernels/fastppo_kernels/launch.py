@@ -1,15 +1,41 @@
-"""What the launchers share: the device's limits, its choice, and operands as kernels take them."""
+"""What the launchers share: target, device and its limits, operands as kernels take them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
+from fastppo_kernels.jit import INTERPRETED
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Target(NamedTuple):
+    """What Triton compiles for: cuda or hip, and how many threads execute as one: 32 on NVIDIA's
+    GPUs, 64 on AMD's of the CDNA generations."""
+
+    backend: str
+    warp_size: int
+
+
+@functools.lru_cache
+def target() -> Target:
+    """The GPUs' of this process; under the interpreter, made up."""
+    if INTERPRETED.value:
+        return Target("cuda", 32)
+    active = triton.runtime.driver.active.get_current_target()
+    return Target(active.backend, active.warp_size)
+
+
+def register_limit(registers: int) -> dict[str, int]:
+    """The option of a launch that names a thread's registers to ptxas. AMD's compiler has none: it
+    derives them from the size of the program."""
+    return {} if target().backend == "hip" else {"maxnreg": registers}
 
 
 @functools.lru_cache

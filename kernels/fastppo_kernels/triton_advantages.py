@@ -60,7 +60,7 @@ from torch import Tensor
 
 from fastppo_kernels import records
 from fastppo_kernels.jit import sampled_kl
-from fastppo_kernels.launch import check_dtype, current, dense, dense_record
+from fastppo_kernels.launch import check_dtype, current, dense, dense_record, register_limit
 from fastppo_kernels.records import KL_ESTIMATORS, Advantages, Discounts, Gae, Shaping, Trajectory
 
 BLOCK = 256
@@ -616,7 +616,7 @@ def _scan(
             advantages_ptr=advantages,
             returns_ptr=returns,
             sums_ptr=chunk_sums,
-            maxnreg=MAX_REGISTERS,
+            **register_limit(MAX_REGISTERS),
         )
         if chunk_sums is None or one_slot:
             return advantages, returns, chunk_sums

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastppo_kernels.jit import capped
-from fastppo_kernels.launch import device_limits
+from fastppo_kernels.launch import device_limits, register_limit, target
 from fastppo_kernels.records import Softmax
 
 
@@ -180,7 +180,7 @@ def write_zeros(row, vocab, cut):
 
 class Tile(NamedTuple):
     """How a row is cut: a program has `num_warps`·32 threads of `registers` each and takes
-    `block` columns a time."""
+    `block` columns a time. Where a warp has 64 threads, half as many are launched."""
 
     block: int
     num_warps: int
@@ -347,9 +347,9 @@ def launch_over(
     )
     options = {
         "cut": cut,
-        "num_warps": shape.num_warps,
-        "maxnreg": shape.registers,
+        "num_warps": 32 * shape.num_warps // target().warp_size,
         "enable_fp_fusion": True,
+        **register_limit(shape.registers),
     }
     programs = _program_count(logits.device, rows, held_bytes, shape)
     return Launch(**views, rows=rows, vocab=vocab, grid=(programs,), options=options)

@@ -332,8 +332,10 @@ def test_wrong_input_is_named_with_what_it_got_and_what_is_wanted(
             assert word in str(refusal.value), changes
 
 
-def test_an_amd_gpu_gets_the_torch_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tensors are "cuda" too, and some of the kernels hold NVIDIA's instructions."""
+def test_an_amd_gpu_gets_the_triton_kernels_where_it_asks_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its tensors are "cuda" too, and nobody has run the kernels on one."""
     x: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(arguments, "HAS_TRITON", True)
@@ -342,8 +344,7 @@ def test_an_amd_gpu_gets_the_torch_backend(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.version, "hip", "6.4.43482")
     assert arguments.choose_backend("auto", x) == "torch"
     assert arguments.choose_backend("torch", x) == "torch"
-    with pytest.raises(ValueError, match=r"'triton' needs an NVIDIA GPU, .* got ROCm 6\.4\.43482"):
-        arguments.choose_backend("triton", x)
+    assert arguments.choose_backend("triton", x) == "triton"
     with pytest.raises(ValueError, match="backend='cpu' needs tensors on the CPU, got cuda:0"):
         arguments.choose_backend("cpu", x)
 

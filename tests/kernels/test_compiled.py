@@ -5,7 +5,7 @@ makes a loop dearer fails here. A register that does not fit goes to local memor
 GPU's own memory: a kernel that lives on bandwidth pays for it. See compile_check.py and
 machine_code.py.
 
-By default one launch of each kind, for sm_90; the other generations and every launch of
+By default one launch of each kind, for sm_90; the other generations, AMD's GPUs and every launch of
 triton_rows_launches.py and triton_advantages_launches.py are slow.
 """
 
@@ -106,18 +106,27 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes that one program may have: the CUDA programming guide's table of compute capabilities."""
 
 
+def _every_launch(architecture: int | str, cache: Path) -> list[Compiled]:
+    found = []
+    for file in (triton_rows_launches, triton_advantages_launches):
+        found += compile_check.compiled(Path(str(file.__file__)), architecture, cache)
+    return found
+
+
+def _defined_kernels() -> set[str]:
+    modules = ("loss", "stats", "full_kl", "scale", "advantages")
+    return {
+        name
+        for module in modules
+        for name in vars(importlib.import_module(f"fastppo_kernels.triton_{module}"))
+        if name.endswith("_kernel")
+    }
+
+
 @pytest.fixture(scope="module")
 def all_compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Compiled]]:
     cache = tmp_path_factory.getbasetemp() / "triton"
-    files = (triton_rows_launches, triton_advantages_launches)
-    return {
-        capability: [
-            kernel
-            for file in files
-            for kernel in compile_check.compiled(Path(str(file.__file__)), capability, cache)
-        ]
-        for capability in SHARED_MEMORY
-    }
+    return {capability: _every_launch(capability, cache) for capability in SHARED_MEMORY}
 
 
 @pytest.mark.slow
@@ -134,14 +143,7 @@ def test_no_kernel_spills_and_each_fits_a_multiprocessor(
 @pytest.mark.slow
 def test_every_kernel_and_every_tile_is_compiled(all_compiled: dict[int, list[Compiled]]) -> None:
     """Short, middle and long rows; whole tiles and those that a soft-cap or a reference halves."""
-    modules = ("loss", "stats", "full_kl", "scale", "advantages")
-    defined = {
-        name
-        for module in modules
-        for name in vars(importlib.import_module(f"fastppo_kernels.triton_{module}"))
-        if name.endswith("_kernel")
-    }
-    assert {kernel.kernel for kernel in all_compiled[90]} == defined
+    assert {kernel.kernel for kernel in all_compiled[90]} == _defined_kernels()
     compiled = {
         (kernel.num_warps, kernel.constants["block"])
         for kernel in all_compiled[90]
@@ -170,6 +172,29 @@ def test_padded_and_packed_rows_are_summed_in_the_same_order(
                     assert padded == packed, (launch, kernel)
                     compared += 1
     assert compared >= 20
+
+
+# ------------------------------------------------------------------------------------ AMD's GPUs
+
+LOCAL_MEMORY = 64 * 1024
+"""Bytes of the LDS that one program may have: AMD's instruction set manuals of CDNA3 and RDNA3."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "lanes"), [("gfx942", 64), ("gfx1100", 32)])
+def test_every_kernel_compiles_for_amd(
+    architecture: str, lanes: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Without spilling; and a row's program has as many threads as its tile counts on, whether 64
+    of them or 32 execute as one."""
+    kernels = _every_launch(architecture, tmp_path_factory.getbasetemp() / "triton")
+    assert {kernel.kernel for kernel in kernels} == _defined_kernels()
+    for kernel in kernels:
+        assert not kernel.stack, kernel
+        assert not kernel.local, kernel
+        assert kernel.shared <= LOCAL_MEMORY, kernel
+        if "lanes" in kernel.constants:
+            assert kernel.num_warps * lanes == kernel.constants["lanes"], kernel
 
 
 # -------------------------------------------------------------------------------- the counting
