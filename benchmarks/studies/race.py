@@ -1,0 +1,420 @@
+"""The demo's task by four trainers, each in one process with one thread: seconds to a gold of 0.8.
+
+    python -m benchmarks.studies.race runs/race fastppo
+    python -m benchmarks.studies.race runs/race fastppo-grpo
+    pip install "trl==1.12.*" && python -m benchmarks.studies.race runs/race trl-ppo
+    pip install "trl==1.16.*" && python -m benchmarks.studies.race runs/race trl-grpo
+    pip install "agilerl[cpu-llm]==2.58.*" && python -m benchmarks.studies.race runs/race agilerl
+
+The packages exclude each other, so each has an environment of its own, in which FastPPO is on the
+path; FastPPO goes first and trains the demo's two supervised stages, from whose folders all start.
+The table is of those that have run.
+
+What is the same: the policy's and the reward model's weights, the tokenizer, the prompts, the
+score of a response (the reward model's of its text), 128 responses of at most 40 tokens to a batch
+at a temperature of 1, three epochs of four minibatches, ε, β, γ, λ, the gradient's norm, fp32 and
+one thread. What differs, because each trainer has no other way, or has a default where FastPPO has
+no counterpart:
+
+- TRL's PPO trains a value model of its own, which starts as the reward model, as its example does.
+- TRL's GRPO has no critic: eight responses to each of 16 prompts, and β weighs a KL in the loss.
+- AgileRL trains LoRA adapters, its default ones, of actor and critic on one trunk; β weighs a KL in
+  the loss; without vLLM it generates prompt by prompt.
+
+Gold is the mean of each batch that is drawn for training; 0.8 is reached with the first batch whose
+mean with the two before is as high. The clock starts with the first batch, when all is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+    set_seed,
+)
+
+from benchmarks.studies.common import parser_of, print_table
+from fastppo.demo.task import gold_reward
+
+GOLD = 0.8
+BATCHES = 3
+"""Of which the mean has to be as high."""
+
+BATCH = 128
+MINIBATCHES = 4
+EPOCHS = 3
+RESPONSE = 40
+GROUP = 8
+KL_COEF = 0.08
+LAM = 0.95
+LEARNING_RATE = 3e-4
+ITERATIONS = 40
+"""After which the rate of those that let it fall is 0."""
+
+
+class Clock:
+    """Notes gold and time of each batch of responses.
+
+    Args:
+        limit: seconds of processor time after which it is over.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.points: list[dict[str, float]] = []
+        self._start = (0.0, 0.0)
+
+    def start(self) -> None:
+        self._start = (_processor_seconds(), time.perf_counter())
+
+    def note(self, prompts: Sequence[str], completions: Sequence[str]) -> None:
+        self.points.append(
+            {
+                "processor_seconds": _processor_seconds() - self._start[0],
+                "wall_seconds": time.perf_counter() - self._start[1],
+                "gold": float(np.mean(gold_reward(list(prompts), list(completions)))),
+            }
+        )
+        point = self.points[-1]
+        print(f"{len(self.points)}: {point}", file=sys.stderr)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether gold or limit is reached."""
+        spent = self.points[-1]["processor_seconds"] if self.points else 0.0
+        return reached(self.points) is not None or spent > self.limit
+
+
+def _processor_seconds() -> float:
+    uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(use.ru_utime + use.ru_stime for use in uses)
+
+
+def reached(points: Sequence[dict[str, float]]) -> dict[str, float] | None:
+    """The first point whose gold is as high, with those before it."""
+    for end in range(BATCHES, len(points) + 1):
+        if np.mean([point["gold"] for point in points[end - BATCHES : end]]) >= GOLD:
+            return points[end - 1]
+    return None
+
+
+class StopRunError(Exception):
+    """The clock is over."""
+
+
+class StopCallback(TrainerCallback):
+    """Ends a run of TRL's when the clock is over; its PPO trainer asks no control whether it is."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def on_step_end(self, *arguments: Any, **more: Any) -> None:
+        if self.clock.is_over:
+            raise StopRunError
+
+
+class Score(torch.nn.Module):
+    """The reward model's scores of texts, as `fastppo.rewards.model` gives them."""
+
+    base_model_prefix = "model"
+    """By this, and `model` and `score`, TRL's PPO trainer reads a reward model."""
+
+    def __init__(self, directory: Path, tokenizer: Any, clock: Clock) -> None:
+        super().__init__()
+        self.classifier = AutoModelForSequenceClassification.from_pretrained(str(directory)).eval()
+        self.mean = float(getattr(self.classifier.config, "score_mean", 0.0))
+        self.tokenizer = tokenizer
+        self.clock = clock
+
+    @torch.no_grad()
+    def of_texts(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        """Also notes the batch."""
+        self.clock.note(prompts, completions)
+        texts = [
+            " ".join((prompt, text.strip()))
+            for prompt, text in zip(prompts, completions, strict=True)
+        ]
+        self.tokenizer.padding_side = "right"
+        inputs = self.tokenizer(texts, return_tensors="pt", padding=True)
+        self.tokenizer.padding_side = "left"
+        hidden = self.classifier.model(
+            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
+        ).last_hidden_state
+        last = inputs["attention_mask"].sum(1) - 1
+        scores = self.classifier.score(hidden[torch.arange(len(texts)), last])
+        return (scores.squeeze(-1) - self.mean).tolist()
+
+    def model(self, input_ids: torch.Tensor, **more: Any) -> Any:
+        """For TRL: the scores of prompts and responses, in the place of hidden states, at each
+        token."""
+        texts = self.tokenizer.batch_decode(input_ids, skip_special_tokens=True)
+        # A prompt ends at the first mark; none has more than one.
+        ends = [min(text.find(mark) for mark in ".?" if mark in text) + 1 for text in texts]
+        prompts = [text[:end] for text, end in zip(texts, ends, strict=True)]
+        completions = [text[end:] for text, end in zip(texts, ends, strict=True)]
+        scores = torch.tensor(self.of_texts(prompts, completions))
+        return SimpleNamespace(hidden_states=[scores[:, None, None].expand(*input_ids.shape, 1)])
+
+    def score(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+class Stages:
+    """The folders of the demo's two supervised stages, as a trainer that is not ours reads them."""
+
+    def __init__(self, directory: Path, clock: Clock) -> None:
+        self.directory = directory
+        self.tokenizer = AutoTokenizer.from_pretrained(str(directory / "sft"), padding_side="left")
+        lines = (directory / "data" / "prompts.jsonl").read_text("utf-8").splitlines()
+        self.prompts = [json.loads(line)["prompt"] for line in lines]
+        self.score = Score(directory / "reward_model", self.tokenizer, clock)
+
+    def policy(self) -> Any:
+        return AutoModelForCausalLM.from_pretrained(str(self.directory / "sft"))
+
+
+def fastppo(directory: Path, clock: Clock, learning_rate: float, seed: int, **options: Any) -> None:
+    from benchmarks.training import iterate
+    from fastppo.demo.run import ppo_config
+    from fastppo.ppo.trainer import PPOTrainer
+
+    def gold(prompts: list[str], completions: list[str]) -> list[float]:
+        clock.note(prompts, completions)
+        return gold_reward(prompts, completions)
+
+    config = ppo_config(
+        directory,
+        directory / "FastPPO",
+        learning_rate=learning_rate,
+        monitor_rewards=[],
+        # A linear fall without a warm-up, which is what TRL's trainers do by themselves.
+        warmup_steps=0,
+        seed=seed,
+        device="cpu",
+        **options,
+    )
+    trainer = PPOTrainer(config, monitor_rewards=[gold])
+    clock.start()
+    while not clock.is_over:
+        iterate(trainer)
+
+
+def fastppo_grpo(directory: Path, clock: Clock, learning_rate: float, seed: int) -> None:
+    """As TRL's GRPO: the same algorithm by another trainer."""
+    fastppo(
+        directory,
+        clock,
+        learning_rate,
+        seed,
+        advantage="group",
+        samples_per_prompt=GROUP,
+        whiten_advantages="none",
+        vf_coef=0.0,
+        value_learning_rate=None,
+        kl_coef=0.0,
+        kl_loss_coef=KL_COEF,
+    )
+
+
+def trl_ppo(directory: Path, clock: Clock, learning_rate: float, seed: int) -> None:
+    from datasets import Dataset
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    stages = Stages(directory, clock)
+    rows = [{"input_ids": stages.tokenizer(prompt)["input_ids"]} for prompt in stages.prompts]
+    config = PPOConfig(
+        output_dir=str(directory / "TRL-PPO"),
+        # One step per minibatch: with accumulation its optimiser would step once per epoch.
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=1,
+        num_mini_batches=MINIBATCHES,
+        num_ppo_epochs=EPOCHS,
+        total_episodes=BATCH * ITERATIONS,
+        response_length=RESPONSE,
+        stop_token="eos",
+        local_rollout_forward_batch_size=BATCH,
+        temperature=1.0,
+        kl_coef=KL_COEF,
+        lam=LAM,
+        learning_rate=learning_rate,
+        num_sample_generations=0,
+        seed=seed,
+        **_TRAINER,
+    )
+    policy = stages.policy()
+    trainer = PPOTrainer(
+        config,
+        processing_class=stages.tokenizer,
+        model=policy,
+        ref_model=copy.deepcopy(policy),
+        reward_model=stages.score,
+        value_model=AutoModelForSequenceClassification.from_pretrained(
+            str(directory / "reward_model")
+        ),
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows[:BATCH]),
+        callbacks=[StopCallback(clock)],
+    )
+    clock.start()
+    trainer.train()
+
+
+def trl_grpo(directory: Path, clock: Clock, learning_rate: float, seed: int) -> None:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    stages = Stages(directory, clock)
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        return stages.score.of_texts(prompts, completions)
+
+    config = GRPOConfig(
+        output_dir=str(directory / "TRL-GRPO"),
+        per_device_train_batch_size=BATCH // MINIBATCHES,
+        gradient_accumulation_steps=1,
+        steps_per_generation=MINIBATCHES,
+        num_iterations=EPOCHS,
+        num_generations=GROUP,
+        max_steps=ITERATIONS * EPOCHS * MINIBATCHES,
+        max_completion_length=RESPONSE,
+        temperature=1.0,
+        beta=KL_COEF,
+        learning_rate=learning_rate,
+        seed=seed,
+        **_TRAINER,
+    )
+    trainer = GRPOTrainer(
+        model=stages.policy(),
+        processing_class=stages.tokenizer,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in stages.prompts]),
+        callbacks=[StopCallback(clock)],
+    )
+    clock.start()
+    trainer.train()
+
+
+_TRAINER: dict[str, Any] = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "logging_steps": 10**6,
+}
+"""Of both of TRL's trainers: checkpointing and bf16, on by default, help no tiny model on a CPU."""
+
+
+def agilerl(directory: Path, clock: Clock, learning_rate: float, seed: int) -> None:
+    from agilerl.algorithms.core import base
+    from agilerl.algorithms.ppo_llm import PPO
+
+    # It puts Liger's Triton kernels into every model where the package is installed, which its CPU
+    # extra asks for; on a CPU they cannot run.
+    base.HAS_LIGER_KERNEL = False
+    stages = Stages(directory, clock)
+    tokenizer = stages.tokenizer
+    agent = PPO(
+        pad_token_id=tokenizer.pad_token_id,
+        pad_token=tokenizer.pad_token,
+        model_name=str(directory / "sft"),
+        model_config={"torch_dtype": torch.float32},
+        batch_size=BATCH,
+        mini_batch_size=BATCH // MINIBATCHES,
+        micro_batch_size_per_gpu=BATCH // MINIBATCHES,
+        update_epochs=EPOCHS,
+        beta=KL_COEF,
+        gae_lambda=LAM,
+        lr_actor=learning_rate,
+        lr_critic=1e-3,
+        top_k=0,
+        max_output_tokens=RESPONSE,
+        max_model_len=64,
+        gradient_checkpointing=False,
+        use_liger_loss=False,
+        device="cpu",
+        seed=seed,
+    )
+    draw = np.random.default_rng(seed)
+    clock.start()
+    while not clock.is_over:
+        prompts = [str(prompt) for prompt in draw.choice(stages.prompts, BATCH, replace=False)]
+        inputs = [tokenizer(prompt, return_tensors="pt") for prompt in prompts]
+        drawn = agent.get_action(
+            [{"input_ids": x["input_ids"], "attention_mask": x["attention_mask"]} for x in inputs]
+        )
+        completions = [
+            tokenizer.decode(ids[0, x["input_ids"].shape[1] :], skip_special_tokens=True)
+            for ids, x in zip(drawn[0], inputs, strict=True)
+        ]
+        scores = torch.tensor(stages.score.of_texts(prompts, completions))
+        agent.learn((drawn[0], drawn[1], scores))
+
+
+CONTESTANTS: dict[str, Callable[[Path, Clock, float, int], None]] = {
+    "fastppo": fastppo,
+    "fastppo-grpo": fastppo_grpo,
+    "trl-ppo": trl_ppo,
+    "trl-grpo": trl_grpo,
+    "agilerl": agilerl,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__, seed=0, limit=600.0, learning_rate=LEARNING_RATE)
+    parser.add_argument("contestant", choices=CONTESTANTS, help="who runs")
+    options = parser.parse_args(arguments)
+    folder = options.directory / f"seed-{options.seed}"
+    if options.contestant.startswith("fastppo"):
+        from benchmarks.studies.common import demo_stages
+
+        demo_stages(options.directory, options.seed)
+    limit = 5.0 if options.quick else options.limit
+    record = folder / f"{options.contestant}-{options.learning_rate:g}.json"
+    if not record.exists():
+        torch.set_num_threads(1)
+        set_seed(options.seed)
+        clock = Clock(limit)
+        with contextlib.suppress(StopRunError):
+            CONTESTANTS[options.contestant](folder, clock, options.learning_rate, options.seed)
+        record.write_text(json.dumps(clock.points), encoding="utf-8")
+    rows = {}
+    for path in sorted(folder.glob("*-*.json")):
+        points = json.loads(path.read_text("utf-8"))
+        rows[path.stem] = _cells(points)
+    heads = ["processor s to gold 0.8", "wall clock s", "batches", "s a batch", "gold at the end"]
+    print_table(["trainer and rate", *heads], rows)
+
+
+def _cells(points: list[dict[str, float]]) -> list[str]:
+    at = reached(points)
+    last = points[-1]
+    end = float(np.mean([point["gold"] for point in points[-BATCHES:]]))
+    return [
+        f"{at['processor_seconds']:.1f}" if at else f"not in {last['processor_seconds']:.0f}",
+        f"{at['wall_seconds']:.1f}" if at else "",
+        f"{len(points)}",
+        f"{last['processor_seconds'] / max(1, len(points) - 1):.2f}" if len(points) > 1 else "",
+        f"{end:.3f}",
+    ]
+
+
+if __name__ == "__main__":
+    main()
