@@ -50,8 +50,11 @@ def exact(
     advantages: Tensor,
     weights: Tensor,
     *,
+    objective: str = "clip",
     clip_ratio: float | tuple[float, float] | None = 0.2,
     dual_clip: float | None = None,
+    sapo_tau: tuple[float, float] = (1.0, 1.05),
+    cu_seqlens: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     ref_logits: Tensor | None = None,
     kl_coef: float = 0.0,
@@ -66,11 +69,25 @@ def exact(
     if ref_logits is not None and ref_logprobs is None and kl_estimator != "full":
         ref_logprobs = token_logprobs(ref_logits, tokens, **softmax_keywords)
     optional = (importance_weights, ref_logprobs)
+    old_logprobs = old_logprobs.double()
+    if objective == "gspo":
+        assert cu_seqlens is not None
+        logprobs = token_logprobs(logits.detach(), tokens, **softmax_keywords)
+        every = torch.ones_like(tokens, dtype=torch.bool)
+        old_logprobs = definition.sequence_ratio_logprobs(logprobs, old_logprobs, every, cu_seqlens)
     loss, rows = definition.loss(
         logits.double(),
         PerToken(tokens, *map(wide, (old_logprobs, advantages, weights, *optional))),
         Objective(
-            1 - low, 1 + high, dual_clip, kl_coef, kl_estimator, entropy_coef, kl_ratio_weighted
+            1 - low,
+            1 + high,
+            dual_clip,
+            kl_coef,
+            kl_estimator,
+            entropy_coef,
+            kl_ratio_weighted,
+            "clip" if objective == "gspo" else objective,
+            *sapo_tau,
         ),
         as_softmax(**softmax_keywords),
         wide(ref_logits),
@@ -93,9 +110,10 @@ def metrics(
     clip_ratio: float | tuple[float, float] | None = 0.2,
     dual_clip: float | None = None,
     importance_weights: Tensor | None = None,
+    objective: str = "clip",
 ) -> dict[str, float]:
     """Every metric token by token in a Python loop, over rows that all count."""
-    low, high = clip_range(clip_ratio)
+    low, high = clip_range(None if objective == "sapo" else clip_ratio)
     names = ("above_positive", "below_positive", "above_negative", "below_negative")
     corners = dict.fromkeys(names, 0)
     clipped = dual = 0
@@ -110,9 +128,17 @@ def metrics(
         d = logprob - old
         ratio = math.exp(min(max(d, -20.0), 20.0))
         ratios.append(ratio)
-        surrogate = min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a)
+        inside = min(max(ratio, 1 - low), 1 + high)
+        surrogate = min(ratio * a, inside * a)
         if dual_clip is not None and a < 0:
             surrogate = max(surrogate, dual_clip * a)
+        if objective == "cispo":
+            surrogate = inside * a * logprob
+        elif objective == "dis":
+            surrogate = ratio * a * logprob if inside == ratio else 0.0
+        elif objective == "sapo":
+            tau = 1.0 if a > 0 else 1.05
+            surrogate = 4 / tau / (1 + math.exp(tau * (1 - ratio))) * a
         policy -= w * iw * surrogate
         approx_kl += math.expm1(min(max(d, -20.0), 20.0)) - d
         if a == 0:
@@ -122,7 +148,10 @@ def metrics(
             corners[f"above_{sign}"] += 1
         if ratio < 1 - low:
             corners[f"below_{sign}"] += 1
-        clipped += (a > 0 and ratio > 1 + high) or (a < 0 and ratio < 1 - low)
+        if objective in ("cispo", "dis"):
+            clipped += inside != ratio
+        else:
+            clipped += (a > 0 and ratio > 1 + high) or (a < 0 and ratio < 1 - low)
         dual += dual_clip is not None and a < 0 and ratio > dual_clip
     n = len(ratios)
     return {
@@ -182,11 +211,16 @@ def options(n: Batch, name: str) -> dict[str, Any]:
     ref = {"ref_logprobs": n.old_logprobs + like(n.old_logprobs, 7, 0.3)}
     ref_logits = {"ref_logits": n.logits.detach() + like(n.logits, 8, 0.5).to(n.logits.dtype)}
     per_token = like(n.old_logprobs, 9, 0.5, positive=True) + 0.3
+    count = n.tokens.numel()
     return {
         "policy": {},
         "no clipping": {"clip_ratio": None},
         "asymmetric clip": {"clip_ratio": (0.1, 0.4)},
         "dual clip": {"dual_clip": 1.3},
+        "cispo": {"objective": "cispo"},
+        "sapo": {"objective": "sapo", "sapo_tau": (1.2, 2.5)},
+        "gspo": {"objective": "gspo", "cu_seqlens": torch.tensor([0, 1, 1, count // 2, count])},
+        "dis": {"objective": "dis"},
         "entropy": {"entropy_coef": 0.3},
         "k1": {"kl_coef": 0.4, "kl_estimator": "k1", **ref},
         "k2": {"kl_coef": 0.4, "kl_estimator": "k2", **ref},
@@ -220,6 +254,10 @@ TERMS = (
     "no clipping",
     "asymmetric clip",
     "dual clip",
+    "cispo",
+    "sapo",
+    "gspo",
+    "dis",
     "entropy",
     "k1",
     "k2",
@@ -235,6 +273,10 @@ TERMS = (
     "soft-cap",
     "everything",
 )
+
+
+DETACHED = ("cispo", "gspo", "dis")
+"""Those of which a part has no gradient, so that finite differences show another one."""
 
 
 def as_linear(keywords: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,10 @@ negated objectives: the papers maximise.
     KL         Schulman 2020, "Approximating KL divergence" (k1, k2, k3); times the ratio,
                DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1
     dual clip  Ye et al. 2020, "Mastering complex control in MOBA games", eq. 3
+    CISPO      MiniMax 2025, "MiniMax-M1", section 3.1
+    SAPO       Gao et al. 2025, "Soft adaptive policy optimization"
+    GSPO       Zheng et al. 2025, "Group sequence policy optimization", eq. 7, 13, 14
+    DIS        Hou et al. 2026, "Single-rollout asynchronous optimization", eq. 1 to 3
 """
 
 from __future__ import annotations
@@ -76,6 +80,31 @@ def clipped_surrogate(
     if dual_clip is None:
         return surrogate
     return np.where(advantages < 0, np.maximum(surrogate, dual_clip * advantages), surrogate)
+
+
+def cispo_coefficient(logprobs: Array, old_logprobs: Array, clip: tuple[float, float]) -> Array:
+    """What the advantage and log π are multiplied with, without a gradient: clip(r, 1−ε, 1+ε)."""
+    return np.clip(np.exp(logprobs) / np.exp(old_logprobs), 1 - clip[0], 1 + clip[1])
+
+
+def dis_coefficient(logprobs: Array, old_logprobs: Array, clip: tuple[float, float]) -> Array:
+    """Likewise: r where 1 − ε_low < r < 1 + ε_high, else 0."""
+    ratio = np.exp(logprobs) / np.exp(old_logprobs)
+    return np.where((ratio > 1 - clip[0]) & (ratio < 1 + clip[1]), ratio, 0.0)
+
+
+def sapo_surrogate(
+    logprobs: Array, old_logprobs: Array, advantages: Array, tau: tuple[float, float]
+) -> Array:
+    """f(r)·A with f(x) = σ(τ(x − 1))·4/τ, τ the first where A > 0 and the second elsewhere."""
+    ratio = np.exp(logprobs) / np.exp(old_logprobs)
+    taus = np.where(advantages > 0, *tau)
+    return 4 / taus / (1 + np.exp(-taus * (ratio - 1))) * advantages
+
+
+def gspo_ratio(logprobs: Array, old_logprobs: Array) -> Array:
+    """s of one sequence: (π(y|x)/π_old(y|x))^(1/|y|)."""
+    return np.exp((logprobs - old_logprobs).sum() / len(logprobs))
 
 
 def value_error(

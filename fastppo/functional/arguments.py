@@ -12,6 +12,7 @@ import math
 import numbers
 import os
 import reprlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,11 @@ from torch import Tensor
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NUMBERS = (*FLOATS, torch.int32, torch.int64)
 KL_ESTIMATORS = (*records.KL_ESTIMATORS, "full")
+OBJECTIVES = (*records.POLICY_TERMS, "gspo")
+CLIPPED_SURROGATES = ("clip", "gspo")
+"""Objectives that are the smaller of two terms, which a dual clip may bound."""
+SAPO_TAU = (1.0, 1.05)
+"""The gate's temperatures in the paper, Gao et al. 2025."""
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 BACKENDS = ("auto", "triton", "cpu", "torch")
@@ -377,8 +383,20 @@ def softmax(
     return Softmax(1.0, temperatures, float(logit_scale), softcap)
 
 
+def check_sapo_tau(tau: Sequence[float]) -> tuple[float, float]:
+    """(τ where A > 0, τ elsewhere) of a pair."""
+    if len(tau) != 2:
+        raise ValueError(f"sapo_tau must be (τ of A > 0, τ of the others), got {shown(tau)}")
+    positive, negative = tau
+    finite("sapo_tau", at_least("sapo_tau", positive, 0.0, strictly=True))
+    finite("sapo_tau", at_least("sapo_tau", negative, 0.0, strictly=True))
+    return float(positive), float(negative)
+
+
 def objective(
     *,
+    name: str,
+    sapo_tau: tuple[float, float] | None,
     clip_ratio: float | tuple[float, float] | None,
     dual_clip: float | None,
     kl_coef: float,
@@ -389,6 +407,16 @@ def objective(
     has_ref_logits: bool,
 ) -> Objective:
     """`has_ref_logits`: the reference's logits, or what they are formed from, are there."""
+    choice("objective", name, OBJECTIVES)
+    if dual_clip is not None and name not in CLIPPED_SURROGATES:
+        raise ValueError(f"dual_clip bounds a clipped surrogate, which objective={name!r} is not")
+    if sapo_tau is not None and name != "sapo":
+        raise ValueError(f"sapo_tau needs objective='sapo', got {name!r}")
+    tau_positive: float | None = None
+    tau_negative: float | None = None
+    if name == "sapo":
+        clip_ratio = None
+        tau_positive, tau_negative = check_sapo_tau(SAPO_TAU if sapo_tau is None else sapo_tau)
     choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
     finite("kl_coef", kl_coef)
     finite("entropy_coef", entropy_coef)
@@ -409,6 +437,11 @@ def objective(
             )
         if not kl_coef:
             raise ValueError("kl_ratio_weighted=True needs a kl_coef that is not 0, got 0")
+        if name == "gspo":
+            raise ValueError(
+                "kl_ratio_weighted=True needs the ratios of tokens, and objective='gspo' has those "
+                "of sequences"
+            )
     lowest_ratio, highest_ratio = clip_range(clip_ratio)
     return Objective(
         lowest_ratio=lowest_ratio,
@@ -418,7 +451,32 @@ def objective(
         kl_estimator=kl_estimator,
         entropy_coef=float(entropy_coef),
         kl_ratio_weighted=kl_ratio_weighted,
+        policy_term="clip" if name == "gspo" else name,
+        tau_positive=tau_positive,
+        tau_negative=tau_negative,
     )
+
+
+def sequence_starts(
+    cu_seqlens: Tensor | None, objective: str, *, shape: torch.Size, like: Tensor
+) -> Tensor | None:
+    """[B + 1], where each sequence of the flattened tokens (...) begins, and N; None for an
+    objective that reads none. Without `cu_seqlens` the last axis runs along a sequence."""
+    if objective != "gspo":
+        if cu_seqlens is not None:
+            raise ValueError(f"cu_seqlens needs objective='gspo', got {objective!r}")
+        return None
+    count = shape.numel()
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, count, like=like)
+        return cu_seqlens
+    if len(shape) < 2:
+        raise ValueError(
+            "objective='gspo' needs sequences along the last axis, (..., T), or cu_seqlens, got "
+            f"tokens of shape {list(shape)}"
+        )
+    starts = torch.arange(shape[:-1].numel() + 1, device=like.device)
+    return starts * shape[-1]
 
 
 def per_token(
@@ -562,18 +620,23 @@ def _sequences(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -
         return values.shape[0]
     if values.dim() != 1:
         raise ValueError(f"with cu_seqlens values must be packed [total], got {list(values.shape)}")
-    tensor("cu_seqlens", cu_seqlens, like=values, dtypes=(torch.int32, torch.int64))
+    check_cu_seqlens(cu_seqlens, values.numel(), like=values)
+    return cu_seqlens.shape[0] - 1
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, count: int, *, like: Tensor) -> None:
+    """Refuses what does not say where sequences begin among `count` packed tokens."""
+    tensor("cu_seqlens", cu_seqlens, like=like, dtypes=(torch.int32, torch.int64))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens must be [B + 1], got {list(cu_seqlens.shape)}")
     if _values_are_free(cu_seqlens):
         begins_at_0 = int(cu_seqlens[0]) == 0
-        ends_at_total = int(cu_seqlens[-1]) == values.numel()
+        ends_at_total = int(cu_seqlens[-1]) == count
         if not (begins_at_0 and ends_at_total and bool((cu_seqlens.diff() >= 0).all())):
             raise ValueError(
-                f"cu_seqlens must rise from 0 to {values.numel()}, the number of packed tokens, "
+                f"cu_seqlens must rise from 0 to {count}, the number of packed tokens, "
                 f"got {cu_seqlens.tolist()}"
             )
-    return cu_seqlens.shape[0] - 1
 
 
 def discounts(gamma: float | Tensor, lam: float | Tensor, *, batch: int, like: Tensor) -> Discounts:

@@ -6,6 +6,9 @@
 lm-head's weight and holds a chunk of the logits at a time. Neither carries state; sharding,
 schedules and models are the trainer's business.
 
+`policy_t` is PPO's clipped term, or the one that `objective` names: that of CISPO, SAPO, GSPO, or
+SAO's double-sided mask.
+
 Throughout: `T` is the temperature, `z` the logits after `logit_scale` and soft-capping, and
 
     logprob = z_y/T − logsumexp(z/T)          entropy = −Σ p log p with p = softmax(z/T)
@@ -20,6 +23,7 @@ import torch
 from fastppo_kernels import definition
 from fastppo_kernels.records import (
     LOSS,
+    SUMS,
     Gemm,
     Objective,
     PerToken,
@@ -48,31 +52,36 @@ class PPOLoss(NamedTuple):
     kl: Tensor
     sums: Tensor
     """What the metrics are made of. Those of several calls join with `combine_sums`."""
+    objective: str = "clip"
 
     @property
     def metrics(self) -> dict[str, Tensor]:
         """Detached 0-d tensors on the device; see `loss_metrics`. Formed when they are read."""
-        return loss_metrics(self.sums)
+        return loss_metrics(self.sums, self.objective)
 
 
-def loss_metrics(sums: Tensor) -> dict[str, Tensor]:
+def loss_metrics(sums: Tensor, objective: str = "clip") -> dict[str, Tensor]:
     """The metrics of `PPOLoss.sums`, which may be those of several calls joined by `combine_sums`.
 
     `policy_loss` is weighted as the loss is. The rest are means over the tokens of non-zero weight:
     `entropy`, `kl` (to the reference), `approx_kl` (to the old policy, k3), `ratio_mean`,
-    `clip_fraction` (tokens whose gradient a clip cut off), `dual_clip_fraction`, and the four
-    corners `ratio_{above,below}_{positive,negative}`: shares of tokens beyond the clip range, by
-    the sign of the advantage. `ratio_variance`, `ratio_max`; `effective_sample_size`,
-    (Σr)²/(n·Σr²), in (0, 1].
+    `clip_fraction` (tokens whose gradient a clip cut off; of `cispo` and `dis` those outside the
+    range, whatever their advantage's sign), `dual_clip_fraction`, and the four corners
+    `ratio_{above,below}_{positive,negative}`: shares of tokens beyond the clip range, by the sign
+    of the advantage. `ratio_variance`, `ratio_max`; `effective_sample_size`, (Σr)²/(n·Σr²), in
+    (0, 1]. With `gspo` a token's ratio is its sequence's, but in `approx_kl`.
     """
     part = Sums(*sums.unbind())
     n = part.tokens.clamp(min=1)
+    clipped = part.above_positive + part.below_negative
+    if objective in ("cispo", "dis"):
+        clipped = clipped + part.below_positive + part.above_negative
     return {
         "policy_loss": part.policy_loss,
         "entropy": part.entropy / n,
         "kl": part.kl / n,
         "approx_kl": part.approx_kl / n,
-        "clip_fraction": (part.above_positive + part.below_negative) / n,
+        "clip_fraction": clipped / n,
         "dual_clip_fraction": part.dual_clipped / n,
         "ratio_mean": part.ratio / n,
         "ratio_variance": (part.ratio_squared / n - (part.ratio / n) ** 2).clamp(min=0),
@@ -96,8 +105,11 @@ def ppo_loss(
     advantages: Tensor,
     mask: Tensor | None = None,
     *,
+    objective: str = "clip",
     clip_ratio: float | tuple[float, float] | None = 0.2,
     dual_clip: float | None = None,
+    sapo_tau: tuple[float, float] | None = None,
+    cu_seqlens: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     ref_logits: Tensor | None = None,
     kl_coef: float = 0.0,
@@ -126,8 +138,14 @@ def ppo_loss(
         old_logprobs: (...) nats, at the same temperature. No gradient.
         advantages: (...), one per token. No gradient.
         mask: (...) bool, True on response tokens. Masked entries add no loss and no gradient.
-        clip_ratio: ε, or (ε_low, ε_high), or None for no clipping.
-        dual_clip: c > 1 bounds the loss by −c·A where A < 0 (Ye et al. 2020).
+        objective: "clip", PPO's; "cispo", the detached clipped ratio times the logprob; "sapo", a
+            soft gate; "gspo", "clip" with the ratio of the token's sequence; "dis", the detached
+            ratio times the logprob, and nothing where the ratio is outside the range.
+        clip_ratio: ε, or (ε_low, ε_high), or None for no clipping; not read by "sapo".
+        dual_clip: c > 1 bounds the loss by −c·A where A < 0 (Ye et al. 2020); of "clip" and "gspo".
+        sapo_tau: the gate's temperatures, where A > 0 and elsewhere; None: (1, 1.05).
+        cu_seqlens: [B + 1] int32 or int64, where each sequence of the flattened tokens begins, and
+            N. Of "gspo"; without it the tokens' last axis runs along a sequence.
         ref_logprobs: (...) nats, for the k1, k2 and k3 estimators of the KL to the reference.
         ref_logits: (..., V), for `kl_estimator="full"`; the sampled estimators take the tokens'
             logprobs from it where `ref_logprobs` is not given. No gradient.
@@ -156,7 +174,9 @@ def ppo_loss(
             values of a temperature or denominator that is a tensor are looked at on a CPU alone.
 
     Source: Schulman et al. 2017, eq. 7 and 9; the KL estimators, Schulman 2020; weighted by the
-    ratio, DeepSeek-AI 2025 (DeepSeek-V3.2), section 3.1.
+    ratio, DeepSeek-AI 2025 (DeepSeek-V3.2), section 3.1. Objectives: MiniMax 2025 (CISPO,
+    arXiv:2506.13585), Gao et al. 2025 (SAPO, arXiv:2511.20347), Zheng et al. 2025 (GSPO-token,
+    arXiv:2507.18071, eq. 13 and 14), Hou et al. 2026 (the mask of SAO, arXiv:2607.07508).
     """
     rows = arguments.rows_view("logits", logits)
     shape = logits.shape[:-1]
@@ -165,7 +185,9 @@ def ppo_loss(
     if ref_logits is not None:
         arguments.tensor("ref_logits", ref_logits, shape=logits.shape, like=logits)
         ref_rows = arguments.rows_view("ref_logits", ref_logits.detach())
-    objective = arguments.objective(
+    kernel_objective = arguments.objective(
+        name=objective,
+        sapo_tau=sapo_tau,
         clip_ratio=clip_ratio,
         dual_clip=dual_clip,
         kl_coef=kl_coef,
@@ -196,6 +218,7 @@ def ppo_loss(
         shape=shape,
         like=logits,
     )
+    starts = arguments.sequence_starts(cu_seqlens, objective, shape=shape, like=logits)
     backend = arguments.choose_backend(backend, logits)
     need_grad = arguments.needs_gradient(logits)
     if inplace and need_grad:
@@ -222,12 +245,23 @@ def ppo_loss(
             entropies,
             None if ref_rows is None else full_kl,
             per_token=per_token,
-            objective=objective,
+            objective=kernel_objective,
             shape=shape,
+            starts=starts,
+        )._replace(objective=objective)
+    given = per_token
+    if starts is not None:
+        stats = operators.token_stats_op(
+            logits=rows.detach(),
+            tokens=_tokens_or_zero(per_token),
+            softmax=softmax,
+            ref_logits=None,
+            backend=backend,
         )
+        per_token = _with_sequence_ratios(given, stats.logprobs, starts)
     operands = {
         "per_token": per_token,
-        "objective": objective,
+        "objective": kernel_objective,
         "softmax": softmax,
         "ref_logits": ref_rows,
         "backend": backend,
@@ -240,6 +274,8 @@ def ppo_loss(
     else:
         result = operators.ppo_loss_op(logits=rows, need_grad=need_grad, **operands)
         gradient = result.grad
+    if starts is not None:
+        result = result._replace(sums=_with_token_kl(result.sums, result.logprobs, given))
     if need_grad:
         loss = PPOLossFunction.apply(result.sums[LOSS], (gradient,), backend, rows)
     else:
@@ -250,7 +286,30 @@ def ppo_loss(
         entropy=result.entropy.view(shape),
         kl=result.kl.view(shape),
         sums=result.sums,
+        objective=objective,
     )
+
+
+def _with_sequence_ratios(per_token: PerToken, logprobs: Tensor, starts: Tensor) -> PerToken:
+    """Of GSPO's second phase, from the logprobs [N] of the first."""
+    return per_token._replace(
+        old_logprobs=definition.sequence_ratio_logprobs(
+            logprobs, per_token.old_logprobs, per_token.weights != 0, starts
+        )
+    )
+
+
+def _with_token_kl(sums: Tensor, logprobs: Tensor, per_token: PerToken) -> Tensor:
+    """GSPO's sums, whose ratios are those of sequences, with the approx_kl of the tokens.
+
+    Args:
+        per_token: as it was given, with the old policy's logprobs.
+    """
+    difference = per_token.old_logprobs - logprobs
+    difference = torch.where(per_token.weights != 0, difference, 0.0)
+    sums = sums.clone()
+    sums[SUMS.index("approx_kl")] = definition.sampled_kl(difference, "k3").sum()
+    return sums
 
 
 def _tokens_or_zero(per_token: PerToken) -> Tensor:
@@ -288,15 +347,24 @@ def _loss_of_statistics(
     per_token: PerToken,
     objective: Objective,
     shape: torch.Size,
+    starts: Tensor | None,
 ) -> PPOLoss:
     """PPO's loss, differentiable with respect to the statistics [N].
 
     In PyTorch on every device: N numbers are not worth a kernel.
+
+    Args:
+        starts: where sequences begin, for GSPO.
     """
     counts = per_token.weights != 0
+    given = per_token
+    if starts is not None:
+        per_token = _with_sequence_ratios(given, logprobs, starts)
     loss, sums, kl = definition.loss_of_statistics(
         logprobs, entropies, full_kl, per_token, objective
     )
+    if starts is not None:
+        sums = _with_token_kl(sums, logprobs.detach(), given)
     return PPOLoss(
         loss=loss,
         logprobs=torch.where(counts, logprobs.detach(), 0.0).view(shape),
@@ -319,8 +387,11 @@ def linear_ppo_loss(
     *,
     bias: Tensor | None = None,
     chunk_size: int | None = None,
+    objective: str = "clip",
     clip_ratio: float | tuple[float, float] | None = 0.2,
     dual_clip: float | None = None,
+    sapo_tau: tuple[float, float] | None = None,
+    cu_seqlens: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     ref_hidden: Tensor | None = None,
     ref_weight: Tensor | None = None,
@@ -373,7 +444,9 @@ def linear_ppo_loss(
     ref = arguments.ref_projection(ref_hidden, ref_weight, ref_bias, hidden=hidden, weight=weight)
     gemm = arguments.gemm(chunk_size, hidden)
     shape = hidden.shape[:-1]
-    objective = arguments.objective(
+    kernel_objective = arguments.objective(
+        name=objective,
+        sapo_tau=sapo_tau,
         clip_ratio=clip_ratio,
         dual_clip=dual_clip,
         kl_coef=kl_coef,
@@ -404,6 +477,7 @@ def linear_ppo_loss(
         shape=shape,
         like=hidden,
     )
+    starts = arguments.sequence_starts(cu_seqlens, objective, shape=shape, like=hidden)
     backend = arguments.choose_backend(backend, hidden)
     wanted = arguments.gradients_wanted(head)
     need_grad = any(wanted)
@@ -438,12 +512,30 @@ def linear_ppo_loss(
             backend=backend,
         )
         return _loss_of_statistics(
-            logprobs, entropies, None, per_token=per_token, objective=objective, shape=shape
-        )
+            logprobs,
+            entropies,
+            None,
+            per_token=per_token,
+            objective=kernel_objective,
+            shape=shape,
+            starts=starts,
+        )._replace(objective=objective)
+    given = per_token
+    if starts is not None:
+        with torch.no_grad():
+            logprobs, _ = _statistics_of_weighted_rows(
+                head,
+                per_token=per_token,
+                softmax=softmax,
+                gemm=gemm,
+                compact=compact,
+                backend=backend,
+            )
+        per_token = _with_sequence_ratios(given, logprobs, starts)
     result = operators.linear_ppo_loss_op(
         projection=head,
         per_token=per_token,
-        objective=objective,
+        objective=kernel_objective,
         softmax=softmax,
         ref_projection=ref,
         gemm=gemm,
@@ -451,6 +543,8 @@ def linear_ppo_loss(
         compact=compact,
         backend=backend,
     )
+    if starts is not None:
+        result = result._replace(sums=_with_token_kl(result.sums, result.logprobs, given))
     if need_grad:
         gradients = operators.only_wanted(result.grads, wanted)
         loss = PPOLossFunction.apply(result.sums[LOSS], gradients, backend, *head)
@@ -462,6 +556,7 @@ def linear_ppo_loss(
         entropy=result.entropy.view(shape),
         kl=result.kl.view(shape),
         sums=result.sums,
+        objective=objective,
     )
 
 

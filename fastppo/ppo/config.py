@@ -10,6 +10,7 @@ from fastppo_kernels.records import RATIO_WEIGHTED
 
 from fastppo.data.microbatches import Limits
 from fastppo.functional import arguments
+from fastppo.functional.arguments import CLIPPED_SURROGATES, SAPO_TAU
 from fastppo.ppo.curriculum import CurriculumOptions
 from fastppo.ppo.evaluation import EvaluationOptions
 from fastppo.ppo.reward_options import RewardOptions
@@ -118,8 +119,14 @@ class UpdateOptions(Options):
         "Sequences of a microbatch end to end, without padding; auto is on for a GPU, if packed "
         "and padded agree on a small batch",
     )
-    objective: Literal["clip", "penalty"] = option(
-        "clip", "clip, or penalty: no clip, β·KL to the rollout policy with a moving β"
+    objective: Literal["clip", "penalty", "cispo", "sapo", "gspo", "dis"] = option(
+        "clip",
+        "clip; penalty: no clip, β·KL to the rollout policy with a moving β; cispo: the clipped "
+        "ratio weighs the logprob; sapo: a soft gate; gspo: the clip of the response's ratio; dis: "
+        "tokens outside the clip range teach nothing",
+    )
+    sapo_tau: Sequence[float] = option(
+        [*SAPO_TAU], "τ of objective=sapo where A > 0, and elsewhere: the larger, the narrower"
     )
     clip_ratio: float = option(
         0.2, "ε: the ratio's gain is cut off below 1 − ε and above 1 + ε", minimum=0, maximum=1
@@ -477,21 +484,31 @@ def check_turns(config: PPOConfig) -> None:
 def check_objective(config: PPOConfig) -> None:
     """Raises ValueError for options of the policy loss and of an update's end."""
     arguments.check_dual_clip(config.dual_clip)
-    clips = config.objective == "clip"
-    if not clips and config.is_used("kl_loss_coef"):
+    arguments.check_sapo_tau(config.sapo_tau)
+    objective = config.objective
+    is_penalty = objective == "penalty"
+    if is_penalty and config.is_used("kl_loss_coef"):
         raise ValueError(
             "objective=penalty has a KL of its own in the loss; a KL to the reference goes into "
             "the reward (kl_coef), so kl_loss_coef must be 0"
         )
-    if not clips and config.dual_clip is not None:
-        raise ValueError("objective=penalty clips nothing, so dual_clip must be none")
-    if config.steps_per_iteration == 1 and (not clips or config.early_stop_kl is not None):
+    if objective not in CLIPPED_SURROGATES and config.dual_clip is not None:
+        raise ValueError(
+            f"objective={objective} has no clipped surrogate to bound, so dual_clip must be none"
+        )
+    if config.steps_per_iteration == 1 and (is_penalty or config.early_stop_kl is not None):
         raise ValueError(
             "objective=penalty and early_stop_kl measure how far an iteration's optimiser steps "
             "have moved the policy, so ppo_epochs · minibatches must be > 1"
         )
-    config.have_effect_only("clip_ratio", "clip_ratio_high", where=clips, needs="objective=clip")
-    config.have_effect_only("policy_kl_target", where=not clips, needs="objective=penalty")
+    config.have_effect_only(
+        "clip_ratio",
+        "clip_ratio_high",
+        where=objective not in ("penalty", "sapo"),
+        needs="an objective that has a clip range: not penalty or sapo",
+    )
+    config.have_effect_only("sapo_tau", where=objective == "sapo", needs="objective=sapo")
+    config.have_effect_only("policy_kl_target", where=is_penalty, needs="objective=penalty")
 
 
 def check_kl(config: PPOConfig) -> None:
@@ -526,6 +543,11 @@ def check_kl(config: PPOConfig) -> None:
         raise ValueError(
             "kl_loss_ratio_weighted needs kl_loss_estimator k1 or k3, which the ratio makes "
             f"unbiased, got {config.kl_loss_estimator}"
+        )
+    if config.kl_loss_ratio_weighted and config.objective == "gspo":
+        raise ValueError(
+            "kl_loss_ratio_weighted needs the ratios of tokens, and objective=gspo has those of "
+            "responses"
         )
     config.have_effect_only("kl_estimator", where=in_reward, needs="kl_coef > 0")
     config.have_effect_only(

@@ -26,6 +26,9 @@ from fastppo.ppo.experience import Experience, Responses
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Rollout
 
+UNCLIPPED = ("penalty", "sapo")
+"""Objectives that have no clip range."""
+
 CLIP_METRICS = (
     "clip_fraction",
     "dual_clip_fraction",
@@ -34,7 +37,7 @@ CLIP_METRICS = (
     "ratio_above_negative",
     "ratio_below_negative",
 )
-"""Metrics of the clipped objective alone."""
+"""Metrics of the objectives that have a clip range."""
 
 
 class LossSums(NamedTuple):
@@ -122,12 +125,12 @@ class UpdateMeter:
             lengths = minibatch.batch.lengths
             self.work.append(deal(lengths, limits, world).work(lengths, limits))
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, objective: str = "clip") -> dict[str, float]:
         """Means over the tokens of all minibatches, or over the minibatches."""
         sums = self.sums
         assert sums is not None
         steps = len(self.steps)
-        means = loss_metrics(sums.policy)
+        means = loss_metrics(sums.policy, objective)
         # Each minibatch's policy loss is whole, being weighted; the sum over minibatches is not.
         means["policy_loss"] = means["policy_loss"] / steps
         means["value_loss"] = sums.value_loss / steps
@@ -149,7 +152,7 @@ def update_metrics(
     meter: UpdateMeter, options: PPOConfig, *, early_stopped: bool
 ) -> dict[str, float]:
     """Of the update of an iteration: what is in its loss."""
-    metrics = meter.metrics() | options.scheduled_values()
+    metrics = meter.metrics(options.objective) | options.scheduled_values()
     if not options.kl_loss_coef:
         del metrics["kl_loss"]  # a term that is not in the loss
     if options.value_clip is None:
@@ -157,7 +160,7 @@ def update_metrics(
     if options.early_stop_kl is not None:
         metrics["early_stopped"] = float(early_stopped)
         metrics["optimizer_steps"] = float(len(meter.steps))
-    if options.objective == "penalty":
+    if options.objective in UNCLIPPED:
         for name in CLIP_METRICS:
             metrics.pop(name, None)  # nothing is clipped
     return metrics

@@ -3,6 +3,8 @@
     clip       −w·min(r·A, clip(r, 1−ε, 1+ε)·A) + kl_loss_coef·KL(reference) − entropy_coef·entropy
     penalty    −w·r·A + β(r − 1 − log r) − entropy_coef·entropy
 
+cispo, sapo, gspo and dis have another first term than the clip's: `fastppo.ppo_loss`.
+
 With kl_loss_ratio_weighted the KL is times r. w is 1, or the importance weight of a token that was
 drawn from another distribution than π_old.
 
@@ -69,6 +71,16 @@ def penalty_loss(
     sums[SUMS.index("loss")] -= constant
     sums[SUMS.index("policy_loss")] -= beta * (micro.token_weights * ratio).sum()
     return out._replace(loss=out.loss - constant, sums=sums)
+
+
+def objective_operands(micro: Experience, options: PPOConfig) -> dict[str, Any]:
+    """What `linear_ppo_loss` takes for the objective: its name, and what it alone reads."""
+    operands: dict[str, Any] = {"objective": options.objective}
+    if options.objective == "sapo":
+        operands["sapo_tau"] = options.sapo_tau
+    if options.objective == "gspo":
+        operands["cu_seqlens"] = micro.batch.cu_seqlens
+    return operands
 
 
 @contextmanager

@@ -56,7 +56,12 @@ from fastppo.ppo.metrics import (
     to_floats,
     update_metrics,
 )
-from fastppo.ppo.objective import add_ptx_gradient, exact_kl_operands, penalty_loss
+from fastppo.ppo.objective import (
+    add_ptx_gradient,
+    exact_kl_operands,
+    objective_operands,
+    penalty_loss,
+)
 from fastppo.ppo.old_policy import GivenPolicy, read_old_policy, read_reference
 from fastppo.ppo.optimizer import clip_gradients, set_learning_rate
 from fastppo.ppo.out_of_memory import FittingLimits
@@ -351,6 +356,7 @@ class PPOTrainer:
                         bias=head.bias,
                         weights=micro.token_weights,
                         importance_weights=micro.importance_weights,
+                        **objective_operands(micro, options),
                         clip_ratio=options.clip_range,
                         dual_clip=options.dual_clip,
                         ref_logprobs=micro.ref_logprobs,

@@ -34,7 +34,7 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from fastppo_kernels import torch_rows
+from fastppo_kernels import records, torch_rows
 from fastppo_kernels.cpu_threads import EXACT, compiled, compiled_in_lanes, fresh, in_threads
 from fastppo_kernels.records import (
     LOG_RATIO_LIMIT,
@@ -78,6 +78,9 @@ is below 2e-8."""
 BLOCK = 2048
 """Columns whose sums are carried in fp32; those of blocks are joined in fp64."""
 
+POLICY_TERMS = {name: number for number, name in enumerate(records.POLICY_TERMS)}
+CLIP, CISPO, SAPO, DIS = POLICY_TERMS.values()
+
 ESTIMATORS = {"k1": 1, "k2": 2, "k3": 3, "full": 4}
 K1, K2, K3, FULL = ESTIMATORS.values()
 
@@ -117,7 +120,7 @@ class _Operands(NamedTuple):
 
 
 class _Loss(NamedTuple):
-    """An `Objective`; no dual clip is infinity."""
+    """An `Objective`; no dual clip is infinity, no gate NaN."""
 
     lowest_ratio: float
     highest_ratio: float
@@ -126,6 +129,9 @@ class _Loss(NamedTuple):
     kl_estimator: int
     entropy_coef: float
     kl_ratio_weighted: bool
+    policy_term: int
+    tau_positive: float
+    tau_negative: float
 
 
 class _Scores(NamedTuple):
@@ -504,6 +510,35 @@ def sampled_kl(difference, estimator):
 
 
 @compiled
+def _policy_term(logprob, ratio, advantage, is_clamped, loss):
+    """(policy term, its derivative by the logprob); `definition.policy_term`."""
+    unclipped = ratio * advantage
+    if loss.policy_term == CLIP:
+        clipped = min(max(ratio, loss.lowest_ratio), loss.highest_ratio) * advantage
+        is_active = not unclipped > clipped
+        surrogate = unclipped if is_active else clipped
+        if advantage < 0 and surrogate < loss.dual_clip * advantage:
+            surrogate = loss.dual_clip * advantage
+            is_active = False
+        return -surrogate, -unclipped if is_active and not is_clamped else 0.0
+    if loss.policy_term == SAPO:
+        tau = loss.tau_positive if advantage > 0 else loss.tau_negative
+        x = tau * (ratio - 1.0)
+        e = math.exp(-abs(x))
+        share = 1.0 / (1.0 + e)
+        gate = e * share if x < 0 else share
+        slope = 4.0 * e * share * share * unclipped
+        return -4.0 / tau * gate * advantage, 0.0 if is_clamped else -slope
+    coefficient = ratio
+    if ratio > loss.highest_ratio:
+        coefficient = loss.highest_ratio if loss.policy_term == CISPO else 0.0
+    elif ratio < loss.lowest_ratio:
+        coefficient = loss.lowest_ratio if loss.policy_term == CISPO else 0.0
+    by_logprob = -coefficient * advantage
+    return by_logprob * logprob, by_logprob
+
+
+@compiled
 def _token_loss(logprob, full_kl, token, loss, i):
     """(policy term·importance weight, ratio, KL, w·(g_l, g_h, g_k)) of one token.
 
@@ -515,15 +550,10 @@ def _token_loss(logprob, full_kl, token, loss, i):
     is_clamped = abs(difference) > LOG_RATIO_LIMIT
     ratio = math.exp(min(max(difference, -LOG_RATIO_LIMIT), LOG_RATIO_LIMIT))
     ratio = difference if difference != difference else ratio
-    unclipped = ratio * advantage
-    clipped = min(max(ratio, loss.lowest_ratio), loss.highest_ratio) * advantage
-    is_active = not unclipped > clipped
-    surrogate = unclipped if is_active else clipped
-    if advantage < 0 and surrogate < loss.dual_clip * advantage:
-        surrogate = loss.dual_clip * advantage
-        is_active = False
+    policy, by_logprob = _policy_term(logprob, ratio, advantage, is_clamped, loss)
     importance = token.importance_weights[i] if len(token.importance_weights) else 1.0
-    by_logprob = -unclipped * importance if is_active and not is_clamped else 0.0
+    policy *= importance
+    by_logprob *= importance
     kl, by_kl = 0.0, 0.0
     if loss.kl_estimator == FULL:
         kl, by_kl = full_kl, weight * loss.kl_coef
@@ -538,7 +568,7 @@ def _token_loss(logprob, full_kl, token, loss, i):
         if loss.kl_coef != 0:
             by_logprob += loss.kl_coef * slope
     by = (weight * by_logprob, -loss.entropy_coef * weight, by_kl)
-    return -surrogate * importance, ratio, kl, by
+    return policy, ratio, kl, by
 
 
 # -------------------------------------------------------------------------------- loops over rows
@@ -699,6 +729,9 @@ def _loss(objective: Objective) -> _Loss:
         kl_estimator=ESTIMATORS[objective.kl_estimator],
         entropy_coef=float(objective.entropy_coef),
         kl_ratio_weighted=bool(objective.kl_ratio_weighted),
+        policy_term=POLICY_TERMS[objective.policy_term],
+        tau_positive=math.nan if objective.tau_positive is None else objective.tau_positive,
+        tau_negative=math.nan if objective.tau_negative is None else objective.tau_negative,
     )
 
 

@@ -7,11 +7,13 @@ names, operands and results are these, are compared with it in fp64, it with the
     entropy = −Σ_j p_j log p_j
     KL      = Σ_j p_j (log p_j − log q_j)    q the reference's softmax; or an estimate at y alone
     ratio   = exp(clamp(logprob − old_logprob, −20, 20))
-    loss    = Σ_t w_t · ( −min(ratio·A, clip(ratio)·A)·importance_weight
+    loss    = Σ_t w_t · ( policy·importance_weight
                           + kl_coef·KL − entropy_coef·entropy )     KL, or ratio·KL
+    policy  = −min(ratio·A, clip(ratio)·A), or another `policy_term`
 
 Sources: Schulman et al. 2016 (GAE), 2017 (the clipped loss), 2020 (the estimators of the KL);
-Ziegler et al. 2019 (shaped rewards, whitening); Ye et al. 2020 (the dual clip).
+Ziegler et al. 2019 (shaped rewards, whitening); Ye et al. 2020 (the dual clip); of the other
+policy terms `policy_term` says them.
 """
 
 from __future__ import annotations
@@ -96,6 +98,64 @@ def token_stats(
     )
 
 
+def policy_term(
+    logprobs: Tensor, ratio: Tensor, advantages: Tensor, objective: Objective
+) -> Tensor:
+    """What is minimised of each token [N], differentiable in its logprob:
+
+        clip    −min(ratio·A, clip(ratio)·A)                        Schulman et al. 2017, eq. 7
+        cispo   −[clip(ratio)]·A·logprob                            MiniMax 2025 (MiniMax-M1)
+        sapo    −4/τ·sigmoid(τ·(ratio − 1))·A                       Gao et al. 2025 (SAPO)
+        dis     −[ratio inside the range, 0 outside]·A·logprob      Hou et al. 2026 (SAO), eq. 1
+
+    What stands in brackets has no gradient. At a ratio of 1 the gradient of each is that of
+    −ratio·A.
+    """
+    lowest = objective.lowest_ratio
+    highest = objective.highest_ratio
+    clipped = ratio.clamp(lowest, highest)
+    if objective.policy_term == "clip":
+        surrogate = torch.minimum(ratio * advantages, clipped * advantages)
+        if objective.dual_clip is not None:
+            bounded = torch.maximum(surrogate, objective.dual_clip * advantages)
+            surrogate = torch.where(advantages < 0, bounded, surrogate)
+        return -surrogate
+    if objective.policy_term == "sapo":
+        tau_positive = objective.tau_positive
+        tau_negative = objective.tau_negative
+        assert tau_positive is not None
+        assert tau_negative is not None
+        tau = torch.where(advantages > 0, ratio.new_tensor(tau_positive), tau_negative)
+        return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
+    coefficient = clipped
+    if objective.policy_term == "dis":
+        coefficient = torch.where((ratio > highest) | (ratio < lowest), 0.0, ratio)
+    return -coefficient.detach() * advantages * logprobs
+
+
+def sequence_ratio_logprobs(
+    logprobs: Tensor, old_logprobs: Tensor, counted: Tensor, cu_seqlens: Tensor
+) -> Tensor:
+    """What GSPO has in the place of the old logprobs, [N], without gradient.
+
+    With it the ratio of a token is that of its sequence, the exponential of the mean of
+    logprob − old_logprob over the sequence's tokens that count, and a token's loss has its gradient
+    by its own logprob alone. Source: Zheng et al. 2025 (GSPO), eq. 14, GSPO-token; where all tokens
+    of a sequence have one advantage and one weight, its gradient is that of eq. 5, GSPO.
+
+    Args:
+        counted: [N] bool; cu_seqlens: [B + 1], where each sequence begins, and N.
+    """
+    logprobs = logprobs.detach()
+    log_ratio = torch.where(counted, logprobs - old_logprobs, 0.0)
+    lengths = cu_seqlens.diff()
+    # `unsafe` leaves out a look at the lengths, for which the host would wait.
+    total = torch.segment_reduce(log_ratio, "sum", lengths=lengths, unsafe=True)
+    count = torch.segment_reduce(counted.to(total.dtype), "sum", lengths=lengths, unsafe=True)
+    mean = total / count.clamp(min=1)
+    return logprobs - mean.repeat_interleave(lengths, output_size=len(logprobs))
+
+
 def loss_of_statistics(
     logprobs: Tensor,
     entropies: Tensor,
@@ -113,12 +173,9 @@ def loss_of_statistics(
     logprobs = torch.where(counted, logprobs, 0.0)
     h = torch.where(counted, entropies, 0.0)
     ratio = (logprobs - t.old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    clipped = ratio.clamp(objective.lowest_ratio, objective.highest_ratio)
-    surrogate = torch.minimum(ratio * t.advantages, clipped * t.advantages)
-    if objective.dual_clip is not None:
-        bounded = torch.maximum(surrogate, objective.dual_clip * t.advantages)
-        surrogate = torch.where(t.advantages < 0, bounded, surrogate)
-    policy = -surrogate if t.importance_weights is None else -surrogate * t.importance_weights
+    policy = policy_term(logprobs, ratio, t.advantages, objective)
+    if t.importance_weights is not None:
+        policy = policy * t.importance_weights
     if objective.kl_estimator != "full":
         kl = None
         if t.ref_logprobs is not None:

@@ -35,6 +35,10 @@ ratio·k3 are KL(π‖reference), and the means of their gradients its gradient.
 is weighted; the full KL samples no token."""
 
 
+POLICY_TERMS = ("clip", "cispo", "sapo", "dis")
+"""What a token's ratio and advantage make of its gradient; `definition.policy_term`."""
+
+
 class Sums(NamedTuple):
     """What the metrics are made of, 0-d each; `sums` [len(SUMS)] holds them in this order.
 
@@ -118,6 +122,8 @@ class Objective(NamedTuple):
     The clip range is 1 − ε_low to 1 + ε_high, rounded once for every backend; −inf to inf is no
     clipping. `kl_estimator` is k1, k2, k3, or full, which needs the reference's logits.
     `kl_ratio_weighted`: the KL is times the ratio, gradient through both; of k1 and k3.
+    `dual_clip` is of the policy term "clip" alone; of "sapo", which clips nothing and has an
+    infinite range, are the gate's temperatures, for A > 0 and for the others.
     """
 
     lowest_ratio: float = -math.inf
@@ -127,6 +133,9 @@ class Objective(NamedTuple):
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0
     kl_ratio_weighted: bool = False
+    policy_term: str = "clip"
+    tau_positive: float | None = None
+    tau_negative: float | None = None
 
 
 class PerToken(NamedTuple):

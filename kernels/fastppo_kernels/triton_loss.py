@@ -159,6 +159,7 @@ def ppo_loss(
     objective = objective._replace(
         kl_estimator=tl.constexpr(objective.kl_estimator),
         kl_ratio_weighted=tl.constexpr(objective.kl_ratio_weighted),
+        policy_term=tl.constexpr(objective.policy_term),
     )
     operands = {
         "logits": launch.logits,

@@ -4,7 +4,8 @@ The derivatives are with respect to the token's statistics: logprob, entropy, fu
 
 As in `definition.loss`, for one row, with the derivatives written out:
 
-    policy = −min(ratio·A, clip(ratio)·A)·importance weight     ratio = e^{logprob − old_logprob}
+    ratio  = e^{logprob − old_logprob}
+    policy = −min(ratio·A, clip(ratio)·A), or another term, times the importance weight
     loss   = w·(policy + kl_coef·KL − entropy_coef·entropy)     KL, or ratio·KL
 
 What a new term of the loss changes in the kernels stands here; the operand it needs, in
@@ -36,6 +37,46 @@ class LossResults(NamedTuple):
 
 
 @triton.jit
+def _policy_term(logprob, ratio, advantage, is_clamped, objective):
+    """(policy term, its derivative by the logprob, 1 where the dual clip bounds it);
+    `definition.policy_term`.
+
+    A derivative is 0 where a clip is active, or the ratio's exponent is clamped. NaN is in none of
+    the comparisons: it must reach the gradient, where it is noticed.
+    """
+    unclipped = ratio * advantage
+    if objective.policy_term == "clip":
+        clipped = between(ratio, objective.lowest_ratio, objective.highest_ratio) * advantage
+        surrogate = tl.minimum(unclipped, clipped, propagate_nan=tl.PropagateNan.ALL)
+        active = ((unclipped > clipped) | is_clamped) == 0
+        dual_clipped = 0.0
+        if objective.dual_clip is not None:
+            floor = objective.dual_clip * advantage
+            dual = (advantage < 0) & (surrogate < floor)
+            surrogate = tl.where(dual, floor, surrogate)
+            active = active & (dual == 0)
+            dual_clipped = ((advantage < 0) & (ratio > objective.dual_clip)).to(tl.float32)
+        return -surrogate, tl.where(active, -unclipped, 0.0), dual_clipped
+    elif objective.policy_term == "sapo":
+        tau = tl.where(advantage > 0, objective.tau_positive, objective.tau_negative)
+        x = tau * (ratio - 1)
+        e = tl.exp(-tl.abs(x))
+        share = 1 / (1 + e)
+        gate = tl.where(x < 0, e * share, share)
+        slope = 4 * e * share * share * unclipped
+        return -4 / tau * gate * advantage, tl.where(is_clamped, 0.0, -slope), 0.0
+    else:
+        if objective.policy_term == "cispo":
+            coefficient = between(ratio, objective.lowest_ratio, objective.highest_ratio)
+        else:
+            tl.static_assert(objective.policy_term == "dis", "expected clip, cispo, sapo or dis")
+            outside = (ratio > objective.highest_ratio) | (ratio < objective.lowest_ratio)
+            coefficient = tl.where(outside, 0.0, ratio)
+        by_logprob = -coefficient * advantage
+        return by_logprob * logprob, by_logprob, 0.0
+
+
+@triton.jit
 def token_loss(index, stats, full_kl, weight, per_token, objective):
     """(KL, StatsGradients, its shares of the Sums) of a token of weight ≠ 0.
 
@@ -48,20 +89,10 @@ def token_loss(index, stats, full_kl, weight, per_token, objective):
     advantage = tl.load(per_token.advantages + index).to(tl.float32)
     difference = stats.logprob - tl.load(per_token.old_logprobs + index).to(tl.float32)
     ratio = tl.exp(between(difference, -RATIO_LIMIT, RATIO_LIMIT))
-    unclipped = ratio * advantage
-    clipped = between(ratio, objective.lowest_ratio, objective.highest_ratio) * advantage
-    surrogate = tl.minimum(unclipped, clipped, propagate_nan=tl.PropagateNan.ALL)
-    # Written so that a NaN counts as active: it must reach the gradient, where it is noticed.
-    active = ((unclipped > clipped) | (tl.abs(difference) > RATIO_LIMIT)) == 0
-    dual_clipped = 0.0
-    if objective.dual_clip is not None:
-        floor = objective.dual_clip * advantage
-        dual = (advantage < 0) & (surrogate < floor)
-        surrogate = tl.where(dual, floor, surrogate)
-        active = active & (dual == 0)
-        dual_clipped = ((advantage < 0) & (ratio > objective.dual_clip)).to(tl.float32)
-    policy = -surrogate
-    g_logprob = tl.where(active, -unclipped, 0.0)
+    is_clamped = tl.abs(difference) > RATIO_LIMIT
+    policy, g_logprob, dual_clipped = _policy_term(
+        stats.logprob, ratio, advantage, is_clamped, objective
+    )
     if per_token.importance_weights is not None:
         importance = tl.load(per_token.importance_weights + index).to(tl.float32)
         policy *= importance
@@ -76,7 +107,7 @@ def token_loss(index, stats, full_kl, weight, per_token, objective):
         kl, slope = sampled_kl(from_ref, objective.kl_estimator)
         if objective.kl_ratio_weighted:
             both = ratio_weighted_slope(from_ref, kl, slope, objective.kl_estimator)
-            slope = ratio * tl.where(tl.abs(difference) > RATIO_LIMIT, slope, both)
+            slope = ratio * tl.where(is_clamped, slope, both)
         g_logprob += tl.where(objective.kl_coef != 0, objective.kl_coef * slope, 0.0)
     loss = policy - objective.entropy_coef * stats.entropy
     if full_kl is not None or HAS_SAMPLED_KL:

@@ -107,6 +107,14 @@ LOSSES: list[Row] = [  # of ppo_loss and of linear_ppo_loss
     wrong("clip_ratio", "number", "str", clip_ratio="0.2"),
     wrong("clip_ratio", "number", "Tensor", clip_ratio=torch.tensor(0.2)),
     wrong("dual_clip", "> 1", "1.0", dual_clip=1.0),
+    wrong("objective", "clip, cispo, sapo, dis, gspo", "'grpo'", objective="grpo"),
+    wrong("dual_clip", "objective='dis'", objective="dis", dual_clip=3.0),
+    wrong("sapo_tau", "objective='sapo'", "'clip'", sapo_tau=(1.0, 1.0)),
+    wrong("sapo_tau", "> 0", "0.0", objective="sapo", sapo_tau=(1.0, 0.0)),
+    wrong("sapo_tau", "A > 0", "(1.0,)", objective="sapo", sapo_tau=(1.0,)),
+    wrong("cu_seqlens", "objective='gspo'", "'clip'", cu_seqlens=ints(2)),
+    wrong("objective='gspo'", "(..., T)", "[4]", objective="gspo"),
+    wrong("cu_seqlens", "from 0 to 4", objective="gspo", cu_seqlens=torch.tensor([0, 3])),
     wrong("kl_estimator", "k1, k2, k3, full", "k4", kl_estimator="k4"),
     wrong("kl_coef", "k3", "ref_logprobs", kl_coef=0.1),
     wrong("kl_estimator='full'", "ref_logits", kl_coef=0.1, kl_estimator="full"),
@@ -121,6 +129,14 @@ LOSSES: list[Row] = [  # of ppo_loss and of linear_ppo_loss
     ),
     wrong("kl_ratio_weighted", "kl_coef", "not 0", kl_ratio_weighted=True),
     wrong("kl_ratio_weighted", "True or False", "1", kl_ratio_weighted=1),
+    wrong(
+        "kl_ratio_weighted",
+        "objective='gspo'",
+        objective="gspo",
+        kl_coef=0.1,
+        kl_ratio_weighted=True,
+        ref_logprobs=ZEROS,
+    ),
     wrong("kl_coef", "finite", "nan", kl_coef=nan),
     wrong("entropy_coef", "finite", "inf", entropy_coef=inf),
     wrong("temperature", "> 0", "0.0", temperature=0.0),
@@ -410,8 +426,9 @@ def test_numpy_and_integer_numbers_are_numbers() -> None:
 SOFTMAX = "temperature=1.0, logit_scale=1.0, softcap=None, backend='auto'"
 AGGREGATION = "aggregation='token-mean', denominator=None, weights=None"
 LOSS = (
-    "clip_ratio=0.2, dual_clip=None, ref_logprobs=None, kl_coef=0.0, kl_estimator='k3', "
-    "kl_ratio_weighted=False, entropy_coef=0.0, importance_weights=None"
+    "objective='clip', clip_ratio=0.2, dual_clip=None, sapo_tau=None, cu_seqlens=None, "
+    "ref_logprobs=None, kl_coef=0.0, kl_estimator='k3', kl_ratio_weighted=False, "
+    "entropy_coef=0.0, importance_weights=None"
 )
 REFERENCE = "ref_hidden=None, ref_weight=None, ref_bias=None"
 PER_TOKEN = "tokens, old_logprobs, advantages, mask=None"
@@ -426,7 +443,7 @@ SIGNATURES = {
         f"bias=None, chunk_size=None, {REFERENCE}, {SOFTMAX}, {AGGREGATION}, {LOSS}",
     ),
     "combine_sums": ("total, part", ""),
-    "loss_metrics": ("sums", ""),
+    "loss_metrics": ("sums, objective='clip'", ""),
     "token_logprobs": ("logits, tokens", SOFTMAX),
     "token_stats": ("logits, tokens", f"ref_logits=None, {SOFTMAX}"),
     "linear_token_stats": (

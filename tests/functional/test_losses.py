@@ -119,6 +119,27 @@ def test_a_coefficient_has_its_gradient_where_the_policy_term_has_none(
     gradient_close(grad, expected_grad, 1e-11)
 
 
+@paths
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_gspo_of_padded_sequences_is_that_of_packed_ones(path: str, dtype: torch.dtype) -> None:
+    """Masked tokens are in no mean; the KL to the old policy stays that of the tokens."""
+    data = draws.batch((2, 4), V, dtype)
+    mask = torch.tensor([[True, True, False, True], [True, True, False, False]])
+    ends = torch.tensor([0, 3, 5])
+    packed = draws.Batch(*(x[mask] for x in data))
+    padded, padded_grad = run(path, data, {"objective": "gspo"}, mask)
+    ours, grad = run(path, packed, {"objective": "gspo", "cu_seqlens": ends})
+    close(padded.loss, ours.loss, VALUE[dtype])
+    gradient_close(padded_grad[mask], grad, GRADIENT[dtype])
+    assert (padded_grad[~mask] == 0).all()
+    d = ours.logprobs - packed.old_logprobs
+    of_sequences = torch.stack([part.mean().exp() for part in d.split((3, 2))])
+    assert padded.metrics["ratio_max"].item() == pytest.approx(of_sequences.max().item(), rel=1e-3)
+    assert padded.metrics["approx_kl"].item() == pytest.approx(
+        (d.exp() - 1 - d).mean().item(), 1e-3
+    )
+
+
 # ------------------------------------------------------------------------- any keywords together
 
 
@@ -128,6 +149,7 @@ def cases(draw: st.DrawFn) -> tuple[draws.Batch, dict[str, Any], Tensor | None, 
     n, vocab = draw(st.integers(1, 9)), draw(st.integers(1, 17))
     data = draws.batch((n,), vocab, seed=draw(st.integers(0, 10**6)))
     keywords: dict[str, Any] = {
+        "objective": draw(st.sampled_from(["clip", "clip", "cispo", "sapo", "dis"])),
         "clip_ratio": draw(st.sampled_from([None, 0.2, (0.1, 0.4), 0.0])),
         "dual_clip": draw(st.sampled_from([None, 1.2, 3.0])),
         "entropy_coef": draw(st.sampled_from([0.0, 0.01, -0.5])),
@@ -136,6 +158,8 @@ def cases(draw: st.DrawFn) -> tuple[draws.Batch, dict[str, Any], Tensor | None, 
         "logit_scale": draw(st.sampled_from([1.0, 0.3, 2.0])),
         "softcap": draw(st.sampled_from([None, 2.0, 30.0])),
     }
+    if keywords["objective"] != "clip":
+        keywords["dual_clip"] = None
     keywords["temperature"] = draw(st.sampled_from([1.0, 0.3, 2.0, "0-d", "per token"]))
     if keywords["temperature"] == "0-d":
         keywords["temperature"] = torch.tensor(0.7, dtype=torch.float64)
@@ -182,7 +206,7 @@ def test_any_combination_of_keywords_equals_autograd(
     # Autograd forms 1 − p_y, whose rounding in a peaked row is all that is left of it.
     gradient_close(grad, full_grad, 1e-10, floor=1e-15 * (1 + abs(expected.loss.item())))
     if n:
-        terms = ("clip_ratio", "dual_clip", "importance_weights")
+        terms = ("objective", "clip_ratio", "dual_clip", "importance_weights")
         metrics = draws.metrics(
             expected,
             rows.old_logprobs,
@@ -524,7 +548,7 @@ def test_the_exponent_is_clamped_at_20_nats_and_its_gradient_with_it() -> None:
         old_logprobs=fastppo.token_logprobs(data.logits, data.tokens) + far,
         advantages=torch.ones(4, dtype=torch.float64),
     )
-    for term in ("policy", "no clipping", "k3"):
+    for term in ("policy", "no clipping", "cispo", "sapo", "dis", "k3"):
         keywords = draws.options(data, term)
         if term == "k3":
             keywords["ref_logprobs"] = data.old_logprobs

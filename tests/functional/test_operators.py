@@ -176,6 +176,7 @@ def test_losses_compile_without_a_graph_break() -> None:
         fused = fastppo.ppo_loss(logits, *data[1:], mask, **keywords)
         in_place = fastppo.ppo_loss(logits * 1, *data[1:], entropy_coef=0.1, inplace=True)
         head = fastppo.linear_ppo_loss(hidden, weight, *data[1:], mask, chunk_size=2, **linear)
+        sequences = fastppo.linear_ppo_loss(hidden, weight, *data[1:], mask, objective="gspo")
         stats = fastppo.token_stats(logits, data.tokens)
         logprobs = fastppo.linear_token_logprobs(hidden, weight, data.tokens)
         head_stats = fastppo.linear_token_stats(
@@ -186,7 +187,7 @@ def test_losses_compile_without_a_graph_break() -> None:
         total = fastppo.total_loss(
             stats.logprobs, *data[2:], values, data.advantages, logits, mask
         )["total_loss"]
-        loss = fused.loss + in_place.loss + head.loss + total
+        loss = fused.loss + in_place.loss + head.loss + sequences.loss + total
         loss = loss + stats.entropy.mean() + logprobs.mean() + head_stats.kl.mean()
         return loss, fused.logprobs, head.metrics["clip_fraction"]
 

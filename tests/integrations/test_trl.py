@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig
 
+import fastppo
+
 datasets = pytest.importorskip("datasets")
 pytest.importorskip("requests", reason="TRL 1.12 imports requests and does not ask for it")
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.12.*")
@@ -128,6 +130,56 @@ def assert_agree(
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_a_clipped_loss_is_trls(loss_type: str, beta: float, tmp_path: Path) -> None:
     assert_agree(tmp_path, True, loss_type=loss_type, beta=beta, temperature=0.7, epsilon_high=0.28)
+
+
+@pytest.mark.parametrize(
+    ("options", "keywords"),
+    [
+        # TRL's bound of CISPO is the ratio itself, with none below.
+        (
+            {"loss_type": "cispo", "epsilon_high": 1.2},
+            {"objective": "cispo", "clip_ratio": (1, 0.2)},
+        ),
+        ({"loss_type": "sapo"}, {"objective": "sapo"}),
+        (
+            {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 0.05},
+            {"objective": "gspo", "clip_ratio": 0.05},
+        ),
+    ],
+    ids=["cispo", "sapo", "gspo"],
+)
+def test_the_other_objectives_are_trls(
+    options: dict[str, Any], keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    """`fastppo.ppo_loss` of the model's logits; one advantage for a completion, as TRL has."""
+    theirs = trainer(trl.GRPOTrainer, tmp_path, beta=0.0, **options)
+    batch = inputs_of(theirs)
+    loss, gradients, _ = results(theirs, batch)
+    mask = batch["completion_mask"].bool()
+    weights = {"aggregation": "seq-mean-token-mean", "denominator": 2.0 * B}
+    if options["loss_type"] == "cispo":
+        aggregation, denominator = adapter.GRPOTrainer._weights(theirs, mask, batch)
+        weights = {"aggregation": aggregation, "denominator": denominator}
+    logits = theirs.model(
+        input_ids=torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+        attention_mask=torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+    ).logits[:, PROMPT - 1 : -1]
+    ours = fastppo.ppo_loss(
+        logits,
+        batch["completion_ids"],
+        batch["old_per_token_logps"],
+        batch["advantages"].unsqueeze(1).expand_as(mask),
+        mask,
+        temperature=theirs.temperature,
+        **weights,
+        **keywords,
+    ).loss
+    torch.testing.assert_close(ours.detach(), loss, rtol=1e-6, atol=1e-6)
+    parameters = [p for p in theirs.model.parameters() if p.requires_grad]
+    largest = max(float(g.abs().max()) for g in gradients)
+    assert largest > 0
+    for mine, wanted in zip(torch.autograd.grad(ours, parameters), gradients, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-6 * max(1.0, largest))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import fastppo
+
 pytest.importorskip("verl", reason="verl is not installed: docs/from-verl.md")
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
 fused = pytest.importorskip("verl.utils.experimental.torch_functional")
@@ -20,6 +22,7 @@ THEIRS = {  # before ours take their places
 }
 adapter = pytest.importorskip("fastppo.integrations.verl")
 workers = pytest.importorskip("verl.workers.config")
+correction = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
 
 pytestmark = pytest.mark.filterwarnings("default")  # verl's are its own affair
 
@@ -120,6 +123,55 @@ def test_the_policy_loss_is_verls(mode: str, info: dict[str, Any], weighted: boo
     assert float(gradient.abs().max()) > 0
     assert reported == pytest.approx(metrics, abs=1e-6)
     assert reported["actor/pg_clipfrac_lower"] > 0
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
+@pytest.mark.parametrize("objective", ["cispo", "sapo", "gspo", "dis"])
+def test_the_other_objectives_are_verls(objective: str, weighted: bool) -> None:
+    """From logits, value and gradient. SAO's mask is verl's REINFORCE with IcePop's weights."""
+    mask = mask_of()
+    logits = torch.randn(B, T, V)
+    tokens = torch.randint(V, (B, T))
+    advantages = 3 * torch.randn(B, T)
+    weights = torch.rand(B, T) + 0.5 if weighted else None
+    leaf = logits.clone().requires_grad_()
+    logprobs = torch.log_softmax(leaf, -1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    old = logprobs.detach() + 0.5 * torch.randn(B, T)
+    options = config(clip_ratio_low=0.2, clip_ratio_high=0.28, tau_pos=1.0, tau_neg=1.7)
+    given = {
+        "log_prob": logprobs,
+        "advantages": advantages,
+        "response_mask": mask,
+        "loss_agg_mode": "seq-mean-token-mean",
+        "config": options,
+        "rollout_is_weights": weights,
+    }
+    if objective == "dis":
+        ratio = (logprobs.detach() - old) * mask
+        of_sampler, _ = correction.compute_rollout_correction_weights(
+            ratio, mask, rollout_is="token", rollout_is_threshold="0.8_1.28"
+        )
+        given["rollout_is_weights"] = of_sampler if weights is None else of_sampler * weights
+        loss, _ = core_algos.compute_policy_loss_reinforce(rollout_log_prob=old, **given)
+    else:
+        loss, _ = core_algos.get_policy_loss_fn(objective)(old_log_prob=old, **given)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    ours = fastppo.ppo_loss(
+        leaf,
+        tokens,
+        old,
+        advantages,
+        mask.bool(),
+        objective=objective,
+        clip_ratio=(0.2, 0.28),
+        sapo_tau=(1.0, 1.7) if objective == "sapo" else None,
+        importance_weights=weights,
+        aggregation="seq-mean-token-mean",
+    )
+    (our_gradient,) = torch.autograd.grad(ours.loss, leaf)
+    close(ours.loss, loss)
+    close(our_gradient, gradient)
+    assert float(gradient.abs().max()) > 1e-2
 
 
 def test_an_aggregation_that_verl_has_not_is_refused() -> None:

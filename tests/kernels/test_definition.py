@@ -154,7 +154,60 @@ def test_the_kl_by_the_ratio_is_the_kl_and_its_gradient_the_kl_s(estimator: str)
     close(weighted.sums[0], (np.exp(p_old) * per_token_kl).sum())
 
 
-@pytest.mark.parametrize("term", draws.TERMS)
+@pytest.mark.parametrize("term", ["cispo", "dis", "sapo"])
+def test_other_policy_terms_are_those_of_their_papers(term: str) -> None:
+    """Value, and gradient by the logprob: that of the coefficient that the paper detaches times
+    log π, or the published surrogate's."""
+    data = draws.batch((N,), V)
+    logprobs = draws.token_logprobs(data.logits, data.tokens).requires_grad_()
+    ratio = (logprobs - data.old_logprobs).exp()
+    objective = Objective(
+        0.9, 1.3, policy_term=term, tau_positive=1.5 if term == "sapo" else None, tau_negative=0.7
+    )
+    numbers = [x.detach().numpy() for x in (logprobs, data.old_logprobs, data.advantages)]
+    if term == "sapo":
+        wanted = -paper.sapo_surrogate(*numbers, (1.5, 0.7))
+        step = 1e-6
+        moved = -paper.sapo_surrogate(numbers[0] + step, *numbers[1:], (1.5, 0.7))
+        by_logprob, tolerance = (moved - wanted) / step, 1e-5
+    else:
+        coefficient = getattr(paper, f"{term}_coefficient")(*numbers[:2], (0.1, 0.3))
+        assert len(np.unique(coefficient == np.exp(numbers[0] - numbers[1]))) == 2, "some are out"
+        by_logprob, tolerance = -coefficient * numbers[2], 1e-12
+        wanted = by_logprob * numbers[0]
+    found = definition.policy_term(logprobs, ratio, data.advantages, objective)
+    close(found, wanted)
+    (grad,) = torch.autograd.grad(found.sum(), logprobs)
+    np.testing.assert_allclose(grad.numpy(), by_logprob, rtol=tolerance, atol=tolerance)
+
+
+def test_gspos_ratio_is_the_sequences_and_its_gradient_the_tokens_own() -> None:
+    """Over two sequences, one with a gap and one with a token that does not count; with one
+    advantage for a sequence, the gradient is that of the sequence's ratio itself."""
+    lengths = (5, 3)
+    old, x = draw(2, N)
+    logprobs = x.requires_grad_()
+    counted = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0]).bool()
+    ends = torch.tensor([0, 5, 5, 8])  # the one between has no tokens
+    stand_in = definition.sequence_ratio_logprobs(logprobs, old, counted, ends)
+    ratio = (logprobs - stand_in).exp()
+    wanted = []
+    for part in logprobs.split(lengths), old.split(lengths), counted.split(lengths):
+        wanted.append(part)
+    exact = [
+        paper.gspo_ratio(p.detach()[c].numpy(), o[c].numpy())
+        for p, o, c in zip(*wanted, strict=True)
+    ]
+    close(ratio, np.repeat(exact, lengths))
+    (grad,) = torch.autograd.grad((ratio * counted).sum(), logprobs)
+    close(grad, np.repeat(exact, lengths) * counted.numpy())
+    # GSPO itself: Σ over the sequence of s, through the mean of its log ratios.
+    sequence_ratios = [((p - o)[c].mean()).exp() * c.sum() for p, o, c in zip(*wanted, strict=True)]
+    (of_gspo,) = torch.autograd.grad(torch.stack(sequence_ratios).sum(), logprobs)
+    close(grad, of_gspo.numpy())
+
+
+@pytest.mark.parametrize("term", [term for term in draws.TERMS if term not in draws.DETACHED])
 def test_gradients_are_those_of_finite_differences(term: str) -> None:
     data = draws.batch((4,), 5).leaf()
     keywords = draws.options(data, term)

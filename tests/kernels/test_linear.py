@@ -120,7 +120,8 @@ def test_the_launcher_gives_the_loss_and_the_gradients_of_autograd(
     wanted, wanted_grads = by_autograd(parts, data, keywords)
     leaves = [x.float().requires_grad_() for x in parts]
     fp32 = {
-        name: x.float() if isinstance(x, Tensor) else x for name, x in as_linear(keywords).items()
+        name: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in as_linear(keywords).items()
     }
     loss = fastppo.linear_ppo_loss(
         *leaves[:2], *data[1:], bias=leaves[2], chunk_size=chunk_size, backend="triton", **fp32

@@ -277,6 +277,28 @@ def test_dual_clip() -> None:
     check_loss(arguments, lowest_ratio=0.9, highest_ratio=math.inf)
 
 
+@pytest.mark.parametrize("term", ["cispo", "sapo", "dis"])
+def test_other_policy_terms(term: str) -> None:
+    """On both sides of the range, for both signs of the advantage; where the ratio is clamped."""
+    arguments = draw(6, 40)
+    logprobs = logprobs_of(arguments["logits"], arguments["tokens"]).float()
+    away = torch.tensor([0.5, 0.5, -0.5, -0.5, 0.01, 25.0])
+    arguments["old_logprobs"] = logprobs - away
+    arguments["advantages"] = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.7, 1.0])
+    tau = {"tau_positive": 1.0, "tau_negative": 3.0} if term == "sapo" else {}
+    check_loss(arguments, policy_term=term, **tau)
+    check_loss(
+        arguments,
+        policy_term=term,
+        **tau,
+        entropy_coef=0.1,
+        importance_weights=torch.linspace(0.2, 2.0, 6),
+        kl_estimator="full",
+        ref_logits=draw(6, 40, seed=1)["logits"],
+        kl_coef=0.1,
+    )
+
+
 def test_capped() -> None:
     arguments = draw(3, 2064, spread=20.0)
     arguments["logits"][0] *= 0.01
@@ -549,6 +571,9 @@ def combinations(draw_: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, A
         "lowest_ratio": draw_(st.sampled_from([1.0, 0.8, -math.inf])),
         "highest_ratio": draw_(st.sampled_from([1.0, 1.28, math.inf])),
         "dual_clip": draw_(st.sampled_from([None, 3.0])),
+        "policy_term": draw_(st.sampled_from(["clip", "clip", "cispo", "sapo", "dis"])),
+        "tau_positive": 1.0,
+        "tau_negative": 1.05,
         "kl_coef": draw_(st.sampled_from([0.0, 0.1])),
         "kl_estimator": draw_(st.sampled_from(["k1", "k2", "k3", "full"])),
         "entropy_coef": draw_(st.sampled_from([0.0, 0.01, -0.5])),

@@ -52,7 +52,15 @@ def test_a_moving_kl_coefficient_must_start_above_zero() -> None:
         ({"objective": "penalty", "clip_ratio": 0.1}, "clip_ratio has an effect only with"),
         (
             {"objective": "penalty", "schedules": ["clip_ratio=linear:0.1"]},
-            "clip_ratio has an effect only with objective=clip",
+            "clip_ratio has an effect only with an objective that has a clip range",
+        ),
+        ({"objective": "sapo", "clip_ratio_high": 0.3}, "not penalty or sapo"),
+        ({"sapo_tau": [1.0, 2.0]}, "sapo_tau has an effect only with objective=sapo"),
+        ({"objective": "sapo", "sapo_tau": [1.0]}, "sapo_tau must be"),
+        ({"objective": "dis", "dual_clip": 3.0}, "no clipped surrogate to bound"),
+        (
+            {"objective": "gspo", "kl_loss_coef": 0.1, "kl_loss_ratio_weighted": True},
+            "needs the ratios of tokens",
         ),
         ({"policy_kl_target": 0.1}, "effect only with objective=penalty"),
         ({"kl_estimator": "k3", "kl_coef": 0}, "effect only with kl_coef > 0"),

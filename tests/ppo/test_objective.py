@@ -139,7 +139,37 @@ def test_the_penalty_objective_is_the_papers(weights: Tensor | None, tmp_path: P
     loss.check(-loss.ratio * advantages + 0.7 * kl + 0.1 * loss.negative_entropy)
 
 
-@pytest.mark.parametrize("objective", ["clip", "penalty"])
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["on-policy", "weighted"])
+@pytest.mark.parametrize("objective", ["cispo", "sapo", "gspo", "dis"])
+def test_other_objectives_are_their_papers(
+    objective: str, weights: Tensor | None, tmp_path: Path
+) -> None:
+    """With a range for those that have one, τ for the one that has it, and the entropy."""
+    options: dict[str, Any] = {"clip_ratio": 0.1, "clip_ratio_high": 0.3}
+    if objective == "sapo":
+        options = {"sapo_tau": (2.0, 4.0)}
+    loss = Loss(tmp_path, weights, objective=objective, entropy_coef=0.1, **options)
+    a = loss.micro.advantages
+    ratio = loss.ratio
+    if objective == "sapo":
+        tau = torch.where(a > 0, 2.0, 4.0)
+        surrogate = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * a
+    elif objective == "gspo":
+        by_response = (loss.logprobs - loss.micro.old_logprobs).detach().split((5, 3, 1))
+        means = torch.cat([part.mean().expand(len(part)) for part in by_response])
+        ratio = (means + loss.logprobs - loss.logprobs.detach()).exp()
+        surrogate = torch.minimum(ratio * a, ratio.clamp(0.9, 1.3) * a)
+    else:
+        inside = ratio.clamp(0.9, 1.3)
+        coefficient = inside if objective == "cispo" else ratio * (inside == ratio)
+        assert ((inside != ratio) & (a > 0)).any()
+        assert ((inside != ratio) & (a < 0)).any()
+        surrogate = coefficient.detach() * a * loss.logprobs
+    per_token = -surrogate * (1 if weights is None else weights)
+    loss.check(per_token + 0.1 * loss.negative_entropy)
+
+
+@pytest.mark.parametrize("objective", ["clip", "penalty", "gspo"])
 def test_weights_of_the_tokens_decide_the_loss(objective: str, tmp_path: Path) -> None:
     loss = Loss(tmp_path, objective=objective)
     twice = replace(loss.micro, token_weights=2 * loss.micro.token_weights)
@@ -208,6 +238,16 @@ def test_the_penaltys_logged_losses_are_the_papers(tmp_path: Path) -> None:
     assert metrics["policy_loss"] == pytest.approx(mean, abs=1e-4)
     assert metrics["loss"] == pytest.approx(mean, abs=1e-3)
     assert "clip_fraction" not in metrics
+
+
+def test_the_double_sided_mask_counts_all_tokens_outside(tmp_path: Path) -> None:
+    """Old logprobs a nat below: every ratio is e, above the range, and nothing moves."""
+    trainer = make_trainer(tmp_path, objective="dis", vf_coef=0.0, ppo_epochs=1)
+    experience = first_experience(trainer)
+    experience.old_logprobs.sub_(1.0)
+    metrics = trainer.update(experience, trainer.config)
+    assert metrics["clip_fraction"] == 1
+    assert metrics["grad_norm"] == 0
 
 
 def test_the_exact_kl_in_the_loss_pulls_towards_the_reference(tmp_path: Path) -> None:
