@@ -266,6 +266,28 @@ class ActorCritic(LanguageModel):
             final_values=plan.sequences_in_order(torch.cat([x.final_values for x in evaluations])),
         )
 
+    def values(self, layout: Layout, positions: Tensor) -> Tensor:
+        """[N] fp32 values at the positions. A critic's need no pass of the policy's trunk."""
+        hidden = torch.empty(0, device=self.device)
+        if self.value_function.reads_final_hidden:
+            hidden = self._hidden(layout, positions)
+        values = self.value_function(hidden, layout, positions)
+        return values.clone()
+
+    @torch.no_grad()
+    def values_of_plan(self, plan: MicrobatchPlan) -> tuple[Tensor, Tensor]:
+        """(values [N], final values [B]) of a batch by its microbatches, as `evaluate_plan` has
+        them, without the lm-head."""
+        values = []
+        final_values = []
+        for batch in plan.batches:
+            layout = self.layout(batch)
+            with self.autocast():
+                found = self.values(layout, torch.cat([layout.predicting, layout.final]))
+            values.append(found[: batch.response_count])
+            final_values.append(found[batch.response_count :])
+        return plan.in_order(torch.cat(values)), plan.sequences_in_order(torch.cat(final_values))
+
     def set_training(self, gradient_checkpointing: bool) -> None:
         """transformers checkpoints activations in training mode only; dropout is off in both."""
         self.train(gradient_checkpointing)

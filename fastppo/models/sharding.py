@@ -6,7 +6,8 @@ own, gathered when they run; what is left, the last norm and the lm-head, is the
 keeps whole from a forward pass to the end of its backward pass. So `head.weight` is a plain tensor
 where the losses read it, tied or not.
 
-    hidden, forward, language_model_loss    the passes; each gathers what it needs, and all ranks
+    hidden, forward, values, language_model_loss
+                                            the passes; each gathers what it needs, and all ranks
                                             make as many of them; in SFT padded_states
     unsharded(model)                        the whole model on every rank for the block, in which
                                             nothing is gathered: rollouts, and saving
@@ -61,7 +62,10 @@ def shard(model: LanguageModel, world: World, *, fill: Callable[[], None] | None
     if halves:
         (half,) = halves
         policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
-    _shard(model, _groups(model), policy, world=world, passes=PASSES)
+    passes = PASSES
+    if isinstance(model, ActorCritic):
+        passes += ("values",)
+    _shard(model, _groups(model), policy, world=world, passes=passes)
     if fill is not None:
         fill()
     batch = Batch.of([[0]], [[0]], model.device)

@@ -114,9 +114,16 @@ def _compare(what: str, theirs: Tensor, ours: Tensor, tolerance: float) -> None:
 
 def odd_options(config: PPOConfig) -> list[str]:
     """Sentences on options that are legal but probably unintended."""
-    if config.warmup_steps <= config.optimizer_steps:
-        return []
-    return [
-        f"warmup_steps={config.warmup_steps}: the run has {config.optimizer_steps} optimiser steps "
-        "and ends before its peak learning rate"
-    ]
+    sentences = []
+    if config.warmup_steps > config.optimizer_steps:
+        sentences.append(
+            f"warmup_steps={config.warmup_steps}: the run has {config.optimizer_steps} optimiser "
+            "steps and ends before its peak learning rate"
+        )
+    if config.top_k > 0 or config.top_p < 1:
+        sentences.append(
+            "top_k and top_p keep tokens from being drawn, and no importance weight brings them "
+            "back: mismatch/excluded_mass is the share of the policy's probability that is never "
+            "seen"
+        )
+    return sentences

@@ -308,6 +308,7 @@ class PPOConfig(
         check_rewards(self)
         check_turns(self)
         check_objective(self)
+        check_importance(self)
         check_kl(self)
         check_advantages(self)
         check_pretraining(self)
@@ -509,6 +510,24 @@ def check_objective(config: PPOConfig) -> None:
     )
     config.have_effect_only("sapo_tau", where=objective == "sapo", needs="objective=sapo")
     config.have_effect_only("policy_kl_target", where=is_penalty, needs="objective=penalty")
+
+
+def check_importance(config: PPOConfig) -> None:
+    """Raises ValueError for bounds of the importance weights that leave nothing between them."""
+    cap = config.importance_cap
+    floor = config.importance_floor
+    if cap is not None and floor is not None and floor >= cap:
+        raise ValueError(f"importance_floor must be below importance_cap, got {floor} and {cap}")
+    config.have_effect_only(
+        "importance_mode",
+        where=cap is not None or floor is not None,
+        needs="an importance_cap or an importance_floor",
+    )
+    if config.objective == "penalty" and config.importance_mode.endswith("mask"):
+        raise ValueError(
+            "objective=penalty divides by the importance weights, which a mask makes 0: expected "
+            "token_truncate or sequence_truncate"
+        )
 
 
 def check_kl(config: PPOConfig) -> None:

@@ -39,7 +39,7 @@ class Experience:
     returns: Tensor
     ref_logprobs: Tensor | None = None
     importance_weights: Tensor | None = None
-    """min(π_old/π_sampler, cap), where the sampler drew from another distribution."""
+    """π_old/π_sampler within its bounds, where the sampler drew from another distribution."""
     token_weights: Tensor | None = None
     """The weight of each token in its minibatch's loss."""
 

@@ -3,15 +3,18 @@ from it.
 
 The sampler's own are taken where it computes what the learner computes, the same weights in fp32;
 then the learner needs no pass over the batch before its first update. Elsewhere the learner
-recomputes them, and what was drawn from another distribution is corrected by the truncated
-importance weight
+recomputes them, and what was drawn from another distribution is corrected by the importance weight
+π_old/π_sampler of each token, or the product of those of its response, which multiplies the policy
+term of its loss. Beyond its bounds it is moved to them (truncated), or the token teaches nothing
+(masked). With top-k, top-p or another restriction π_old/π_sampler is the probability that the
+restriction left. What it left out is never drawn, and no weight brings it back: how much that was
+is among the metrics.
 
-    w = min(π_old / π_sampler, cap)
+With `old_logprobs=sampler` the ratio of the loss itself is to the sampler, and the policy makes no
+pass before the update.
 
-of each token, which multiplies the policy term of its loss. With top-k, top-p or another
-restriction π_old/π_sampler is the probability that the restriction left.
-
-Source of the truncation: Ionides 2008; for engines that differ from the learner, Yao et al. 2025.
+Sources: truncation, Ionides 2008; for engines that differ from the learner, Yao et al. 2025; the
+mask of tokens with two bounds, Ling Team 2025 (IcePop, arXiv:2510.18855).
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ from fastppo.rollout import Rollout, RolloutEngine, Sampling
 
 MISMATCH_LIMIT = 0.1
 """Tokens whose ratio π_old/π_sampler is beyond 1 ± this are a metric: half of the default clip
-range."""
+range. Of the probability that a restriction of the sampler left out, more than this too."""
+
+LEAST = torch.finfo(torch.float32).tiny
+"""In the place of a sum of squares that is 0, where all tokens are masked."""
 
 
 class OldPolicy(NamedTuple):
@@ -42,7 +48,7 @@ class OldPolicy(NamedTuple):
     final_values: Tensor | None
     """[B], of the state after each sequence's last token; read where a response was cut off."""
     importance_weights: Tensor | None = None
-    """None where the sampler drew from the policy itself."""
+    """[N]; None where the sampler drew from the policy itself."""
     metrics: dict[str, float] = {}  # noqa: RUF012 (replaced, never written to)
 
 
@@ -81,8 +87,6 @@ def read_old_policy(
         given_policy: in place of what the engine says; values after responses that were cut off are
             always those of the model as it is.
 
-    Raises:
-        ValueError: `old_logprobs=sampler`, and the engine does not give them.
     """
     device = model.device
     logprobs = None
@@ -101,6 +105,12 @@ def read_old_policy(
             torch.cat(rollout.values).to(device),
             _on(device, rollout.final_values),
         )
+    elif options.old_logprobs == "sampler" and rollout.sampler_logprobs is not None:
+        sampled = rollout.sampler_logprobs if rollout.logprobs is None else rollout.logprobs
+        values, final_values = model.values_of_plan(plan)
+        old = OldPolicy(torch.cat(sampled).to(device), values, final_values)
+        if rollout.logprobs is None:
+            return old  # the loss's own ratio is to the distribution that was drawn from
     else:
         evaluation = model.evaluate_plan(plan, **options.softmax)
         old = OldPolicy(
@@ -118,9 +128,11 @@ def read_old_policy(
     # The same weights in fp32 differ by rounding alone, and there is nothing to correct.
     if rollout.sampler_logprobs is None or (is_exact and not sampling.is_restricted):
         return old
-    weights, metrics = importance(
-        old.logprobs, torch.cat(rollout.sampler_logprobs).to(device), options.importance_cap
-    )
+    sampler_logprobs = torch.cat(rollout.sampler_logprobs).to(device)
+    lengths = torch.tensor(rollout.written_lengths, device=device)
+    weights, metrics = importance(old.logprobs, sampler_logprobs, lengths, options)
+    if sampling.is_restricted:
+        metrics |= excluded(old.logprobs, sampler_logprobs)
     return old._replace(importance_weights=weights, metrics=old.metrics | metrics)
 
 
@@ -145,41 +157,69 @@ def read_reference(
 
 
 def wants_sampler(rollout: Rollout, is_exact: bool, options: PPOConfig) -> bool:
-    """Whether old logprobs and values are the sampler's.
+    """Whether old logprobs and values are both the sampler's.
 
     Args:
         is_exact: sampler and learner compute the same weights in fp32.
-
-    Raises:
-        ValueError: `old_logprobs=sampler`, and the engine does not give them.
     """
-    needed = ["logprobs", "values"]
+    needed = [rollout.logprobs, rollout.values]
     if options.bootstrap_truncated:
-        needed.append("final_values")
-    lacking = [name for name in needed if getattr(rollout, name) is None]
-    # Responses that no engine drew have no sampler.
-    if options.old_logprobs == "sampler" and lacking and rollout.sampler_logprobs is not None:
-        raise ValueError(
-            f"old_logprobs=sampler: this engine gives no {' and no '.join(lacking)} with this "
-            "sampling and value function; use old_logprobs=auto"
-        )
-    if options.old_logprobs == "recompute" or lacking:
+        needed.append(rollout.final_values)
+    if options.old_logprobs == "recompute" or any(x is None for x in needed):
         return False
     return is_exact or options.old_logprobs == "sampler"
 
 
 def importance(
-    logprobs: Tensor, sampler_logprobs: Tensor, cap: float | None
+    logprobs: Tensor, sampler_logprobs: Tensor, lengths: Tensor, options: PPOConfig
 ) -> tuple[Tensor | None, dict[str, float]]:
-    """(min(π/π_sampler, cap) [N] fp32, or None without a cap; their effective sample size).
+    """(the importance weights [N] fp32, or None without a bound; their metrics).
 
-    The effective sample size, (Σw)²/(N·Σw²) of the truncated weights, is 1 where all are equal.
+    The effective sample size, (Σw)²/(N·Σw²) of the bounded weights, is 1 where all are equal. The
+    other metric is the share of tokens, or of responses, whose ratio was beyond the bounds.
+
+    Args:
+        lengths: [B] int64, tokens of each response.
     """
-    if cap is None or not len(logprobs):
+    cap = options.importance_cap
+    floor = options.importance_floor
+    if (cap is None and floor is None) or not len(logprobs):
         return None, {}
-    weights = (logprobs - sampler_logprobs).clamp(-20, 20).exp().clamp(max=cap)
-    size = weights.sum() ** 2 / (len(weights) * (weights**2).sum())
-    return weights, to_floats({"mismatch/effective_sample_size": size})
+    by_response = options.importance_mode.startswith("sequence")
+    log_ratio = logprobs - sampler_logprobs
+    if by_response:
+        log_ratio = torch.segment_reduce(log_ratio, "sum", lengths=lengths)
+    ratio = log_ratio.clamp(-20, 20).exp()
+    bounded = ratio.clamp(min=floor, max=cap)
+    beyond = bounded != ratio
+    weights = bounded
+    if options.importance_mode.endswith("mask"):
+        weights = torch.where(beyond, 0.0, ratio)
+    if by_response:
+        weights = weights.repeat_interleave(lengths)
+    size = weights.sum() ** 2 / (len(weights) * (weights**2).sum()).clamp(min=LEAST)
+    metrics = {
+        "mismatch/effective_sample_size": size,
+        "mismatch/beyond_bounds": beyond.float().mean(),
+    }
+    return weights, to_floats(metrics)
+
+
+def excluded(logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, float]:
+    """What top-k, top-p or another restriction kept from being drawn, of π_old's probability.
+
+    With m = min(π_old/π_sampler, 1), the probability of the tokens that were left: the mean of
+    1 − m, and the share of tokens at which it was more than a tenth.
+    """
+    if not len(logprobs):
+        return {}
+    mass = -torch.expm1((logprobs - sampler_logprobs).clamp(max=0))
+    return to_floats(
+        {
+            "mismatch/excluded_mass": mass.mean(),
+            "mismatch/excluded_share": (mass > MISMATCH_LIMIT).float().mean(),
+        }
+    )
 
 
 def mismatch(logprobs: Tensor, sampled: Tensor) -> dict[str, float]:

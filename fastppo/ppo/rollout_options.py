@@ -46,14 +46,24 @@ class RolloutOptions(Options):
     )
     old_logprobs: Literal["auto", "sampler", "recompute"] = option(
         "auto",
-        "Old logprobs and values: the sampler's own, or recomputed by the learner; auto: the "
-        "sampler's where both compute the same weights in fp32",
+        "Old logprobs and values: the sampler's own (values where it has them), or recomputed by "
+        "the learner; auto: the sampler's where both compute the same weights in fp32",
+    )
+    importance_mode: Literal[
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = option(
+        "token_truncate",
+        "The importance weight that corrects for the sampler's distribution: each token's or the "
+        "whole response's; beyond its bounds it is moved to them (truncate), or 0 (mask)",
     )
     importance_cap: float | None = option(
         2.0,
-        "Cap of the importance weight that corrects for the sampler's distribution; none is no "
-        "correction",
+        "Upper bound of the importance weight; with none, and no importance_floor, nothing is "
+        "corrected",
         above=0,
+    )
+    importance_floor: float | None = option(
+        None, "Lower bound of the importance weight; none given means 0", above=0
     )
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 import fastppo
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.old_policy import importance
 
 pytest.importorskip("verl", reason="verl is not installed: docs/from-verl.md")
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
@@ -172,6 +174,28 @@ def test_the_other_objectives_are_verls(objective: str, weighted: bool) -> None:
     close(ours.loss, loss)
     close(our_gradient, gradient)
     assert float(gradient.abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("bounds", ["2.0", "0.5_1.5"], ids=["truncate", "icepop"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_of_the_samplers_tokens_are_verls(level: str, bounds: str) -> None:
+    mask = mask_of()
+    log_ratio = 0.5 * torch.randn(B, T) * mask
+    theirs, _ = correction.compute_rollout_correction_weights(
+        log_ratio, mask, rollout_is=level, rollout_is_threshold=bounds
+    )
+    floor, _, cap = bounds.rpartition("_")
+    options = PPOConfig(
+        importance_mode=f"{level}_{'mask' if floor else 'truncate'}",
+        importance_cap=cap,
+        importance_floor=floor or None,
+    )
+    counted = mask.bool()
+    lengths = mask.sum(1).long()
+    ours, _ = importance(log_ratio[counted], torch.zeros(int(lengths.sum())), lengths, options)
+    assert ours is not None
+    close(ours, theirs[counted])
+    assert len(ours.unique()) > 2
 
 
 def test_an_aggregation_that_verl_has_not_is_refused() -> None:

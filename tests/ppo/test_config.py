@@ -55,6 +55,15 @@ def test_a_moving_kl_coefficient_must_start_above_zero() -> None:
             "clip_ratio has an effect only with an objective that has a clip range",
         ),
         ({"objective": "sapo", "clip_ratio_high": 0.3}, "not penalty or sapo"),
+        ({"importance_floor": 3.0}, "importance_floor must be below importance_cap"),
+        (
+            {"importance_mode": "token_mask", "importance_cap": None},
+            "effect only with an importance_cap or an importance_floor",
+        ),
+        (
+            {"objective": "penalty", "importance_mode": "sequence_mask"},
+            "divides by the importance weights",
+        ),
         ({"sapo_tau": [1.0, 2.0]}, "sapo_tau has an effect only with objective=sapo"),
         ({"objective": "sapo", "sapo_tau": [1.0]}, "sapo_tau must be"),
         ({"objective": "dis", "dual_clip": 3.0}, "no clipped surrogate to bound"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch import nn
 
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import split
+from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.old_policy import importance, mismatch, read_old_policy
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout import Rollout
@@ -101,15 +101,41 @@ def test_the_samplers_may_be_asked_for_under_bf16(tmp_path: Path) -> None:
     assert passes == []
 
 
-def test_what_the_engine_does_not_give_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, rollout="generate", old_logprobs="sampler")
-    with pytest.raises(ValueError, match="old_logprobs=sampler: this engine gives no values with"):
-        _old(trainer, *_drawn(trainer))
-    trainer = make_trainer(
-        tmp_path, rollout="generate", old_logprobs="sampler", bootstrap_truncated=True
-    )
-    with pytest.raises(ValueError, match="gives no values and no final_values"):
-        _old(trainer, *_drawn(trainer))
+@pytest.mark.parametrize(
+    ("options", "passes_of_the_policy"),
+    [
+        ({"value_model": "critic"}, []),
+        ({"value_model": "critic", "bootstrap_truncated": True, "rollout": "generate"}, []),
+        ({"rollout": "generate"}, [6]),
+    ],
+    ids=["critic", "critic-generate", "shared-generate"],
+)
+def test_values_that_the_engine_does_not_give_are_the_value_functions(
+    options, passes_of_the_policy: list[int], tmp_path: Path
+) -> None:
+    """And the logprobs the sampler's: with a critic the policy makes no pass."""
+    trainer = make_trainer(tmp_path, old_logprobs="sampler", **options)
+    nn.init.normal_(trainer.model.value_function.head.weight)
+    rollout, batch = _drawn(trainer)
+    sampled = rollout.sampler_logprobs if rollout.logprobs is None else rollout.logprobs
+    passes = _passes(trainer)
+    old = _old(trainer, rollout, batch)
+    assert passes == passes_of_the_policy
+    assert torch.equal(old.logprobs, torch.cat(sampled))
+    wanted = trainer.model.evaluate(batch, **trainer.config.softmax)
+    torch.testing.assert_close(old.values, wanted.values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(old.final_values, wanted.final_values, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sampler_that_tells_no_more_than_what_it_drew_from_needs_no_weights(
+    tmp_path: Path,
+) -> None:
+    """The loss's own ratio is to that."""
+    trainer = make_trainer(tmp_path, old_logprobs="sampler", top_k=3)
+    rollout, batch = _drawn(trainer)
+    old = _old(trainer, replace(rollout, logprobs=None), batch)
+    assert torch.equal(old.logprobs, torch.cat(rollout.sampler_logprobs))
+    assert (old.importance_weights, old.metrics) == (None, {})
 
 
 @pytest.mark.parametrize("rollout", ["decoder", "generate"])
@@ -129,6 +155,8 @@ def test_a_restriction_is_corrected_by_the_mass_that_it_left(
     else:
         kept = (p * (p.cumsum(1) - p < 0.6)).sum(1)
     torch.testing.assert_close(old.importance_weights.double(), kept, rtol=1e-4, atol=1e-5)
+    assert old.metrics["mismatch/excluded_mass"] == pytest.approx((1 - kept).mean().item(), 1e-4)
+    assert 0 < old.metrics["mismatch/excluded_share"] <= 1
     assert 0 < old.metrics["mismatch/effective_sample_size"] < 1
 
 
@@ -140,13 +168,35 @@ def test_responses_from_elsewhere_are_recomputed_and_not_weighed(tmp_path: Path)
     assert (old.importance_weights, old.metrics) == (None, {})
 
 
-def test_importance_weights_are_truncated() -> None:
-    logprobs = torch.tensor([-1.0, -1.0, -1.0, -1.0])
-    drawn = logprobs - torch.tensor([0.0, math.log(1.5), math.log(3), -math.log(4)])
-    weights, metrics = importance(logprobs, drawn, 2.0)
-    torch.testing.assert_close(weights, torch.tensor([1.0, 1.5, 2.0, 0.25]))
-    wanted = (1 + 1.5 + 2 + 0.25) ** 2 / (4 * (1 + 2.25 + 4 + 0.0625))
-    assert metrics["mismatch/effective_sample_size"] == pytest.approx(wanted)
+@pytest.mark.parametrize(
+    ("options", "wanted", "beyond"),
+    [
+        ({}, [1, 1.5, 2, 0.25, 1.5], 1 / 5),
+        ({"importance_floor": 0.5}, [1, 1.5, 2, 0.5, 1.5], 2 / 5),
+        ({"importance_mode": "token_mask"}, [1, 1.5, 0, 0.25, 1.5], 1 / 5),
+        ({"importance_mode": "token_mask", "importance_floor": 0.5}, [1, 1.5, 0, 0, 1.5], 2 / 5),
+        ({"importance_cap": None}, None, None),
+        ({"importance_cap": None, "importance_floor": 1.2}, [1.2, 1.5, 3, 1.2, 1.5], 2 / 5),
+        # The products are 4.5 and 0.375, of three tokens and of two; a response may have none.
+        ({"importance_mode": "sequence_truncate"}, [2, 2, 2, 0.375, 0.375], 1 / 3),
+        ({"importance_mode": "sequence_mask"}, [0, 0, 0, 0.375, 0.375], 1 / 3),
+        ({"importance_mode": "sequence_mask", "importance_floor": 0.5}, [0, 0, 0, 0, 0], 2 / 3),
+    ],
+    ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else "",
+)
+def test_importance_weights_are_bounded_as_the_options_say(options, wanted, beyond) -> None:
+    logprobs = torch.full((5,), -1.0)
+    ratios = torch.tensor([1.0, 1.5, 3.0, 0.25, 1.5])
+    lengths = torch.tensor([3, 0, 2])
+    weights, metrics = importance(logprobs, logprobs - ratios.log(), lengths, PPOConfig(**options))
+    if wanted is None:
+        assert (weights, metrics) == (None, {})
+        return
+    w = torch.tensor(wanted, dtype=torch.float32)
+    torch.testing.assert_close(weights, w)
+    assert metrics["mismatch/beyond_bounds"] == pytest.approx(beyond)
+    size = (w.sum() ** 2 / (5 * (w**2).sum())).nan_to_num().item()
+    assert metrics["mismatch/effective_sample_size"] == pytest.approx(size)
 
 
 def test_the_mismatch_is_counted_token_by_token() -> None:
