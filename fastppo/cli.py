@@ -1,5 +1,5 @@
 """The command line: the three stages `fastppo sft`, `reward` and `train`; `plan`, `generate`,
-`demo`, `recipe`, `report`, `bench` and `completion`.
+`demo`, `recipe`, `report` and `bench`.
 
 A command with options has one flag per field of its option class, under the class's sections, and
 `--config FILE`, a YAML file of the same names. What a command needs is imported once it runs.
@@ -46,9 +46,6 @@ FAILED = 1
 """Exit code of a run that began and did not come to its end."""
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-
-PATHS = ("TEXT", "FILE", "DIR", "RUN")
-"""Metavars of what may be a path, which the shell's completion then offers."""
 
 FLAG_WIDTH = 32
 """Columns of a flag and its value in help texts."""
@@ -221,29 +218,18 @@ def reward(config: Any) -> None:
     description="fastppo train --model runs/sft --prompts prompts.jsonl --rewards reward.py:score",
     options="fastppo.ppo.config:PPOConfig",
     required=("model", "prompts"),
-    flags={
-        "--profile": {
-            "type": _count,
-            "metavar": "INT",
-            "help": "Iterations after the first that torch.profiler traces into the run directory",
-        }
-    },
 )
-def train(config: Any, profile: int = 0) -> None:
+def train(config: Any) -> None:
     from fastppo.data.world import leave
     from fastppo.ppo.build import world_of
     from fastppo.ppo.trainer import PPOTrainer
     from fastppo.run.lock import run_lock
-    from fastppo.run.profile import profiled
 
     _quiet_libraries()
     world = world_of(config)
     with world.answering(), run_lock(config.output_dir, world):  # before a model is loaded
         trainer = PPOTrainer(config, world=world)
-        with profiled(trainer, profile):
-            trainer.train()
-    if profile:
-        trainer.say(f"profile {config.output_dir}/profile.json, profile.txt")
+        trainer.train()
     trainer.say(f"report  {config.output_dir}/report.html")
     trainer.say(f"policy  {config.output_dir}/policy")
     leave()  # a process that ends while its group is open may abort in the group's threads
@@ -295,48 +281,18 @@ def generate(config: Any) -> None:
 
 
 @Command(
-    help="Rebuild the HTML report of a run, or compare several",
-    description="Rebuilds report.html from the records of a run directory; of several, writes a "
-    "page with their curves in the same plots and the options in which they differ.",
+    help="Rebuild the HTML report of a run",
+    description="Rebuilds report.html from the records of a run directory. Several runs are "
+    "compared in TensorBoard: tensorboard --logdir runs",
     flags={
-        "runs": {"metavar": "RUN", "nargs": "+", "help": "run directory, say runs/ppo"},
-        "--output": {
-            "metavar": "FILE",
-            "help": "the page (default: report.html in the run, of several comparison.html)",
-        },
+        "run": {"metavar": "RUN", "help": "run directory, say runs/ppo"},
+        "--output": {"metavar": "FILE", "help": "the page (default: report.html in the run)"},
     },
 )
-def report(rest: list[str], runs: list[str], output: str | None = None) -> None:
-    from fastppo.run.report import write_comparison, write_report
+def report(rest: list[str], run: str, output: str | None = None) -> None:
+    from fastppo.run.report import write_report
 
-    if len(runs) == 1:
-        print(write_report(runs[0], output))
-    else:
-        print(write_comparison(runs, output or "comparison.html"))
-
-
-@Command(
-    help="Print the shell's completion of commands and options",
-    description="Prints a script for the shell, which has to be made anew after an update: "
-    'bash: eval "$(fastppo completion bash)"; zsh: fastppo completion zsh > '
-    "a folder of $fpath/_fastppo. Needs shtab.",
-    flags={"shell": {"choices": ("bash", "zsh", "tcsh")}},
-)
-def completion(rest: list[str], shell: str) -> None:
-    try:
-        import shtab
-    except ImportError as error:
-        raise ImportError("completion needs shtab: pip install shtab") from error
-    from fastppo.recipes.catalogue import RECIPES
-
-    parser, parsers = build_parser(*COMMANDS)
-    # Of the completion alone: the command itself takes the name by its place.
-    parsers["recipe"].add_argument("name", choices=[recipe.name for recipe in RECIPES])
-    for command_parser in parsers.values():
-        for action in command_parser._actions:
-            if action.metavar in PATHS and action.choices is None:
-                action.complete = shtab.FILE  # type: ignore[attr-defined]
-    print(shtab.complete(parser, shell))
+    print(write_report(run, output))
 
 
 @Command(help="Time every kernel and its peers", takes_more=True)

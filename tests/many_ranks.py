@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,15 +170,6 @@ def collectives(folder: str) -> dict[int, dict[str, int]]:
             _fsdp_param_group.foreach_reduce = reduce
         counts_by_microbatches[microbatches] = counts
     return counts_by_microbatches
-
-
-def train_with_a_slow_clock(folder: str) -> dict[str, float]:
-    """The metrics of an iteration; the work that ranks share takes the second thrice as long."""
-    from fastppo.data import world
-
-    ticks, rank = itertools.count(), int(os.environ["RANK"])
-    world.time = SimpleNamespace(perf_counter=lambda: next(ticks) * (1 + 2 * rank))  # type: ignore
-    return train(folder, {"iterations": 1})["metrics"][-1]
 
 
 def train_without_room_in_a_layer(folder: str) -> None:

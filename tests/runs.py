@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,16 @@ def make_trainer(tmp_path: Path, architecture: str = "llama", **options: Any) ->
     if timeout is not None:
         parts["world"] = join(torch.device("cpu"), timeout=timeout, shard_size=config.shard_size)
     return PPOTrainer(config, model=tiny.model(architecture).to(dtype), **parts)
+
+
+def tensors_of(experience: Experience) -> dict[str, Tensor]:
+    """The tensors of an experience and of its batch, by name."""
+    return {
+        field.name: value
+        for record in (experience, experience.batch)
+        for field in fields(record)
+        if isinstance(value := getattr(record, field.name), Tensor)
+    }
 
 
 def first_experience(trainer: PPOTrainer) -> Experience:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -291,53 +290,6 @@ def test_a_report_of_another_stage_is_refused(tmp_path: Path, capsys) -> None:
 def test_a_report_of_nothing_is_refused(tmp_path: Path, capsys) -> None:
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "no metrics there; is it a run directory?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
-def test_the_shells_completion_knows_commands_options_and_choices(shell: str, capsys) -> None:
-    pytest.importorskip("shtab", reason="pip install shtab")
-    assert cli.main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    for word in (
-        "generate",
-        "kl_coef",
-        "eval_share",
-        "prompt_tokens",
-        "num_samples",
-    ):
-        assert word in script, word
-
-
-def test_bash_completes_files_and_recipes(tmp_path: Path, capsys) -> None:
-    pytest.importorskip("shtab", reason="pip install shtab")
-    assert cli.main(["completion", "bash"]) == 0
-    script = tmp_path / "completion.bash"
-    script.write_text(capsys.readouterr().out)
-    for name in ("run.yaml", "prompts.jsonl"):
-        (tmp_path / name).touch()
-
-    def offered(*words: str) -> list[str]:
-        asked = (
-            'compopt() { :; }; source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); '
-            '_shtab_fastppo fastppo "${!#}" "${COMP_WORDS[COMP_CWORD - 1]}"; '
-            'printf "%s\\n" "${COMPREPLY[@]}"'
-        )
-        command = ["bash", "-c", asked, "bash", str(script), "fastppo", *words]
-        found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-        return found.stdout.split()
-
-    assert offered("train", "--config", "ru") == ["run.yaml"]
-    assert offered("train", "--prompts", "pr") == ["prompts.jsonl"]
-    assert offered("report", "ru") == ["run.yaml"]
-    assert {"arithmetic", "calculator"} <= {*offered("recipe", "")}
-    assert offered("recipe", "arith") == ["arithmetic"]
-    assert offered("train", "--value_model", "cr") == ["critic"]
-
-
-def test_without_shtab_the_install_command_is_named(capsys, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert cli.main(["completion", "bash"]) == cli.WRONG_INPUT
-    assert "completion needs shtab: pip install shtab" in capsys.readouterr().err
 
 
 def test_control_c_during_the_first_imports_is_a_sentence(capsys, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""The pages for those who come from verl or OpenRLHF: our names and defaults are the code's."""
+"""The pages for users of TRL, verl and OpenRLHF: our names and defaults are the code's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 from fastppo.ppo.config import PPOConfig
+from fastppo.run.options import read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["from-verl.md", "from-openrlhf.md"]
@@ -69,3 +70,47 @@ def test_verl_takes_the_command_of_its_page(tmp_path: Path) -> None:
         config = hydra.compose("ppo_trainer", overrides)
     assert config.actor_rollout_ref.rollout.name is not None
     checks.validate_config(config, use_reference_policy=True, use_critic=True)
+
+
+def test_the_page_for_trl_has_our_options_with_their_defaults() -> None:
+    defaults = PPOConfig().to_dict()
+    compared = 0
+    for row in rows("from-trl.md", "Options"):
+        names = [name for name in re.findall(r"`(\w+)`", row[1]) if name in OURS]
+        shown_defaults = re.split(r" and |, ", row[3])
+        for name, shown in zip(names, shown_defaults, strict=False):
+            if NUMBER.match(shown) and len(names) == len(shown_defaults):
+                assert float(shown) == defaults[name], row
+                compared += 1
+            elif shown in ("true", "false"):
+                assert (shown == "true") == defaults[name], row
+                compared += 1
+    assert compared >= 20
+
+
+def test_the_yaml_has_the_defaults_that_the_page_names() -> None:
+    chosen = PPOConfig(**read_yaml(ROOT / "examples" / "trl_defaults.yaml", PPOConfig))
+    for row in rows("from-trl.md", "Silent differences"):
+        for name, value in re.findall(r"`(\w+): ([^`]+)`", row[3]):
+            if (name, value) not in [("stop_token_ids", "[]"), ("old_logprobs", "sampler")]:
+                number = str(float(value)) if NUMBER.match(value) else value
+                assert str(getattr(chosen, name)).lower() in (value, number), row
+
+
+def test_the_page_has_all_of_trls_options_with_their_defaults(monkeypatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    theirs = pytest.importorskip("trl.experimental.ppo", reason="TRL 1.12 is not installed")
+    from transformers import TrainingArguments
+
+    of_trainer = {field.name for field in fields(TrainingArguments)}
+    defaults = {field.name: field.default for field in fields(theirs.PPOConfig)}
+    options = [(re.findall(r"`(\w+)`", row[0]), row) for row in rows("from-trl.md", "Options")]
+    named = {name for names, _ in options for name in names}
+    assert {name for name in defaults if name not in of_trainer} <= named
+    compared = 0
+    for names, row in options:
+        for name, shown in zip(names, row[2].split(", "), strict=False):
+            if NUMBER.match(shown):
+                assert float(shown) == defaults[name], row
+                compared += 1
+    assert compared > 15

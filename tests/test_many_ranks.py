@@ -166,20 +166,6 @@ def test_a_stage_goes_on_with_another_number_of_processes(tmp_path: Path) -> Non
     assert max(differences.values()) <= 1e-5, differences
 
 
-# ------------------------------------------------------------------------------------ stragglers
-
-
-@pytest.mark.slow
-def test_the_slowest_process_of_each_phase_shows(tmp_path: Path) -> None:
-    """By the clock where processes work apart, 3 of (1 + 3) / 2; by the tokens that they are dealt
-    where they wait for one another."""
-    metrics = ranks.run(2, many_ranks.train_with_a_slow_clock, tmp_path, str(tmp_path))
-    assert metrics["straggler/generate"] == pytest.approx(1.5)
-    assert metrics["straggler/score"] == pytest.approx(1.5)
-    for phase in ("experience", "update"):
-        assert 1 <= metrics[f"straggler/{phase}"] < 1.5, metrics
-
-
 # -------------------------------------------------------------------------------- going on, or not
 
 

@@ -7,7 +7,7 @@ that does not fit in memory shows at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -77,30 +77,11 @@ class Dealt(NamedTuple):
     filler: Tensor
     """[1]: what a rank runs, without weight, in the rounds that it has nothing for."""
 
-    def work(self, lengths: Tensor, limits: Limits) -> Tensor:
-        """[rounds, ranks] fp64: the tokens that each rank computes in each round, padding
-        included."""
-        work = torch.empty(self.rounds, len(self.ranks), dtype=torch.float64)
-        for rank, rows_of_rounds in enumerate(self.ranks):
-            for round_ in range(self.rounds):
-                rows = rows_of_rounds[round_] if round_ < len(rows_of_rounds) else self.filler
-                chosen = lengths[rows]
-                work[round_, rank] = chosen.sum() if limits.packed else chosen.max() * len(chosen)
-        return work
-
     def of_rank(self, rank: int) -> list[Tensor]:
         """The rows of each microbatch that a rank runs, fillers included."""
         microbatches_of_rank = self.ranks[rank]
         fillers = [self.filler] * (self.rounds - len(microbatches_of_rank))
         return microbatches_of_rank + fillers
-
-
-def longest_over_mean(work: Tensor) -> float:
-    """How much longer ranks are at work than if it were evenly dealt: in each round [rounds, ranks]
-    all wait for the one that has most."""
-    if not work.numel():
-        return 1.0
-    return (work.amax(1).sum() / work.mean(1).sum().clamp(min=1)).item()
 
 
 def deal(lengths: Tensor, limits: Limits, world: World) -> Dealt:
@@ -133,8 +114,6 @@ class MicrobatchPlan:
     ranks are laid end to end; None if nothing moved."""
     token_order: Tensor | None = None
     """[N] int64 on the device: likewise for response tokens."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """With several ranks `straggler/experience`, the `longest_over_mean` of their work."""
 
     def in_order(self, values: Tensor) -> Tensor:
         """[N] in the batch's order, of values of the response tokens of this rank's microbatches,
@@ -161,10 +140,6 @@ def split(batch: Batch, limits: Limits, world: World | None = None) -> Microbatc
     begin = starts(lengths[order])[place]
     own = dealt.ranks[world.rank]
     own_rows = torch.cat(own) if own else torch.arange(0)
-    metrics = {}
-    if world.size > 1:
-        work = dealt.work(batch.lengths, limits)
-        metrics["straggler/experience"] = longest_over_mean(work)
     return MicrobatchPlan(
         batches=[batch.select(part) for part in dealt.of_rank(world.rank)],
         world=world,
@@ -172,5 +147,4 @@ def split(batch: Batch, limits: Limits, world: World | None = None) -> Microbatc
         own_tokens=int(lengths[own_rows].sum()),
         sequence_order=on_device(place, batch.device),
         token_order=on_device(spans(begin, lengths), batch.device),
-        metrics=metrics,
     )

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import os
 import pickle
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -41,8 +40,6 @@ class World:
     """A `DeviceMesh` of the ranks, those that hold one copy of the weights last."""
     timeout: float = TIMEOUT
     """Seconds."""
-    stragglers: dict[str, float] = field(default_factory=dict)
-    """`straggler/NAME`: seconds of the slowest rank in the last shared work over their mean."""
 
     @property
     def is_main(self) -> bool:
@@ -77,30 +74,21 @@ class World:
         distributed.all_gather(gathered, value)
         return gathered
 
-    def share(self, work: Callable[[], Result], name: str = "") -> list[Result]:
-        """What every rank's work gives, by rank; where one raises, all raise the same.
-
-        Args:
-            name: of the work, for `stragglers`.
-        """
+    def share(self, work: Callable[[], Result]) -> list[Result]:
+        """What every rank's work gives, by rank; where one raises, all raise the same."""
         if self.size == 1:
             return [work()]
-        start = time.perf_counter()
         value: Any = None
         error: Exception | None = None
         try:
             value = work()
         except Exception as raised:  # whatever it is, the other ranks wait
             error = raised
-        seconds = time.perf_counter() - start
-        results = self.gather((value, None if error is None else _portable(error), seconds))
-        for rank, (_, other_error, _) in enumerate(results):
+        results = self.gather((value, None if error is None else _portable(error)))
+        for rank, (_, other_error) in enumerate(results):
             if other_error is not None:
                 raise error if error is not None and rank == self.rank else other_error
-        if name:
-            times = [result[2] for result in results]
-            self.stragglers[f"straggler/{name}"] = max(times) * len(times) / max(sum(times), 1e-9)
-        return [result[0] for result in results]
+        return [result for result, _ in results]
 
     def first(self, work: Callable[[], Result]) -> Result:
         """What the first rank's work gives, on every rank; where it raises, all raise the same."""

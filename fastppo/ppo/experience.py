@@ -93,10 +93,6 @@ class Experience:
         weights = token_weights(self.batch.written_lengths, aggregation)
         return replace(self, token_weights=on_device(weights, self.batch.device))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors that there are, by name, those of the batch among them."""
-        return {**self._per_token(), **_tensors(self.batch)}
-
     def _per_token(self) -> dict[str, Tensor]:
         return {name: value for name, value in _tensors(self).items() if name != "batch"}
 

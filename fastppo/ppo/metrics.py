@@ -15,7 +15,7 @@ from fastppo_kernels.records import SUMS, combine_sums
 from torch import Tensor
 
 from fastppo.data.batch import Batch
-from fastppo.data.microbatches import Limits, MicrobatchPlan, deal, longest_over_mean
+from fastppo.data.microbatches import MicrobatchPlan
 from fastppo.data.world import World
 from fastppo.functional.losses import loss_metrics
 from fastppo.functional.statistics import sampled_kl
@@ -104,7 +104,6 @@ class UpdateMeter:
         self.ptx_losses: list[Tensor] = []
         self.steps: list[dict[str, float]] = []
         self.useful = 0
-        self.work: list[Tensor] = []
 
     def add(self, minibatch: Experience, sums: LossSums, step: dict[str, float]) -> None:
         """Adds a minibatch.
@@ -118,12 +117,6 @@ class UpdateMeter:
         if sums.ptx_loss is not None:
             self.ptx_losses.append(sums.ptx_loss)
         self.steps.append(step)
-
-    def add_work(self, minibatch: Experience, limits: Limits, world: World) -> None:
-        """Adds how the sequences of a minibatch were dealt to several ranks."""
-        if world.size > 1:
-            lengths = minibatch.batch.lengths
-            self.work.append(deal(lengths, limits, world).work(lengths, limits))
 
     def metrics(self, objective: str = "clip") -> dict[str, float]:
         """Means over the tokens of all minibatches, or over the minibatches."""
@@ -140,8 +133,6 @@ class UpdateMeter:
             means["ptx_loss"] = torch.stack(self.ptx_losses).mean()
         metrics = to_floats(means)
         metrics["useful_share"] = self.useful / max(1, int(sums.computed))
-        if self.work:
-            metrics["straggler/update"] = longest_over_mean(torch.cat(self.work))
         for name in dict.fromkeys(name for step in self.steps for name in step):
             values = [step[name] for step in self.steps if name in step]
             metrics[name] = sum(values) / len(values)
@@ -186,12 +177,12 @@ class PhaseTimer:
 
     def metrics(self, tokens: int, world: World) -> dict[str, float]:
         """The seconds, and the response tokens per second of all phases together; of several ranks
-        the longest, which all of them then know, and `World.stragglers`."""
+        the longest, which all of them then know."""
         ranks = world.gather({**self.seconds, "total": sum(self.seconds.values())})
         longest = {name: max(seconds[name] for seconds in ranks) for name in ranks[0]}
         total = longest.pop("total")
         phases = {f"seconds/{name}": seconds for name, seconds in longest.items()}
-        return {**phases, "tokens_per_second": tokens / total, **world.stragglers}
+        return {**phases, "tokens_per_second": tokens / total}
 
 
 def to_floats(metrics: dict[str, Tensor]) -> dict[str, float]:

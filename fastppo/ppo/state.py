@@ -17,7 +17,7 @@ from fastppo.ppo.config import WARNINGS, PPOConfig
 from fastppo.ppo.evaluation import Progress
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
 from fastppo.rewards.processing import RunningScale
-from fastppo.run.watch import ABSENT_AFTER, SpikeDetector, Watch, parse_threshold
+from fastppo.run.watch import ABSENT_AFTER, Watch, parse_threshold
 
 COUNTERS = (
     "iteration",
@@ -51,7 +51,7 @@ class RunStoppedError(RuntimeError):
 
 @dataclass(slots=True)
 class RunState:
-    """The counters, controllers and histories of a run."""
+    """The counters and controllers of a run."""
 
     kl_control: FixedKL | AdaptiveKL | PenaltyKL
     """β of the KL in the reward."""
@@ -97,8 +97,6 @@ class RunState:
         """
         if isinstance(self.kl_control, FixedKL):
             self.kl_control.coef = options.kl_coef
-        if self.iteration and self.iteration == options.value_warmup_iterations:
-            self.watch.loss_spikes = SpikeDetector()  # from here on it is another loss
 
     def move_kl_coef(self, kl: float | None, sequences: int, options: PPOConfig) -> None:
         """Moves β of the KL in the reward.

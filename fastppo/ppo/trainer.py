@@ -169,9 +169,7 @@ class PPOTrainer:
         """Sentences that are said with the next metrics."""
         self.state = RunState.of(config)
         self.fitting = FittingLimits(self.say, self.world.size)
-        self.callbacks = Callbacks(
-            callbacks, config, self.world, self.say, **components.of_callbacks
-        )
+        self.callbacks = Callbacks(callbacks, config, self.world, **components.of_callbacks)
         self.checkpoints = Checkpoints(
             config, self.state, components, self.say, self.world, self.callbacks.saved
         )
@@ -278,7 +276,7 @@ class PPOTrainer:
             ref_logprobs=ref_stats.logprobs,
             importance_weights=old.importance_weights,
         )
-        metrics = experience_metrics(experience, estimates.spread) | old.metrics | plan.metrics
+        metrics = experience_metrics(experience, estimates.spread) | old.metrics
         if ref_stats.logprobs is not None:
             metrics["kl_coef"] = kl_coef
         return experience, metrics
@@ -312,17 +310,14 @@ class PPOTrainer:
                 sums = LossSums.joined(parts, self.world)
                 if options.ptx_coef and not state.is_warming_up(options):
                     sums = self.add_ptx(sums, options)
-                report = self.take_step(minibatch, sums, options)
+                report = self.take_step(sums, options)
                 meter.add(minibatch, sums, report.metrics | {"learning_rate": learning_rate})
-                meter.add_work(minibatch, limits, self.world)
                 policy_kls.append(report.policy_kl)
             policy_kl = sum(policy_kls) / len(policy_kls)
             early_stopped = options.stops_at(policy_kl)
             if early_stopped:
                 break
         metrics = update_metrics(meter, options, early_stopped=early_stopped)
-        spikes = [state.watch.loss_spikes(step["loss"]) for step in meter.steps]
-        metrics["loss_spikes"] = float(sum(spikes))
         metrics |= state.step_metrics(before)
         if options.objective == "penalty":
             metrics["policy_kl_coef"] = state.policy_kl_control.coef
@@ -396,7 +391,7 @@ class PPOTrainer:
         )
         return sums._replace(loss=sums.loss + options.ptx_coef * ptx_loss, ptx_loss=ptx_loss)
 
-    def take_step(self, minibatch: Experience, sums: LossSums, options: PPOConfig) -> StepReport:
+    def take_step(self, sums: LossSums, options: PPOConfig) -> StepReport:
         """Clips the gradient and takes an optimiser step, if loss and gradient are finite."""
         state = self.state
         state.unscale(self.optimizer)
@@ -412,15 +407,7 @@ class PPOTrainer:
         elif state.overflowed and math.isfinite(metrics["loss"]):
             state.overflowed_steps += 1
         else:
-            sentence = skip_step(
-                minibatch,
-                metrics,
-                state,
-                model=self.model,
-                output_dir=self.config.output_dir,
-                world=self.world,
-            )
-            self.say(sentence, "yellow")
+            self.say(skip_step(metrics, state), "yellow")
         state.optimizer_step += 1
         if state.overflowed:
             # A norm is no metric where a loss scale that was too large made it.

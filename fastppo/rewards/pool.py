@@ -127,7 +127,7 @@ class EnvironmentPool:
         if self.world.size == 1:
             return work()
         with torch.random.fork_rng(devices=[]):  # every rank must go on from the same state
-            shares = self.world.share(work, "environment")
+            shares = self.world.share(work)
         return {row: result for share in shares for row, result in sorted(share.items())}
 
     def _call(

@@ -239,7 +239,7 @@ class Scorer:
                     prompts.select(rows), completions[own], response_ids[own], written[own]
                 )
 
-        shares = self.world.share(score_own_rows, "score")
+        shares = self.world.share(score_own_rows)
         return Scores.joined([scores for scores in shares if scores is not None])
 
     def _score(

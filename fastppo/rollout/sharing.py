@@ -56,7 +56,7 @@ class SharedEngine(RolloutEngine):
         with gathered, torch.random.fork_rng(devices=devices):
             if not self.engine.draws_by_row and not sampling.greedy:
                 torch.manual_seed(_draw_seed() + self.group.rank)
-            packed = self.world.share(draw, "generate")
+            packed = self.world.share(draw)
         if not sampling.greedy:
             _draw_seed()  # every rank goes on from the same state, the one that the decoder leaves
         return Rollout.joined([_unpacked(fields) for fields in packed if fields is not None])

@@ -16,7 +16,7 @@ evaluation in the next one that has none yet. A callback is no part of a checkpo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -24,13 +24,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from fastppo.data.world import World
 from fastppo.run.options import Options
-from fastppo.run.publish import Publisher
 
 FLAGS = ("should_training_stop", "should_save", "should_evaluate")
 """What a callback can ask for."""
 
 PROJECT = "fastppo"
-"""Of the trackers, unless their environment variables name another."""
+"""Of the tracker, unless its environment variable names another."""
 
 
 class Arguments:
@@ -88,14 +87,12 @@ class Callbacks:
 
     Args:
         callbacks: objects or classes.
-        config: the run's options; its `report_to` names trackers, which are told first, and the
-            model card is told last.
-        say: takes a sentence for the user.
+        config: the run's options; its `report_to` names the tracker, which is told first.
         parts: what each event is given besides: model, processing_class, optimizer.
 
     Raises:
         ValueError: one of them is no `TrainerCallback`.
-        ImportError: a tracker is not installed.
+        ImportError: the tracker is not installed.
     """
 
     def __init__(
@@ -103,7 +100,6 @@ class Callbacks:
         callbacks: Sequence[Any],
         config: Any,
         world: World | None = None,
-        say: Callable[[str], None] = print,
         **parts: Any,
     ) -> None:
         self.world = world or World()
@@ -117,7 +113,6 @@ class Callbacks:
             run = TrackedRun(config.output_dir)
             names["run_name"] = run.name
             self.callbacks = [*make_trackers(config.report_to, run), *self.callbacks]
-        self.callbacks.append(Publisher(config, say))
         self.args = Arguments(config, self.world, **names)
         self.control = TrainerControl()
         self.state = TrainerState(max_steps=config.iterations)

@@ -1,14 +1,12 @@
-"""The charts of a report: what page/plots.js draws of the records of one run, or of several."""
+"""The charts of a report: what page/plots.js draws of the records of a run."""
 
 from __future__ import annotations
 
 import math
 from typing import Any, NamedTuple
 
-from fastppo.run.panels import GROUPS, LABELS, WATCHED, Panel
+from fastppo.run.panels import GROUPS, LABELS, Panel
 
-DASHES = 3
-"""Kinds of lines, for the metrics of one run where several are compared."""
 SPAN_RATIO = 4.0
 """Rewards whose spans differ by more get an axis each, or the smaller would be a flat line."""
 
@@ -35,7 +33,7 @@ class Chart(NamedTuple):
     xlabel: str
     x: list[float]
     series: list[dict[str, Any]]
-    """label, values, and what is special: right, points, joined, dash, colour."""
+    """label, values, and what is special: right, joined."""
     range: list[float] | None = None
     """Of the left axis; None fits it to the curves."""
 
@@ -44,25 +42,21 @@ Groups = list[tuple[str, list[Chart]]]
 """(heading, its charts)."""
 
 
-def make_charts(runs: list[Run]) -> tuple[Groups, list[tuple[str, float]]]:
+def make_charts(records: list[dict[str, Any]]) -> tuple[Groups, list[tuple[str, float]]]:
     """((heading, its charts) of all panels that have data; metrics that never change)."""
-    constants = _constants(runs)
+    constants = _constants(records)
     groups = []
     for heading, panels in GROUPS:
-        charts = [chart for panel in panels if (chart := _panel(panel, runs, constants))]
+        charts = [chart for panel in panels if (chart := _panel(panel, records, constants))]
         if heading == "Learning":  # beside the reward
-            if len(runs) == 1:
-                charts[1:1] = _gold_against_proxy(runs[0].records)
-            elif watched := _panel(WATCHED, runs, constants):
-                charts.insert(1, watched)
+            charts[1:1] = _gold_against_proxy(records)
         if charts:
             groups.append((heading, charts))
     return groups, list(constants.items())
 
 
-def _constants(runs: list[Run]) -> dict[str, float]:
+def _constants(records: list[dict[str, Any]]) -> dict[str, float]:
     """Metrics that are the same in every iteration of several, but the reward."""
-    records = [record for run in runs for record in run.records]
     if len(records) < 2:
         return {}
     names = {name for record in records for name in record} - {"iteration", "warnings"}
@@ -74,9 +68,10 @@ def _constants(runs: list[Run]) -> dict[str, float]:
     return constants
 
 
-def _panel(panel: Panel, runs: list[Run], constants: dict[str, float]) -> Chart | None:
-    """The panel's chart, or None if no run has one of its metrics, or none that changes."""
-    records = [record for run in runs for record in run.records]
+def _panel(
+    panel: Panel, records: list[dict[str, Any]], constants: dict[str, float]
+) -> Chart | None:
+    """The panel's chart, or None if the run has none of its metrics, or none that changes."""
     names = [name for name in panel.metrics if any(name in record for record in records)]
     for prefix in panel.prefixes:
         prefixed = with_prefix(records, prefix)
@@ -85,23 +80,16 @@ def _panel(panel: Panel, runs: list[Run], constants: dict[str, float]) -> Chart 
         names += [] if single and _are_the_same(records, prefix[:-1], prefixed[0]) else prefixed
     if all(name in constants for name in names):
         return None
-    x = sorted({record["iteration"] for record in records})
+    x = [record["iteration"] for record in records]
     series = []
-    for index, run in enumerate(runs):
-        by_iteration = {record["iteration"]: record for record in run.records}
-        for i, name in enumerate(names):
-            values = [by_iteration.get(at, {}).get(name) for at in x]
-            if values.count(None) == len(values):  # a metric that only other runs have
-                continue
-            label = LABELS.get(name, name)
-            curve: dict[str, Any] = {"label": label, "values": values}
-            if name.startswith("eval/"):  # with iterations between them, at which a line would end
-                curve["joined"] = True
-            if len(runs) > 1:
-                curve["label"] = run.name if len(names) == 1 else f"{run.name}: {label}"
-                curve["colour"] = index
-                curve["dash"] = i % DASHES
-            series.append(curve)
+    for name in names:
+        curve: dict[str, Any] = {
+            "label": LABELS.get(name, name),
+            "values": [record.get(name) for record in records],
+        }
+        if name.startswith("eval/"):  # with iterations between them, at which a line would end
+            curve["joined"] = True
+        series.append(curve)
     return Chart(panel.title, panel.note, panel.unit, "iteration", x, series, _range(panel, series))
 
 
@@ -123,11 +111,7 @@ def _range(panel: Panel, series: list[dict[str, Any]]) -> list[float] | None:
 
 
 def _gold_against_proxy(records: list[dict[str, Any]]) -> list[Chart]:
-    """The trained reward beside what is watched, over the iterations and over the KL.
-
-    The second is the picture of Gao et al. 2022: against √KL a trained (proxy) reward goes on
-    rising where the gold reward has turned. It has no lines, since the KL may fall as well.
-    """
+    """The trained reward beside what is watched: where they part, the policy over-optimises."""
     monitors = with_prefix(records, "monitor/")
     names = ["reward", *monitors]
     rows = [record for record in records if all(name in record for name in names)]
@@ -138,37 +122,24 @@ def _gold_against_proxy(records: list[dict[str, Any]]) -> list[Chart]:
         values = [row[name] for row in rows]
         spans.append(max(values) - min(values))
     right = max(spans) > SPAN_RATIO * min(spans) > 0
-    far = [record for record in rows if math.isfinite(record.get("kl", math.nan))]
-    far.sort(key=lambda record: record["kl"])
-    over_iterations = []
-    over_kl = []
-    for i, name in enumerate(names):
-        curve = {"label": name, "colour": i, "right": right and name != "reward"}
-        over_iterations.append(curve | {"values": [record[name] for record in rows]})
-        over_kl.append(curve | {"values": [record[name] for record in far], "points": True})
-    charts = [
+    series = [
+        {
+            "label": name,
+            "values": [row[name] for row in rows],
+            "right": right and name != "reward",
+        }
+        for name in names
+    ]
+    return [
         Chart(
             title="Gold against proxy",
             note="the trained reward and what is only watched",
             unit="reward",
             xlabel="iteration",
-            x=[record["iteration"] for record in rows],
-            series=over_iterations,
+            x=[row["iteration"] for row in rows],
+            series=series,
         )
     ]
-    if far:
-        charts.append(
-            Chart(
-                title="Gold against proxy, by KL",
-                note="over-optimisation: where the rewards part",
-                unit="reward",
-                xlabel="√KL to the reference, √nats",
-                # A mean of sampled log-ratios may fall below 0 while the policy is near.
-                x=[math.sqrt(max(record["kl"], 0.0)) for record in far],
-                series=over_kl,
-            )
-        )
-    return charts
 
 
 def with_prefix(records: list[dict[str, Any]], prefix: str) -> list[str]:

@@ -33,7 +33,6 @@ import yaml
 
 from fastppo.functional import arguments
 from fastppo.functional.arguments import shown
-from fastppo.run.counterparts import TRL
 from fastppo.run.removed import is_unset, removal
 
 MAX_INTEGER = 2**63 - 1
@@ -42,8 +41,7 @@ MAX_INTEGER = 2**63 - 1
 BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 """Texts that a flag may have for a bool."""
 
-
-TRACKERS = ("wandb", "trackio", "mlflow")
+TRACKERS = ("wandb",)
 
 
 def option(
@@ -85,9 +83,6 @@ class Options:
         if sentence := removal(name):
             return f"; {sentence}"
         known = [member.name for member in fields(cls)]
-        counterpart = TRL.get(name, "")
-        if counterpart.partition(" ")[0].strip(",;") in known:
-            return f"; TRL's {name} is {counterpart}"
         near = difflib.get_close_matches(name, known, n=1)
         return f"; did you mean {near[0]}?" if near else ""
 
@@ -313,7 +308,7 @@ class SharingOptions(Options):
     """Trackers."""
 
     report_to: Sequence[str] = option(
-        [], "Trackers besides TensorBoard, which is always written: wandb, trackio, mlflow"
+        [], "Tracker besides TensorBoard, which is always written: wandb"
     )
 
     def check_sharing(self) -> None:
@@ -322,5 +317,6 @@ class SharingOptions(Options):
             if name not in TRACKERS:
                 raise ValueError(
                     f"report_to must be of {', '.join(TRACKERS)}, got {shown(name)}; TensorBoard "
-                    "is always written, and PPOTrainer(callbacks=[…]) takes others"
+                    "is always written, and PPOTrainer(callbacks=[…]) takes transformers' callback "
+                    "of another tracker"
                 )

@@ -61,7 +61,6 @@ GROUPS = (
         "Policy movement",
         (
             Panel("KL to the reference", "nats per sequence", ("kl",)),
-            Panel("Slope of the KL", "nats per iteration", ("kl_slope",)),
             Panel("β of the KL to the reference", "per nat", ("kl_coef",)),
             Panel("KL to the rollout policy", "nats per token", ("approx_kl",)),
             Panel("β of the KL to the rollout policy", "per nat", ("policy_kl_coef",)),
@@ -107,7 +106,6 @@ GROUPS = (
                 note="loss or gradient not finite; a loss scale that was too large",
             ),
             Panel("Scale of the loss", "under fp16", ("loss_scale",)),
-            Panel("Loss spikes", "steps", ("loss_spikes",), note="far from the losses before"),
         ),
     ),
     (
@@ -119,9 +117,6 @@ GROUPS = (
     ),
 )
 """The panels under their headings. A panel without data is left out, and so is an empty heading."""
-
-WATCHED = Panel("Watched rewards", "reward", (), ("monitor/",), "nothing is trained on them")
-"""Of several runs; of one they are drawn beside the reward."""
 
 PANELS = tuple(panel for _, panels in GROUPS for panel in panels)
 

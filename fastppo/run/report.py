@@ -1,4 +1,4 @@
-"""The report of a run, or a comparison of several: one HTML file with plots and samples.
+"""The report of a run: one HTML file with plots and samples.
 
 The file loads nothing: the numbers, the library that draws them (uPlot, MIT licence) and the little
 that tells it what to draw (page/plots.js) are in it.
@@ -10,12 +10,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastppo.functional.arguments import shown
 from fastppo.run.charts import Chart, Groups, Run, is_finite, make_charts, with_prefix
 from fastppo.run.log import (
     EVAL_SAMPLES_LINE,
@@ -25,7 +23,6 @@ from fastppo.run.log import (
     SAMPLES_LINE,
     check_fields,
     read_jsonl,
-    short_names,
 )
 from fastppo.run.options import load_yaml
 
@@ -48,7 +45,7 @@ def write_report(run_dir: str | Path, path: str | Path | None = None) -> Path:
         ValueError: the run is no PPO run, or a file of it is damaged; file and line are named.
     """
     run = read_run(run_dir)
-    groups, constants = make_charts([run])
+    groups, constants = make_charts(run.records)
     page = Path(run_dir) / "report.html" if path is None else Path(path)
     files = [
         os.path.relpath(Path(run_dir) / name, page.parent)
@@ -68,48 +65,6 @@ def write_report(run_dir: str | Path, path: str | Path | None = None) -> Path:
         held_out=_held_out(run),
         config=run.config,
     )
-
-
-def write_comparison(run_dirs: Sequence[str | Path], path: str | Path) -> Path:
-    """Builds a page with the curves of several runs in the same plots, and the options in which
-    they differ.
-
-    Raises:
-        FileNotFoundError, ValueError: as `write_report`.
-    """
-    paths = [Path(run_dir).resolve() for run_dir in run_dirs]
-    runs = [
-        read_run(run_dir)._replace(name=name)
-        for run_dir, name in zip(run_dirs, short_names(paths), strict=True)
-    ]
-    groups, _ = make_charts(runs)
-    summaries = [{name: (first, last) for name, first, last in summary(r.records)} for r in runs]
-    metrics = list(dict.fromkeys(name for values in summaries for name in values))
-    rows = [
-        (run.name, [_from_to(values.get(name)) for name in metrics])
-        for run, values in zip(runs, summaries, strict=True)
-    ]
-    differing = []
-    for option in dict.fromkeys(name for run in runs for name in run.config):
-        values = [shown(run.config.get(option)) for run in runs]
-        if len(set(values)) > 1:
-            differing.append((option, values))
-    return _write(
-        Path(path),
-        groups,
-        name=f"{len(runs)} runs",
-        header=[f"{run.name}: {'; '.join(_header(run))}" for run in runs],
-        comparison={
-            "metrics": metrics,
-            "rows": rows,
-            "runs": [run.name for run in runs],
-            "options": differing,
-        },
-    )
-
-
-def _from_to(values: tuple[float, float] | None) -> str:
-    return "–" if values is None else f"{values[0]:.3g} → {values[1]:.3g}"
 
 
 def read_run(run_dir: str | Path) -> Run:

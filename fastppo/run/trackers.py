@@ -1,35 +1,27 @@
-"""Trackers: W&B, trackio and MLflow, by transformers' own callbacks.
+"""W&B, by transformers' own callback.
 
-What is added here is that a run which is resumed goes on in the tracker as the same run, which
-`trackers.json` of the run directory knows, that W&B and MLflow get the samples as a table, and that
-a run which failed is closed too. TensorBoard's events are written by `fastppo.run.log`.
+What is added here is that a run which is resumed goes on there as the same run, which
+`trackers.json` of the run directory knows, that the samples are a table, and that a run which
+failed is closed too. TensorBoard's events are written by `fastppo.run.log`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from transformers import TrainerCallback
-from transformers.integrations import (
-    MLflowCallback,
-    TrackioCallback,
-    WandbCallback,
-    is_mlflow_available,
-    is_trackio_available,
-    is_wandb_available,
-)
+from transformers.integrations import WandbCallback, is_wandb_available
 
 FILE = "trackers.json"
 
 
 class TrackedRun:
-    """What the trackers call a run, kept in its directory for a resume.
+    """What the tracker calls a run, kept in its directory for a resume.
 
     Its name is the directory's with the time of the first start, so that two runs in directories of
     one name are two.
@@ -84,78 +76,15 @@ class Wandb(WandbCallback):
         self._initialized = False
 
 
-class Trackio(TrackioCallback):
-    """Trackio continues the run of the same name."""
-
-    def __init__(self, run: TrackedRun) -> None:
-        super().__init__()
-        self.run = run
-
-    def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            self.run.keep()
-        super().setup(args, state, model, **kwargs)
-
-    def close(self) -> None:
-        if self._initialized:
-            self._trackio.finish()
-        self._initialized = False
-
-
-class MLflow(MLflowCallback):
-    def __init__(self, run: TrackedRun) -> None:
-        super().__init__()
-        self.run = run
-        self._opened = False
-
-    def setup(self, args: Any, state: Any, model: Any) -> None:
-        flow = self._ml_flow
-        run_id = self.run.ids.get("mlflow")
-        if state.is_world_process_zero and flow.active_run() is None:
-            if run_id:
-                flow.set_experiment(experiment_id=flow.get_run(run_id).info.experiment_id)
-                flow.start_run(run_id=run_id)
-                # What a run was started with cannot be written again there.
-                args = SimpleNamespace(run_name=args.run_name, to_dict=dict)
-                model = None
-            else:
-                flow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", args.project))
-                flow.start_run(run_name=args.run_name)
-                self.run.keep(mlflow=flow.active_run().info.run_id)
-            self._opened = True
-        super().setup(args, state, model)
-
-    def on_samples(self, args: Any, state: Any, control: Any, samples: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            columns, rows = table(samples)
-            by_column = {column: [row[i] for row in rows] for i, column in enumerate(columns)}
-            self._ml_flow.log_table(by_column, "samples.json")
-
-    def close(self) -> None:
-        if self._opened and self._ml_flow.active_run() is not None:
-            self._ml_flow.end_run()
-        self._opened = False
-        self._initialized = False
-
-
-MAKERS: dict[str, tuple[Callable[[], bool], Callable[[TrackedRun], TrainerCallback]]] = {
-    "wandb": (is_wandb_available, Wandb),
-    "trackio": (is_trackio_available, Trackio),
-    "mlflow": (is_mlflow_available, MLflow),
-}
-"""(whether it is installed, what makes it) by name."""
-
-
 def make_trackers(names: Sequence[str], run: TrackedRun) -> list[TrainerCallback]:
-    """The trackers of these names.
+    """The trackers of these names, of which W&B is the only one.
 
     Raises:
-        ImportError: one is not installed.
+        ImportError: it is not installed.
     """
-    for name in names:
-        if not MAKERS[name][0]():
-            raise ImportError(f"report_to={name} needs {name}: pip install {name}")
-    return [MAKERS[name][1](run) for name in names]
+    if names and not is_wandb_available():
+        raise ImportError("report_to=wandb needs wandb: pip install wandb")
+    return [Wandb(run) for _ in names]
 
 
 def table(samples: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:

@@ -1,10 +1,9 @@
-"""Watching a run: signs that the reward is being gamed, that the update is unstable, or broken.
+"""Watching a run: signs that the reward is being gamed, and thresholds.
 
 Over-optimisation shows in the responses before it shows in the reward: they grow long, loop, or
 become one response; and a reward that nothing is trained on stops agreeing with the one that is
-(`rollout_health`). Instability shows in the KL's slope and in a loss that leaves its own history
-(`slope`, `SpikeDetector`). What counts as too much is the user's to say, as `kl > 20`
-(`parse_threshold`, `crossed`). `Watch` is all of that for one run.
+(`rollout_health`). What counts as too much is the user's to say, as `kl > 20` (`parse_threshold`,
+`crossed`). `Watch` holds the thresholds of one run.
 """
 
 from __future__ import annotations
@@ -15,34 +14,16 @@ import operator
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SLOPE_WINDOW = 10
-"""Iterations over which a slope is fitted: few enough to turn with the run, enough that the noise
-of one rollout batch does not decide the sign."""
-
-SPIKE_HISTORY = 64
-"""Optimiser steps that a loss is compared with."""
-
-SPIKE_MIN_HISTORY = 16
-"""Fewer steps than this say nothing about how far a loss usually strays."""
-
-SPIKE_FACTOR = 10.0
-"""Median absolute deviations beyond which a loss is a spike. One is 0.67 σ of a normal loss, so
-this is 6.7 σ: by chance less than once in 10¹⁰ steps, and often in a run that diverges."""
-
-SPIKE_MIN_DEVIATION = 1e-3
-"""Smallest median absolute deviation reckoned with, relative to max(1, |median|): a loss that
-hardly moves may then stray by 1 % without a word."""
-
 ABSENT_AFTER = 3
-"""Iterations after which a metric that never came is reported: a slope needs two, and one more
-lets a batch pass in which a correlation was undefined."""
+"""Iterations after which a metric that never came is reported: in one batch a correlation may be
+undefined."""
 
 
 # ---------------------------------------------------------------------------------- the responses
@@ -116,53 +97,6 @@ def _pearson(name: str, x: list[float], y: list[float]) -> float | None:
         return statistics.correlation([a / largest_x for a in x], [b / largest_y for b in y])
     except statistics.StatisticsError:  # they differ by rounding alone
         return None
-
-
-# ------------------------------------------------------------------------------------- instability
-
-
-def slope(history: Sequence[float]) -> float | None:
-    """Least-squares slope per iteration of the last `SLOPE_WINDOW` values; None of fewer than two.
-
-    Values that are not finite are left out, each at its own place.
-    """
-    recent = enumerate(history[-SLOPE_WINDOW:])
-    points = [(i, value) for i, value in recent if math.isfinite(value)]
-    if len(points) < 2:
-        return None
-    return statistics.linear_regression(*zip(*points, strict=True)).slope
-
-
-@dataclass(slots=True)
-class SpikeDetector:
-    """Says whether a step's loss is a spike against the steps before it.
-
-        |loss − median| > 10 · max(MAD, 1e-3 · max(1, |median|))
-
-    over the last 64 losses, MAD their median absolute deviation; never with fewer than 16. Median
-    and MAD hardly move for one spike, and do move for a loss that stays at its new level, which is
-    then no spike any more.
-
-    The state is one list: `detector.history` goes into a checkpoint as JSON and
-    `SpikeDetector(saved)` goes on.
-    """
-
-    history: list[float] = field(default_factory=list)
-    """The last finite losses, oldest first."""
-
-    def __call__(self, loss: float) -> bool:
-        """Judges the loss, then adds it to the history. A loss that is not finite is no spike: its
-        step is skipped and counted as such."""
-        if not math.isfinite(loss):
-            return False
-        spike = False
-        if len(self.history) >= SPIKE_MIN_HISTORY:
-            median = statistics.median(self.history)
-            deviation = statistics.median(abs(past - median) for past in self.history)
-            usual = max(deviation, SPIKE_MIN_DEVIATION * max(1.0, abs(median)))
-            spike = abs(loss - median) > SPIKE_FACTOR * usual
-        self.history = [*self.history, loss][-SPIKE_HISTORY:]
-        return spike
 
 
 # -------------------------------------------------------------------------------------- thresholds
@@ -256,20 +190,13 @@ class Watch:
         self.stop_if = list(stop_if)
         self.expected = list(expected)
         self.absent_after = absent_after
-        self.loss_spikes = SpikeDetector()
-        self.kl_history: list[float] = []
         self.stopped_by: list[str] = []
         """Sentences of the thresholds of `stop_if` that the last metrics crossed."""
         self._iterations = 0
         self._metrics_seen: set[str] = set()
 
     def __call__(self, metrics: dict[str, float]) -> list[str]:
-        """Adds the KL's slope to the metrics of an iteration; sentences to warn with."""
-        if "kl" in metrics:
-            self.kl_history = [*self.kl_history, metrics["kl"]][-SLOPE_WINDOW:]
-            rise = slope(self.kl_history)
-            if rise is not None:
-                metrics["kl_slope"] = rise
+        """Sentences to warn with about the metrics of an iteration."""
         self.stopped_by = crossed(self.stop_if, metrics)
         return crossed(self.warn_if, metrics) + self._missing(metrics)
 
@@ -295,16 +222,10 @@ class Watch:
         return sentences
 
     def state_dict(self) -> dict[str, Any]:
-        """The histories, as JSON has them."""
-        return {
-            "losses": self.loss_spikes.history,
-            "kl": self.kl_history,
-            "absent": {"calls": self._iterations, "seen": sorted(self._metrics_seen)},
-        }
+        """The metrics that have come so far, as JSON has them."""
+        return {"absent": {"calls": self._iterations, "seen": sorted(self._metrics_seen)}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` gave."""
-        self.loss_spikes = SpikeDetector(list(state["losses"]))
-        self.kl_history = list(state["kl"])
         self._iterations = state["absent"]["calls"]
         self._metrics_seen = set(state["absent"]["seen"])

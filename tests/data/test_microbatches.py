@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastppo.data.batch import Batch
-from fastppo.data.microbatches import Limits, deal, longest_over_mean, microbatches, split
-from fastppo.data.world import World
+from fastppo.data.microbatches import Limits, microbatches, split
 
 BATCH = Batch.of([[5, 6], [7], [8, 9, 10], [4]], [[1, 1, 4], [2], [1, 3, 5, 6], [3, 2, 8]])
 
@@ -82,25 +81,3 @@ def test_a_batch_that_fits_is_not_copied() -> None:
     assert part is BATCH
     nothing = BATCH.select(torch.tensor([], dtype=torch.int64))
     assert split(nothing, Limits(4)).batches == []
-
-
-@pytest.mark.parametrize(
-    ("limits", "work"),
-    [
-        # Dealt longest first, 9 to the first rank, 7 to the second, …: 9, 5, 1 and 7, 3.
-        (Limits(2), [[18, 14], [1, 1]]),  # the second has nothing for its last round but a filler
-        (Limits(2, packed=True), [[14, 10], [1, 1]]),
-        (Limits(1), [[9, 7], [5, 3], [1, 1]]),
-        (Limits(9), [[27, 14]]),
-    ],
-)
-def test_the_work_of_ranks_is_what_they_compute_in_each_round(limits: Limits, work) -> None:
-    lengths = torch.tensor([3, 9, 5, 7, 1])
-    found = deal(lengths, limits, World(size=2)).work(lengths, limits)
-    assert found.tolist() == work
-
-
-def test_ranks_wait_for_the_longest_of_each_round() -> None:
-    work = torch.tensor([[9.0, 7.0], [1.0, 3.0]])
-    assert longest_over_mean(work) == pytest.approx((9 + 3) / (8 + 2))
-    assert longest_over_mean(torch.ones(3, 4)) == 1

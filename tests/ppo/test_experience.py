@@ -11,6 +11,7 @@ from fastppo.data.batch import Batch
 from fastppo.data.microbatches import Limits, microbatches
 from fastppo.data.world import World
 from fastppo.ppo.experience import Experience, token_weights
+from runs import tensors_of
 
 PROMPTS = [[5, 6], [7], [8, 9, 10]]
 
@@ -47,10 +48,9 @@ def test_minibatches_are_the_sequences_in_the_order_that_is_asked_for(
     minibatches = experience.minibatches(order, count, "seq-mean-token-mean")
     assert len(minibatches) == min(count, 3)
     for part, rows in zip(minibatches, order.tensor_split(min(count, 3)), strict=True):
-        wanted = experience.select(rows).weighted("seq-mean-token-mean").tensors()
-        assert part.tensors().keys() == wanted.keys()
-        for name, value in part.tensors().items():
-            assert torch.equal(value, wanted[name]), name
+        wanted = experience.select(rows).weighted("seq-mean-token-mean")
+        for name, value in tensors_of(wanted).items():
+            assert torch.equal(value, tensors_of(part)[name]), name
     memory = {part.old_values.untyped_storage().data_ptr() for part in minibatches}
     assert len(memory) == 1
     assert experience.token_weights is None
@@ -96,13 +96,6 @@ def test_weighting_and_selecting_leave_the_experience_as_it_is() -> None:
     assert len(whole) == 3
     with pytest.raises(FrozenInstanceError):
         whole.advantages = torch.zeros(6)
-
-
-def test_its_tensors_go_by_name_with_those_of_the_batch() -> None:
-    per_token = {"old_logprobs", "old_values", "advantages", "returns"}
-    of_batch = {"tokens", "prompt_lengths", "response_lengths"}
-    assert _experience().tensors().keys() == per_token | of_batch
-    assert _experience().tensors()["tokens"] is BATCH.tokens
 
 
 @pytest.mark.parametrize("limits", [Limits(1), Limits(3)])

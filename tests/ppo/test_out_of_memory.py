@@ -12,7 +12,7 @@ from torch import nn
 from fastppo.data.microbatches import Limits
 from fastppo.ppo.out_of_memory import FittingLimits
 from fastppo.ppo.trainer import PPOTrainer
-from runs import first_experience, make_trainer
+from runs import first_experience, make_trainer, tensors_of
 
 
 def _limit(model: nn.Module, room: int) -> list[int]:
@@ -83,7 +83,7 @@ def test_passes_without_a_gradient_are_halved_too(tmp_path: Path) -> None:
             assert sizes[:2] == [8, 4]
             assert len(said) == 2
             assert {*sizes[2:]} == {2}
-    halved, small = (experience.tensors() for experience in experiences)
+    halved, small = (tensors_of(experience) for experience in experiences)
     assert halved.keys() == small.keys()
     for name, value in halved.items():
         assert torch.equal(value, small[name]), name

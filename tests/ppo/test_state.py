@@ -36,8 +36,6 @@ def _used(config: PPOConfig) -> RunState:
     state.kl_control.coef = 0.7
     state.policy_kl_control.coef = 0.9
     state.score_scale.update(torch.tensor([1.0, 2.0, 6.0]))
-    for loss in range(20):
-        state.watch.loss_spikes(float(loss))
     for kl in (1.0, 2.0, 4.0):
         state.watch({"kl": kl})
     return state
@@ -93,7 +91,6 @@ def test_what_is_loaded_is_a_copy() -> None:
     state.load_state_dict(saved)
     state.score_scale.update(torch.tensor([9.0]))
     state.watch({"kl": 9.0})
-    state.watch.loss_spikes(9.0)
     assert json.dumps(saved) == before
 
 
@@ -106,17 +103,6 @@ def test_an_iteration_begins_with_the_coefficient_of_its_schedule() -> None:
     moving.kl_control.coef = 0.7
     moving.begin_iteration(PPOConfig(kl_controller="adaptive", kl_coef=0.2))
     assert moving.kl_control.coef == 0.7, "a controller moves it by itself"
-
-
-def test_the_losses_history_begins_anew_where_the_policy_joins_the_loss() -> None:
-    options = PPOConfig(value_warmup_iterations=2)
-    state = RunState.of(options)
-    for iteration, remembered in enumerate((1, 2, 1, 2)):
-        assert state.is_warming_up(options) == (iteration < 2)
-        state.begin_iteration(options)
-        state.watch.loss_spikes(1.0)
-        assert len(state.watch.loss_spikes.history) == remembered
-        state.iteration += 1
 
 
 def test_a_coefficient_stays_where_there_is_no_kl_or_the_values_warm_up() -> None:

@@ -6,7 +6,7 @@ import torch
 from fastppo_kernels.records import SUMS
 
 from fastppo.functional.losses import loss_metrics
-from fastppo.run.panels import GROUPS, LABELS, PANELS, WATCHED
+from fastppo.run.panels import GROUPS, LABELS, PANELS
 
 
 def test_no_metric_is_drawn_twice() -> None:
@@ -21,7 +21,7 @@ def test_the_clip_corners_are_those_that_the_loss_counts() -> None:
 
 
 def test_every_panel_has_a_title_of_its_own_and_something_to_draw() -> None:
-    for panel in (*PANELS, WATCHED):
+    for panel in PANELS:
         assert panel.title
         assert panel.metrics or panel.prefixes
     assert len({panel.title for panel in PANELS}) == len(PANELS)

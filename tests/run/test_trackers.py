@@ -1,7 +1,6 @@
 """Trackers hear of a run through transformers' callbacks, and of a resumed one as the same run.
 
-The packages are stand-ins here that keep what they are told. Where one is installed, the tests that
-need it run it offline.
+W&B is a stand-in here that keeps what it is told. Where it is installed, one test runs it offline.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from typing import Any
 import pytest
 
 from fastppo.ppo.config import PPOConfig
-from fastppo.run.trackers import MAKERS, TrackedRun, make_trackers, table
+from fastppo.run import trackers
+from fastppo.run.trackers import TrackedRun, table
 from runs import make_trainer, records
 
 Heard = list[tuple[str, Any]]
@@ -53,35 +53,6 @@ class Table:
         "sdk/__init__.py": "",
         "sdk/lib/__init__.py": "",
         "sdk/lib/config_util.py": "class ConfigError(Exception): ...\n",
-    },
-    "mlflow": {
-        "__init__.py": COMMON
-        + """
-from types import SimpleNamespace
-__version__ = "3.0.0"
-utils = SimpleNamespace(
-    validation=SimpleNamespace(MAX_PARAM_VAL_LENGTH=6000, MAX_PARAMS_TAGS_PER_BATCH=100)
-)
-_active = None
-def active_run():
-    return _active
-def get_run(run_id):
-    return SimpleNamespace(info=SimpleNamespace(run_id=run_id, experiment_id="of " + run_id))
-def start_run(run_name=None, run_id=None, nested=False):
-    global _active
-    heard.append(("start_run", run_id or run_name))
-    _active = get_run(run_id or "new")
-def end_run():
-    global _active
-    _active = None
-    heard.append(("end_run", None))
-def log_params(params, synchronous=True):
-    heard.append(("log_params", params))
-def log_metrics(metrics, step, synchronous=True):
-    heard.append(("log_metrics", (step, metrics)))
-set_experiment, log_table = note("set_experiment"), note("log_table")
-is_tracking_uri_set, get_tracking_uri = lambda: True, lambda: "here"
-""",
     },
 }
 
@@ -152,39 +123,16 @@ def test_a_run_that_fails_is_closed_in_the_tracker(stand_in, tmp_path) -> None:
     assert heard[-1] == ("finish", None)
 
 
-def test_mlflow_hears_of_a_run_and_of_its_resume_as_the_same_run(stand_in, tmp_path) -> None:
-    heard = stand_in("mlflow")
-    trainer = make_trainer(tmp_path, report_to=["mlflow"])
-    trainer.train()
-    assert _of(heard, "set_experiment") == ["fastppo"]
-    assert _of(heard, "start_run")[0].startswith("run-")
-    params = {name: value for part in _of(heard, "log_params") for name, value in part.items()}
-    assert params["kl_coef"] == trainer.config.kl_coef
-    logged = _of(heard, "log_metrics")
-    assert [step for step, _ in logged] == [1, 2]
-    assert logged[0][1]["reward"] == records(trainer)[0]["reward"]
-    assert len(_of(heard, "log_table")[0]["completion"]) == 8
-    assert heard[-1] == ("end_run", None)
-
-    heard.clear()
-    make_trainer(tmp_path, report_to=["mlflow"], iterations=3, resume=True).train()
-    assert _of(heard, "start_run") == ["new"]
-    assert _of(heard, "set_experiment") == [{"experiment_id": "of new"}]
-    assert not _of(heard, "log_params"), "a run's parameters cannot be written twice"
-    assert [step for step, _ in _of(heard, "log_metrics")] == [3]
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_without_the_package_the_install_command_is_named(name, tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(MAKERS, name, (lambda: False, MAKERS[name][1]))
-    with pytest.raises(ImportError, match=rf"report_to={name} needs {name}: pip install {name}"):
-        make_trackers([name], TrackedRun(tmp_path))
+def test_without_the_package_the_install_command_is_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(trackers, "is_wandb_available", lambda: False)
+    with pytest.raises(ImportError, match="report_to=wandb needs wandb: pip install wandb"):
+        trackers.make_trackers(["wandb"], TrackedRun(tmp_path))
 
 
 def test_a_tracker_that_is_not_known_is_refused() -> None:
-    says = r"report_to must be of wandb, trackio, mlflow, got 'comet'; TensorBoard is always"
+    says = r"report_to must be of wandb, got 'mlflow'; TensorBoard is always"
     with pytest.raises(ValueError, match=says):
-        PPOConfig(report_to=["comet"])
+        PPOConfig(report_to=["mlflow"])
 
 
 def test_two_runs_in_directories_of_one_name_have_two_names(tmp_path: Path) -> None:
@@ -208,9 +156,6 @@ def test_samples_become_a_table() -> None:
     assert rows == [["a", 1.0, 2.0, None], [json.dumps(chat, ensure_ascii=False), 3.0, None, 0.5]]
 
 
-# ------------------------------------------------------------------------ the packages themselves
-
-
 def test_wandb_itself_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="pip install wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -222,21 +167,3 @@ def test_wandb_itself_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     found = [path.name for path in (tmp_path / "run" / "wandb").glob("offline-run-*")]
     assert len(found) == 2
     assert all(name.endswith(known) for name in found), "two parts of one run"
-
-
-@pytest.mark.filterwarnings("default")  # of MLflow's own use of its libraries
-def test_mlflow_itself_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="pip install mlflow")
-    monkeypatch.chdir(tmp_path)  # where its artifacts go
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
-    for resume in (False, True):
-        trainer = make_trainer(tmp_path, report_to=["mlflow"], iterations=1 + resume, resume=resume)
-        trainer.train()
-    mlflow.flush_async_logging()
-    known = json.loads((tmp_path / "run" / "trackers.json").read_text())["mlflow"]
-    client = mlflow.MlflowClient()
-    history = client.get_metric_history(known, "reward")
-    found = sorted((each.step, each.value) for each in history)
-    assert found == [(line["iteration"] + 1, line["reward"]) for line in records(trainer)]
-    assert client.get_run(known).info.status == "FINISHED"
-    assert len(client.search_runs(client.get_run(known).info.experiment_id)) == 1

@@ -4,8 +4,6 @@
 const charts = JSON.parse(document.getElementById("charts").textContent);
 const drawn = [];
 const HEIGHT = 210;  // pixels
-const CLOUD = 24;  // points from which on they are small
-const count = (each) => each.values.filter((value) => value !== null && value !== undefined).length;
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -38,7 +36,7 @@ function tooltip(chart) {
         };
         if (!rows.length) return;
         line(`${chart.xlabel} ${number(plot.data[0][idx])}`);
-        for (const [label, value, i] of rows) line(`${label}: ${number(value)}`, tint(i - 1, chart));
+        for (const [label, value, i] of rows) line(`${label}: ${number(value)}`, tint(i - 1));
         const beyond = left > plot.over.clientWidth / 2;
         box.style.left = beyond ? "auto" : `${left + 12}px`;
         box.style.right = beyond ? `${plot.over.clientWidth - left + 12}px` : "auto";
@@ -48,10 +46,7 @@ function tooltip(chart) {
   };
 }
 
-// Of the metrics of one run, where several are compared; the legend has the same by its border.
-const DASHES = [undefined, [6, 4], [2, 3]];
-const BORDERS = ["solid", "dashed", "dotted"];
-const tint = (i, chart) => colour(`--curve-${(chart.series[i].colour ?? i) % 8}`);
+const tint = (i) => colour(`--curve-${i % 8}`);
 
 function draw(chart, place) {
   const ink = colour("--soft"), grid = {stroke: colour("--line"), width: 1};
@@ -59,16 +54,11 @@ function draw(chart, place) {
   const labels = (_, ticks) => ticks.map(number);
   const series = chart.series.map((each, i) => ({
     label: each.label,
-    stroke: tint(i, chart),
+    stroke: tint(i),
     width: 1.6,
     scale: each.right ? "right" : "y",
-    dash: DASHES[each.dash ?? 0],
     spanGaps: Boolean(each.joined),
-    // What is drawn by points alone has small ones where they are a cloud.
-    paths: each.points ? () => null : undefined,
-    points: each.points
-      ? {show: true, size: count(each) > CLOUD ? 4 : 8, fill: tint(i, chart), stroke: "transparent"}
-      : {show: chart.x.length === 1 || Boolean(each.joined), size: 6, fill: tint(i, chart)},
+    points: {show: chart.x.length === 1 || Boolean(each.joined), size: 6, fill: tint(i)},
   }));
   const room = (unit) => ({...axis, values: labels, size: 52, label: unit, labelSize: 18, labelGap: 0});
   const axes = [
@@ -95,11 +85,7 @@ function legend(chart, place, plot) {
   chart.series.forEach((each, i) => {
     const entry = document.createElement("button");
     entry.textContent = each.label + (each.right ? " (right)" : "");
-    entry.style.setProperty("--tint", tint(i, chart));
-    if (each.dash !== undefined) {
-      entry.className = "line";
-      entry.style.setProperty("--dash", BORDERS[each.dash]);
-    }
+    entry.style.setProperty("--tint", tint(i));
     entry.onclick = () => {
       const shown = plot().series[i + 1].show;
       plot().setSeries(i + 1, {show: !shown});
