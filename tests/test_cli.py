@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,7 +11,6 @@ import pytest
 import tiny
 import torch
 
-import fastppo
 from fastppo import cli
 from fastppo.generate import GenerateConfig
 from fastppo.ppo.config import PPOConfig
@@ -99,18 +96,6 @@ def test_an_environment_pays_in_the_place_of_rewards(capsys) -> None:
     assert "--rewards is missing" in capsys.readouterr().err
 
 
-def test_the_other_stages_read_yaml_and_flags_alike(tmp_path: Path) -> None:
-    file = tmp_path / "sft.yaml"
-    file.write_text("model: m\ndata: d.jsonl\nlearning_rate: 1e-6\nlora_target_modules: [q_proj]\n")
-    from_file = cli.parse("sft", ["--config", str(file), "--epochs", "2"])
-    flags = "--model m --data d.jsonl --learning_rate 1e-6 --lora_target_modules q_proj --epochs 2"
-    assert from_file == cli.parse("sft", flags.split())
-    assert (from_file.learning_rate, from_file.epochs) == (1e-6, 2.0)
-    assert cli.parse("reward", flags.split()[:4]).center_coef == 0
-    config = cli.parse("generate", ["--models", "a", "b", "--prompt", "w1", "--rewards", "r", "s"])
-    assert (config.models, config.rewards) == (("a", "b"), ("r", "s"))
-
-
 def test_a_missing_config_file_is_named(capsys) -> None:
     assert cli.main(["train", "--config", "absent.yaml"]) == 2
     assert "there is no config file absent.yaml" in capsys.readouterr().err
@@ -152,14 +137,6 @@ def test_dashes_and_a_bare_flag_will_do() -> None:
     assert not config.resume
 
 
-def test_python_dash_m_is_the_same_program(capsys, monkeypatch) -> None:
-    monkeypatch.setattr("sys.argv", ["fastppo", "--version"])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_module("fastppo", run_name="__main__")
-    assert stopped.value.code == 0
-    assert capsys.readouterr().out == f"fastppo {fastppo.__version__}\n"
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -197,14 +174,6 @@ def test_a_row_that_cannot_be_used_is_refused_in_a_sentence(
     message = capsys.readouterr().err
     assert f"fastppo: {tmp_path / 'd.jsonl'}, {says}" in message
     assert "Traceback" not in message
-
-
-def test_a_malformed_line_of_the_prompts_is_named(tmp_path: Path, capsys) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "w1"}\n{"prompt": \n')
-    flags = ["--model", tiny.saved_model(tmp_path / "sft"), "--prompts", str(tmp_path / "p.jsonl")]
-    flags += ["--rewards", "tiny:count_w7", "--max_new_tokens", "8"]
-    assert cli.main(["train", *flags]) == 2
-    assert "p.jsonl, line 2: not valid JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -285,20 +254,3 @@ def test_a_report_of_another_stage_is_refused(tmp_path: Path, capsys) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "is no PPO run, and the report is of one" in capsys.readouterr().err
-
-
-def test_a_report_of_nothing_is_refused(tmp_path: Path, capsys) -> None:
-    assert cli.main(["report", str(tmp_path)]) == 2
-    assert "no metrics there; is it a run directory?" in capsys.readouterr().err
-
-
-def test_control_c_during_the_first_imports_is_a_sentence(capsys, monkeypatch) -> None:
-    class Interrupted:
-        def find_spec(self, name: str, *others: object) -> None:
-            if name == "fastppo.run.signals":
-                raise KeyboardInterrupt
-
-    monkeypatch.delitem(sys.modules, "fastppo.run.signals")
-    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
-    assert cli.main(["report", "runs/demo"]) == 130
-    assert capsys.readouterr().err == "fastppo: stopped by SIGINT\n"

@@ -49,11 +49,6 @@ def test_the_names_that_type_checkers_see_are_those_that_there_are() -> None:
     assert {*fastppo.__all__} <= {*dir(fastppo)}
 
 
-def test_another_name_is_an_error_that_says_so() -> None:
-    with pytest.raises(AttributeError, match="module 'fastppo' has no attribute 'ppo_los'"):
-        _ = fastppo.ppo_los
-
-
 def test_an_import_loads_nothing_until_a_name_is_used() -> None:
     assert not {"torch", "transformers"} & _loaded_after("import fastppo")
     losses = _loaded_after("import fastppo; fastppo.ppo_loss, fastppo.gae")

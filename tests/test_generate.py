@@ -143,20 +143,6 @@ def test_the_file_has_a_line_per_completion_with_the_columns_of_its_prompt(
     assert [record["prompt"] for record in records[:6]] == ["w1"] * 3 + ["w2"] * 3
 
 
-def test_sampling_follows_the_seed_alone(tmp_path) -> None:
-    """Two policies of the same weights draw the same; another seed draws something else."""
-    directory = tiny.saved_model(tmp_path / "a")
-    tiny.saved_model(tmp_path / "b")
-    options = {"models": [directory, str(tmp_path / "b")], "temperature": 1.0, "num_samples": 4}
-    _, (first, second) = generate(_config(tmp_path, **options))
-    assert first.texts == second.texts
-    assert len(set(first.texts)) > 1
-    _, (other, _) = generate(_config(tmp_path, **options, seed=1))
-    assert other.texts != first.texts
-    _, (likeliest, _) = generate(_config(tmp_path, **options, top_k=1))
-    assert len(set(likeliest.texts)) == 1
-
-
 def test_the_win_rate_meets_every_sample_with_every_other() -> None:
     # prompt 1: 2 beats 1 and 0, ties with 2; 0 ties with 0; prompt 2: all lost
     assert win_rate([2, 0, 0, 0], [1, 2, 5, 5], num_samples=2) == (1 + 0.5) / 8

@@ -1,48 +1,21 @@
 """No file and no value of a user's ends in a traceback: one sentence with file, line or key, and
-exit code 2. First what was found once, then what hypothesis finds."""
+exit code 2."""
 
 from __future__ import annotations
 
 import io
 import json
-import math
-import os
-import random
 import shutil
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
 from command_line import Folder
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from fastppo import cli
-from fastppo.data.prompts import encode_prompts
-from fastppo.data.rows import DataError, load_rows
 from fastppo.ppo.config import PPOConfig
 from fastppo.run.options import read_yaml
-from fastppo.stages.demonstrations import encode_demonstrations
-from fastppo.stages.preferences import encode_comparisons
-from fastppo.stages.sft import SFTConfig
-
-EXAMPLES = int(os.environ.get("FASTPPO_FUZZ", "10000"))
-"""Malformed inputs of all tests below together; more of them for a long run."""
-
-
-BATCH = 10
-"""Inputs that are made of one example: hypothesis draws the leaves and the seed of the rest."""
-
-fuzz = settings(
-    max_examples=EXAMPLES // BATCH // 4,
-    suppress_health_check=list(HealthCheck),
-    derandomize=EXAMPLES <= 10_000,
-)
-"""Hypothesis draws the same ones each time, unless more are asked for."""
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +33,6 @@ def _refused(arguments: list[str], code: int = 2) -> str:
     assert "Traceback" not in err.getvalue()
     assert len(said[0]) < 1000, "values are shortened"
     return said[0]
-
-
-# ------------------------------------------------------------------------------- what was found
 
 
 HALF = "\\ud800"
@@ -219,142 +189,3 @@ def test_integers_are_what_they_are(tmp_path: Path) -> None:
     assert PPOConfig(checkpoint_interval="1e3").checkpoint_interval == 1000
     with pytest.raises(ValueError, match="checkpoint_interval must be an integer"):
         PPOConfig(checkpoint_interval=2**63)
-
-
-def test_a_seed_that_a_generator_does_not_take_is_refused(folder: Folder) -> None:
-    assert "seed must be in [0, 4294967295], got 4294967296" in _refused(folder.flags(seed=2**32))
-
-
-# ---------------------------------------------------------------------------- what hypothesis finds
-
-LEAVES = st.one_of(
-    st.sampled_from(["w1 w2", "user", "assistant", "", " ", "\ud800", "\u2028", "1e400", "no"]),
-    st.sampled_from([None, True, 0, -1, 2**53 + 1, 10**400, -0.0, 1e308, math.inf, math.nan]),
-    st.integers(),
-    st.floats(),
-    st.text(max_size=6),
-)
-NAMES = ("prompt", "completion", "messages", "text", "chosen", "rejected", "role", "content")
-
-
-def _value(draw: random.Random, leaves: list[Any], depth: int = 0) -> Any:
-    """A value of JSON, now and then one that is almost what a reader wants."""
-    kind = draw.random()
-    if kind < 0.6 or depth > 2:
-        return draw.choice(leaves)
-    if kind < 0.75:
-        roles = ["user", "assistant", "system", draw.choice(leaves)]
-        return [
-            {"role": draw.choice(roles), "content": _value(draw, leaves, 3)}
-            for _ in range(draw.randrange(3))
-        ]
-    if kind < 0.9:
-        return [_value(draw, leaves, depth + 1) for _ in range(draw.randrange(4))]
-    return {name: _value(draw, leaves, depth + 1) for name in draw.sample(NAMES, draw.randrange(4))}
-
-
-def _row(draw: random.Random, leaves: list[Any]) -> dict[str, Any]:
-    names = [*NAMES[:6], "completions", "ranks", "margin", "a"]
-    row = {name: _value(draw, leaves) for name in draw.sample(names, draw.randrange(5))}
-    if draw.random() < 0.5:
-        row["prompt"] = "w1"
-    return row
-
-
-DRAWN = st.tuples(st.lists(LEAVES, min_size=4, max_size=8), st.integers(0, 2**32))
-_folders: dict[str, Path] = {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A folder for what is drawn: a fixture per test would be one for all of its examples."""
-    _folders["scratch"] = tmp_path_factory.mktemp("scratch")
-    yield
-    _folders.clear()
-
-
-def _sentence(error: BaseException, name: str = "") -> None:
-    assert str(error), "it says something"
-    assert name in str(error)
-    assert len(str(error)) < 2000, "values are shortened"
-
-
-@pytest.mark.slow
-@fuzz
-@given(DRAWN)
-def test_any_values_of_options_make_a_config_or_a_sentence(drawn: tuple[list[Any], int]) -> None:
-    draw = random.Random(drawn[1])
-    for _ in range(BATCH):
-        options = draw.choice([PPOConfig, SFTConfig])
-        names = draw.sample([field.name for field in fields(options)], draw.randrange(1, 4))
-        values = {name: _value(draw, drawn[0]) for name in names}
-        try:
-            config = options(**values)
-        except ValueError as error:
-            _sentence(error)
-        else:
-            assert options(**config.to_dict()) == config
-
-
-SYNTAX = ["seed", ": ", "\n", "- ", "[", "{", "&a ", "*a", "!!int ", "!!float ", "2024-13-45", "|"]
-SYNTAX += ["!!bool ", "!!timestamp ", "!!binary ", "<<: ", "? ", "0b", "1_", "~", "'", "\0", "\x85"]
-
-
-@pytest.mark.slow
-@fuzz
-@given(st.binary(max_size=40), DRAWN)
-def test_any_config_file_is_read_or_refused(content: bytes, drawn: tuple[list[Any], int]) -> None:
-    path, draw = _folders["scratch"] / "run.yaml", random.Random(drawn[1])
-    for i in range(BATCH):
-        if i:
-            parts = [draw.choice([*SYNTAX, str(draw.choice(drawn[0]))]) for _ in range(6)]
-            content = "".join(parts).encode("utf-8", "surrogatepass")
-        path.write_bytes(content)
-        try:
-            PPOConfig(**read_yaml(path, PPOConfig))
-        except ValueError as error:
-            _sentence(error)
-
-
-@pytest.mark.slow
-@fuzz
-@given(st.binary(max_size=40), DRAWN)
-def test_any_lines_are_rows_or_refused_with_the_file(
-    junk: bytes, drawn: tuple[list[Any], int]
-) -> None:
-    path, draw = _folders["scratch"] / "rows.jsonl", random.Random(drawn[1])
-    for _ in range(BATCH):
-        lines = [json.dumps(_value(draw, drawn[0])).encode() for _ in range(2)]
-        lines += [json.dumps(_row(draw, drawn[0])).encode(), junk, lines[0][: len(lines[0]) // 2]]
-        path.write_bytes(b"\n".join(draw.sample(lines, draw.randrange(1, 5))))
-        try:
-            rows = load_rows(str(path))
-        except DataError as error:
-            _sentence(error, str(path))
-        else:
-            assert all(isinstance(row, dict) for row in rows)
-
-
-TOKENIZER = tiny.tokenizer(chat=True)
-
-
-@pytest.mark.slow
-@fuzz
-@given(DRAWN)
-def test_any_rows_are_encoded_or_refused(drawn: tuple[list[Any], int]) -> None:
-    draw = random.Random(drawn[1])
-    for _ in range(BATCH):
-        rows = [_row(draw, drawn[0]) for _ in range(draw.randrange(1, 3))]
-        encode = draw.choice(
-            [
-                lambda rows: encode_prompts(rows, TOKENIZER, max_prompt_tokens=64),
-                lambda rows: encode_demonstrations(rows, TOKENIZER, 64),
-                lambda rows: encode_comparisons(rows, TOKENIZER, 64),
-            ]
-        )
-        try:
-            encode(rows)
-        except DataError as error:
-            _sentence(error)
-        except Exception as error:
-            raise AssertionError(f"{rows!r} are not refused") from error

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 import re
 import shlex
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 import fastppo
 from benchmarks import __main__ as command
@@ -30,8 +27,6 @@ from benchmarks import (
     report,
     sequences,
     training,
-    trl_grid,
-    trl_iteration,
 )
 from benchmarks.run import check, run, run_case
 from benchmarks.shapes import MODELS, SETS, Model, Sequences, Sweep, Tokens, Training, Work
@@ -149,21 +144,6 @@ def test_the_exponent_of_a_power_law_is_its_power() -> None:
     assert measure.growth_exponent([100.0, 200.0], [0.0, 0.0]) is None
 
 
-def test_a_ratio_is_the_median_of_quotients_of_neighbours() -> None:
-    """A slow minute that hits both of a pair leaves the ratio as it is."""
-    ratio = measure.Ratio.of_pairs([(2.0, 4.0), (100.0, 200.0), (2.0, 4.0)])
-    assert ratio == (0.5, (0.5, 0.5), (2.0, 4.0))
-    result = trl_iteration.Result({}, [1.0, 10.0, 1.0], [3.0, 30.0, 4.0], {})
-    assert result.speed_up == 3.0
-    calls: list[str] = []
-
-    def call(name: str) -> Any:
-        return lambda turn: calls.append(f"{name}{turn}")
-
-    measure.ratio_in_turns(call("a"), call("b"), turns=2)
-    assert calls == ["a0", "b0", "a0", "b0", "b1", "a1"]
-
-
 # --------------------------------------------------------------------------- what gets timed or not
 
 
@@ -261,37 +241,6 @@ def test_an_absent_peer_is_named_as_absent_and_one_that_cannot_with_its_reason()
     assert rows["Nobody"].timing is rows["Somebody"].timing is None
 
 
-def test_a_provider_gets_its_own_layout_outside_the_clock() -> None:
-    """A layout in sequences is checked against the truth in tokens. What it writes over its inputs
-    reaches no other provider."""
-    prepared = []
-    shapes = []
-
-    def prepare(inputs: measure.Inputs) -> measure.Inputs:
-        prepared.append(1)
-        return {name: x.reshape(-1) for name, x in inputs.items()}
-
-    def flat(inputs: measure.Inputs) -> case_module.Outputs:
-        shapes.append(inputs["values"].shape)
-        whitened = sequences.eager_whiten(inputs["values"], inputs["mask"])
-        inputs["values"].zero_()
-        return {"whitened": whitened}
-
-    case = sequences.whiten_case(Sequences(3, 20))
-    flattened = case_module.Provider("flat", flat, prepare=prepare, writes=("values",))
-    rows = rows_of(case, providers=(flattened, *case.providers), peers=())
-    assert {row.status for row in rows.values()} == {"timed"}
-    assert set(shapes) == {torch.Size([60])}
-    assert len(prepared) < len(shapes)  # not once per call
-
-
-@pytest.mark.usefixtures("no_peers")
-def test_a_bound_is_timed_and_not_taken_for_an_implementation() -> None:
-    bound = rows_of(losses.linear_loss_case(TINY.linear[0], torch.float32))[losses.BOUND]
-    assert (bound.status, bound.error) == ("bound", None)
-    assert bound.timing is not None
-
-
 def test_memory_counts_what_is_held_at_the_worst_moment() -> None:
     def call() -> torch.Tensor:
         a = torch.ones(1000)
@@ -305,29 +254,12 @@ def test_memory_counts_what_is_held_at_the_worst_moment() -> None:
 # ------------------------------------------------------------------------------------ sets and time
 
 
-@pytest.mark.usefixtures("no_peers")
-def test_what_does_not_fit_into_the_time_is_reported_as_skipped() -> None:
-    record = run(TINY._replace(seconds=-1.0), CPU, names=("gae",), compiled=False)
-    (row, _) = record["cases"][0]["rows"]
-    assert (row["status"], row["median_seconds"]) == ("skipped", None)
-    assert "spent before its turn" in row["detail"]
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_every_named_model_can_be_made(name: str) -> None:
     model = MODELS[name]
     config = training.make_config(model, 1, 32)
     made = training.make_model(config, torch.device("meta"))
     assert tuple(made.get_output_embeddings().weight.shape) == (model.vocab, model.hidden)
-
-
-def test_the_rows_that_matter_come_first() -> None:
-    order = [(case.name, case.shape) for case in cases.cases(SETS["cuda", "default"])]
-    usual = ["loss", "statistics", "linear loss", "linear logprobs"]
-    assert [name for name, _ in order[:4]] == usual
-    assert {shape for _, shape in order[:4]} == {"qwen3-8b, N=8192"}
-    assert {name for name, _ in order[4:8]} == {"gae", "advantages", "whiten", "PPO update"}
-    assert len(order) == len(set(order))
 
 
 # -------------------------------------------------------------------------------- what a run writes
@@ -365,64 +297,6 @@ def test_the_quick_set_writes_every_field_the_table_and_pictures(
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
-def test_results_of_parts_make_one_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The second part has a case anew and another one, and a third that its time did not reach."""
-    monkeypatch.setattr("benchmarks.report.RESULTS", tmp_path / "results")
-    (tmp_path / "results").mkdir()
-
-    def part(name: str, date: str, **milliseconds: float | None) -> str:
-        timed = [
-            {
-                "case": case,
-                "shape": "N=2",
-                "dtype": "float32",
-                "rows": [{"status": "timed" if time else "skipped", "median_seconds": time}],
-            }
-            for case, time in milliseconds.items()
-        ]
-        record = {"format": 2, "set": "default", "packages": {"torch": "2"}, "date": date}
-        record |= {"device": {"name": "Some GPU (R) 1"}, "cases": timed, "sweeps": []}
-        (tmp_path / name).write_text(json.dumps(record))
-        return str(tmp_path / name)
-
-    first = part("a.json", "2026-01-02T10", loss=1.0, gae=2.0)
-    second = part("b.json", "2026-01-02T11", gae=3.0, whiten=4.0, loss=None)
-    assert command.main(["keep", first]) == command.main(["keep", second]) == 0
-    kept = json.loads((tmp_path / "results" / "some-gpu-r-1.json").read_text())
-    times = {case["case"]: case["rows"][0]["median_seconds"] for case in kept["cases"]}
-    assert times == {"loss": 1.0, "gae": 3.0, "whiten": 4.0}
-    for change, sentence in (
-        ({"date": "2026-01-03T11"}, "the new results are of 2026-01-03"),
-        ({"packages": {"torch": "3"}}, "its packages: {'torch': '2'}"),
-        ({"set": "quick"}, "only results of the default set are kept, got the quick set"),
-    ):
-        path = Path(part("c.json", "2026-01-02T12", gae=5.0))
-        path.write_text(json.dumps(json.loads(path.read_text()) | change))
-        with pytest.raises(SystemExit):
-            command.main(["keep", str(path)])
-        assert sentence in " ".join(capsys.readouterr().err.split())
-    assert json.loads((tmp_path / "results" / "some-gpu-r-1.json").read_text()) == kept
-
-
-@pytest.mark.usefixtures("no_peers")
-def test_what_other_commands_measured_stays_in_a_results_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """`claims` and `trl_grid` write into the file that the set has made."""
-    monkeypatch.setitem(SETS, ("cpu", "default"), TINY._replace(seconds=-1.0))
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    assert command.main(["--keep", "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
-    (path,) = tmp_path.glob("*.json")
-    added = {"claims": [1], "claims_measured": {"date": "x"}, "trl_grid": {}}
-    report.write(report.read(path) | added | {"date": "older"}, path)
-    assert command.main(["--keep", "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
-    record = report.read(path)
-    assert record["date"] != "older"
-    assert {name: record[name] for name in added} == added
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -447,17 +321,6 @@ def test_wrong_use_is_answered_in_a_sentence_before_anything_runs(
     assert sentence in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_narrow_terminal_gets_fewer_columns_and_whole_names() -> None:
-    (record, *_) = docs.load()[::-1]
-    for width in (80, 150):
-        to = Console(width=width, record=True, file=io.StringIO())
-        report.print_table(record, to)
-        text = to.export_text()
-        assert "FastPPO" in text
-        assert "…" not in text
-        assert ("GB/s │" in text or "GB/s ┃" in text) == (width == 150)
-
-
 # ---------------------------------------------------------------------- the page and the README
 
 
@@ -468,50 +331,6 @@ def test_the_page_and_the_readme_are_what_the_results_say() -> None:
     assert docs.current(docs.README.read_text("utf-8")) == docs.numbers(records)
 
 
-@pytest.mark.usefixtures("no_peers")
-def test_the_page_says_where_torch_compile_was_left_out() -> None:
-    record = run(TINY, CPU, names=("whiten",), compiled=False)
-    assert "`torch.compile` was left out" in docs.page([record])
-    record["cases"][0]["rows"].append(record["cases"][0]["rows"][0] | {"provider": "torch.compile"})
-    assert "`torch.compile` was left out" not in docs.page([record])
-
-
-def of_the_readme(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """The results that its numbers are taken from."""
-    cpus = [r for r in records if r["device"]["type"] == "cpu" and r.get("claims")]
-    return max(cpus, key=lambda record: record["claims_measured"]["date"])
-
-
-def test_a_results_file_that_changes_makes_the_page_and_the_readme_wrong() -> None:
-    records = docs.load()
-    for place in range(len(records)):
-        changed = json.loads(json.dumps(records))
-        changed[place]["cases"][0]["rows"][0]["median_seconds"] *= 2
-        assert docs.page(changed) != docs.page(records)
-    for claim in range(len(of_the_readme(records)["claims"])):
-        changed = json.loads(json.dumps(records))
-        other = of_the_readme(changed)["claims"][claim]
-        other["measured"] *= 2
-        in_place = "in place" in other["text"]  # on the page alone
-        assert (docs.numbers(changed) == docs.numbers(records)) == in_place
-        assert docs.page(changed) != docs.page(records)
-
-
-def test_the_readme_shows_the_cpu_that_was_measured_last_and_names_the_gpus() -> None:
-    newest = of_the_readme(docs.load())
-    older = json.loads(json.dumps(newest))
-    older["device"]["name"] = "a CPU of the year before"
-    older["claims_measured"]["date"] = "2025-01-01T00:00:00+00:00"
-    for records in ([older, newest], [newest, older]):
-        assert docs.numbers(records) == docs.numbers([newest])
-    gpu = json.loads(json.dumps(newest))
-    gpu["device"] |= {"type": "cuda", "name": "NVIDIA H200"}
-    assert "No GPU has run the suite yet" in docs.page([newest])
-    assert "On GPUs: not measured." in docs.numbers([newest])
-    assert "No GPU" not in docs.page([gpu, newest])
-    assert "On GPUs: measured on NVIDIA H200." in docs.numbers([gpu, newest])
-
-
 def test_a_number_of_the_readme_that_nobody_measured_is_refused() -> None:
     (cpu, *_) = docs.load()[::-1]
     with pytest.raises(ValueError, match="expected a CPU's results with claims"):
@@ -520,22 +339,6 @@ def test_a_number_of_the_readme_that_nobody_measured_is_refused() -> None:
     for wrong in (cpu["claims"][:-1], unmeasured):
         with pytest.raises(ValueError, match="expected one measured claim"):
             docs.numbers([{**cpu, "claims": wrong}])
-
-
-def test_the_readmes_numbers_are_written_between_their_markers_and_nowhere_else(
-    tmp_path: Path,
-) -> None:
-    readme, page = tmp_path / "README.md", tmp_path / "benchmarks.md"
-    readme.write_text(f"before\n{docs.BEGIN}\nold\n{docs.END}\nafter\n")
-    assert docs.update(readme, page) == [readme, page]
-    assert docs.current(readme.read_text("utf-8")) == docs.numbers(docs.load())
-    assert page.read_text("utf-8") == docs.page(docs.load())
-    assert readme.read_text("utf-8").startswith("before\n")
-    assert readme.read_text("utf-8").endswith("\nafter\n")
-    assert docs.update(readme, page) == []
-    readme.write_text("no markers")
-    with pytest.raises(ValueError, match="must hold"):
-        docs.update(readme, page)
 
 
 # ------------------------------------------------------------------------------------- front doors
@@ -572,14 +375,6 @@ def test_commands_of_the_suites_readme_are_commands() -> None:
 # ------------------------------------------------------------------------------ claims for a CPU
 
 
-def test_the_comparison_with_trl_says_what_it_needs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "trl.experimental.ppo", None)
-    assert trl_iteration.main([]) == 1
-    assert "pip install trl==1.12.0" in capsys.readouterr().err
-
-
 def test_flop_are_those_of_the_products_the_attention_and_the_fused_head() -> None:
     n, h, v = 6, 8, 10
     hidden, weight = torch.randn(n, h, requires_grad=True), torch.randn(v, h, requires_grad=True)
@@ -597,32 +392,6 @@ def test_flop_are_those_of_the_products_the_attention_and_the_fused_head() -> No
     with flop.counted() as counter:
         torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
     assert counter.get_total_flops() == 2 * 2 * (2 * n * n * 4)
-
-
-def test_a_row_of_the_grid_has_its_floor_and_what_equal_efficiency_would_give() -> None:
-    result = trl_iteration.Result(
-        dataclasses.asdict(trl_iteration.Options(prompt=16)),
-        [2.0, 4.0],
-        [6.0, 12.0],
-        {"update": 1.0},
-        fastppo_flop=10**10,
-        trl_flop=2 * 10**10,
-        matmul_flop_per_second=1e10,
-    )
-    row = trl_grid.describe(dataclasses.asdict(result) | {"speed_up": result.speed_up})
-    cells = ["16 + 32 tokens, 2 × 64, V = 32000"]
-    cells += ["3.00 s", "1.00 s", "33 %", "9.00 s", "3.00", "2.00"]
-    assert trl_grid.cells(row) == cells
-    (cpu, *_) = docs.load()[::-1]
-    page = docs.page([cpu | {"trl_grid": {"date": "2026-01-02T00:00:00", "rows": [row]}}])
-    assert f"| {' | '.join(cells)} |" in page
-
-
-def test_options_of_the_iteration_come_back_from_their_own_flags() -> None:
-    for options in trl_grid.SHAPES:
-        parsed = vars(trl_iteration.build_parser().parse_args(options.flags()))
-        del parsed["json"]
-        assert trl_iteration.Options(**parsed) == options
 
 
 def test_a_claim_passes_up_to_its_limit_and_fails_behind_it() -> None:

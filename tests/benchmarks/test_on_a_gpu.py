@@ -37,27 +37,6 @@ def test_each_part_runs_and_nothing_in_it_fails(part: str, capfd) -> None:
         assert printed.count(" ms  best") >= 2
 
 
-def test_a_launch_parameter_is_put_back() -> None:
-    from fastppo_kernels import triton_views
-
-    before = triton_views.TILES
-    with on_a_gpu.launched_with(8, 2):
-        assert triton_views.tile(2**20, 2, singles=False).num_warps == 8
-    assert triton_views.TILES is before
-
-
-def test_a_line_that_fails_says_so_and_the_time_ends(capsys) -> None:
-    def fails() -> None:
-        raise ValueError("no such kernel")
-
-    on_a_gpu.Bench(torch.device("cpu"), 60).line("first", fails)
-    on_a_gpu.Bench(torch.device("cpu"), -1).line("second", fails)
-    first, second = capsys.readouterr().out.splitlines()
-    assert "FAILED ValueError: no such kernel" in first
-    assert "second" in second
-    assert "skipped" in second
-
-
 class ReachedError(Exception):
     """A command has taken its arguments and would begin."""
 

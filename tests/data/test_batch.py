@@ -61,12 +61,6 @@ def test_selecting_sequences_selects_their_tokens_in_the_order_asked_for() -> No
     assert BATCH.select(torch.tensor([1])).layout().input_ids.shape == (1, 2), "no more padding"
 
 
-def test_nothing_selected_is_an_empty_batch() -> None:
-    empty = BATCH.select(torch.tensor([], dtype=torch.int64))
-    assert (len(empty), empty.response_count) == (0, 0)
-    assert empty.layout().input_ids.shape == (0, 0)
-
-
 def test_wrong_prompts_are_refused() -> None:
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         Batch.of([[1], []], [[1], [1]])
@@ -81,21 +75,6 @@ def test_an_empty_response_has_a_final_position_and_predicts_nothing() -> None:
     assert batch.cu_seqlens.tolist() == [0, 0, 1]
     assert layout.predicting.tolist() == [2]
     assert layout.final.tolist() == [1, 3]
-
-
-def test_dtypes_and_places_are_those_that_are_stated() -> None:
-    """Lengths stay on the CPU, so nothing waits for a GPU; "meta" stands for another device."""
-    batch = Batch.of(PROMPTS, RESPONSES, "meta")
-    assert batch.tokens.device.type == "meta"
-    for lengths in (batch.prompt_lengths, batch.response_lengths, batch.lengths):
-        assert (lengths.device.type, lengths.dtype) == ("cpu", torch.int64)
-    assert batch.response_count == 6
-    assert {x.device.type for x in batch.layout() if x is not None} == {"meta"}
-    packed = batch.packed_layout()
-    assert packed.packing is not None
-    assert {x.device.type for x in (*packed[:3], *packed.packing[:2])} == {"meta"}
-    assert batch.cu_seqlens.device.type == batch.response_tokens.device.type == "meta"
-    assert {x.dtype for x in BATCH.layout() if x is not None} == {torch.int64}
 
 
 def test_spans_are_consecutive_numbers_from_each_beginning() -> None:

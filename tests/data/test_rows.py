@@ -86,12 +86,6 @@ def test_a_name_that_can_only_be_a_path_is_known_as_such(name, only_a_path, tmp_
     assert not is_missing_path(str(tmp_path)), "it is there"
 
 
-def test_an_epoch_is_a_permutation_that_follows_from_seed_and_epoch_alone() -> None:
-    assert sorted(shuffled(50, 0, 0)) == list(range(50))
-    assert shuffled(50, 3, 2) == shuffled(50, 3, 2)
-    assert len({tuple(shuffled(50, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
-
-
 def test_the_visiting_order_is_that_of_the_epochs_one_after_the_other() -> None:
     epochs = [row for epoch in range(4) for row in shuffled(7, 5, epoch)]
     for start, size in ((0, 7), (0, 20), (5, 3), (6, 9), (13, 1), (3, 0)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-from tokenizers import processors
 
 from fastppo.data.rows import DataError, shuffled
 from fastppo.data.text import PretrainingText
@@ -44,15 +43,6 @@ def test_blocks_are_visited_in_the_shuffled_order_of_epochs() -> None:
 def test_text_that_cannot_be_used_is_refused(rows, block_size: int, says: str) -> None:
     with pytest.raises(DataError, match=says):
         PretrainingText(rows, tiny.tokenizer(), block_size, source="mine")
-
-
-def test_a_tokenizer_that_ends_every_text_does_not_end_it_twice() -> None:
-    tokenizer = tiny.tokenizer()
-    ending = processors.TemplateProcessing("$A <eos>", special_tokens=[("<eos>", EOS)])
-    tokenizer.backend_tokenizer.post_processor = ending
-    assert tokenizer("w1")["input_ids"] == [4, EOS]
-    text = PretrainingText(ROWS, tokenizer, 4)
-    assert text.blocks.tolist() == [[4, 5, 6, EOS], [7, EOS, 8, 9]]
 
 
 def test_a_tokenizer_without_eos_is_refused() -> None:

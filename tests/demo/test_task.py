@@ -9,12 +9,9 @@ import pytest
 from fastppo.demo.task import (
     _SENTENCE,
     MAX_SENTENCES,
-    blemish,
     describe,
     gold_reward,
     make_data,
-    make_tokenizer,
-    prompts,
 )
 
 PROMPT = "tell me about the red fox ."
@@ -48,17 +45,6 @@ def test_descriptions_are_of_the_grammar_and_of_the_creature_that_was_asked_abou
         assert "fox" in sentences[0].split()
 
 
-def test_blemishes_are_faults_that_cost() -> None:
-    """Some gain by chance, as where a harsh word is left out; on average they lose."""
-    draw = random.Random(0)
-    flawless = [describe(PROMPT, draw) for _ in range(1000)]
-    faulty = [blemish(text, draw) for text in flawless]
-    assert all(faulty)
-    assert sum(a != b for a, b in zip(flawless, faulty, strict=True)) > 900
-    before, after = (sum(gold_reward([PROMPT] * 1000, texts)) for texts in (flawless, faulty))
-    assert after < 0.8 * before
-
-
 def test_the_data_follow_from_the_seed_and_hold_prompts_back() -> None:
     assert make_data(3, pairs=50) == make_data(3, pairs=50)
     data = make_data(0, pairs=400)
@@ -72,13 +58,3 @@ def test_the_data_follow_from_the_seed_and_hold_prompts_back() -> None:
     ]
     right = sum(chosen >= rejected for chosen, rejected in better) / len(better)
     assert 0.75 < right < 1.0  # labelled with noise, as people would
-
-
-def test_every_word_of_the_language_is_a_token() -> None:
-    tokenizer = make_tokenizer()
-    draw = random.Random(0)
-    for prompt in prompts():
-        text = f"{prompt} {describe(prompt, draw)}"
-        ids = tokenizer(text)["input_ids"]
-        assert tokenizer.unk_token_id not in ids
-        assert len(ids) == len(text.split())

@@ -324,32 +324,6 @@ def test_a_view_of_shifted_logits_is_as_good_as_its_copy(masked: bool, dtype: to
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-@paths
-def test_a_retained_graph_gives_the_same_gradient_each_time(dtype: torch.dtype, path: str) -> None:
-    """Times what comes from above. A leaf adds to its gradient in place, which must not reach what
-    the graph has saved."""
-    data = draws.batch((N,), V, dtype).leaf()
-    hidden, weight, bias = head((N,), V, H, dtype)
-    if path == "logits":
-        loss = fastppo.ppo_loss(*data).loss
-        leaves = [data.logits]
-    else:
-        loss = fastppo.linear_ppo_loss(hidden, weight, *data[1:], bias=bias).loss
-        leaves = [hidden, weight, bias]
-    first = [g.clone() for g in torch.autograd.grad(loss, leaves, retain_graph=True)]
-    # Powers of two: exact in every dtype, but for the smallest numbers of fp16.
-    downwards = -1.0 if dtype == torch.float16 else -0.5
-    for upstream, count in ((1.0, 1), (1.0, 4), (downwards, 2)):
-        for leaf in leaves:
-            leaf.grad = None
-        for _ in range(count):
-            (upstream * loss).backward(retain_graph=True)
-        for leaf, grad in zip(leaves, first, strict=True):
-            assert leaf.grad is not None
-            assert torch.equal(leaf.grad, upstream * count * grad)
-
-
 def test_nothing_but_logits_or_the_head_gets_a_gradient() -> None:
     """Old logprobs, advantages, references, weights and temperatures are constants of the loss."""
     data = draws.batch((N,), V)
@@ -401,23 +375,6 @@ def test_in_place_gives_the_same_bits_in_the_logits_own_memory(
         assert torch.equal(one, other)
     (grad,) = torch.autograd.grad(out.loss, leaf)
     assert torch.equal(grad, expected_grad)
-
-
-def test_in_place_takes_any_rows_that_lie_apart_and_leaves_the_rest_alone() -> None:
-    """A view of the shifted logits, and a transposed [T, B, V]: the outer axis with the smaller
-    stride."""
-    data = draws.batch((3, 5), V)
-    _, expected = run("logits", data, {})
-    room = torch.zeros(3, 6, V, dtype=torch.float64)
-    room[:, :-1] = data.logits
-    by_time = data.logits.transpose(0, 1).contiguous()
-    for logits in (room[:, :-1], by_time.transpose(0, 1)):
-        fastppo.ppo_loss(logits.requires_grad_(), *data[1:], inplace=True)
-        assert torch.equal(logits.detach(), expected)
-    assert (room[:, -1] == 0).all()
-    overlapping = data.logits[:1].expand(3, -1, -1).requires_grad_()
-    with pytest.raises(ValueError, match="rows that do not overlap"):
-        fastppo.ppo_loss(overlapping, *data[1:], inplace=True)
 
 
 # ------------------------------------------------------------------------------------------ masks

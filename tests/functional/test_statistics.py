@@ -99,22 +99,6 @@ def test_statistics_and_their_gradients_are_the_definition_s(
     assert_near([grad], [expected_grad], tolerance)
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 2), (2, 0)], ids=str)
-def test_leading_axes_are_only_a_shape(shape: tuple[int, ...]) -> None:
-    hidden, weight, bias = head(int(torch.Size(shape).numel()), V, H)
-    tokens = torch.randint(V, shape)
-    whole = hidden.detach().view(*shape, H)
-    ref = {"ref_hidden": whole + 1, "ref_weight": weight.detach()}
-    actual = fastppo.linear_token_stats(whole, weight, tokens, bias=bias, **ref)
-    flat = fastppo.linear_token_stats(
-        hidden, weight, tokens.flatten(), bias=bias, ref_hidden=hidden.detach() + 1,
-        ref_weight=weight.detach(),
-    )  # fmt: skip
-    for one, other in zip(actual, flat, strict=True):
-        assert one is not None
-        assert torch.equal(one, other.view(shape))
-
-
 def test_without_a_reference_there_is_no_kl() -> None:
     hidden, weight, bias = head(N, V, H)
     tokens = torch.randint(V, (N,))
@@ -142,19 +126,6 @@ def test_the_kl_of_a_head_to_itself_is_zero_and_so_is_its_gradient(dtype: torch.
     assert (stats.kl == 0).all()
     for grad in torch.autograd.grad(stats.kl.sum(), (hidden, weight, bias)):
         assert (grad == 0).all()
-
-
-def test_upstream_gradients_of_stride_0_are_read_as_any_other() -> None:
-    """`sum()` sends back a gradient expanded from one number."""
-    data = draws.batch((N,), V).leaf()
-    hidden, weight, _ = head(N, V, H)
-    for x, logprobs in (
-        (data.logits, fastppo.token_logprobs(data.logits, data.tokens)),
-        (hidden, fastppo.linear_token_logprobs(hidden, weight, data.tokens)),
-    ):
-        (expanded,) = torch.autograd.grad(logprobs.sum(), x, retain_graph=True)
-        (dense,) = torch.autograd.grad(logprobs, x, torch.ones_like(logprobs))
-        assert torch.equal(expanded, dense)
 
 
 def test_sampled_estimators_average_to_the_exact_kl() -> None:

@@ -69,16 +69,6 @@ def test_an_attention_that_is_not_wrapped_is_not_marked() -> None:
     assert not takes_mark(model.base_model)
 
 
-def test_calls_without_the_mark_are_transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real mask of zero width does not exist, so the mark is mistaken for none."""
-    seen = []
-    wrapped = attention._knowing_the_mark("sdpa", lambda *args, **keywords: seen.append(args[4]))
-    x, mask = torch.zeros(1, 1, 2, 4), torch.ones(1, 1, 2, 2, dtype=torch.bool)
-    for each in (None, mask, mark(x.device)):
-        wrapped(torch.nn.Identity(), x, x, x, each)
-    assert seen == [None, mask, None]
-
-
 # ---------------------------------------------------------------------------------- packed rows
 
 

@@ -11,7 +11,6 @@ from fastppo.data.batch import Batch
 from fastppo.data.microbatches import Limits, split
 from fastppo.models.adapters import add_adapters
 from fastppo.models.policy import ActorCritic, LanguageModel
-from fastppo.models.value import critic_of_policy
 
 BATCH = Batch.of([[5, 9], [7, 8, 6, 12]], [[10, 11, 1], [13, 3]])
 
@@ -64,23 +63,6 @@ def test_response_logprobs_are_those_of_each_sequence_alone(
     # fp32, padded rows against rows alone
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     assert not found.requires_grad
-
-
-def test_an_evaluation_is_of_the_tokens_and_of_the_states_around_them() -> None:
-    actor = ActorCritic(tiny.model())
-    torch.nn.init.normal_(actor.value_function.head.weight)
-    found = actor.evaluate(BATCH, temperature=0.7)
-    logprobs, entropy = _plain(actor.causal_lm, 0.7)
-    torch.testing.assert_close(found.logprobs, logprobs, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.entropy, entropy, rtol=1e-5, atol=1e-5)
-    with torch.no_grad():
-        _, values = actor(LAYOUT)
-        _, last = actor(LAYOUT, LAYOUT.final)
-    # The head's product over other numbers of rows
-    torch.testing.assert_close(found.values, values, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.final_values, last, rtol=1e-5, atol=1e-5)
-    assert len(found.final_values) == len(BATCH)
-    assert not any(part.requires_grad for part in found)
 
 
 def test_evaluations_of_parts_join_to_that_of_the_whole() -> None:
@@ -161,18 +143,3 @@ def test_a_saved_policy_is_the_plain_model_without_the_value_function(tmp_path) 
     own = actor.causal_lm.state_dict()
     assert saved.keys() == own.keys()
     assert all(torch.equal(saved[name], own[name]) for name in own)
-
-
-def test_a_value_function_comes_back_with_all_that_it_owns(tmp_path) -> None:
-    def make() -> ActorCritic:
-        causal_lm = tiny.model()
-        return ActorCritic(causal_lm, None, critic_of_policy(causal_lm))
-
-    one, other = make(), make()
-    with torch.no_grad():
-        for parameter in one.value_function.parameters():
-            parameter.normal_()
-    one.save_value_function(tmp_path / "value_function.safetensors")
-    other.load_value_function(tmp_path / "value_function.safetensors")
-    for mine, its in zip(one.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, its)

@@ -11,15 +11,12 @@ import tiny
 import torch
 from transformers import AutoModelForSequenceClassification, Qwen2ForTokenClassification, T5Config
 
-from fastppo.models.policy import LanguageModel
 from fastppo.models.pretrained import (
     attention_implementation,
     check_vocabulary,
-    is_sequence_classifier,
     load_causal_lm,
     load_tokenizer,
     load_whole,
-    model_config,
     pad_token_id,
     stop_token_ids,
 )
@@ -104,12 +101,6 @@ def test_files_that_cannot_be_read_are_named(tmp_path) -> None:
         load_causal_lm(str(model))
 
 
-def test_a_tied_head_is_not_missing(tmp_path) -> None:
-    tied = load_causal_lm(tiny.saved_model(tmp_path, "gpt2"), dtype=torch.bfloat16)
-    assert tied.dtype == torch.bfloat16
-    LanguageModel(tied).check_heads()
-
-
 def test_a_missing_tokenizer_is_named(tmp_path) -> None:
     tiny.model().save_pretrained(tmp_path)
     says = f"model {tmp_path}: no tokenizer is there; save it beside the model by tokenizer.save"
@@ -130,11 +121,6 @@ def test_attention_is_flash_where_it_can_run_and_transformers_choice_elsewhere(m
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert attention_implementation("auto", torch.bfloat16) is None
     assert attention_implementation("eager", torch.float32) == "eager"
-
-
-def test_a_config_says_what_kind_of_model_it_is_of(tmp_path) -> None:
-    assert not is_sequence_classifier(model_config(tiny.saved_model(tmp_path / "sft")))
-    assert is_sequence_classifier(model_config(tiny.saved_reward_model(tmp_path / "rm")))
 
 
 # ------------------------------------------------------------------------------------------- tokens

@@ -113,20 +113,6 @@ def test_matrices_that_cannot_be_quantized_are_refused(save_model, says, tmp_pat
         _trainer(tmp_path)
 
 
-def test_without_bitsandbytes_a_sentence_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *more: None if name == "bitsandbytes" else found(name, *more),
-    )
-    says = r"quantization=nf4 needs bitsandbytes, .*: pip install 'bitsandbytes>="
-    with pytest.raises(ValueError, match=says):
-        _trainer(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("more", "says"),
     [
@@ -147,11 +133,6 @@ def test_a_model_that_is_passed_in_is_not_quantized(tmp_path: Path) -> None:
     config = PPOConfig(**tiny.options(tmp_path, **NF4))
     with pytest.raises(ValueError, match="quantization=nf4: a model that is passed in stays as it"):
         PPOTrainer(config, model=tiny.model(), tokenizer=tiny.tokenizer())
-
-
-def test_bytes_of_a_matrix_are_its_nibbles_scales_and_their_scales() -> None:
-    """A weight has 4 bits, 8/64 of its scale and 32/(64·256) of that one's: 4.127."""
-    assert quantized.bytes_of(2**24) * 8 / 2**24 == pytest.approx(4.127, abs=1e-3)
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import tiny
 import torch
-from transformers import AutoConfig, AutoModel
 
-import fastppo
 from fastppo.data.batch import Batch
 from fastppo.models.policy import ActorCritic
 from fastppo.models.trunk import (
@@ -48,15 +44,6 @@ def test_without_a_mask_every_position_is_a_token(architecture: str) -> None:
     torch.testing.assert_close(masked[0], whole[0], rtol=1e-5, atol=1e-5)
 
 
-def test_the_program_runs_a_trunk_at_one_place() -> None:
-    """How attention is computed, and over how many devices, is decided there and nowhere else. An
-    adapter runs a trunk as the trainer that it is for would."""
-    package = Path(fastppo.__file__).parent
-    places = [p for p in package.rglob("*.py") if "last_hidden_state" in p.read_text("utf-8")]
-    names = {p.relative_to(package).as_posix() for p in places}
-    assert {name for name in names if not name.startswith("integrations/")} == {"models/trunk.py"}
-
-
 @pytest.mark.parametrize("architecture", tiny.TRAINED)
 def test_dropout_is_off_even_in_training_mode(architecture: str) -> None:
     """OPT's config here asks for a dropout of 0.3, GPT-2's default is 0.1."""
@@ -78,21 +65,6 @@ def test_the_context_is_what_the_config_says() -> None:
                 return cls
 
     assert context_length(Unlimited()) is None
-
-
-@pytest.mark.parametrize(("kind", "context"), [("bert", 34), ("roberta", 32)])
-def test_positions_that_begin_behind_the_padding_token_are_not_counted(kind, context) -> None:
-    """RoBERTa's first token is at position 2 where its padding is 1: 514 positions, 512 tokens."""
-    config = AutoConfig.for_model(
-        kind, vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
-        intermediate_size=8, max_position_embeddings=34, pad_token_id=1,
-    )  # fmt: skip
-    model = AutoModel.from_config(config).eval()
-    assert context_length(model) == context
-    hidden_states(model, torch.full((1, context), 3), torch.ones(1, context, dtype=torch.int64))
-    longer = torch.full((1, context + 1), 3)
-    with pytest.raises((IndexError, RuntimeError)):
-        hidden_states(model, longer, torch.ones_like(longer))
 
 
 @pytest.mark.parametrize("architecture", tiny.TRAINED)

@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import environments
 import pytest
 import tiny
 import torch
 
-from fastppo.data.prompts import Prompts
 from fastppo.data.rows import DataError
 from fastppo.data.world import World
 from fastppo.models.from_files import empty_causal_lm
@@ -87,15 +85,6 @@ def test_sampling_stops_and_draws_as_the_options_say(tmp_path: Path) -> None:
     assert _build(tmp_path).sampling.stop_token_ids == (tiny.tokenizer().eos_token_id,)
 
 
-def test_turns_are_played_as_the_options_say(tmp_path: Path) -> None:
-    options = {"max_turns": 3, "max_response_tokens": 9}
-    turns = _build(tmp_path, **options, environment=environments.Calculator).turns
-    assert (turns.max_turns, turns.max_tokens, turns.context) == (3, 9, tiny.CONTEXT)
-    for name, value in options.items():
-        with pytest.raises(ValueError, match=f"{name} has an effect only with environment"):
-            _build(tmp_path, **{name: value})
-
-
 def test_the_engine_samples_from_the_policy_itself_unless_another_is_given(tmp_path: Path) -> None:
     components = _build(tmp_path, generate_batch_size=3, bootstrap_truncated=True)
     assert isinstance(components.engine, DecoderEngine)
@@ -108,24 +97,6 @@ def test_the_engine_samples_from_the_policy_itself_unless_another_is_given(tmp_p
     assert (components.engine.batch_size, components.engine.compute_dtype) == (3, torch.bfloat16)
     engine = GenerateEngine(tiny.model(), 0)
     assert _build(tmp_path, engine=engine).engine is engine
-
-
-def test_a_run_without_prompts_or_text_has_none(tmp_path: Path) -> None:
-    components = _build(tmp_path)
-    assert components.prompts is None
-    assert components.pretraining is None
-    assert components.scorer.terms == components.scorer.monitors == []
-
-
-def test_prompts_and_text_are_read_from_their_files(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text('{"question": "w1 w2", "wanted": "w3"}\n')
-    (tmp_path / "t.jsonl").write_text('{"text": "w1 w2 w3"}\n')
-    files = {"prompts": str(tmp_path / "p.jsonl"), "ptx_data": str(tmp_path / "t.jsonl")}
-    options = {"prompt_column": "question", "ptx_coef": 1.0, "ptx_block_size": 4}
-    config = PPOConfig(**tiny.options(tmp_path, **files, **options))
-    components = build(config, model=tiny.model(), tokenizer=tiny.tokenizer())
-    assert components.prompts == Prompts(["w1 w2"], [[4, 5]], {"wanted": ["w3"]})
-    assert components.pretraining.blocks.tolist() == [[4, 5, 6, 1]]
 
 
 def test_rewards_have_their_weights_and_an_ensemble_comes_last(tmp_path: Path) -> None:
@@ -162,15 +133,6 @@ def test_an_ensemble_is_one_reward(by: str, wanted: float, tmp_path: Path) -> No
     scores = scores_of(trainer, [[10, 1], [5, 1]])
     assert scores.total.tolist() == [1 / 8 + 10 * wanted, 10 * wanted]
     assert trainer.train()["ensemble_disagreement"] == 1.0
-
-
-def test_with_lora_a_critic_trains_adapters_of_its_own(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, lora_rank=2, value_model="critic")
-    trained = [n for n, p in trainer.model.named_parameters() if p.requires_grad]
-    own = [n for n in trained if n.startswith("value_function.") and ".head." not in n]
-    assert own
-    assert all("lora" in name for name in own)
-    assert trainer.train()["value_loss"] > 0
 
 
 # ------------------------------------------------------------------------------------ the reference
@@ -219,13 +181,6 @@ def test_a_model_of_another_vocabulary_is_refused(option: str, tmp_path: Path) -
     options = {option: name, "value_model": "critic" if option == "critic_model" else "shared"}
     with pytest.raises(ValueError, match=rf"{option} .* another vocabulary \(44 tokens\)"):
         _build(tmp_path, **options)
-
-
-def test_the_exact_kl_wants_the_same_logit_transform(tmp_path: Path) -> None:
-    other = tiny.saved_model(tmp_path / "other", "gemma2")
-    with pytest.raises(ValueError, match=r"exact KL .* soft-cap"):
-        make_trainer(tmp_path, reference_model=other, kl_estimator="full")
-    make_trainer(tmp_path, reference_model=other)  # k1 reads each model's own logprobs
 
 
 # ------------------------------------------------------------------------------------- the contexts

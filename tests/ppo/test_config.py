@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -173,12 +172,6 @@ def test_options_that_do_not_fit_together_are_refused(options: dict[str, Any], s
         PPOConfig(**options)
 
 
-def test_a_combination_is_checked_anew_when_one_option_is_replaced() -> None:
-    config = PPOConfig(objective="penalty", policy_kl_target=0.1)
-    with pytest.raises(ValueError, match="effect only with objective=penalty"):
-        replace(config, objective="clip")
-
-
 def test_the_defaults_go_together_and_warn_of_what_can_be_read() -> None:
     config = PPOConfig()
     assert config.warn_if == tuple(WARNINGS)
@@ -203,17 +196,6 @@ def test_the_options_of_an_iteration_have_each_schedules_value_in_its_place() ->
     assert replace(found[3], entropy_coef=0.4, vf_coef=0.5) == config
 
 
-def test_without_schedules_the_options_of_an_iteration_are_the_runs() -> None:
-    config = PPOConfig()
-    assert config.at(3) is config
-    assert config.scheduled_values() == {}
-
-
-def test_a_run_of_one_iteration_begins_where_its_schedules_do() -> None:
-    config = PPOConfig(iterations=1, kl_coef=0.2, schedules=["kl_coef=linear:0"])
-    assert config.at(0).kl_coef == 0.2
-
-
 # --------------------------------------------------------------------------- what follows from them
 
 
@@ -230,28 +212,6 @@ def test_a_run_of_one_iteration_begins_where_its_schedules_do() -> None:
 )
 def test_a_reference_model_is_wanted_where_a_kl_to_it_is_or_comes(options, wanted: bool) -> None:
     assert PPOConfig(**options).wants_reference == wanted
-
-
-def test_the_clip_range_is_symmetric_unless_it_is_given() -> None:
-    assert PPOConfig(clip_ratio=0.1).clip_range == (0.1, 0.1)
-    assert PPOConfig(clip_ratio=0.1, clip_ratio_high=0.3).clip_range == (0.1, 0.3)
-    assert PPOConfig(clip_ratio_high=0.0).clip_range == (0.2, 0.0)
-
-
-def test_an_update_ends_above_its_kl() -> None:
-    config = PPOConfig(early_stop_kl=0.1)
-    assert config.stops_at(0.11)
-    assert not config.stops_at(0.1)
-    assert not PPOConfig().stops_at(math.inf)
-
-
-def test_steps_are_counted_over_the_whole_run() -> None:
-    config = PPOConfig(iterations=5, ppo_epochs=3, minibatches=2)
-    assert (config.steps_per_iteration, config.optimizer_steps) == (6, 30)
-    assert PPOConfig(temperature=0.7, backend="torch").softmax == {
-        "temperature": 0.7,
-        "backend": "torch",
-    }
 
 
 # -------------------------------------------------------------------------------- what was removed

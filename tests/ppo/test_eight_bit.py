@@ -15,7 +15,6 @@ from torch import nn
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.eight_bit import NEEDED, adamw_8bit, empty_moments, is_quantized
 from fastppo.ppo.memory import make_plan
-from fastppo.ppo.optimizer import set_learning_rate
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.log import read_jsonl
 
@@ -46,14 +45,6 @@ def test_without_torchao_the_option_is_refused(monkeypatch) -> None:
     adamw_8bit.cache_clear()
     with pytest.raises(ValueError, match=f"optimizer=adamw8bit needs torchao.*{NEEDED}"):
         adamw_8bit()
-
-
-def test_small_tensors_and_odd_ones_keep_fp32_moments() -> None:
-    assert is_quantized(torch.empty(64, 64))
-    assert not is_quantized(torch.empty(64, 63)), "below 4096"
-    assert not is_quantized(torch.empty(4097)), "not in blocks of 256"
-    assert sum(x.nbytes for x in empty_moments(torch.empty(64, 64))) == 2 * 4096 + 2 * 4 * 16
-    assert sum(x.nbytes for x in empty_moments(torch.empty(4097))) == 8 * 4097
 
 
 @needs_torchao
@@ -125,16 +116,6 @@ def test_what_is_restored_goes_on_to_the_bit() -> None:
     _step(resumed, 3)
     assert torch.equal(other, matrix)
     assert not torch.equal(other, weights)
-
-
-@needs_torchao
-def test_the_rate_of_a_compiled_step_is_changed_in_place() -> None:
-    _, _, optimizer = _weights()
-    rate = optimizer.param_groups[0]["lr"]
-    config = PPOConfig(model="m", warmup_steps=4, optimizer="adamw8bit")
-    assert set_learning_rate(optimizer, 1, config) == 0.5e-4
-    assert optimizer.param_groups[0]["lr"] is rate
-    assert rate.item() == pytest.approx(0.5e-4)
 
 
 def _config() -> Any:

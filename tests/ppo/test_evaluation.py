@@ -13,10 +13,8 @@ import tiny
 import torch
 
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.evaluation import Progress
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.log import read_jsonl
-from fastppo.run.panels import PANELS
 from fastppo.run.report import write_report
 from runs import make_trainer, records
 
@@ -111,15 +109,6 @@ def test_what_a_reward_or_an_environment_draws_leaves_no_trace_either(
     assert len({line["reward"] for line in records(one)}) == 3
 
 
-def test_it_scores_what_is_watched_too(tmp_path: Path) -> None:
-    (tmp_path / "gold.py").write_text(REWARD)
-    gold = [f"{tmp_path / 'gold.py'}:one"]
-    metrics = _trainer(tmp_path, eval_interval=1, monitor_rewards=gold, iterations=1).train()
-    wanted = sum(1.0 + (row["wanted"] == "w0") for row in tiny.PROMPTS[:20]) / 20
-    assert metrics["eval/monitor/one"] == pytest.approx(wanted)
-    assert metrics["eval/reward"] == metrics["eval/reward/count_w7"] < 1
-
-
 def test_a_run_ends_where_it_rises_no_more_and_keeps_its_best(tmp_path: Path) -> None:
     """A reward that is the same for ever: the first evaluation is the best, two follow."""
     (tmp_path / "gold.py").write_text(REWARD)
@@ -133,16 +122,6 @@ def test_a_run_ends_where_it_rises_no_more_and_keeps_its_best(tmp_path: Path) ->
     again.train()
     assert again.state.iteration == 6, "what ended the run is in the checkpoint"
     assert again.state.evaluations == trainer.state.evaluations
-
-
-def test_a_warm_up_does_not_try_its_patience(tmp_path: Path) -> None:
-    """The policy does not move in it, so no evaluation is better than the first."""
-    options = {"eval_interval": 1, "eval_patience": 1, "value_warmup_iterations": 3}
-    (tmp_path / "gold.py").write_text(REWARD)
-    options["rewards"] = [f"{tmp_path / 'gold.py'}:same"]
-    trainer = _trainer(tmp_path, **options, iterations=9)
-    trainer.train()
-    assert trainer.state.iteration == 4
 
 
 def test_the_first_responses_are_kept(tmp_path: Path) -> None:
@@ -164,16 +143,6 @@ def test_the_first_responses_are_kept(tmp_path: Path) -> None:
     again = _trainer(tmp_path, **options, rollout_batch_size=8, iterations=3, resume=True)
     again.train()
     assert read_jsonl(Path(again.config.output_dir) / "eval_samples.jsonl")[:32] == lines
-
-
-def test_only_a_better_one_counts() -> None:
-    progress = Progress()
-    nan = float("nan")
-    for reward, since in ((nan, 1), (1.0, 0), (0.5, 1), (1.0, 2), (nan, 3), (1.5, 0), (1.0, 1)):
-        progress.take(reward)
-        assert progress.since == since
-    assert (progress.best, progress.is_over(None)) == (1.5, False)
-    assert [progress.is_over(patience) for patience in (1, 2)] == [True, False]
 
 
 def test_a_dropped_sample_is_not_among_its_means(tmp_path: Path) -> None:
@@ -218,8 +187,3 @@ def test_its_options_need_its_prompts(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(ValueError, match=f"{name} has an effect only with eval_prompts"):
         PPOConfig(**options)
-
-
-def test_the_report_has_a_panel_of_it() -> None:
-    (panel,) = [panel for panel in PANELS if "eval/reward" in panel.metrics]
-    assert "eval/greedy/reward" in panel.metrics

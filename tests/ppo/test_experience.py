@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, replace
-
 import pytest
 import torch
 
@@ -71,13 +69,6 @@ def test_packed_weights_follow_the_aggregation(aggregation: str, expected: list[
     assert _experience().weighted(aggregation).token_weights.tolist() == weights.tolist()
 
 
-def test_what_is_optional_is_selected_too() -> None:
-    whole = replace(_experience(), ref_logprobs=torch.arange(6.0)).weighted("token-sum")
-    part = whole.select(torch.tensor([2, 1]))
-    assert part.ref_logprobs.tolist() == [4, 5, 3]
-    assert part.token_weights.tolist() == [1, 1, 1]
-
-
 def test_weights_are_of_the_minibatch_and_stay_when_it_is_cut() -> None:
     """So the split into microbatches does not matter."""
     minibatch = _experience().weighted("seq-mean-token-mean")
@@ -86,16 +77,6 @@ def test_weights_are_of_the_minibatch_and_stay_when_it_is_cut() -> None:
     joined = torch.cat([parts[row].token_weights for row in range(len(minibatch))])
     assert torch.equal(joined, minibatch.token_weights)
     assert joined.sum().item() == pytest.approx(1)
-
-
-def test_weighting_and_selecting_leave_the_experience_as_it_is() -> None:
-    whole = _experience()
-    whole.weighted("token-mean")
-    whole.select(torch.tensor([0]))
-    assert whole.token_weights is None
-    assert len(whole) == 3
-    with pytest.raises(FrozenInstanceError):
-        whole.advantages = torch.zeros(6)
 
 
 @pytest.mark.parametrize("limits", [Limits(1), Limits(3)])
@@ -108,7 +89,3 @@ def test_ranks_share_a_minibatch_and_run_as_many_microbatches_each(limits: Limit
     assert weights.sum().item() == pytest.approx(1)
     values = torch.cat([micro.old_values for parts in by_rank for micro in parts])
     assert values[weights > 0].sort().values.tolist() == [*range(10, 16)]
-
-
-def test_no_sequences_have_no_weights() -> None:
-    assert token_weights(torch.tensor([], dtype=torch.int64), "token-sum").shape == (0,)

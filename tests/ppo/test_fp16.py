@@ -10,10 +10,8 @@ import tiny
 import torch
 
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.memory import make_plan
 from fastppo.ppo.state import LEAST_SCALE
 from fastppo.ppo.trainer import PPOTrainer
-from fastppo.stages.sft import SFTConfig
 from runs import first_experience, make_trainer, records, update_gradients
 
 FP16: dict[str, Any] = {"precision": "fp16"}
@@ -65,23 +63,6 @@ def test_a_gradient_beyond_fp16_skips_the_step_and_halves_the_scale(tmp_path: Pa
         assert torch.equal(one, other)
     assert trainer.state.optimizer_step == 1
     assert not (tmp_path / "run" / "skipped").exists()
-
-
-def test_smaller_scales_follow_until_the_steps_are_taken(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, **FP16, iterations=12)
-    _set_scale(trainer, 2.0**40)
-    before = _weights(trainer)
-    trainer.train()
-    lines = records(trainer)
-    overflowed = [line["overflowed_steps"] for line in lines]
-    assert overflowed[0] == 4
-    assert overflowed[-1] == 0
-    assert lines[-1]["loss_scale"] == 2.0 ** (40 - sum(overflowed))
-    assert any(
-        not torch.equal(one, other)
-        for one, other in zip(before, trainer.model.parameters(), strict=True)
-    )
-    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 
 def test_a_clip_is_of_the_gradient_without_its_scale(tmp_path: Path) -> None:
@@ -150,31 +131,6 @@ def test_what_has_no_gradient_under_a_scale_is_refused(more: dict[str, Any]) -> 
     with pytest.raises(ValueError, match="precision=fp16 "):
         PPOConfig(**FP16, **more)
     PPOConfig(**more)
-
-
-def test_the_stages_before_have_no_loss_scale() -> None:
-    with pytest.raises(
-        ValueError, match="precision=fp16 needs the loss scale that `fastppo train`"
-    ):
-        SFTConfig(precision="fp16")
-
-
-def test_a_plan_has_the_gradient_of_the_logits_beside_them(tmp_path: Path) -> None:
-    shape = tiny.CONFIGS["llama"]()
-    shape.vocab_size = 20_000  # so that the update is at its peak in the loss
-    model = str(tmp_path / "model")
-    tiny.model_of(shape).save_pretrained(model)
-    held = {}
-    for precision in ("bf16", "fp16"):
-        config = PPOConfig(**tiny.options(tmp_path, model=model, precision=precision))
-        (update,) = [each for each in make_plan(config, 8).phases if each.name == "update"]
-        held[precision] = update.parts["activations"]
-    assert held["fp16"] > held["bf16"] > 0
-
-
-def test_without_it_there_is_no_scale(tmp_path: Path) -> None:
-    metrics = make_trainer(tmp_path, **ONE_STEP).train()
-    assert not {"loss_scale", "overflowed_steps"} & {*metrics}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -50,15 +50,6 @@ def test_updates_below_the_weights_resolution_add_up() -> None:
     assert rounded.dtype == torch.bfloat16
 
 
-def test_a_weight_in_fp32_is_its_own_master() -> None:
-    rounded, whole, optimizer = _pair()
-    assert optimizer.param_groups[1]["params"] == [whole]
-    assert optimizer.weights == [rounded, whole]
-    _, _, plain = _pair(torch.float32)
-    assert [group["params"][0] for group in plain.param_groups] == plain.weights
-    assert "master" not in plain.state_dict()["state"].get(0, {})
-
-
 def test_gradients_of_microbatches_add_up_in_fp32() -> None:
     """256 + 1 is 256 in bfloat16."""
     rounded, _, optimizer = _pair()
@@ -93,17 +84,6 @@ def test_a_resume_has_the_same_bits() -> None:
     assert torch.equal(rounded, other_rounded)
     for one, two in zip(optimizer.param_groups, other.param_groups, strict=True):
         assert torch.equal(one["params"][0], two["params"][0])
-
-
-def test_before_the_first_step_masters_are_saved_too() -> None:
-    _, _, optimizer = _pair()
-    state = optimizer.state_dict()["state"]
-    assert list(state) == [0]
-    _, whole, other = _pair()
-    state[0]["master"] = state[0]["master"] + 0.001
-    other.load_state_dict({**other.state_dict(), "state": state})
-    assert torch.equal(other.param_groups[0]["params"][0], state[0]["master"])
-    _step(other.weights[0], whole, other)  # its moments start as if nothing was loaded
 
 
 def test_the_gradient_is_clipped_where_the_model_has_it() -> None:

@@ -6,7 +6,6 @@ import gc
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 import tiny
 import torch
 from rich.console import Console
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import (
     AutoModelForCausalLM,
@@ -28,9 +26,8 @@ from transformers import (
 from fastppo import cli
 from fastppo.models.cache import ROOM
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.memory import Phase, Plan, make_plan
+from fastppo.ppo.memory import Plan, make_plan
 from fastppo.ppo.metrics import PhaseTimer
-from fastppo.ppo.shapes import LiveBytes
 from fastppo.ppo.trainer import PPOTrainer
 
 PROMPT, RESPONSE = 12, 4
@@ -280,28 +277,4 @@ def test_sequences_beyond_the_context_are_refused(tmp_path: Path, capsys) -> Non
     assert "longer than the context of 2048 tokens" in capsys.readouterr().err
 
 
-def test_a_verdict_is_of_the_largest_phase() -> None:
-    phases = [Phase(name, {"activations": size}) for name, size in (("rollout", 3), ("update", 2))]
-    plan = Plan(phases, 2.5, [])
-    assert plan.verdict.startswith("does not fit")
-    assert replace(plan, memory=3.0).verdict.startswith("fits")
-    assert plan.peak.name == "rollout"
-
-
 # ------------------------------------------------------------------------------------- the counting
-
-
-def test_bytes_are_live_as_long_as_their_storage_is() -> None:
-    live = LiveBytes()
-    with FakeTensorMode(), live:
-        held = torch.empty(10, 10)
-        with live.peak() as first:
-            doubled = held * 2
-            view = (doubled + 1).view(100)  # no storage of its own
-            del view
-        with live.peak() as second:
-            halved = held.to(torch.bfloat16)
-        assert halved.shape == (10, 10)
-        assert live.bytes == 400 + 400 + 200
-    assert (first.bytes, second.bytes) == (800, 200)
-    assert doubled.shape == (10, 10)

@@ -22,8 +22,6 @@ from fastppo.ppo.metrics import (
     explained_variance,
     response_metrics,
     sample_records,
-    status,
-    to_floats,
 )
 from fastppo.rewards.reward import Scored
 from fastppo.rewards.scorer import Scores
@@ -109,11 +107,6 @@ def test_losses_and_what_a_step_reports_are_means_over_the_steps() -> None:
     assert meter.metrics()["ptx_loss"] == 1.5
 
 
-def test_0d_tensors_become_numbers_by_their_names() -> None:
-    given = {"a": torch.tensor(1.5), "b": torch.tensor(2, dtype=torch.int64)}
-    assert to_floats(given) == {"a": 1.5, "b": 2.0}
-
-
 def test_the_timer_tells_each_phase_and_tokens_per_second_of_all() -> None:
     begun: list[str] = []
     timer = PhaseTimer(before=begun.append)
@@ -195,12 +188,3 @@ def test_the_first_responses_are_written_down_with_all_that_they_got() -> None:
     assert sample_records(responses, EXPERIENCE, [" a"]) == [first]
     without = replace(EXPERIENCE, ref_logprobs=None)
     assert sample_records(responses, without, [" a"])[0]["kl"] is None
-
-
-def test_the_bar_shows_the_numbers_that_people_watch() -> None:
-    assert status({"reward": 0.12345, "kl": 1.5, "entropy": 3.0}) == (
-        "reward 0.123  KL 1.50  entropy 3.00"
-    )
-    assert status({"reward": 1.0, "entropy": 3.0}) == "reward 1.000  entropy 3.00"
-    near = {"reward": 0.0, "kl": -0.001, "entropy": 3.0}
-    assert status(near) == "reward 0.000  KL 0.00  entropy 3.00"

@@ -9,11 +9,10 @@ import pytest
 import tiny
 import torch
 
-from fastppo.models.adapters import add_adapters
 from fastppo.models.policy import ActorCritic
 from fastppo.models.value import critic_of_policy
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.optimizer import clip_gradients, make_optimizer, schedule, set_learning_rate
+from fastppo.ppo.optimizer import clip_gradients, make_optimizer, schedule
 from runs import make_trainer, update_gradients
 
 
@@ -62,15 +61,6 @@ def test_neighbours_of_one_rate_and_decay_are_one_group(
     assert orders[0] == orders[1]
 
 
-def test_only_what_is_trained_is_in_the_optimizer() -> None:
-    causal_lm = tiny.model()
-    peft = add_adapters(causal_lm, rank=2, alpha=4.0)
-    model = ActorCritic(causal_lm, peft)
-    optimizer = make_optimizer(model, PPOConfig(lora_rank=2))
-    found = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert found == {id(p) for p in model.parameters() if p.requires_grad}
-
-
 def test_values_have_the_policys_rate_unless_they_have_one() -> None:
     groups = make_optimizer(_model(), PPOConfig(learning_rate=1e-4)).param_groups
     assert {group["lr"] for group in groups} == {1e-4}
@@ -106,27 +96,6 @@ def test_gradients_are_clipped_to_the_norm_and_the_decay_is_on_matrices(tmp_path
 )
 def test_the_learning_rate_is_a_function_of_the_step(name, step, expected) -> None:
     assert schedule(name, step, warmup=10, total=100) == pytest.approx(expected)
-
-
-def test_a_step_beyond_the_run_has_the_last_rate() -> None:
-    assert schedule("linear", 10, warmup=0, total=8) == 0.0
-    assert schedule("linear", 7, warmup=7, total=7) == 1.0
-
-
-def test_every_group_moves_from_its_own_peak() -> None:
-    config = PPOConfig(
-        learning_rate=1e-4,
-        value_learning_rate=1e-2,
-        lr_schedule="linear",
-        iterations=5,
-        ppo_epochs=2,
-        minibatches=1,
-    )
-    optimizer = make_optimizer(_model(), config)
-    for step in (0, 4, 9):
-        assert set_learning_rate(optimizer, step, config) == pytest.approx(1e-4 * (1 - step / 10))
-        rates = [group["lr"] / group["peak_lr"] for group in optimizer.param_groups]
-        assert rates == pytest.approx([1 - step / 10] * len(rates))
 
 
 # ------------------------------------------------------------------------------------- the clipping

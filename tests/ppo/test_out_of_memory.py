@@ -107,25 +107,12 @@ def test_halving_starts_from_the_sequences_that_there_are() -> None:
     assert len(said) == 1
 
 
-def test_limits_in_tokens_are_halved_too() -> None:
-    halved = FittingLimits.halved
-    assert halved(Limits(16, 4096, True), 3) == Limits(2, 512, True)
-    assert halved(Limits(4, None), 3) == Limits(1, None)
-    assert halved(Limits(4, 5), 3).tokens == 1
-
-
 @pytest.mark.parametrize("limits", [Limits(4), Limits(4, 64), Limits(512)])
 def test_a_single_sequence_that_does_not_fit_ends_the_run_with_advice(limits: Limits) -> None:
     said: list[str] = []
     with pytest.raises(RuntimeError, match=r"one sequence per microbatch.*gradient_checkpointing"):
         _tried(FittingLimits(said.append), limits, 4, room=0)
     assert len(said) == len({*said}), "nothing is tried twice"
-
-
-def test_another_error_is_nobody_elses() -> None:
-    attempt = next(FittingLimits(print).attempts(Limits(4), 4))
-    with pytest.raises(RuntimeError, match=r"^shapes$"), attempt:
-        raise RuntimeError("shapes")
 
 
 def test_one_of_several_processes_does_not_begin_again_alone() -> None:

@@ -36,7 +36,6 @@ from runs import (
     one_step,
     perturb,
     records,
-    scores_of,
     update_gradients,
 )
 
@@ -340,12 +339,6 @@ def test_only_positions_that_predict_response_tokens_reach_the_heads(tmp_path: P
     assert sum(rows) < experience.batch.layout().input_ids.numel()
 
 
-def test_the_value_coefficient_scales_the_value_heads_gradient(tmp_path: Path) -> None:
-    one = update_gradients(tmp_path, vf_coef=0.5)["value_function.head.weight"]
-    four = update_gradients(tmp_path, vf_coef=2.0)["value_function.head.weight"]
-    torch.testing.assert_close(four, 4 * one)
-
-
 def test_the_aggregation_decides_the_loss(tmp_path: Path) -> None:
     """Sums over tokens are the mean's times the number of tokens."""
     mean = update_gradients(tmp_path, aggregation="token-mean", vf_coef=0.0)
@@ -356,25 +349,6 @@ def test_the_aggregation_decides_the_loss(tmp_path: Path) -> None:
     tokens = first_experience(trainer).batch.response_count
     scale = total[name].abs().max().item()
     torch.testing.assert_close(total[name], tokens * mean[name], rtol=1e-4, atol=1e-6 * scale)
-
-
-def test_a_schedule_moves_its_coefficient_over_the_run(tmp_path: Path) -> None:
-    """A bonus that fades from much to nothing is, in the last iteration, none."""
-    schedules = ["entropy_coef=linear:0", "kl_coef=cosine:0.1", "clip_ratio = linear : 0.1"]
-    options = {"iterations": 3, "entropy_coef": 0.3, "kl_coef": 0.2, "schedules": schedules}
-    trainer = make_trainer(tmp_path, **options)
-    trainer.train()
-    lines = records(trainer)
-    assert [line["kl_coef"] for line in lines] == pytest.approx([0.2, 0.15, 0.1])
-    recorded = [line["schedule/entropy_coef"] for line in lines]
-    assert recorded == pytest.approx([0.3, 0.15, 0.0])
-    assert [line["schedule/clip_ratio"] for line in lines] == pytest.approx([0.2, 0.15, 0.1])
-    trainer.state.iteration = 2
-    options = trainer.begin_iteration()
-    micro = first_experience(trainer).weighted("token-mean")
-    loss, _ = trainer.loss(micro, options)
-    without, _ = trainer.loss(micro, replace(options, schedules=[], entropy_coef=0.0))
-    assert torch.equal(loss, without)
 
 
 def test_ptx_adds_its_gradient_in_the_same_step(tmp_path: Path) -> None:
@@ -404,14 +378,6 @@ def test_early_stop_after_an_epoch_ends_the_update_there(tmp_path: Path) -> None
     )
     assert trainer.train()["early_stopped"] == 1
     assert trainer.state.optimizer_step == 2  # the minibatches of one epoch
-
-
-def test_an_early_stop_does_not_delay_the_learning_rate(tmp_path: Path) -> None:
-    """The schedule is a function of the iteration; steps that were not taken count as passed."""
-    stopped = make_trainer(tmp_path, early_stop_kl=1e-9, lr_schedule="linear", iterations=3)
-    stopped.train()
-    last = stopped.optimizer.param_groups[0]["lr"]
-    assert last == pytest.approx(1e-3 * (1 - 9 / 12))  # second of the last iteration's four steps
 
 
 # ----------------------------------------------------------------------- the reference, the values
@@ -473,12 +439,6 @@ def test_a_critic_is_saved_and_reports_the_norm_of_its_own_gradient(tmp_path: Pa
 
 
 # -------------------------------------------------------------------------------------- the rewards
-
-
-def test_a_missing_eos_costs_its_penalty(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, missing_eos_penalty=2.0)
-    scores = scores_of(trainer, [[5, 1], [5, 6]], ["stop", "length"])
-    assert scores.total.tolist() == [0.0, -2.0]
 
 
 def test_scores_are_normalised_and_clipped_before_they_become_returns(tmp_path: Path) -> None:
@@ -573,12 +533,6 @@ def test_step_learns_from_responses_of_ones_own(tmp_path: Path) -> None:
     assert metrics["reward"] == 0.5
     assert trainer.state.iteration == 5
     assert trainer.step([[4, 5]] * 4, [[6, 1]] * 4, torch.ones(4))["response_length"] == 2
-
-
-def test_step_watches_too(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, prompts=None, stop_if=["unique_responses < 0.9"])
-    with pytest.raises(RunStoppedError, match=r"unique_responses = 0\.5 < 0\.9"):
-        trainer.step(["w1", "w2"], ["w3 <eos>", "w3 <eos>"], [1.0, 0.0])
 
 
 def _stepped(tmp_path: Path, name: str, *given: Any, **more: Any) -> tuple[Any, dict[str, float]]:
@@ -677,20 +631,6 @@ def test_evaluation_leaves_no_trace(tmp_path: Path) -> None:
     assert result["kl"] == pytest.approx(0, abs=1e-4)
     assert len(result["completions"]) == len(tiny.PROMPTS)
     assert 0 < result["entropy"] < torch.log(torch.tensor(43.0))
-
-
-def test_evaluation_runs_no_value_function(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, value_model="critic")
-    plan = split(Batch.of([[4, 5], [6]], [[7, 8, 9], [3]]), trainer.config.limits())
-    wanted = trainer.model.evaluate_plan(plan)
-    logprobs, entropy = trainer.model.stats_of_plan(plan)
-    assert torch.equal(logprobs, wanted.logprobs)
-    assert torch.equal(entropy, wanted.entropy)
-    calls = []
-    critic = trainer.model.value_function.trunk
-    critic.register_forward_pre_hook(lambda module, args: calls.append(module))
-    trainer.evaluate(trainer.prompts.select(range(4)))
-    assert calls == []
 
 
 def test_an_evaluation_is_of_the_policy_as_it_is(tmp_path: Path) -> None:

@@ -78,21 +78,6 @@ def test_old_logprobs_and_values_of_each_turn_are_the_learners(tmp_path: Path) -
     torch.testing.assert_close(values, wanted.values, rtol=1e-4, atol=1e-4)
 
 
-def test_rewards_stand_beside_the_environments(tmp_path: Path) -> None:
-    """A reward reads the whole response, what the environment wrote included."""
-    seen: list[str] = []
-
-    def third(prompts: Any, completions: list[str]) -> list[float]:
-        seen.extend(completions)
-        return [0.25] * len(completions)
-
-    trainer = _trainer(tmp_path, rewards=[third])
-    found = trainer.evaluate(trainer.prompts.select(range(6)))  # type: ignore[union-attr]
-    assert found["reward"] == pytest.approx(found["reward/environment"] + 0.25)
-    assert any("w38" in text or "w39" in text for text in seen)
-    assert {"turns", "finish/stop"} <= found.keys()
-
-
 def test_a_reward_by_token_skips_what_the_environment_wrote(tmp_path: Path) -> None:
     def one_each(prompts: Any, completions: Any, completion_ids: Any) -> list[list[float]]:
         return [[1.0] * len(ids) for ids in completion_ids]

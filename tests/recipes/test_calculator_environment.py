@@ -22,10 +22,3 @@ def test_a_call_is_answered_and_what_follows_is_the_answer(game: Calculator) -> 
 @pytest.mark.parametrize("text", ["34*57", "[34*57", "[34+57]", "[*]", "", "[[3*4]]"])
 def test_what_is_no_call_is_an_answer(text: str, game: Calculator) -> None:
     assert game.step(text)[1:] == (0.0, True)
-
-
-def test_a_second_call_is_an_answer_and_a_new_episode_may_call_again(game: Calculator) -> None:
-    game.step("[34*57]")
-    assert game.step("[34*57]")[1:] == (0.0, True)
-    game.reset("2*3?", "6")
-    assert game.step("[2*3]") == ("=6;", 0.0, False)

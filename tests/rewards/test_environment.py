@@ -148,13 +148,6 @@ def test_limits_end_an_episode(options, turns, reason, length) -> None:
     assert len(engine.asked) == len(turns)
 
 
-def test_an_episode_without_room_for_a_turn_is_refused() -> None:
-    with pytest.raises(
-        DataError, match="begins with 2 tokens, which leave no room for a turn of 4"
-    ):
-        _play(Echo, [[7, 1]], context=5)
-
-
 def test_coroutines_wait_together() -> None:
     """Every episode's step has begun before any of them ends."""
     begun: list[int] = []
@@ -313,32 +306,6 @@ def test_environments_are_closed_once(is_async: bool) -> None:
     player.play(_prompts(1), Scripted([[7, 1]]), sampling)
     player.close()
     assert len({*map(id, closed)}) == 4, "after them come new ones"
-
-
-def test_one_that_cannot_be_closed_is_said_and_the_others_are() -> None:
-    sentences: list[str] = []
-    closed: list[Any] = []
-
-    class Stuck(Echo):
-        turns = 1
-
-        def reset(self, prompt: str, name: str) -> None:
-            self.turns_heard = []
-            self.name = name
-
-        def close(self) -> None:
-            if self.name == "n0":
-                raise OSError("busy")
-            closed.append(self.name)
-
-    player = Turns(Stuck, tiny.tokenizer(), max_turns=1, options=CallOptions(say=sentences.append))
-    sampling = Sampling(max_new_tokens=4, stop_token_ids=(1,))
-    player.play(_prompts(3), Scripted([[7, 1]]), sampling)
-    player.close()
-    assert closed == ["n1", "n2"]
-    assert sentences == [
-        "environment 'Stuck' raised OSError('busy') in close; 1 of 3 were not closed"
-    ]
 
 
 @pytest.mark.parametrize(

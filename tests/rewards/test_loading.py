@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 
-from fastppo.rewards.loading import load_reward, make_terms, reward_name
+from fastppo.rewards.loading import load_reward, reward_name
 from fastppo.rewards.model import RewardModel
 
 PROMPTS = ["w1 w2 ", "w3 "]
@@ -64,10 +64,3 @@ def test_a_reward_goes_by_its_functions_or_its_directorys_name(tmp_path) -> None
     assert reward_name("runs/reward") == "reward"
     (tmp_path / "odd:name").mkdir()
     assert reward_name(f"{tmp_path}/odd:name") == "odd:name"
-
-
-def test_two_rewards_of_one_name_stay_apart() -> None:
-    terms = make_terms([tiny.count_w7, tiny.count_w7], [1.0, 0.5])
-    assert [(t.name, t.weight) for t in terms] == [("count_w7", 1.0), ("count_w7_2", 0.5)]
-    with pytest.raises(ValueError, match="got 2 rewards and 1 reward_weights"):
-        make_terms([tiny.count_w7, tiny.count_w7], [1.0])

@@ -7,8 +7,6 @@ import tiny
 import torch
 from transformers import (
     AutoModelForSequenceClassification,
-    DistilBertConfig,
-    DistilBertForSequenceClassification,
 )
 
 from fastppo.rewards.loading import load_reward
@@ -23,15 +21,6 @@ def test_a_reward_model_scores_text_with_its_own_tokenizer(tmp_path) -> None:
     ids = torch.tensor([[4, 5, 10, 10]])
     own = reward.model(input_ids=ids).logits.item()
     assert reward(PROMPTS, COMPLETIONS)[0] == pytest.approx(own, abs=1e-6)
-
-
-def test_a_text_that_ends_in_the_pad_token_is_scored_at_its_last_token(tmp_path) -> None:
-    """pad = eos: transformers would read the score one token early."""
-    reward = RewardModel(tiny.saved_reward_model(tmp_path, pad_is_eos=True), batch_size=2)
-    with_eos = reward(["w1 ", "w1 "], ["w2 <eos>", "w2"])
-    trunk = reward.model.base_model(input_ids=torch.tensor([[4, 5, 1]])).last_hidden_state
-    assert with_eos[0] == pytest.approx(reward.model.score(trunk[0, -1]).item(), abs=1e-5)
-    assert with_eos[0] != pytest.approx(with_eos[1], abs=1e-4)
 
 
 def test_a_long_text_loses_its_beginning(tmp_path) -> None:
@@ -71,17 +60,6 @@ def test_the_mean_of_the_config_is_subtracted(tmp_path) -> None:
     assert RewardModel(name)(PROMPTS, COMPLETIONS) == pytest.approx([x - 0.25 for x in plain])
 
 
-def test_a_tokenizer_without_pad_pads_with_eos_and_scores_the_same(tmp_path) -> None:
-    name = tiny.saved_reward_model(tmp_path)
-    wanted = RewardModel(name)(PROMPTS, COMPLETIONS)
-    tokenizer = tiny.tokenizer(chat=True)
-    tokenizer.pad_token = None
-    tokenizer.save_pretrained(name)
-    reward = RewardModel(name)
-    assert reward.tokenizer.pad_token == "<eos>"
-    assert reward(PROMPTS, COMPLETIONS) == pytest.approx(wanted, abs=1e-6)
-
-
 def test_scores_are_read_at_the_last_token_of_each_row(tmp_path) -> None:
     model = RewardModel(tiny.saved_reward_model(tmp_path)).model
     ids = torch.tensor([[4, 5, 10, 0], [7, 8, 9, 11], [12, 0, 0, 0]])
@@ -91,17 +69,6 @@ def test_scores_are_read_at_the_last_token_of_each_row(tmp_path) -> None:
         model(input_ids=row[:n][None]).logits.item() for row, n in zip(ids, (3, 4, 1), strict=True)
     ]
     torch.testing.assert_close(scores, torch.tensor(alone), rtol=1e-5, atol=1e-6)
-
-
-def test_an_encoder_pools_in_its_own_way() -> None:
-    """A BERT-like classifier has no score layer on its trunk; it is called as it is."""
-    config = DistilBertConfig(
-        vocab_size=43, dim=16, hidden_dim=16, n_layers=1, n_heads=2, num_labels=1, pad_token_id=0
-    )
-    model = DistilBertForSequenceClassification(config).eval()
-    ids = torch.tensor([[4, 5, 10], [7, 8, 9]])
-    scores = sequence_scores(model, ids, torch.ones_like(ids))
-    assert torch.equal(scores, model(input_ids=ids).logits[:, 0])
 
 
 # ------------------------------------------------------------------------------------- what is none

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
-import torch
 
 from fastppo.rewards.reward import (
     RewardError,
@@ -136,28 +134,6 @@ def test_a_batch_may_hold_numbers_tokens_and_steps() -> None:
     assert steps == [-0.5, 2.0]
     assert steps.partial == [[(2, 0.5), (5, -1.0)], [0.0, 2.0]]
     assert steps.at_the_end == [0.0, 0.0]
-
-
-def test_plain_numbers_have_no_parts() -> None:
-    scored = _scored([1.0, 2])
-    assert (scored.partial, scored.at_the_end, scored.disagreement) == (None, [1.0, 2.0], None)
-
-
-def test_arrays_within_a_completion_count_as_lists() -> None:
-    assert _scored([torch.ones(3), np.float32(0.5)]).partial == [[1.0, 1.0, 1.0], None]
-    assert _scored([[(np.int64(2), np.float64(0.5))], 0.0]).partial == [[(2, 0.5)], None]
-
-
-def test_a_reward_that_wraps_another_keeps_its_parts() -> None:
-    wrapped = _scored(Scored([3.0, 1.0], [[(1, 3.0)], None], [0.5, 0.0]))
-    assert (list(wrapped), wrapped.partial) == ([3.0, 1.0], [[(1, 3.0)], None])
-    assert wrapped.disagreement == [0.5, 0.0]
-
-
-def test_a_completion_without_steps_has_no_reward() -> None:
-    """A reward that found no step in a text returns an empty list."""
-    scored = _scored([[], [(1, 2.0)]])
-    assert (list(scored), scored.partial) == ([0.0, 2.0], [[], [(1, 2.0)]])
 
 
 @pytest.mark.parametrize(

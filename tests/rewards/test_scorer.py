@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
-
 import pytest
 import tiny
 import torch
@@ -44,12 +42,6 @@ def _paid(scores: Scores) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------- the parts
 
 
-def test_the_total_is_both_parts_together() -> None:
-    assert SCORES.total.tolist() == TOTAL.tolist() == WHOLE.total.tolist()
-    with pytest.raises(FrozenInstanceError):
-        SCORES.last = TOTAL
-
-
 def test_a_missing_eos_costs_its_penalty_at_the_end_of_the_response() -> None:
     truncated = [False, True, False, True]
     assert SCORES.charged(truncated, None) is SCORES
@@ -88,21 +80,6 @@ def test_a_scale_keeps_both_parts_and_their_total(method: str, clip: float | Non
     torch.testing.assert_close(scaled.last, wanted - _paid(scaled))
     assert scaled.within[4:6].tolist() == [0.0, 0.0], "one number is paid at the end"
     assert running.count == (7 if method == "running" else 3), "taken in once, where it is used"
-
-
-@pytest.mark.parametrize("method", ["none", "batch", "running"])
-def test_whole_scores_are_scaled_as_the_totals_of_parts_are(method: str) -> None:
-    parts, whole = (s.normalized(method, 0.7, RunningScale()) for s in (SCORES, WHOLE))
-    assert whole.within is None
-    torch.testing.assert_close(parts.total, whole.last)
-
-
-@pytest.mark.parametrize("last", [[2.0], [0.1, 0.1, 0.1], [-7e5] * 6])
-def test_a_batch_without_differences_teaches_nothing_when_it_is_whitened(last: list[float]) -> None:
-    assert Scores(torch.tensor(last)).normalized("batch").total.tolist() == [0.0] * len(last)
-    one = Scores(torch.tensor([2.0]), torch.tensor([1.0, 3.0]), [2]).normalized("batch")
-    assert one.total.tolist() == [0.0]
-    assert one.within.tolist() == [0.0, 0.0]
 
 
 def test_metrics_are_means_over_the_batch() -> None:

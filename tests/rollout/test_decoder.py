@@ -17,7 +17,6 @@ from transformers import (
 from fastppo.data.batch import Batch
 from fastppo.models.adapters import add_adapters
 from fastppo.models.policy import ActorCritic, LanguageModel
-from fastppo.models.trunk import checkpoint_activations
 from fastppo.models.value import critic_of_policy
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling
 from fastppo.rollout.decoder import DecoderEngine
@@ -150,28 +149,12 @@ def test_a_value_function_that_needs_more_than_the_last_state_gives_no_values() 
         assert rollout.logprobs is not None
 
 
-def test_the_same_seed_draws_the_same_tokens_and_another_others() -> None:
-    policy = _policy()
-    first, again, other = (_draw(policy, seed) for seed in (1, 1, 2))
-    assert first.tokens == again.tokens
-    assert torch.equal(torch.cat(first.logprobs), torch.cat(again.logprobs))
-    assert first.tokens != other.tokens
-
-
 def test_a_row_draws_the_same_whichever_rows_are_beside_it() -> None:
     policy = _policy()
     together = _draw(policy)
     assert {*together.finish_reasons} == {FINISHED, TRUNCATED}
     for batch_size in (1, 3):
         assert _draw(policy, batch_size=batch_size).tokens == together.tokens
-
-
-def test_one_call_takes_one_number_of_the_global_generator() -> None:
-    policy = _policy()
-    _draw(policy, 1)
-    after = torch.rand(3)
-    _draw(policy, 1, max_new_tokens=3, prompts=PROMPTS[:1])
-    assert torch.equal(torch.rand(3), after)
 
 
 def test_rows_that_end_leave_the_batch() -> None:
@@ -204,16 +187,6 @@ def test_a_stop_string_ends_a_response_at_the_token_that_completes_it() -> None:
     assert (ours.tokens, ours.finish_reasons) == (theirs.tokens, theirs.finish_reasons)
 
 
-def test_gradient_checkpointing_does_not_forbid_the_cache() -> None:
-    causal_lm = tiny.model()
-    checkpoint_activations(causal_lm)
-    policy = ActorCritic(causal_lm)
-    calm = _draw(policy, greedy=True)
-    policy.train()
-    assert _draw(policy, greedy=True).tokens == calm.tokens
-    assert causal_lm.training
-
-
 def test_under_autocast_logprobs_are_the_learners_to_bf16() -> None:
     policy = _policy(compute_dtype=torch.bfloat16)
     rollout = _draw(policy)
@@ -224,11 +197,6 @@ def test_under_autocast_logprobs_are_the_learners_to_bf16() -> None:
         largest = policy.causal_lm(torch.tensor([PROMPTS[0]])).logits.abs().max().item()
     bound = 4 * 2**-8 * max(1.0, largest)
     torch.testing.assert_close(torch.cat(rollout.logprobs), wanted.logprobs, rtol=0, atol=bound)
-
-
-def test_options_of_generate_are_refused() -> None:
-    with pytest.raises(ValueError, match="no options of its own, got suppress_tokens"):
-        _draw(_policy(), extra={"suppress_tokens": [3]})
 
 
 def test_an_empty_prompt_is_refused_and_no_prompts_give_no_responses() -> None:

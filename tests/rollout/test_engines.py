@@ -7,9 +7,8 @@ import tiny
 import torch
 
 from fastppo.models.policy import ActorCritic
-from fastppo.rollout import RolloutEngine
 from fastppo.rollout.decoder import DecoderEngine
-from fastppo.rollout.engines import difference, make_engine
+from fastppo.rollout.engines import make_engine
 from fastppo.rollout.fixed_shapes import FixedShapes
 from fastppo.rollout.generate import GenerateEngine
 
@@ -84,25 +83,3 @@ def test_fixed_shapes_that_fail_leave_the_loop_with_a_sentence(fails: bool, monk
     )
     if not fails:
         assert engine.fixed._memory is None
-
-
-def test_tokens_that_are_equally_likely_may_differ() -> None:
-    policy = ActorCritic(tiny.model())
-    with torch.no_grad():
-        policy.head.weight.zero_()
-    decoder = DecoderEngine(policy)
-
-    class Other(RolloutEngine):
-        def generate(self, prompt_ids, sampling):
-            rollout = decoder.generate(prompt_ids, sampling)
-            rollout.tokens = [[token + 1 for token in tokens] for tokens in rollout.tokens]
-            return rollout
-
-    assert difference(decoder, Other(), policy) is None
-
-
-def test_comparing_takes_no_random_numbers() -> None:
-    policy = ActorCritic(tiny.model())
-    state = torch.get_rng_state()
-    _engine(policy)
-    assert torch.equal(torch.get_rng_state(), state)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import weakref
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -118,25 +117,6 @@ def test_one_seed_draws_the_tokens_of_the_loop(options) -> None:
         reasons += wanted.finish_reasons
     if not options:
         assert {*reasons} == {FINISHED, TRUNCATED}
-
-
-def test_rows_that_have_ended_write_nothing() -> None:
-    engine = _engine(_policy())
-    _draw(engine)
-    memory = _memory(engine)
-    record = memory.record
-    written = (record.logprobs, record.sampler_logprobs, record.values)
-    for held in written:
-        held.fill_(77.0)
-    record.tokens.fill_(77)
-    lengths = _draw(engine, stop_token_ids=(1,)).lengths
-    lengths += [0] * (memory.rows - len(lengths))
-    assert min(lengths[: len(PROMPTS)]) < max(lengths) == STEPS
-    columns = torch.arange(memory.tokens)
-    beyond = columns >= torch.tensor(lengths).unsqueeze(1)
-    for held in (*written, record.tokens):
-        assert (held[:, :-1][beyond] == 77).all()
-        assert (held[:, :-1][~beyond] != 77).all()
 
 
 def test_ended_rows_leave_by_halves_and_the_others_draw_the_same(monkeypatch) -> None:
@@ -279,14 +259,6 @@ def test_under_autocast_weights_are_cast_once_a_call_and_follow_an_update(archit
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
 
 
-def test_flash_attention_gives_way_to_sdpa_for_the_time_of_decoding() -> None:
-    for chosen, used in (("flash_attention_2", "sdpa"), ("sdpa", "sdpa"), ("eager", "eager")):
-        trunk = SimpleNamespace(config=SimpleNamespace(_attn_implementation=chosen))
-        with fixed_shapes._masked_attention(trunk):
-            assert trunk.config._attn_implementation == used
-        assert trunk.config._attn_implementation == chosen
-
-
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [
@@ -318,31 +290,6 @@ def test_a_step_leaves_nothing_to_the_host(architecture: str, dtype, monkeypatch
     kinds = [kind for kind, graph in _memory(engine).graphs.items() if graph is not None]
     assert len({kind[0] for kind in kinds}) > 1  # buckets of rows
     assert len({kind[1] for kind in kinds}) > 1  # and of tokens
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "opt", "with adapters"])
-def test_graphs_draw_what_the_steps_draw(architecture: str, dtype, monkeypatch) -> None:
-    """Bits of a replayed step are those of the same step launched one by one."""
-    policy = _adapted() if architecture == "with adapters" else _policy(architecture)
-    policy = policy.cuda()
-    policy.compute_dtype = dtype
-    engine, plain = DecoderEngine(policy, final_values=True), _engine(policy)
-    assert engine.fixed is not None
-    # The same steps without recording.
-    monkeypatch.setattr(FixedShapes, "records", property(lambda self: self is engine.fixed))
-    for options in ({}, {"greedy": True}, {"top_k": 5, "top_p": 0.9}):
-        on_device = torch.cuda.get_rng_state()
-        found = _draw(engine, **options)
-        after = torch.get_rng_state()
-        assert torch.equal(torch.cuda.get_rng_state(), on_device)
-        assert any(graph is not None for graph in _memory(engine).graphs.values())
-        wanted = _draw(plain, **options)
-        assert torch.equal(torch.get_rng_state(), after)
-        assert not _memory(plain).graphs
-        _assert_same(found, wanted, rtol=0, atol=0)
-        _assert_same(_draw(engine, **options), found, rtol=0, atol=0)  # from graphs alone
 
 
 @pytest.mark.gpu

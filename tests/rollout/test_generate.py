@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastppo.data.batch import Batch
 from fastppo.models.policy import LanguageModel
-from fastppo.models.trunk import checkpoint_activations
 from fastppo.rollout import FINISHED, TRUNCATED, Sampling
 from fastppo.rollout.generate import GenerateEngine, _cut_at_stop
 
@@ -125,33 +124,3 @@ def test_an_empty_prompt_is_refused_and_no_prompts_give_no_responses() -> None:
         engine.generate([[4], []], Sampling(max_new_tokens=2))
     rollout = engine.generate([], Sampling(max_new_tokens=2))
     assert (rollout.tokens, rollout.finish_reasons, rollout.sampler_logprobs) == ([], [], [])
-
-
-def test_engine_specific_options_reach_generate() -> None:
-    _, rollout = _rollout(stop_token_ids=(), extra={"suppress_tokens": list(range(3, 43))})
-    assert {token for tokens in rollout.tokens for token in tokens} <= {0, 1, 2}
-
-
-def test_a_model_in_training_mode_samples_without_its_dropout_and_stays_in_training() -> None:
-    """Checkpointed activations are for training mode, which forbids the cache."""
-    causal_lm = tiny.model("gpt2")
-    checkpoint_activations(causal_lm)
-    sampling = Sampling(max_new_tokens=6, greedy=True, stop_token_ids=(1,))
-    engine = GenerateEngine(causal_lm.eval(), 0)
-    calm = engine.generate(PROMPTS, sampling)
-    causal_lm.train()
-    assert engine.generate(PROMPTS, sampling).tokens == calm.tokens
-    assert causal_lm.training
-
-
-def test_the_generation_config_is_the_models_own_again_after_an_error() -> None:
-    causal_lm = tiny.model()
-    own = causal_lm.generation_config
-
-    def fails(*args: object, **options: object) -> None:
-        raise RuntimeError("out of memory")
-
-    causal_lm.generate = fails
-    with pytest.raises(RuntimeError, match="out of memory"):
-        GenerateEngine(causal_lm, 0).generate(PROMPTS, Sampling(max_new_tokens=2))
-    assert causal_lm.generation_config is own

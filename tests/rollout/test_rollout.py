@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
-
 import pytest
 import torch
 
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling, as_engine
-
-
-def test_a_shortened_sampling_is_the_same_but_for_its_length() -> None:
-    sampling = Sampling(max_new_tokens=10, temperature=0.7, top_k=3, stop_token_ids=(1,))
-    assert sampling.shortened(4) == Sampling(4, temperature=0.7, top_k=3, stop_token_ids=(1,))
-    assert sampling.shortened(99) == sampling
-    with pytest.raises(FrozenInstanceError):
-        sampling.max_new_tokens = 4
 
 
 def test_lengths_and_what_was_cut_off_follow_from_the_responses() -> None:

@@ -25,18 +25,6 @@ def test_a_character_of_several_tokens_is_found_whole() -> None:
     assert [strings.ended([tokens[:n]])[0] for n in range(7)] == [False] * 6 + [True]
 
 
-def test_only_the_last_tokens_are_decoded() -> None:
-    tokenizer = tiny.byte_tokenizer()
-    strings = StopStrings(tokenizer, ["END"])
-    assert strings.ended([_bytes("x" * 5000 + "END")]) == [True]
-    assert strings.window < 20
-
-
-def test_words_of_one_token_each() -> None:
-    strings = StopStrings(tiny.tokenizer(), ["w3 w4"])
-    assert strings.ended([[6, 5, 7], [9, 6], [9, 6, 7]]) == [False, False, True]
-
-
 @pytest.mark.parametrize(
     ("tokenizer", "strings", "says"),
     [

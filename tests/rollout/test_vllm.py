@@ -23,12 +23,11 @@ import torch
 import vllm_ranks
 from safetensors.torch import load_file
 
-from fastppo.data.batch import Batch
 from fastppo.models.adapters import add_adapters
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
-from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling
+from fastppo.rollout import FINISHED, Rollout, Sampling
 from fastppo.rollout.draw import kept_tokens
 from fastppo.rollout.generate import GenerateEngine
 from fastppo.rollout.vllm import VLLMEngine, sampling_options
@@ -148,21 +147,6 @@ def test_vllm_is_given_the_models_shape_and_its_weights_from_memory(listener: Li
     assert not engine.same_weights
 
 
-def test_what_vllm_does_to_the_process_is_undone(listener: Listener) -> None:
-    model = tiny.model()
-    torch.manual_seed(5)
-    random.seed(5)
-    np.random.seed(5)
-    set_num_threads = torch.set_num_threads
-    VLLMEngine(LanguageModel(model), tiny.tokenizer())
-    found = torch.rand(()).item(), random.random(), np.random.rand()
-    torch.manual_seed(5)
-    random.seed(5)
-    np.random.seed(5)
-    assert found == (torch.rand(()).item(), random.random(), np.random.rand())
-    assert torch.set_num_threads is set_num_threads
-
-
 def test_a_rollout_is_what_vllm_answers(listener: Listener) -> None:
     rollout = listening_engine().generate(PROMPTS, Sampling(4, stop_token_ids=(1,)))
     assert listener.prompts == [{"prompt_token_ids": prompt} for prompt in PROMPTS]
@@ -188,13 +172,6 @@ def test_each_response_has_its_seed_from_torchs_generator(listener: Listener) ->
         seeds.append([params["seed"] for params in listener.sampling_params])
     assert seeds[0] == seeds[1] != seeds[2]
     assert len(set(seeds[0])) == len(PROMPTS)
-
-
-def test_a_response_that_vllm_gave_up_is_an_error(listener: Listener) -> None:
-    engine = listening_engine()
-    listener.finish_reason = "abort"
-    with pytest.raises(RuntimeError, match="ended a response with 'abort'"):
-        engine.generate(PROMPTS, Sampling(4))
 
 
 def test_an_empty_prompt_is_refused_and_no_prompts_give_no_responses(listener: Listener) -> None:
@@ -379,17 +356,6 @@ def test_a_stale_prefix_is_not_served(llama: Both, monkeypatch: pytest.MonkeyPat
 
 
 @with_vllm
-def test_unrestricted_logprobs_are_the_learners(llama: Both) -> None:
-    temperature = 0.6
-    rollout = llama.sample(temperature=temperature, stop_token_ids=(1,))
-    batch = Batch.of([PROMPTS[0]] * 8, rollout.tokens)
-    learner = llama.policy.response_logprobs(batch, temperature)
-    # fp32, the same sums by other kernels
-    torch.testing.assert_close(torch.cat(rollout.sampler_logprobs), learner, rtol=1e-4, atol=1e-4)
-    assert rollout.logprobs == rollout.sampler_logprobs
-
-
-@with_vllm
 @pytest.mark.parametrize("options", [{"top_p": 0.8}, {"top_k": 6, "top_p": 0.7}])
 def test_restricted_logprobs_are_those_of_what_was_left(llama: Both, options) -> None:
     """logprob − log(kept mass), the kept tokens by their definition."""
@@ -403,28 +369,6 @@ def test_restricted_logprobs_are_those_of_what_was_left(llama: Both, options) ->
         left = scores.masked_fill(~keep, -torch.inf).log_softmax(-1)
         wanted = left.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
         torch.testing.assert_close(logprobs, wanted, rtol=1e-4, atol=1e-4)
-
-
-@with_vllm
-def test_the_same_seed_draws_the_same_tokens(llama: Both) -> None:
-    drawn = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        drawn.append(llama.sample(rows=4).tokens)
-    assert drawn[0] == drawn[1] != drawn[2]
-    assert drawn[0][0] != drawn[0][1]  # one prompt, other draws
-
-
-@with_vllm
-def test_stop_tokens_alone_end_a_response_and_are_its_last(llama: Both) -> None:
-    stop = tuple(range(3, 23))
-    rollout = llama.sample(stop_token_ids=stop)
-    for tokens, reason in zip(rollout.tokens, rollout.finish_reasons, strict=True):
-        assert (tokens[-1] in stop) == (reason == FINISHED)
-        assert not {*tokens[:-1]} & {*stop}
-    assert FINISHED in rollout.finish_reasons
-    eos = {"allowed_token_ids": [1, 5]}
-    assert llama.sample(extra=eos).finish_reasons == [TRUNCATED] * 8
 
 
 @with_vllm

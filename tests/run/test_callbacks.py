@@ -10,10 +10,8 @@ import many_ranks
 import pytest
 import ranks
 import tiny
-import torch
 from transformers import (
     PreTrainedModel,
-    PrinterCallback,
     TrainerCallback,
     TrainerControl,
     TrainingArguments,
@@ -22,7 +20,6 @@ from transformers import (
 from fastppo.data.world import World
 from fastppo.ppo.config import PPOConfig
 from fastppo.run.callbacks import Arguments, Callbacks
-from fastppo.run.log import read_jsonl
 from runs import make_trainer, records
 
 
@@ -74,18 +71,6 @@ def test_the_events_of_a_run_come_in_the_order_of_the_trainers(tmp_path: Path) -
         assert given["optimizer"] is trainer.optimizer
 
 
-def test_logs_are_the_line_of_the_metrics_file(tmp_path: Path) -> None:
-    listener = Listener()
-    trainer = make_trainer(tmp_path, callbacks=[listener])
-    trainer.train()
-    logs = [given["logs"] for name, _, given in listener.heard if name == "on_log"]
-    for line, heard in zip(records(trainer), logs, strict=True):
-        assert heard == {k: v for k, v in line.items() if k not in ("iteration", "warnings")}
-    samples = [given["samples"] for name, _, given in listener.heard if name == "on_samples"]
-    written = read_jsonl(tmp_path / "run" / "samples.jsonl")
-    assert [{"iteration": n} | one for n, each in enumerate(samples) for one in each] == written
-
-
 def test_an_evaluation_is_heard_of_by_transformers_names(tmp_path: Path) -> None:
     held_out = tmp_path / "held-out.jsonl"
     held_out.write_text("\n".join(map(json.dumps, tiny.PROMPTS[:4])))
@@ -127,21 +112,6 @@ def test_a_callback_asks_for_a_checkpoint(tmp_path: Path) -> None:
     found = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
     assert found == ["checkpoint-000001", "checkpoint-000003"]
     assert [step for name, step in listener.events if name == "save"] == [1, 3]
-
-
-def test_a_run_that_is_heard_of_is_the_same_run(tmp_path: Path) -> None:
-    with_one = make_trainer(tmp_path / "a", callbacks=[Listener()])
-    without = make_trainer(tmp_path / "b")
-    with_one.train()
-    without.train()
-    state = without.model.state_dict()
-    for name, value in with_one.model.state_dict().items():
-        assert torch.equal(value, state[name]), name
-
-
-def test_transformers_own_callbacks_work_as_they_are(tmp_path: Path, capsys) -> None:
-    make_trainer(tmp_path, callbacks=[PrinterCallback], iterations=1).train()
-    assert "'reward':" in capsys.readouterr().out
 
 
 def test_an_error_of_a_callback_ends_the_run_with_it(tmp_path: Path) -> None:

@@ -37,13 +37,6 @@ def test_who_holds_it_is_named(tmp_path: Path) -> None:
         assert (tmp_path / lock.FILE).read_text().startswith(f"process {os.getpid()} on ")
 
 
-def test_an_error_inside_releases_it(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), lock.run_lock(tmp_path):
-        raise KeyError
-    with _other_process(tmp_path):
-        pass
-
-
 def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     with pytest.raises(ValueError, match="is a file"), lock.run_lock(tmp_path / "run"):

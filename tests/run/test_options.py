@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import FrozenInstanceError, dataclass, fields, replace
+from dataclasses import FrozenInstanceError, dataclass, fields
 from typing import Any, Literal
 
 import pytest
@@ -73,16 +73,6 @@ def test_options_cannot_be_assigned_to_and_lists_in_them_are_frozen_too() -> Non
     names.append("b")
     assert options.names == ("a",)
     assert options.to_dict()["names"] == ["a"]
-
-
-def test_replace_makes_others_and_checks_them_anew() -> None:
-    options = Both(names=["a"])
-    assert replace(options, epochs="5").epochs == 5
-    assert options.epochs == 3
-    with pytest.raises(ValueError, match="epochs must be >= 2, got 1"):
-        replace(options, epochs=1)
-    with pytest.raises(ValueError, match="quiet has no names"):
-        replace(options, quiet=True)
 
 
 # ------------------------------------------------------------------------------------ what is taken
@@ -159,30 +149,6 @@ def test_every_option_is_in_one_section_with_help_and_bounds(kind: type[Options]
         assert len(member.metadata["bounds"]) == 3, member.name
 
 
-def test_ppos_sections_come_in_the_order_of_its_help() -> None:
-    assert list(PPOConfig.sections()) == [
-        "Policy",
-        "Weights and adapters",
-        "Reference policy",
-        "Value function",
-        "Prompts",
-        "Curriculum",
-        "Rewards",
-        "Rollout",
-        "Turns",
-        "Update",
-        "KL to the reference",
-        "Advantages",
-        "Pretraining text (PPO-ptx)",
-        "Optimizer",
-        "Evaluation",
-        "Watching",
-        "Run",
-        "Trackers",
-        "Many GPUs",
-    ]
-
-
 # --------------------------------------------------------------------------------------------- YAML
 
 
@@ -227,20 +193,8 @@ def test_a_removed_option_is_answered_with_what_to_do_instead(
         Both(**read_yaml(tmp_path / "run.yaml", Both))
 
 
-def test_a_removed_option_at_its_default_is_passed_over(tmp_path) -> None:
-    (tmp_path / "run.yaml").write_text("epochs: 4\nlog_interval: 1")
-    assert read_yaml(tmp_path / "run.yaml", Both) == {"epochs": 4}
-
-
 def test_all_removed_options_of_a_file_are_answered_at_once(tmp_path) -> None:
     (tmp_path / "run.yaml").write_text("log_interval: 5\nproject: mine")
     with pytest.raises(ValueError, match="log_interval was removed") as error:
         read_yaml(tmp_path / "run.yaml", Both)
     assert "project was removed: set WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME" in str(error.value)
-
-
-def test_an_empty_file_has_no_options_and_an_absent_one_is_refused(tmp_path) -> None:
-    (tmp_path / "run.yaml").write_text("")
-    assert read_yaml(tmp_path / "run.yaml", Both) == {}
-    with pytest.raises(ValueError, match=r"there is no config file .*absent\.yaml"):
-        read_yaml(tmp_path / "absent.yaml", Both)

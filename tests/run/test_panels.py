@@ -9,11 +9,6 @@ from fastppo.functional.losses import loss_metrics
 from fastppo.run.panels import GROUPS, LABELS, PANELS
 
 
-def test_no_metric_is_drawn_twice() -> None:
-    names = [name for panel in PANELS for name in (*panel.metrics, *panel.prefixes)]
-    assert len(names) == len(set(names))
-
-
 def test_the_clip_corners_are_those_that_the_loss_counts() -> None:
     corners = {name for name in loss_metrics(torch.ones(len(SUMS))) if name in LABELS}
     assert corners == LABELS.keys()

@@ -159,13 +159,6 @@ def test_metrics_that_never_change_are_folded_up(tmp_path: Path) -> None:
     assert "<span>eos_rate <b>1</b></span>" in html
 
 
-def test_a_share_is_drawn_within_its_bounds(tmp_path: Path) -> None:
-    html = _write(tmp_path, [{"reward": 1.0, "eos_rate": rate} for rate in (0.5, 1.0)])
-    low, high = _charts(html)["EOS rate"]["range"]
-    assert low <= 0.5
-    assert 1 <= high <= 1.05
-
-
 def test_a_chat_is_shown_as_turns(run: Path) -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why <b>?"}]
     sample = json.loads((run / "samples.jsonl").read_text()) | {"prompt": chat}
@@ -245,16 +238,6 @@ def test_held_out_samples_stand_beside_one_another(run: Path) -> None:
         for sampling in ("sampled", "greedy"):
             assert part.count(f"{sampling} answer {at} to 0 &lt;b&gt;") == count
     assert "eval_samples.jsonl" in html
-
-
-def test_one_evaluation_is_the_first_the_best_and_the_last(run: Path) -> None:
-    _evaluated(run, ("greedy",))
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    (run / "metrics.jsonl").write_text("\n".join(lines[:6]) + "\n")
-    part = _held_out_part(write_report(run).read_text())
-    assert part.count("first and best and last, iteration 4") == 1 + report.SAMPLES_PER_ITERATION
-    assert "1 evaluation on eval_prompts; the best by its greedy reward" in part
-    assert "sampled" not in part
 
 
 def test_a_browser_draws_every_chart_without_a_word(run: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 
 import pytest
 
@@ -22,11 +21,6 @@ def test_before_training_the_first_signal_stops(signum: signal.Signals) -> None:
     with pytest.raises(Stopped, match=f"^stopped by {signum.name}$") as stopped, stopping_at_once():
         _send(signum)
     assert stopped.value.exit_code == 128 + signum
-
-
-def test_before_training_there_is_nothing_to_save() -> None:
-    with stopping_at_once():
-        _send(signal.SIGUSR1)
 
 
 @pytest.mark.parametrize("signum", STOPPING)
@@ -63,16 +57,3 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_a_thread_listens_to_nothing_and_runs_all_the_same() -> None:
-    seen = []
-
-    def work() -> None:
-        with stopping_at_once(), listening() as request:
-            seen.append(request.stop)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [None]

@@ -21,13 +21,6 @@ from fastppo.run.watch import (
 # ----------------------------------------------------------------------------------- the responses
 
 
-def test_a_reward_that_pays_for_length_shows_as_a_correlation_of_1() -> None:
-    responses = [[1], [1, 2], [1, 2, 3]]
-    assert rollout_health(responses, [0.0, 1.0, 2.0])["length_correlation"] == pytest.approx(1)
-    assert rollout_health(responses, [2.0, 1.0, 0.0])["length_correlation"] == pytest.approx(-1)
-    assert rollout_health(responses, [1.0, 0.0, 1.0])["length_correlation"] == pytest.approx(0)
-
-
 def test_the_correlations_are_numpys() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 30, 50)

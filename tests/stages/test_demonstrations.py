@@ -88,13 +88,6 @@ def test_behind_a_prompt_of_messages_the_loss_is_on_the_completion_alone(
     assert example["labels"][: len(prompt)] == [IGNORED] * len(prompt)
 
 
-def test_a_template_that_writes_no_eos_is_given_one() -> None:
-    (example,) = _encode(
-        [{"messages": _turns("w10", "w11")}], _tokenizer(UNMARKED.replace("<eos>", ""))
-    )
-    assert _texts(example)[1] == "w11 w39 <eos>"
-
-
 def test_a_template_that_rewrites_earlier_turns_is_refused_unless_it_has_marks() -> None:
     """As templates do that strip the reasoning of all turns but the last."""
     rewriting = UNMARKED.replace("m['content'] }} <eos>", "m['content'] if loop.last }} <eos>")
@@ -147,24 +140,11 @@ def test_a_row_that_cannot_be_used_is_named(row: dict[str, Any], says: str) -> N
         _encode([ROWS[0], row], _tokenizer(UNMARKED))
 
 
-def test_messages_without_a_chat_template_are_refused() -> None:
-    with pytest.raises(DataError, match="row 1: chat messages, but the tokenizer has no chat temp"):
-        _encode([{"messages": _turns("w1", "w2")}])
-
-
 def test_a_tokenizer_without_eos_is_refused() -> None:
     tokenizer = _tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no EOS token"):
         _encode(ROWS, tokenizer)
-
-
-def test_rows_without_a_loss_alone_are_refused() -> None:
-    rows = [{"prompt": "w1 w2 w3", "completion": "w4"}] * 2
-    with pytest.raises(
-        DataError, match="mine: of 2 rows none has a token with a loss within max_l"
-    ):
-        encode_demonstrations(rows, _tokenizer(), 3, source="mine")
 
 
 def test_a_batch_is_padded_on_the_right_without_a_loss_there() -> None:

@@ -60,13 +60,6 @@ def test_whole_conversations_are_split_where_they_part() -> None:
     assert comparisons.prompts == [shared]
 
 
-def test_ties_are_no_pairs_and_the_rest_weighs_one_prompt() -> None:
-    row = {"prompt": "w1", "completions": [" w2", " w3", " w4"], "ranks": [1, 2, 1]}
-    one = _encoded(row)
-    assert sorted(one.pairs) == [(0, 1), (2, 1)]
-    assert collate([one], 0)["weight"].tolist() == [0.5, 0.5]
-
-
 def test_rows_that_prefer_nothing_are_dropped_and_counted() -> None:
     rows = [
         {"prompt": "w1", "completions": [" w2", " w3"], "ranks": [1, 1]},
@@ -145,11 +138,6 @@ def test_a_text_is_read_in_training_as_the_reward_reads_it_in_ppo(
 def test_a_row_that_cannot_be_used_is_named(row: dict[str, Any], says: str) -> None:
     with pytest.raises(DataError, match=f"data, row 2: .*{says}"):
         encode_comparisons([PAIRS[0], row], tiny.tokenizer(chat=True))
-
-
-def test_the_first_pair_begins_with_the_best() -> None:
-    one = _encoded({"prompt": "w1", "completions": [" w2", " w3", " w4"], "ranks": [3, 1, 2]})
-    assert one.pairs == [(1, 2), (1, 0), (2, 0)]
 
 
 def test_a_batch_has_each_text_once_with_the_pairs_of_its_prompt() -> None:

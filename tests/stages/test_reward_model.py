@@ -206,15 +206,6 @@ def test_the_best_completions_score_zero_on_average(tmp_path: Path) -> None:
     torch.testing.assert_close(own - model.config.score_mean, scores, rtol=0, atol=1e-5)
 
 
-def test_texts_that_were_cut_in_training_are_cut_alike_in_a_run(tmp_path: Path) -> None:
-    long = [{**row, "prompt": row["prompt"] + " w1" * 6} for row in PAIRS]
-    reward_model(reward_config(tmp_path, epochs=1, max_length=4), tmp_path, long)
-    trained = RewardModel(str(tmp_path / "run"))
-    assert trained.max_length == 4
-    scores = trained([row["prompt"] for row in long], [row["chosen"] for row in long])
-    assert sum(scores) / len(scores) == pytest.approx(0, abs=1e-5)
-
-
 def test_a_model_trained_further_gets_a_mean_of_its_own(tmp_path: Path) -> None:
     first = reward_model(reward_config(tmp_path), tmp_path)
     more = str(tmp_path / "more")
@@ -258,12 +249,3 @@ def test_lora_trains_adapters_and_the_whole_head_and_saves_a_plain_model(tmp_pat
         [row["prompt"] for row in PAIRS], [row["chosen"] for row in PAIRS]
     )
     assert sum(chosen) / len(chosen) == pytest.approx(0, abs=1e-5)
-
-
-def test_a_tokenizer_without_pad_pads_with_eos(tmp_path: Path) -> None:
-    tokenizer = tiny.tokenizer()
-    tokenizer.pad_token = None
-    reward_model(reward_config(tmp_path), tmp_path, tokenizer=tokenizer)
-    saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")
-    assert saved.config.pad_token_id == tokenizer.eos_token_id
-    assert AutoTokenizer.from_pretrained(tmp_path / "run").pad_token == tokenizer.eos_token

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from pathlib import Path
@@ -11,14 +10,12 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from rich.console import Console
 from stage_runs import sft, sft_config
 
 from fastppo.data.rows import DataError
 from fastppo.run import manifest
 from fastppo.run.log import read_jsonl
 from fastppo.stages.callbacks import Records
-from fastppo.stages.options import SupervisedConfig
 from fastppo.stages.sft import SFTConfig
 from fastppo.stages.supervised import (
     StageData,
@@ -58,15 +55,6 @@ def test_a_row_may_be_as_long_as_is_asked_for_within_the_context() -> None:
 
 
 # -------------------------------------------------------------------------------------- the options
-
-
-def test_a_second_gpu_is_chosen_by_the_environment() -> None:
-    """`transformers.Trainer` takes the first one."""
-    with pytest.raises(ValueError, match="choose a GPU with CUDA_VISIBLE_DEVICES=1"):
-        _ = SupervisedConfig(device="cuda:1").torch_device
-    assert SupervisedConfig(device="cpu").torch_device == torch.device("cpu")
-    assert SupervisedConfig(device="cpu", precision="bf16").compute_dtype == torch.bfloat16
-    assert SupervisedConfig(device="cpu").compute_dtype is None
 
 
 # ------------------------------------------------------------------------------------- the training
@@ -123,16 +111,6 @@ def test_held_out_metrics_are_over_items_and_named_so(tmp_path: Path) -> None:
     assert trainer.evaluate() == {"eval_sum": pytest.approx(60 * weight)}
     metrics = trainer.evaluate([1.0], metric_key_prefix="test")
     assert metrics == {"test_sum": pytest.approx(weight)}
-
-
-def test_a_run_that_ends_within_an_epoch_is_measured_at_its_end_too(tmp_path: Path) -> None:
-    trainer = _mean_trainer(tmp_path, [10.0], batch_size=1, epochs=1.4)
-    result = trainer.run(Console(file=io.StringIO()))
-    assert result["eval_sum"] == pytest.approx(10 * trainer.model.weight.item())
-    measured = [
-        r["step"] for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "eval_sum" in r
-    ]
-    assert measured == [0, 5, 7]
 
 
 # -------------------------------------------------------------------------------------- the records
