@@ -221,9 +221,6 @@ def test_train_and_report_from_the_command_line(tmp_path: Path, capsys) -> None:
     mine = tmp_path / "pages" / "mine.html"
     assert cli.main(["report", str(tmp_path / "run"), "--output", str(mine)]) == 0
     assert 'href="../run/metrics.jsonl"' in mine.read_text()
-    page = tmp_path / "both.html"
-    assert cli.main(["report", *[str(tmp_path / "run")] * 2, "--output", str(page)]) == 0
-    assert "2 runs" in page.read_text()
 
 
 def test_a_demo_that_cannot_be_is_refused_before_its_first_stage(tmp_path: Path, capsys) -> None:

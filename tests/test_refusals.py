@@ -148,21 +148,9 @@ def test_a_config_file_is_refused_by_name(text: str, folder: Folder) -> None:
     assert YAML[text] in said
 
 
-RECORD = '{"iteration": 0, "reward": 1.0}\n'
-SAMPLE = {"iteration": 0, "prompt": "a", "completion": "b", "reward": 1.0, "rewards": {"r": 1.0}}
-SAMPLE |= {"monitors": {}, "kl": None, "tokens": 1, "finish_reason": "stop"}
-HELD_OUT = SAMPLE | {"row": 0, "sampling": "greedy"}
 RUN_FILES = [
-    ("metrics.jsonl", RECORD + '{"iteration": "0"}\n', ", line 2: 'iteration' is '0'"),
-    ("metrics.jsonl", RECORD + '{"iteration": 1, "kl": [1]}\n', ", line 2: 'kl' is [1]"),
-    ("samples.jsonl", '{"iteration": 0}\n', ", line 1: expected a field kl"),
-    ("samples.jsonl", json.dumps(SAMPLE) + "\n\xff\n", ", line 2: expected a JSON object"),
-    ("eval_samples.jsonl", json.dumps(HELD_OUT | {"row": "a"}) + "\n", ", line 1: 'row' is 'a'"),
-    (
-        "eval_samples.jsonl",
-        json.dumps(HELD_OUT | {"sampling": ["x"]}) + "\n",
-        ", line 1: 'sampling' is ['x']",
-    ),
+    ("metrics.jsonl", '{"iteration": 0}\n[1]\n', ", line 2: expected a JSON object"),
+    ("samples.jsonl", "\xff\n", ", line 1: expected a JSON object"),
     ("config.yaml", "model: [", " is not valid YAML"),
 ]
 
@@ -171,9 +159,7 @@ RUN_FILES = [
 def test_a_damaged_file_of_a_run_is_refused_by_the_report(
     name: str, content: str, says: str, tmp_path: Path
 ) -> None:
-    whole = {"metrics.jsonl": RECORD, "samples.jsonl": json.dumps(SAMPLE) + "\n", "config.yaml": ""}
-    for file, text in whole.items():
-        (tmp_path / file).write_text(text)
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 0, "reward": 1.0}\n')
     assert cli.main(["report", str(tmp_path)]) == 0
     (tmp_path / name).write_bytes(content.encode("latin-1"))
     assert f"{tmp_path / name}{says}" in _refused(["report", str(tmp_path)])

@@ -18,8 +18,6 @@ class Run(NamedTuple):
     records: list[dict[str, Any]]
     samples: list[dict[str, Any]]
     config: dict[str, Any]
-    held_out: list[dict[str, Any]]
-    """Responses to prompts of eval_prompts."""
     parts: list[dict[str, Any]]
     """Of each start of the run: when, device, versions; see `fastppo.run.log`."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastppo.functional.arguments import shown
-from fastppo.run.options import Options, read_yaml
+from fastppo.run.options import Options
 from fastppo.run.removed import is_unset, removal
 
 PACKAGES = ("fastppo", "torch", "transformers", "peft", "vllm")
@@ -114,22 +114,3 @@ def check_same_run(
             "true` goes on all the same"
         )
     return [f"since {path.name}: {change}" for change in [*differing, *removed]]
-
-
-def keep_config(run_dir: Path, config: Options, number: int) -> None:
-    """Writes config.yaml; the config of an earlier part, if it differs, stays as
-    `config-before-<number>.yaml`.
-
-    Args:
-        number: of the first iteration or step under this config.
-    """
-    path = run_dir / "config.yaml"
-    kept = run_dir / f"config-before-{number:06d}.yaml"
-    if path.exists() and number and not kept.exists():
-        try:
-            same = type(config)(**read_yaml(path, type(config))).to_dict() == config.to_dict()
-        except ValueError:
-            same = False
-        if not same:
-            path.rename(kept)
-    config.save(path)

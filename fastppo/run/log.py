@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from fastppo.data.world import World
-from fastppo.functional.arguments import shown
-from fastppo.run.identity import keep_config, versions
+from fastppo.run.identity import versions
 from fastppo.run.options import Options
 
 SAMPLES = {False: "samples.jsonl", True: "eval_samples.jsonl"}
@@ -30,7 +27,7 @@ class RunLog:
     """Appends to the records of a run directory.
 
     Args:
-        config: kept as config.yaml, beside those of earlier parts of the run.
+        config: kept as config.yaml.
         index: what a record is numbered by: iteration, or step.
         first: the number of the first record to come; older ones from there on are cut off.
         device: its name, for the report.
@@ -52,12 +49,10 @@ class RunLog:
         self.notes: list[str] = []
         """Sentences for the user, such as on a line that was cut off."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        keep_config(self.directory, config, first)
+        config.save(self.directory / "config.yaml")
         self._begin_part(first, device)
         for name in ("metrics.jsonl", *SAMPLES.values()):
             self.notes += cut(self.directory / name, index, first)
-        self._excepthook = threading.excepthook
-        threading.excepthook = _silent_of_events(threading.excepthook)
         # Of a run that was killed before its first checkpoint every point is written anew.
         self._writer = SummaryWriter(str(self.directory / "tensorboard"), purge_step=first)
 
@@ -103,19 +98,6 @@ class RunLog:
     def close(self) -> None:
         with suppress(OSError):  # metrics.jsonl holds the same numbers
             self._writer.close()
-        threading.excepthook = self._excepthook
-
-
-def _silent_of_events(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """TensorBoard writes in a thread, and raises its OSError again where the next event is added:
-    the thread's traceback would report the same error twice."""
-
-    def silent(failed: Any) -> None:
-        package = type(failed.thread).__module__.partition(".")[0]
-        if not (package == "tensorboard" and issubclass(failed.exc_type, OSError)):
-            hook(failed)
-
-    return silent
 
 
 class SharedLog:
@@ -258,44 +240,3 @@ def _append(path: Path, records: list[dict[str, Any]]) -> None:
     except OSError as error:
         # The run has begun: this is no wrong value of the user's.
         raise RuntimeError(f"{path} could not be written: {error}") from error
-
-
-NUMBER = (int, float)
-METRICS_LINE = {"iteration": (int,), "warnings": (list,)}
-SAMPLES_LINE = {
-    "iteration": (int,),
-    "reward": NUMBER,
-    "rewards": (dict,),
-    "monitors": (dict,),
-    "kl": (int, float, NoneType),
-    "tokens": (int,),
-}
-EVAL_SAMPLES_LINE = {
-    "iteration": (int,),
-    "sampling": (str,),
-    "row": (int,),
-    "reward": (int, float, NoneType),  # None where the reward could not be had
-    "rewards": (dict,),
-    "tokens": (int,),
-}
-PARTS_LINE = {"started": (str,), "device": (str,), "versions": (dict,)}
-"""The types that the fields of a line may have for the report to show them."""
-
-
-def check_fields(
-    records: list[dict[str, Any]],
-    path: Path,
-    expected: Mapping[str, tuple[type, ...]],
-    others: tuple[type, ...] = (object,),
-) -> None:
-    """Raises ValueError with file and line for a field that is not of a type that `expected` has,
-    or `others` for a field that is not in it."""
-    needed = set(expected) - {"warnings"}
-    for number, record in enumerate(records, 1):
-        missing = sorted(needed - set(record))
-        if missing:
-            raise ValueError(f"{path}, line {number}: expected a field {missing[0]}")
-        for name, value in record.items():
-            types = expected.get(name, others)
-            if not isinstance(value, types) or (isinstance(value, bool) and types != (object,)):
-                raise ValueError(f"{path}, line {number}: {shown(name)} is {shown(value)}")

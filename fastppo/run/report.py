@@ -15,22 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastppo.run.charts import Chart, Groups, Run, is_finite, make_charts, with_prefix
-from fastppo.run.log import (
-    EVAL_SAMPLES_LINE,
-    METRICS_LINE,
-    NUMBER,
-    PARTS_LINE,
-    SAMPLES_LINE,
-    check_fields,
-    read_jsonl,
-)
+from fastppo.run.log import read_jsonl
 from fastppo.run.options import load_yaml
 
 LINKED = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "config.yaml")
 """Files of a run that its report leads to."""
 
-SAMPLINGS = {"sampled": "eval/", "greedy": "eval/greedy/"}
-"""How held-out prompts are answered, with the prefix of the metrics of each."""
 SAMPLES_PER_ITERATION = 4
 SAMPLED_ITERATIONS = 6
 VALUE = re.compile(r"(= |step[ -])[-+.\w]+")
@@ -62,13 +52,12 @@ def write_report(run_dir: str | Path, path: str | Path | None = None) -> Path:
         warnings=_warnings(run.records),
         constants=constants,
         samples=_pick_samples(run.samples),
-        held_out=_held_out(run),
         config=run.config,
     )
 
 
 def read_run(run_dir: str | Path) -> Run:
-    """A run directory's records, checked."""
+    """A run directory's records."""
     run_dir = Path(run_dir)
     records = read_jsonl(run_dir / "metrics.jsonl")
     if not records:
@@ -80,16 +69,14 @@ def read_run(run_dir: str | Path) -> Run:
             f"{run_dir} is no PPO run, and the report is of one; the curves of sft and reward are "
             f"in {run_dir / 'tensorboard'}"
         )
-    check_fields(records, run_dir / "metrics.jsonl", METRICS_LINE, others=NUMBER)
-    samples = read_jsonl(run_dir / "samples.jsonl")
-    check_fields(samples, run_dir / "samples.jsonl", SAMPLES_LINE)
-    held_out = read_jsonl(run_dir / "eval_samples.jsonl")
-    check_fields(held_out, run_dir / "eval_samples.jsonl", EVAL_SAMPLES_LINE)
     config_file = run_dir / "config.yaml"
-    config = load_yaml(config_file) if config_file.exists() else {}
-    parts = read_jsonl(run_dir / "parts.jsonl")
-    check_fields(parts, run_dir / "parts.jsonl", PARTS_LINE)
-    return Run("/".join(run_dir.resolve().parts[-2:]), records, samples, config, held_out, parts)
+    return Run(
+        name="/".join(run_dir.resolve().parts[-2:]),
+        records=records,
+        samples=read_jsonl(run_dir / "samples.jsonl"),
+        config=load_yaml(config_file) if config_file.exists() else {},
+        parts=read_jsonl(run_dir / "parts.jsonl"),
+    )
 
 
 def _write(path: Path, groups: Groups, **fields: Any) -> Path:
@@ -215,94 +202,6 @@ def _pick_samples(samples: list[dict[str, Any]]) -> list[tuple[int, list[dict[st
             (iterations[place], list(map(_as_chat, of_iteration))[:SAMPLES_PER_ITERATION])
         )
     return picked
-
-
-class HeldOut(NamedTuple):
-    """What the evaluations of a run found: metrics and responses at a few of its iterations."""
-
-    note: str
-    moments: list[tuple[str, int]]
-    """(first, best or last, its iteration)."""
-    samplings: list[str]
-    metrics: list[tuple[str, list[float | None]]]
-    """(name, its values: those of each sampling at each moment)."""
-    samples: list[tuple[dict[str, Any], list[tuple[str, list[dict[str, Any] | None]]]]]
-    """(a record with the prompt, of each sampling its response at each moment)."""
-
-
-def _held_out(run: Run) -> HeldOut | None:
-    """The first, the best and the last evaluation, None of a run without any."""
-    evaluations = [record for record in run.records if "eval/reward" in record]
-    if not evaluations:
-        return None
-    finite = [record for record in evaluations if math.isfinite(record["eval/reward"])]
-    best = max(finite or evaluations, key=lambda record: record["eval/reward"])
-    names_of: dict[int, list[str]] = {}
-    for name, record in (("first", evaluations[0]), ("best", best), ("last", evaluations[-1])):
-        names_of.setdefault(record["iteration"], []).append(name)
-    by_iteration = {record["iteration"]: record for record in evaluations}
-    samplings = [
-        name
-        for name, prefix in SAMPLINGS.items()
-        if any(f"{prefix}response_length" in record for record in evaluations)
-    ]
-    names = _held_out_names(evaluations, samplings)
-    rewards = [name for name in names if name.startswith("reward/")]
-    if len(rewards) == 1:  # a single reward is the reward itself
-        names.remove(rewards[0])
-    metrics = []
-    for name in names:
-        values = [
-            by_iteration[iteration].get(SAMPLINGS[sampling] + name)
-            for sampling in samplings
-            for iteration in names_of
-        ]
-        if name == "reward" or any(values):
-            metrics.append((name, values))
-    plural = "" if len(evaluations) == 1 else "s"
-    by = "greedy " if samplings == ["greedy"] else ""
-    return HeldOut(
-        note=f"{len(evaluations)} evaluation{plural} on eval_prompts; the best by its {by}reward",
-        moments=[(" and ".join(names), iteration) for iteration, names in names_of.items()],
-        samplings=samplings,
-        metrics=metrics,
-        samples=_held_out_samples(run.held_out, samplings, list(names_of)),
-    )
-
-
-def _held_out_names(evaluations: list[dict[str, Any]], samplings: list[str]) -> list[str]:
-    """The metrics of the evaluations without the prefixes of their samplings."""
-    names: dict[str, None] = {}
-    for sampling in samplings:
-        for name in dict.fromkeys(name for record in evaluations for name in record):
-            of_greedy = name.startswith(SAMPLINGS["greedy"])
-            if name.startswith(SAMPLINGS[sampling]) and of_greedy == (sampling == "greedy"):
-                names[name.removeprefix(SAMPLINGS[sampling])] = None
-    return list(names)
-
-
-def _held_out_samples(
-    samples: list[dict[str, Any]], samplings: list[str], moments: list[int]
-) -> list[tuple[dict[str, Any], list[tuple[str, list[dict[str, Any] | None]]]]]:
-    """Responses to the first prompts, as `HeldOut` has them."""
-    by_place = {(s["row"], s["sampling"], s["iteration"]): _with_numbers(s) for s in samples}
-    rows = []
-    for row in sorted({sample["row"] for sample in samples})[:SAMPLES_PER_ITERATION]:
-        responses = [
-            (sampling, [by_place.get((row, sampling, iteration)) for iteration in moments])
-            for sampling in samplings
-        ]
-        prompts = [sample for _, line in responses for sample in line if sample]
-        if prompts:
-            rows.append((_as_chat(prompts[0]), responses))
-    return rows
-
-
-def _with_numbers(sample: dict[str, Any]) -> dict[str, Any]:
-    """With NaN for a reward that could not be had."""
-    rewards = {name: math.nan if x is None else x for name, x in sample["rewards"].items()}
-    reward = math.nan if sample["reward"] is None else sample["reward"]
-    return sample | {"reward": reward, "rewards": rewards}
 
 
 def _as_chat(sample: dict[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from runs import (
     one_step,
     perturb,
     records,
+    tensors_of,
     update_gradients,
 )
 
@@ -254,7 +255,7 @@ def test_experience_made_in_parts_is_that_of_the_whole(
         torch.nn.init.normal_(trainer.model.value_function.head.weight)
         batch = random_batch((7, 2, 5, 1, 6, 3, 4, 8))
         experience, _ = experience_of(trainer, batch, torch.arange(8.0))
-        experiences.append(experience.tensors())
+        experiences.append(tensors_of(experience))
     whole, parts = experiences
     for name in ("old_logprobs", "old_values", "advantages", "returns", "ref_logprobs"):
         torch.testing.assert_close(parts[name], whole[name], rtol=1e-4, atol=1e-4)

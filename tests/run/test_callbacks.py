@@ -177,4 +177,4 @@ def test_two_processes_end_together_where_one_of_them_is_asked_to(tmp_path: Path
     for rank in (0, 1):
         heard = (tmp_path / f"heard-{rank}.txt").read_text().splitlines()
         assert heard == [f"{event} {rank == 0}" for event in ("begin 0", "end 1", "over 1")]
-    assert (tmp_path / "run" / "policy" / "README.md").exists()
+    assert (tmp_path / "run" / "policy" / "config.json").exists()

@@ -77,15 +77,3 @@ def test_a_removed_option_of_a_checkpoint_is_answered_unless_it_was_not_set() ->
         Path("c-1"), before, _identity(), essential=[], allowed=True
     )
     assert sentence.startswith("since c-1: project was 'mine'; project was removed: ")
-
-
-def test_the_configs_of_all_parts_are_kept(tmp_path: Path) -> None:
-    for number, rate in ((0, 1), (0, 1), (5, 2), (5, 3), (7, 3), (9, 4)):
-        identity.keep_config(tmp_path, Config(rate=rate), number)
-    rates = {path.name: path.read_text().split("rate: ")[1][:3] for path in tmp_path.iterdir()}
-    # What was begun at 5 under rate 2 came to no checkpoint: 5 was begun again under 3.
-    assert rates == {
-        "config-before-000005.yaml": "1.0",
-        "config-before-000009.yaml": "3.0",
-        "config.yaml": "4.0",
-    }

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import re
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from fastppo.run.log import RunLog, check_no_run, holds_run, read_jsonl, short_names
 from fastppo.run.options import Options, option
@@ -105,23 +101,6 @@ def test_each_part_of_a_run_has_a_line_whatever_became_of_the_last(tmp_path: Pat
     assert "torch" in parts[0]["versions"]
     assert f"{parts[0]['started']} · Another" in write_report(tmp_path).read_text()
     assert (tmp_path / "config.yaml").exists()
-
-
-def test_events_that_cannot_be_written_are_one_sentence(tmp_path: Path, monkeypatch) -> None:
-    """Without the traceback of TensorBoard's thread, which pytest takes for an error."""
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    hook = threading.excepthook
-    log = RunLog(tmp_path, Config())
-    monkeypatch.setattr(RecordWriter, "write", full)
-    says = f"{tmp_path / 'tensorboard'} could not be written: [Errno 28] No space left on device"
-    with pytest.raises(RuntimeError, match=re.escape(says)):
-        log.metrics(0, {"loss": 1.0})
-    log.close()
-    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"iteration": 0, "loss": 1.0}]
-    assert threading.excepthook is hook
 
 
 # ----------------------------------------------------------------------------------- the directory

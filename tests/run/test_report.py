@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastppo.run import report
 from fastppo.run.log import read_jsonl
 from fastppo.run.panels import GROUPS, PANELS
 from fastppo.run.report import summary, write_report
@@ -180,64 +179,6 @@ def test_the_header_says_when_where_and_how_long(run: Path) -> None:
     )
     assert "torch 2.13.0" in html
     assert '<a href="samples.jsonl">' in html
-
-
-def _evaluated(run: Path, samplings: tuple[str, ...] = ("sampled", "greedy")) -> None:
-    """Adds evaluations after iterations 4, 9, 14 and 19 to a run; that after 9 is the best."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    lines = [
-        {name: x for name, x in line.items() if not name.startswith("eval/")} for line in lines
-    ]
-    samples = []
-    for at, reward in ((4, 0.125), (9, 0.875), (14, 0.5), (19, 0.625)):
-        for sampling in samplings:
-            prefix = report.SAMPLINGS[sampling]
-            found = {"reward": reward, "kl": at / 8, "response_length": 20.0 + at}
-            lines[at] |= {prefix + name: x for name, x in found.items()}
-            samples += [
-                {
-                    "iteration": at,
-                    "sampling": sampling,
-                    "row": row,
-                    "prompt": f"question <{row}>",
-                    "completion": f"{sampling} answer {at} to {row} <b>",
-                    "reward": reward,
-                    "rewards": {"brief": reward},
-                    "tokens": 7,
-                    "finish_reason": "stop",
-                }
-                for row in range(6)
-            ]
-        lines[at]["eval/reward"] = reward
-    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    (run / "eval_samples.jsonl").write_text("\n".join(map(json.dumps, samples)) + "\n")
-
-
-def _held_out_part(html: str) -> str:
-    return html[html.index("<h2>Held-out prompts</h2>") : html.index("<h2>Samples</h2>")]
-
-
-def test_held_out_metrics_are_a_table_of_the_first_the_best_and_the_last(run: Path) -> None:
-    _evaluated(run)
-    part = _held_out_part(write_report(run).read_text())
-    assert "4 evaluations on eval_prompts; the best by its reward" in part
-    for moment in ("first, iteration 4", "best, iteration 9", "last, iteration 19"):
-        assert part.count(f'<th class="number">{moment}</th>') == 2
-    rows = re.findall(r"<tr><td>(\w+)</td>(.*?)</tr>", part)
-    cells = {name: re.findall(r">([^<]+)</td>", values) for name, values in rows}
-    assert cells["reward"] == ["0.125", "0.875", "0.625"] * 2
-    assert cells["response_length"] == ["24", "29", "39"] * 2
-
-
-def test_held_out_samples_stand_beside_one_another(run: Path) -> None:
-    _evaluated(run)
-    html = write_report(run).read_text()
-    part = _held_out_part(html)
-    assert part.count("question &lt;") == report.SAMPLES_PER_ITERATION
-    for at, count in ((4, 1), (9, 1), (14, 0), (19, 1)):
-        for sampling in ("sampled", "greedy"):
-            assert part.count(f"{sampling} answer {at} to 0 &lt;b&gt;") == count
-    assert "eval_samples.jsonl" in html
 
 
 def test_a_browser_draws_every_chart_without_a_word(run: Path) -> None:
