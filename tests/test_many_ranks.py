@@ -32,7 +32,6 @@ TURNS: dict[str, Any] = {
     "gae_by": "turn",
 }
 CURRICULUM: dict[str, Any] = {
-    "prompt_weights": "many_ranks:weigh",
     "solved_reward": 0.125,
     "iterations": 3,
 }

@@ -667,6 +667,8 @@ IDENTITY = (
     "prompt_column",
     "split",
     "seed",
+    "prompt_order",
+    "prompt_weights",
     "solved_reward",
     "reward_weights",
     "score_normalization",
