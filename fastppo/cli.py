@@ -276,8 +276,6 @@ def generate(config: Any) -> None:
     _quiet_libraries()
     rows, policies = generate.generate(config)
     generate.show(rows, policies, config, Console())
-    if config.output is not None:
-        generate.write(config.output, rows, policies, config)
 
 
 @Command(

@@ -1,18 +1,14 @@
 """`fastppo generate`: what one policy writes, or several side by side, with the reward of each.
 
 It is for looking at a few completions, not for evaluation at scale: policies are loaded one after
-another and all draw from the same seed; rewards are those of `fastppo train`. A policy wins against
-the first one where its completion of a prompt earns more; every sample of the one is compared with
-every sample of the other, and a tie counts one half.
+another and all draw from the same seed; rewards are those of `fastppo train`.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -33,6 +29,9 @@ from fastppo.rollout.generate import GenerateEngine
 from fastppo.run.log import short_names
 from fastppo.run.options import Options, option
 
+BATCH_SIZE = 32
+"""Sequences generated, or scored by a reward model, at once."""
+
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Control characters except tab and newline, and those that change the direction of writing."""
 
@@ -42,7 +41,7 @@ class GenerateConfig(Options):
     """Options of `fastppo generate`. Lengths are in tokens."""
 
     models: Sequence[str] = option(
-        [], "Required. One or more policies: directories or hub names; the first is compared with"
+        [], "Required. One or more policies: directories or hub names"
     )
     prompt: str | None = option(None, "One prompt, a string; this or prompts is required")
     prompts: str | None = option(
@@ -54,9 +53,6 @@ class GenerateConfig(Options):
     rewards: Sequence[str] = option(
         [], "file.py:function, module:function, or a sequence-classification model"
     )
-    reward_batch_size: int = option(
-        32, "Texts per forward pass of a reward model, sequences", minimum=1
-    )
     num_samples: int = option(1, "Completions per prompt and policy, sequences", minimum=1)
     max_new_tokens: int = option(128, "Longest completion, tokens", minimum=1)
     temperature: float = option(1.0, "Sampling temperature; 0 takes the likeliest token", minimum=0)
@@ -66,10 +62,6 @@ class GenerateConfig(Options):
     top_p: float = option(
         1.0, "Sample from the smallest set of this probability; 1 is all", above=0, maximum=1
     )
-    stop_strings: Sequence[str] = option(
-        [], "Texts that end a completion, at the token that completes one"
-    )
-    batch_size: int = option(32, "Sequences generated at once", minimum=1)
     seed: int = option(
         0, "Seed of sampling, the same for each policy", minimum=0, maximum=2**32 - 1
     )
@@ -77,7 +69,6 @@ class GenerateConfig(Options):
     param_dtype: Literal["float32", "bfloat16"] = option(
         "float32", "Dtype of the policies' weights"
     )
-    output: str | None = option(None, "Also write every completion to this .jsonl file")
 
     def check(self) -> None:
         if self.prompt is not None and self.prompts is not None:
@@ -120,7 +111,7 @@ def generate(config: GenerateConfig) -> tuple[Rows, list[Completions]]:
         _complete(name, directory, rows, config, device)
         for name, directory in zip(short_names(config.models), config.models, strict=True)
     ]
-    for term in make_terms(config.rewards, device=device, batch_size=config.reward_batch_size):
+    for term in make_terms(config.rewards, device=device, batch_size=BATCH_SIZE):
         for policy in policies:
             policy.rewards[term.name] = _score(term, rows, policy, config)
     return rows, policies
@@ -146,12 +137,7 @@ def _complete(
     )
     ids = [prompt for prompt in prompts.token_ids for _ in range(config.num_samples)]
     stop = stop_token_ids(None, tokenizer, model)
-    engine = GenerateEngine(
-        model,
-        pad_token_id(tokenizer, model),
-        batch_size=config.batch_size,
-        tokenizer=tokenizer,
-    )
+    engine = GenerateEngine(model, pad_token_id(tokenizer, model), batch_size=BATCH_SIZE)
     torch.manual_seed(config.seed)
     rollout = engine.generate(
         ids,
@@ -161,7 +147,6 @@ def _complete(
             top_k=config.top_k,
             top_p=config.top_p,
             stop_token_ids=stop,
-            stop_strings=tuple(config.stop_strings),
             greedy=config.temperature == 0,
         ),
     )
@@ -177,19 +162,6 @@ def _score(
     columns = {name: [row.get(name) for row in repeated] for name in names}
     prompts = [row[config.prompt_column] for row in repeated]
     return list(score(term, Samples(prompts, policy.texts, columns, policy.token_ids)))
-
-
-def win_rate(rewards: Sequence[float], first: Sequence[float], num_samples: int) -> float:
-    """Share of comparisons that `rewards` wins against `first`, both in the prompts' order."""
-    wins = 0.0
-    for start in range(0, len(first), num_samples):
-        for ours in rewards[start : start + num_samples]:
-            for theirs in first[start : start + num_samples]:
-                if ours > theirs:
-                    wins += 1.0
-                elif ours == theirs:
-                    wins += 0.5
-    return wins / (len(first) * num_samples)
 
 
 # ------------------------------------------------------------------------------------- the picture
@@ -213,13 +185,9 @@ def show(rows: Rows, policies: list[Completions], config: GenerateConfig, consol
     for policy in policies:
         means.add_column(Text(policy.name), justify="right", overflow="fold")
     count = len(policies[0].texts)
-    for name, first in policies[0].rewards.items():
-        rewards = [policy.rewards[name] for policy in policies]
-        means.add_row(Text(name), *(f"{sum(values) / count:.3f}" for values in rewards))
-        if len(policies) > 1:
-            rates = [win_rate(values, first, config.num_samples) for values in rewards[1:]]
-            title = Text(f"{name}: wins against {policies[0].name}")
-            means.add_row(title, "", *(f"{rate:.0%}" for rate in rates))
+    for name in policies[0].rewards:
+        totals = [sum(policy.rewards[name]) for policy in policies]
+        means.add_row(Text(name), *(f"{total / count:.3f}" for total in totals))
     tokens = [sum(map(len, policy.token_ids)) for policy in policies]
     means.add_row("tokens", *(f"{total / count:.1f}" for total in tokens))
     ended = [count - policy.finish_reasons.count(TRUNCATED) for policy in policies]
@@ -248,25 +216,3 @@ def _cell(policy: Completions, index: int) -> Text:
     if numbers:
         text.append(f"\n{numbers}", style="dim")
     return text
-
-
-def write(
-    path: str | Path, rows: Rows, policies: list[Completions], config: GenerateConfig
-) -> None:
-    """One line per completion: the row of its prompt, policy, sample, completion, rewards."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for policy in policies:
-            for i, text in enumerate(policy.texts):
-                row, sample = divmod(i, config.num_samples)
-                record = {
-                    **rows[row],
-                    "model": policy.name,
-                    "sample": sample,
-                    "completion": text,
-                    "tokens": len(policy.token_ids[i]),
-                    "finish_reason": policy.finish_reasons[i],
-                    "rewards": {name: values[i] for name, values in policy.rewards.items()},
-                }
-                file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")

@@ -71,7 +71,7 @@ REMOVED = {
     "push_to_hub": Removed(False, "`hf upload OWNER/NAME RUN/policy` uploads the policy"),
     "hub_model_id": Removed(None, "`hf upload OWNER/NAME RUN/policy` uploads the policy"),
     "hub_private_repo": Removed(None, "`hf upload --private OWNER/NAME RUN/policy` does it"),
-    "project": Removed("fastppo", "set WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME in the environment"),
+    "project": Removed("fastppo", "set WANDB_PROJECT in the environment"),
     "run_name": Removed(None, "the trackers call a run by the name of its output_dir"),
     "liger": Removed(False, "the trunk's layers run as transformers has them"),
     "compile": Removed(False, "the trunk's layers run as transformers has them"),
@@ -87,6 +87,7 @@ REMOVED = {
         None, "a reward model's mean score of the best training completions becomes 0"
     ),
     "reference_size": Removed(2048, "a reward model's mean is taken over 2048 texts at most"),
+    "output": Removed(None, "`fastppo generate` prints its table; a run has samples.jsonl"),
     "group_std": Removed(True, "without the division advantage=group is rloo, up to n/(n − 1)"),
 }
 
