@@ -197,4 +197,4 @@ def test_all_removed_options_of_a_file_are_answered_at_once(tmp_path) -> None:
     (tmp_path / "run.yaml").write_text("log_interval: 5\nproject: mine")
     with pytest.raises(ValueError, match="log_interval was removed") as error:
         read_yaml(tmp_path / "run.yaml", Both)
-    assert "project was removed: set WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME" in str(error.value)
+    assert "project was removed: set WANDB_PROJECT in the environment" in str(error.value)
