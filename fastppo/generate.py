@@ -40,9 +40,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 class GenerateConfig(Options):
     """Options of `fastppo generate`. Lengths are in tokens."""
 
-    models: Sequence[str] = option(
-        [], "Required. One or more policies: directories or hub names"
-    )
+    models: Sequence[str] = option([], "Required. One or more policies: directories or hub names")
     prompt: str | None = option(None, "One prompt, a string; this or prompts is required")
     prompts: str | None = option(
         None, "Prompts: .jsonl, .parquet, a save_to_disk directory or a hub name"

@@ -26,7 +26,6 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from fastppo.data.world import join
 from fastppo.models.policy import LanguageModel
 from fastppo.models.sharding import full_tensor, reshard
-from fastppo.models.trunk import takes_mark
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout import Sampling
@@ -178,52 +177,6 @@ def train_without_room_in_a_layer(folder: str) -> None:
     if trainer.world.rank == 1:
         trainer.model.causal_lm.base_model.layers[1].register_forward_pre_hook(full)
     trainer.train()
-
-
-def load_both_ways(
-    folder: str, architectures: Sequence[str]
-) -> dict[str, tuple[dict[str, Any], ...]]:
-    """By architecture what comes of a model, which is saved in a folder of that name, that is read
-    into shards, and of one that is loaded whole."""
-    from fastppo.models import from_files
-    from fastppo.ppo import build
-
-    open_shards = build.open_shards
-    write = from_files.Files._write
-    bytes_read: dict[str | None, int] = {}
-
-    def counted_write(self: Any, value: Any, name: str | None) -> None:
-        write(self, value, name)
-        bytes_read[name] = value.to_local().nbytes
-
-    from_files.Files._write = counted_write  # type: ignore[method-assign]
-    results = {}
-    for architecture in architectures:
-        model_folder = Path(folder) / architecture
-        both = []
-        for opened in (open_shards, lambda *args: None):
-            build.open_shards = opened  # type: ignore[assignment]
-            options = tiny.options(
-                model_folder / str(len(both)), model=str(model_folder), iterations=1
-            )
-            bytes_read.clear()
-            trainer = PPOTrainer(
-                PPOConfig(**options),
-                prompts=tiny.PROMPTS,
-                rewards=[tiny.count_w7],
-                tokenizer=tiny.tokenizer(),
-            )
-            trainer.train()
-            both.append(
-                {
-                    "weights": weights(trainer),
-                    "fingerprints": trainer.checkpoints.identity["fingerprints"],
-                    "marked": takes_mark(trainer.model.causal_lm.base_model),
-                    "read": sum(bytes_read.values()),
-                }
-            )
-        results[architecture] = tuple(both)
-    return results
 
 
 def held_bytes(folder: str) -> int:

@@ -130,3 +130,8 @@ def linear_layers(trunk: nn.Module) -> list[Any]:
         for module in trunk.modules()
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     ]
+
+
+def is_empty(module: nn.Module) -> bool:
+    """Whether a module has parameters without memory, as a plan's models have before it begins."""
+    return any(parameter.is_meta for parameter in module.parameters())

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from fastppo.data.batch import Batch, Layout
-from fastppo.models.device import cast_frozen
-from fastppo.models.from_files import is_empty
+from fastppo.models.device import cast_frozen, is_empty
 from fastppo.models.head import RefStates
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.sharding import is_sharded, reshard, sharded_like

@@ -20,7 +20,7 @@ that one GPU and many compute the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -46,12 +46,8 @@ PASSES = ("hidden", "language_model_loss")
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def shard(model: LanguageModel, world: World, *, fill: Callable[[], None] | None = None) -> None:
-    """Shards a model over the ranks, in place, and makes a first pass, which sets its root.
-
-    Args:
-        fill: writes the shards of a model without weights.
-    """
+def shard(model: LanguageModel, world: World) -> None:
+    """Shards a model over the ranks, in place, and makes a first pass, which sets its root."""
     trained = [p for p in model.parameters() if p.requires_grad]
     halves = {p.dtype for p in trained if p.dtype in HALVES}
     model.fixed_precision = model.is_full_precision
@@ -66,8 +62,6 @@ def shard(model: LanguageModel, world: World, *, fill: Callable[[], None] | None
     if isinstance(model, ActorCritic):
         passes += ("values",)
     _shard(model, _groups(model), policy, world=world, passes=passes)
-    if fill is not None:
-        fill()
     batch = Batch.of([[0]], [[0]], model.device)
     with torch.no_grad(), model.autocast():  # frozen matrices may be in the products' dtype
         model.hidden(model.layout(batch))

@@ -147,11 +147,6 @@ def prepare(trunk: Any) -> None:
     setattr(trunk, TAKES_MARK, same)
 
 
-def copy_mark_support(trunk: Any, other: Any) -> None:
-    """Whether a trunk takes the mark, as `prepare` found, holds for another with its weights."""
-    setattr(other, TAKES_MARK, takes_mark(trunk))
-
-
 def layers_of(trunk: Any) -> nn.ModuleList:
     """The list of a trunk's layers.
 

@@ -6,9 +6,7 @@ run.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from fastppo.data.rows import DataError, Rows, load_rows
 from fastppo.data.text import PretrainingText
 from fastppo.data.world import World, join
 from fastppo.models.device import choose_device
-from fastppo.models.from_files import Files, open_files
 from fastppo.models.packing import choose_packing
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import (
@@ -32,8 +29,7 @@ from fastppo.models.pretrained import (
     stop_token_ids,
 )
 from fastppo.models.reference_policy import ReferencePolicy
-from fastppo.models.sharding import is_sharded, shard, unsharded
-from fastppo.models.trunk import copy_mark_support, prepare
+from fastppo.models.sharding import shard
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.curriculum import Curriculum
 from fastppo.ppo.evaluation import Evaluation
@@ -150,14 +146,11 @@ def build(
     device = world.device or choose_device(config.device)
     tokenizer = tokenizer or load_tokenizer(config.model)
     models = load_models(
-        config, model=model, reference=reference, tokenizer=tokenizer, device=device, world=world
+        config, model=model, reference=reference, tokenizer=tokenizer, device=device
     )
     policy = models.policy
-    with models.gathered():
-        # A reference that was read in shards has no whole weights to try, and is the policy's copy.
-        other_reference = None if models.reference_in_shards else models.frozen_reference
-        packing_note = choose_packing(config.packing, policy, other_reference)
-        chosen_engine, engine_note = choose_engine(config, engine, policy, tokenizer, world)
+    packing_note = choose_packing(config.packing, policy, models.frozen_reference)
+    chosen_engine, engine_note = choose_engine(config, engine, policy, tokenizer, world)
     data = load_data(config, prompts, tokenizer, models)
     curriculum = Curriculum(data.prompts or Prompts([], []), config, say)
     reward_terms = load_rewards(config, rewards, monitor_rewards, environment, device)
@@ -249,8 +242,6 @@ class Models:
     stop_token_ids: tuple[int, ...]
     fingerprints: dict[str, str]
     """Of the weights that the run starts from, by option."""
-    read_in_shards: bool
-    """Whether several ranks have read the policy in shards: none has held it whole."""
 
     @property
     def context(self) -> int | None:
@@ -262,33 +253,10 @@ class Models:
         """The reference's own model, where it has one."""
         return None if self.reference is None else self.reference.frozen
 
-    @property
-    def reference_in_shards(self) -> LanguageModel | None:
-        """The reference's own model, where it is a copy of a policy that was read in shards and is
-        read in shards itself."""
-        if self.reference is None or self.reference.is_given or not self.read_in_shards:
-            return None
-        return self.reference.frozen
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """The policy's weights are whole on every rank for the block. If it was read in shards, its
-        attention and its heads are checked here, which needs whole weights."""
-        if not self.read_in_shards:
-            yield
-            return
-        with unsharded(self.policy):
-            trunk = self.policy.causal_lm.base_model
-            prepare(trunk)
-            self.policy.check_heads()
-            if self.reference_in_shards is not None:
-                copy_mark_support(trunk, self.reference_in_shards.causal_lm.base_model)
-            yield
-
     def shard(self, world: World) -> None:
-        """Shards what is not sharded yet."""
+        """Shards both over the ranks."""
         for model in (self.policy, self.frozen_reference):
-            if model is not None and not is_sharded(model):
+            if model is not None:
                 shard(model, world)
 
 
@@ -299,7 +267,6 @@ def load_models(
     reference: PreTrainedModel | None,
     tokenizer: Any,
     device: torch.device,
-    world: World,
 ) -> Models:
     """Policy, value function and reference, with their weights.
 
@@ -310,14 +277,9 @@ def load_models(
         ValueError: they cannot be loaded, or do not fit one another or the tokenizer.
     """
     loader = ModelLoader(config, device)
-    files = None if model is not None else open_shards(config, world)
-    if files is not None:
-        causal_lm = files.lm
-        weights = world.first(lambda: fingerprint.of_weights(files.weights()))
-    else:
-        causal_lm = model or loader.causal_lm(config.model, "model")
-        causal_lm = causal_lm.to(device)  # type: ignore[arg-type]
-        weights = fingerprint.of_weights(causal_lm.named_parameters())  # before they get adapters
+    causal_lm = model or loader.causal_lm(config.model, "model")
+    causal_lm = causal_lm.to(device)  # type: ignore[arg-type]
+    weights = fingerprint.of_weights(causal_lm.named_parameters())  # before they get adapters
     stop = stop_token_ids(config.stop_token_ids, tokenizer, causal_lm)
     policy = make_policy(causal_lm, tokenizer, config, loader)
     check_tokens(policy, tokenizer, stop)
@@ -328,26 +290,7 @@ def load_models(
         if ref_policy.is_given and ref_policy.frozen is not None:
             of_reference = ref_policy.frozen.causal_lm.named_parameters()
             fingerprints["reference_model"] = fingerprint.of_weights(of_reference)
-    models = Models(policy, ref_policy, stop, fingerprints, read_in_shards=files is not None)
-    if files is not None:
-        for model_without_weights in (policy, models.reference_in_shards):
-            if model_without_weights is not None:
-                read_shards = functools.partial(
-                    files.fill, model_without_weights, model_without_weights.causal_lm, device
-                )
-                shard(model_without_weights, world, fill=read_shards)
-    return models
-
-
-def open_shards(config: PPOConfig, world: World) -> Files | None:
-    """The files from which each of several ranks reads its shards of the policy; None where the
-    model is loaded whole: by one process, from the hub, or where more is made of it than a copy."""
-    is_changed = config.lora_rank > 0 or config.quantization != "none"
-    if world.size == 1 or is_changed or config.value_model == "critic":
-        return None
-    if not Path(config.model).is_dir():
-        return None
-    return open_files(config.model, getattr(torch, config.param_dtype), config.attn_implementation)
+    return Models(policy, ref_policy, stop, fingerprints)
 
 
 def check_tokens(policy: ActorCritic, tokenizer: Any, stop: Sequence[int]) -> None:

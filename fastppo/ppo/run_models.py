@@ -13,8 +13,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from fastppo.models import quantized
 from fastppo.models.adapters import add_adapters
-from fastppo.models.device import cast_frozen, compute_dtype
-from fastppo.models.from_files import is_empty
+from fastppo.models.device import cast_frozen, compute_dtype, is_empty
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import (
     is_sequence_classifier,

@@ -11,12 +11,9 @@ import tiny
 import torch
 
 from fastppo.data.rows import DataError
-from fastppo.data.world import World
-from fastppo.models.from_files import empty_causal_lm
 from fastppo.models.value import CriticValue, DetachedValue, SharedValue
-from fastppo.ppo.build import RunComponents, build, open_shards
+from fastppo.ppo.build import RunComponents, build
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.run_models import ModelLoader, make_policy
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout.decoder import DecoderEngine
 from fastppo.rollout.generate import GenerateEngine
@@ -276,34 +273,6 @@ def test_frozen_weights_of_a_bf16_run_are_in_bf16_and_trained_ones_are_not(
 
 def _is_frozen(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.Linear) and not module.weight.requires_grad
-
-
-@pytest.mark.parametrize(
-    ("options", "size", "straight"),
-    [
-        ({}, 2, True),
-        ({}, 1, False),
-        ({"value_model": "detached"}, 2, True),
-        ({"value_model": "critic"}, 2, False),
-        ({"lora_rank": 4}, 2, False),
-        ({"model": "a-name-of-the-hub"}, 2, False),
-    ],
-)
-def test_several_processes_read_shards_where_nothing_else_is_made_of_the_model(
-    options, size: int, straight: bool, tmp_path: Path
-) -> None:
-    config = PPOConfig(**{"model": tiny.saved_model(tmp_path), **options})
-    assert (open_shards(config, World(size=size)) is not None) == straight
-
-
-def test_a_model_without_weights_computes_as_its_device_will(tmp_path: Path) -> None:
-    empty = empty_causal_lm(tiny.saved_model(tmp_path), torch.float32, "auto")
-    config = PPOConfig(**tiny.options(tmp_path, precision="auto"))
-    for name, wanted in (("cuda", torch.bfloat16), ("cpu", None)):
-        policy = make_policy(
-            empty, tiny.tokenizer(), config, ModelLoader(config, torch.device(name))
-        )
-        assert policy.compute_dtype == wanted, name
 
 
 def test_a_directory_that_is_quantized_already_is_refused(tmp_path: Path) -> None:
