@@ -158,7 +158,7 @@ def build(
     if world.size > 1:
         models.shard(world)
         chosen_engine = SharedEngine(chosen_engine, policy, world)
-    calls = CallOptions(config.reward_timeout, config.reward_failure == "drop", say)
+    calls = CallOptions(config.reward_timeout, say)
     output_dir = Path(config.output_dir)
     scorer = Scorer(
         reward_terms.trained,
@@ -482,7 +482,6 @@ def load_ensemble(config: PPOConfig, weight: float, options: dict[str, Any]) -> 
     ensemble = RewardEnsemble(
         config.reward_ensemble,
         config.reward_ensemble_by,
-        drop=config.reward_failure == "drop",
         **options,
     )
     members = fingerprint.of_text(" ".join(term.fingerprint for term in ensemble.terms))

@@ -595,11 +595,6 @@ def check_advantages(config: PPOConfig) -> None:
             f"advantage={kind} compares responses to one prompt, so samples_per_prompt must be at "
             "least 2"
         )
-    if kind in ("rloo", "group") and config.reward_failure == "drop":
-        raise ValueError(
-            f"advantage={kind} compares all responses to a prompt, so none may be dropped: "
-            "reward_failure must be stop"
-        )
     if kind == "group" and config.whiten_advantages == "full":
         raise ValueError(
             "advantage=group normalises the samples of each prompt, so whiten_advantages must be "

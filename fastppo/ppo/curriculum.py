@@ -135,7 +135,7 @@ class Curriculum:
         """Notes what was solved and where the next iteration begins.
 
         Args:
-            scores: of the responses, before any that have none are dropped.
+            scores: of the responses.
 
         Returns:
             dict: with `solved_reward`, `solved`, the share of the responses, and `left_out`, the
@@ -144,17 +144,14 @@ class Curriculum:
         state.prompts_seen = chosen.position
         if self.solved_reward is None:
             return {}
-        scored = range(len(chosen.rows)) if scores.kept is None else scores.kept
         # As tensors: a score has the bits of fp32, and 0.9 is not less than 0.9.
         solves = (scores.total >= self.solved_reward).tolist()
-        for response in scored:
-            row = chosen.rows[response]
-            recent = state.successes.get(row, "") + ("1" if solves[response] else "0")
+        for row, is_solved in zip(chosen.rows, solves, strict=True):
+            recent = state.successes.get(row, "") + ("1" if is_solved else "0")
             state.successes[row] = recent[-WINDOW:]
-        solved = sum(solves[response] for response in scored)
         left_out = sum(self._is_solved(row, state) for row in state.successes)
         return {
-            "solved": solved / max(1, len(scored)),
+            "solved": sum(solves) / len(solves),
             "left_out": left_out / len(self.prompts),
         }
 

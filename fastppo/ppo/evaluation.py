@@ -21,9 +21,9 @@ from fastppo.run.options import Options, option
 LOGGED_SAMPLES = 8
 """Responses of an iteration, and of an evaluation, that are written down as texts."""
 
-SHOWN = ("reward", "kl", "response_length", "eos_rate", "turns", "dropped_samples")
+SHOWN = ("reward", "kl", "response_length", "eos_rate", "turns")
 """Metrics of an evaluation, beside each reward, monitored reward and finish reason: means over its
-responses; those of rewards are over the responses that were not dropped."""
+responses."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -121,52 +121,32 @@ class Evaluation:
         self, trainer: Any, prompts: Prompts, sampling: Sampling
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """(means over all responses, of metrics that are themselves means over responses; the first
-        responses). One that no response has is NaN."""
+        responses)."""
         sums: dict[str, float] = {}
-        counts: dict[str, int] = {}
         records: list[dict[str, Any]] = []
         for begin in range(0, len(prompts), self.batch_size):
             part = prompts.select(range(begin, min(begin + self.batch_size, len(prompts))))
             result = trainer.evaluate(part, sampling, self.scorer)
-            kept = result["scores"].kept
-            if kept is not None:
-                result["dropped_samples"] = 1 - len(kept) / len(part)
             for name, value in result.items():
                 if name in SHOWN or name.startswith(("reward/", "monitor/", "finish/")):
-                    count = _count(name, result["scores"], len(part))
-                    counts[name] = counts.get(name, 0) + count
-                    sums[name] = sums.get(name, 0.0) + (value * count if count else 0.0)
+                    sums[name] = sums.get(name, 0.0) + value * len(part)
             wanted = min(len(part), LOGGED_SAMPLES - len(records))
             records += [_record(begin, row, part, result) for row in range(wanted)]
-        means = {name: sums[name] / count if count else math.nan for name, count in counts.items()}
-        return means, records
-
-
-def _count(name: str, scores: Scores, responses: int) -> int:
-    """How many of a part's responses a metric is a mean over: for a reward, those that have it."""
-    if name == "reward":
-        return responses if scores.kept is None else len(scores.kept)
-    kind, _, term = name.partition("/")
-    if kind in ("reward", "monitor"):
-        scored = scores.terms if kind == "reward" else scores.monitors
-        return sum(not math.isnan(value) for value in scored[term])
-    return responses
+        return {name: total / len(prompts) for name, total in sums.items()}, records
 
 
 def _record(begin: int, row: int, prompts: Prompts, result: dict[str, Any]) -> dict[str, Any]:
-    """A line of eval_samples.jsonl: a response of an evaluation's part that begins at a prompt. A
-    reward that could not be had is None."""
+    """A line of eval_samples.jsonl: a response of an evaluation's part that begins at a prompt."""
     scores: Scores = result["scores"]
     rollout: Rollout = result["rollout"]
-    is_kept = scores.kept is None or row in scores.kept
     scored = {**scores.terms, **scores.monitors}
     rewards = {name: values[row] for name, values in scored.items()}
     return {
         "row": begin + row,
         "prompt": prompts.prompts[row],
         "completion": result["completions"][row],
-        "reward": scores.total[row].item() if is_kept else None,
-        "rewards": {name: None if math.isnan(x) else x for name, x in rewards.items()},
+        "reward": scores.total[row].item(),
+        "rewards": rewards,
         "tokens": rollout.written_lengths[row],
         "finish_reason": rollout.finish_reasons[row],
     }

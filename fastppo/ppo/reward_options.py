@@ -31,10 +31,6 @@ class RewardOptions(Options):
         "A function is then called in a thread, which goes on after the time is up",
         above=0,
     )
-    reward_failure: Literal["stop", "drop"] = option(
-        "stop",
-        "What a reward does that fails: stop the run with the samples saved, or drop the samples",
-    )
     missing_eos_penalty: float | None = option(
         None,
         "Subtracted from the score of a response that was cut off: at max_new_tokens, or with its "

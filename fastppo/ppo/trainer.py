@@ -68,7 +68,6 @@ from fastppo.ppo.out_of_memory import FittingLimits
 from fastppo.ppo.skipped_steps import skip_step
 from fastppo.ppo.state import RunState
 from fastppo.ppo.training_run import TrainingRun
-from fastppo.rewards.dropping import without_dropped
 from fastppo.rewards.reward import Reward
 from fastppo.rewards.scorer import Scorer, Scores
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
@@ -81,10 +80,7 @@ class Iteration(NamedTuple):
     """What an iteration drew, earned and learned from."""
 
     metrics: dict[str, float]
-    scores: Scores
-    """Of every response, those that were dropped among them."""
     responses: Responses
-    """Without those that were dropped."""
     experience: Experience
     """Of `responses`."""
 
@@ -199,8 +195,7 @@ class PPOTrainer:
         with timer("generate"):
             prompts, rollout = self.turns.play(prompts, self.engine, self.sampling)
         with timer("score"):
-            all_scores = self.score(prompts, rollout, options)
-        prompts, rollout, scores, dropped = without_dropped(prompts, rollout, all_scores)
+            scores = self.score(prompts, rollout, options)
         with timer("experience"):
             experience, metrics = self.make_experience(prompts.token_ids, rollout, scores, options)
         with timer("update"), self.engine_released():
@@ -210,8 +205,7 @@ class PPOTrainer:
         metrics |= response_metrics(scores, rollout, metrics)
         metrics |= timer.metrics(experience.batch.response_count, self.world)
         metrics |= rollout_health(rollout.written_tokens, scores.total, scores.monitors)
-        metrics |= dropped
-        return Iteration(metrics, all_scores, Responses(prompts, rollout, scores), experience)
+        return Iteration(metrics, Responses(prompts, rollout, scores), experience)
 
     def score(
         self, prompts: Prompts, rollout: Rollout, options: PPOConfig, scorer: Scorer | None = None

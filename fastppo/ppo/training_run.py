@@ -147,7 +147,7 @@ class TrainingRun:
         prompts = trainer.prompts.select(chosen.rows)
         iteration = trainer.iterate(prompts, options, PhaseTimer(before=self._stop_before))
         metrics: dict[str, float] = iteration.metrics
-        metrics |= trainer.curriculum.take(chosen, iteration.scores, self.state)
+        metrics |= trainer.curriculum.take(chosen, iteration.responses.scores, self.state)
         requested = self.callbacks.take("should_evaluate")
         metrics |= trainer.evaluation.after_update(trainer, log, requested=requested)
 

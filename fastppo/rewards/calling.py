@@ -35,12 +35,10 @@ def _silent(sentence: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """How long a run waits for users' functions, and what it does when they fail."""
+    """How long a run waits for users' functions, and where it says what they did."""
 
     timeout: float | None = None
     """Seconds that a call may take; None is no limit."""
-    drop: bool = False
-    """Whether samples without a score are dropped; otherwise the run stops."""
     say: Callable[[str], None] = _silent
     """Shows a sentence to the user."""
 

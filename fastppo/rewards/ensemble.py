@@ -30,7 +30,6 @@ class RewardEnsemble:
         members: rewards or specs, each returning one number per completion. They need one scale:
             the minimum over members of different scales is always the same member.
         by: mean, min or lcb.
-        drop: a sample that a member has no score for gets NaN; otherwise the ensemble raises.
         options: of members that are named by specs, as for `load_reward`.
 
     Raises:
@@ -45,15 +44,12 @@ class RewardEnsemble:
         self,
         members: Sequence[str | Reward],
         by: str = "mean",
-        *,
-        drop: bool = False,
         **options: Any,
     ) -> None:
         self.__name__ = "ensemble"
         if not members:
             raise ValueError("an ensemble must have at least one member, got none")
         self.by = arguments.choice("by", by, ENSEMBLE_RULES)
-        self.drop = drop
         self.terms = make_terms(members, **options)
 
     def __call__(
@@ -73,9 +69,7 @@ class RewardEnsemble:
 
     def _scores_of(self, term: RewardTerm, samples: Samples) -> list[float]:
         """[B] a member's scores."""
-        scored, failures = score_term(term, samples, CallOptions())
-        if failures and not self.drop:
-            raise failures[0]
+        scored = score_term(term, samples, CallOptions())
         for row, steps in enumerate(scored.partial or ()):
             if steps is not None:
                 raise TermError(

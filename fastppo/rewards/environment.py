@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,18 +65,11 @@ class Episode:
     """What the policy wrote, as text."""
     finish_reason: str | None = None
     """None while it goes on."""
-    reset_failed: bool = False
-    """Then it is dropped after one turn, which no environment hears."""
 
     @property
     def conversation(self) -> list[int]:
         """Token ids of all that the policy reads."""
         return self.prompt_ids + self.tokens
-
-    def drop(self) -> None:
-        """Ends it without a reward, so that the sample is left out of the batch."""
-        self.rewards[-1] = math.nan
-        self.finish_reason = FINISHED
 
     def add_turn(self, text: str, rollout: Rollout, row: int) -> None:
         """Appends what the policy wrote; a turn that was cut off ends the episode."""
@@ -155,8 +147,7 @@ class Turns:
     def play(
         self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling
     ) -> tuple[Prompts, Rollout]:
-        """The episodes as prompts and responses. `Rollout.rewards` has what they earned, NaN where
-        the environment failed and the sample is to be dropped.
+        """The episodes as prompts and responses. `Rollout.rewards` has what they earned.
 
         Raises:
             RewardError: an environment raised, was too late, or returned what is no answer; its
@@ -173,12 +164,10 @@ class Turns:
             texts = decode_completions(self.tokenizer, conversations, drawn.tokens)
             for place, row in enumerate(live):
                 episodes[row].add_turn(texts[place], drawn, place)
-                if episodes[row].reset_failed:
-                    episodes[row].drop()
             acting = [row for row in live if episodes[row].finish_reason is None]
             turns = {row: episodes[row].turns[-1] for row in acting}
             answers = self.environments.step(turns, len(episodes))
-            self._report_failures(answers, episodes)
+            self._raise_for_failures(answers, episodes)
             for row in acting:
                 self._take_answer(
                     episodes[row], answers[row], sampling, is_last=turn == self.max_turns
@@ -200,12 +189,10 @@ class Turns:
         rows = zip(prompts.prompts, prompts.token_ids, columns, strict=True)
         episodes = [Episode(prompt, ids, of_row) for prompt, ids, of_row in rows]
         openings = self.environments.reset(prompts.prompts, columns)
-        self._report_failures(openings, episodes)
+        self._raise_for_failures(openings, episodes)
         for row, episode in enumerate(episodes):
             opening = openings[row]
-            if isinstance(opening, Failure):
-                episode.reset_failed = True
-            elif opening is not None:
+            if opening is not None:
                 where = f"environment {self.name!r}, what reset returned"
                 episode.prompt = opening
                 episode.prompt_ids = encode_prompt(opening, self.tokenizer, where)
@@ -219,12 +206,9 @@ class Turns:
         return episodes
 
     def _take_answer(
-        self, episode: Episode, answer: Answer | Failure, sampling: Sampling, *, is_last: bool
+        self, episode: Episode, answer: Answer, sampling: Sampling, *, is_last: bool
     ) -> None:
         """Pays the turn, and appends the observation or ends the episode."""
-        if isinstance(answer, Failure):
-            episode.drop()
-            return
         episode.rewards[-1] += answer.reward
         if answer.done:
             episode.finish_reason = FINISHED
@@ -282,22 +266,15 @@ class Turns:
         episode.prompt = [*episode.prompt, turn, *observation]
         return text
 
-    def _report_failures(self, answers: Mapping[int, Any], episodes: Sequence[Episode]) -> None:
-        """Says which environment failed, with its episode saved.
-
-        Raises:
-            RewardError: one failed and is not to be dropped.
-        """
+    def _raise_for_failures(self, answers: Mapping[int, Any], episodes: Sequence[Episode]) -> None:
+        """Raises RewardError where an environment failed; its episode is saved first."""
         failed = [row for row in sorted(answers) if isinstance(answers[row], Failure)]
         if not failed:
             return
         episode = episodes[failed[0]]
         reason = answers[failed[0]].sentence
         saved = self.world.first(lambda: self._save(episode, reason))
-        sentence = f"environment {self.name!r} {reason}{saved}"
-        if not self.options.drop:
-            raise RewardError(sentence)
-        self.options.say(f"{sentence}; {len(failed)} of {len(episodes)} samples dropped")
+        raise RewardError(f"environment {self.name!r} {reason}{saved}")
 
     def _save(self, episode: Episode, reason: str) -> str:
         """Writes a failed episode; the end of a sentence that says where."""

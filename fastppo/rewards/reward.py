@@ -25,7 +25,6 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,16 +105,6 @@ class Scored(list[float]):
         self.partial = None if partial is None else list(partial)
         self.disagreement = None if disagreement is None else list(disagreement)
 
-    def select(self, rows: Sequence[int]) -> Scored:
-        """What it returned for some of the completions."""
-        partial = self.partial
-        disagreement = self.disagreement
-        return Scored(
-            [self[row] for row in rows],
-            None if partial is None else [partial[row] for row in rows],
-            None if disagreement is None else [disagreement[row] for row in rows],
-        )
-
     @classmethod
     def joined(cls, parts: Sequence[Scored]) -> Scored:
         """What it returned for several batches, one after the other."""
@@ -154,38 +143,23 @@ def score(
     failure_file: Path | None = None,
     options: CallOptions | None = None,
 ) -> Scored:
-    """The term's rewards of all completions, unweighted; NaN for a sample that is dropped.
+    """The term's rewards of all completions, unweighted.
 
     Raises:
         RewardError: the reward raised, was too late, returned the wrong number of values, or one
-            that is not a number within ±`MAX_REWARD`, and nothing is to be dropped. The samples
-            are written to `failure_file` first.
+            that is not a number within ±`MAX_REWARD`. The sample, or all where it is of none, is
+            written to `failure_file` first.
     """
-    options = options or CallOptions()
     try:
-        scored, failures = score_term(term, samples, options)
+        return score_term(term, samples, options or CallOptions())
     except TermError as error:
-        scored = Scored([math.nan] * len(samples))
-        failures = [error]
-    if not failures:
-        return scored
-    first = failures[0]
-    rows = [error.row for error in failures if error.row is not None] or range(len(samples))
-    saved = save_failure(failure_file, first.reward, samples.select(rows), first.sentence)
-    if not options.drop:
-        raise RewardError(f"{first}{saved}") from first.__cause__
-    options.say(f"{first}{saved}; {len(rows)} of {len(samples)} samples without a score")
-    return scored
+        rows = range(len(samples)) if error.row is None else [error.row]
+        saved = save_failure(failure_file, error.reward, samples.select(rows), error.sentence)
+        raise RewardError(f"{error}{saved}") from error.__cause__
 
 
-def score_term(
-    term: RewardTerm, samples: Samples, options: CallOptions
-) -> tuple[Scored, list[TermError]]:
-    """The term's rewards, and an error for each sample without one; its score is NaN.
-
-    Raises:
-        TermError: there are no rewards at all.
-    """
+def score_term(term: RewardTerm, samples: Samples, options: CallOptions) -> Scored:
+    """The term's rewards; raises TermError as `score` does, without a file."""
     timeout = None if getattr(term.function, "has_timeout", False) else options.timeout
     try:
         returned = call(lambda: _call(term.function, samples), timeout, ATTEMPTS)
@@ -198,11 +172,11 @@ def score_term(
     return _validated(term.name, returned, samples)
 
 
-def _validated(name: str, returned: Any, samples: Samples) -> tuple[Scored, list[TermError]]:
-    """What a reward returned, as numbers, and an error for each sample that has none.
+def _validated(name: str, returned: Any, samples: Samples) -> Scored:
+    """What a reward returned, as numbers.
 
     Raises:
-        TermError: it is no list with an entry for each sample.
+        TermError: it is no list with a reward for each sample.
     """
     disagreement = None
     if isinstance(returned, Scored):  # of an ensemble, or of a reward that calls `score` itself
@@ -219,20 +193,17 @@ def _validated(name: str, returned: Any, samples: Samples) -> tuple[Scored, list
         raise TermError(name, f"returned {len(rewards)} values for {count} completions")
     totals: list[float] = []
     partial: list[Partial | None] = []
-    failures: list[TermError] = []
     for row, reward in enumerate(map(_plain, rewards)):
         ids = samples.completion_ids
         tokens = None if ids is None else len(ids[row])
         try:
             total, steps = _read(reward, tokens, row)
         except ValueError as error:
-            failures.append(TermError(name, str(error), row))
-            total = math.nan
-            steps = None
+            raise TermError(name, str(error), row) from None
         totals.append(total)
         partial.append(steps)
     has_parts = any(steps is not None for steps in partial)
-    return Scored(totals, partial if has_parts else None, disagreement), failures
+    return Scored(totals, partial if has_parts else None, disagreement)
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,6 @@ what is added to the total, such as a mean that is subtracted, goes to the last 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,8 +42,6 @@ class Scores:
     """Each trained term, unweighted."""
     monitors: Mapping[str, Scored] = field(default_factory=dict)
     """Each reward that is logged and not trained on."""
-    kept: list[int] | None = None
-    """The responses that have a score; None if none is to be dropped."""
 
     @property
     def total(self) -> Tensor:
@@ -54,20 +51,15 @@ class Scores:
         return self.last + self._sum_by_response(self.within)
 
     def plus(self, name: str, rewards: Sequence[Sequence[float]] | None) -> Scores:
-        """With another term, paid at each token that the policy wrote; NaN drops a sample."""
+        """With another term, paid at each token that the policy wrote."""
         if rewards is None:
             return self
         paid = torch.tensor([reward for row in rewards for reward in row])
         totals = [sum(row) for row in rewards]
-        kept = self.kept
-        if any(map(math.isnan, totals)):
-            rows = range(len(totals)) if kept is None else kept
-            kept = [row for row in rows if not math.isnan(totals[row])]
         return replace(
             self,
             within=paid if self.within is None else self.within + paid,
             terms={name: Scored(totals), **self.terms},
-            kept=kept,
         )
 
     def charged(self, truncated: Sequence[bool], missing_eos_penalty: float | None) -> Scores:
@@ -106,12 +98,11 @@ class Scores:
         return replace(self, last=total - self._sum_by_response(within), within=within)
 
     def metrics(self) -> dict[str, float]:
-        """Means over the batch, without dropped samples: the total, each term and each monitored
-        reward."""
-        total = self.total if self.kept is None else self.total[self.kept]
+        """Means over the batch: the total, each term and each monitored reward."""
+        total = self.total
         metrics = {
             "reward": total.mean().item(),
-            "reward_std": total.std(correction=0).item() if len(total) else math.nan,
+            "reward_std": total.std(correction=0).item(),
         }
         for name, scored in self.terms.items():
             metrics[f"reward/{name}"] = _mean(scored)
@@ -120,20 +111,6 @@ class Scores:
         for name, scored in self.monitors.items():
             metrics[f"monitor/{name}"] = _mean(scored)
         return metrics
-
-    def select(self, rows: Sequence[int]) -> Scores:
-        """The scores of some of the responses."""
-        within = self.within
-        if within is not None:
-            by_response = within.split(list(self.lengths))
-            within = torch.cat([by_response[row] for row in rows])
-        return Scores(
-            self.last[list(rows)],
-            within,
-            [self.lengths[row] for row in rows] if self.lengths else (),
-            {name: scored.select(rows) for name, scored in self.terms.items()},
-            {name: scored.select(rows) for name, scored in self.monitors.items()},
-        )
 
     @classmethod
     def joined(cls, parts: Sequence[Scores]) -> Scores:
@@ -148,20 +125,12 @@ class Scores:
                     for part in parts
                 ]
             )
-        kept = None
-        if parts[0].kept is not None:
-            kept = []
-            begin = 0
-            for part in parts:
-                kept += [begin + row for row in part.kept or ()]
-                begin += len(part.last)
         return cls(
             torch.cat([part.last for part in parts]),
             within,
             [length for part in parts for length in part.lengths],
             _joined([part.terms for part in parts]),
             _joined([part.monitors for part in parts]),
-            kept,
         )
 
     def _sum_by_response(self, within: Tensor) -> Tensor:
@@ -174,9 +143,7 @@ def _joined(parts: Sequence[Mapping[str, Scored]]) -> dict[str, Scored]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """The mean of the samples that were not dropped."""
-    kept = [value for value in values if not math.isnan(value)]
-    return sum(kept) / len(kept) if kept else math.nan
+    return sum(values) / len(values)
 
 
 class Scorer:
@@ -187,7 +154,7 @@ class Scorer:
         monitors: what is only logged.
         tokenizer: the policy's, to find the token at which a step of a completion ends.
         failure_file: where the samples that a reward fails on are written.
-        options: how long each is waited for, and what becomes of samples without a score.
+        options: how long each is waited for.
         world: the ranks that share the responses of a batch; every reward gets a rank's own.
     """
 
@@ -256,16 +223,12 @@ class Scorer:
         last = torch.zeros(len(samples))
         for term in self.terms:
             last += term.weight * torch.tensor(terms[term.name].at_the_end)
-        kept = None
-        if self.options.drop:
-            kept = [row for row, total in enumerate(last.tolist()) if not math.isnan(total)]
         return Scores(
             last,
             self._within(terms, samples, prompts.token_ids, written),
             [sum(row) for row in written],
             terms,
             monitors,
-            kept,
         )
 
     def _scored(self, terms: Sequence[RewardTerm], samples: Samples) -> dict[str, Scored]:

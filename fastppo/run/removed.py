@@ -52,6 +52,9 @@ REMOVED = {
     "checkpoint_limit": Removed(2, "the newest 2 checkpoints are kept"),
     "reward_retries": Removed(2, "a reward that fails is called twice more; retry inside it"),
     "reward_concurrency": Removed(8, "a reward at a URL gets 8 requests at a time"),
+    "reward_failure": Removed(
+        "stop", "a reward that fails stops the run, its samples saved; catch errors inside it"
+    ),
     "reward_max_length": Removed(
         None, "a reward model reads as many tokens as it was trained with, or as its context holds"
     ),

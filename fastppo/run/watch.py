@@ -84,9 +84,6 @@ def _pearson(name: str, x: list[float], y: list[float]) -> float | None:
     """Pearson's r; None where one side does not vary."""
     if len(x) != len(y):
         raise ValueError(f"{name} must be one per response: got {len(x)} for {len(y)} responses")
-    both = [(a, b) for a, b in zip(x, y, strict=True) if not (math.isnan(a) or math.isnan(b))]
-    x = [a for a, _ in both]
-    y = [b for _, b in both]
     # By the values, because the variance of equal numbers may come out as rounding.
     if len(set(x)) < 2 or len(set(y)) < 2:
         return None

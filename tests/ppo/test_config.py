@@ -95,15 +95,6 @@ def test_a_moving_kl_coefficient_must_start_above_zero() -> None:
         ({"critic_model": "x"}, "critic_model needs value_model=critic"),
         ({"advantage": "sequence", "bootstrap_truncated": True}, "complete returns"),
         ({"advantage": "group", "samples_per_prompt": 2}, "no value function to train, so vf_coef"),
-        (
-            {
-                "advantage": "rloo",
-                "vf_coef": 0.0,
-                "samples_per_prompt": 2,
-                "reward_failure": "drop",
-            },
-            "none may be dropped",
-        ),
         ({"advantage": "rloo", "vf_coef": 0.0}, "samples_per_prompt must be at least 2"),
         (
             {"advantage": "group", "vf_coef": 0.0, "samples_per_prompt": 2},

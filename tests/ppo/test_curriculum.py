@@ -148,14 +148,6 @@ def test_a_reward_of_just_the_bound_has_solved_its_prompt() -> None:
     assert state.successes == {3: "1", 4: "0"}
 
 
-def test_a_sample_without_a_score_is_no_success_and_no_failure() -> None:
-    curriculum, state, _ = _curriculum(solved_reward=0.0)
-    chosen = curriculum.at(state, 2, 0, 1)
-    scores = Scores(torch.tensor([float("nan"), 1.0]), kept=[1])
-    assert curriculum.take(chosen, scores, state)["solved"] == 1.0
-    assert [*state.successes] == [chosen.rows[1]]
-
-
 def test_the_run_ends_where_every_prompt_is_solved() -> None:
     curriculum, state, said = _curriculum(solved_reward=0.0)
     state.successes = dict.fromkeys(range(COUNT), "1" * WINDOW)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.log import read_jsonl
-from fastppo.run.report import write_report
 from runs import make_trainer, records
 
 REWARD = """
@@ -143,41 +141,6 @@ def test_the_first_responses_are_kept(tmp_path: Path) -> None:
     again = _trainer(tmp_path, **options, rollout_batch_size=8, iterations=3, resume=True)
     again.train()
     assert read_jsonl(Path(again.config.output_dir) / "eval_samples.jsonl")[:32] == lines
-
-
-def test_a_dropped_sample_is_not_among_its_means(tmp_path: Path) -> None:
-    """In parts of eight prompts, of which the first has no reward at all and the second a few."""
-    (tmp_path / "gold.py").write_text(
-        "def some(prompts, completions, place=None):\n"
-        "    place = place or [15] * len(prompts)  # of the training prompts\n"
-        "    return [ValueError('no') if p < 11 else float(p) for p in place]\n"
-    )
-    rows = [{**row, "place": place} for place, row in enumerate(tiny.PROMPTS[:20])]
-    (tmp_path / "placed.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    options = {"rewards": [f"{tmp_path / 'gold.py'}:some"], "eval_interval": 1}
-    options |= {"eval_prompts": str(tmp_path / "placed.jsonl")}
-    options |= {"rollout_batch_size": 8, "reward_failure": "drop"}
-    trainer = make_trainer(tmp_path, **options, iterations=1)
-    metrics = trainer.train()
-    assert metrics["eval/reward"] == metrics["eval/reward/some"] == pytest.approx(15.0)
-    assert metrics["eval/dropped_samples"] == pytest.approx(11 / 20)
-    lines = read_jsonl(Path(trainer.config.output_dir) / "eval_samples.jsonl")
-    assert [line["reward"] for line in lines] == [None] * 8
-    assert [line["rewards"]["some"] for line in lines] == [None] * 8
-    write_report(Path(trainer.config.output_dir))
-    report = (Path(trainer.config.output_dir) / "report.html").read_text()
-    assert "<b>nan</b>" in report
-
-
-def test_a_reward_that_no_response_has_is_no_number(tmp_path: Path) -> None:
-    (tmp_path / "gold.py").write_text(
-        "def none(prompts, completions):\n    return [ValueError('no')] * len(prompts)\n"
-    )
-    options = {"monitor_rewards": [f"{tmp_path / 'gold.py'}:none"], "eval_interval": 1}
-    trainer = _trainer(tmp_path, **options, iterations=1, reward_failure="drop")
-    metrics = trainer.train()
-    assert math.isnan(metrics["eval/monitor/none"])
-    assert metrics["eval/reward"] < 1
 
 
 @pytest.mark.parametrize(

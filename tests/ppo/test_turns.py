@@ -95,7 +95,7 @@ def test_a_reward_by_token_skips_what_the_environment_wrote(tmp_path: Path) -> N
     assert scores.total.tolist() == pytest.approx(wanted)
 
 
-def test_an_environment_that_fails_stops_the_run_or_loses_its_sample(tmp_path: Path) -> None:
+def test_an_environment_that_fails_stops_the_run(tmp_path: Path) -> None:
     class Fragile(Calculator):
         def step(self, text: str) -> Any:
             if self.total == "w4":
@@ -106,11 +106,6 @@ def test_an_environment_that_fails_stops_the_run_or_loses_its_sample(tmp_path: P
         _trainer(tmp_path / "stop", environment=Fragile).train()
     saved = json.loads((tmp_path / "stop" / "run" / "failed_episode.json").read_text())
     assert saved["columns"] == {"total": "w4"}
-    trainer = _trainer(tmp_path / "drop", environment=Fragile, reward_failure="drop")
-    trainer.train()
-    shares = [line["dropped_samples"] for line in records(trainer)]
-    assert all(0 <= share < 0.5 for share in shares)
-    assert max(shares) > 0
 
 
 def test_a_cut_off_episode_is_followed_by_the_value_of_what_it_was_told(tmp_path: Path) -> None:
@@ -176,17 +171,6 @@ def test_a_run_closes_its_environments_however_it_ends(fails: str | None, tmp_pa
             trainer.train()
     assert len(made) == 16
     assert kind.open == []
-
-
-def test_episodes_whose_reset_fails_are_dropped_with_their_share(tmp_path: Path) -> None:
-    kind = type("_Mine", (_Server,), {"open": [], "fails": "reset"})
-    trainer = _trainer(tmp_path, iterations=1, environment=kind, reward_failure="drop")
-    trainer.train()
-    (line,) = records(trainer)
-    asked = trainer.prompts.at(0, 16, trainer.config.seed)  # type: ignore[union-attr]
-    share = asked.columns["total"].count("w4") / 16
-    assert line["dropped_samples"] == pytest.approx(share)
-    assert 0 < share < 1
 
 
 # --------------------------------------------------------------------------------- GAE by the turn

@@ -11,17 +11,14 @@ from typing import Any
 
 import pytest
 import tiny
-import torch
 from environments import Scripted
 
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import DataError
 from fastppo.rewards.calling import CallOptions
-from fastppo.rewards.dropping import without_dropped
 from fastppo.rewards.environment import Turns
 from fastppo.rewards.loading import load_environment
 from fastppo.rewards.reward import RewardError
-from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout, Sampling
 
 
@@ -224,56 +221,6 @@ class LateCoroutine(Echo):
 def test_a_step_that_raises_or_is_late_stops_the_run(make: type[Echo], says: str) -> None:
     with pytest.raises(RewardError, match=says):
         _play(make, [[7, 1]], options=CallOptions(timeout=0.01))
-
-
-def test_one_that_fails_may_be_dropped_alone() -> None:
-    sentences: list[str] = []
-
-    class Sometimes(Echo):
-        turns = 1
-
-        def reset(self, prompt: str, name: str) -> None:
-            self.turns_heard = []
-            self.name = name
-
-        def step(self, text: str) -> Any:
-            if self.name == "n1":
-                raise OSError("gone")
-            return super().step(text)
-
-    options = CallOptions(drop=True, say=sentences.append)
-    _, rollout, _ = _play(Sometimes, [[7, 1]], options=options)
-    assert rollout.rewards is not None
-    assert rollout.rewards[0] == [0.0, 0.5]
-    assert math.isnan(rollout.rewards[1][-1])
-    assert "1 of 2 samples dropped" in sentences[0]
-
-
-class _OutOfRooms(Echo):
-    """Has no room for the second episode."""
-
-    def reset(self, prompt: str, name: str) -> Any:
-        self.turns_heard = []
-        return 7 if name == "n1" else None
-
-
-def test_a_reset_that_fails_may_be_dropped_alone() -> None:
-    """Its episode ends after one turn, which nobody hears."""
-    sentences: list[str] = []
-    options = CallOptions(drop=True, say=sentences.append)
-    prompts, rollout, engine = _play(_OutOfRooms, [[7, 1], [8, 1]], _prompts(3), options=options)
-    assert "returned 7 in reset" in sentences[0]
-    assert "1 of 3 samples dropped" in sentences[0]
-    assert [len(conversations) for conversations in engine.asked] == [3, 2]
-    assert rollout.rewards is not None
-    assert [math.isnan(sum(row)) for row in rollout.rewards] == [False, True, False]
-    assert rollout.tokens[1] == [7, 1]
-    assert rollout.finish_reasons == ["stop"] * 3
-    scores = Scores(torch.zeros(3), lengths=rollout.written_lengths)
-    scores = scores.plus("environment", rollout.rewards)
-    left, *_, metrics = without_dropped(prompts, rollout, scores)
-    assert left.columns == {"name": ["n0", "n2"]}
-    assert metrics == {"dropped_samples": pytest.approx(1 / 3)}
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from fastppo.rewards import url
-from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.loading import load_reward, make_terms, reward_name
 from fastppo.rewards.reward import RewardError, RewardTerm, Samples, score
 from fastppo.rewards.url import RequestError, URLReward
@@ -156,15 +155,10 @@ def test_a_server_that_hangs_or_is_not_there_is_waited_for_so_long_and_no_longer
     assert "refused, 3 times" in str(rewards)
 
 
-def test_the_samples_of_one_failing_request_are_dropped_and_the_others_stay(server: Server) -> None:
+def test_a_request_that_fails_ends_in_the_sentence_of_the_server(server: Server) -> None:
     server.answer = lambda b: (403, b"") if "bb" in b["completions"] else Server.lengths(b)
-    sentences: list[str] = []
     term = RewardTerm("judge", URLReward(server.url, batch_size=1))
-    scored = score(term, SAMPLES, options=CallOptions(drop=True, say=sentences.append))
-    assert [scored[0], scored[2]] == [1.0, 3.0]
-    assert scored[1] != scored[1]
-    assert "answered 403 Forbidden; 1 of 3 samples without a score" in sentences[0]
-    with pytest.raises(RewardError, match=r"reward 'judge' at http.* answered 403"):
+    with pytest.raises(RewardError, match=r"reward 'judge' at http.* answered 403 Forbidden"):
         score(term, SAMPLES)
 
 
