@@ -442,8 +442,6 @@ class PlannedRun:
             tensors += [torch.empty(shape, dtype=torch.float32) for _ in copies]
         return tensors
 
-        return tensors
-
     def _take_step(self) -> None:
         clip_gradients(self.optimizer, self.policy, self.config)
         if self.config.optimizer == "adamw":  # torchao's step is compiled, and needs nothing more

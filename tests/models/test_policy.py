@@ -11,6 +11,7 @@ from fastppo.data.batch import Batch
 from fastppo.data.microbatches import Limits, split
 from fastppo.models.adapters import add_adapters
 from fastppo.models.policy import ActorCritic, LanguageModel
+from fastppo.models.value import critic_of_policy
 
 BATCH = Batch.of([[5, 9], [7, 8, 6, 12]], [[10, 11, 1], [13, 3]])
 
@@ -143,3 +144,18 @@ def test_a_saved_policy_is_the_plain_model_without_the_value_function(tmp_path) 
     own = actor.causal_lm.state_dict()
     assert saved.keys() == own.keys()
     assert all(torch.equal(saved[name], own[name]) for name in own)
+
+
+def test_a_value_function_comes_back_with_all_that_it_owns(tmp_path) -> None:
+    def make() -> ActorCritic:
+        causal_lm = tiny.model()
+        return ActorCritic(causal_lm, None, critic_of_policy(causal_lm))
+
+    one, other = make(), make()
+    with torch.no_grad():
+        for parameter in one.value_function.parameters():
+            parameter.normal_()
+    one.save_value_function(tmp_path / "value_function.safetensors")
+    other.load_value_function(tmp_path / "value_function.safetensors")
+    for mine, its in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, its)
