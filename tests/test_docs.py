@@ -350,21 +350,6 @@ def test_the_tree_of_the_readme_is_the_tree() -> None:
             assert f"\n  {folder.name}/ " in tree, folder
 
 
-def test_red_team_prompts_are_watched_as_the_page_says(workspace: Path, capsys) -> None:
-    page = ROOT / "docs" / "your-own-run.md"
-    (options,) = (yaml.safe_load(code) for code in blocks(page, "yaml") if "redteam.jsonl" in code)
-    (code,) = (code for code in blocks(page, "python") if code.startswith("# redteam.py"))
-    (workspace / "redteam.py").write_text(code)
-    (workspace / "redteam.jsonl").write_text('{"prompt": "w1 w2"}\n{"prompt": "w3"}\n')
-    options |= {"eval_interval": 1, "stop_if": [], "iterations": 1, "max_new_tokens": 8}
-    more = {"model": "my-sft-model", "prompts": "prompts.jsonl", "rewards": ["redteam.py:refuses"]}
-    (workspace / "run.yaml").write_text(yaml.safe_dump(options | more))
-    assert cli.main(["train", "--config", "run.yaml", "--output_dir", "runs/watched"]) == 0
-    assert "eval/reward = 0 < 0.9" in capsys.readouterr().err
-    (line,) = (workspace / "runs" / "watched" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line)["eval/greedy/reward/refuses"] == 0
-
-
 # ------------------------------------------------------------------------ the articles' numbers
 
 
