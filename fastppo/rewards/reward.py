@@ -16,8 +16,7 @@ completion a reward returns
     a list of (end, value) pairs      a reward for each step; `end` is the offset of the character
                                       in the completion that follows the step
 
-and one batch may hold all three. An exception may stand in place of a score and says why there is
-none. A reward gets copies of everything, so it may change them.
+and one batch may hold all three. A reward gets copies of everything, so it may change them.
 """
 
 from __future__ import annotations
@@ -217,8 +216,6 @@ def _read(reward: Any, tokens: int | None, row: int) -> tuple[float, Partial | N
     Raises:
         ValueError: it is none of the three forms.
     """
-    if isinstance(reward, Exception):
-        raise ValueError(str(reward))
     if not isinstance(reward, (list, tuple)):
         return _finite(reward, f"for completion {row}"), None
     steps = _parts(reward, tokens, row)

@@ -88,8 +88,11 @@ class URLReward:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[str], **columns: list[Any]
     ) -> list[Any]:
-        """One reward per completion; a `RequestError` in place of each that the server gave none
-        for."""
+        """One reward per completion.
+
+        Raises:
+            RequestError: the server gave none.
+        """
         batches = []
         for start in range(0, len(completions), self.batch_size):
             rows = slice(start, start + self.batch_size)
@@ -104,24 +107,17 @@ class URLReward:
             return [reward for rewards in pool.map(self._rewards, batches) for reward in rewards]
 
     def _rewards(self, batch: dict[str, Any]) -> list[Any]:
-        """The rewards of one request's completions, or an error for each."""
+        """The rewards of one request's completions."""
         count = len(batch["completions"])
         try:
-            reply = self._reply(json.dumps(batch, default=str).encode())
-            return self._read(reply, count)
-        except RequestError as error:
-            return [error] * count
-
-    def _read(self, reply: bytes, count: int) -> list[Any]:
-        try:
-            answer = json.loads(reply)
+            answer = json.loads(self._reply(json.dumps(batch, default=str).encode()))
         except (ValueError, RecursionError):
-            raise RequestError(f"at {self._address} answered what is not JSON") from None
+            raise RequestError(f"{self._address} answered what is not JSON") from None
         rewards = answer.get("rewards") if isinstance(answer, dict) else None
         if not isinstance(rewards, list) or len(rewards) != count:
             got = f"{len(rewards)} rewards" if isinstance(rewards, list) else "no list of rewards"
             raise RequestError(
-                f'at {self._address} answered {got}; expected {{"rewards": […]}} with {count}'
+                f'{self._address} answered {got}; expected {{"rewards": […]}} with {count}'
             )
         return rewards
 
@@ -145,14 +141,14 @@ class URLReward:
             if attempt < ATTEMPTS:
                 time.sleep(_pause(attempt, retry_after))
         times = f", {attempt} times" if attempt > 1 else ""
-        raise RequestError(f"at {self._address} {failure}{times}")
+        raise RequestError(f"{self._address} {failure}{times}")
 
     def _request(self, body: bytes) -> bytes:
         request = urllib.request.Request(self.url, body, self._headers, method="POST")
         with self._open(request, timeout=self.timeout) as response:
             reply = response.read(MAX_REPLY + 1)
         if len(reply) > MAX_REPLY:
-            raise RequestError(f"at {self._address} answered more than {MAX_REPLY} bytes")
+            raise RequestError(f"{self._address} answered more than {MAX_REPLY} bytes")
         return reply
 
 
