@@ -58,7 +58,7 @@ def shard(model: LanguageModel, world: World) -> None:
     if halves:
         (half,) = halves
         policy = MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False)
-    passes = PASSES
+    passes: tuple[str, ...] = PASSES
     if isinstance(model, ActorCritic):
         passes += ("values",)
     _shard(model, _groups(model), policy, world=world, passes=passes)

@@ -166,8 +166,7 @@ class Turns:
                 episodes[row].add_turn(texts[place], drawn, place)
             acting = [row for row in live if episodes[row].finish_reason is None]
             turns = {row: episodes[row].turns[-1] for row in acting}
-            answers = self.environments.step(turns, len(episodes))
-            self._raise_for_failures(answers, episodes)
+            answers = self._answered(self.environments.step(turns, len(episodes)), episodes)
             for row in acting:
                 self._take_answer(
                     episodes[row], answers[row], sampling, is_last=turn == self.max_turns
@@ -188,8 +187,7 @@ class Turns:
         ]
         rows = zip(prompts.prompts, prompts.token_ids, columns, strict=True)
         episodes = [Episode(prompt, ids, of_row) for prompt, ids, of_row in rows]
-        openings = self.environments.reset(prompts.prompts, columns)
-        self._raise_for_failures(openings, episodes)
+        openings = self._answered(self.environments.reset(prompts.prompts, columns), episodes)
         for row, episode in enumerate(episodes):
             opening = openings[row]
             if opening is not None:
@@ -266,11 +264,13 @@ class Turns:
         episode.prompt = [*episode.prompt, turn, *observation]
         return text
 
-    def _raise_for_failures(self, answers: Mapping[int, Any], episodes: Sequence[Episode]) -> None:
-        """Raises RewardError where an environment failed; its episode is saved first."""
+    def _answered(
+        self, answers: Mapping[int, Any], episodes: Sequence[Episode]
+    ) -> Mapping[int, Any]:
+        """The answers. Raises RewardError where an environment has none, with its episode saved."""
         failed = [row for row in sorted(answers) if isinstance(answers[row], Failure)]
         if not failed:
-            return
+            return answers
         episode = episodes[failed[0]]
         reason = answers[failed[0]].sentence
         saved = self.world.first(lambda: self._save(episode, reason))
