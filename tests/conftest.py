@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,11 +17,6 @@ hypothesis.settings.load_profile("fastppo")
 
 # The tensors here are small: on a busy machine a second thread costs far more than it gives.
 torch.set_num_threads(1)
-
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # Workers that compiled the CPU's loops into one cache at the same time once ended in numba's
-    # TypingError, for a reason that is not known. numba reads this at its first import.
-    os.environ.setdefault("NUMBA_CACHE_DIR", tempfile.mkdtemp(prefix="numba-"))
 
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is decorated, so it must stand before the first import of

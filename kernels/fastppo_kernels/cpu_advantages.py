@@ -1,15 +1,19 @@
 """GAE, reward shaping and whitening on a CPU: compiled loops over each sequence.
 
 The operations are those of `fastppo_kernels.definition`, under the same names and with the same
-operands. A sequence is walked from its last token to its first, stepping over tokens that the mask
-leaves out, in fp64:
+operands. Of a sequence, the tokens that the mask leaves out are stepped over; of the others, in
+fp64 and with c = γλ:
 
     r_t = −kl_coef·KL_t + token_reward_t   (+ the score on the last token)
-    δ_t = r_t + γ·V_next − V_t             A_t = δ_t + γλ·A_next             return_t = A_t + V_t
+    δ_t = r_t + γ·V_{t+1} − V_t
+    A_t = δ_t + c·δ_{t+1} + c²·δ_{t+2} + c³·δ_{t+3} + c⁴·A_{t+4}      return_t = A_t + V_t
 
-So a row with gaps gives the same bits as the row without them, and packed rows those of padded
-ones. Moments for whitening are summed by sequence in the same walk, and over sequences in their
-order; `whiten` by itself sums blocks of a fixed size: the bits do not depend on the threads.
+The recurrence looks four tokens ahead: A_t = δ_t + c·A_{t+1} would wait at each token for the one
+before it, where all else is vector instructions.
+
+A row with gaps gives the same bits as the row without them, and packed rows those of padded ones.
+Moments for whitening are summed by sequence in the same walk, and over sequences in their order;
+`whiten` by itself sums blocks of a fixed size: the bits do not depend on the threads.
 
 Source: Schulman et al. 2016, eq. 11, 12 and 16.
 """
@@ -23,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fastppo_kernels.cpu_rows import ESTIMATORS, sampled_kl
-from fastppo_kernels.cpu_threads import compiled, compiled_in_lanes, fresh, in_threads
+from fastppo_kernels.cpu_threads import compiled, compiled_in_lanes, fresh, in_threads, kernel
 from fastppo_kernels.records import (
     WHITEN_EPSILON,
     Advantages,
@@ -43,7 +47,6 @@ class _Tokens(NamedTuple):
 
     values: Any
     rewards: Any
-    mask: Any
     logprobs: Any
     ref_logprobs: Any
 
@@ -59,56 +62,179 @@ class _Sequences(NamedTuple):
 
 
 @compiled
-def _walk(start, stop, tokens, sequences, kl_coef, estimator, advantages, returns, kls, moments):
-    """Sequences `start` to `stop`: advantages and returns, KL [B], (count, ΣA, ΣA²) [B, 3]."""
-    for i in range(start, stop):
-        gamma, lam = sequences.gammas[i], sequences.lams[i]
-        score = sequences.scores[i]
-        next_value, advantage = sequences.bootstrap[i], 0.0
-        count, total, squares, kl_total = 0.0, 0.0, 0.0, 0.0
-        for t in range(sequences.bounds[i + 1] - 1, sequences.bounds[i] - 1, -1):
-            if len(tokens.mask) and not tokens.mask[t]:
-                advantages[t] = 0.0
-                returns[t] = 0.0
-                continue
-            reward = 0.0
-            if len(tokens.ref_logprobs):
-                difference = np.float64(tokens.logprobs[t]) - np.float64(tokens.ref_logprobs[t])
-                kl = sampled_kl(difference, estimator)[0]
-                kl_total += kl
-                reward = -kl_coef * kl
-            if len(tokens.rewards):
-                reward += tokens.rewards[t]
-            value = np.float64(tokens.values[t])
-            delta = reward + score + gamma * next_value - value
-            advantage = delta + gamma * lam * advantage
-            score, next_value = 0.0, value  # the score is the last token's alone
-            advantages[t] = advantage
-            returns[t] = advantage + value
-            count += 1.0
-            total += advantages[t]
-            squares += np.float64(advantages[t]) * np.float64(advantages[t])
-        kls[i] = kl_total
-        moments[i, 0], moments[i, 1], moments[i, 2] = count, total, squares
-
-
-@compiled_in_lanes
-def _sum_of_blocks(start, stop, x, mask, about, sums):
-    """(count, Σ(x − about), Σ(x − about)²) of each block, fp64, to sums [blocks, 3]."""
-    for block in range(start, stop):
-        part = x[block * BLOCK : (block + 1) * BLOCK]
-        bits = mask[block * BLOCK : (block + 1) * BLOCK]
-        count, total, squares = 0.0, 0.0, 0.0
-        for j in range(len(part)):
-            is_counted = len(bits) == 0 or bits[j]
-            off = np.float64(part[j]) - about if is_counted else 0.0
-            count += 1.0 if is_counted else 0.0
-            total += off
-            squares += off * off
-        sums[block, 0], sums[block, 1], sums[block, 2] = count, total, squares
+def _counted(mask, first, last):
+    """(the first token of a sequence that counts, the one after the last, how many do)."""
+    if len(mask) == 0:
+        return first, last, last - first
+    while first < last and not mask[first]:
+        first += 1
+    while first < last and not mask[last - 1]:
+        last -= 1
+    between, count = mask[first:last], 0
+    for t in range(len(between)):
+        count += between[t]
+    return first, last, count
 
 
 @compiled
+def _gathered(x, mask):
+    """The entries that count."""
+    out = np.empty(len(x), x.dtype)
+    place = 0
+    for t in range(len(x)):
+        out[place] = x[t]
+        place += mask[t]
+    return out[:place]
+
+
+@compiled
+def _scattered(values, mask, out):
+    """They go to their places, with zeros between them."""
+    place = 0
+    for t in range(len(out)):
+        out[t] = values[place] if mask[t] else 0.0
+        place += mask[t]
+
+
+@compiled_in_lanes
+def _rewards(tokens, kl_coef, estimator, rewards):
+    """Shaped rewards but for the score, to `rewards`; returns ΣKL."""
+    total = 0.0
+    for t in range(len(tokens.values)):
+        rewards[t] = 0.0
+    for t in range(len(tokens.ref_logprobs)):
+        difference = np.float64(tokens.logprobs[t]) - np.float64(tokens.ref_logprobs[t])
+        kl = sampled_kl(difference, estimator)[0]
+        total += kl
+        rewards[t] = -kl_coef * kl
+    for t in range(len(tokens.rewards)):
+        rewards[t] += tokens.rewards[t]
+    return total
+
+
+@compiled
+def _recurrence(delta, advantages, factor):
+    """A [whole fours], from δ with zeros behind it [three more]."""
+    for t in range(len(advantages)):
+        near = delta[t + 2] + factor * delta[t + 3]
+        advantages[t] = delta[t] + factor * (delta[t + 1] + factor * near)
+    by_four = factor * factor * factor * factor
+    a0, a1, a2, a3 = 0.0, 0.0, 0.0, 0.0
+    for start in range(len(advantages) - 4, -1, -4):
+        four = advantages[start : start + 4]
+        a0 = four[0] + by_four * a0
+        a1 = four[1] + by_four * a1
+        a2 = four[2] + by_four * a2
+        a3 = four[3] + by_four * a3
+        four[0] = a0
+        four[1] = a1
+        four[2] = a2
+        four[3] = a3
+
+
+@compiled_in_lanes
+def _round(estimates, values, advantages, returns):
+    """Advantages and returns in their dtype; (ΣA, ΣA²) of what they were rounded to."""
+    total, squares = 0.0, 0.0
+    for t in range(len(values)):
+        advantages[t] = estimates[t]
+        returns[t] = estimates[t] + values[t]
+        rounded = np.float64(advantages[t])
+        total += rounded
+        squares += rounded * rounded
+    return total, squares
+
+
+@compiled
+def _estimate(tokens, sequences, kl_coef, estimator, i, delta, estimates):
+    """A of the tokens of sequence i that count, one behind the other; returns ΣKL."""
+    values, last = tokens.values, len(tokens.values) - 1
+    if last < 0:
+        return 0.0
+    kl = _rewards(tokens, kl_coef, estimator, delta)
+    delta[last] += sequences.scores[i]
+    gamma = sequences.gammas[i]
+    for t in range(last):
+        delta[t] = delta[t] + gamma * values[t + 1] - values[t]
+    delta[last] = delta[last] + gamma * sequences.bootstrap[i] - values[last]
+    fours = (last + 4) // 4 * 4
+    for t in range(last + 1, fours + 3):
+        delta[t] = 0.0
+    _recurrence(delta, estimates[:fours], gamma * sequences.lams[i])
+    return kl
+
+
+@kernel
+def _walk(start, stop, tokens, mask, sequences, kl_coef, estimator, advantages, returns, sums):
+    """Advantages and returns of sequences; (count, ΣA, ΣA², ΣKL) of each to sums [B, 4]."""
+    longest = 0
+    for i in range(start, stop):
+        longest = max(longest, sequences.bounds[i + 1] - sequences.bounds[i])
+    delta, estimates = np.empty(longest + 6), np.empty(longest + 3)
+    for i in range(start, stop):
+        begin, end = sequences.bounds[i], sequences.bounds[i + 1]
+        first, last, count = _counted(mask, begin, end)
+        has_gaps = count < last - first
+        of_sequence = _Tokens(
+            tokens.values[first:last],
+            tokens.rewards[first:last],
+            tokens.logprobs[first:last],
+            tokens.ref_logprobs[first:last],
+        )
+        into = advantages[first:last]
+        into_returns = returns[first:last]
+        if has_gaps:
+            counts = mask[first:last]
+            of_sequence = _Tokens(
+                _gathered(of_sequence.values, counts),
+                _gathered(of_sequence.rewards, counts),
+                _gathered(of_sequence.logprobs, counts),
+                _gathered(of_sequence.ref_logprobs, counts),
+            )
+            into = np.empty_like(of_sequence.values)
+            into_returns = np.empty_like(of_sequence.values)
+        kl = _estimate(of_sequence, sequences, kl_coef, estimator, i, delta, estimates)
+        total, squares = _round(estimates, of_sequence.values, into, into_returns)
+        if has_gaps:
+            _scattered(into, counts, advantages[first:last])
+            _scattered(into_returns, counts, returns[first:last])
+        for t in range(begin, first):
+            advantages[t] = 0.0
+            returns[t] = 0.0
+        for t in range(last, end):
+            advantages[t] = 0.0
+            returns[t] = 0.0
+        sums[i, 0] = count
+        sums[i, 1] = total
+        sums[i, 2] = squares
+        sums[i, 3] = kl
+
+
+@compiled_in_lanes
+def _sum_of_block(x, mask, about):
+    """(count, Σ(x − about), Σ(x − about)²) in fp64."""
+    count, total, squares = 0.0, 0.0, 0.0
+    for j in range(len(x)):
+        is_counted = len(mask) == 0 or mask[j]
+        off = np.float64(x[j]) - about if is_counted else 0.0
+        count += 1.0 if is_counted else 0.0
+        total += off
+        squares += off * off
+    return count, total, squares
+
+
+@kernel
+def _sum_of_blocks(start, stop, x, mask, about, sums):
+    """(count, Σ(x − about), Σ(x − about)²) of each block to sums [blocks, 3]."""
+    for block in range(start, stop):
+        part = slice(block * BLOCK, (block + 1) * BLOCK)
+        count, total, squares = _sum_of_block(x[part], mask[part], about)
+        sums[block, 0] = count
+        sums[block, 1] = total
+        sums[block, 2] = squares
+
+
+@kernel
 def _whiten_blocks(start, stop, x, mask, mean, scale, shift, out):
     """(x − mean)·scale + shift in the mask, 0 outside it."""
     for block in range(start, stop):
@@ -137,8 +263,8 @@ def _each(number: float, values: Tensor | None, count: int) -> Any:
 
 class _Walked(NamedTuple):
     estimates: Gae
-    kl: Tensor
-    moments: Tensor
+    sums: Tensor
+    """[B, 4] fp64: (count, ΣA, ΣA², ΣKL)."""
 
 
 def _walk_all(trajectory: Trajectory, discounts: Discounts, shaping: Shaping | None) -> _Walked:
@@ -156,17 +282,17 @@ def _walk_all(trajectory: Trajectory, discounts: Discounts, shaping: Shaping | N
         scores = scores.clamp(-shaping.score_clip, shaping.score_clip)
     has_kl = shaping.ref_logprobs is not None
     advantages, returns = fresh(values, dtype), fresh(values, dtype)
-    kls, moments = np.empty(count), np.empty((count, 3))
+    sums = np.empty((count, 4))
     in_threads(
         _walk,
         count,
         _Tokens(
             values=_flat(values, dtype),
             rewards=_flat(trajectory.token_rewards, dtype),
-            mask=_flat(trajectory.mask, torch.bool),
             logprobs=_flat(shaping.logprobs if has_kl else None, dtype),
             ref_logprobs=_flat(shaping.ref_logprobs, dtype),
         ),
+        _flat(trajectory.mask, torch.bool),
         _Sequences(
             bounds=bounds,
             scores=_flat(scores, torch.float64),
@@ -178,12 +304,9 @@ def _walk_all(trajectory: Trajectory, discounts: Discounts, shaping: Shaping | N
         ESTIMATORS[shaping.kl_estimator],
         advantages.view(-1).numpy(),
         returns.view(-1).numpy(),
-        kls,
-        moments,
+        sums,
     )
-    return _Walked(
-        Gae(advantages, returns), torch.from_numpy(kls), torch.from_numpy(moments).sum(0)
-    )
+    return _Walked(Gae(advantages, returns), torch.from_numpy(sums))
 
 
 def gae(trajectory: Trajectory, discounts: Discounts) -> Gae:
@@ -195,7 +318,8 @@ def shaped_advantages(trajectory: Trajectory, shaping: Shaping, discounts: Disco
     """Shaped rewards, then GAE; no whitening. See `definition.shaped_advantages`."""
     walked = _walk_all(trajectory, discounts, shaping)
     advantages, returns = walked.estimates
-    return Advantages(advantages, returns, walked.kl.to(returns.dtype), walked.moments)
+    kl = walked.sums[:, 3].to(returns.dtype)
+    return Advantages(advantages, returns, kl, walked.sums[:, :3].sum(0))
 
 
 def _moments_about(x: Any, mask: Any, about: float) -> Any:

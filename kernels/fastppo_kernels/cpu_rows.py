@@ -35,7 +35,14 @@ from numba.extending import overload
 from torch import Tensor
 
 from fastppo_kernels import records, torch_rows
-from fastppo_kernels.cpu_threads import EXACT, compiled, compiled_in_lanes, fresh, in_threads
+from fastppo_kernels.cpu_threads import (
+    EXACT,
+    compiled,
+    compiled_in_lanes,
+    fresh,
+    in_threads,
+    kernel,
+)
 from fastppo_kernels.records import (
     LOG_RATIO_LIMIT,
     LOWEST,
@@ -583,7 +590,7 @@ def _scores_of(rows, ref_rows, buffers, softmax, i):
     return _Scores(z, ref_z, buffers[2])
 
 
-@compiled
+@kernel
 def _loss_rows(start, stop, rows, ref_rows, token, loss, softmax, found, moves, grad):
     """(logprob, entropy, KL, policy term, ratio) of rows to found [5, N], whether a row has a
     gradient to moves [N], and the gradient to `grad`, where that has columns."""
@@ -610,7 +617,7 @@ def _loss_rows(start, stop, rows, ref_rows, token, loss, softmax, found, moves, 
             _clear(_row(grad, i))
 
 
-@compiled
+@kernel
 def _statistics_rows(start, stop, rows, ref_rows, tokens, softmax, found, normalizers):
     """(logprob, entropy, KL, 1 − p, γ) to found [5, N]; the normalizers to [2, N, 2]."""
     buffers = np.empty((4, rows.vocab), np.float32)
@@ -628,7 +635,7 @@ def _statistics_rows(start, stop, rows, ref_rows, tokens, softmax, found, normal
             normalizers[1, i, 1] = row.ref_log_total if has_mass else -np.inf
 
 
-@compiled
+@kernel
 def _gradient_rows(start, stop, rows, ref_rows, tokens, softmax, by, grad):
     """dL/dx of rows from by [3, N], the loss's derivatives by logprob, entropy and KL."""
     buffers = np.empty((4, rows.vocab), np.float32)
@@ -643,7 +650,7 @@ def _gradient_rows(start, stop, rows, ref_rows, tokens, softmax, by, grad):
         _put(_row(grad, i), scores.e)
 
 
-@compiled
+@kernel
 def _sum_up(found, token, loss, sums):
     """`SUMS` of all tokens, fp64, one after the other."""
     _clear(sums)

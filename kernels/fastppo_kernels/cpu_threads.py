@@ -7,15 +7,24 @@ from two threads at once; these wait in the kernel, and are as many as torch has
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 import itertools
 import os
+import pickle
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import numba
 import numpy as np
 import torch
+from numba.core.caching import FunctionCache
+from numba.core.serialize import dumps
 from torch import Tensor
 
 EXACT = frozenset({"contract"})
@@ -30,17 +39,75 @@ HUGE_PAGE = 2**21
 _pool: ThreadPoolExecutor | None = None
 
 
-def compiled(function: Callable[..., Any], arithmetic: frozenset[str] = EXACT) -> Any:
+def _hash_of_sources(folder: Path) -> str:
+    digest = hashlib.sha256(numba.__version__.encode())
+    for file in sorted(folder.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+SOURCES = _hash_of_sources(Path(__file__).parent)
+
+
+class _Files:
+    """The machine code of a function, in a file for each signature that is replaced as a whole."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def _path(self, signature: Any) -> Path:
+        digest = hashlib.sha256(repr(signature).encode()).hexdigest()
+        return Path(f"{self._prefix}.{digest[:16]}.nbc")
+
+    def load(self, signature: Any) -> Any:
+        path = self._path(signature)
+        if not path.exists():
+            return None
+        sources, code = pickle.loads(path.read_bytes())
+        return pickle.loads(code) if sources == SOURCES else None
+
+    def save(self, signature: Any, code: Any) -> None:
+        path = self._path(signature)
+        written = path.with_suffix(f".{os.getpid()}")
+        written.write_bytes(pickle.dumps((SOURCES, dumps(code))))
+        written.replace(path)
+
+
+class _Cache(FunctionCache):
+    """numba's, but safe for processes that compile at once, and for functions of several files.
+
+    numba's index of a function's versions is read and written without a lock: when two processes
+    add one, the code of one signature may lie under the other for good. And its code is fresh as
+    long as the function's own file is, whatever became of those that it calls.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._cache_file = _Files(str(Path(self.cache_path) / self._impl.filename_base))
+
+
+def kernel(function: Callable[..., Any]) -> Any:
     """The function in machine code, which is kept for later processes where there is a place."""
     options: dict[str, Any] = {
         "nogil": True,
         "error_model": "numpy",
-        "fastmath": set(arithmetic),
+        "fastmath": set(EXACT),
+        "no_cfunc_wrapper": True,
     }
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder can be written to
-        return numba.njit(**options)(function)
+    loop = numba.njit(**options)(function)
+    with contextlib.suppress(RuntimeError):  # no folder can be written to
+        loop._cache = _Cache(function)
+    return loop
+
+
+def compiled(function: Callable[..., Any], arithmetic: frozenset[str] = EXACT) -> Any:
+    """A part of kernels, which Python cannot call: that would take a third longer to compile."""
+    return numba.njit(
+        error_model="numpy",
+        fastmath=set(arithmetic),
+        no_cpython_wrapper=True,
+        no_cfunc_wrapper=True,
+    )(function)
 
 
 def compiled_in_lanes(function: Callable[..., Any]) -> Any:
@@ -48,8 +115,25 @@ def compiled_in_lanes(function: Callable[..., Any]) -> Any:
     return compiled(function, IN_LANES)
 
 
-def in_threads(kernel: Callable[..., None], count: int, *arguments: Any) -> None:
-    """`kernel(start, stop, *arguments)` for parts of `range(count)`, one to a thread."""
+@functools.cache
+def _say_that_it_compiles() -> None:
+    print("FastPPO is compiling its loops for this CPU: a few seconds", file=sys.stderr)
+
+
+def _say_if_it_compiles(kernel: Any) -> None:
+    if not kernel.signatures:
+        _say_that_it_compiles()
+
+
+def in_threads(kernel: Any, count: int, *arguments: Any) -> None:
+    """`kernel(start, stop, *arguments)` for parts of `range(count)`, one to a thread.
+
+    On a terminal one line tells of a compilation that takes more than a second.
+    """
+    if not kernel.signatures and sys.stderr.isatty():
+        clock = Timer(1.0, _say_if_it_compiles, [kernel])
+        clock.daemon = True
+        clock.start()
     threads = max(1, min(torch.get_num_threads(), count))
     if threads == 1:
         kernel(0, count, *arguments)
