@@ -87,9 +87,10 @@ def _on_gpus(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _gpu_not_measured() -> str:
     work = ", ".join(dict.fromkeys(case.name for case in cases(SETS["cuda", "default"])))
     return (
-        "## GPU\n\nNo GPU has run the suite yet, so nothing is said of one here. Its set has these "
-        f"cases: {work}. On a GPU, `fastppo bench --keep`, or `benchmarks/on_a_gpu.sh` and "
-        "`fastppo bench keep`, and then `fastppo bench docs` write their table."
+        "## GPU\n\nNo GPU has run the suite yet, and the numbers of a CPU, whose backend is other "
+        f"code, say nothing of one. Its set has these cases: {work}. On a GPU, `fastppo bench "
+        "--keep`, or `benchmarks/on_a_gpu.sh` and `fastppo bench keep`, and then `fastppo bench "
+        "docs` write their table."
     )
 
 
