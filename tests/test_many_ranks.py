@@ -91,17 +91,6 @@ def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
     assert max(differences.values()) <= tolerance(CRITIC), differences
 
 
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
-    """One iteration of two processes and one of one end where two of one end."""
-    variant = WIDE | SHORT
-    never_stopped = train(1, tmp_path / "never_stopped", variant)
-    resumed_folder = tmp_path / "resumed"
-    resumed = variant | {"checkpoint_interval": 1, "resume": True}
-    train(2, resumed_folder, resumed | {"iterations": 1})
-    differences = many_ranks.difference(never_stopped, train(1, resumed_folder, resumed))
-    assert max(differences.values()) <= tolerance(variant), differences
-
-
 @pytest.mark.slow
 def test_two_and_four_processes_train_what_one_trains_in_every_variant(tmp_path: Path) -> None:
     """All variants in one start of the processes."""

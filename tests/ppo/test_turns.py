@@ -28,7 +28,7 @@ def _trainer(directory: Path, **more: Any) -> PPOTrainer:
     return make_trainer(directory, **{**parts, **OPTIONS, **more})
 
 
-@pytest.mark.parametrize("gae_by", ["token", "turn"])
+@pytest.mark.parametrize("gae_by", ["token", pytest.param("turn", marks=pytest.mark.slow)])
 def test_a_run_learns_to_call_and_to_answer(gae_by: str, tmp_path: Path) -> None:
     """With a critic. A policy at random earns a half of 1/20 in each turn."""
     learning = {"learning_rate": 3e-3, "kl_coef": 0.0, "iterations": 25}

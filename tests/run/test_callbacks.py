@@ -172,6 +172,7 @@ def test_what_one_rank_asks_for_all_ranks_do() -> None:
     assert not callbacks.state.is_world_process_zero
 
 
+@pytest.mark.slow
 def test_two_processes_end_together_where_one_of_them_is_asked_to(tmp_path: Path) -> None:
     assert ranks.run(2, many_ranks.train_until_told, tmp_path, str(tmp_path)) == 1
     for rank in (0, 1):

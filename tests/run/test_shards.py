@@ -41,6 +41,7 @@ def test_two_processes_then_one_then_four_end_where_one_ends_that_never_stopped(
     assert max(off.values()) <= 1e-12, off
 
 
+@pytest.mark.slow
 def test_weights_in_bf16_keep_their_fp32_masters_from_two_processes_to_one(tmp_path: Path) -> None:
     narrow = {"model_dtype": "bfloat16", "param_dtype": "bfloat16"}
     two = _train(2, tmp_path, **narrow)
