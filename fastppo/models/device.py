@@ -64,8 +64,10 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype | None:
     """The dtype of the matrix products, or None for that of the weights.
 
     Args:
-        precision: bf16, fp32, or auto: bf16 on a GPU.
+        precision: bf16, fp16, fp32, or auto: bf16 on a GPU.
     """
+    if precision == "fp16":
+        return torch.float16
     if precision == "bf16" or (precision == "auto" and device.type == "cuda"):
         return torch.bfloat16
     return None

@@ -105,6 +105,11 @@ def check_ranks(config: PPOConfig, world: World) -> None:
             f"{world.size} processes: optimizer=adamw8bit has no moments that are sharded; use "
             "optimizer=adamw"
         )
+    if config.precision == "fp16":
+        raise ValueError(
+            f"{world.size} processes: precision=fp16 has a loss scale that follows one process's "
+            "gradients; use bf16"
+        )
     if config.quantization != "none":
         raise ValueError(
             f"{world.size} processes: quantization={config.quantization} has matrices that are not "

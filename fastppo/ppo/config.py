@@ -432,6 +432,17 @@ def check_models(config: PPOConfig) -> None:
                 f"quantization={config.quantization}: rollout=vllm takes whole weights; use "
                 "rollout=decoder"
             )
+    if config.precision == "fp16":
+        if config.param_dtype != "float32" or config.optimizer != "adamw":
+            raise ValueError(
+                "precision=fp16 scales gradients of fp32 weights, so param_dtype must be float32 "
+                f"and optimizer adamw, got {config.param_dtype} and {config.optimizer}"
+            )
+        if config.is_used("kl_loss_coef") and config.kl_loss_estimator == "full":
+            raise ValueError(
+                "precision=fp16 forms the loss's gradient after its scale is known, which "
+                "kl_loss_estimator=full does not have"
+            )
     if config.critic_model is not None and config.value_model != "critic":
         raise ValueError(f"critic_model needs value_model=critic, got {config.value_model}")
     if config.value_warmup_iterations > 0 and not config.is_used("vf_coef"):

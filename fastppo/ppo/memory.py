@@ -365,7 +365,8 @@ class PlannedRun:
         rows = self.sequences_at_once(minibatch)
         layout = without_values(self.update_layout)
         exact_kl = config.kl_loss_coef > 0 and config.kl_loss_estimator == "full"
-        buffers = 2 if exact_kl else 1  # the reference's logits beside the policy's
+        # The reference's logits beside the policy's, or under a loss scale their gradient.
+        buffers = 2 if exact_kl or config.precision == "fp16" else 1
         with self.live.peak() as transient:
             if rows < minibatch:
                 self._hold_gradients()

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from fastppo_kernels.records import SUMS
 from torch import Tensor
+from torch.amp import GradScaler
 
 from fastppo.data.batch import Layout
 from fastppo.data.world import World
@@ -97,7 +98,12 @@ def exact_kl_operands(
 
 
 def add_ptx_gradient(
-    model: ActorCritic, blocks: Tensor, options: PPOConfig, world: World
+    model: ActorCritic,
+    blocks: Tensor,
+    options: PPOConfig,
+    *,
+    world: World,
+    scaler: GradScaler,
 ) -> Tensor:
     """PPO-ptx: adds γ times the gradient of the language-model loss on blocks of text [n, T] int64,
     which the ranks share; returns that loss, 0-d."""
@@ -118,7 +124,7 @@ def add_ptx_gradient(
         with model.autocast():
             loss = model.language_model_loss(part, options.backend)
             loss = loss * share
-        (options.ptx_coef * loss).backward()
+        scaler.scale(options.ptx_coef * loss).backward()
         losses.append(loss.detach())
     total = torch.zeros((), device=model.device)
     for loss in world.cat(torch.stack(losses)):

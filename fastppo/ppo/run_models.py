@@ -96,7 +96,8 @@ def make_policy(
     """Policy and value function on `causal_lm`, which gets its adapters here.
 
     Raises:
-        ValueError: the heads do not give the model's own logits; the value function does not fit.
+        ValueError: the heads do not give the model's own logits; the value function does not fit;
+            what fp16 trains is not in fp32.
     """
     peft = None
     if config.lora_rank > 0:
@@ -116,6 +117,13 @@ def make_policy(
     if peft is not None:
         cast_frozen(causal_lm.base_model, products)
     policy.set_training(config.gradient_checkpointing)
+    if config.precision == "fp16":
+        for name, parameter in policy.named_parameters():
+            if parameter.requires_grad and parameter.dtype != torch.float32:
+                raise ValueError(
+                    "precision=fp16 scales gradients of fp32 weights, so what is trained must be "
+                    f"float32, got {name} in {parameter.dtype}"
+                )
     return policy
 
 

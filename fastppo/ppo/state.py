@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from torch.amp import GradScaler
+
+from fastppo.models.device import choose_device
 from fastppo.ppo.config import WARNINGS, PPOConfig
 from fastppo.ppo.evaluation import Progress
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
@@ -23,10 +26,23 @@ COUNTERS = (
     "ptx_seen",
     "skipped_steps",
     "skipped_in_a_row",
+    "overflowed_steps",
 )
+
+LEAST_SCALE = 1.0
+"""Of a loss. Where a smaller one still overflows, the scale is not to blame."""
+
 
 FIRST_POLICY_BETA = 1.0
 """β of the KL to the rollout policy in the first iteration, per nat."""
+
+
+class Steps(NamedTuple):
+    """Optimiser steps of a run: all, and those of them that were not taken."""
+
+    all: int
+    skipped: int
+    overflowed: int
 
 
 class RunStoppedError(RuntimeError):
@@ -50,7 +66,13 @@ class RunState:
     """Blocks of pretraining text."""
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
+    overflowed_steps: int = 0
+    """Not taken because the scaled loss had a gradient beyond fp16; the next scale is smaller."""
     evaluations: Progress = field(default_factory=Progress)
+    scaler: GradScaler = field(default_factory=lambda: GradScaler("cpu", enabled=False))
+    """Of the loss under precision=fp16; elsewhere it leaves the loss as it is."""
+    overflowed: bool = False
+    """Whether the last gradient was beyond fp16 under a scale that can still be made smaller."""
     successes: dict[int, str] = field(default_factory=dict)
     """The last responses to each prompt that was asked, by its row, newest last: 1 for solved, 0
     for not. Kept where `solved_reward` is given."""
@@ -62,6 +84,9 @@ class RunState:
             kl_control=_kl_control(config),
             policy_kl_control=PenaltyKL(FIRST_POLICY_BETA, config.policy_kl_target),
             watch=_watch(config),
+            scaler=GradScaler(
+                choose_device(config.device).type, enabled=config.precision == "fp16"
+            ),
         )
 
     def begin_iteration(self, options: PPOConfig) -> None:
@@ -82,6 +107,30 @@ class RunState:
         """
         if kl is not None and not self.is_warming_up(options):
             self.kl_control.update(kl, sequences)
+
+    def unscale(self, optimizer: Any) -> None:
+        """Takes the loss scale out of the gradients of the optimiser's parameters, and moves it:
+        half where one of them is not finite, twice after 2000 steps without that."""
+        if not self.scaler.is_enabled():
+            return
+        before = self.scaler.get_scale()
+        self.scaler.unscale_(optimizer)
+        self.scaler.update()
+        self.overflowed = self.scaler.get_scale() < before and before > LEAST_SCALE
+
+    @property
+    def steps(self) -> Steps:
+        """The optimiser steps so far."""
+        return Steps(self.optimizer_step, self.skipped_steps, self.overflowed_steps)
+
+    def step_metrics(self, before: Steps) -> dict[str, float]:
+        """Of the steps since: those that were not taken; under a loss scale, what it is now and how
+        many it was too large for."""
+        metrics = {"skipped_steps": float(self.skipped_steps - before.skipped)}
+        if self.scaler.is_enabled():
+            metrics["loss_scale"] = self.scaler.get_scale()
+            metrics["overflowed_steps"] = float(self.overflowed_steps - before.overflowed)
+        return metrics
 
     def has_enough(self, config: PPOConfig) -> bool:
         """Whether a threshold, or evaluations that rise no more, end the run."""
@@ -114,6 +163,7 @@ class RunState:
             "policy_kl_coef": self.policy_kl_control.coef,
             "score_scale": asdict(self.score_scale),
             "evaluations": asdict(self.evaluations),
+            "scaler": self.scaler.state_dict(),
             "successes": [[row, recent] for row, recent in self.successes.items()],
             "watch": self.watch.state_dict(),
         }
@@ -127,6 +177,8 @@ class RunState:
         self.policy_kl_control.coef = state["policy_kl_coef"]
         self.score_scale = RunningScale(**state["score_scale"])
         self.evaluations = Progress(**state.get("evaluations", {}))
+        if state.get("scaler") and self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
         rows = state.get("successes", [])
         self.successes = {row: recent for row, recent, *_ in rows}
         self.watch.load_state_dict(state["watch"])

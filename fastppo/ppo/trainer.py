@@ -278,7 +278,7 @@ class PPOTrainer:
     def update(self, experience: Experience, options: PPOConfig) -> dict[str, float]:
         """Mini-epochs of clipped updates on one batch of experience; returns their mean metrics."""
         state = self.state
-        skipped_before = state.skipped_steps
+        before = state.steps
         meter = UpdateMeter()
         early_stopped = False
         for _ in range(options.ppo_epochs):
@@ -299,7 +299,7 @@ class PPOTrainer:
                         parts: list[LossSums] = []
                         for micro in minibatch.microbatches(limits, self.world):
                             loss, part = self.loss(micro, options)
-                            loss.backward()
+                            state.scaler.scale(loss).backward()
                             parts.append(part)
                 sums = LossSums.joined(parts, self.world)
                 if options.ptx_coef and not state.is_warming_up(options):
@@ -312,7 +312,7 @@ class PPOTrainer:
             if early_stopped:
                 break
         metrics = update_metrics(meter, options, early_stopped=early_stopped)
-        metrics["skipped_steps"] = float(state.skipped_steps - skipped_before)
+        metrics |= state.step_metrics(before)
         if options.objective == "penalty":
             metrics["policy_kl_coef"] = state.policy_kl_control.coef
             if not state.is_warming_up(options):
@@ -380,12 +380,15 @@ class PPOTrainer:
         assert self.pretraining is not None
         blocks = self.pretraining.at(self.state.ptx_seen, options.ptx_batch_size, options.seed)
         self.state.ptx_seen += len(blocks)
-        ptx_loss = add_ptx_gradient(self.model, blocks, options, self.world)
+        ptx_loss = add_ptx_gradient(
+            self.model, blocks, options, world=self.world, scaler=self.state.scaler
+        )
         return sums._replace(loss=sums.loss + options.ptx_coef * ptx_loss, ptx_loss=ptx_loss)
 
     def take_step(self, sums: LossSums, options: PPOConfig) -> StepReport:
         """Clips the gradient and takes an optimiser step, if loss and gradient are finite."""
         state = self.state
+        state.unscale(self.optimizer)
         norms = clip_gradients(self.optimizer, self.model, options)
         # Once a step the host waits for a GPU, here. A gradient that is not finite must not reach
         # AdamW, nor zeros in its place: its moments would still decay and the weights move by them.
@@ -395,9 +398,18 @@ class PPOTrainer:
         if all(map(math.isfinite, metrics.values())):
             self.optimizer.step()
             state.skipped_in_a_row = 0
+        elif state.overflowed and math.isfinite(metrics["loss"]):
+            state.overflowed_steps += 1
         else:
             self.say(skip_step(metrics, state), "yellow")
         state.optimizer_step += 1
+        if state.overflowed:
+            # A norm is no metric where a loss scale that was too large made it.
+            metrics = {
+                name: value
+                for name, value in metrics.items()
+                if name == "loss" or math.isfinite(value)
+            }
         return StepReport(metrics, policy_kl)
 
     @contextmanager

@@ -276,8 +276,10 @@ class WeightOptions(Options):
         "Dtype of the model's weights; in PPO the optimiser keeps bfloat16's in float32 besides, "
         "in the stages before it small updates are rounded away",
     )
-    precision: Literal["auto", "bf16", "fp32"] = option(
-        "auto", "Compute dtype: bf16 (autocast) or fp32; auto is bf16 on a GPU, fp32 on a CPU"
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
+        "auto",
+        "Compute dtype: bf16 or fp16 (autocast), or fp32; auto is bf16 on a GPU, fp32 on a CPU; "
+        "fp16, with a loss scale and in PPO alone, is for GPUs without bf16",
     )
     attn_implementation: str = option(
         "auto", "auto (flash-attn if installed, else sdpa), sdpa, eager or flash_attention_2"

@@ -99,7 +99,13 @@ GROUPS = (
                 note="distinct n-grams within one; distinct ones of all",
             ),
             Panel("Gradient norm", "before clipping", ("grad_norm", "value_grad_norm")),
-            Panel("Skipped steps", "steps", ("skipped_steps",), note="loss or gradient not finite"),
+            Panel(
+                "Skipped steps",
+                "steps",
+                ("skipped_steps", "overflowed_steps"),
+                note="loss or gradient not finite; a loss scale that was too large",
+            ),
+            Panel("Scale of the loss", "under fp16", ("loss_scale",)),
         ),
     ),
     (

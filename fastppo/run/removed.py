@@ -29,7 +29,6 @@ REMOVED = {
     "value_branch_layers": Removed(2, "value_model=critic trains a value function of its own"),
     "value_model=branch": Removed(None, "value_model=critic trains a value function of its own"),
     "rollout=continuous": Removed(None, "rollout=decoder and rollout=vllm are both faster"),
-    "precision=fp16": Removed(None, "a GPU without bf16 trains with precision=fp32"),
     "advantage=monte_carlo": Removed(None, "advantage=gae with lam=1 is the same"),
     "advantage=one_step": Removed(None, "advantage=gae with lam=0 is the same"),
     "reward_ensemble_weight": Removed(

@@ -73,6 +73,13 @@ class StageOptions(Options):
 class SupervisedConfig(DataOptions, WeightOptions, StepOptions, StageOptions):
     """Options that SFT and the reward model share. Lengths are in tokens."""
 
+    def check(self) -> None:
+        if self.precision == "fp16":
+            raise ValueError(
+                "precision=fp16 needs the loss scale that `fastppo train` has: this stage takes "
+                "bf16 or fp32"
+            )
+
     @property
     def torch_device(self) -> torch.device:
         """Raises ValueError for a GPU with an index: `transformers.Trainer` takes the first one."""

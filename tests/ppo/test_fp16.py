@@ -1,0 +1,139 @@
+"""fp16 with a loss scale: the gradient is fp32's to rounding, and a step that overflows is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.state import LEAST_SCALE
+from fastppo.ppo.trainer import PPOTrainer
+from runs import first_experience, make_trainer, records, update_gradients
+
+FP16: dict[str, Any] = {"precision": "fp16"}
+ONE_STEP = {"iterations": 1, "ppo_epochs": 1, "minibatches": 1}
+
+
+def _set_scale(trainer: PPOTrainer, scale: float) -> None:
+    scaler = trainer.state.scaler
+    scaler.load_state_dict(scaler.state_dict() | {"scale": scale})
+
+
+def _weights(trainer: PPOTrainer) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in trainer.model.parameters()]
+
+
+@pytest.mark.parametrize("more", [{}, {"ptx_coef": 0.5}, {"value_model": "detached"}])
+def test_the_gradient_is_that_of_fp32_to_its_rounding(more: dict, tmp_path: Path) -> None:
+    """fp16 rounds to 2⁻¹¹ of a number, a few layers deep; the scale of 65536 is gone."""
+    if "ptx_coef" in more:
+        more = more | {"ptx_data": tiny.saved_text(tmp_path / "text.jsonl"), "ptx_block_size": 12}
+    found, wanted = (
+        update_gradients(tmp_path / name, **more, precision=name) for name in ("fp16", "fp32")
+    )
+    for name, gradient in wanted.items():
+        if gradient is not None and gradient.norm() > 0:
+            off = (found[name] - gradient).norm() / gradient.norm()
+            assert off < 0.05, (name, off)
+
+
+def test_products_are_in_fp16_and_frozen_matrices_too(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, lora_rank=4, **FP16)
+    layer = trainer.model.causal_lm.model.layers[0].self_attn.q_proj  # type: ignore[union-attr]
+    assert layer.base_layer.weight.dtype == torch.float16
+    assert layer.lora_A["default"].weight.dtype == torch.float32
+    with trainer.model.autocast():
+        assert layer(torch.ones(2, 32)).dtype == torch.float16
+
+
+def test_a_gradient_beyond_fp16_skips_the_step_and_halves_the_scale(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, **FP16, **ONE_STEP)
+    _set_scale(trainer, 2.0**60)
+    before = _weights(trainer)
+    metrics = trainer.train()
+    assert metrics["overflowed_steps"] == 1
+    assert metrics["skipped_steps"] == 0
+    assert metrics["loss_scale"] == 2.0**59
+    assert "grad_norm" not in metrics, "it is the scale's"
+    for one, other in zip(before, trainer.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert trainer.state.optimizer_step == 1
+    assert not (tmp_path / "run" / "skipped").exists()
+
+
+def test_a_clip_is_of_the_gradient_without_its_scale(tmp_path: Path) -> None:
+    """Were it clipped before, every norm would be 65536 times as large."""
+    norms = {
+        name: make_trainer(tmp_path / name, precision=name, **ONE_STEP).train()["grad_norm"]
+        for name in ("fp16", "fp32")
+    }
+    assert norms["fp16"] == pytest.approx(norms["fp32"], rel=0.05)
+
+
+def test_what_is_not_finite_under_the_least_scale_is_skipped_as_ever(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, **FP16, **ONE_STEP)
+    experience = first_experience(trainer)
+    _set_scale(trainer, LEAST_SCALE)
+    weight = trainer.model.causal_lm.lm_head.weight
+    weight.register_hook(lambda gradient: gradient * float("inf"))
+    metrics = trainer.update(experience, trainer.config)
+    assert (metrics["skipped_steps"], metrics["overflowed_steps"]) == (1, 0)
+    assert (tmp_path / "run" / "skipped" / "step-000000.safetensors").exists()
+
+
+def test_a_loss_that_is_not_finite_is_no_overflow(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, **FP16, **ONE_STEP)
+    experience = first_experience(trainer)
+    experience.advantages[0] = float("nan")
+    metrics = trainer.update(experience, trainer.config)
+    assert (metrics["skipped_steps"], metrics["overflowed_steps"]) == (1, 0)
+
+
+@pytest.mark.slow
+def test_a_run_learns(tmp_path: Path) -> None:
+    """The share of w7, 1/43 at random."""
+    options = {"learning_rate": 3e-3, "kl_coef": 0.0, "iterations": 15, "rollout_batch_size": 64}
+    trainer = make_trainer(tmp_path, **FP16, **options)
+    trainer.train()
+    rewards = [line["reward"] for line in records(trainer)]
+    assert sum(rewards[:2]) / 2 < 0.1
+    assert sum(rewards[-2:]) / 2 > 0.3
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path) -> None:
+    """Under a scale that was halved before the checkpoint, and is halved after it."""
+    whole = make_trainer(tmp_path / "whole", **FP16, iterations=4)
+    first = make_trainer(tmp_path / "parts", **FP16, iterations=2)
+    for trainer in (whole, first):
+        _set_scale(trainer, 2.0**40)
+        trainer.train()
+    resumed = make_trainer(tmp_path / "parts", **FP16, iterations=4, resume=True)
+    resumed.train()
+    assert whole.state.state_dict() == resumed.state.state_dict()
+    assert whole.state.overflowed_steps > first.state.overflowed_steps > 0
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"param_dtype": "bfloat16"},
+        {"optimizer": "adamw8bit"},
+        {"kl_loss_coef": 0.1, "kl_loss_estimator": "full"},
+    ],
+)
+def test_what_has_no_gradient_under_a_scale_is_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="precision=fp16 "):
+        PPOConfig(**FP16, **more)
+    PPOConfig(**more)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_that_are_trained_are_in_fp32(dtype: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="scales gradients of fp32 weights, so what is trained"):
+        make_trainer(tmp_path, model_dtype=dtype, **FP16)
