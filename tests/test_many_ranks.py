@@ -32,6 +32,7 @@ TURNS: dict[str, Any] = {
     "gae_by": "turn",
 }
 CURRICULUM: dict[str, Any] = {
+    "prompt_weights": "many_ranks:weigh",
     "solved_reward": 0.125,
     "iterations": 3,
 }

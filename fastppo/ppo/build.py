@@ -152,7 +152,7 @@ def build(
     packing_note = choose_packing(config.packing, policy, models.frozen_reference)
     chosen_engine, engine_note = choose_engine(config, engine, policy, tokenizer, world)
     data = load_data(config, prompts, tokenizer, models)
-    curriculum = Curriculum(data.prompts or Prompts([], []), config, say)
+    curriculum = Curriculum(data.prompts or Prompts([], []), config, say, world)
     reward_terms = load_rewards(config, rewards, monitor_rewards, environment, device)
     check_columns(config, reward_terms, data)
     if world.size > 1:
@@ -213,6 +213,7 @@ def build(
             **models.fingerprints,
             **reward_terms.fingerprints,
             **data.fingerprints,
+            **curriculum.fingerprints,
         },
         notes=[note for note in (packing_note, engine_note) if note],
     )

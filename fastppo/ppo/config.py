@@ -662,8 +662,6 @@ IDENTITY = (
     "prompt_column",
     "split",
     "seed",
-    "prompt_order",
-    "prompt_weights",
     "solved_reward",
     "reward_weights",
     "score_normalization",

@@ -1,9 +1,13 @@
 """Which prompts an iteration asks: in what order, how often, and without those that are solved.
 
 Without options an epoch is a shuffled pass over all prompts. `prompt_order` sorts each epoch by a
-column of numbers, least first; `prompt_weights` draws prompts in proportion to one, each once
-before any comes twice in an iteration. With `solved_reward`, a prompt whose last `WINDOW` responses
-all reached it is asked no more.
+number of each prompt, least first; `prompt_weights` draws prompts in proportion to one, each once
+before any comes twice in an iteration. Both are a column of the prompts or a function
+
+    difficulty(prompts, **columns) -> list      one number per prompt
+
+which is given the columns that it names. With `solved_reward`, a prompt whose last `WINDOW`
+responses all reached it is asked no more.
 
 All of it follows from the seed, the iteration, the place in the epochs and what was solved, which a
 checkpoint holds. Every rank has the same scores, and so the same prompts.
@@ -11,6 +15,8 @@ checkpoint holds. Every rank has the same scores, and so the same prompts.
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,9 +24,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastppo.data import fingerprint
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import shuffled
+from fastppo.data.world import World
 from fastppo.functional.arguments import shown
+from fastppo.rewards.loading import load_callable
 from fastppo.rewards.scorer import Scores
 from fastppo.run.options import Options, option
 from fastppo.run.signals import PhaseEndedError
@@ -36,8 +45,12 @@ SMALLEST = 1e-300
 class CurriculumOptions(Options):
     """Curriculum."""
 
-    prompt_order: str = option("", "Column of numbers by which an epoch is sorted, least first")
-    prompt_weights: str = option("", "Column of numbers in proportion to which prompts are drawn")
+    prompt_order: str = option(
+        "", "Column of numbers, or file.py:function, by which an epoch is sorted, least first"
+    )
+    prompt_weights: str = option(
+        "", "Column of numbers, or file.py:function, in proportion to which prompts are drawn"
+    )
     solved_reward: float | None = option(
         None,
         "Reward that solves a prompt, which is asked no more when its last 8 responses reached it",
@@ -53,33 +66,75 @@ class Chosen(NamedTuple):
     """Where the next iteration begins in the endless sequence of epochs."""
 
 
-def prompt_numbers(option_name: str, column: str, prompts: Prompts) -> list[float]:
-    """The numbers of a column, one for each prompt.
+class PromptNumbers(NamedTuple):
+    """What `prompt_order` or `prompt_weights` says of the prompts."""
+
+    values: list[float]
+    """A number for each prompt."""
+    fingerprint: str
+    """Of the column's name, whose content is the prompts', or of the function."""
+
+
+def load_prompt_numbers(
+    option_name: str, spec: str, prompts: Prompts, world: World
+) -> PromptNumbers:
+    """The numbers of a column, or those that a function returns.
 
     Args:
-        option_name: `prompt_order`, or `prompt_weights`, whose numbers are at least 0.
+        option_name: `prompt_order` or `prompt_weights`; spec: its value.
+        prompts: every prompt of the run.
+        world: the first rank calls the function, and every rank has what it returns.
 
     Raises:
-        ValueError: there is no such column, or it has something else for a prompt.
+        ValueError: there is no such column or function, or it has no finite number for each prompt.
     """
-    if column not in prompts.columns:
+    if spec in prompts.columns:
+        values = checked_numbers(option_name, spec, prompts.columns[spec], len(prompts))
+        return PromptNumbers(values, fingerprint.of_text(spec))
+    if ":" not in spec:
         columns = ", ".join(prompts.columns) or "none"
         raise ValueError(
-            f"{option_name}={column}: no such column of the prompts; there are {columns}"
+            f"{option_name}={spec}: no such column of the prompts; there are {columns}"
         )
+    term = load_callable(spec, option_name)
+    function: Any = term.function
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    columns_named = {
+        name: column for name, column in prompts.columns.items() if takes_all or name in parameters
+    }
+
+    def ask() -> list[float]:
+        try:
+            # What it draws leaves no trace, or the ranks would go on from different states.
+            with torch.random.fork_rng(devices=[]):
+                values = function(copy.deepcopy([*prompts.prompts]), **copy.deepcopy(columns_named))
+        except Exception as error:  # of whatever the function does
+            raise ValueError(f"{option_name}={spec} raised {error!r}") from error
+        return checked_numbers(option_name, spec, values, len(prompts))
+
+    return PromptNumbers(world.first(ask), term.fingerprint)
+
+
+def checked_numbers(option_name: str, spec: str, values: Any, count: int) -> list[float]:
+    """`count` finite numbers, of which weights are at least 0; raises ValueError for others."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, (list, tuple)) or len(values) != count:
+        raise ValueError(
+            f"{option_name}={spec}: expected a number for each of {count} prompts, got "
+            f"{shown(values)}"
+        )
+    # A list may hold numbers of NumPy or torch.
+    numbers = [value.item() if hasattr(value, "item") else value for value in values]
     is_weight = option_name == "prompt_weights"
-    numbers = []
-    for row, value in enumerate(prompts.columns[column], 1):
-        is_number = isinstance(value, (int, float)) and math.isfinite(value)
-        if not is_number or (is_weight and value < 0):
+    for row, number in enumerate(numbers, 1):
+        is_number = isinstance(number, (int, float)) and math.isfinite(number)
+        if not is_number or (is_weight and number < 0):
             wanted = "a finite number >= 0" if is_weight else "a finite number"
             raise ValueError(
-                f"{option_name}={column}, prompt {row}: expected {wanted}, got {shown(value)}"
+                f"{option_name}={spec}, prompt {row}: expected {wanted}, got {shown(number)}"
             )
-        numbers.append(float(value))
-    if is_weight and not any(numbers):
-        raise ValueError(f"{option_name}={column}: every weight is 0")
-    return numbers
+    return [float(number) for number in numbers]
 
 
 class Curriculum:
@@ -89,23 +144,37 @@ class Curriculum:
         prompts: every prompt of the run.
         options: of the run.
         say: takes a sentence for the user.
+        world: the ranks, for functions that are called.
 
     Raises:
-        ValueError: a column is not there, or holds no numbers.
+        ValueError: a column or function is not there, or gives no numbers.
     """
 
     def __init__(
-        self, prompts: Prompts, options: CurriculumOptions, say: Callable[[str], None] = print
+        self,
+        prompts: Prompts,
+        options: CurriculumOptions,
+        say: Callable[[str], None] = print,
+        world: World | None = None,
     ) -> None:
         self.prompts = prompts
         self.solved_reward = options.solved_reward
         self.say = say
+        self.fingerprints: dict[str, str] = {}
+        """Of what sorts and weighs the prompts, by option."""
         self.order: list[float] | None = None
         self.weights: list[float] | None = None
+        world = world or World()
         if options.prompt_order:
-            self.order = prompt_numbers("prompt_order", options.prompt_order, prompts)
+            order = load_prompt_numbers("prompt_order", options.prompt_order, prompts, world)
+            self.order = order.values
+            self.fingerprints["prompt_order"] = order.fingerprint
         if options.prompt_weights:
-            self.weights = prompt_numbers("prompt_weights", options.prompt_weights, prompts)
+            weights = load_prompt_numbers("prompt_weights", options.prompt_weights, prompts, world)
+            self.weights = weights.values
+            self.fingerprints["prompt_weights"] = weights.fingerprint
+            if not any(weights.values):
+                raise ValueError(f"prompt_weights={options.prompt_weights}: every weight is 0")
 
     def at(self, state: Any, count: int, seed: int, samples: int) -> Chosen:
         """`count` prompts, each `samples` times in a row.

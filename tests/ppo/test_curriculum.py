@@ -24,6 +24,26 @@ from runs import make_trainer, records
 COUNT = 10
 DIFFICULTY = [3, 1, 2, 1, 5, 4, 9, 8, 7, 6]
 
+FUNCTIONS = """
+import numpy
+
+def of_column(prompts, difficulty):
+    difficulty.reverse()  # a copy
+    return difficulty[::-1]
+
+def of_numpy(prompts):
+    return [numpy.int64(len(prompt)) for prompt in prompts]
+
+def too_few(prompts):
+    return [1.0]
+
+def negative(prompts):
+    return [-1.0] * len(prompts)
+
+def raises(prompts):
+    raise KeyError("no")
+"""
+
 
 def _prompts(**columns: list[Any]) -> Prompts:
     texts = [f"w{row}" for row in range(COUNT)]
@@ -50,6 +70,13 @@ def _asked(curriculum: Curriculum, state: RunState, iterations: int, count: int)
     return found
 
 
+@pytest.fixture
+def functions(tmp_path: Path) -> str:
+    path = tmp_path / "difficulty.py"
+    path.write_text(FUNCTIONS)
+    return str(path)
+
+
 # ---------------------------------------------------------------------------------- order, weights
 
 
@@ -66,12 +93,19 @@ def test_samples_of_a_prompt_follow_one_another() -> None:
     assert twice == [row for row in once for _ in range(2)]
 
 
-def test_an_epoch_goes_from_the_least_to_the_greatest() -> None:
-    curriculum, state, _ = _curriculum(prompt_order="difficulty")
+@pytest.mark.parametrize("spec", ["difficulty", "of_column"])
+def test_an_epoch_goes_from_the_least_to_the_greatest(spec: str, functions: str) -> None:
+    order = spec if spec == "difficulty" else f"{functions}:{spec}"
+    curriculum, state, _ = _curriculum(prompt_order=order)
     for _ in range(3):
         rows = [*chain(*_asked(curriculum, state, 2, 5))]
         assert sorted(rows) == list(range(COUNT))
         assert [DIFFICULTY[row] for row in rows] == sorted(DIFFICULTY)
+
+
+def test_a_function_may_return_numbers_of_numpy(functions: str) -> None:
+    curriculum, _, _ = _curriculum(prompt_weights=f"{functions}:of_numpy")
+    assert curriculum.weights == [2.0] * COUNT
 
 
 def test_equal_ones_are_shuffled_in_each_epoch() -> None:
@@ -166,10 +200,20 @@ def test_the_run_ends_where_every_prompt_is_solved() -> None:
         ({"prompt_order": "text"}, "prompt 1: expected a finite number, got 'easy'"),
         ({"prompt_weights": "sign"}, "prompt 2: expected a finite number >= 0, got -1"),
         ({"prompt_weights": "zero"}, "prompt_weights=zero: every weight is 0"),
+        ({"prompt_weights": "PATH:too_few"}, "expected a number for each of 10 prompts, got "),
+        ({"prompt_weights": "PATH:negative"}, "expected a finite number >= 0, got -1.0"),
+        ({"prompt_order": "PATH:raises"}, r"raises raised KeyError\('no'\)"),
+        ({"prompt_order": "PATH:nowhere"}, "no function 'nowhere' there; it has of_column, of_num"),
     ],
 )
-def test_what_gives_no_numbers_is_refused(options: dict[str, Any], says: str) -> None:
+def test_what_gives_no_numbers_is_refused(
+    options: dict[str, Any], says: str, functions: str
+) -> None:
     columns = {"difficulty": DIFFICULTY, "text": ["easy"] * COUNT, "sign": [1, -1] * 5}
+    options = {
+        name: value.replace("PATH", functions) if isinstance(value, str) else value
+        for name, value in options.items()
+    }
     with pytest.raises(ValueError, match=says):
         _curriculum(_prompts(**columns, zero=[0] * COUNT), **options)
 
@@ -217,10 +261,11 @@ def test_a_run_that_has_solved_every_prompt_ends_with_its_policy(tmp_path: Path)
     assert records(trainer)[-1]["left_out"] == 1.0
 
 
-@pytest.mark.parametrize("weights", ["", "weight"])
-def test_a_resumed_run_asks_what_the_whole_one_asked(weights: str, tmp_path: Path) -> None:
-    rows = [row | {"weight": len(row["prompt"])} for row in tiny.PROMPTS]
-    more = {"prompt_weights": weights, "prompts": rows}
+@pytest.mark.parametrize("weights", ["", "PATH:of_numpy"])
+def test_a_resumed_run_asks_what_the_whole_one_asked(
+    weights: str, tmp_path: Path, functions: str
+) -> None:
+    more = {"prompt_weights": weights.replace("PATH", functions)}
     asked: dict[str, list[list[str]]] = {"whole": [], "parts": []}
     whole = _trainer(tmp_path / "whole", asked["whole"], **more)
     whole.train()
@@ -237,5 +282,5 @@ def test_another_order_is_another_run(tmp_path: Path) -> None:
     rows = [row | {"a": i, "b": -i} for i, row in enumerate(tiny.PROMPTS)]
     make_trainer(tmp_path, prompts=rows, iterations=1, prompt_order="a").train()
     other = make_trainer(tmp_path, prompts=rows, iterations=2, prompt_order="b", resume=True)
-    with pytest.raises(ValueError, match="prompt_order was 'a' and is 'b'"):
+    with pytest.raises(ValueError, match="the content of prompt_order"):
         other.train()
