@@ -65,15 +65,24 @@ def load_environment(spec: str | Callable[[], Any]) -> RewardTerm | None:
     Raises:
         ValueError: it does not exist.
     """
-    if not spec:
-        return None
-    make: Any = spec
+    return load_callable(spec, "environment") if spec else None
+
+
+def load_callable(spec: str | Callable[..., Any], option: str) -> RewardTerm:
+    """A callable, or the one that `file.py:name` or `package.module:name` names, under the name of
+    its option, with its fingerprint.
+
+    Raises:
+        ValueError: it does not exist.
+    """
+    function: Any = spec
     if isinstance(spec, str):
         match = FUNCTION.match(spec)
         if match is None:
-            raise ValueError(f"environment {spec}: expected file.py:Name or module:Name")
-        make = _load_function(match["where"], match["name"], "environment")
-    return RewardTerm("environment", make, fingerprint=_fingerprint(spec, make))
+            name = "Name" if option == "environment" else "function"
+            raise ValueError(f"{option} {spec}: expected file.py:{name} or module:{name}")
+        function = _load_function(match["where"], match["name"], option)
+    return RewardTerm(option, function, fingerprint=_fingerprint(spec, function))
 
 
 def _load_function(where: str, name: str, option: str) -> Any:
