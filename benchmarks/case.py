@@ -59,8 +59,10 @@ class Provider:
     prepare: Callable[[Inputs], Inputs] | None = None
     """Lays the inputs out as the provider wants them; not part of its time or memory."""
     is_bound: bool = False
-    """No implementation but a bound on all of them (the matrix products alone): timed, not
-    checked."""
+    """No implementation but a bound on all of them (the matrix products alone): timed, and checked
+    only if it has a `truth`."""
+    truth: Callable[[Inputs], dict[str, Truth]] | None = None
+    """Of a bound that computes something else than the case."""
 
     def own_inputs(self, inputs: Inputs) -> Inputs:
         """The inputs in the provider's layout, and its own where it writes."""

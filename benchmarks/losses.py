@@ -40,6 +40,7 @@ GRADIENT_FLOP = 4  # per logit, once the statistics are known: subtract, exp, mu
 NO_ENTROPY = "has no entropy term"
 
 TRL_KERNEL = "TRL, Triton kernel"
+LIGER_STATS = "Liger-Kernel, scaled cross-entropy"
 
 
 # ---------------------------------------------------------------------------------------- inputs
@@ -335,7 +336,11 @@ def stats_case(shape: Tokens, dtype: torch.dtype) -> Case:
 # --------------------------------------------------------------------------------- fused lm-head
 
 
-def _exact_linear_loss(entropy_coef: float) -> Callable[[Inputs], dict[str, Truth]]:
+def _exact_linear_loss(
+    losses_of: Callable[[Tensor, Inputs], Tensor],
+) -> Callable[[Inputs], dict[str, Truth]]:
+    """Of the mean of `losses_of(logits, the rows' inputs)`, in fp64."""
+
     def truth(inputs: Inputs) -> dict[str, Truth]:
         n = inputs["tokens"].numel()
         weight = inputs["weight"].detach().double()
@@ -346,8 +351,7 @@ def _exact_linear_loss(entropy_coef: float) -> Callable[[Inputs], dict[str, Trut
         for rows in _row_slices(n, weight.shape[0]):
             hidden = inputs["hidden"].detach()[rows].double()
             logits = (hidden @ weight.T).requires_grad_()
-            old, advantages = (inputs[k][rows].double() for k in ("old_logprobs", "advantages"))
-            losses = token_losses(logits, inputs["tokens"][rows], old, advantages, entropy_coef)
+            losses = losses_of(logits, {name: inputs[name][rows] for name in _PER_TOKEN})
             total = total + losses.sum().item()
             size = size + losses.abs().sum().item()
             (grad,) = torch.autograd.grad(losses.sum() / n, logits)
@@ -361,6 +365,25 @@ def _exact_linear_loss(entropy_coef: float) -> Callable[[Inputs], dict[str, Trut
         }
 
     return truth
+
+
+_PER_TOKEN = ("tokens", "old_logprobs", "advantages")
+
+
+def _ppo_losses(entropy_coef: float) -> Callable[[Tensor, Inputs], Tensor]:
+    def losses(logits: Tensor, rows: Inputs) -> Tensor:
+        old = rows["old_logprobs"].double()
+        return token_losses(logits, rows["tokens"], old, rows["advantages"].double(), entropy_coef)
+
+    return losses
+
+
+def _cross_entropies(logits: Tensor, rows: Inputs) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits, rows["tokens"], reduction="none")
+
+
+exact_cross_entropy = _exact_linear_loss(_cross_entropies)
+"""Of the mean of −logprob, which some peers have fused with the lm-head."""
 
 
 def eager_linear_loss(
@@ -416,6 +439,18 @@ LINEAR_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 in the worst entry."""
 
 
+def _cross_entropy(label: str, device: torch.device, *, scaled_exp: bool) -> Provider:
+    """QuACK's: the same three products around a simpler loss, what this one could come to."""
+    function = peers.quack_linear_cross_entropy(device, scaled_exp=scaled_exp)
+
+    def call(inputs: Inputs) -> Outputs:
+        loss = function(inputs["hidden"], inputs["weight"], inputs["tokens"])
+        by_hidden, by_weight = torch.autograd.grad(loss, [inputs["hidden"], inputs["weight"]])
+        return {"loss": loss.detach(), "hidden_grad": by_hidden, "weight_grad": by_weight}
+
+    return Provider(label, call, is_bound=True, truth=exact_cross_entropy)
+
+
 def linear_loss_case(
     shape: Tokens, dtype: torch.dtype, *, entropy_coef: float = ENTROPY_COEF
 ) -> Case:
@@ -448,16 +483,11 @@ def linear_loss_case(
         return usual, provider("Cut Cross-Entropy, unfiltered", exact)
 
     def quack(device: torch.device) -> tuple[Provider, ...]:
-        mean = peers.quack_linear_cross_entropy(device)
-
-        def call(inputs: Inputs) -> Outputs:
-            loss = mean(inputs["hidden"], inputs["weight"], inputs["tokens"])
-            grads = torch.autograd.grad(loss, [inputs[name] for name in leaves])
-            return {"loss": loss.detach(), "hidden_grad": grads[0], "weight_grad": grads[1]}
-
-        logprobs = provider("QuACK", _around(peers.quack_linear_stats(device)))
-        # The same three products around a simpler loss: what this one could come to.
-        return logprobs, Provider("QuACK, mean logprob", call, is_bound=True)
+        return (
+            provider("QuACK", _around(peers.quack_linear_stats(device))),
+            _cross_entropy("QuACK, mean logprob", device, scaled_exp=False),
+            _cross_entropy("QuACK, scaled-exp, mean logprob", device, scaled_exp=True),
+        )
 
     peers_of_case = [
         Peer("verl", "verl", verl),
@@ -470,6 +500,11 @@ def linear_loss_case(
                     _around(peers.trl_linear_stats(d, entropy_gradient=bool(entropy_coef))),
                 ),
             ),
+        ),
+        Peer(
+            LIGER_STATS,
+            "liger-kernel",
+            lambda d: (provider(LIGER_STATS, _around(peers.liger_linear_stats(d))),),
         ),
     ]
     if not entropy_coef:
@@ -493,7 +528,7 @@ def linear_loss_case(
         flop=6 * n * width * vocab,  # logits, the gradient of hidden, the gradient of weight
         bytes_and_flop="hidden and weight read, their gradients written; three matrix products",
         draw=lambda seed, device: draw_hidden(shape, dtype, seed, device),
-        truth=_exact_linear_loss(entropy_coef),
+        truth=_exact_linear_loss(_ppo_losses(entropy_coef)),
         providers=(
             provider("FastPPO", our_linear_loss),
             provider("eager PyTorch", eager_linear_loss),
@@ -580,6 +615,11 @@ def linear_logprobs_case(shape: Tokens, dtype: torch.dtype) -> Case:
         peers=(
             Peer("TRL", "trl", lambda d: (provider("TRL", peers.trl_linear_stats(d)),)),
             Peer("verl", "verl", verl),
+            Peer(
+                LIGER_STATS,
+                "liger-kernel",
+                lambda d: (provider(LIGER_STATS, peers.liger_linear_stats(d)),),
+            ),
             Peer(
                 "Cut Cross-Entropy",
                 "cut-cross-entropy",

@@ -123,8 +123,10 @@ def trl_linear_stats(device: torch.device, *, entropy_gradient: bool = False) ->
 
 
 def trl_kernel_stats(device: torch.device) -> Stats:
-    """Logprob and entropy in one pass over the logits, both with a gradient."""
-    need_gpu(device)
+    """Logprob and entropy in one pass over the logits, both with a gradient. Triton's interpreter
+    runs it on a CPU, which proves its values and times nothing."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        need_gpu(device)
     try:
         function = _module("trl.kernels.logprob_entropy").selective_log_softmax_and_entropy
     except ModuleNotFoundError as error:
@@ -303,6 +305,28 @@ def liger_linear_loss(device: torch.device) -> Loss:
     return Loss(loss, prepare)
 
 
+def liger_linear_stats(device: torch.device) -> Stats:
+    """`LigerFusedLinearScaledCrossEntropyFunction`, the per-token logprob and entropy with their
+    gradients: on sm_90 one kernel, logits formed again in the backward pass; elsewhere chunks of
+    512 rows in PyTorch, after verl. Its entropy has the dtype of the hidden states."""
+    try:
+        function = _module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
+    except AttributeError as error:
+        raise UnsupportedError(
+            f"its function came with 0.8.2, got {importlib.metadata.version('liger-kernel')}"
+        ) from error
+
+    def stats(
+        hidden: Tensor, weight: Tensor, tokens: Tensor, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        if not with_entropy:
+            return -function.apply(hidden, weight, tokens), None
+        negative_logprobs, entropy = function.apply(hidden, weight, tokens, return_entropy=True)
+        return -negative_logprobs, entropy
+
+    return stats
+
+
 # ------------------------------------------------------------------------------ Cut Cross-Entropy
 
 
@@ -344,9 +368,16 @@ def quack_linear_stats(device: torch.device) -> Stats:
     )
 
 
-def quack_linear_cross_entropy(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The mean logprob, its gradient formed in the forward pass: where it can (bf16 on sm_90, V a
-    multiple of 128) without ever writing the gradient of the logits. No token has a weight of its
-    own in it, so it is no PPO loss."""
+def quack_linear_cross_entropy(
+    device: torch.device, *, scaled_exp: bool
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The mean of −logprob, its gradient formed in the forward pass. No token has a weight of its
+    own in it, so it is no PPO loss.
+
+    Args:
+        scaled_exp: e^z with an exponent per row and tile in place of the logits, and no gradient of
+            the logits written; bf16 on sm_90, V a multiple of 128. Else its pipeline of before.
+    """
     _need_hopper(device)
-    return _module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    function = _module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    return functools.partial(function, use_scaled_exp=scaled_exp)

@@ -35,6 +35,7 @@ MODELS = {
         Model("llama-2-7b", 32000, 4096, "llama", 11008, 32, 32, 32),
         Model("llama-3.2-1b", 128256, 2048, "llama", 8192, 16, 32, 8),
         Model("llama-3.1-8b", 128256, 4096, "llama", 14336, 32, 32, 8),
+        Model("ministral-8b", 131072, 4096, "llama", 12288, 36, 32, 8),
         Model("qwen2.5-0.5b", 151936, 896, "qwen2", 4864, 24, 14, 2),
         Model("qwen2.5-7b", 152064, 3584, "qwen2", 18944, 28, 28, 4),
         Model("qwen3-8b", 151936, 4096, "qwen3", 12288, 36, 32, 8),
@@ -162,12 +163,15 @@ SETS = {
         "default",
         torch.bfloat16,
         logits=(Tokens(MODELS["qwen3-8b"], 8192), Tokens(MODELS["gpt2"], 8191)),
-        # H of 896, 2048 and 4096; V of 32000, 128256 and 151936; N below, in the sweeps.
+        # H of 896, 2048 and 4096; V of 32000 to 151936; N below, in the sweeps. The last two are
+        # shapes at which peers' authors have measured: see `predictions`.
         linear=(
             Tokens(MODELS["qwen3-8b"], 8192),
             Tokens(MODELS["llama-3.2-1b"], 8192),
             Tokens(MODELS["qwen2.5-0.5b"], 8192),
             Tokens(MODELS["llama-2-7b"], 8192),
+            Tokens(MODELS["llama-3.1-8b"], 8192),
+            Tokens(MODELS["ministral-8b"], 8192),
         ),
         sequences=(Sequences(2048, 4096), Sequences(64, 131072)),  # 8.4 M tokens, both
         update=(Training(MODELS["llama-3.2-1b"], 4, 32, 512, 512, 8),),

@@ -1,0 +1,82 @@
+"""Peers by value, where they run without a GPU: TRL's Triton kernel in Triton's interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from benchmarks import losses, peers
+from benchmarks.case import Case, Provider, Truth, UnsupportedError, is_installed
+from benchmarks.measure import Inputs
+from benchmarks.run import check
+from benchmarks.shapes import Model, Tokens
+
+CPU = torch.device("cpu")
+SHAPE = Tokens(Model("tiny", 1201, 16), 24)
+"""A vocabulary of more than one block of TRL's kernel."""
+CASES = {
+    case.name: case
+    for case in (
+        losses.stats_case(SHAPE, torch.float32),
+        losses.loss_case(SHAPE, torch.float32),
+        losses.linear_loss_case(SHAPE, torch.float32),
+        losses.linear_loss_case(SHAPE, torch.float32, entropy_coef=0.0),
+        losses.linear_logprobs_case(SHAPE, torch.float32),
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        (case, peer.name)
+        for case in CASES.values()
+        for peer in case.peers
+        if peer.name in ("TRL", losses.TRL_KERNEL, losses.LIGER_STATS)
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+@pytest.mark.filterwarnings("ignore")  # packages of others
+def test_a_peer_agrees_with_fp64(case: Case, name: str) -> None:
+    (peer,) = [one for one in case.peers if one.name == name]
+    if not is_installed(peer.distribution):
+        pytest.skip(f"pip install {peer.distribution}")
+    try:
+        providers = peer.build(CPU)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    inputs = case.draw(0, CPU)
+    rows = [check(case, provider, inputs, case.truth(inputs)) for provider in providers]
+    assert {row.status for row in rows} == {"right"}, rows
+
+
+def test_quack_is_not_imported_without_a_gpu_of_its_generation() -> None:
+    for scaled_exp in (False, True):
+        with pytest.raises(UnsupportedError, match="Hopper"):
+            peers.quack_linear_cross_entropy(CPU, scaled_exp=scaled_exp)
+
+
+def test_a_bound_with_a_truth_is_held_to_it() -> None:
+    """The mean of −logprob in place of PPO's loss, right and scaled."""
+
+    def cross_entropy(inputs: Inputs) -> torch.Tensor:
+        logits = inputs["hidden"] @ inputs["weight"].T
+        return torch.nn.functional.cross_entropy(logits, inputs["tokens"])
+
+    def bound(scale: float) -> Provider:
+        return Provider(
+            "bound",
+            lambda inputs: {"loss": scale * cross_entropy(inputs).detach()},
+            is_bound=True,
+            truth=losses.exact_cross_entropy,
+        )
+
+    case = CASES["linear loss, no entropy"]
+    inputs = case.draw(0, CPU)
+    no_truth: dict[str, Truth] = {}
+    assert check(case, bound(1.0), inputs, no_truth).status == "right"
+    assert check(case, bound(1.1), inputs, no_truth).status == "wrong"
+    without = dataclasses.replace(bound(1.1), truth=None)
+    assert check(case, without, inputs, no_truth).status == "right"
