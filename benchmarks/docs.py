@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, trl_grid
+from benchmarks import predictions, report, trl_grid
 from benchmarks.cases import cases
 from benchmarks.report import RESULTS, device_title, is_ours, seconds, size
-from benchmarks.shapes import SETS
+from benchmarks.shapes import MODELS, SETS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 BEGIN = "<!-- python -m benchmarks docs: begin -->"
 END = "<!-- python -m benchmarks docs: end -->"
 
-NOT_MEASURED = "not measured"
+NOT_MEASURED = predictions.NOT_MEASURED
 PLAIN = ("eager PyTorch", "Python loop")
 """What one writes without a library: the second where there is no way without a loop."""
 
@@ -71,6 +71,7 @@ def page(records: Sequence[dict[str, Any]]) -> str:
         sections.append(_device(record, with_claims=record is newest))
     if not _on_gpus(records):
         sections.append(_gpu_not_measured())
+    sections.append(_predicted(records))
     return "\n\n".join(sections) + "\n"
 
 
@@ -91,6 +92,27 @@ def _gpu_not_measured() -> str:
         f"code, say nothing of one. Its set has these cases: {work}. On a GPU, `fastppo bench "
         "--keep`, or `benchmarks/on_a_gpu.sh` and `fastppo bench keep`, and then `fastppo bench "
         "docs` write their table."
+    )
+
+
+def _predicted(records: Sequence[dict[str, Any]]) -> str:
+    copies = " and ".join(f"{card.copy / 1e12:.1f} on an {card.name}" for card in predictions.CARDS)
+    rates = " and ".join(f"{rate / 1e12:.0f}" for rate in predictions.MATMUL_RATES)
+    works = predictions.works()
+    named = [model for model in MODELS.values() if any(model.name in w.shape for w in works)]
+    models = "; ".join(f"{m.name} {m.vocab} and {m.hidden}" for m in named)
+    return "\n\n".join(
+        [
+            "## GPU, predicted",
+            "Computed by `benchmarks/predictions.py`, in bf16, and not measured: bytes at the "
+            f"speed of a copy (TB/s: {copies}), matrix products at {rates} TFLOP/s (one range "
+            "each), which is what the best of others come to, and instructions as counted in the "
+            "machine code. The low end of a range has everything overlapped that can be, the high "
+            "end what may not be. Linear statistics with gradients form the logits twice (four "
+            "products), as others do; the linear loss forms them once (three). What others have "
+            f"measured is their authors' word, on the card that is named. V and H: {models}.",
+            table(predictions.HEADER, predictions.table(records)),
+        ]
     )
 
 

@@ -91,9 +91,9 @@ of the logits' memory. 2^28 logits are 512 MiB of bf16, and 2^23 are 32 MiB of f
 one chunk instead of two take a fifth less time (64 rows; 256 rows: an eighth)."""
 
 NARROW = 2048
-"""The traffic of dW is 733/rows of the time of a chunk's last GEMM (kernels/NOTES.md) whatever H
-is; but what else a chunk costs, its launches and the ends of its GEMMs, weighs more where they are
-short."""
+"""The traffic of dW is some 700/rows of the time of a chunk's last GEMM (kernels/NOTES.md) whatever
+H is; but what else a chunk costs, its launches and the ends of its GEMMs, weighs more where they
+are short."""
 
 
 def accumulator_rows(weight: Tensor, dtype: torch.dtype, *, buffers: int = 1) -> int:

@@ -1,0 +1,49 @@
+"""What the GPU's rows should come to: by hand, and from the notes' counts."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from benchmarks import docs, predictions
+from benchmarks.shapes import MODELS
+
+
+def test_predictions_are_what_one_computes_by_hand() -> None:
+    """At the shape of Liger-Kernel's and QuACK's figures: three products and the loss, in ms."""
+    h200 = predictions.CARDS[1]
+    llama = MODELS["llama-3.1-8b"]
+    logits = 8192 * 128256 * 2
+    found = predictions.head_loss(8192, llama, h200, 750e12)
+    products = 6 * 8192 * 4096 * 128256 / 750e12
+    assert found.low == pytest.approx(products + 2 * logits / 4.3e12)
+    assert found.high == pytest.approx(found.low + 63 * 2900 / 1.75e9)  # one chunk
+    # Two chunks of 4096 rows write dW in fp32, read and write it, read and cast it.
+    qwen = MODELS["qwen2.5-0.5b"]
+    rows = predictions.rows(predictions.ROW_KERNELS["loss"], 8192, qwen.vocab, h200)
+    found = predictions.head_loss(8192, qwen, h200, 700e12)
+    traffic = 18 * 896 * 151936 / 4.3e12
+    assert found.high - found.low == pytest.approx(traffic + rows.high - rows.low)
+    assert predictions.scan(17, 34.4, 2048, 4096, h200).low == pytest.approx(17 * 2**23 / 4.3e12)
+
+
+def test_predictions_take_the_instructions_that_the_notes_counted() -> None:
+    """Within a twentieth: they come from `tests/cost.py`, in kernels/NOTES.md."""
+    notes = (docs.ROOT / "kernels" / "NOTES.md").read_text("utf-8")
+    for launch, kernel in predictions.ROW_KERNELS.items():
+        row = re.search(rf"^\| {re.escape(launch)} \| ([^|]+) \| ([^|]+) \|", notes, re.MULTILINE)
+        assert row is not None, launch
+        instructions = sum(float(count) for count in row[1].split("/"))
+        exponentials = sum(float(pipes.split(",")[1]) for pipes in row[2].split("/"))
+        assert kernel.instructions == pytest.approx(instructions, rel=0.05), launch
+        assert kernel.exponentials == pytest.approx(exponentials, rel=0.05), launch
+
+
+def test_a_prediction_stands_beside_what_a_gpu_has_measured() -> None:
+    row = {"provider": "FastPPO", "status": "timed", "median_seconds": 0.0006}
+    case = {"case": "statistics", "shape": "qwen3-8b, N=8192", "rows": [row]}
+    record = {"device": {"type": "cuda", "name": "NVIDIA H200"}, "cases": [case]}
+    measured = {cells[0]: cells[-1] for cells in predictions.table([record])}
+    assert measured.pop("statistics, qwen3-8b, N=8192") == "NVIDIA H200: 600 µs"
+    assert set(measured.values()) == {"not measured"}
