@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import fastppo
-from benchmarks import measure
+from benchmarks import host, measure
 
 WARPS_LOADS = ((16, 4), (16, 2), (8, 4), (8, 2), (8, 8), (4, 4))
 """Warps of a program, 16-byte loads in flight a thread."""
@@ -199,33 +199,16 @@ def rows(bench: Bench, tiny: bool) -> None:
     odd = rows_of(n, 1003 if tiny else 50257, bench.device, torch.bfloat16)
     print(f"--- rows off 16 bytes; floor {2e3 * odd['logits'].nbytes / rate:.2f} ms")
     bench.line("loss, V = 50257", partial(loss, odd), bytes_=2 * odd["logits"].nbytes)
-    print("--- a call with nothing to wait for, microseconds")
-    small = rows_of(2, 1024, bench.device, torch.bfloat16)
-    _host(bench, "ppo_loss", partial(fastppo.ppo_loss, **small, **CLIPPED), tiny)
-    logprobs = partial(fastppo.token_logprobs, small["logits"], small["tokens"], backend="triton")
-    _host(bench, "token_logprobs", logprobs, tiny)
-    few = torch.randn(4, 64, device=bench.device)
-    mask = few < 2
-    _host(bench, "gae", partial(fastppo.gae, few, few, mask, backend="triton"), tiny)
-    shaped = partial(fastppo.compute_advantages, few[:, 0], few, few, few, mask, **SHAPED)
-    _host(bench, "compute_advantages", shaped, tiny)
+    print("--- a call on small tensors, microseconds of the host")
+    count = 2 if tiny else host.CALLS
+    for cells in [host.HEADER, *host.table(bench.device, compiled=False, count=count)]:
+        print(" | ".join(cells))
 
 
 def _full_kl(bench: Bench, operands: dict[str, Any]) -> None:
     reference = torch.empty_like(operands["logits"]).normal_()
     call = partial(loss, operands, ref_logits=reference, kl_coef=0.1, kl_estimator="full")
     bench.line("loss, full KL", call, bytes_=3 * reference.nbytes)
-
-
-def _host(bench: Bench, name: str, call: Callable[[], object], tiny: bool) -> None:
-    call()
-    bench.wait()
-    count = 2 if tiny else 200
-    begin = time.perf_counter()
-    for _ in range(count):
-        call()
-    print(f"{name:56s} {1e6 * (time.perf_counter() - begin) / count:9.0f}")
-    bench.wait()
 
 
 def head(bench: Bench, tiny: bool) -> None:
