@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-_HOMES = {
+HOMES = {
     "fastppo.functional.advantages": ("Advantages", "compute_advantages", "gae", "whiten"),
     "fastppo.functional.arguments": ("aggregation_weights",),
     "fastppo.functional.lm_head": ("head_weight",),
@@ -46,7 +46,8 @@ _HOMES = {
     "fastppo.ppo.trainer": ("PPOTrainer",),
     "fastppo_kernels.records": ("combine_sums",),
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+"""Where each public name is defined."""
+_HOME_OF = {name: module for module, names in HOMES.items() for name in names}
 
 __all__ = [
     "Advantages",

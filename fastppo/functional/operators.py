@@ -40,11 +40,11 @@ from fastppo.functional.record_operator import operator
 
 def rows_of(backend: str) -> ModuleType:
     """A backend's operations on rows of logits; Triton is imported only where it is used."""
-    return importlib.import_module(f"fastppo_kernels.{backend}_rows")
+    return importlib.import_module(f".{backend}_rows", linear.__package__)
 
 
 def _advantages(backend: str) -> ModuleType:
-    return importlib.import_module(f"fastppo_kernels.{backend}_advantages")
+    return importlib.import_module(f".{backend}_advantages", linear.__package__)
 
 
 def _check_tokens(tokens: Tensor, vocabulary: int, weights: Tensor | None = None) -> None:

@@ -20,6 +20,9 @@ from torch import Tensor
 
 R = TypeVar("R")
 
+NAMESPACE = __name__.partition(".")[0]
+"""Of the operators: `fastppo`, or the name under which a copy of this package is imported."""
+
 SCHEMA_TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -101,7 +104,7 @@ class Operator(Generic[R]):
         result: Any,
         mutates: str | None,
     ) -> None:
-        self.name = f"fastppo::{name}"
+        self.name = f"{NAMESPACE}::{name}"
         self.function = function
         self.operands = {name: _slot(name, hint) for name, hint in annotations.items()}
         self.result = _slot("result", result)
@@ -126,7 +129,7 @@ class Operator(Generic[R]):
         else:
             torch.library.define(self.name, schema, tags=torch.Tag.pt2_compliant_tag)
             torch.library.impl(self.name, "default", run)
-        self.flat_operator = getattr(torch.ops.fastppo, name).default
+        self.flat_operator = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def flatten(self, **operands: Any) -> list[Any]:
         """The arguments of `flat_operator`."""
