@@ -155,6 +155,9 @@ def compute_advantages(
     if whiten:
         moments = shaped.moments
         if reduce_moments is not None:
+            if not callable(reduce_moments):
+                kind = type(reduce_moments).__name__
+                raise TypeError(f"reduce_moments must be a function, got {kind}")
             moments = reduce_moments(moments)
             if moments is None:  # without it every rank would whiten by itself
                 raise TypeError(

@@ -12,6 +12,7 @@ import math
 import numbers
 import os
 import reprlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from fastppo_kernels.records import (
 from torch import Tensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FP32_MAX = torch.finfo(torch.float32).max
 NUMBERS = (*FLOATS, torch.int32, torch.int64)
 KL_ESTIMATORS = (*records.KL_ESTIMATORS, "full")
 OBJECTIVES = (*records.POLICY_TERMS, "gspo")
@@ -90,6 +92,9 @@ def tensor(
             f"gather it with {name}.full_tensor(grad_placements=[Partial()]) (Partial of "
             "torch.distributed.tensor: the gradient is the sum over the ranks)"
         )
+    if value.layout != torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else _short(value.layout)
+        raise TypeError(f"{name} must be a dense tensor, got {kind}")
     if value.dtype not in dtypes:
         expected = ", ".join(_short(dtype) for dtype in dtypes)
         raise ValueError(f"{name} must be {expected}, got {_short(value.dtype)}")
@@ -133,7 +138,7 @@ def boolean(name: str, value: object) -> bool:
 
 
 def choice(name: str, value: str, choices: tuple[str, ...]) -> str:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {shown(value)}")
     return value
 
@@ -142,13 +147,15 @@ def number(name: str, value: object) -> float:
     """A Python or NumPy number. A tensor would have to be read, which waits for a GPU."""
     if not isinstance(value, (int, float, numbers.Real)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ValueError(f"{name} must be a number within ±1.8e308, got {shown(value)}")
     return value  # type: ignore[return-value]
 
 
 def at_least(name: str, value: float, low: float, *, strictly: bool = False) -> float:
     number(name, value)
     if not (value > low if strictly else value >= low):
-        raise ValueError(f"{name} must be {'>' if strictly else '>='} {low:g}, got {value!r}")
+        raise ValueError(f"{name} must be {'>' if strictly else '>='} {low:g}, got {shown(value)}")
     return value
 
 
@@ -156,7 +163,7 @@ def finite(name: str, value: float) -> float:
     number(name, value)
     # Comparisons, unlike math.isfinite, are traced by torch.compile for a float that varies.
     if not -math.inf < value < math.inf:
-        raise ValueError(f"{name} must be finite, got {value!r}")
+        raise ValueError(f"{name} must be finite, got {shown(value)}")
     return value
 
 
@@ -166,7 +173,7 @@ def clip_range(clip_ratio: float | tuple[float, float] | None) -> tuple[float, f
         return -math.inf, math.inf
     if isinstance(clip_ratio, (tuple, list)):
         if len(clip_ratio) != 2:
-            raise ValueError(f"clip_ratio must be ε or (ε_low, ε_high), got {clip_ratio!r}")
+            raise ValueError(f"clip_ratio must be ε or (ε_low, ε_high), got {shown(clip_ratio)}")
         low, high = clip_ratio
     else:
         low = clip_ratio
@@ -174,14 +181,18 @@ def clip_range(clip_ratio: float | tuple[float, float] | None) -> tuple[float, f
     number("clip_ratio", low)
     number("clip_ratio", high)
     if not (low >= 0 and high >= 0):
-        raise ValueError(f"clip_ratio must not be negative, got {clip_ratio!r}")
-    return 1.0 - float(low), 1.0 + float(high)
+        raise ValueError(f"clip_ratio must not be negative, got {shown(clip_ratio)}")
+    # A ratio in fp32 is never beyond its range, where torch refuses a bound.
+    lowest = 1.0 - float(low) if low <= FP32_MAX else -math.inf
+    highest = 1.0 + float(high) if high <= FP32_MAX else math.inf
+    return lowest, highest
 
 
 def check_dual_clip(dual_clip: float | None) -> float | None:
     if dual_clip is not None and not 1 < number("dual_clip", dual_clip) < math.inf:
         raise ValueError(
-            f"dual_clip must be > 1 and finite (it bounds ratio·A from below), got {dual_clip!r}"
+            "dual_clip must be > 1 and finite (it bounds ratio·A from below), got "
+            f"{shown(dual_clip)}"
         )
     return dual_clip
 
@@ -269,8 +280,14 @@ def aggregation_weights(
     """
     choice("aggregation", aggregation, AGGREGATIONS)
     tensor("mask", mask, dtypes=(torch.bool,))
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
+        raise TypeError(f"dtype must be a floating dtype of torch, got {shown(dtype)}")
     if isinstance(denominator, Tensor):
         tensor("denominator", denominator, shape=(), dtypes=NUMBERS)
+        if denominator.device.type not in (mask.device.type, "cpu"):
+            raise ValueError(
+                f"denominator must be on {mask.device} as mask is, got {denominator.device}"
+            )
         denominator = denominator.detach()
         check_positive("denominator", denominator)
     elif denominator is not None:
@@ -312,10 +329,11 @@ def token_weights(
         if mask is None:
             mask = torch.ones(shape, dtype=torch.bool, device=like.device)
         return aggregation_weights(mask, aggregation, denominator, dtype=wide)
+    choice("aggregation", aggregation, AGGREGATIONS)
     if denominator is not None or aggregation != "token-mean":
         raise ValueError(
             "aggregation and denominator must be left out where weights replace them, got "
-            f"aggregation={aggregation!r} and denominator={denominator!r}"
+            f"aggregation={aggregation!r} and denominator={shown(denominator)}"
         )
     tensor("weights", weights, shape=shape, like=like)
     weights = weights.detach().to(wide)
@@ -542,7 +560,8 @@ def gemm(chunk_size: int | None, hidden: Tensor) -> Gemm:
     if chunk_size is not None:
         if not isinstance(chunk_size, int):
             raise TypeError(f"chunk_size must be an int, got {type(chunk_size).__name__}")
-        at_least("chunk_size", chunk_size, 1)
+        if not 1 <= chunk_size < 2**63:
+            raise ValueError(f"chunk_size must be >= 1 and below 2^63, got {shown(chunk_size)}")
     dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -581,7 +600,7 @@ def ref_projection(
     )
 
 
-def _short(dtype: torch.dtype) -> str:
+def _short(dtype: torch.dtype | torch.layout) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -650,7 +669,7 @@ def discounts(gamma: float | Tensor, lam: float | Tensor, *, batch: int, like: T
             check_unit_interval(name, value)
             per_sequence[name] = value
         elif not 0 <= number(name, value) <= 1:
-            raise ValueError(f"{name} must be in [0, 1], got {value!r}")
+            raise ValueError(f"{name} must be in [0, 1], got {shown(value)}")
     return Discounts(
         gamma=0.0 if isinstance(gamma, Tensor) else float(gamma),
         lam=0.0 if isinstance(lam, Tensor) else float(lam),
