@@ -145,9 +145,20 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restores what `state_dict` gave."""
+        """Restores what `state_dict` gave.
+
+        Raises:
+            ValueError: it is of another model.
+        """
         if not state:
             return
+        model = self.policy if self.frozen is None else self.frozen
+        weights = dict(
+            self._trained() if self.frozen is None else model.causal_lm.named_parameters()
+        )
+        shapes = {name: weight.shape for name, weight in weights.items()}
+        if shapes != {name: value.shape for name, value in state.items()}:
+            raise ValueError("the checkpoint's reference does not fit the model")
         self.refreshed = True
         if self.frozen is None:
             trained = dict(self._trained())

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from json import JSONDecodeError
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from fastppo.data.world import World
@@ -21,6 +24,19 @@ from fastppo.run.checkpoint import Best
 
 LOWEST = "min:"
 """Before a metric of `checkpoint_best` whose lowest value is the best."""
+
+
+UNREADABLE = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    JSONDecodeError,
+    LookupError,
+    SafetensorError,
+    TypeError,
+    UnpicklingError,
+)
+"""Errors on what no run has written, though its manifest agrees with it."""
 
 
 def export(model: ActorCritic, tokenizer: Any, directory: Path) -> None:
@@ -130,10 +146,7 @@ class Checkpoints:
             allowed=self.config.allow_config_change,
         ):
             self.say(sentence)
-        saved_state, saved_reference = checkpoint.load(newest.path, self.model, self.optimizer)
-        self.state.load_state_dict(saved_state)
-        if self.reference is not None:
-            self.reference.load_state_dict(saved_reference)
+        self._load(newest.path)
         self.world.first(lambda: self._tidy(newest))
         self.newest = newest.path
         self._iteration = self.state.iteration
@@ -141,6 +154,15 @@ class Checkpoints:
         its_run_is_over = ", whose run is at its end" if at_end else ""
         self.say(f"resuming from {newest.path}{its_run_is_over}")
         return True
+
+    def _load(self, path: Path) -> None:
+        try:
+            saved_state, saved_reference = checkpoint.load(path, self.model, self.optimizer)
+            self.state.load_state_dict(saved_state)
+            if self.reference is not None:
+                self.reference.load_state_dict(saved_reference)
+        except UNREADABLE as error:
+            raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
     def _newest(self) -> manifest.Newest | None:
         checkpoint.remove_leftovers(self.run_dir)

@@ -70,6 +70,13 @@ def adamw_8bit() -> type[Any]:
             with torch.compiler.set_stance("force_eager" if on_cpu else "default"):
                 return super().step(closure)
 
+        def moment_shapes(self, weight: Tensor) -> dict[str, tuple[int, ...]]:
+            """Codes and scales of those that are held in 8 bits."""
+            if not is_quantized(weight):
+                return super().moment_shapes(weight)
+            shapes = {"codes": tuple(weight.shape), "scale": (weight.numel() // BLOCK,)}
+            return {f"{name}_{part}": shapes[part] for name in MOMENTS for part in PARTS}
+
         def state_dict(self) -> dict[str, Any]:
             """Plain tensors alone: of each 8-bit moment its codes and scales."""
             state_dict = super().state_dict()

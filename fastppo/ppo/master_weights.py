@@ -72,6 +72,17 @@ class MasterWeights:
         for weight in self.weights:
             weight.grad = None
 
+    def state_shapes(self) -> list[dict[str, tuple[int, ...]]]:
+        """Of each weight, the shapes of what `state_dict` may hold."""
+        return [
+            {"step": (), "master": tuple(weight.shape), **self.moment_shapes(weight)}
+            for weight in self.weights
+        ]
+
+    def moment_shapes(self, weight: Tensor) -> dict[str, tuple[int, ...]]:
+        """The shapes of a weight's two moments."""
+        return dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(weight.shape))
+
     def state_dict(self) -> dict[str, Any]:
         """The optimiser's, and with each weight's state its master."""
         state_dict = super().state_dict()  # type: ignore[misc]

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from fastppo.models.sharding import reshard, sharded_like
 from fastppo.run import manifest, shards
+from fastppo.run.lock import check_still_held
 
 FORMAT = 3
 """Raised when an older reader would misread what is written."""
@@ -126,6 +127,7 @@ def begin(run_dir: str | Path, number: int) -> Path:
         CheckpointError: there is no room for one.
     """
     run_dir = Path(run_dir)
+    check_still_held(run_dir)
     temporary = run_dir / f".checkpoint-{number:06d}.tmp-{os.getpid()}"
     try:
         remove_leftovers(run_dir)
@@ -221,7 +223,7 @@ def load(
     its own config.
 
     Raises:
-        ValueError: the checkpoint is of another format, or of another model.
+        ValueError: the checkpoint is of another format, or a tensor is of another model.
     """
     path = Path(path)
     record = json.loads((path / "state.json").read_text(encoding="utf-8"))
@@ -237,7 +239,7 @@ def load(
         file = path / "reference.safetensors"
         saved = shards.Read(
             model=load_file(path / "model.safetensors"),
-            optimizer=shards.sharded(load_file(path / "optimizer.safetensors"), optimizer),
+            optimizer=load_file(path / "optimizer.safetensors"),
             reference=load_file(file) if file.exists() else {},
         )
     trained = dict(trained_parameters(model))
@@ -251,12 +253,10 @@ def load(
         for name, parameter in trained.items():
             weight = saved.model[name]
             if parameter.shape != weight.shape:
-                raise ValueError(
-                    f"{path} does not fit the model: {name} is {list(weight.shape)} there "
-                    f"and {list(parameter.shape)} here"
-                )
+                raise ValueError(shards.misfit(path, name, weight.shape, parameter.shape))
             parameter.copy_(sharded_like(weight, parameter))
-    _restore_optimizer(optimizer, saved.optimizer)
+    _check_optimizer(path, saved.optimizer, optimizer, record["state"])
+    _restore_optimizer(optimizer, shards.sharded(saved.optimizer, optimizer))
     restore_random_state(load_file(path / "random.safetensors"), record["random"])
     return record["state"], saved.reference
 
@@ -272,6 +272,35 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         for index, entry in optimizer.state_dict()["state"].items()
         for name, value in entry.items()
     }
+
+
+def _check_optimizer(
+    path: Path, tensors: Mapping[str, Tensor], optimizer: Any, state: Mapping[str, Any]
+) -> None:
+    """Raises ValueError unless the tensors are those of the optimiser: a fused step over one of
+    another shape would write past its end."""
+    shapes = {
+        f"{index}.{name}": shape
+        for index, of_weight in enumerate(optimizer.state_shapes())
+        for name, shape in of_weight.items()
+    }
+    masters = {key for key in shapes if key.endswith(".master")}
+    pairs = enumerate(zip(optimizer.weights, optimizer.masters, strict=True))
+    masters_needed = {f"{index}.master" for index, (weight, own) in pairs if weight is not own}
+    for key, tensor in tensors.items():
+        if key not in shapes:
+            raise ValueError(f"{path} does not fit the optimizer, which has no {key}")
+        if tuple(tensor.shape) != shapes[key]:
+            raise ValueError(shards.misfit(path, f"optimizer {key}", tensor.shape, shapes[key]))
+    moments = {key for key in tensors if not key.endswith(".master")}
+    stepped = {key.split(".")[0] for key in moments}  # a weight without a gradient has none
+    wanted = {key for key in shapes.keys() - masters if key.split(".")[0] in stepped}
+    missing = sorted((wanted | masters_needed) - tensors.keys())
+    taken = state.get("optimizer_step", 0) - state.get("skipped_steps", 0)
+    if missing or (taken > 0 and not moments):
+        raise ValueError(
+            f"{path} does not fit the optimizer: it has no {missing[0] if missing else 'moments'}"
+        )
 
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:

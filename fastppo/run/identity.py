@@ -72,7 +72,7 @@ def differences(
     essential = set(essential)
     differing = []
     for part in ("options", "fingerprints", "versions"):
-        old = before.get(part, {})
+        old = _part(before, part)
         new = now[part]
         # Files that only one of the runs reads are a difference; an option of a newer version is
         # none.
@@ -86,6 +86,12 @@ def differences(
             label = f"the content of {name}" if part == "fingerprints" else name
             differing.append(Difference(label, old.get(name), new.get(name), matters))
     return sorted(differing, key=lambda difference: not difference.is_other_run)
+
+
+def _part(identity: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A part of an identity; nothing where a manifest has something else in its place."""
+    part = identity.get(name)
+    return part if isinstance(part, dict) else {}
 
 
 def check_same_run(
@@ -104,7 +110,7 @@ def check_same_run(
     differing = differences(before, now, essential)
     reasons = [str(difference) for difference in differing if difference.is_other_run]
     removed = []
-    for name, value in before.get("options", {}).items():
+    for name, value in _part(before, "options").items():
         sentence = removal(name)
         if sentence and name not in now["options"] and not is_unset(name, value):
             removed.append(f"{name} was {shown(value)}; {sentence}")

@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from fastppo.data.world import World
 
 FILE = ".lock"
+
+_held: dict[Path, tuple[int, int]] = {}
+"""Of the locks that this process holds, device and inode of the file, by its path."""
 
 
 @contextmanager
@@ -34,11 +37,9 @@ def _locked(run_dir: Path) -> Iterator[None]:
     if run_dir.exists() and not run_dir.is_dir():
         raise ValueError(f"output_dir {run_dir} is a file")
     path = run_dir.absolute() / FILE
-    # A singleton counts how often its process has entered; every thread of the run is inside.
-    lock = FileLock(path, timeout=0, is_singleton=True, thread_local=False)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        lock = _acquired(path)
     except Timeout:
         holder = path.read_text(errors="replace").strip() or "it does not say which"
         raise ValueError(
@@ -48,8 +49,57 @@ def _locked(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         raise ValueError(f"output_dir {run_dir} cannot be written: {error.strerror}") from error
     try:
-        since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-        path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")
         yield
     finally:
         lock.release()
+        if not lock.is_locked:
+            _held.pop(path, None)
+
+
+def check_still_held(run_dir: str | Path) -> None:
+    """Before something is written: the lock file of a run directory that this process holds is
+    still the one that it has locked. One that somebody has deleted is made anew.
+
+    Raises:
+        RuntimeError: another run has the directory by now.
+    """
+    path = Path(run_dir).absolute() / FILE
+    if path not in _held or _held[path] == _file(path):
+        return
+    _lock(path).release(force=True)
+    try:
+        _acquired(path)
+    except Timeout:
+        raise RuntimeError(
+            f"{path} was deleted, and another run has begun in {run_dir}: this one ends, and "
+            "writes nothing more there"
+        ) from None
+
+
+def _acquired(path: Path) -> BaseFileLock:
+    """The lock, which this process holds from now on, and which says so.
+
+    Raises:
+        Timeout: another process holds it.
+        OSError: it cannot be written.
+    """
+    lock = _lock(path)
+    lock.acquire()
+    since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+    path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")
+    _held[path] = _file(path)
+    return lock
+
+
+def _lock(path: Path) -> BaseFileLock:
+    # A singleton counts how often its process has entered; every thread of the run is inside.
+    return FileLock(path, timeout=0, is_singleton=True, thread_local=False)
+
+
+def _file(path: Path) -> tuple[int, int]:
+    """Device and inode; zeros where there is no file."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return 0, 0
+    return found.st_dev, found.st_ino

@@ -67,6 +67,8 @@ def read(directory: Path, number: int) -> dict[str, Any]:
         raise DamagedError(f"{directory}: {FILE} cannot be read") from error
     if not isinstance(record, dict) or record.pop("sha256", None) != _digest(record):
         raise DamagedError(f"{directory}: {FILE} has other bytes than were written")
+    if not _is_record(record):
+        raise DamagedError(f"{directory}: {FILE} is none that a run has written")
     if record["number"] != number:
         raise DamagedError(f"{directory}: expected checkpoint {number}, got {record['number']}")
     for name, (size, sha256) in record["files"].items():
@@ -85,7 +87,8 @@ def read(directory: Path, number: int) -> dict[str, Any]:
             raise DamagedError(f"{directory}: {name} has other bytes than were written")
     for path in _files(directory):
         name = path.relative_to(directory).as_posix()
-        if name not in record["files"] and not path.name.startswith("."):
+        is_nfs_own = path.name.startswith(".nfs")  # deleted while somebody reads it; we never do
+        if name not in record["files"] and not is_nfs_own:
             raise DamagedError(f"{directory}: {name} was not written with it")
     return record["about"]
 
@@ -144,6 +147,19 @@ def permit(directory: Path, *more: Path) -> None:
     for path in (*directory.rglob("*.safetensors"), *more):
         if path.is_file():
             path.chmod(mode)
+
+
+def _is_record(record: dict[str, Any]) -> bool:
+    """Whether it has the fields that `write` writes: who signs for them is not known."""
+    files = record.get("files")
+    about = record.get("about")
+    run = about.get("run") if isinstance(about, dict) else None
+    return (
+        "number" in record
+        and isinstance(files, dict)
+        and all(isinstance(entry, list) and len(entry) == 2 for entry in files.values())
+        and isinstance(run, dict)
+    )
 
 
 def _files(directory: Path) -> list[Path]:

@@ -6,8 +6,10 @@ Each rank writes its own shards into `shards/` of the checkpoint, under plain na
 
 from __future__ import annotations
 
+import pathlib
+import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,11 +17,34 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    FileSystemReader,
+    filesystem,
+    metadata,
+)
 
 from fastppo.models.sharding import sharded_like
 
 FOLDER = "shards"
+
+METADATA_CLASSES = {
+    kind.__name__: kind
+    for kind in (
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.TensorProperties,
+        metadata.TensorStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo,
+        torch.Size,
+        torch.serialization._get_layout,
+        pathlib.PosixPath,
+    )
+}
+"""What the pickle in `shards/.metadata` is made of, with torch's dtypes."""
 
 
 class Read(NamedTuple):
@@ -52,8 +77,12 @@ def write(state: dict[str, Any], directory: Path) -> None:
 
 
 def read(path: Path, model: nn.Module, optimizer: Any) -> Read:
-    """A checkpoint's tensors, sharded as the model is."""
-    reader = FileSystemReader(path / FOLDER)
+    """A checkpoint's tensors, sharded as the model is.
+
+    Raises:
+        ValueError: a tensor is none of the model's, or has another shape.
+    """
+    reader = _Reader(path / FOLDER)
     saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     weights = dict(model.named_parameters())
     causal_lm: Any = model.causal_lm
@@ -61,14 +90,16 @@ def read(path: Path, model: nn.Module, optimizer: Any) -> Read:
     numbers = {name: index for index, name in enumerate(_names(model, optimizer))}
     read_tensors = Read(model={}, optimizer={}, reference={})
     targets = {}
-    for key, metadata in saved.items():
+    for key, tensor in saved.items():
         part, name = key.split(".", 1)
         if part == "optimizer":
             name, leaf = name.rsplit(".", 1)
-            if name not in numbers:
-                continue
         weight = referents.get(name) if part == "reference" else weights.get(name)
-        target = _empty(metadata, weight)
+        if weight is None:
+            raise ValueError(f"{path} does not fit the model, which has no {name}")
+        if part != "optimizer" and weight.shape != tensor.size:
+            raise ValueError(misfit(path, name, tensor.size, weight.shape))
+        target = _empty(tensor, weight)
         targets[key] = target
         if part == "optimizer":
             read_tensors.optimizer[f"{numbers[name]}.{leaf}"] = target
@@ -77,7 +108,8 @@ def read(path: Path, model: nn.Module, optimizer: Any) -> Read:
     alone = not distributed.is_initialized()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")  # that one process is alone
-        dcp.load(targets, storage_reader=reader, no_dist=alone)
+        with _as_os_error():
+            dcp.load(targets, storage_reader=reader, no_dist=alone)
     for name, index in numbers.items():
         # Shards are in fp32; a whole weight in half precision has its master beside it.
         weight = read_tensors.model.get(name)
@@ -88,12 +120,15 @@ def read(path: Path, model: nn.Module, optimizer: Any) -> Read:
 
 def sharded(tensors: Mapping[str, Tensor], optimizer: Any) -> dict[str, Tensor]:
     """The optimiser's whole tensors, `0.exp_avg`, as its weights are held."""
-    weights = getattr(optimizer, "weights", None)
-    if weights is None:  # of torch, over tensors that are whole
-        return dict(tensors)
     return {
-        key: sharded_like(value, weights[int(key.split(".")[0])]) for key, value in tensors.items()
+        key: sharded_like(value, optimizer.weights[int(key.split(".")[0])])
+        for key, value in tensors.items()
     }
+
+
+def misfit(path: Path, name: str, there: Sequence[int], here: Sequence[int]) -> str:
+    """The sentence on a tensor of another shape."""
+    return f"{path} does not fit the model: {name} is {list(there)} there and {list(here)} here"
 
 
 def _names(model: nn.Module, optimizer: Any) -> list[str]:
@@ -102,13 +137,36 @@ def _names(model: nn.Module, optimizer: Any) -> list[str]:
     return [by_weight[id(weight)] for weight in optimizer.weights]
 
 
-def _empty(metadata: Any, weight: Tensor | None) -> Tensor:
+def _empty(saved: Any, weight: Tensor) -> Tensor:
     """What a saved tensor is read into."""
-    dtype = metadata.properties.dtype
-    size = metadata.size
-    if weight is not None and weight.shape == size:
+    dtype = saved.properties.dtype
+    if weight.shape == saved.size:
         return torch.zeros_like(weight, dtype=dtype, requires_grad=False)
-    return torch.zeros(size, dtype=dtype)
+    return torch.zeros(saved.size, dtype=dtype)
+
+
+class _Reader(FileSystemReader):
+    """torch's, but for the pickle of the metadata, which can only make what belongs into it."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        with (pathlib.Path(self.path) / ".metadata").open("rb") as file:
+            read = _MetadataUnpickler(file).load()
+        if not isinstance(read, metadata.Metadata):
+            raise pickle.UnpicklingError(f"expected metadata of tensors, got {type(read).__name__}")
+        read.storage_meta = read.storage_meta or metadata.StorageMeta()
+        read.storage_meta.load_id = self.load_id
+        return read
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        kind = METADATA_CLASSES.get(name)
+        if kind is not None:
+            return kind
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"its metadata would call {module}.{name}")
 
 
 @contextmanager

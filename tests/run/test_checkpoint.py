@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from fastppo.ppo.master_weights import MasterAdamW
 from fastppo.run import checkpoint
 
 STATE = {"iteration": 7, "scale": {"mean": 0.1}, "losses": [1.0, 2.5]}
@@ -28,8 +29,8 @@ class Model(torch.nn.Module):
         return self.frozen(self.tied(self.one(x)))
 
 
-def _adam(model: Model, rate: float = 0.1) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
+def _adam(model: Model, rate: float = 0.1) -> MasterAdamW:
+    return MasterAdamW([{"params": [p for p in model.parameters() if p.requires_grad]}], lr=rate)
 
 
 def _step(model: Model, optimizer: torch.optim.Optimizer) -> None:

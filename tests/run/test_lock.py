@@ -27,6 +27,22 @@ def test_a_directory_is_held_once_and_free_afterwards(tmp_path: Path) -> None:
         pass
 
 
+def test_a_lock_that_is_deleted_is_made_anew_unless_another_has_made_it(tmp_path: Path) -> None:
+    with lock.run_lock(tmp_path):
+        (tmp_path / lock.FILE).unlink()
+        lock.check_still_held(tmp_path)
+        with pytest.raises(Timeout), _other_process(tmp_path):
+            pass
+        (tmp_path / lock.FILE).unlink()
+        with (
+            _other_process(tmp_path),
+            pytest.raises(RuntimeError, match="was deleted, and another"),
+        ):
+            lock.check_still_held(tmp_path)
+    with _other_process(tmp_path):
+        pass
+
+
 def test_who_holds_it_is_named(tmp_path: Path) -> None:
     with _other_process(tmp_path):
         (tmp_path / lock.FILE).write_text("process 7 on h, since today\n")
