@@ -101,6 +101,19 @@ def _trainer(folder: Path, options: dict[str, Any]) -> PPOTrainer:
     return PPOTrainer(config, prompts=tiny.PROMPTS, rewards=[tiny.count_w7])
 
 
+def step_on_given_responses(folder: str) -> dict[str, Tensor]:
+    """The weights after a step on responses that are given, and the random state before it; no seed
+    but the config's."""
+    path = Path(folder)
+    options = {"model": tiny.saved_model(path / "model"), "learning_rate": 1e-2}
+    trainer = _trainer(path, {**options, "rollout_batch_size": 8})
+    before = torch.get_rng_state()
+    prompts = [[3 + row, 4] for row in range(8)]
+    responses = [[5 + row, 6, 1][: 2 + row % 2] for row in range(8)]
+    trainer.step(prompts, responses, [row / 8 for row in range(8)])
+    return {**weights(trainer), "random": before}
+
+
 def train_all(folder: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The same of several runs, one after another in the same processes."""
     results = {}

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from fastppo.data.files import write_whole
+
 Rows = list[dict[str, Any]]
 
 
@@ -50,7 +52,7 @@ def load_rows(source: str, split: str = "train") -> Rows:
 def write_rows(path: Path, rows: Rows) -> None:
     """Writes a JSONL file."""
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    path.write_text("".join(lines), encoding="utf-8")
+    write_whole(path, "".join(lines))
 
 
 def _load_jsonl(path: Path) -> Rows:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, set_seed
 
 from fastppo.data import fingerprint
 from fastppo.data.prompts import Prompts, encode_prompts
@@ -142,6 +142,7 @@ def build(
             the context, a model whose logits FastPPO does not know how to form.
     """
     check_handed_over(config, model, tokenizer)
+    set_seed(config.seed)
     world = world or World()
     device = world.device or choose_device(config.device)
     tokenizer = tokenizer or load_tokenizer(config.model)
@@ -180,6 +181,7 @@ def build(
             failure_file=output_dir / "failed_episode.json",
             world=world,
         )
+    set_seed(config.seed)  # what was drawn so far depends on the number of ranks
     return RunComponents(
         device=device,
         tokenizer=tokenizer,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from fastppo.data.prompts import Prompts
 from fastppo.data.rows import shuffled
 from fastppo.data.world import World
 from fastppo.functional.arguments import shown
+from fastppo.rewards.calling import CallOptions, UserCodeError, call
 from fastppo.rewards.loading import load_callable
 from fastppo.rewards.scorer import Scores
 from fastppo.run.options import Options, option
@@ -76,7 +77,7 @@ class PromptNumbers(NamedTuple):
 
 
 def load_prompt_numbers(
-    option_name: str, spec: str, prompts: Prompts, world: World
+    option_name: str, spec: str, prompts: Prompts, *, world: World, calls: CallOptions
 ) -> PromptNumbers:
     """The numbers of a column, or those that a function returns.
 
@@ -84,6 +85,7 @@ def load_prompt_numbers(
         option_name: `prompt_order` or `prompt_weights`; spec: its value.
         prompts: every prompt of the run.
         world: the first rank calls the function, and every rank has what it returns.
+        calls: says what the function changed.
 
     Raises:
         ValueError: there is no such column or function, or it has no finite number for each prompt.
@@ -105,12 +107,13 @@ def load_prompt_numbers(
     }
 
     def ask() -> list[float]:
+        given = copy.deepcopy([*prompts.prompts])
+        columns = copy.deepcopy(columns_named)
         try:
-            # What it draws leaves no trace, or the ranks would go on from different states.
-            with torch.random.fork_rng(devices=[]):
-                values = function(copy.deepcopy([*prompts.prompts]), **copy.deepcopy(columns_named))
-        except Exception as error:  # of whatever the function does
-            raise ValueError(f"{option_name}={spec} raised {error!r}") from error
+            with calls.put_back(f"{option_name}={spec}"):
+                values = call(lambda: function(given, **columns))
+        except UserCodeError as error:
+            raise ValueError(f"{option_name}={spec} {error}") from error
         return checked_numbers(option_name, spec, values, len(prompts))
 
     return PromptNumbers(world.first(ask), term.fingerprint)
@@ -128,7 +131,7 @@ def checked_numbers(option_name: str, spec: str, values: Any, count: int) -> lis
     numbers = [value.item() if hasattr(value, "item") else value for value in values]
     is_weight = option_name == "prompt_weights"
     for row, number in enumerate(numbers, 1):
-        is_number = isinstance(number, (int, float)) and math.isfinite(number)
+        is_number = isinstance(number, (int, float)) and abs(number) <= sys.float_info.max
         if not is_number or (is_weight and number < 0):
             wanted = "a finite number >= 0" if is_weight else "a finite number"
             raise ValueError(
@@ -165,12 +168,17 @@ class Curriculum:
         self.order: list[float] | None = None
         self.weights: list[float] | None = None
         world = world or World()
+        calls = CallOptions(say=say)
         if options.prompt_order:
-            order = load_prompt_numbers("prompt_order", options.prompt_order, prompts, world)
+            order = load_prompt_numbers(
+                "prompt_order", options.prompt_order, prompts, world=world, calls=calls
+            )
             self.order = order.values
             self.fingerprints["prompt_order"] = order.fingerprint
         if options.prompt_weights:
-            weights = load_prompt_numbers("prompt_weights", options.prompt_weights, prompts, world)
+            weights = load_prompt_numbers(
+                "prompt_weights", options.prompt_weights, prompts, world=world, calls=calls
+            )
             self.weights = weights.values
             self.fingerprints["prompt_weights"] = weights.fingerprint
             if not any(weights.values):

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 from torch import Tensor
-from transformers import PreTrainedModel, set_seed
+from transformers import PreTrainedModel
 
 from fastppo.data.batch import Batch
 from fastppo.data.chat import decode_completions
@@ -133,7 +133,6 @@ class PPOTrainer:
         self.console = Console(quiet=True)
         if self.world.is_main:
             self.console = console or Console(stderr=True)
-        set_seed(config.seed)
         components = build(
             config,
             model=model,
@@ -165,7 +164,9 @@ class PPOTrainer:
         """Sentences that are said with the next metrics."""
         self.state = RunState.of(config)
         self.fitting = FittingLimits(self.say, self.world.size)
-        self.callbacks = Callbacks(callbacks, config, self.world, **components.of_callbacks)
+        self.callbacks = Callbacks(
+            callbacks, config, self.world, self.say, **components.of_callbacks
+        )
         self.checkpoints = Checkpoints(
             config, self.state, components, self.say, self.world, self.callbacks.saved
         )

@@ -1,27 +1,36 @@
-"""Calls of users' code: rewards and environments are called from here and nowhere else.
+"""Calls of users' code: rewards, environments, curriculum functions and callbacks are called from
+here and nowhere else.
 
-Python cannot end a function that hangs. So a function is waited for without limit unless a limit is
-given; then it is called in a thread, which is abandoned when the time is up.
+Whatever a function raises is an error of one sentence: a script's `exit()` ends no run, nor does a
+task that was cancelled. The random state and the settings of torch are after it what they were
+before. A function that forks comes back once. Python cannot end a function that hangs, so one is
+waited for without limit unless a limit is given; then it is called in a thread, which is abandoned
+when the time is up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import inspect
+import os
 import threading
-import weakref
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 LONGEST_MESSAGE = 500
 """Characters that are shown of what a user's function raised."""
 
-RAISED = (Exception, SystemExit, asyncio.CancelledError)
-"""What a user's function may raise without ending the run by it: a script's exit() is no way to end
-a run, nor is a task that was cancelled."""
+DEVICE_TYPES = ("cpu", "cuda")
+"""Whose autocast is put back."""
+
+ANSWERS_WITHIN = 1.0
+"""Seconds in which an event loop that nothing blocks has answered."""
 
 
 class UserCodeError(RuntimeError):
@@ -41,6 +50,92 @@ class CallOptions:
     """Seconds that a call may take; None is no limit."""
     say: Callable[[str], None] = _silent
     """Shows a sentence to the user."""
+    said: set[str] = field(default_factory=set)
+    """Sentences that are shown once."""
+
+    @contextlib.contextmanager
+    def put_back(self, name: str) -> Iterator[None]:
+        """Within it users' code is called; afterwards torch's random state and its settings are
+        what they were. What had changed is said once.
+
+        Args:
+            name: of what is called, `reward 'count'`.
+        """
+        before = _Settings.now()
+        try:
+            yield
+        finally:
+            for what in before.restore():
+                sentence = f"{name} changed {what}, which is put back after each call"
+                if sentence not in self.said:
+                    self.said.add(sentence)
+                    self.say(sentence)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What of a process users' code shares with the training."""
+
+    random: torch.Tensor
+    random_of_gpu: torch.Tensor | None
+    dtype: torch.dtype
+    device: torch.device
+    grad: bool
+    threads: int
+    autocast: tuple[tuple[bool, torch.dtype], ...]
+    folder: str
+
+    @classmethod
+    def now(cls) -> _Settings:
+        gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return cls(
+            random=torch.get_rng_state(),
+            random_of_gpu=torch.cuda.get_rng_state() if gpu else None,
+            dtype=torch.get_default_dtype(),
+            device=torch.get_default_device(),
+            grad=torch.is_grad_enabled(),
+            threads=torch.get_num_threads(),
+            autocast=tuple(
+                (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+                for device in DEVICE_TYPES
+            ),
+            folder=os.getcwd(),
+        )
+
+    def restore(self) -> list[str]:
+        """Puts back what has changed since; its names."""
+        after = _Settings.now()
+        changed = []
+        if not torch.equal(self.random, after.random):
+            changed.append("torch's random state")
+            torch.set_rng_state(self.random)
+        gpu = self.random_of_gpu
+        gpu_after = after.random_of_gpu
+        if gpu is not None and gpu_after is not None and not torch.equal(gpu, gpu_after):
+            changed.append("the GPU's random state")
+            torch.cuda.set_rng_state(gpu)
+        if self.dtype != after.dtype:
+            changed.append("torch's default dtype")
+            torch.set_default_dtype(self.dtype)
+        if self.device != after.device:
+            changed.append("torch's default device")
+            # None is the CPU; one that was chosen costs a call of Python at each operator.
+            torch.set_default_device(None if self.device.type == "cpu" else self.device)
+        if self.grad != after.grad:
+            changed.append("whether torch records gradients")
+            torch.set_grad_enabled(self.grad)
+        if self.threads != after.threads:
+            changed.append("torch's number of threads")
+            torch.set_num_threads(self.threads)
+        if self.autocast != after.autocast:
+            changed.append("torch's autocast")
+            for device, (enabled, dtype) in zip(DEVICE_TYPES, self.autocast, strict=True):
+                torch.set_autocast_enabled(device, enabled)
+                torch.set_autocast_dtype(device, dtype)
+        if self.folder != after.folder:
+            changed.append("the working directory")
+            os.chdir(self.folder)
+        return changed
 
 
 def call(function: Callable[[], Any], timeout: float | None = None, attempts: int = 1) -> Any:
@@ -53,43 +148,52 @@ def call(function: Callable[[], Any], timeout: float | None = None, attempts: in
     Raises:
         UserCodeError: it raised, or did not return in time.
     """
-    try:
-        if timeout is None:
-            return function()
-        for _ in range(attempts):
-            future = in_thread(function, timeout)
-            if future.done():
-                return future.result()
-    except RAISED as error:
-        raise UserCodeError(_raised(error)) from error
+    if timeout is None:
+        return _called(function)
+    for _ in range(attempts):
+        future = _in_thread(function, timeout)
+        if future.done():
+            return future.result()
     times = f", {attempts} times" if attempts > 1 else ""
     raise UserCodeError(f"did not return within {timeout:g} s{times}")
 
 
-async def call_coroutine(function: Callable[[], Any], timeout: float | None = None) -> Any:
-    """`call` of a function that may be a coroutine function, in an event loop."""
+def _called(function: Callable[[], Any]) -> Any:
+    with _errors(), _one_process():
+        return function()
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """Whatever is raised within, whose text may raise itself, is a `UserCodeError`."""
     try:
-        returned = function()
-        if not inspect.isawaitable(returned):
-            return returned
-        task = asyncio.ensure_future(returned)
-        done, _ = await asyncio.wait([task], timeout=timeout)
-        if done:
-            return task.result()
-        task.cancel()
-    except RAISED as error:
-        raise UserCodeError(_raised(error)) from error
-    raise UserCodeError(f"did not return within {timeout:g} s")
+        yield
+    except BaseException as error:
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and isinstance(error, KeyboardInterrupt):  # a signal's, or of the keyboard
+            raise
+        raise UserCodeError(f"raised {_text_of(error)}") from error
 
 
-def in_thread(function: Callable[[], Any], timeout: float) -> Future[Any]:
+@contextlib.contextmanager
+def _one_process() -> Iterator[None]:
+    """A process that the block has forked ends with it, and trains nothing."""
+    process = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            os._exit(1)
+
+
+def _in_thread(function: Callable[[], Any], timeout: float) -> Future[Any]:
     """Calls the function in a thread and waits for it; the future is not done if it is too late."""
     future: Future[Any] = Future()
 
     def work() -> None:
         try:
-            future.set_result(function())
-        except BaseException as error:  # raised where the result is asked for
+            future.set_result(_called(function))
+        except UserCodeError as error:  # raised where the result is asked for
             future.set_exception(error)
 
     threading.Thread(target=work, name="user code", daemon=True).start()
@@ -102,24 +206,71 @@ class EventLoop:
     the whole run: what environments hold, such as a connection, belongs to it."""
 
     def __init__(self) -> None:
-        self._runner = asyncio.Runner()
-        self._thread = ThreadPoolExecutor(1, "user code")
-        weakref.finalize(self, _close, self._runner, self._thread)
+        self._loop = asyncio.new_event_loop()
+        # A daemon, for one that a coroutine blocks would keep the program from its end.
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
 
-    def run(self, coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """What the coroutines return; all of them wait at once."""
+    def call(
+        self, functions: Sequence[Callable[[], Any]], timeout: float | None = None
+    ) -> list[Any]:
+        """What functions return that may be coroutine functions; all of them wait at once.
 
-        async def together() -> list[Any]:
-            return await asyncio.gather(*coroutines)
+        Returns:
+            list: in the place of each that raised or was too late a `UserCodeError`.
+        """
+        futures = [
+            asyncio.run_coroutine_threadsafe(_awaited(function), self._loop)
+            for function in functions
+        ]
+        concurrent.futures.wait(futures, timeout)
+        results: list[Any] = []
+        for future in futures:
+            if not future.done():
+                future.cancel()
+                results.append(UserCodeError(f"did not return within {timeout:g} s"))
+            else:
+                error = future.exception()
+                results.append(future.result() if error is None else error)
+        return results
 
-        return self._thread.submit(lambda: self._runner.run(together())).result()
+    def answers(self) -> bool:
+        """Whether nothing blocks the loop."""
+        done = threading.Event()
+        self._loop.call_soon_threadsafe(done.set)
+        return done.wait(ANSWERS_WITHIN)
+
+    def close(self) -> None:
+        """Ends the loop, and what still waits in it; one that is blocked is left to the end of the
+        program."""
+        if not self.answers():
+            return
+        ending = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
+        concurrent.futures.wait([ending], ANSWERS_WITHIN)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(ANSWERS_WITHIN)
+        if not self._thread.is_alive():
+            self._loop.close()
 
 
-def _close(runner: asyncio.Runner, thread: ThreadPoolExecutor) -> None:
-    thread.shutdown()
-    runner.close()
+async def _awaited(function: Callable[[], Any]) -> Any:
+    with _errors(), _one_process():
+        returned = function()
+        return await returned if inspect.isawaitable(returned) else returned
 
 
-def _raised(error: BaseException) -> str:
-    text = f"raised {error!r}"
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
+
+
+def _text_of(error: BaseException) -> str:
+    """What a user's function raised, shortened; its text may raise itself."""
+    try:
+        text = repr(error)
+    except Exception:  # of whatever its class does
+        text = type(error).__name__
     return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]} …"

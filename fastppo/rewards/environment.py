@@ -30,6 +30,7 @@ from fastppo.data.chat import (
     render_chat,
     token_ids,
 )
+from fastppo.data.files import write_whole
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import DataError
 from fastppo.data.world import World
@@ -290,7 +291,7 @@ class Turns:
             "conversation": self.tokenizer.decode(episode.conversation),
         }
         text = json.dumps(record, ensure_ascii=False, indent=2, default=str)
-        self.failure_file.write_text(text)
+        write_whole(self.failure_file, text)
         return f" (episode saved to {self.failure_file})"
 
 

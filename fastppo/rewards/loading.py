@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from fastppo.data import fingerprint
+from fastppo.rewards.calling import CallOptions, UserCodeError, call
 from fastppo.rewards.reward import Reward, RewardTerm
 from fastppo.rewards.url import URLReward, address_name
 
@@ -90,13 +91,14 @@ def _load_function(where: str, name: str, option: str) -> Any:
     if is_file and not Path(where).is_file():
         raise ValueError(f"{option} {where}:{name}: there is no file {where}")
     try:
-        module = _load_file(Path(where)) if is_file else _load_module(where)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and not is_file:
-            sentence = f"no module {error.name!r}"
-        else:
-            sentence = f"importing {where} raised {error!r}"
-        raise ValueError(f"{option} {where}:{name}: {sentence}") from error
+        with CallOptions().put_back(where):
+            module = call(lambda: _load_file(Path(where)) if is_file else _load_module(where))
+    except UserCodeError as error:
+        cause = error.__cause__
+        sentence = f"importing {where} {error}"
+        if isinstance(cause, ModuleNotFoundError) and not is_file:
+            sentence = f"no module {cause.name!r}"
+        raise ValueError(f"{option} {where}:{name}: {sentence}") from cause
     function = getattr(module, name, None)
     if not callable(function):
         is_kind = inspect.isclass if option == "environment" else inspect.isfunction
@@ -156,8 +158,8 @@ def _fingerprint(spec: str | Reward, function: Any) -> str:
         kind = function if inspect.isroutine(function) else type(function)
         return fingerprint.of_text(f"{kind.__module__}.{kind.__qualname__}")
     try:
-        return fingerprint.of_file(inspect.getsourcefile(inspect.unwrap(function)) or "")
-    except (TypeError, OSError):  # an object, a URL, a module that is no file
+        return fingerprint.of_code(inspect.getsourcefile(inspect.unwrap(function)) or "")
+    except (TypeError, OSError, SyntaxError):  # an object, a URL, a module that is no file
         return fingerprint.of_text(spec)
 
 

@@ -18,12 +18,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from fastppo.data.chat import is_chat
 from fastppo.data.world import World
 from fastppo.functional.arguments import shown
-from fastppo.rewards.calling import CallOptions, EventLoop, UserCodeError, call, call_coroutine
+from fastppo.rewards.calling import CallOptions, EventLoop, UserCodeError, call
 from fastppo.rewards.reward import MAX_REWARD
 
 
@@ -33,6 +31,10 @@ class Answer(NamedTuple):
     observation: Any
     reward: float
     done: bool
+
+
+METHODS = ("reset", "step")
+"""That an environment must have."""
 
 
 class Failure(NamedTuple):
@@ -105,7 +107,11 @@ class EnvironmentPool:
         calls = [
             _Call("close", environment.close, lambda returned: None) for environment in closing
         ]
-        results = self._run(calls)
+        with self.options.put_back(f"environment {self.name!r}"):
+            results = self._run(calls)
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
         failures = [result for result in results if isinstance(result, Failure)]
         if failures:
             self.options.say(
@@ -122,13 +128,31 @@ class EnvironmentPool:
         own_rows = [row for row in rows if row in own]
 
         def work() -> dict[int, Any]:
-            return dict(zip(own_rows, self._run(calls(own_rows)), strict=True))
+            with self.options.put_back(f"environment {self.name!r}"):
+                failed = self._make(own_rows)
+                rows = [row for row in own_rows if row not in failed]
+                return failed | dict(zip(rows, self._run(calls(rows)), strict=True))
 
-        if self.world.size == 1:
-            return work()
-        with torch.random.fork_rng(devices=[]):  # every rank must go on from the same state
-            shares = self.world.share(work)
+        shares = self.world.share(work)
         return {row: result for share in shares for row, result in sorted(share.items())}
+
+    def _make(self, rows: Sequence[int]) -> dict[int, Failure]:
+        """Makes the environments of rows that have none; of each that fails, why."""
+        failed = {}
+        for row in rows:
+            if row in self._environments:
+                continue
+            try:
+                environment = call(self.make, self.options.timeout)
+            except UserCodeError as error:
+                failed[row] = Failure(f"{error} where it is made")
+                continue
+            lacking = [name for name in METHODS if not callable(getattr(environment, name, None))]
+            if lacking:
+                failed[row] = Failure(f"has no method {lacking[0]}")
+            else:
+                self._environments[row] = environment
+        return failed
 
     def _call(
         self,
@@ -140,8 +164,6 @@ class EnvironmentPool:
         columns: Mapping[str, Any] | None = None,
     ) -> _Call:
         """The call of a method of a row's environment, with copies of what it is given."""
-        if row not in self._environments:
-            self._environments[row] = self.make()
         function = getattr(self._environments[row], method)
         keywords = _named(function, columns or {})
         return _Call(method, functools.partial(function, copy.deepcopy(argument), **keywords), read)
@@ -151,7 +173,10 @@ class EnvironmentPool:
         timeout = self.options.timeout
         if any(inspect.iscoroutinefunction(_unbound(one.function)) for one in calls):
             self._loop = self._loop or EventLoop()
-            return self._loop.run([one.wait(timeout) for one in calls])
+            returned = self._loop.call([one.function for one in calls], timeout)
+            if not self._loop.answers():  # a coroutine blocks it: the next calls get another
+                self._loop = None
+            return [one.result(value) for one, value in zip(calls, returned, strict=True)]
         return [one.run(timeout) for one in calls]
 
 
@@ -164,18 +189,19 @@ class _Call(NamedTuple):
     """Checks what was returned."""
 
     def run(self, timeout: float | None) -> Any:
+        """Calls it; what was read, or a `Failure`."""
         try:
-            return self.read(call(self.function, timeout))
+            returned = call(self.function, timeout)
         except UserCodeError as error:
-            return Failure(f"{error} in {self.method}")
-        except _NoAnswerError as error:
-            return Failure(str(error))
+            returned = error
+        return self.result(returned)
 
-    async def wait(self, timeout: float | None) -> Any:
+    def result(self, returned: Any) -> Any:
+        """What was read of what it returned, or a `Failure`; a `UserCodeError` is one."""
+        if isinstance(returned, UserCodeError):
+            return Failure(f"{returned} in {self.method}")
         try:
-            return self.read(await call_coroutine(self.function, timeout))
-        except UserCodeError as error:
-            return Failure(f"{error} in {self.method}")
+            return self.read(returned)
         except _NoAnswerError as error:
             return Failure(str(error))
 
@@ -230,4 +256,9 @@ def _read_answer(returned: Any) -> Answer:
 
 def _number(value: Any) -> Any:
     """A scalar of an array or tensor as a Python number."""
-    return value.item() if hasattr(value, "item") else value
+    if not hasattr(value, "item"):
+        return value
+    try:
+        return call(value.item)
+    except UserCodeError as error:
+        raise _NoAnswerError(f"returned {type(value).__name__}, whose item {error}") from error

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastppo.data.files import write_whole
 from fastppo.functional.arguments import shown
 from fastppo.rewards.calling import CallOptions, UserCodeError, call
 
@@ -149,8 +150,10 @@ def score(
             that is not a number within ±`MAX_REWARD`. The sample, or all where it is of none, is
             written to `failure_file` first.
     """
+    options = options or CallOptions()
     try:
-        return score_term(term, samples, options or CallOptions())
+        with options.put_back(f"reward {term.name!r}"):
+            return score_term(term, samples, options)
     except TermError as error:
         rows = range(len(samples)) if error.row is None else [error.row]
         saved = save_failure(failure_file, error.reward, samples.select(rows), error.sentence)
@@ -182,8 +185,11 @@ def _validated(name: str, returned: Any, samples: Samples) -> Scored:
         disagreement = returned.disagreement
         partials = returned.partial or [None] * len(returned)
         returned = [v if p is None else p for v, p in zip(returned, partials, strict=True)]
-    rewards = _plain(returned)
     count = len(samples)
+    try:
+        rewards = _plain(returned)
+    except ValueError as error:
+        raise TermError(name, str(error)) from error
     if not isinstance(rewards, (list, tuple)):
         raise TermError(
             name, f"returned {type(returned).__name__}; expected a list of {count} floats"
@@ -192,11 +198,11 @@ def _validated(name: str, returned: Any, samples: Samples) -> Scored:
         raise TermError(name, f"returned {len(rewards)} values for {count} completions")
     totals: list[float] = []
     partial: list[Partial | None] = []
-    for row, reward in enumerate(map(_plain, rewards)):
+    for row, reward in enumerate(rewards):
         ids = samples.completion_ids
         tokens = None if ids is None else len(ids[row])
         try:
-            total, steps = _read(reward, tokens, row)
+            total, steps = _read(_plain(reward), tokens, row)
         except ValueError as error:
             raise TermError(name, str(error), row) from None
         totals.append(total)
@@ -206,8 +212,17 @@ def _validated(name: str, returned: Any, samples: Samples) -> Scored:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays, tensors and their scalars as lists and numbers."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    """Arrays, tensors and their scalars as lists and numbers.
+
+    Raises:
+        ValueError: it has a `tolist` that raises.
+    """
+    if not hasattr(value, "tolist"):
+        return value
+    try:
+        return call(value.tolist)
+    except UserCodeError as error:
+        raise ValueError(f"returned {type(value).__name__}, whose tolist {error}") from error
 
 
 def _read(reward: Any, tokens: int | None, row: int) -> tuple[float, Partial | None]:
@@ -313,5 +328,5 @@ def save_failure(path: Path | None, reward: str, samples: Samples, reason: str) 
         "completions": list(samples.completions),
         "columns": samples.columns,
     }
-    path.write_text(json.dumps(record, ensure_ascii=False, indent=2, default=str))
+    write_whole(path, json.dumps(record, ensure_ascii=False, indent=2, default=str))
     return f" (samples saved to {path})"

@@ -200,11 +200,9 @@ class Scorer:
         def score_own_rows() -> Scores | None:
             if not rows:
                 return None
-            # A reward may draw, and every rank must go on from the same random state.
-            with torch.random.fork_rng(devices=[]):
-                return self._score(
-                    prompts.select(rows), completions[own], response_ids[own], written[own]
-                )
+            return self._score(
+                prompts.select(rows), completions[own], response_ids[own], written[own]
+            )
 
         shares = self.world.share(score_own_rows)
         return Scores.joined([scores for scores in shares if scores is not None])

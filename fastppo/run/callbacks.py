@@ -16,13 +16,14 @@ evaluation in the next one that has none yet. A callback is no part of a checkpo
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fastppo.data.world import World
+from fastppo.rewards.calling import CallOptions, UserCodeError, call
 from fastppo.run.options import Options
 
 FLAGS = ("should_training_stop", "should_save", "should_evaluate")
@@ -88,6 +89,7 @@ class Callbacks:
     Args:
         callbacks: objects or classes.
         config: the run's options; its `report_to` names the tracker, which is told first.
+        say: takes a sentence for the user.
         parts: what each event is given besides: model, processing_class, optimizer.
 
     Raises:
@@ -100,9 +102,11 @@ class Callbacks:
         callbacks: Sequence[Any],
         config: Any,
         world: World | None = None,
+        say: Callable[[str], None] = print,
         **parts: Any,
     ) -> None:
         self.world = world or World()
+        self.calls = CallOptions(say=say)
         self.parts = parts
         self.callbacks = [_instance(callback) for callback in callbacks]
         names: dict[str, Any] = {"project": PROJECT}
@@ -165,13 +169,26 @@ class Callbacks:
             for callback in self.callbacks:
                 method = getattr(callback, event, None)
                 if method is not None:
-                    changed = method(self.args, self.state, self.control, **self.parts, **more)
+                    changed = self._call(type(callback).__name__, method, more)
                     self.control = changed or self.control
             return [getattr(self.control, flag) for flag in FLAGS]
 
         of_ranks = self.world.share(call)
         for i, flag in enumerate(FLAGS):
             setattr(self.control, flag, any(flags[i] for flags in of_ranks))
+
+    def _call(self, name: str, method: Callable[..., Any], more: dict[str, Any]) -> Any:
+        """What a callback's method returns. What it raises is the caller's, as in transformers; but
+        an `exit()` ends no run."""
+        given = {**self.parts, **more}
+        try:
+            with self.calls.put_back(f"callback {name}"):
+                return call(lambda: method(self.args, self.state, self.control, **given))
+        except UserCodeError as error:
+            cause = error.__cause__
+            if isinstance(cause, Exception):
+                raise cause from cause.__cause__
+            raise UserCodeError(f"callback {name} {error}") from cause
 
     def close(self) -> None:
         """Closes what trackers have opened, also after an error."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import tiny
 import torch
 
@@ -15,13 +18,31 @@ def test_one_model_has_one_fingerprint_and_another_of_its_shape_has_another() ->
     assert one == same != other
 
 
-def test_a_large_tensor_is_read_in_part_and_an_empty_one_at_all() -> None:
-    large = torch.zeros(10 * fingerprint.SAMPLED)
-    before = fingerprint.of_weights([("x", large)])
-    large[10] = 1  # one that is read: every tenth is
-    assert fingerprint.of_weights([("x", large)]) != before
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+def test_every_element_counts_and_its_place_does(dtype: torch.dtype) -> None:
+    """In the first row of words, in a later one, and in the rest that fills none."""
+    ones = torch.ones(5 * fingerprint.WORDS * 8 + 3, dtype=dtype)
+    found = {fingerprint.of_weights([("x", ones)])}
+    places = (0, 1, 8 * fingerprint.WORDS, len(ones) - 1)
+    for place in places:
+        changed = ones.clone()
+        changed[place] = 2
+        found.add(fingerprint.of_weights([("x", changed)]))
+    assert len(found) == 1 + len(places)
+    assert fingerprint.of_weights([("x", ones[1:])]) == fingerprint.of_weights([("x", ones[:-1])])
     assert fingerprint.of_weights([("x", torch.zeros(0))])
     assert fingerprint.of_weights([("x", torch.zeros(()))])
+
+
+def test_code_counts_with_what_it_imports_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("import math, torch\nfrom words import LIST\n")
+    (tmp_path / "words.py").write_text("LIST = ['a']\n")
+    (tmp_path / "other.py").write_text("")
+    before = fingerprint.of_code(tmp_path / "reward.py")
+    (tmp_path / "other.py").write_text("1")
+    assert fingerprint.of_code(tmp_path / "reward.py") == before
+    (tmp_path / "words.py").write_text("LIST = ['b']\n")
+    assert fingerprint.of_code(tmp_path / "reward.py") != before
 
 
 def test_rows_count_with_every_column_in_their_order() -> None:

@@ -1,0 +1,30 @@
+"""Files that are there whole or not at all, whenever a process is killed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_whole(path: str | Path, content: str | bytes) -> None:
+    """Writes a file beside its place, and gives it its name once it is on the disk.
+
+    Args:
+        content: bytes, or a text for UTF-8; half of a surrogate pair, which is none, is escaped.
+
+    Raises:
+        OSError: it could not be written; what was there before stays.
+    """
+    path = Path(path)
+    if isinstance(content, str):
+        content = content.encode("utf-8", "backslashreplace")
+    unfinished = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError as error:  # of a write, which names no file
+        unfinished.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error

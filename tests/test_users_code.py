@@ -1,0 +1,187 @@
+"""Users' code on the command line: what it raises is a sentence, what it changes is put back, and
+no exit of its own ends a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import many_ranks
+import pytest
+import ranks
+import torch
+from command_line import Folder
+
+from fastppo import cli
+from fastppo.run.log import read_jsonl
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
+
+
+@pytest.fixture
+def run(folder: Folder, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `fastppo train` here: its exit code, and what it said."""
+
+    def run(**options: object) -> tuple[int, str]:
+        capsys.readouterr()
+        code = cli.main(folder.flags(**{"iterations": 1} | options))
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        return code, said
+
+    return run
+
+
+ENVIRONMENT = """
+import asyncio, sys, time
+
+class Game:
+    def reset(self, prompt):
+        pass
+
+    def step(self, text):
+        return "w1", 1.0, True
+"""
+
+ENVIRONMENTS = {
+    "exits where it is made": (
+        "    def __init__(self): sys.exit(0)",
+        "environment 'Game' raised SystemExit(0) where it is made",
+    ),
+    "exits in a coroutine": (
+        "    async def step(self, text): sys.exit(0)",
+        "environment 'Game' raised SystemExit(0) in step",
+    ),
+    "blocks the event loop": (
+        "    async def step(self, text): time.sleep(30)",
+        "environment 'Game' did not return within 0.5 s in step",
+    ),
+    "raises where it is made": (
+        "    def __init__(self): self.x = {}['x']",
+        "environment 'Game' raised KeyError('x') where it is made",
+    ),
+    "wants arguments": ("    def __init__(self, size): pass", "missing 1 required positional"),
+    "has no step": ("    step = None", "environment 'Game' has no method step"),
+    "is cancelled": (
+        "    async def step(self, text): raise asyncio.CancelledError",
+        "environment 'Game' raised CancelledError() in step",
+    ),
+    "ends a generator": (
+        "    def step(self, text): raise GeneratorExit",
+        "environment 'Game' raised GeneratorExit() in step",
+    ),
+}
+QUICK = ("exits where it is made", "exits in a coroutine", "blocks the event loop")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.slow])
+        for kind in ENVIRONMENTS
+    ],
+)
+def test_an_environment_that_fails_ends_the_run_with_a_sentence(
+    kind: str, folder: Folder, run: Run
+) -> None:
+    body, says = ENVIRONMENTS[kind]
+    file = folder.path / "game.py"
+    file.write_text(f"{ENVIRONMENT}\n{body}\n")
+    code, said = run(environment=f"{file}:Game", reward_timeout=0.5)
+    assert code == 1
+    assert says in said
+
+
+REWARDS = {
+    "an exit": "import sys; sys.exit(0)",
+    "a tolist that raises": """
+        class Odd:
+            def tolist(self): raise KeyError("odd")
+        return Odd()
+    """,
+    "a text that raises": """
+        class OddError(Exception):
+            def __str__(self): raise KeyError("odd")
+            __repr__ = __str__
+        raise OddError
+    """,
+}
+SAYS = {
+    "an exit": "raised SystemExit(0)",
+    "a tolist that raises": "returned Odd, whose tolist raised KeyError('odd')",
+    "a text that raises": "raised OddError",
+}
+
+
+@pytest.mark.parametrize("kind", REWARDS)
+def test_a_reward_that_fails_oddly_ends_the_run_with_a_sentence(
+    kind: str, folder: Folder, run: Run
+) -> None:
+    body = textwrap.indent(textwrap.dedent(REWARDS[kind]), "    ")
+    folder.reward.write_text(f"def count(prompts, completions, **columns):\n{body}\n")
+    code, said = run()
+    assert code == 1
+    assert f"reward 'count' {SAYS[kind]}" in said
+
+
+@pytest.mark.parametrize("option", ["prompt_order", "prompt_weights"])
+def test_a_number_beyond_a_floats_range_in_a_column_is_refused(
+    option: str, folder: Folder, run: Run
+) -> None:
+    rows = [{"prompt": "w1", "hard": 10**400}] * 4
+    folder.prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, said = run(**{option: "hard"})
+    assert code == 2
+    assert f"fastppo: {option}=hard, prompt 1: expected a finite number" in said
+
+
+def test_what_a_reward_changes_of_torch_is_put_back_and_said_once(folder: Folder, run: Run) -> None:
+    def weights() -> bytes:
+        return (folder.run / "policy" / "model.safetensors").read_bytes()
+
+    assert run(iterations=2)[0] == 0
+    honest = weights()
+    changes = {
+        "torch's random state": "torch.manual_seed(0); torch.rand(3)",
+        "torch's default dtype": "torch.set_default_dtype(torch.float64)",
+        "torch's default device": "torch.set_default_device('meta')",
+        "torch's autocast": "torch.set_autocast_enabled('cpu', True)",
+        "whether torch records gradients": "torch.set_grad_enabled(False)",
+        "torch's number of threads": f"torch.set_num_threads({torch.get_num_threads() + 1})",
+        "the working directory": "os.chdir('/')",
+    }
+    folder.write_reward(f"import torch; {'; '.join(changes.values())}")
+    code, said = run(iterations=2, output_dir=folder.path / "other")
+    folder.run = folder.path / "other"
+    assert code == 0
+    for what in changes:
+        assert said.count(f"reward 'count' changed {what}, which is put back") == 1
+    assert weights() == honest
+
+
+def test_a_reward_that_forks_comes_back_once(folder: Folder, run: Run) -> None:
+    folder.write_reward("os.fork()")
+    assert run(iterations=2)[0] == 0
+    records = read_jsonl(folder.run / "metrics.jsonl")
+    assert [record["iteration"] for record in records] == [0, 1]
+    for _ in records:
+        assert os.wait()[1] != 0, "the children end"
+
+
+@pytest.mark.slow
+def test_two_processes_step_as_one_does_without_a_seed_of_their_own(tmp_path: Path) -> None:
+    one = ranks.run(1, many_ranks.step_on_given_responses, tmp_path / "one", str(tmp_path / "one"))
+    two = ranks.run(2, many_ranks.step_on_given_responses, tmp_path / "two", str(tmp_path / "two"))
+    assert one.keys() == two.keys()
+    assert torch.equal(one.pop("random"), two.pop("random"))
+    for name, weight in one.items():
+        # Rounding in fp32; minibatches of another shuffle differ by the learning rate, 1e-2.
+        assert (weight - two[name]).abs().max() <= 1e-4, name
