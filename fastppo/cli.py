@@ -17,7 +17,9 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
+from io import TextIOWrapper
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
@@ -73,6 +75,8 @@ class Command:
     flags: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Its flags that are in no config file, with argparse's keywords."""
     usage: str | None = None
+    trains: bool = False
+    """Whether its results are files: it goes on without a console that cannot be written to."""
     takes_more: bool = False
     """Whether it takes arguments that are neither options nor flags."""
     run: Callable[..., int | None] = field(init=False)
@@ -109,6 +113,7 @@ def _count(text: str) -> int:
 
 
 @Command(
+    trains=True,
     help="The whole pipeline on a built-in task: SFT, reward model, PPO",
     description="Supervised fine-tuning, a reward model and PPO on a small synthetic language. "
     "About two minutes on two CPU cores; nothing is downloaded.",
@@ -127,6 +132,7 @@ def demo(rest: list[str], **flags: Any) -> None:
 
 
 @Command(
+    trains=True,
     help="A run to begin with, or the list of them",
     description="Without a name, the list. With one, lays config, reward and data out in a folder, "
     "trains, and writes the report. Options are those of `fastppo train`; they win over the "
@@ -166,6 +172,7 @@ def recipe(rest: list[str], show: bool = False, out: str | None = None) -> None:
 
 
 @Command(
+    trains=True,
     help="Stage 1: supervised fine-tuning on prompts and completions, chats or plain text",
     description="fastppo sft --model my-base-model --data demonstrations.jsonl",
     options="fastppo.stages.sft:SFTConfig",
@@ -186,6 +193,7 @@ def sft(config: Any) -> None:
 
 
 @Command(
+    trains=True,
     help="Stage 2: a reward model from preference pairs or ranked lists",
     description="fastppo reward --model runs/sft --data preferences.jsonl",
     options="fastppo.stages.reward_model:RewardModelConfig",
@@ -214,6 +222,7 @@ def reward(config: Any) -> None:
 
 
 @Command(
+    trains=True,
     help="Stage 3: PPO on your model, prompts and rewards",
     description="fastppo train --model runs/sft --prompts prompts.jsonl --rewards reward.py:score",
     options="fastppo.ppo.config:PPOConfig",
@@ -487,27 +496,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     FASTPPO_DEBUG=1 shows the traceback all the same.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # what a terminal has no character for is escaped
+            stream.reconfigure(errors="backslashreplace")
     if not arguments or arguments == ["help"]:
         build_parser()[0].print_help()
         return 0 if arguments else WRONG_INPUT
     try:
         if arguments[0] in ("-h", "--help", "--version"):  # need no signals
             build_parser()[0].parse_args(arguments)
+        from fastppo.run.console import lasting_console
         from fastppo.run.signals import stopping_at_once
 
         with stopping_at_once():
             command, options, flags = _parse(arguments)
-            return command.run(options, **flags) or 0
+            with lasting_console() if command.trains else nullcontext():
+                return command.run(options, **flags) or 0
     except KeyboardInterrupt as stopped:
         # Plain where signals are not handled: before the first import, or not in a main thread.
-        print(f"fastppo: {str(stopped) or 'stopped by SIGINT'}", file=sys.stderr)
+        _say_last(str(stopped) or "stopped by SIGINT")
         return getattr(stopped, "exit_code", 128 + signal.SIGINT)
+    except MemoryError:
+        _say_last("the process is out of memory")
+        return FAILED
     except Exception as error:
         code = _exit_code(error)
         if code is None or os.environ.get("FASTPPO_DEBUG"):
             raise
-        print(f"fastppo: {error}", file=sys.stderr)
+        _say_last(str(error))
         return code
+
+
+def _say_last(sentence: str) -> None:
+    """Says why the program ends, where that can be shown."""
+    from fastppo.run.console import lasting_console, printable
+
+    with lasting_console():
+        print(f"fastppo: {printable(sentence)}", file=sys.stderr)
 
 
 def _exit_code(error: Exception) -> int | None:

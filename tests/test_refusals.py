@@ -3,9 +3,12 @@ exit code 2."""
 
 from __future__ import annotations
 
+import http.server
 import io
 import json
 import shutil
+import sys
+import threading
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -92,6 +95,7 @@ def test_a_directory_of_datasets_that_is_damaged_is_refused_by_name(folder: Fold
 MODELS = {
     "tokenizer.json": [b"{", b'{"model": 7}'],
     "tokenizer_config.json": [b"[]"],
+    "generation_config.json": [b"", b"[]"],
     "config.json": [b"", b"{}", b"\xff", b'{"model_type": "nowhere"}'],
     "model.safetensors": [b"", b"\0" * 64],
 }
@@ -123,6 +127,54 @@ def test_a_config_of_a_model_is_refused(key: str, value: object, folder: Folder)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {key: value}))
     assert str(model) in _refused(folder.flags(model=model))
+
+
+def test_a_models_own_code_is_never_run_and_nobody_is_asked(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = folder.path / "with-code"
+    shutil.copytree(folder.model, model)
+    ran = folder.path / "ran"
+    (model / "odd.py").write_text(f"open({str(ran)!r}, 'w')\nclass Odd: pass\n")
+    config = json.loads((model / "config.json").read_text())
+    names = ("AutoConfig", "AutoModelForCausalLM")
+    config |= {"model_type": "odd", "auto_map": dict.fromkeys(names, "odd.Odd")}
+    (model / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda *prompt: "yes")
+    assert str(model) in _refused(folder.flags(model=model))
+    assert not ran.exists()
+
+
+def test_a_device_that_is_not_supported_is_refused(folder: Folder) -> None:
+    assert "device must be auto, cpu, cuda" in _refused(folder.flags(device="xpu"))
+
+
+def test_a_servers_words_do_not_steer_the_terminal(folder: Folder) -> None:
+    class Red(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(418, "\x1b[31mno")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Red) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/score"
+        said = _refused(folder.flags(rewards=url, iterations=1), code=1)
+        server.shutdown()
+    shutil.rmtree(folder.run)
+    assert "answered 418 \\x1b[31mno" in said
+
+
+def test_what_a_terminal_has_no_character_for_is_escaped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bytes_out = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(bytes_out, encoding="ascii"))
+    assert cli.main(["recipe", "qwen2.5-7b", "--show"]) == 0
+    sys.stdout.flush()
+    assert b"step by step. \\u2026" in bytes_out.getvalue()
 
 
 YAML = {

@@ -3,21 +3,26 @@ full disk, another config. docs/survival.md says the same in words."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import random
+import pickle
 import resource
 import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import command_line
+import kills
 import pytest
 import tiny
 from command_line import Folder
+from safetensors.torch import load_file, save_file
 
 from fastppo import cli
+from fastppo.run import manifest
 from fastppo.run.log import read_jsonl
 
 KILLS = int(os.environ.get("FASTPPO_KILLS", "50"))
@@ -69,47 +74,11 @@ def test_a_run_that_is_killed_ends_in_the_bits_of_one_that_was_not(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_again_and_again_ends_in_the_bits_of_one_that_was_not(
-    tmp_path: Path,
-) -> None:
-    """SIGKILL at random moments: while it loads, trains, and writes a checkpoint."""
-    uninterrupted = Folder(tmp_path / "uninterrupted")
-    killed = Folder(tmp_path / "killed")
-    options = {"iterations": max(20, KILLS // 2), "rollout_batch_size": 8}
-    log = tmp_path / "uninterrupted.txt"
-    code = command_line.finish(command_line.start(uninterrupted.flags(**options), log))
-    assert code == 0, log.read_text()
-
-    draw = random.Random(0)
-    log = tmp_path / "killed.txt"
-    kills = 0
-    inside_a_write = 0
-    while kills < KILLS:
-        before = killed.checkpoints()
-        process = command_line.start(killed.flags(resume=True, **options), log)
-        kind = draw.choice(["loading", "training", "writing", "writing"])
-        if kind == "loading":
-            process.join(draw.uniform(0.0, 0.6))
-        elif kind == "training":
-            command_line.wait_for(lambda: killed.checkpoints() != before, process)  # noqa: B023
-            process.join(draw.uniform(0.0, 0.1))
-        else:
-            command_line.wait_for(lambda: any(killed.run.glob(".checkpoint-*")), process)
-            process.join(draw.uniform(0.0, 0.01))
-        process.kill()
-        if command_line.finish(process) == 0:
-            shutil.rmtree(killed.run)  # it came to its end: begin again
-            continue
-        assert process.exitcode == -signal.SIGKILL, log.read_text()
-        kills += 1
-        inside_a_write += any(killed.run.glob(".checkpoint-*"))
-    code = command_line.finish(command_line.start(killed.flags(resume=True, **options), log))
-    assert code == 0, log.read_text()
-    assert inside_a_write > 0, "no kill met a checkpoint that was being written"
-    assert "Traceback" not in log.read_text()
-    assert killed.bits() == uninterrupted.bits()
-    assert not list(killed.run.glob(".checkpoint-*")), "leftovers are removed"
-    assert len(killed.checkpoints()) == 2
+def test_what_is_killed_again_and_again_ends_in_the_bits_of_what_was_not(tmp_path: Path) -> None:
+    """While it loads, trains, and writes; with its console, and one process of two."""
+    ways = kills.kill(KILLS, tmp_path)
+    assert any("in a write" in way for way in ways)
+    assert any("tee" in way for way in ways)
 
 
 # ------------------------------------------------------------------------------ damaged checkpoints
@@ -158,6 +127,73 @@ def test_a_damaged_checkpoint_is_passed_over(kind: str, folder: Folder, run) -> 
     assert folder.checkpoints() == ["checkpoint-000001", "checkpoint-000002"]
 
 
+def _forge(kind: str, checkpoint: Path) -> str:
+    """Changes a checkpoint and makes its manifest anew; what the run says of it."""
+    manifest_file = checkpoint / "manifest.json"
+    record = json.loads(manifest_file.read_bytes())
+    optimizer = load_file(checkpoint / "optimizer.safetensors")
+    says = "cannot be read: "
+    if kind == "a dot file":
+        (checkpoint / ".metadata").touch()
+        return ".metadata was not written with it"
+    if kind == "a manifest of nothing":
+        manifest_file.write_text(json.dumps({"sha256": hashlib.sha256(b"{}").hexdigest()}))
+        return "manifest.json is none that a run has written"
+    if kind == "metadata that calls":
+        (checkpoint / "shards").mkdir()
+        forged = pickle.dumps(Calls(str(checkpoint / "called")))
+        (checkpoint / "shards" / ".metadata").write_bytes(forged)
+        says = "cannot be read: UnpicklingError: its metadata would call "
+    elif kind == "no optimizer":
+        save_file({}, checkpoint / "optimizer.safetensors")
+        says = "does not fit the optimizer: it has no moments"
+    elif kind == "another shape":
+        optimizer["0.exp_avg"] = optimizer["0.exp_avg"][:1].clone()
+        save_file(optimizer, checkpoint / "optimizer.safetensors")
+        says = "does not fit the model: optimizer 0.exp_avg is [1, "
+    elif kind == "another name":
+        optimizer["99.exp_avg"] = optimizer.pop("0.exp_avg")
+        save_file(optimizer, checkpoint / "optimizer.safetensors")
+        says = "does not fit the optimizer, which has no 99.exp_avg"
+    else:
+        (checkpoint / "state.json").write_text("[]")
+    manifest.write(checkpoint, record["number"], record["about"])
+    return says
+
+
+class Calls:
+    """Touches a file when its pickle is read."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+FORGERIES = [
+    "a dot file",
+    "metadata that calls",
+    "another shape",
+    *(
+        pytest.param(kind, marks=pytest.mark.slow)
+        for kind in ("a manifest of nothing", "no optimizer", "another name", "another state")
+    ),
+]
+
+
+@pytest.mark.parametrize("kind", FORGERIES)
+def test_a_forged_checkpoint_runs_no_code_and_is_refused(kind: str, folder: Folder, run) -> None:
+    assert run(iterations=1)[0] == 0
+    checkpoint = folder.run / "checkpoint-000001"
+    says = _forge(kind, checkpoint)
+    code, said = run(iterations=2, resume=True)
+    assert code == 2
+    assert str(checkpoint) in said
+    assert says in said
+    assert not (checkpoint / "called").exists()
+
+
 # -------------------------------------------------------------------------- two runs, one directory
 
 
@@ -180,6 +216,36 @@ def test_a_second_run_in_a_directory_is_refused_before_it_loads_a_model(
     go_on.touch()
     assert command_line.finish(first) == 0, log.read_text()
     assert len(read_jsonl(folder.run / "metrics.jsonl")) == 1
+
+
+@pytest.mark.slow
+def test_a_run_whose_lock_was_deleted_ends_once_another_has_begun(folder: Folder, run) -> None:
+    ready, go_on = folder.path / "ready", folder.path / "go_on"
+    honest = folder.reward.read_text()
+    folder.write_reward(
+        f"import pathlib, time; calls == 2 and pathlib.Path({str(ready)!r}).touch()\n"
+        f"    while calls == 2 and not pathlib.Path({str(go_on)!r}).exists(): time.sleep(0.01)"
+    )
+    log = folder.path / "log.txt"
+    first = command_line.start(folder.flags(iterations=9), log)
+    assert command_line.wait_for(ready.exists, first), log.read_text()
+    (folder.run / ".lock").unlink()
+    folder.reward.write_text(honest)
+    second_ready, second_go_on = folder.path / "second_ready", folder.path / "second_go_on"
+    folder.write_reward(
+        f"import pathlib, time; calls == 1 and pathlib.Path({str(second_ready)!r}).touch()\n"
+        f"    while not pathlib.Path({str(second_go_on)!r}).exists(): time.sleep(0.01)"
+    )
+    flags = folder.flags(iterations=3, resume=True, allow_config_change=True)
+    second = command_line.start(flags, folder.path / "second.txt")
+    assert command_line.wait_for(second_ready.exists, second)
+    go_on.touch()
+    assert command_line.finish(first) == 1
+    assert f"{folder.run / '.lock'} was deleted, and another run has begun" in log.read_text()
+    second_go_on.touch()
+    assert command_line.finish(second) == 0
+    records = read_jsonl(folder.run / "metrics.jsonl")
+    assert [record["iteration"] for record in records] == [0, 1, 2]
 
 
 # -------------------------------------------------------------------------------------- the signals
@@ -241,6 +307,72 @@ def test_sigusr1_writes_a_checkpoint_and_the_run_goes_on(folder: Folder, run) ->
     assert folder.checkpoints() == ["checkpoint-000002", "checkpoint-000003"]
 
 
+# ---------------------------------------------------------------------------- a console that dies
+
+
+@pytest.mark.usefixtures("hangup_is_heard")
+@pytest.mark.parametrize(
+    ("console", "signals"),
+    [
+        pytest.param(kills.pipe, [signal.SIGINT], id="Ctrl-C under tee"),
+        pytest.param(kills.pipe, [signal.SIGTERM], id="SIGTERM under tee", marks=pytest.mark.slow),
+        # The shell sends the first one, and the kernel the second.
+        pytest.param(kills.terminal, [signal.SIGHUP] * 2, id="closed", marks=pytest.mark.slow),
+    ],
+)
+def test_a_console_that_ends_with_a_signal_costs_no_iteration(
+    console: Callable[[Path], tuple[Path, int]], signals: list[signal.Signals], folder: Folder
+) -> None:
+    # The second call waits for the signal: the first iteration is done by then.
+    called = folder.path / "called"
+    folder.write_reward(
+        "import pathlib, time\n"
+        f"    calls == 2 and pathlib.Path({str(called)!r}).touch()\n"
+        "    while calls == 2 and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:\n"
+        "        time.sleep(0.01)\n"
+        "    calls == 2 and time.sleep(0.5)"
+    )
+    place, reader = console(folder.path / "console")
+    process = command_line.start(folder.flags(iterations=4, checkpoint_interval=0), place)
+    assert command_line.wait_for(called.exists, process)
+    os.close(reader)
+    for signum in signals:
+        os.kill(process.pid, signum)
+        process.join(0.2)
+    assert command_line.finish(process) == SIGNALS[signals[0]]
+    assert folder.checkpoints() == ["checkpoint-000001"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["train", "sft"])
+@pytest.mark.parametrize("console", ["/dev/full", "a pipe whose reader ends"])
+def test_a_console_that_cannot_be_written_to_is_given_up(
+    console: str, command: str, folder: Folder
+) -> None:
+    """And the run ends as it would have."""
+    place, reader = Path(console), None
+    if console != "/dev/full":
+        place, reader = kills.pipe(folder.path / "console")
+    folder.write_reward("print('to stdout')")
+    arguments = folder.flags(iterations=2)
+    if command == "sft":
+        rows = folder.path / "rows.jsonl"
+        rows.write_text("".join(json.dumps(row) + "\n" for row in kills.ROWS))
+        arguments = ["sft", f"--model={folder.model}", f"--data={rows}", "--device=cpu"]
+        arguments += ["--epochs=1", f"--output_dir={folder.run}"]
+    process = command_line.start(arguments, place)
+    if reader is not None:
+        assert command_line.wait_for((folder.run / "parts.jsonl").exists, process)
+        os.close(reader)
+    assert command_line.finish(process) == 0
+    said = [
+        line
+        for record in read_jsonl(folder.run / "metrics.jsonl")
+        for line in record.get("warnings", [])
+    ]
+    assert any("stderr could not be written (" in line for line in said), said
+
+
 # -------------------------------------------------------------------------------------- a full disk
 
 
@@ -290,20 +422,38 @@ def _other_reward(folder: Folder) -> object:
     return f"{other}:count"
 
 
-OTHERS: dict[str, tuple[object, str]] = {
-    "model": (_other_model, "the content of model was '"),
-    "prompts": (_other_prompts, "the content of prompts was '"),
-    "rewards": (_other_reward, "the content of rewards/count was '"),
-    "seed": (1, "seed was 0 and is 1"),
-}
+def _half_of_the_head_is_other(folder: Folder) -> object:
+    """Every second weight of it, in the file where it was."""
+    file = Path(folder.model) / "model.safetensors"
+    weights = load_file(file)
+    weights["lm_head.weight"].view(-1)[1::2] += 1
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder.model
+
+
+def _what_the_reward_imports_is_other(folder: Folder) -> object:
+    (folder.path / "beside.py").write_text("W = 2\n")
+    return f"{folder.reward}:count"
+
+
+OTHERS: list[tuple[str, object, str]] = [
+    ("model", _other_model, "the content of model was '"),
+    ("prompts", _other_prompts, "the content of prompts was '"),
+    ("rewards", _other_reward, "the content of rewards/count was '"),
+    ("seed", 1, "seed was 0 and is 1"),
+    ("rewards", _what_the_reward_imports_is_other, "the content of rewards/count was '"),
+    ("model", _half_of_the_head_is_other, "the content of model was '"),
+]
 
 
 def test_a_resume_under_another_config_is_refused_unless_it_is_asked_for(
     folder: Folder, run
 ) -> None:
+    (folder.path / "beside.py").write_text("W = 1\n")
+    folder.reward.write_text(f"import beside\n{folder.reward.read_text()}")
     assert run(iterations=1)[0] == 0
     config = (folder.run / "config.yaml").read_bytes()
-    for option, (value, says) in OTHERS.items():
+    for option, value, says in OTHERS:
         value = value(folder) if callable(value) else value
         options = {"iterations": 2, option: value}
         code, said = run(resume=True, **options)
@@ -376,17 +526,11 @@ def test_a_reward_that_changes_all_it_is_given_changes_nothing_of_the_run(
 # -------------------------------------------------------------------------------- the stages before
 
 
-ROWS = [
-    {"prompt": f"w{i}", "completion": f" w{i + 1} w7", "chosen": " w7", "rejected": " w8"}
-    for i in range(24)
-]
-
-
 @pytest.fixture(params=["sft", pytest.param("reward", marks=pytest.mark.slow)])
 def stage(request: pytest.FixtureRequest, folder: Folder) -> Callable[..., list[str]]:
     """The flags of a short run of a stage: 24 rows, 8 steps an epoch."""
     rows = folder.path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    rows.write_text("".join(json.dumps(row) + "\n" for row in kills.ROWS))
 
     def flags(**options: object) -> list[str]:
         chosen: dict[str, object] = {

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+DEVICES = "auto, cpu, cuda, cuda:1, …"
+
 
 def choose_device(name: str) -> torch.device:
     """`auto` is a GPU if there is one.
@@ -25,7 +27,9 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"device must be auto, cpu, cuda, cuda:1, …, got {name!r}") from None
+        raise ValueError(f"device must be {DEVICES}, got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be {DEVICES}, got {name!r}, which is not supported")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"device={name}: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs here"

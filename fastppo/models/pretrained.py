@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 from fastppo.data.rows import is_missing_path
 
@@ -41,17 +47,26 @@ def model_config(name: str, what: str = "model") -> Any:
             "whole model"
         )
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         context = getattr(config.get_text_config(), "max_position_embeddings", None)
     except Exception as error:  # a config.json may hold anything, and fail in any way
         begin = "" if path.is_dir() else "no such directory, and no model of the hub that loads: "
         raise ValueError(f"{what} {name}: {begin}{_sentence(error)}") from error
+    if (path / GENERATION).exists():  # transformers does without one that it cannot read
+        try:
+            GenerationConfig.from_pretrained(name)
+        except Exception as error:  # as above
+            raise ValueError(f"{what} {name}: {GENERATION}: {_sentence(error)}") from error
     if context is not None and (not isinstance(context, int) or context < 1):
         raise ValueError(
             f"{what} {name}: config.json: max_position_embeddings must be an integer >= 1, "
             f"got {context!r}"
         )
     return config
+
+
+GENERATION = "generation_config.json"
+"""Where a model's stop tokens may be."""
 
 
 def _sentence(error: Exception) -> str:
@@ -109,7 +124,11 @@ def load_whole(
     """
     try:
         model, loading = auto_class.from_pretrained(
-            name, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            name,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=False,
+            **options,
         )
     except torch.OutOfMemoryError:
         raise
@@ -151,7 +170,7 @@ def load_tokenizer(name: str, what: str = "model") -> Any:
             f"tokenizer.save_pretrained({name!r})"
         )
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # the tokenizers' own have no kind but this
         raise ValueError(
             f"{what} {name}: no tokenizer that loads there: {_sentence(error)}"

@@ -20,6 +20,7 @@ from fastppo.models.device import device_name
 from fastppo.ppo.evaluation import LOGGED_SAMPLES
 from fastppo.ppo.metrics import PhaseTimer, sample_records, status
 from fastppo.run.checkpoint import random_state, restore_random_state
+from fastppo.run.console import lasting_console
 from fastppo.run.lock import run_lock
 from fastppo.run.log import SharedLog, check_no_run, read_jsonl
 from fastppo.run.progress import progress
@@ -68,6 +69,7 @@ class TrainingRun:
     def _surroundings(self) -> Iterator[None]:
         """The run directory is this run's, signals are heard, and at the end all is closed."""
         with ExitStack() as stack:
+            stack.enter_context(lasting_console())
             stack.enter_context(self.world.answering())
             stack.enter_context(run_lock(self.run_dir, self.world))
             self.stop_request = stack.enter_context(listening(self.world))

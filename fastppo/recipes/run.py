@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from fastppo.data.files import write_whole
 from fastppo.ppo.build import world_of
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
@@ -58,7 +59,7 @@ def lay_out(recipe: Recipe, out: Path) -> Path:
         contents[name] = files("fastppo.recipes").joinpath(shipped_name).read_text("utf-8")
     for name, text in contents.items():
         if not (out / name).exists():
-            (out / name).write_text(text, encoding="utf-8")
+            write_whole(out / name, text)
     return out / "run.yaml"
 
 
@@ -85,7 +86,7 @@ def prepare(recipe: Recipe, out: Path, seed: int, console: Console) -> None:
             with run_lock(out / stage):  # not that of a preparation at work
                 shutil.rmtree(out / stage)
     recipe.prepare(out, seed, console)
-    record.write_text(json.dumps(wanted))
+    write_whole(record, json.dumps(wanted))
 
 
 def run_recipe(

@@ -8,19 +8,28 @@ are about to be written again.
 from __future__ import annotations
 
 import json
+import re
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from fastppo.data.files import write_whole
 from fastppo.data.world import World
+from fastppo.run.console import console_notes
 from fastppo.run.identity import versions
+from fastppo.run.lock import check_still_held
 from fastppo.run.options import Options
 
 SAMPLES = {False: "samples.jsonl", True: "eval_samples.jsonl"}
 """Responses that are trained on, and those to held-out prompts."""
+
+
+EVENTS = re.compile(r"(events\.out\.tfevents\.)(\d+)(\..+)")
+"""TensorBoard's name of a file: begun at this second."""
 
 
 class RunLog:
@@ -53,6 +62,7 @@ class RunLog:
         self._begin_part(first, device)
         for name in ("metrics.jsonl", *SAMPLES.values()):
             self.notes += cut(self.directory / name, index, first)
+        _put_events_in_the_past(self.directory / "tensorboard")
         # Of a run that was killed before its first checkpoint every point is written anew.
         self._writer = SummaryWriter(str(self.directory / "tensorboard"), purge_step=first)
 
@@ -67,9 +77,11 @@ class RunLog:
     def metrics(self, number: int, metrics: dict[str, float], warnings: Sequence[str] = ()) -> None:
         """One line of metrics.jsonl, and the same numbers as TensorBoard scalars. The sentences of
         warnings are written under `warnings`, if there are any."""
+        check_still_held(self.directory)
         record: dict[str, Any] = {self.index: number, **metrics}
+        warnings = [*warnings, *console_notes()]
         if warnings:
-            record["warnings"] = list(warnings)
+            record["warnings"] = warnings
             with self._writing_events():
                 self._writer.add_text("warnings", "\n\n".join(warnings), number)
         _append(self.directory / "metrics.jsonl", [record])
@@ -98,6 +110,16 @@ class RunLog:
     def close(self) -> None:
         with suppress(OSError):  # metrics.jsonl holds the same numbers
             self._writer.close()
+
+
+def _put_events_in_the_past(directory: Path) -> None:
+    """TensorBoard reads files by the time in their names, and would take those from before the
+    clock was set back for the newest, whose beginning drops the points of all others."""
+    now = int(time.time())
+    named = [(path, EVENTS.match(path.name)) for path in sorted(directory.glob("events*"))]
+    late = [(path, found) for path, found in named if found and int(found[2]) >= now]
+    for age, (path, found) in enumerate(reversed(late), 1):
+        path.rename(path.with_name(f"{found[1]}{now - age:010d}{found[3]}"))
 
 
 class SharedLog:
@@ -205,9 +227,7 @@ def cut(path: Path, index: str, first: int) -> list[str]:
     numbered = enumerate(lines, 1)
     kept = [line for n, line in numbered if _record(line, path, n).get(index, -1) < first]
     if torn or len(kept) < len(lines):
-        temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(b"".join(line + b"\n" for line in kept))
-        temporary.replace(path)
+        write_whole(path, b"".join(line + b"\n" for line in kept))
     if not torn:
         return []
     return [f"{path}: the last line was cut off while it was written, and is dropped"]

@@ -31,6 +31,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
+from fastppo.data.files import write_whole
 from fastppo.functional import arguments
 from fastppo.functional.arguments import shown
 from fastppo.run.removed import is_unset, removal
@@ -109,7 +110,7 @@ class Options:
     def save(self, path: str | Path) -> None:
         """Writes every option, defaults included, as YAML."""
         text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
-        Path(path).write_text(text, encoding="utf-8")
+        write_whole(path, text)
 
 
 @functools.cache

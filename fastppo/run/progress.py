@@ -13,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 from rich.text import Text
 
+from fastppo.run.console import printable
+
 LINE_SECONDS = 10.0
 """Between two lines of progress in a log file."""
 
@@ -22,8 +24,8 @@ NARROW = 80
 
 def say(console: Console, sentence: str, style: str = "") -> None:
     """Shows a sentence as it is, on one line where it goes to a file: brackets in names are no
-    markup."""
-    console.print(Text(sentence, style=style), soft_wrap=True)
+    markup, and what would steer a terminal is escaped."""
+    console.print(Text(printable(sentence), style=style), soft_wrap=True)
 
 
 @contextmanager

@@ -13,7 +13,9 @@ import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
+from fastppo.data.files import write_whole
 from fastppo.run.charts import Chart, Groups, Run, is_finite, make_charts, with_prefix
 from fastppo.run.log import read_jsonl
 from fastppo.run.options import load_yaml
@@ -47,7 +49,8 @@ def write_report(run_dir: str | Path, path: str | Path | None = None) -> Path:
         groups,
         name=run.name,
         header=_header(run),
-        links=files,
+        # A path is no address: `javascript:` or `#` in it would be taken for the address's parts.
+        links=[(quote(Path(file).as_posix()), file) for file in files],
         summary=summary(run.records),
         warnings=_warnings(run.records),
         constants=constants,
@@ -96,7 +99,7 @@ def _write(path: Path, groups: Groups, **fields: Any) -> Path:
         plots=page.joinpath("plots.js").read_text("utf-8"),
         **fields,
     )
-    path.write_text(html, encoding="utf-8", errors="backslashreplace")
+    write_whole(path, html)
     return path
 
 

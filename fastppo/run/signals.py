@@ -1,10 +1,10 @@
 """Signals: what a run does when it is asked to stop, or to write a checkpoint.
 
 SIGTERM, SIGINT and SIGHUP ask a run to stop. While it trains, the first of them lets it finish the
-phase at hand and write a checkpoint; a second one ends the process at once, as if nobody had
-listened. At any other time there is nothing to save, and the first one stops it. SIGUSR1 asks for a
-checkpoint and stops nothing. A signal that the process was started to ignore (`nohup`) stays
-ignored.
+phase at hand and write a checkpoint; a SIGTERM or SIGINT after it ends the process at once, as if
+nobody had listened. At any other time there is nothing to save, and the first one stops it. SIGUSR1
+asks for a checkpoint and stops nothing. A signal that the process was started to ignore (`nohup`)
+stays ignored.
 """
 
 from __future__ import annotations
@@ -13,12 +13,19 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from fastppo.data.world import World
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+AT_A_SECOND_SIGNAL = {
+    signal.SIGINT: signal.SIG_DFL,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_IGN,  # a terminal that closes sends it twice: shell, then kernel
+}
+"""What becomes of a signal while a run is about to stop."""
 
 Handler = Callable[[int, Any], None]
 
@@ -108,10 +115,11 @@ def listening(world: World | None = None) -> Iterator[StopRequest]:
         request.hear(signum)
         for stopping in STOPPING:  # by the kernel, which waits for no Python code
             if signal.getsignal(stopping) is stop:
-                signal.signal(stopping, signal.SIG_DFL)
+                signal.signal(stopping, AT_A_SECOND_SIGNAL[stopping])
         # Past Python's streams, which the handler may have interrupted in the middle of a line.
         line = f"{signal.Signals(signum).name}: stopping with a checkpoint after the phase at hand"
-        os.write(2, f"{line}; a second one ends the run at once\n".encode())
+        with suppress(OSError):  # of a terminal that is gone, often by the same signal
+            os.write(2, f"{line}; a second one ends the run at once\n".encode())
 
     def save(signum: int, frame: Any) -> None:
         request.hear_save()

@@ -17,6 +17,8 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.integrations import WandbCallback, is_wandb_available
 
+from fastppo.data.files import write_whole
+
 FILE = "trackers.json"
 
 
@@ -41,7 +43,7 @@ class TrackedRun:
         self.ids |= ids
         self._path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"run_name": self.name, **self.ids}, indent=1)
-        self._path.write_text(text, encoding="utf-8")
+        write_whole(self._path, text)
 
 
 class Wandb(WandbCallback):

@@ -43,8 +43,9 @@ from fastppo.models.sharding import full_tensor, reshard_for_update, shard_as_it
 from fastppo.models.trunk import context_length
 from fastppo.run import manifest
 from fastppo.run.checkpoint import CHECKPOINTS_KEPT, CheckpointError
+from fastppo.run.console import lasting_console
 from fastppo.run.identity import check_same_run, of_run
-from fastppo.run.lock import run_lock
+from fastppo.run.lock import check_still_held, run_lock
 from fastppo.run.log import check_no_run
 from fastppo.run.progress import progress, say
 from fastppo.run.signals import Stopped, listening
@@ -168,7 +169,7 @@ def load_data(
 def stage_world(config: SupervisedConfig) -> Iterator[World]:
     """The processes that torchrun started, which hold the run directory while the block runs."""
     world = join(config.torch_device)
-    with hidden(), world.answering(), run_lock(config.output_dir, world):
+    with lasting_console(), hidden(), world.answering(), run_lock(config.output_dir, world):
         yield world
 
 
@@ -456,6 +457,7 @@ class SupervisedTrainer(Trainer, ABC):
 
     def _write_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         run_dir = Path(self.config.output_dir)
+        check_still_held(run_dir)
         path = run_dir / f"checkpoint-{self.state.global_step}"
         shutil.rmtree(run_dir / UNFINISHED, ignore_errors=True)  # of a run that was killed
         self._unfinished = run_dir / UNFINISHED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,19 @@ def test_a_record_is_numbered_by_what_the_run_counts(index: str, tmp_path: Path)
         {index: 5, "prompt": "b"},
     ]
     assert _scalars(tmp_path, "loss") == [(0, 1.0), (5, 2.0)]
+
+
+def test_a_clock_that_is_set_back_between_two_parts_loses_no_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    for part, clock in enumerate((now, now - 3600)):
+        monkeypatch.setattr(time, "time", lambda clock=clock: clock)
+        log = RunLog(tmp_path, Config(seed=3), first=2 * part)
+        log.metrics(2 * part, {"loss": 1.0})
+        log.metrics(2 * part + 1, {"loss": 2.0})
+        log.close()
+    assert _scalars(tmp_path, "loss") == [(0, 1.0), (1, 2.0), (2, 1.0), (3, 2.0)]
 
 
 @pytest.mark.parametrize("index", ["iteration", "step"])

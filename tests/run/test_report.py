@@ -51,6 +51,14 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_link_is_a_path_whatever_is_in_it(run: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "javascript:alert(1)" / "a#b?c"
+    odd.mkdir(parents=True)
+    shutil.copy(run / "metrics.jsonl", odd)
+    html = write_report(odd, tmp_path / "page.html").read_text()
+    assert '<a href="javascript%3Aalert%281%29/a%23b%3Fc/metrics.jsonl">' in html
+
+
 def test_the_report_draws_every_panel_and_loads_nothing(run: Path) -> None:
     html = write_report(run).read_text()
     charts = _charts(html)

@@ -1,0 +1,84 @@
+"""A console that dies: a pipe whose reader has ended, a terminal that was closed, a full disk.
+
+What a run shows is no reason to end it. Within `lasting_console` a stdout or stderr that cannot be
+written to is given up, without an error; the records say so.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+STREAMS = ("stdout", "stderr")
+
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that steer a terminal, but for the end of a line and tabulators."""
+
+
+def printable(text: str) -> str:
+    """A text in which control characters, which a server's answer may hold, are written out."""
+    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+class LastingStream:
+    """A text stream that goes nowhere from the first write on that fails."""
+
+    def __init__(self, stream: Any, name: str) -> None:
+        self._stream = stream
+        self._name = name
+        self.notes: list[str] = []
+        """A sentence once it is given up, which the records take."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except OSError as error:
+            self._give_up(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self.notes.append(f"{self._name} could not be written ({error.strerror}) and is given up")
+        # The stream keeps what it could not write, and would fail again at the program's end.
+        with suppress(OSError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self._stream.fileno())
+
+
+@contextmanager
+def lasting_console() -> Iterator[None]:
+    """Within it no write to stdout or stderr fails."""
+    before = {name: getattr(sys, name) for name in STREAMS}
+    for name, stream in before.items():
+        if stream is not None and not isinstance(stream, LastingStream):
+            setattr(sys, name, LastingStream(stream, name))
+    try:
+        yield
+    finally:
+        for name, stream in before.items():
+            if stream is not None:
+                getattr(sys, name).flush()
+            setattr(sys, name, stream)
+
+
+def console_notes() -> list[str]:
+    """Sentences on what was given up since the last call."""
+    notes = []
+    for name in STREAMS:
+        stream = getattr(sys, name)
+        if isinstance(stream, LastingStream):
+            notes += stream.notes
+            stream.notes = []
+    return notes
