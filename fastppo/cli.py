@@ -53,6 +53,14 @@ FLAG_WIDTH = 32
 """Columns of a flag and its value in help texts."""
 
 
+PRESET = {
+    "--preset": {
+        "metavar": "NAME",
+        "help": "a method's options, which --config and flags win over: sao",
+    }
+}
+"""Of the commands that take PPO's options."""
+
 COMMANDS: dict[str, Command] = {}
 """By name, in the order of the help."""
 
@@ -227,6 +235,7 @@ def reward(config: Any) -> None:
     description="fastppo train --model runs/sft --prompts prompts.jsonl --rewards reward.py:score",
     options="fastppo.ppo.config:PPOConfig",
     required=("model", "prompts"),
+    flags=PRESET,
 )
 def train(config: Any) -> None:
     from fastppo.data.world import leave
@@ -250,6 +259,7 @@ def train(config: Any) -> None:
     options="fastppo.ppo.config:PPOConfig",
     required=("model",),
     flags={
+        **PRESET,
         "--memory": {
             "type": float,
             "metavar": "NUMBER",
@@ -432,7 +442,8 @@ def _parse(arguments: list[str]) -> tuple[Command, Any, dict[str, Any]]:
     values = {
         member.name: flags.pop(member.name) for member in fields(options) if member.name in flags
     }
-    config = _make_options(options, flags.pop("config", None), values)
+    preset = flags.pop("preset", None)
+    config = _make_options(options, flags.pop("config", None), values, preset=preset)
     missing = [option for option in command.required if not getattr(config, option)]
     if name == "train" and not (config.rewards or config.reward_ensemble or config.environment):
         missing.append("rewards")
@@ -445,15 +456,22 @@ def _with_underscores(flag: re.Match[str]) -> str:
     return "--" + flag[0][2:].replace("-", "_")
 
 
-def _make_options(options: type[Options], file: str | None, values: dict[str, Any]) -> Any:
-    """The options of a YAML file and of flags; flags win."""
+def _make_options(
+    options: type[Options], file: str | None, values: dict[str, Any], *, preset: str | None
+) -> Any:
+    """The options of a preset, a YAML file and flags; the later ones win."""
     from fastppo.run.options import read_yaml
 
+    given: dict[str, Any] = {}
+    if preset is not None:
+        from fastppo.ppo.presets import preset_options
+
+        given = preset_options(preset)
     if file is None:
-        return options(**values)
+        return options(**given | values)
     read = read_yaml(file, options)
     try:
-        return options(**read | values)
+        return options(**given | read | values)
     except ValueError as error:
         named = re.match(r"\w+", str(error))
         if named and named[0] in read and named[0] not in values:

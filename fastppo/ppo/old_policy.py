@@ -162,10 +162,10 @@ def wants_sampler(rollout: Rollout, is_exact: bool, options: PPOConfig) -> bool:
     Args:
         is_exact: sampler and learner compute the same weights in fp32.
     """
-    needed = [rollout.logprobs, rollout.values]
+    lacks_values = rollout.values is None
     if options.bootstrap_truncated:
-        needed.append(rollout.final_values)
-    if options.old_logprobs == "recompute" or any(x is None for x in needed):
+        lacks_values = lacks_values or rollout.final_values is None
+    if options.old_logprobs == "recompute" or rollout.logprobs is None or lacks_values:
         return False
     return is_exact or options.old_logprobs == "sampler"
 
