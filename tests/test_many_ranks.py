@@ -44,7 +44,7 @@ GEMMA2: dict[str, Any] = {"architecture": "gemma2", "rollout_batch_size": 16, "m
 """Its soft-cap leaves all words nearly as likely: of fewer none is the one that is rewarded."""
 SHORT: dict[str, Any] = {"rollout_batch_size": 8, "max_new_tokens": 6, "ppo_epochs": 1}
 """Two iterations of two steps."""
-SAMPLER = {"value_model": "critic", "old_logprobs": "sampler", "objective": "dis"}
+SAMPLER = {"value_model": "critic", "old_logprobs": "sampler"}
 """Whose logprobs are fp32; the critic alone makes a pass before an update."""
 CRITIC = WIDE | SHORT | {"value_model": "critic", "bootstrap_truncated": True}
 
@@ -62,7 +62,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "curriculum": WIDE | CURRICULUM,
     "penalty": WIDE | SHORT | {"objective": "penalty"},
     "gspo": WIDE | SHORT | {"objective": "gspo"},
-    "sampler": NARROW | SHORT | SAMPLER,
+    "sampler": NARROW | SAMPLER,
     "ptx": WIDE | SHORT | {"ptx_coef": 0.5, "ptx_batch_size": 3, "ptx_block_size": 12},
     "packed": WIDE | SHORT | {"microbatch_tokens": 40, "packing": "on"},
     "warm-up": WIDE | SHORT | {"value_model": "detached", "value_warmup_iterations": 1},

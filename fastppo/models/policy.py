@@ -271,8 +271,8 @@ class ActorCritic(LanguageModel):
         hidden = torch.empty(0, device=self.device)
         if self.value_function.reads_final_hidden:
             hidden = self._hidden(layout, positions)
-        values = self.value_function(hidden, layout, positions)
-        return values.clone()
+        states = self.value_function.states(hidden, layout, positions, detach=False)
+        return self.value_function.read(states).clone()
 
     @torch.no_grad()
     def values_of_plan(self, plan: MicrobatchPlan) -> tuple[Tensor, Tensor]:

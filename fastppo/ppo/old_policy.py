@@ -86,7 +86,6 @@ def read_old_policy(
         engine, sampling: what drew them, and how.
         given_policy: in place of what the engine says; values after responses that were cut off are
             always those of the model as it is.
-
     """
     device = model.device
     logprobs = None
