@@ -18,6 +18,10 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     path = Path(path)
     if isinstance(content, str):
         content = content.encode("utf-8", "backslashreplace")
+    if path.exists() and not path.is_file():  # a device or a pipe, such as /dev/stdout
+        path.write_bytes(content)
+        return
+    path = path.resolve()  # a link stays one
     unfinished = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         with unfinished.open("wb") as file:

@@ -99,7 +99,7 @@ class _Settings:
                 (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
                 for device in DEVICE_TYPES
             ),
-            folder=os.getcwd(),
+            folder=_working_directory(),
         )
 
     def restore(self) -> list[str]:
@@ -132,10 +132,18 @@ class _Settings:
             for device, (enabled, dtype) in zip(DEVICE_TYPES, self.autocast, strict=True):
                 torch.set_autocast_enabled(device, enabled)
                 torch.set_autocast_dtype(device, dtype)
-        if self.folder != after.folder:
+        if self.folder and self.folder != after.folder:
             changed.append("the working directory")
             os.chdir(self.folder)
         return changed
+
+
+def _working_directory() -> str:
+    """Its path; that which is no more has none."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
 
 
 def call(function: Callable[[], Any], timeout: float | None = None, attempts: int = 1) -> Any:
@@ -254,9 +262,15 @@ class EventLoop:
 
 
 async def _awaited(function: Callable[[], Any]) -> Any:
-    with _errors(), _one_process():
-        returned = function()
-        return await returned if inspect.isawaitable(returned) else returned
+    try:
+        with _errors(), _one_process():
+            returned = function()
+            return await returned if inspect.isawaitable(returned) else returned
+    except UserCodeError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # nobody waits for it any more
+            raise asyncio.CancelledError from None
+        raise
 
 
 async def _cancel_others() -> None:

@@ -78,6 +78,8 @@ def console_notes() -> list[str]:
     notes = []
     for name in STREAMS:
         stream = getattr(sys, name)
+        # While rich shows a bar, it stands before the stream.
+        stream = getattr(stream, "rich_proxied_file", stream)
         if isinstance(stream, LastingStream):
             notes += stream.notes
             stream.notes = []
