@@ -70,6 +70,13 @@ CONSOLES: dict[str, tuple[Callable[[Path], tuple[Path, int]], signal.Signals]] =
 }
 
 
+UNFINISHED = {"train": ".checkpoint-*", "recipe": "*recipe.txt*"}
+"""What is in the run directory while a command writes; `.unfinished` of the others."""
+
+PATIENCE = 5.0
+"""Seconds that the other processes are given when one is killed: torchrun ends them too."""
+
+
 class Victim:
     """A run that is killed, and one of the same options that is not.
 
@@ -88,8 +95,13 @@ class Victim:
         self.rows = path / "rows.jsonl"
         self.rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
         self.log = path / "log.txt"
-        self.seconds = 0.0
+        begin = time.monotonic()
+        self.finish()
+        self.seconds = time.monotonic() - begin
         """That a run takes which nobody kills."""
+        self.untouched = self.bits()
+        """What such a run makes."""
+        shutil.rmtree(self.folder.run)
 
     def flags(self) -> list[str]:
         if self.command == "recipe":
@@ -123,10 +135,8 @@ class Victim:
         """Runs on to the end."""
         if self.command == "recipe":
             return  # what follows the files is the other commands'
-        begin = time.monotonic()
         codes = [command_line.finish(process) for process in self.start(self.log)]
         assert codes == [0] * self.ranks, self.log.read_text()
-        self.seconds = time.monotonic() - begin
 
     def bits(self) -> dict[str, bytes]:
         """What it has made, but for times."""
@@ -157,7 +167,7 @@ class Victim:
         processes = self.start(output)
         victim = draw.choice(processes)
         if way == "SIGKILL in a write":
-            unfinished = ".recipe.txt*" if self.command == "recipe" else ".*[0-9.]*/**"
+            unfinished = UNFINISHED.get(self.command, ".unfinished")
             command_line.wait_for(lambda: any(run.glob(unfinished)), victim, seconds=20)
         elif self.command == "recipe":
             command_line.wait_for(run.exists, victim)
@@ -171,7 +181,7 @@ class Victim:
         else:
             os.close(reader)
             os.kill(victim.pid or 0, signum)
-        codes = [command_line.finish(process) for process in processes]
+        codes = [_end(process, is_victim=process is victim) for process in processes]
         if any(code == 0 for code in codes):
             shutil.rmtree(run, ignore_errors=True)
             self.newest = ""
@@ -185,7 +195,20 @@ class Victim:
         newest = max([*self.folder.checkpoints(), ""], key=_number)
         assert _number(newest) >= _number(self.newest), f"{self.newest} is lost"
         self.newest = newest
+        if self.command == "recipe":  # its files are made once
+            assert self.bits() == self.untouched, "recipe: other files"
+            shutil.rmtree(run)
         return way
+
+
+def _end(process: BaseProcess, *, is_victim: bool) -> int:
+    """Waits for a process, and ends it where it waits for the victim; its exit code."""
+    if not is_victim:
+        process.join(PATIENCE)
+        process.terminate()
+        process.join(PATIENCE)
+        process.kill()
+    return command_line.finish(process)
 
 
 def _number(checkpoint: str) -> int:
@@ -197,20 +220,15 @@ def kill(count: int, path: Path, seed: int = 0) -> Counter[str]:
     draw = random.Random(seed)
     kinds = [("train", 1), ("sft", 1), ("reward", 1), ("recipe", 1), ("train", 2)]
     victims = [Victim(name, path / f"{name}-{ranks}", ranks) for name, ranks in kinds]
-    untouched = []
-    for victim in victims:
-        victim.finish()
-        untouched.append(victim.bits())
-        shutil.rmtree(victim.folder.run)
     ways: Counter[str] = Counter()
     while sum(ways.values()) < count:
         victim = victims[sum(ways.values()) % len(victims)]
         way = victim.kill(draw)
         if way is not None:
             ways[f"{victim.command} by {victim.ranks}: {way}"] += 1
-    for victim, bits in zip(victims, untouched, strict=True):
+    for victim in victims:
         victim.finish()
-        assert victim.bits() == bits, f"{victim.command} by {victim.ranks}: other bits"
+        assert victim.bits() == victim.untouched, f"{victim.command} by {victim.ranks}: other bits"
     return ways
 
 
