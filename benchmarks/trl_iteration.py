@@ -165,6 +165,7 @@ def _our_trainer(options: Options, policy: Any, reward: Any, tokenizer: Any, fol
         learning_rate=LEARNING_RATE,
         lam=0.95,
         vf_coef=0.1,
+        value_head="gradient",
         value_clip=0.2,
         stop_token_ids=[],
         output_dir=str(folder / "run"),

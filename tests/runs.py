@@ -115,8 +115,8 @@ def records(trainer: PPOTrainer) -> list[dict[str, Any]]:
 
 def update_gradients(tmp_path: Path, **options: Any) -> dict[str, Tensor]:
     """The gradient of each parameter in one optimiser step on one rollout."""
-    options = {"minibatches": 1, "ppo_epochs": 1, "max_grad_norm": 1e9, **options}
-    trainer = make_trainer(tmp_path, **options)
+    one_step = {"minibatches": 1, "ppo_epochs": 1, "max_grad_norm": 1e9}
+    trainer = make_trainer(tmp_path, **{"value_head": "gradient", **one_step, **options})
     torch.manual_seed(5)
     trainer.update(first_experience(trainer), trainer.config)
     return {name: p.grad.clone() for name, p in trainer.model.named_parameters()}

@@ -38,10 +38,11 @@ NO_CRITIC = {"vf_coef": 0.0, "lam": 0.95, "value_model": "shared"}
 """`lam` as it is by default: without a value function it has no effect and may not be given."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "PPO": {"advantage": "gae", "value_model": "shared"},
+    "PPO": {"advantage": "gae", "value_model": "shared", "value_head": "gradient"},
     "PPO, detached head": {
         "advantage": "gae",
         "value_model": "detached",
+        "value_head": "gradient",
         "value_learning_rate": 1e-3,
     },
     "REINFORCE": NO_CRITIC | {"advantage": "reinforce"},

@@ -99,6 +99,13 @@ class World:
         """A 0-d tensor, added up over the ranks in their order."""
         return value if self.size == 1 else self.cat(value.reshape(1)).sum()
 
+    def total(self, value: Tensor) -> Tensor:
+        """A tensor, added up over the ranks; every rank gets the same bits."""
+        if self.size > 1:
+            value = value.clone()
+            distributed.all_reduce(value)
+        return value
+
     @contextmanager
     def answering(self) -> Iterator[None]:
         """If another rank no longer answers, the block ends with a clear error.

@@ -189,6 +189,17 @@ class LanguageModel(nn.Module):
             )
 
 
+class HeadInputs(NamedTuple):
+    """What the two heads read at N positions, and the values."""
+
+    hidden: Tensor
+    """[N, H] the policy's final hidden states."""
+    values: Tensor
+    """[N] fp32."""
+    value_states: Tensor
+    """[N, H'] what the value head read, without a gradient."""
+
+
 class BatchEvaluation(NamedTuple):
     """What a policy and its value function make of a batch: fp32, no gradient."""
 
@@ -224,8 +235,8 @@ class ActorCritic(LanguageModel):
 
     def forward(
         self, layout: Layout, positions: Tensor | None = None, *, detach_values: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """(hidden [N, H], values [N] fp32) at the positions.
+    ) -> HeadInputs:
+        """Hidden states and values at the positions.
 
         Args:
             positions: by default those that predict response tokens.
@@ -234,8 +245,10 @@ class ActorCritic(LanguageModel):
         if positions is None:
             positions = layout.predicting
         hidden = self._hidden(layout, positions)
-        values = self.value_function(hidden, layout, positions, detach=detach_values)
-        return hidden, values.clone()  # FSDP puts hooks on what is returned; a view would lose them
+        states = self.value_function.states(hidden, layout, positions, detach=detach_values)
+        values = self.value_function.read(states)
+        # FSDP puts hooks on what is returned; a view would lose them.
+        return HeadInputs(hidden, values.clone(), states.detach())
 
     @torch.no_grad()
     def evaluate(
@@ -245,15 +258,15 @@ class ActorCritic(LanguageModel):
         layout = self.layout(batch)
         count = batch.response_count
         with self.autocast():
-            hidden, values = self(layout, torch.cat([layout.predicting, layout.final]))
+            out = self(layout, torch.cat([layout.predicting, layout.final]))
             stats = self.head.token_stats(
-                hidden[:count], batch.response_tokens, temperature=temperature, backend=backend
+                out.hidden[:count], batch.response_tokens, temperature=temperature, backend=backend
             )
         return BatchEvaluation(
             logprobs=stats.logprobs,
             entropy=stats.entropy,
-            values=values[:count],
-            final_values=values[count:],
+            values=out.values[:count],
+            final_values=out.values[count:],
         )
 
     def evaluate_plan(self, plan: MicrobatchPlan, **options: Any) -> BatchEvaluation:

@@ -39,17 +39,6 @@ class ValueFunction(nn.Module, ABC):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(
-        self, hidden: Tensor, layout: Layout, positions: Tensor, *, detach: bool = False
-    ) -> Tensor:
-        """[N] fp32 values at the positions [N] of the layout.
-
-        Args:
-            hidden: [N, H], the trunk's final hidden states there.
-            detach: no gradient into the policy's trunk (value-only iterations).
-        """
-        return self.read(self.states(hidden, layout, positions, detach=detach))
-
     def read(self, states: Tensor) -> Tensor:
         """[N] fp32 values of the states [N, H] that the head reads."""
         with torch.autocast(states.device.type, enabled=False):
@@ -57,7 +46,12 @@ class ValueFunction(nn.Module, ABC):
 
     @abstractmethod
     def states(self, hidden: Tensor, layout: Layout, positions: Tensor, *, detach: bool) -> Tensor:
-        """[N, H]: what the head reads."""
+        """[N, H]: what the head reads at the positions [N] of the layout.
+
+        Args:
+            hidden: [N, H], the policy's final hidden states there.
+            detach: no gradient into the policy's trunk (value-only iterations).
+        """
 
 
 class SharedValue(ValueFunction):

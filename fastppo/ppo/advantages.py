@@ -45,9 +45,23 @@ class BatchAdvantages(NamedTuple):
 
     advantages: Tensor
     returns: Tensor
+    """What the value loss regresses to."""
     spread: Tensor
     """0-d: the advantages' standard deviation before whitening, which would hide that they hardly
     vary and there is nothing to learn."""
+
+
+class Estimates(NamedTuple):
+    """What an update learns from, packed [N] fp32 each but for `spread`."""
+
+    advantages: Tensor
+    returns: Tensor
+    spread: Tensor
+    """As in `BatchAdvantages`."""
+    complete_returns: Tensor
+    """Monte Carlo: the shaped rewards to go, the KL's share, the score and what is paid within a
+    response, discounted as GAE's steps are; of the values only the bootstrap value after a response
+    that was cut off, where one is taken."""
 
 
 class RewardedBatch(NamedTuple):
@@ -79,7 +93,7 @@ def make_advantages(
     old: OldPolicy,
     ref_stats: ReferenceStats,
     kl_coef: float,
-) -> BatchAdvantages:
+) -> Estimates:
     """Shaped rewards, advantages and returns of the packed responses.
 
     Args:
@@ -120,10 +134,21 @@ def make_advantages(
         estimates = _turn_advantages(rewarded, options)
     else:
         estimates = _token_advantages(rewarded, options)
-    if options.whiten_advantages == "variance" and len(estimates.advantages) > 1:
-        scale = (estimates.advantages.var() + WHITEN_EPS).rsqrt()
-        return estimates._replace(advantages=estimates.advantages * scale)
-    return estimates
+    advantages = estimates.advantages
+    if options.whiten_advantages == "variance" and len(advantages) > 1:
+        advantages = advantages * (advantages.var() + WHITEN_EPS).rsqrt()
+    return Estimates(
+        advantages, estimates.returns, estimates.spread, complete_returns(rewarded, options)
+    )
+
+
+def complete_returns(rewarded: RewardedBatch, options: PPOConfig) -> Tensor:
+    """[N] fp32: `Estimates.complete_returns`, the returns at λ = 1 without values."""
+    without_values = rewarded._replace(values=torch.zeros_like(rewarded.values))
+    if options.gae_by == "turn":
+        _, returns = turn_gae(without_values, shaped_rewards(rewarded), 1.0, options)
+        return returns
+    return _token_gae(without_values, options, lam=1.0, whiten=False).returns
 
 
 def _token_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAdvantages:
@@ -200,8 +225,8 @@ def _against_group(rewards: Tensor, options: PPOConfig) -> Tensor:
     return above.flatten()
 
 
-def _turn_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAdvantages:
-    """GAE whose steps are turns."""
+def shaped_rewards(rewarded: RewardedBatch) -> Tensor:
+    """[N] fp32 by token, with the KL's share and the score in them."""
     rewards = (
         torch.zeros_like(rewarded.values) if rewarded.within is None else rewarded.within.clone()
     )
@@ -210,6 +235,12 @@ def _turn_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAdvant
         kl = sampled_kl(rewarded.old_logprobs, rewarded.ref_logprobs, rewarded.kl_estimator)
         rewards -= rewarded.kl_coef * kl
     rewards[rewarded.batch.cu_seqlens[1:] - 1] += rewarded.last
+    return rewards
+
+
+def _turn_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAdvantages:
+    """GAE whose steps are turns."""
+    rewards = shaped_rewards(rewarded)
     advantages, returns = turn_gae(rewarded, rewards, options.lam, options)
     spread = advantages.std(correction=0)
     if options.value_lam is not None:
@@ -225,7 +256,7 @@ def turn_gae(
         δ_k = Σ r_t of the turn + γ·V_{k+1} − V_k,   A_k = δ_k + γλ·A_{k+1}
 
     Args:
-        rewards: [N] fp32, by token, with the KL's share and the score in them.
+        rewards: [N] fp32, as `shaped_rewards` gives them.
 
     Returns:
         ([N] advantages, that of its turn for every token; [N] returns: the rewards from a token to

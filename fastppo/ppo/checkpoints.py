@@ -159,6 +159,10 @@ class Checkpoints:
         try:
             saved_state, saved_reference = checkpoint.load(path, self.model, self.optimizer)
             self.state.load_state_dict(saved_state)
+            if self.state.value_regression is not None:
+                self.state.value_regression.load_tensors(
+                    checkpoint.load_value_regression(path), self.model.value_function.head
+                )
             if self.reference is not None:
                 self.reference.load_state_dict(saved_reference)
         except UNREADABLE as error:
@@ -176,11 +180,13 @@ class Checkpoints:
         checkpoint.prune(self.run_dir, metric, never=newest.path)
 
     def _snapshot(self) -> checkpoint.Snapshot:
+        regression = self.state.value_regression
         return checkpoint.snapshot(
             self.model,
             self.optimizer,
             self.state.state_dict(),
             reference=self._reference_state(),
+            value_regression=None if regression is None else regression.tensors(),
             in_shards=self.world.size > 1,
         )
 

@@ -80,6 +80,11 @@ class ValueOptions(Options):
     critic_model: str | None = option(
         None, "Where value_model=critic starts: a reward model or a causal LM; none: the policy"
     )
+    value_head: Literal["auto", "closed_form", "gradient"] = option(
+        "auto",
+        "How the value head learns: ridge regression of the returns after each update, or AdamW; "
+        "auto is AdamW for value_model=critic alone",
+    )
     value_warmup_iterations: int = option(
         0, "First iterations that train the value function alone", minimum=0
     )
@@ -362,6 +367,15 @@ class PPOConfig(
         return self.is_used("kl_coef") or self.is_used("kl_loss_coef")
 
     @property
+    def fits_value_head(self) -> bool:
+        """Whether the value head is that of a regression, and AdamW leaves it alone."""
+        if self.advantage in CRITIC_FREE:
+            return False
+        if self.value_head == "auto":
+            return self.value_model != "critic"
+        return self.value_head == "closed_form"
+
+    @property
     def softmax(self) -> dict[str, Any]:
         """How logits become a distribution, as the keywords of the losses."""
         return {"temperature": self.temperature, "backend": self.backend}
@@ -449,6 +463,16 @@ def check_models(config: PPOConfig) -> None:
         raise ValueError(
             "value_warmup_iterations trains the value function alone, so vf_coef must be > 0"
         )
+    if config.fits_value_head and config.value_clip is not None:
+        raise ValueError(
+            "value_clip bounds how far AdamW moves a value, and a head in closed form is solved "
+            "for: value_clip must be none, or value_head gradient"
+        )
+    config.have_effect_only(
+        "value_learning_rate",
+        where=config.value_model == "critic" or not config.fits_value_head,
+        needs="value_model=critic or value_head=gradient",
+    )
     lora = config.lora_rank > 0
     config.have_effect_only("lora_alpha", "lora_target_modules", where=lora, needs="lora_rank > 0")
     config.have_effect_only(
@@ -604,6 +628,7 @@ def check_advantages(config: PPOConfig) -> None:
     fixed_lam = is_gae and config.lam_alpha is None
     config.have_effect_only("lam", where=fixed_lam, needs="advantage=gae and no lam_alpha")
     config.have_effect_only("lam_alpha", "value_lam", "gae_by", where=is_gae, needs="advantage=gae")
+    config.have_effect_only("value_head", where=kind not in CRITIC_FREE, needs="a value function")
 
 
 def check_pretraining(config: PPOConfig) -> None:
@@ -659,6 +684,7 @@ IDENTITY = (
     "reference_refresh",
     "value_model",
     "critic_model",
+    "value_head",
     "prompt_column",
     "split",
     "seed",

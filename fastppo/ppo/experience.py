@@ -37,6 +37,10 @@ class Experience:
     """The rollout's value of the state before each token."""
     advantages: Tensor
     returns: Tensor
+    """What the value loss regresses to."""
+    complete_returns: Tensor
+    """Monte Carlo: returns at λ = 1, with nothing of the values in them but the bootstrap value
+    after a response that was cut off, where one is taken."""
     ref_logprobs: Tensor | None = None
     importance_weights: Tensor | None = None
     """π_old/π_sampler within its bounds, where the sampler drew from another distribution."""

@@ -6,7 +6,7 @@ last step, the scores, the experience of one microbatch, the forward and backwar
 optimiser step. What lasts is counted by what holds it:
 
     policy weights     the frozen ones of adapters in the compute dtype, or in 4 bits
-    value function     its head, and a critic
+    value function     its head with the moments of its regression, and a critic
     reference          none with adapters
     reward models      those whose config can be read
     fp32 masters       of trained weights in bf16, where the optimiser has them
@@ -179,6 +179,8 @@ class PlannedRun:
         self.prompt_tokens = prompt_tokens
         self.live = LiveBytes()
         self.notes: list[str] = []
+        self.moments: list[Tensor] = []
+        """Of the value head's regression: of the run and of a batch."""
         loader = ShapeLoader(config, device)
         causal_lm = loader.causal_lm(config.model, "model")
         self.policy = make_policy(causal_lm, None, config, loader)
@@ -220,6 +222,9 @@ class PlannedRun:
             materialize(self.frozen)
         for model in self.reward_models:
             materialize(model)
+        if self.config.fits_value_head:
+            size = self.policy.value_function.head.in_features + 2
+            self.moments = [torch.empty(size, size, dtype=torch.float64) for _ in range(2)]
         self.optimizer = make_optimizer(self.policy, self.config)
         self._hold_gradients()
         self._take_step()
@@ -228,7 +233,8 @@ class PlannedRun:
     def phase(self, name: str, transient: int, *, gradients: int = 0, cache: int = 0) -> Phase:
         """A phase in which so many bytes came and were held; of them gradients and KV cache."""
         policy = [*self.policy.causal_lm.parameters(), *self.policy.causal_lm.buffers()]
-        values = [*self.policy.value_function.parameters(), *self.policy.value_function.buffers()]
+        value_function = self.policy.value_function
+        values = [*value_function.parameters(), *value_function.buffers(), *self.moments]
         frozen = self.frozen
         reference = [] if frozen is None else [*frozen.parameters(), *frozen.buffers()]
         rewards = [x for model in self.reward_models for x in model.state_dict().values()]
@@ -347,7 +353,7 @@ class PlannedRun:
         with torch.no_grad(), self.live.peak() as transient:
             with self.policy.autocast():
                 positions = torch.cat([layout.predicting, layout.final])
-                hidden, _ = self.policy(layout, positions)
+                hidden = self.policy(layout, positions).hidden
                 predicting = hidden[: layout.predicting.shape[0]]
                 self.logits(predicting, self.policy.head.weight)
             del hidden, predicting
@@ -371,7 +377,7 @@ class PlannedRun:
             if rows < minibatch:
                 self._hold_gradients()
             with self.policy.autocast():
-                hidden, values = self.policy(layout)
+                hidden, values, value_states = self.policy(layout)
                 if exact_kl:
                     assert self.reference is not None
                     with torch.no_grad(), self.reference.loaded() as model:
@@ -381,7 +387,7 @@ class PlannedRun:
                 else:
                     grad_hidden = self._loss_gradient(hidden, buffers=buffers)
             torch.autograd.backward([hidden, values], [grad_hidden, torch.ones_like(values)])
-            del hidden, values, grad_hidden
+            del hidden, values, value_states, grad_hidden
             if config.ptx_coef:
                 length = config.ptx_block_size
                 rows = min(config.limits().count(length), config.ptx_batch_size)

@@ -208,7 +208,9 @@ def experience_metrics(experience: Experience, spread: Tensor) -> dict[str, floa
         "response_length": batch.written_lengths.float().mean().to(batch.device),
         "value": experience.old_values.mean(),
         "return": experience.returns.mean(),
-        "explained_variance": explained_variance(experience.returns, experience.old_values),
+        "explained_variance": explained_variance(
+            experience.complete_returns, experience.old_values
+        ),
         "advantage_std": spread,
     }
     if experience.ref_logprobs is not None:

@@ -33,7 +33,7 @@ def make_optimizer(model: ActorCritic, config: PPOConfig) -> Any:
     if value_rate is None:
         value_rate = config.learning_rate
     trunk = [p for p in model.causal_lm.parameters() if p.requires_grad]
-    head = list(model.value_function.head.parameters())
+    head = [p for p in model.value_function.head.parameters() if p.requires_grad]
     critic_layers = [
         p
         for name, p in model.value_function.named_parameters()

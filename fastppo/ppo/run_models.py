@@ -110,6 +110,7 @@ def make_policy(
     if config.gradient_checkpointing:
         checkpoint_activations(causal_lm)
     value_function = make_value_function(causal_lm, tokenizer, config, loader)
+    value_function.head.requires_grad_(not config.fits_value_head)
     products = compute_dtype(config.precision, loader.device)
     policy = ActorCritic(causal_lm, peft, value_function, products)
     if not is_empty(policy):

@@ -16,6 +16,7 @@ from fastppo.models.device import choose_device
 from fastppo.ppo.config import WARNINGS, PPOConfig
 from fastppo.ppo.evaluation import Progress
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
+from fastppo.ppo.value_regression import ValueRegression
 from fastppo.rewards.processing import RunningScale
 from fastppo.run.watch import ABSENT_AFTER, Watch, parse_threshold
 
@@ -58,6 +59,8 @@ class RunState:
     policy_kl_control: PenaltyKL
     """β of the KL to the rollout policy, for objective=penalty."""
     watch: Watch
+    value_regression: ValueRegression | None = None
+    """Of the value head, where AdamW does not train it; `state_dict` is without its tensors."""
     score_scale: RunningScale = field(default_factory=RunningScale)
     iteration: int = 0
     optimizer_step: int = 0
@@ -84,6 +87,7 @@ class RunState:
             kl_control=_kl_control(config),
             policy_kl_control=PenaltyKL(FIRST_POLICY_BETA, config.policy_kl_target),
             watch=_watch(config),
+            value_regression=ValueRegression() if config.fits_value_head else None,
             scaler=GradScaler(
                 choose_device(config.device).type, enabled=config.precision == "fp16"
             ),

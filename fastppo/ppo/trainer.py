@@ -85,6 +85,17 @@ class Iteration(NamedTuple):
     """Of `responses`."""
 
 
+class MicrobatchLoss(NamedTuple):
+    """Of a microbatch."""
+
+    loss: Tensor
+    """0-d, with its gradient."""
+    sums: LossSums
+    """What it adds to the metrics."""
+    value_states: Tensor
+    """[N, H], what the value head read."""
+
+
 class StepReport(NamedTuple):
     """What an optimiser step reports."""
 
@@ -268,6 +279,7 @@ class PPOTrainer:
             old_values=old.values,
             advantages=estimates.advantages,
             returns=estimates.returns,
+            complete_returns=estimates.complete_returns,
             ref_logprobs=ref_stats.logprobs,
             importance_weights=old.importance_weights,
         )
@@ -280,9 +292,14 @@ class PPOTrainer:
         """Mini-epochs of clipped updates on one batch of experience; returns their mean metrics."""
         state = self.state
         before = state.steps
+        regression = state.value_regression
         meter = UpdateMeter()
         early_stopped = False
-        for _ in range(options.ppo_epochs):
+        for epoch in range(options.ppo_epochs):
+            # Any epoch may be the last one where an update may end early.
+            may_be_last = epoch + 1 == options.ppo_epochs or options.early_stop_kl is not None
+            if regression is not None:
+                regression.begin_batch()
             order = torch.randperm(len(experience))
             policy_kls: list[float] = []
             for minibatch in experience.minibatches(
@@ -293,14 +310,18 @@ class PPOTrainer:
                 learning_rate = set_learning_rate(self.optimizer, step, self.config)
                 # One attempt, unless memory runs out: then another, with smaller microbatches.
                 configured = options.limits(self.model.packing)
-                for attempt in self.fitting.attempts(configured, len(minibatch)):
+                for number, attempt in enumerate(self.fitting.attempts(configured, len(minibatch))):
                     with attempt as limits:
                         self.optimizer.zero_grad(set_to_none=True)
                         loss = None  # that of a failed attempt would keep its activations
                         parts: list[LossSums] = []
                         for micro in minibatch.microbatches(limits, self.world):
-                            loss, part = self.loss(micro, options)
-                            state.scaler.scale(loss).backward()
+                            loss, part, value_states = self.loss(micro, options)
+                            # No token counts twice: a second attempt may meet those of the first.
+                            if regression is not None and may_be_last and number == 0:
+                                regression.add(value_states, micro)
+                            if loss.requires_grad:
+                                state.scaler.scale(loss).backward()
                             parts.append(part)
                 sums = LossSums.joined(parts, self.world)
                 if options.ptx_coef and not state.is_warming_up(options):
@@ -314,19 +335,22 @@ class PPOTrainer:
                 break
         metrics = update_metrics(meter, options, early_stopped=early_stopped)
         metrics |= state.step_metrics(before)
+        if regression is not None:
+            regression.fit(self.model.value_function.head, self.world)
+            metrics |= regression.metrics
         if options.objective == "penalty":
             metrics["policy_kl_coef"] = state.policy_kl_control.coef
             if not state.is_warming_up(options):
                 state.policy_kl_control.update(policy_kl, len(experience))
         return metrics
 
-    def loss(self, micro: Experience, options: PPOConfig) -> tuple[Tensor, LossSums]:
-        """Policy and value loss of a microbatch, from one pass of the trunk, and what it adds to
-        the metrics. While the value function warms up, its loss alone."""
+    def loss(self, micro: Experience, options: PPOConfig) -> MicrobatchLoss:
+        """Policy and value loss of a microbatch, from one pass of the trunk. While the value
+        function warms up, its loss alone."""
         warming_up = self.state.is_warming_up(options)
         layout = self.model.layout(micro.batch)
         with self.model.autocast():
-            hidden, values = self.model(layout, detach_values=warming_up)
+            hidden, values, value_states = self.model(layout, detach_values=warming_up)
             # After the forward pass, which has gathered its weight where models are sharded.
             head = self.model.head
             with (
@@ -374,7 +398,7 @@ class PPOTrainer:
             value_clipped=value_clipped,
             computed=layout.input_ids.numel(),
         )
-        return loss, sums
+        return MicrobatchLoss(loss, sums, value_states)
 
     def add_ptx(self, sums: LossSums, options: PPOConfig) -> LossSums:
         """Adds the gradient of the next blocks of pretraining text, and their loss to the sums."""

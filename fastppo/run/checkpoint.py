@@ -2,10 +2,12 @@
 
 A checkpoint is written to a temporary directory beside its place, brought to the disk with its
 manifest and renamed, so a run that is killed while writing leaves the older one whole. It holds the
-trained weights (value head included), the optimiser's state, a reference that was refreshed, the
-random states of torch, NumPy and Python, and `RunState.state_dict`: counters, controllers of β, the
-scores' running scale, histories. Schedules and the position in the prompts follow from the
-counters. On a CPU a resumed run ends in the same bits as one that was never stopped.
+trained weights, the optimiser's state, the value head (among the weights, or as its regression's
+moments, the heads of each ridge and their errors: `value_regression.safetensors`), a reference that
+was refreshed, the random states of torch, NumPy and Python, and `RunState.state_dict`: counters,
+controllers of β, the scores' running scale, histories. Schedules and the position in the prompts
+follow from the counters. On a CPU a resumed run ends in the same bits as one that was never
+stopped.
 """
 
 from __future__ import annotations
@@ -73,12 +75,14 @@ def snapshot(
     state: dict[str, Any],
     *,
     reference: dict[str, Tensor] | None = None,
+    value_regression: dict[str, Tensor] | None = None,
     in_shards: bool = False,
 ) -> Snapshot:
     """What a checkpoint of the run as it is now holds.
 
     Args:
         reference: weights of a reference policy that is not the one the run started with.
+        value_regression: the tensors of a value head's regression, which every rank has whole.
         in_shards: of what ranks hold shards of, `fastppo.run.shards` writes; this is the rest.
     """
     random_tensors, random_json = random_state()
@@ -90,6 +94,8 @@ def snapshot(
         }
     if reference and not in_shards:
         files["reference.safetensors"] = reference
+    if value_regression:
+        files["value_regression.safetensors"] = value_regression
     return Snapshot(
         {
             file: {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
@@ -259,6 +265,12 @@ def load(
     _restore_optimizer(optimizer, shards.sharded(saved.optimizer, optimizer))
     restore_random_state(load_file(path / "random.safetensors"), record["random"])
     return record["state"], saved.reference
+
+
+def load_value_regression(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint's value regression; empty if it has none."""
+    file = Path(path) / "value_regression.safetensors"
+    return load_file(file) if file.exists() else {}
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

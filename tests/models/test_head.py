@@ -54,7 +54,7 @@ def test_the_loss_through_the_head_is_the_loss_of_the_models_own_logits(architec
         causal_lm = tiny.model(architecture)
         actor = ActorCritic(causal_lm)
         if through_head:
-            hidden, _ = actor(LAYOUT)
+            hidden = actor(LAYOUT).hidden
             out = _loss(actor.head, hidden, tokens, old, advantages, **options)
         else:
             out = fastppo.ppo_loss(_model_logits(causal_lm), tokens, old, advantages, **options)

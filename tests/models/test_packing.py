@@ -43,7 +43,7 @@ def _run(actor: ActorCritic, rows: list[torch.Tensor]) -> dict[str, torch.Tensor
     states, values = [], []
     weights = torch.randn(BATCH.response_count, 33, generator=torch.Generator().manual_seed(2))
     for each, weight in zip(rows, weights.split([_count(each) for each in rows]), strict=True):
-        hidden, value = actor(actor.layout(BATCH.select(each)))
+        hidden, value, _ = actor(actor.layout(BATCH.select(each)))
         ((hidden * weight[:, 1:]).sum() + (value * weight[:, 0]).sum()).backward()
         states.append(hidden.detach())
         values.append(value.detach())

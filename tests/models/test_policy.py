@@ -36,7 +36,7 @@ def test_the_trunk_runs_once_for_both_heads() -> None:
     actor = ActorCritic(tiny.model())
     calls = []
     actor.causal_lm.model.register_forward_hook(lambda *_: calls.append(1))
-    hidden, values = actor(LAYOUT)
+    hidden, values, _ = actor(LAYOUT)
     assert calls == [1]
     assert hidden.shape == (5, 32)
     assert values.shape == (5,)

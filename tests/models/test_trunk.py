@@ -79,7 +79,7 @@ def test_recomputed_activations_give_the_same_gradients(architecture: str) -> No
         calls.append(0)
         layer = next(m for n, m in actor.named_modules() if n.endswith((".layers.0", ".h.0")))
         next(layer.children()).register_forward_pre_hook(lambda *_: calls.append(calls.pop() + 1))
-        hidden, values = actor(LAYOUT)
+        hidden, values, _ = actor(LAYOUT)
         (hidden.square().mean() + values.square().mean()).backward()
         gradients.append({n: p.grad for n, p in actor.named_parameters() if p.grad is not None})
     assert calls == [1, 2], "the second time for the backward pass"

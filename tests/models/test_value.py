@@ -49,14 +49,14 @@ def _value_gradients(actor: ActorCritic, **how: bool) -> dict[str, torch.Tensor]
     """Gradients of the value loss alone."""
     torch.nn.init.ones_(actor.value_function.head.weight)
     actor.zero_grad()
-    _, values = actor(tiny.random_batch().layout(), **how)
+    values = actor(tiny.random_batch().layout(), **how).values
     values.square().sum().backward()
     return {n: p.grad for n, p in actor.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_start_at_zero_and_are_fp32(kind: str) -> None:
-    _, values = _actor(kind)(tiny.random_batch().layout())
+    values = _actor(kind)(tiny.random_batch().layout()).values
     assert values.dtype == torch.float32
     assert values.tolist() == [0.0] * 9
 
@@ -66,7 +66,7 @@ def test_the_head_is_fp32_on_a_trunk_of_bf16() -> None:
     actor = ActorCritic(causal_lm)
     torch.nn.init.normal_(actor.value_function.head.weight)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden, values = actor(tiny.random_batch().layout())
+        hidden, values, _ = actor(tiny.random_batch().layout())
     assert (hidden.dtype, values.dtype) == (torch.bfloat16, torch.float32)
     wanted = hidden.float() @ actor.value_function.head.weight[0]
     torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-5)
@@ -111,7 +111,7 @@ def test_a_critic_may_start_as_the_reward_model(tmp_path) -> None:
     assert isinstance(critic, CriticValue)
     layout = tiny.random_batch((5,)).layout()
     with torch.no_grad():
-        _, values = ActorCritic(tiny.model(), None, critic)(layout)
+        values = ActorCritic(tiny.model(), None, critic)(layout).values
         score = model(input_ids=layout.input_ids[:, :-1]).logits[0, 0] - 0.7
     torch.testing.assert_close(values[-1], score)
 

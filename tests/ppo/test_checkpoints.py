@@ -17,7 +17,7 @@ from runs import make_trainer
 
 
 def test_the_newest_checkpoint_is_the_one_that_is_loaded(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
+    trainer = make_trainer(tmp_path, value_head="gradient")
     assert isinstance(trainer.checkpoints, Checkpoints)
     assert not trainer.checkpoints.resume()
     weight = trainer.model.value_function.head.bias
@@ -28,7 +28,7 @@ def test_the_newest_checkpoint_is_the_one_that_is_loaded(tmp_path: Path) -> None
         trainer.save_checkpoint()
     names = [path.name for path in checkpoint.checkpoints(tmp_path / "run")]
     assert names == ["checkpoint-000002", "checkpoint-000003"]
-    other = make_trainer(tmp_path)
+    other = make_trainer(tmp_path, value_head="gradient")
     assert other.checkpoints.resume()
     assert other.state.iteration == 3
     assert other.model.value_function.head.bias.item() == 3

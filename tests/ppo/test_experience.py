@@ -22,7 +22,7 @@ BATCH = Batch.of(PROMPTS, RESPONSES)
 
 def _experience() -> Experience:
     packed = torch.arange(6, dtype=torch.float32)
-    return Experience(BATCH, packed, packed + 10, packed + 20, packed + 30)
+    return Experience(BATCH, packed, packed + 10, packed + 20, packed + 30, packed + 40)
 
 
 def test_experience_of_some_sequences_has_their_tokens() -> None:
@@ -41,7 +41,7 @@ def test_minibatches_are_the_sequences_in_the_order_that_is_asked_for(
     """Each as if it had been selected and weighted by itself, on the memory of one copy."""
     batch = Batch.of(PROMPTS, RESPONSES, written=written)
     packed = torch.arange(batch.response_count, dtype=torch.float32)
-    experience = Experience(batch, packed, packed + 10, packed + 20, packed + 30)
+    experience = Experience(batch, packed, packed + 10, packed + 20, packed + 30, packed + 40)
     order = torch.tensor([2, 0, 1])
     minibatches = experience.minibatches(order, count, "seq-mean-token-mean")
     assert len(minibatches) == min(count, 3)

@@ -173,11 +173,12 @@ def test_parts_are_as_many_bytes_as_what_they_hold(tmp_path: Path) -> None:
     rotary = 2 * 16 * 4  # the frequencies, and the same as they started: buffers
     assert rollout["policy weights"] == 4 * count + rotary
     assert rollout["reference"] == 4 * count + rotary
-    assert rollout["value function"] == 4 * head
+    moments = 2 * 8 * (128 + 2) ** 2  # of the run and of a batch
+    assert rollout["value function"] == 4 * head + moments
     assert rollout["gradients"] == 0
-    assert sizes(plan)["gradients"] == 4 * (count + head)
-    steps = 4 * len([*LlamaForCausalLM(llama()).parameters()]) + 8  # each counts its own
-    assert rollout["optimiser states"] == 8 * (count + head) + steps
+    assert sizes(plan)["gradients"] == 4 * count
+    steps = 4 * len([*LlamaForCausalLM(llama()).parameters()])  # each counts its own
+    assert rollout["optimiser states"] == 8 * count + steps
     cache_of_a_layer = 2 * 4 * 2 * 32 * 16 * (PROMPT + 64 - 1 + ROOM)
     assert rollout["KV cache"] == 2 * cache_of_a_layer
 

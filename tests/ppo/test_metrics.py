@@ -35,6 +35,7 @@ EXPERIENCE = Experience(
     old_values=torch.tensor([0.5, 1.5, 2.5, 3.5]),
     advantages=torch.zeros(4),
     returns=torch.tensor([1.0, 1.0, 3.0, 3.0]),
+    complete_returns=torch.tensor([0.0, 0.0, 4.0, 4.0]),
     ref_logprobs=torch.tensor([-1.5, -2.0, -2.0, -6.0]),
 )
 KL = [0.5 + 0.0 - 1.0, 2.0]
@@ -133,7 +134,7 @@ def test_metrics_of_the_experience_are_means_over_tokens_or_sequences() -> None:
             "response_length": 2.0,
             "value": 2.0,
             "return": 2.0,
-            "explained_variance": 1 - 0.25 / 1.0,
+            "explained_variance": 1 - 1.25 / 4.0,
             "kl": sum(KL) / 2,
             "kl_per_token": sum(KL) / 4,
         }

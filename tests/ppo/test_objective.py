@@ -43,6 +43,7 @@ class Loss:
             old_values=zeros,
             advantages=torch.tensor([1.0, -1, 0.5, -2, 0.3, 1, -1, 2, -0.5]),
             returns=zeros,
+            complete_returns=zeros,
             ref_logprobs=old_logprobs + 0.1,
             importance_weights=importance_weights,
         ).weighted("token-mean")
@@ -80,7 +81,7 @@ class Loss:
         """Compares loss and gradient with those of a formula's token losses."""
         assert self.micro.token_weights is not None
         wanted = (per_token * self.micro.token_weights).sum()
-        loss, sums = self.trainer.loss(self.micro, self.options)
+        loss, sums, _ = self.trainer.loss(self.micro, self.options)
         torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
         assert sums.loss == loss
         weights = [*self.trainer.model.causal_lm.parameters()]
@@ -173,8 +174,8 @@ def test_other_objectives_are_their_papers(
 def test_weights_of_the_tokens_decide_the_loss(objective: str, tmp_path: Path) -> None:
     loss = Loss(tmp_path, objective=objective)
     twice = replace(loss.micro, token_weights=2 * loss.micro.token_weights)
-    once, _ = loss.trainer.loss(loss.micro, loss.options)
-    torch.testing.assert_close(loss.trainer.loss(twice, loss.options)[0], 2 * once)
+    once = loss.trainer.loss(loss.micro, loss.options).loss
+    torch.testing.assert_close(loss.trainer.loss(twice, loss.options).loss, 2 * once)
 
 
 # ----------------------------------------------------------------------------------- the value loss
@@ -182,8 +183,8 @@ def test_weights_of_the_tokens_decide_the_loss(objective: str, tmp_path: Path) -
 
 def _value_loss(trainer: PPOTrainer, micro: Experience, values: Tensor) -> tuple[Tensor, Tensor]:
     """(The value loss, how many tokens were clipped), where the value function gives `values`."""
-    trainer.model.value_function.forward = lambda *args, **options: values
-    _, sums = trainer.loss(micro, trainer.config)
+    trainer.model.value_function.read = lambda states: values
+    sums = trainer.loss(micro, trainer.config).sums
     return sums.value_loss, sums.value_clipped
 
 
@@ -191,7 +192,7 @@ def _value_loss(trainer: PPOTrainer, micro: Experience, values: Tensor) -> tuple
 def test_the_value_term_is_clipped_as_the_option_says_and_counts_it(
     clip: float | None, tmp_path: Path
 ) -> None:
-    trainer = make_trainer(tmp_path, value_clip=clip)
+    trainer = make_trainer(tmp_path, value_head="gradient", value_clip=clip)
     micro = first_experience(trainer).weighted("token-mean")
     micro = replace(micro, returns=micro.old_values + 2)
     values = micro.old_values + torch.linspace(-1, 1, len(micro.old_values))
@@ -210,7 +211,7 @@ def test_the_value_term_is_clipped_as_the_option_says_and_counts_it(
 
 def test_a_value_that_has_not_moved_far_is_never_counted_as_clipped(tmp_path: Path) -> None:
     """V_old + (V − V_old) is V but for a rounding, which makes some errors larger."""
-    trainer = make_trainer(tmp_path, value_clip=0.2)
+    trainer = make_trainer(tmp_path, value_head="gradient", value_clip=0.2)
     micro = first_experience(trainer).weighted("token-mean")
     old_values, values = 0.04 * torch.rand(2, len(micro.old_values)) - 0.02
     micro = replace(micro, old_values=old_values, returns=values + 1e-4)
@@ -271,7 +272,7 @@ def test_the_exact_kl_in_the_loss_pulls_towards_the_reference(tmp_path: Path) ->
 @pytest.mark.parametrize("clip", [None, 1e-9])
 def test_the_trainers_update_clips_values_by_the_option(clip: float | None, tmp_path: Path) -> None:
     """Within so narrow a range every value that has moved away from its return is clipped."""
-    options = {"value_clip": clip, "iterations": 1, "value_learning_rate": 1e-3}
+    options = {"value_clip": clip, "iterations": 1, "value_head": "gradient"}
     metrics = make_trainer(tmp_path, **options).train()
     if clip is None:
         assert "value_clip_fraction" not in metrics

@@ -30,7 +30,8 @@ def _model(kind: str = "shared") -> ActorCritic:
 @pytest.mark.parametrize("kind", ["shared", "critic"])
 def test_every_weight_is_in_one_group_with_its_rate_and_decay(kind: str) -> None:
     model = _model(kind)
-    config = PPOConfig(learning_rate=1e-4, value_learning_rate=3e-3, weight_decay=0.1)
+    rates = {"learning_rate": 1e-4, "value_learning_rate": 3e-3}
+    config = PPOConfig(value_head="gradient", weight_decay=0.1, **rates)
     groups = make_optimizer(model, config).param_groups
     found = {id(p): g for g in groups for p in g["params"]}
     assert sum(len(group["params"]) for group in groups) == len(found) == len([*model.parameters()])
@@ -53,7 +54,7 @@ def test_neighbours_of_one_rate_and_decay_are_one_group(
     """In one order whatever the options are: by it a checkpoint finds its weights' moments."""
     model = _model(kind)
     plain = make_optimizer(model, PPOConfig())
-    optimizer = make_optimizer(model, PPOConfig(**options))
+    optimizer = make_optimizer(model, PPOConfig(value_head="gradient", **options))
     steps = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     assert all(one != other for one, other in itertools.pairwise(steps))
     assert len(steps) == (count or (2 if kind == "shared" else 3))
@@ -72,7 +73,9 @@ def test_gradients_are_clipped_to_the_norm_and_the_decay_is_on_matrices(tmp_path
     norm = torch.stack([gradient.norm() for gradient in clipped.values()]).norm()
     assert norm.item() == pytest.approx(0.01, rel=1e-3)
     options = {"weight_decay": 0.1, "learning_rate": 1e-4, "value_learning_rate": 0.0}
-    trainer = make_trainer(tmp_path, **options, adam_beta2=0.8, adam_eps=1e-6)
+    trainer = make_trainer(
+        tmp_path, value_head="gradient", **options, adam_beta2=0.8, adam_eps=1e-6
+    )
     matrices, vectors, head = trainer.optimizer.param_groups
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
     assert (matrices["lr"], vectors["lr"], head["lr"]) == (1e-4, 1e-4, 0.0)

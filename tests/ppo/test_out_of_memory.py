@@ -47,7 +47,7 @@ def _gradients(
     _limit(trainer.model, room)
     metrics = trainer.update(experience, trainer.config)
     assert metrics["skipped_steps"] == 0
-    return {name: p.grad.clone() for name, p in trainer.model.named_parameters()}, said
+    return {name: p.grad.clone() for name, p in trainer.model.causal_lm.named_parameters()}, said
 
 
 def test_the_gradient_is_that_of_the_smaller_microbatch_from_the_start(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from runs import first_experience, make_trainer, one_step
 def test_a_non_finite_gradient_skips_the_step_and_at_last_stops_the_run(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     experience = first_experience(trainer)
-    before = [p.detach().clone() for p in trainer.model.parameters()]
+    before = [p.detach().clone() for p in trainer.model.causal_lm.parameters()]
     experience.advantages[0] = float("nan")
     assert trainer.update(experience, one_step(trainer))["skipped_steps"] == 1
-    for old, parameter in zip(before, trainer.model.parameters(), strict=True):
+    for old, parameter in zip(before, trainer.model.causal_lm.parameters(), strict=True):
         assert torch.equal(old, parameter)
     with pytest.raises(FloatingPointError, match=f"{MOST_IN_A_ROW} optimiser steps in a row"):
         trainer.update(experience, one_step(trainer, ppo_epochs=9))

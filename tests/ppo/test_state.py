@@ -63,7 +63,7 @@ def test_a_state_comes_back_whole_through_json(controller: str) -> None:
 def test_every_counter_of_a_state_is_one_that_is_saved() -> None:
     """A field that is added to the state is not forgotten in a checkpoint."""
     parts = {"kl_control", "policy_kl_control", "watch", "score_scale", "evaluations"}
-    parts |= {"successes", "scaler"}
+    parts |= {"successes", "scaler", "value_regression"}
     of_the_last_step = {"overflowed"}
     names = {field.name for field in fields(RunState)}
     assert names == parts | of_the_last_step | {*COUNTERS}

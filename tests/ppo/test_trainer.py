@@ -225,7 +225,12 @@ def test_the_split_into_microbatches_does_not_matter(aggregation: str, tmp_path:
         {"microbatch_tokens": 1},
     ):
         trainer = make_trainer(
-            tmp_path, aggregation=aggregation, entropy_coef=0.02, max_grad_norm=1e9, **options
+            tmp_path,
+            aggregation=aggregation,
+            entropy_coef=0.02,
+            max_grad_norm=1e9,
+            value_head="gradient",
+            **options,
         )
         torch.manual_seed(5)
         metrics = trainer.update(first_experience(make_trainer(tmp_path)), one_step(trainer))
@@ -305,7 +310,7 @@ def test_torch_itself_sees_no_wait_for_a_gpu_in_a_microbatch(packing: str, tmp_p
     minibatch = experience.weighted(options.aggregation)
     with waits.refused_by_torch():
         for micro in minibatch.microbatches(options.limits(trainer.model.packing)):
-            loss, _ = trainer.loss(micro, options)
+            loss = trainer.loss(micro, options).loss
             loss.backward()
 
 
@@ -587,7 +592,7 @@ def test_turns_have_the_gradient_of_their_turns_one_by_one(tmp_path: Path) -> No
     for batch in (turns, apart):
         torch.manual_seed(5)
         metrics = trainer.update(replace(experience, batch=batch), one_step(trainer))
-        gradients.append([p.grad.clone() for p in trainer.model.parameters()])
+        gradients.append([p.grad.clone() for p in trainer.model.causal_lm.parameters()])
         assert metrics["entropy"] > 0
     for of_turns, of_responses in zip(*gradients, strict=True):
         torch.testing.assert_close(of_turns, of_responses, rtol=1e-4, atol=1e-6)

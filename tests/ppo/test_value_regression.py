@@ -1,0 +1,238 @@
+"""The value head in closed form: what it solves, from which tokens, and where little is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import environments
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastppo.data.batch import Batch
+from fastppo.data.world import World
+from fastppo.ppo.experience import Experience
+from fastppo.ppo.value_regression import FORGETTING, RIDGES, ValueRegression
+from runs import first_experience, make_trainer
+
+ONE_STEP: dict[str, Any] = {"ppo_epochs": 1, "minibatches": 1}
+"""The states of the only epoch are those of the weights before the update."""
+
+
+def ridge_regression(x: Tensor, y: Tensor, weights: Tensor, ridge: float) -> Tensor:
+    """(w, bias) of min Σ weightᵢ (xᵢᵀw + bias − yᵢ)² + λ·scale·|w|², by the QR of all rows in fp64,
+    with the scale the mean over the entries of x of their Σ weightᵢ (x − x̄)²."""
+    mean = (weights[:, None] * x).sum(0) / weights.sum()
+    scale = (weights[:, None] * (x - mean) ** 2).sum(0).mean()
+    rows = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], dim=1) * weights.sqrt()[:, None]
+    width = x.shape[1]
+    shrinking = torch.eye(width, width + 1, dtype=x.dtype) * (ridge * scale).sqrt()
+    target = torch.cat([y * weights.sqrt(), torch.zeros(width, dtype=x.dtype)])
+    return torch.linalg.lstsq(torch.cat([rows, shrinking]), target[:, None]).solution[:, 0]
+
+
+def experience(returns: Tensor) -> Experience:
+    """One response whose tokens have these returns."""
+    batch = Batch.of([[4]], [[5] * len(returns)])
+    rest = [torch.zeros(len(returns)) for _ in range(4)]
+    return Experience(batch, *rest, returns).weighted("token-mean")
+
+
+def fitted(x: Tensor, y: Tensor, *, times: int = 1) -> tuple[nn.Linear, ValueRegression]:
+    """The head after so many updates on the same tokens."""
+    head = nn.Linear(x.shape[1], 1)
+    head.requires_grad_(False)
+    regression = ValueRegression()
+    for _ in range(times):
+        regression.begin_batch()
+        regression.add(x, experience(y))
+        regression.fit(head, World())
+    return head, regression
+
+
+def random_states(count: int = 40, width: int = 6) -> Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(0))
+
+
+# --------------------------------------------------------------------------------- what it solves
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"packing": "on", "microbatch_tokens": 40},
+        {"lora_rank": 4, "lora_alpha": 8.0},
+        {"precision": "bf16"},
+        {"value_model": "detached"},
+        {"value_model": "critic", "value_head": "closed_form"},
+        {"gamma": 0.9, "bootstrap_truncated": True},
+        {
+            **environments.OPTIONS,
+            "environment": environments.Exact,
+            "prompts": environments.PROMPTS,
+        },
+    ],
+    ids=["padded", "packed", "lora", "bf16", "detached", "critic", "bootstrap", "turns"],
+)
+def test_the_head_is_ridge_regression_on_the_tokens_of_all_batches(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of the returns to go, on the states that the loss has read, older batches by ρ less."""
+    trainer = make_trainer(tmp_path, **ONE_STEP, **options)
+    model = trainer.model
+    states = []
+    returns = []
+    for _ in range(2):
+        batch = first_experience(trainer)
+        layout = model.layout(batch.batch)
+        with torch.no_grad(), model.autocast():
+            states.append(model(layout).value_states.double())
+        returns.append(batch.complete_returns.double())
+        trainer.update(batch, trainer.config)
+    counts = [torch.full_like(y, FORGETTING**age) for y, age in zip(returns, (1, 0), strict=True)]
+    regression = trainer.state.value_regression
+    assert regression is not None
+    wanted = ridge_regression(
+        torch.cat(states), torch.cat(returns), torch.cat(counts), RIDGES[regression.best]
+    )
+    head = model.value_function.head
+    found = torch.cat([head.weight[0], head.bias]).double()
+    # The states of another split differ by the rounding of their products.
+    rounding = 2**-8 if "precision" in options else 1e-5
+    torch.testing.assert_close(found, wanted, rtol=rounding, atol=rounding * wanted.abs().max())
+
+
+def test_complete_returns_are_the_rewards_to_go(tmp_path: Path) -> None:
+    """The KL's share of each token and the score of the last, whatever the values are."""
+    trainer = make_trainer(tmp_path, kl_coef=0.1, lam=0.9, gamma=0.8)
+    nn.init.normal_(trainer.model.value_function.head.weight)
+    nn.init.normal_(trainer.model.causal_lm.lm_head.weight)  # away from the reference
+    trainer.config = trainer.config.at(0)
+    prompts = trainer.prompts.at(0, 4, 0)
+    rollout = trainer.engine.generate(prompts.token_ids, trainer.sampling)
+    scores = trainer.score(prompts, rollout, trainer.config)
+    found, _ = trainer.make_experience(prompts.token_ids, rollout, scores, trainer.config)
+    kl = (found.old_logprobs - found.ref_logprobs).split(rollout.lengths)
+    wanted = []
+    for token_kl, score in zip(kl, scores.total.tolist(), strict=True):
+        to_go = []
+        value = 0.0
+        rewards = (-0.1 * token_kl).tolist()
+        rewards[-1] += score
+        for reward in reversed(rewards):
+            value = reward + 0.8 * value
+            to_go.insert(0, value)
+        wanted += to_go
+    torch.testing.assert_close(found.complete_returns, torch.tensor(wanted), rtol=1e-4, atol=1e-5)
+
+
+def test_the_last_epoch_alone_counts_and_each_of_its_tokens_once(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, ppo_epochs=3, minibatches=2, microbatch_size=3)
+    batch = first_experience(trainer)
+    trainer.update(batch, trainer.config)
+    moments = trainer.state.value_regression.moments
+    assert moments[-2, -2] == batch.batch.response_count
+    assert moments[-1, -2].item() == pytest.approx(batch.complete_returns.sum().item())
+
+
+def test_a_ridge_is_chosen_by_the_batches_that_follow() -> None:
+    """Much of it where the states say nothing of the returns, little where they say all."""
+    states = random_states(80, 60)
+    noise = torch.randn(2, 80, generator=torch.Generator().manual_seed(1))
+    chosen = {}
+    for name, targets in {"noise": noise, "exact": (states @ torch.ones(60)).expand(2, -1)}.items():
+        regression = ValueRegression()
+        for x, y in zip((states, states.flip(0)), targets, strict=True):
+            regression.begin_batch()
+            regression.add(x, experience(y if name == "noise" else x @ torch.ones(60)))
+            regression.fit(nn.Linear(60, 1).requires_grad_(False), World())
+        chosen[name] = RIDGES[regression.best]
+    assert chosen == {"noise": RIDGES[-1], "exact": RIDGES[0]}
+
+
+# ------------------------------------------------------------------------- where little is known
+
+
+def test_an_offset_of_the_returns_goes_into_the_bias_alone() -> None:
+    states = random_states()
+    returns = states @ torch.ones(6)
+    head, _ = fitted(states, returns)
+    shifted, _ = fitted(states, returns + 1000)
+    torch.testing.assert_close(shifted.weight, head.weight, rtol=1e-4, atol=1e-4)
+    assert shifted.bias.item() == pytest.approx(head.bias.item() + 1000, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("states", "returns"),
+    [
+        (random_states(), torch.full((40,), 0.3)),
+        (torch.zeros(40, 6), torch.arange(40.0)),
+        (torch.full((40, 6), 7.3), torch.arange(40.0)),
+        (random_states(1), torch.tensor([2.0])),
+        (random_states(3, 50), torch.full((3,), -1.0)),
+    ],
+    ids=["equal rewards", "states of zeros", "equal states", "one token", "fewer than widths"],
+)
+def test_where_nothing_tells_states_apart_the_value_is_the_mean_and_stays(
+    states: Tensor, returns: Tensor
+) -> None:
+    for times in (1, 50):
+        head, _ = fitted(states, returns, times=times)
+        values = head(states).squeeze(1)
+        torch.testing.assert_close(values, returns.mean().expand_as(values), rtol=1e-5, atol=1e-5)
+
+
+def test_fewer_tokens_than_the_states_are_wide_are_fitted_without_blowing_up() -> None:
+    """As by the definition, though the covariance is singular."""
+    states = random_states(5, 64)
+    returns = torch.tensor([1.0, -1.0, 2.0, 0.0, 3.0])
+    head, regression = fitted(states, returns)
+    wanted = ridge_regression(
+        states.double(), returns.double(), torch.ones(5).double(), RIDGES[regression.best]
+    )
+    torch.testing.assert_close(head.weight[0].double(), wanted[:-1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_batch_that_is_not_finite_changes_nothing(bad: float) -> None:
+    states = random_states()
+    head, regression = fitted(states, states.sum(1))
+    before = head.weight.clone(), regression.tensors()["moments"].clone()
+    regression.begin_batch()
+    regression.add(states * bad, experience(states.sum(1)))
+    regression.fit(head, World())
+    assert torch.equal(head.weight, before[0])
+    assert torch.equal(regression.tensors()["moments"], before[1])
+
+
+# --------------------------------------------------------------------------------- in the trainer
+
+
+def test_one_given_response_is_learned_from(tmp_path: Path) -> None:
+    """By `step`, whose first update is the only one: the bias is what the response paid."""
+    trainer = make_trainer(tmp_path, kl_coef=0.0)
+    trainer.step(["w1 w2"], ["w3 w4"], [0.75])
+    head = trainer.model.value_function.head
+    assert head.bias.item() == pytest.approx(0.75)
+    assert head.weight.abs().max().item() < 1e-6
+
+
+def test_the_values_loss_trains_the_trunk_and_not_the_head(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    head = trainer.model.value_function.head
+    stepped = {id(weight) for weight in trainer.optimizer.weights}
+    assert not {id(p) for p in head.parameters()} & stepped
+    nn.init.normal_(head.weight)
+    micro = first_experience(trainer).weighted("token-mean")
+    loss, sums, _ = trainer.loss(micro, trainer.config)
+    trunk = trainer.model.causal_lm.base_model
+    with_values = torch.autograd.grad(loss, trunk.layers[0].mlp.up_proj.weight)[0]
+    policy_alone = make_trainer(tmp_path / "policy", vf_coef=0.0)
+    nn.init.normal_(policy_alone.model.value_function.head.weight)
+    without, _, _ = policy_alone.loss(micro, policy_alone.config)
+    trunk = policy_alone.model.causal_lm.base_model
+    of_policy = torch.autograd.grad(without, trunk.layers[0].mlp.up_proj.weight)[0]
+    assert sums.value_loss > 0
+    assert (with_values - of_policy).abs().max() > 1e-3 * of_policy.abs().max()
