@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -197,6 +198,29 @@ def explained_variance(returns: Tensor, values: Tensor) -> Tensor:
     return 1 - residual / returns.var(correction=0).clamp(min=1e-8)
 
 
+def critic_metrics(experience: Experience) -> dict[str, float]:
+    """Whether the value function is worth having; without what is not defined, as where all values
+    are the same.
+
+    Returns:
+        dict: `explained_variance` of the Monte Carlo returns; `value_calibration`, the slope of the
+        line through the returns of whole responses by their values at the prompt; the
+        `advantage_correlation` of the advantages with those that there would be without values,
+        the returns: whitening leaves it as it is.
+    """
+    returns = experience.complete_returns
+    begins = experience.batch.cu_seqlens[:-1].clamp(max=max(0, len(returns) - 1))
+    at_prompt = torch.stack([experience.old_values[begins], returns[begins]])
+    covariance = at_prompt.double().cov(correction=0)
+    both = torch.stack([experience.advantages, returns])
+    metrics = {
+        "explained_variance": explained_variance(returns, experience.old_values),
+        "value_calibration": covariance[0, 1] / covariance[0, 0],
+        "advantage_correlation": both.double().corrcoef()[0, 1],
+    }
+    return {name: x for name, x in to_floats(metrics).items() if math.isfinite(x)}
+
+
 def experience_metrics(experience: Experience, spread: Tensor) -> dict[str, float]:
     """Means over the batch that the update learns from.
 
@@ -208,9 +232,6 @@ def experience_metrics(experience: Experience, spread: Tensor) -> dict[str, floa
         "response_length": batch.written_lengths.float().mean().to(batch.device),
         "value": experience.old_values.mean(),
         "return": experience.returns.mean(),
-        "explained_variance": explained_variance(
-            experience.complete_returns, experience.old_values
-        ),
         "advantage_std": spread,
     }
     if experience.ref_logprobs is not None:
@@ -219,7 +240,7 @@ def experience_metrics(experience: Experience, spread: Tensor) -> dict[str, floa
         total_kl = sampled_kl(experience.old_logprobs, experience.ref_logprobs).sum()
         metrics["kl"] = total_kl / len(batch)
         metrics["kl_per_token"] = total_kl / max(1, batch.response_count)
-    return to_floats(metrics)
+    return to_floats(metrics) | critic_metrics(experience)
 
 
 def policy_metrics(

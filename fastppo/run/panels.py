@@ -43,7 +43,24 @@ GROUPS = (
             Panel("Loss", "as a step follows it", ("loss",)),
             Panel("Value loss", "½(V − R)²", ("value_loss",)),
             Panel("Reward less the cost of the KL", "reward", ("rlhf_reward",)),
-            Panel("Explained variance", "1 is perfect", ("explained_variance",)),
+            Panel(
+                "Explained variance",
+                "1 is perfect",
+                ("explained_variance",),
+                note="of Monte Carlo returns",
+            ),
+            Panel(
+                "Calibration of the values",
+                "slope of the returns",
+                ("value_calibration",),
+                note="at the prompt; 1 is calibrated",
+            ),
+            Panel(
+                "What the values change",
+                "correlation",
+                ("advantage_correlation",),
+                note="of the advantages with those without values; 1 is nothing",
+            ),
             Panel(
                 "Solved",
                 "share",

@@ -18,6 +18,7 @@ from fastppo.ppo.metrics import (
     LossSums,
     PhaseTimer,
     UpdateMeter,
+    critic_metrics,
     experience_metrics,
     explained_variance,
     response_metrics,
@@ -33,7 +34,7 @@ EXPERIENCE = Experience(
     BATCH,
     old_logprobs=torch.tensor([-1.0, -2.0, -3.0, -4.0]),
     old_values=torch.tensor([0.5, 1.5, 2.5, 3.5]),
-    advantages=torch.zeros(4),
+    advantages=torch.tensor([1.0, 1.0, 3.0, 3.0]),
     returns=torch.tensor([1.0, 1.0, 3.0, 3.0]),
     complete_returns=torch.tensor([0.0, 0.0, 4.0, 4.0]),
     ref_logprobs=torch.tensor([-1.5, -2.0, -2.0, -6.0]),
@@ -135,6 +136,8 @@ def test_metrics_of_the_experience_are_means_over_tokens_or_sequences() -> None:
             "value": 2.0,
             "return": 2.0,
             "explained_variance": 1 - 1.25 / 4.0,
+            "value_calibration": 4 / 3,
+            "advantage_correlation": 1.0,
             "kl": sum(KL) / 2,
             "kl_per_token": sum(KL) / 4,
         }
@@ -148,6 +151,12 @@ def test_a_perfect_value_function_explains_all_and_a_constant_one_nothing() -> N
     assert explained_variance(returns, torch.full((3,), 7.0)).item() == pytest.approx(0)
     assert explained_variance(returns, -returns).item() < 0
     assert explained_variance(torch.ones(3), torch.ones(3)).item() == 1, "and no division by 0"
+
+
+def test_values_that_are_all_the_same_have_no_calibration() -> None:
+    constant = replace(EXPERIENCE, old_values=torch.zeros(4), advantages=-EXPERIENCE.returns)
+    found = critic_metrics(constant)
+    assert found == pytest.approx({"explained_variance": 0.0, "advantage_correlation": -1.0})
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
