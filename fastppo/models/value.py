@@ -2,7 +2,7 @@
 
     shared      a linear head on the policy's trunk; the value loss trains the trunk too
     detached    the same head, and its loss stops there: the trunk belongs to the policy
-    critic      a transformer of its own, started from the policy or from a reward model
+    critic      a transformer of its own, started from the policy, a reward model or an earlier one
 
 Stiennon et al. 2020 (section 3.4) found that a shared trunk can hurt the policy early in training,
 when values are mostly wrong; the other two are the answers to that, in order of their cost.
@@ -19,11 +19,16 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastppo.data.batch import Layout
 from fastppo.models.trunk import states_at
+
+ATTENTION = {"self_attn", "attn", "attention"}
+"""What transformers' decoders call the attention of a layer."""
 
 
 class ValueFunction(nn.Module, ABC):
@@ -87,6 +92,38 @@ def critic_of_policy(causal_lm: PreTrainedModel) -> CriticValue:
     """A critic that starts as a copy of the policy's trunk."""
     width = causal_lm.get_output_embeddings().weight.shape[1]
     return CriticValue(copy.deepcopy(causal_lm.base_model), width)
+
+
+def critic_of_file(causal_lm: PreTrainedModel, path: str) -> CriticValue:
+    """A critic of the policy's architecture with the weights that `save_value_function` wrote.
+
+    Raises:
+        ValueError: they cannot be read, or are of another value function.
+    """
+    critic = critic_of_policy(causal_lm)
+    try:
+        critic.load_state_dict(load_file(path))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ValueError(f"critic_model {path} is no critic of the policy: {error}") from error
+    return critic
+
+
+def freeze_attention(trunk: nn.Module) -> None:
+    """Leaves the attention of each layer as it is.
+
+    Raises:
+        ValueError: none of the trunk's modules is called an attention.
+    """
+    frozen = [
+        parameter for name, parameter in trunk.named_parameters() if ATTENTION & {*name.split(".")}
+    ]
+    if not frozen:
+        raise ValueError(
+            f"critic_frozen=attention: {type(trunk).__name__} has no module of a name "
+            f"in {', '.join(sorted(ATTENTION))}"
+        )
+    for parameter in frozen:
+        parameter.requires_grad_(False)
 
 
 def critic_of_reward_model(model: Any, name: str) -> CriticValue:

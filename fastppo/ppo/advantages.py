@@ -49,15 +49,6 @@ class BatchAdvantages(NamedTuple):
     spread: Tensor
     """0-d: the advantages' standard deviation before whitening, which would hide that they hardly
     vary and there is nothing to learn."""
-
-
-class Estimates(NamedTuple):
-    """What an update learns from, packed [N] fp32 each but for `spread`."""
-
-    advantages: Tensor
-    returns: Tensor
-    spread: Tensor
-    """As in `BatchAdvantages`."""
     complete_returns: Tensor
     """Monte Carlo: the shaped rewards to go, the KL's share, the score and what is paid within a
     response, discounted as GAE's steps are; of the values only the bootstrap value after a response
@@ -93,7 +84,7 @@ def make_advantages(
     old: OldPolicy,
     ref_stats: ReferenceStats,
     kl_coef: float,
-) -> Estimates:
+) -> BatchAdvantages:
     """Shaped rewards, advantages and returns of the packed responses.
 
     Args:
@@ -134,16 +125,14 @@ def make_advantages(
         estimates = _turn_advantages(rewarded, options)
     else:
         estimates = _token_advantages(rewarded, options)
-    advantages = estimates.advantages
-    if options.whiten_advantages == "variance" and len(advantages) > 1:
-        advantages = advantages * (advantages.var() + WHITEN_EPS).rsqrt()
-    return Estimates(
-        advantages, estimates.returns, estimates.spread, complete_returns(rewarded, options)
-    )
+    if options.whiten_advantages == "variance" and len(estimates.advantages) > 1:
+        scale = (estimates.advantages.var() + WHITEN_EPS).rsqrt()
+        return estimates._replace(advantages=estimates.advantages * scale)
+    return estimates
 
 
 def complete_returns(rewarded: RewardedBatch, options: PPOConfig) -> Tensor:
-    """[N] fp32: `Estimates.complete_returns`, the returns at λ = 1 without values."""
+    """[N] fp32: `BatchAdvantages.complete_returns`, the returns at λ = 1 without values."""
     without_values = rewarded._replace(values=torch.zeros_like(rewarded.values))
     if options.gae_by == "turn":
         _, returns = turn_gae(without_values, shaped_rewards(rewarded), 1.0, options)
@@ -166,7 +155,7 @@ def _token_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAdvan
         returns = _token_gae(rewarded, options, lam=options.value_lam, whiten=False).returns
     # Returns are never whitened.
     spread = (result.returns - rewarded.values).std(correction=0)
-    return BatchAdvantages(result.advantages, returns, spread)
+    return BatchAdvantages(result.advantages, returns, spread, complete_returns(rewarded, options))
 
 
 def _token_gae(
@@ -199,7 +188,9 @@ def _response_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAd
     lengths = rewarded.batch.written_lengths.to(rewarded.batch.device)
     advantages = by_response.repeat_interleave(lengths, output_size=count)
     spread = advantages.std(correction=0)
-    return BatchAdvantages(_whitened(advantages, options), result.returns, spread)
+    advantages = _whitened(advantages, options)
+    complete = complete_returns(rewarded, options)
+    return BatchAdvantages(advantages, result.returns, spread, complete)
 
 
 def _against_group(rewards: Tensor, options: PPOConfig) -> Tensor:
@@ -245,7 +236,8 @@ def _turn_advantages(rewarded: RewardedBatch, options: PPOConfig) -> BatchAdvant
     spread = advantages.std(correction=0)
     if options.value_lam is not None:
         _, returns = turn_gae(rewarded, rewards, options.value_lam, options)
-    return BatchAdvantages(_whitened(advantages, options), returns, spread)
+    advantages = _whitened(advantages, options)
+    return BatchAdvantages(advantages, returns, spread, complete_returns(rewarded, options))
 
 
 def turn_gae(

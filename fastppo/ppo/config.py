@@ -78,7 +78,18 @@ class ValueOptions(Options):
         "own",
     )
     critic_model: str | None = option(
-        None, "Where value_model=critic starts: a reward model or a causal LM; none: the policy"
+        None,
+        "Where value_model=critic starts: a reward model, a causal LM, or the "
+        "value_function.safetensors of an earlier critic; none: the policy",
+    )
+    critic_frozen: Literal["none", "attention"] = option(
+        "none", "What of value_model=critic is not trained: nothing, or its attention (SAO)"
+    )
+    value_epochs: int | None = option(
+        None,
+        "Passes over each batch that train value_model=critic, ppo_epochs of them with the policy; "
+        "none given means ppo_epochs",
+        minimum=1,
     )
     value_head: Literal["auto", "closed_form", "gradient"] = option(
         "auto",
@@ -457,8 +468,18 @@ def check_models(config: PPOConfig) -> None:
                 "precision=fp16 forms the loss's gradient after its scale is known, which "
                 "kl_loss_estimator=full does not have"
             )
-    if config.critic_model is not None and config.value_model != "critic":
-        raise ValueError(f"critic_model needs value_model=critic, got {config.value_model}")
+    config.have_effect_only(
+        "critic_model",
+        "critic_frozen",
+        "value_epochs",
+        where=config.value_model == "critic",
+        needs="value_model=critic",
+    )
+    if config.value_epochs is not None and config.value_epochs < config.ppo_epochs:
+        raise ValueError(
+            f"value_epochs counts the passes with the policy too: expected at least ppo_epochs, "
+            f"{config.ppo_epochs}, got {config.value_epochs}"
+        )
     if config.value_warmup_iterations > 0 and not config.is_used("vf_coef"):
         raise ValueError(
             "value_warmup_iterations trains the value function alone, so vf_coef must be > 0"
@@ -684,7 +705,9 @@ IDENTITY = (
     "reference_refresh",
     "value_model",
     "critic_model",
+    "critic_frozen",
     "value_head",
+    "value_epochs",
     "prompt_column",
     "split",
     "seed",

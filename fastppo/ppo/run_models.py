@@ -29,8 +29,10 @@ from fastppo.models.value import (
     DetachedValue,
     SharedValue,
     ValueFunction,
+    critic_of_file,
     critic_of_policy,
     critic_of_reward_model,
+    freeze_attention,
 )
 from fastppo.ppo.config import PPOConfig
 
@@ -142,9 +144,26 @@ def make_value_function(
         return SharedValue(trunk, width)
     if config.value_model == "detached":
         return DetachedValue(trunk, width)
+    critic = make_critic(causal_lm, tokenizer, config, loader)
+    if config.critic_frozen == "attention":
+        freeze_attention(critic.trunk)
+    return critic
+
+
+def make_critic(
+    causal_lm: PreTrainedModel, tokenizer: Any, config: PPOConfig, loader: ModelLoader
+) -> CriticValue:
+    """A critic that starts as the policy, as an earlier critic of such a policy, or as the model of
+    `critic_model`.
+
+    Raises:
+        ValueError: it cannot be loaded, or does not read the policy's tokens.
+    """
     name = config.critic_model
     if name is None:
         return critic_of_policy(causal_lm)
+    if name.endswith(".safetensors"):
+        return critic_of_file(causal_lm, name)
     loader.check_vocabulary(name, "critic_model", tokenizer)
     if is_sequence_classifier(model_config(name, "critic_model")):
         critic = critic_of_reward_model(loader.classifier(name, "critic_model"), name)

@@ -294,6 +294,9 @@ class PPOTrainer:
         before = state.steps
         regression = state.value_regression
         meter = UpdateMeter()
+        if options.value_epochs is not None:
+            for _ in range(options.value_epochs - options.ppo_epochs):
+                self.train_critic(experience, options)
         early_stopped = False
         for epoch in range(options.ppo_epochs):
             # Any epoch may be the last one where an update may end early.
@@ -344,6 +347,35 @@ class PPOTrainer:
                 state.policy_kl_control.update(policy_kl, len(experience))
         return metrics
 
+    def train_critic(self, experience: Experience, options: PPOConfig) -> None:
+        """A pass over the batch that trains a critic of its own alone, at the iteration's first
+        learning rate."""
+        set_learning_rate(
+            self.optimizer, self.state.iteration * options.steps_per_iteration, self.config
+        )
+        order = torch.randperm(len(experience))
+        for minibatch in experience.minibatches(order, options.minibatches, options.aggregation):
+            configured = options.limits(self.model.packing)
+            for attempt in self.fitting.attempts(configured, len(minibatch)):
+                with attempt as limits:
+                    self.optimizer.zero_grad(set_to_none=True)
+                    for micro in minibatch.microbatches(limits, self.world):
+                        layout = self.model.layout(micro.batch)
+                        with self.model.autocast():
+                            values = self.model.values(layout, layout.predicting)
+                        value, _ = self.value_loss(values, micro, options)
+                        (options.vf_coef * value).backward()
+            norms = to_floats(clip_gradients(self.optimizer, self.model, options))
+            if all(map(math.isfinite, norms.values())):
+                self.optimizer.step()
+
+    @staticmethod
+    def value_loss(values: Tensor, micro: Experience, options: PPOConfig) -> tuple[Tensor, Tensor]:
+        """(the value loss of a microbatch, 0-d, with its gradient; tokens that are clipped)."""
+        return ValueLossFunction.apply(
+            values, micro.returns, micro.token_weights, micro.old_values, options.value_clip
+        )
+
     def loss(self, micro: Experience, options: PPOConfig) -> MicrobatchLoss:
         """Policy and value loss of a microbatch, from one pass of the trunk. While the value
         function warms up, its loss alone."""
@@ -385,9 +417,7 @@ class PPOTrainer:
                         backend=options.backend,
                         **head.transform,
                     )
-            value, value_clipped = ValueLossFunction.apply(
-                values, micro.returns, micro.token_weights, micro.old_values, options.value_clip
-            )
+            value, value_clipped = self.value_loss(values, micro, options)
         loss = options.vf_coef * value
         if not warming_up:
             loss = policy.loss + loss

@@ -444,6 +444,45 @@ def test_a_critic_is_saved_and_reports_the_norm_of_its_own_gradient(tmp_path: Pa
         assert torch.equal(loaded[name], value)
 
 
+def test_a_critic_starts_where_an_earlier_one_ended(tmp_path: Path) -> None:
+    earlier = make_trainer(tmp_path, value_model="critic")
+    earlier.train()
+    saved = str(tmp_path / "run" / "value_function.safetensors")
+    options = {"value_model": "critic", "critic_model": saved}
+    found = make_trainer(tmp_path / "next", **options).model.value_function.state_dict()
+    for name, value in earlier.model.value_function.state_dict().items():
+        assert torch.equal(found[name], value), name
+    make_trainer(tmp_path / "shared").train()
+    options["critic_model"] = str(tmp_path / "shared" / "run" / "value_function.safetensors")
+    with pytest.raises(ValueError, match="is no critic of the policy"):
+        make_trainer(tmp_path / "wrong", **options)
+
+
+def test_a_critics_attention_may_stay_as_it_is(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, value_model="critic", critic_frozen="attention")
+    before = {n: p.clone() for n, p in trainer.model.value_function.trunk.named_parameters()}
+    trainer.train()
+    after = dict(trainer.model.value_function.trunk.named_parameters())
+    moved = {name for name, value in before.items() if not torch.equal(after[name], value)}
+    assert any(".mlp." in name for name in moved)
+    assert not any(".self_attn." in name for name in moved)
+
+
+def test_further_passes_train_the_critic_alone(tmp_path: Path) -> None:
+    """And within an update they come before those with the policy: its first value loss is less."""
+    losses = []
+    for epochs in (1, 5):
+        options = {"ppo_epochs": 1, "minibatches": 1, "value_epochs": epochs}
+        trainer = make_trainer(tmp_path, value_model="critic", **options)
+        experience = first_experience(trainer)
+        losses.append(trainer.update(experience, trainer.config)["value_loss"])
+    assert losses[1] < 0.9 * losses[0]
+    before = [p.detach().clone() for p in trainer.model.causal_lm.parameters()]
+    trainer.train_critic(experience, trainer.config)
+    for one, other in zip(before, trainer.model.causal_lm.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 # -------------------------------------------------------------------------------------- the rewards
 
 
