@@ -364,7 +364,8 @@ class PPOTrainer:
                         with self.model.autocast():
                             values = self.model.values(layout, layout.predicting)
                         value, _ = self.value_loss(values, micro, options)
-                        (options.vf_coef * value).backward()
+                        self.state.scaler.scale(options.vf_coef * value).backward()
+            self.state.unscale(self.optimizer)
             norms = to_floats(clip_gradients(self.optimizer, self.model, options))
             if all(map(math.isfinite, norms.values())):
                 self.optimizer.step()
@@ -443,6 +444,9 @@ class PPOTrainer:
     def take_step(self, sums: LossSums, options: PPOConfig) -> StepReport:
         """Clips the gradient and takes an optimiser step, if loss and gradient are finite."""
         state = self.state
+        if all(weight.grad is None for weight in self.optimizer.weights):
+            # While a head in closed form warms up on the policy's trunk, AdamW has nothing to do.
+            return StepReport(to_floats({"loss": sums.loss}), 0.0)
         state.unscale(self.optimizer)
         norms = clip_gradients(self.optimizer, self.model, options)
         # Once a step the host waits for a GPU, here. A gradient that is not finite must not reach

@@ -130,9 +130,20 @@ class ValueRegression:
 
     @torch.no_grad()
     def load_tensors(self, tensors: dict[str, Tensor], head: torch.nn.Linear) -> None:
-        """Restores what `tensors` gave, and the head with it."""
+        """Restores what `tensors` gave, and the head with it.
+
+        Raises:
+            ValueError: they are of states of another width.
+        """
         if not tensors:
             return
+        size = head.in_features + 2
+        wanted = {"moments": (size, size), "heads": (len(RIDGES), size), "errors": (len(RIDGES),)}
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if found != wanted:
+            raise ValueError(
+                f"the checkpoint's value regression does not fit: expected {wanted}, got {found}"
+            )
         device = head.weight.device
         self.moments = tensors["moments"].to(device)
         self.heads = tensors["heads"].to(device)

@@ -24,7 +24,7 @@ def _set_scale(trainer: PPOTrainer, scale: float) -> None:
 
 
 def _weights(trainer: PPOTrainer) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in trainer.model.parameters()]
+    return [p.detach().clone() for p in trainer.model.causal_lm.parameters()]
 
 
 @pytest.mark.parametrize("more", [{}, {"ptx_coef": 0.5}, {"value_model": "detached"}])
@@ -59,7 +59,7 @@ def test_a_gradient_beyond_fp16_skips_the_step_and_halves_the_scale(tmp_path: Pa
     assert metrics["skipped_steps"] == 0
     assert metrics["loss_scale"] == 2.0**59
     assert "grad_norm" not in metrics, "it is the scale's"
-    for one, other in zip(before, trainer.model.parameters(), strict=True):
+    for one, other in zip(before, trainer.model.causal_lm.parameters(), strict=True):
         assert torch.equal(one, other)
     assert trainer.state.optimizer_step == 1
     assert not (tmp_path / "run" / "skipped").exists()
