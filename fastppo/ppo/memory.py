@@ -50,6 +50,8 @@ from fastppo.ppo.eight_bit import empty_moments
 from fastppo.ppo.optimizer import clip_gradients, make_optimizer
 from fastppo.ppo.run_models import make_policy, make_reference
 from fastppo.ppo.shapes import LiveBytes, ShapeLoader, bytes_of, materialize
+from fastppo.ppo.value_regression import ROWS as ROWS_IN_FP64
+from fastppo.ppo.value_regression import SOLVER_COPIES
 from fastppo.rewards.loading import FUNCTION
 from fastppo.rewards.model import sequence_scores
 from fastppo.rollout.fixed_shapes import ROWS, TOKENS, bucket
@@ -386,6 +388,9 @@ class PlannedRun:
                     del ref_hidden
                 else:
                     grad_hidden = self._loss_gradient(hidden, buffers=buffers)
+            if self.moments:
+                size = len(self.moments[0])
+                torch.empty(min(hidden.shape[0], ROWS_IN_FP64), size, dtype=torch.float64)
             torch.autograd.backward([hidden, values], [grad_hidden, torch.ones_like(values)])
             del hidden, values, value_states, grad_hidden
             if config.ptx_coef:
@@ -399,6 +404,9 @@ class PlannedRun:
                 torch.autograd.backward(text, grad_text)
                 del text, grad_text
             self._take_step()
+            if self.moments:
+                copies = [torch.empty_like(self.moments[0]) for _ in range(SOLVER_COPIES)]
+                del copies
         gradients = bytes_of(p.grad for p in self.policy.parameters() if p.grad is not None)
         return self.phase("update", transient.bytes, gradients=min(gradients, transient.bytes))
 

@@ -41,8 +41,11 @@ RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 FIRST_RIDGE = 2
 """The place of the one that a run begins with, before a second batch has judged them."""
 
-ROWS = 2048
+ROWS = 512
 """States that are in fp64 at once."""
+
+SOLVER_COPIES = 3
+"""Of the moments, while a head is solved for: centred, with the ridge, decomposed."""
 
 NEGLIGIBLE = 1e-10
 """A variance of this share of the mean square is rounding: the states do not vary."""
@@ -81,9 +84,11 @@ class ValueRegression:
             self.batch = torch.zeros(size, size, dtype=torch.float64, device=states.device)
         for start in range(0, len(states), ROWS):
             chosen = slice(start, start + ROWS)
-            x = states[chosen].double()
-            y = returns[chosen].double().unsqueeze(1)
-            z = torch.cat([x, torch.ones_like(y), y], dim=1) * counts[chosen].unsqueeze(1)
+            z = self.batch.new_empty(len(states[chosen]), size)
+            z[:, :-2] = states[chosen]
+            z[:, -2] = 1
+            z[:, -1] = returns[chosen]
+            z *= counts[chosen].unsqueeze(1)
             self.batch.addmm_(z.T, z)
 
     @torch.no_grad()
@@ -102,7 +107,7 @@ class ValueRegression:
         else:
             errors = ((self.heads @ batch) * self.heads).sum(1)
             self.errors = FORGETTING * self.errors + errors
-        self.moments = FORGETTING * self.moments + batch
+        self.moments.mul_(FORGETTING).add_(batch)
         self.heads = torch.stack([ridge_head(self.moments, ridge) for ridge in RIDGES])
         self._write(head)
 
@@ -155,7 +160,7 @@ def ridge_head(moments: Tensor, ridge: float) -> Tensor:
     """(w, bias, −1) [H + 2] fp64 of the moments [H + 2, H + 2] of (x, 1, y)."""
     count = moments[-2, -2]
     means = moments[-2] / count
-    centred = moments - count * means.outer(means)
+    centred = moments - (count * means).outer(means)
     covariance = centred[:-2, :-2]
     mean_square = moments.diagonal()[:-2].mean()
     scale = covariance.diagonal().mean().clamp(min=NEGLIGIBLE * mean_square)
