@@ -182,7 +182,7 @@ class PlannedRun:
         self.live = LiveBytes()
         self.notes: list[str] = []
         self.moments: list[Tensor] = []
-        """Of the value head's regression: of the run and of a batch."""
+        """Of the value head's regression, where there is one; a batch's are there in its update."""
         loader = ShapeLoader(config, device)
         causal_lm = loader.causal_lm(config.model, "model")
         self.policy = make_policy(causal_lm, None, config, loader)
@@ -226,7 +226,7 @@ class PlannedRun:
             materialize(model)
         if self.config.fits_value_head:
             size = self.policy.value_function.head.in_features + 2
-            self.moments = [torch.empty(size, size, dtype=torch.float64) for _ in range(2)]
+            self.moments = [torch.empty(size, size, dtype=torch.float64)]
         self.optimizer = make_optimizer(self.policy, self.config)
         self._hold_gradients()
         self._take_step()
@@ -376,6 +376,7 @@ class PlannedRun:
         # The reference's logits beside the policy's, or under a loss scale their gradient.
         buffers = 2 if exact_kl or config.precision == "fp16" else 1
         with self.live.peak() as transient:
+            of_batch = [torch.empty_like(moments) for moments in self.moments]
             if rows < minibatch:
                 self._hold_gradients()
             with self.policy.autocast():
@@ -407,6 +408,7 @@ class PlannedRun:
             if self.moments:
                 copies = [torch.empty_like(self.moments[0]) for _ in range(SOLVER_COPIES)]
                 del copies
+            del of_batch
         gradients = bytes_of(p.grad for p in self.policy.parameters() if p.grad is not None)
         return self.phase("update", transient.bytes, gradients=min(gradients, transient.bytes))
 

@@ -173,7 +173,7 @@ def test_parts_are_as_many_bytes_as_what_they_hold(tmp_path: Path) -> None:
     rotary = 2 * 16 * 4  # the frequencies, and the same as they started: buffers
     assert rollout["policy weights"] == 4 * count + rotary
     assert rollout["reference"] == 4 * count + rotary
-    moments = 2 * 8 * (128 + 2) ** 2  # of the run and of a batch
+    moments = 8 * (128 + 2) ** 2
     assert rollout["value function"] == 4 * head + moments
     assert rollout["gradients"] == 0
     assert sizes(plan)["gradients"] == 4 * count

@@ -233,7 +233,9 @@ def test_the_split_into_microbatches_does_not_matter(aggregation: str, tmp_path:
             **options,
         )
         torch.manual_seed(5)
-        metrics = trainer.update(first_experience(make_trainer(tmp_path)), one_step(trainer))
+        # Of responses that end early, at different lengths.
+        stops = make_trainer(tmp_path, stop_token_ids=[*range(1, 12)])
+        metrics = trainer.update(first_experience(stops), one_step(trainer))
         gradients.append({n: p.grad.clone() for n, p in trainer.model.named_parameters()})
         shares.append(metrics["useful_share"])
     scale = max(gradient.abs().max().item() for gradient in gradients[0].values())
