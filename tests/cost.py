@@ -52,6 +52,7 @@ class Cost(NamedTuple):
     started: int
     bytes_in_flight: int
     spilled: bool
+    fused_across_lanes: int
 
 
 def costs(capability: int, cache: Path) -> dict[str, Cost]:
@@ -104,6 +105,7 @@ def _cost(kernel: compile_check.Compiled, capability: int) -> Cost:
         started=65536 // (32 * kernel.num_warps * named),
         bytes_in_flight=resident * 32 * kernel.num_warps * in_flight,
         spilled=bool(kernel.stack or kernel.local),
+        fused_across_lanes=len(code.products_fused_across_lanes()),
     )
 
 

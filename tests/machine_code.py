@@ -42,6 +42,21 @@ class Instruction(NamedTuple):
         return self._width if self.name == "STG" else 0
 
     @property
+    def registers(self) -> list[int]:
+        """As they stand among the operands; of several that belong together, the first."""
+        return [int(number) for number in re.findall(r"\bR(\d+)\b", self.operands)]
+
+    @property
+    def written(self) -> range:
+        """The registers that it writes."""
+        if self.name in WRITES_NONE or not re.match(r"(P\d|PT|!|,|\s)*R\d", self.operands):
+            return range(0)
+        first = self.registers[0]
+        words = self._width // 4 if self.loaded or self.name == "LDS" else 1
+        pairs = self.name in PAIRS or ".WIDE" in self.opcode
+        return range(first, first + max(2 if pairs else 1, words))
+
+    @property
     def _width(self) -> int:
         for size, modifiers in _WIDTHS:
             if any(f".{modifier}" in self.opcode for modifier in modifiers):
@@ -60,6 +75,12 @@ PIPES = {
 }  # fmt: skip
 """The execution pipes of a multiprocessor by instruction; everything else counts as "alu", the pipe
 of integers, comparisons, conversions to 16 bits and jumps."""
+
+FUSED = ("FFMA", "FFMA2", "DFMA", "HFMA2")
+PAIRS = (*PIPES["fp64"], "FFMA2", "FADD2", "FMUL2")
+"""Their results take two registers."""
+
+WRITES_NONE = ("STG", "STS", "BRA", "EXIT", "BAR", "RED")
 
 PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names}
 
@@ -163,6 +184,30 @@ class Code:
         rest = min((path for path in rests if path), key=len)
         before = self._cheapest(self.entry, stores[-1], everything)
         return Way(before.instructions + tuple(self.instructions[at] for at in rest))
+
+    def products_fused_across_lanes(self) -> list[Instruction]:
+        """Multiply-adds to what a butterfly brought from another lane.
+
+        A lane that adds its own product without rounding it to the other's, which is rounded, ends
+        with other bits than the other lane, and in a reduction both hold "the" sum.
+        """
+        found = []
+        for start, butterfly in self.instructions.items():
+            if butterfly.opcode.startswith("SHFL.BFLY"):
+                register = butterfly.registers[0]
+                waiting = list(self.successors[start])
+                seen = set(waiting)
+                while waiting:
+                    address = waiting.pop()
+                    instruction = self.instructions[address]
+                    if instruction.name in FUSED and register in instruction.registers[1:]:
+                        found.append(instruction)
+                    if register in instruction.written and not instruction.predicated:
+                        continue
+                    new = [each for each in self.successors[address] if each not in seen]
+                    seen.update(new)
+                    waiting += new
+        return found
 
     def _bodies(self) -> dict[int, set[int]]:
         """Natural loops by the address of their header."""

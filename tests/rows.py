@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from fastppo_kernels import definition
-from fastppo_kernels.records import Objective, PerToken, Softmax
+from fastppo_kernels.records import (
+    Objective,
+    PerToken,
+    PPORows,
+    Softmax,
+    StatsGradients,
+    TokenStats,
+)
 from torch import Tensor
 
 VOCABULARIES = (3, 1000, 32000, 50257, 128256, 151936, 152064, 262144)
@@ -108,3 +115,46 @@ def assert_gradient(got: Tensor, want: Tensor, *, one_signed: bool = False) -> N
         f"off by {((got - want).abs() / largest.clamp(min=1e-300)).max():.2g} of the row's largest "
         f"entry at {(excess > 0).nonzero()[:4].tolist()}"
     )
+
+
+def assert_loss(got: PPORows, want: PPORows, *, one_signed: bool) -> None:
+    """`want` in fp64; `one_signed` as of `assert_gradient`."""
+    for name in ("logprobs", "entropy"):
+        assert_statistic(getattr(got, name), getattr(want, name), name)
+    # e^{−d} multiplies an error of the logprob: relative to 1 + |KL|.
+    scale = 1 + want.kl.abs().nan_to_num(0.0, 0.0)
+    assert_statistic(got.kl.cpu() / scale, want.kl / scale, "kl")
+    scale = 1 + want.sums.abs().nan_to_num(0.0, 0.0)
+    assert_statistic(got.sums.cpu() / scale, want.sums / scale, "sums")
+    assert (got.grad is None) == (want.grad is None)
+    if got.grad is not None and want.grad is not None:
+        assert_gradient(got.grad.flatten(0, -2), want.grad.flatten(0, -2), one_signed=one_signed)
+
+
+def defined_statistics(
+    logits: Tensor,
+    tokens: Tensor,
+    softmax: Softmax,
+    upstream: StatsGradients,
+    ref_logits: Tensor | None = None,
+) -> tuple[TokenStats, Tensor]:
+    """(the definition's statistics in fp64, the gradient of the logits by `upstream`)."""
+
+    def widened(record: Any) -> Any:
+        return type(record)(*(x.double() if isinstance(x, Tensor) else x for x in record))
+
+    x = logits.double().requires_grad_()
+    ref = None if ref_logits is None else ref_logits.double()
+    stats = definition.token_stats(x, tokens, widened(softmax), ref_logits=ref)
+    pairs = [
+        (getattr(stats, name), g)
+        for name, g in widened(upstream)._asdict().items()
+        if g is not None
+    ]
+    (grad,) = torch.autograd.grad([one for one, _ in pairs], x, [g for _, g in pairs])
+    return stats, grad
+
+
+def assert_statistics(got: TokenStats, want: TokenStats) -> None:
+    for name in got._fields:
+        assert_statistic(getattr(got, name), getattr(want, name), name)

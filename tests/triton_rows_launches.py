@@ -58,7 +58,7 @@ def _stats(logits: Tensor, softmax: Softmax, ref_logits: Tensor | None = None) -
 def _backward(logits: Tensor, softmax: Softmax, ref_logits: Tensor | None = None) -> None:
     grads = StatsGradients(ZEROS, ZEROS, None if ref_logits is None else ZEROS)
     pairs = torch.zeros(N, 2)
-    stats = TokenStats(*[ZEROS] * 5, pairs, pairs)
+    stats = TokenStats(*[ZEROS] * 6, pairs, pairs)
     tokens = _per_token().tokens
     triton_rows.token_stats_backward(grads, logits, tokens, stats, softmax, ref_logits=ref_logits)
 

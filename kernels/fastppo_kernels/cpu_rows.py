@@ -619,19 +619,22 @@ def _loss_rows(start, stop, rows, ref_rows, token, loss, softmax, found, moves, 
 
 @kernel
 def _statistics_rows(start, stop, rows, ref_rows, tokens, softmax, found, normalizers):
-    """(logprob, entropy, KL, 1 − p, γ) to found [5, N]; the normalizers to [2, N, 2]."""
+    """(logprob, entropy, KL, 1 − p, γ, gap_y − γ) to found [6, N]; the normalizers to [2, N, 2]."""
     buffers = np.empty((4, rows.vocab), np.float32)
     for i in range(start, stop):
         scores = _scores_of(rows, ref_rows, buffers, softmax, i)
         row = _statistics(scores, buffers[3], tokens[i], _scales(softmax, i)[0])
         found[0, i], found[1, i], found[2, i] = row.logprob, row.entropy, row.kl
         found[3, i], found[4, i] = row.others, row.mean_gap
+        is_ruled_out = row.shifted_token <= LOWEST
+        found[5, i] = 0.0 if is_ruled_out else row.token_gap - row.mean_gap
+        unit = 1.0 if softmax.softcap == 0 else softmax.softcap
         has_mass = row.maximum != -np.inf
-        normalizers[0, i, 0] = row.maximum
+        normalizers[0, i, 0] = row.maximum / unit
         normalizers[0, i, 1] = row.log_total if has_mass else -np.inf
         if ref_rows.vocab:
             has_mass = row.ref_maximum != -np.inf
-            normalizers[1, i, 0] = row.ref_maximum
+            normalizers[1, i, 0] = row.ref_maximum / unit
             normalizers[1, i, 1] = row.ref_log_total if has_mass else -np.inf
 
 
@@ -861,7 +864,7 @@ def token_stats(
     if not _is_fast(logits):
         return torch_rows.token_stats(logits, tokens, softmax, ref_logits=ref_logits)
     count = tokens.numel()
-    found, normalizers = np.empty((5, count), np.float32), np.zeros((2, count, 2), np.float32)
+    found, normalizers = np.empty((6, count), np.float32), np.zeros((2, count, 2), np.float32)
     in_threads(
         _statistics_rows,
         count,

@@ -29,13 +29,14 @@ from fastppo_kernels.records import LOG_RATIO_LIMIT, LOWEST, Objective, PerToken
 
 
 def scores(logits: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
-    """(z/T [N, V] in the accumulation dtype, row maximum: max z with a soft-cap, else of x)."""
+    """(z/T [N, V] in the accumulation dtype, row maximum: of x, or of the soft-cap's tanh)."""
     x = logits.flatten(0, -2).to(records.accumulation_dtype(logits.dtype))
     row_max = x.amax(-1)
     z = softmax.logit_scale * x
     if softmax.softcap is not None:
-        z = softmax.softcap * torch.tanh(z / softmax.softcap)
+        z = torch.tanh(z / softmax.softcap)
         row_max = z.amax(-1)
+        z = softmax.softcap * z
     if softmax.temperatures is not None:
         return z / softmax.temperatures.unsqueeze(-1), row_max
     return z / softmax.temperature, row_max
@@ -65,7 +66,8 @@ def sampled_kl(difference: Tensor, estimator: str) -> Tensor:
 
 
 def normalizer(logits: Tensor, softmax: Softmax) -> Tensor:
-    """[N, 2]: (row maximum, log Σ_j e^{(z_j − max z)/T}), −inf both of a row of −inf alone."""
+    """[N, 2]: (row maximum, log Σ_j e^{(z_j − max z)/T}), −inf both of a row of −inf alone, NaN
+    both of a row with NaN."""
     z, row_max = scores(logits, softmax)
     top = z.amax(-1, keepdim=True)
     log_sum = torch.logsumexp(z - top.masked_fill(top == -torch.inf, 0.0), -1)
@@ -78,21 +80,27 @@ def token_stats(
     """Of [N, V] or [B, T, V], whose rows all count; differentiable in the logits."""
     log_p = log_softmax(logits, softmax)
     normalizers = normalizer(logits, softmax)
-    kl = torch.zeros_like(log_p[:, 0])
-    ref_normalizers = torch.zeros_like(normalizers)
-    if ref_logits is not None:
-        kl = full_kl(log_p, log_softmax(ref_logits, softmax))
-        ref_normalizers = normalizer(ref_logits, softmax)
     column = tokens[:, None]
     logprobs = log_p.gather(1, column)[:, 0]
     others = log_p.exp().scatter(1, column, 0.0).sum(-1)
-    gap = kl if ref_logits is None else kl + normalizers[:, 1] - ref_normalizers[:, 1]
+    kl = torch.zeros_like(logprobs)
+    mean_gap = torch.zeros_like(logprobs)
+    token_gap = torch.zeros_like(logprobs)
+    ref_normalizers = torch.zeros_like(normalizers)
+    if ref_logits is not None:
+        log_q = log_softmax(ref_logits, softmax)
+        kl = full_kl(log_p, log_q)
+        ref_normalizers = normalizer(ref_logits, softmax)
+        mean_gap = kl + normalizers[:, 1] - ref_normalizers[:, 1]
+        token_gap = logprobs - log_q.gather(1, column)[:, 0] - kl
+        token_gap = token_gap.masked_fill(logprobs <= LOWEST, 0.0)
     return records.TokenStats(
         logprobs=logprobs,
         entropy=entropy(log_p),
         kl=kl,
         p_others=others,
-        mean_gap=gap.detach(),
+        mean_gap=mean_gap.detach(),
+        token_gap=token_gap.detach(),
         normalizer=normalizers,
         ref_normalizer=ref_normalizers,
     )

@@ -142,18 +142,12 @@ def ratio_weighted_slope(difference, kl, slope, ESTIMATOR: tl.constexpr):
 
 @triton.jit
 def capped(x, softmax):
-    """(score, slope dz/dx/logit_scale): the scores that are shifted and scaled by `row_scale`, in
-    units of `score_unit`."""
+    """(score, slope dz/dx/logit_scale): the scores that are shifted and scaled by `row_scale`; with
+    a soft-cap in units of it."""
     if softmax.softcap is None:
         return x, 1.0
     else:
         return _tanh(x * (softmax.logit_scale / softmax.softcap * TANH_UNIT))
-
-
-@triton.jit
-def score_unit(softmax):
-    """A soft-cap's scores are multiples of the cap: it goes into the row's scale."""
-    return 1.0 if softmax.softcap is None else softmax.softcap
 
 
 @triton.jit

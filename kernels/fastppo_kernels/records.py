@@ -191,8 +191,11 @@ class TokenStats(NamedTuple):
 
     `p_others` is 1 − p of the token, as a sum over the others: where p is near 1 it keeps digits
     that the difference does not have. `mean_gap` is Σ p (t − r), the KL without the log sums, t and
-    r the shifted scores of policy and reference; 0 without a reference. log Σ e^t is −inf for a row
-    of −inf alone, whose other statistics are NaN.
+    r the shifted scores of policy and reference, and `token_gap` the token's t − r less that, which
+    is log p_y − log q_y − KL, again from sums over the others; 0 where the policy rules the token
+    out. Both are 0 without a reference. The maximum is that of the logits or, with a soft-cap,
+    of tanh(z/softcap). Both numbers of a normalizer are −inf for a row of −inf alone, whose other
+    statistics are NaN.
     """
 
     logprobs: Tensor
@@ -200,6 +203,7 @@ class TokenStats(NamedTuple):
     kl: Tensor
     p_others: Tensor
     mean_gap: Tensor
+    token_gap: Tensor
     normalizer: Tensor
     ref_normalizer: Tensor
 

@@ -15,6 +15,11 @@ infinite. With γ = gap/S, the KL and the gradient are
     KL   = γ − log S + log S_ref
     dz_j = (1/T)·{ g_l·[j=y] + p_j·( −g_l − g_h·(t_j − μ) + g_k·(t_j − r_j − γ) ) }
 
+At the token, t_y − r_y − γ comes from the sums over the others: the difference has no digits where
+p_y is near 1. Where another column j has nearly all of p, its t_j − r_j − γ is off by some 2⁻²³ of
+|t_j − r_j|, of which the row's largest entry is a (1 − p_j)-th part if the loss depends on the KL
+alone.
+
 The kernels are launched by `triton_loss` and `triton_stats`.
 """
 
@@ -33,7 +38,6 @@ from fastppo_kernels.jit import (
     capped,
     fma,
     row_scale,
-    score_unit,
     shifted,
 )
 from fastppo_kernels.records import StatsGradients
@@ -41,6 +45,7 @@ from fastppo_kernels.triton_sweeps import (
     LaneSums,
     RowStats,
     by_lanes,
+    defined_maximum,
     dot_of_lanes,
     fold_whole,
     load_policy_tile,
@@ -52,6 +57,7 @@ from fastppo_kernels.triton_sweeps import (
     store_part,
     store_stats,
     store_whole,
+    sum_across_lanes,
     sum_of_lanes,
     token_gradient,
     with_token,
@@ -93,8 +99,10 @@ class _RefStats(NamedTuple):
 
     kl: Any
     mean_gap: Any  # γ
+    token_gap: Any  # t_y − r_y − γ
     row_max: Any
     log_sum: Any  # log S_ref
+    total: Any  # S_ref
 
 
 @triton.jit
@@ -220,9 +228,12 @@ def _joined(sums, ref_sums, scale):
     ref_top = tl.max(ref_sums.row_max, 0)
     sums, ref_sums = _moved_to(sums, ref_sums, top, ref_top, scale)
     return (
-        LaneSums(top, tl.sum(sums.mass, 0), tl.sum(sums.moment, 0)),
+        LaneSums(top, sum_across_lanes(sums.mass), sum_across_lanes(sums.moment)),
         _RefSums(
-            ref_top, tl.sum(ref_sums.mass, 0), tl.sum(ref_sums.gap, 0), tl.sum(ref_sums.lost, 0)
+            ref_top,
+            sum_across_lanes(ref_sums.mass),
+            sum_across_lanes(ref_sums.gap),
+            sum_across_lanes(ref_sums.lost),
         ),
     )
 
@@ -295,9 +306,19 @@ def _row_statistics(
     apart = _gap(token_value, ref_value, t_token, r_token, row_max, ref_max, scale2)
     gap = ref_joined.gap + tl.where(token_lost, 0.0, e_token * apart)
     lost = ref_joined.lost + tl.where(token_lost, e_token, 0.0)
-    mean_gap = tl.where(lost > 0, float("inf"), gap * LN_2 / stats.total)
+    to_mean = LN_2 / stats.total
+    mean_gap = tl.where(lost > 0, float("inf"), gap * to_mean)
     kl = mean_gap - stats.log_sum + ref_log_sum
-    return stats, _RefStats(kl, mean_gap, ref_max, ref_log_sum)
+    # From the others' sums: apart − γ has no digits where p_y is near 1, and γ near apart.
+    token_gap = tl.where(lost > 0, -float("inf"), (apart * others - ref_joined.gap) * to_mean)
+    return stats, _RefStats(
+        kl=kl,
+        mean_gap=mean_gap,
+        token_gap=tl.where(t_token <= LOWEST, 0.0, token_gap),
+        row_max=ref_max,
+        log_sum=ref_log_sum,
+        total=ref_joined.mass,
+    )
 
 
 # ---------------------------------------------------------------------------------- second sweep
@@ -309,7 +330,6 @@ def _write_gradient(
     ref_row,
     grad_row,
     x_token,
-    ref_token,
     token,
     stats,
     ref_stats,
@@ -322,13 +342,8 @@ def _write_gradient(
     CLAMPED: tl.constexpr,
 ):
     """As `triton_sweeps.write_gradient`, over two rows."""
-    value, _slope = capped(x_token, softmax)
-    ref_value, _ref_slope = capped(ref_token, softmax)
-    t_token = shifted(value, stats.row_max, scale)
-    r_token = shifted(ref_value, ref_stats.row_max, scale)
-    apart = _gap(value, ref_value, t_token, r_token, stats.row_max, ref_stats.row_max, scale)
     # An infinite KL that is only reported does not touch the gradient.
-    kl_share = tl.where(g.kl != 0, g.kl * (apart - ref_stats.mean_gap), 0.0)
+    kl_share = tl.where(g.kl != 0, g.kl * ref_stats.token_gap, 0.0)
     at_token = token_gradient(x_token, kl_share, stats, g, softmax, scale, slope)
     constant = g.entropy * stats.mean_shifted - g.logprobs
     constant -= tl.where(g.kl != 0, g.kl * ref_stats.mean_gap, 0.0)
@@ -409,7 +424,6 @@ def _ppo_loss_full_kl_kernel(
                         ref_row,
                         grad_row,
                         x_token,
-                        ref_token,
                         place,
                         stats,
                         ref_stats,
@@ -452,11 +466,11 @@ def _token_stats_full_kl_kernel(logits, ref_logits, tokens, softmax, results, n,
             results,
             index,
             stats,
-            ref_stats.kl,
-            ref_stats.mean_gap,
-            ref_stats.row_max,
-            ref_stats.log_sum,
-            softmax,
+            kl=ref_stats.kl,
+            mean_gap=ref_stats.mean_gap,
+            token_gap=ref_stats.token_gap,
+            ref_max=defined_maximum(ref_stats.row_max, ref_stats.total),
+            ref_log_sum=ref_stats.log_sum,
         )
 
 
@@ -476,14 +490,12 @@ def _token_stats_backward_full_kl_kernel(
             write_zeros(row_at(grad, index, vocab, cut), vocab, cut)
         else:
             token = tl.load(tokens + index)
-            unit = score_unit(softmax)
-            row_max = tl.load(saved.normalizer + 2 * index) / unit
+            row_max = tl.load(saved.normalizer + 2 * index)
             log_sum = tl.load(saved.normalizer + 2 * index + 1)
             entropy = tl.load(saved.entropy + index)
-            ref_max = tl.load(saved.ref_normalizer + 2 * index) / unit
             scale, slope = row_scale(index, softmax)
             # Nothing tells of −inf among the logits: every tile is taken the careful way.
-            plain = row_max != row_max
+            plain = index < 0
             stats = RowStats(
                 logprob=tl.load(saved.logprobs + index),
                 entropy=entropy,
@@ -494,7 +506,14 @@ def _token_stats_backward_full_kl_kernel(
                 others=tl.load(saved.p_others + index),
                 plain=plain,
             )
-            ref_stats = _RefStats(0.0, tl.load(saved.mean_gap + index), ref_max, 0.0)
+            ref_stats = _RefStats(
+                kl=0.0,
+                mean_gap=tl.load(saved.mean_gap + index),
+                token_gap=tl.load(saved.token_gap + index),
+                row_max=tl.load(saved.ref_normalizer + 2 * index),
+                log_sum=0.0,
+                total=0.0,
+            )
             g = StatsGradients(g_logprob, g_entropy, g_kl)
             row = row_at(logits, index, vocab, cut)
             _write_gradient(
@@ -502,7 +521,6 @@ def _token_stats_backward_full_kl_kernel(
                 row_beside(row, ref_logits, index, cut),
                 row_beside(row, grad, index, cut),
                 logit_at(logits, index, token, vocab),
-                logit_at(ref_logits, index, token, vocab),
                 place_of(token, row, vocab),
                 stats,
                 ref_stats,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastppo_kernels.jit import LOWEST, row_scale, score_unit
+from fastppo_kernels.jit import LOWEST, row_scale
 from fastppo_kernels.launch import check_dtype, current, dense, dense_record
 from fastppo_kernels.records import Softmax, StatsGradients, TokenStats
 from fastppo_kernels.triton_full_kl import (
@@ -39,7 +39,7 @@ def _token_stats_kernel(logits, tokens, softmax, results, n, vocab, cut):
         row = row_at(logits, index, vocab, cut)
         place = place_of(token, row, vocab)
         stats = row_statistics(row, x_token, place, softmax, scale, cut, "evict_first")
-        store_stats(results, index, stats, 0.0, 0.0, 0.0, 0.0, softmax)
+        store_stats(results, index, stats)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -55,7 +55,7 @@ def _token_stats_backward_kernel(logits, grad, grads, tokens, saved, softmax, n,
             write_zeros(row_at(grad, index, vocab, cut), vocab, cut)
         else:
             token = tl.load(tokens + index)
-            row_max = tl.load(saved.normalizer + 2 * index) / score_unit(softmax)
+            row_max = tl.load(saved.normalizer + 2 * index)
             log_sum = tl.load(saved.normalizer + 2 * index + 1)
             entropy = tl.load(saved.entropy + index)
             scale, slope = row_scale(index, softmax)
@@ -105,6 +105,7 @@ def token_stats(
         kl=empty(),
         p_others=empty(),
         mean_gap=empty(),
+        token_gap=empty(),
         normalizer=empty(2),
         ref_normalizer=empty(2),
     )

@@ -46,7 +46,6 @@ from fastppo_kernels.jit import (
     capped,
     fma,
     log1p_below_one,
-    score_unit,
     shifted,
 )
 from fastppo_kernels.triton_views import (
@@ -198,10 +197,21 @@ def _fold_part(sums, row, start, token, softmax, scale, cut, HINT: tl.constexpr)
 
 
 @triton.jit
+def sum_across_lanes(x):
+    """Σ x, the same bits in every thread.
+
+    Where x is a product, the compiler makes one instruction of it and the addition that takes it:
+    lane i would add its own product, not rounded, to the rounded one of lane i ⊕ 16. The 0 is what
+    it adds instead.
+    """
+    return tl.sum(x + 0.0, 0)
+
+
+@triton.jit
 def _joined(sums, scale):
     """The lanes become one."""
     sums = moved(sums, tl.max(sums.row_max, 0), scale)
-    return LaneSums(sums.row_max, tl.sum(sums.mass, 0), tl.sum(sums.moment, 0))
+    return LaneSums(sums.row_max, sum_across_lanes(sums.mass), sum_across_lanes(sums.moment))
 
 
 # ---------------------------------------------------------------------------------- first sweep
@@ -267,18 +277,28 @@ def with_token(row_max, others, moment, token_value, scale, plain):
 
 
 @triton.jit
-def store_stats(results, index, stats, kl, mean_gap, ref_max, ref_log_sum, softmax):
+def defined_maximum(row_max, total):
+    """The definition's maximum of a row whose Σ e^t is `total`: the running one begins at a number
+    and passes NaN over."""
+    row_max = tl.where(total == 0, -float("inf"), row_max)
+    return tl.where((total != total) & (row_max < float("inf")), float("nan"), row_max)
+
+
+@triton.jit
+def store_stats(
+    results, index, stats, kl=0.0, mean_gap=0.0, token_gap=0.0, ref_max=0.0, ref_log_sum=0.0
+):
     """A row of the TokenStats `results`; what belongs to the reference is 0 without one."""
     tl.store(results.logprobs + index, stats.logprob)
     tl.store(results.entropy + index, stats.entropy)
     tl.store(results.kl + index, kl)
     tl.store(results.p_others + index, stats.others)
     tl.store(results.mean_gap + index, mean_gap)
-    unit = score_unit(softmax)
+    tl.store(results.token_gap + index, token_gap)
     log_sum = tl.where(stats.total == 0, -float("inf"), stats.log_sum)
-    tl.store(results.normalizer + 2 * index, stats.row_max * unit)
+    tl.store(results.normalizer + 2 * index, defined_maximum(stats.row_max, stats.total))
     tl.store(results.normalizer + 2 * index + 1, log_sum)
-    tl.store(results.ref_normalizer + 2 * index, ref_max * unit)
+    tl.store(results.ref_normalizer + 2 * index, ref_max)
     tl.store(results.ref_normalizer + 2 * index + 1, ref_log_sum)
 
 

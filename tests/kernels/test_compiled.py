@@ -94,6 +94,12 @@ def test_nothing_spills(costs: Costs) -> None:
     assert {launch for launch, kernel in costs.items() if kernel.spilled} == set()
 
 
+def test_every_lane_ends_with_the_same_sum(costs: Costs) -> None:
+    """All 32 lanes store a reduction's result to one place, and a GPU does not say whose store is
+    the last: the results are the same bits in every run because all hold the same ones."""
+    assert {launch for launch, kernel in costs.items() if kernel.fused_across_lanes} == set()
+
+
 def test_the_table_in_the_notes_has_a_row_for_each_launch(costs: Costs) -> None:
     notes = (Path(compile_check.ROOT) / "kernels" / "NOTES.md").read_text()
     for launch in costs:
@@ -138,6 +144,16 @@ def test_no_kernel_spills_and_each_fits_a_multiprocessor(
             assert not kernel.stack, (capability, kernel)
             assert not kernel.local, (capability, kernel)
             assert kernel.shared <= SHARED_MEMORY[capability], (capability, kernel)
+
+
+@pytest.mark.slow
+def test_every_lane_of_every_kernel_ends_with_the_same_sum(
+    all_compiled: dict[int, list[Compiled]],
+) -> None:
+    for capability, kernels in all_compiled.items():
+        for kernel in kernels:
+            fused = machine_code.read(Path(kernel.cubin)).products_fused_across_lanes()
+            assert not fused, (capability, kernel, fused)
 
 
 @pytest.mark.slow
@@ -227,6 +243,30 @@ def test_a_branch_off_the_common_way_is_left_out() -> None:
     outer = LISTING.replace("EXIT ;", "BRA P2, 0x0 ;")
     (loop,) = machine_code.Code(outer).sweeps()
     assert len(loop.instructions) == 6
+
+
+BUTTERFLY = """
+        /*0000*/                   FMUL R4, R2, R3 ;
+        /*0010*/                   SHFL.BFLY PT, R5, R4, 0x10, 0x1f ;
+        /*0020*/                   ISETP.GT.AND P0, PT, R0, 0x1, PT ;
+        /*0030*/              @!P0 BRA 0x50 ;
+        /*0040*/                   FADD R6, R4, R5 ;
+        /*0050*/                   FFMA R6, R2, R3, R5 ;
+        /*0060*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("sum_", "count"),
+    [
+        ("FFMA R6, R2, R3, R5", 1),
+        ("FADD R6, R4, R5", 0),
+        ("MOV R5, R4 ;\n/*0058*/ FFMA R6, R2, R3, R5", 0),  # another number by then
+    ],
+)
+def test_a_product_fused_across_lanes_is_found(sum_: str, count: int) -> None:
+    code = machine_code.Code(BUTTERFLY.replace("FFMA R6, R2, R3, R5", sum_))
+    assert len(code.products_fused_across_lanes()) == count
 
 
 def test_no_code_is_an_error() -> None:

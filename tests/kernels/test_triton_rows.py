@@ -20,7 +20,10 @@ from hypothesis import strategies as st
 from rows import (
     PLAIN,
     assert_gradient,
+    assert_loss,
     assert_statistic,
+    assert_statistics,
+    defined_statistics,
     draw,
     in_fp64,
     logprobs_of,
@@ -65,19 +68,11 @@ def check_loss(arguments: dict[str, Any], **options: Any) -> PPORows:
     logits = arguments["logits"]
     want = defined_loss(arguments, **options)
     got = kernel_loss(arguments, **options)
-    for name in ("logprobs", "entropy"):
-        assert_statistic(getattr(got, name), getattr(want, name), name)
-    # e^{−d} multiplies an error of the logprob: relative to 1 + |KL|.
-    scale = 1 + want.kl.abs().nan_to_num(0.0, 0.0)
-    assert_statistic(got.kl.cpu() / scale, want.kl / scale, "kl")
-    scale = 1 + want.sums.abs().nan_to_num(0.0, 0.0)
-    assert_statistic(got.sums.cpu() / scale, want.sums / scale, "sums")
-    assert (got.grad is None) == (want.grad is None)
-    if got.grad is not None and want.grad is not None:
+    one_signed = not options.get("entropy_coef") and options.get("kl_estimator") != "full"
+    assert_loss(got, want, one_signed=one_signed)
+    if got.grad is not None:
         assert got.grad.dtype == logits.dtype
         assert got.grad.shape == logits.shape
-        one_signed = not options.get("entropy_coef") and options.get("kl_estimator") != "full"
-        assert_gradient(got.grad.flatten(0, -2), want.grad.flatten(0, -2), one_signed=one_signed)
     return got
 
 
@@ -94,19 +89,12 @@ def check_stats(
     def moved(record: Any, dtype: torch.dtype, device: str) -> Any:
         return type(record)(*(x.to(device, dtype) if isinstance(x, Tensor) else x for x in record))
 
-    x = logits.double().requires_grad_()
-    ref = None if ref_logits is None else ref_logits.double()
-    exact = moved(softmax, torch.float64, "cpu")
-    want = definition.token_stats(x, tokens, exact, ref_logits=ref)
+    want, want_grad = defined_statistics(logits, tokens, softmax, upstream, ref_logits)
     softmax = moved(softmax, torch.float32, DEVICE)
     ref = None if ref_logits is None else ref_logits.to(DEVICE)
     given = (logits.to(DEVICE), tokens.to(DEVICE))
     got = triton_rows.token_stats(*given, softmax, ref_logits=ref)
-    for name in got._fields:
-        assert_statistic(getattr(got, name), getattr(want, name), name)
-    wide = moved(upstream, torch.float64, "cpu")
-    pairs = [(getattr(want, name), g) for name, g in wide._asdict().items() if g is not None]
-    (want_grad,) = torch.autograd.grad([one for one, _ in pairs], x, [g for _, g in pairs])
+    assert_statistics(got, want)
     got_grad = triton_rows.token_stats_backward(
         moved(upstream, torch.float32, DEVICE), *given, got, softmax, ref_logits=ref
     )
@@ -525,6 +513,38 @@ def test_peaked_rows(gap: float, at_peak: bool, vocab: int) -> None:
     check_stats(arguments["logits"], arguments["tokens"], upstream=only_entropy)
     only_logprob = StatsGradients(torch.ones(3))
     check_stats(arguments["logits"], arguments["tokens"], upstream=only_logprob)
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_peaked_rows_beside_a_reference(softcap: float | None) -> None:
+    """The token's share of the KL, t − r less its mean, keeps its digits likewise; and a soft-cap's
+    row maximum comes back from the statistics as it was."""
+    arguments = draw(3, 2061, spread=1.0)
+    ref = draw(3, 2061, seed=1, spread=1.0)["logits"] + arguments["logits"]
+    x, tokens = arguments["logits"], arguments["tokens"]
+    x.scatter_(
+        1, tokens[:, None], x.amax(-1, keepdim=True) + torch.tensor([[10.0], [12.0], [14.0]])
+    )
+    capped = Softmax(softcap=softcap)
+    for upstream in (_upstream(3, kl=True), StatsGradients(torch.zeros(3), None, torch.ones(3))):
+        check_stats(x, tokens, capped, upstream=upstream, ref_logits=ref)
+    check_loss(arguments, kl_estimator="full", ref_logits=ref, kl_coef=0.3, softcap=softcap)
+
+
+@pytest.mark.parametrize("vocab", [507, 2061])
+def test_normalizers_of_rows_that_are_no_distribution(vocab: int) -> None:
+    """−inf of a row of −inf alone, NaN of a row with NaN, the policy's and the reference's."""
+    logits, tokens = torch.randn(5, vocab), torch.arange(5)
+    logits[0], logits[1, 100], logits[2, 7] = -torch.inf, torch.nan, torch.inf
+    given = (logits.to(DEVICE), tokens.to(DEVICE), PLAIN)
+    want = definition.token_stats(logits, tokens, PLAIN, ref_logits=logits.flip(0))
+    for module in (cpu_rows, triton_rows):
+        moved = given if module is triton_rows else (logits, tokens, PLAIN)
+        got = module.token_stats(*moved, ref_logits=moved[0].flip(0))
+        assert_statistic(got.normalizer, want.normalizer, "normalizer")
+        assert_statistic(got.ref_normalizer, want.ref_normalizer, "ref_normalizer")
+        assert got.normalizer[0].tolist() == [-torch.inf, -torch.inf]
+        assert got.normalizer[1].isnan().all()
 
 
 def test_identical_reference_has_no_kl() -> None:
