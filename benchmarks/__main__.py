@@ -5,6 +5,7 @@ python -m benchmarks --quick          within a minute
 python -m benchmarks claims           the ratios that are promised for a CPU, PASS or FAIL
 python -m benchmarks keep RESULTS     adds the cases of a results file to those of its device
 python -m benchmarks docs             docs/benchmarks.md and the README's numbers
+python -m benchmarks tune             rows for the kernels' table of programs, on a GPU
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,10 +40,11 @@ def build_parser(prog: str = "python -m benchmarks") -> argparse.ArgumentParser:
         "command",
         nargs="?",
         default="run",
-        choices=("run", "claims", "keep", "docs"),
+        choices=("run", "claims", "keep", "docs", "tune"),
         help="run (the default): a set; claims: the ratios promised for a CPU; keep: adds the "
         "cases of a results file to benchmarks/results/<device>.json; docs: docs/benchmarks.md "
-        "and the README's numbers from benchmarks/results",
+        "and the README's numbers from benchmarks/results; tune: times what the kernels' programs "
+        "may be and prints the rows of their table",
     )
     parser.add_argument("results", nargs="?", type=Path, help="of keep: a results file")
     parser.add_argument("--quick", action="store_true", help="small shapes, within a minute")
@@ -73,6 +76,11 @@ def build_parser(prog: str = "python -m benchmarks") -> argparse.ArgumentParser:
         help="also write benchmarks/results/<device>.json, from which `docs` writes; of claims: "
         "add them to that file",
     )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="of tune: put the rows into kernels/fastppo_kernels/programs.py",
+    )
     return parser
 
 
@@ -86,8 +94,12 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m benchmar
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     console = report.console()
+    if options.write and options.command != "tune":
+        parser.error("--write is of `tune`")
     if options.command == "docs":
         return _docs(console)
+    if options.command == "tune":
+        return _tune(parser, options, console)
     if options.command == "keep":
         return _keep(parser, options.results, console)
     if options.command == "claims":
@@ -190,6 +202,30 @@ def _docs(console: Console) -> int:
     for path in (docs.PAGE, docs.README):
         state = "written" if path in changed else "is what the results say"
         console.print(f"{path.relative_to(docs.ROOT)}: {state}", highlight=False)
+    return 0
+
+
+def _tune(parser: argparse.ArgumentParser, options: argparse.Namespace, console: Console) -> int:
+    from benchmarks import tune
+
+    device = torch.device("cuda" if options.device == "auto" else options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("tune times the kernels on a GPU, and torch sees no CUDA device")
+    if device.type == "cpu" and (options.write or not options.quick):
+        parser.error("tune times nothing on a CPU: --quick --device cpu only shows that it runs")
+    source = "nothing: a CPU"
+    if device.type == "cuda":
+        source = torch.cuda.get_device_name().removeprefix("NVIDIA ").split()[0]
+    rows = tune.tune(
+        tune.works(device, tiny=options.quick),
+        tune.seconds_on(device),
+        source=source,
+        end=time.monotonic() + (options.seconds or 500.0),
+        say=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
+    )
+    if options.write:
+        tune.FILE.write_text(tune.rewritten(tune.FILE.read_text(), rows))
+        _say_written(tune.FILE, console)
     return 0
 
 

@@ -1,5 +1,5 @@
-"""The parts of `on_a_gpu.sh` that are Python: every launcher once, what each launch parameter is
-worth, and a trainer's iteration by phase, host wait and kernel.
+"""The parts of `on_a_gpu.sh` that are Python: every launcher once, the row kernels beside their
+floors, and a trainer's iteration by phase, host wait and kernel.
 
     python -m benchmarks.on_a_gpu smoke | rows | head | trainer | once
 
@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import itertools
 import math
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,6 @@ import torch
 import fastppo
 from benchmarks import host, measure
 
-WARPS_LOADS = ((16, 4), (16, 2), (8, 4), (8, 2), (8, 8), (4, 4))
-"""Warps of a program, 16-byte loads in flight a thread."""
 CLIPPED: dict[str, Any] = {"clip_ratio": 0.2, "backend": "triton"}
 SHAPED: dict[str, Any] = {"kl_coef": 0.1, "gamma": 1.0, "lam": 0.95, "backend": "triton"}
 
@@ -153,27 +150,8 @@ def smoke(bench: Bench, tiny: bool) -> None:
             traceback.print_exc(limit=-2)
 
 
-@contextlib.contextmanager
-def launched_with(warps: int, loads: int) -> Iterator[None]:
-    """The row kernels with other programs than their table says."""
-    from fastppo_kernels import triton_views
-
-    module: Any = triton_views
-    tiles_before = module.TILES
-    swept_before = module.SWEPT_ONCE
-    registers = min(128, 65536 // (32 * warps))
-    tiles = (triton_views.TileChoice(math.inf, num_warps=warps, loads=loads, registers=registers),)
-    module.TILES = tiles
-    module.SWEPT_ONCE = tiles
-    try:
-        yield
-    finally:
-        module.TILES = tiles_before
-        module.SWEPT_ONCE = swept_before
-
-
 def rows(bench: Bench, tiny: bool) -> None:
-    """The row kernels beside their floors, by launch parameter, and the host's share."""
+    """The row kernels beside their floors, and the host's share."""
     n, vocab = (2, 1040) if tiny else (8192, 151936)
     operands = rows_of(n, vocab, bench.device, torch.bfloat16)
     size = operands["logits"].nbytes
@@ -189,12 +167,6 @@ def rows(bench: Bench, tiny: bool) -> None:
     bench.line("loss, entropy and k3", both, bytes_=2 * size)
     _full_kl(bench, operands)
     bench.line("loss, soft-cap", partial(loss, operands, softcap=30.0), bytes_=2 * size)
-    print("--- by warps and loads")
-    for warps, loads in WARPS_LOADS[:2] if tiny else WARPS_LOADS:
-        launch = f"{warps} warps, {loads} loads"
-        with launched_with(warps, loads):
-            bench.line(f"statistics, {launch}", stats, bytes_=size)
-            bench.line(f"loss, {launch}", partial(loss, operands), bytes_=2 * size)
     del operands, stats, k3, both
     odd = rows_of(n, 1003 if tiny else 50257, bench.device, torch.bfloat16)
     print(f"--- rows off 16 bytes; floor {2e3 * odd['logits'].nbytes / rate:.2f} ms")

@@ -41,8 +41,10 @@ case $step in
   [ -n "${TINY:-}" ] || grep -E '^(FAILED|ERROR)|passed|failed' "$out/tests.txt" | cut -c1-180 | tail -40
   ;;
 2)
-  say "row kernels, by launch parameter"
-  part 200 rows
+  say "row kernels"
+  part 100 rows
+  say "their programs: rows for kernels/fastppo_kernels/programs.py"
+  timeout 120 "$python" -m benchmarks tune --seconds 100 --device "$device" ${TINY:+--quick} 2>&1 | tee "$out/programs.txt"
   say "fused head, by chunk size"
   part 100 head
   say "counters of the loss kernel"

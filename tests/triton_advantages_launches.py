@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from fastppo_kernels import triton_advantages
+from fastppo_kernels import programs, triton_advantages
 from fastppo_kernels.records import Discounts, Shaping, Trajectory
 
 LAYOUTS = {"one chunk": 0, "split": triton_advantages.VECTOR.value, "odd": 1, "packed": 1}
@@ -20,7 +20,7 @@ LAYOUTS = {"one chunk": 0, "split": triton_advantages.VECTOR.value, "odd": 1, "p
 
 def launches() -> list[tuple[str, Callable[[], None]]]:
     found: list[tuple[str, Callable[[], None]]] = []
-    chunk = triton_advantages.BLOCK * triton_advantages.CHUNK_BLOCKS
+    chunk = programs.TABLE["scan"].block * programs.TABLE["scan"].steps
     per_sequence, discounts = torch.zeros(3), Discounts()
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from fastppo_kernels.jit import INTERPRETED
+from fastppo_kernels.programs import Program
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -36,6 +37,15 @@ def register_limit(registers: int) -> dict[str, int]:
     """The option of a launch that names a thread's registers to ptxas. AMD's compiler has none: it
     derives them from the size of the program."""
     return {} if target().backend == "hip" else {"maxnreg": registers}
+
+
+def launch_options(program: Program, *, fp_fusion: bool) -> dict[str, Any]:
+    """The keywords of a launch. `fp_fusion`: the compiler may make one instruction of a product and
+    the sum that takes it."""
+    options: dict[str, Any] = {"num_warps": program.num_warps, "enable_fp_fusion": fp_fusion}
+    if program.registers is not None:
+        options |= register_limit(program.registers)
+    return options
 
 
 @functools.lru_cache

@@ -15,11 +15,11 @@ U = γ·bootstrap + score: the terminal score enters there, whichever token is t
 Composition of maps is associative. A block of tokens is scanned at once, its composite map carries
 U to the block before it, and A_t = r_t − V_t + (the composite of the later tokens)(U).
 
-How a batch is cut. Every sequence is cut, from its first token, into chunks of CHUNK_BLOCKS blocks
-of BLOCK tokens, one program per chunk, whatever the layout. Hence packed rows and rows padded on
-the right give the same bits: the cuts and the order of every sum follow from the position in the
-sequence, and what is past its end is the identity. A packed batch numbers its chunks without a
-scan over the lengths: those of sequence i start at slot ⌊cu_seqlens[i] / CHUNK⌋ + i, which leaves
+How a batch is cut. Every sequence is cut, from its first token, into chunks of 32 blocks of 256
+tokens (`programs.TABLE`), one program per chunk, whatever the layout. Hence packed rows and rows
+padded on the right give the same bits: the cuts and the order of every sum follow from the position
+in the sequence, and what is past its end is the identity. A packed batch numbers its chunks without
+a scan over the lengths: those of sequence i start at slot ⌊cu_seqlens[i] / CHUNK⌋ + i, which leaves
 room for all of them and at most one unused slot per sequence.
 
     `_aggregate_kernel`   the composite map of every chunk but the first of its sequence; not
@@ -58,31 +58,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastppo_kernels import records
+from fastppo_kernels import programs, records
 from fastppo_kernels.jit import sampled_kl
-from fastppo_kernels.launch import check_dtype, current, dense, dense_record, register_limit
+from fastppo_kernels.launch import check_dtype, current, dense, dense_record, launch_options
 from fastppo_kernels.records import KL_ESTIMATORS, Advantages, Discounts, Gae, Shaping, Trajectory
-
-BLOCK = 256
-"""Tokens scanned at once."""
-
-CHUNK_BLOCKS = 32
-"""Blocks of one program: rows of up to 8192 tokens are read once; longer ones have 16 programs per
-131072 tokens."""
 
 VECTOR = tl.constexpr(4)
 """Tokens that follow one another in a thread: 16 bytes of fp32. They are composed in registers, and
-the scan by shuffles is over a quarter of the tokens."""
+the scan by shuffles is over a quarter of the tokens. Loads by the element, of packed rows and of
+lengths that are no multiple of four, come to that through 512 bytes of shared memory."""
 
-NUM_WARPS = 1
-"""A scan waits for no other warp: no barriers. Through shared memory go packed rows and lengths
-that are no multiple of four, 512 bytes of them, from loads by the element to four a thread."""
-
-MAX_REGISTERS = 160
-"""12 programs on an SM, where rows lie off 16 bytes; else the kernels need fewer. Without a limit
-some versions of ptxas aim for fewer registers and spill one or two to get there."""
-
-_ENABLE_FP_FUSION = False
+FP_FUSION = False
 """Where a multiply and an add become one is written in the kernels. Left to the compiler, it could
 be chosen one way for packed rows and another for padded ones."""
 
@@ -539,17 +525,6 @@ def _whiten_kernel(
 
 # ---------------------------------------------------------------------------------------- launchers
 
-_SUM_LANES = 128
-"""Chunks of a sequence summed side by side: 128 cover a million tokens."""
-_MOMENT_LANES = 1024
-_FLAT_BLOCK = 1024
-_FLAT_STEPS = 8
-_WHITEN_BLOCK = 512
-_WHITEN_STEPS = 8
-"""A thread takes 4 tokens at once, fp32 or mask: their layouts are one. It takes 32 in all, which
-share what it forms of the moments."""
-
-
 _NO_SHAPING = Shaping(scores=None, logprobs=None)  # type: ignore[arg-type]
 
 
@@ -562,7 +537,8 @@ def _scan(
     check_dtype("values", values)
     advantages = torch.empty(values.shape, dtype=torch.float32, device=values.device)
     returns = torch.empty_like(advantages)
-    chunk = BLOCK * CHUNK_BLOCKS
+    program = programs.TABLE["scan"]
+    chunk = program.block * program.steps
     total = values.numel()
     if cu_seqlens is None:
         batch, length = values.shape
@@ -598,10 +574,9 @@ def _scan(
         "lam": discounts.lam,
         "batch": batch,
         "search_steps": batch.bit_length(),
-        "BLOCK": BLOCK,
+        "BLOCK": program.block,
         "BY_VECTOR": cu_seqlens is None and length % VECTOR.value == 0,
-        "num_warps": NUM_WARPS,
-        "enable_fp_fusion": _ENABLE_FP_FUSION,
+        **launch_options(program, fp_fusion=FP_FUSION),
         **layout,
     }
     maps = None if one_chunk else torch.empty((slots, 2), dtype=torch.float64, device=values.device)
@@ -616,18 +591,18 @@ def _scan(
             advantages_ptr=advantages,
             returns_ptr=returns,
             sums_ptr=chunk_sums,
-            **register_limit(MAX_REGISTERS),
         )
         if chunk_sums is None or one_slot:
             return advantages, returns, chunk_sums
         sums = _empty_sums(values, batch)
+        program = programs.TABLE["sums of a sequence"]
         _sequence_sums_kernel[(batch,)](
             **layout,
             cu_seqlens=trajectory.cu_seqlens,
             chunk_sums_ptr=chunk_sums,
             sums_ptr=sums,
-            LANES=_SUM_LANES,
-            enable_fp_fusion=_ENABLE_FP_FUSION,
+            LANES=program.block,
+            **launch_options(program, fp_fusion=FP_FUSION),
         )
     return advantages, returns, sums
 
@@ -638,15 +613,15 @@ def _empty_sums(x: Tensor, rows: int) -> Tensor:
 
 def _moments(sums: Tensor, kl: Tensor | None) -> Tensor:
     moments = torch.empty(3, dtype=torch.float64, device=sums.device)
+    program = programs.TABLE["moments of a batch"]
     with current(sums.device):
         _moments_kernel[(1,)](
             sums,
             kl,
             moments,
             sums.shape[0],
-            LANES=_MOMENT_LANES,
-            num_warps=8,
-            enable_fp_fusion=_ENABLE_FP_FUSION,
+            LANES=program.block,
+            **launch_options(program, fp_fusion=FP_FUSION),
         )
     return moments
 
@@ -683,18 +658,19 @@ def shaped_advantages(trajectory: Trajectory, shaping: Shaping, discounts: Disco
 
 def whitening_moments(x: Tensor, mask: Tensor | None = None) -> Tensor:
     """(count, Σx, Σx²) over the mask, fp64 [3]. Two launches."""
-    programs = triton.cdiv(x.numel(), _FLAT_BLOCK * _FLAT_STEPS)
-    sums = _empty_sums(x, programs)
-    if programs:
+    program = programs.TABLE["moments of a tensor"]
+    count = triton.cdiv(x.numel(), program.block * program.steps)
+    sums = _empty_sums(x, count)
+    if count:
         with current(x.device):
-            _moment_sums_kernel[(programs,)](
+            _moment_sums_kernel[(count,)](
                 dense(x),
                 dense(mask),
                 sums,
                 x.numel(),
-                BLOCK=_FLAT_BLOCK,
-                STEPS=_FLAT_STEPS,
-                enable_fp_fusion=_ENABLE_FP_FUSION,
+                BLOCK=program.block,
+                STEPS=program.steps,
+                **launch_options(program, fp_fusion=FP_FUSION),
             )
     return _moments(sums, None)
 
@@ -715,16 +691,18 @@ def whiten(
     check_dtype("x", x)
     white = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if x.numel():
+        program = programs.TABLE["whiten"]
+        count = triton.cdiv(x.numel(), program.block * program.steps)
         with current(x.device):
-            _whiten_kernel[(triton.cdiv(x.numel(), _WHITEN_BLOCK * _WHITEN_STEPS),)](
+            _whiten_kernel[(count,)](
                 dense(x),
                 dense(mask),
                 dense(moments),
                 white,
                 x.numel(),
                 SHIFT_MEAN=shift_mean,
-                BLOCK=_WHITEN_BLOCK,
-                STEPS=_WHITEN_STEPS,
-                enable_fp_fusion=_ENABLE_FP_FUSION,
+                BLOCK=program.block,
+                STEPS=program.steps,
+                **launch_options(program, fp_fusion=FP_FUSION),
             )
     return white

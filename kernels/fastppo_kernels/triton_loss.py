@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastppo_kernels import programs
 from fastppo_kernels.jit import row_scale
-from fastppo_kernels.launch import check_dtype, current, dense_record
+from fastppo_kernels.launch import check_dtype, current, dense_record, launch_options
 from fastppo_kernels.records import (
     RATIO_MAX,
     SUMS,
@@ -48,8 +49,6 @@ from fastppo_kernels.triton_views import (
 )
 
 MAX_ENTRY = tl.constexpr(RATIO_MAX)
-SUMS_BLOCK = 2048
-SUMS_WARPS = 8
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -177,7 +176,12 @@ def ppo_loss(
         elif n > 0:
             operands["ref_logits"] = launch.ref_logits
             _ppo_loss_full_kl_kernel[launch.grid](**operands, **launch.options)
+        program = programs.TABLE["sums of the loss"]
         _add_sums_kernel[(len(SUMS),)](
-            row_sums, sums, n, BLOCK_N=SUMS_BLOCK, num_warps=SUMS_WARPS, enable_fp_fusion=True
+            row_sums,
+            sums,
+            n,
+            BLOCK_N=program.block,
+            **launch_options(program, fp_fusion=True),
         )
     return PPORows(sums, logprobs, entropy, kl, grad)

@@ -10,15 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastppo_kernels.launch import check_dtype, current, device_limits
+from fastppo_kernels import programs
+from fastppo_kernels.launch import check_dtype, current, device_limits, launch_options
 from fastppo_kernels.triton_views import row_start, view_of
-
-BLOCK = 4096
-"""Columns at a time."""
-
-WARPS = 8
-PROGRAMS = 4
-"""Of a multiprocessor."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -52,15 +46,15 @@ def scale_(x: Tensor, factor: Tensor) -> Tensor:
     rows = flat.shape[:-1].numel()
     columns = flat.shape[-1]
     multiprocessors, _ = device_limits(x.device)
-    programs = min(rows * triton.cdiv(columns, BLOCK), multiprocessors * PROGRAMS)
+    program = programs.TABLE["scale"]
+    tiles = rows * triton.cdiv(columns, program.block)
     with current(x.device):
-        _scale_kernel[(programs,)](
+        _scale_kernel[(min(tiles, multiprocessors * program.resident),)](
             view_of(flat),
             factor,
             rows,
             columns,
-            BLOCK_V=BLOCK,
-            num_warps=WARPS,
-            enable_fp_fusion=True,
+            BLOCK_V=program.block,
+            **launch_options(program, fp_fusion=True),
         )
     return x

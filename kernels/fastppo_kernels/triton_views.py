@@ -12,7 +12,6 @@ read twice from the cache that holds it in between.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastppo_kernels import programs
 from fastppo_kernels.jit import capped
-from fastppo_kernels.launch import device_limits, register_limit, target
+from fastppo_kernels.launch import device_limits, launch_options, target
+from fastppo_kernels.programs import Program
 from fastppo_kernels.records import Softmax
 
 
@@ -178,15 +179,6 @@ def write_zeros(row, vocab, cut):
 # ------------------------------------------------------------------------------ tiles and programs
 
 
-class Tile(NamedTuple):
-    """How a row is cut: a program has `num_warps`·32 threads of `registers` each and takes
-    `block` columns a time. Where a warp has 64 threads, half as many are launched."""
-
-    block: int
-    num_warps: int
-    registers: int
-
-
 VECTOR_BYTES = 16
 """The widest load of a thread."""
 
@@ -196,34 +188,8 @@ reference's or the gradient's lie differently against 16 bytes: with as many as 
 elements, their addresses alone would fill the registers."""
 
 REGISTERS = 65536
-"""Of a multiprocessor. With those of a thread named to ptxas, they say how many programs run on it;
-left to itself, ptxas takes 64 to 212 of them, and sometimes spills to get below a limit of its own.
-"""
-
-
-class TileChoice(NamedTuple):
-    """An entry of a table of programs, of which rows take the first that is for their length."""
-
-    most_row_bytes: float
-    num_warps: int
-    loads: int
-    """That a thread issues before it needs the first."""
-    registers: int
-    """Of a thread."""
-
-
-# The rows in flight should fit in the second-level cache, and the loads should cover the memory's
-# latency: a long row has a multiprocessor to itself. Shorter ones, and rows that are read but once,
-# share it: while one program waits, at the end of its row above all, another works.
-TILES = (
-    TileChoice(2**14, num_warps=4, loads=2, registers=128),
-    TileChoice(2**17, num_warps=8, loads=4, registers=128),
-    TileChoice(math.inf, num_warps=16, loads=4, registers=128),
-)
-SWEPT_ONCE = (
-    TileChoice(2**14, num_warps=4, loads=2, registers=128),
-    TileChoice(math.inf, num_warps=8, loads=4, registers=128),
-)
+"""Of a multiprocessor. With those of a thread, which the launch names, they say how many programs
+run on it."""
 
 CACHE_SHARE = 0.7
 """Of the second-level cache, for rows that wait for their second sweep."""
@@ -233,29 +199,21 @@ UNCUT = 2**31 - 1
 layouts run one kernel; a constant makes ptxas spill in the longest tile on sm_80."""
 
 
-def tile(
-    row_bytes: int, itemsize: int, *, singles: bool, halvings: int = 0, swept_once: bool = False
-) -> Tile:
-    """The tile for rows of `row_bytes`, read by the vector or in `singles`.
+def tile(program: Program, itemsize: int, *, singles: bool, halvings: int = 0) -> int:
+    """Columns of a tile, read by the vector or in `singles`.
 
     With a reference a tile each of two rows is held, scores and shifted ones: two halvings of the
     tile fit the registers. A soft-cap's temporaries are one more.
     """
-    choices = SWEPT_ONCE if swept_once else TILES
-    choice = next(choice for choice in choices if row_bytes <= choice.most_row_bytes)
     width = SINGLES_PER_VECTOR if singles else VECTOR_BYTES // itemsize
-    loads = max(1, choice.loads >> halvings)
-    return Tile(
-        block=32 * choice.num_warps * loads * width,
-        num_warps=choice.num_warps,
-        registers=choice.registers,
-    )
+    return 32 * program.num_warps * max(1, program.loads >> halvings) * width
 
 
-def _program_count(device: torch.device, rows: int, held_bytes: int, shape: Tile) -> int:
+def _program_count(device: torch.device, rows: int, held_bytes: int, program: Program) -> int:
     """Programs that run at once, while the `held_bytes` of each stay in the cache."""
     multiprocessors, cache = device_limits(device)
-    resident = REGISTERS // (32 * shape.num_warps * shape.registers)
+    assert program.registers is not None
+    resident = REGISTERS // (32 * program.num_warps * program.registers)
     if held_bytes:
         resident = min(resident, int(CACHE_SHARE * cache) // (multiprocessors * held_bytes))
     return min(rows, multiprocessors * max(1, resident))
@@ -337,19 +295,16 @@ def launch_over(
         halvings += 2
     if softmax.softcap is not None:
         halvings += 1
-    shape = tile(row_bytes, itemsize, singles=singles, halvings=halvings, swept_once=sweeps == 1)
+    program = programs.of_rows(row_bytes, sweeps=sweeps)
     held_bytes = 0 if sweeps == 1 else row_bytes * rows_of_program
     cut = Cut(
-        block=tl.constexpr(shape.block),
-        lanes=tl.constexpr(32 * shape.num_warps),
+        block=tl.constexpr(tile(program, itemsize, singles=singles, halvings=halvings)),
+        lanes=tl.constexpr(32 * program.num_warps),
         vector=tl.constexpr(1 if singles else width),
         phased=tl.constexpr(is_off_16_bytes and lie_alike),
     )
-    options = {
-        "cut": cut,
-        "num_warps": 32 * shape.num_warps // target().warp_size,
-        "enable_fp_fusion": True,
-        **register_limit(shape.registers),
-    }
-    programs = _program_count(logits.device, rows, held_bytes, shape)
-    return Launch(**views, rows=rows, vocab=vocab, grid=(programs,), options=options)
+    count = _program_count(logits.device, rows, held_bytes, program)
+    # As many threads where 64 of them execute as one.
+    program = program._replace(num_warps=32 * program.num_warps // target().warp_size)
+    options = {"cut": cut, **launch_options(program, fp_fusion=True)}
+    return Launch(**views, rows=rows, vocab=vocab, grid=(count,), options=options)

@@ -65,6 +65,7 @@ def test_every_command_of_the_script_takes_its_arguments(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(suite, "run", reached)
+    monkeypatch.setattr("benchmarks.tune.works", reached)
     monkeypatch.setattr("fastppo.demo.run.run_demo", reached)
     monkeypatch.setattr(on_a_gpu, "PARTS", dict.fromkeys(on_a_gpu.PARTS, reached))
     mains = {
@@ -84,7 +85,7 @@ def test_every_command_of_the_script_takes_its_arguments(
         modules
         == {
             1: ["benchmarks.on_a_gpu", "pytest"],
-            2: ["benchmarks.on_a_gpu", "benchmarks.on_a_gpu", "benchmarks"],
+            2: ["benchmarks.on_a_gpu", "benchmarks", "benchmarks.on_a_gpu", "benchmarks"],
             3: ["fastppo", "benchmarks.on_a_gpu", "benchmarks"],
         }[step]
     )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is a Linux package")
 
-from fastppo_kernels import definition
+from fastppo_kernels import definition, programs
 from fastppo_kernels import triton_advantages as kernels
 from fastppo_kernels.records import Shaping
 from trajectories import bounds as bounds_on
@@ -40,12 +40,13 @@ TOLERANCE = 1e-5
 def small_blocks(block: int = 8, chunk_blocks: int = 2) -> Iterator[None]:
     """Every length in a few dozen tokens: one block, one chunk, many chunks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "BLOCK", block)
-        patch.setattr(kernels, "CHUNK_BLOCKS", chunk_blocks)
-        patch.setattr(kernels, "_SUM_LANES", 4)
-        patch.setattr(kernels, "_MOMENT_LANES", 4)
-        patch.setattr(kernels, "_FLAT_BLOCK", 8)
-        patch.setattr(kernels, "_FLAT_STEPS", 2)
+        for name, small in {
+            "scan": {"block": block, "steps": chunk_blocks},
+            "sums of a sequence": {"block": 4},
+            "moments of a batch": {"block": 4},
+            "moments of a tensor": {"block": 8, "steps": 2},
+        }.items():
+            patch.setitem(programs.TABLE, name, programs.TABLE[name]._replace(**small))
         yield
 
 

@@ -36,7 +36,7 @@ import fastppo
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fastppo_kernels import triton_rows, triton_views
+from fastppo_kernels import programs, triton_rows, triton_views
 
 pytestmark = [
     # NumPy announces what the kernel means to happen: differences to the start of the running
@@ -391,8 +391,8 @@ def test_fp16() -> None:
 def test_grid_stays_small() -> None:
     """One program per row would exceed a grid dimension of 65535 (Liger 1294)."""
     device = torch.device("cpu") if DEVICE == "cpu" else torch.device("cuda", 0)
-    shape = triton_views.tile(1000, 2, singles=False)
-    count = triton_views._program_count(device, 2**24, 1000, shape)
+    program = programs.of_rows(1000, sweeps=2)
+    count = triton_views._program_count(device, 2**24, 1000, program)
     multiprocessors, _ = device_limits(device)
     assert 0 < count <= 16 * multiprocessors
 

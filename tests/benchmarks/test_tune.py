@@ -1,0 +1,106 @@
+"""Programs of the kernels by measurement: with a clock of ours, where there is no GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fastppo_kernels import programs
+from fastppo_kernels.programs import TABLE, Program
+
+from benchmarks import tune
+from benchmarks.__main__ import main
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="these run in Triton's interpreter"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+]
+
+ROW = "longer rows, read twice"
+
+
+def seconds_by(row: str, times: dict[int, float]) -> Callable[[Callable[[], object]], float]:
+    """A clock that knows the warps of the program in the table; what is not in `times` fails."""
+
+    def seconds(call: Callable[[], object]) -> float:
+        call()
+        return times[TABLE[row].num_warps]
+
+    return seconds
+
+
+def tuned(times: dict[int, float], say: Callable[[str], None]) -> dict[str, Program]:
+    candidates = tuple(Program(warps, loads=4, registers=128) for warps in (4, 8, 16))
+    work = tune.Work(ROW, candidates, lambda: lambda: None)
+    seconds = seconds_by(ROW, times)
+    return tune.tune([work], seconds, source="H200", end=math.inf, say=say)
+
+
+@pytest.mark.parametrize(
+    ("times", "warps"),
+    [
+        ({4: 3.0, 8: 1.0, 16: 2.0}, 8),
+        ({4: 3.0, 8: 1.99, 16: 2.0}, 16),  # no faster than a run differs from another
+        ({4: 3.0, 16: 2.0}, 16),  # one that cannot be launched
+    ],
+)
+def test_the_fastest_program_is_the_row_and_the_table_is_put_back(
+    times: dict[int, float], warps: int
+) -> None:
+    before = dict(TABLE)
+    said: list[str] = []
+    chosen = tuned(times, said.append)
+    assert chosen == {ROW: Program(warps, loads=4, registers=128, source="H200")}
+    assert before == TABLE
+    assert sum("FAILED" in line for line in said) == (8 not in times)
+    assert said[-1] == (f'    "{ROW}": Program({warps}, loads=4, registers=128, source="H200"),')
+
+
+def test_the_rows_go_into_the_file_and_leave_the_others() -> None:
+    chosen = tuned({4: 3.0, 8: 1.0, 16: 2.0}, lambda line: None)
+    module: dict[str, Any] = {"__name__": "rewritten"}
+    exec(compile(tune.rewritten(tune.FILE.read_text(), chosen), "programs.py", "exec"), module)
+    want = {name: tuple(program) for name, program in (TABLE | chosen).items()}
+    assert {name: tuple(program) for name, program in module["TABLE"].items()} == want
+    with pytest.raises(ValueError, match="expected one row 'no such' in the table of programs"):
+        tune.rewritten(tune.FILE.read_text(), {"no such": Program(1)})
+
+
+def test_every_row_that_is_tuned_is_what_its_work_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work reads that row of the table, with its first candidate, in Triton's interpreter."""
+    looked_up: set[str] = set()
+
+    class Watched(dict[str, Program]):
+        def __getitem__(self, row: str) -> Program:
+            looked_up.add(row)
+            return super().__getitem__(row)
+
+    monkeypatch.setattr(programs, "TABLE", Watched(TABLE))
+    by_length = {4096: "rows to 16 KiB", 32000: "rows to 128 KiB", 151936: "longer rows"}
+    for work in tune.works(torch.device("cpu"), tiny=True):
+        assert work.candidates
+        if "rows" in work.row:  # toy rows are short: which row of the table follows from the bytes
+            vocab = work.make.args[0]
+            sweeps = 2 if work.row.endswith("twice") else 1
+            assert programs.of_rows(2 * vocab, sweeps=sweeps) is TABLE[work.row]
+            assert work.row.startswith(by_length[vocab])
+            continue
+        looked_up.clear()
+        work.make()()
+        assert work.row in looked_up
+
+
+def test_a_cpu_is_not_tuned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (
+        ["tune"],
+        ["tune", "--device", "cpu"],
+        ["tune", "--quick", "--device", "cpu", "--write"],
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+    assert "times nothing on a CPU" in capsys.readouterr().err
