@@ -213,11 +213,12 @@ def _tune(parser: argparse.ArgumentParser, options: argparse.Namespace, console:
         parser.error("tune times the kernels on a GPU, and torch sees no CUDA device")
     if device.type == "cpu" and (options.write or not options.quick):
         parser.error("tune times nothing on a CPU: --quick --device cpu only shows that it runs")
+    todo = tune.works(device, tiny=options.quick)
     source = "nothing: a CPU"
     if device.type == "cuda":
         source = torch.cuda.get_device_name().removeprefix("NVIDIA ").split()[0]
     rows = tune.tune(
-        tune.works(device, tiny=options.quick),
+        todo,
         tune.seconds_on(device),
         source=source,
         end=time.monotonic() + (options.seconds or 500.0),

@@ -13,9 +13,9 @@ lane. Each case runs under several orders of programs, warps and stores, and mus
 - read and write inside its tensors, aligned; write every byte of its results; let no byte that is
   unwritten or read in a race reach one; store one value where several lanes store to one place.
 
-By default a selection of three minutes, every kernel and every configuration once; --all is every
-configuration at every shape. What no emulator shows: registers, time, and a weaker order of memory
-than the barriers'.
+By default a selection of three minutes, every kernel, every configuration and every shape, and at
+three shapes what has been wrong; --all is every configuration at every shape. What no emulator
+shows: registers, time, and a weaker order of memory than the barriers'.
 """
 
 from __future__ import annotations
@@ -63,17 +63,19 @@ class Case(NamedTuple):
 class Emulation:
     """One case after the other, each under every order."""
 
-    def __init__(self, capability: int, *, is_thorough: bool) -> None:
+    def __init__(self, capability: int) -> None:
         import emulate
         from fastppo_kernels import triton_scale, triton_views
 
         order = emulate.Schedule
-        orders = [order(), order(sched=1, programs=1, late=True, down=True)]
-        if is_thorough:
-            orders += [order(sched=2, seed=3, programs=2, quantum=3), order(down=True)]
-        self.same_bits = [orders, [each._replace(fuse=True) for each in orders[:2]]]
-        if is_thorough:
-            self.same_bits.append([order(perturb=5)])
+        orders = [
+            order(),
+            order(sched=1, programs=1, late=True, down=True),
+            order(sched=2, seed=3, programs=2, quantum=3),
+            order(down=True),
+        ]
+        fused = [order(fuse=True), order(fuse=True, sched=1, down=True)]
+        self.same_bits = [orders, fused, [order(perturb=5)]]
         self.session = emulate.Session(capability)
         # A few multiprocessors, so that a program has several rows and there are several programs.
         for module in (triton_views, triton_scale):
@@ -158,7 +160,7 @@ class Shape(NamedTuple):
 SHAPES = (
     Shape("short", 7, 1024),
     Shape("short, fp32, off 16 bytes", 5, 2061, torch.float32),
-    Shape("middle", 5, 8 * 834),
+    Shape("middle", 8, 6672),
     Shape("middle, off 16 bytes", 5, 6675),
     Shape("middle, fp16, logits[:, 3:]", 4, 6672, torch.float16, skip=3),
     Shape("middle, of two kinds", 4, 8211, is_cut=True),
@@ -259,7 +261,7 @@ def loss_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> No
 
 STATISTICS: dict[str, dict[str, Any]] = {
     "bare": {},
-    "temperatures": {"temperature": "per token"},
+    "temperatures": {"temperature": "per token", "shapes": 3},
     "logprob alone": {"upstream": (True, False, False)},
     "entropy alone, peaked": {"upstream": (False, True, False), "rows": "peaked"},
     "some rows without a gradient": {"upstream": (True, True, False), "some": True},
@@ -271,10 +273,13 @@ STATISTICS: dict[str, dict[str, Any]] = {
     },
     "reference, soft-cap, peaked": {
         "upstream": (True, True, True), "softcap": 30.0, "rows": "peaked", "spread": 1.0,
+        "shapes": 3,
     },
     "reference, KL alone, peaked": {"upstream": (False, False, True), "rows": "peaked"},
-    "broken rows": {"rows": "broken"},
-    "broken rows, reference": {"rows": "broken", "upstream": (True, True, True)},
+    "broken rows": {"rows": "broken", "shapes": 3},
+    "broken rows, reference": {
+        "rows": "broken", "upstream": (True, True, True), "shapes": 3,
+    },
 }  # fmt: skip
 
 
@@ -583,7 +588,8 @@ def cases(group: str) -> Iterator[Case]:
         for i, (what, options) in enumerate(every.items()):
             for j, (where, place) in enumerate(places.items()):
                 run = functools.partial(case, place, options)
-                yield Case(f"{group}: {what}; {where}", run, i % len(places) == j)
+                is_selected = (j - i) % len(places) in (0, 3, 6)[: options.get("shapes", 1)]
+                yield Case(f"{group}: {what}; {where}", run, is_selected)
 
     shapes = {shape.name: shape for shape in SHAPES}
     if group == "loss":
@@ -623,7 +629,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("skipped: no emulator of PTX (FASTPPO_PTX_EMULATOR), or no g++")
         return 0
     sys.path[:0] = [str(folder), str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
-    emulation = Emulation(options.capability, is_thorough=options.all)
+    emulation = Emulation(options.capability)
     begin = time.monotonic()
     wrong = 0
     for group in options.groups:
