@@ -314,7 +314,7 @@ def _row_statistics(
     return stats, _RefStats(
         kl=kl,
         mean_gap=mean_gap,
-        token_gap=tl.where(t_token <= LOWEST, 0.0, token_gap),
+        token_gap=tl.where(stats.logprob <= LOWEST, 0.0, token_gap),
         row_max=ref_max,
         log_sum=ref_log_sum,
         total=ref_joined.mass,

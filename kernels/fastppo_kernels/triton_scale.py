@@ -47,6 +47,7 @@ def scale_(x: Tensor, factor: Tensor) -> Tensor:
     columns = flat.shape[-1]
     multiprocessors, _ = device_limits(x.device)
     program = programs.TABLE["scale"]
+    assert program.resident is not None
     tiles = rows * triton.cdiv(columns, program.block)
     with current(x.device):
         _scale_kernel[(min(tiles, multiprocessors * program.resident),)](
