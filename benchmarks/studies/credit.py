@@ -11,7 +11,7 @@ there. `smollm2-sentiment` is the recipe, in bf16 and at a constant rate.
 
 All settings of a seed start from the same weights, with the same rate, batch and epochs, and train
 one after another, each for the same processor time of one thread. Prints the reward after equal
-compute, what PPO is ahead of each other, paired by seed, and what its critic explains; writes the
+compute, what PPO is ahead of each other, paired by seed, and what its critic does; writes the
 curves to credit.json. A run that ended there is not run again.
 """
 
@@ -36,6 +36,7 @@ from benchmarks.studies.common import (
     Records,
     at_seconds,
     cell,
+    column,
     figure_of,
     kept,
     parser_of,
@@ -59,8 +60,12 @@ GROUPED = ("RLOO", "GRPO")
 SMOOTH = 5
 """Iterations of which a point is the mean."""
 
-CURVES = ("processor_seconds", "reward", "explained_variance")
-"""What credit.json has of each iteration."""
+OF_THE_CRITIC = {
+    "explained_variance": "share of the returns' variance that the critic explains",
+    "advantage_correlation": "correlation of the advantages with those without it",
+}
+CURVES = ("processor_seconds", "reward", *OF_THE_CRITIC)
+"""What credit.json has of each iteration, where there is one."""
 
 # ----------------------------------------------------------------------------- the key and the door
 
@@ -134,6 +139,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 def _prepare_rooms(folder: Path, seed: int) -> None:
     """Writes prompts.jsonl, and model/: a Llama that walks at random."""
+    folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "prompts.jsonl", rooms())
     draw = random.Random(seed)
     walks = [
@@ -256,8 +262,16 @@ def paired(differences: Iterable[float]) -> str:
     return f"{of_seeds.mean():+.3f} ± {of_seeds.std(ddof=1) / len(of_seeds) ** 0.5:.3f}"
 
 
+def by_third(records: Records, name: str, points: Sequence[float]) -> list[float]:
+    """Means of a metric between two points and the next; NaN where no iteration has it."""
+    times = column(records, "processor_seconds")
+    values = np.array([record.get(name, np.nan) for record in records])
+    parts = np.split(values, np.searchsorted(times, points[:-1]))
+    return [float(np.nanmean(part)) if np.isfinite(part).any() else np.nan for part in parts]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of(__doc__, seeds=5, seconds=60.0)
+    parser = parser_of(__doc__, seeds=5, seconds=40.0)
     parser.add_argument("--task", choices=TASKS, default="key-and-door")
     options = parser.parse_args(arguments)
     seconds = 3.0 if options.quick else options.seconds
@@ -279,10 +293,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if label != "PPO":
             ahead = rewards["PPO"] - rewards[label]
             rows[f"PPO − {label}"] = [*(paired(values) for values in ahead.T), ""]
-    explained = [
-        at_seconds(records, "explained_variance", points, SMOOTH) for records in runs["PPO"]
-    ]
-    rows["explained variance"] = [*(cell(values, 2) for values in np.array(explained).T), ""]
+    for name, title in OF_THE_CRITIC.items():
+        of_seeds = np.array([by_third(records, name, points) for records in runs["PPO"]])
+        rows[title] = [*(cell(values, 2) for values in of_seeds.T), ""]
     print_table(["reward", *(f"{point:.0f} s" for point in points), "iterations"], rows)
     _write(options.directory / "credit.json", options.task, runs)
     _draw(runs, seconds, options.directory / "credit.png")
@@ -292,7 +305,10 @@ def _write(path: Path, task: str, runs: dict[str, list[Records]]) -> None:
     """The curves of every run, rounded."""
     curves = {
         label: [
-            {name: [round(record[name], 4) for record in records] for name in CURVES}
+            {
+                name: [round(record[name], 4) for record in records if name in record]
+                for name in CURVES
+            }
             for records in of_seeds
         ]
         for label, of_seeds in runs.items()
@@ -304,20 +320,13 @@ def _write(path: Path, task: str, runs: dict[str, list[Records]]) -> None:
 
 def _draw(runs: dict[str, list[Records]], seconds: float, path: Path) -> None:
     """The reward against compute: mean of the seeds, and the least and the most."""
-    figure, axes = figure_of(
-        [
-            ("Reward after equal compute", "seconds, one thread", "reward"),
-            ("What PPO's critic knows", "seconds, one thread", "explained variance"),
-        ]
-    )
+    figure, axis = figure_of([("Reward after equal compute", "seconds, one thread", "reward")])
     x = np.linspace(0.05 * seconds, seconds, 80)
-    curves = [(label, axes[0], "reward") for label in SETTINGS]
-    curves.append(("PPO", axes[1], "explained_variance"))
-    for label, axis, metric in curves:
-        lines = np.array([at_seconds(records, metric, x, SMOOTH) for records in runs[label]])
+    for label in SETTINGS:
+        lines = np.array([at_seconds(records, "reward", x, SMOOTH) for records in runs[label]])
         (line,) = axis.plot(x, lines.mean(0), linewidth=1.8, label=label)
         axis.fill_between(x, lines.min(0), lines.max(0), color=line.get_color(), alpha=0.12)
-    axes[0].legend(frameon=False, loc="lower right", fontsize=9)
+    axis.legend(frameon=False, loc="lower right", fontsize=9)
     figure.savefig(path, dpi=130)
 
 

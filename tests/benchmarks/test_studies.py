@@ -100,7 +100,7 @@ def test_gold_is_reached_with_the_first_batch_whose_mean_with_those_before_is_as
         ("value_functions", [], ["| shared trunk |", "| critic |"]),
         ("overoptimization", [], ["| β = 0.08 |"]),
         ("estimators", [], ["| GRPO |", "best of 16", "the critic explains"]),
-        ("credit", [], ["| RLOO |", "| PPO − GRPO |", "| explained variance |"]),
+        ("credit", [], ["| RLOO |", "| PPO − GRPO |", "the critic explains |"]),
         ("reward_kl", ["--recipe", "arithmetic"], ["| β = 0.05 |", "| best of 16 |"]),
     ],
 )
