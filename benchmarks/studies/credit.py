@@ -320,13 +320,20 @@ def _write(path: Path, task: str, runs: dict[str, list[Records]]) -> None:
 
 def _draw(runs: dict[str, list[Records]], seconds: float, path: Path) -> None:
     """The reward against compute: mean of the seeds, and the least and the most."""
-    figure, axis = figure_of([("Reward after equal compute", "seconds, one thread", "reward")])
+    figure, axes = figure_of(
+        [
+            ("Reward after equal compute", "seconds, one thread", "reward"),
+            ("What PPO's critic explains", "seconds, one thread", "share of the returns' variance"),
+        ]
+    )
     x = np.linspace(0.05 * seconds, seconds, 80)
-    for label in SETTINGS:
-        lines = np.array([at_seconds(records, "reward", x, SMOOTH) for records in runs[label]])
+    curves = [(label, axes[0], "reward") for label in SETTINGS]
+    curves.append(("PPO", axes[1], "explained_variance"))
+    for label, axis, metric in curves:
+        lines = np.array([at_seconds(records, metric, x, SMOOTH) for records in runs[label]])
         (line,) = axis.plot(x, lines.mean(0), linewidth=1.8, label=label)
         axis.fill_between(x, lines.min(0), lines.max(0), color=line.get_color(), alpha=0.12)
-    axis.legend(frameon=False, loc="lower right", fontsize=9)
+    axes[0].legend(frameon=False, loc="lower right", fontsize=9)
     figure.savefig(path, dpi=130)
 
 
