@@ -308,7 +308,8 @@ def _check_optimizer(
     stepped = {key.split(".")[0] for key in moments}  # a weight without a gradient has none
     wanted = {key for key in shapes.keys() - masters if key.split(".")[0] in stepped}
     missing = sorted((wanted | masters_needed) - tensors.keys())
-    taken = state.get("optimizer_step", 0) - state.get("skipped_steps", 0)
+    not_taken = state.get("skipped_steps", 0) + state.get("overflowed_steps", 0)
+    taken = state.get("optimizer_step", 0) - not_taken
     if missing or (taken > 0 and not moments):
         raise ValueError(
             f"{path} does not fit the optimizer: it has no {missing[0] if missing else 'moments'}"

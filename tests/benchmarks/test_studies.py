@@ -97,7 +97,7 @@ def test_gold_is_reached_with_the_first_batch_whose_mean_with_those_before_is_as
 @pytest.mark.parametrize(
     ("name", "flags", "words"),
     [
-        ("value_functions", [], ["| shared trunk |", "| critic |"]),
+        ("critic", [], ["| critic, closed form |", "| GRPO |", "gold ahead of"]),
         ("overoptimization", [], ["| β = 0.08 |"]),
         ("estimators", [], ["| GRPO |", "best of 16", "the critic explains"]),
         ("credit", [], ["| RLOO |", "| PPO − GRPO |", "the critic explains |"]),

@@ -82,7 +82,6 @@ def test_what_is_not_finite_under_the_least_scale_is_skipped_as_ever(tmp_path: P
     weight.register_hook(lambda gradient: gradient * float("inf"))
     metrics = trainer.update(experience, trainer.config)
     assert (metrics["skipped_steps"], metrics["overflowed_steps"]) == (1, 0)
-    assert (tmp_path / "run" / "skipped" / "step-000000.safetensors").exists()
 
 
 def test_a_loss_that_is_not_finite_is_no_overflow(tmp_path: Path) -> None:
