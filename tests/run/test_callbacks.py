@@ -12,6 +12,7 @@ import ranks
 import tiny
 from transformers import (
     PreTrainedModel,
+    PrinterCallback,
     TrainerCallback,
     TrainerControl,
     TrainingArguments,
@@ -112,6 +113,11 @@ def test_a_callback_asks_for_a_checkpoint(tmp_path: Path) -> None:
     found = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
     assert found == ["checkpoint-000001", "checkpoint-000003"]
     assert [step for name, step in listener.events if name == "save"] == [1, 3]
+
+
+def test_transformers_own_callbacks_work_as_they_are(tmp_path: Path, capsys) -> None:
+    make_trainer(tmp_path, callbacks=[PrinterCallback], iterations=1).train()
+    assert "'reward':" in capsys.readouterr().out
 
 
 def test_an_error_of_a_callback_ends_the_run_with_it(tmp_path: Path) -> None:
