@@ -68,6 +68,26 @@ def test_adapters_are_added_in_and_take_their_gradient(dora: bool) -> None:
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_several_adapters_are_added_in_together(dora: bool) -> None:
+    layer = wrapped(use_dora=dora)
+    config = peft.LoraConfig(r=3, target_modules=["lm_head"], use_dora=dora)
+    layer.update_layer("other", r=3, lora_alpha=3, config=config)
+    stir(layer)
+    layer.set_adapter(["default", "other"])
+    assert_is_the_weight(layer, trained=2 * (2 + dora))
+
+
+def test_an_active_adapter_that_lies_on_other_layers_alone_is_passed_by() -> None:
+    layer = wrapped()
+    layer.set_adapter(["default"])
+    merged = head_weight(layer).detach()
+    layer._active_adapter = ["default", "elsewhere"]
+    torch.testing.assert_close(head_weight(layer), merged, rtol=0, atol=0)
+    layer._active_adapter = ["elsewhere"]
+    assert head_weight(layer) is layer.get_base_layer().weight
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_merged_or_switched_off_it_is_the_base_layers_weight(dora: bool) -> None:
     layer = wrapped(use_dora=dora)
     merged = head_weight(layer).detach()
@@ -114,3 +134,12 @@ def test_what_is_no_weight_is_refused_with_what_to_do(
     with pytest.raises(TypeError, match=f"lm_head's adapter 'default' {sentence}"):
         head_weight(layer)
     assert why_no_weight(layer)
+
+
+def test_another_kind_of_layer_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"lm_head must be nn\.Linear.*got .*Embedding.*ppo_loss"):
+        head_weight(torch.nn.Embedding(3, 2))
+    model = torch.nn.ModuleDict({"lm_head": torch.nn.Linear(H, V)})
+    loha = peft.inject_adapter_in_model(peft.LoHaConfig(r=2, target_modules=["lm_head"]), model)
+    with pytest.raises(TypeError, match=r"must be LoRA or DoRA, got .*loha"):
+        head_weight(loha["lm_head"])

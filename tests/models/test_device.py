@@ -8,6 +8,7 @@ import torch
 
 from fastppo.models.device import (
     autocast,
+    busy_cpu,
     cast_frozen,
     cast_matrices,
     choose_device,
@@ -24,6 +25,19 @@ def _gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
 
 
+def test_auto_is_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    _gpus(monkeypatch, 0)
+    assert choose_device("auto") == CPU
+    _gpus(monkeypatch, 1)
+    assert choose_device("auto") == GPU
+
+
+def test_a_device_that_is_there_is_taken_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    _gpus(monkeypatch, 2)
+    assert choose_device("cpu") == CPU
+    assert choose_device("cuda:1") == torch.device("cuda", 1)
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -35,6 +49,19 @@ def test_a_device_that_is_not_there_is_refused(name, says, monkeypatch) -> None:
     _gpus(monkeypatch, 2)
     with pytest.raises(ValueError, match=says):
         choose_device(name)
+
+
+@pytest.mark.parametrize(
+    ("threads", "load", "device", "told"),
+    [(2, 3.0, CPU, True), (2, 1.9, CPU, False), (1, 9.0, CPU, False), (2, 9.0, GPU, False)],
+)
+def test_threads_that_share_their_cores_are_told(threads, load, device, told, monkeypatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    assert bool(busy_cpu(device)) == told
+    if told:
+        assert busy_cpu(device)[0].startswith("2 threads on 2 cores that others use too (load 3.0)")
 
 
 @pytest.mark.parametrize(
@@ -92,3 +119,14 @@ def test_cast_for_the_time_of_a_block_gives_the_bits_of_autocast(architecture: s
     assert len(addresses) == 1
     with cast_matrices(trunk, None, {}):
         assert {p.dtype for p in trunk.parameters()} == {torch.float32}
+
+
+def test_what_is_trained_or_computed_in_fp32_is_not_cast() -> None:
+    trunk = tiny.model().base_model
+    cast_frozen(trunk, torch.bfloat16)
+    assert {p.dtype for p in trunk.parameters()} == {torch.float32}
+    cast_frozen(trunk.requires_grad_(False), None)
+    assert {p.dtype for p in trunk.parameters()} == {torch.float32}
+    cast_frozen(trunk, torch.bfloat16)
+    assert {p.dtype for p in trunk.parameters() if p.dim() < 2} == {torch.float32}
+    assert trunk.embed_tokens.weight.dtype == torch.float32

@@ -21,6 +21,18 @@ def test_a_step_is_rewarded_on_the_token_that_ends_it() -> None:
     assert _placed([(2, 1.0), (5, 0.5)], "ab cd") == [0, 1.0, 0, 0, 0.5, 0]
 
 
+def test_a_broken_character_of_the_response_itself_counts_when_it_is_written() -> None:
+    """A response may hold bytes that are no character; its text then has U+FFFD too."""
+    response = [BYTES("é")["input_ids"][0], *BYTES("ab")["input_ids"]]
+    text = BYTES.decode(response)
+    assert text == "\ufffdab"
+    assert token_rewards([(1, 1.0), (2, 2.0)], text, BYTES("p")["input_ids"], response, BYTES) == [
+        1.0,
+        2.0,
+        0.0,
+    ]
+
+
 def test_a_word_that_loses_its_space_when_decoded_alone_is_placed_behind_its_prompt() -> None:
     """The offsets are those of the completion, which begins with the space."""
     tokenizer = tiny.tokenizer()
@@ -53,6 +65,37 @@ def test_token_rewards_refuses_what_does_not_fit() -> None:
         token_rewards([(1, 1.0)], "other", [5], BYTES("ab")["input_ids"], BYTES)
     with pytest.raises(ValueError, match="a response of 0 tokens"):
         token_rewards([(1, 1.0)], "", [5], [], BYTES)
+
+
+def test_a_prompt_that_ends_within_a_character_is_left_out() -> None:
+    """The response then was decoded alone, and so it is here."""
+    first, second = BYTES("é")["input_ids"]
+    response = [second, *BYTES("ab")["input_ids"]]
+    completion = BYTES.decode(response)
+    assert completion == "\ufffdab"
+    assert token_rewards([(1, 1.0), (3, 2.0)], completion, [first], response, BYTES) == [
+        1.0,
+        0,
+        2.0,
+    ]
+
+
+def test_a_long_response_is_decoded_a_few_times_only() -> None:
+    """O(log T) prefixes for each step, because the text only grows with the tokens."""
+
+    class Counting:
+        calls = 0
+
+        def decode(self, ids, skip_special_tokens):
+            self.calls += 1
+            return BYTES.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    counting = Counting()
+    text = "abcdefgh" * 128
+    ids = BYTES(text)["input_ids"]
+    rewards = token_rewards([(700, 1.0)], text, BYTES("p")["input_ids"], ids, counting)
+    assert rewards.index(1.0) == 699
+    assert counting.calls < 20  # 2 for the prompt, 1 for the whole, log2(1024) for the step
 
 
 @given(
