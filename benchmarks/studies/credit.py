@@ -11,8 +11,9 @@ there. `smollm2-sentiment` is the recipe, in bf16 and at a constant rate.
 
 All settings of a seed start from the same weights, with the same rate, batch and epochs, and train
 one after another, each for the same processor time of one thread. Prints the reward after equal
-compute, what PPO is ahead of each other, paired by seed, and what its critic does; writes the
-curves to credit.json. A run that ended there is not run again.
+compute, and after equal iterations, which do not depend on what else the machine does; what PPO is
+ahead of each other, paired by seed; and what its critic does. Writes the curves to credit.json. A
+run that ended there is not run again.
 """
 
 from __future__ import annotations
@@ -263,11 +264,12 @@ def paired(differences: Iterable[float]) -> str:
 
 
 def by_third(records: Records, name: str, points: Sequence[float]) -> list[float]:
-    """Means of a metric between two points and the next; NaN where no iteration has it."""
+    """Medians of a metric between two points and the next; NaN where no iteration has it. A batch
+    whose returns are all the same makes nonsense of a mean."""
     times = column(records, "processor_seconds")
     values = np.array([record.get(name, np.nan) for record in records])
     parts = np.split(values, np.searchsorted(times, points[:-1]))
-    return [float(np.nanmean(part)) if np.isfinite(part).any() else np.nan for part in parts]
+    return [float(np.nanmedian(part)) if np.isfinite(part).any() else np.nan for part in parts]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -282,21 +284,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for label in SETTINGS:
             runs[label].append(run(options.directory, task, label, seed, seconds))
     points = [seconds / 3, 2 * seconds / 3, seconds]
+    fewest = min(len(records) for of_seeds in runs.values() for records in of_seeds)
+    iterations = [max(1, fewest * third // 3) for third in (1, 2, 3)]
+    places = [iteration - 1 for iteration in iterations]
     rewards = {
-        label: np.array([at_seconds(records, "reward", points, SMOOTH) for records in of_seeds])
+        label: np.array(
+            [
+                [
+                    *at_seconds(records, "reward", points, SMOOTH),
+                    *column(records, "reward", SMOOTH)[places],
+                ]
+                for records in of_seeds
+            ]
+        )
         for label, of_seeds in runs.items()
     }
     rows = {label: [cell(values) for values in by_seed.T] for label, by_seed in rewards.items()}
     for label in SETTINGS:
-        iterations = [len(records) for records in runs[label]]
-        rows[label].append(f"{np.mean(iterations):.0f}")
         if label != "PPO":
             ahead = rewards["PPO"] - rewards[label]
-            rows[f"PPO − {label}"] = [*(paired(values) for values in ahead.T), ""]
+            rows[f"PPO − {label}"] = [paired(values) for values in ahead.T]
     for name, title in OF_THE_CRITIC.items():
         of_seeds = np.array([by_third(records, name, points) for records in runs["PPO"]])
-        rows[title] = [*(cell(values, 2) for values in of_seeds.T), ""]
-    print_table(["reward", *(f"{point:.0f} s" for point in points), "iterations"], rows)
+        rows[title] = [*(cell(values, 2) for values in of_seeds.T), "", "", ""]
+    heads = [f"{point:.0f} s" for point in points]
+    heads += [f"iteration {iteration}" for iteration in iterations]
+    print_table(["reward", *heads], rows)
     _write(options.directory / "credit.json", options.task, runs)
     _draw(runs, seconds, options.directory / "credit.png")
 
