@@ -1,6 +1,6 @@
 """What docs/studies.md and docs/ppo.md report, one file a study:
 
-    python -m benchmarks.studies.value_functions runs/value-functions
+    python -m benchmarks.studies.critic runs/critic
     python -m benchmarks.studies.overoptimization runs/overoptimization
     python -m benchmarks.studies.estimators runs/estimators
     python -m benchmarks.studies.reward_kl runs/reward-kl
