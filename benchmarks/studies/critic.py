@@ -141,11 +141,13 @@ def tables(runs: Sequence[dict[str, Records]], points: Sequence[float]) -> None:
     for label in list(SETTINGS)[1:]:
         rows[label] = []
         for point in points:
-            gold = [
-                [at_seconds(run[name], "monitor/gold_reward", point, SMOOTH) for run in runs]
-                for name in (CLOSED_FORM, label)
+            metric = "monitor/gold_reward"
+            ahead = [
+                at_seconds(run[CLOSED_FORM], metric, point, SMOOTH)
+                - at_seconds(run[label], metric, point, SMOOTH)
+                for run in runs
             ]
-            rows[label].append(mean_and_error(np.subtract(*gold)))
+            rows[label].append(mean_and_error(ahead))
     print_table(["gold ahead of", *(f"{point:g} s" for point in points)], rows)
 
 
@@ -158,7 +160,7 @@ def draw(runs: Sequence[dict[str, Records]], seconds: float, path: Path) -> None
                 if label not in list(SETTINGS)[:2]:
                     continue
                 shortest = min(map(len, records))
-                x = np.arange(shortest)
+                x = np.arange(shortest, dtype=float)
                 lines = np.array([column(each, metric, SMOOTH)[:shortest] for each in records])
             else:
                 x = np.linspace(0.05 * seconds, seconds, 60)
