@@ -361,7 +361,7 @@ def agilerl(directory: Path, clock: Clock, learning_rate: float, seed: int) -> N
             [{"input_ids": x["input_ids"], "attention_mask": x["attention_mask"]} for x in inputs]
         )
         completions = [
-            tokenizer.decode(ids[0, x["input_ids"].shape[1] :], skip_special_tokens=True)
+            str(tokenizer.decode(ids[0, x["input_ids"].shape[1] :], skip_special_tokens=True))
             for ids, x in zip(drawn[0], inputs, strict=True)
         ]
         scores = torch.tensor(stages.score.of_texts(prompts, completions))
