@@ -38,9 +38,18 @@ from fastppo.functional import arguments
 from fastppo.functional.record_operator import operator
 
 
-def rows_of(backend: str) -> ModuleType:
-    """A backend's operations on rows of logits; Triton is imported only where it is used."""
+def rows_of(backend: str, dtype: torch.dtype) -> ModuleType:
+    """A backend's operations on rows of logits; Triton is imported only where it is used.
+
+    The CPU's loops compute in fp32, so logits in fp64 have the definition.
+    """
+    if backend == "cpu" and dtype == torch.float64:
+        return torch_rows
     return importlib.import_module(f".{backend}_rows", linear.__package__)
+
+
+def _head_rows_of(backend: str, projection: Projection, gemm: Gemm) -> ModuleType:
+    return rows_of(backend, gemm.dtype or projection.hidden.dtype)
 
 
 def _advantages(backend: str) -> ModuleType:
@@ -62,7 +71,7 @@ def _check_tokens(tokens: Tensor, vocabulary: int, weights: Tensor | None = None
 @operator("token_stats", like=torch_rows.token_stats)
 def token_stats_op(backend: str, **operands: Any) -> TokenStats:
     _check_tokens(operands["tokens"], operands["logits"].shape[-1])
-    return rows_of(backend).token_stats(**operands)
+    return rows_of(backend, operands["logits"].dtype).token_stats(**operands)
 
 
 @token_stats_op.register_fake
@@ -79,7 +88,7 @@ def _empty_stats(tokens: Tensor, dtype: torch.dtype) -> TokenStats:
 
 @operator("token_stats_backward", like=torch_rows.token_stats_backward)
 def token_stats_backward_op(backend: str, **operands: Any) -> Tensor:
-    return rows_of(backend).token_stats_backward(**operands)
+    return rows_of(backend, operands["logits"].dtype).token_stats_backward(**operands)
 
 
 @token_stats_backward_op.register_fake
@@ -94,7 +103,7 @@ def _(logits: Tensor) -> Tensor:
 def ppo_loss_op(backend: str, **operands: Any) -> PPORows:
     per_token = operands["per_token"]
     _check_tokens(per_token.tokens, operands["logits"].shape[-1], per_token.weights)
-    return rows_of(backend).ppo_loss(**operands)
+    return rows_of(backend, operands["logits"].dtype).ppo_loss(**operands)
 
 
 @ppo_loss_op.register_fake
@@ -116,7 +125,8 @@ def ppo_loss_inplace_op(backend: str, **operands: Any) -> PPORows:
     """The gradient is written over the logits, and is not among the results."""
     per_token = operands["per_token"]
     _check_tokens(per_token.tokens, operands["logits"].shape[-1], per_token.weights)
-    return rows_of(backend).ppo_loss(**operands, inplace=True)._replace(grad=None)
+    rows = rows_of(backend, operands["logits"].dtype)
+    return rows.ppo_loss(**operands, inplace=True)._replace(grad=None)
 
 
 @ppo_loss_inplace_op.register_fake
@@ -134,7 +144,8 @@ def linear_ppo_loss_op(backend: str, **operands: Any) -> LinearPPORows:
     _check_tokens(per_token.tokens, weight.shape[0], per_token.weights)
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         operands["compact"] = False  # it takes a synchronisation, and a capture allows none
-    return linear.ppo_loss(**operands, rows=rows_of(backend))
+    rows = _head_rows_of(backend, operands["projection"], operands["gemm"])
+    return linear.ppo_loss(**operands, rows=rows)
 
 
 @linear_ppo_loss_op.register_fake
@@ -164,7 +175,8 @@ def only_wanted(grads: ProjectionGradients, wanted: GradientsWanted) -> Projecti
 @operator("linear_token_stats", like=linear.token_stats, without=("rows",))
 def linear_token_stats_op(backend: str, **operands: Any) -> TokenStats:
     _check_tokens(operands["tokens"], operands["projection"].weight.shape[0])
-    return linear.token_stats(**operands, rows=rows_of(backend))
+    rows = _head_rows_of(backend, operands["projection"], operands["gemm"])
+    return linear.token_stats(**operands, rows=rows)
 
 
 @linear_token_stats_op.register_fake
@@ -174,7 +186,8 @@ def _(projection: Projection, tokens: Tensor, gemm: Gemm) -> TokenStats:
 
 @operator("linear_token_stats_backward", like=linear.token_stats_backward, without=("rows",))
 def linear_token_stats_backward_op(backend: str, **operands: Any) -> ProjectionGradients:
-    return linear.token_stats_backward(**operands, rows=rows_of(backend))
+    rows = _head_rows_of(backend, operands["projection"], operands["gemm"])
+    return linear.token_stats_backward(**operands, rows=rows)
 
 
 @linear_token_stats_backward_op.register_fake

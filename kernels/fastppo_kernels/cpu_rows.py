@@ -20,7 +20,7 @@ row; that buffer times a + b·t, and on to the gradient. The exponential is a po
 compiler makes vector instructions of all three. Sums are carried in fp32 lanes and joined in fp64.
 
 Rows are dealt to as many threads as torch has; the bits do not depend on their number. Rows of
-weight 0 are not read. fp64 logits go to `torch_rows`, the definition in chunks.
+weight 0 are not read. fp64 logits are for `torch_rows`, the definition in chunks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from fastppo_kernels import records, torch_rows
+from fastppo_kernels import records
 from fastppo_kernels.cpu_threads import (
     EXACT,
     compiled,
@@ -696,10 +696,6 @@ BITS = {
 """The dtypes that the loops are for, and as what their memory is seen."""
 
 
-def _is_fast(logits: Tensor) -> bool:
-    return logits.dtype in BITS
-
-
 def _rows(x: Tensor | None, like: Tensor) -> _Rows:
     """The memory of [N, V] or [B, T, V] with a dense last axis; without any, rows of no columns."""
     if x is None or not x.numel():
@@ -802,16 +798,6 @@ def ppo_loss(
     `inplace` writes dL/dlogits over the logits. `ref_logits` is read for `kl_estimator="full"`
     alone. Sources: Schulman et al. 2017, eq. 7; Ziegler et al. 2019; Ye et al. 2020 (dual clip).
     """
-    if not _is_fast(logits):
-        return torch_rows.ppo_loss(
-            logits,
-            per_token,
-            objective,
-            softmax,
-            ref_logits=ref_logits,
-            need_grad=need_grad,
-            inplace=inplace,
-        )
     grad = (logits if inplace else fresh(logits)) if need_grad else None
     done = _loss_pass(logits, per_token, objective, softmax, ref_logits=ref_logits, grad=grad)
     logprobs, entropy, kl = (x.clone() for x in done.statistics)
@@ -835,10 +821,6 @@ def chunk_ppo_loss(
     Returns:
         (PPORows, whose grad is [m, V] or None; [m] int64, the rows that it holds, None for all n).
     """
-    if not _is_fast(logits):
-        return torch_rows.chunk_ppo_loss(
-            logits, per_token, objective, softmax, ref_logits=ref_logits, need_grad=need_grad
-        )
     grad = logits if need_grad else None
     done = _loss_pass(logits, per_token, objective, softmax, ref_logits=ref_logits, grad=grad)
     logprobs, entropy, kl = done.statistics
@@ -861,8 +843,6 @@ def token_stats(
     logits: Tensor, tokens: Tensor, softmax: Softmax, *, ref_logits: Tensor | None = None
 ) -> TokenStats:
     """Logprob of the token, entropy and (given `ref_logits`) the full KL of each row."""
-    if not _is_fast(logits):
-        return torch_rows.token_stats(logits, tokens, softmax, ref_logits=ref_logits)
     count = tokens.numel()
     found, normalizers = np.empty((6, count), np.float32), np.zeros((2, count, 2), np.float32)
     in_threads(
@@ -893,10 +873,6 @@ def token_stats_backward(
     The statistics are formed again, in fp64 where the kept ones are fp32: the exponentials are
     needed in any case.
     """
-    if not _is_fast(logits):
-        return torch_rows.token_stats_backward(
-            grads, logits, tokens, stats, softmax, ref_logits=ref_logits
-        )
     grad, by = fresh(logits), np.zeros((3, tokens.numel()))
     for row, derivative in zip(by, grads, strict=True):
         if derivative is not None:
