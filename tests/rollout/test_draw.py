@@ -10,7 +10,15 @@ from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from fastppo.rollout import Sampling
-from fastppo.rollout.draw import BLOCK, _inverse_cdf, draw, kept_tokens, nucleus, scratch_for
+from fastppo.rollout.draw import (
+    BLOCK,
+    CANDIDATES,
+    _inverse_cdf,
+    draw,
+    kept_tokens,
+    nucleus,
+    scratch_for,
+)
 
 DRAWS = 200_000
 
@@ -210,6 +218,16 @@ def test_top_k_and_top_p_are_transformers(top_k: int, top_p: float) -> None:
     keep = kept_tokens(SCORES, Sampling(max_new_tokens=8, top_k=top_k, top_p=top_p))
     assert keep is not None
     assert torch.equal(keep, wanted > -torch.inf)
+
+
+@pytest.mark.parametrize("spread", [4.0, 0.1])
+def test_a_nucleus_of_a_large_vocabulary_is_transformers(spread: float) -> None:
+    """Of peaked rows it lies among the candidates, of flat ones it is larger than they are."""
+    generator = torch.Generator().manual_seed(10)
+    scores = spread * torch.randn(4, 8 * CANDIDATES, generator=generator, dtype=torch.float64)
+    keep = nucleus(scores, 0.9)
+    assert torch.equal(keep, TopPLogitsWarper(0.9)(None, scores) > -torch.inf)
+    assert ((keep.sum(1) < CANDIDATES) == (spread == 4.0)).all()
 
 
 def test_the_nucleus_has_the_likeliest_token_at_least() -> None:
