@@ -102,12 +102,13 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 def compiled(function: Callable[..., Any], arithmetic: frozenset[str] = EXACT) -> Any:
     """A part of kernels, which Python cannot call: that would take a third longer to compile."""
-    return numba.njit(
-        error_model="numpy",
-        fastmath=set(arithmetic),
-        no_cpython_wrapper=True,
-        no_cfunc_wrapper=True,
-    )(function)
+    options: dict[str, Any] = {
+        "error_model": "numpy",
+        "fastmath": set(arithmetic),
+        "no_cpython_wrapper": True,
+        "no_cfunc_wrapper": True,
+    }
+    return numba.njit(**options)(function)
 
 
 def compiled_in_lanes(function: Callable[..., Any]) -> Any:
