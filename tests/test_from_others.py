@@ -16,7 +16,7 @@ from fastppo.run.options import read_yaml
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["from-verl.md", "from-openrlhf.md"]
 OURS = {field.name for field in fields(PPOConfig)}
-NUMBER = re.compile(r"^-?[\d.]+(e-?\d+)?$")
+NUMBER = re.compile(r"^-?[\d.]+(e[-+]?\d+)?$")
 
 
 def rows(page: str, heading: str) -> list[list[str]]:
@@ -90,6 +90,8 @@ def test_the_page_for_trl_has_our_options_with_their_defaults() -> None:
 
 def test_the_yaml_has_the_defaults_that_the_page_names() -> None:
     chosen = PPOConfig(**read_yaml(ROOT / "examples" / "trl_defaults.yaml", PPOConfig))
+    assert chosen.max_grad_norm == 1e9, "TRL's PPO does not clip"
+    assert (chosen.rewards, chosen.critic_model) == (("rewards.py:my_reward",), None)
     for row in rows("from-trl.md", "Silent differences"):
         for name, value in re.findall(r"`(\w+): ([^`]+)`", row[3]):
             if (name, value) not in [("stop_token_ids", "[]"), ("old_logprobs", "sampler")]:
