@@ -136,9 +136,13 @@ class RunState:
             metrics["overflowed_steps"] = float(self.overflowed_steps - before.overflowed)
         return metrics
 
-    def has_enough(self, config: PPOConfig) -> bool:
-        """Whether a threshold, or evaluations that rise no more, end the run."""
-        return bool(self.watch.stopped_by) or self.evaluations.is_over(config.eval_patience)
+    def reasons_to_end(self, config: PPOConfig) -> list[str]:
+        """Why the run ends before its last iteration: sentences of the thresholds that were
+        crossed, and of evaluations that rise no more. None where it goes on."""
+        reasons = list(self.watch.stopped_by)
+        if self.evaluations.is_over(config.eval_patience):
+            reasons.append(f"eval/reward has not improved for {self.evaluations.since} evaluations")
+        return reasons
 
     def raise_if_stopped(self, run_dir: Path | None = None) -> None:
         """Raises RunStoppedError if a threshold was crossed.

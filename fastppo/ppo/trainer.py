@@ -628,7 +628,8 @@ class PPOTrainer:
         self.notes = []
         for sentence in sentences:
             self.say(f"iteration {self.state.iteration}: {sentence}", "yellow")
-        return sentences + [f"stopped: {sentence}" for sentence in self.state.watch.stopped_by]
+        reasons = self.state.reasons_to_end(self.config)
+        return sentences + [f"stopped: {reason}" for reason in reasons]
 
     def say(self, sentence: str, style: str = "") -> None:
         """Shows the user a sentence."""

@@ -63,6 +63,8 @@ class TrainingRun:
             self._write_report()
             self.callbacks.tell("on_train_end")
         self.state.raise_if_stopped(self.run_dir)
+        if is_short:
+            self._say_why_it_ended()
         return metrics or self.world.first(lambda: read_jsonl(self.run_dir / "metrics.jsonl")[-1])
 
     @contextmanager
@@ -125,8 +127,18 @@ class TrainingRun:
         return metrics
 
     def _is_over(self) -> bool:
-        has_enough = self.state.has_enough(self.config)
+        has_enough = bool(self.state.reasons_to_end(self.config))
         return bool(self.stop_request.stop) or self.callbacks.stop or has_enough
+
+    def _say_why_it_ended(self) -> None:
+        """Of a run that ended before its last iteration, or is resumed after such an end."""
+        reasons = self.state.reasons_to_end(self.config)
+        if self.callbacks.stop:
+            reasons.append("a callback asked for it")
+        self.trainer.say(
+            f"ended after {self.state.iteration} of {self.config.iterations} iterations: "
+            + "; ".join(reasons)
+        )
 
     def iteration(self, log: Any) -> dict[str, float]:
         """An iteration on the curriculum's next prompts, and its records; its metrics.

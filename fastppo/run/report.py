@@ -23,6 +23,9 @@ from fastppo.run.options import load_yaml
 LINKED = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "config.yaml")
 """Files of a run that its report leads to."""
 
+STOPPED = "stopped: "
+"""Begins a run's warning that says why it ended."""
+
 SAMPLES_PER_ITERATION = 4
 SAMPLED_ITERATIONS = 6
 VALUE = re.compile(r"(= |step[ -])[-+.\w]+")
@@ -48,7 +51,7 @@ def write_report(run_dir: str | Path, path: str | Path | None = None) -> Path:
         page,
         groups,
         name=run.name,
-        header=_header(run),
+        header=_header(run) + _ending(run),
         # A path is no address: `javascript:` or `#` in it would be taken for the address's parts.
         links=[(quote(Path(file).as_posix()), file) for file in files],
         summary=summary(run.records),
@@ -132,6 +135,16 @@ def _header(run: Run) -> list[str]:
     facts = [run.parts[0]["started"], duration, newest["device"]]
     versions = [f"{package} {version}" for package, version in newest["versions"].items()]
     return [title, " · ".join(filter(None, facts)), " · ".join(versions)]
+
+
+def _ending(run: Run) -> list[str]:
+    """A line on why the run ended before its last iteration, where its last record has it."""
+    warnings = run.records[-1].get("warnings") or ()
+    reasons = [warning.removeprefix(STOPPED) for warning in warnings if warning.startswith(STOPPED)]
+    if not reasons:
+        return []
+    done = f"{len(run.records)} of {run.config.get('iterations', '?')} iterations"
+    return [f"Ended after {done}: {'; '.join(reasons)}"]
 
 
 def _duration(seconds: float) -> str:

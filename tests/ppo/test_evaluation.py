@@ -14,6 +14,7 @@ import torch
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.log import read_jsonl
+from fastppo.run.report import write_report
 from runs import make_trainer, records
 
 REWARD = """
@@ -107,18 +108,27 @@ def test_what_a_reward_or_an_environment_draws_leaves_no_trace_either(
     assert len({line["reward"] for line in records(one)}) == 3
 
 
-def test_a_run_ends_where_it_rises_no_more_and_keeps_its_best(tmp_path: Path) -> None:
-    """A reward that is the same for ever: the first evaluation is the best, two follow."""
+def test_a_run_ends_where_it_rises_no_more_and_keeps_its_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A reward that is the same for ever: the first evaluation is the best, two follow. Console,
+    records and report say why, and a resume says it again."""
     (tmp_path / "gold.py").write_text(REWARD)
     options = {"rewards": [f"{tmp_path / 'gold.py'}:same"], "eval_interval": 2}
     options |= {"eval_patience": 2, "checkpoint_best": "eval/reward", "checkpoint_interval": 2}
     trainer = _trainer(tmp_path, **options, iterations=20)
     trainer.train()
     assert trainer.state.iteration == 6
-    assert (Path(trainer.config.output_dir) / "policy").is_dir()
+    run_dir = Path(trainer.config.output_dir)
+    assert (run_dir / "policy").is_dir()
+    reason = "eval/reward has not improved for 2 evaluations"
+    assert f"ended after 6 of 20 iterations: {reason}" in capsys.readouterr().err
+    assert f"stopped: {reason}" in records(trainer)[-1]["warnings"]
+    assert f"Ended after 6 of 20 iterations: {reason}" in write_report(run_dir).read_text()
     again = _trainer(tmp_path, **options, iterations=20, resume=True)
     again.train()
     assert again.state.iteration == 6, "what ended the run is in the checkpoint"
+    assert f"ended after 6 of 20 iterations: {reason}" in capsys.readouterr().err
     assert again.state.evaluations == trainer.state.evaluations
 
 
