@@ -136,7 +136,8 @@ def test_a_real_mistake_is_refused_under_bf16_too(
             with torch.no_grad():
                 if mistake == "weights":
                     other.get_output_embeddings().weight.copy_(trainer.model.head.weight)
-                shift = 9 if mistake == "positions" else 0
+                # More than bf16 rounds, in this model with these responses.
+                shift = 17 if mistake == "positions" else 0
                 found = []
                 for prompt, response in zip(prompt_ids, rollout.tokens, strict=True):
                     ids = torch.tensor([prompt + response])
