@@ -132,6 +132,18 @@ def test_a_reward_that_fails_oddly_ends_the_run_with_a_sentence(
     assert f"reward 'count' {SAYS[kind]}" in said
 
 
+def test_a_reward_that_raises_is_told_by_its_line(folder: Folder, run: Run) -> None:
+    """The user's own, above that of the library that raised."""
+    body = "    answers = 'text'\n    return [json.loads(answers)]\n"
+    folder.reward.write_text(f"import json\ndef count(prompts, completions):\n{body}")
+    code, said = run()
+    assert code == 1
+    assert f"({folder.reward}, line 4, in count: return [json.loads(answers)])" in said
+    saved = json.loads((folder.run / "failed_reward.json").read_text())
+    assert "line 4, in count" in saved["traceback"]
+    assert "JSONDecodeError: Expecting value" in saved["traceback"]
+
+
 @pytest.mark.parametrize("option", ["prompt_order", "prompt_weights"])
 def test_a_number_beyond_a_floats_range_in_a_column_is_refused(
     option: str, folder: Folder, run: Run

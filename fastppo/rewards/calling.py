@@ -16,15 +16,20 @@ import contextlib
 import inspect
 import os
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 LONGEST_MESSAGE = 500
 """Characters that are shown of what a user's function raised."""
+
+PACKAGE = Path(__file__).parents[1]
+"""Files that are no user's."""
 
 DEVICE_TYPES = ("cpu", "cuda")
 """Whose autocast is put back."""
@@ -279,6 +284,22 @@ async def _cancel_others() -> None:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
     await asyncio.get_running_loop().shutdown_asyncgens()
+
+
+def place_of(error: BaseException) -> str:
+    """Where a user's function raised, which ends a sentence: file, line, name and code of the last
+    frame in the first file that is not this package's. Nothing where there is no such frame."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not Path(frame.filename).is_relative_to(PACKAGE)
+    ]
+    if not frames:
+        return ""
+    # Below may be a library's frames, which say little of what it was asked.
+    frame = [each for each in frames if each.filename == frames[0].filename][-1]
+    code = f": {frame.line}" if frame.line else ""
+    return f" ({frame.filename}, line {frame.lineno}, in {frame.name}{code})"
 
 
 def _text_of(error: BaseException) -> str:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,7 @@ from typing import Any
 
 from fastppo.data.files import write_whole
 from fastppo.functional.arguments import shown
-from fastppo.rewards.calling import CallOptions, UserCodeError, call
+from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of
 
 Partial = list[float] | list[tuple[int, float]]
 """Rewards within one completion: one number per response token, or (end, value) pairs."""
@@ -156,7 +157,7 @@ def score(
             return score_term(term, samples, options)
     except TermError as error:
         rows = range(len(samples)) if error.row is None else [error.row]
-        saved = save_failure(failure_file, error.reward, samples.select(rows), error.sentence)
+        saved = save_failure(failure_file, error, samples.select(rows))
         raise RewardError(f"{error}{saved}") from error.__cause__
 
 
@@ -170,7 +171,8 @@ def score_term(term: RewardTerm, samples: Samples, options: CallOptions) -> Scor
         if isinstance(cause, TermError):  # of a member of an ensemble: both names say where to look
             name = f"{term.name}/{cause.reward}"
             raise TermError(name, cause.sentence, cause.row) from cause.__cause__
-        raise TermError(term.name, str(error)) from cause
+        place = "" if cause is None else place_of(cause)
+        raise TermError(term.name, f"{error}{place}") from cause
     return _validated(term.name, returned, samples)
 
 
@@ -316,14 +318,17 @@ def lacking_columns(function: Reward, columns: Collection[str]) -> list[str]:
     return [name for name in required if name not in known]
 
 
-def save_failure(path: Path | None, reward: str, samples: Samples, reason: str) -> str:
-    """Writes samples that a reward failed on; the end of a sentence that says where."""
+def save_failure(path: Path | None, error: TermError, samples: Samples) -> str:
+    """Writes samples that a reward failed on, and the traceback of what it raised; the end of a
+    sentence that says where."""
     if path is None:
         return ""
     path.parent.mkdir(parents=True, exist_ok=True)
+    cause = error.__cause__
     record = {
-        "reward": reward,
-        "reason": reason,
+        "reward": error.reward,
+        "reason": error.sentence,
+        "traceback": "" if cause is None else "".join(traceback.format_exception(cause)),
         "prompts": list(samples.prompts),
         "completions": list(samples.completions),
         "columns": samples.columns,
