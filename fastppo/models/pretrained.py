@@ -37,6 +37,10 @@ def model_config(name: str, what: str = "model") -> Any:
         raise ValueError(f"{what} {name}: there is no such directory")
     if path.is_file():
         raise ValueError(f"{what} {name} is a file; expected a directory of save_pretrained")
+    if (path / "policy" / "config.json").exists() and not (path / "config.json").exists():
+        raise ValueError(
+            f"{what} {name} is the directory of a run; its policy is {path / 'policy'}"
+        )
     if path.is_dir() and not (path / "config.json").exists():
         raise ValueError(
             f"{what} {name}: no config.json there; expected what save_pretrained writes"

@@ -48,9 +48,15 @@ def _adapter(path: Path) -> str:
     return name
 
 
+def _run(path: Path) -> str:
+    tiny.saved_model(path / "policy")
+    return str(path)
+
+
 @pytest.mark.parametrize(
     ("save", "says"),
     [
+        (_run, "is the directory of a run; its policy is .*policy"),
         (str, r"no config\.json"),
         (_absent, "there is no such directory"),
         (_a_file, "is a file; expected a directory"),
