@@ -183,7 +183,9 @@ class KLOptions(Options):
         "k1", "Estimator of the KL in the reward; full is exact"
     )
     kl_controller: Literal["fixed", "adaptive", "penalty"] = option(
-        "fixed", "How β moves: fixed, adaptive (Ziegler 2019), penalty (doubling, Schulman 2017)"
+        "fixed",
+        "How β moves: fixed, adaptive (Ziegler 2019), penalty (doubling, Schulman 2017); it stands "
+        "still during value_warmup_iterations",
     )
     kl_target: float = option(6.0, "Target of a moving β, nats per sequence", above=0)
     kl_horizon: float = option(10_000.0, "Horizon of the adaptive β, sequences", above=0)
@@ -207,7 +209,8 @@ class AdvantageOptions(Options):
     advantage: Literal["gae", "sequence", "reinforce", "rloo", "group"] = option(
         "gae",
         "gae; sequence: R − V(prompt) for every token; without a value function: reinforce: reward "
-        "to go; rloo: R − the mean of the prompt's other samples; group: as GRPO normalises them",
+        "to go; rloo: R − the mean of the prompt's other samples; group: GRPO's "
+        "(R − mean)/(deviation + 1e-4) over the prompt's samples",
     )
     gae_by: Literal["token", "turn"] = option(
         "token", "Steps of GAE: tokens, or turns, whose tokens all have the turn's advantage"
@@ -244,7 +247,10 @@ class OptimizerOptions(Options):
 
     learning_rate: float = option(1e-5, "Peak learning rate of AdamW", above=0)
     value_learning_rate: float | None = option(
-        None, "Peak learning rate of the value head; none given means learning_rate", minimum=0
+        None,
+        "Peak learning rate of the value function: the value head, or the whole of "
+        "value_model=critic; none given means learning_rate",
+        minimum=0,
     )
     lr_schedule: Literal["constant", "linear", "cosine"] = option(
         "constant", "Learning rate after warm-up: constant, or decay to 0 over the run"

@@ -502,7 +502,8 @@ class PPOTrainer:
             masks: for each token, True if the policy wrote it; the others, a tool's answer say, are
                 read and not learned from.
             token_rewards: for each token; what is not on one of the policy's is paid at the last
-                one before it.
+                one before it. They are part of the score, and scaled with it where it is
+                normalised or clipped.
             old_logprobs, values: for each token, nats under softmax(z/T) of the policy that drew
                 it, and of the state before it; read where the mask is True; else the model's own.
 
