@@ -154,6 +154,7 @@ class Lab:
                 entropy_coef=ENTROPY_COEF,
                 clip_ratio=CLIP_RATIO,
                 vf_coef=VF_COEF,
+                value_head="gradient",  # as the others'
                 gamma=GAMMA,
                 lam=LAM,
                 learning_rate=LEARNING_RATE,

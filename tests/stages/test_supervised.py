@@ -121,7 +121,7 @@ def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path) -> No
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
     for step in (90, 100):
-        manifest.write(tmp_path / f"checkpoint-{step}", step, {})
+        manifest.write(tmp_path / f"checkpoint-{step}", step, {"run": {}})
     assert newest_checkpoint(tmp_path).name == "checkpoint-100"
     assert newest_checkpoint(tmp_path / "nowhere") is None
 
