@@ -308,7 +308,7 @@ def statistics_case(shape: Shape, options: dict[str, Any], emulation: Emulation)
         ref_logits = logits + torch.randn(shape.n, shape.vocab, generator=g).to(shape.dtype)
     changed(logits, tokens, kind)
     if kind == "broken" and ref_logits is not None:
-        ref_logits[2] = -torch.inf
+        ref_logits[shape.n // 2] = -torch.inf
         ref_logits[-1, 5] = torch.nan
     temperatures = None
     if options.get("temperature") == "per token":
