@@ -47,6 +47,12 @@ class Instruction(NamedTuple):
         return [int(number) for number in re.findall(r"\bR(\d+)\b", self.operands)]
 
     @property
+    def addend(self) -> int | None:
+        """The register that a multiply-add adds, its last operand; None where that is a number."""
+        match = re.search(r"\bR(\d+)\b[^,]*$", self.operands)
+        return int(match[1]) if match else None
+
+    @property
     def written(self) -> range:
         """The registers that it writes."""
         if self.name in WRITES_NONE or not re.match(r"(P\d|PT|!|,|\s)*R\d", self.operands):
@@ -186,7 +192,7 @@ class Code:
         return Way(before.instructions + tuple(self.instructions[at] for at in rest))
 
     def products_fused_across_lanes(self) -> list[Instruction]:
-        """Multiply-adds to what a butterfly brought from another lane.
+        """Multiply-adds whose addend is what a butterfly brought from another lane.
 
         A lane that adds its own product without rounding it to the other's, which is rounded, ends
         with other bits than the other lane, and in a reduction both hold "the" sum.
@@ -200,7 +206,7 @@ class Code:
                 while waiting:
                     address = waiting.pop()
                     instruction = self.instructions[address]
-                    if instruction.name in FUSED and register in instruction.registers[1:]:
+                    if instruction.name in FUSED and instruction.addend == register:
                         found.append(instruction)
                     if register in instruction.written and not instruction.predicated:
                         continue
