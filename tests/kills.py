@@ -152,11 +152,11 @@ class Victim:
         weights = (run / "model.safetensors").read_bytes()
         return {"model.safetensors": weights, "metrics.jsonl": json.dumps(untimed).encode()}
 
-    def kill(self, draw: random.Random) -> str | None:
+    def kill(self, draw: random.Random, *, with_consoles: bool = True) -> str | None:
         """Starts it and kills it; how, or None where it came to its end before."""
         run = self.folder.run
         ways = ["SIGKILL", "SIGKILL", "SIGKILL in a write"]
-        if self.ranks == 1 and self.command != "recipe":
+        if with_consoles and self.ranks == 1 and self.command != "recipe":
             ways += CONSOLES
         way = draw.choice(ways)
         output = self.log
@@ -180,7 +180,8 @@ class Victim:
             victim.kill()
         else:
             os.close(reader)
-            os.kill(victim.pid or 0, signum)
+            with suppress(ProcessLookupError):  # it came to its end by itself
+                os.kill(victim.pid or 0, signum)
         codes = [_end(process, is_victim=process is victim) for process in processes]
         if any(code == 0 for code in codes):
             shutil.rmtree(run, ignore_errors=True)
@@ -215,7 +216,7 @@ def _number(checkpoint: str) -> int:
     return int(checkpoint.rpartition("-")[2] or 0)
 
 
-def kill(count: int, path: Path, seed: int = 0) -> Counter[str]:
+def kill(count: int, path: Path, seed: int = 0, *, with_consoles: bool = True) -> Counter[str]:
     """Kills so many runs in all; how often in which way."""
     draw = random.Random(seed)
     kinds = [("train", 1), ("sft", 1), ("reward", 1), ("recipe", 1), ("train", 2)]
@@ -223,7 +224,7 @@ def kill(count: int, path: Path, seed: int = 0) -> Counter[str]:
     ways: Counter[str] = Counter()
     while sum(ways.values()) < count:
         victim = victims[sum(ways.values()) % len(victims)]
-        way = victim.kill(draw)
+        way = victim.kill(draw, with_consoles=with_consoles)
         if way is not None:
             ways[f"{victim.command} by {victim.ranks}: {way}"] += 1
     for victim in victims:

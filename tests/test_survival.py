@@ -25,7 +25,7 @@ from fastppo import cli
 from fastppo.run import manifest
 from fastppo.run.log import read_jsonl
 
-KILLS = int(os.environ.get("FASTPPO_KILLS", "50"))
+KILLS = int(os.environ.get("FASTPPO_KILLS", "20"))
 """Of the test that kills a run again and again; more of them for a long run."""
 
 
@@ -75,10 +75,10 @@ def test_a_run_that_is_killed_ends_in_the_bits_of_one_that_was_not(
 
 @pytest.mark.slow
 def test_what_is_killed_again_and_again_ends_in_the_bits_of_what_was_not(tmp_path: Path) -> None:
-    """While it loads, trains, and writes; with its console, and one process of two."""
-    ways = kills.kill(KILLS, tmp_path)
+    """While it loads, trains, and writes, and one process of two. Consoles that end are below, and
+    `python tests/kills.py` has both."""
+    ways = kills.kill(KILLS, tmp_path, with_consoles=False)
     assert any("in a write" in way for way in ways)
-    assert any("tee" in way for way in ways)
 
 
 # ------------------------------------------------------------------------------ damaged checkpoints
