@@ -48,9 +48,9 @@ class Instruction(NamedTuple):
 
     @property
     def addend(self) -> int | None:
-        """The register that a multiply-add adds, its last operand; None where that is a number."""
-        match = re.search(r"\bR(\d+)\b[^,]*$", self.operands)
-        return int(match[1]) if match else None
+        """The register that a multiply-add adds to, its last operand; None for another."""
+        found = re.fullmatch(r"-?R(\d+)\b.*", self.operands.split(",")[-1].strip())
+        return int(found[1]) if found else None
 
     @property
     def written(self) -> range:
@@ -58,9 +58,8 @@ class Instruction(NamedTuple):
         if self.name in WRITES_NONE or not re.match(r"(P\d|PT|!|,|\s)*R\d", self.operands):
             return range(0)
         first = self.registers[0]
-        words = self._width // 4 if self.loaded or self.name == "LDS" else 1
         pairs = self.name in PAIRS or ".WIDE" in self.opcode
-        return range(first, first + max(2 if pairs else 1, words))
+        return range(first, first + max(2 if pairs else 1, self._width // 4))
 
     @property
     def _width(self) -> int:
@@ -83,7 +82,7 @@ PIPES = {
 of integers, comparisons, conversions to 16 bits and jumps."""
 
 FUSED = ("FFMA", "FFMA2", "DFMA", "HFMA2")
-PAIRS = (*PIPES["fp64"], "FFMA2", "FADD2", "FMUL2")
+PAIRS = (*PIPES["fp64"], "FFMA2", "FADD2", "FMUL2", "CS2R")
 """Their results take two registers."""
 
 WRITES_NONE = ("STG", "STS", "BRA", "EXIT", "BAR", "RED")

@@ -263,6 +263,8 @@ BUTTERFLY = """
         ("FFMA R6, R2, R3, R5", 1),
         ("FADD R6, R4, R5", 0),
         ("MOV R5, R4 ;\n/*0058*/ FFMA R6, R2, R3, R5", 0),  # another number by then
+        ("CS2R R4, SRZ ;\n/*0058*/ FFMA R6, R2, R3, R5", 0),  # which writes R4 and R5
+        ("FFMA R6, R2, R5, R3", 0),  # a factor
     ],
 )
 def test_a_product_fused_across_lanes_is_found(sum_: str, count: int) -> None:
