@@ -51,7 +51,10 @@ show; [the kernels' notes](../kernels/NOTES.md) have each kernel's floor and wha
   bytes at the speed of a copy and the FLOP at the speed of a matrix product, both measured in
   the same run.
 - **memory**: the most that was allocated at any moment of the call above its inputs, outputs
-  included."""
+  included.
+
+The rows of losses, statistics and advantages below are older than the loops that numba compiles and
+than the present Triton kernels: none of those has been measured by the suite."""
 
 
 def load() -> list[dict[str, Any]]:
