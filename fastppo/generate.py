@@ -18,7 +18,8 @@ from rich.text import Text
 
 from fastppo.data.chat import decode_completions
 from fastppo.data.prompts import encode_prompts
-from fastppo.data.rows import Rows, load_rows
+from fastppo.data.rows import Rows
+from fastppo.integrations.addresses import load_prompts
 from fastppo.models.device import choose_device
 from fastppo.models.pretrained import load_causal_lm, load_tokenizer, pad_token_id, stop_token_ids
 from fastppo.models.trunk import context_length
@@ -101,7 +102,7 @@ def generate(config: GenerateConfig) -> tuple[Rows, list[Completions]]:
     if config.prompt is not None:
         rows: Rows = [{config.prompt_column: config.prompt}]
     elif config.prompts is not None:
-        rows = load_rows(config.prompts, config.split)[: config.num_prompts]
+        rows = load_prompts(config.prompts, config.split)[: config.num_prompts]
     else:
         raise ValueError("expected a prompt or a file of prompts, got neither")
     device = choose_device(config.device)

@@ -1,1 +1,2 @@
-"""The losses inside other trainers: one module a package, which it needs to be installed."""
+"""The losses inside other trainers, and prompts and environments of other packages: one module a
+package, which it needs to be installed."""

@@ -19,6 +19,7 @@ from fastppo.data.prompts import Prompts, encode_prompts
 from fastppo.data.rows import DataError, Rows, load_rows
 from fastppo.data.text import PretrainingText
 from fastppo.data.world import World, join
+from fastppo.integrations.addresses import load_prompts
 from fastppo.models.device import choose_device
 from fastppo.models.packing import choose_packing
 from fastppo.models.policy import ActorCritic, LanguageModel
@@ -373,8 +374,8 @@ def load_data(config: PPOConfig, prompts: Rows | None, tokenizer: Any, models: M
         DataError: a prompt that cannot be used; see `encode_prompts`.
     """
     if prompts is None and config.prompts:
-        prompts = load_rows(config.prompts, config.split)
-    held_out = load_rows(config.eval_prompts, config.split) if config.eval_prompts else None
+        prompts = load_prompts(config.prompts, config.split)
+    held_out = load_prompts(config.eval_prompts, config.split) if config.eval_prompts else None
     return Data(
         encode(config, prompts, tokenizer, models.context, config.prompts),
         encode(config, held_out, tokenizer, models.context, config.eval_prompts),

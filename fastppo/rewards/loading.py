@@ -4,6 +4,7 @@ path/to/file.py:function     a function of a file
 package.module:function      a function of an importable module
 directory or hub name        a model for AutoModelForSequenceClassification
 https://host/path            a reward server
+package:name                 of another package: `fastppo.integrations.addresses`
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from fastppo.data import fingerprint
+from fastppo.integrations import addresses
 from fastppo.rewards.calling import CallOptions, UserCodeError, call
 from fastppo.rewards.reward import Reward, RewardTerm
 from fastppo.rewards.url import URLReward, address_name
@@ -49,6 +51,8 @@ def load_reward(
     """
     if URL.match(spec):
         return URLReward(spec, batch_size=batch_size, timeout=timeout)
+    if addresses.is_address(spec):
+        return addresses.load_reward(spec)
     match = FUNCTION.match(spec)
     if match and not Path(spec).exists():
         return _load_function(match["where"], match["name"], "reward")
@@ -60,13 +64,18 @@ def load_reward(
 
 
 def load_environment(spec: str | Callable[[], Any]) -> RewardTerm | None:
-    """What makes environments, `file.py:Name`, `package.module:Name` or a callable, with its
-    fingerprint; None for an empty name.
+    """What makes environments, `file.py:Name`, `package.module:Name`, an address of another package
+    or a callable, with its fingerprint; None for an empty name.
 
     Raises:
         ValueError: it does not exist.
     """
-    return load_callable(spec, "environment") if spec else None
+    if not spec:
+        return None
+    if isinstance(spec, str) and addresses.is_address(spec):
+        make = addresses.load_environment(spec)
+        return RewardTerm("environment", make, fingerprint=fingerprint.of_text(spec))
+    return load_callable(spec, "environment")
 
 
 def load_callable(spec: str | Callable[..., Any], option: str) -> RewardTerm:

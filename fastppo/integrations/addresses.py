@@ -1,0 +1,104 @@
+"""Prompts and environments of other packages by address, `package:name?option=value&option=value`.
+
+reasoning-gym:chain_sum?size=1000&seed=0    prompts; the reward is reasoning-gym:score_answer
+textarena:GuessTheNumber-v0?size=200        prompts and environment
+verifiers:my-env?difficulty=hard            prompts and environment
+openenv:http://localhost:8000               environment
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
+
+import yaml
+
+from fastppo.data import rows
+from fastppo.data.rows import DataError, Rows
+
+
+class Package(NamedTuple):
+    """What of another package can be used by address."""
+
+    module: str
+    """Of the adapter, in `fastppo.integrations`."""
+    needs: str
+    """The package's own module."""
+    gives: tuple[str, ...]
+    """Of `prompts`, `environment` and `reward`."""
+
+
+PACKAGES = {
+    "openenv": Package("openenv", "openenv", ("environment",)),
+    "reasoning-gym": Package("reasoning_gym", "reasoning_gym", ("prompts", "reward")),
+    "textarena": Package("textarena", "textarena", ("prompts", "environment")),
+    "verifiers": Package("verifiers", "verifiers", ("prompts", "environment")),
+}
+
+
+class Address(NamedTuple):
+    """What an address names."""
+
+    name: str
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, text: str) -> Address:
+        """Of `name?option=value&…`; values are numbers, booleans or texts, as YAML reads them."""
+        name, _, query = text.partition("?")
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+        return cls(name, {key: yaml.safe_load(value) for key, value in pairs})
+
+
+def is_address(spec: str) -> bool:
+    """Whether it begins with the name of a package that is known here, and a colon."""
+    return spec.partition(":")[0] in PACKAGES
+
+
+def load_prompts(spec: str, split: str = "train") -> Rows:
+    """The rows of a package's tasks, or, of what is no address, those of `load_rows`.
+
+    Raises:
+        DataError: the package is not installed, has no such tasks or refuses the options.
+    """
+    if not is_address(spec):
+        return rows.load_rows(spec, split)
+    return _use(spec, "prompts", lambda adapter, rest: adapter.load_prompts(Address.of(rest)))
+
+
+def load_environment(spec: str) -> Callable[[], Any]:
+    """What makes environments of a package.
+
+    Raises:
+        DataError: as `load_prompts`.
+    """
+    return _use(spec, "environment", lambda adapter, rest: adapter.load_environment(rest))
+
+
+def load_reward(spec: str) -> Callable[..., Any]:
+    """A reward function of a package.
+
+    Raises:
+        DataError: as `load_prompts`.
+    """
+    return _use(spec, "reward", lambda adapter, rest: adapter.REWARDS[rest])
+
+
+def _use(spec: str, what: str, load: Callable[[ModuleType, str], Any]) -> Any:
+    scheme, _, rest = spec.partition(":")
+    package = PACKAGES[scheme]
+    if what not in package.gives:
+        raise DataError(f"{what} {spec}: {scheme} gives {' and '.join(package.gives)} alone")
+    if importlib.util.find_spec(package.needs) is None:
+        raise DataError(f"{what} {spec}: {scheme} is not installed: pip install {scheme}")
+    adapter = importlib.import_module(f"fastppo.integrations.{package.module}")
+    try:
+        return load(adapter, rest)
+    except DataError:
+        raise
+    except Exception as error:  # whatever the package raises at a name or option
+        raise DataError(f"{what} {spec}: {type(error).__name__}: {error}") from error

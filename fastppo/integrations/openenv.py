@@ -1,0 +1,138 @@
+"""Servers of OpenEnv as environments.
+
+environment: openenv:http://localhost:8000
+
+Each response of a batch has a session of its own. A turn of the policy is an action: the text of
+its one required field, if that is a string (`?action=field` names another), else the action as
+JSON. What the policy reads is the observation's one text field (`?observation=field`), or all of
+its fields as JSON. For typed clients and other forms, make the environment in a file:
+
+    from fastppo.integrations.openenv import OpenEnv
+    from my_env import MyAction, MyEnv
+
+    def environment():
+        client = MyEnv(base_url="http://localhost:8000")
+        return OpenEnv(client, action=MyAction.parse, observation=lambda seen: seen.board)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from openenv.core import EnvClient, GenericEnvClient
+
+from fastppo.data.rows import DataError
+from fastppo.integrations.addresses import Address
+
+CONNECTIONS = 3
+"""Attempts to begin an episode on a server that cannot be reached or has no session free."""
+PAUSE = 2.0
+"""Seconds before the second attempt; twice as long before each further one."""
+SCHEMA_TIMEOUT = 10.0
+"""Seconds to wait for a server's schema."""
+SAID_APART = ("done", "reward", "metadata")
+"""Fields of an observation that are not for the policy to read."""
+
+
+def load_environment(rest: str) -> Callable[[], OpenEnv]:
+    """What makes sessions of the server at an address.
+
+    Raises:
+        DataError: the server does not answer, or the schema leaves open what the action is.
+    """
+    url, options = Address.of(rest)
+    unknown = options.keys() - {"action", "observation"}
+    if unknown:
+        raise DataError(f"expected the options action and observation, got {', '.join(unknown)}")
+    action = options.get("action") or _text_field(_schema(url)["action"])
+    observation = options.get("observation")
+
+    def make() -> OpenEnv:
+        return OpenEnv(
+            GenericEnvClient(base_url=url),
+            action=json.loads if action is None else lambda text: {action: text},
+            observation=functools.partial(_read, field=observation),
+        )
+
+    make.__name__ = "openenv"
+    return make
+
+
+class OpenEnv:
+    """A session of an OpenEnv server, by any of its clients.
+
+    Args:
+        client: of the server; each environment needs one of its own.
+        action: from the policy's text to an action.
+        observation: from an observation to a text or chat messages.
+    """
+
+    def __init__(
+        self,
+        client: EnvClient[Any, Any, Any],
+        *,
+        action: Callable[[str], Any],
+        observation: Callable[[Any], Any],
+    ) -> None:
+        self.client = client
+        self.action = action
+        self.observation = observation
+
+    async def reset(self, prompt: Any, seed: int | None = None) -> Any:
+        """Begins an episode; what the policy reads first, or None for the prompt where the server
+        says nothing. A server that is not there yet is tried again."""
+        options = {} if seed is None else {"seed": seed}
+        for attempt in range(CONNECTIONS):
+            try:
+                result = await self.client.reset(**options)
+                return self.observation(result.observation) or None
+            except (OSError, RuntimeError, asyncio.TimeoutError):  # noqa: UP041 - 3.10's own
+                await self.client.disconnect()
+                if attempt + 1 == CONNECTIONS:
+                    raise
+                await asyncio.sleep(PAUSE * 2**attempt)
+        raise AssertionError
+
+    async def step(self, text: str) -> tuple[Any, float, bool]:
+        """The policy's turn. A connection that is lost takes the episode with it."""
+        result = await self.client.step(self.action(text))
+        return self.observation(result.observation), float(result.reward or 0.0), bool(result.done)
+
+    async def state(self) -> Any:
+        """The server's state of the episode."""
+        return await self.client.state()
+
+    async def close(self) -> None:
+        """Ends the session."""
+        await self.client.close()
+
+
+def _schema(url: str) -> dict[str, Any]:
+    address = f"{url.rstrip('/')}/schema"
+    try:
+        with urllib.request.urlopen(address, timeout=SCHEMA_TIMEOUT) as answer:
+            return json.load(answer)
+    except (OSError, ValueError) as error:
+        raise DataError(f"no OpenEnv server answers at {address}: {error}") from error
+
+
+def _text_field(schema: dict[str, Any]) -> str | None:
+    """The one required field, if it is a text; None where an action has more to it."""
+    required = [name for name in schema.get("required", ()) if name != "metadata"]
+    if len(required) == 1 and schema["properties"][required[0]].get("type") == "string":
+        return required[0]
+    return None
+
+
+def _read(observation: dict[str, Any], field: str | None) -> Any:
+    """An observation as the policy reads it."""
+    if field is not None:
+        return observation[field]
+    told = {name: value for name, value in observation.items() if name not in SAID_APART}
+    texts = [value for value in told.values() if isinstance(value, str)]
+    return texts[0] if len(texts) == 1 else json.dumps(told, ensure_ascii=False)

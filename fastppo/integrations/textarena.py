@@ -1,0 +1,94 @@
+"""Games of TextArena as environments.
+
+prompts: textarena:GuessTheNumber-v0?size=200&seed=0    # `size` games, by seeds from `seed`
+environment: textarena:GuessTheNumber-v0
+
+The game's own reward is paid at its last turn. A game seeds Python's global generator when it
+begins, and may draw from it later. Games of two players need another one, in a file of yours:
+
+    from fastppo.integrations.textarena import Game
+
+    def environment():
+        return Game("TicTacToe-v0", opponent=lambda text: "[4]")
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import textarena
+from textarena import ObservationType
+
+from fastppo.data.rows import DataError, Rows
+from fastppo.integrations.addresses import Address
+
+PLAYER = 0
+"""The seat of the policy."""
+
+
+def load_prompts(address: Address) -> Rows:
+    """A row a game: its seed, from which the game's own first words follow."""
+    options = dict(address.options)
+    size = options.pop("size", 1000)
+    seed = options.pop("seed", 0)
+    if options:
+        raise DataError(f"expected the options size and seed, got {', '.join(options)}")
+    return [{"prompt": address.name, "seed": seed + game} for game in range(size)]
+
+
+def load_environment(rest: str) -> Callable[[], Game]:
+    """What makes games of a name; the options are those of the game's class."""
+    address = Address.of(rest)
+    make = functools.partial(Game, address.name, **address.options)
+    make().reset(address.name)  # what cannot be played is known before a rollout
+    return make
+
+
+class Game:
+    """A game in which the policy has the first seat.
+
+    Args:
+        name: in TextArena's registry.
+        opponent: a function from a text to a text, for games of two.
+        options: of the game's class.
+    """
+
+    def __init__(
+        self, name: str, opponent: Callable[[str], str] | None = None, **options: Any
+    ) -> None:
+        # Without TextArena's wrappers, which repeat all that was said: the policy has read it.
+        self.game = textarena.make(f"{name}-raw", **options)
+        self.opponent = opponent
+
+    def reset(self, prompt: str, seed: int | None = None) -> str:
+        """Begins a game; the game's rules and first words."""
+        self.game.reset(num_players=1 if self.opponent is None else 2, seed=seed)
+        self._play_opponent(done=False)
+        return self._news()
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        """The policy's move; the other player's is made at once."""
+        done, _ = self.game.step(text)
+        done = self._play_opponent(done=done)
+        if not done:
+            return self._news(), 0.0, False
+        rewards, _ = self.game.close()
+        return "", float(rewards[PLAYER]), True
+
+    def _play_opponent(self, *, done: bool) -> bool:
+        """Moves until it is the policy's turn or the game is over, which is returned."""
+        while not done and self.game.state.current_player_id != PLAYER:
+            assert self.opponent is not None
+            done, _ = self.game.step(self.opponent(self._news()))
+        return done
+
+    def _news(self) -> str:
+        """What the player whose turn it is has not read yet, without its own moves."""
+        player, observations = self.game.get_observation()
+        return "\n".join(
+            message
+            for sender, message, kind in observations
+            if not (sender == player and kind is ObservationType.PLAYER_ACTION)
+        )

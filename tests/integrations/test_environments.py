@@ -1,0 +1,180 @@
+"""Tasks of reasoning-gym, games of TextArena and environments of verifiers, by address."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from fastppo.data.rows import DataError
+from fastppo.integrations.addresses import (
+    Address,
+    is_address,
+    load_environment,
+    load_prompts,
+    load_reward,
+)
+
+
+def test_an_address_has_a_name_and_options_as_yaml_reads_them() -> None:
+    assert Address.of("chain_sum?size=10&hard=true&name=a") == (
+        "chain_sum",
+        {"size": 10, "hard": True, "name": "a"},
+    )
+    assert is_address("textarena:Wordle-v0")
+    assert not is_address("reward.py:function")
+
+
+@pytest.mark.parametrize(
+    ("load", "spec", "sentence"),
+    [
+        (load_environment, "reasoning-gym:chain_sum", "reasoning-gym gives prompts and reward"),
+        (load_reward, "verifiers:x", "verifiers gives prompts and environment alone"),
+    ],
+)
+def test_what_a_package_does_not_give_is_a_sentence(load: Any, spec: str, sentence: str) -> None:
+    with pytest.raises(DataError, match=sentence):
+        load(spec)
+
+
+# ----------------------------------------------------------------------------------- reasoning-gym
+
+
+def test_tasks_of_reasoning_gym_are_scored_by_its_own_verifier() -> None:
+    gym = pytest.importorskip("reasoning_gym")
+    dataset = gym.create_dataset("chain_sum", size=3, seed=7)
+    rows = load_prompts("reasoning-gym:chain_sum?size=3&seed=7")
+    assert [row["prompt"] for row in rows] == [entry["question"] for entry in dataset]
+
+    completions = [f" {rows[0]['answer']}", "<answer>0.5</answer>", "no"]
+    columns = {name: [row[name] for row in rows] for name in ("answer", "metadata")}
+    scores = load_reward("reasoning-gym:score_answer")(
+        prompts=[row["prompt"] for row in rows], completions=completions, **columns
+    )
+    answers = [rows[0]["answer"], "0.5", "no"]
+    assert scores == [dataset.score_answer(a, e) for a, e in zip(answers, dataset, strict=True)]
+    assert scores[0] == 1.0
+
+
+def test_a_dataset_that_reasoning_gym_does_not_have_is_a_sentence() -> None:
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(DataError, match=r"prompts reasoning-gym:no_such: .*no_such"):
+        load_prompts("reasoning-gym:no_such")
+
+
+# --------------------------------------------------------------------------------------- TextArena
+
+
+def test_a_game_of_textarena_says_what_is_new_and_pays_its_own_reward() -> None:
+    arena = pytest.importorskip("textarena")
+    game = load_environment("textarena:GuessTheNumber-v0?max_turns=3")()
+    assert "[5]" in game.reset("GuessTheNumber-v0", seed=1)
+
+    theirs = arena.make("GuessTheNumber-v0-raw", max_turns=3)
+    theirs.reset(num_players=1, seed=1)
+    number = theirs.state.game_state["game_number"]
+    wrong = number % 20 + 1
+    hint, reward, done = game.step(f"[{wrong}]")
+    assert hint == f"The target number is {'lower' if wrong > number else 'higher'}."
+    assert (reward, done) == (0.0, False)
+    assert game.step(f"I say [{number}]") == ("", 1.0, True)
+
+
+def test_the_opponent_of_a_game_of_two_moves_at_once() -> None:
+    pytest.importorskip("textarena")
+    from fastppo.integrations.textarena import Game
+
+    def lowest_free(text: str) -> str:
+        board = text.split("Current Board")[-1]
+        return next(f"[{cell}]" for cell in "012345678" if f" {cell} " in board)
+
+    game = Game("TicTacToe-v0", opponent=lowest_free)
+    game.reset("TicTacToe-v0", seed=0)
+    observation, reward, done = game.step("[4]")
+    assert " 0 " not in observation.split("Current Board")[-1]
+    assert (reward, done) == (0.0, False)
+
+
+def test_a_game_of_two_without_an_opponent_is_a_sentence() -> None:
+    pytest.importorskip("textarena")
+    with pytest.raises(DataError, match=r"environment textarena:TicTacToe-v0: .*players"):
+        load_environment("textarena:TicTacToe-v0")
+
+
+def test_games_are_told_apart_by_seed() -> None:
+    pytest.importorskip("textarena")
+    rows = load_prompts("textarena:GuessTheNumber-v0?size=3&seed=5")
+    assert [row["seed"] for row in rows] == [5, 6, 7]
+
+
+# --------------------------------------------------------------------------------------- verifiers
+
+
+@pytest.fixture
+def guessing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An environment of three turns with a rubric of two functions, as a package would have it."""
+    verifiers = pytest.importorskip("verifiers")
+    if not hasattr(verifiers, "MultiTurnEnv"):
+        pytest.skip("this version of verifiers has no classic API")
+    from datasets import Dataset
+
+    class Guessing(verifiers.MultiTurnEnv):
+        async def env_response(self, messages: Any, state: Any, **_: Any) -> Any:
+            if messages[-1].content.strip() == state["answer"]:
+                state["final_env_response"] = [verifiers.types.UserMessage(content="right")]
+                return []
+            return [verifiers.types.UserMessage(content="no, again")]
+
+    def is_right(completion: Any, answer: str, **_: Any) -> float:
+        return float(any(message.content.strip() == answer for message in completion))
+
+    def turns(state: Any, **_: Any) -> float:
+        return float(len(state["trajectory"]))
+
+    def load(count: int = 2) -> Any:
+        rows = [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(count)]
+        rubric = verifiers.Rubric(funcs=[is_right, turns], weights=[1.0, -0.125])
+        return Guessing(dataset=Dataset.from_list(rows), rubric=rubric, max_turns=3)
+
+    module = types.ModuleType("guessing")
+    module.load_environment = load
+    monkeypatch.setitem(sys.modules, "guessing", module)
+    return load
+
+
+@pytest.mark.parametrize(
+    ("turns", "reward"),
+    [(["1"], 0.875), (["7", "1"], 0.75), (["7", "8", "9"], -0.375)],
+)
+def test_an_episode_of_verifiers_has_the_score_of_its_own_evaluate(
+    guessing: Any, turns: list[str], reward: float
+) -> None:
+    rows = load_prompts("verifiers:guessing?count=1")
+    episode = load_environment("verifiers:guessing?count=1")()
+
+    async def play() -> Any:
+        row = dict(rows[0])
+        assert await episode.reset(row.pop("prompt"), **row) == rows[0]["prompt"]
+        for turn in turns[:-1]:
+            observation = [{"role": "user", "content": "no, again"}]
+            assert await episode.step(turn) == (observation, 0.0, False)
+        return await episode.step(turns[-1])
+
+    assert asyncio.run(play()) == ("", reward, True)
+    assert asyncio.run(_evaluated(guessing(1), turns)) == reward
+
+
+async def _evaluated(environment: Any, turns: list[str]) -> float:
+    """The reward by verifiers' own `evaluate`, whose model says the turns."""
+    from fastppo.integrations.verifiers import Policy
+
+    said = Policy()
+    for turn in turns:
+        said.responses.put_nowait(turn)
+    results = await environment.evaluate(
+        client=said, model="scripted", num_examples=1, rollouts_per_example=1
+    )
+    return results["outputs"][0]["reward"]

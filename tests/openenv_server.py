@@ -1,0 +1,49 @@
+"""A server of OpenEnv with a game written by its server API: guess a number of 0 to 4, three times.
+
+python openenv_server.py PORT [SESSIONS]
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+
+
+class Guess(Action):
+    """The policy's turn."""
+
+    text: str
+
+
+class Hint(Observation):
+    """What the game says."""
+
+    says: str = ""
+
+
+class Game(Environment):
+    """Numbers are words, w0 to w4; the reward is 1 for the right one."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Hint:
+        self.number, self.guesses = (seed or 0) % 5, 0
+        return Hint(says="w30 w31")
+
+    def step(self, action: Guess, timeout_s: float | None = None, **_: Any) -> Hint:
+        self.guesses += 1
+        is_right = action.text.split()[-1:] == [f"w{self.number}"]
+        return Hint(says="w32", reward=float(is_right), done=is_right or self.guesses == 3)
+
+    @property
+    def state(self) -> State:
+        return State(step_count=self.guesses)
+
+
+if __name__ == "__main__":
+    sessions = int(sys.argv[2]) if len(sys.argv) > 2 else 64
+    app = create_fastapi_app(Game, Guess, Hint, max_concurrent_envs=sessions)
+    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
