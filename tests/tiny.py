@@ -101,7 +101,11 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "gpt_neox": lambda: GPTNeoXConfig(**_common(intermediate_size=48)),
     # Windows that sequences of these tests outgrow.
-    "gemma3": lambda: Gemma3TextConfig(**_decoder(head_dim=8, sliding_window=4)),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_decoder(
+            head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+        )
+    ),
     "mistral-window": lambda: MistralConfig(**_decoder(sliding_window=4)),
     "opt": lambda: OPTConfig(**_common(ffn_dim=48, word_embed_proj_dim=24, dropout=0.3)),
     "cohere": lambda: CohereConfig(**_decoder(logit_scale=0.25)),

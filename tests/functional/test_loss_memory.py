@@ -58,32 +58,6 @@ def test_an_fp32_gradient_is_formed_where_it_stays(function: str) -> None:
     assert peak < largest + PER_TOKEN
 
 
-@pytest.mark.parametrize("term", ["policy", "k3 from ref_logits", "full KL"])
-def test_linear_ppo_loss_never_holds_an_element_per_token_and_word(term: str) -> None:
-    """Forward and backward: less than one byte for each of the N·V logits, at the peak."""
-    n, chunk_size, vocab, width = 256, 4, 1009, 4
-    data = draws.batch((n,), 2, torch.float32)
-    hidden = torch.randn(n, width, requires_grad=True)
-    weight = torch.randn(vocab, width, requires_grad=True)
-    keywords: dict[str, Any] = {}
-    if term != "policy":
-        estimator = "full" if term == "full KL" else "k3"
-        keywords = {"kl_coef": 0.1, "kl_estimator": estimator}
-        keywords |= {"ref_hidden": hidden.detach(), "ref_weight": weight.detach() * 0.9}
-
-    def loss() -> None:
-        out = fastppo.linear_ppo_loss(
-            hidden, weight, *data[1:], chunk_size=chunk_size, entropy_coef=0.1, **keywords
-        )
-        out.loss.backward()
-
-    largest, peak = allocations(loss)
-    heads = 4 * weight.numel()
-    assert largest <= max(heads, 4 * n * width, 4 * chunk_size * vocab)
-    assert peak < 4 * heads + 10 * 4 * chunk_size * vocab + 256 * n
-    assert peak < n * vocab
-
-
 HEADS = {
     "policy": (torch.float64, ()),
     "reference, full KL": (torch.float64, ("full",)),

@@ -100,12 +100,6 @@ def test_every_lane_ends_with_the_same_sum(costs: Costs) -> None:
     assert {launch for launch, kernel in costs.items() if kernel.fused_across_lanes} == set()
 
 
-def test_the_table_in_the_notes_has_a_row_for_each_launch(costs: Costs) -> None:
-    notes = (Path(compile_check.ROOT) / "kernels" / "NOTES.md").read_text()
-    for launch in costs:
-        assert f"| {launch} |" in notes
-
-
 # ------------------------------------------------------------- every launch, for every generation
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -212,74 +206,3 @@ def test_every_kernel_compiles_for_amd(
         assert kernel.shared <= LOCAL_MEMORY, kernel
         if "lanes" in kernel.constants:
             assert kernel.num_warps * lanes == kernel.constants["lanes"], kernel
-
-
-# -------------------------------------------------------------------------------- the counting
-
-
-LISTING = """
-        /*0000*/                   S2R R0, SR_TID.X ;
-        /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
-        /*0020*/                   ISETP.GT.AND P0, PT, R0, 0x1, PT ;
-        /*0030*/              @!P0 BRA 0x60 ;
-        /*0040*/                   FSEL R4, R4, RZ, P0 ;
-        /*0050*/                   FSEL R5, R5, RZ, P0 ;
-        /*0060*/                   FADD R4, R4, R5 ;
-        /*0070*/                   MUFU.EX2 R4, R4 ;
-        /*0080*/               @P1 BRA 0x10 ;
-        /*0090*/                   STG.E.64 desc[UR4][R2.64], R4 ;
-        /*00a0*/                   EXIT ;
-        /*00b0*/                   BRA 0xb0;
-"""
-
-
-def test_a_branch_off_the_common_way_is_left_out() -> None:
-    (loop,) = machine_code.Code(LISTING).sweeps()
-    assert [instruction.name for instruction in loop.instructions] == [
-        "LDG", "ISETP", "BRA", "FADD", "MUFU", "BRA",
-    ]  # fmt: skip
-    assert (loop.loaded, loop.stored, loop.narrowest_load) == (16, 0, 16)
-    assert loop.pipes() == {"fma": 1, "xu": 1, "memory": 1, "fp64": 0, "alu": 3}
-    # Of a loop inside a loop, the inner one counts.
-    outer = LISTING.replace("EXIT ;", "BRA P2, 0x0 ;")
-    (loop,) = machine_code.Code(outer).sweeps()
-    assert len(loop.instructions) == 6
-
-
-BUTTERFLY = """
-        /*0000*/                   FMUL R4, R2, R3 ;
-        /*0010*/                   SHFL.BFLY PT, R5, R4, 0x10, 0x1f ;
-        /*0020*/                   ISETP.GT.AND P0, PT, R0, 0x1, PT ;
-        /*0030*/              @!P0 BRA 0x50 ;
-        /*0040*/                   FADD R6, R4, R5 ;
-        /*0050*/                   FFMA R6, R2, R3, R5 ;
-        /*0060*/                   EXIT ;
-"""
-
-
-@pytest.mark.parametrize(
-    ("sum_", "count"),
-    [
-        ("FFMA R6, R2, R3, R5", 1),
-        ("FADD R6, R4, R5", 0),
-        ("MOV R5, R4 ;\n/*0058*/ FFMA R6, R2, R3, R5", 0),  # another number by then
-        ("CS2R R4, SRZ ;\n/*0058*/ FFMA R6, R2, R3, R5", 0),  # which writes R4 and R5
-        ("FFMA R6, R2, R5, R3", 0),  # a factor
-    ],
-)
-def test_a_product_fused_across_lanes_is_found(sum_: str, count: int) -> None:
-    code = machine_code.Code(BUTTERFLY.replace("FFMA R6, R2, R3, R5", sum_))
-    assert len(code.products_fused_across_lanes()) == count
-
-
-def test_no_code_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no instruction"):
-        machine_code.Code("no listing")
-
-
-@pytest.mark.parametrize(
-    ("registers", "warps", "shared", "programs"),
-    [(128, 16, 64, 1), (64, 4, 16, 8), (32, 4, 0, 16), (255, 8, 131072, 1), (96, 1, 0, 20)],
-)
-def test_resident_programs(registers: int, warps: int, shared: int, programs: int) -> None:
-    assert machine_code.resident_programs(registers, warps, shared) == programs

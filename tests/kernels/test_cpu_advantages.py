@@ -76,21 +76,6 @@ def test_shaped_advantages_and_gae_are_the_definition_s(
         assert_close(one, other, 1e-12)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("shift_mean", [False, True])
-@pytest.mark.parametrize("moments", [None, torch.tensor([50.0, 30.0, 90.0], dtype=torch.float64)])
-def test_whitening_is_the_definition_s(
-    masked: bool, shift_mean: bool, moments: torch.Tensor | None
-) -> None:
-    x = torch.randn(4, 9, dtype=torch.float64) + 3
-    mask = torch.rand(4, 9) < 0.6 if masked else None
-    how: dict[str, Any] = {"shift_mean": shift_mean, "moments": moments}
-    found = cpu_advantages.whiten(x, mask, **how)
-    assert_close(found, definition.whiten(x, mask, **how), 1e-12)
-    own = cpu_advantages.whitening_moments(x, mask)
-    assert_close(own, definition.whitening_moments(x, mask), 1e-12)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_narrower_values_are_read_exactly_and_bits_do_not_depend_on_the_threads(
     dtype: torch.dtype,

@@ -24,7 +24,7 @@ import fastppo_kernels
 import pytest
 import torch
 from fastppo_kernels import cpu_rows, definition
-from fastppo_kernels.records import PPORows, StatsGradients, Sums
+from fastppo_kernels.records import PPORows, StatsGradients
 from rows import PLAIN, assert_gradient, assert_statistic, draw, in_fp64, logprobs_of, operands
 from torch import Tensor
 
@@ -239,19 +239,6 @@ def test_one_minus_p_keeps_its_digits(nats: float) -> None:
         )
 
 
-@pytest.mark.parametrize("operand", ["old_logprobs", "advantages", "importance_weights"])
-def test_a_nan_shows_in_loss_and_gradient(operand: str) -> None:
-    """The trainer's guard looks for it."""
-    given = arguments("policy")
-    given[operand][1] = torch.nan
-    found = cpu_rows.ppo_loss(*operands(given)[0])
-    sums = Sums(*found.sums)
-    assert found.grad is not None
-    assert sums.loss.isnan()
-    assert bool(sums.ratio_max.isnan()) == (operand == "old_logprobs")
-    assert found.grad.isnan().any(1).tolist() == [i == 1 for i in range(N)]
-
-
 def test_an_infinite_kl_that_is_only_reported_leaves_the_gradient() -> None:
     given = arguments("full KL") | {"kl_coef": 0.0}
     given["ref_logits"][0, 5] = -torch.inf
@@ -259,21 +246,6 @@ def test_an_infinite_kl_that_is_only_reported_leaves_the_gradient() -> None:
     assert found.grad is not None
     assert found.kl[0] == math.inf
     assert found.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("distance", [1e-2, 1e-4])
-def test_the_full_kl_keeps_its_digits_near_the_reference(distance: float) -> None:
-    """Where training starts: t − r of two rounded rows would be off by 1e-3 of the gradient."""
-    given = draw(N, 2051) | {"kl_estimator": "full", "kl_coef": 1.0}
-    given["advantages"] = torch.zeros(N)
-    given["ref_logits"] = given["logits"] + distance * torch.randn(N, 2051)
-    exact, rest = operands(in_fp64(given))
-    wanted = definition.ppo_loss(*exact, **rest).grad
-    found_records, found_rest = operands(given)
-    found = cpu_rows.ppo_loss(*found_records, **found_rest).grad
-    assert wanted is not None
-    assert found is not None
-    assert_gradient(found, wanted)
 
 
 @pytest.mark.parametrize("below", [3.0, 12.0, 19.0, 30.0])

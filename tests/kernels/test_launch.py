@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
-import pytest
 import torch
 from fastppo_kernels import launch
 from fastppo_kernels.records import Softmax
@@ -30,18 +27,3 @@ def test_operands_become_contiguous_and_bools_bytes() -> None:
     assert softmax.temperatures.is_contiguous()
     assert softmax.softcap == 3.0
     assert launch.dense_record(Softmax(0.7)) == Softmax(0.7)
-
-
-def test_kernels_take_what_they_compute_in_fp32() -> None:
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        launch.check_dtype("x", torch.zeros(1, dtype=dtype))
-    for dtype in (torch.float64, torch.int32):
-        with pytest.raises(ValueError, match="logits must be bfloat16, float16 or float32, got"):
-            launch.check_dtype("logits", torch.zeros(1, dtype=dtype))
-
-
-def test_a_cpu_has_made_up_limits_and_no_current_device() -> None:
-    """For the interpreter: one multiprocessor, so that a program takes several rows."""
-    multiprocessors, cache = launch.device_limits(torch.device("cpu"))
-    assert (multiprocessors, cache) == (1, 2**20)
-    assert isinstance(launch.current(torch.device("cpu")), contextlib.nullcontext)

@@ -233,18 +233,6 @@ def test_masked_rows_may_hold_anything_whether_they_are_cut_out_or_not(
     assert_close(found[2], wanted_grads[1], 1e-5)
 
 
-def test_masked_rows_stay_out_of_the_launcher_s_gemms() -> None:
-    """Of the logits', dX's and dW's, in chunks."""
-    parts = head(40, 31, 9, torch.float32)
-    data = near(*parts)
-    weights = (torch.arange(40) % 4 == 1) / 10
-    with Products() as products:
-        loss_of("triton", parts, data, weights, gemm=Gemm(6), compact=True)
-    rows = [size for shapes, _ in products.seen for shape in shapes for size in shape]
-    assert len(products.seen) == 3 * 2
-    assert set(rows) == {6, 4, 31, 9}
-
-
 @pytest.mark.parametrize("width", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_launcher_asks_cublas_for_no_dtype_that_it_refuses(

@@ -13,7 +13,6 @@ from fastppo_kernels.records import (
     StatsGradients,
     Sums,
     TokenStats,
-    accumulation_dtype,
     combine_sums,
 )
 
@@ -51,9 +50,3 @@ def test_sums_add_up_and_their_maximum_maxes() -> None:
     assert combine_sums(one, one)[SUMS.index("tokens")] == 4
     assert (one == torch.arange(14.0)).all()  # neither is written over
     assert (SUMS[LOSS], SUMS[RATIO_MAX]) == ("loss", "ratio_max")
-
-
-def test_only_fp64_is_summed_in_fp64() -> None:
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        assert accumulation_dtype(dtype) == torch.float32
-    assert accumulation_dtype(torch.float64) == torch.float64

@@ -43,16 +43,6 @@ def test_the_trunk_runs_once_for_both_heads() -> None:
     assert values.dtype == torch.float32
 
 
-def test_padding_does_not_change_what_a_sequence_sees() -> None:
-    """A short row beside a long one gives the numbers of the row alone."""
-    actor = ActorCritic(tiny.model())
-    alone = Batch.of([[5, 9]], [[10, 11, 1]]).layout()
-    with torch.no_grad():
-        together = actor(LAYOUT)[0][:3]
-        by_itself = actor(alone)[0]
-    torch.testing.assert_close(together, by_itself, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("architecture", tiny.TRAINED)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_response_logprobs_are_those_of_each_sequence_alone(

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastppo.data.batch import Batch
 from fastppo.models.policy import LanguageModel
-from fastppo.rollout import FINISHED, TRUNCATED, Sampling
-from fastppo.rollout.generate import GenerateEngine, _cut_at_stop
+from fastppo.rollout import Sampling
+from fastppo.rollout.generate import GenerateEngine
 
 PROMPTS = [[5, 9, 4], [7], [8, 3, 6, 12, 20]]
 
@@ -41,18 +41,6 @@ def test_pad_may_be_eos() -> None:
     _, other = _rollout(pad=1, max_new_tokens=24)
     assert one.tokens == other.tokens
     assert one.finish_reasons == other.finish_reasons
-
-
-def test_a_response_ends_with_its_first_stop_token() -> None:
-    drawn = torch.tensor([[4, 1, 1, 0], [4, 5, 6, 7], [1, 9, 1, 0]])
-    zeros = torch.zeros(3, 4)
-    rollout = _cut_at_stop(
-        drawn, sampler_logprobs=zeros, logprobs=zeros, stop={1}, string_lengths=[None] * 3
-    )
-    assert rollout.tokens == [[4, 1], [4, 5, 6, 7], [1]]
-    assert rollout.finish_reasons == [FINISHED, TRUNCATED, FINISHED]
-    assert rollout.lengths == [2, 4, 1]
-    assert [len(logprobs) for logprobs in rollout.logprobs] == [2, 4, 1]
 
 
 def test_the_models_own_generation_config_does_not_shape_the_samples() -> None:
