@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 import shlex
 from functools import partial
@@ -19,7 +18,6 @@ from benchmarks import __main__ as command
 from benchmarks import case as case_module
 from benchmarks import (
     cases,
-    claims,
     docs,
     flop,
     losses,
@@ -128,11 +126,6 @@ def test_an_updates_floor_is_five_forward_passes_and_the_optimisers_tensors() ->
     assert case.bytes_moved == 7 * 4 * total
     # 4·4 of the 4·7 tokens are of the response.
     assert case.flop == 10 * (trunk * 4 * 7 + 101 * 16 * 4 * 4)
-
-
-def test_the_floor_is_the_slower_of_bytes_and_flop() -> None:
-    assert CEILINGS.floor(2 * 10**9, 10**12, torch.float32) == 2.0
-    assert CEILINGS.floor(10**9, 3 * 10**12, torch.float32) == 3.0
 
 
 def test_the_exponent_of_a_power_law_is_its_power() -> None:
@@ -392,15 +385,6 @@ def test_flop_are_those_of_the_products_the_attention_and_the_fused_head() -> No
     with flop.counted() as counter:
         torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
     assert counter.get_total_flops() == 2 * 2 * (2 * n * n * 4)
-
-
-def test_a_claim_passes_up_to_its_limit_and_fails_behind_it() -> None:
-    assert claims.Claim("", 1.0, at_most=1.0).verdict == "PASS"
-    assert claims.Claim("", 1.01, at_most=1.0).verdict == "FAIL"
-    assert claims.Claim("", 10.0, at_least=10.0).verdict == "PASS"
-    assert claims.Claim("", 9.9, at_least=10.0).verdict == "FAIL"
-    assert claims.Claim("", math.nan, at_most=1.0).verdict == "FAIL"
-    assert claims.Claim("", None, at_most=1.0).verdict == "NOT MEASURED"
 
 
 def test_the_loss_takes_a_quarter_of_eagers_memory() -> None:

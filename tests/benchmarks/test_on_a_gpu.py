@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-import fastppo
 from benchmarks import __main__ as suite
 from benchmarks import on_a_gpu
 from fastppo.cli import main as fastppo_command
@@ -89,30 +87,3 @@ def test_every_command_of_the_script_takes_its_arguments(
             3: ["fastppo", "benchmarks.on_a_gpu", "benchmarks"],
         }[step]
     )
-
-
-def test_the_script_runs_every_test_that_needs_a_gpu(tmp_path: Path) -> None:
-    """But those of vLLM, which is not on that machine."""
-    tests = SCRIPT.parents[1] / "tests"
-    (words,) = (command for command in _commands(1, tmp_path) if command[1] == "pytest")
-    chosen = [SCRIPT.parents[1] / word for word in words if word.startswith("tests/")]
-    assert all(path.exists() for path in chosen)
-    marked = [path for path in tests.rglob("test_*.py") if "mark.gpu" in path.read_text()]
-    left = {path.name for path in marked if not any(map(path.is_relative_to, chosen))}
-    assert left == {"test_vllm.py", Path(__file__).name}, "this file only speaks of the mark"
-
-
-def test_waits_are_counted_by_the_line_of_ours_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the folder is called that the project lies in; what torch says of its own mode is
-    no wait."""
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
-    place = Path(fastppo.__file__).parent / "ppo" / "made_up.py"
-    line = "import warnings\nwarnings.warn('called a synchronizing CUDA operation')\n"
-    waits = compile(line, str(place), "exec")
-
-    def call() -> None:
-        warnings.warn("does not yet detect all synchronizing operations", stacklevel=1)
-        for _ in range(3):
-            exec(waits)
-
-    assert on_a_gpu._host_waits(call) == [("made_up.py:2", 3)]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 from benchmarks import losses, peers
-from benchmarks.case import Case, Provider, Truth, UnsupportedError, is_installed
-from benchmarks.measure import Inputs
+from benchmarks.case import Case, UnsupportedError, is_installed
 from benchmarks.run import check
 from benchmarks.shapes import Model, Tokens
 
@@ -56,27 +53,3 @@ def test_quack_is_not_imported_without_a_gpu_of_its_generation() -> None:
     for scaled_exp in (False, True):
         with pytest.raises(UnsupportedError, match="Hopper"):
             peers.quack_linear_cross_entropy(CPU, scaled_exp=scaled_exp)
-
-
-def test_a_bound_with_a_truth_is_held_to_it() -> None:
-    """The mean of −logprob in place of PPO's loss, right and scaled."""
-
-    def cross_entropy(inputs: Inputs) -> torch.Tensor:
-        logits = inputs["hidden"] @ inputs["weight"].T
-        return torch.nn.functional.cross_entropy(logits, inputs["tokens"])
-
-    def bound(scale: float) -> Provider:
-        return Provider(
-            "bound",
-            lambda inputs: {"loss": scale * cross_entropy(inputs).detach()},
-            is_bound=True,
-            truth=losses.exact_cross_entropy,
-        )
-
-    case = CASES["linear loss, no entropy"]
-    inputs = case.draw(0, CPU)
-    no_truth: dict[str, Truth] = {}
-    assert check(case, bound(1.0), inputs, no_truth).status == "right"
-    assert check(case, bound(1.1), inputs, no_truth).status == "wrong"
-    without = dataclasses.replace(bound(1.1), truth=None)
-    assert check(case, without, inputs, no_truth).status == "right"

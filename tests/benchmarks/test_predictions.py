@@ -38,12 +38,3 @@ def test_predictions_take_the_instructions_that_the_notes_counted() -> None:
         exponentials = sum(float(pipes.split(",")[1]) for pipes in row[2].split("/"))
         assert kernel.instructions == pytest.approx(instructions, rel=0.05), launch
         assert kernel.exponentials == pytest.approx(exponentials, rel=0.05), launch
-
-
-def test_a_prediction_stands_beside_what_a_gpu_has_measured() -> None:
-    row = {"provider": "FastPPO", "status": "timed", "median_seconds": 0.0006}
-    case = {"case": "statistics", "shape": "qwen3-8b, N=8192", "rows": [row]}
-    record = {"device": {"type": "cuda", "name": "NVIDIA H200"}, "cases": [case]}
-    measured = {cells[0]: cells[-1] for cells in predictions.table([record])}
-    assert measured.pop("statistics, qwen3-8b, N=8192") == "NVIDIA H200: 600 µs"
-    assert set(measured.values()) == {"not measured"}

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.studies import common, race
-from benchmarks.studies.credit import TURNS, KeyAndDoor, paired, rooms
+from benchmarks.studies import common
 from benchmarks.studies.estimators import at_kl
 from fastppo.recipes import arithmetic, characters
 
@@ -47,50 +46,6 @@ def test_the_reward_at_a_kl_is_on_the_line_between_two_iterations() -> None:
     assert at_kl(kl, reward, 0.2) == pytest.approx(0.5)
     assert at_kl(kl, reward, 0.05) == 0.0
     assert math.isnan(at_kl(kl, reward, 1.0))
-
-
-def test_a_cell_says_how_far_seeds_are_apart_and_how_many_have_a_value() -> None:
-    assert common.cell([0.1, 0.2, 0.3]) == "0.200 ± 0.100"
-    assert common.cell([1.5], 2) == "1.50"
-    assert common.cell([0.1, 0.3, math.nan]) == "0.200 ± 0.141 (2 of 3)"
-    assert common.cell([math.nan]) == "not reached"
-
-
-def test_a_door_opens_with_the_key_alone_and_every_room_has_a_way_in_time() -> None:
-    room = KeyAndDoor()
-    room.reset("", start=0, key=1, door=3)
-    assert room.step("south") == (" a3", 0.0, False)
-    assert room.step("west") == (" a3", 0.0, False)  # a wall
-    assert [room.step(move) for move in ("north", "east", "sing")][1:] == [(" b1", 0.0, False)] * 2
-    assert [room.step(move) for move in ("west", "south")] == [
-        (" b0", 0.0, False),
-        (" b3", 1.0, True),
-    ]
-    for cells in rooms():
-        room.reset(**cells)
-        turns = 0
-        done = False
-        while not done:
-            target = room.door if room.has_key else room.key
-            across = target % 3 - room.cell % 3
-            down = target // 3 - room.cell // 3
-            move = (
-                ("east" if across > 0 else "west") if across else ("south" if down > 0 else "north")
-            )
-            _, _, done = room.step(move)
-            turns += 1
-        assert turns <= TURNS
-
-
-def test_a_difference_of_pairs_has_the_standard_error_of_its_mean() -> None:
-    assert paired([0.1, 0.2, 0.3]) == "+0.200 ± 0.058"
-    assert paired([-0.5]) == "-0.500"
-
-
-def test_gold_is_reached_with_the_first_batch_whose_mean_with_those_before_is_as_high() -> None:
-    points = [{"gold": gold} for gold in (0.9, 0.5, 0.8, 0.8, 0.8, 0.9)]
-    assert race.reached(points) is points[4]
-    assert race.reached(points[:4]) is None
 
 
 @pytest.mark.slow

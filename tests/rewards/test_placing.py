@@ -17,10 +17,6 @@ def _placed(partial, completion: str, prompt: str = "a prompt: ") -> list[float]
     return token_rewards(partial, completion, BYTES(prompt)["input_ids"], ids, BYTES)
 
 
-def test_a_step_is_rewarded_on_the_token_that_ends_it() -> None:
-    assert _placed([(2, 1.0), (5, 0.5)], "ab cd") == [0, 1.0, 0, 0, 0.5, 0]
-
-
 def test_a_broken_character_of_the_response_itself_counts_when_it_is_written() -> None:
     """A response may hold bytes that are no character; its text then has U+FFFD too."""
     response = [BYTES("é")["input_ids"][0], *BYTES("ab")["input_ids"]]

@@ -6,18 +6,10 @@ import torch
 from fastppo_kernels.records import SUMS
 
 from fastppo.functional.losses import loss_metrics
-from fastppo.run.panels import GROUPS, LABELS, PANELS
+from fastppo.run.panels import LABELS, PANELS
 
 
 def test_the_clip_corners_are_those_that_the_loss_counts() -> None:
     corners = {name for name in loss_metrics(torch.ones(len(SUMS))) if name in LABELS}
     assert corners == LABELS.keys()
     assert any(set(panel.metrics) == corners for panel in PANELS)
-
-
-def test_every_panel_has_a_title_of_its_own_and_something_to_draw() -> None:
-    for panel in PANELS:
-        assert panel.title
-        assert panel.metrics or panel.prefixes
-    assert len({panel.title for panel in PANELS}) == len(PANELS)
-    assert sum(len(panels) for _, panels in GROUPS) == len(PANELS)
