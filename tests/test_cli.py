@@ -138,26 +138,6 @@ def test_dashes_and_a_bare_flag_will_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ("learning_rat: 1", "no option 'learning_rat'; did you mean learning_rate?"),
-        ("model: m\nprompts: p\nrewards: [r]\nmax_grad_norm: null", "max_grad_norm must be"),
-        ("model: m\nprompts: p\nrewards: [r]\ngamma: 1.5", "gamma must be in [0, 1], got 1.5"),
-        (
-            "model: m\nprompts: p\nrewards: [r]\nrollout_batch_size: 10\nminibatches: 4",
-            "rollout_batch_size must be a multiple of minibatches, got 10 and 4",
-        ),
-    ],
-)
-def test_a_wrong_config_is_refused_in_a_sentence(content, says, tmp_path: Path, capsys) -> None:
-    (tmp_path / "run.yaml").write_text(content)
-    assert cli.main(["train", "--config", str(tmp_path / "run.yaml")]) == 2
-    message = capsys.readouterr().err
-    assert says in message
-    assert "Traceback" not in message
-
-
-@pytest.mark.parametrize(
     ("command", "row", "says"),
     [
         ("sft", {"question": "w1"}, "row 1: expected messages, prompt and completion, or text"),

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import io
 import json
-import math
 import os
 import re
 import runpy
@@ -18,17 +17,15 @@ from pathlib import Path
 
 import pytest
 import tiny
-import torch
 import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
-import fastppo
 from benchmarks import __main__ as bench_command
 from fastppo import cli
 from fastppo.ppo.config import PPOConfig
 from fastppo.stages.demonstrations import encode_demonstrations
 from fastppo.stages.preferences import encode_comparisons
-from fastppo.stages.reward_model import RewardModelConfig, bradley_terry_loss
+from fastppo.stages.reward_model import RewardModelConfig
 from fastppo.stages.sft import SFTConfig
 
 ROOT = Path(__file__).parents[1]
@@ -151,13 +148,6 @@ def test_every_row_that_a_stages_page_shows_can_be_used(name: str, encode) -> No
     code = "".join(blocks(ROOT / "docs" / f"{name}.md", "json"))
     rows = [json.loads(line) for line in code.splitlines()]
     assert len(encode(rows, tokenizer).examples) == len(rows)
-
-
-def test_the_two_commands_are_what_ci_and_the_demo_test_run() -> None:
-    first, second = blocks(ROOT / "README.md", "bash")
-    assert first.strip().endswith("&& .venv/bin/fastppo demo")
-    assert second.strip().endswith("&& .venv/bin/python -m pytest -q -n auto")
-    assert "README.md" in (ROOT / ".ci" / "run").read_text()
 
 
 # ----------------------------------------------------------------------------------- the options
@@ -351,43 +341,6 @@ def test_the_tree_of_the_readme_is_the_tree() -> None:
 
 
 # ------------------------------------------------------------------------ the articles' numbers
-
-
-def test_the_numbers_of_the_articles_come_out() -> None:
-    """Of five articles on PPO for language models; docs/definitions.md has where they go astray."""
-
-    def objective(ratio: float, advantage: float = 1.0) -> float:
-        x = torch.tensor([math.log(ratio)], dtype=torch.float64)
-        return -fastppo.policy_loss(x, torch.zeros_like(x), torch.full_like(x, advantage)).item()
-
-    assert objective(0.12 / 0.10) == pytest.approx(1.2)
-    # clip itself: with a negative advantage it is seen below the range, with a positive one above
-    clipped = [-objective(0.5, -1), objective(0.9), objective(1.15), objective(1.5)]
-    assert clipped == pytest.approx([0.8, 0.9, 1.15, 1.2])
-
-    advantages, _ = fastppo.gae(torch.tensor([[1.0, 0.0]]), torch.tensor([[5.0, 6.0]]), lam=0.0)
-    assert advantages[0, 0] == pytest.approx(2.0)
-
-    # δ = 0.094, 0.093, 0.092, 0.2 of the rewards and values that give them
-    deltas, values = [0.094, 0.093, 0.092, 0.2], [0.5, 0.6, 0.7, 0.8]
-    following = [*values[1:], 0.0]
-    rewards = [d + v - 0.99 * n for d, v, n in zip(deltas, values, following, strict=True)]
-    given = (torch.tensor([x], dtype=torch.float64) for x in (rewards, values))
-    found, _ = fastppo.gae(*given, gamma=0.99, lam=0.95)
-    assert found[0].tolist() == pytest.approx([0.429, 0.356, 0.280, 0.2], abs=5e-4)
-
-    assert fastppo.entropy(torch.zeros(3, 1000)).item() == pytest.approx(6.9078, abs=5e-5)
-    high, low = torch.tensor([5.0]), torch.tensor([3.0])
-    shares = [math.exp(-bradley_terry_loss(*pair).item()) for pair in ((low, high), (high, low))]
-    assert shares == pytest.approx([0.12, 0.88], abs=5e-3)
-
-    one = torch.zeros(1)
-    logits = torch.zeros(1, 601)  # of entropy log 601, which is 6.3986: 6e-6 of the total away
-    parts = fastppo.total_loss(one, one, one - 1.3864, one, one + 4.6192**0.5, logits)
-    assert parts["policy_loss"].item() == pytest.approx(1.3864)
-    assert parts["value_loss"].item() == pytest.approx(4.6192)
-    assert parts["entropy"].item() == pytest.approx(6.3992, abs=1e-3)
-    assert parts["total_loss"].item() == pytest.approx(3.6320, abs=5e-5)
 
 
 # -------------------------------------------------------------------- pictures, site, notebook

@@ -145,10 +145,6 @@ def test_a_models_own_code_is_never_run_and_nobody_is_asked(
     assert not ran.exists()
 
 
-def test_a_device_that_is_not_supported_is_refused(folder: Folder) -> None:
-    assert "device must be auto, cpu, cuda" in _refused(folder.flags(device="xpu"))
-
-
 def test_a_servers_words_do_not_steer_the_terminal(folder: Folder) -> None:
     class Red(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:

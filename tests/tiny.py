@@ -135,6 +135,14 @@ def model_of(config: PretrainedConfig, seed: int = 0) -> Any:
     return causal_lm
 
 
+def stir_adapters(causal_lm: Any, std: float = 0.3) -> None:
+    """Moves adapters away from their start, where B is zero."""
+    with torch.no_grad():
+        for name, parameter in causal_lm.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=std)
+
+
 def saved_model(directory: Path, architecture: str = "llama", **options: Any) -> str:
     """A directory of `save_pretrained`: model and tokenizer."""
     model(architecture).save_pretrained(directory)

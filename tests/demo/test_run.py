@@ -18,13 +18,6 @@ from fastppo.run.signals import Stopped
 PROMPT = "tell me about the red fox ."
 
 
-def test_options_that_cannot_be_are_refused_before_the_first_stage(tmp_path: Path) -> None:
-    for wrong in ({"iterations": 0}, {"device": "nowhere"}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            run_demo(tmp_path / "demo", console=Console(file=io.StringIO()), **wrong)
-    assert not (tmp_path / "demo").exists()
-
-
 def test_what_an_earlier_demo_made_stays_until_the_next_ones_first_stages_are_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

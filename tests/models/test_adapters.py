@@ -29,10 +29,7 @@ def test_lora_saves_a_plain_policy_and_its_reference_is_the_trunk_without_adapte
     assert trained
     assert all("lora_" in name for name in trained)
     untouched = actor.response_logprobs(BATCH)
-    with torch.no_grad():
-        for name, parameter in plain.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.3)
+    tiny.stir_adapters(plain)
     adapted = actor.response_logprobs(BATCH)
     with actor.adapters_off() as reference:
         assert torch.equal(reference.response_logprobs(BATCH), untouched)
@@ -51,10 +48,7 @@ def test_a_merged_state_is_what_peft_merges_and_leaves_the_model_as_it_is(
     model = tiny.model(architecture)
     names = list(model.state_dict())
     peft = add_adapters(model, rank=2, alpha=8.0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.3)
+    tiny.stir_adapters(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     merged = merged_state(model)
     assert list(merged) == names
@@ -68,10 +62,7 @@ def test_adapters_on_frozen_weights_in_bf16_are_merged_in_fp32() -> None:
     """bfloat16 would round most of an adapter of this size away."""
     model = tiny.model()
     add_adapters(model, rank=2, alpha=8.0, target_modules=["q_proj"])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=1e-4)
+    tiny.stir_adapters(model, 1e-4)
     cast_frozen(model.base_model, torch.bfloat16)
     merged = merged_state(model)
     assert {value.dtype for value in merged.values()} == {torch.float32}

@@ -71,27 +71,6 @@ def test_the_self_check_takes_a_few_short_responses_and_no_random_numbers(tmp_pa
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_the_tolerance_is_that_of_the_compute_dtype(precision: str, tmp_path: Path) -> None:
-    """A difference of 0.05 nats may be rounding under bf16; under fp32 it is another policy."""
-    trainer = make_trainer(tmp_path, precision=precision, kl_coef=0.0)
-    engine = trainer.engine
-
-    class Near(RolloutEngine):
-        def generate(self, prompt_ids, sampling) -> Rollout:
-            rollout = engine.generate(prompt_ids, sampling)
-            own = trainer.model.evaluate(Batch.of(prompt_ids, rollout.tokens)).logprobs
-            rollout.logprobs = list((own - 0.05).split(rollout.lengths))
-            return rollout
-
-    trainer.engine = Near()
-    if precision == "bf16":
-        trainer.self_check(trainer.prompts)
-    else:
-        with pytest.raises(RuntimeError, match=r"by up to 0\.05 nats \(tolerance 0\.001\)"):
-            trainer.self_check(trainer.prompts)
-
-
 def _with_logits_up_to(model, batch: Batch, largest: float) -> None:
     """Scales the lm-head so that the largest logit of the batch has this size, as trained models'
     have."""

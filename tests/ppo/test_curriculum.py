@@ -87,12 +87,6 @@ def test_without_options_epochs_are_shuffled_as_ever() -> None:
     assert state.prompts_seen == 35
 
 
-def test_samples_of_a_prompt_follow_one_another() -> None:
-    curriculum, state, _ = _curriculum()
-    once, twice = (curriculum.at(state, 4, 0, samples).rows for samples in (1, 2))
-    assert twice == [row for row in once for _ in range(2)]
-
-
 @pytest.mark.parametrize("spec", ["difficulty", "of_column"])
 def test_an_epoch_goes_from_the_least_to_the_greatest(spec: str, functions: str) -> None:
     order = spec if spec == "difficulty" else f"{functions}:{spec}"

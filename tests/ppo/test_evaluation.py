@@ -11,7 +11,6 @@ import pytest
 import tiny
 import torch
 
-from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.log import read_jsonl
 from fastppo.run.report import write_report
@@ -151,12 +150,3 @@ def test_the_first_responses_are_kept(tmp_path: Path) -> None:
     again = _trainer(tmp_path, **options, rollout_batch_size=8, iterations=3, resume=True)
     again.train()
     assert read_jsonl(Path(again.config.output_dir) / "eval_samples.jsonl")[:32] == lines
-
-
-@pytest.mark.parametrize(
-    "options", [{"eval_interval": 3}, {"eval_patience": 3}, {"eval_sampling": "both"}]
-)
-def test_its_options_need_its_prompts(options: dict[str, Any]) -> None:
-    (name,) = options
-    with pytest.raises(ValueError, match=f"{name} has an effect only with eval_prompts"):
-        PPOConfig(**options)

@@ -103,21 +103,6 @@ def test_a_run_learns(tmp_path: Path) -> None:
     assert sum(rewards[-2:]) / 2 > 0.3
 
 
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path) -> None:
-    """Under a scale that was halved before the checkpoint, and is halved after it."""
-    whole = make_trainer(tmp_path / "whole", **FP16, iterations=4)
-    first = make_trainer(tmp_path / "parts", **FP16, iterations=2)
-    for trainer in (whole, first):
-        _set_scale(trainer, 2.0**40)
-        trainer.train()
-    resumed = make_trainer(tmp_path / "parts", **FP16, iterations=4, resume=True)
-    resumed.train()
-    assert whole.state.state_dict() == resumed.state.state_dict()
-    assert whole.state.overflowed_steps > first.state.overflowed_steps > 0
-    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize(
     "more",
     [

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.schedule import SCHEDULED, Schedule
+from fastppo.ppo.schedule import Schedule
 
 
 def test_schedules_in_closed_form() -> None:
@@ -23,8 +22,3 @@ def test_a_schedule_reads_as_it_is_written() -> None:
     for wrong in ("kl_coef=linear", "linear:0", "kl_coef=linear:x"):
         with pytest.raises(ValueError, match="schedules: "):
             Schedule.parse(wrong)
-
-
-def test_every_scheduled_option_is_a_number_of_the_config() -> None:
-    for name in SCHEDULED:
-        assert isinstance(getattr(PPOConfig(), name), (float, type(None))), name

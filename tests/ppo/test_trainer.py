@@ -25,7 +25,6 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.skipped_steps import MOST_IN_A_ROW
 from fastppo.ppo.state import RunStoppedError
 from fastppo.ppo.trainer import PPOTrainer
-from fastppo.rewards.processing import RunningScale
 from fastppo.rewards.reward import RewardError
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
 from fastppo.run.log import read_jsonl
@@ -666,18 +665,6 @@ def test_old_logprobs_and_values_of_ones_own_are_the_old_policy(tmp_path: Path) 
 
 
 # ---------------------------------------------------------------------------- looking at the policy
-
-
-def test_evaluation_leaves_no_trace(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, score_normalization="running")
-    assert trainer.prompts is not None
-    state = torch.get_rng_state()
-    result = trainer.evaluate(trainer.prompts)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert trainer.state.score_scale == RunningScale()
-    assert result["kl"] == pytest.approx(0, abs=1e-4)
-    assert len(result["completions"]) == len(tiny.PROMPTS)
-    assert 0 < result["entropy"] < torch.log(torch.tensor(43.0))
 
 
 def test_an_evaluation_is_of_the_policy_as_it_is(tmp_path: Path) -> None:

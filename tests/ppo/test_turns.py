@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,21 +42,6 @@ def test_a_run_learns_to_call_and_to_answer(gae_by: str, tmp_path: Path) -> None
     shares = [lines[-1][f"finish/{reason}"] for reason in ("stop", "length", "turns")]
     assert sum(shares) == pytest.approx(1)
     assert lines[-1]["eos_rate"] == shares[0] > 0.5
-
-
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path) -> None:
-    """The environment draws from Python's generator, whose state is in the checkpoint."""
-    whole = _trainer(tmp_path / "whole", iterations=4)
-    whole.train()
-    _trainer(tmp_path / "parts", iterations=2).train()
-    random.seed(99)
-    again = _trainer(tmp_path / "parts", iterations=4, resume=True)
-    again.train()
-    for found, wanted in zip(again.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(found, wanted)
-    assert [line["reward"] for line in records(again)] == [
-        line["reward"] for line in records(whole)
-    ]
 
 
 def test_old_logprobs_and_values_of_each_turn_are_the_learners(tmp_path: Path) -> None:
@@ -234,24 +218,3 @@ def test_gae_by_turns_is_gae_over_turns(bootstrap: bool) -> None:
     returns = _by_turn(batch, written, given | {"gamma": 0.9, "lam": 0.4})[1]
     assert found.advantages.tolist() == pytest.approx(advantages, abs=1e-5)
     assert found.returns.tolist() == pytest.approx(returns, abs=1e-5)
-
-
-def test_with_one_token_a_turn_both_are_one() -> None:
-    written = [[True, False, True, False, True], [True]]
-    batch = Batch.of([[4]] * 2, [[7] * len(row) for row in written], written=written)
-    values, logprobs, reference = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
-    old, scores = OldPolicy(logprobs, values, None), Scores(torch.tensor([1.0, -1.0]))
-    found = [
-        make_advantages(
-            batch,
-            scores,
-            PPOConfig(gae_by=by),
-            truncated=[False] * 2,
-            old=old,
-            ref_stats=ReferenceStats(reference),
-            kl_coef=0.1,
-        )
-        for by in ("turn", "token")
-    ]
-    torch.testing.assert_close(found[0].advantages, found[1].advantages, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found[0].returns, found[1].returns, rtol=1e-5, atol=1e-6)

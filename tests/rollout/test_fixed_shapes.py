@@ -45,10 +45,7 @@ def _adapted() -> ActorCritic:
     causal_lm = tiny.model()
     peft = add_adapters(causal_lm, rank=4, alpha=8)
     torch.manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in causal_lm.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.3)
+    tiny.stir_adapters(causal_lm)
     return ActorCritic(causal_lm, peft)
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastppo.run.log import RunLog, check_no_run, holds_run, read_jsonl, short_names
 from fastppo.run.options import Options, option
-from fastppo.run.progress import progress
 from fastppo.run.report import write_report
 
 
@@ -135,16 +132,6 @@ def test_a_directory_is_free_until_a_run_has_left_records_or_a_checkpoint(tmp_pa
 
 
 # ------------------------------------------------------------------------------------- the terminal
-
-
-def test_the_bar_shows_how_far_a_run_is() -> None:
-    printed = io.StringIO()
-    console = Console(file=printed, width=120, force_terminal=True)
-    with progress("PPO", console, total=8, completed=2) as show:
-        show(completed=5, status="reward 0.250")
-    text = printed.getvalue()
-    for shown in ("PPO", "5/8", "reward 0.250"):
-        assert shown in text
 
 
 def test_runs_go_by_the_shortest_names_that_tell_them_apart() -> None:

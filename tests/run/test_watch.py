@@ -55,11 +55,6 @@ def test_distinct_ngrams_are_a_mean_over_responses_that_have_some() -> None:
     assert rollout_health([[1, 2]] * 4, [0.0] * 4)["unique_responses"] == 0.25
 
 
-def test_scores_and_monitors_are_one_per_response() -> None:
-    with pytest.raises(ValueError, match="scores must be one per response: got 1 for 2 responses"):
-        rollout_health([[1], [2]], [0.0])
-
-
 # -------------------------------------------------------------------------------------- thresholds
 
 
