@@ -248,9 +248,9 @@ def test_under_autocast_weights_are_cast_once_a_call_and_follow_an_update(archit
     ("architecture", "dtype"),
     [
         ("llama", None),
-        ("gemma3", torch.bfloat16),
-        ("opt", torch.bfloat16),
         ("with adapters", torch.bfloat16),
+        pytest.param("gemma3", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("opt", torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_leaves_nothing_to_the_host(architecture: str, dtype, monkeypatch) -> None:
@@ -266,7 +266,7 @@ def test_a_step_leaves_nothing_to_the_host(architecture: str, dtype, monkeypatch
     monkeypatch.setattr(fixed_shapes, "ROWS", 2)
     several = PROMPTS * 2
     restricted = {"top_p": 0.9, "stop_strings": ("w7 w2", "w9")}
-    for options in ({}, restricted, {"greedy": True}):
+    for options in ({}, restricted):
         for seed in range(2):  # the second from graphs alone, except for new buckets
             found = _draw(engine, seed, several, **options)
             wanted = _draw(plain, seed, several, **options)
