@@ -75,15 +75,6 @@ class RunComponents:
     notes: list[str]
     """Sentences on what is not as the options ask for it."""
 
-    @property
-    def of_callbacks(self) -> dict[str, Any]:
-        """What a callback is given, by transformers' names."""
-        return {
-            "model": self.model.causal_lm,
-            "processing_class": self.tokenizer,
-            "optimizer": self.optimizer,
-        }
-
 
 def world_of(config: PPOConfig) -> World:
     """The processes that torchrun started for the run; raises ValueError where they do not fit."""

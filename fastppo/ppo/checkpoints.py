@@ -65,6 +65,7 @@ class Checkpoints:
         config: PPOConfig,
         state: RunState,
         components: RunComponents,
+        *,
         say: Callable[[str], None],
         world: World | None = None,
         saved: Callable[[], None] = lambda: None,

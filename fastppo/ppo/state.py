@@ -6,6 +6,8 @@ from the counters, so a checkpoint holds `state_dict()`, and a run that loads it
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +35,9 @@ COUNTERS = (
 LEAST_SCALE = 1.0
 """Of a loss. Where a smaller one still overflows, the scale is not to blame."""
 
+MOST_SKIPPED = 5
+"""Steps that may be skipped one after the other before the run stops: by then it is no accident of
+one batch."""
 
 FIRST_POLICY_BETA = 1.0
 """β of the KL to the rollout policy in the first iteration, per nat."""
@@ -121,6 +126,26 @@ class RunState:
         self.scaler.unscale_(optimizer)
         self.scaler.update()
         self.overflowed = self.scaler.get_scale() < before and before > LEAST_SCALE
+
+    def skip_step(self, numbers: Mapping[str, float]) -> str:
+        """Counts an optimiser step that is not taken; a sentence about it.
+
+        Args:
+            numbers: loss and norms of the gradient, of which one at least is not finite.
+
+        Raises:
+            FloatingPointError: too many in a row.
+        """
+        self.skipped_steps += 1
+        self.skipped_in_a_row += 1
+        wrong = [f"{name} {x}" for name, x in numbers.items() if not math.isfinite(x)]
+        if self.skipped_in_a_row >= MOST_SKIPPED:
+            raise FloatingPointError(
+                f"{self.skipped_in_a_row} optimiser steps in a row had a non-finite loss or "
+                f"gradient, the last one {', '.join(wrong)}; lower the learning rate, or look for "
+                "inf in the rewards or logits"
+            )
+        return f"optimiser step {self.optimizer_step}: {', '.join(wrong)}; skipped"
 
     @property
     def steps(self) -> Steps:

@@ -19,7 +19,7 @@ is the config with the schedules of the iteration applied.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,10 +64,10 @@ from fastppo.ppo.objective import (
 )
 from fastppo.ppo.old_policy import GivenPolicy, read_old_policy, read_reference
 from fastppo.ppo.optimizer import clip_gradients, set_learning_rate
-from fastppo.ppo.out_of_memory import FittingLimits
-from fastppo.ppo.skipped_steps import skip_step
+from fastppo.ppo.out_of_memory import Attempt, FittingLimits
 from fastppo.ppo.state import RunState
 from fastppo.ppo.training_run import TrainingRun
+from fastppo.ppo.value_regression import ValueRegression
 from fastppo.rewards.reward import Reward
 from fastppo.rewards.scorer import Scorer, Scores
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
@@ -176,10 +176,21 @@ class PPOTrainer:
         self.state = RunState.of(config)
         self.fitting = FittingLimits(self.say, self.world.size)
         self.callbacks = Callbacks(
-            callbacks, config, self.world, self.say, **components.of_callbacks
+            callbacks,
+            config,
+            world=self.world,
+            say=self.say,
+            model=self.model.causal_lm,
+            processing_class=self.tokenizer,
+            optimizer=self.optimizer,
         )
         self.checkpoints = Checkpoints(
-            config, self.state, components, self.say, self.world, self.callbacks.saved
+            config,
+            self.state,
+            components,
+            say=self.say,
+            world=self.world,
+            saved=self.callbacks.saved,
         )
 
     # ------------------------------------------------------------------------------ the algorithm
@@ -251,7 +262,7 @@ class PPOTrainer:
             options.score_normalization, options.score_clip, self.state.score_scale
         )
         kl_coef = self.state.kl_control.coef
-        for attempt in self.fitting.attempts(options.limits(self.model.packing), len(batch)):
+        for attempt in self.attempts(batch, options):
             with attempt as limits:
                 plan = split(batch, limits, self.world)
                 old = read_old_policy(
@@ -299,7 +310,8 @@ class PPOTrainer:
                 self.train_critic(experience, options)
         early_stopped = False
         for epoch in range(options.ppo_epochs):
-            # Any epoch may be the last one where an update may end early.
+            # The regression is on the states of the last epoch, which any may be where an update
+            # may end early.
             may_be_last = epoch + 1 == options.ppo_epochs or options.early_stop_kl is not None
             if regression is not None:
                 regression.begin_batch()
@@ -311,24 +323,9 @@ class PPOTrainer:
                 # Of the schedule, which goes on where an epoch stopped early.
                 step = state.iteration * options.steps_per_iteration + len(meter.steps)
                 learning_rate = set_learning_rate(self.optimizer, step, self.config)
-                # One attempt, unless memory runs out: then another, with smaller microbatches.
-                configured = options.limits(self.model.packing)
-                for number, attempt in enumerate(self.fitting.attempts(configured, len(minibatch))):
-                    with attempt as limits:
-                        self.optimizer.zero_grad(set_to_none=True)
-                        loss = None  # that of a failed attempt would keep its activations
-                        parts: list[LossSums] = []
-                        for micro in minibatch.microbatches(limits, self.world):
-                            loss, part, value_states = self.loss(micro, options)
-                            # No token counts twice: a second attempt may meet those of the first.
-                            if regression is not None and may_be_last and number == 0:
-                                regression.add(value_states, micro)
-                            if loss.requires_grad:
-                                state.scaler.scale(loss).backward()
-                            parts.append(part)
-                sums = LossSums.joined(parts, self.world)
-                if options.ptx_coef and not state.is_warming_up(options):
-                    sums = self.add_ptx(sums, options)
+                sums = self.accumulate_gradient(
+                    minibatch, options, regression if may_be_last else None
+                )
                 report = self.take_step(sums, options)
                 meter.add(minibatch, sums, report.metrics | {"learning_rate": learning_rate})
                 policy_kls.append(report.policy_kl)
@@ -347,6 +344,33 @@ class PPOTrainer:
                 state.policy_kl_control.update(policy_kl, len(experience))
         return metrics
 
+    def accumulate_gradient(
+        self, minibatch: Experience, options: PPOConfig, regression: ValueRegression | None = None
+    ) -> LossSums:
+        """Adds up the gradient of a minibatch's loss over its microbatches, and returns what they
+        add to the loss and the metrics.
+
+        Args:
+            regression: takes the states that the value head read.
+        """
+        for number, attempt in enumerate(self.attempts(minibatch, options)):
+            with attempt as limits:
+                self.optimizer.zero_grad(set_to_none=True)
+                loss = None  # that of a failed attempt would keep its activations
+                parts: list[LossSums] = []
+                for micro in minibatch.microbatches(limits, self.world):
+                    loss, part, value_states = self.loss(micro, options)
+                    # No token counts twice: a second attempt may meet those of the first.
+                    if regression is not None and number == 0:
+                        regression.add(value_states, micro)
+                    if loss.requires_grad:
+                        self.state.scaler.scale(loss).backward()
+                    parts.append(part)
+        sums = LossSums.joined(parts, self.world)
+        if options.ptx_coef and not self.state.is_warming_up(options):
+            sums = self.add_ptx(sums, options)
+        return sums
+
     def train_critic(self, experience: Experience, options: PPOConfig) -> None:
         """A pass over the batch that trains a critic of its own alone, at the iteration's first
         learning rate."""
@@ -355,8 +379,7 @@ class PPOTrainer:
         )
         order = torch.randperm(len(experience))
         for minibatch in experience.minibatches(order, options.minibatches, options.aggregation):
-            configured = options.limits(self.model.packing)
-            for attempt in self.fitting.attempts(configured, len(minibatch)):
+            for attempt in self.attempts(minibatch, options):
                 with attempt as limits:
                     self.optimizer.zero_grad(set_to_none=True)
                     for micro in minibatch.microbatches(limits, self.world):
@@ -369,6 +392,11 @@ class PPOTrainer:
             norms = to_floats(clip_gradients(self.optimizer, self.model, options))
             if all(map(math.isfinite, norms.values())):
                 self.optimizer.step()
+
+    def attempts(self, sequences: Sized, options: PPOConfig) -> Iterator[Attempt]:
+        """One attempt at a pass over the sequences, unless memory runs out: then another, with
+        smaller microbatches (`FittingLimits.attempts`)."""
+        return self.fitting.attempts(options.limits(self.model.packing), len(sequences))
 
     @staticmethod
     def value_loss(values: Tensor, micro: Experience, options: PPOConfig) -> tuple[Tensor, Tensor]:
@@ -460,7 +488,7 @@ class PPOTrainer:
         elif state.overflowed and math.isfinite(metrics["loss"]):
             state.overflowed_steps += 1
         else:
-            self.say(skip_step(metrics, state), "yellow")
+            self.say(state.skip_step(metrics), "yellow")
         state.optimizer_step += 1
         if state.overflowed:
             # A norm is no metric where a loss scale that was too large made it.
@@ -562,7 +590,7 @@ class PPOTrainer:
             prompts, rollout = self.turns.play(prompts, self.engine, sampling or self.sampling)
             scores = self.score(prompts, rollout, options, scorer)
         batch = Batch.of(prompts.token_ids, rollout.tokens, self.device, rollout.written)
-        for attempt in self.fitting.attempts(options.limits(self.model.packing), len(batch)):
+        for attempt in self.attempts(batch, options):
             with attempt as limits:
                 policy_means = policy_metrics(
                     batch,

@@ -17,10 +17,10 @@ import torch
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.evaluation import Progress
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
-from fastppo.ppo.state import COUNTERS, RunState
+from fastppo.ppo.state import COUNTERS, MOST_SKIPPED, RunState
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.log import read_jsonl
-from runs import make_trainer
+from runs import first_experience, make_trainer, one_step
 
 # ------------------------------------------------------------------------------------- the state
 
@@ -257,3 +257,26 @@ def test_a_resumed_run_follows_its_own_options(tmp_path: Path) -> None:
     assert metrics["kl_coef"] == 0.5
     assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(1e-6)
     assert resumed.optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+# ------------------------------------------------------------------------- steps that are not taken
+
+
+def test_a_non_finite_gradient_skips_the_step_and_at_last_stops_the_run(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    experience = first_experience(trainer)
+    before = [p.detach().clone() for p in trainer.model.causal_lm.parameters()]
+    experience.advantages[0] = float("nan")
+    assert trainer.update(experience, one_step(trainer))["skipped_steps"] == 1
+    for old, parameter in zip(before, trainer.model.causal_lm.parameters(), strict=True):
+        assert torch.equal(old, parameter)
+    with pytest.raises(FloatingPointError, match=f"{MOST_SKIPPED} optimiser steps in a row"):
+        trainer.update(experience, one_step(trainer, ppo_epochs=9))
+
+
+def test_the_sentence_names_what_was_not_finite() -> None:
+    state = RunState.of(PPOConfig())
+    state.optimizer_step = 17
+    numbers = {"loss": 1.0, "grad_norm": float("inf"), "value_grad_norm": 2.0}
+    assert state.skip_step(numbers) == "optimiser step 17: grad_norm inf; skipped"
+    assert (state.skipped_steps, state.skipped_in_a_row) == (1, 1)

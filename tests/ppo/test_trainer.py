@@ -22,8 +22,7 @@ from fastppo.data.chat import token_ids
 from fastppo.data.microbatches import split
 from fastppo.data.rows import DataError
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.skipped_steps import MOST_IN_A_ROW
-from fastppo.ppo.state import RunStoppedError
+from fastppo.ppo.state import MOST_SKIPPED, RunStoppedError
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.reward import RewardError
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
@@ -111,12 +110,12 @@ def test_a_run_that_breaks_leaves_its_record(tmp_path: Path) -> None:
             trainer.model.value_function.head.bias.fill_(torch.nan)
         return tiny.count_w7(prompts, completions)
 
-    trainer = make_trainer(tmp_path, rewards=[reward], ppo_epochs=MOST_IN_A_ROW)
-    with pytest.raises(FloatingPointError, match=f"{MOST_IN_A_ROW} optimiser steps in a row"):
+    trainer = make_trainer(tmp_path, rewards=[reward], ppo_epochs=MOST_SKIPPED)
+    with pytest.raises(FloatingPointError, match=f"{MOST_SKIPPED} optimiser steps in a row"):
         trainer.train()
     (record,) = records(trainer)
-    assert record["skipped_steps"] == MOST_IN_A_ROW
-    assert record["warnings"][0].startswith(f"stopped: {MOST_IN_A_ROW} optimiser steps")
+    assert record["skipped_steps"] == MOST_SKIPPED
+    assert record["warnings"][0].startswith(f"stopped: {MOST_SKIPPED} optimiser steps")
 
 
 def test_bf16_autocast_runs_and_stays_near_fp32(tmp_path: Path) -> None:
