@@ -12,6 +12,7 @@ with the number of tokens of all microbatches and processes, known before the fi
 from __future__ import annotations
 
 import argparse
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -27,6 +28,21 @@ MINIBATCHES = 2
 STEPS = 4  # microbatches of an optimiser step
 
 
+class Episodes(NamedTuple):
+    """Prompts with their responses: [B, PROMPT + RESPONSE], and [B, RESPONSE] each."""
+
+    sequences: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+
+    def select(self, rows: Tensor) -> Episodes:
+        return Episodes._make(x[rows] for x in self)
+
+    def chunk(self, count: int) -> list[Episodes]:
+        return [self.select(rows) for rows in torch.arange(len(self.mask)).chunk(count)]
+
+
 class Policy(nn.Module):
     """A causal LM that computes its loss in its forward pass, where every wrapper wants it."""
 
@@ -39,17 +55,20 @@ class Policy(nn.Module):
         states = self.causal_lm.model(sequences, use_cache=False).last_hidden_state
         return states[:, PROMPT - 1 : -1]
 
-    def forward(self, sequences: Tensor, *operands: Tensor, denominator: Tensor) -> PPOLoss:
-        """`operands`: old logprobs, advantages and mask, [B, RESPONSE] each."""
-        weight = self.causal_lm.lm_head.weight
-        responses = sequences[:, PROMPT:]
+    def forward(self, episodes: Episodes, denominator: Tensor) -> PPOLoss:
         return linear_ppo_loss(
-            self.hidden(sequences), weight, responses, *operands, denominator=denominator
+            self.hidden(episodes.sequences),
+            self.causal_lm.lm_head.weight,
+            episodes.sequences[:, PROMPT:],
+            episodes.old_logprobs,
+            episodes.advantages,
+            episodes.mask,
+            denominator=denominator,
         )
 
 
-def roll_out(policy: Policy, accelerator: Accelerator) -> tuple[Tensor, list[Tensor]]:
-    """(mean reward, [sequences, old logprobs, advantages, mask] of this process's episodes)."""
+def roll_out(policy: Policy, accelerator: Accelerator) -> tuple[Tensor, Episodes]:
+    """(mean reward, this process's episodes)."""
     prompts = draw_prompts(EPISODES, accelerator.device)
     with torch.no_grad():
         sequences = policy.causal_lm.generate(
@@ -65,25 +84,25 @@ def roll_out(policy: Policy, accelerator: Accelerator) -> tuple[Tensor, list[Ten
     scores = right.sum(1) / mask.sum(1)
     everyone = accelerator.gather(scores)
     advantages = ((scores - everyone.mean()) / (everyone.std() + 1e-4)).unsqueeze(1)
-    return everyone.mean(), [sequences, logprobs, advantages.expand_as(mask), mask]
+    return everyone.mean(), Episodes(sequences, logprobs, advantages.expand_as(mask), mask)
 
 
-def gradient(policy: Policy, batch: list[Tensor], microbatches: int, by: str) -> Tensor:
+def gradient(policy: Policy, batch: Episodes, microbatches: int, by: str) -> Tensor:
     """The gradient of a minibatch in so many microbatches, flat, as accelerate would add it up."""
-    total = batch[-1].sum()
+    total = batch.mask.sum()
     parameters = list(policy.parameters())
-    found = torch.zeros(sum(p.numel() for p in parameters), device=total.device)
-    for part in zip(*(x.chunk(microbatches) for x in batch), strict=True):
-        denominator = total / microbatches if by == "total / steps" else part[-1].sum()
-        loss = policy(*part, denominator=denominator).loss / microbatches
-        found += torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
-    return found
+    gradients = torch.zeros(sum(p.numel() for p in parameters), device=total.device)
+    for part in batch.chunk(microbatches):
+        denominator = total / microbatches if by == "total / steps" else part.mask.sum()
+        loss = policy(part, denominator).loss / microbatches
+        gradients += torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+    return gradients
 
 
-def compare(policy: Policy, batch: list[Tensor], accelerator: Accelerator) -> None:
+def compare(policy: Policy, batch: Episodes, accelerator: Accelerator) -> None:
     """What the two denominators make of the same tokens."""
     whole = gradient(policy, batch, 1, "total / steps")
-    accelerator.print(f"gradient of {int(batch[-1].sum())} tokens in {STEPS} microbatches:")
+    accelerator.print(f"gradient of {int(batch.mask.sum())} tokens in {STEPS} microbatches:")
     for by in ("total / steps", "tokens of the microbatch"):
         off = (gradient(policy, batch, STEPS, by) - whole).norm() / whole.norm()
         accelerator.print(f"  denominator = {by:25s} {off:.1e} of its norm off")
@@ -112,14 +131,14 @@ def train(iterations: int, seed: int = 0) -> list[float]:
     for iteration in range(iterations):
         reward, batch = roll_out(plain, accelerator)
         if not history:
-            compare(plain, [x[: EPISODES // MINIBATCHES] for x in batch], accelerator)
+            compare(plain, batch.chunk(MINIBATCHES)[0], accelerator)
         for rows in torch.randperm(EPISODES, device=accelerator.device).chunk(MINIBATCHES):
-            minibatch = [x[rows] for x in batch]
-            total = accelerator.reduce(minibatch[-1].sum(), "sum") / accelerator.num_processes
+            minibatch = batch.select(rows)
+            total = accelerator.reduce(minibatch.mask.sum(), "sum") / accelerator.num_processes
             sums = None
-            for part in zip(*(x.chunk(STEPS) for x in minibatch), strict=True):
+            for part in minibatch.chunk(STEPS):
                 with accelerator.accumulate(policy):
-                    out = policy(*part, denominator=total / STEPS)
+                    out = policy(part, total / STEPS)
                     accelerator.backward(out.loss)
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(policy.parameters(), 1.0)

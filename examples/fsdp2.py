@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+from typing import NamedTuple
 
 import torch
 from ppo import PROMPT, RESPONSE, VOCABULARY, draw_prompts, reward
@@ -26,6 +27,14 @@ EPISODES = 64  # of one process
 MINIBATCHES = 4
 
 
+class Episodes(NamedTuple):
+    """Prompts with their responses: [B, PROMPT + RESPONSE], and [B, RESPONSE] each."""
+
+    sequences: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+
+
 class Policy(nn.Module):
     """A causal LM with one forward: for the next token's logits, for logprobs, for the loss."""
 
@@ -33,18 +42,23 @@ class Policy(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
 
-    def forward(self, sequences: Tensor, *operands: Tensor, denominator: float = 1.0) -> Tensor:
+    def forward(
+        self,
+        sequences: Tensor,
+        old_logprobs: Tensor | None = None,
+        advantages: Tensor | None = None,
+        denominator: float = 1.0,
+    ) -> Tensor:
         """[B, V] logits of an unfinished sequence; [B, RESPONSE] logprobs of a whole one; or, given
-        `operands`, old logprobs and advantages, the loss ()."""
+        old logprobs and advantages, the loss ()."""
         states = self.causal_lm.model(sequences, use_cache=False).last_hidden_state
         weight = self.causal_lm.lm_head.weight  # in here a plain tensor [V, H]
         if sequences.shape[1] < PROMPT + RESPONSE:
             return states[:, -1] @ weight.T
         predicting = states[:, PROMPT - 1 : -1]
         responses = sequences[:, PROMPT:]
-        if not operands:
+        if old_logprobs is None or advantages is None:
             return linear_token_logprobs(predicting, weight, responses)
-        old_logprobs, advantages = operands
         out = linear_ppo_loss(
             predicting, weight, responses, old_logprobs, advantages, denominator=denominator
         )
@@ -63,8 +77,8 @@ def shard(policy: Policy) -> None:
 
 
 @torch.no_grad()
-def roll_out(policy: Policy, device: torch.device) -> tuple[float, list[Tensor]]:
-    """(mean reward, [sequences, old logprobs, advantages]) of this process's episodes."""
+def roll_out(policy: Policy, device: torch.device) -> tuple[float, Episodes]:
+    """(mean reward, this process's episodes)."""
     prompts = draw_prompts(EPISODES, device)
     sequences = prompts
     for _ in range(RESPONSE):
@@ -76,28 +90,34 @@ def roll_out(policy: Policy, device: torch.device) -> tuple[float, list[Tensor]]
     mean, square = moments / (EPISODES * distributed.get_world_size())
     advantages = (scores - mean) / ((square - mean**2).clamp(min=0).sqrt() + 1e-4)
     logprobs = policy(sequences)
-    return mean.item(), [sequences, logprobs, advantages.unsqueeze(1).expand_as(logprobs)]
+    return mean.item(), Episodes(sequences, logprobs, advantages.unsqueeze(1).expand_as(logprobs))
 
 
-def loss_of(policy: Policy, batch: list[Tensor]) -> Tensor:
+def loss_of(policy: Policy, batch: Episodes) -> Tensor:
     """This process's part of the loss: the mean over the tokens of all processes is their sum."""
-    return policy(*batch, denominator=float(batch[-1].numel() * distributed.get_world_size()))
+    return policy(
+        batch.sequences,
+        old_logprobs=batch.old_logprobs,
+        advantages=batch.advantages,
+        denominator=float(batch.advantages.numel() * distributed.get_world_size()),
+    )
 
 
-def show(policy: Policy, alone: Policy, batch: list[Tensor]) -> None:
+def show(policy: Policy, alone: Policy, batch: Episodes) -> None:
     """What is sharded, that the gradient is the whole one, and what a loss says to a shard."""
     loss_of(policy, batch).backward()  # after which the root is sharded again
     held = sum(p.to_local().numel() for p in policy.parameters())
     whole = sum(p.numel() for p in policy.parameters())
     norm = nn.utils.get_total_norm([p.grad for p in policy.parameters()]).full_tensor()
     policy.zero_grad()
-    parts = [[torch.empty_like(x) for _ in range(distributed.get_world_size())] for x in batch]
-    for everyones, own in zip(parts, batch, strict=True):
-        distributed.all_gather(everyones, own)
-    for rows in zip(*parts, strict=True):  # those of one process after those of another
-        loss_of(alone, list(rows)).backward()
+    processes = range(distributed.get_world_size())
+    everyones = [[torch.empty_like(x) for _ in processes] for x in batch]
+    for parts, own in zip(everyones, batch, strict=True):
+        distributed.all_gather(parts, own)
+    for rank in processes:  # the episodes of one process after those of another
+        loss_of(alone, Episodes._make(parts[rank] for parts in everyones)).backward()
     wanted = nn.utils.get_total_norm([p.grad for p in alone.parameters()])
-    speak(f"each of {distributed.get_world_size()} processes holds {held} of {whole} weights")
+    speak(f"each of {len(processes)} processes holds {held} of {whole} weights")
     speak(f"norm of the gradient {norm:.6f}, of one process with all rows {wanted:.6f}")
     weight = policy.causal_lm.lm_head.weight
     try:
@@ -137,7 +157,7 @@ def train(iterations: int, seed: int = 0) -> None:
     for iteration in range(iterations):
         mean, batch = roll_out(policy, device)
         for rows in torch.randperm(EPISODES, device=device).chunk(MINIBATCHES):
-            minibatch = [x[rows].contiguous() for x in batch]
+            minibatch = Episodes._make(x[rows].contiguous() for x in batch)
             if alone is not None:
                 show(policy, alone, minibatch)
                 alone = None

@@ -43,7 +43,7 @@ def random_state_restored(seed: int | None = None) -> Iterator[None]:
             set_seed(seed)
         yield
     finally:
-        restore_random_state(*before)
+        restore_random_state(before)
 
 
 def check_on_policy(

@@ -112,7 +112,7 @@ class TrainingRun:
                 try:
                     metrics = self.iteration(log)
                 except PhaseEndedError:
-                    restore_random_state(*at_start)
+                    restore_random_state(at_start)
                     break
                 except FloatingPointError as error:
                     # No checkpoint: half of the iteration's steps were taken.

@@ -255,5 +255,7 @@ class Scorer:
                 )
                 for token, value in enumerate(placed):
                     per_token[row][token] += term.weight * value
-        responses = zip(per_token, written, strict=True)
-        return torch.tensor([value for row in responses for value in paid_where_written(*row)])
+        paid: list[float] = []
+        for rewards, is_written in zip(per_token, written, strict=True):
+            paid += paid_where_written(rewards, is_written)
+        return torch.tensor(paid)

@@ -54,6 +54,14 @@ class Best(NamedTuple):
     """Higher is better; None where the run has not had the metric yet."""
 
 
+class RandomState(NamedTuple):
+    """The states of the generators of torch, CUDA, NumPy and Python."""
+
+    tensors: dict[str, Tensor]
+    record: dict[str, Any]
+    """The rest, as JSON has it."""
+
+
 class Snapshot(NamedTuple):
     """What a checkpoint holds, on the CPU."""
 
@@ -85,8 +93,8 @@ def snapshot(
         value_regression: the tensors of a value head's regression, which every rank has whole.
         in_shards: of what ranks hold shards of, `fastppo.run.shards` writes; this is the rest.
     """
-    random_tensors, random_json = random_state()
-    files: dict[str, Mapping[str, Tensor]] = {"random.safetensors": random_tensors}
+    generators = random_state()
+    files: dict[str, Mapping[str, Tensor]] = {"random.safetensors": generators.tensors}
     if not in_shards:
         files |= {
             "model.safetensors": dict(trained_parameters(model)),
@@ -101,7 +109,7 @@ def snapshot(
             file: {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
             for file, tensors in files.items()
         },
-        {"format": FORMAT, "state": state, "random": random_json},
+        {"format": FORMAT, "state": state, "random": generators.record},
     )
 
 
@@ -263,7 +271,8 @@ def load(
             parameter.copy_(sharded_like(weight, parameter))
     _check_optimizer(path, saved.optimizer, optimizer, record["state"])
     _restore_optimizer(optimizer, shards.sharded(saved.optimizer, optimizer))
-    restore_random_state(load_file(path / "random.safetensors"), record["random"])
+    random_tensors = load_file(path / "random.safetensors")
+    restore_random_state(RandomState(random_tensors, record["random"]))
     return record["state"], saved.reference
 
 
@@ -325,8 +334,8 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tens
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The states of torch, CUDA, NumPy and Python: (tensors by name, the rest as JSON has it)."""
+def random_state() -> RandomState:
+    """What the generators are at now."""
     tensors = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         for i, device_state in enumerate(torch.cuda.get_rng_state_all()):
@@ -334,20 +343,21 @@ def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     _, keys, position, has_gauss, gauss = np.random.get_state()
     tensors["numpy"] = torch.from_numpy(np.asarray(keys).astype(np.int64))
     version, internal, gauss_next = random.getstate()
-    return tensors, {
+    record = {
         "numpy": [int(position), int(has_gauss), float(gauss)],
         "python": [version, list(internal), gauss_next],
     }
+    return RandomState(tensors, record)
 
 
-def restore_random_state(tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
+def restore_random_state(state: RandomState) -> None:
     """Restores what `random_state` returned."""
-    torch.set_rng_state(tensors["torch"])
-    devices = [value for name, value in sorted(tensors.items()) if name.startswith("cuda.")]
+    torch.set_rng_state(state.tensors["torch"])
+    devices = [value for name, value in sorted(state.tensors.items()) if name.startswith("cuda.")]
     if devices and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(devices)
-    position, has_gauss, gauss = record["numpy"]
-    keys = tensors["numpy"].numpy().astype(np.uint32)
+    position, has_gauss, gauss = state.record["numpy"]
+    keys = state.tensors["numpy"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", keys, position, has_gauss, gauss))
-    version, internal, gauss_next = record["python"]
+    version, internal, gauss_next = state.record["python"]
     random.setstate((version, tuple(internal), gauss_next))
