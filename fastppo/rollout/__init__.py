@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -45,15 +45,13 @@ class Sampling:
     """A response ends with the token that completes one of them in its decoded text."""
     greedy: bool = False
     """The likeliest token; `sampler_logprobs` are then those of drawing it."""
-    extra: dict[str, object] = field(default_factory=dict)
-    """Engine-specific options."""
     place: tuple[int, int] | None = None
     """(first row, rows): which rows of a larger batch the prompts are."""
 
     @property
     def is_restricted(self) -> bool:
         """Whether tokens are drawn from less than softmax(z/T)."""
-        return self.top_k > 0 or self.top_p < 1 or bool(self.extra)
+        return self.top_k > 0 or self.top_p < 1
 
     def shortened(self, max_new_tokens: int) -> Sampling:
         """The same, of at most so many tokens."""

@@ -72,14 +72,9 @@ class DecoderEngine(RolloutEngine):
         """Draws one response per prompt from the policy's current weights.
 
         Raises:
-            ValueError: a prompt is empty; stop strings without a tokenizer; an option in `extra`.
+            ValueError: a prompt is empty; stop strings without a tokenizer.
         """
         check_prompts(prompt_ids)
-        if sampling.extra:
-            raise ValueError(
-                f"the decoder has no options of its own, got {', '.join(sampling.extra)}; those of "
-                "Hugging Face generate need rollout=generate"
-            )
         strings = StopStrings(self.tokenizer, sampling.stop_strings)
         uniforms = self._uniforms(len(prompt_ids), sampling)
         step = self.batch_size or max(1, len(prompt_ids))

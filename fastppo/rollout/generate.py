@@ -142,16 +142,13 @@ class GenerateEngine(RolloutEngine):
                 stopping_criteria=StoppingCriteriaList([at_string] if strings.strings else []),
             )
         recorder.take(output)
-        rollout = _cut_at_stop(
+        return _cut_at_stop(
             output[:, width:].cpu(),
             sampler_logprobs=torch.stack(recorder.sampler_logprobs, dim=1).cpu(),
             logprobs=torch.stack(recorder.logprobs, dim=1).cpu(),
             stop=set(sampling.stop_token_ids),
             string_lengths=at_string.lengths,
         )
-        if sampling.extra:
-            rollout.logprobs = None  # what those options do to the logits is not known here
-        return rollout
 
 
 @contextmanager
@@ -186,7 +183,6 @@ def _generation_config(sampling: Sampling, pad_token_id: int) -> GenerationConfi
         pad_token_id=pad_token_id,
         use_cache=True,
         **options,
-        **sampling.extra,
     )
 
 

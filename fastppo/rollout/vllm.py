@@ -197,7 +197,6 @@ def sampling_options(sampling: Sampling) -> dict[str, Any]:
         "stop": list(sampling.stop_strings),
         "detokenize": bool(sampling.stop_strings),
         "logprobs": 0,  # of the drawn token alone
-        **sampling.extra,
     }
 
 

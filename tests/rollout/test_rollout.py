@@ -35,7 +35,6 @@ def test_a_rollout_is_extended_in_the_prompts_order() -> None:
         ({"temperature": 0.5, "stop_strings": ("w1",), "greedy": True}, False),
         ({"top_k": 3}, True),
         ({"top_p": 0.9}, True),
-        ({"extra": {"suppress_tokens": [3]}}, True),
     ],
 )
 def test_restricted_is_what_draws_from_less_than_the_softmax(options, restricted: bool) -> None:

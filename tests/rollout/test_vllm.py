@@ -101,7 +101,6 @@ def test_every_option_of_sampling_is_mapped() -> None:
         top_p=0.9,
         stop_token_ids=(1, 2),
         stop_strings=("w7",),
-        extra={"min_p": 0.1},
     )
     assert sampling_options(sampling) == {
         "max_tokens": 9,
@@ -113,7 +112,6 @@ def test_every_option_of_sampling_is_mapped() -> None:
         "stop": ["w7"],
         "detokenize": True,
         "logprobs": 0,
-        "min_p": 0.1,
     }
     greedy = sampling_options(Sampling(9, temperature=0.7, top_k=5, top_p=0.9, greedy=True))
     assert (greedy["temperature"], greedy["top_k"], greedy["top_p"]) == (0.0, 0, 1.0)
@@ -372,14 +370,18 @@ def test_restricted_logprobs_are_those_of_what_was_left(llama: Both, options) ->
 
 
 @with_vllm
-def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(llama: Both) -> None:
-    words = llama.sample(extra={"allowed_token_ids": [3, 4, 5, 6]}).tokens
+def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
+    llama: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_four_words(sampling: Sampling) -> dict[str, Any]:
+        return sampling_options(sampling) | {"allowed_token_ids": [3, 4, 5, 6]}
+
+    monkeypatch.setattr("fastppo.rollout.vllm.sampling_options", of_four_words)
+    words = llama.sample().tokens
     two = words[0][4:6]
     stop = " ".join(f"w{token - 3}" for token in two)
     torch.manual_seed(3)
-    rollout = llama.sample(
-        40, rows=32, stop_strings=(stop,), extra={"allowed_token_ids": [3, 4, 5, 6]}
-    )
+    rollout = llama.sample(40, rows=32, stop_strings=(stop,))
     assert FINISHED in rollout.finish_reasons
     for tokens, reason in zip(rollout.tokens, rollout.finish_reasons, strict=True):
         ends = [i + 2 for i in range(len(tokens) - 1) if tokens[i : i + 2] == two]
