@@ -150,6 +150,7 @@ def _our_trainer(options: Options, policy: Any, reward: Any, tokenizer: Any, fol
     from benchmarks.training import prompt_texts
     from fastppo.ppo.config import PPOConfig
     from fastppo.ppo.trainer import PPOTrainer
+    from fastppo.rewards.model import RewardModel
 
     reward.save_pretrained(folder / "reward")
     tokenizer.save_pretrained(folder / "reward")
@@ -160,7 +161,6 @@ def _our_trainer(options: Options, policy: Any, reward: Any, tokenizer: Any, fol
         ppo_epochs=options.epochs,
         minibatches=options.minibatches,
         microbatch_size=options.batch // options.minibatches,
-        reward_batch_size=options.batch,
         kl_coef=KL_COEF,
         learning_rate=LEARNING_RATE,
         lam=0.95,
@@ -176,7 +176,7 @@ def _our_trainer(options: Options, policy: Any, reward: Any, tokenizer: Any, fol
         model=policy,
         tokenizer=tokenizer,
         prompts=[{"prompt": text} for text in texts],
-        rewards=[str(folder / "reward")],
+        rewards=[RewardModel(str(folder / "reward"), batch_size=options.batch)],
         console=Console(quiet=True),
     )
 

@@ -167,7 +167,6 @@ def build(
             reward_terms.environment.function,
             tokenizer,
             max_turns=config.max_turns,
-            max_tokens=config.max_response_tokens,
             context=models.context,
             options=calls,
             failure_file=output_dir / "failed_episode.json",
@@ -446,11 +445,7 @@ def load_rewards(
     Raises:
         ValueError: one is not there; options of turns without an environment.
     """
-    options: dict[str, Any] = {
-        "device": device,
-        "batch_size": config.reward_batch_size,
-        "timeout": config.reward_timeout,
-    }
+    options: dict[str, Any] = {"device": device, "timeout": config.reward_timeout}
     rewards = rewards or config.rewards
     weights = config.reward_weights
     ensemble_weight = 1.0
@@ -466,9 +461,7 @@ def load_rewards(
         trained.append(load_ensemble(config, ensemble_weight, options))
     monitored = make_terms(monitor_rewards or config.monitor_rewards, **options)
     environment_term = load_environment(environment or config.environment)
-    config.have_effect_only(
-        "max_turns", "max_response_tokens", where=environment_term, needs="environment"
-    )
+    config.have_effect_only("max_turns", where=environment_term, needs="environment")
     return RewardTerms(trained, monitored, environment_term)
 
 

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from fastppo_kernels.records import RATIO_WEIGHTED
-
 from fastppo.data.microbatches import Limits
 from fastppo.functional import arguments
-from fastppo.functional.arguments import CLIPPED_SURROGATES, SAPO_TAU
+from fastppo.functional.arguments import CLIPPED_SURROGATES
 from fastppo.ppo.curriculum import CurriculumOptions
 from fastppo.ppo.evaluation import EvaluationOptions
 from fastppo.ppo.reward_options import RewardOptions
@@ -35,6 +33,9 @@ WARNINGS = (
     "advantage_std < 0.0001",
 )
 """Thresholds that warn unless others are given: far outside what a healthy run shows."""
+
+BY_RATIO = "_by_ratio"
+"""Ends an estimator of the KL in the loss that is times the ratio."""
 
 CRITIC_FREE = ("reinforce", "rloo", "group")
 """Kinds of advantages that need no value function."""
@@ -141,9 +142,6 @@ class UpdateOptions(Options):
         "ratio weighs the logprob; sapo: a soft gate; gspo: the clip of the response's ratio; dis: "
         "tokens outside the clip range teach nothing",
     )
-    sapo_tau: Sequence[float] = option(
-        [*SAPO_TAU], "τ of objective=sapo where A > 0, and elsewhere: the larger, the narrower"
-    )
     clip_ratio: float = option(
         0.2, "ε: the ratio's gain is cut off below 1 − ε and above 1 + ε", minimum=0, maximum=1
     )
@@ -192,11 +190,10 @@ class KLOptions(Options):
     kl_loss_coef: float = option(
         0.0, "Weight of a KL to the reference in the loss, per nat", minimum=0
     )
-    kl_loss_estimator: Literal["k1", "k2", "k3", "full"] = option(
-        "k3", "Estimator of the KL in the loss; full is exact and runs the reference in the update"
-    )
-    kl_loss_ratio_weighted: bool = option(
-        False, "The KL in the loss, k1 or k3, times the ratio: unbiased after several steps too"
+    kl_loss_estimator: Literal["k1", "k2", "k3", "k1_by_ratio", "k3_by_ratio", "full"] = option(
+        "k3",
+        "Estimator of the KL in the loss; by_ratio: times the ratio, unbiased after several steps "
+        "too; full is exact and runs the reference in the update",
     )
 
 
@@ -262,7 +259,6 @@ class OptimizerOptions(Options):
     )
     weight_decay: float = option(0.0, "AdamW's weight decay, on matrices", minimum=0)
     adam_beta2: float = option(0.95, "AdamW's β₂", minimum=0, maximum=1)
-    adam_eps: float = option(1e-8, "AdamW's ε", above=0)
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm", above=0)
 
 
@@ -536,7 +532,6 @@ def check_turns(config: PPOConfig) -> None:
 def check_objective(config: PPOConfig) -> None:
     """Raises ValueError for options of the policy loss and of an update's end."""
     arguments.check_dual_clip(config.dual_clip)
-    arguments.check_sapo_tau(config.sapo_tau)
     objective = config.objective
     is_penalty = objective == "penalty"
     if is_penalty and config.is_used("kl_loss_coef"):
@@ -559,7 +554,6 @@ def check_objective(config: PPOConfig) -> None:
         where=objective not in ("penalty", "sapo"),
         needs="an objective that has a clip range: not penalty or sapo",
     )
-    config.have_effect_only("sapo_tau", where=objective == "sapo", needs="objective=sapo")
     config.have_effect_only("policy_kl_target", where=is_penalty, needs="objective=penalty")
 
 
@@ -609,20 +603,13 @@ def check_kl(config: PPOConfig) -> None:
                 "reference_refresh=1: the KL of a rollout to its own policy is 0, so kl_coef must "
                 "be 0; kl_loss_coef weighs the KL in the loss"
             )
-    if config.kl_loss_ratio_weighted and config.kl_loss_estimator not in RATIO_WEIGHTED:
+    if config.kl_loss_estimator.endswith(BY_RATIO) and config.objective == "gspo":
         raise ValueError(
-            "kl_loss_ratio_weighted needs kl_loss_estimator k1 or k3, which the ratio makes "
-            f"unbiased, got {config.kl_loss_estimator}"
-        )
-    if config.kl_loss_ratio_weighted and config.objective == "gspo":
-        raise ValueError(
-            "kl_loss_ratio_weighted needs the ratios of tokens, and objective=gspo has those of "
-            "responses"
+            f"kl_loss_estimator={config.kl_loss_estimator} needs the ratios of tokens, and "
+            "objective=gspo has those of responses"
         )
     config.have_effect_only("kl_estimator", where=in_reward, needs="kl_coef > 0")
-    config.have_effect_only(
-        "kl_loss_estimator", "kl_loss_ratio_weighted", where=in_loss, needs="kl_loss_coef > 0"
-    )
+    config.have_effect_only("kl_loss_estimator", where=in_loss, needs="kl_loss_coef > 0")
     config.have_effect_only("kl_target", where=moves, needs="a kl_controller that moves")
     config.have_effect_only(
         "kl_horizon", where=config.kl_controller == "adaptive", needs="kl_controller=adaptive"
@@ -732,7 +719,6 @@ IDENTITY = (
     "stop_token_ids",
     "stop_strings",
     "max_turns",
-    "max_response_tokens",
     "gae_by",
     "objective",
     "advantage",
@@ -742,7 +728,6 @@ IDENTITY = (
     "aggregation",
     "kl_estimator",
     "kl_loss_estimator",
-    "kl_loss_ratio_weighted",
 )
 """Options that say which run it is: a resumed run with another value is another run. Models, data
 and rewards are known by their content, wherever they lie; rates and coefficients may move."""

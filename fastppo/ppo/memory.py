@@ -53,7 +53,7 @@ from fastppo.ppo.shapes import LiveBytes, ShapeLoader, bytes_of, materialize
 from fastppo.ppo.value_regression import ROWS as ROWS_IN_FP64
 from fastppo.ppo.value_regression import SOLVER_COPIES
 from fastppo.rewards.loading import FUNCTION
-from fastppo.rewards.model import sequence_scores
+from fastppo.rewards.model import BATCH_SIZE, sequence_scores
 from fastppo.rollout.fixed_shapes import ROWS, TOKENS, bucket
 
 GB = 1e9
@@ -333,7 +333,7 @@ class PlannedRun:
 
     def score(self) -> Phase | None:
         """A batch of texts through each reward model."""
-        rows = min(self.config.reward_batch_size, self.config.rollout_batch_size)
+        rows = min(BATCH_SIZE, self.config.rollout_batch_size)
         length = self.prompt_tokens + self.config.max_new_tokens
         with torch.no_grad(), self.live.peak() as transient:
             for model in self.reward_models:

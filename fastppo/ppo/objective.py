@@ -5,8 +5,8 @@
 
 cispo, sapo, gspo and dis have another first term than the clip's: `fastppo.ppo_loss`.
 
-With kl_loss_ratio_weighted the KL is times r. w is 1, or the importance weight of a token that was
-drawn from another distribution than π_old.
+With kl_loss_estimator=k1_by_ratio or k3_by_ratio the KL is times r. w is 1, or the importance
+weight of a token that was drawn from another distribution than π_old.
 
 Source: Schulman et al. 2017, eq. 7 and 8.
 """
@@ -29,7 +29,7 @@ from fastppo.functional.losses import PPOLoss, linear_ppo_loss
 from fastppo.models.head import Head
 from fastppo.models.policy import ActorCritic
 from fastppo.models.reference_policy import ReferencePolicy
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.config import BY_RATIO, PPOConfig
 from fastppo.ppo.experience import Experience
 
 
@@ -76,25 +76,30 @@ def penalty_loss(
 def objective_operands(micro: Experience, options: PPOConfig) -> dict[str, Any]:
     """What `linear_ppo_loss` takes for the objective: its name, and what it alone reads."""
     operands: dict[str, Any] = {"objective": options.objective}
-    if options.objective == "sapo":
-        operands["sapo_tau"] = options.sapo_tau
     if options.objective == "gspo":
         operands["cu_seqlens"] = micro.batch.cu_seqlens
     return operands
 
 
 @contextmanager
-def exact_kl_operands(
+def kl_operands(
     reference: ReferencePolicy | None, layout: Layout, options: PPOConfig
 ) -> Iterator[dict[str, Any]]:
-    """What `linear_ppo_loss` takes for an exact KL in the loss, which is formed within the block;
-    nothing where there is none."""
-    if not options.kl_loss_coef or options.kl_loss_estimator != "full":
-        yield {}
+    """What `linear_ppo_loss` takes for the KL in the loss, which, if it is exact, is formed within
+    the block."""
+    estimator = options.kl_loss_estimator
+    operands: dict[str, Any] = {
+        "kl_coef": options.kl_loss_coef,
+        "kl_estimator": estimator.removesuffix(BY_RATIO),
+        # A schedule may have taken the coefficient to 0.
+        "kl_ratio_weighted": estimator.endswith(BY_RATIO) and options.kl_loss_coef > 0,
+    }
+    if estimator != "full" or not options.kl_loss_coef:
+        yield operands
         return
     assert reference is not None
     with reference.states(layout) as states:
-        yield states.operands
+        yield operands | states.operands
 
 
 def add_ptx_gradient(

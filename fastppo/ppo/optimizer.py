@@ -17,6 +17,8 @@ from fastppo.ppo.master_weights import MasterAdamW, MasterWeights
 
 ADAM_BETA1 = 0.9
 """The decay of AdamW's first moment."""
+ADAM_EPS = 1e-8
+"""Added to the root of the second."""
 
 
 def make_optimizer(model: ActorCritic, config: PPOConfig) -> Any:
@@ -55,9 +57,9 @@ def make_optimizer(model: ActorCritic, config: PPOConfig) -> Any:
     betas = (ADAM_BETA1, config.adam_beta2)
     if config.optimizer == "adamw8bit":
         optimizer = adamw_8bit()
-        return optimizer(groups, bf16_stochastic_round=True, betas=betas, eps=config.adam_eps)
+        return optimizer(groups, bf16_stochastic_round=True, betas=betas, eps=ADAM_EPS)
     # Fused is one pass over the weights; on a CPU the loop takes ten times as long.
-    return MasterAdamW(groups, fused=True, betas=betas, eps=config.adam_eps)
+    return MasterAdamW(groups, fused=True, betas=betas, eps=ADAM_EPS)
 
 
 def _matrices(parameters: Sequence[Tensor]) -> list[Tensor]:

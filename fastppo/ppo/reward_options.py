@@ -22,9 +22,6 @@ class RewardOptions(Options):
         None, "One weight per reward, the ensemble's last; none given means 1"
     )
     monitor_rewards: Sequence[str] = option([], "Rewards that are logged and not trained on")
-    reward_batch_size: int = option(
-        32, "Texts per forward pass of a reward model, sequences", minimum=1
-    )
     reward_timeout: float | None = option(
         None,
         "Longest wait for a reward, seconds; none given waits for a function, and 60 s for a URL. "

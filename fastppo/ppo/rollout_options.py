@@ -75,9 +75,3 @@ class TurnOptions(Options):
         "", "What answers the policy's turns and pays them: file.py:Name or module:Name"
     )
     max_turns: int = option(8, "Turns of a response, each of max_new_tokens at most", minimum=1)
-    max_response_tokens: int | None = option(
-        None,
-        "Longest response of several turns, what the environment wrote included, tokens; none "
-        "given means the context",
-        minimum=1,
-    )

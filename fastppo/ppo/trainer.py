@@ -58,7 +58,7 @@ from fastppo.ppo.metrics import (
 )
 from fastppo.ppo.objective import (
     add_ptx_gradient,
-    exact_kl_operands,
+    kl_operands,
     objective_operands,
     penalty_loss,
 )
@@ -415,7 +415,7 @@ class PPOTrainer:
             # After the forward pass, which has gathered its weight where models are sharded.
             head = self.model.head
             with (
-                exact_kl_operands(self.reference, layout, options) as exact_kl,
+                kl_operands(self.reference, layout, options) as kl,
                 torch.set_grad_enabled(not warming_up),
             ):
                 if options.objective == "penalty":
@@ -435,12 +435,7 @@ class PPOTrainer:
                         clip_ratio=options.clip_range,
                         dual_clip=options.dual_clip,
                         ref_logprobs=micro.ref_logprobs,
-                        **exact_kl,
-                        kl_coef=options.kl_loss_coef,
-                        kl_estimator=options.kl_loss_estimator,
-                        # A schedule may have taken the coefficient to 0.
-                        kl_ratio_weighted=options.kl_loss_ratio_weighted
-                        and options.kl_loss_coef > 0,
+                        **kl,
                         entropy_coef=options.entropy_coef,
                         temperature=options.temperature,
                         backend=options.backend,

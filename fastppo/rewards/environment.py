@@ -114,7 +114,6 @@ class Turns:
         make: called without arguments, makes an environment.
         tokenizer: the policy's.
         max_turns: of an episode.
-        max_tokens: of a response, with what the environment writes; None is no limit.
         context: tokens that prompt and response may have; None is no limit.
         options: of the calls of an environment.
         failure_file: where the episode of an environment that fails is written.
@@ -129,7 +128,6 @@ class Turns:
         tokenizer: Any,
         *,
         max_turns: int,
-        max_tokens: int | None = None,
         context: int | None = None,
         options: CallOptions | None = None,
         failure_file: Path | None = None,
@@ -137,8 +135,7 @@ class Turns:
     ) -> None:
         self.tokenizer = tokenizer
         self.max_turns = max_turns
-        self.max_tokens = max_tokens
-        self.context = context
+        self.context = 2**31 if context is None else context
         self.options = options or CallOptions()
         self.failure_file = failure_file
         self.world = world or World()
@@ -195,7 +192,7 @@ class Turns:
                 where = f"environment {self.name!r}, what reset returned"
                 episode.prompt = opening
                 episode.prompt_ids = encode_prompt(opening, self.tokenizer, where)
-            if len(episode.prompt_ids) + max_new_tokens > self._limit(episode):
+            if len(episode.prompt_ids) + max_new_tokens > self.context:
                 raise DataError(
                     f"environment {self.name!r}: an episode begins with {len(episode.prompt_ids)} "
                     f"tokens, which leave no room for a turn of {max_new_tokens}"
@@ -214,21 +211,11 @@ class Turns:
             return
         # The observation is read even after the last turn: its value is V_next.
         ids = self._observation_ids(episode, answer.observation, sampling.stop_token_ids)
-        limit = self._limit(episode)
-        episode.add_observation(ids, limit)
+        episode.add_observation(ids, self.context)
         if is_last:
             episode.finish_reason = OUT_OF_TURNS
-        elif len(episode.conversation) + sampling.max_new_tokens > limit:
+        elif len(episode.conversation) + sampling.max_new_tokens > self.context:
             episode.finish_reason = TRUNCATED
-
-    def _limit(self, episode: Episode) -> int:
-        """Tokens that prompt and response may have."""
-        limits = [2**31]
-        if self.context is not None:
-            limits.append(self.context)
-        if self.max_tokens is not None:
-            limits.append(len(episode.prompt_ids) + self.max_tokens)
-        return min(limits)
 
     def _observation_ids(
         self, episode: Episode, observation: Any, stop_token_ids: Sequence[int]

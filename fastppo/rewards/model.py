@@ -14,6 +14,9 @@ from fastppo.data.padding import padded_batch
 from fastppo.models.pretrained import load_tokenizer, load_whole, model_config
 from fastppo.models.trunk import context_length, states_at
 
+BATCH_SIZE = 32
+"""Texts per forward pass."""
+
 
 class RewardModel:
     """A sequence-classification model with one label, and its own tokenizer.
@@ -26,7 +29,7 @@ class RewardModel:
     """
 
     def __init__(
-        self, name: str, *, device: torch.device | str = "cpu", batch_size: int = 32
+        self, name: str, *, device: torch.device | str = "cpu", batch_size: int = BATCH_SIZE
     ) -> None:
         self.__name__ = Path(name).name
         config = model_config(name, "reward")

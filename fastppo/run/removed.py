@@ -22,12 +22,23 @@ class Removed(NamedTuple):
 
 REMOVED = {
     "adam_beta1": Removed(0.9, "β₁ of AdamW is 0.9"),
+    "adam_eps": Removed(1e-8, "ε of AdamW is 1e-8"),
     "environment_concurrency": Removed(
         1, "environments whose methods are coroutines all work at a time"
     ),
     "reward_ensemble_std_coef": Removed(1.0, "reward_ensemble_by=lcb is the mean − the deviation"),
     "value_branch_layers": Removed(2, "value_model=critic trains a value function of its own"),
     "value_model=branch": Removed(None, "value_model=critic trains a value function of its own"),
+    "kl_loss_ratio_weighted": Removed(
+        False, "kl_loss_estimator=k1_by_ratio or k3_by_ratio is k1 or k3 times the ratio"
+    ),
+    "max_response_tokens": Removed(
+        None, "a response of several turns ends where the context does; cut long observations"
+    ),
+    "reward_batch_size": Removed(32, "a reward model reads 32 texts at a time"),
+    "sapo_tau": Removed(
+        [1.0, 1.05], "τ of objective=sapo is 1 where A > 0 and 1.05 elsewhere, as in its paper"
+    ),
     "rollout=continuous": Removed(None, "rollout=decoder and rollout=vllm are both faster"),
     "advantage=monte_carlo": Removed(None, "advantage=gae with lam=1 is the same"),
     "advantage=one_step": Removed(None, "advantage=gae with lam=0 is the same"),

@@ -103,14 +103,13 @@ def test_rewards_have_their_weights_and_an_ensemble_comes_last(tmp_path: Path) -
         tmp_path,
         rewards=[tiny.count_w7, spec],
         monitor_rewards=[tiny.saved_reward_model(tmp_path / "rm")],
-        reward_batch_size=3,
         reward_weights=[8.0, -0.5, 3.0],
         reward_ensemble=[spec, spec],
     ).scorer
     found = [(term.name, term.weight) for term in scorer.terms]
     assert found == [("count_w7", 8.0), ("one", -0.5), ("ensemble", 3.0)]
     (monitor,) = scorer.monitors
-    assert (monitor.name, monitor.weight, monitor.function.batch_size) == ("rm", 1.0, 3)
+    assert (monitor.name, monitor.weight, monitor.function.batch_size) == ("rm", 1.0, 32)
     assert scorer.failure_file == tmp_path / "run" / "failed_reward.json"
 
 

@@ -128,10 +128,9 @@ def test_an_environment_may_say_what_the_policy_reads_first() -> None:
         ({"max_turns": 2}, [[7, 1], [7, 1]], "turns", 8),
         ({}, [[7, 1], [7, 7, 7, 7]], "length", 8),
         # Another turn of four has no room after the first answer, which ends the response.
-        ({"max_tokens": 7}, [[7, 1]], "length", 4),
         ({"context": 9}, [[7, 1]], "length", 4),
         ({"context": 10}, [[7, 1], [7, 1]], "length", 8),
-        ({"context": 7, "max_tokens": 6}, [[7, 7, 1]], "length", 5),
+        ({"context": 7}, [[7, 7, 1]], "length", 5),
     ],
 )
 def test_limits_end_an_episode(options, turns, reason, length) -> None:
