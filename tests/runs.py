@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from fastppo.data.batch import Batch
+from fastppo.data.prompts import Prompts
+from fastppo.data.rows import visiting_order
 from fastppo.data.world import join
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience
@@ -56,10 +58,15 @@ def tensors_of(experience: Experience) -> dict[str, Tensor]:
     }
 
 
+def first_prompts(trainer: PPOTrainer, count: int) -> Prompts:
+    """The first of the shuffled epochs."""
+    assert trainer.prompts is not None
+    return trainer.prompts.select(visiting_order(len(trainer.prompts), 0, count, seed=0))
+
+
 def first_experience(trainer: PPOTrainer) -> Experience:
     """One scored rollout, before any update."""
-    assert trainer.prompts is not None
-    prompts = trainer.prompts.at(0, trainer.config.rollout_batch_size, 0)
+    prompts = first_prompts(trainer, trainer.config.rollout_batch_size)
     rollout = trainer.engine.generate(prompts.token_ids, trainer.sampling)
     scores = trainer.score(prompts, rollout, trainer.config)
     return trainer.make_experience(prompts.token_ids, rollout, scores, trainer.config)[0]

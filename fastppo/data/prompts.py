@@ -12,7 +12,7 @@ from typing import Any
 
 from fastppo.data import fingerprint
 from fastppo.data.chat import encode_prompt
-from fastppo.data.rows import DataError, Rows, visiting_order
+from fastppo.data.rows import DataError, Rows
 
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
 """Names under which rewards get something else than a column."""
@@ -41,12 +41,6 @@ class Prompts:
             [self.token_ids[i] for i in rows],
             {name: [column[i] for i in rows] for name, column in self.columns.items()},
         )
-
-    def at(self, start: int, count: int, seed: int, samples: int = 1) -> Prompts:
-        """`count` prompts from position `start` of the endless shuffled sequence of epochs, each
-        `samples` times in a row."""
-        order = visiting_order(len(self), start, count, seed)
-        return self.select([row for row in order for _ in range(samples)])
 
 
 def encode_prompts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 
-from fastppo.data.prompts import Prompts, encode_prompts
+from fastppo.data.prompts import encode_prompts
 from fastppo.data.rows import DataError
 
 ROWS = [{"prompt": "w1 w2", "answer": "w3"}, {"prompt": "w4", "answer": "w5"}]
@@ -45,20 +45,3 @@ def test_columns_of_any_row_are_kept_and_reserved_names_refused() -> None:
     for name in ("prompts", "completions", "completion_ids"):
         with pytest.raises(DataError, match=f"may not be called '{name}'"):
             encode_prompts([{"prompt": "w1", name: 1}], tiny.tokenizer(), max_prompt_tokens=8)
-
-
-def test_a_position_in_the_epochs_is_a_number() -> None:
-    """Any way of cutting the endless sequence into batches visits the same prompts."""
-    prompts = Prompts([str(i) for i in range(7)], [[i] for i in range(7)])
-    whole = prompts.at(0, 20, seed=3).prompts
-    parts = [p for start in range(0, 20, 4) for p in prompts.at(start, 4, seed=3).prompts]
-    assert whole == parts
-    assert sorted(whole[:7]) == sorted(whole[7:14]) == [str(i) for i in range(7)]
-    assert whole[:7] != whole[7:14]
-
-
-def test_each_prompt_may_come_several_times_in_a_row() -> None:
-    prompts = Prompts(list("abcde"), [[i] for i in range(5)], {"wanted": list("ABCDE")})
-    once, thrice = prompts.at(3, 4, seed=3), prompts.at(3, 4, 3, samples=3)
-    assert thrice.prompts == [each for each in once.prompts for _ in range(3)]
-    assert thrice.columns["wanted"] == [each.upper() for each in thrice.prompts]

@@ -12,7 +12,7 @@ from torch import nn
 from fastppo.data.microbatches import Limits
 from fastppo.ppo.out_of_memory import FittingLimits
 from fastppo.ppo.trainer import PPOTrainer
-from runs import first_experience, make_trainer, tensors_of
+from runs import first_experience, first_prompts, make_trainer, tensors_of
 
 
 def _limit(model: nn.Module, room: int) -> list[int]:
@@ -74,11 +74,10 @@ def test_passes_without_a_gradient_are_halved_too(tmp_path: Path) -> None:
     experiences = []
     for name, size in (("halved", 8), ("small", 2)):
         trainer = make_trainer(tmp_path / name, microbatch_size=size, kl_coef=0.1)
-        assert trainer.prompts is not None
         said = _sentences(trainer)
         sizes = _limit(trainer.reference.frozen, 2)
         experiences.append(first_experience(trainer))
-        trainer.evaluate(trainer.prompts.at(0, 8, 0))
+        trainer.evaluate(first_prompts(trainer, 8))
         if name == "halved":
             assert sizes[:2] == [8, 4]
             assert len(said) == 2

@@ -19,7 +19,7 @@ from fastppo.ppo.old_policy import OldPolicy, ReferenceStats
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.reward import RewardError
 from fastppo.rewards.scorer import Scores
-from runs import make_trainer, records
+from runs import first_prompts, make_trainer, records
 
 
 def _trainer(directory: Path, **more: Any) -> PPOTrainer:
@@ -47,9 +47,8 @@ def test_a_run_learns_to_call_and_to_answer(gae_by: str, tmp_path: Path) -> None
 def test_old_logprobs_and_values_of_each_turn_are_the_learners(tmp_path: Path) -> None:
     """Those that the decoder gave turn by turn are those of one pass over the whole."""
     trainer = _trainer(tmp_path)
-    assert trainer.prompts is not None
     prompts, rollout = trainer.turns.play(
-        trainer.prompts.at(0, 16, 0), trainer.engine, trainer.sampling
+        first_prompts(trainer, 16), trainer.engine, trainer.sampling
     )
     assert rollout.written is not None
     assert any(False in row for row in rollout.written)
@@ -67,9 +66,8 @@ def test_a_reward_by_token_skips_what_the_environment_wrote(tmp_path: Path) -> N
         return [[1.0] * len(ids) for ids in completion_ids]
 
     trainer = _trainer(tmp_path, rewards=[one_each])
-    assert trainer.prompts is not None
     prompts, rollout = trainer.turns.play(
-        trainer.prompts.at(0, 16, 0), trainer.engine, trainer.sampling
+        first_prompts(trainer, 16), trainer.engine, trainer.sampling
     )
     scores = trainer.score(prompts, rollout, trainer.config)
     assert scores.within is not None
@@ -96,9 +94,8 @@ def test_a_cut_off_episode_is_followed_by_the_value_of_what_it_was_told(tmp_path
     """With one turn allowed and no reward, λ = 0: V_next is the value after the answer."""
     more = {"bootstrap_truncated": True, "lam": 0.0, "kl_coef": 0.0, "max_turns": 1}
     trainer = _trainer(tmp_path, **more, whiten_advantages="none")
-    assert trainer.prompts is not None
     prompts, rollout = trainer.turns.play(
-        trainer.prompts.at(0, 16, 0), trainer.engine, trainer.sampling
+        first_prompts(trainer, 16), trainer.engine, trainer.sampling
     )
     row = rollout.finish_reasons.index("turns")
     assert rollout.written is not None

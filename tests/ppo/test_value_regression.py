@@ -14,7 +14,7 @@ from fastppo.data.batch import Batch
 from fastppo.data.world import World
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.value_regression import FORGETTING, RIDGES, ValueRegression
-from runs import first_experience, make_trainer
+from runs import first_experience, first_prompts, make_trainer
 
 ONE_STEP: dict[str, Any] = {"ppo_epochs": 1, "minibatches": 1}
 """The states of the only epoch are those of the weights before the update."""
@@ -110,7 +110,7 @@ def test_complete_returns_are_the_rewards_to_go(tmp_path: Path) -> None:
     nn.init.normal_(trainer.model.value_function.head.weight)
     nn.init.normal_(trainer.model.causal_lm.lm_head.weight)  # away from the reference
     trainer.config = trainer.config.at(0)
-    prompts = trainer.prompts.at(0, 4, 0)
+    prompts = first_prompts(trainer, 4)
     rollout = trainer.engine.generate(prompts.token_ids, trainer.sampling)
     scores = trainer.score(prompts, rollout, trainer.config)
     found, _ = trainer.make_experience(prompts.token_ids, rollout, scores, trainer.config)
