@@ -107,7 +107,8 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be written.
         """
-        (path, *_) = self.world.share(self._shards_writer() if self.world.size > 1 else self._write)
+        path = checkpoint.path_of(self.run_dir, self.state.iteration)
+        self.world.share(self._writer(path))
         self.newest = path
         self._iteration = self.state.iteration
         self._best_metric = []
@@ -134,19 +135,7 @@ class Checkpoints:
         """
         newest = self.world.first(self._newest)
         if newest is None:
-            self.say(f"no checkpoint in {self.run_dir}: starting from the beginning")
             return False
-        for reason in newest.reasons:
-            self.say(f"passed over {reason}")
-        before: dict[str, Any] = newest.owner["run"]
-        for sentence in identity.check_same_run(
-            newest.path,
-            before,
-            self.identity,
-            essential=IDENTITY,
-            allowed=self.config.allow_config_change,
-        ):
-            self.say(sentence)
         self._load(newest.path)
         self.world.first(lambda: self._tidy(newest))
         self.newest = newest.path
@@ -171,7 +160,13 @@ class Checkpoints:
 
     def _newest(self) -> manifest.Newest | None:
         checkpoint.remove_leftovers(self.run_dir)
-        return manifest.newest(checkpoint.checkpoints(self.run_dir))
+        return checkpoint.resumable(
+            self.run_dir,
+            self.identity,
+            essential=IDENTITY,
+            allowed=self.config.allow_config_change,
+            say=self.say,
+        )
 
     def _tidy(self, newest: manifest.Newest) -> None:
         """Sets aside what is damaged, and removes what is not to be kept."""
@@ -191,35 +186,25 @@ class Checkpoints:
             in_shards=self.world.size > 1,
         )
 
-    def _write(self) -> Path:
-        return checkpoint.write(
-            self.run_dir,
-            self.state.iteration,
-            self._snapshot(),
-            run=self.identity,
-            best=self._best(),
-        )
-
-    def _shards_writer(self) -> Callable[[], Path]:
-        """What writes this rank's shards and, on the first rank, the rest of the checkpoint."""
-        run_dir = self.run_dir
-        number = self.state.iteration
+    def _writer(self, path: Path) -> Callable[[], None]:
+        """What writes this rank's shards, if there are several, and on the first rank the rest of
+        the checkpoint."""
         snapshot = self._snapshot()
         best = self._best()
-        temporary = self.world.first(lambda: checkpoint.begin(run_dir, number))
-        reshard(self.model)
-        state = shards.state_of(self.model, self.optimizer, self._reference_state())
+        temporary = self.world.first(lambda: checkpoint.begin(path))
+        sharded: dict[str, Any] | None = None
+        if self.world.size > 1:
+            reshard(self.model)
+            sharded = shards.state_of(self.model, self.optimizer, self._reference_state())
 
-        def write() -> Path:
-            try:
-                shards.write(state, temporary)
-            except OSError as error:
-                raise checkpoint.failed(run_dir, number, error) from error
-            if not self.world.is_main:
-                return run_dir / f"checkpoint-{number:06d}"
-            return checkpoint.finish(
-                run_dir, number, temporary, snapshot, run=self.identity, best=best
-            )
+        def write() -> None:
+            if sharded is not None:
+                try:
+                    shards.write(sharded, temporary)
+                except OSError as error:
+                    raise checkpoint.failed(path, error) from error
+            if self.world.is_main:
+                checkpoint.finish(path, temporary, snapshot, run=self.identity, best=best)
 
         return write
 

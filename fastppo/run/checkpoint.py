@@ -1,4 +1,4 @@
-"""Checkpoints of a PPO run: what has changed in it, as safetensors and JSON, whole or not at all.
+"""Checkpoints: of PPO what has changed in it, as safetensors and JSON, whole or not at all.
 
 A checkpoint is written to a temporary directory beside its place, brought to the disk with its
 manifest and renamed, so a run that is killed while writing leaves the older one whole. It holds the
@@ -18,7 +18,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fastppo.models.sharding import reshard, sharded_like
-from fastppo.run import manifest, shards
+from fastppo.run import identity, manifest, shards
 from fastppo.run.lock import check_still_held
 
 FORMAT = 3
@@ -38,7 +38,7 @@ FORMAT = 3
 CHECKPOINTS_KEPT = 2
 """The newest ones; the best is kept besides."""
 
-NAME = re.compile(r"^checkpoint-(\d{6,})$")
+NAME = re.compile(r"^checkpoint-\d+$")
 
 
 class CheckpointError(RuntimeError):
@@ -71,10 +71,53 @@ class Snapshot(NamedTuple):
     """state.json."""
 
 
+def path_of(run_dir: str | Path, number: int) -> Path:
+    """Where a checkpoint of PPO is, once it is whole."""
+    return Path(run_dir) / f"checkpoint-{number:06d}"
+
+
 def checkpoints(run_dir: str | Path) -> list[Path]:
-    """Checkpoints of a run, oldest first."""
+    """Checkpoints of a run of any stage, oldest first."""
     complete = [path for path in Path(run_dir).glob("checkpoint-*") if NAME.match(path.name)]
-    return sorted(complete, key=lambda path: int(path.name.split("-")[1]))
+    return sorted(complete, key=_number)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.split("-")[1])
+
+
+def resumable(
+    run_dir: str | Path,
+    run: Mapping[str, Any],
+    *,
+    essential: Iterable[str],
+    allowed: bool,
+    say: Callable[[str], None],
+) -> manifest.Newest | None:
+    """The newest whole checkpoint, if there is one. The user is told of damaged ones, and of what
+    is not as it was.
+
+    Args:
+        run: the identity of the run that goes on from it.
+        essential: the options whose difference makes it another run.
+        allowed: whether another run may go on from it.
+
+    Raises:
+        DamagedError: there are checkpoints, and none is whole.
+        ValueError: it is of another run, and that is not allowed.
+    """
+    newest = manifest.newest(checkpoints(run_dir))
+    if newest is None:
+        say(f"no checkpoint in {run_dir}: starting from the beginning")
+        return None
+    for reason in newest.reasons:
+        say(f"passed over {reason}")
+    before: dict[str, Any] = newest.owner["run"]
+    for sentence in identity.check_same_run(
+        newest.path, before, run, essential=essential, allowed=allowed
+    ):
+        say(sentence)
+    return newest
 
 
 def snapshot(
@@ -113,15 +156,32 @@ def snapshot(
     )
 
 
-def write(
-    run_dir: str | Path,
-    number: int,
+def begin(path: Path) -> Path:
+    """The empty directory that the checkpoint `path` is written in.
+
+    Raises:
+        CheckpointError: there is no room for one.
+    """
+    check_still_held(path.parent)
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        remove_leftovers(path.parent)
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise failed(path, error) from error
+    return temporary
+
+
+def finish(
+    path: Path,
+    temporary: Path,
     snapshot: Snapshot,
     *,
     run: dict[str, Any] | None = None,
     best: Best | None = None,
-) -> Path:
-    """Writes `checkpoint-<number>` and removes all but the newest `CHECKPOINTS_KEPT` and the best.
+) -> None:
+    """Writes the files of a checkpoint into its directory of `begin`, beside what is there, gives
+    it its name and removes all but the newest `CHECKPOINTS_KEPT` and the best.
 
     Args:
         run: the run's identity, for its manifest.
@@ -130,64 +190,29 @@ def write(
     Raises:
         CheckpointError: the disk is full, or cannot be written to; nothing half written is left.
     """
-    temporary = begin(run_dir, number)
-    return finish(run_dir, number, temporary, snapshot, run=run, best=best)
-
-
-def begin(run_dir: str | Path, number: int) -> Path:
-    """The empty directory that `checkpoint-<number>` is written in.
-
-    Raises:
-        CheckpointError: there is no room for one.
-    """
-    run_dir = Path(run_dir)
-    check_still_held(run_dir)
-    temporary = run_dir / f".checkpoint-{number:06d}.tmp-{os.getpid()}"
-    try:
-        remove_leftovers(run_dir)
-        temporary.mkdir(parents=True)
-    except OSError as error:
-        raise failed(run_dir, number, error) from error
-    return temporary
-
-
-def finish(
-    run_dir: str | Path,
-    number: int,
-    temporary: Path,
-    snapshot: Snapshot,
-    *,
-    run: dict[str, Any] | None = None,
-    best: Best | None = None,
-) -> Path:
-    """Writes the files of a checkpoint into its directory, beside what is there, and gives it its
-    name; arguments and errors are those of `write`."""
-    run_dir = Path(run_dir)
-    final = run_dir / f"checkpoint-{number:06d}"
+    old = path.with_name(f".{path.name}.old")
     try:
         for file, tensors in snapshot.files.items():
             save_file(tensors, temporary / file)
         (temporary / "state.json").write_text(json.dumps(snapshot.record), encoding="utf-8")
         worth = None if best is None else best._asdict()
-        manifest.write(temporary, number, {"run": run or {}, "best": worth})
-        if final.exists():
-            final.rename(run_dir / f".{final.name}.old")  # the new one first, then the old one goes
-        temporary.rename(final)
-        manifest.sync(run_dir)
-        shutil.rmtree(run_dir / f".{final.name}.old", ignore_errors=True)
+        manifest.write(temporary, _number(path), {"run": run or {}, "best": worth})
+        if path.exists():
+            path.rename(old)  # the new one first, then the old one goes
+        temporary.rename(path)
+        manifest.sync(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise failed(run_dir, number, error) from error
-    prune(run_dir, None if best is None else best.metric, never=final)
-    return final
+        raise failed(path, error) from error
+    prune(path.parent, None if best is None else best.metric, never=path)
 
 
-def failed(run_dir: Path, number: int, error: Exception) -> CheckpointError:
+def failed(path: Path, error: Exception) -> CheckpointError:
     """What is raised where a checkpoint could not be written."""
-    older = checkpoints(run_dir)
+    older = checkpoints(path.parent)
     stays = f"the newest is {older[-1]}" if older else "there is none yet"
-    final = run_dir / f"checkpoint-{number:06d}"
-    return CheckpointError(f"checkpoint {final} could not be written: {error}; {stays}")
+    return CheckpointError(f"checkpoint {path} could not be written: {error}; {stays}")
 
 
 def remove_leftovers(run_dir: Path) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import json
 import random
-import re
 import shutil
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -42,19 +41,15 @@ from fastppo.models.pretrained import UNFINISHED, written_whole
 from fastppo.models.sharding import full_tensor, reshard_for_update, shard_as_it_is, sharded_like
 from fastppo.models.trunk import context_length
 from fastppo.run import manifest
-from fastppo.run.checkpoint import CHECKPOINTS_KEPT, CheckpointError
+from fastppo.run.checkpoint import CHECKPOINTS_KEPT, checkpoints, failed, resumable
 from fastppo.run.console import lasting_console
-from fastppo.run.identity import check_same_run, of_run
+from fastppo.run.identity import of_run
 from fastppo.run.lock import check_still_held, run_lock
 from fastppo.run.log import check_no_run
 from fastppo.run.progress import progress, say
 from fastppo.run.signals import Stopped, listening
 from fastppo.stages.callbacks import Interruptions, ProgressBar, Records
 from fastppo.stages.options import IDENTITY, SupervisedConfig
-
-NAME = re.compile(r"^checkpoint-(\d+)$")
-"""Of a checkpoint of `transformers.Trainer`, by its step."""
-
 
 # ---------------------------------------------------------------------------------------- the data
 
@@ -196,21 +191,6 @@ def save_model(run_dir: Path, model: Any, tokenizer: Any) -> None:
         model.save_pretrained(directory, state_dict=full_state(model))
         tokenizer.save_pretrained(directory)
     manifest.permit(run_dir)
-
-
-def checkpoints(run_dir: str | Path) -> list[Path]:
-    """Checkpoints of a run, oldest first."""
-    paths = [path for path in Path(run_dir).glob("checkpoint-*") if NAME.match(path.name)]
-    return sorted(paths, key=lambda path: int(path.name.split("-")[1]))
-
-
-def newest_checkpoint(run_dir: str | Path) -> Path | None:
-    """The newest complete checkpoint, None if there is none."""
-    try:
-        newest = manifest.newest(checkpoints(run_dir))
-    except manifest.DamagedError:
-        return None
-    return None if newest is None else newest.path
 
 
 # ----------------------------------------------------------------------------------- the training
@@ -378,10 +358,10 @@ class SupervisedTrainer(Trainer, ABC):
         return result
 
     def _stopped(self, signum: int) -> Stopped:
-        newest = self.world.first(lambda: newest_checkpoint(self.config.output_dir))
-        next_run = f"`--resume true` goes on from {newest}"
-        if newest is None:
-            next_run = "no checkpoint was written"
+        written = self.world.first(lambda: checkpoints(self.config.output_dir))
+        next_run = "no checkpoint was written"
+        if written:
+            next_run = f"`--resume true` goes on from {written[-1]}"
         progress = f"{self.state.global_step} of {self.state.max_steps} steps"
         return Stopped(signum, f" after {progress}; {next_run}")
 
@@ -399,22 +379,15 @@ class SupervisedTrainer(Trainer, ABC):
 
     def _find_checkpoint(self) -> Path | None:
         """The newest complete checkpoint, if there is one and it is of this run."""
-        run_dir = Path(self.config.output_dir)
-        newest = manifest.newest(checkpoints(run_dir))
-        if newest is None:
-            self.say(f"no checkpoint in {run_dir}: starting from the beginning")
-            return None
-        for reason in newest.reasons:
-            self.say(f"passed over {reason}")
-        sentences = check_same_run(
-            newest.path,
-            newest.owner["run"],
+        newest = resumable(
+            self.config.output_dir,
             self.identity,
             essential=IDENTITY,
             allowed=self.config.allow_config_change,
+            say=self.say,
         )
-        for sentence in sentences:
-            self.say(sentence)
+        if newest is None:
+            return None
         for path in newest.passed_over:
             self.say(f"{path.name} is set aside as {manifest.set_aside(path).name}")
         self.say(f"resuming from {newest.path}")
@@ -469,11 +442,7 @@ class SupervisedTrainer(Trainer, ABC):
             written.rename(path)
             manifest.sync(run_dir)
         except (OSError, SafetensorError, RuntimeError) as error:  # torch.save's is the last
-            older = newest_checkpoint(run_dir)
-            newest = "there is none yet" if older is None else f"the newest is {older}"
-            raise CheckpointError(
-                f"checkpoint {path} could not be written: {error}; {newest}"
-            ) from error
+            raise failed(path, error) from error
         finally:
             shutil.rmtree(self._unfinished, ignore_errors=True)
             self._unfinished = None

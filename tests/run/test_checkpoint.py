@@ -48,7 +48,8 @@ def _saved(
     for _ in range(2):
         _step(model, optimizer)
     snapshot = checkpoint.snapshot(model, optimizer, STATE, reference=reference)
-    checkpoint.write(directory, number, snapshot)
+    path = checkpoint.path_of(directory, number)
+    checkpoint.finish(path, checkpoint.begin(path), snapshot)
     return model, optimizer
 
 

@@ -14,11 +14,11 @@ from rich.console import Console
 from stage_runs import ROWS, Interrupt, sft, sft_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fastppo.run.checkpoint import checkpoints
 from fastppo.run.log import read_jsonl
 from fastppo.run.options import read_yaml
 from fastppo.stages.demonstrations import IGNORED, encode_demonstrations
 from fastppo.stages.sft import SFTConfig, train_sft
-from fastppo.stages.supervised import newest_checkpoint
 
 EOS = 1
 
@@ -102,7 +102,7 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path) -> None:
     sft(sft_config(tmp_path, **options, output_dir=str(tmp_path / "whole")))
     with pytest.raises(KeyboardInterrupt):
         sft(sft_config(tmp_path, **options), callbacks=[Interrupt(4)])
-    assert newest_checkpoint(tmp_path / "run").name == "checkpoint-3"
+    assert checkpoints(tmp_path / "run")[-1].name == "checkpoint-3"
     printed = io.StringIO()
     sft(sft_config(tmp_path, **options, resume=True), console=Console(file=printed, width=200))
     assert f"resuming from {tmp_path / 'run' / 'checkpoint-3'}" in printed.getvalue()

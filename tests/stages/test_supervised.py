@@ -14,13 +14,13 @@ from stage_runs import sft, sft_config
 
 from fastppo.data.rows import DataError
 from fastppo.run import manifest
+from fastppo.run.checkpoint import checkpoints
 from fastppo.run.log import read_jsonl
 from fastppo.stages.callbacks import Records
 from fastppo.stages.sft import SFTConfig
 from fastppo.stages.supervised import (
     StageData,
     SupervisedTrainer,
-    newest_checkpoint,
     row_limit,
     split_by_prompt,
 )
@@ -122,8 +122,8 @@ def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path) -> No
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
     for step in (90, 100):
         manifest.write(tmp_path / f"checkpoint-{step}", step, {"run": {}})
-    assert newest_checkpoint(tmp_path).name == "checkpoint-100"
-    assert newest_checkpoint(tmp_path / "nowhere") is None
+    assert manifest.newest(checkpoints(tmp_path)).path.name == "checkpoint-100"
+    assert manifest.newest(checkpoints(tmp_path / "nowhere")) is None
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
