@@ -65,7 +65,7 @@ def of_code(path: str | Path) -> str:
     # `fastppo` itself may lie beside a file in a checkout; of that a run knows the version.
     finder = ModuleFinder(path=[str(Path(path).resolve().parent)], excludes=["fastppo"])
     finder.run_script(str(path))
-    files: set[str | None] = {getattr(found, "__file__", None) for found in finder.modules.values()}
+    files = {getattr(module, "__file__", None) for module in finder.modules.values()}
     return of_text(" ".join(of_file(file) for file in sorted(filter(None, files))))
 
 

@@ -296,9 +296,9 @@ class ActorCritic(LanguageModel):
         for batch in plan.batches:
             layout = self.layout(batch)
             with self.autocast():
-                found = self.values(layout, torch.cat([layout.predicting, layout.final]))
-            values.append(found[: batch.response_count])
-            final_values.append(found[batch.response_count :])
+                both = self.values(layout, torch.cat([layout.predicting, layout.final]))
+            values.append(both[: batch.response_count])
+            final_values.append(both[batch.response_count :])
         return plan.in_order(torch.cat(values)), plan.sequences_in_order(torch.cat(final_values))
 
     def set_training(self, gradient_checkpointing: bool) -> None:

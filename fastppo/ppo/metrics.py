@@ -83,7 +83,15 @@ class LossSums(NamedTuple):
         ranks = []
         for numbers in world.cat(row.unsqueeze(0)):
             loss, value_loss, value_clipped, computed = numbers[: len(scalars)]
-            ranks.append(cls(numbers[len(scalars) :], loss, value_loss, value_clipped, computed))
+            ranks.append(
+                cls(
+                    policy=numbers[len(scalars) :],
+                    loss=loss,
+                    value_loss=value_loss,
+                    value_clipped=value_clipped,
+                    computed=computed,
+                )
+            )
         return functools.reduce(cls.plus, ranks)
 
     @property

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from fastppo.data.chat import render_chat
+from fastppo.data.chat import check_text, render_chat
 from fastppo.data.padding import padded_batch
+from fastppo.data.rows import DataError
+from fastppo.functional.arguments import shown
 from fastppo.models.pretrained import load_tokenizer, load_whole, model_config
 from fastppo.models.trunk import context_length, states_at
 
@@ -56,8 +58,10 @@ class RewardModel:
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str]) -> list[float]:
-        pairs = zip(prompts, completions, strict=True)
-        rows = [self._tokens(prompt, completion) for prompt, completion in pairs]
+        rows = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            ids = text_ids(self.tokenizer, prompt, completion, "the reward model")
+            rows.append(cut_beginning(ids, self.tokenizer, self.max_length))
         scores: list[float] = []
         for start in range(0, len(rows), self.batch_size):
             scores += self._scores(rows[start : start + self.batch_size])
@@ -69,23 +73,40 @@ class RewardModel:
         mask = batch["attention_mask"].to(self.model.device)
         return (sequence_scores(self.model, ids, mask) - self.score_mean).tolist()
 
-    def _tokens(self, prompt: Any, completion: str) -> list[int]:
-        """The text's ids. Too long a text loses its beginning, but for a leading special token."""
-        text = self._text(prompt, completion)
-        # A chat template writes its own special tokens.
-        ids = self.tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
-        if not ids:
-            raise ValueError(f"the reward model's tokenizer has no token for {text!r}")
-        if self.max_length is None or len(ids) <= self.max_length:
-            return ids
-        first = ids[:1] if ids[0] in self.tokenizer.all_special_ids else []
-        return first + ids[len(first) - self.max_length :]
 
-    def _text(self, prompt: Any, completion: str) -> str:
-        if isinstance(prompt, str):
-            return prompt + completion
-        messages = [*prompt, {"role": "assistant", "content": completion.strip()}]
-        return render_chat(self.tokenizer, messages, "the reward model's tokenizer")
+def text_ids(tokenizer: Any, prompt: Any, completion: Any, where: str) -> list[int]:
+    """Token ids of prompt and completion as a reward model reads them.
+
+    Args:
+        prompt: a string, or chat messages.
+        completion: a string; after messages also messages (several of them never occur in PPO).
+        where: opens the sentence of an error.
+
+    Raises:
+        DataError: no tokenizer takes the text, the template refuses it, or it has no token.
+    """
+    if isinstance(prompt, str):
+        text = prompt + completion
+    else:
+        if isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        if len(completion) == 1 and isinstance(completion[0]["content"], str):
+            completion = [{**completion[0], "content": completion[0]["content"].strip()}]
+        text = render_chat(tokenizer, [*prompt, *completion], where)
+    check_text(text, where)
+    # A chat template writes its own special tokens.
+    ids = list(tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"])
+    if not ids:
+        raise DataError(f"{where}: the tokenizer has no token for {shown(text)}")
+    return ids
+
+
+def cut_beginning(ids: list[int], tokenizer: Any, max_length: int | None) -> list[int]:
+    """Too long a text loses its beginning, but for a leading special token."""
+    if max_length is None or len(ids) <= max_length:
+        return ids
+    first = ids[:1] if ids[0] in tokenizer.all_special_ids else []
+    return first + ids[len(first) - max_length :]
 
 
 def sequence_scores(model: Any, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

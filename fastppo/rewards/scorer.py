@@ -126,11 +126,11 @@ class Scores:
                 ]
             )
         return cls(
-            torch.cat([part.last for part in parts]),
-            within,
-            [length for part in parts for length in part.lengths],
-            _joined([part.terms for part in parts]),
-            _joined([part.monitors for part in parts]),
+            last=torch.cat([part.last for part in parts]),
+            within=within,
+            lengths=[length for part in parts for length in part.lengths],
+            terms=_joined([part.terms for part in parts]),
+            monitors=_joined([part.monitors for part in parts]),
         )
 
     def _sum_by_response(self, within: Tensor) -> Tensor:
@@ -222,11 +222,11 @@ class Scorer:
         for term in self.terms:
             last += term.weight * torch.tensor(terms[term.name].at_the_end)
         return Scores(
-            last,
-            self._within(terms, samples, prompts.token_ids, written),
-            [sum(row) for row in written],
-            terms,
-            monitors,
+            last=last,
+            within=self._within(terms, samples, prompts.token_ids, written),
+            lengths=[sum(row) for row in written],
+            terms=terms,
+            monitors=monitors,
         )
 
     def _scored(self, terms: Sequence[RewardTerm], samples: Samples) -> dict[str, Scored]:
@@ -249,9 +249,9 @@ class Scorer:
                 placed = token_rewards(
                     partial,
                     samples.completions[row],
-                    prompt_ids[row],
-                    samples.completion_ids[row],
-                    self.tokenizer,
+                    prompt_ids=prompt_ids[row],
+                    response_ids=samples.completion_ids[row],
+                    tokenizer=self.tokenizer,
                 )
                 for token, value in enumerate(placed):
                     per_token[row][token] += term.weight * value

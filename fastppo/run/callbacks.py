@@ -180,10 +180,10 @@ class Callbacks:
     def _call(self, name: str, method: Callable[..., Any], more: dict[str, Any]) -> Any:
         """What a callback's method returns. What it raises is the caller's, as in transformers; but
         an `exit()` ends no run."""
-        given = {**self.parts, **more}
+        keywords = {**self.parts, **more}
         try:
             with self.calls.put_back(f"callback {name}"):
-                return call(lambda: method(self.args, self.state, self.control, **given))
+                return call(lambda: method(self.args, self.state, self.control, **keywords))
         except UserCodeError as error:
             cause = error.__cause__
             if isinstance(cause, Exception):

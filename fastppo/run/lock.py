@@ -99,7 +99,7 @@ def _lock(path: Path) -> BaseFileLock:
 def _file(path: Path) -> tuple[int, int]:
     """Device and inode; zeros where there is no file."""
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return 0, 0
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino

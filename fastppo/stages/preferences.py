@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastppo.data.chat import check_text, is_chat, render_chat
+from fastppo.data.chat import is_chat
 from fastppo.data.padding import padded_batch
 from fastppo.data.rows import DataError, Rows
 from fastppo.functional.arguments import shown
+from fastppo.rewards.model import cut_beginning, text_ids
 
 
 class Comparison(NamedTuple):
@@ -64,7 +65,7 @@ def encode_comparisons(
         comparisons.truncated += sum(
             max_length is not None and len(ids) > max_length for ids in texts
         )
-        texts = [cut(ids, tokenizer, max_length) for ids in texts]
+        texts = [cut_beginning(ids, tokenizer, max_length) for ids in texts]
         by_rank = sorted(range(len(texts)), key=ranks.__getitem__)
         pairs = [
             (i, j)
@@ -168,35 +169,6 @@ def _shared_prefix(conversations: list[Any], where: str) -> tuple[Any, list[Any]
     if shared == 0:
         raise DataError(f"{where}: the conversations do not begin with the same messages")
     return conversations[0][:shared], [messages[shared:] for messages in conversations]
-
-
-def text_ids(tokenizer: Any, prompt: Any, completion: Any, where: str = "text") -> list[int]:
-    """Ids of prompt and completion as `fastppo.rewards.model.RewardModel` reads them.
-
-    Args:
-        prompt: a string, or chat messages.
-        completion: a string; after messages also messages (several of them never occur in PPO).
-    """
-    if isinstance(prompt, str):
-        check_text(prompt + completion, where)
-        ids = list(tokenizer(prompt + completion)["input_ids"])
-        if not ids:
-            raise DataError(f"{where}: the tokenizer has no token for {shown(prompt + completion)}")
-        return ids
-    if isinstance(completion, str):
-        completion = [{"role": "assistant", "content": completion}]
-    if len(completion) == 1 and isinstance(completion[0]["content"], str):
-        completion = [{**completion[0], "content": completion[0]["content"].strip()}]
-    text = render_chat(tokenizer, [*prompt, *completion], where)
-    check_text(text, where)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def cut(ids: list[int], tokenizer: Any, max_length: int | None) -> list[int]:
-    if max_length is None or len(ids) <= max_length:
-        return ids
-    first = ids[:1] if ids[0] in tokenizer.all_special_ids else []
-    return first + ids[len(first) - max_length :]
 
 
 def collate(examples: Sequence[Comparison], pad_token_id: int) -> dict[str, Tensor]:

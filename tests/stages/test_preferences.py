@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from stage_runs import PAIRS, classifier
+from stage_runs import PAIRS
 
 from fastppo.data.rows import DataError
-from fastppo.rewards.model import RewardModel
 from fastppo.stages.preferences import (
     Comparison,
     collate,
     encode_comparisons,
-    text_ids,
 )
 
 CHAT = [{"role": "user", "content": "w1"}]
@@ -79,23 +76,6 @@ def test_long_texts_lose_their_beginning_and_are_counted() -> None:
     assert comparisons.truncated == 1
     ids = [[tiny.VOCABULARY[w] for w in text.split()] for text in ("w1 w2 w3 w4", "w2 w3 w5 w6")]
     assert comparisons.examples[0].texts == ids
-
-
-@pytest.mark.parametrize("prompt", ["w1 w2", CHAT])
-def test_a_text_is_read_in_training_as_the_reward_reads_it_in_ppo(
-    prompt: Any, tmp_path: Path
-) -> None:
-    classifier(tmp_path, chat=True).save_pretrained(tmp_path / "rm")
-    tokenizer = tiny.tokenizer(chat=True)
-    tokenizer.save_pretrained(tmp_path / "rm")
-    reward = RewardModel(str(tmp_path / "rm"))
-    reward.max_length = 4
-    for completion in (" w3", " w3 w4 w5 w6"):
-        row = {"prompt": prompt, "chosen": completion, "rejected": " w9"}
-        assert _encoded(row, max_length=4).texts[0] == reward._tokens(prompt, completion)
-        reward.max_length = None
-        assert text_ids(tokenizer, prompt, completion) == reward._tokens(prompt, completion)
-        reward.max_length = 4
 
 
 @pytest.mark.parametrize(
