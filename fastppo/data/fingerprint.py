@@ -24,7 +24,7 @@ DIGITS = 16
 
 
 def of_weights(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Of named tensors: names, shapes, dtypes, and every bit of each."""
+    """Fingerprint of named tensors: names, shapes, dtypes, and every bit of each."""
     digest = hashlib.sha256()
     for name, weight in weights:
         digest.update(f"{name} {list(weight.shape)} {weight.dtype} ".encode())
@@ -46,7 +46,7 @@ def _sums(weight: Tensor) -> list[Tensor]:
 
 
 def of_rows(rows: Iterable[Any]) -> str:
-    """Of rows as JSON has them; what JSON cannot hold counts by its type."""
+    """Fingerprint of rows as JSON has them; what JSON cannot hold counts by its type."""
     digest = hashlib.sha256()
     for row in rows:
         text = json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__)
@@ -55,13 +55,13 @@ def of_rows(rows: Iterable[Any]) -> str:
 
 
 def of_file(path: str | Path) -> str:
-    """Of a file's bytes."""
+    """Fingerprint of a file's bytes."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
 
 
 def of_code(path: str | Path) -> str:
-    """Of a Python file, and of those beside it that it imports."""
+    """Fingerprint of a Python file and of those beside it that it imports."""
     # `fastppo` itself may lie beside a file in a checkout; of that a run knows the version.
     finder = ModuleFinder(path=[str(Path(path).resolve().parent)], excludes=["fastppo"])
     finder.run_script(str(path))
@@ -70,5 +70,5 @@ def of_code(path: str | Path) -> str:
 
 
 def of_text(text: str) -> str:
-    """Of a text."""
+    """Fingerprint of a text."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:DIGITS]

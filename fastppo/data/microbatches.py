@@ -71,7 +71,7 @@ class Dealt(NamedTuple):
     """The microbatches of a batch that the ranks of a world share."""
 
     ranks: list[list[Tensor]]
-    """Of each rank its microbatches' rows, int64 on the CPU."""
+    """The rows of each rank's microbatches, int64 on the CPU."""
     rounds: int
     """How many every rank runs: collectives wait for all."""
     filler: Tensor
@@ -106,9 +106,9 @@ class MicrobatchPlan:
     """What this rank runs, in this order."""
     world: World
     own_sequences: int
-    """Of this rank, without those that it runs only because other ranks have more microbatches."""
+    """This rank's, without those that it runs only because other ranks have more microbatches."""
     own_tokens: int
-    """Likewise the response tokens."""
+    """The response tokens of those."""
     sequence_order: Tensor | None = None
     """[B] int64 on the device: where each of the batch's sequences is when the sequences of all
     ranks are laid end to end; None if nothing moved."""

@@ -31,7 +31,7 @@ class Prompts:
         return len(self.prompts)
 
     def fingerprint(self) -> str:
-        """Of the prompts, their tokens and every column."""
+        """Fingerprint of the prompts, their tokens and every column."""
         rows = zip(self.prompts, self.token_ids, *self.columns.values(), strict=True)
         return fingerprint.of_rows([list(self.columns), *map(list, rows)])
 

@@ -18,7 +18,7 @@ from fastppo.models.trunk import context_length, hidden_states, takes_mark
 from fastppo.models.value import CriticValue
 
 LENGTHS = (5, 11, 3, 8)
-"""Of the sequences that are compared: a longer one after a shorter one, and the other way round."""
+"""Lengths of the sequences that are compared: longer after shorter, and shorter after longer."""
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 """Relative, by the dtype of the products: sums in another order. A wrong position or a token that
 sees another sequence changes the first digit."""

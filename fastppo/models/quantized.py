@@ -80,7 +80,7 @@ def without_quantization(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def bytes_of(count: int) -> int:
-    """Of so many weights in 4 bits, with their scales and the scales of those."""
+    """Bytes of `count` weights in 4 bits, with their scales and the scales of those."""
     scales = -(-count // BLOCK)
     return -(-count // 2) + scales + 4 * -(-scales // SCALES)
 

@@ -71,7 +71,7 @@ class RunComponents:
     context: int | None
     """Tokens that a sequence may have: the least of policy, reference and critic, if any says."""
     fingerprints: dict[str, str]
-    """Of what is read and not saved in a checkpoint, by name."""
+    """Fingerprints of what is read and not saved in a checkpoint, by name."""
     notes: list[str]
     """Sentences on what is not as the options ask for it."""
 
@@ -235,7 +235,7 @@ class Models:
     reference: ReferencePolicy | None
     stop_token_ids: tuple[int, ...]
     fingerprints: dict[str, str]
-    """Of the weights that the run starts from, by option."""
+    """Fingerprints of the weights that the run starts from, by option."""
 
     @property
     def context(self) -> int | None:
@@ -336,13 +336,13 @@ class Data:
 
     prompts: Prompts | None
     held_out: Prompts | None
-    """Of the evaluations."""
+    """What evaluations ask."""
     pretraining: PretrainingText | None
-    """Of PPO-ptx."""
+    """The text of PPO-ptx."""
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Of what is trained on, by option."""
+        """Fingerprints of what is trained on, by option."""
         fingerprints: dict[str, str] = {}
         if self.prompts is not None:
             fingerprints["prompts"] = self.prompts.fingerprint()
@@ -423,7 +423,7 @@ class RewardTerms:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Of what is trained on, by option."""
+        """Fingerprints of what is trained on, by option."""
         fingerprints = {f"rewards/{term.name}": term.fingerprint for term in self.trained}
         if self.environment is not None:
             fingerprints["environment"] = self.environment.fingerprint

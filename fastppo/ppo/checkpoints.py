@@ -83,7 +83,7 @@ class Checkpoints:
         self.newest: Path | None = None
         """The newest checkpoint that is known to be whole."""
         self._iteration: int | None = None
-        """Of the newest checkpoint."""
+        """The iteration of the newest checkpoint."""
         self._best_metric: list[float] = []
         """The metric of `checkpoint_best` in the iterations since the newest checkpoint."""
 

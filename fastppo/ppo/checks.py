@@ -19,15 +19,15 @@ from fastppo.run.checkpoint import random_state, restore_random_state
 
 CHECKED_PROMPTS = 4
 CHECKED_TOKENS = 8
-"""Of each response: enough for a wrong position or cache to show."""
+"""Tokens of each response: enough for a wrong position or cache to show."""
 
 FULL_TOLERANCE = 1e-3
 """Nats, where products are formed in fp32: rounding of 2⁻²³ a step, summed over the layers."""
 LEAST_TOLERANCE = 0.1
 """Nats, under bf16, where logits are small: the rounding of the layers below the head."""
 LOGIT_STEPS = 4 * 2**-8
-"""Of the largest logit, under bf16: a logit is rounded to 2⁻⁹ of itself, and the hidden states that
-it is made of have been several times. Logits of 16 to 32 are an eighth apart."""
+"""Share of the largest logit, under bf16: a logit is rounded to 2⁻⁹ of itself, and the hidden
+states that it is made of have been several times. Logits of 16 to 32 are an eighth apart."""
 
 
 @contextmanager

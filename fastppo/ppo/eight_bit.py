@@ -25,7 +25,7 @@ SMALLEST = 4096
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PARTS = ("codes", "scale")
-"""Of an 8-bit tensor; both as torchao names them."""
+"""The two tensors of an 8-bit one, by torchao's names."""
 
 
 def is_quantized(weight: Tensor) -> bool:

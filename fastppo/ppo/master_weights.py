@@ -73,7 +73,7 @@ class MasterWeights:
             weight.grad = None
 
     def state_shapes(self) -> list[dict[str, tuple[int, ...]]]:
-        """Of each weight, the shapes of what `state_dict` may hold."""
+        """For each weight, the shapes of what `state_dict` may hold."""
         return [
             {"step": (), "master": tuple(weight.shape), **self.moment_shapes(weight)}
             for weight in self.weights

@@ -55,10 +55,10 @@ class LossSums(NamedTuple):
     computed: Tensor | int
     """Tokens that the trunk was given, padding included."""
     ptx_loss: Tensor | None = None
-    """Of pretraining text, without its coefficient."""
+    """The loss on pretraining text, without its coefficient."""
 
     def plus(self, other: LossSums) -> LossSums:
-        """Of two sets of microbatches together."""
+        """The sums over the microbatches of both."""
         return LossSums(
             policy=combine_sums(self.policy, other.policy),
             loss=self.loss + other.loss,
@@ -69,10 +69,10 @@ class LossSums(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[LossSums], world: World) -> LossSums:
-        """Of all microbatches, on every rank those of all ranks.
+        """The sums over all microbatches of all ranks, on every rank.
 
         Args:
-            parts: of this rank, at least one.
+            parts: those of this rank, at least one.
         """
         of_rank = functools.reduce(cls.plus, parts)
         if world.size == 1:
@@ -151,7 +151,7 @@ class UpdateMeter:
 def update_metrics(
     meter: UpdateMeter, options: PPOConfig, *, early_stopped: bool
 ) -> dict[str, float]:
-    """Of the update of an iteration: what is in its loss."""
+    """The metrics of an iteration's update, without those of terms that its loss does not have."""
     metrics = meter.metrics(options.objective) | options.scheduled_values()
     if not options.kl_loss_coef:
         del metrics["kl_loss"]  # a term that is not in the loss
@@ -259,8 +259,8 @@ def policy_metrics(
     model: ActorCritic,
     reference: ReferencePolicy | None,
 ) -> dict[str, float]:
-    """Of the policy on responses: the KL to the reference, 0 without one, nats per sequence; the
-    entropy, nats per token; the length, tokens.
+    """Means over responses to which the policy is not trained: the KL to the reference, nats per
+    sequence, 0 without one; the entropy, nats per token; the length, tokens.
 
     Args:
         plan: the batch in microbatches.
@@ -296,7 +296,7 @@ def response_metrics(
 
 
 def turn_metrics(rollout: Rollout) -> dict[str, float]:
-    """Of the episodes of an environment: turns, and the share that ended for each reason."""
+    """Turns per episode of an environment, and the share of episodes that ended for each reason."""
     count = max(1, len(rollout.tokens))
     is_turn = [key for row in rollout.written or () for key, _ in itertools.groupby(row)]
     reasons = (FINISHED, TRUNCATED, OUT_OF_TURNS)

@@ -36,14 +36,14 @@ MISMATCH_LIMIT = 0.1
 range. Of the probability that a restriction of the sampler left out, more than this too."""
 
 LEAST = torch.finfo(torch.float32).tiny
-"""In the place of a sum of squares that is 0, where all tokens are masked."""
+"""Replaces a sum of squares that is 0, where all tokens are masked."""
 
 
 class OldPolicy(NamedTuple):
-    """Of a batch: fp32, packed [N], no gradient."""
+    """Statistics of a batch under the policy before the update: fp32, packed [N], no gradient."""
 
     logprobs: Tensor
-    """Nats, of softmax(z/T) under the policy before the update."""
+    """Nats, of softmax(z/T)."""
     values: Tensor
     final_values: Tensor | None
     """[B], of the state after each sequence's last token; read where a response was cut off."""

@@ -76,7 +76,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:
-    """Of the storages of tensors, each once."""
+    """Bytes of the storages of tensors, each counted once."""
     storages = {id(x.untyped_storage()): x.untyped_storage() for x in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 

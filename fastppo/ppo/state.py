@@ -33,7 +33,7 @@ COUNTERS = (
 )
 
 LEAST_SCALE = 1.0
-"""Of a loss. Where a smaller one still overflows, the scale is not to blame."""
+"""The smallest loss scale. Where a gradient still overflows, the scale is not to blame."""
 
 MOST_SKIPPED = 5
 """Steps that may be skipped one after the other before the run stops: by then it is no accident of
@@ -65,7 +65,7 @@ class RunState:
     """β of the KL to the rollout policy, for objective=penalty."""
     watch: Watch
     value_regression: ValueRegression | None = None
-    """Of the value head, where AdamW does not train it; `state_dict` is without its tensors."""
+    """The value head's, where AdamW does not train it; `state_dict` is without its tensors."""
     score_scale: RunningScale = field(default_factory=RunningScale)
     iteration: int = 0
     optimizer_step: int = 0
@@ -78,7 +78,7 @@ class RunState:
     """Not taken because the scaled loss had a gradient beyond fp16; the next scale is smaller."""
     evaluations: Progress = field(default_factory=Progress)
     scaler: GradScaler = field(default_factory=lambda: GradScaler("cpu", enabled=False))
-    """Of the loss under precision=fp16; elsewhere it leaves the loss as it is."""
+    """Scales the loss under precision=fp16; elsewhere it leaves it as it is."""
     overflowed: bool = False
     """Whether the last gradient was beyond fp16 under a scale that can still be made smaller."""
     successes: dict[int, str] = field(default_factory=dict)
@@ -153,8 +153,8 @@ class RunState:
         return Steps(self.optimizer_step, self.skipped_steps, self.overflowed_steps)
 
     def step_metrics(self, before: Steps) -> dict[str, float]:
-        """Of the steps since: those that were not taken; under a loss scale, what it is now and how
-        many it was too large for."""
+        """How many of the steps since were not taken; under a loss scale, what it is now, and for
+        how many steps it was too large."""
         metrics = {"skipped_steps": float(self.skipped_steps - before.skipped)}
         if self.scaler.is_enabled():
             metrics["loss_scale"] = self.scaler.get_scale()

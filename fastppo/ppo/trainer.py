@@ -82,11 +82,11 @@ class Iteration(NamedTuple):
     metrics: dict[str, float]
     responses: Responses
     experience: Experience
-    """Of `responses`."""
+    """Made of the responses."""
 
 
 class MicrobatchLoss(NamedTuple):
-    """Of a microbatch."""
+    """The loss of a microbatch."""
 
     loss: Tensor
     """0-d, with its gradient."""
@@ -320,7 +320,7 @@ class PPOTrainer:
             for minibatch in experience.minibatches(
                 order, options.minibatches, options.aggregation
             ):
-                # Of the schedule, which goes on where an epoch stopped early.
+                # The schedule counts the steps that an early stop left out.
                 step = state.iteration * options.steps_per_iteration + len(meter.steps)
                 learning_rate = set_learning_rate(self.optimizer, step, self.config)
                 sums = self.accumulate_gradient(

@@ -131,7 +131,7 @@ class TrainingRun:
         return bool(self.stop_request.stop) or self.callbacks.stop or has_enough
 
     def _say_why_it_ended(self) -> None:
-        """Of a run that ended before its last iteration, or is resumed after such an end."""
+        """Where a run ended before its last iteration, or is resumed after such an end."""
         reasons = self.state.reasons_to_end(self.config)
         if self.callbacks.stop:
             reasons.append("a callback asked for it")

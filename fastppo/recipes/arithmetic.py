@@ -23,7 +23,7 @@ HELD_OUT = 200
 """Sums; all others are prompts."""
 
 DEMONSTRATIONS = 4
-"""Of each prompt."""
+"""Completions of each prompt."""
 
 SLIPS = 0.5
 """Share of the demonstrations that are wrong."""

@@ -27,7 +27,7 @@ SAMPLES = 10
 """Continuations of a prompt."""
 
 TOKENS = 16
-"""Of a continuation."""
+"""Length of a continuation."""
 
 SHARPNESS = 4.0
 """A pair whose scores differ by d is labelled right with probability σ(4·d)."""

@@ -55,11 +55,11 @@ class Episode:
     prompt_ids: list[int]
     columns: dict[str, Any]
     tokens: list[int] = field(default_factory=list)
-    """Of the response: turns, and what is between them."""
+    """The response: its turns, and what is between them."""
     written: list[bool] = field(default_factory=list)
-    """Of each token, whether the policy wrote it."""
+    """Whether the policy wrote each token."""
     rewards: list[float] = field(default_factory=list)
-    """Of each token that the policy wrote."""
+    """The reward paid at each token that the policy wrote."""
     by_token: dict[str, list[Tensor]] = field(default_factory=dict)
     """The engine's `BY_TOKEN`, a tensor for each turn."""
     turns: list[str] = field(default_factory=list)

@@ -158,7 +158,7 @@ def _importable_from(folder: Path) -> Iterator[None]:
 
 
 def _fingerprint(spec: str | Reward, function: Any) -> str:
-    """Of what the reward is made of: weights, the file of a function, an address, or a name."""
+    """Fingerprint of a reward's weights, of its function's file, of an address, or of a name."""
     from fastppo.rewards.model import RewardModel
 
     if isinstance(function, RewardModel):

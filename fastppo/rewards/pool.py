@@ -34,7 +34,7 @@ class Answer(NamedTuple):
 
 
 METHODS = ("reset", "step")
-"""That an environment must have."""
+"""Methods that an environment must have."""
 
 
 class Failure(NamedTuple):

@@ -35,7 +35,7 @@ class RunningScale:
 
     count: int = 0
     mean: float = 0.0
-    """Of the scores so far, reward units. It is kept for the deviation's sake."""
+    """Mean of the scores so far, reward units; the deviation needs it."""
     m2: float = 0.0
     """Σ (score − mean)² of the scores so far."""
 

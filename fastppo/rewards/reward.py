@@ -135,7 +135,7 @@ class RewardTerm:
     function: Reward
     weight: float = 1.0
     fingerprint: str = ""
-    """Of its file, its URL or its weights: another fingerprint means another reward."""
+    """Fingerprint of its file, its URL or its weights: another one means another reward."""
 
 
 def score(

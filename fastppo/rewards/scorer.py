@@ -214,7 +214,7 @@ class Scorer:
         response_ids: Sequence[list[int]],
         written: Sequence[Sequence[bool]],
     ) -> Scores:
-        """Of responses that are all this rank's."""
+        """The scores of responses that are all this rank's."""
         samples = Samples(prompts.prompts, completions, prompts.columns, response_ids)
         terms = self._scored(self.terms, samples)
         monitors = self._scored(self.monitors, samples)

@@ -133,7 +133,7 @@ class RolloutEngine(ABC):
     """Whether it decodes with a copy of the weights that `weights_changed` hands over, and does not
     read the learner's in between."""
     ranks_together: int = 1
-    """Of several processes, how many neighbours decode the same prompts together."""
+    """How many neighbouring processes decode the same prompts together."""
 
     @abstractmethod
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:

@@ -34,9 +34,9 @@ class Draws(NamedTuple):
 
     tokens: Tensor
     logprobs: Tensor
-    """Of softmax(scores)."""
+    """Under softmax(scores)."""
     sampler_logprobs: Tensor
-    """Of softmax(scores) on the tokens that were left."""
+    """Under softmax(scores) over the tokens that were left."""
 
 
 def draw_next(

@@ -10,7 +10,7 @@ from fastppo.rollout.decoder import DecoderEngine
 from fastppo.rollout.generate import GenerateEngine
 
 COMPARED_TOKENS = 6
-"""Of each prompt: enough for a wrong position, mask or cache to show."""
+"""Tokens drawn for each prompt: enough for a wrong position, mask or cache to show."""
 
 
 def make_engine(

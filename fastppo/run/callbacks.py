@@ -30,7 +30,7 @@ FLAGS = ("should_training_stop", "should_save", "should_evaluate")
 """What a callback can ask for."""
 
 PROJECT = "fastppo"
-"""Of the tracker, unless its environment variable names another."""
+"""The tracker's project, unless its environment variable names another."""
 
 
 class Arguments:

@@ -49,7 +49,7 @@ class Best(NamedTuple):
     """The metric by which the best checkpoint is kept besides the newest, and its value there."""
 
     metric: str
-    """As the option names it."""
+    """Its name, as the option has it."""
     value: float | None
     """Higher is better; None where the run has not had the metric yet."""
 

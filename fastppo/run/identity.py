@@ -18,7 +18,7 @@ from fastppo.run.options import Options
 from fastppo.run.removed import is_unset, removal
 
 PACKAGES = ("fastppo", "torch", "transformers", "peft", "vllm")
-"""Whose versions a checkpoint holds: what the numbers of a run come from."""
+"""Packages whose versions a checkpoint holds: the numbers of a run come from them."""
 
 NOT_COMPARED = ("resume", "allow_config_change", "output_dir")
 """Options that say how a run was started, not what it does."""

@@ -16,7 +16,7 @@ from fastppo.data.world import World
 FILE = ".lock"
 
 _held: dict[Path, tuple[int, int]] = {}
-"""Of the locks that this process holds, device and inode of the file, by its path."""
+"""Device and inode of each lock file that this process holds, by its path."""
 
 
 @contextmanager

@@ -32,7 +32,7 @@ class TrackedRun:
     def __init__(self, run_dir: str | Path) -> None:
         self._path = Path(run_dir) / FILE
         self.ids: dict[str, str] = {}
-        """Of the run in each tracker."""
+        """The run's id in each tracker."""
         self.name = f"{Path(run_dir).resolve().name}-{datetime.now():%Y%m%d-%H%M%S}"
         if self._path.exists():
             self.ids = json.loads(self._path.read_text("utf-8"))

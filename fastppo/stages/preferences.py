@@ -29,7 +29,7 @@ class Comparison(NamedTuple):
     pairs: list[tuple[int, int]]
     """(better, worse), indices of `texts`; the first pair begins with the best."""
     margin: float
-    """Of each pair, reward units."""
+    """How much better the better text of each pair is said to be, reward units."""
 
 
 @dataclass(slots=True)
