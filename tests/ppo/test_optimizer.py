@@ -63,9 +63,9 @@ def test_neighbours_of_one_rate_and_decay_are_one_group(
 
 
 def test_every_group_has_the_policys_rate_and_adams_options() -> None:
-    config = PPOConfig(learning_rate=1e-4, adam_beta2=0.8, adam_eps=1e-6)
+    config = PPOConfig(learning_rate=1e-4, adam_beta2=0.8)
     for group in make_optimizer(_model(), config).param_groups:
-        assert (group["lr"], group["betas"], group["eps"]) == (1e-4, (0.9, 0.8), 1e-6)
+        assert (group["lr"], group["betas"], group["eps"]) == (1e-4, (0.9, 0.8), 1e-8)
 
 
 def test_gradients_are_clipped_to_the_norm(tmp_path: Path) -> None:
