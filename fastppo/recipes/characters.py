@@ -31,13 +31,13 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def model_config() -> LlamaConfig:
+def model_config(hidden: int = 128, layers: int = 2) -> LlamaConfig:
     """A Llama over the characters."""
     return LlamaConfig(
         vocab_size=len(CHARACTERS) + 3,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         max_position_embeddings=64,
         pad_token_id=0,

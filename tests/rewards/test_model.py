@@ -33,7 +33,7 @@ def test_a_long_text_loses_its_beginning(tmp_path) -> None:
 def test_chat_prompts_go_through_the_reward_tokenizers_template(tmp_path) -> None:
     reward = RewardModel(tiny.saved_reward_model(tmp_path))
     prompt = [{"role": "user", "content": "w9"}]
-    assert reward._text(prompt, "w8").split() == ["w1", "w9", "w2", "w8"]
+    assert reward([prompt], [" w8"]) == reward(["w1 w9 w2 "], ["w8"])
 
 
 def test_a_classifier_of_several_labels_is_refused(tmp_path) -> None:
