@@ -7,8 +7,10 @@ hidden states and its weight, so that the `[B, T, V]` logits never exist as a wh
 
 - logprobs and entropy, of the policy, the old and the reference policy, from
   `fastppo.linear_token_stats`. Every loss of TRL's is made of them: 8·N·H·V FLOP with its gradient;
-- the whole loss from `fastppo.linear_ppo_loss`, 6·N·H·V, if it is PPO's clipped one with ratios by
-  token and the batch has old logprobs, as it has with several optimiser steps to a generation.
+- the whole loss from `fastppo.linear_ppo_loss`, 6·N·H·V, if the batch has old logprobs, as it has
+  with several optimiser steps to a generation, and it is PPO's clipped one, CISPO's or SAPO's with
+  ratios by token. Ratios by sequence (GSPO) need every logprob before the first gradient, which is
+  what the statistics give.
 
 Logits may have soft-caps and scales, and the head may be trained or have LoRA or DoRA adapters.
 These take TRL's own path, with all logits: models with images, prompt tuning, a load-balancing
@@ -91,8 +93,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             mask,
             bias=head.bias,
             **head.transform,
-            clip_ratio=(self.epsilon_low, self.epsilon_high),
-            dual_clip=self.args.delta,
+            **self._objective(),
             ref_logprobs=inputs["ref_per_token_logps"] if self.beta else None,
             kl_coef=self.beta,
             temperature=self.temperature,
@@ -103,10 +104,21 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._record_metrics(out, old_logprobs, advantages, mask)
         return out.loss
 
+    def _objective(self) -> dict[str, Any]:
+        """What `linear_ppo_loss` takes for `loss_type`."""
+        if self.loss_type == "cispo":
+            # TRL's bound is the ratio itself, and there is none below.
+            return {"objective": "cispo", "clip_ratio": (1.0, self.epsilon_high - 1)}
+        if self.loss_type == "sapo":
+            taus = (self.args.sapo_temperature_pos, self.args.sapo_temperature_neg)
+            return {"objective": "sapo", "sapo_tau": taus}
+        clip = (self.epsilon_low, self.epsilon_high)
+        return {"clip_ratio": clip, "dual_clip": self.args.delta}
+
     def _weights(self, mask: Tensor, inputs: dict[str, Any]) -> tuple[str, Tensor | float]:
         """(aggregation, denominator) of `loss_type`, over all microbatches of a step."""
         steps = self.current_gradient_accumulation_steps if self.model.training else 1
-        if self.loss_type == "grpo":
+        if self.loss_type in ("grpo", "sapo"):
             return "seq-mean-token-mean", float(len(mask) * steps)
         if self.loss_type == "bnpo":
             return "token-mean", mask.sum().clamp(min=1) * steps
@@ -125,22 +137,24 @@ class GRPOTrainer(trl.GRPOTrainer):
         ratio = torch.exp(torch.where(mask, out.logprobs - old_logprobs, 0.0))
         low = (ratio < 1 - self.epsilon_low) & (advantages < 0)
         high = (ratio > 1 + self.epsilon_high) & (advantages > 0)
-        means = {
-            "kl": out.kl,
-            "entropy": out.entropy,
-            "clip_ratio/low_mean": low,
-            "clip_ratio/high_mean": high,
-            "clip_ratio/region_mean": low | high,
-        }
+        means = {"entropy": out.entropy}
+        if self.beta:
+            means["kl"] = out.kl
+        if self.loss_type in CLIPPED:
+            means["clip_ratio/low_mean"] = low
+            means["clip_ratio/high_mean"] = high
+            means["clip_ratio/region_mean"] = low | high
+        if self.loss_type == "cispo":
+            means["cispo_clip_ratio"] = (ratio > self.epsilon_high) & (advantages > 0)
         sums = torch.stack([(x.float() * mask).sum() for x in (*means.values(), mask)])
         *totals, tokens = self.accelerator.reduce(sums, reduction="sum").tolist()
         for name, total in zip(means, totals, strict=True):
-            if name != "kl" or self.beta:
-                metrics[name].append(total / max(tokens, 1.0))
-        shares = torch.stack([(x * mask).sum(1) / mask.sum(1) for x in (low, high)], dim=1)
-        lows, highs = self.accelerator.gather(shares).unbind(1)
-        metrics["clip_ratio/low_min"].append(nanmin(lows).item())
-        metrics["clip_ratio/high_max"].append(nanmax(highs).item())
+            metrics[name].append(total / max(tokens, 1.0))
+        if self.loss_type in CLIPPED:
+            shares = torch.stack([(x * mask).sum(1) / mask.sum(1) for x in (low, high)], dim=1)
+            lows, highs = self.accelerator.gather(shares).unbind(1)
+            metrics["clip_ratio/low_min"].append(nanmin(lows).item())
+            metrics["clip_ratio/high_max"].append(nanmax(highs).item())
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -202,8 +216,9 @@ def _needs_logits(trainer: Any) -> bool:
 def _is_fused(trainer: Any, inputs: dict[str, Any]) -> bool:
     """Whether a batch's loss is `linear_ppo_loss`."""
     args = trainer.args
+    is_cispo = trainer.loss_type == "cispo" and trainer.epsilon_high >= 1
     return (
-        trainer.loss_type in CLIPPED
+        (trainer.loss_type in (*CLIPPED, "sapo") or is_cispo)
         and trainer.importance_sampling_level == "token"
         and inputs.get("old_per_token_logps") is not None
         and not (trainer.beta and args.use_bias_correction_kl)
