@@ -62,7 +62,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "curriculum": WIDE | CURRICULUM,
     "penalty": WIDE | SHORT | {"objective": "penalty"},
     "gspo": WIDE | SHORT | {"objective": "gspo"},
-    "dis": WIDE | SHORT | {"objective": "dis"},
+    "dis": WIDE | SHORT | {"objective": "dis", "clip_ratio": 0.01},
     "sampler": NARROW | SAMPLER,
     "ptx": WIDE | SHORT | {"ptx_coef": 0.5, "ptx_batch_size": 3, "ptx_block_size": 12},
     "packed": WIDE | SHORT | {"microbatch_tokens": 40, "packing": "on"},

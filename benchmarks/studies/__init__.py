@@ -1,6 +1,7 @@
 """What docs/studies.md and docs/ppo.md report, one file a study:
 
     python -m benchmarks.studies.critic runs/critic
+    python -m benchmarks.studies.critic_limit runs/critic-limit
     python -m benchmarks.studies.overoptimization runs/overoptimization
     python -m benchmarks.studies.estimators runs/estimators
     python -m benchmarks.studies.reward_kl runs/reward-kl

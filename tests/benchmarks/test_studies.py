@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.studies import common
+from benchmarks.studies import common, critic_limit
 from benchmarks.studies.estimators import at_kl
 from fastppo.recipes import arithmetic, characters
 
@@ -46,6 +46,25 @@ def test_the_reward_at_a_kl_is_on_the_line_between_two_iterations() -> None:
     assert at_kl(kl, reward, 0.2) == pytest.approx(0.5)
     assert at_kl(kl, reward, 0.05) == 0.0
     assert math.isnan(at_kl(kl, reward, 1.0))
+
+
+def test_two_continuations_say_how_much_of_a_return_can_be_foreseen() -> None:
+    """Prefixes of variance 3, and noise of variance 1 behind each."""
+    draw = np.random.default_rng(0)
+    expected = draw.normal(0, 3**0.5, 100_000)
+    noise = draw.normal(0, 1, (2, 100_000))
+    returns = critic_limit.Returns(expected, expected, *(expected + noise))
+    assert critic_limit.share_at_most(returns, noise[0] < np.inf) == pytest.approx(0.75, abs=0.01)
+
+
+@pytest.mark.slow
+def test_the_quick_study_of_the_critics_limit_prints_its_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    critic_limit.main([str(tmp_path), "--quick"])
+    printed = capsys.readouterr().out
+    for name in ("the run's head", "any function", "a fit of 1024", "9 to 11 tokens written"):
+        assert f"| {name}" in printed
 
 
 @pytest.mark.slow
