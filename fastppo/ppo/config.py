@@ -246,7 +246,7 @@ class OptimizerOptions(Options):
     value_learning_rate: float | None = option(
         None,
         "Peak learning rate of the value function: the value head, or the whole of "
-        "value_model=critic; none given means learning_rate",
+        "value_model=critic, which wants ten times the policy's; none given means learning_rate",
         minimum=0,
     )
     lr_schedule: Literal["constant", "linear", "cosine"] = option(
