@@ -143,10 +143,18 @@ def build(
     )
     policy = models.policy
     packing_note = choose_packing(config.packing, policy, models.frozen_reference)
-    chosen_engine, engine_note = choose_engine(config, engine, policy, tokenizer, world)
+    chosen_engine, engine_note = choose_engine(
+        config, engine, policy=policy, tokenizer=tokenizer, world=world
+    )
     data = load_data(config, prompts, tokenizer, models)
     curriculum = Curriculum(data.prompts or Prompts([], []), config, say, world)
-    reward_terms = load_rewards(config, rewards, monitor_rewards, environment, device)
+    reward_terms = load_rewards(
+        config,
+        rewards=rewards,
+        monitor_rewards=monitor_rewards,
+        environment=environment,
+        device=device,
+    )
     check_columns(config, reward_terms, data)
     if world.size > 1:
         models.shard(world)
@@ -277,7 +285,7 @@ def load_models(
     stop = stop_token_ids(config.stop_token_ids, tokenizer, causal_lm)
     policy = make_policy(causal_lm, tokenizer, config, loader)
     check_tokens(policy, tokenizer, stop)
-    ref_policy = make_reference(policy, tokenizer, config, loader, reference)
+    ref_policy = make_reference(policy, tokenizer, config, loader, model=reference)
     fingerprints = {"model": weights}
     if ref_policy is not None:
         fingerprints["reference_model"] = weights
@@ -296,7 +304,7 @@ def check_tokens(policy: ActorCritic, tokenizer: Any, stop: Sequence[int]) -> No
 
 
 def choose_engine(
-    config: PPOConfig, engine: Any, policy: ActorCritic, tokenizer: Any, world: World
+    config: PPOConfig, engine: Any, *, policy: ActorCritic, tokenizer: Any, world: World
 ) -> tuple[RolloutEngine, str | None]:
     """The rollout engine, and a sentence where it is not the one that the config names.
 
@@ -367,14 +375,14 @@ def load_data(config: PPOConfig, prompts: Rows | None, tokenizer: Any, models: M
         prompts = load_prompts(config.prompts, config.split)
     held_out = load_prompts(config.eval_prompts, config.split) if config.eval_prompts else None
     return Data(
-        encode(config, prompts, tokenizer, models.context, config.prompts),
-        encode(config, held_out, tokenizer, models.context, config.eval_prompts),
+        encode(config, prompts, tokenizer, context=models.context, source=config.prompts),
+        encode(config, held_out, tokenizer, context=models.context, source=config.eval_prompts),
         load_pretraining(config, tokenizer, models.policy.context),
     )
 
 
 def encode(
-    config: PPOConfig, rows: Rows | None, tokenizer: Any, context: int | None, source: str
+    config: PPOConfig, rows: Rows | None, tokenizer: Any, *, context: int | None, source: str
 ) -> Prompts | None:
     """Rows as prompts; raises as `load_data` does."""
     if rows is None:
@@ -432,6 +440,7 @@ class RewardTerms:
 
 def load_rewards(
     config: PPOConfig,
+    *,
     rewards: Sequence[str | Reward] | None,
     monitor_rewards: Sequence[str | Reward] | None,
     environment: Callable[[], Any] | None,

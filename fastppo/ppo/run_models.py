@@ -180,6 +180,7 @@ def make_reference(
     tokenizer: Any,
     config: PPOConfig,
     loader: ModelLoader,
+    *,
     model: PreTrainedModel | None = None,
 ) -> ReferencePolicy | None:
     """The reference policy, or None where no KL needs a model.

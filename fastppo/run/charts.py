@@ -88,7 +88,15 @@ def _panel(
         if name.startswith("eval/"):  # with iterations between them, at which a line would end
             curve["joined"] = True
         series.append(curve)
-    return Chart(panel.title, panel.note, panel.unit, "iteration", x, series, _range(panel, series))
+    return Chart(
+        title=panel.title,
+        note=panel.note,
+        unit=panel.unit,
+        xlabel="iteration",
+        x=x,
+        series=series,
+        range=_range(panel, series),
+    )
 
 
 def _are_the_same(records: list[dict[str, Any]], first: str, second: str) -> bool:
