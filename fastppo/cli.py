@@ -183,7 +183,7 @@ def recipe(rest: list[str], show: bool = False, out: str | None = None) -> None:
     trains=True,
     help="Stage 1: supervised fine-tuning on prompts and completions, chats or plain text",
     description="fastppo sft --model my-base-model --data demonstrations.jsonl",
-    options="fastppo.stages.sft:SFTConfig",
+    options="fastppo.stages.options:SFTConfig",
     required=("model", "data"),
 )
 def sft(config: Any) -> None:
@@ -204,7 +204,7 @@ def sft(config: Any) -> None:
     trains=True,
     help="Stage 2: a reward model from preference pairs or ranked lists",
     description="fastppo reward --model runs/sft --data preferences.jsonl",
-    options="fastppo.stages.reward_model:RewardModelConfig",
+    options="fastppo.stages.options:RewardModelConfig",
     required=("model", "data"),
 )
 def reward(config: Any) -> None:
@@ -284,7 +284,7 @@ def plan(config: Any, memory: float | None = None, prompt_tokens: int = PROMPT_T
 @Command(
     help="Samples from one policy, or several side by side, with the reward of each",
     description="fastppo generate --models runs/sft runs/ppo/policy --prompts prompts.jsonl",
-    options="fastppo.generate:GenerateConfig",
+    options="fastppo.generate_options:GenerateConfig",
     required=("models",),
 )
 def generate(config: Any) -> None:

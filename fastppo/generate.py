@@ -7,9 +7,8 @@ another and all draw from the same seed; rewards are those of `fastppo train`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,6 +18,7 @@ from rich.text import Text
 from fastppo.data.chat import decode_completions
 from fastppo.data.prompts import encode_prompts
 from fastppo.data.rows import Rows
+from fastppo.generate_options import GenerateConfig
 from fastppo.integrations.addresses import load_prompts
 from fastppo.models.device import choose_device
 from fastppo.models.pretrained import load_causal_lm, load_tokenizer, pad_token_id, stop_token_ids
@@ -28,50 +28,12 @@ from fastppo.rewards.reward import RewardTerm, Samples, score
 from fastppo.rollout import TRUNCATED, Sampling
 from fastppo.rollout.generate import GenerateEngine
 from fastppo.run.log import short_names
-from fastppo.run.options import Options, option
 
 BATCH_SIZE = 32
 """Sequences generated, or scored by a reward model, at once."""
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Control characters except tab and newline, and those that change the direction of writing."""
-
-
-@dataclass(kw_only=True, frozen=True)
-class GenerateConfig(Options):
-    """Options of `fastppo generate`. Lengths are in tokens."""
-
-    models: Sequence[str] = option([], "Required. One or more policies: directories or hub names")
-    prompt: str | None = option(None, "One prompt, a string; this or prompts is required")
-    prompts: str | None = option(
-        None, "Prompts: .jsonl, .parquet, a save_to_disk directory or a hub name"
-    )
-    prompt_column: str = option("prompt", "Column of the prompt: a string or chat messages")
-    split: str = option("train", "Split of a datasets directory or hub dataset")
-    num_prompts: int = option(8, "Prompts taken from the top of the file, prompts", minimum=1)
-    rewards: Sequence[str] = option(
-        [], "file.py:function, module:function, or a sequence-classification model"
-    )
-    num_samples: int = option(1, "Completions per prompt and policy, sequences", minimum=1)
-    max_new_tokens: int = option(128, "Longest completion, tokens", minimum=1)
-    temperature: float = option(1.0, "Sampling temperature; 0 takes the likeliest token", minimum=0)
-    top_k: int = option(
-        0, "Sample from the k likeliest tokens, tokens; 0 is all of them", minimum=0
-    )
-    top_p: float = option(
-        1.0, "Sample from the smallest set of this probability; 1 is all", above=0, maximum=1
-    )
-    seed: int = option(
-        0, "Seed of sampling, the same for each policy", minimum=0, maximum=2**32 - 1
-    )
-    device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, …")
-    param_dtype: Literal["float32", "bfloat16"] = option(
-        "float32", "Dtype of the policies' weights"
-    )
-
-    def check(self) -> None:
-        if self.prompt is not None and self.prompts is not None:
-            raise ValueError("expected prompt or prompts, got both")
 
 
 @dataclass(slots=True)

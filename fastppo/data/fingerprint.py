@@ -11,10 +11,10 @@ import json
 from collections.abc import Iterable
 from modulefinder import ModuleFinder
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WORDS = 1024
 """Words of 64 bits in a row of a tensor's sums."""
@@ -25,6 +25,8 @@ DIGITS = 16
 
 def of_weights(weights: Iterable[tuple[str, Tensor]]) -> str:
     """Fingerprint of named tensors: names, shapes, dtypes, and every bit of each."""
+    import torch  # a fingerprint of a file needs none
+
     digest = hashlib.sha256()
     for name, weight in weights:
         digest.update(f"{name} {list(weight.shape)} {weight.dtype} ".encode())
@@ -36,6 +38,8 @@ def of_weights(weights: Iterable[tuple[str, Tensor]]) -> str:
 def _sums(weight: Tensor) -> list[Tensor]:
     """Sums modulo 2⁶⁴ of the rows and of the columns of a tensor's bits, and the bytes that fill no
     row. They are made where the tensor is, at the speed of its memory."""
+    import torch
+
     flat = weight.reshape(-1)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()  # words begin at multiples of 8 bytes

@@ -11,8 +11,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fastppo.data.files import write_whole
 
 Rows = list[dict[str, Any]]
@@ -145,6 +143,8 @@ def is_missing_path(name: str) -> bool:
 
 def shuffled(count: int, seed: int, epoch: int) -> list[int]:
     """A permutation of range(count) that depends on (seed, epoch) alone."""
+    import torch  # rows are read before that
+
     # Seeds of neighbouring runs and epochs must not meet: 1_000_003 is a prime beyond any epoch.
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     return torch.randperm(count, generator=generator).tolist()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastppo.data.chat import check_text
 from fastppo.data.rows import DataError, Rows, visiting_order
-from fastppo.functional.arguments import shown
+from fastppo.functional.scalars import shown
 
 
 class PretrainingText:

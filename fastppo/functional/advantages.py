@@ -16,7 +16,7 @@ import torch
 from fastppo_kernels.records import KL_ESTIMATORS, Shaping
 from torch import Tensor
 
-from fastppo.functional import arguments, operators
+from fastppo.functional import arguments, operators, scalars
 
 
 class Advantages(NamedTuple):
@@ -115,8 +115,8 @@ def compute_advantages(
 
     Source: Ziegler et al. 2019, eq. 2; Stiennon et al. 2020, section 3.4.
     """
-    arguments.boolean("whiten", whiten)
-    arguments.boolean("shift_mean", shift_mean)
+    scalars.boolean("whiten", whiten)
+    scalars.boolean("shift_mean", shift_mean)
     arguments.tensor("mask", mask, dtypes=(torch.bool,))
     trajectory, batch = arguments.trajectory(
         values,
@@ -128,15 +128,15 @@ def compute_advantages(
     )
     arguments.tensor("scores", scores, shape=(batch,), like=values, wants="one per sequence")
     arguments.tensor("logprobs", logprobs, shape=values.shape, like=values)
-    arguments.choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
-    arguments.finite("kl_coef", kl_coef)
+    scalars.choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
+    scalars.finite("kl_coef", kl_coef)
     if ref_logprobs is not None:
         arguments.tensor("ref_logprobs", ref_logprobs, shape=values.shape, like=values)
         ref_logprobs = ref_logprobs.detach()
     elif kl_coef:
         raise ValueError(f"kl_coef={kl_coef} needs ref_logprobs, got None")
     if score_clip is not None:
-        score_clip = float(arguments.at_least("score_clip", score_clip, 0.0, strictly=True))
+        score_clip = float(scalars.at_least("score_clip", score_clip, 0.0, strictly=True))
     backend = arguments.choose_backend(backend, values)
     shaped = operators.shaped_advantages_op(
         trajectory=trajectory,
@@ -192,7 +192,7 @@ def whiten(
     Source: Ziegler et al. 2019 (their code's `whiten`).
     """
     arguments.tensor("x", x)
-    arguments.boolean("shift_mean", shift_mean)
+    scalars.boolean("shift_mean", shift_mean)
     if mask is not None:
         arguments.tensor("mask", mask, shape=x.shape, like=x, dtypes=(torch.bool,))
     if moments is not None:

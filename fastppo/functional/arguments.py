@@ -9,12 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import numbers
 import os
-import reprlib
-import sys
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from fastppo_kernels import records
@@ -31,43 +26,29 @@ from fastppo_kernels.records import (
 )
 from torch import Tensor
 
+from fastppo.functional.scalars import (
+    CLIPPED_SURROGATES,
+    SAPO_TAU,
+    at_least,
+    boolean,
+    check_dual_clip,
+    check_sapo_tau,
+    choice,
+    finite,
+    number,
+    shown,
+)
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP32_MAX = torch.finfo(torch.float32).max
 NUMBERS = (*FLOATS, torch.int32, torch.int64)
 KL_ESTIMATORS = (*records.KL_ESTIMATORS, "full")
 OBJECTIVES = (*records.POLICY_TERMS, "gspo")
-CLIPPED_SURROGATES = ("clip", "gspo")
-"""Objectives that are the smaller of two terms, which a dual clip may bound."""
-SAPO_TAU = (1.0, 1.05)
-"""The gate's temperatures in the paper, Gao et al. 2025."""
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 BACKENDS = ("auto", "triton", "cpu", "torch")
 
 # ---------------------------------------------------------------------------- one value at a time
-
-
-class _Short(reprlib.Repr):
-    """A user's value may be of any size, and nested in any depth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = 160
-        self.maxother = 160
-        self.maxlevel = 3
-        self.maxlong = 60
-        self.maxlist = 4
-        self.maxtuple = 4
-        self.maxdict = 4
-
-    def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to write a number of more than 4300 digits.
-        return f"an integer of {x.bit_length()} bits" if x.bit_length() > 400 else repr(x)
-
-
-def shown(value: Any) -> str:
-    """A user's value for a sentence: its repr, shortened."""
-    return _Short().repr(value)
 
 
 def tensor(
@@ -131,42 +112,6 @@ def _values_are_free(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel() > 0
 
 
-def boolean(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {shown(value)}")
-    return value
-
-
-def choice(name: str, value: str, choices: tuple[str, ...]) -> str:
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {shown(value)}")
-    return value
-
-
-def number(name: str, value: object) -> float:
-    """A Python or NumPy number. A tensor would have to be read, which waits for a GPU."""
-    if not isinstance(value, (int, float, numbers.Real)):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if isinstance(value, int) and abs(value) > sys.float_info.max:
-        raise ValueError(f"{name} must be a number within ±1.8e308, got {shown(value)}")
-    return value  # type: ignore[return-value]
-
-
-def at_least(name: str, value: float, low: float, *, strictly: bool = False) -> float:
-    number(name, value)
-    if not (value > low if strictly else value >= low):
-        raise ValueError(f"{name} must be {'>' if strictly else '>='} {low:g}, got {shown(value)}")
-    return value
-
-
-def finite(name: str, value: float) -> float:
-    number(name, value)
-    # Comparisons, unlike math.isfinite, are traced by torch.compile for a float that varies.
-    if not -math.inf < value < math.inf:
-        raise ValueError(f"{name} must be finite, got {shown(value)}")
-    return value
-
-
 def clip_range(clip_ratio: float | tuple[float, float] | None) -> tuple[float, float]:
     """(1 − ε_low, 1 + ε_high) of a number, a pair, or None (no clipping: both infinite)."""
     if clip_ratio is None:
@@ -186,15 +131,6 @@ def clip_range(clip_ratio: float | tuple[float, float] | None) -> tuple[float, f
     lowest = 1.0 - float(low) if low <= FP32_MAX else -math.inf
     highest = 1.0 + float(high) if high <= FP32_MAX else math.inf
     return lowest, highest
-
-
-def check_dual_clip(dual_clip: float | None) -> float | None:
-    if dual_clip is not None and not 1 < number("dual_clip", dual_clip) < math.inf:
-        raise ValueError(
-            "dual_clip must be > 1 and finite (it bounds ratio·A from below), got "
-            f"{shown(dual_clip)}"
-        )
-    return dual_clip
 
 
 def check_tokens(tokens: Tensor, vocabulary: int, weights: Tensor | None = None) -> None:
@@ -399,16 +335,6 @@ def softmax(
     wide = accumulation_dtype(like.dtype)
     temperatures = temperature.to(like.device, wide).expand(shape).reshape(-1)
     return Softmax(1.0, temperatures, float(logit_scale), softcap)
-
-
-def check_sapo_tau(tau: Sequence[float]) -> tuple[float, float]:
-    """(τ where A > 0, τ elsewhere) of a pair."""
-    if len(tau) != 2:
-        raise ValueError(f"sapo_tau must be (τ of A > 0, τ of the others), got {shown(tau)}")
-    positive, negative = tau
-    finite("sapo_tau", at_least("sapo_tau", positive, 0.0, strictly=True))
-    finite("sapo_tau", at_least("sapo_tau", negative, 0.0, strictly=True))
-    return float(positive), float(negative)
 
 
 def objective(

@@ -33,7 +33,7 @@ from fastppo_kernels.records import (
 )
 from torch import Tensor
 
-from fastppo.functional import arguments, operators
+from fastppo.functional import arguments, operators, scalars
 from fastppo.functional.gradients import (
     LinearTokenStatisticsFunction,
     PPOLossFunction,
@@ -180,7 +180,7 @@ def ppo_loss(
     """
     rows = arguments.rows_view("logits", logits)
     shape = logits.shape[:-1]
-    arguments.boolean("inplace", inplace)
+    scalars.boolean("inplace", inplace)
     ref_rows = None
     if ref_logits is not None:
         arguments.tensor("ref_logits", ref_logits, shape=logits.shape, like=logits)

@@ -14,7 +14,7 @@ from fastppo_kernels import definition
 from fastppo_kernels.records import KL_ESTIMATORS, accumulation_dtype
 from torch import Tensor
 
-from fastppo.functional import arguments
+from fastppo.functional import arguments, scalars
 from fastppo.functional.gradients import LinearTokenStatisticsFunction, TokenStatisticsFunction
 
 
@@ -155,7 +155,7 @@ def linear_token_logprobs(
     The logits are rounded to the dtype of the product, that of `hidden` or of autocast, before the
     softmax: to bf16 for bf16, as in `linear_ppo_loss`, so that the ratio of a first update is 1.
     """
-    arguments.boolean("return_entropy", return_entropy)
+    scalars.boolean("return_entropy", return_entropy)
     stats = linear_token_stats(
         hidden,
         weight,
@@ -172,7 +172,7 @@ def linear_token_logprobs(
 
 def sampled_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -> Tensor:
     """k1 = d, k2 = d²/2 or k3 = e^{−d} − 1 + d of d = logprob − ref_logprob: (...) fp32, nats."""
-    arguments.choice("estimator", estimator, KL_ESTIMATORS)
+    scalars.choice("estimator", estimator, KL_ESTIMATORS)
     arguments.tensor("logprobs", logprobs)
     arguments.tensor("ref_logprobs", ref_logprobs, shape=logprobs.shape, like=logprobs)
     wide = accumulation_dtype(logprobs.dtype)

@@ -16,7 +16,7 @@ import torch
 from fastppo_kernels.records import LOG_RATIO_LIMIT, accumulation_dtype
 from torch import Tensor
 
-from fastppo.functional import arguments
+from fastppo.functional import arguments, scalars
 from fastppo.functional.statistics import token_stats
 
 
@@ -63,7 +63,7 @@ def policy_loss(
     ratio = torch.exp(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     clipped = ratio.clamp(lowest_ratio, highest_ratio)
     surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-    dual_clip = arguments.check_dual_clip(dual_clip)
+    dual_clip = scalars.check_dual_clip(dual_clip)
     if dual_clip is not None:
         bounded = torch.maximum(surrogate, dual_clip * advantages)
         surrogate = torch.where(advantages < 0, bounded, surrogate)
@@ -156,7 +156,7 @@ def value_loss(
         like=values,
     )
     if clip_ratio is not None:
-        arguments.at_least("clip_ratio", clip_ratio, 0.0, strictly=True)
+        scalars.at_least("clip_ratio", clip_ratio, 0.0, strictly=True)
         if old_values is None:
             raise ValueError("clip_ratio needs old_values, the values of the rollout, got None")
         arguments.tensor("old_values", old_values, shape=shape, like=values)
@@ -229,8 +229,8 @@ def total_loss(
 
     Source: Schulman et al. 2017, eq. 9.
     """
-    arguments.finite("vf_coef", vf_coef)
-    arguments.finite("entropy_coef", entropy_coef)
+    scalars.finite("vf_coef", vf_coef)
+    scalars.finite("entropy_coef", entropy_coef)
     aggregation_options: dict[str, Any] = {"aggregation": aggregation, "denominator": denominator}
     policy = policy_loss(
         logprobs,

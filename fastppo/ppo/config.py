@@ -1,16 +1,18 @@
-"""The options of a PPO run: each is a key of the YAML file and a flag of the command line."""
+"""The options of a PPO run: each is a key of the YAML file and a flag of the command line.
+
+They are read, checked and shown in help texts before torch is imported, which takes seconds; what
+needs it is imported where it is used.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from fastppo.data.microbatches import Limits
-from fastppo.functional import arguments
-from fastppo.functional.arguments import CLIPPED_SURROGATES
-from fastppo.ppo.curriculum import CurriculumOptions
-from fastppo.ppo.evaluation import EvaluationOptions
+from fastppo.functional import scalars
+from fastppo.functional.scalars import CLIPPED_SURROGATES
+from fastppo.ppo.prompt_options import CurriculumOptions, EvaluationOptions, PromptOptions
 from fastppo.ppo.reward_options import RewardOptions
 from fastppo.ppo.rollout_options import RolloutOptions, TurnOptions
 from fastppo.ppo.schedule import Schedule
@@ -23,6 +25,9 @@ from fastppo.run.options import (
     option,
 )
 from fastppo.run.watch import parse_threshold
+
+if TYPE_CHECKING:
+    from fastppo.data.microbatches import Limits
 
 WARNINGS = (
     "kl > 50",
@@ -104,17 +109,6 @@ class ValueOptions(Options):
     value_clip: float | None = option(
         None, "Clip of the value's move per rollout, reward units", above=0
     )
-
-
-@dataclass(kw_only=True, frozen=True)
-class PromptOptions(Options):
-    """Prompts."""
-
-    prompts: str = option(
-        "", "Required. Prompts: .jsonl, .parquet, a save_to_disk directory or a hub name"
-    )
-    prompt_column: str = option("prompt", "Column of the prompt: a string or chat messages")
-    split: str = option("train", "Split of a datasets directory or hub dataset")
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -395,6 +389,8 @@ class PPOConfig(
 
     def limits(self, packed: bool = False) -> Limits:
         """What a microbatch may hold."""
+        from fastppo.data.microbatches import Limits
+
         return Limits(self.microbatch_size, self.microbatch_tokens, packed)
 
     @property
@@ -531,7 +527,7 @@ def check_turns(config: PPOConfig) -> None:
 
 def check_objective(config: PPOConfig) -> None:
     """Raises ValueError for options of the policy loss and of an update's end."""
-    arguments.check_dual_clip(config.dual_clip)
+    scalars.check_dual_clip(config.dual_clip)
     objective = config.objective
     is_penalty = objective == "penalty"
     if is_penalty and config.is_used("kl_loss_coef"):
@@ -686,7 +682,7 @@ def check_schedules(config: PPOConfig) -> None:
             raise ValueError(f"schedules: {schedule.name} has no value to start from")
         check_bounds(PPOConfig, schedule.name, schedule.final)
         if schedule.name == "dual_clip":
-            arguments.check_dual_clip(schedule.final)
+            scalars.check_dual_clip(schedule.final)
 
 
 IDENTITY = (

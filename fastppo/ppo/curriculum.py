@@ -19,7 +19,6 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +27,11 @@ from fastppo.data import fingerprint
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import shuffled
 from fastppo.data.world import World
-from fastppo.functional.arguments import shown
-from fastppo.rewards.calling import CallOptions, UserCodeError, call
+from fastppo.functional.scalars import shown
+from fastppo.ppo.prompt_options import CurriculumOptions
+from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of
 from fastppo.rewards.loading import load_callable
 from fastppo.rewards.scorer import Scores
-from fastppo.run.options import Options, option
 from fastppo.run.signals import PhaseEndedError
 
 WINDOW = 8
@@ -40,22 +39,6 @@ WINDOW = 8
 
 SMALLEST = 1e-300
 """Uniform draws are kept above it: the logarithm of 0 would let a weight of 0 be drawn."""
-
-
-@dataclass(kw_only=True, frozen=True)
-class CurriculumOptions(Options):
-    """Curriculum."""
-
-    prompt_order: str = option(
-        "", "Column of numbers, or file.py:function, by which an epoch is sorted, least first"
-    )
-    prompt_weights: str = option(
-        "", "Column of numbers, or file.py:function, in proportion to which prompts are drawn"
-    )
-    solved_reward: float | None = option(
-        None,
-        "Reward that solves a prompt, which is asked no more when its last 8 responses reached it",
-    )
 
 
 class Chosen(NamedTuple):
@@ -113,7 +96,8 @@ def load_prompt_numbers(
             with calls.put_back(f"{option_name}={spec}"):
                 values = call(lambda: function(given, **columns))
         except UserCodeError as error:
-            raise ValueError(f"{option_name}={spec} {error}") from error
+            place = place_of(error.__cause__)
+            raise ValueError(f"{option_name}={spec} {error}{place}") from error
         return checked_numbers(option_name, spec, values, len(prompts))
 
     return PromptNumbers(world.first(ask), term.fingerprint)

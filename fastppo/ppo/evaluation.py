@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from fastppo.data.prompts import Prompts
 from fastppo.rewards.scorer import Scorer, Scores
 from fastppo.rollout import Rollout, Sampling
-from fastppo.run.options import Options, option
 
 LOGGED_SAMPLES = 8
 """Responses of an iteration, and of an evaluation, that are written down as texts."""
@@ -24,23 +23,6 @@ LOGGED_SAMPLES = 8
 SHOWN = ("reward", "kl", "response_length", "eos_rate", "turns")
 """Metrics of an evaluation, beside each reward, monitored reward and finish reason: means over its
 responses."""
-
-
-@dataclass(kw_only=True, frozen=True)
-class EvaluationOptions(Options):
-    """Evaluation."""
-
-    eval_prompts: str = option(
-        "", "Prompts that are answered and not learned from, with the columns of prompts"
-    )
-    eval_interval: int = option(10, "Iterations between evaluations", minimum=1)
-    eval_sampling: Literal["sampled", "greedy", "both"] = option(
-        "sampled",
-        "Draw responses as in training, take the likeliest tokens (eval/greedy/), or both",
-    )
-    eval_patience: int | None = option(
-        None, "Evaluations without a better eval/reward after which the run ends", minimum=1
-    )
 
 
 @dataclass(slots=True)

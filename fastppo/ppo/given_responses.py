@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastppo.data.chat import encode_prompt, is_chat, token_ids
-from fastppo.functional.arguments import shown
+from fastppo.functional.scalars import shown
 from fastppo.ppo.old_policy import GivenPolicy
 from fastppo.rewards.placing import paid_where_written
 from fastppo.rewards.scorer import Scores

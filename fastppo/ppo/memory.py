@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public name for it
 
 from fastppo.data.batch import Batch, Layout
-from fastppo.functional import arguments
+from fastppo.functional import scalars
 from fastppo.models import quantized
 from fastppo.models.cache import FixedCache, GrowingCache, has_fixed_cache
 from fastppo.models.device import choose_device
@@ -116,10 +116,10 @@ def make_plan(config: PPOConfig, prompt_tokens: int, memory: float | None = None
     Raises:
         ValueError: a config cannot be read; sequences are longer than the model's context.
     """
-    arguments.at_least("prompt_tokens", prompt_tokens, 1)
+    scalars.at_least("prompt_tokens", prompt_tokens, 1)
     free = None
     if memory is not None:
-        arguments.at_least("memory", memory, 0, strictly=True)
+        scalars.at_least("memory", memory, 0, strictly=True)
         device = torch.device("cuda" if config.device == "auto" else config.device)
         free = memory * GB
     else:

@@ -6,7 +6,7 @@ import math
 import re
 from typing import NamedTuple
 
-from fastppo.functional import arguments
+from fastppo.functional import scalars
 
 SCHEDULED = (
     "clip_ratio",
@@ -40,8 +40,8 @@ class Schedule(NamedTuple):
                 f"schedules: expected name=linear:final or name=cosine:final, got {text!r}"
             )
         name, shape, last = match.groups()
-        arguments.choice("schedules: the name", name, SCHEDULED)
-        arguments.choice("schedules: the shape", shape, ("constant", "linear", "cosine"))
+        scalars.choice("schedules: the name", name, SCHEDULED)
+        scalars.choice("schedules: the shape", shape, ("constant", "linear", "cosine"))
         try:
             final = float(last)
         except ValueError:

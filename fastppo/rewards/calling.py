@@ -23,16 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 LONGEST_MESSAGE = 500
 """Characters that are shown of what a user's function raised."""
 
 PACKAGE = Path(__file__).parents[1]
 """Files that are no user's."""
-
-DEVICE_TYPES = ("cpu", "cuda")
-"""Whose autocast is put back."""
 
 ANSWERS_WITHIN = 1.0
 """Seconds in which an event loop that nothing blocks has answered."""
@@ -66,7 +61,9 @@ class CallOptions:
         Args:
             name: of what is called, `reward 'count'`.
         """
-        before = _Settings.now()
+        from fastppo.rewards.settings import Settings  # torch, where something is called
+
+        before = Settings.now()
         try:
             yield
         finally:
@@ -75,80 +72,6 @@ class CallOptions:
                 if sentence not in self.said:
                     self.said.add(sentence)
                     self.say(sentence)
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """What of a process users' code shares with the training."""
-
-    random: torch.Tensor
-    random_of_gpu: torch.Tensor | None
-    dtype: torch.dtype
-    device: torch.device
-    grad: bool
-    threads: int
-    autocast: tuple[tuple[bool, torch.dtype], ...]
-    folder: str
-
-    @classmethod
-    def now(cls) -> _Settings:
-        gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-        return cls(
-            random=torch.get_rng_state(),
-            random_of_gpu=torch.cuda.get_rng_state() if gpu else None,
-            dtype=torch.get_default_dtype(),
-            device=torch.get_default_device(),
-            grad=torch.is_grad_enabled(),
-            threads=torch.get_num_threads(),
-            autocast=tuple(
-                (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-                for device in DEVICE_TYPES
-            ),
-            folder=_working_directory(),
-        )
-
-    def restore(self) -> list[str]:
-        """Puts back what has changed since; its names."""
-        after = _Settings.now()
-        changed = []
-        if not torch.equal(self.random, after.random):
-            changed.append("torch's random state")
-            torch.set_rng_state(self.random)
-        gpu = self.random_of_gpu
-        gpu_after = after.random_of_gpu
-        if gpu is not None and gpu_after is not None and not torch.equal(gpu, gpu_after):
-            changed.append("the GPU's random state")
-            torch.cuda.set_rng_state(gpu)
-        if self.dtype != after.dtype:
-            changed.append("torch's default dtype")
-            torch.set_default_dtype(self.dtype)
-        if self.device != after.device:
-            changed.append("torch's default device")
-            # None is the CPU; one that was chosen costs a call of Python at each operator.
-            torch.set_default_device(None if self.device.type == "cpu" else self.device)
-        if self.grad != after.grad:
-            changed.append("whether torch records gradients")
-            torch.set_grad_enabled(self.grad)
-        if self.threads != after.threads:
-            changed.append("torch's number of threads")
-            torch.set_num_threads(self.threads)
-        if self.autocast != after.autocast:
-            changed.append("torch's autocast")
-            for device, (enabled, dtype) in zip(DEVICE_TYPES, self.autocast, strict=True):
-                torch.set_autocast_enabled(device, enabled)
-                torch.set_autocast_dtype(device, dtype)
-        if self.folder and self.folder != after.folder:
-            changed.append("the working directory")
-            os.chdir(self.folder)
-        return changed
-
-
-def _working_directory() -> str:
-    """Its path; that which is no more has none."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return ""
 
 
 def call(function: Callable[[], Any], timeout: float | None = None, attempts: int = 1) -> Any:
@@ -286,9 +209,11 @@ async def _cancel_others() -> None:
     await asyncio.get_running_loop().shutdown_asyncgens()
 
 
-def place_of(error: BaseException) -> str:
+def place_of(error: BaseException | None) -> str:
     """Where a user's function raised, which ends a sentence: file, line, name and code of the last
     frame in the first file that is not this package's. Nothing where there is no such frame."""
+    if error is None:
+        return ""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -300,6 +225,11 @@ def place_of(error: BaseException) -> str:
     frame = [each for each in frames if each.filename == frames[0].filename][-1]
     code = f": {frame.line}" if frame.line else ""
     return f" ({frame.filename}, line {frame.lineno}, in {frame.name}{code})"
+
+
+def traceback_of(error: BaseException | None) -> str:
+    """The traceback of what a user's function raised; nothing where it raised nothing."""
+    return "" if error is None else "".join(traceback.format_exception(error))
 
 
 def _text_of(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fastppo.functional import arguments
+from fastppo.functional import scalars
 from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.loading import make_terms
 from fastppo.rewards.reward import Reward, RewardTerm, Samples, Scored, TermError, score_term
@@ -49,7 +49,7 @@ class RewardEnsemble:
         self.__name__ = "ensemble"
         if not members:
             raise ValueError("an ensemble must have at least one member, got none")
-        self.by = arguments.choice("by", by, ENSEMBLE_RULES)
+        self.by = scalars.choice("by", by, ENSEMBLE_RULES)
         self.terms = make_terms(members, **options)
 
     def __call__(

@@ -260,18 +260,19 @@ class Turns:
         if not failed:
             return answers
         episode = episodes[failed[0]]
-        reason = answers[failed[0]].sentence
-        saved = self.world.first(lambda: self._save(episode, reason))
-        raise RewardError(f"environment {self.name!r} {reason}{saved}")
+        failure: Failure = answers[failed[0]]
+        saved = self.world.first(lambda: self._save(episode, failure))
+        raise RewardError(f"environment {self.name!r} {failure.sentence}{saved}")
 
-    def _save(self, episode: Episode, reason: str) -> str:
+    def _save(self, episode: Episode, failure: Failure) -> str:
         """Writes a failed episode; the end of a sentence that says where."""
         if self.failure_file is None:
             return ""
         self.failure_file.parent.mkdir(parents=True, exist_ok=True)
         record = {
             "environment": self.name,
-            "reason": reason,
+            "reason": failure.sentence,
+            "traceback": failure.traceback,
             "prompt": episode.prompt,
             "columns": episode.columns,
             "turns": episode.turns,

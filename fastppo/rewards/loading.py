@@ -18,15 +18,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from fastppo.data import fingerprint
 from fastppo.integrations import addresses
-from fastppo.rewards.calling import CallOptions, UserCodeError, call
+from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of
 from fastppo.rewards.reward import Reward, RewardTerm
 from fastppo.rewards.url import URLReward, address_name
+
+if TYPE_CHECKING:
+    import torch
 
 URL = re.compile(r"^https?://", re.IGNORECASE)
 FUNCTION = re.compile(r"^(?P<where>.+):(?P<name>[A-Za-z_]\w*)$")
@@ -104,7 +105,7 @@ def _load_function(where: str, name: str, option: str) -> Any:
             module = call(lambda: _load_file(Path(where)) if is_file else _load_module(where))
     except UserCodeError as error:
         cause = error.__cause__
-        sentence = f"importing {where} {error}"
+        sentence = f"importing {where} {error}{place_of(cause)}"
         if isinstance(cause, ModuleNotFoundError) and not is_file:
             sentence = f"no module {cause.name!r}"
         raise ValueError(f"{option} {where}:{name}: {sentence}") from cause

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 from fastppo.data.chat import check_text, render_chat
 from fastppo.data.padding import padded_batch
 from fastppo.data.rows import DataError
-from fastppo.functional.arguments import shown
+from fastppo.functional.scalars import shown
 from fastppo.models.pretrained import load_tokenizer, load_whole, model_config
 from fastppo.models.trunk import context_length, states_at
 

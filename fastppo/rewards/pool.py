@@ -20,8 +20,15 @@ from typing import Any, NamedTuple
 
 from fastppo.data.chat import is_chat
 from fastppo.data.world import World
-from fastppo.functional.arguments import shown
-from fastppo.rewards.calling import CallOptions, EventLoop, UserCodeError, call
+from fastppo.functional.scalars import shown
+from fastppo.rewards.calling import (
+    CallOptions,
+    EventLoop,
+    UserCodeError,
+    call,
+    place_of,
+    traceback_of,
+)
 from fastppo.rewards.reward import MAX_REWARD
 
 
@@ -41,6 +48,14 @@ class Failure(NamedTuple):
     """Why an environment has no answer."""
 
     sentence: str
+    traceback: str = ""
+    """Of what it raised."""
+
+
+def _failure(error: UserCodeError, where: str) -> Failure:
+    """Of a call that raised or was too late, with the user's line."""
+    cause = error.__cause__
+    return Failure(f"{error} {where}{place_of(cause)}", traceback_of(cause))
 
 
 class EnvironmentPool:
@@ -145,7 +160,7 @@ class EnvironmentPool:
             try:
                 environment = call(self.make, self.options.timeout)
             except UserCodeError as error:
-                failed[row] = Failure(f"{error} where it is made")
+                failed[row] = _failure(error, "where it is made")
                 continue
             lacking = [name for name in METHODS if not callable(getattr(environment, name, None))]
             if lacking:
@@ -199,7 +214,7 @@ class _Call(NamedTuple):
     def result(self, returned: Any) -> Any:
         """What was read of what it returned, or a `Failure`; a `UserCodeError` is one."""
         if isinstance(returned, UserCodeError):
-            return Failure(f"{returned} in {self.method}")
+            return _failure(returned, f"in {self.method}")
         try:
             return self.read(returned)
         except _NoAnswerError as error:

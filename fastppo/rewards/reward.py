@@ -24,15 +24,14 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fastppo.data.files import write_whole
-from fastppo.functional.arguments import shown
-from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of
+from fastppo.functional.scalars import shown
+from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of, traceback_of
 
 Partial = list[float] | list[tuple[int, float]]
 """Rewards within one completion: one number per response token, or (end, value) pairs."""
@@ -171,8 +170,7 @@ def score_term(term: RewardTerm, samples: Samples, options: CallOptions) -> Scor
         if isinstance(cause, TermError):  # of a member of an ensemble: both names say where to look
             name = f"{term.name}/{cause.reward}"
             raise TermError(name, cause.sentence, cause.row) from cause.__cause__
-        place = "" if cause is None else place_of(cause)
-        raise TermError(term.name, f"{error}{place}") from cause
+        raise TermError(term.name, f"{error}{place_of(cause)}") from cause
     return _validated(term.name, returned, samples)
 
 
@@ -324,11 +322,10 @@ def save_failure(path: Path | None, error: TermError, samples: Samples) -> str:
     if path is None:
         return ""
     path.parent.mkdir(parents=True, exist_ok=True)
-    cause = error.__cause__
     record = {
         "reward": error.reward,
         "reason": error.sentence,
-        "traceback": "" if cause is None else "".join(traceback.format_exception(cause)),
+        "traceback": traceback_of(error.__cause__),
         "prompts": list(samples.prompts),
         "completions": list(samples.completions),
         "columns": samples.columns,

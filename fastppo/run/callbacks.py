@@ -23,7 +23,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fastppo.data.world import World
-from fastppo.rewards.calling import CallOptions, UserCodeError, call
+from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of
 from fastppo.run.options import Options
 
 FLAGS = ("should_training_stop", "should_save", "should_evaluate")
@@ -188,7 +188,7 @@ class Callbacks:
             cause = error.__cause__
             if isinstance(cause, Exception):
                 raise cause from cause.__cause__
-            raise UserCodeError(f"callback {name} {error}") from cause
+            raise UserCodeError(f"callback {name} {error}{place_of(cause)}") from cause
 
     def close(self) -> None:
         """Closes what trackers have opened, also after an error."""

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastppo.functional.arguments import shown
+from fastppo.functional.scalars import shown
 from fastppo.run.options import Options
 from fastppo.run.removed import is_unset, removal
 

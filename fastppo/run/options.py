@@ -32,8 +32,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from fastppo.data.files import write_whole
-from fastppo.functional import arguments
-from fastppo.functional.arguments import shown
+from fastppo.functional import scalars
+from fastppo.functional.scalars import shown
 from fastppo.run.removed import is_unset, removal
 
 MAX_INTEGER = 2**63 - 1
@@ -139,9 +139,9 @@ def check_bounds(options: type[Options], name: str, value: Any) -> None:
             bracket = "[" if above is None else "("
             raise ValueError(f"{name} must be in {bracket}{low}, {maximum}], got {shown(value)}")
     elif minimum is not None:
-        arguments.at_least(name, value, minimum)
+        scalars.at_least(name, value, minimum)
     elif above is not None:
-        arguments.at_least(name, value, above, strictly=True)
+        scalars.at_least(name, value, above, strictly=True)
 
 
 def _converted(name: str, value: Any, hint: Any) -> Any:
@@ -150,7 +150,7 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
         sentence = removal(f"{name}={value}")
         if sentence and value not in get_args(hint):
             raise ValueError(sentence)
-        return arguments.choice(name, value, get_args(hint))
+        return scalars.choice(name, value, get_args(hint))
     if get_origin(hint) in (Union, UnionType):
         (inner,) = (choice for choice in get_args(hint) if choice is not type(None))
         return None if value is None else _converted(name, value, inner)

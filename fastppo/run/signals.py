@@ -14,9 +14,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastppo.data.world import World
+if TYPE_CHECKING:
+    from fastppo.data.world import World
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -56,7 +57,12 @@ class StopRequest:
     """
 
     def __init__(self, world: World | None = None) -> None:
-        self.world = world or World()
+        if world is None:
+            # It imports torch, and a command listens for signals before that.
+            from fastppo.data.world import World
+
+            world = World()
+        self.world = world
         self.stop: int | None = None
         """The signal that asked the run to stop; None if there was none."""
         self._heard: int | None = None

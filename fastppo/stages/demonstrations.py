@@ -25,7 +25,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from fastppo.data.chat import check_text, encode_prompt, is_chat, render_chat
 from fastppo.data.padding import pad, padded_batch
 from fastppo.data.rows import DataError, Rows
-from fastppo.functional.arguments import shown
+from fastppo.functional.scalars import shown
 
 IGNORED = -100
 """Label of the positions without a loss, as transformers' losses read it."""

@@ -1,14 +1,14 @@
-"""Options that SFT and the reward model share."""
+"""The options of SFT and of the reward model, which are read before torch is imported."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
-from fastppo.models.device import choose_device, compute_dtype
 from fastppo.run.options import Options, WeightOptions, option
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -83,6 +83,8 @@ class SupervisedConfig(DataOptions, WeightOptions, StepOptions, StageOptions):
     @property
     def torch_device(self) -> torch.device:
         """Raises ValueError for a GPU with an index: `transformers.Trainer` takes the first one."""
+        from fastppo.models.device import choose_device
+
         kind, _, index = self.device.partition(":")
         if kind == "cuda" and index not in ("", "0"):
             raise ValueError(
@@ -93,7 +95,35 @@ class SupervisedConfig(DataOptions, WeightOptions, StepOptions, StageOptions):
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
+        from fastppo.models.device import compute_dtype
+
         return compute_dtype(self.precision, self.torch_device)
+
+
+@dataclass(kw_only=True, frozen=True)
+class SFTConfig(SupervisedConfig):
+    """Options of supervised fine-tuning. Lengths are in tokens."""
+
+    model: str = option("", "Required. A causal LM: directory or hub name")
+    epochs: float = option(2.0, "Passes over the data", above=0)
+    output_dir: str = option("runs/sft", "Run directory; the model is saved in it")
+
+
+@dataclass(kw_only=True, frozen=True)
+class RewardModelConfig(SupervisedConfig):
+    """Options of the reward model. Lengths are in tokens, scores in reward units."""
+
+    model: str = option(
+        "", "Required. The SFT model, or a sequence classifier of one label: directory or hub name"
+    )
+    eval_share: float = option(
+        0.1, "Share of the rows held out, by prompt; 0 holds none out", minimum=0, maximum=0.9
+    )
+    learning_rate: float = option(1e-5, "Peak learning rate of AdamW", above=0)
+    center_coef: float = option(
+        0.0, "Weight of (s_better + s_worse)² in the loss, per squared reward unit", minimum=0
+    )
+    output_dir: str = option("runs/reward", "Run directory; the model is saved in it")
 
 
 IDENTITY = (

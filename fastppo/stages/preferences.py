@@ -17,7 +17,7 @@ from torch import Tensor
 from fastppo.data.chat import is_chat
 from fastppo.data.padding import padded_batch
 from fastppo.data.rows import DataError, Rows
-from fastppo.functional.arguments import shown
+from fastppo.functional.scalars import shown
 from fastppo.rewards.model import cut_beginning, text_ids
 
 

@@ -26,7 +26,6 @@ import copy
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,10 +52,9 @@ from fastppo.models.pretrained import (
 from fastppo.models.sharding import unsharded
 from fastppo.models.trunk import checkpoint_activations, switch_dropout_off
 from fastppo.rewards.model import sequence_scores
-from fastppo.run.options import option
 from fastppo.run.progress import say
 from fastppo.stages.calibration import accuracy, calibration_error, log_loss
-from fastppo.stages.options import SupervisedConfig
+from fastppo.stages.options import RewardModelConfig
 from fastppo.stages.preferences import (
     Comparison,
     Comparisons,
@@ -71,24 +69,6 @@ from fastppo.stages.supervised import (
     save_model,
     stage_world,
 )
-
-
-@dataclass(kw_only=True, frozen=True)
-class RewardModelConfig(SupervisedConfig):
-    """Options of the reward model. Lengths are in tokens, scores in reward units."""
-
-    model: str = option(
-        "", "Required. The SFT model, or a sequence classifier of one label: directory or hub name"
-    )
-    eval_share: float = option(
-        0.1, "Share of the rows held out, by prompt; 0 holds none out", minimum=0, maximum=0.9
-    )
-    learning_rate: float = option(1e-5, "Peak learning rate of AdamW", above=0)
-    center_coef: float = option(
-        0.0, "Weight of (s_better + s_worse)² in the loss, per squared reward unit", minimum=0
-    )
-    output_dir: str = option("runs/reward", "Run directory; the model is saved in it")
-
 
 REFERENCE_TEXTS = 2048
 """Best completions, at most, whose mean score becomes 0."""

@@ -9,7 +9,6 @@ Dropout is off, as it is in PPO. Rows are not packed. What a row may be: `demons
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,10 +28,9 @@ from fastppo.models.pretrained import (
 )
 from fastppo.models.sharding import unsharded
 from fastppo.models.trunk import checkpoint_activations
-from fastppo.run.options import option
 from fastppo.run.progress import say
 from fastppo.stages.demonstrations import IGNORED, Demonstrations, collate, encode_demonstrations
-from fastppo.stages.options import SupervisedConfig
+from fastppo.stages.options import SFTConfig
 from fastppo.stages.supervised import (
     SupervisedTrainer,
     load_data,
@@ -41,15 +39,6 @@ from fastppo.stages.supervised import (
     save_model,
     stage_world,
 )
-
-
-@dataclass(kw_only=True, frozen=True)
-class SFTConfig(SupervisedConfig):
-    """Options of supervised fine-tuning. Lengths are in tokens."""
-
-    model: str = option("", "Required. A causal LM: directory or hub name")
-    epochs: float = option(2.0, "Passes over the data", above=0)
-    output_dir: str = option("runs/sft", "Run directory; the model is saved in it")
 
 
 class _SFTTrainer(SupervisedTrainer):

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from fastppo.functional import arguments
+from fastppo.functional import scalars
 
 PRESETS = ("sao",)
 
@@ -23,5 +23,5 @@ def preset_options(name: str) -> dict[str, Any]:
     Raises:
         ValueError: there is none of that name.
     """
-    arguments.choice("preset", name, PRESETS)
+    scalars.choice("preset", name, PRESETS)
     return yaml.safe_load(files(__name__).joinpath(f"{name}.yaml").read_text("utf-8"))

@@ -1,0 +1,52 @@
+"""Options of what is asked: the prompts, which of them an iteration takes, held-out evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fastppo.run.options import Options, option
+
+
+@dataclass(kw_only=True, frozen=True)
+class PromptOptions(Options):
+    """Prompts."""
+
+    prompts: str = option(
+        "", "Required. Prompts: .jsonl, .parquet, a save_to_disk directory or a hub name"
+    )
+    prompt_column: str = option("prompt", "Column of the prompt: a string or chat messages")
+    split: str = option("train", "Split of a datasets directory or hub dataset")
+
+
+@dataclass(kw_only=True, frozen=True)
+class CurriculumOptions(Options):
+    """Curriculum."""
+
+    prompt_order: str = option(
+        "", "Column of numbers, or file.py:function, by which an epoch is sorted, least first"
+    )
+    prompt_weights: str = option(
+        "", "Column of numbers, or file.py:function, in proportion to which prompts are drawn"
+    )
+    solved_reward: float | None = option(
+        None,
+        "Reward that solves a prompt, which is asked no more when its last 8 responses reached it",
+    )
+
+
+@dataclass(kw_only=True, frozen=True)
+class EvaluationOptions(Options):
+    """Evaluation."""
+
+    eval_prompts: str = option(
+        "", "Prompts that are answered and not learned from, with the columns of prompts"
+    )
+    eval_interval: int = option(10, "Iterations between evaluations", minimum=1)
+    eval_sampling: Literal["sampled", "greedy", "both"] = option(
+        "sampled",
+        "Draw responses as in training, take the likeliest tokens (eval/greedy/), or both",
+    )
+    eval_patience: int | None = option(
+        None, "Evaluations without a better eval/reward after which the run ends", minimum=1
+    )
