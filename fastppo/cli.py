@@ -1,8 +1,9 @@
-"""The command line: the three stages `fastppo sft`, `reward` and `train`; `plan`, `generate`,
-`demo`, `recipe`, `report` and `bench`.
+"""The command line: the three stages `fastppo sft`, `reward` and `train`; `check`, `plan`,
+`export`, `generate`, `demo`, `recipe`, `report` and `bench`.
 
 A command with options has one flag per field of its option class, under the class's sections, and
-`--config FILE`, a YAML file of the same names. What a command needs is imported once it runs.
+`--config FILE`, a YAML file of the same names. What a command needs is imported once it runs, and
+what it reads is checked before that (`fastppo.inputs`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field, fields
 from io import TextIOWrapper
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,6 +81,8 @@ class Command:
     """`module:class` of its options, which is imported only for this command."""
     required: tuple[str, ...] = ()
     """Options that have to be given."""
+    inputs: str = ""
+    """The function of `fastppo.inputs` that checks what they name."""
     flags: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Its flags that are in no config file, with argparse's keywords."""
     usage: str | None = None
@@ -185,6 +188,7 @@ def recipe(rest: list[str], show: bool = False, out: str | None = None) -> None:
     description="fastppo sft --model my-base-model --data demonstrations.jsonl",
     options="fastppo.stages.options:SFTConfig",
     required=("model", "data"),
+    inputs="check_stage",
 )
 def sft(config: Any) -> None:
     from fastppo.run.progress import say
@@ -206,6 +210,7 @@ def sft(config: Any) -> None:
     description="fastppo reward --model runs/sft --data preferences.jsonl",
     options="fastppo.stages.options:RewardModelConfig",
     required=("model", "data"),
+    inputs="check_stage",
 )
 def reward(config: Any) -> None:
     from fastppo.run.progress import say
@@ -234,7 +239,8 @@ def reward(config: Any) -> None:
     help="Stage 3: PPO on your model, prompts and rewards",
     description="fastppo train --model runs/sft --prompts prompts.jsonl --rewards reward.py:score",
     options="fastppo.ppo.config:PPOConfig",
-    required=("model", "prompts"),
+    required=("model", "prompts", "rewards"),
+    inputs="check_train",
     flags=PRESET,
 )
 def train(config: Any) -> None:
@@ -254,10 +260,45 @@ def train(config: Any) -> None:
 
 
 @Command(
+    help="Check what `fastppo train` would read, and say what it would run",
+    description="fastppo check --config run.yaml",
+    options="fastppo.ppo.config:PPOConfig",
+    required=("model", "prompts", "rewards"),
+    inputs="check_train",
+    flags=PRESET,
+)
+def check(config: Any) -> None:
+    from rich.console import Console
+
+    from fastppo.ppo.rehearsal import rehearse, show
+
+    show(config, rehearse(config), Console())
+
+
+@Command(
+    help="Write the policy of a checkpoint, as transformers reads it",
+    description="Writes the policy of a checkpoint with its tokenizer into a new directory, which "
+    "transformers, vLLM and every --model here load.",
+    flags={
+        "checkpoint": {"metavar": "CHECKPOINT", "help": "say runs/ppo/checkpoint-000050"},
+        "out": {"metavar": "OUT", "help": "directory of the policy"},
+        "--device": {"help": "auto (a GPU if there is one), cpu, cuda (default: auto)"},
+    },
+)
+def export(rest: list[str], checkpoint: str, out: str, device: str = "auto") -> None:
+    from fastppo.ppo.checkpoints import export_checkpoint
+
+    _quiet_libraries()
+    export_checkpoint(Path(checkpoint), Path(out), device)
+    print(out)
+
+
+@Command(
     help="The memory that `fastppo train` will need, by part and phase; loads config.json alone",
     description="fastppo plan --config run.yaml --memory 80",
     options="fastppo.ppo.config:PPOConfig",
     required=("model",),
+    inputs="check_plan",
     flags={
         **PRESET,
         "--memory": {
@@ -286,6 +327,7 @@ def plan(config: Any, memory: float | None = None, prompt_tokens: int = PROMPT_T
     description="fastppo generate --models runs/sft runs/ppo/policy --prompts prompts.jsonl",
     options="fastppo.generate_options:GenerateConfig",
     required=("models",),
+    inputs="check_generate",
 )
 def generate(config: Any) -> None:
     from rich.console import Console
@@ -416,12 +458,22 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
         ValueError: a value cannot be used.
         SystemExit: a flag is none, or an option is missing.
     """
-    return _parse([name, *arguments])[1]
+    return _parse([name, *arguments]).options
 
 
-def _parse(arguments: list[str]) -> tuple[Command, Any, dict[str, Any]]:
-    """(command, its options or the arguments that no flag took, its flags). `--some-option` is
-    `--some_option`."""
+class Parsed(NamedTuple):
+    """What was typed."""
+
+    command: Command
+    options: Any
+    """Its options, or the arguments that no flag took."""
+    flags: dict[str, Any]
+    """Those that are no options."""
+    config_file: str | None = None
+
+
+def _parse(arguments: list[str]) -> Parsed:
+    """What was typed; `--some-option` is `--some_option`."""
     parser, parsers = build_parser(arguments[0])
     if near := _nearest_command(arguments[0]):
         parser.error(f"there is no command {arguments[0]!r}; did you mean {near}?")
@@ -434,7 +486,7 @@ def _parse(arguments: list[str]) -> tuple[Command, Any, dict[str, Any]]:
     if not command.options:
         if unknown and not command.takes_more:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return command, unknown, flags
+        return Parsed(command, unknown, flags)
     options = command.option_class()
     if unknown:
         hint = options.hint(unknown[0].removeprefix("--").partition("=")[0])
@@ -443,13 +495,36 @@ def _parse(arguments: list[str]) -> tuple[Command, Any, dict[str, Any]]:
         member.name: flags.pop(member.name) for member in fields(options) if member.name in flags
     }
     preset = flags.pop("preset", None)
-    config = _make_options(options, flags.pop("config", None), values, preset=preset)
+    file = flags.pop("config", None)
+    config = _make_options(options, file, values, preset=preset)
     missing = [option for option in command.required if not getattr(config, option)]
-    if name == "train" and not (config.rewards or config.reward_ensemble or config.environment):
-        missing.append("rewards")
+    if missing == ["rewards"] and (config.reward_ensemble or config.environment):
+        missing = []  # which pay in their place
     if missing:
         parsers[name].error(f"--{missing[0]} is missing: give it as a flag or in --config FILE")
-    return command, config, flags
+    return Parsed(command, config, flags, file)
+
+
+def _check_inputs(parsed: Parsed) -> None:
+    """Checks what the options name, before what takes seconds to import.
+
+    Raises:
+        ValueError: says which is not there, or does not fit; of a path in a YAML file, which is
+            relative to the working directory, whether it is there beside the file.
+    """
+    from fastppo import inputs
+    from fastppo.data.files import MissingPathError
+
+    try:
+        getattr(inputs, parsed.command.inputs)(parsed.options)
+    except MissingPathError as error:
+        beside = Path(parsed.config_file or "").parent / error.path
+        if parsed.config_file is None or not error.path or not beside.exists():
+            raise
+        raise ValueError(
+            f"{error}; paths in {parsed.config_file} are relative to the working directory, and "
+            f"{beside} is there"
+        ) from error
 
 
 def _with_underscores(flag: re.Match[str]) -> str:
@@ -527,9 +602,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from fastppo.run.signals import stopping_at_once
 
         with stopping_at_once():
-            command, options, flags = _parse(arguments)
-            with lasting_console() if command.trains else nullcontext():
-                return command.run(options, **flags) or 0
+            parsed = _parse(arguments)
+            if parsed.command.inputs:
+                _check_inputs(parsed)
+            with lasting_console() if parsed.command.trains else nullcontext():
+                return parsed.command.run(parsed.options, **parsed.flags) or 0
     except KeyboardInterrupt as stopped:
         # Plain where signals are not handled: before the first import, or not in a main thread.
         _say_last(str(stopped) or "stopped by SIGINT")

@@ -22,7 +22,7 @@ calls = 0
 
 def count(prompts, completions, **columns):
     global calls
-    calls += 1
+    calls += len(completions) > 1  # not the one before the run
     {before}
     return [text.split().count("w7") / 8 for text in completions]
 """

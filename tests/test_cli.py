@@ -216,10 +216,12 @@ def test_a_demo_that_cannot_be_is_refused_before_its_first_stage(tmp_path: Path,
 @pytest.mark.parametrize("command", ["train", "sft", "reward", "generate", "demo"])
 def test_a_gpu_that_is_not_there_is_refused_in_a_sentence(command, tmp_path: Path, capsys) -> None:
     model = tiny.saved_model(tmp_path / "sft")
+    data = str(tmp_path / "d.jsonl")
+    Path(data).write_text('{"prompt": "w1"}')
     flags = {
-        "train": ["--model", model, "--prompts", "p.jsonl", "--rewards", "r.py:f"],
-        "sft": ["--model", model, "--data", "d.jsonl"],
-        "reward": ["--model", model, "--data", "d.jsonl"],
+        "train": ["--model", model, "--prompts", data, "--rewards", "tiny:count_w7"],
+        "sft": ["--model", model, "--data", data],
+        "reward": ["--model", model, "--data", data],
         "generate": ["--models", model, "--prompt", "w1"],
         "demo": ["--output_dir", str(tmp_path / "demo")],
     }

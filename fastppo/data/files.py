@@ -6,6 +6,14 @@ import os
 from pathlib import Path
 
 
+class MissingPathError(ValueError):
+    """There is nothing at a path that an option names."""
+
+    def __init__(self, sentence: str, path: str = "") -> None:
+        super().__init__(sentence)
+        self.path = path
+
+
 def write_whole(path: str | Path, content: str | bytes) -> None:
     """Writes a file beside its place, and gives it its name once it is on the disk.
 

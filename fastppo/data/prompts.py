@@ -12,7 +12,7 @@ from typing import Any
 
 from fastppo.data import fingerprint
 from fastppo.data.chat import encode_prompt
-from fastppo.data.rows import DataError, Rows
+from fastppo.data.rows import DataError, Rows, check_prompt_column, column_names
 
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
 """Names under which rewards get something else than a column."""
@@ -60,11 +60,9 @@ def encode_prompts(
         DataError: a row without the column, an empty prompt, one of another type, or one that is
             too long, each with the row's number.
     """
-    if column not in rows[0]:
-        raise DataError(f"{source}: no column {column!r}; there are {', '.join(rows[0]) or 'none'}")
+    check_prompt_column(rows[0], column, source)
     prompts = Prompts([], [])
-    keys = dict.fromkeys(key for row in rows for key in row)
-    names = [key for key in keys if key != column]
+    names = column_names(rows, column)
     for reserved in RESERVED_COLUMNS:
         if reserved in names:
             raise DataError(f"{source}: a column may not be called {reserved!r}: rewards get it")

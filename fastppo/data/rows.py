@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import codecs
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fastppo.data.files import write_whole
+from fastppo.data.files import MissingPathError, write_whole
 
 Rows = list[dict[str, Any]]
+
+JSONL = (".jsonl", ".json", ".ndjson")
+"""Suffixes of files with a JSON object per line."""
 
 
 class DataError(ValueError):
     """A dataset cannot be used: says where and why."""
+
+
+class NoSuchDataError(DataError, MissingPathError):
+    """There is no file or directory of the name."""
 
 
 def load_rows(source: str, split: str = "train") -> Rows:
@@ -27,11 +35,10 @@ def load_rows(source: str, split: str = "train") -> Rows:
         DataError: nothing there, an empty dataset, or a malformed line, with its number.
     """
     path = Path(source)
-    if path.suffix in (".jsonl", ".json", ".ndjson"):
-        rows = _load_jsonl(path)
+    check_source(source)
+    if path.suffix in JSONL:
+        rows = list(read_jsonl(path))
     elif path.suffix == ".parquet":
-        if not path.is_file():
-            raise DataError(f"{source}: no such file")
         from datasets import Dataset
 
         try:
@@ -47,45 +54,67 @@ def load_rows(source: str, split: str = "train") -> Rows:
     return rows
 
 
+def check_source(source: str) -> None:
+    """Raises DataError where there is no file or directory of a name that can be nothing else."""
+    path = Path(source)
+    if path.suffix in (*JSONL, ".parquet"):
+        if not path.is_file():
+            raise NoSuchDataError(f"{source}: no such file", source)
+    elif path.is_file():
+        raise DataError(f"{source}: expected .jsonl or .parquet, got {path.suffix or 'no suffix'}")
+    elif is_missing_path(source):
+        raise NoSuchDataError(f"{source}: there is no such file or directory", source)
+
+
+def column_names(rows: Iterable[dict[str, Any]], column: str) -> list[str]:
+    """The columns of rows beside that of the prompt; a row need not have all."""
+    names = dict.fromkeys(key for row in rows for key in row)
+    return [name for name in names if name != column]
+
+
+def check_prompt_column(row: dict[str, Any], column: str, source: str) -> None:
+    """Raises DataError where the first row has no prompt."""
+    if column not in row:
+        raise DataError(f"{source}: no column {column!r}; there are {', '.join(row) or 'none'}")
+
+
 def write_rows(path: Path, rows: Rows) -> None:
     """Writes a JSONL file."""
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_whole(path, "".join(lines))
 
 
-def _load_jsonl(path: Path) -> Rows:
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
-    rows: Rows = []
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a JSONL file, one after the other; raises DataError at a malformed line."""
     try:
         # In bytes: Python's lines would also end at characters that JSON may hold.
-        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                if line.strip():
+                    yield _row(line.removesuffix(b"\n"), f"{path}, line {number}")
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{where}: not valid JSON ({error.msg} at column {error.colno})"
-            ) from error
-        except UnicodeDecodeError as error:
-            raise DataError(f"{where}: not UTF-8 (byte {error.start + 1} of the line)") from error
-        except (ValueError, RecursionError) as error:  # a number too long, nesting too deep
-            raise DataError(f"{where}: a value that cannot be read ({_cause(error)})") from None
-        if not isinstance(row, dict):
-            raise DataError(
-                f'{where}: expected an object like {{"prompt": …}}, got {type(row).__name__}'
-            )
-        if b"\\ud" in line.lower() and _is_broken(row):
-            raise DataError(
-                f"{where}: a text holds half of a surrogate pair, which is no character"
-            )
-        rows.append(row)
-    return rows
+
+
+def _row(line: bytes, where: str) -> dict[str, Any]:
+    """The row of a line; raises DataError where it is malformed."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 (byte {error.start + 1} of the line)") from error
+    except (ValueError, RecursionError) as error:  # a number too long, nesting too deep
+        raise DataError(f"{where}: a value that cannot be read ({_cause(error)})") from None
+    if not isinstance(row, dict):
+        raise DataError(
+            f'{where}: expected an object like {{"prompt": …}}, got {type(row).__name__}'
+        )
+    if b"\\ud" in line.lower() and _is_broken(row):
+        raise DataError(f"{where}: a text holds half of a surrogate pair, which is no character")
+    return row
 
 
 def _is_broken(row: dict[str, Any]) -> bool:
@@ -109,10 +138,6 @@ def _load_datasets(source: str, split: str) -> Rows:
     from datasets import DatasetDict, load_dataset, load_from_disk
 
     path = Path(source)
-    if path.is_file():
-        raise DataError(f"{source}: expected .jsonl or .parquet, got {path.suffix or 'no suffix'}")
-    if is_missing_path(source):
-        raise DataError(f"{source}: there is no such file or directory")
     markers = ("state.json", "dataset_dict.json")  # what save_to_disk writes
     if path.is_dir() and any((path / marker).exists() for marker in markers):
         try:
@@ -135,9 +160,10 @@ def _load_datasets(source: str, split: str) -> Rows:
 
 
 def is_missing_path(name: str) -> bool:
-    """Whether a name can only be a path, and there is nothing: no hub name has two slashes, or
-    begins with one, a dot or a tilde."""
-    only_a_path = name.count("/") > 1 or name.startswith((".", "/", "~"))
+    """Whether a name can only be a path, and there is nothing: no hub name has two slashes, ends
+    with one, or begins with one, a dot or a tilde; and runs are written below `runs/`."""
+    only_a_path = name.count("/") > 1 or name.endswith("/")
+    only_a_path = only_a_path or name.startswith((".", "/", "~", "runs/"))
     return only_a_path and not Path(name).exists()
 
 

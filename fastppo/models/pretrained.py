@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from fastppo.data.rows import is_missing_path
+from fastppo.models.names import check_model_name
 
 
 def model_config(name: str, what: str = "model") -> Any:
@@ -32,24 +32,8 @@ def model_config(name: str, what: str = "model") -> Any:
     Raises:
         ValueError: there is no model of that name.
     """
+    check_model_name(name, what)
     path = Path(name)
-    if is_missing_path(name):
-        raise ValueError(f"{what} {name}: there is no such directory")
-    if path.is_file():
-        raise ValueError(f"{what} {name} is a file; expected a directory of save_pretrained")
-    if (path / "policy" / "config.json").exists() and not (path / "config.json").exists():
-        raise ValueError(
-            f"{what} {name} is the directory of a run; its policy is {path / 'policy'}"
-        )
-    if path.is_dir() and not (path / "config.json").exists():
-        raise ValueError(
-            f"{what} {name}: no config.json there; expected what save_pretrained writes"
-        )
-    if (path / "adapter_config.json").exists():
-        raise ValueError(
-            f"{what} {name} holds a PEFT adapter; merge it first (merge_and_unload) and save the "
-            "whole model"
-        )
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         context = getattr(config.get_text_config(), "max_position_embeddings", None)

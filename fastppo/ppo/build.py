@@ -16,10 +16,9 @@ from transformers import PreTrainedModel, set_seed
 
 from fastppo.data import fingerprint
 from fastppo.data.prompts import Prompts, encode_prompts
-from fastppo.data.rows import DataError, Rows, load_rows
+from fastppo.data.rows import Rows, load_rows
 from fastppo.data.text import PretrainingText
 from fastppo.data.world import World, join
-from fastppo.integrations.addresses import load_prompts
 from fastppo.models.device import choose_device
 from fastppo.models.packing import choose_packing
 from fastppo.models.policy import ActorCritic, LanguageModel
@@ -35,12 +34,13 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.curriculum import Curriculum
 from fastppo.ppo.evaluation import Evaluation
 from fastppo.ppo.optimizer import make_optimizer
+from fastppo.ppo.rehearsal import PromptRows, check_terms, read_rows, try_terms
 from fastppo.ppo.run_models import ModelLoader, make_policy, make_reference, shortest_context
 from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.ensemble import RewardEnsemble
 from fastppo.rewards.environment import OneTurn, Turns
 from fastppo.rewards.loading import load_environment, make_terms
-from fastppo.rewards.reward import Reward, RewardTerm, lacking_columns
+from fastppo.rewards.reward import Reward, RewardTerm
 from fastppo.rewards.scorer import Scorer
 from fastppo.rollout import RolloutEngine, Sampling, as_engine
 from fastppo.rollout.engines import make_engine
@@ -137,6 +137,20 @@ def build(
     set_seed(config.seed)
     world = world or World()
     device = world.device or choose_device(config.device)
+    rows = read_rows(config, prompts)
+    reward_terms = load_rewards(
+        config,
+        rewards=rewards,
+        monitor_rewards=monitor_rewards,
+        environment=environment,
+        device=device,
+    )
+    check_terms(config, reward_terms.all, reward_terms.environment, rows)
+    calls = CallOptions(config.reward_timeout, say)
+    output_dir = Path(config.output_dir)
+    failure_file = output_dir / "failed_reward.json"
+    world.first(lambda: try_terms(config, reward_terms.all, rows, calls, failure_file))
+    set_seed(config.seed)  # users' code may have drawn
     tokenizer = tokenizer or load_tokenizer(config.model)
     models = load_models(
         config, model=model, reference=reference, tokenizer=tokenizer, device=device
@@ -146,26 +160,16 @@ def build(
     chosen_engine, engine_note = choose_engine(
         config, engine, policy=policy, tokenizer=tokenizer, world=world
     )
-    data = load_data(config, prompts, tokenizer, models)
+    data = load_data(config, rows, tokenizer, models)
     curriculum = Curriculum(data.prompts or Prompts([], []), config, say, world)
-    reward_terms = load_rewards(
-        config,
-        rewards=rewards,
-        monitor_rewards=monitor_rewards,
-        environment=environment,
-        device=device,
-    )
-    check_columns(config, reward_terms, data)
     if world.size > 1:
         models.shard(world)
         chosen_engine = SharedEngine(chosen_engine, policy, world)
-    calls = CallOptions(config.reward_timeout, say)
-    output_dir = Path(config.output_dir)
     scorer = Scorer(
         reward_terms.trained,
         reward_terms.monitored,
         tokenizer=tokenizer,
-        failure_file=output_dir / "failed_reward.json",
+        failure_file=failure_file,
         options=calls,
         world=world,
     )
@@ -360,23 +364,19 @@ class Data:
         return fingerprints
 
 
-def load_data(config: PPOConfig, prompts: Rows | None, tokenizer: Any, models: Models) -> Data:
+def load_data(config: PPOConfig, rows: PromptRows, tokenizer: Any, models: Models) -> Data:
     """Prompts, held-out prompts and pretraining text, encoded.
-
-    Args:
-        prompts: rows that were handed over.
 
     Raises:
         ValueError: `max_new_tokens` leaves no room for a prompt in the context, or a block of text
             is longer than it.
         DataError: a prompt that cannot be used; see `encode_prompts`.
     """
-    if prompts is None and config.prompts:
-        prompts = load_prompts(config.prompts, config.split)
-    held_out = load_prompts(config.eval_prompts, config.split) if config.eval_prompts else None
     return Data(
-        encode(config, prompts, tokenizer, context=models.context, source=config.prompts),
-        encode(config, held_out, tokenizer, context=models.context, source=config.eval_prompts),
+        encode(config, rows.prompts, tokenizer, context=models.context, source=config.prompts),
+        encode(
+            config, rows.held_out, tokenizer, context=models.context, source=config.eval_prompts
+        ),
         load_pretraining(config, tokenizer, models.policy.context),
     )
 
@@ -428,6 +428,11 @@ class RewardTerms:
     monitored: list[RewardTerm]
     environment: RewardTerm | None
     """What makes the environments of turns."""
+
+    @property
+    def all(self) -> list[RewardTerm]:
+        """Those that are trained on, and those that are not."""
+        return [*self.trained, *self.monitored]
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -483,17 +488,3 @@ def load_ensemble(config: PPOConfig, weight: float, options: dict[str, Any]) -> 
     )
     members = fingerprint.of_text(" ".join(term.fingerprint for term in ensemble.terms))
     return RewardTerm("ensemble", ensemble, weight, members)
-
-
-def check_columns(config: PPOConfig, terms: RewardTerms, data: Data) -> None:
-    """Raises DataError where a reward needs a column that the prompts do not have."""
-    for prompts, source in ((data.prompts, config.prompts), (data.held_out, config.eval_prompts)):
-        if prompts is None:
-            continue
-        for term in (*terms.trained, *terms.monitored):
-            if lacking := lacking_columns(term.function, prompts.columns):
-                columns = ", ".join(prompts.columns) or "none beside the prompt"
-                raise DataError(
-                    f"reward {term.name} needs the column {lacking[0]!r}; the columns of "
-                    f"{source or 'prompts'} are: {columns}"
-                )

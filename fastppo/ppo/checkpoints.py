@@ -12,12 +12,15 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
+from fastppo.data import fingerprint
 from fastppo.data.world import World
+from fastppo.models.device import choose_device
 from fastppo.models.policy import ActorCritic
-from fastppo.models.pretrained import written_whole
-from fastppo.models.sharding import reshard
+from fastppo.models.pretrained import load_tokenizer, written_whole
+from fastppo.models.sharding import reshard, unsharded
 from fastppo.ppo.build import RunComponents
 from fastppo.ppo.config import IDENTITY, PPOConfig
+from fastppo.ppo.run_models import ModelLoader, make_policy
 from fastppo.ppo.state import RunState
 from fastppo.run import checkpoint, identity, manifest, shards
 from fastppo.run.checkpoint import Best
@@ -25,6 +28,16 @@ from fastppo.run.checkpoint import Best
 LOWEST = "min:"
 """Before a metric of `checkpoint_best` whose lowest value is the best."""
 
+
+OF_WEIGHTS = (
+    "model",
+    "param_dtype",
+    "quantization",
+    "lora_rank",
+    "lora_alpha",
+    "lora_target_modules",
+)
+"""Options that say what a policy's weights are."""
 
 UNREADABLE = (
     ArithmeticError,
@@ -39,15 +52,54 @@ UNREADABLE = (
 """Errors on what no run has written, though its manifest agrees with it."""
 
 
-def export(model: ActorCritic, tokenizer: Any, directory: Path) -> None:
-    """Writes a policy whose weights are whole, and its value function beside the directory."""
-    value_function = directory.parent / "value_function.safetensors"
+def export(
+    model: ActorCritic, tokenizer: Any, directory: Path, value_function: Path | None = None
+) -> None:
+    """Writes a policy whose weights are whole.
+
+    Args:
+        value_function: the file that its value function is written to; None for none.
+    """
     with written_whole(directory) as unfinished:
         model.save_policy(unfinished)
         tokenizer.save_pretrained(unfinished)
-        model.save_value_function(unfinished / value_function.name)
-        (unfinished / value_function.name).replace(value_function)
-    manifest.permit(directory, value_function)
+        if value_function is not None:
+            model.save_value_function(unfinished / value_function.name)
+            (unfinished / value_function.name).replace(value_function)
+    manifest.permit(directory, *([] if value_function is None else [value_function]))
+
+
+def export_checkpoint(path: Path, directory: Path, device: str = "auto") -> None:
+    """Writes the policy of a checkpoint, with its tokenizer, as a run writes its last one.
+
+    Args:
+        path: of the checkpoint.
+        device: the model is loaded onto.
+
+    Raises:
+        ValueError: it is no whole checkpoint, or the model that its run started from is another by
+            now or was handed over; or there is a model in the directory.
+    """
+    if checkpoint.NAME.match(path.name) is None or not path.is_dir():
+        there = ", ".join(str(found) for found in checkpoint.checkpoints(path))
+        raise ValueError(
+            f"{path} is no checkpoint: expected RUN/checkpoint-NUMBER"
+            + (f", such as {there}" if there else "")
+        )
+    if directory.is_file() or (directory / "config.json").exists():
+        raise ValueError(f"{directory} is there already: choose another directory")
+    run = manifest.read(path, int(path.name.split("-")[1]))["run"]
+    config = PPOConfig(device=device, **{name: run["options"][name] for name in OF_WEIGHTS})
+    if not config.model:
+        raise ValueError(f"{path}: the run was given its model in Python: trainer.save_policy(…)")
+    loader = ModelLoader(config, choose_device(device))
+    causal_lm = loader.causal_lm(config.model, "model")
+    if fingerprint.of_weights(causal_lm.named_parameters()) != run["fingerprints"]["model"]:
+        raise ValueError(f"{path}: model {config.model} is not what it was when the run started")
+    tokenizer = load_tokenizer(config.model)
+    policy = make_policy(causal_lm, tokenizer, config, loader)
+    checkpoint.load_policy(path, policy)
+    export(policy, tokenizer, directory)
 
 
 class Checkpoints:
@@ -119,6 +171,37 @@ class Checkpoints:
         """Writes a last checkpoint, unless there is one of this iteration."""
         if self.state.iteration != self._iteration:
             self.save()
+
+    def save_best(self, tokenizer: Any, directory: Path) -> Path | None:
+        """Writes the policy of the best checkpoint; the path of this, or None where none is kept.
+
+        The model has the weights of the newest checkpoint, before and after it.
+        """
+        metric = self.config.checkpoint_best
+        best = None
+        if metric is not None:
+            best = self.world.first(lambda: self._whole_best(metric))
+        if best is None or self.newest is None:
+            return None
+        checkpoint.load_policy(best, self.model)
+        try:
+            with unsharded(self.model):
+                self.world.first(lambda: export(self.model, tokenizer, directory))
+        finally:
+            checkpoint.load_policy(self.newest, self.model)
+        return best
+
+    def _whole_best(self, metric: str) -> Path | None:
+        """The best checkpoint, every byte of which is as it was written."""
+        best = checkpoint.best_of(self.run_dir, metric)
+        if best is None:
+            return None
+        try:
+            manifest.read(best, int(best.name.split("-")[1]))
+        except manifest.DamagedError as error:
+            self.say(f"no policy-best: {error}")
+            return None
+        return best
 
     def how_far(self) -> str:
         """What a run that was stopped says of itself."""

@@ -633,7 +633,8 @@ class PPOTrainer:
         """Writes the policy, its tokenizer and generation config; the value function beside it."""
         directory = Path(directory)
         with unsharded(self.model):
-            self.world.first(lambda: export(self.model, self.tokenizer, directory))
+            value_function = directory.parent / "value_function.safetensors"
+            self.world.first(lambda: export(self.model, self.tokenizer, directory, value_function))
 
     def begin_iteration(self) -> PPOConfig:
         """The options of this iteration; the reference is refreshed if it is time."""

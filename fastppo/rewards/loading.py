@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fastppo.data import fingerprint
+from fastppo.data.files import MissingPathError
 from fastppo.integrations import addresses
 from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of
 from fastppo.rewards.reward import Reward, RewardTerm
@@ -54,14 +55,21 @@ def load_reward(
         return URLReward(spec, batch_size=batch_size, timeout=timeout)
     if addresses.is_address(spec):
         return addresses.load_reward(spec)
-    match = FUNCTION.match(spec)
-    if match and not Path(spec).exists():
+    if match := match_function(spec):
         return _load_function(match["where"], match["name"], "reward")
-    if spec.endswith(".py"):
-        raise ValueError(f"reward {spec}: expected {spec}:function, got no function")
     from fastppo.rewards.model import RewardModel  # transformers, where it is used
 
     return RewardModel(spec, device=device, batch_size=batch_size)
+
+
+def match_function(spec: str) -> re.Match[str] | None:
+    """`where` and `name` of a reward that is a function; None of a model or an address. Raises
+    ValueError for a file without a function."""
+    if URL.match(spec) or Path(spec).is_dir():
+        return None
+    if spec.endswith(".py"):
+        raise ValueError(f"reward {spec}: expected {spec}:function, got no function")
+    return None if Path(spec).exists() else FUNCTION.match(spec)
 
 
 def load_environment(spec: str | Callable[[], Any]) -> RewardTerm | None:
@@ -99,7 +107,7 @@ def load_callable(spec: str | Callable[..., Any], option: str) -> RewardTerm:
 def _load_function(where: str, name: str, option: str) -> Any:
     is_file = where.endswith(".py")
     if is_file and not Path(where).is_file():
-        raise ValueError(f"{option} {where}:{name}: there is no file {where}")
+        raise MissingPathError(f"{option} {where}:{name}: there is no file {where}", where)
     try:
         with CallOptions().put_back(where):
             module = call(lambda: _load_file(Path(where)) if is_file else _load_module(where))
@@ -160,10 +168,11 @@ def _importable_from(folder: Path) -> Iterator[None]:
 
 def _fingerprint(spec: str | Reward, function: Any) -> str:
     """Fingerprint of a reward's weights, of its function's file, of an address, or of a name."""
-    from fastppo.rewards.model import RewardModel
+    if not inspect.isroutine(function):
+        from fastppo.rewards.model import RewardModel  # transformers, where it is used
 
-    if isinstance(function, RewardModel):
-        return fingerprint.of_weights(function.model.named_parameters())
+        if isinstance(function, RewardModel):
+            return fingerprint.of_weights(function.model.named_parameters())
     if not isinstance(spec, str):
         kind = function if inspect.isroutine(function) else type(function)
         return fingerprint.of_text(f"{kind.__module__}.{kind.__qualname__}")
@@ -177,8 +186,7 @@ def reward_name(spec: str) -> str:
     """A short name for logs: the function's, the model directory's, or the address's."""
     if URL.match(spec):
         return address_name(spec)
-    match = FUNCTION.match(spec)
-    if match and not Path(spec).exists():
+    if match := match_function(spec):
         return match["name"]
     return Path(spec).name
 
@@ -210,5 +218,11 @@ def make_terms(
             unique = f"{name}_{suffix}"
             suffix += 1
         weight = 1.0 if weights is None else float(weights[i])
-        terms[unique] = RewardTerm(unique, function, weight, _fingerprint(reward, function))
+        terms[unique] = RewardTerm(
+            unique,
+            function,
+            weight,
+            fingerprint=_fingerprint(reward, function),
+            is_named_function=isinstance(reward, str) and match_function(reward) is not None,
+        )
     return list(terms.values())

@@ -29,6 +29,7 @@ from fastppo.rewards.calling import (
     place_of,
     traceback_of,
 )
+from fastppo.rewards.reading import METHODS, columns_for
 from fastppo.rewards.reward import MAX_REWARD
 
 
@@ -38,10 +39,6 @@ class Answer(NamedTuple):
     observation: Any
     reward: float
     done: bool
-
-
-METHODS = ("reset", "step")
-"""Methods that an environment must have."""
 
 
 class Failure(NamedTuple):
@@ -231,10 +228,7 @@ def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _named(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of the columns that a function has a parameter for."""
-    parameters = inspect.signature(function).parameters.values()
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    names = {parameter.name for parameter in parameters}
-    return copy.deepcopy({k: v for k, v in columns.items() if takes_all or k in names})
+    return copy.deepcopy(columns_for(inspect.signature(function), columns))
 
 
 def _read_opening(returned: Any) -> Any:

@@ -16,12 +16,15 @@ completion a reward returns
     a list of (end, value) pairs      a reward for each step; `end` is the offset of the character
                                       in the completion that follows the step
 
-and one batch may hold all three. A reward gets copies of everything, so it may change them.
+and one batch may hold all three. A reward gets copies of everything, so it may change them. One
+that an option names is called once before a run's models are loaded, on the first prompt with a
+made-up response: a wrong one costs seconds. So its side effects happen once more.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from fastppo.data.files import write_whole
+from fastppo.data.rows import DataError
 from fastppo.functional.scalars import shown
 from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of, traceback_of
 
@@ -135,6 +139,8 @@ class RewardTerm:
     weight: float = 1.0
     fingerprint: str = ""
     """Fingerprint of its file, its URL or its weights: another one means another reward."""
+    is_named_function: bool = False
+    """Whether it is a function that an option names, which is tried before a run."""
 
 
 def score(
@@ -277,9 +283,16 @@ def _finite(value: Any, where: str) -> float:
 
 def _call(function: Reward, samples: Samples) -> Any:
     """Calls the reward with what its signature has room for: copies, which it may change."""
+    return _with_arguments(function, inspect.signature(function), samples)()
+
+
+def _with_arguments(
+    function: Callable[..., Any], signature: inspect.Signature, samples: Samples
+) -> Callable[[], Any]:
+    """A function with the arguments of a reward of this signature."""
     prompts = copy.deepcopy(list(samples.prompts))
     completions = list(samples.completions)
-    parameters = inspect.signature(function).parameters.values()
+    parameters = signature.parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     positional = any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters)
@@ -292,28 +305,12 @@ def _call(function: Reward, samples: Samples) -> Any:
     if ids is not None and "completion_ids" in named:  # no column: `**columns` lacks it
         keywords["completion_ids"] = [list(row) for row in ids]
     if "completions" not in named and (named or positional):
-        return function(prompts, completions, **keywords)
+        return functools.partial(function, prompts, completions, **keywords)
     if takes_all or "prompts" in named:
         keywords["prompts"] = prompts
     if takes_all or "completions" in named:
         keywords["completions"] = completions
-    return function(**keywords)
-
-
-def lacking_columns(function: Reward, columns: Collection[str]) -> list[str]:
-    """Arguments that a reward requires and that are neither the prompts and completions nor one of
-    the columns."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # made in C, without a signature
-        return []
-    names = [p.name for p in parameters]
-    known = {"prompts", "completions", "completion_ids", *columns}
-    if "completions" not in names:  # the first two are prompts and completions by any name
-        known |= {p.name for p in parameters[:2] if p.kind is not p.KEYWORD_ONLY}
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    required = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
-    return [name for name in required if name not in known]
+    return functools.partial(function, **keywords)
 
 
 def save_failure(path: Path | None, error: TermError, samples: Samples) -> str:
@@ -332,3 +329,91 @@ def save_failure(path: Path | None, error: TermError, samples: Samples) -> str:
     }
     write_whole(path, json.dumps(record, ensure_ascii=False, indent=2, default=str))
     return f" (samples saved to {path})"
+
+
+# -------------------------------------------------------------------------------- before a run
+
+
+EXPECTED = (
+    "expected {name}(prompts, completions, **columns), which takes lists and returns a list with a "
+    "reward for each completion"
+)
+"""What a reward takes and returns."""
+
+MADE_UP = "A made-up response, on which the reward is tried before the run."
+"""What a reward is called on once before anything is loaded."""
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """A function's signature; None of one without, made in C."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def check_signature(
+    name: str, signature: inspect.Signature, source: str, columns: Collection[str]
+) -> None:
+    """Checks that a reward of this signature can be called.
+
+    Args:
+        source: of the prompts; columns: theirs, beside the prompt.
+
+    Raises:
+        DataError: it needs a column that is not there.
+        ValueError: it has no room for prompts or completions; the sentence says what is expected.
+    """
+    if lacking := lacking_columns(signature, columns):
+        known = ", ".join(columns) or "none beside the prompt"
+        raise DataError(
+            f"reward {name} needs the column {lacking[0]!r}; the columns of {source} are: {known}"
+        )
+    expected = EXPECTED.format(name=name)
+    if not signature.parameters:
+        raise ValueError(f"reward {name} takes nothing; {expected}")
+    samples = Samples([None], [MADE_UP], {column: [None] for column in columns}, [[]])
+    try:
+        _with_arguments(signature.bind, signature, samples)()
+    except TypeError as error:
+        raise ValueError(f"reward {name} takes {signature}: {error}; {expected}") from None
+
+
+def try_reward(
+    term: RewardTerm,
+    row: Mapping[str, Any],
+    column: str,
+    *,
+    failure_file: Path | None = None,
+    options: CallOptions | None = None,
+) -> None:
+    """Calls a reward once, on a prompt of the data with a made-up response.
+
+    Args:
+        row: of the data; column: that of its prompt.
+
+    Raises:
+        RewardError: as from `score`; it says that the response was made up.
+    """
+    columns = {name: [value] for name, value in row.items() if name != column}
+    samples = Samples([row.get(column)], [MADE_UP], columns, [[0]])
+    try:
+        score(term, samples, failure_file, options)
+    except RewardError as error:
+        raise RewardError(
+            f"{error}; it was called on a made-up response, before anything is loaded: "
+            f"{EXPECTED.format(name=term.name)}"
+        ) from error.__cause__
+
+
+def lacking_columns(signature: inspect.Signature, columns: Collection[str]) -> list[str]:
+    """Arguments that a reward requires and that are neither the prompts and completions nor one of
+    the columns."""
+    parameters = list(signature.parameters.values())
+    names = [p.name for p in parameters]
+    known = {"prompts", "completions", "completion_ids", *columns}
+    if "completions" not in names:  # the first two are prompts and completions by any name
+        known |= {p.name for p in parameters[:2] if p.kind is not p.KEYWORD_ONLY}
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    required = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
+    return [name for name in required if name not in known]

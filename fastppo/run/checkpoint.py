@@ -232,12 +232,16 @@ def prune(run_dir: Path, metric: str | None = None, never: Path | None = None) -
     written = checkpoints(run_dir)
     kept = {*written[-CHECKPOINTS_KEPT:], never}
     if metric is not None:
-        best = max(written, key=lambda path: _worth(path, metric))
-        if math.isfinite(_worth(best, metric)):
-            kept.add(best)
+        kept.add(best_of(run_dir, metric))
     for path in written:
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def best_of(run_dir: Path, metric: str) -> Path | None:
+    """The checkpoint that is the best by a metric; None where none has it."""
+    best = max(checkpoints(run_dir), key=lambda path: _worth(path, metric), default=None)
+    return best if best is not None and math.isfinite(_worth(best, metric)) else None
 
 
 def _worth(path: Path, metric: str) -> float:
@@ -265,12 +269,7 @@ def load(
         ValueError: the checkpoint is of another format, or a tensor is of another model.
     """
     path = Path(path)
-    record = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    if record["format"] != FORMAT:
-        raise ValueError(
-            f"{path}: expected checkpoint format {FORMAT}, got {record['format']}, which another "
-            "version of FastPPO wrote; finish the run with that version, or start from its policy"
-        )
+    record = _read_record(path)
     reshard(model)
     if (path / shards.FOLDER).is_dir():
         saved = shards.read(path, model, optimizer)
@@ -288,17 +287,61 @@ def load(
             f"{path} does not fit the model: {len(unmatched)} parameters are only in "
             f"one of the two, such as {unmatched[0]}"
         )
-    with torch.no_grad():
-        for name, parameter in trained.items():
-            weight = saved.model[name]
-            if parameter.shape != weight.shape:
-                raise ValueError(shards.misfit(path, name, weight.shape, parameter.shape))
-            parameter.copy_(sharded_like(weight, parameter))
+    _restore_weights(path, saved.model, trained)
     _check_optimizer(path, saved.optimizer, optimizer, record["state"])
     _restore_optimizer(optimizer, shards.sharded(saved.optimizer, optimizer))
     random_tensors = load_file(path / "random.safetensors")
     restore_random_state(RandomState(random_tensors, record["random"]))
     return record["state"], saved.reference
+
+
+def load_policy(path: Path, model: nn.Module) -> None:
+    """Restores the policy's weights of a whole checkpoint, and nothing else.
+
+    Args:
+        model: an `ActorCritic`.
+
+    Raises:
+        ValueError: the checkpoint is of another format, or of another model.
+    """
+    _read_record(path)
+    reshard(model)
+    trained = {
+        name: parameter
+        for name, parameter in trained_parameters(model)
+        if name.startswith("causal_lm.")
+    }
+    if (path / shards.FOLDER).is_dir():
+        saved = shards.read_weights(path, trained)
+    else:
+        saved = load_file(path / "model.safetensors")
+    lacking = sorted(trained.keys() - saved.keys())
+    if lacking:
+        raise ValueError(f"{path} does not fit the model: it has no {lacking[0]}")
+    _restore_weights(path, saved, trained)
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """A checkpoint's state.json; raises ValueError for another version's."""
+    record = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    if record["format"] != FORMAT:
+        raise ValueError(
+            f"{path}: expected checkpoint format {FORMAT}, got {record['format']}, which another "
+            "version of FastPPO wrote; finish the run with that version, or start from its policy"
+        )
+    return record
+
+
+def _restore_weights(
+    path: Path, saved: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
+) -> None:
+    """Copies a checkpoint's weights into parameters; raises ValueError for one of another shape."""
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            weight = saved[name]
+            if parameter.shape != weight.shape:
+                raise ValueError(shards.misfit(path, name, weight.shape, parameter.shape))
+            parameter.copy_(sharded_like(weight, parameter))
 
 
 def load_value_regression(path: str | Path) -> dict[str, Tensor]:

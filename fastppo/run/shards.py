@@ -105,17 +105,33 @@ def read(path: Path, model: nn.Module, optimizer: Any) -> Read:
             read_tensors.optimizer[f"{numbers[name]}.{leaf}"] = target
         else:
             getattr(read_tensors, part)[name] = target
-    alone = not distributed.is_initialized()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is")  # that one process is alone
-        with _as_os_error():
-            dcp.load(targets, storage_reader=reader, no_dist=alone)
+    _load(targets, reader)
     for name, index in numbers.items():
         # Shards are in fp32; a whole weight in half precision has its master beside it.
         weight = read_tensors.model.get(name)
         if weight is not None and optimizer.weights[index].dtype != weight.dtype:
             read_tensors.optimizer.setdefault(f"{index}.master", weight)
     return read_tensors
+
+
+def read_weights(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a checkpoint's weights that are named, sharded as the given ones are.
+
+    Raises:
+        ValueError: one is not there, or has another shape.
+    """
+    reader = _Reader(path / FOLDER)
+    saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    targets = {}
+    for name, weight in weights.items():
+        tensor = saved.get(f"model.{name}")
+        if tensor is None:
+            raise ValueError(f"{path} does not fit the model: it has no {name}")
+        if weight.shape != tensor.size:
+            raise ValueError(misfit(path, name, tensor.size, weight.shape))
+        targets[f"model.{name}"] = _empty(tensor, weight)
+    _load(targets, reader)
+    return {key.removeprefix("model."): target for key, target in targets.items()}
 
 
 def sharded(tensors: Mapping[str, Tensor], optimizer: Any) -> dict[str, Tensor]:
@@ -129,6 +145,15 @@ def sharded(tensors: Mapping[str, Tensor], optimizer: Any) -> dict[str, Tensor]:
 def misfit(path: Path, name: str, there: Sequence[int], here: Sequence[int]) -> str:
     """The sentence on a tensor of another shape."""
     return f"{path} does not fit the model: {name} is {list(there)} there and {list(here)} here"
+
+
+def _load(targets: dict[str, Any], reader: FileSystemReader) -> None:
+    """Reads a checkpoint's tensors into others of the same names."""
+    alone = not distributed.is_initialized()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is")  # that one process is alone
+        with _as_os_error():
+            dcp.load(targets, storage_reader=reader, no_dist=alone)
 
 
 def _names(model: nn.Module, optimizer: Any) -> list[str]:

@@ -11,6 +11,7 @@ from fastppo.rewards.reward import (
     RewardTerm,
     Samples,
     Scored,
+    check_signature,
     lacking_columns,
     score,
 )
@@ -110,11 +111,26 @@ def test_a_wrong_return_is_refused_and_the_sample_saved(returned, says, saved, t
         ("lambda completions, *, answer, completion_ids: 0", ["answer"]),
         ("lambda completions, answer=None: 0", []),
         ("lambda *both, **columns: 0", []),
-        ("max", []),
     ],
 )
 def test_columns_that_a_reward_cannot_do_without_are_known_beforehand(source, lacking) -> None:
-    assert lacking_columns(eval(source), ["wanted"]) == lacking
+    assert lacking_columns(inspect.signature(eval(source)), ["wanted"]) == lacking
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("lambda completion: 0", "takes (completion): too many positional arguments"),
+        ("lambda wanted: 0", "takes (wanted): "),
+        ("lambda: 0", "takes nothing"),
+    ],
+)
+def test_a_signature_without_room_for_completions_is_refused_with_the_expected_one(
+    source: str, says: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"reward f {says}")) as refused:
+        check_signature("f", inspect.signature(eval(source)), "p.jsonl", ["wanted"])
+    assert "expected f(prompts, completions, **columns), which takes lists" in str(refused.value)
 
 
 # ------------------------------------------------------------------------ rewards within a response

@@ -1,0 +1,127 @@
+"""What a command reads is there and fits: checked from names, first rows and definitions alone,
+before torch is imported and before anything is loaded, downloaded or run.
+
+What only loading can say (that weights are whole, that prompts fit the context) is checked later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fastppo.data.rows import (
+    JSONL,
+    DataError,
+    check_prompt_column,
+    check_source,
+    column_names,
+    read_jsonl,
+)
+from fastppo.integrations.addresses import is_address
+from fastppo.models.names import check_model_name
+from fastppo.rewards.loading import FUNCTION, URL, match_function
+from fastppo.rewards.reading import (
+    check_methods,
+    find_definition,
+    read_methods,
+    read_signature,
+)
+from fastppo.rewards.reward import check_signature
+
+
+def check_train(config: Any) -> None:
+    """Of `fastppo train`; every check here raises ValueError with the option's name."""
+    check_plan(config)
+    check_prompts(config)
+    if config.ptx_data:
+        check_source(config.ptx_data)
+    for option in ("prompt_order", "prompt_weights"):
+        spec = getattr(config, option)
+        match = FUNCTION.match(spec)
+        if match is not None and match["where"].endswith(".py"):
+            find_definition(match["where"], match["name"], option)
+
+
+def check_plan(config: Any) -> None:
+    """Of `fastppo plan`, which reads the configs of models."""
+    check_model_name(config.model)
+    if config.reference_model:
+        check_model_name(config.reference_model, "reference_model")
+    if config.critic_model and not config.critic_model.endswith(".safetensors"):
+        check_model_name(config.critic_model, "critic_model")
+
+
+def check_stage(config: Any) -> None:
+    """Of `fastppo sft` and `reward`."""
+    check_model_name(config.model)
+    check_source(config.data)
+    if config.eval_data:
+        check_source(config.eval_data)
+
+
+def check_generate(config: Any) -> None:
+    """Of `fastppo generate`."""
+    for name in config.models:
+        check_model_name(name)
+    sources = [config.prompts] if config.prompts and not is_address(config.prompts) else []
+    check_rewards(config.rewards, sources, config.prompt_column)
+
+
+def check_prompts(config: Any) -> None:
+    """The prompts, their columns, and the rewards and the environment that read them."""
+    sources = [
+        source
+        for source in (config.prompts, config.eval_prompts)
+        if source and not is_address(source)
+    ]
+    rewards = (*config.rewards, *config.monitor_rewards, *config.reward_ensemble)
+    check_rewards(rewards, sources, config.prompt_column)
+    match = FUNCTION.match(config.environment)
+    if match is not None and match["where"].endswith(".py"):
+        methods = read_methods(find_definition(match["where"], match["name"], "environment"))
+        for source in sources:
+            on_columns(source, config.prompt_column, partial(check_methods, methods, source))
+
+
+def check_rewards(specs: Sequence[str], sources: Sequence[str], column: str) -> None:
+    """Rewards by name, and the prompts whose columns they are given.
+
+    Args:
+        column: of the prompt.
+    """
+    for source in sources:
+        check_source(source)
+        on_columns(source, column, lambda columns: None)
+    for spec in specs:
+        match = match_function(spec)
+        if match is None:
+            if not URL.match(spec):
+                check_model_name(spec, "reward")
+        elif match["where"].endswith(".py"):
+            name = match["name"]
+            signature = read_signature(find_definition(match["where"], name, "reward"))
+            if signature is not None:
+                for source in sources:
+                    on_columns(source, column, partial(check_signature, name, signature, source))
+
+
+def on_columns(source: str, column: str, check: Callable[[Sequence[str]], None]) -> None:
+    """Calls a check with the columns of a JSONL file, beside that of the prompt: those of its first
+    row and, where these do not do, of all.
+
+    Raises:
+        DataError: there is no row, or it has no prompt; besides, what the check raises.
+    """
+    path = Path(source)
+    if path.suffix not in JSONL:
+        return
+    first = next(read_jsonl(path), None)
+    if first is None:
+        raise DataError(f"{source}: the dataset is empty")
+    check_prompt_column(first, column, source)
+    try:
+        check(column_names([first], column))
+    except ValueError:
+        check(column_names(read_jsonl(path), column))

@@ -1,0 +1,72 @@
+"""The names of models, a directory or a name of the hub, checked before torch is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastppo.data.files import MissingPathError
+from fastppo.data.rows import is_missing_path
+
+HUB_SECONDS = 10.0
+"""In which the hub says whether it has a model. Loading asks five times, with pauses."""
+
+
+def check_model_name(name: str, what: str = "model") -> None:
+    """Checks that there is a model of this name.
+
+    Args:
+        what: the option that names it, for the message.
+
+    Raises:
+        ValueError: there is none; of a run or a checkpoint it says what has its policy.
+    """
+    path = Path(name)
+    if is_missing_path(name):
+        raise MissingPathError(f"{what} {name}: there is no such directory", name)
+    if path.is_file():
+        raise ValueError(f"{what} {name} is a file; expected a directory of save_pretrained")
+    if not path.exists():
+        _check_hub(name, what)
+        return
+    if (path / "adapter_config.json").exists():
+        raise ValueError(
+            f"{what} {name} holds a PEFT adapter; merge it first (merge_and_unload) and save the "
+            "whole model"
+        )
+    if (path / "config.json").exists():
+        return
+    if (path / "policy" / "config.json").exists():
+        best = path / "policy-best"
+        or_best = f", its best one {best}" if (best / "config.json").exists() else ""
+        raise ValueError(
+            f"{what} {name} is the directory of a run; its policy is {path / 'policy'}{or_best}"
+        )
+    if (path / "manifest.json").exists():
+        raise ValueError(
+            f"{what} {name} is a checkpoint; `fastppo export {name} OUT` writes its policy"
+        )
+    raise ValueError(f"{what} {name}: no config.json there; expected what save_pretrained writes")
+
+
+def _check_hub(name: str, what: str) -> None:
+    """Raises ValueError where neither the hub nor its cache here has a model of this name."""
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    if constants.HF_HUB_OFFLINE:
+        return  # whose cache is looked at where it is loaded
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+        HfApi().model_info(name, timeout=HUB_SECONDS)
+    except HFValidationError:
+        raise MissingPathError(f"{what} {name}: there is no such directory", name) from None
+    except RepositoryNotFoundError:
+        raise MissingPathError(
+            f"{what} {name}: no such directory, and no model of the hub that may be read from here",
+            name,
+        ) from None
+    except Exception as error:  # of its HTTP library, which is no dependency of ours
+        raise MissingPathError(
+            f"{what} {name}: no such directory, and the hub does not answer: {error}", name
+        ) from error

@@ -1,0 +1,174 @@
+"""What is tried before models are loaded: rows are read, rewards and environment
+have room for what they are given, and each function that an option names is called once.
+
+`fastppo check` does this alone, and says what would be run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fastppo.data.rows import Rows, column_names
+from fastppo.integrations.addresses import load_prompts
+from fastppo.ppo.config import PPOConfig
+from fastppo.rewards.calling import CallOptions
+from fastppo.rewards.loading import load_environment, make_terms, match_function
+from fastppo.rewards.reading import check_methods, method_signatures
+from fastppo.rewards.reward import RewardTerm, check_signature, signature_of, try_reward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptRows:
+    """The rows of the prompts and of the held-out prompts."""
+
+    prompts: Rows | None
+    held_out: Rows | None
+
+
+def read_rows(config: PPOConfig, prompts: Rows | None = None) -> PromptRows:
+    """The rows that the config names.
+
+    Args:
+        prompts: rows that were handed over.
+
+    Raises:
+        DataError: they cannot be read.
+    """
+    if prompts is None and config.prompts:
+        prompts = load_prompts(config.prompts, config.split)
+    held_out = load_prompts(config.eval_prompts, config.split) if config.eval_prompts else None
+    return PromptRows(prompts, held_out)
+
+
+def check_terms(
+    config: PPOConfig,
+    rewards: Sequence[RewardTerm],
+    environment: RewardTerm | None,
+    rows: PromptRows,
+) -> None:
+    """Checks that rewards and environment can be called with the columns of the prompts.
+
+    Raises:
+        DataError: a reward needs a column that is not there.
+        ValueError: one has no room for what it is given.
+    """
+    sources = ((rows.prompts, config.prompts), (rows.held_out, config.eval_prompts))
+    for of_source, source in sources:
+        if of_source is None:
+            continue
+        columns = column_names(of_source, config.prompt_column)
+        for term in rewards:
+            signature = signature_of(term.function)
+            if signature is not None:
+                check_signature(term.name, signature, source or "prompts", columns)
+        if environment is not None:
+            check_methods(method_signatures(environment.function), source or "prompts", columns)
+
+
+def try_terms(
+    config: PPOConfig,
+    rewards: Sequence[RewardTerm],
+    rows: PromptRows,
+    calls: CallOptions,
+    failure_file: Path | None = None,
+) -> None:
+    """Calls each function that an option names once, on the first prompt with a made-up response.
+    Models and URLs, and what was handed over in Python, are not called.
+
+    Args:
+        failure_file: where the sample is written that one fails on.
+
+    Raises:
+        RewardError: one raised, or returned what cannot be trained on.
+    """
+    for term in rewards:
+        if rows.prompts and term.is_named_function:
+            try_reward(
+                term,
+                rows.prompts[0],
+                config.prompt_column,
+                failure_file=failure_file,
+                options=calls,
+            )
+
+
+def rehearse(config: PPOConfig) -> PromptRows:
+    """Reads the rows, and tries the rewards and the environment; no model is loaded.
+
+    Raises:
+        ValueError, RewardError: as `check_terms` and `try_terms`.
+    """
+    rows = read_rows(config)
+    specs = (*config.rewards, *config.monitor_rewards)
+    rewards = make_terms([spec for spec in specs if match_function(spec)])
+    check_terms(config, rewards, load_environment(config.environment), rows)
+    try_terms(config, rewards, rows, CallOptions(config.reward_timeout))
+    return rows
+
+
+def show(config: PPOConfig, rows: PromptRows, console: Console) -> None:
+    """What would be run."""
+    table = Table.grid(padding=(0, 2))
+    for name, text in _lines(config, rows):
+        table.add_row(name, Text(text, overflow="fold"))
+    console.print(table)
+
+
+def _lines(config: PPOConfig, rows: PromptRows) -> list[tuple[str, str]]:
+    """Names, and what is behind them."""
+    lines = [
+        ("model", f"{config.model}{_architecture(config.model)}"),
+        ("prompts", _data(config.prompts, rows.prompts)),
+    ]
+    if config.eval_prompts:
+        held_out = _data(config.eval_prompts, rows.held_out)
+        lines.append(("held out", f"{held_out}; every {config.eval_interval} iterations"))
+    weights = config.reward_weights or [1.0] * len(config.rewards)
+    for spec, weight in zip(config.rewards, weights, strict=False):
+        lines.append(("reward", spec if weight == 1 else f"{weight:g} × {spec}"))
+    if config.reward_ensemble:
+        lines.append(("ensemble", ", ".join(config.reward_ensemble)))
+    lines += [("monitored", spec) for spec in config.monitor_rewards]
+    if config.environment:
+        lines.append(("environment", f"{config.environment}, {config.max_turns} turns at most"))
+    lines += [
+        (
+            "an iteration",
+            f"{config.rollout_batch_size} responses of {config.max_new_tokens} tokens at most to "
+            f"{config.prompts_per_iteration} prompts; {config.steps_per_iteration} optimiser steps",
+        ),
+        ("the run", f"{config.iterations} iterations, {config.optimizer_steps} optimiser steps"),
+        ("written to", config.output_dir),
+    ]
+    default = PPOConfig().to_dict()
+    shown = ("model", "prompts", "eval_prompts", "rewards", "output_dir")
+    changed = [
+        f"{name}={value}"
+        for name, value in config.to_dict().items()
+        if value != default[name] and name not in shown
+    ]
+    if changed:
+        lines.append(("not by default", ", ".join(changed)))
+    return lines
+
+
+def _architecture(name: str) -> str:
+    """Of a directory, as its config says it."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        config = json.loads((Path(name) / "config.json").read_bytes())
+        return f", {config['architectures'][0]}"
+    return ""
+
+
+def _data(source: str, rows: Rows | None) -> str:
+    """A file of prompts, and what is in it."""
+    columns = list(dict.fromkeys(key for row in rows or () for key in row))
+    return f"{source}, {len(rows or ())} rows with {', '.join(columns)}"
