@@ -22,6 +22,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from io import TextIOWrapper
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -113,6 +114,37 @@ class _Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
 
+class _SectionHelp(argparse.Action):
+    """`--help` prints all options; `--help kl` those whose section or name has the word."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option: Any = None
+    ) -> None:
+        if value is None:
+            parser.print_help()
+            parser.exit()
+        word = str(value).lower()
+        formatter = parser.formatter_class(parser.prog)
+        found = False
+        for group in parser._action_groups[2:]:  # argparse has no public name for them
+            is_of_section = word in (group.title or "").lower()
+            actions = [
+                action
+                for action in group._group_actions
+                if is_of_section or word in action.option_strings[0]
+            ]
+            if actions:
+                found = True
+                formatter.start_section(group.title)
+                formatter.add_arguments(actions)
+                formatter.end_section()
+        if not found:
+            titles = ", ".join(group.title or "" for group in parser._action_groups[2:])
+            parser.error(f"no section or option has {value!r}; the sections are: {titles}")
+        print(formatter.format_help(), end="")
+        parser.exit()
+
+
 def _count(text: str) -> int:
     """A number of things, for argparse."""
     if not text.isdecimal():
@@ -150,20 +182,25 @@ def demo(rest: list[str], **flags: Any) -> None:
     "recipe's.",
     flags={
         "--show": {"action": "store_true", "help": "print the recipe's YAML and stop"},
+        "--prepare": {"action": "store_true", "help": "make model and data, and train nothing"},
         "--out": {"metavar": "DIR", "help": "folder of the run (default: runs/NAME)"},
     },
-    usage="fastppo recipe [NAME [--show] [--out DIR] [--OPTION VALUE ...]]",
+    usage="fastppo recipe [NAME [--show] [--prepare] [--out DIR] [--OPTION VALUE ...]]",
     takes_more=True,
 )
-def recipe(rest: list[str], show: bool = False, out: str | None = None) -> None:
+def recipe(
+    rest: list[str], show: bool = False, prepare: bool = False, out: str | None = None
+) -> None:
     from rich.console import Console
 
     from fastppo.recipes.catalogue import find
     from fastppo.recipes.run import lay_out, run_recipe, show_recipes
 
     if not rest:
-        if show or out is not None:
-            raise ValueError("--show and --out are of a recipe: expected its name before them")
+        if show or prepare or out is not None:
+            raise ValueError(
+                "--show, --prepare and --out are of a recipe: expected its name before them"
+            )
         show_recipes(Console())
         return
     # By its place: argparse would take an option's value for the name, or the name for a value.
@@ -177,9 +214,13 @@ def recipe(rest: list[str], show: bool = False, out: str | None = None) -> None:
     if show:
         print(chosen.config(folder), end="")
         return
+    with TemporaryDirectory() as temporary:  # wrong options leave no files in the folder
+        file = Path(temporary) / "run.yaml"
+        file.write_text(chosen.config(folder), encoding="utf-8")
+        parse("train", ["--config", str(file), *options])
     config = parse("train", ["--config", str(lay_out(chosen, folder)), *options])
     _quiet_libraries()
-    run_recipe(chosen, folder, config)
+    run_recipe(chosen, folder, config, only_prepare=prepare)
 
 
 @Command(
@@ -400,8 +441,18 @@ def build_parser(*filled: str) -> tuple[_Parser, dict[str, _Parser]]:
             usage=usage,
             description=description,
             formatter_class=_raw_formatter if command.options else argparse.HelpFormatter,
-            add_help=name != "bench",  # whose help is the suite's
+            # That of bench is the suite's; that of options has a section after it.
+            add_help=name != "bench" and not command.options,
         )
+        if command.options:
+            parsers[name].add_argument(
+                "-h",
+                "--help",
+                action=_SectionHelp,
+                nargs="?",
+                metavar="SECTION",
+                help="show this, or the options whose section or name has the word: --help kl",
+            )
         if name in filled:
             for flag, keywords in command.flags.items():
                 parsers[name].add_argument(flag, **keywords)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from command_line import Folder
 
 from fastppo import cli
 from fastppo.generate import GenerateConfig
@@ -19,6 +23,7 @@ from fastppo.run.options import Options
 from fastppo.stages.reward_model import RewardModelConfig
 from fastppo.stages.sft import SFTConfig
 
+ROOT = Path(__file__).parents[1]
 REQUIRED = ("model", "prompts", "rewards")
 
 
@@ -233,3 +238,172 @@ def test_a_report_of_another_stage_is_refused(tmp_path: Path, capsys) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "is no PPO run, and the report is of one" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------- checks before a run
+
+
+REWARDS = """
+import json
+
+def right(prompts, completions, wanted):
+    return [float(word in text) for word, text in zip(wanted, completions)]
+
+def of_one(completion):
+    return 1.0
+
+def returns_one(prompts, completions):
+    return 1.0
+
+def parses(prompts, completions):
+    return [json.loads(text) for text in completions]
+"""
+
+
+@pytest.fixture
+def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Options of a run, beside the files that they name."""
+    monkeypatch.chdir(tmp_path)
+    tiny.saved_model(tmp_path / "sft")
+    Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny.PROMPTS))
+    Path("rewards.py").write_text(REWARDS)
+    return {"model": "sft", "prompts": "prompts.jsonl", "rewards": "rewards.py:right"}
+
+
+def _flags(options: dict[str, str]) -> list[str]:
+    return [text for name, value in options.items() for text in (f"--{name}", value)]
+
+
+EARLY = [
+    ("model", "runs/absent", "model runs/absent: there is no such directory"),
+    ("prompts", "absent.jsonl", "absent.jsonl: no such file"),
+    ("prompt_column", "question", "prompts.jsonl: no column 'question'; there are prompt"),
+    ("rewards", "absent.py:right", "reward absent.py:right: there is no file absent.py"),
+    ("rewards", "rewards.py:wright", "no function 'wright' there; it has right, of_one"),
+    ("rewards", "rewards.py:of_one", "takes (completion): too many positional arguments"),
+    ("kl_coef", "-1", "kl_coef must be >= 0, got -1"),
+]
+
+
+def test_wrong_inputs_are_refused_before_torch_is_imported(inputs: dict[str, str]) -> None:
+    """In a process of its own, whose first import of torch would fail."""
+    commands = [["train", *_flags(inputs | {option: value})] for option, value, _ in EARLY]
+    code = (
+        "import sys, json; sys.modules['torch'] = None\n"
+        "from fastppo import cli\n"
+        "print([cli.main(arguments) for arguments in json.loads(sys.argv[1])])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(commands)],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == str([2] * len(EARLY))
+    for line, (_, _, says) in zip(done.stderr.splitlines(), EARLY, strict=True):
+        assert says in line
+
+
+def test_a_path_in_yaml_is_relative_to_the_working_directory(inputs, capsys) -> None:
+    Path("configs").mkdir()
+    Path("configs/beside.jsonl").write_text('{"prompt": "w1", "wanted": "w7"}\n')
+    file = Path("configs/run.yaml")
+    file.write_text("model: sft\nprompts: prompts.jsonl\nrewards: [rewards.py:right]\n")
+    assert cli.main(["check", "--config", str(file)]) == 0
+    assert cli.main(["check", "--config", str(file), "--prompts", "beside.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert "relative to the working directory, and configs/beside.jsonl is there" in said
+
+
+def test_check_says_what_would_be_run_and_loads_no_model(inputs, capsys, monkeypatch) -> None:
+    (Path("sft") / "model.safetensors").unlink()
+    assert cli.main(["check", *_flags(inputs | {"kl_coef": "0.1"})]) == 0
+    shown = capsys.readouterr().out
+    assert f"prompts.jsonl, {len(tiny.PROMPTS)} rows with prompt, wanted" in shown
+    assert "LlamaForCausalLM" in shown
+    assert "kl_coef=0.1" in shown
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        ("returns_one", "returned float; expected a list of 1 floats"),
+        ("parses", "rewards.py, line 14, in"),
+    ],
+)
+def test_a_reward_is_tried_before_a_model_is_loaded(reward, says, inputs, capsys) -> None:
+    (Path("sft") / "model.safetensors").unlink()
+    options = inputs | {"rewards": f"rewards.py:{reward}"}
+    assert cli.main(["train", *_flags(options), "--device", "cpu"]) == 1
+    said = capsys.readouterr().err
+    assert says in said
+    assert f"expected {reward}(prompts, completions, **columns)" in said
+
+
+def test_the_best_policy_is_written_and_a_checkpoint_is_exported(tmp_path: Path, capsys) -> None:
+    """The two are the same bits; of a run or a checkpoint as a model it is said where its policy
+    is."""
+    folder = Folder(tmp_path)
+    folder.write_reward("return [1.0 if calls == 1 else i % 2 for i in range(len(completions))]")
+    assert cli.main(folder.flags(checkpoint_best="reward", iterations=4, learning_rate=0.1)) == 0
+    assert "policy-best is that of checkpoint-000001" in capsys.readouterr().err
+    best = (folder.run / "policy-best" / "model.safetensors").read_bytes()
+    last = (folder.run / "policy" / "model.safetensors").read_bytes()
+    assert best != last
+    checkpoint = folder.run / "checkpoint-000001"
+    for path, written in ((checkpoint, best), (folder.run / "checkpoint-000004", last)):
+        out = tmp_path / f"exported-{path.name}"
+        assert cli.main(["export", str(path), str(out)]) == 0
+        assert (out / "model.safetensors").read_bytes() == written
+    capsys.readouterr()
+    for path, says in (
+        (checkpoint, f"is a checkpoint; `fastppo export {checkpoint} OUT` writes its policy"),
+        (folder.run, f"its policy is {folder.run / 'policy'}, its best one"),
+    ):
+        assert cli.main(["generate", "--models", str(path), "--prompt", "w1"]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_help_shows_the_options_of_a_word(capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", "--help", "kl"])
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    assert "KL to the reference" in shown
+    for name in ("kl_coef", "kl_horizon", "early_stop_kl", "policy_kl_target"):
+        assert f"--{name} " in shown
+    assert "--lam " not in shown
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help", "nonsense"])
+    assert "the sections are: Policy, Weights and adapters" in capsys.readouterr().err
+
+
+def test_the_recipes_are_listed_without_torch_and_with_their_minutes() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from fastppo import cli; sys.exit(cli.main(['recipe']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
+            "COLUMNS": "80",
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "minutes" in done.stdout
+    assert "2.8" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_a_recipe_with_wrong_options_leaves_no_files(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "sums"
+    arguments = ["recipe", "arithmetic", "--out", str(out)]
+    assert cli.main([*arguments, "--iterations", "0"]) == 2
+    assert "iterations must be >= 1, got 0" in capsys.readouterr().err
+    assert not out.exists()

@@ -68,7 +68,10 @@ ENVIRONMENTS = {
         "    def __init__(self): self.x = {}['x']",
         "environment 'Game' raised KeyError('x') where it is made",
     ),
-    "wants arguments": ("    def __init__(self, size): pass", "missing 1 required positional"),
+    "wants arguments": (
+        "    def __init__(self, size): pass",
+        "environment: __init__ takes (self, size): missing a required argument: 'size'",
+    ),
     "has no step": ("    step = None", "environment 'Game' has no method step"),
     "is cancelled": (
         "    async def step(self, text): raise asyncio.CancelledError",
@@ -96,7 +99,7 @@ def test_an_environment_that_fails_ends_the_run_with_a_sentence(
     file = folder.path / "game.py"
     file.write_text(f"{ENVIRONMENT}\n{body}\n")
     code, said = run(environment=f"{file}:Game", reward_timeout=0.5)
-    assert code == 1
+    assert code == (2 if kind == "wants arguments" else 1)
     assert says in said
 
 
@@ -142,6 +145,16 @@ def test_a_reward_that_raises_is_told_by_its_line(folder: Folder, run: Run) -> N
     saved = json.loads((folder.run / "failed_reward.json").read_text())
     assert "line 4, in count" in saved["traceback"]
     assert "JSONDecodeError: Expecting value" in saved["traceback"]
+
+
+def test_an_environment_that_raises_is_told_by_its_line(folder: Folder, run: Run) -> None:
+    file = folder.path / "game.py"
+    file.write_text(f"{ENVIRONMENT}\n    def step(self, text):\n        return {{}}[text]\n")
+    code, said = run(environment=f"{file}:Game")
+    assert code == 1
+    assert f"({file}, line 12, in step: return {{}}[text])" in said
+    saved = json.loads((folder.run / "failed_episode.json").read_text())
+    assert "line 12, in step" in saved["traceback"]
 
 
 @pytest.mark.parametrize("option", ["prompt_order", "prompt_weights"])

