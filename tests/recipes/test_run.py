@@ -142,12 +142,20 @@ def test_the_folder_is_a_run_that_train_repeats_and_that_goes_on_if_asked(
 
 def test_what_a_person_changed_stays_and_is_what_runs(tmp_path: Path, capsys) -> None:
     lay_out(find("arithmetic"), tmp_path)
-    (tmp_path / "reward.py").write_text("def correct(prompts, completions):\n    return [7.0] * 16")
+    (tmp_path / "reward.py").write_text("def correct(p, c):\n    return [7.0 for _ in c]")
     config = (tmp_path / "run.yaml").read_text().replace("kl_coef: 0.005", "kl_coef: 0.03")
     (tmp_path / "run.yaml").write_text(config)
     assert _run("arithmetic", tmp_path) == 0, capsys.readouterr().err
     lines = read_jsonl(tmp_path / "ppo" / "metrics.jsonl")
     assert (lines[0]["reward"], lines[0]["kl_coef"]) == (7.0, 0.03)
+
+
+def test_a_recipe_is_prepared_without_training(tmp_path: Path, capsys) -> None:
+    assert cli.main(["recipe", "arithmetic", "--prepare", "--out", str(tmp_path)]) == 0
+    assert f"fastppo train --config {tmp_path / 'run.yaml'}" in capsys.readouterr().err
+    for name in ("model/config.json", "prompts.jsonl", "held_out.jsonl", "reward.py"):
+        assert (tmp_path / name).exists(), name
+    assert not (tmp_path / "ppo").exists()
 
 
 def test_files_of_another_seed_or_recipe_are_refused(tmp_path: Path) -> None:
