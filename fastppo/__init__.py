@@ -10,12 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastppo_kernels.records import combine_sums
-
     from fastppo.functional.advantages import Advantages, compute_advantages, gae, whiten
     from fastppo.functional.arguments import aggregation_weights
     from fastppo.functional.lm_head import head_weight
-    from fastppo.functional.losses import PPOLoss, linear_ppo_loss, loss_metrics, ppo_loss
+    from fastppo.functional.losses import (
+        PPOLoss,
+        combine_sums,
+        linear_ppo_loss,
+        loss_metrics,
+        ppo_loss,
+    )
     from fastppo.functional.statistics import (
         TokenStats,
         linear_token_logprobs,
@@ -33,7 +37,13 @@ HOMES = {
     "fastppo.functional.advantages": ("Advantages", "compute_advantages", "gae", "whiten"),
     "fastppo.functional.arguments": ("aggregation_weights",),
     "fastppo.functional.lm_head": ("head_weight",),
-    "fastppo.functional.losses": ("PPOLoss", "linear_ppo_loss", "loss_metrics", "ppo_loss"),
+    "fastppo.functional.losses": (
+        "PPOLoss",
+        "combine_sums",
+        "linear_ppo_loss",
+        "loss_metrics",
+        "ppo_loss",
+    ),
     "fastppo.functional.statistics": (
         "TokenStats",
         "linear_token_logprobs",
@@ -44,7 +54,6 @@ HOMES = {
     "fastppo.functional.tutorial_losses": ("entropy", "policy_loss", "total_loss", "value_loss"),
     "fastppo.ppo.config": ("PPOConfig",),
     "fastppo.ppo.trainer": ("PPOTrainer",),
-    "fastppo_kernels.records": ("combine_sums",),
 }
 """Where each public name is defined."""
 _HOME_OF = {name: module for module, names in HOMES.items() for name in names}

@@ -285,7 +285,6 @@ def reward(config: Any) -> None:
     flags=PRESET,
 )
 def train(config: Any) -> None:
-    from fastppo.data.world import leave
     from fastppo.ppo.build import world_of
     from fastppo.ppo.trainer import PPOTrainer
     from fastppo.run.lock import run_lock
@@ -297,7 +296,6 @@ def train(config: Any) -> None:
         trainer.train()
     trainer.say(f"report  {config.output_dir}/report.html")
     trainer.say(f"policy  {config.output_dir}/policy")
-    leave()  # a process that ends while its group is open may abort in the group's threads
 
 
 @Command(

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ def count(prompts, completions, **columns):
 """
 
 TIMING = ("seconds/", "tokens_per_second")
+
+START = 60.0
+"""Seconds in which a process has begun, at the latest."""
 
 
 class Folder:
@@ -82,13 +86,19 @@ _context.set_forkserver_preload(["command_line", "fastppo.ppo.trainer", "fastppo
 
 
 def start(arguments: list[str], output: Path, **environment: str) -> BaseProcess:
-    """`fastppo` with these arguments in a process of its own; stdout and stderr go to a file."""
-    process = _context.Process(target=_run, args=(arguments, str(output), environment))
+    """`fastppo` with these arguments in a process of its own, which has begun; stdout and stderr go
+    to a file."""
+    begun, beginning = _context.Pipe(duplex=False)
+    process = _context.Process(target=_run, args=(arguments, str(output), environment, beginning))
     process.start()
+    beginning.close()
+    begun.poll(START)
     return process
 
 
-def _run(arguments: list[str], output: str, environment: dict[str, str]) -> None:
+def _run(
+    arguments: list[str], output: str, environment: dict[str, str], beginning: Connection
+) -> None:
     import torch
 
     from fastppo import cli
@@ -101,6 +111,7 @@ def _run(arguments: list[str], output: str, environment: dict[str, str]) -> None
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ |= environment
     torch.set_num_threads(1)
+    beginning.close()  # from here on a signal is the command's
     code = cli.main(arguments)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -18,6 +18,7 @@ import command_line
 import kills
 import pytest
 import tiny
+import torch
 from command_line import Folder
 from safetensors.torch import load_file, save_file
 
@@ -139,6 +140,12 @@ def _forge(kind: str, checkpoint: Path) -> str:
     if kind == "a manifest of nothing":
         manifest_file.write_text(json.dumps({"sha256": hashlib.sha256(b"{}").hexdigest()}))
         return "manifest.json is none that a run has written"
+    if kind == "a name that is too long":
+        record["files"]["x" * 5000] = [0, ""]
+        record.pop("sha256")
+        record["sha256"] = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+        manifest_file.write_text(json.dumps(record))
+        return "cannot be read: File name too long"
     if kind == "metadata that calls":
         (checkpoint / "shards").mkdir()
         forged = pickle.dumps(Calls(str(checkpoint / "called")))
@@ -151,6 +158,12 @@ def _forge(kind: str, checkpoint: Path) -> str:
         optimizer["0.exp_avg"] = optimizer["0.exp_avg"][:1].clone()
         save_file(optimizer, checkpoint / "optimizer.safetensors")
         says = "does not fit the model: optimizer 0.exp_avg is [1, "
+    elif kind == "another random state":
+        save_file({"torch": torch.zeros(3, dtype=torch.uint8)}, checkpoint / "random.safetensors")
+        says = "the random states cannot be restored: "
+    elif kind == "nested without end":
+        (checkpoint / "state.json").write_text("[" * 100_000)
+        says = "cannot be read: RecursionError"
     elif kind == "another name":
         optimizer["99.exp_avg"] = optimizer.pop("0.exp_avg")
         save_file(optimizer, checkpoint / "optimizer.safetensors")
@@ -177,7 +190,15 @@ FORGERIES = [
     "another shape",
     *(
         pytest.param(kind, marks=pytest.mark.slow)
-        for kind in ("a manifest of nothing", "no optimizer", "another name", "another state")
+        for kind in (
+            "a manifest of nothing",
+            "a name that is too long",
+            "no optimizer",
+            "another name",
+            "another random state",
+            "another state",
+            "nested without end",
+        )
     ),
 ]
 

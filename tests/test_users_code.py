@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+import command_line
 import many_ranks
 import pytest
 import ranks
@@ -105,6 +106,8 @@ def test_an_environment_that_fails_ends_the_run_with_a_sentence(
 
 REWARDS = {
     "an exit": "import sys; sys.exit(0)",
+    "an interrupt": "raise KeyboardInterrupt",
+    "a StopIteration": "raise StopIteration",
     "a tolist that raises": """
         class Odd:
             def tolist(self): raise KeyError("odd")
@@ -119,6 +122,8 @@ REWARDS = {
 }
 SAYS = {
     "an exit": "raised SystemExit(0)",
+    "an interrupt": "raised KeyboardInterrupt()",
+    "a StopIteration": "raised StopIteration()",
     "a tolist that raises": "returned Odd, whose tolist raised KeyError('odd')",
     "a text that raises": "raised OddError",
 }
@@ -133,6 +138,33 @@ def test_a_reward_that_fails_oddly_ends_the_run_with_a_sentence(
     code, said = run()
     assert code == 1
     assert f"reward 'count' {SAYS[kind]}" in said
+
+
+@pytest.mark.slow
+def test_a_reward_that_closes_the_console_costs_nothing_else(folder: Folder) -> None:
+    folder.write_reward("import sys; sys.stdout.close(); sys.stderr.close()")
+    process = command_line.start(folder.flags(iterations=2), folder.path / "log.txt")
+    command_line.finish(process)
+    (warnings,) = [
+        record["warnings"]
+        for record in read_jsonl(folder.run / "metrics.jsonl")
+        if "warnings" in record
+    ]
+    assert any("stderr could not be written (I/O operation on closed" in w for w in warnings)
+    assert (folder.run / "policy" / "config.json").exists()
+
+
+def test_a_reward_of_a_package_imports_from_it(
+    folder: Folder, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = folder.path / "rewards_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "beside.py").write_text("SCORE = 1.0\n")
+    body = "def count(prompts, completions):\n    return [beside.SCORE] * len(prompts)\n"
+    (package / "rewards.py").write_text(f"from . import beside\n{body}")
+    monkeypatch.syspath_prepend(folder.path)
+    assert run(rewards="rewards_package.rewards:count")[0] == 0
 
 
 def test_a_reward_that_raises_is_told_by_its_line(folder: Folder, run: Run) -> None:

@@ -27,7 +27,10 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     if isinstance(content, str):
         content = content.encode("utf-8", "backslashreplace")
     if path.exists() and not path.is_file():  # a device or a pipe, such as /dev/stdout
-        path.write_bytes(content)
+        try:
+            path.write_bytes(content)
+        except OSError as error:  # of a write, which names no file
+            raise OSError(error.errno, error.strerror, str(path)) from error
         return
     path = path.resolve()  # a link stays one
     unfinished = path.with_name(f".{path.name}.tmp-{os.getpid()}")
@@ -37,6 +40,6 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
-    except OSError as error:  # of a write, which names no file
+    except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error

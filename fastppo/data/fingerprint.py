@@ -68,7 +68,10 @@ def of_code(path: str | Path) -> str:
     """Fingerprint of a Python file and of those beside it that it imports."""
     # `fastppo` itself may lie beside a file in a checkout; of that a run knows the version.
     finder = ModuleFinder(path=[str(Path(path).resolve().parent)], excludes=["fastppo"])
-    finder.run_script(str(path))
+    try:
+        finder.run_script(str(path))
+    except ImportError:  # `from . import` of a package, which this takes for no part of one
+        return of_file(path)
     files = {getattr(module, "__file__", None) for module in finder.modules.values()}
     return of_text(" ".join(of_file(file) for file in sorted(filter(None, files))))
 

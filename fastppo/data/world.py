@@ -11,6 +11,7 @@ knows. An error is gathered like a result, and every rank raises it.
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -169,6 +170,8 @@ def join(device: torch.device, *, timeout: float = TIMEOUT, shard_size: int | No
         torch.cuda.set_device(device)
     if not distributed.is_initialized():
         distributed.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        # A process that ends while its group is open may abort in the group's threads.
+        atexit.register(leave)
     shape: tuple[int, ...] = (shard_size,)
     names: tuple[str, ...] = ("shard",)
     if shard_size < size:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from fastppo_kernels import definition
+from fastppo_kernels import definition, records
 from fastppo_kernels.records import (
     LOSS,
     SUMS,
@@ -60,6 +60,27 @@ class PPOLoss(NamedTuple):
         return loss_metrics(self.sums, self.objective)
 
 
+def combine_sums(total: Tensor, part: Tensor) -> Tensor:
+    """Joins the `sums` of two losses over disjoint sets of tokens, say of two microbatches.
+
+    Args:
+        total, part: `PPOLoss.sums`, or what this function returned.
+
+    Returns:
+        the same shape and dtype: the sums added, the largest ratio the larger of both.
+
+    Raises:
+        ValueError, TypeError: one of them is no such tensor, or they differ in dtype or device.
+    """
+    _check_sums("total", total)
+    arguments.tensor("part", part, shape=total.shape, like=total, dtypes=(total.dtype,))
+    return records.combine_sums(total, part)
+
+
+def _check_sums(name: str, sums: Tensor) -> None:
+    arguments.tensor(name, sums, shape=(len(SUMS),), dtypes=(torch.float32, torch.float64))
+
+
 def loss_metrics(sums: Tensor, objective: str = "clip") -> dict[str, Tensor]:
     """The metrics of `PPOLoss.sums`, which may be those of several calls joined by `combine_sums`.
 
@@ -70,7 +91,12 @@ def loss_metrics(sums: Tensor, objective: str = "clip") -> dict[str, Tensor]:
     `ratio_{above,below}_{positive,negative}`: shares of tokens beyond the clip range, by the sign
     of the advantage. `ratio_variance`, `ratio_max`; `effective_sample_size`, (Σr)²/(n·Σr²), in
     (0, 1]. With `gspo` a token's ratio is its sequence's, but in `approx_kl`.
+
+    Raises:
+        ValueError, TypeError: `sums` is no such tensor, or there is no such objective.
     """
+    _check_sums("sums", sums)
+    arguments.choice("objective", objective, arguments.OBJECTIVES)
     part = Sums(*sums.unbind())
     n = part.tokens.clamp(min=1)
     clipped = part.above_positive + part.below_negative

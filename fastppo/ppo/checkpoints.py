@@ -45,6 +45,7 @@ UNREADABLE = (
     EOFError,
     JSONDecodeError,
     LookupError,
+    RecursionError,
     SafetensorError,
     TypeError,
     UnpicklingError,

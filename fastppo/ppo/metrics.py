@@ -132,7 +132,8 @@ class UpdateMeter:
         sums = self.sums
         assert sums is not None
         steps = len(self.steps)
-        means = loss_metrics(sums.policy, objective)
+        # The penalty's range is no end, so of a clip it has the shares, which are 0.
+        means = loss_metrics(sums.policy, "clip" if objective == "penalty" else objective)
         # Each minibatch's policy loss is whole, being weighted; the sum over minibatches is not.
         means["policy_loss"] = means["policy_loss"] / steps
         means["value_loss"] = sums.value_loss / steps

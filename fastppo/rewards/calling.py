@@ -15,6 +15,7 @@ import concurrent.futures
 import contextlib
 import inspect
 import os
+import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from fastppo.run.signals import Stopped
 
 LONGEST_MESSAGE = 500
 """Characters that are shown of what a user's function raised."""
@@ -33,7 +36,7 @@ ANSWERS_WITHIN = 1.0
 """Seconds in which an event loop that nothing blocks has answered."""
 
 
-class UserCodeError(RuntimeError):
+class UserCodeError(Exception):  # a RuntimeError with a StopIteration as its cause is Python's own
     """A user's function raised, which is the cause, or was too late: a predicate that follows the
     function's name in a sentence."""
 
@@ -105,10 +108,16 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        in_main = threading.current_thread() is threading.main_thread()
-        if in_main and isinstance(error, KeyboardInterrupt):  # a signal's, or of the keyboard
+        if isinstance(error, KeyboardInterrupt) and _is_of_a_signal(error):
             raise
         raise UserCodeError(f"raised {_text_of(error)}") from error
+
+
+def _is_of_a_signal(error: KeyboardInterrupt) -> bool:
+    """Whether a handler raised it, and no user's code. A run that listens has no such handler."""
+    in_main = threading.current_thread() is threading.main_thread()
+    by_keyboard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return in_main and (isinstance(error, Stopped) or by_keyboard)
 
 
 @contextlib.contextmanager

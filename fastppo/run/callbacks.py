@@ -188,7 +188,7 @@ class Callbacks:
             cause = error.__cause__
             if isinstance(cause, Exception):
                 raise cause from cause.__cause__
-            raise UserCodeError(f"callback {name} {error}{place_of(cause)}") from cause
+            raise RuntimeError(f"callback {name} {error}{place_of(cause)}") from cause
 
     def close(self) -> None:
         """Closes what trackers have opened, also after an error."""

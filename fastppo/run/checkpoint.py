@@ -250,7 +250,7 @@ def _worth(path: Path, metric: str) -> float:
         best = json.loads((path / manifest.FILE).read_bytes())["about"]["best"]
         same = best["metric"] == metric and best["value"] is not None
         return float(best["value"]) if same else -math.inf
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
         return -math.inf
 
 
@@ -291,7 +291,10 @@ def load(
     _check_optimizer(path, saved.optimizer, optimizer, record["state"])
     _restore_optimizer(optimizer, shards.sharded(saved.optimizer, optimizer))
     random_tensors = load_file(path / "random.safetensors")
-    restore_random_state(RandomState(random_tensors, record["random"]))
+    try:
+        restore_random_state(RandomState(random_tensors, record["random"]))
+    except (RuntimeError, ValueError) as error:  # torch's and NumPy's, which name no file
+        raise ValueError(f"{path}: the random states cannot be restored: {error}") from error
     return record["state"], saved.reference
 
 

@@ -73,18 +73,19 @@ def read(directory: Path, number: int) -> dict[str, Any]:
         raise DamagedError(f"{directory}: expected checkpoint {number}, got {record['number']}")
     for name, (size, sha256) in record["files"].items():
         path = directory / name
-        if not path.is_file():
-            raise DamagedError(f"{directory}: {name} is not there")
-        if path.stat().st_size != size:
-            raise DamagedError(
-                f"{directory}: {name} has {path.stat().st_size} bytes; expected {size}"
-            )
         try:
-            same = _sha256(path) == sha256
+            if not path.is_file():
+                raise DamagedError(f"{directory}: {name} is not there")
+            if path.stat().st_size != size:
+                raise DamagedError(
+                    f"{directory}: {name} has {path.stat().st_size} bytes; expected {size}"
+                )
+            if _sha256(path) != sha256:
+                raise DamagedError(f"{directory}: {name} has other bytes than were written")
         except OSError as error:
-            raise DamagedError(f"{directory}: {name} cannot be read: {error}") from error
-        if not same:
-            raise DamagedError(f"{directory}: {name} has other bytes than were written")
+            raise DamagedError(
+                f"{directory}: {name[:200]} cannot be read: {error.strerror}"
+            ) from error
     for path in _files(directory):
         name = path.relative_to(directory).as_posix()
         is_nfs_own = path.name.startswith(".nfs")  # deleted while somebody reads it; we never do

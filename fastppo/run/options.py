@@ -147,7 +147,7 @@ def check_bounds(options: type[Options], name: str, value: Any) -> None:
 def _converted(name: str, value: Any, hint: Any) -> Any:
     """`value` as the option's type. YAML reads 1e-5 as a string, and 1 where 1.0 is meant."""
     if get_origin(hint) is Literal:
-        sentence = removal(f"{name}={value}")
+        sentence = removal(f"{name}={value}") if isinstance(value, str) else None
         if sentence and value not in get_args(hint):
             raise ValueError(sentence)
         return scalars.choice(name, value, get_args(hint))

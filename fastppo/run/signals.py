@@ -101,15 +101,22 @@ class StopRequest:
 @contextmanager
 def stopping_at_once() -> Iterator[None]:
     """Raises `Stopped` at the first signal in the block: there is nothing to save yet."""
+    heard: list[int] = []
 
     def stop(signum: int, frame: Any) -> None:
+        heard.append(signum)
         raise Stopped(signum)
 
     def nothing_to_save(signum: int, frame: Any) -> None:
         pass
 
     with _handled(dict.fromkeys(STOPPING, stop) | {signal.SIGUSR1: nothing_to_save}):
-        yield
+        try:
+            yield
+        except Exception as error:  # of a library that the signal has interrupted
+            if not heard:
+                raise
+            raise Stopped(heard[0]) from error
 
 
 @contextmanager

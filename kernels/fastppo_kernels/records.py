@@ -67,14 +67,8 @@ RATIO_MAX = SUMS.index("ratio_max")
 
 
 def combine_sums(total: Tensor, part: Tensor) -> Tensor:
-    """Joins the `sums` of two losses over disjoint sets of tokens, say of two microbatches.
-
-    Args:
-        total, part: `PPOLoss.sums`, or what this function returned.
-
-    Returns:
-        the same shape and dtype: the sums added, the largest ratio the larger of both.
-    """
+    """Joins the `sums` of two losses over disjoint sets of tokens, say of two chunks: [len(SUMS)]
+    with the sums added, the largest ratio the larger of both."""
     joined = total + part
     joined[RATIO_MAX] = torch.maximum(total[RATIO_MAX], part[RATIO_MAX])
     return joined

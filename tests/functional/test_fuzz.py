@@ -3,6 +3,8 @@ ValueError or TypeError that names an argument."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
 import math
 import os
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fastppo_kernels.records import SUMS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -220,6 +223,32 @@ def _compute_advantages(draw: Draw) -> dict[str, Any]:
     }
 
 
+def _sums(draw: Draw) -> Tensor:
+    dtype = draw.choice([torch.float32, torch.float64])
+    return draw.floats(len(SUMS), dtype=dtype).abs() + 0.1
+
+
+def _head_weight(draw: Draw) -> dict[str, Any]:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(draw.randrange(2**31))
+    layer = torch.nn.Linear(4, draw.randrange(1, 9), dtype=draw.choice([*TOLERANCES]))
+    if draw.random() < 0.7:
+        model = torch.nn.ModuleDict({"lm_head": layer})
+        lora = peft.LoraConfig(
+            r=2,
+            target_modules=["lm_head"],
+            use_dora=draw.random() < 0.5,
+            init_lora_weights=False,
+        )
+        layer = peft.inject_adapter_in_model(lora, model)["lm_head"]
+    return {"lm_head": layer}
+
+
+def _options(draw: Draw) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(fastppo.PPOConfig)]
+    return {draw.choice(names): draw.odd(None)}
+
+
 def _aggregation(draw: Draw) -> dict[str, Any]:
     mask = draw.booleans(draw.randrange(4), draw.randrange(5))
     return {"mask": mask, **draw.maybe(aggregation="seq-mean-token-sum", denominator=3.0)}
@@ -240,6 +269,10 @@ ARGUMENTS: dict[Callable[..., Any], Callable[[Draw], dict[str, Any]]] = {
     fastppo.compute_advantages: _compute_advantages,
     fastppo.whiten: lambda draw: _tokens(draw, "x"),
     fastppo.aggregation_weights: _aggregation,
+    fastppo.combine_sums: lambda draw: {"total": _sums(draw), "part": _sums(draw)},
+    fastppo.loss_metrics: lambda draw: {"sums": _sums(draw), **draw.maybe(objective="cispo")},
+    fastppo.head_weight: _head_weight,
+    fastppo.PPOConfig: _options,
     sampled_kl: lambda draw: {
         name: value
         for name, value in _tokens(draw, "logprobs", "ref_logprobs").items()
@@ -264,9 +297,17 @@ def _leaves(result: Any) -> Iterator[Tensor]:
 
 def _wide(value: Any) -> Any:
     """An argument in fp64."""
+    if isinstance(value, torch.nn.Module):
+        return copy.deepcopy(value).double()
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.detach().double().contiguous()
     return value
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    if isinstance(value, torch.nn.Module):
+        return list(value.parameters())
+    return [value] if isinstance(value, Tensor) else []
 
 
 def _is_finite(value: Any) -> bool:
@@ -285,7 +326,7 @@ def check(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
         if is_refusal and any(re.search(rf"\b{name}\b", str(error)) for name in names):
             return
         raise AssertionError(f"{type(error).__name__}, names no argument: {error}") from error
-    tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+    tensors = [tensor for value in arguments.values() for tensor in _tensors_of(value)]
     if not all(map(_is_finite, arguments.values())) or any(each.is_meta for each in tensors):
         return
     numbers = [value for value in arguments.values() if isinstance(value, float) and value]
