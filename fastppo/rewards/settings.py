@@ -5,7 +5,9 @@ random state and settings, and the working directory.
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,6 +27,8 @@ class Settings:
     threads: int
     autocast: tuple[tuple[bool, torch.dtype], ...]
     folder: str
+    streams: tuple[Any, Any]
+    """stdout and stderr."""
 
     @classmethod
     def now(cls) -> Settings:
@@ -41,6 +45,7 @@ class Settings:
                 for device in DEVICE_TYPES
             ),
             folder=_working_directory(),
+            streams=(sys.stdout, sys.stderr),
         )
 
     def restore(self) -> list[str]:
@@ -76,6 +81,10 @@ class Settings:
         if self.folder and self.folder != after.folder:
             changed.append("the working directory")
             os.chdir(self.folder)
+        if self.streams != after.streams:
+            changed.append("sys.stdout or sys.stderr")
+            sys.stdout = self.streams[0]
+            sys.stderr = self.streams[1]
         return changed
 
 

@@ -33,7 +33,6 @@ class LastingStream:
         self._name = name
         self.notes: list[str] = []
         """A sentence once it is given up, which the records take."""
-        self._is_given_up = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -41,24 +40,24 @@ class LastingStream:
     def write(self, text: str) -> int:
         try:
             self._stream.write(text)
-        except (OSError, ValueError) as error:  # a ValueError where somebody has closed it
+        except OSError as error:
             self._give_up(error)
         return len(text)
+
+    def close(self) -> None:
+        """It stays open: what is said later would be lost, or end the run."""
+        self.flush()
 
     def flush(self) -> None:
         try:
             self._stream.flush()
-        except (OSError, ValueError) as error:
+        except OSError as error:
             self._give_up(error)
 
-    def _give_up(self, error: OSError | ValueError) -> None:
-        if self._is_given_up:
-            return
-        self._is_given_up = True
-        reason = getattr(error, "strerror", None) or str(error)
-        self.notes.append(f"{self._name} could not be written ({reason}) and is given up")
+    def _give_up(self, error: OSError) -> None:
+        self.notes.append(f"{self._name} could not be written ({error.strerror}) and is given up")
         # The stream keeps what it could not write, and would fail again at the program's end.
-        with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+        with suppress(OSError), open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
