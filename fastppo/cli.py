@@ -124,7 +124,7 @@ class _SectionHelp(argparse.Action):
             parser.print_help()
             parser.exit()
         word = str(value).lower()
-        formatter = parser.formatter_class(parser.prog)
+        formatter = parser.formatter_class(prog=parser.prog)
         found = False
         for group in parser._action_groups[2:]:  # argparse has no public name for them
             is_of_section = word in (group.title or "").lower()
