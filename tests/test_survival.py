@@ -229,9 +229,12 @@ def test_a_second_run_in_a_directory_is_refused_before_it_loads_a_model(
     log = folder.path / "log.txt"
     first = command_line.start(folder.flags(iterations=1), log)
     assert command_line.wait_for(ready.exists, first), log.read_text()
+    hollow = folder.path / "hollow"
+    hollow.mkdir()
+    shutil.copy(Path(folder.model) / "config.json", hollow)
     for options in ({}, {"resume": True}):
-        # A model that is not there would be complained of, were it looked for.
-        code, said = run(iterations=1, model=folder.path / "nowhere", **options)
+        # Weights that are not there would be complained of, were they read.
+        code, said = run(iterations=1, model=hollow, **options)
         assert code == 2
         assert f"another run is at work in {folder.run}: process {first.pid} on " in said
     go_on.touch()
@@ -307,7 +310,7 @@ def test_a_signal_ends_the_phase_at_hand_writes_a_checkpoint_and_says_so(
 
 
 def test_a_second_signal_ends_a_run_at_once(folder: Folder) -> None:
-    folder.write_reward("import time; time.sleep(1000)")
+    folder.write_reward("import time; calls and time.sleep(1000)")
     log = folder.path / "log.txt"
     process = command_line.start(folder.flags(iterations=2), log)
     assert command_line.wait_for((folder.run / "config.yaml").exists, process), log.read_text()
