@@ -305,6 +305,7 @@ def _walk_all(trajectory: Trajectory, discounts: Discounts, shaping: Shaping | N
         advantages.view(-1).numpy(),
         returns.view(-1).numpy(),
         sums,
+        entries=values.numel(),
     )
     return _Walked(Gae(advantages, returns), torch.from_numpy(sums))
 
@@ -325,7 +326,7 @@ def shaped_advantages(trajectory: Trajectory, shaping: Shaping, discounts: Disco
 def _moments_about(x: Any, mask: Any, about: float) -> Any:
     blocks = -(-len(x) // BLOCK)
     sums = np.zeros((blocks, 3))
-    in_threads(_sum_of_blocks, blocks, x, mask, about, sums)
+    in_threads(_sum_of_blocks, blocks, x, mask, about, sums, entries=len(x))
     return sums.sum(0)
 
 
@@ -370,5 +371,6 @@ def whiten(
         scale,
         0.0 if shift_mean else float(mean),
         out.view(-1).numpy(),
+        entries=len(flat),
     )
     return out

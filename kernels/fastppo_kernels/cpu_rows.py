@@ -777,6 +777,7 @@ def _loss_pass(
         found,
         moves,
         _rows(grad, logits),
+        entries=logits.numel(),
     )
     _sum_up(found, operands, loss, sums)
     tensors = [torch.from_numpy(x) for x in (sums, found[:3], moves)]
@@ -854,6 +855,7 @@ def token_stats(
         _scale(softmax),
         found,
         normalizers,
+        entries=logits.numel(),
     )
     columns = [*torch.from_numpy(found), *torch.from_numpy(normalizers)]
     return TokenStats(*[x.clone() for x in columns])
@@ -886,5 +888,6 @@ def token_stats_backward(
         _scale(softmax),
         by,
         _rows(grad, logits),
+        entries=logits.numel(),
     )
     return grad

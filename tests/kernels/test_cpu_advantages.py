@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fastppo_kernels import cpu_advantages, definition, torch_advantages
+from fastppo_kernels import cpu_advantages, cpu_threads, definition, torch_advantages
 from fastppo_kernels.records import Shaping
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,8 +78,9 @@ def test_shaped_advantages_and_gae_are_the_definition_s(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_narrower_values_are_read_exactly_and_bits_do_not_depend_on_the_threads(
-    dtype: torch.dtype,
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cpu_threads, "ENTRIES_PER_THREAD", 1)
     values, rewards, logprobs, ref = torch.randn(4, 50, 1000).to(dtype)
     mask = torch.rand(50, 1000) < 0.9
     trajectory, discounts = operands(values, rewards, mask, gamma=0.99)

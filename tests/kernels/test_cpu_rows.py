@@ -23,7 +23,7 @@ from typing import Any
 import fastppo_kernels
 import pytest
 import torch
-from fastppo_kernels import cpu_rows, definition
+from fastppo_kernels import cpu_rows, cpu_threads, definition
 from fastppo_kernels.records import PPORows, StatsGradients
 from rows import PLAIN, assert_gradient, assert_statistic, draw, in_fp64, logprobs_of, operands
 from torch import Tensor
@@ -320,7 +320,8 @@ def test_fp64_logits_go_to_the_definition() -> None:
 # ----------------------------------------------------------------------------- threads, forks, disk
 
 
-def test_bits_do_not_depend_on_the_threads() -> None:
+def test_bits_do_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_threads, "ENTRIES_PER_THREAD", 1)
     given, rest = operands(arguments("everything", 2051))
     wanted = cpu_rows.ppo_loss(*given, **rest)
     try:
@@ -338,9 +339,10 @@ def test_bits_do_not_depend_on_the_threads() -> None:
 AFTER_A_FORK = """
 import os
 import torch
-from fastppo_kernels import cpu_rows
+from fastppo_kernels import cpu_rows, cpu_threads
 from fastppo_kernels.records import Softmax
 
+cpu_threads.ENTRIES_PER_THREAD = 1
 torch.set_num_threads(2)
 logits, tokens = torch.randn(8, 100), torch.arange(8)
 before = cpu_rows.token_stats(logits, tokens, Softmax()).logprobs

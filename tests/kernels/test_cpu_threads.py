@@ -108,6 +108,6 @@ def test_a_terminal_is_told_of_a_slow_compilation(
 
     monkeypatch.setattr(sys, "stderr", Terminal())
     cpu_threads._say_that_it_compiles.cache_clear()
-    cpu_threads.in_threads(Kernel(), 1)
-    cpu_threads.in_threads(Kernel(), 1)
+    cpu_threads.in_threads(Kernel(), 1, entries=1)
+    cpu_threads.in_threads(Kernel(), 1, entries=1)
     assert sys.stderr.getvalue().count("\n") == (1 if seconds else 0)  # type: ignore[attr-defined]
