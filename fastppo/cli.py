@@ -54,6 +54,9 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 FLAG_WIDTH = 32
 """Columns of a flag and its value in help texts."""
 
+BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
+"""Variables that switch progress bars off, read when their libraries are imported."""
+
 
 PRESET = {
     "--preset": {
@@ -638,6 +641,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     FASTPPO_DEBUG=1 shows the traceback all the same.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not sys.stderr.isatty():  # a log would get a line for every step of other libraries' bars
+        for variable in BARS:
+            os.environ.setdefault(variable, "1")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # what a terminal has no character for is escaped
             stream.reconfigure(errors="backslashreplace")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -292,8 +293,11 @@ def train_sft_until(folder: str, options: Mapping[str, Any], stop: int) -> dict[
 
 
 def train_stages(folder: str, base: str) -> dict[str, Any]:
-    """All of them, one after another in the same processes."""
-    return {name: train_stage(folder, name, base) for name in STAGES}
+    """All of them, one after another in the same processes; FSDP's warning that a gradient may be
+    wrong is an error."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "FSDP2-wrapped module")
+        return {name: train_stage(folder, name, base) for name in STAGES}
 
 
 def gathered() -> dict[str, Any]:

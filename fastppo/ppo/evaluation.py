@@ -5,11 +5,15 @@ responses are scored, always with the same random numbers. What comes of it goes
 metrics under `eval/`, so `checkpoint_best`, `warn_if` and `stop_if` may name it, and the responses
 to the first prompts to eval_samples.jsonl. `eval_patience` ends a run whose `eval/reward` rises no
 more.
+
+Before its first update a run is evaluated too, under `before/`: what the others are compared
+with.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +26,7 @@ LOGGED_SAMPLES = 8
 
 SHOWN = ("reward", "kl", "response_length", "eos_rate", "turns")
 """Metrics of an evaluation, beside each reward, monitored reward and finish reason: means over its
-responses."""
+responses; `reward_error` is the standard error of the reward."""
 
 
 @dataclass(slots=True)
@@ -33,15 +37,27 @@ class Progress:
     """Of eval/reward."""
     since: int = 0
     """Evaluations after the best one."""
+    best_greedy: float | None = None
+    """Of eval/greedy/reward, where that is not eval/reward."""
 
-    def take(self, reward: float, waits: bool = False) -> None:
-        """Notes an evaluation; one in which the run `waits` does not count against it."""
+    def take(self, reward: float, waits: bool = False) -> bool:
+        """Notes an evaluation, of which one in which the run `waits` does not count against it;
+        whether it is the best so far."""
         # A reward that is not finite is never better.
-        if reward > (-math.inf if self.best is None else self.best):
+        is_best = reward > (-math.inf if self.best is None else self.best)
+        if is_best:
             self.best = reward
             self.since = 0
         elif not waits:
             self.since += 1
+        return is_best
+
+    def take_greedy(self, reward: float) -> bool:
+        """Notes a greedy evaluation; whether it is the best of its kind."""
+        is_best = reward > (-math.inf if self.best_greedy is None else self.best_greedy)
+        if is_best:
+            self.best_greedy = reward
+        return is_best
 
     def is_over(self, patience: int | None) -> bool:
         return patience is not None and self.since >= patience
@@ -80,24 +96,51 @@ class Evaluation:
         due = requested or (trainer.state.iteration + 1) % self.interval == 0
         if self.prompts is None or not due:
             return {}
-        metrics: dict[str, float] = {}
-        samples: list[dict[str, Any]] = []
-        if self.modes != "greedy":
-            means, records = self._evaluate(trainer, self.prompts, trainer.sampling)
-            metrics |= {f"eval/{name}": value for name, value in means.items()}
-            samples += [{"sampling": "sampled", **record} for record in records]
-        if self.modes != "sampled":
-            greedy = replace(trainer.sampling, greedy=True)
-            means, records = self._evaluate(trainer, self.prompts, greedy)
-            metrics |= {f"eval/greedy/{name}": value for name, value in means.items()}
-            samples += [{"sampling": "greedy", **record} for record in records]
-        if self.modes == "greedy":
-            metrics["eval/reward"] = metrics["eval/greedy/reward"]
+        metrics, samples = self._in_modes(trainer, self.prompts, "eval/")
         # A policy that does not move yet gets no better.
         waits = trainer.state.is_warming_up(trainer.config)
-        trainer.state.evaluations.take(metrics["eval/reward"], waits)
+        progress = trainer.state.evaluations
+        is_best = {"eval/": progress.take(metrics["eval/reward"], waits)}
+        if self.modes != "sampled":
+            is_best["eval/greedy/"] = progress.take_greedy(metrics["eval/greedy/reward"])
+        for prefix in self._prefixes("eval/"):
+            trainer.say(
+                f"iteration {trainer.state.iteration}: {_line(metrics, prefix)}"
+                + (", the best so far" if is_best[prefix] else "")
+            )
         log.samples(trainer.state.iteration, samples, held_out=True)
         return metrics
+
+    def before_update(self, trainer: Any) -> dict[str, float]:
+        """The metrics of the policy that a run starts from; none later, or without prompts."""
+        if self.prompts is None or trainer.state.iteration > 0:
+            return {}
+        metrics, _ = self._in_modes(trainer, self.prompts, "before/")
+        for prefix in self._prefixes("before/"):
+            trainer.say(f"before training: {_line(metrics, prefix)}")
+        return metrics
+
+    def _prefixes(self, prefix: str) -> list[str]:
+        """Of the metrics of each mode."""
+        of_modes = {"sampled": [""], "greedy": ["greedy/"], "both": ["", "greedy/"]}
+        return [prefix + of_mode for of_mode in of_modes[self.modes]]
+
+    def _in_modes(
+        self, trainer: Any, prompts: Prompts, prefix: str
+    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """(metrics of each mode under the prefix, the first responses)."""
+        metrics: dict[str, float] = {}
+        samples: list[dict[str, Any]] = []
+        for of_mode in self._prefixes(prefix):
+            greedy = of_mode.endswith("greedy/")
+            sampling = replace(trainer.sampling, greedy=True) if greedy else trainer.sampling
+            means, records = self._evaluate(trainer, prompts, sampling)
+            metrics |= {f"{of_mode}{name}": value for name, value in means.items()}
+            name = "greedy" if greedy else "sampled"
+            samples += [{"sampling": name, **record} for record in records]
+        if self.modes == "greedy":
+            metrics[f"{prefix}reward"] = metrics[f"{prefix}greedy/reward"]
+        return metrics, samples
 
     def _evaluate(
         self, trainer: Any, prompts: Prompts, sampling: Sampling
@@ -105,6 +148,7 @@ class Evaluation:
         """(means over all responses, of metrics that are themselves means over responses; the first
         responses)."""
         sums: dict[str, float] = {}
+        rewards: list[float] = []
         records: list[dict[str, Any]] = []
         for begin in range(0, len(prompts), self.batch_size):
             part = prompts.select(range(begin, min(begin + self.batch_size, len(prompts))))
@@ -112,9 +156,22 @@ class Evaluation:
             for name, value in result.items():
                 if name in SHOWN or name.startswith(("reward/", "monitor/", "finish/")):
                     sums[name] = sums.get(name, 0.0) + value * len(part)
+            rewards += result["scores"].total.tolist()
             wanted = min(len(part), LOGGED_SAMPLES - len(records))
             records += [_record(begin, row, part, result) for row in range(wanted)]
-        return {name: total / len(prompts) for name, total in sums.items()}, records
+        means = {name: total / len(prompts) for name, total in sums.items()}
+        means["reward_error"] = statistics.pstdev(rewards) / math.sqrt(len(rewards))
+        return means, records
+
+
+def _line(metrics: dict[str, float], prefix: str) -> str:
+    """An evaluation for the console."""
+    mode = "held out, greedy" if prefix.endswith("greedy/") else "held out"
+    return (
+        f"{mode}: reward {metrics[f'{prefix}reward']:.3f} ± {metrics[f'{prefix}reward_error']:.3f}"
+        f", KL {metrics[f'{prefix}kl'] + 0.0:.2f}, "
+        f"length {metrics[f'{prefix}response_length']:.0f}"
+    )
 
 
 def _record(begin: int, row: int, prompts: Prompts, result: dict[str, Any]) -> dict[str, Any]:
@@ -131,4 +188,5 @@ def _record(begin: int, row: int, prompts: Prompts, result: dict[str, Any]) -> d
         "rewards": rewards,
         "tokens": rollout.written_lengths[row],
         "finish_reason": rollout.finish_reasons[row],
+        **rollout.turns_record(row),
     }

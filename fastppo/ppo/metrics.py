@@ -325,6 +325,7 @@ def sample_records(
             "kl": None if kl_by_response is None else kl_by_response[i].sum().item(),
             "tokens": rollout.written_lengths[i],
             "finish_reason": rollout.finish_reasons[i],
+            **rollout.turns_record(i),
         }
         for i, completion in enumerate(completions)
     ]

@@ -5,18 +5,75 @@ again with microbatches of half the size, and so are all passes that come after 
 a gradient, which keep no activations, have the same limits.
 
 One process can do that alone. Of several, all but one wait in a collective for the one whose memory
-ran out, and the run ends with a sentence.
+ran out, and the run ends with a sentence. Memory that runs out elsewhere ends the run too, with the
+phase and the option that halves what it holds (`naming`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 
 import torch
 
 from fastppo.data.microbatches import Limits
+from fastppo.ppo.config import PPOConfig
+
+CPU_ALLOCATOR = "DefaultCPUAllocator: "
+"""In the text of torch's error where a CPU's memory runs out, which has no class of its own."""
+
+
+class OneSequenceError(RuntimeError):
+    """A microbatch of one sequence does not fit."""
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether a device's memory, or the process's, has run out."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and CPU_ALLOCATOR in str(error)
+
+
+def sentence_of(error: BaseException) -> str:
+    """What an allocator says, without where in its source it says it."""
+    first_line = str(error).split("\n")[0]
+    return first_line.rpartition(CPU_ALLOCATOR)[2] or "the process has no more"
+
+
+@contextmanager
+def naming(phase: str, config: PPOConfig) -> Iterator[None]:
+    """Memory that runs out in the block ends the run with the phase and what halves its need.
+
+    Raises:
+        RuntimeError: it has run out.
+    """
+    try:
+        yield
+    except OneSequenceError as error:
+        raise RuntimeError(f"{phase}: {error}") from error
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RuntimeError(
+            f"out of memory in {phase}: {sentence_of(error)}. {remedy(phase, config)}; `fastppo "
+            "plan` says what each phase needs"
+        ) from error
+
+
+def remedy(phase: str, config: PPOConfig) -> str:
+    """The option that halves what a phase holds, with its value."""
+    rows = config.generate_batch_size or config.rollout_batch_size
+    if phase == "generate" and rows > 1:
+        return f"--generate_batch_size {rows // 2} halves what a rollout holds at once"
+    if phase == "score" and config.reward_batch_size > 1:
+        return f"--reward_batch_size {config.reward_batch_size // 2} halves what reward models hold"
+    if phase == "update" and not config.lora_rank:
+        return "--lora_rank 16 leaves out the gradients and moments of all other weights"
+    if config.param_dtype == "float32":
+        return "--param_dtype bfloat16 halves the weights"
+    return "a smaller max_new_tokens, or a smaller model, needs less"
 
 
 class Attempt:
@@ -36,10 +93,10 @@ class Attempt:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        if not isinstance(error, torch.OutOfMemoryError):
+        if error is None or not is_out_of_memory(error):
             return False
         # The sentence alone: the error itself keeps the failed attempt's tensors alive.
-        self.error = str(error)
+        self.error = sentence_of(error)
         return True
 
 
@@ -64,8 +121,8 @@ class FittingLimits:
                     ...
 
         Raises:
-            RuntimeError: a microbatch of one sequence does not fit either, or there are other
-                processes, which cannot begin again.
+            OneSequenceError: a microbatch of one sequence does not fit either.
+            RuntimeError: there are other processes, which cannot begin again.
         """
         while True:
             limits = self.halved(wanted, self.halvings)
@@ -79,7 +136,7 @@ class FittingLimits:
                     "(`--resume true`) with a smaller microbatch_size or microbatch_tokens"
                 )
             if limits == self.halved(wanted, self.halvings + 1):
-                raise RuntimeError(
+                raise OneSequenceError(
                     f"out of memory with one sequence per microbatch: {attempt.error}. Try "
                     "gradient_checkpointing, a smaller max_new_tokens, or LoRA (`fastppo plan`)"
                 )

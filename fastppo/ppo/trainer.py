@@ -64,7 +64,7 @@ from fastppo.ppo.objective import (
 )
 from fastppo.ppo.old_policy import GivenPolicy, read_old_policy, read_reference
 from fastppo.ppo.optimizer import clip_gradients, set_learning_rate
-from fastppo.ppo.out_of_memory import Attempt, FittingLimits
+from fastppo.ppo.out_of_memory import Attempt, FittingLimits, naming
 from fastppo.ppo.state import RunState
 from fastppo.ppo.training_run import TrainingRun
 from fastppo.ppo.value_regression import ValueRegression
@@ -73,7 +73,7 @@ from fastppo.rewards.scorer import Scorer, Scores
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
 from fastppo.run.callbacks import Callbacks
 from fastppo.run.progress import say
-from fastppo.run.watch import rollout_health
+from fastppo.run.watch import advice, kind_of, rollout_health
 
 
 class Iteration(NamedTuple):
@@ -144,19 +144,20 @@ class PPOTrainer:
         self.console = Console(quiet=True)
         if self.world.is_main:
             self.console = console or Console(stderr=True)
-        components = build(
-            config,
-            model=model,
-            tokenizer=tokenizer,
-            prompts=prompts,
-            rewards=rewards,
-            monitor_rewards=monitor_rewards,
-            reference=reference,
-            environment=environment,
-            engine=engine,
-            say=self.say,
-            world=self.world,
-        )
+        with naming("loading", config):
+            components = build(
+                config,
+                model=model,
+                tokenizer=tokenizer,
+                prompts=prompts,
+                rewards=rewards,
+                monitor_rewards=monitor_rewards,
+                reference=reference,
+                environment=environment,
+                engine=engine,
+                say=self.say,
+                world=self.world,
+            )
         self.device = components.device
         self.context = components.context
         self.tokenizer = components.tokenizer
@@ -173,6 +174,8 @@ class PPOTrainer:
         self.evaluation = components.evaluation
         self.notes = components.notes
         """Sentences that are said with the next metrics."""
+        self._warned: set[str] = set()
+        """The kinds of the warnings that the console has shown."""
         self.state = RunState.of(config)
         self.fitting = FittingLimits(self.say, self.world.size)
         self.callbacks = Callbacks(
@@ -215,13 +218,13 @@ class PPOTrainer:
     ) -> Iteration:
         """One PPO iteration on a batch of prompts."""
         timer = timer or PhaseTimer()
-        with timer("generate"):
+        with timer("generate"), naming("generate", options):
             prompts, rollout = self.turns.play(prompts, self.engine, self.sampling)
-        with timer("score"):
+        with timer("score"), naming("score", options):
             scores = self.score(prompts, rollout, options)
-        with timer("experience"):
+        with timer("experience"), naming("experience", options):
             experience, metrics = self.make_experience(prompts.token_ids, rollout, scores, options)
-        with timer("update"), self.engine_released():
+        with timer("update"), naming("update", options), self.engine_released():
             metrics |= self.update(experience, options)
         self.state.move_kl_coef(metrics.get("kl"), len(experience), options)
 
@@ -483,7 +486,7 @@ class PPOTrainer:
         elif state.overflowed and math.isfinite(metrics["loss"]):
             state.overflowed_steps += 1
         else:
-            self.say(state.skip_step(metrics), "yellow")
+            self.warn(state.skip_step(metrics))
         state.optimizer_step += 1
         if state.overflowed:
             # A norm is no metric where a loss scale that was too large made it.
@@ -612,14 +615,15 @@ class PPOTrainer:
         reference = self.reference
         if self.state.optimizer_step or (reference is not None and reference.is_given):
             reference = None
-        check_on_policy(
-            prompts,
-            self.config,
-            model=self.model,
-            engine=self.engine,
-            sampling=self.sampling,
-            fresh_reference=reference,
-        )
+        with naming("the self-check", self.config):
+            check_on_policy(
+                prompts,
+                self.config,
+                model=self.model,
+                engine=self.engine,
+                sampling=self.sampling,
+                fresh_reference=reference,
+            )
         for sentence in [*odd_options(self.config), *busy_cpu(self.device)]:
             self.say(sentence, "yellow")
 
@@ -648,13 +652,21 @@ class PPOTrainer:
 
     def watch(self, metrics: dict[str, float]) -> list[str]:
         """What is odd about the metrics of an iteration, which gain what is watched over several;
-        the terminal shows it too."""
+        the terminal shows it too, the first time."""
         sentences = self.notes + self.state.watch(metrics)
         self.notes = []
         for sentence in sentences:
-            self.say(f"iteration {self.state.iteration}: {sentence}", "yellow")
+            self.warn(sentence, f"iteration {self.state.iteration}: ")
         reasons = self.state.reasons_to_end(self.config)
         return sentences + [f"stopped: {reason}" for reason in reasons]
+
+    def warn(self, warning: str, where: str = "") -> None:
+        """Shows the user a warning after what it is of, with the page that helps; of one kind the
+        first one alone, and the report has how many there were."""
+        kind = kind_of(warning)
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self.say(f"{where}{warning}{advice(warning)}", "yellow")
 
     def say(self, sentence: str, style: str = "") -> None:
         """Shows the user a sentence."""

@@ -17,6 +17,7 @@ from typing import Any
 from transformers import set_seed
 
 from fastppo.models.device import device_name
+from fastppo.ppo.banner import banner
 from fastppo.ppo.evaluation import LOGGED_SAMPLES
 from fastppo.ppo.metrics import PhaseTimer, sample_records, status
 from fastppo.run.checkpoint import random_state, restore_random_state
@@ -89,6 +90,8 @@ class TrainingRun:
             self.trainer.engine.weights_changed(self.trainer.model)
         elif self.state.iteration == 0:
             self.world.first(lambda: check_no_run(self.run_dir))
+        for line in banner(self.trainer):
+            self.trainer.say(line)
         self.trainer.self_check(self.trainer.prompts)
 
     def _iterations(self) -> dict[str, float]:
@@ -162,8 +165,9 @@ class TrainingRun:
             options.samples_per_prompt,
         )
         prompts = trainer.prompts.select(chosen.rows)
+        before = trainer.evaluation.before_update(trainer)
         iteration = trainer.iterate(prompts, options, PhaseTimer(before=self._stop_before))
-        metrics: dict[str, float] = iteration.metrics
+        metrics: dict[str, float] = before | iteration.metrics
         metrics |= trainer.curriculum.take(chosen, iteration.responses.scores, self.state)
         requested = self.callbacks.take("should_evaluate")
         metrics |= trainer.evaluation.after_update(trainer, log, requested=requested)

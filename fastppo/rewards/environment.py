@@ -42,6 +42,9 @@ from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Rollout, RolloutE
 MARK = "assistantturn"
 """Stands for an assistant's message where only what a template writes after it is needed."""
 
+POLICY = "policy"
+"""The role of the policy's turns."""
+
 BY_TOKEN = ("sampler_logprobs", "logprobs", "values")
 """What an engine may return by token, beside the tokens."""
 
@@ -62,8 +65,8 @@ class Episode:
     """The reward paid at each token that the policy wrote."""
     by_token: dict[str, list[Tensor]] = field(default_factory=dict)
     """The engine's `BY_TOKEN`, a tensor for each turn."""
-    turns: list[str] = field(default_factory=list)
-    """What the policy wrote, as text."""
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    """What `Rollout.turns` has of it."""
     finish_reason: str | None = None
     """None while it goes on."""
 
@@ -78,13 +81,18 @@ class Episode:
         self.tokens += tokens
         self.written += [True] * len(tokens)
         self.rewards += [0.0] * len(tokens)
-        self.turns.append(text)
+        self.turns.append({"role": POLICY, "text": text, "reward": 0.0})
         for name in BY_TOKEN:
             values = getattr(rollout, name)
             if values is not None:
                 self.by_token.setdefault(name, []).append(values[row])
         if rollout.truncated[row]:
             self.finish_reason = TRUNCATED
+
+    def pay(self, reward: float) -> None:
+        """Pays the last turn, which is the policy's, at its last token."""
+        self.rewards[-1] += reward
+        self.turns[-1]["reward"] += reward
 
     def add_observation(self, ids: Sequence[int], limit: int) -> None:
         """Appends tokens that the policy did not write, as many as there is room for."""
@@ -163,7 +171,7 @@ class Turns:
             for place, row in enumerate(live):
                 episodes[row].add_turn(texts[place], drawn, place)
             acting = [row for row in live if episodes[row].finish_reason is None]
-            turns = {row: episodes[row].turns[-1] for row in acting}
+            turns = {row: episodes[row].turns[-1]["text"] for row in acting}
             answers = self._answered(self.environments.step(turns, len(episodes)), episodes)
             for row in acting:
                 self._take_answer(
@@ -191,6 +199,7 @@ class Turns:
             if opening is not None:
                 where = f"environment {self.name!r}, what reset returned"
                 episode.prompt = opening
+                episode.turns += as_turns(opening)
                 episode.prompt_ids = encode_prompt(opening, self.tokenizer, where)
             if len(episode.prompt_ids) + max_new_tokens > self.context:
                 raise DataError(
@@ -205,13 +214,14 @@ class Turns:
         self, episode: Episode, answer: Answer, sampling: Sampling, *, is_last: bool
     ) -> None:
         """Pays the turn, and appends the observation or ends the episode."""
-        episode.rewards[-1] += answer.reward
+        episode.pay(answer.reward)
         if answer.done:
             episode.finish_reason = FINISHED
             return
         # The observation is read even after the last turn: its value is V_next.
         ids = self._observation_ids(episode, answer.observation, sampling.stop_token_ids)
         episode.add_observation(ids, self.context)
+        episode.turns += as_turns(answer.observation)
         if is_last:
             episode.finish_reason = OUT_OF_TURNS
         elif len(episode.conversation) + sampling.max_new_tokens > self.context:
@@ -248,7 +258,7 @@ class Turns:
         last_token = self.tokenizer.decode(episode.tokens[-1:])
         if episode.tokens[-1] in stop_token_ids and text.lstrip().startswith(last_token):
             text = text.lstrip().removeprefix(last_token)
-        turn = {"role": "assistant", "content": episode.turns[-1]}
+        turn = {"role": "assistant", "content": episode.turns[-1]["text"]}
         episode.prompt = [*episode.prompt, turn, *observation]
         return text
 
@@ -283,6 +293,13 @@ class Turns:
         return f" (episode saved to {self.failure_file})"
 
 
+def as_turns(observation: Any) -> list[dict[str, Any]]:
+    """What an environment writes, a text or messages, as turns."""
+    if isinstance(observation, str):
+        return [{"role": "environment", "text": observation}]
+    return [{"role": message["role"], "text": message["content"]} for message in observation]
+
+
 def _rollout(episodes: Sequence[Episode]) -> Rollout:
     """The episodes as responses. There are no values after those that were cut off: they would be
     of the environment's last words."""
@@ -296,5 +313,6 @@ def _rollout(episodes: Sequence[Episode]) -> Rollout:
         [episode.finish_reason or OUT_OF_TURNS for episode in episodes],
         written=[episode.written for episode in episodes],
         rewards=[episode.rewards for episode in episodes],
+        turns=[episode.turns for episode in episodes],
         **by_token,
     )

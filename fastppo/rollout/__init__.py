@@ -81,6 +81,9 @@ class Rollout:
     above have entries for those alone."""
     rewards: list[list[float]] | None = None
     """Each [tokens that the policy wrote], reward units: what an environment paid."""
+    turns: list[list[dict[str, Any]]] | None = None
+    """Of each episode of an environment its turns, for people to read: `role` (policy, environment,
+    or that of a message), `text`, and the `reward` of a turn of the policy."""
 
     @property
     def lengths(self) -> list[int]:
@@ -106,6 +109,10 @@ class Rollout:
     def truncated(self) -> list[bool]:
         """[B] whether a response was cut off."""
         return [reason != FINISHED for reason in self.finish_reasons]
+
+    def turns_record(self, row: int) -> dict[str, Any]:
+        """The turns of a response as a record has them; nothing where there is no environment."""
+        return {} if self.turns is None else {"turns": self.turns[row]}
 
     @classmethod
     def joined(cls, parts: Sequence[Rollout]) -> Rollout:

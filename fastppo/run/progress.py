@@ -1,4 +1,8 @@
-"""What a terminal, or the file in its place, shows of a run: sentences, and how far it is."""
+"""What a terminal, or the file in its place, shows of a run: sentences, and how far it is.
+
+The time that is left is that of the steps after the first, which compiles kernels and fills caches;
+there is none before `WORTH` of them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 from rich.text import Text
 
@@ -17,6 +21,9 @@ from fastppo.run.console import printable
 
 LINE_SECONDS = 10.0
 """Between two lines of progress in a log file."""
+
+WORTH = 3
+"""Steps after the first from which on the time that is left is estimated."""
 
 NARROW = 80
 """Columns of a terminal below which numbers take the bar's place."""
@@ -45,17 +52,42 @@ def progress(
         TextColumn(title, table_column=Column(no_wrap=True, min_width=len(title))),
         MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=len(f"{total}") * 2 + 1)),
         TextColumn("{task.fields[status]}", markup=False, table_column=Column(no_wrap=True)),
-        TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),
+        TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
     ]
     if console.width >= NARROW:
         columns.insert(1, BarColumn())
     with Progress(*columns, console=console) as bars:
-        task = bars.add_task(title, total=total, completed=completed, status="")
+        task = bars.add_task(title, total=total, completed=completed, status="", left="")
+        pace = _Pace(completed)
 
         def update(**fields: Any) -> None:
             bars.update(task, **fields)
+            done = bars.tasks[0]
+            bars.update(task, left=pace.left(int(done.completed), done.total))
 
         yield update
+
+
+class _Pace:
+    """How long steps take."""
+
+    def __init__(self, completed: int) -> None:
+        self._first = completed + 1
+        self._start: float | None = None
+        """When the first step had ended."""
+
+    def left(self, completed: int, total: float | None) -> str:
+        """The time that is left, once it is worth an estimate."""
+        now = time.monotonic()
+        if self._start is None and completed >= self._first:
+            self._start = now
+            self._first = completed
+        steps = completed - self._first
+        if self._start is None or total is None or steps < WORTH or completed >= total:
+            return ""
+        seconds = (now - self._start) / steps * (total - completed)
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s left" if minutes else f"{rest} s left"
 
 
 class _ProgressLines:
@@ -68,6 +100,8 @@ class _ProgressLines:
         self.completed = completed
         self.status = ""
         self._first = completed
+        self._pace = _Pace(completed)
+        self._left = ""
         self._start = time.monotonic()
         self._shown_at = -math.inf
         self._shown: tuple[int, str] = (completed, "")
@@ -77,6 +111,7 @@ class _ProgressLines:
         self.total = changed.get("total", self.total)
         self.completed = changed.get("completed", self.completed)
         self.status = changed.get("status", self.status)
+        self._left = self._pace.left(self.completed, self.total)
         if time.monotonic() - self._shown_at >= LINE_SECONDS:
             self.show()
 
@@ -91,7 +126,6 @@ class _ProgressLines:
         if self.status:
             line += f"  {self.status}"
         line += f"  {seconds:.0f} s"
-        if self.total and self.completed < self.total:
-            a_step = seconds / (self.completed - self._first)
-            line += f", {a_step * (self.total - self.completed):.0f} s left"
+        if self._left:
+            line += f", {self._left}"
         say(self.console, line)

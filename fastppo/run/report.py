@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from fastppo.data.files import write_whole
 from fastppo.run.charts import Chart, Groups, Run, is_finite, make_charts, with_prefix
 from fastppo.run.log import read_jsonl
 from fastppo.run.options import load_yaml
+from fastppo.run.watch import kind_of
 
 LINKED = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "config.yaml")
 """Files of a run that its report leads to."""
@@ -28,8 +28,6 @@ STOPPED = "stopped: "
 
 SAMPLES_PER_ITERATION = 4
 SAMPLED_ITERATIONS = 6
-VALUE = re.compile(r"(= |step[ -])[-+.\w]+")
-"""What differs between two warnings of one kind: a metric's value, an optimiser step."""
 
 
 def write_report(run_dir: str | Path, path: str | Path | None = None) -> Path:
@@ -192,8 +190,7 @@ def _warnings(records: list[dict[str, Any]]) -> list[Warned]:
     kinds: dict[str, list[tuple[int, str]]] = {}
     for record in records:
         for sentence in record.get("warnings") or ():
-            kind = VALUE.sub(r"\1", sentence)
-            kinds.setdefault(kind, []).append((record["iteration"], sentence))
+            kinds.setdefault(kind_of(sentence), []).append((record["iteration"], sentence))
     rows = []
     for warned in kinds.values():
         start, first = warned[0]
@@ -221,9 +218,12 @@ def _pick_samples(samples: list[dict[str, Any]]) -> list[tuple[int, list[dict[st
 
 
 def _as_chat(sample: dict[str, Any]) -> dict[str, Any]:
-    """With `turns`, where the prompt is a chat."""
+    """With `messages` of the prompt, where it is a chat or turns follow it, and with `turns`."""
     prompt = sample.get("prompt")
-    turns = prompt if isinstance(prompt, list) else []
-    if not all(isinstance(turn, dict) and {"role", "content"} <= set(turn) for turn in turns):
-        turns = []
-    return sample | {"turns": turns}
+    turns = sample.get("turns", [])
+    messages = prompt if isinstance(prompt, list) else []
+    if not all(isinstance(turn, dict) and {"role", "content"} <= set(turn) for turn in messages):
+        messages = []
+    if turns and not messages:
+        messages = [{"role": "prompt", "content": prompt}]
+    return sample | {"messages": messages, "turns": turns}

@@ -21,6 +21,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+PAGE = "docs/troubleshooting.md"
+
+PAGE_ITEMS = {
+    "advantage_std": 2,
+    "eos_rate": 3,
+    "kl": 5,
+    "distinct_2": 8,
+    "skipped_steps": 10,
+    "mismatch/outside": 11,
+}
+"""Where `PAGE` says what to do about a metric: items of "My run does not learn"."""
+
+VALUE = re.compile(r"(= |step[ -])[-+.\w]+")
+"""What differs between two warnings of one kind: a metric's value, an optimiser step."""
+
 ABSENT_AFTER = 3
 """Iterations after which a metric that never came is reported: in one batch a correlation may be
 undefined."""
@@ -155,6 +170,17 @@ def crossed(thresholds: Sequence[Threshold], metrics: Mapping[str, Any]) -> list
                 f"{threshold.op} {threshold.value:g}"
             )
     return sentences
+
+
+def kind_of(warning: str) -> str:
+    """The warning without what differs between two of one kind."""
+    return VALUE.sub(r"\1", warning)
+
+
+def advice(warning: str) -> str:
+    """Where a page helps with a warning, as the end of its sentence; nothing where none does."""
+    item = PAGE_ITEMS.get(warning.partition(" = ")[0])
+    return "" if item is None else f" (see {PAGE}, item {item})"
 
 
 def _digits(value: float, threshold: Threshold) -> str:

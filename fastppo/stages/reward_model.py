@@ -157,7 +157,8 @@ class _Classifier(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """[B] fp32, of right-padded texts [B, S]."""
-        return sequence_scores(self.model, input_ids, attention_mask)
+        # FSDP puts hooks on what is returned; a view would lose them.
+        return sequence_scores(self.model, input_ids, attention_mask).clone()
 
 
 class _PairTrainer(SupervisedTrainer):

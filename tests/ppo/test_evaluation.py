@@ -32,15 +32,33 @@ def _trainer(directory: Path, **more: Any) -> PPOTrainer:
     return make_trainer(directory, eval_prompts=str(held_out), **more)
 
 
-def test_an_evaluation_comes_every_so_many_iterations(tmp_path: Path) -> None:
+def test_an_evaluation_comes_every_so_many_iterations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And one before the first update; the console has each, with the best of each mode."""
     trainer = _trainer(tmp_path, iterations=5, eval_interval=2, eval_sampling="both")
     trainer.train()
     lines = records(trainer)
     assert ["eval/reward" in line for line in lines] == [False, True, False, True, False]
     found = {name for name in lines[1] if name.startswith("eval/")}
-    names = {"reward", "reward/count_w7", "kl", "response_length", "eos_rate"}
+    names = {"reward", "reward_error", "reward/count_w7", "kl", "response_length", "eos_rate"}
     assert found == {f"eval/{each}" for each in names} | {f"eval/greedy/{each}" for each in names}
     assert lines[3]["eval/reward"] != lines[1]["eval/reward"]
+    before = {name for name in lines[0] if name.startswith("before/")}
+    assert before == {name.replace("eval/", "before/") for name in found}
+    assert lines[0]["before/kl"] == pytest.approx(0, abs=1e-5)
+    said = [line for line in capsys.readouterr().err.splitlines() if "held out" in line]
+    shown = [
+        f"{mode}: reward {line[f'{prefix}reward']:.3f} ± {line[f'{prefix}reward_error']:.3f}"
+        for line, prefixes in (
+            (lines[0], ("before/", "before/greedy/")),
+            (lines[1], ("eval/", "eval/greedy/")),
+            (lines[3], ("eval/", "eval/greedy/")),
+        )
+        for mode, prefix in zip(("held out", "held out, greedy"), prefixes, strict=True)
+    ]
+    assert all(part in line for part, line in zip(shown, said[-6:], strict=True)), said
+    assert said[-4].endswith(", the best so far")
 
 
 def test_its_means_are_those_of_all_prompts_at_once(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from fastppo.data.microbatches import Limits
-from fastppo.ppo.out_of_memory import FittingLimits
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.out_of_memory import FittingLimits, naming
 from fastppo.ppo.trainer import PPOTrainer
 from runs import first_experience, first_prompts, make_trainer, tensors_of
 
@@ -112,6 +113,24 @@ def test_a_single_sequence_that_does_not_fit_ends_the_run_with_advice(limits: Li
     with pytest.raises(RuntimeError, match=r"one sequence per microbatch.*gradient_checkpointing"):
         _tried(FittingLimits(said.append), limits, 4, room=0)
     assert len(said) == len({*said}), "nothing is tried twice"
+
+
+@pytest.mark.parametrize(
+    ("phase", "says"),
+    [
+        ("generate", "--generate_batch_size 8 halves"),
+        ("score", "--reward_batch_size 16 halves"),
+        ("loading", "--param_dtype bfloat16 halves"),
+    ],
+)
+def test_memory_that_runs_out_in_a_phase_has_a_remedy(phase: str, says: str) -> None:
+    allocator = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate"
+    config = PPOConfig(rollout_batch_size=16)
+    with (
+        pytest.raises(RuntimeError, match=f"^out of memory in {phase}: can't allocate. {says}"),
+        naming(phase, config),
+    ):
+        raise RuntimeError(allocator)
 
 
 def test_one_of_several_processes_does_not_begin_again_alone() -> None:

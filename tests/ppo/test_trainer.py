@@ -536,9 +536,26 @@ def test_a_crossed_threshold_warns_in_the_terminal_and_in_the_records(tmp_path: 
         assert not any("1e+06" in sentence for sentence in line["warnings"])
     assert "no metric 'klx'" in lines[2]["warnings"][-1]
     terminal = console.file.getvalue()
-    assert "iteration 0: entropy = 3." in terminal
+    assert terminal.count("entropy = 3.") == terminal.count("iteration 0: entropy = 3.") == 1
     assert terminal.count("rollout=decoder does not decode it") == 1, "what is noted is said once"
     assert "rollout=decoder does not decode it" in lines[0]["warnings"]
+
+
+def test_a_run_says_what_it_is_before_its_first_iteration(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    trainer = make_trainer(tmp_path, console=console, iterations=2, monitor_rewards=[tiny.count_w7])
+    trainer.train()
+    text = console.file.getvalue()
+    lines = text[: text.index("PPO 1/2")].splitlines()
+    count = sum(p.numel() for p in trainer.model.parameters())
+    for line in (
+        f"model    LlamaForCausalLM: {count:,} parameters with its values, {count - 33:,} trained",
+        "prompts  24 of those that were passed in",
+        "rewards  count_w7; watched: count_w7",
+        "run      iterations 1 to 2, 16 responses of at most 8 tokens each",
+        f"writes   {tmp_path / 'run'}",
+    ):
+        assert line in lines
 
 
 def test_a_hard_threshold_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:

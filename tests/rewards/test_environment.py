@@ -68,6 +68,12 @@ def test_what_the_environment_writes_stands_between_the_turns() -> None:
     assert rollout.tokens == [[7, 1, 7, 12, 8, 9, 1]] * 2
     assert rollout.written == [[True] * 2 + [False] * 2 + [True] * 3] * 2
     assert rollout.rewards == [[0.0, 0.5, 0.0, 0.0, 0.5]] * 2
+    assert rollout.turns is not None
+    assert [(turn["role"], turn.get("reward")) for turn in rollout.turns[0]] == [
+        ("policy", 0.5),
+        ("environment", None),
+        ("policy", 0.5),
+    ]
     assert rollout.finish_reasons == ["stop"] * 2
     assert rollout.truncated == [False] * 2
     assert prompts.prompts == _prompts().prompts
@@ -182,7 +188,11 @@ def test_what_is_no_answer_stops_the_run_with_the_episode_saved(
     with pytest.raises(RewardError, match=f"environment 'Wrong' {says}"):
         _play(Wrong, [[7, 1], [8, 1]], failure_file=saved)
     record = json.loads(saved.read_text())
-    assert record["turns"] == [" w4", " w5"]
+    assert record["turns"] == [
+        {"role": "policy", "text": " w4", "reward": 0.5},
+        {"role": "environment", "text": " w4 w9"},
+        {"role": "policy", "text": " w5", "reward": 0.0},
+    ]
     assert record["prompt"] == "w1 w2"
     assert record["columns"] == {"name": "n0"}
     assert record["conversation"].split() == ["w1", "w2", "w4", "<eos>", "w4", "w9", "w5", "<eos>"]

@@ -134,6 +134,20 @@ def test_a_directory_is_free_until_a_run_has_left_records_or_a_checkpoint(tmp_pa
 # ------------------------------------------------------------------------------------- the terminal
 
 
+def test_no_time_is_estimated_before_it_is_worth_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first step of 100 s, in which kernels are compiled, and others of 10 s."""
+    printed = io.StringIO()
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    with progress("PPO", Console(file=printed, width=120), total=10) as show:
+        for step in range(1, 11):
+            clock[0] = 100.0 + 10 * (step - 1)
+            show(completed=step)
+    lines = printed.getvalue().splitlines()
+    assert ["left" in line for line in lines] == [False] * 3 + [True] * 6 + [False]
+    assert lines[3] == "PPO 4/10  130 s, 1 min 0 s left"
+
+
 def test_runs_go_by_the_shortest_names_that_tell_them_apart() -> None:
     assert short_names(["runs/a/policy", "runs/b/policy"]) == ["a/policy", "b/policy"]
     assert short_names(["runs/sft", "org/model"]) == ["sft", "model"]

@@ -176,6 +176,20 @@ def test_a_chat_is_shown_as_turns(run: Path) -> None:
     assert "{&#39;role&#39;" not in html
 
 
+def test_an_episode_is_shown_as_turns_with_their_rewards(run: Path) -> None:
+    turns = [
+        {"role": "policy", "text": "add 2 <b>3</b>", "reward": 0.5},
+        {"role": "environment", "text": "5"},
+    ]
+    sample = json.loads((run / "samples.jsonl").read_text()) | {"turns": turns}
+    (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    html = write_report(run).read_text()
+    assert '<div class="turn text"><b>prompt</b>a &lt;b&gt; prompt</div>' in html
+    policy = '<div class="turn drawn text"><b>policy · reward 0.500</b>add 2 &lt;b&gt;3&lt;/b&gt;'
+    assert policy in html
+    assert '<div class="turn answer text"><b>environment</b>5</div>' in html
+
+
 def test_the_header_says_when_where_and_how_long(run: Path) -> None:
     part = {"first": 0, "started": "2026-11-22 09:30+00:00", "device": "A GPU"}
     part |= {"versions": {"torch": "2.13.0"}}

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from fastppo.ppo.config import WARNINGS
 from fastppo.run.watch import (
     ABSENT_AFTER,
+    PAGE,
+    PAGE_ITEMS,
     Threshold,
     Watch,
+    advice,
     crossed,
     parse_threshold,
     rollout_health,
@@ -157,3 +163,14 @@ def test_a_restored_watch_goes_on_as_if_it_had_never_stopped() -> None:
     sentences = [restored({"kl": 1.0}) for _ in range(ABSENT_AFTER)]
     assert [len(of_iteration) for of_iteration in sentences] == [0] * (ABSENT_AFTER - 2) + [1, 0]
     assert "no metric 'speed'" in sentences[ABSENT_AFTER - 2][0]
+
+
+def test_every_default_warning_has_an_item_of_the_page_that_helps() -> None:
+    page = (Path(__file__).parents[2] / PAGE).read_text()
+    section = page[page.index("## My run does not learn") : page.index("## My KL is negative")]
+    for warning in WARNINGS:
+        metric = parse_threshold(warning).metric
+        number = PAGE_ITEMS[metric]
+        (item,) = re.findall(rf"^{number}\. (.*?)(?=^\d+\. |\Z)", section, re.M | re.S)
+        assert f"`{metric}" in item, metric
+        assert advice(f"{metric} = 3 > 2") == f" (see {PAGE}, item {number})"

@@ -4,6 +4,8 @@
 const charts = JSON.parse(document.getElementById("charts").textContent);
 const drawn = [];
 const HEIGHT = 210;  // pixels
+// Iterations between two ticks: there is no half of one.
+const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((step) => step * 10 ** power));
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -62,7 +64,7 @@ function draw(chart, place) {
   }));
   const room = (unit) => ({...axis, values: labels, size: 52, label: unit, labelSize: 18, labelGap: 0});
   const axes = [
-    {...axis, values: labels, label: chart.xlabel, labelSize: 18, size: 34},
+    {...axis, values: labels, label: chart.xlabel, labelSize: 18, size: 34, incrs: WHOLE},
     {...room(chart.unit), scale: "y"},
   ];
   if (chart.series.some((each) => each.right)) {

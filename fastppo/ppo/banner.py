@@ -1,0 +1,42 @@
+"""What a run says of itself before its first iteration: on what it runs, and where it writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastppo.models.device import device_name
+
+
+def banner(trainer: Any) -> list[str]:
+    """Lines for the console.
+
+    Args:
+        trainer: a `PPOTrainer`.
+    """
+    config = trainer.config
+    parameters = [*trainer.model.parameters()]
+    count = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    device = device_name(trainer.device)
+    if trainer.world.size > 1:
+        device = f"{trainer.world.size} processes, each on {device}"
+    name = config.model or type(trainer.model.causal_lm).__name__
+    prompts = f"{len(trainer.prompts)} of {config.prompts or 'those that were passed in'}"
+    if trainer.evaluation.prompts is not None:
+        prompts += f"; {len(trainer.evaluation.prompts)} held out, of {config.eval_prompts}"
+    paid = [term.name for term in trainer.scorer.terms]
+    if trainer.turns.pays:
+        paid.append(f"environment {trainer.turns.name}")
+    rewards = ", ".join(paid)
+    if trainer.scorer.monitors:
+        rewards += "; watched: " + ", ".join(term.name for term in trainer.scorer.monitors)
+    first = trainer.state.iteration + 1
+    return [
+        f"device   {device}, precision {config.precision}",
+        f"model    {name}: {count:,} parameters with its values, {trained:,} trained",
+        f"prompts  {prompts}",
+        f"rewards  {rewards}",
+        f"run      iterations {first} to {config.iterations}, "
+        f"{config.rollout_batch_size} responses of at most {config.max_new_tokens} tokens each",
+        f"writes   {config.output_dir}",
+    ]
