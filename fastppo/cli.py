@@ -360,6 +360,11 @@ def plan(config: Any, memory: float | None = None, prompt_tokens: int = PROMPT_T
 
     from fastppo.ppo.memory import make_plan, show
 
+    if config.shard_size is not None:
+        raise ValueError(
+            "a plan is of one process, so shard_size has no effect on it; what several processes "
+            "hold is in docs/gpus.md, Memory and traffic"
+        )
     _quiet_libraries()
     show(make_plan(config, prompt_tokens, memory), Console())
 

@@ -154,7 +154,14 @@ def _duration(seconds: float) -> str:
 
 
 def summary(records: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
-    """(metric, its first value, mean of the last tenth) of what people look at first."""
+    """(metric, its first value, mean of the last tenth) of what people look at first. What is held
+    out comes first: before the first update, and in the last evaluation."""
+    rows = []
+    for name in ("eval/reward", "eval/greedy/reward"):
+        evaluated = [record[name] for record in records if name in record]
+        if evaluated:
+            before = records[0].get(name.replace("eval/", "before/"), evaluated[0])
+            rows.append((name, before, evaluated[-1]))
     names = [
         "reward",
         *with_prefix(records, "monitor/"),
@@ -166,7 +173,6 @@ def summary(records: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
         "clip_fraction",
     ]
     tenth = max(1, len(records) // 10)
-    rows = []
     for name in names:
         values = [record[name] for record in records if name in record]
         if values:

@@ -278,4 +278,10 @@ def test_sequences_beyond_the_context_are_refused(tmp_path: Path, capsys) -> Non
     assert "longer than the context of 2048 tokens" in capsys.readouterr().err
 
 
+def test_what_a_plan_does_not_use_is_refused(tmp_path: Path, capsys) -> None:
+    config = options(tmp_path)
+    assert cli.main(["plan", "--model", config.model, "--shard_size", "8"]) == 2
+    assert "a plan is of one process, so shard_size has no effect" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------- the counting

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastppo.run.log import RunLog, check_no_run, holds_run, read_jsonl, short_names
 from fastppo.run.options import Options, option
+from fastppo.run.progress import progress
 from fastppo.run.report import write_report
 
 

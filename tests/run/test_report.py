@@ -95,6 +95,11 @@ def test_the_summary_compares_the_first_iteration_with_the_last_tenth(run: Path)
     assert "monitor/gold" in rows
 
 
+def test_what_is_held_out_is_first_and_from_before_the_first_update() -> None:
+    records = [{"reward": 0.1, "before/reward": 0.5}, {"reward": 0.2, "eval/reward": 1.5}]
+    assert summary(records)[:2] == [("eval/reward", 0.5, 1.5), ("reward", 0.1, 0.2)]
+
+
 def _write(directory: Path, records: list[dict]) -> str:
     lines = [json.dumps({"iteration": i, **record}) for i, record in enumerate(records)]
     (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
