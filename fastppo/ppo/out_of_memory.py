@@ -67,8 +67,8 @@ def remedy(phase: str, config: PPOConfig) -> str:
     rows = config.generate_batch_size or config.rollout_batch_size
     if phase == "generate" and rows > 1:
         return f"--generate_batch_size {rows // 2} halves what a rollout holds at once"
-    if phase == "score" and config.reward_batch_size > 1:
-        return f"--reward_batch_size {config.reward_batch_size // 2} halves what reward models hold"
+    if phase == "score":
+        return "a smaller reward model, or one on a server, holds less in this process"
     if phase == "update" and not config.lora_rank:
         return "--lora_rank 16 leaves out the gradients and moments of all other weights"
     if config.param_dtype == "float32":

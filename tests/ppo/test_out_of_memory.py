@@ -119,7 +119,7 @@ def test_a_single_sequence_that_does_not_fit_ends_the_run_with_advice(limits: Li
     ("phase", "says"),
     [
         ("generate", "--generate_batch_size 8 halves"),
-        ("score", "--reward_batch_size 16 halves"),
+        ("score", "a smaller reward model, or one on a server"),
         ("loading", "--param_dtype bfloat16 halves"),
     ],
 )
