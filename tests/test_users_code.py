@@ -69,6 +69,10 @@ ENVIRONMENTS = {
         "    def __init__(self): self.x = {}['x']",
         "environment 'Game' raised KeyError('x') where it is made",
     ),
+    "has a property that raises": (
+        "    @property\n    def step(self): raise KeyError('s')",
+        "environment 'Game' raised KeyError('s') where it is made",
+    ),
     "wants arguments": (
         "    def __init__(self, size): pass",
         "environment: __init__ takes (self, size): missing a required argument: 'size'",
@@ -184,6 +188,15 @@ def test_an_environment_that_raises_is_told_by_its_line(folder: Folder, run: Run
     assert f"({file}, line 12, in step: return {{}}[text])" in said
     saved = json.loads((folder.run / "failed_episode.json").read_text())
     assert "line 12, in step" in saved["traceback"]
+
+
+def test_numbers_of_prompts_whose_tolist_raises_are_refused(folder: Folder, run: Run) -> None:
+    body = "class Odd:\n    def tolist(self): raise KeyError('odd')\n"
+    file = folder.path / "weights.py"
+    file.write_text(f"{body}def weigh(prompts): return Odd()\n")
+    code, said = run(prompt_weights=f"{file}:weigh")
+    assert code == 2
+    assert f"prompt_weights={file}:weigh raised KeyError('odd')" in said
 
 
 @pytest.mark.parametrize("option", ["prompt_order", "prompt_weights"])

@@ -94,7 +94,7 @@ def load_prompt_numbers(
         columns = copy.deepcopy(columns_named)
         try:
             with calls.put_back(f"{option_name}={spec}"):
-                values = call(lambda: function(given, **columns))
+                values = call(lambda: _plain(function(given, **columns)))
         except UserCodeError as error:
             place = place_of(error.__cause__)
             raise ValueError(f"{option_name}={spec} {error}{place}") from error
@@ -103,16 +103,22 @@ def load_prompt_numbers(
     return PromptNumbers(world.first(ask), term.fingerprint)
 
 
+def _plain(values: Any) -> Any:
+    """An array, a tensor or a list with scalars of theirs as a list of Python's numbers."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, (list, tuple)):
+        return values
+    return [value.item() if hasattr(value, "item") else value for value in values]
+
+
 def checked_numbers(option_name: str, spec: str, values: Any, count: int) -> list[float]:
     """`count` finite numbers, of which weights are at least 0; raises ValueError for others."""
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, (list, tuple)) or len(values) != count:
+    numbers = _plain(values)
+    if not isinstance(numbers, (list, tuple)) or len(numbers) != count:
         raise ValueError(
             f"{option_name}={spec}: expected a number for each of {count} prompts, got "
             f"{shown(values)}"
         )
-    # A list may hold numbers of NumPy or torch.
-    numbers = [value.item() if hasattr(value, "item") else value for value in values]
     is_weight = option_name == "prompt_weights"
     for row, number in enumerate(numbers, 1):
         is_number = isinstance(number, (int, float)) and abs(number) <= sys.float_info.max

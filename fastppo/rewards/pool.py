@@ -156,10 +156,10 @@ class EnvironmentPool:
                 continue
             try:
                 environment = call(self.make, self.options.timeout)
+                lacking = call(functools.partial(_lacking, environment))
             except UserCodeError as error:
                 failed[row] = _failure(error, "where it is made")
                 continue
-            lacking = [name for name in METHODS if not callable(getattr(environment, name, None))]
             if lacking:
                 failed[row] = Failure(f"has no method {lacking[0]}")
             else:
@@ -220,6 +220,11 @@ class _Call(NamedTuple):
 
 class _NoAnswerError(ValueError):
     """An environment returned something that is no answer."""
+
+
+def _lacking(environment: Any) -> list[str]:
+    """The methods that an environment does not have; a property of it may raise."""
+    return [name for name in METHODS if not callable(getattr(environment, name, None))]
 
 
 def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:

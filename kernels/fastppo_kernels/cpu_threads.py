@@ -136,7 +136,7 @@ def in_threads(kernel: Any, count: int, *arguments: Any, entries: int) -> None:
     `entries` is how many logits or tokens there are in all: few are not worth a second thread. On a
     terminal one line tells of a compilation that takes more than a second.
     """
-    if not kernel.signatures and sys.stderr.isatty():
+    if not kernel.signatures and sys.stderr is not None and sys.stderr.isatty():
         clock = Timer(1.0, _say_if_it_compiles, [kernel])
         clock.daemon = True
         clock.start()
