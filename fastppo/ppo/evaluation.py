@@ -169,7 +169,7 @@ def _line(metrics: dict[str, float], prefix: str) -> str:
     mode = "held out, greedy" if prefix.endswith("greedy/") else "held out"
     return (
         f"{mode}: reward {metrics[f'{prefix}reward']:.3f} ± {metrics[f'{prefix}reward_error']:.3f}"
-        f", KL {metrics[f'{prefix}kl'] + 0.0:.2f}, "
+        f", KL {round(metrics[f'{prefix}kl'], 2) + 0.0:.2f}, "
         f"length {metrics[f'{prefix}response_length']:.0f}"
     )
 
