@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl
 import yaml
 
 from fastppo.data import rows
+from fastppo.data.chat import is_chat
 from fastppo.data.rows import DataError, Rows
 
 
@@ -52,6 +53,12 @@ class Address(NamedTuple):
         name, _, query = text.partition("?")
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
         return cls(name, {key: yaml.safe_load(value) for key, value in pairs})
+
+
+def as_opening(text: str, prompt: Any) -> Any:
+    """The first words of an environment, for a policy whose prompts are texts or chats as `prompt`
+    is."""
+    return [{"role": "user", "content": text}] if is_chat(prompt) else text
 
 
 def is_address(spec: str) -> bool:

@@ -27,7 +27,7 @@ from typing import Any
 from openenv.core import EnvClient, GenericEnvClient
 
 from fastppo.data.rows import DataError
-from fastppo.integrations.addresses import Address
+from fastppo.integrations.addresses import Address, as_opening
 
 CONNECTIONS = 3
 """Attempts to begin an episode on a server that cannot be reached or has no session free."""
@@ -90,7 +90,8 @@ class OpenEnv:
         for attempt in range(CONNECTIONS):
             try:
                 result = await self.client.reset(**options)
-                return self.observation(result.observation) or None
+                said = self.observation(result.observation) or None
+                return as_opening(said, prompt) if isinstance(said, str) else said
             except (OSError, RuntimeError, asyncio.TimeoutError):  # noqa: UP041 - 3.10's own
                 await self.client.disconnect()
                 if attempt + 1 == CONNECTIONS:

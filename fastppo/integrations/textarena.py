@@ -1,7 +1,10 @@
 """Games of TextArena as environments.
 
 prompts: textarena:GuessTheNumber-v0?size=200&seed=0    # `size` games, by seeds from `seed`
-environment: textarena:GuessTheNumber-v0
+environment: textarena:GuessTheNumber-v0?max_turns=8    # options of the game's class
+
+With `chat=true` among the options of the prompts the game's words are messages of a user, for
+models with a chat template; else they are lines of a text.
 
 The game's own reward is paid at its last turn. A game seeds Python's global generator when it
 begins, and may draw from it later. Games of two players need another one, in a file of yours:
@@ -21,8 +24,9 @@ from typing import Any
 import textarena
 from textarena import ObservationType
 
+from fastppo.data.chat import is_chat
 from fastppo.data.rows import DataError, Rows
-from fastppo.integrations.addresses import Address
+from fastppo.integrations.addresses import Address, as_opening
 
 PLAYER = 0
 """The seat of the policy."""
@@ -33,9 +37,11 @@ def load_prompts(address: Address) -> Rows:
     options = dict(address.options)
     size = options.pop("size", 1000)
     seed = options.pop("seed", 0)
+    chat = options.pop("chat", False)
     if options:
-        raise DataError(f"expected the options size and seed, got {', '.join(options)}")
-    return [{"prompt": address.name, "seed": seed + game} for game in range(size)]
+        raise DataError(f"expected the options size, seed and chat, got {', '.join(options)}")
+    prompt = [{"role": "user", "content": address.name}] if chat else address.name
+    return [{"prompt": prompt, "seed": seed + game} for game in range(size)]
 
 
 def load_environment(rest: str) -> Callable[[], Game]:
@@ -62,18 +68,21 @@ class Game:
         self.game = textarena.make(f"{name}-raw", **options)
         self.opponent = opponent
 
-    def reset(self, prompt: str, seed: int | None = None) -> str:
-        """Begins a game; the game's rules and first words."""
+    def reset(self, prompt: Any, seed: int | None = None) -> Any:
+        """Begins a game; the game's rules and first words, as a chat where `prompt` is one."""
+        self.is_chat = is_chat(prompt)
         self.game.reset(num_players=1 if self.opponent is None else 2, seed=seed)
         self._play_opponent(done=False)
-        return self._news()
+        rules = self._news()
+        return as_opening(rules if self.is_chat else f"{rules}\n", prompt)
 
     def step(self, text: str) -> tuple[str, float, bool]:
         """The policy's move; the other player's is made at once."""
         done, _ = self.game.step(text)
         done = self._play_opponent(done=done)
         if not done:
-            return self._news(), 0.0, False
+            news = self._news()
+            return news if self.is_chat else f"\n{news}\n", 0.0, False
         rewards, _ = self.game.close()
         return "", float(rewards[PLAYER]), True
 

@@ -78,7 +78,7 @@ def test_a_game_of_textarena_says_what_is_new_and_pays_its_own_reward() -> None:
     number = theirs.state.game_state["game_number"]
     wrong = number % 20 + 1
     hint, reward, done = game.step(f"[{wrong}]")
-    assert hint == f"The target number is {'lower' if wrong > number else 'higher'}."
+    assert hint == f"\nThe target number is {'lower' if wrong > number else 'higher'}.\n"
     assert (reward, done) == (0.0, False)
     assert game.step(f"I say [{number}]") == ("", 1.0, True)
 
@@ -104,10 +104,14 @@ def test_a_game_of_two_without_an_opponent_is_a_sentence() -> None:
         load_environment("textarena:TicTacToe-v0")
 
 
-def test_games_are_told_apart_by_seed() -> None:
+def test_games_are_told_apart_by_seed_and_are_chats_where_that_is_asked() -> None:
     pytest.importorskip("textarena")
-    rows = load_prompts("textarena:GuessTheNumber-v0?size=3&seed=5")
+    rows = load_prompts("textarena:GuessTheNumber-v0?size=3&seed=5&chat=true")
     assert [row["seed"] for row in rows] == [5, 6, 7]
+    game = load_environment("textarena:GuessTheNumber-v0")()
+    (rules,) = game.reset(**rows[0])
+    assert rules["role"] == "user"
+    assert "[5]" in rules["content"]
 
 
 # --------------------------------------------------------------------------------------- verifiers
