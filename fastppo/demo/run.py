@@ -26,9 +26,9 @@ from fastppo.ppo.build import world_of
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.run.progress import say
-from fastppo.run.signals import Stopped
 from fastppo.stages.reward_model import RewardModelConfig, train_reward_model
 from fastppo.stages.sft import SFTConfig, train_sft
+from fastppo.stopped import Stopped
 
 
 def model_config(vocabulary: int) -> LlamaConfig:

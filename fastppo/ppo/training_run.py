@@ -26,7 +26,8 @@ from fastppo.run.lock import run_lock
 from fastppo.run.log import SharedLog, check_no_run, read_jsonl
 from fastppo.run.progress import progress
 from fastppo.run.report import write_report
-from fastppo.run.signals import PhaseEndedError, Stopped, StopRequest, listening
+from fastppo.run.signals import PhaseEndedError, StopRequest, listening
+from fastppo.stopped import Stopped
 
 INTERRUPTIBLE = ("score", "experience")
 """Phases before which a run may stop: nothing of the iteration has been kept by then."""

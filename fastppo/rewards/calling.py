@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastppo.run.signals import Stopped
+from fastppo.stopped import Stopped
 
 LONGEST_MESSAGE = 500
 """Characters that are shown of what a user's function raised."""

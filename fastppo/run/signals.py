@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from fastppo.stopped import Stopped
+
 if TYPE_CHECKING:
     from fastppo.data.world import World
 
@@ -29,19 +31,6 @@ AT_A_SECOND_SIGNAL = {
 """What becomes of a signal while a run is about to stop."""
 
 Handler = Callable[[int, Any], None]
-
-
-class Stopped(KeyboardInterrupt):  # a stop that was asked for is no error
-    """A signal stopped the program. The text says which, and how far the run had come."""
-
-    def __init__(self, signum: int, how_far: str = "") -> None:
-        self.signum = signum
-        super().__init__(f"stopped by {signal.Signals(signum).name}{how_far}")
-
-    @property
-    def exit_code(self) -> int:
-        """What a shell reports of a process that the signal killed."""
-        return 128 + self.signum
 
 
 class PhaseEndedError(Exception):

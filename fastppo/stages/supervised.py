@@ -47,9 +47,10 @@ from fastppo.run.identity import of_run
 from fastppo.run.lock import check_still_held, run_lock
 from fastppo.run.log import check_no_run
 from fastppo.run.progress import progress, say
-from fastppo.run.signals import Stopped, listening
+from fastppo.run.signals import listening
 from fastppo.stages.callbacks import Interruptions, ProgressBar, Records
 from fastppo.stages.options import IDENTITY, SupervisedConfig
+from fastppo.stopped import Stopped
 
 # ---------------------------------------------------------------------------------------- the data
 

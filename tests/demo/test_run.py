@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from fastppo.demo.run import run_demo
-from fastppo.run.signals import Stopped
+from fastppo.stopped import Stopped
 
 PROMPT = "tell me about the red fox ."
 

@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from fastppo.run.signals import STOPPING, PhaseEndedError, Stopped, listening, stopping_at_once
+from fastppo.run.signals import STOPPING, PhaseEndedError, listening, stopping_at_once
+from fastppo.stopped import Stopped
 
 pytestmark = pytest.mark.usefixtures("hangup_is_heard")
 
