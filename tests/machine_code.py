@@ -1,11 +1,10 @@
 """What a kernel's loops execute, read from the machine code that Triton makes for a GPU.
 
-`cuobjdump` prints a cubin's instructions. From the jumps among them come the basic blocks, their
-dominators and the natural loops; a sweep over memory is an innermost loop that loads from global
-memory. One turn of it is the cheapest way round: what is executed on all tiles but the one with the
-token in it, whose branch only makes the way longer. Counts are instructions of a thread, so they
-are warp instructions of 32 elements; an instruction that a predicate switches off is issued and
-counted.
+`cuobjdump` prints a cubin's instructions. A loop is what lies between a jump back and its target; a
+sweep over memory is an innermost loop that loads from global memory. One turn of it is the cheapest
+way round: what is executed on all tiles but the one with the token in it, whose branch only makes
+the way longer. Counts are instructions of a thread, so they are warp instructions of 32 elements;
+an instruction that a predicate switches off is issued and counted.
 
 What a count does not say: how long an instruction waits. A time needs a GPU.
 """
@@ -16,7 +15,6 @@ import heapq
 import itertools
 import re
 import subprocess
-from collections import defaultdict
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -215,62 +213,14 @@ class Code:
         return found
 
     def _bodies(self) -> dict[int, set[int]]:
-        """Natural loops by the address of their header."""
-        predecessors: dict[int, list[int]] = defaultdict(list)
-        for address, targets in self.successors.items():
-            for target in targets:
-                predecessors[target].append(address)
-        order = self._reverse_postorder()
-        index = {address: place for place, address in enumerate(order)}
-        dominator = {self.entry: self.entry}
-        changed = True
-        while changed:
-            changed = False
-            for address in order[1:]:
-                known = [each for each in predecessors[address] if each in dominator]
-                new = known[0]
-                for other in known[1:]:
-                    while new != other:
-                        while index[new] > index[other]:
-                            new = dominator[new]
-                        while index[other] > index[new]:
-                            other = dominator[other]
-                if dominator.get(address) != new:
-                    dominator[address] = new
-                    changed = True
-
-        def dominates(above: int, below: int) -> bool:
-            while index[below] > index[above]:
-                below = dominator[below]
-            return above == below
-
+        """Loops by the address of their header: what lies between a jump back and its target."""
         bodies: dict[int, set[int]] = {}
-        for address in order:
-            for header in self.successors[address]:
-                if dominates(header, address):
-                    body = bodies.setdefault(header, {header})
-                    waiting = [address]
-                    while waiting:
-                        at = waiting.pop()
-                        if at not in body:
-                            body.add(at)
-                            waiting += [each for each in predecessors[at] if each in index]
+        for address, targets in self.successors.items():
+            for header in targets:
+                if header <= address:
+                    between = {at for at in self.instructions if header <= at <= address}
+                    bodies.setdefault(header, set()).update(between)
         return bodies
-
-    def _reverse_postorder(self) -> list[int]:
-        order: list[int] = []
-        seen = {self.entry}
-        stack = [(self.entry, iter(self.successors[self.entry]))]
-        while stack:
-            address, targets = stack[-1]
-            target = next((each for each in targets if each not in seen), None)
-            if target is None:
-                order.append(address)
-                stack.pop()
-            else:
-                seen.add(target)
-                stack.append((target, iter(self.successors[target])))
-        return order[::-1]
 
     def _path(self, start: int, end: int, within: set[int]) -> list[int] | None:
         """The fewest instructions from `start` up to `end`, without `end`."""
