@@ -130,8 +130,8 @@ def looked_at(trainer: PPOTrainer) -> dict[str, list[float]]:
     assert trainer.prompts is not None
     iteration = trainer.state.iteration
     with random_state_restored(iteration):
-        rows = torch.randint(len(trainer.prompts), (FITS[-1] + HELD_OUT,)).tolist()
-        prompts = trainer.prompts.select(rows)
+        drawn = torch.randint(len(trainer.prompts), (FITS[-1] + HELD_OUT,)).tolist()
+        prompts = trainer.prompts.select(drawn)
         rollout = trainer.engine.generate(prompts.token_ids, trainer.sampling)
         experience = experience_of(trainer, prompts, rollout)
         returns = continued(trainer, prompts, rollout, experience)
