@@ -19,6 +19,7 @@ from fastppo.ppo.evaluation import Progress
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
 from fastppo.ppo.state import COUNTERS, MOST_SKIPPED, RunState
 from fastppo.ppo.trainer import PPOTrainer
+from fastppo.rewards.reward import RewardError
 from fastppo.run.log import read_jsonl
 from runs import first_experience, make_trainer, one_step
 
@@ -138,10 +139,6 @@ def _trainer(directory: Path, reward=tiny.count_w7, **options) -> PPOTrainer:
     )
 
 
-class _Interrupted(KeyboardInterrupt):
-    pass
-
-
 def _noisy_reward(stop_at: int | None):
     """A reward that draws from Python's and numpy's generators, and stops the run on a call."""
     calls = 0
@@ -150,7 +147,7 @@ def _noisy_reward(stop_at: int | None):
         nonlocal calls
         calls += 1
         if calls == stop_at:
-            raise _Interrupted
+            raise RuntimeError("enough")
         noise = 0.01 * random.random() + 0.01 * float(np.random.rand())
         return [value + noise for value in tiny.count_w7(prompts, completions)]
 
@@ -174,7 +171,7 @@ def test_a_resumed_run_ends_in_the_same_bits(lora_rank: int, tmp_path: Path) -> 
     random.seed(1)
     np.random.seed(1)
     stopped = _trainer(tmp_path / "parts", _noisy_reward(stop_at=3), lora_rank=lora_rank)
-    with pytest.raises(_Interrupted):
+    with pytest.raises(RewardError, match="enough"):
         stopped.train()
     random.seed(99)  # whatever stands there is replaced
     np.random.seed(99)
