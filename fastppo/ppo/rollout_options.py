@@ -72,6 +72,8 @@ class TurnOptions(Options):
     """Turns."""
 
     environment: str = option(
-        "", "What answers the policy's turns and pays them: file.py:Name or module:Name"
+        "",
+        "What answers the policy's turns and pays them: file.py:Name, module:Name, or an address "
+        "such as openenv:http://localhost:8000",
     )
     max_turns: int = option(8, "Turns of a response, each of max_new_tokens at most", minimum=1)
