@@ -223,7 +223,7 @@ def test_the_commands_of_the_page_work(tmp_path: Path, monkeypatch, capsys) -> N
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text("utf-8")
     lines = [line.removeprefix("$ fastppo ").split() for line in page.splitlines() if "$ f" in line]
-    assert len(lines) == 4
+    assert len(lines) == 5
     for line in lines:
         is_run = len(line) > 1 and "--show" not in line
         assert cli.main(line + SMALL * is_run) == 0, capsys.readouterr().err
