@@ -238,7 +238,7 @@ def test_a_run_whose_lock_was_deleted_ends_once_another_has_begun(folder: Folder
     second_ready, second_go_on = folder.path / "second_ready", folder.path / "second_go_on"
     folder.write_reward(
         f"import pathlib, time; calls == 1 and pathlib.Path({str(second_ready)!r}).touch()\n"
-        f"    while not pathlib.Path({str(second_go_on)!r}).exists(): time.sleep(0.01)"
+        f"    while calls and not pathlib.Path({str(second_go_on)!r}).exists(): time.sleep(0.01)"
     )
     flags = folder.flags(iterations=3, resume=True, allow_config_change=True)
     second = command_line.start(flags, folder.path / "second.txt")
