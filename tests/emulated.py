@@ -192,6 +192,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "full KL, only reported": {"kl_estimator": "full", "kl_coef": 0.0, "need_grad": False},
     "full KL, soft-cap": {"kl_estimator": "full", "kl_coef": 0.3, "softcap": 15.0},
     "columns ruled out": {"entropy_coef": 0.05, "rows": "masked"},
+    # Without entropy, whose gradient is 0 in a constant row: fp64's rounding would be the measure.
+    "rows far from zero": {"rows": "far", "temperature": 100.0, "shapes": 3},
 }  # fmt: skip
 
 
@@ -207,6 +209,13 @@ def changed(logits: Tensor, tokens: Tensor, kind: str | None) -> None:
     if kind == "broken":
         logits[0] = -torch.inf
         logits[1, 3] = torch.nan
+        if len(logits) > 2:
+            logits[2, 3] = torch.nan
+            logits[2, 5] = torch.inf
+    if kind == "far":
+        highest = torch.finfo(logits.dtype).max
+        logits[0] = min(1e31, highest)
+        logits[1] = max(-1e13, -highest)
 
 
 def loss_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> None:
@@ -216,6 +225,7 @@ def loss_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> No
     options = dict(options)
     some_weights = options.pop("some_weights", False)
     kind = options.pop("rows", None)
+    options.pop("shapes", None)
     in_place = options.pop("inplace", False)
     need_grad = options.pop("need_grad", True)
     g = torch.Generator().manual_seed(shape.vocab)
@@ -276,6 +286,7 @@ STATISTICS: dict[str, dict[str, Any]] = {
         "shapes": 3,
     },
     "reference, KL alone, peaked": {"upstream": (False, False, True), "rows": "peaked"},
+    "rows far from zero": {"rows": "far", "temperature": 100.0, "shapes": 3},
     "broken rows": {"rows": "broken", "shapes": 3},
     "broken rows, reference": {
         "rows": "broken", "upstream": (True, True, True), "shapes": 3,
@@ -314,6 +325,8 @@ def statistics_case(shape: Shape, options: dict[str, Any], emulation: Emulation)
     if options.get("temperature") == "per token":
         temperatures = torch.rand(shape.n, generator=g) * 1.7 + 0.3
     softmax = Softmax(temperatures=temperatures, softcap=options.get("softcap"))
+    if isinstance(options.get("temperature"), float):
+        softmax = softmax._replace(temperature=options["temperature"])
     draws = torch.randn(3, shape.n, generator=g)
     if kind == "peaked":  # of one sign at the token: terms that cancel would show their own errors
         draws = draws.abs() * torch.tensor([1.0, -1.0, 1.0])[:, None]

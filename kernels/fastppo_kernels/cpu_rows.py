@@ -617,6 +617,19 @@ def _loss_rows(start, stop, rows, ref_rows, token, loss, softmax, found, moves, 
             _clear(_row(grad, i))
 
 
+@compiled
+def _normalizer(z, maximum, log_total, unit):
+    """The definition's (row maximum, log Σ e^t): `_maximum` passes some NaN over, and an x86 CPU's
+    conversion to bf16 makes those."""
+    if maximum == -np.inf or log_total != log_total:
+        for j in range(len(z)):
+            if z[j] != z[j]:
+                return np.nan, np.nan
+    if maximum == -np.inf:
+        return -np.inf, -np.inf
+    return maximum / unit, log_total
+
+
 @kernel
 def _statistics_rows(start, stop, rows, ref_rows, tokens, softmax, found, normalizers):
     """(logprob, entropy, KL, 1 − p, γ, gap_y − γ) to found [6, N]; the normalizers to [2, N, 2]."""
@@ -629,13 +642,9 @@ def _statistics_rows(start, stop, rows, ref_rows, tokens, softmax, found, normal
         is_ruled_out = row.shifted_token <= LOWEST
         found[5, i] = 0.0 if is_ruled_out else row.token_gap - row.mean_gap
         unit = 1.0 if softmax.softcap == 0 else softmax.softcap
-        has_mass = row.maximum != -np.inf
-        normalizers[0, i, 0] = row.maximum / unit
-        normalizers[0, i, 1] = row.log_total if has_mass else -np.inf
+        normalizers[0, i] = _normalizer(scores.z, row.maximum, row.log_total, unit)
         if ref_rows.vocab:
-            has_mass = row.ref_maximum != -np.inf
-            normalizers[1, i, 0] = row.ref_maximum / unit
-            normalizers[1, i, 1] = row.ref_log_total if has_mass else -np.inf
+            normalizers[1, i] = _normalizer(scores.ref_z, row.ref_maximum, row.ref_log_total, unit)
 
 
 @kernel

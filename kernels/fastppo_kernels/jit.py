@@ -20,6 +20,8 @@ RATIO_LIMIT = tl.constexpr(records.LOG_RATIO_LIMIT)
 # The running maximum's start. Not −inf, whose difference with itself is NaN, and not 0 or LOWEST,
 # which would be above a row that is lower.
 FIRST_MAX = tl.constexpr(torch.finfo(torch.float32).min)
+# Whole tiles shift by a rounded anchor, whose error, up to 2⁻²⁴ of it, stands in an exponent.
+WHOLE_LIMIT = tl.constexpr(2.0**30)
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")

@@ -48,6 +48,7 @@ from fastppo_kernels.triton_sweeps import (
     defined_maximum,
     dot_of_lanes,
     fold_whole,
+    is_plain,
     load_policy_tile,
     max_of_lanes,
     no_sums,
@@ -278,10 +279,9 @@ def _row_statistics(
             sums, ref_sums, row, ref_row, start, token, softmax, scale2, cut, HINT
         )
     joined, ref_joined = _joined(sums, ref_sums, scale2)
-    plain = (tl.abs(joined.moment) < -LOWEST) & (joined.row_max > LOWEST)
-    plain = plain & (tl.abs(ref_joined.gap) < -LOWEST) & (ref_joined.row_max > LOWEST)
+    plain = is_plain(joined.moment, joined.row_max, scale2)
+    plain = plain & is_plain(ref_joined.gap, ref_joined.row_max, scale2)
     if plain == 0:
-        # A column of −inf, of NaN, or so low that it may be one.
         sums = no_sums(cut)
         ref_sums = _no_ref_sums(cut)
         for part in range(0, tl.cdiv(row.end, cut.block)):
@@ -294,7 +294,8 @@ def _row_statistics(
     row_max = tl.maximum(joined.row_max, token_value)
     ref_max = ref_joined.row_max
     shift = shifted(joined.row_max, row_max, scale2)
-    joined, ref_joined = _moved(joined, ref_joined, row_max, ref_max, shift, shift * 0.0, shift)
+    stays = tl.zeros_like(shift)
+    joined, ref_joined = _moved(joined, ref_joined, row_max, ref_max, shift, stays, shift)
     others = joined.mass + ref_joined.lost
     stats = with_token(row_max, others, joined.moment, token_value, scale, plain)
     t_token = shifted(token_value, row_max, scale2)
@@ -466,10 +467,11 @@ def _token_stats_full_kl_kernel(logits, ref_logits, tokens, softmax, results, n,
             results,
             index,
             stats,
+            defined_maximum(row, stats.row_max, stats.total, softmax, cut),
             kl=ref_stats.kl,
             mean_gap=ref_stats.mean_gap,
             token_gap=ref_stats.token_gap,
-            ref_max=defined_maximum(ref_stats.row_max, ref_stats.total),
+            ref_max=defined_maximum(ref_row, ref_stats.row_max, ref_stats.total, softmax, cut),
             ref_log_sum=ref_stats.log_sum,
         )
 

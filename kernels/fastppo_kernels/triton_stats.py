@@ -11,14 +11,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastppo_kernels.jit import LOWEST, row_scale
+from fastppo_kernels.jit import WHOLE_LIMIT, row_scale
 from fastppo_kernels.launch import check_dtype, current, dense, dense_record
 from fastppo_kernels.records import Softmax, StatsGradients, TokenStats
 from fastppo_kernels.triton_full_kl import (
     _token_stats_backward_full_kl_kernel,
     _token_stats_full_kl_kernel,
 )
-from fastppo_kernels.triton_sweeps import RowStats, row_statistics, store_stats, write_gradient
+from fastppo_kernels.triton_sweeps import (
+    RowStats,
+    defined_maximum,
+    row_statistics,
+    store_stats,
+    write_gradient,
+)
 from fastppo_kernels.triton_views import (
     launch_over,
     logit_at,
@@ -39,7 +45,8 @@ def _token_stats_kernel(logits, tokens, softmax, results, n, vocab, cut):
         row = row_at(logits, index, vocab, cut)
         place = place_of(token, row, vocab)
         stats = row_statistics(row, x_token, place, softmax, scale, cut, "evict_first")
-        store_stats(results, index, stats)
+        row_max = defined_maximum(row, stats.row_max, stats.total, softmax, cut)
+        store_stats(results, index, stats, row_max)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -60,7 +67,7 @@ def _token_stats_backward_kernel(logits, grad, grads, tokens, saved, softmax, n,
             entropy = tl.load(saved.entropy + index)
             scale, slope = row_scale(index, softmax)
             # Nothing tells of −inf among the logits: they are clamped.
-            plain = tl.abs(row_max * scale) < -LOWEST
+            plain = tl.abs(row_max * scale) < WHOLE_LIMIT
             stats = RowStats(
                 logprob=tl.load(saved.logprobs + index),
                 entropy=entropy,

@@ -43,6 +43,7 @@ from fastppo_kernels.jit import (
     LN_2,
     LOG2_E,
     LOWEST,
+    WHOLE_LIMIT,
     capped,
     fma,
     log1p_below_one,
@@ -218,6 +219,13 @@ def _joined(sums, scale):
 
 
 @triton.jit
+def is_plain(moment, row_max, scale):
+    """Whether the sums of whole tiles hold: no column was −inf, NaN, or so low that it may be one,
+    and the maximum is not too far from 0. `moment` is joined, or the reference's `gap`."""
+    return (tl.abs(moment) < -LOWEST) & (tl.abs(row_max * scale) < WHOLE_LIMIT)
+
+
+@triton.jit
 def row_statistics(row, x_token, token, softmax, scale, cut, HINT: tl.constexpr):
     """RowStats of a row whose token stands at place `token` and has the logit `x_token`."""
     token_value, _slope = capped(x_token, softmax)
@@ -235,9 +243,8 @@ def row_statistics(row, x_token, token, softmax, scale, cut, HINT: tl.constexpr)
         start = part_start(part, covered, cut.block, cut)
         sums = _fold_part(sums, row, start, token, softmax, scale2, cut, HINT)
     joined = _joined(sums, scale2)
-    plain = (tl.abs(joined.moment) < -LOWEST) & (joined.row_max > LOWEST)
+    plain = is_plain(joined.moment, joined.row_max, scale2)
     if plain == 0:
-        # A column of −inf, of NaN, or so low that it may be one.
         sums = no_sums(cut)
         for part in range(0, tl.cdiv(row.end, cut.block)):
             sums = _fold_part(sums, row, part * cut.block, token, softmax, scale2, cut, HINT)
@@ -277,18 +284,34 @@ def with_token(row_max, others, moment, token_value, scale, plain):
 
 
 @triton.jit
-def defined_maximum(row_max, total):
+def defined_maximum(row, row_max, total, softmax, cut):
     """The definition's maximum of a row whose Σ e^t is `total`: the running one begins at a number
     and passes NaN over."""
     row_max = tl.where(total == 0, -float("inf"), row_max)
-    return tl.where((total != total) & (row_max < float("inf")), float("nan"), row_max)
+    if total != total:
+        # There is NaN or +inf, or both: with +inf alone the maximum stands.
+        nans = tl.zeros([cut.block], tl.int32)
+        for start in range(0, row.end, cut.block):
+            values, _ = load_part(row, start, None, softmax, cut.block, cut, "evict_first")
+            nans += (values != values).to(tl.int32)
+        row_max = tl.where(tl.sum(nans, 0) > 0, float("nan"), row_max)
+    return row_max
 
 
 @triton.jit
 def store_stats(
-    results, index, stats, kl=0.0, mean_gap=0.0, token_gap=0.0, ref_max=0.0, ref_log_sum=0.0
+    results,
+    index,
+    stats,
+    row_max,
+    kl=0.0,
+    mean_gap=0.0,
+    token_gap=0.0,
+    ref_max=0.0,
+    ref_log_sum=0.0,
 ):
-    """A row of the TokenStats `results`; what belongs to the reference is 0 without one."""
+    """A row of the TokenStats `results`, its maximum as defined; what belongs to the reference is 0
+    without one."""
     tl.store(results.logprobs + index, stats.logprob)
     tl.store(results.entropy + index, stats.entropy)
     tl.store(results.kl + index, kl)
@@ -296,7 +319,7 @@ def store_stats(
     tl.store(results.mean_gap + index, mean_gap)
     tl.store(results.token_gap + index, token_gap)
     log_sum = tl.where(stats.total == 0, -float("inf"), stats.log_sum)
-    tl.store(results.normalizer + 2 * index, defined_maximum(stats.row_max, stats.total))
+    tl.store(results.normalizer + 2 * index, row_max)
     tl.store(results.normalizer + 2 * index + 1, log_sum)
     tl.store(results.ref_normalizer + 2 * index, ref_max)
     tl.store(results.ref_normalizer + 2 * index + 1, ref_log_sum)

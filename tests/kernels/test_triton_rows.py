@@ -510,20 +510,43 @@ def test_peaked_rows_beside_a_reference(softcap: float | None) -> None:
     check_loss(arguments, kl_estimator="full", ref_logits=ref, kl_coef=0.3, softcap=softcap)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [507, 2061])
-def test_normalizers_of_rows_that_are_no_distribution(vocab: int) -> None:
-    """−inf of a row of −inf alone, NaN of a row with NaN, the policy's and the reference's."""
-    logits, tokens = torch.randn(5, vocab), torch.arange(5)
+def test_normalizers_of_rows_that_are_no_distribution(vocab: int, dtype: torch.dtype) -> None:
+    """−inf of a row of −inf alone, NaN of a row with NaN whatever stands beside it, the policy's
+    and the reference's; each whatever the other row is."""
+    logits, tokens = torch.randn(7, vocab), torch.arange(7)
     logits[0], logits[1, 100], logits[2, 7] = -torch.inf, torch.nan, torch.inf
+    logits[3, 7], logits[3, 100] = torch.inf, torch.nan
+    logits[4] = -torch.inf
+    logits[4, 100] = torch.nan
+    logits = logits.to(dtype)
     given = (logits.to(DEVICE), tokens.to(DEVICE), PLAIN)
-    want = definition.token_stats(logits, tokens, PLAIN, ref_logits=logits.flip(0))
-    for module in (cpu_rows, triton_rows):
-        moved = given if module is triton_rows else (logits, tokens, PLAIN)
-        got = module.token_stats(*moved, ref_logits=moved[0].flip(0))
-        assert_statistic(got.normalizer, want.normalizer, "normalizer")
-        assert_statistic(got.ref_normalizer, want.ref_normalizer, "ref_normalizer")
-        assert got.normalizer[0].tolist() == [-torch.inf, -torch.inf]
-        assert got.normalizer[1].isnan().all()
+    for turned in range(7):
+        ref = logits.roll(turned, 0)
+        want = definition.token_stats(logits, tokens, PLAIN, ref_logits=ref)
+        for module in (cpu_rows, triton_rows):
+            moved = given if module is triton_rows else (logits, tokens, PLAIN)
+            got = module.token_stats(*moved, ref_logits=ref.to(moved[0].device))
+            assert_statistic(got.normalizer, want.normalizer, "normalizer")
+            assert_statistic(got.ref_normalizer, want.ref_normalizer, "ref_normalizer")
+        assert want.normalizer[0].tolist() == [-torch.inf, -torch.inf]
+        assert want.normalizer[[1, 3, 4]].isnan().all()
+
+
+@pytest.mark.parametrize("level", [1e10, -1e13, 1e31])
+def test_rows_far_from_zero(level: float) -> None:
+    """What an anchor loses by its rounding is an exponent there: whole tiles are taken the careful
+    way, in both sweeps."""
+    arguments = draw(3, 2064)
+    arguments["logits"][0] = level
+    arguments["logits"][1] = level
+    arguments["logits"][1, 5] = level + 1e-3 * abs(level)
+    arguments["tokens"][:2] = torch.tensor([7, 5])
+    check_loss(arguments, entropy_coef=0.1, temperature=100.0)
+    softmax = Softmax(temperature=100.0)
+    for upstream in (_upstream(3), StatsGradients(torch.ones(3))):
+        check_stats(arguments["logits"], arguments["tokens"], softmax, upstream=upstream)
 
 
 def test_identical_reference_has_no_kl() -> None:
