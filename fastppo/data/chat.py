@@ -41,12 +41,15 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]], where: str, **op
         raise DataError(f"{where}: the chat template refuses it: {error}") from error
 
 
-def encode_prompt(prompt: Any, tokenizer: Any, where: str) -> list[int]:
+def encode_prompt(prompt: Any, tokenizer: Any, where: str, **options: Any) -> list[int]:
     """Ids of one prompt, to be continued: a string, or messages with the generation prompt.
 
+    Args:
+        where: opens the sentence of an error.
+        options: of the chat template.
+
     Raises:
-        DataError: it is empty, of another type, or the chat template has no place for it; `where`
-            opens the sentence.
+        DataError: it is empty, of another type, or the chat template has no place for it.
     """
     if isinstance(prompt, str):
         if not prompt.strip():
@@ -57,7 +60,7 @@ def encode_prompt(prompt: Any, tokenizer: Any, where: str) -> list[int]:
         if _ends(ids, tokenizer.eos_token_id) > _ends(plain, tokenizer.eos_token_id):
             ids.pop()  # some tokenizers end every text; a prompt is to be continued
     elif is_chat(prompt):
-        text = render_chat(tokenizer, prompt, where, add_generation_prompt=True)
+        text = render_chat(tokenizer, prompt, where, add_generation_prompt=True, **options)
         check_text(text, where)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:

@@ -4,6 +4,7 @@ reasoning-gym:chain_sum?size=1000&seed=0    prompts; the reward is reasoning-gym
 textarena:GuessTheNumber-v0?size=200        prompts and environment
 verifiers:my-env?difficulty=hard            prompts and environment
 openenv:http://localhost:8000               environment
+mcp:python server.py                        environment: the tools of a server
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Package(NamedTuple):
 
 
 PACKAGES = {
+    "mcp": Package("mcp", "mcp", ("environment",)),
     "openenv": Package("openenv", "openenv", ("environment",)),
     "reasoning-gym": Package("reasoning_gym", "reasoning_gym", ("prompts", "reward")),
     "textarena": Package("textarena", "textarena", ("prompts", "environment")),

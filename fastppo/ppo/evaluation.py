@@ -25,8 +25,8 @@ LOGGED_SAMPLES = 8
 """Responses of an iteration, and of an evaluation, that are written down as texts."""
 
 SHOWN = ("reward", "kl", "response_length", "eos_rate", "turns")
-"""Metrics of an evaluation, beside each reward, monitored reward and finish reason: means over its
-responses; `reward_error` is the standard error of the reward."""
+"""Metrics of an evaluation, beside each reward, monitored reward, finish reason and outcome of a
+call: means over its responses; `reward_error` is the standard error of the reward."""
 
 
 @dataclass(slots=True)
@@ -154,7 +154,7 @@ class Evaluation:
             part = prompts.select(range(begin, min(begin + self.batch_size, len(prompts))))
             result = trainer.evaluate(part, sampling, self.scorer)
             for name, value in result.items():
-                if name in SHOWN or name.startswith(("reward/", "monitor/", "finish/")):
+                if name in SHOWN or name.startswith(("reward/", "monitor/", "finish/", "tools/")):
                     sums[name] = sums.get(name, 0.0) + value * len(part)
             rewards += result["scores"].total.tolist()
             wanted = min(len(part), LOGGED_SAMPLES - len(records))

@@ -25,6 +25,7 @@ from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience, Responses
 from fastppo.rewards.scorer import Scores
+from fastppo.rewards.tools import OUTCOMES
 from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Rollout
 
 UNCLIPPED = ("penalty", "sapo")
@@ -297,12 +298,17 @@ def response_metrics(
 
 
 def turn_metrics(rollout: Rollout) -> dict[str, float]:
-    """Turns per episode of an environment, and the share of episodes that ended for each reason."""
+    """Turns per episode of an environment, the share of episodes that ended for each reason, and
+    calls of tools per episode by what became of them."""
     count = max(1, len(rollout.tokens))
     is_turn = [key for row in rollout.written or () for key, _ in itertools.groupby(row)]
     reasons = (FINISHED, TRUNCATED, OUT_OF_TURNS)
     shares = {f"finish/{name}": rollout.finish_reasons.count(name) / count for name in reasons}
-    return {"turns": sum(is_turn) / count, **shares}
+    calls = {}
+    if rollout.calls is not None:
+        outcomes = list(itertools.chain.from_iterable(rollout.calls))
+        calls = {f"tools/{name}": outcomes.count(name) / count for name in OUTCOMES}
+    return {"turns": sum(is_turn) / count, **shares, **calls}
 
 
 def sample_records(

@@ -165,7 +165,7 @@ class EventLoop:
             list: in the place of each that raised or was too late a `UserCodeError`.
         """
         futures = [
-            asyncio.run_coroutine_threadsafe(_awaited(function), self._loop)
+            asyncio.run_coroutine_threadsafe(await_call(function), self._loop)
             for function in functions
         ]
         concurrent.futures.wait(futures, timeout)
@@ -198,7 +198,12 @@ class EventLoop:
             self._loop.close()
 
 
-async def _awaited(function: Callable[[], Any]) -> Any:
+async def await_call(function: Callable[[], Any]) -> Any:
+    """What a user's function returns that may be a coroutine function, to a coroutine.
+
+    Raises:
+        UserCodeError: it raised.
+    """
     try:
         with _errors(), _one_process():
             returned = function()

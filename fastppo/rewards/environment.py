@@ -8,6 +8,8 @@ the last token of the turn.
 The tokens of a turn stay those that were drawn. In a chat, what stands between two turns is what
 the tokenizer's template writes between an assistant's message and the next, less the stop token
 that the policy drew itself.
+
+Environments with tools, whose turns are calls: `fastppo.rewards.tools`.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from fastppo.data.world import World
 from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.pool import Answer, EnvironmentPool, Failure
 from fastppo.rewards.reward import RewardError
+from fastppo.rewards.tools import ToolForm, Tools
 from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Rollout, RolloutEngine, Sampling
 
 MARK = "assistantturn"
@@ -67,6 +70,8 @@ class Episode:
     """The engine's `BY_TOKEN`, a tensor for each turn."""
     turns: list[dict[str, Any]] = field(default_factory=list)
     """What `Rollout.turns` has of it."""
+    calls: list[str] = field(default_factory=list)
+    """What `Rollout.calls` has of it."""
     finish_reason: str | None = None
     """None while it goes on."""
 
@@ -90,9 +95,10 @@ class Episode:
             self.finish_reason = TRUNCATED
 
     def pay(self, reward: float) -> None:
-        """Pays the last turn, which is the policy's, at its last token."""
+        """Pays the policy's last turn, at its last token."""
         self.rewards[-1] += reward
-        self.turns[-1]["reward"] += reward
+        turn = next(turn for turn in reversed(self.turns) if turn["role"] == POLICY)
+        turn["reward"] += reward
 
     def add_observation(self, ids: Sequence[int], limit: int) -> None:
         """Appends tokens that the policy did not write, as many as there is room for."""
@@ -128,8 +134,6 @@ class Turns:
         world: the ranks, each of which has the environments of its own rows.
     """
 
-    pays = True
-
     def __init__(
         self,
         make: Callable[[], Any],
@@ -149,6 +153,11 @@ class Turns:
         self.world = world or World()
         self.environments = EnvironmentPool(make, options=self.options, world=self.world)
         self.name = self.environments.name
+        self.pays = not isinstance(make, Tools) or make.pays
+        self.form: ToolForm | None = None
+        if isinstance(make, Tools):
+            where = f"environment {self.name!r}"
+            self.form = ToolForm(tokenizer, make.schemas, where=where, say=self.options.say)
 
     def play(
         self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling
@@ -168,18 +177,26 @@ class Turns:
             conversations = [episodes[row].conversation for row in live]
             drawn = engine.generate(conversations, sampling)
             texts = decode_completions(self.tokenizer, conversations, drawn.tokens)
+            turns: dict[int, Any] = {}
             for place, row in enumerate(live):
                 episodes[row].add_turn(texts[place], drawn, place)
-            acting = [row for row in live if episodes[row].finish_reason is None]
-            turns = {row: episodes[row].turns[-1]["text"] for row in acting}
+                if episodes[row].finish_reason is None:
+                    turns[row] = self._read(conversations[place], drawn.tokens[place], texts[place])
             answers = self._answered(self.environments.step(turns, len(episodes)), episodes)
-            for row in acting:
+            for row in turns:
                 self._take_answer(
                     episodes[row], answers[row], sampling, is_last=turn == self.max_turns
                 )
+        if self.form is not None:
+            earned = self._answered(self.environments.end(len(episodes)), episodes)
+            for row, episode in enumerate(episodes):
+                episode.pay(earned[row])
         # To rewards the prompts are as the dataset has them; their ids are what the policy read.
         ids = [episode.prompt_ids for episode in episodes]
-        return Prompts(prompts.prompts, ids, prompts.columns), _rollout(episodes)
+        rollout = _rollout(episodes)
+        if self.form is not None:
+            rollout.calls = [episode.calls for episode in episodes]
+        return Prompts(prompts.prompts, ids, prompts.columns), rollout
 
     def close(self) -> None:
         """Closes the environments; failures are only reported."""
@@ -197,10 +214,14 @@ class Turns:
         for row, episode in enumerate(episodes):
             opening = openings[row]
             if opening is not None:
+                if self.form is not None:
+                    opening = self.form.opening(opening)
                 where = f"environment {self.name!r}, what reset returned"
                 episode.prompt = opening
                 episode.turns += as_turns(opening)
-                episode.prompt_ids = encode_prompt(opening, self.tokenizer, where)
+                episode.prompt_ids = encode_prompt(
+                    opening, self.tokenizer, where, **self._template_options
+                )
             if len(episode.prompt_ids) + max_new_tokens > self.context:
                 raise DataError(
                     f"environment {self.name!r}: an episode begins with {len(episode.prompt_ids)} "
@@ -209,6 +230,15 @@ class Turns:
             if is_chat(episode.prompt):
                 episode.prompt = copy.deepcopy(list(episode.prompt))
         return episodes
+
+    @property
+    def _template_options(self) -> dict[str, Any]:
+        """What the chat template is given beside the messages."""
+        return {} if self.form is None else {"tools": self.form.schemas}
+
+    def _read(self, conversation: list[int], ids: list[int], text: str) -> Any:
+        """A turn of the policy as the environment takes it."""
+        return text if self.form is None else self.form.read(conversation, ids, text)
 
     def _take_answer(
         self, episode: Episode, answer: Answer, sampling: Sampling, *, is_last: bool
@@ -222,6 +252,8 @@ class Turns:
         ids = self._observation_ids(episode, answer.observation, sampling.stop_token_ids)
         episode.add_observation(ids, self.context)
         episode.turns += as_turns(answer.observation)
+        if self.form is not None:
+            episode.calls += [message["outcome"] for message in answer.observation]
         if is_last:
             episode.finish_reason = OUT_OF_TURNS
         elif len(episode.conversation) + sampling.max_new_tokens > self.context:
@@ -251,7 +283,8 @@ class Turns:
         if isinstance(observation, str):
             observation = [{"role": "user", "content": observation}]
         marked = [*episode.prompt, {"role": "assistant", "content": MARK}, *observation]
-        rendered = render_chat(self.tokenizer, marked, where, add_generation_prompt=True)
+        options = {"add_generation_prompt": True, **self._template_options}
+        rendered = render_chat(self.tokenizer, marked, where, **options)
         _, mark, text = rendered.rpartition(MARK)
         if not mark:
             raise DataError(f"{where}: the chat template leaves out an assistant's message")

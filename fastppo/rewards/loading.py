@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from fastppo.data.files import MissingPathError
 from fastppo.integrations import addresses
 from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of
 from fastppo.rewards.reward import Reward, RewardTerm
+from fastppo.rewards.tools import Tools, is_tool_class
 from fastppo.rewards.url import URLReward, address_name
 
 if TYPE_CHECKING:
@@ -83,8 +85,16 @@ def load_environment(spec: str | Callable[[], Any]) -> RewardTerm | None:
         return None
     if isinstance(spec, str) and addresses.is_address(spec):
         make = addresses.load_environment(spec)
-        return RewardTerm("environment", make, fingerprint=fingerprint.of_text(spec))
-    return load_callable(spec, "environment")
+        term = RewardTerm("environment", make, fingerprint=fingerprint.of_text(spec))
+    else:
+        term = load_callable(spec, "environment")
+    if not is_tool_class(term.function):
+        return term
+    try:
+        tools: Any = Tools(term.function)
+    except ValueError as error:
+        raise ValueError(f"environment {spec}: {error}") from error
+    return replace(term, function=tools)
 
 
 def load_callable(spec: str | Callable[..., Any], option: str) -> RewardTerm:

@@ -95,17 +95,26 @@ class EnvironmentPool:
 
         return self._on_its_rank(range(len(prompts)), len(prompts), calls)
 
-    def step(self, texts: Mapping[int, str], count: int) -> dict[int, Answer | Failure]:
+    def step(self, turns: Mapping[int, Any], count: int) -> dict[int, Answer | Failure]:
         """By row, what the environments answer.
 
         Args:
-            texts: the turns, by row of a batch of `count`.
+            turns: texts, or `ToolTurn`s where the environments have tools; by row of a batch of
+                `count`.
         """
 
         def calls(rows: Sequence[int]) -> list[_Call]:
-            return [self._call(row, "step", texts[row], read=_read_answer) for row in rows]
+            return [self._call(row, "step", turns[row], read=_read_answer) for row in rows]
 
-        return self._on_its_rank(list(texts), count, calls)
+        return self._on_its_rank(list(turns), count, calls)
+
+    def end(self, count: int) -> dict[int, float | Failure]:
+        """By row of a batch of `count`, what environments with tools pay for the episode."""
+
+        def calls(rows: Sequence[int]) -> list[_Call]:
+            return [_Call("get_reward", self._environments[row].end, _read_reward) for row in rows]
+
+        return self._on_its_rank(range(count), count, calls)
 
     def close(self) -> None:
         """Closes every environment that has a `close`; failures are only reported. Later batches
@@ -252,12 +261,8 @@ def _read_answer(returned: Any) -> Answer:
             f"returned {shown(returned)} in step; expected (observation, reward, done)"
         )
     observation = returned[0]
-    reward = _number(returned[1])
+    reward = _read_reward(returned[1], "step")
     done = _number(returned[2])
-    if not isinstance(reward, (int, float)) or not abs(reward) <= MAX_REWARD:
-        raise _NoAnswerError(
-            f"returned the reward {shown(reward)} in step; expected a number within ±{MAX_REWARD:g}"
-        )
     if not isinstance(done, bool):
         raise _NoAnswerError(f"returned done={shown(done)} in step; expected a bool")
     if not done and not isinstance(observation, str) and not is_chat(observation):
@@ -265,7 +270,18 @@ def _read_answer(returned: Any) -> Answer:
             f"returned the observation {shown(observation)} in step; expected a text or chat "
             "messages, since the episode goes on"
         )
-    return Answer(observation, float(reward), done)
+    return Answer(observation, reward, done)
+
+
+def _read_reward(returned: Any, method: str = "get_reward") -> float:
+    """A reward that a method returned."""
+    reward = _number(returned)
+    if not isinstance(reward, (int, float)) or not abs(reward) <= MAX_REWARD:
+        raise _NoAnswerError(
+            f"returned the reward {shown(reward)} in {method}; expected a number within "
+            f"±{MAX_REWARD:g}"
+        )
+    return float(reward)
 
 
 def _number(value: Any) -> Any:

@@ -75,6 +75,8 @@ def read_methods(node: Definition | None) -> dict[str, inspect.Signature]:
             signature = read_signature(method)
             if method.name in ("__init__", *METHODS) and signature is not None:
                 found[method.name] = signature
+    if "step" not in found:  # a base class's, or there are tools, whose reset is given the row
+        found.pop("reset", None)
     return found
 
 

@@ -84,6 +84,9 @@ class Rollout:
     turns: list[list[dict[str, Any]]] | None = None
     """Of each episode of an environment its turns, for people to read: `role` (policy, environment,
     or that of a message), `text`, and the `reward` of a turn of the policy."""
+    calls: list[list[str]] | None = None
+    """Of each episode of an environment with tools what became of the policy's calls: `answered`,
+    `unknown`, `malformed` or `raised`."""
 
     @property
     def lengths(self) -> list[int]:

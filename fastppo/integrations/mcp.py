@@ -1,0 +1,149 @@
+"""Tools of an MCP server that is started as a process of its own.
+
+environment: mcp:python server.py
+
+Its tools are called as methods are (`fastppo.rewards.tools`); what a response earns is the affair
+of `rewards`. All episodes of a process share one server, so its tools should remember nothing from
+one call to the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+from typing import Any
+
+import anyio
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from mcp import ClientSession, McpError, StdioServerParameters, stdio_client
+from mcp.types import CONNECTION_CLOSED, TextContent, Tool
+
+from fastppo.data.rows import DataError
+
+START_TIMEOUT = 30.0
+"""Seconds in which a server has said what it is."""
+
+NO_TOOLS = ("reset", "step", "get_reward", "close", "stop_on", "tool_schemas")
+"""Names that mean something else in a class of tools."""
+
+
+def load_environment(rest: str) -> type:
+    """A class of tools, those of the server that a command starts.
+
+    Raises:
+        DataError: the command starts no server, or one without tools that can be used.
+    """
+    server = Server(rest)
+    tools = server.tools()
+    taken = [tool.name for tool in tools if tool.name in NO_TOOLS or tool.name.startswith("_")]
+    if taken or not tools:
+        raise DataError(
+            f"{rest}: no tool can be called {taken[0]}" if taken else f"{rest}: no tools"
+        )
+
+    def reset(self: Any) -> None:
+        """The prompt is read as it is."""
+
+    async def close(self: Any) -> None:
+        """Ends the server."""
+        await asyncio.to_thread(server.close)
+
+    members: dict[str, Any] = {tool.name: _method(server, tool.name) for tool in tools}
+    members |= {
+        "reset": reset,
+        "close": close,
+        "stop_on": (ConnectionError,),
+        "tool_schemas": {tool.name: _schema(tool) for tool in tools},
+    }
+    return type("mcp", (), members)
+
+
+class Server:
+    """A server, and the session with it.
+
+    Args:
+        command: as a shell takes it; the server has the environment and the folder of this process.
+    """
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+        program, *arguments = shlex.split(command)
+        self.parameters = StdioServerParameters(
+            command=program, args=arguments, env=dict(os.environ)
+        )
+        self._open = contextlib.ExitStack()
+        self._portal: BlockingPortal | None = None
+        self._session: ClientSession
+
+    def tools(self) -> list[Tool]:
+        """What the server lists; starts it."""
+        return self._started().call(self._session.list_tools).tools
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """What a tool returns, its texts.
+
+        Raises:
+            RuntimeError: the tool failed.
+            ConnectionError: the server is gone.
+        """
+        made = self._started().start_task_soon(self._session.call_tool, name, arguments)
+        try:
+            result = await asyncio.wrap_future(made)
+        except McpError as error:
+            if error.error.code == CONNECTION_CLOSED:
+                raise ConnectionError(f"the MCP server {self.command} is gone") from error
+            raise RuntimeError(error.error.message) from error
+        except (anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
+            raise ConnectionError(f"the MCP server {self.command} is gone") from error
+        texts = [block.text for block in result.content if isinstance(block, TextContent)]
+        if result.isError:
+            raise RuntimeError("\n".join(texts))
+        return "\n".join(texts)
+
+    def close(self) -> None:
+        """Ends the server, which the next call starts again."""
+        self._portal = None
+        self._open.close()
+
+    def _started(self) -> BlockingPortal:
+        """The loop of the session, in a thread of its own."""
+        if self._portal is None:
+            try:
+                self._start()
+            except (OSError, McpError, TimeoutError) as error:
+                self._open.close()
+                raise DataError(f"{self.command} starts no MCP server: {error}") from error
+        assert self._portal is not None
+        return self._portal
+
+    def _start(self) -> None:
+        portal = self._open.enter_context(start_blocking_portal())
+        enter = portal.wrap_async_context_manager
+        streams = self._open.enter_context(enter(stdio_client(self.parameters)))
+        self._session = self._open.enter_context(enter(ClientSession(*streams)))
+        portal.call(_within, START_TIMEOUT, self._session.initialize)
+        self._portal = portal
+
+
+async def _within(seconds: float, function: Any) -> Any:
+    with anyio.fail_after(seconds):
+        return await function()
+
+
+def _method(server: Server, name: str) -> Any:
+    async def method(self: Any, **arguments: Any) -> str:
+        return await server.call(name, arguments)
+
+    return method
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    """A tool as a chat template takes it."""
+    function = {
+        "name": tool.name,
+        "description": tool.description or "",
+        "parameters": tool.inputSchema,
+    }
+    return {"type": "function", "function": function}
