@@ -2,6 +2,6 @@
 
 import sys
 
-from fastppo.cli import main
+from fastppo.cli import program
 
-sys.exit(main())
+sys.exit(program())

@@ -9,6 +9,7 @@ what it reads is checked before that (`fastppo.inputs`).
 from __future__ import annotations
 
 import argparse
+import atexit
 import difflib
 import importlib
 import logging
@@ -18,7 +19,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from io import TextIOWrapper
 from pathlib import Path
@@ -701,5 +702,40 @@ def _exit_code(error: Exception) -> int | None:
     return FAILED if type(error).__name__ == "SafetensorError" else None
 
 
+def program() -> int:
+    """`main` in a process of its own.
+
+    One of several ranks ends by `os._exit`, once every other `atexit` function has run, so that
+    its groups are left and its files closed. Threads of gloo and of torch's store live as long as
+    anything holds a group, as FSDP's modules do; one that meets the end of the interpreter or C++'s
+    static destructors aborts a rank that has finished, and torchrun calls the run failed.
+    """
+    exit_code = FAILED  # where `main` raises
+
+    def end() -> None:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):  # closed, taken away, full
+                stream.flush()
+        os._exit(exit_code)
+
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        atexit.register(end)  # the first to be registered is the last to run
+    try:
+        exit_code = main()
+    except SystemExit as ended:  # argparse's
+        exit_code = ended.code if isinstance(ended.code, int) else FAILED
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        # It keeps what it could not write, and would fail again at the interpreter's end.
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        _say_last(f"stdout could not be written: {error.strerror}")
+        exit_code = exit_code or FAILED
+    return exit_code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

@@ -75,6 +75,54 @@ def test_without_a_command_there_is_help(arguments: list[str], code: int, capsys
     assert "The whole pipeline on a built-in task" in capsys.readouterr().out
 
 
+PROGRAM = """
+import atexit, sys
+from fastppo import cli
+
+class Kept:
+    def __del__(self, print=print):
+        print("the interpreter's end")
+
+kept = Kept()
+
+def main():
+    atexit.register(print, "left")
+    return 3
+
+cli.main = main
+sys.exit(cli.program())
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "says"), [("1", ["left", "the interpreter's end"]), ("2", ["left"])]
+)
+def test_one_of_several_ranks_ends_before_the_interpreter_does(ranks: str, says: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | {"WORLD_SIZE": ranks, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.splitlines() == says
+
+
+def test_a_stdout_that_is_full_is_told_of() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "fastppo", "--version"],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "fastppo: stdout could not be written: No space left on device\n"
+
+
 def test_flags_and_yaml_mean_the_same(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(

@@ -108,6 +108,31 @@ def test_an_environment_that_fails_ends_the_run_with_a_sentence(
     assert says in said
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "    @property\n    def close(self): raise KeyError('c')",
+        "    def __getattr__(self, name): raise KeyError('c')",
+    ],
+)
+def test_a_close_that_cannot_be_asked_for_is_only_reported(
+    body: str, folder: Folder, run: Run
+) -> None:
+    file = folder.path / "game.py"
+    file.write_text(f"{ENVIRONMENT}\n{body}\n")
+    code, said = run(environment=f"{file}:Game")
+    assert code == 0
+    assert "environment 'Game' raised KeyError('c') in close" in " ".join(said.split())
+
+
+def test_a_step_without_a_signature_is_called_all_the_same(folder: Folder, run: Run) -> None:
+    file = folder.path / "game.py"
+    file.write_text(f"{ENVIRONMENT}\n    step = dict\n")
+    code, said = run(environment=f"{file}:Game")
+    assert code == 1
+    assert "environment 'Game' raised ValueError(" in said
+
+
 REWARDS = {
     "an exit": "import sys; sys.exit(0)",
     "an interrupt": "raise KeyboardInterrupt",
@@ -123,6 +148,12 @@ REWARDS = {
             __repr__ = __str__
         raise OddError
     """,
+    "a number whose methods raise": """
+        class Odd(float):
+            def __abs__(self): raise KeyError("odd")
+            def __float__(self): raise KeyError("odd")
+        return [Odd("nan")] * len(prompts)
+    """,
 }
 SAYS = {
     "an exit": "raised SystemExit(0)",
@@ -130,6 +161,7 @@ SAYS = {
     "a StopIteration": "raised StopIteration()",
     "a tolist that raises": "returned Odd, whose tolist raised KeyError('odd')",
     "a text that raises": "raised OddError",
+    "a number whose methods raise": "returned nan for completion 0",
 }
 
 

@@ -30,7 +30,7 @@ from fastppo.rewards.calling import (
     traceback_of,
 )
 from fastppo.rewards.reading import METHODS, columns_for
-from fastppo.rewards.reward import MAX_REWARD
+from fastppo.rewards.reward import MAX_REWARD, plain_number, signature_of
 
 
 class Answer(NamedTuple):
@@ -119,25 +119,28 @@ class EnvironmentPool:
     def close(self) -> None:
         """Closes every environment that has a `close`; failures are only reported. Later batches
         have new environments."""
-        closing = [
-            environment
-            for environment in self._environments.values()
-            if callable(getattr(environment, "close", None))
-        ]
-        self._environments = {}
-        calls = [
-            _Call("close", environment.close, lambda returned: None) for environment in closing
-        ]
+        calls: list[_Call] = []
+        failures: list[Failure] = []
         with self.options.put_back(f"environment {self.name!r}"):
+            for environment in self._environments.values():
+                try:
+                    close = call(functools.partial(getattr, environment, "close", None))
+                except UserCodeError as error:  # of a property, or of `__getattr__`
+                    failures.append(_failure(error, "in close"))
+                    continue
+                if callable(close):
+                    calls.append(_Call("close", close, lambda returned: None))
+            self._environments = {}
             results = self._run(calls)
         if self._loop is not None:
             self._loop.close()
             self._loop = None
-        failures = [result for result in results if isinstance(result, Failure)]
+        count = len(failures) + len(calls)
+        failures += [result for result in results if isinstance(result, Failure)]
         if failures:
             self.options.say(
                 f"environment {self.name!r} {failures[0].sentence}; {len(failures)} of "
-                f"{len(closing)} were not closed"
+                f"{count} were not closed"
             )
 
     def _on_its_rank(
@@ -242,7 +245,8 @@ def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _named(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of the columns that a function has a parameter for."""
-    return copy.deepcopy(columns_for(inspect.signature(function), columns))
+    signature = signature_of(function)
+    return {} if signature is None else copy.deepcopy(columns_for(signature, columns))
 
 
 def _read_opening(returned: Any) -> Any:
@@ -285,10 +289,8 @@ def _read_reward(returned: Any, method: str = "get_reward") -> float:
 
 
 def _number(value: Any) -> Any:
-    """A scalar of an array or tensor as a Python number."""
-    if not hasattr(value, "item"):
-        return value
+    """A scalar of an array or tensor, or one of a number's subclass, as a Python number."""
     try:
-        return call(value.item)
+        return plain_number(call(lambda: value.item() if hasattr(value, "item") else value))
     except UserCodeError as error:
         raise _NoAnswerError(f"returned {type(value).__name__}, whose item {error}") from error

@@ -223,12 +223,22 @@ def _plain(value: Any) -> Any:
     Raises:
         ValueError: it has a `tolist` that raises.
     """
-    if not hasattr(value, "tolist"):
+    if type(value) in (int, float, list, tuple):
         return value
     try:
-        return call(value.tolist)
+        return plain_number(call(lambda: value.tolist() if hasattr(value, "tolist") else value))
     except UserCodeError as error:
         raise ValueError(f"returned {type(value).__name__}, whose tolist {error}") from error
+
+
+def plain_number(value: Any) -> Any:
+    """A number of a subclass, whose methods may raise, as the number; all else, and a bool, as it
+    is."""
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int.__int__(value)
+    return value
 
 
 def _read(reward: Any, tokens: int | None, row: int) -> tuple[float, Partial | None]:

@@ -34,6 +34,9 @@ CONCURRENCY = 8
 MAX_REPLY = 16 * 2**20
 """Bytes of a reply: a million numbers with all their digits fit."""
 
+PART = 2**16
+"""Bytes of a reply that are read at a time."""
+
 FIRST_PAUSE = 0.5
 """Seconds before a request is sent again for the first time."""
 
@@ -145,11 +148,17 @@ class URLReward:
 
     def _request(self, body: bytes) -> bytes:
         request = urllib.request.Request(self.url, body, self._headers, method="POST")
+        reply = bytearray()
         with self._open(request, timeout=self.timeout) as response:
-            reply = response.read(MAX_REPLY + 1)
-        if len(reply) > MAX_REPLY:
-            raise RequestError(f"{self._address} answered more than {MAX_REPLY} bytes")
-        return reply
+            # The socket's limit is between two bytes, and this one that of the whole body.
+            end = time.monotonic() + self.timeout
+            while part := response.read1(PART):
+                reply += part
+                if len(reply) > MAX_REPLY:
+                    raise RequestError(f"{self._address} answered more than {MAX_REPLY} bytes")
+                if time.monotonic() > end:
+                    raise TimeoutError
+        return bytes(reply)
 
 
 def _parse(url: str) -> SplitResult:

@@ -59,8 +59,11 @@ def read(directory: Path, number: int) -> dict[str, Any]:
     Raises:
         DamagedError: a file is not there, or has other bytes; it says which.
     """
+    manifest = directory / FILE
+    if manifest.exists() and not manifest.is_file():  # a pipe would be waited for without end
+        raise DamagedError(f"{directory}: {FILE} is no file")
     try:
-        record = json.loads((directory / FILE).read_bytes())
+        record = json.loads(manifest.read_bytes())
     except FileNotFoundError:
         raise DamagedError(f"{directory}: no {FILE}, so it was never finished") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -26,7 +26,7 @@ class Server:
 
     def __init__(self) -> None:
         self.requests: list[tuple[dict[str, str], Any]] = []
-        self.answer: Callable[[Any], tuple[int, bytes]] = self.lengths
+        self.answer: Callable[[Any], tuple[int, bytes | Iterator[bytes]]] = self.lengths
         self.headers: dict[str, str] = {}
         outer = self
 
@@ -39,7 +39,8 @@ class Server:
                 for name, value in outer.headers.items():
                     self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(reply)
+                for part in [reply] if isinstance(reply, bytes) else reply:
+                    self.wfile.write(part)
 
             def log_message(self, *args: Any) -> None:
                 pass
@@ -153,6 +154,21 @@ def test_a_server_that_hangs_or_is_not_there_is_waited_for_so_long_and_no_longer
     server.http.server_close()
     with pytest.raises(RequestError, match="refused, 3 times"):
         URLReward(server.url, timeout=5)(PROMPTS, COMPLETIONS)
+
+
+def test_a_reply_that_drips_is_given_up_when_its_time_is_over(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(url, "ATTEMPTS", 1)
+    over = threading.Event()
+
+    def drips(body: Any) -> tuple[int, Iterator[bytes]]:
+        return 200, (b" " for _ in iter(lambda: over.wait(0.05), True))
+
+    server.answer = drips
+    with pytest.raises(RequestError, match=r"gave no reply within 0\.3 s"):
+        URLReward(server.url, timeout=0.3)(PROMPTS, COMPLETIONS)
+    over.set()
 
 
 def test_a_request_that_fails_ends_in_the_sentence_of_the_server(server: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,14 @@ def test_a_damage_is_named(file: str, content: bytes | None, says: str, tmp_path
     else:
         (path / file).write_bytes(content)
     with pytest.raises(manifest.DamagedError, match=says):
+        manifest.read(path, 3)
+
+
+def test_a_manifest_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    path = _written(tmp_path / "c")
+    (path / "manifest.json").unlink()
+    os.mkfifo(path / "manifest.json")
+    with pytest.raises(manifest.DamagedError, match=r"manifest\.json is no file"):
         manifest.read(path, 3)
 
 
