@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 import warnings
@@ -25,6 +26,7 @@ from transformers import TrainerCallback
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from fastppo.data.world import join
+from fastppo.models import sharding
 from fastppo.models.policy import LanguageModel
 from fastppo.models.sharding import full_tensor, reshard
 from fastppo.ppo.config import PPOConfig
@@ -208,6 +210,26 @@ def held_bytes(folder: str) -> int:
     held += [x for entry in trainer.optimizer.state.values() for x in entry.values()]
     local = [x.to_local() if isinstance(x, DTensor) else x for x in held if x is not None]
     return sum(x.numel() * x.element_size() for x in local)
+
+
+def whole_in_fp32() -> float:
+    """While a policy in half precision is sharded, the most that tensors in fp32 hold, as a share
+    of all of its weights in fp32."""
+    model = tiny.model().to(torch.bfloat16)
+    count = model.num_parameters()
+    held = []
+
+    def counted(module: nn.Module, **options: Any) -> Any:
+        sharded = fully_shard(module, **options)
+        tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
+        storages = {x.untyped_storage().data_ptr(): x for x in tensors if x.dtype == torch.float32}
+        held.append(sum(x.untyped_storage().nbytes() for x in storages.values()))
+        return sharded
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "fully_shard", counted)
+        sharding.shard(LanguageModel(model), join(torch.device("cpu")))
+    return max(held) / (4 * count)
 
 
 class OddError(Exception):

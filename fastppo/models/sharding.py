@@ -20,7 +20,7 @@ that one GPU and many compute the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -48,12 +48,9 @@ HALVES = (torch.bfloat16, torch.float16)
 
 def shard(model: LanguageModel, world: World) -> None:
     """Shards a model over the ranks, in place, and makes a first pass, which sets its root."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    halves = {p.dtype for p in trained if p.dtype in HALVES}
+    # No list of the weights: it would keep them whole beside their shards.
+    halves = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in HALVES}
     model.fixed_precision = model.is_full_precision
-    for parameter in trained:
-        if parameter.dtype in halves:
-            parameter.data = parameter.data.float()
     policy = MixedPrecisionPolicy()
     if halves:
         (half,) = halves
@@ -61,7 +58,7 @@ def shard(model: LanguageModel, world: World) -> None:
     passes: tuple[str, ...] = PASSES
     if isinstance(model, ActorCritic):
         passes += ("values",)
-    _shard(model, _groups(model), policy, world=world, passes=passes)
+    _shard(model, _groups(model), policy, world=world, passes=passes, widened=halves)
     batch = Batch.of([[0]], [[0]], model.device)
     with torch.no_grad(), model.autocast():  # frozen matrices may be in the products' dtype
         model.hidden(model.layout(batch))
@@ -90,18 +87,33 @@ def _shard(
     *,
     world: World,
     passes: Sequence[str],
+    widened: Collection[torch.dtype] = (),
 ) -> None:
-    """Shards a module of which some parts are gathered by themselves, and freed after use."""
+    """Shards a module of which some parts are gathered by themselves, and freed after use.
+
+    Args:
+        widened: dtypes of trained weights that are sharded in fp32; one part at a time is whole in
+            it.
+    """
     for module in groups:
+        _widen(module, widened)
         fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=True)
     if isinstance(root, ActorCritic):
         fully_shard(root.value_function.head, mesh=world.mesh)  # in fp32 whatever the trunk is
+    _widen(root, widened)
     fully_shard(root, mesh=world.mesh, mp_policy=policy)
     for group in groups_of(root):
         group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)  # gloo has no other
     for name in passes:
         register_fsdp_forward_method(root, name)
+
+
+def _widen(module: nn.Module, dtypes: Collection[torch.dtype]) -> None:
+    """Makes trained weights of these dtypes fp32; what is sharded already has been."""
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.dtype in dtypes:
+            parameter.data = parameter.data.float()
 
 
 def _groups(model: LanguageModel) -> list[nn.Module]:

@@ -44,6 +44,11 @@ def test_what_a_process_holds_falls_with_their_number(tmp_path: Path) -> None:
     assert held[2] < 0.55 * held[1]
 
 
+def test_weights_in_half_precision_are_widened_a_part_at_a_time(tmp_path: Path) -> None:
+    """Shards of two processes are half of the weights; what is no shard is in half precision."""
+    assert ranks.run(2, many_ranks.whole_in_fp32, tmp_path) < 1
+
+
 @pytest.mark.slow
 def test_copies_of_shards_add_up_the_same_gradient(tmp_path: Path) -> None:
     """Two copies of two shards each (HSDP) train what one process trains."""
