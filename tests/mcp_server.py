@@ -1,34 +1,43 @@
-"""An MCP server of the `mcp` package, with three tools.
+"""An MCP server of the `mcp` package, with three tools, or one that does nothing for each name.
 
 python mcp_server.py
+python mcp_server.py --only NAME …
 """
 
 from __future__ import annotations
 
 import os
+import sys
 
 from mcp.server.fastmcp import FastMCP
 
 server = FastMCP("numbers", log_level="ERROR")
 
 
-@server.tool()
 def multiply(a: int, b: int) -> int:
     """Multiplies two numbers."""
     return a * b
 
 
-@server.tool()
 def fail() -> str:
     """Fails."""
     raise ValueError("out of order")
 
 
-@server.tool()
 def leave() -> str:
     """Ends the server."""
     os._exit(0)
 
 
+def nothing() -> None:
+    """Does nothing."""
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--only"]:
+        for name in sys.argv[2:]:
+            server.add_tool(nothing, name=name)
+    else:
+        for tool in (multiply, fail, leave):
+            server.add_tool(tool)
     server.run()

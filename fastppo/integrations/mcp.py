@@ -18,14 +18,14 @@ from typing import Any
 import anyio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from mcp import ClientSession, McpError, StdioServerParameters, stdio_client
-from mcp.types import CONNECTION_CLOSED, TextContent, Tool
+from mcp.types import CONNECTION_CLOSED, PaginatedRequestParams, TextContent, Tool
 
 from fastppo.data.rows import DataError
 
 START_TIMEOUT = 30.0
-"""Seconds in which a server has said what it is."""
+"""Seconds in which a server has said which tools it has."""
 
-NO_TOOLS = ("reset", "step", "get_reward", "close", "stop_on", "tool_schemas")
+TAKEN = ("reset", "step", "get_reward", "close", "stop_on", "tool_schemas")
 """Names that mean something else in a class of tools."""
 
 
@@ -37,11 +37,11 @@ def load_environment(rest: str) -> type:
     """
     server = Server(rest)
     tools = server.tools()
-    taken = [tool.name for tool in tools if tool.name in NO_TOOLS or tool.name.startswith("_")]
-    if taken or not tools:
-        raise DataError(
-            f"{rest}: no tool can be called {taken[0]}" if taken else f"{rest}: no tools"
-        )
+    if not tools:
+        raise DataError(f"{rest}: the MCP server has no tools")
+    for tool in tools:
+        if tool.name in TAKEN or tool.name.startswith("_"):
+            raise DataError(f"{rest}: the MCP server's tool {tool.name!r} has a name that is taken")
 
     def reset(self: Any) -> None:
         """The prompt is read as it is."""
@@ -76,10 +76,12 @@ class Server:
         self._open = contextlib.ExitStack()
         self._portal: BlockingPortal | None = None
         self._session: ClientSession
+        self._tools: list[Tool] = []
 
     def tools(self) -> list[Tool]:
         """What the server lists; starts it."""
-        return self._started().call(self._session.list_tools).tools
+        self._started()
+        return self._tools
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """What a tool returns, its texts.
@@ -123,13 +125,20 @@ class Server:
         enter = portal.wrap_async_context_manager
         streams = self._open.enter_context(enter(stdio_client(self.parameters)))
         self._session = self._open.enter_context(enter(ClientSession(*streams)))
-        portal.call(_within, START_TIMEOUT, self._session.initialize)
+        self._tools = portal.call(_list_tools, self._session)
         self._portal = portal
 
 
-async def _within(seconds: float, function: Any) -> Any:
-    with anyio.fail_after(seconds):
-        return await function()
+async def _list_tools(session: ClientSession) -> list[Tool]:
+    """The tools of a session that has not begun, all pages of them."""
+    with anyio.fail_after(START_TIMEOUT):
+        await session.initialize()
+        page = await session.list_tools()
+        tools = page.tools
+        while page.nextCursor is not None:
+            page = await session.list_tools(params=PaginatedRequestParams(cursor=page.nextCursor))
+            tools += page.tools
+    return tools
 
 
 def _method(server: Server, name: str) -> Any:

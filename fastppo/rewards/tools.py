@@ -339,6 +339,8 @@ def _extended(prompt: Any, said: str | None) -> list[dict[str, Any]]:
     messages = list(prompt) if is_chat(prompt) else [{"role": "user", "content": prompt}]
     if said is None:
         return messages
+    if not isinstance(said, str):
+        raise TypeError(f"reset must return a text or None, got {type(said).__name__}")
     last = messages[-1]
     return [*messages[:-1], {**last, "content": f"{last['content']}{said}"}]
 

@@ -105,6 +105,15 @@ def test_a_server_that_is_gone_stops_the_run(make: Any, tokenizer: Any) -> None:
     player.close()
 
 
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [("", "the MCP server has no tools"), ("_secret", "tool '_secret' has a name that is taken")],
+)
+def test_a_server_whose_tools_cannot_be_used_is_refused(names: str, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        load_environment(f"{COMMAND} --only {names}")
+
+
 @pytest.mark.parametrize("command", ["no-such-program", f"{sys.executable} -c pass"])
 def test_a_command_that_starts_no_server_is_a_sentence(command: str) -> None:
     with pytest.raises(DataError, match=f"^{command} starts no MCP server: "):

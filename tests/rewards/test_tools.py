@@ -145,11 +145,20 @@ def test_a_class_says_which_exceptions_of_a_tool_stop_the_run() -> None:
 def test_the_reward_is_paid_once_however_an_episode_ends(turns: list[str]) -> None:
     """Here it runs out of turns, or says its last words."""
     rollout, _ = _play(Shop, turns, max_turns=len(turns))
-    assert sum(rollout.rewards[0]) == 1.0 if rollout.rewards else False
-    policy = (
-        [turn for turn in rollout.turns[0] if turn["role"] == "policy"] if rollout.turns else []
-    )
-    assert [turn["reward"] for turn in policy] == [0.0] * (len(turns) - 1) + [1.0]
+    assert rollout.rewards is not None
+    assert rollout.turns is not None
+    assert sum(rollout.rewards[0]) == 1.0
+    paid = [turn["reward"] for turn in rollout.turns[0] if turn["role"] == "policy"]
+    assert paid == [0.0] * (len(turns) - 1) + [1.0]
+
+
+def test_a_reset_that_returns_no_text_ends_the_run_with_a_sentence() -> None:
+    class Tuple(Shop):
+        def reset(self, **row: Any) -> Any:
+            return "Hello.", {}
+
+    with pytest.raises(RewardError, match="reset must return a text or None, got tuple"):
+        _play(Tuple, ["So."])
 
 
 def test_tools_of_all_episodes_wait_together() -> None:
