@@ -24,7 +24,6 @@ from fastppo.stages.reward_model import RewardModelConfig
 from fastppo.stages.sft import SFTConfig
 
 ROOT = Path(__file__).parents[1]
-REQUIRED = ("model", "prompts", "rewards")
 
 
 def _help(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

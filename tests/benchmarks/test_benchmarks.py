@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import shlex
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -385,14 +384,3 @@ def test_flop_are_those_of_the_products_the_attention_and_the_fused_head() -> No
     with flop.counted() as counter:
         torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
     assert counter.get_total_flops() == 2 * 2 * (2 * n * n * 4)
-
-
-def test_the_loss_takes_a_quarter_of_eagers_memory() -> None:
-    case = losses.loss_case(Tokens(MODELS["tinyllama-1.1b"], 512), torch.float32)
-    inputs = case.draw(0, CPU)
-    providers = {provider.name: provider for provider in case.providers}
-    extra = {
-        name: measure.peak_extra_memory(partial(providers[name].call, inputs), CPU)
-        for name in ("FastPPO", "eager PyTorch")
-    }
-    assert extra["FastPPO"] * 4 <= extra["eager PyTorch"]

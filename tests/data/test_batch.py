@@ -16,43 +16,6 @@ RESPONSES = [[1, 1, 4], [2], [1, 3]]
 BATCH = Batch.of(PROMPTS, RESPONSES)
 
 
-def test_response_tokens_are_packed_in_order_whatever_they_are() -> None:
-    assert BATCH.response_tokens.tolist() == [1, 1, 4, 2, 1, 3]
-    assert BATCH.cu_seqlens.tolist() == [0, 3, 4, 6]
-    assert BATCH.response_count == 6
-
-
-def test_a_layout_holds_each_sequence_as_a_row() -> None:
-    layout = BATCH.layout()
-    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
-        length = len(prompt) + len(response)
-        assert layout.input_ids[row, :length].tolist() == prompt + response
-        assert layout.input_ids[row, length:].tolist() == [0] * (5 - length)
-
-
-def test_the_position_before_a_token_predicts_it() -> None:
-    layout = BATCH.layout()
-    row, column = layout.predicting // 5, layout.predicting % 5
-    assert row.tolist() == [0, 0, 0, 1, 2, 2]
-    assert column.tolist() == [1, 2, 3, 0, 2, 3]
-    assert (layout.final // 5).tolist() == [0, 1, 2]
-    assert (layout.final % 5).tolist() == [4, 1, 4]
-
-
-def test_a_packed_layout_holds_all_sequences_in_one_row() -> None:
-    layout = BATCH.packed_layout()
-    assert layout.input_ids.tolist() == [[5, 6, 1, 1, 4, 7, 2, 8, 9, 10, 1, 3]]
-    assert layout.predicting.tolist() == [1, 2, 3, 5, 9, 10]
-    assert layout.final.tolist() == [4, 6, 11]
-    assert layout.packing is not None
-    assert layout.packing.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]]
-    assert layout.packing.cu_seqlens.tolist() == [0, 5, 7, 12]
-    assert layout.packing.cu_seqlens.dtype == torch.int32
-    assert layout.packing.longest == 5
-    nothing = BATCH.select(torch.tensor([], dtype=torch.int64)).packed_layout()
-    assert nothing.input_ids.shape == (1, 0)
-
-
 def test_selecting_sequences_selects_their_tokens_in_the_order_asked_for() -> None:
     part = BATCH.select(torch.tensor([2, 0]))
     assert part.tokens.tolist() == [8, 9, 10, 1, 3, 5, 6, 1, 1, 4]

@@ -21,13 +21,6 @@ def test_only_a_list_of_messages_with_role_and_content_is_a_chat(value) -> None:
     assert is_chat(tuple(CHAT))
 
 
-def test_a_chat_is_rendered_by_the_tokenizers_template() -> None:
-    tokenizer = tiny.tokenizer(chat=True)
-    assert render_chat(tokenizer, CHAT, "here").split() == ["w1", "w9"]
-    prompted = render_chat(tokenizer, CHAT, "here", add_generation_prompt=True)
-    assert prompted.split() == ["w1", "w9", "w0"]
-
-
 def test_a_chat_without_a_template_or_that_it_refuses_is_refused_with_its_place() -> None:
     with pytest.raises(DataError, match=r"^here: chat messages, but the tokenizer has no chat te"):
         render_chat(tiny.tokenizer(), CHAT, "here")

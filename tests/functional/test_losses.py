@@ -206,33 +206,6 @@ def test_any_combination_of_keywords_equals_autograd(
 # ---------------------------------------------------------------------------- the fused lm-head
 
 
-@pytest.mark.parametrize("shape", [(1, 3, 1), (33, 101, 9)], ids=str)
-@pytest.mark.parametrize("chunk_size", [1, 4, 33, None])
-@pytest.mark.parametrize("term", ["policy", "everything"])
-def test_the_fused_head_equals_the_projected_logits_for_any_chunk_size(
-    shape: tuple[int, int, int], chunk_size: int | None, term: str
-) -> None:
-    """Odd N, V and H; chunks of one row, of all rows, and such that the last one is short."""
-    n, vocab, width = shape
-    hidden, weight, bias = head((n,), vocab, width, torch.float64)
-    logits = hidden @ weight.T + bias
-    data = draws.batch((n,), vocab)._replace(logits=logits)
-    keywords = draws.options(data, term)
-    expected = fastppo.ppo_loss(*data, **keywords)
-    expected_grads = torch.autograd.grad(expected.loss, (hidden, weight, bias))
-    actual = fastppo.linear_ppo_loss(
-        hidden, weight, *data[1:], bias=bias, chunk_size=chunk_size, **draws.as_linear(keywords)
-    )
-    for name in ("loss", "logprobs", "entropy", "kl"):
-        close(getattr(actual, name), getattr(expected, name), 1e-11)
-    for grad, other in zip(
-        torch.autograd.grad(actual.loss, (hidden, weight, bias)), expected_grads, strict=True
-    ):
-        gradient_close(grad, other, 1e-11)
-    for name, value in expected.metrics.items():
-        close(actual.metrics[name], value, 1e-11)
-
-
 @pytest.mark.parametrize("trained", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)])
 @pytest.mark.parametrize("statistics", [False, True], ids=("loss", "logprobs"))
 def test_frozen_parts_of_the_head_get_no_gradient_and_change_no_other(

@@ -216,26 +216,6 @@ def test_gradients_are_those_of_finite_differences(term: str) -> None:
     assert gradcheck(lambda x: draws.exact(x, *data[1:], w, **keywords).loss, data.logits)
 
 
-def test_rows_of_weight_0_may_hold_anything() -> None:
-    data, keep = draws.batch((N,), V), torch.arange(N) % 3 != 1
-    objective, softmax = Objective(0.8, 1.2, entropy_coef=0.1), Softmax()
-    weights = torch.where(keep, WEIGHTS, 0.0)
-    bad = [x.clone() for x in data]
-    bad[0][~keep] = torch.nan
-    bad[1][~keep] = -100
-    for x in bad[2:]:
-        x[~keep] = torch.inf
-    found = definition.ppo_loss(bad[0], PerToken(*bad[1:], weights), objective, softmax)
-    cut = PerToken(*(x[keep] for x in data[1:]), WEIGHTS[keep])
-    wanted = definition.ppo_loss(data.logits[keep], cut, objective, softmax)
-    assert torch.equal(found.sums, wanted.sums)
-    assert found.grad is not None
-    assert wanted.grad is not None
-    assert torch.equal(found.grad[keep], wanted.grad)
-    assert (found.grad[~keep] == 0).all()
-    assert (found.logprobs[~keep] == 0).all()
-
-
 def test_a_word_that_is_ruled_out_has_no_share_and_one_that_q_rules_out_an_infinite_kl() -> None:
     logits, ref, tokens = draw(3, V), draw(3, V), torch.zeros(3, dtype=torch.int64)
     logits[0, 4:], ref[0, 4:] = -torch.inf, -torch.inf

@@ -106,30 +106,36 @@ def assert_close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
 # ------------------------------------------------------------- the launcher against autograd
 
 
+CHUNKS = [(term, size) for term in ("policy", "everything") for size in (1, 3, None)]
+
+
 @pytest.mark.parametrize(
-    ("term", "chunk_size"),
-    [(term, 3) for term in draws.TERMS] + [("full KL", 1), ("full KL", None)],
+    ("term", "chunk_size", "backend", "dtype"),
+    [(term, 3, "triton", torch.float32) for term in draws.TERMS]
+    + [(*chunks, "triton", torch.float32) for chunks in (("full KL", 1), ("full KL", None))]
+    + [(*chunks, "cpu", dtype) for chunks in CHUNKS for dtype in (torch.float32, torch.float64)],
 )
 def test_the_launcher_gives_the_loss_and_the_gradients_of_autograd(
-    term: str, chunk_size: int | None
+    term: str, chunk_size: int | None, backend: str, dtype: torch.dtype
 ) -> None:
     """Odd N, V and H; chunks of one row, of all of them, and such that the last one is short."""
     parts = head(7, 29, 13)
     data = near(*parts)
     keywords = draws.options(data, term)
     wanted, wanted_grads = by_autograd(parts, data, keywords)
-    leaves = [x.float().requires_grad_() for x in parts]
-    fp32 = {
-        name: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
+    leaves = [x.to(dtype).requires_grad_() for x in parts]
+    given = {
+        name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
         for name, x in as_linear(keywords).items()
     }
     loss = fastppo.linear_ppo_loss(
-        *leaves[:2], *data[1:], bias=leaves[2], chunk_size=chunk_size, backend="triton", **fp32
+        *leaves[:2], *data[1:], bias=leaves[2], chunk_size=chunk_size, backend=backend, **given
     )
+    tolerance = 1e-11 if dtype == torch.float64 else 1e-5
     for name in ("loss", "logprobs", "entropy", "kl"):
-        assert_close(getattr(loss, name), getattr(wanted, name), 1e-5)
+        assert_close(getattr(loss, name), getattr(wanted, name), tolerance)
     for grad, wanted_grad in zip(torch.autograd.grad(loss.loss, leaves), wanted_grads, strict=True):
-        assert_close(grad, wanted_grad, 1e-5)
+        assert_close(grad, wanted_grad, tolerance)
 
 
 def as_fp32(record: Any) -> Any:

@@ -103,19 +103,4 @@ def test_token_stats_are_those_of_the_models_own_softmax(
     torch.testing.assert_close(stats.kl.double(), kl, **close)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "transform"),
-    [
-        ("llama", {"logit_scale": 1.0, "softcap": None}),
-        ("gemma2", {"logit_scale": 1.0, "softcap": 0.3}),
-        ("cohere", {"logit_scale": 0.25, "softcap": None}),
-        ("granite", {"logit_scale": 1 / 3.0, "softcap": None}),
-    ],
-)
-def test_what_happens_to_the_logits_is_read_off_the_config(architecture, transform) -> None:
-    head = Head.of(tiny.model(architecture))
-    assert head.transform == transform
-    assert (head.vocabulary, head.width) == (43, 32)
-
-
 # PEFT asks transformers by an old name.

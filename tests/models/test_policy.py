@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-from transformers import AutoModelForCausalLM
 
 from fastppo.data.batch import Batch
-from fastppo.data.microbatches import Limits, split
-from fastppo.models.adapters import add_adapters
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.value import critic_of_policy
 
@@ -54,16 +51,6 @@ def test_response_logprobs_are_those_of_each_sequence_alone(
     # fp32, padded rows against rows alone
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     assert not found.requires_grad
-
-
-def test_evaluations_of_parts_join_to_that_of_the_whole() -> None:
-    actor = ActorCritic(tiny.model())
-    torch.nn.init.normal_(actor.value_function.head.weight)
-    whole = actor.evaluate(BATCH)
-    for limits in (Limits(1), Limits(2), Limits(16, tokens=9), Limits(16)):
-        parts = split(BATCH, limits)
-        for joined, wanted in zip(actor.evaluate_plan(parts), whole, strict=True):
-            torch.testing.assert_close(joined, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "opt"])
@@ -117,23 +104,7 @@ def test_a_model_with_weights_that_are_not_finite_is_refused() -> None:
         LanguageModel(causal_lm).check_heads()
 
 
-def test_adapters_on_the_lm_head_are_refused() -> None:
-    plain = tiny.model("llama")
-    peft = add_adapters(plain, rank=4, alpha=8.0, target_modules=["lm_head", "q_proj"])
-    with pytest.raises(ValueError, match="lm_head"):
-        ActorCritic(plain, peft)
-
-
 # ------------------------------------------------------------------------------------------- saving
-
-
-def test_a_saved_policy_is_the_plain_model_without_the_value_function(tmp_path) -> None:
-    actor = ActorCritic(tiny.model())
-    actor.save_policy(tmp_path / "policy")
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
-    own = actor.causal_lm.state_dict()
-    assert saved.keys() == own.keys()
-    assert all(torch.equal(saved[name], own[name]) for name in own)
 
 
 def test_a_value_function_comes_back_with_all_that_it_owns(tmp_path) -> None:

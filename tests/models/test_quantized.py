@@ -113,22 +113,6 @@ def test_matrices_that_cannot_be_quantized_are_refused(save_model, says, tmp_pat
         _trainer(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ({"lora_rank": 0}, "freezes the model's matrices, so lora_rank must be > 0"),
-        ({"value_model": "critic"}, "and value_model shared or detached"),
-        ({"rollout": "vllm"}, "rollout=vllm takes whole weights; use rollout=decoder"),
-    ],
-)
-def test_what_needs_whole_weights_is_refused(more: dict[str, Any], says: str) -> None:
-    options = NF4 | more
-    if not options["lora_rank"]:
-        del options["lora_alpha"]
-    with pytest.raises(ValueError, match=says):
-        PPOConfig(**options)
-
-
 def test_a_model_that_is_passed_in_is_not_quantized(tmp_path: Path) -> None:
     config = PPOConfig(**tiny.options(tmp_path, **NF4))
     with pytest.raises(ValueError, match="quantization=nf4: a model that is passed in stays as it"):

@@ -8,18 +8,7 @@ import many_ranks
 import pytest
 import ranks
 import tiny
-import torch
 from torch.distributed.fsdp import FSDPModule
-
-from fastppo.models.policy import ActorCritic
-from fastppo.models.sharding import (
-    full_tensor,
-    groups_of,
-    is_sharded,
-    reshard,
-    sharded_like,
-    unsharded,
-)
 
 
 def test_an_optimiser_step_gathers_what_it_should(tmp_path: Path) -> None:
@@ -64,15 +53,3 @@ def test_layers_that_a_user_has_sharded_are_trained_after_a_rollout(tmp_path: Pa
     """FSDP keeps what it gathers first, which must not have been gathered in inference mode."""
     trained = ranks.run(1, many_ranks.decode_and_train_sharded_layers, tmp_path)
     assert trained == [name for name, _ in tiny.model().named_parameters()]
-
-
-def test_a_model_that_is_whole_is_left_alone() -> None:
-    model = ActorCritic(tiny.model())
-    assert not is_sharded(model)
-    assert groups_of(model) == []
-    before = model.head.weight
-    with unsharded(model):
-        reshard(model)
-        assert model.head.weight is before
-    assert full_tensor(before) is before
-    assert torch.equal(sharded_like(before.detach(), before), before)

@@ -140,13 +140,6 @@ def test_no_reference_is_held_where_no_kl_is_asked_for(tmp_path: Path) -> None:
     assert "kl" not in trainer.train()
 
 
-def test_with_adapters_the_reference_is_free_and_always_there(tmp_path: Path) -> None:
-    components = _build(tmp_path, kl_coef=0.0, lora_rank=2)
-    assert components.reference is not None
-    with components.reference.loaded() as model:
-        assert model is components.model
-
-
 def test_a_reference_by_name(tmp_path: Path) -> None:
     other = tiny.saved_model(tmp_path / "other", "qwen2")
     trainer = make_trainer(tmp_path, reference_model=other)

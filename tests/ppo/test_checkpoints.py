@@ -8,29 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from fastppo.ppo.checkpoints import Checkpoints
-from fastppo.run import checkpoint
 from runs import make_trainer
-
-
-def test_the_newest_checkpoint_is_the_one_that_is_loaded(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, value_head="gradient")
-    assert isinstance(trainer.checkpoints, Checkpoints)
-    assert not trainer.checkpoints.resume()
-    weight = trainer.model.value_function.head.bias
-    for number in (1, 2, 3):
-        trainer.state.iteration = number
-        with torch.no_grad():
-            weight.fill_(number)
-        trainer.save_checkpoint()
-    names = [path.name for path in checkpoint.checkpoints(tmp_path / "run")]
-    assert names == ["checkpoint-000002", "checkpoint-000003"]
-    other = make_trainer(tmp_path, value_head="gradient")
-    assert other.checkpoints.resume()
-    assert other.state.iteration == 3
-    assert other.model.value_function.head.bias.item() == 3
 
 
 def test_a_checkpoint_of_this_iteration_is_not_written_again(tmp_path: Path) -> None:

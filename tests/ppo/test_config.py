@@ -19,12 +19,11 @@ from fastppo.run.watch import parse_threshold
     ("option", "value", "says"),
     [
         ("kl_controller", "adaptve", "kl_controller must be one of fixed, adaptive, penalty"),
-        ("precision", "fp8", "precision must be one of"),
-        ("max_new_tokens", 4.5, "max_new_tokens must be an integer, got 4.5"),
-        ("iterations", "many", "iterations must be an integer, got 'many'"),
-        ("learning_rate", float("nan"), "learning_rate must be a finite number"),
-        ("whiten_advantages", "yes", "whiten_advantages must be one of full, variance, none"),
-        ("rewards", "a.py:f", "rewards must be a list"),
+        (
+            "report_to",
+            ["mlflow"],
+            "report_to must be of wandb, got 'mlflow'; TensorBoard is always",
+        ),
         ("adam_beta2", 2.0, r"adam_beta2 must be in \[0, 1\]"),
         ("generate_batch_size", -1, "generate_batch_size must be >= 1"),
         ("score_clip", -1.0, "score_clip must be > 0"),
@@ -62,6 +61,21 @@ def test_a_wrong_option_is_refused_before_any_work(option, value, says: str) -> 
         (
             {"objective": "gspo", "kl_loss_coef": 0.1, "kl_loss_estimator": "k3_by_ratio"},
             "needs the ratios of tokens",
+        ),
+        ({"precision": "fp16", "param_dtype": "bfloat16"}, "precision=fp16 "),
+        ({"precision": "fp16", "optimizer": "adamw8bit"}, "precision=fp16 "),
+        (
+            {"precision": "fp16", "kl_loss_coef": 0.1, "kl_loss_estimator": "full"},
+            "precision=fp16 ",
+        ),
+        ({"quantization": "nf4"}, "freezes the model's matrices, so lora_rank must be > 0"),
+        (
+            {"quantization": "nf4", "lora_rank": 4, "value_model": "critic"},
+            "and value_model shared or detached",
+        ),
+        (
+            {"quantization": "nf4", "lora_rank": 4, "rollout": "vllm"},
+            "rollout=vllm takes whole weights; use rollout=decoder",
         ),
         ({"policy_kl_target": 0.1}, "effect only with objective=penalty"),
         ({"kl_estimator": "k3", "kl_coef": 0}, "effect only with kl_coef > 0"),

@@ -18,7 +18,6 @@ from fastppo.ppo.curriculum import WINDOW, Chosen, Curriculum
 from fastppo.ppo.state import RunState
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.scorer import Scores
-from fastppo.run.signals import PhaseEndedError
 from runs import make_trainer, records
 
 COUNT = 10
@@ -174,14 +173,6 @@ def test_a_reward_of_just_the_bound_has_solved_its_prompt() -> None:
     metrics = curriculum.take(Chosen([3, 4], 2), Scores(torch.tensor([0.9, 0.89])), state)
     assert metrics["solved"] == 0.5
     assert state.successes == {3: "1", 4: "0"}
-
-
-def test_the_run_ends_where_every_prompt_is_solved() -> None:
-    curriculum, state, said = _curriculum(solved_reward=0.0)
-    state.successes = dict.fromkeys(range(COUNT), "1" * WINDOW)
-    with pytest.raises(PhaseEndedError):
-        curriculum.at(state, 1, 0, 1)
-    assert said == ["every prompt is solved (solved_reward); the run ends"]
 
 
 # ------------------------------------------------------------------------------------------ refused

@@ -9,10 +9,9 @@ import pytest
 import tiny
 import torch
 
-from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.state import LEAST_SCALE
 from fastppo.ppo.trainer import PPOTrainer
-from runs import first_experience, make_trainer, records, update_gradients
+from runs import first_experience, make_trainer, update_gradients
 
 FP16: dict[str, Any] = {"precision": "fp16"}
 ONE_STEP = {"iterations": 1, "ppo_epochs": 1, "minibatches": 1}
@@ -90,31 +89,6 @@ def test_a_loss_that_is_not_finite_is_no_overflow(tmp_path: Path) -> None:
     experience.advantages[0] = float("nan")
     metrics = trainer.update(experience, trainer.config)
     assert (metrics["skipped_steps"], metrics["overflowed_steps"]) == (1, 0)
-
-
-@pytest.mark.slow
-def test_a_run_learns(tmp_path: Path) -> None:
-    """The share of w7, 1/43 at random."""
-    options = {"learning_rate": 3e-3, "kl_coef": 0.0, "iterations": 15, "rollout_batch_size": 64}
-    trainer = make_trainer(tmp_path, **FP16, **options)
-    trainer.train()
-    rewards = [line["reward"] for line in records(trainer)]
-    assert sum(rewards[:2]) / 2 < 0.1
-    assert sum(rewards[-2:]) / 2 > 0.3
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"param_dtype": "bfloat16"},
-        {"optimizer": "adamw8bit"},
-        {"kl_loss_coef": 0.1, "kl_loss_estimator": "full"},
-    ],
-)
-def test_what_has_no_gradient_under_a_scale_is_refused(more: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="precision=fp16 "):
-        PPOConfig(**FP16, **more)
-    PPOConfig(**more)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -231,13 +231,3 @@ def test_the_penaltys_logged_losses_are_the_papers(tmp_path: Path) -> None:
     assert metrics["policy_loss"] == pytest.approx(mean, abs=1e-4)
     assert metrics["loss"] == pytest.approx(mean, abs=1e-3)
     assert "clip_fraction" not in metrics
-
-
-def test_the_double_sided_mask_counts_all_tokens_outside(tmp_path: Path) -> None:
-    """Old logprobs a nat below: every ratio is e, above the range, and nothing moves."""
-    trainer = make_trainer(tmp_path, objective="dis", vf_coef=0.0, ppo_epochs=1)
-    experience = first_experience(trainer)
-    experience.old_logprobs.sub_(1.0)
-    metrics = trainer.update(experience, trainer.config)
-    assert metrics["clip_fraction"] == 1
-    assert metrics["grad_norm"] == 0

@@ -70,7 +70,7 @@ def test_a_run_ends_with_a_policy_that_plain_transformers_generates_from(
 
 
 def test_a_run_directory_holds_its_records(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, monitor_rewards=[lambda prompts, completions: [0.5] * 16])
+    trainer = make_trainer(tmp_path, monitor_rewards=[tiny.count_w7], max_new_tokens=24)
     trainer.train()
     run = tmp_path / "run"
     lines = read_jsonl(run / "metrics.jsonl")
@@ -78,13 +78,15 @@ def test_a_run_directory_holds_its_records(tmp_path: Path) -> None:
     logged = """
         reward kl entropy value_loss explained_variance clip_fraction ratio_mean response_length
         eos_rate learning_rate tokens_per_second policy_loss approx_kl grad_norm kl_coef
-        monitor/<lambda> seconds/generate seconds/score seconds/experience seconds/update
+        monitor/count_w7 seconds/generate seconds/score seconds/experience seconds/update
+        length_correlation distinct_1 distinct_2 unique_responses correlation/count_w7
+        skipped_steps ratio_above_positive ratio_below_positive
     """
     assert {*logged.split()} <= lines[0].keys()
+    assert lines[0]["correlation/count_w7"] == pytest.approx(1.0), "it is the trained reward itself"
     samples = read_jsonl(run / "samples.jsonl")
     assert samples[0].keys() >= {"prompt", "completion", "reward", "rewards", "kl", "tokens"}
-    assert samples[0]["rewards"].keys() == {"count_w7"}
-    assert samples[0]["monitors"] == {"<lambda>": 0.5}
+    assert samples[0]["rewards"].keys() == samples[0]["monitors"].keys() == {"count_w7"}
     assert list((run / "tensorboard").iterdir())
     assert "learning_rate: 0.001" in (run / "config.yaml").read_text()
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-000002"]
@@ -116,17 +118,6 @@ def test_a_run_that_breaks_leaves_its_record(tmp_path: Path) -> None:
     (record,) = records(trainer)
     assert record["skipped_steps"] == MOST_SKIPPED
     assert record["warnings"][0].startswith(f"stopped: {MOST_SKIPPED} optimiser steps")
-
-
-def test_bf16_autocast_runs_and_stays_near_fp32(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, precision="bf16")
-    torch.manual_seed(5)
-    experience = first_experience(make_trainer(tmp_path))
-    difference = trainer.model.evaluate(experience.batch).logprobs - experience.old_logprobs
-    # bf16 keeps 8 bits: logits near 10 are off by a few hundredths
-    assert difference.abs().mean() < 0.1
-    assert difference.abs().max() > 0
-    assert trainer.train()["grad_norm"] > 0
 
 
 def test_lora_needs_no_second_model_and_trains_adapters_alone(tmp_path: Path) -> None:
@@ -314,25 +305,6 @@ def test_torch_itself_sees_no_wait_for_a_gpu_in_a_microbatch(packing: str, tmp_p
             loss.backward()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"gradient_checkpointing": True}, {"generate_batch_size": 3}],
-    ids=["checkpointing", "generate_batch_size"],
-)
-def test_options_of_speed_and_memory_do_not_change_the_update(options, tmp_path: Path) -> None:
-    updated = []
-    for chosen in ({}, options):
-        trainer = make_trainer(tmp_path, "gemma2", **chosen, kl_loss_coef=0.1)
-        torch.manual_seed(5)
-        experience = first_experience(make_trainer(tmp_path, "gemma2"))
-        torch.manual_seed(6)
-        trainer.update(experience, trainer.config)
-        updated.append([p.detach().clone() for p in trainer.model.parameters()])
-    for one, other in zip(*updated, strict=True):
-        # Adam divides by the gradient's own size, so rounding shows at the scale of a step, 1e-3
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
-
-
 def test_only_positions_that_predict_response_tokens_reach_the_heads(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     experience = first_experience(trainer)
@@ -417,36 +389,9 @@ def test_warm_up_trains_the_values_and_leaves_the_policy(value_model: str, tmp_p
     assert any(name.startswith("causal_lm.") for name in after)
 
 
-@pytest.mark.parametrize("value_model", ["shared", "detached", "critic"])
-def test_each_value_function_learns(value_model: str, tmp_path: Path) -> None:
-    """On fixed responses the value loss falls well below that of no opinion."""
-    trainer = make_trainer(
-        tmp_path, value_model=value_model, value_warmup_iterations=99, kl_coef=0.0
-    )
-    for group in trainer.optimizer.param_groups:
-        group["peak_lr"] = 1e-2
-    batch = random_batch((4, 4, 4, 4))
-    scores = torch.tensor([1.0, -1.0, 2.0, 0.0])
-    losses = []
-    for _ in range(12):
-        experience, _ = experience_of(trainer, batch, scores)
-        losses.append(trainer.update(experience, trainer.config)["value_loss"])
-    assert losses[-1] < 0.6 * losses[0]
-
-
-def test_a_critic_is_saved_and_reports_the_norm_of_its_own_gradient(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, value_model="critic")
-    assert trainer.train()["value_grad_norm"] > 0
-    fresh = make_trainer(tmp_path / "fresh", value_model="critic")
-    fresh.model.load_value_function(tmp_path / "run" / "value_function.safetensors")
-    loaded = fresh.model.value_function.state_dict()
-    for name, value in trainer.model.value_function.state_dict().items():
-        assert torch.equal(loaded[name], value)
-
-
 def test_a_critic_starts_where_an_earlier_one_ended(tmp_path: Path) -> None:
     earlier = make_trainer(tmp_path, value_model="critic")
-    earlier.train()
+    assert earlier.train()["value_grad_norm"] > 0
     saved = str(tmp_path / "run" / "value_function.safetensors")
     options = {"value_model": "critic", "critic_model": saved}
     found = make_trainer(tmp_path / "next", **options).model.value_function.state_dict()
@@ -509,18 +454,6 @@ def test_a_reward_whose_column_is_not_there_is_refused_before_the_run(tmp_path: 
 
 
 # ----------------------------------------------------------------------------------------- watching
-
-
-def test_a_run_watches_its_health(tmp_path: Path) -> None:
-    metrics = make_trainer(
-        tmp_path, iterations=2, monitor_rewards=[tiny.count_w7], max_new_tokens=24
-    ).train()
-    watched = """
-        length_correlation distinct_1 distinct_2 unique_responses correlation/count_w7
-        skipped_steps eos_rate grad_norm ratio_above_positive ratio_below_positive
-    """
-    assert {*watched.split()} <= metrics.keys()
-    assert metrics["correlation/count_w7"] == pytest.approx(1.0), "it is the trained reward itself"
 
 
 def test_a_crossed_threshold_warns_in_the_terminal_and_in_the_records(tmp_path: Path) -> None:

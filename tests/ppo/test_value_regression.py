@@ -210,15 +210,6 @@ def test_a_batch_that_is_not_finite_changes_nothing(bad: float) -> None:
 # --------------------------------------------------------------------------------- in the trainer
 
 
-def test_one_given_response_is_learned_from(tmp_path: Path) -> None:
-    """By `step`, whose first update is the only one: the bias is what the response paid."""
-    trainer = make_trainer(tmp_path, kl_coef=0.0)
-    trainer.step(["w1 w2"], ["w3 w4"], [0.75])
-    head = trainer.model.value_function.head
-    assert head.bias.item() == pytest.approx(0.75)
-    assert head.weight.abs().max().item() < 1e-6
-
-
 def test_the_values_loss_trains_the_trunk_and_not_the_head(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     head = trainer.model.value_function.head

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.resources import files
-from pathlib import Path
 
 import pytest
 import yaml
@@ -11,7 +10,6 @@ import yaml
 from fastppo.ppo.config import PPOConfig
 from fastppo.recipes.catalogue import RECIPES, Recipe, find
 
-ROOT = Path(__file__).parents[2]
 NAMES = [recipe.name for recipe in RECIPES]
 
 

@@ -12,14 +12,6 @@ PROMPTS = ["w1 w2 ", "w3 "]
 COMPLETIONS = ["w7 w7", "w4"]
 
 
-def test_a_function_of_a_file(tmp_path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "def brief(prompts, completions, **columns):\n    return [-len(c) for c in completions]\n"
-    )
-    assert load_reward(f"{path}:brief")(PROMPTS, COMPLETIONS) == [-5, -2]
-
-
 def test_a_function_of_a_module() -> None:
     reward = load_reward("fastppo.demo.task:gold_reward")
     assert reward(

@@ -23,19 +23,7 @@ COMPLETIONS = ["w7 w7", "w4"]
 IDS = [[10, 10, 1], [7, 1]]
 """The responses of COMPLETIONS with their EOS: 3 and 2 tokens."""
 
-SAMPLES = Samples(PROMPTS, COMPLETIONS)
-
-
 # ------------------------------------------------------------------------------- what it is given
-
-
-def test_columns_reach_the_function_that_names_them() -> None:
-    def matches(prompts, completions, wanted):
-        return [float(w in c) for w, c in zip(wanted, completions, strict=True)]
-
-    term = RewardTerm("matches", matches)
-    columns = {"wanted": ["w7", "w9"], "other": [1, 2]}
-    assert score(term, Samples(PROMPTS, COMPLETIONS, columns)) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

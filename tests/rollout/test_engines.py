@@ -27,14 +27,6 @@ def test_the_decoder_is_taken_where_it_decodes_as_generate_does(architecture: st
     assert (engine.batch_size, engine.final_values, note) == (3, True, None)
 
 
-def test_generate_is_taken_where_it_is_named() -> None:
-    policy = ActorCritic(tiny.model(), compute_dtype=torch.bfloat16)
-    engine, note = _engine(policy, "generate")
-    assert isinstance(engine, GenerateEngine)
-    assert (engine.model, engine.batch_size) == (policy.causal_lm, 3)
-    assert (engine.compute_dtype, note) == (torch.bfloat16, None)
-
-
 @pytest.mark.parametrize("wrong", ["positions", "no position ids"])
 def test_a_model_that_decodes_otherwise_gets_generate_with_a_sentence(wrong: str) -> None:
     policy = ActorCritic(tiny.model())

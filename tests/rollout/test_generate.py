@@ -58,12 +58,6 @@ def test_the_models_own_generation_config_does_not_shape_the_samples() -> None:
     assert causal_lm.generation_config is own
 
 
-def test_greedy_decoding_takes_the_likeliest_token() -> None:
-    causal_lm, rollout = _rollout(greedy=True, stop_token_ids=())
-    logits = causal_lm(torch.tensor([PROMPTS[0]])).logits[0, -1]
-    assert rollout.tokens[0][0] == int(logits.argmax())
-
-
 def test_batches_of_the_engine_keep_the_prompts_order() -> None:
     causal_lm = tiny.model()
     sampling = Sampling(max_new_tokens=6, greedy=True, stop_token_ids=(1,))

@@ -8,12 +8,6 @@ import torch
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling, as_engine
 
 
-def test_lengths_and_what_was_cut_off_follow_from_the_responses() -> None:
-    rollout = Rollout([[4, 1], [5, 6, 7]], [FINISHED, TRUNCATED], [torch.zeros(2), torch.zeros(3)])
-    assert rollout.lengths == [2, 3]
-    assert rollout.truncated == [False, True]
-
-
 def test_a_rollout_is_extended_in_the_prompts_order() -> None:
     ones = [torch.ones(1), torch.ones(1)]
     first = Rollout([[4, 1]], [FINISHED], [torch.zeros(2)], final_values=torch.zeros(1))
@@ -26,19 +20,6 @@ def test_a_rollout_is_extended_in_the_prompts_order() -> None:
     assert rollout.logprobs is None, "one of them could not tell"
     assert rollout.values is None
     assert Rollout.joined([other, other]).logprobs == ones + ones
-
-
-@pytest.mark.parametrize(
-    ("options", "restricted"),
-    [
-        ({}, False),
-        ({"temperature": 0.5, "stop_strings": ("w1",), "greedy": True}, False),
-        ({"top_k": 3}, True),
-        ({"top_p": 0.9}, True),
-    ],
-)
-def test_restricted_is_what_draws_from_less_than_the_softmax(options, restricted: bool) -> None:
-    assert Sampling(max_new_tokens=4, **options).is_restricted is restricted
 
 
 def test_an_object_with_generate_alone_is_an_engine_of_other_weights() -> None:

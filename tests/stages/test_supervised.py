@@ -13,8 +13,6 @@ import torch
 from stage_runs import sft, sft_config
 
 from fastppo.data.rows import DataError
-from fastppo.run import manifest
-from fastppo.run.checkpoint import checkpoints
 from fastppo.run.log import read_jsonl
 from fastppo.stages.callbacks import Records
 from fastppo.stages.sft import SFTConfig
@@ -114,16 +112,6 @@ def test_held_out_metrics_are_over_items_and_named_so(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------- the records
-
-
-def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path) -> None:
-    for step in (90, 100, 110):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
-    for step in (90, 100):
-        manifest.write(tmp_path / f"checkpoint-{step}", step, {"run": {}})
-    assert manifest.newest(checkpoints(tmp_path)).path.name == "checkpoint-100"
-    assert manifest.newest(checkpoints(tmp_path / "nowhere")) is None
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
