@@ -1,5 +1,5 @@
 """The command line: the three stages `fastppo sft`, `reward` and `train`; `check`, `plan`,
-`export`, `generate`, `demo`, `recipe`, `report` and `bench`.
+`export`, `generate`, `demo`, `recipe`, `init`, `report` and `bench`.
 
 A command with options has one flag per field of its option class, under the class's sections, and
 `--config FILE`, a YAML file of the same names. What a command needs is imported once it runs, and
@@ -225,6 +225,27 @@ def recipe(
     config = parse("train", ["--config", str(lay_out(chosen, folder)), *options])
     _quiet_libraries()
     run_recipe(chosen, folder, config, only_prepare=prepare)
+
+
+@Command(
+    help="A run of your own: asks what it is of, writes its files, says what it takes",
+    description="Writes run.yaml and, where nothing else pays, reward.py with a test on three "
+    "prompts. What no flag says is asked.",
+    flags={
+        "--out": {"metavar": "DIR", "help": "folder of the files (default: this one)"},
+        "--model": {"metavar": "TEXT", "help": "directory or hub name"},
+        "--prompts": {"metavar": "TEXT", "help": "what `fastppo train` takes"},
+        "--environment": {"metavar": "TEXT", "help": "file.py:Name or an address"},
+        "--reward": {"metavar": "TEXT", "help": "a model, file.py:function or an address"},
+    },
+)
+def init(rest: list[str], out: str = ".", **answers: str) -> None:
+    from rich.console import Console
+
+    from fastppo.init import write_run
+
+    _quiet_libraries()
+    write_run(Path(out), answers, Console())
 
 
 @Command(

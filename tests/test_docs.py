@@ -245,6 +245,7 @@ COMMANDS = (
     "completion",
     "demo",
     "generate",
+    "init",
     "plan",
     "recipe",
     "report",
