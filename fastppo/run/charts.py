@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from fastppo.run.panels import GROUPS, LABELS, Panel
+from fastppo.run.panels import GROUPS, LABELS, OVERVIEW, Panel
 
 SPAN_RATIO = 4.0
 """Rewards whose spans differ by more get an axis each, or the smaller would be a flat line."""
@@ -45,9 +45,10 @@ def make_charts(records: list[dict[str, Any]]) -> tuple[Groups, list[tuple[str, 
     constants = _constants(records)
     groups = []
     for heading, panels in GROUPS:
-        charts = [chart for panel in panels if (chart := _panel(panel, records, constants))]
-        if heading == "Learning":  # beside the reward
-            charts[1:1] = _gold_against_proxy(records)
+        folded = {} if heading == OVERVIEW else constants
+        charts = [chart for panel in panels if (chart := _panel(panel, records, folded))]
+        if heading == "Reward":
+            charts = _gold_against_proxy(records) + charts
         if charts:
             groups.append((heading, charts))
     return groups, list(constants.items())
@@ -74,7 +75,7 @@ def _panel(
     for prefix in panel.prefixes:
         prefixed = with_prefix(records, prefix)
         # A single reward of weight 1 is the reward itself: one line is enough.
-        single = len(prefixed) == 1 and prefix[:-1] in panel.metrics
+        single = len(prefixed) == 1
         names += [] if single and _are_the_same(records, prefix[:-1], prefixed[0]) else prefixed
     if all(name in constants for name in names):
         return None
@@ -87,6 +88,8 @@ def _panel(
         }
         if name.startswith("eval/"):  # with iterations between them, at which a line would end
             curve["joined"] = True
+            before = records[0].get(name.replace("eval/", "before/", 1))
+            curve["values"][0] = records[0].get(name, before)
         series.append(curve)
     return Chart(
         title=panel.title,
@@ -106,12 +109,13 @@ def _are_the_same(records: list[dict[str, Any]], first: str, second: str) -> boo
 
 
 def _range(panel: Panel, series: list[dict[str, Any]]) -> list[float] | None:
-    """Of an axis of shares: with air above, but no higher than 1."""
-    if not panel.unit.startswith("share"):
-        return None
+    """Of an axis of shares: with air above, but no higher than 1. Of a flat line: around it."""
     values = [y for curve in series for y in curve["values"] if is_finite(y)]
     low = min(values, default=0.0)
     high = max(values, default=1.0)
+    if not panel.unit.startswith("share"):
+        room = abs(low) or 1.0
+        return [low - room, low + room] if low == high else None
     air = 0.1 * (high - low) or 0.1
     return [max(low - air, min(low, 0.0)), min(high + air, max(high, 1.0))]
 

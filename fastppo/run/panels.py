@@ -15,18 +15,34 @@ class Panel(NamedTuple):
     note: str = ""
 
 
+OVERVIEW = "Overview"
+"""The heading of the panels that are drawn first, also where they do not change."""
+
 GROUPS = (
     (
-        "Learning",
+        OVERVIEW,
         (
-            Panel("Reward", "reward", ("reward",), ("reward/",), "what is trained on"),
             Panel(
-                "Held-out reward",
+                "Reward",
                 "reward",
-                ("eval/reward", "eval/greedy/reward"),
-                ("eval/reward/",),
-                "on eval_prompts",
+                ("reward", "eval/reward", "eval/greedy/reward"),
+                note="in training, and held out",
             ),
+            Panel("KL to the reference", "nats per sequence", ("kl",)),
+            Panel(
+                "Critic",
+                "explained variance",
+                ("explained_variance",),
+                note="of Monte Carlo returns; 1 is perfect, 0 a constant",
+            ),
+            Panel("Response length", "tokens", ("response_length",)),
+        ),
+    ),
+    (
+        "Reward",
+        (
+            Panel("Rewards", "unweighted", (), ("reward/",)),
+            Panel("Held-out rewards", "unweighted", (), ("eval/reward/",)),
             Panel(
                 "Agreement with the gold reward",
                 "correlation over responses",
@@ -40,14 +56,47 @@ GROUPS = (
                 ("ensemble_disagreement",),
                 note="standard deviation over its members",
             ),
-            Panel("Loss", "as a step follows it", ("loss",)),
-            Panel("Value loss", "½(V − R)²", ("value_loss",)),
             Panel("Reward less the cost of the KL", "reward", ("rlhf_reward",)),
             Panel(
-                "Explained variance",
-                "1 is perfect",
-                ("explained_variance",),
-                note="of Monte Carlo returns",
+                "Solved",
+                "share",
+                ("solved", "left_out"),
+                ("left_out/",),
+                "of responses; of prompts",
+            ),
+        ),
+    ),
+    (
+        "Policy",
+        (
+            Panel("Entropy", "nats per token", ("entropy",)),
+            Panel("KL to the rollout policy", "nats per token", ("approx_kl",)),
+            Panel("β of the KL to the reference", "per nat", ("kl_coef",)),
+            Panel("β of the KL to the rollout policy", "per nat", ("policy_kl_coef",)),
+            Panel("Early stops", "stopped", ("early_stopped",), note="on the KL to the rollout"),
+            Panel("Ratio", "new / old probability", ("ratio_mean", "ratio_max")),
+            Panel("Clip fraction", "share of tokens", ("clip_fraction",)),
+            Panel(
+                "Beyond the clip range",
+                "share of tokens",
+                (
+                    "ratio_above_positive",
+                    "ratio_below_positive",
+                    "ratio_above_negative",
+                    "ratio_below_negative",
+                ),
+                note="by the sign of the advantage A",
+            ),
+        ),
+    ),
+    (
+        "Critic",
+        (
+            Panel(
+                "Values and returns",
+                "mean over tokens",
+                ("value", "return"),
+                note="before the update",
             ),
             Panel(
                 "Calibration of the values",
@@ -62,46 +111,18 @@ GROUPS = (
                 note="of the advantages with those without values; 1 is nothing",
             ),
             Panel(
-                "Solved",
-                "share",
-                ("solved", "left_out"),
-                ("left_out/",),
-                "of responses; of prompts",
+                "Spread",
+                "standard deviation",
+                ("advantage_std", "reward_std"),
+                note="of the advantages before whitening; of the responses' rewards",
             ),
-            Panel("Deviation of the advantages", "before whitening", ("advantage_std",)),
-            Panel("Loss on pretraining text", "nats per token", ("ptx_loss",)),
-            Panel("Learning rate", "", ("learning_rate",)),
-            Panel("Schedules", "coefficient", (), ("schedule/",)),
+            Panel("Value loss", "½(V − R)²", ("value_loss",)),
+            Panel("Clipped values", "share of tokens", ("value_clip_fraction",)),
         ),
     ),
     (
-        "Policy movement",
+        "Responses",
         (
-            Panel("KL to the reference", "nats per sequence", ("kl",)),
-            Panel("β of the KL to the reference", "per nat", ("kl_coef",)),
-            Panel("KL to the rollout policy", "nats per token", ("approx_kl",)),
-            Panel("β of the KL to the rollout policy", "per nat", ("policy_kl_coef",)),
-            Panel("Early stops", "stopped", ("early_stopped",), note="on the KL to the rollout"),
-            Panel("Ratio", "new / old probability", ("ratio_mean", "ratio_max")),
-            Panel("Clip fraction", "share of tokens", ("clip_fraction", "value_clip_fraction")),
-            Panel(
-                "Beyond the clip range",
-                "share of tokens",
-                (
-                    "ratio_above_positive",
-                    "ratio_below_positive",
-                    "ratio_above_negative",
-                    "ratio_below_negative",
-                ),
-                note="by the sign of the advantage A",
-            ),
-            Panel("Entropy", "nats per token", ("entropy",)),
-        ),
-    ),
-    (
-        "Health",
-        (
-            Panel("Response length", "tokens", ("response_length",)),
             Panel("EOS rate", "share of responses", ("eos_rate",)),
             Panel(
                 "Reward and length",
@@ -115,6 +136,18 @@ GROUPS = (
                 ("distinct_1", "distinct_2", "unique_responses"),
                 note="distinct n-grams within one; distinct ones of all",
             ),
+            Panel("Turns", "per episode", ("turns",)),
+            Panel("Ends of episodes", "share", (), ("finish/",)),
+            Panel("Calls of tools", "per episode", (), ("tools/",)),
+        ),
+    ),
+    (
+        "Optimiser",
+        (
+            Panel("Loss", "as a step follows it", ("loss",)),
+            Panel("Loss on pretraining text", "nats per token", ("ptx_loss",)),
+            Panel("Learning rate", "", ("learning_rate",)),
+            Panel("Schedules", "coefficient", (), ("schedule/",)),
             Panel("Gradient norm", "before clipping", ("grad_norm", "value_grad_norm")),
             Panel(
                 "Skipped steps",

@@ -18,6 +18,7 @@ from fastppo.data.files import write_whole
 from fastppo.run.charts import Chart, Groups, Run, is_finite, make_charts, with_prefix
 from fastppo.run.log import read_jsonl
 from fastppo.run.options import load_yaml
+from fastppo.run.verdict import critic_verdict, verdict
 from fastppo.run.watch import kind_of
 
 LINKED = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "config.yaml")
@@ -25,6 +26,9 @@ LINKED = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "config.yaml")
 
 STOPPED = "stopped: "
 """Begins a run's warning that says why it ended."""
+
+LEAST_KL = 1e-6
+"""Nats. A sampled KL below it is the rounding of 0."""
 
 SAMPLES_PER_ITERATION = 4
 SAMPLED_ITERATIONS = 6
@@ -52,6 +56,8 @@ def write_report(run_dir: str | Path, path: str | Path | None = None) -> Path:
         header=_header(run) + _ending(run),
         # A path is no address: `javascript:` or `#` in it would be taken for the address's parts.
         links=[(quote(Path(file).as_posix()), file) for file in files],
+        verdict=verdict(run.records),
+        notes={"Critic": critic_verdict(run.records)},
         summary=summary(run.records),
         warnings=_warnings(run.records),
         constants=constants,
@@ -73,6 +79,9 @@ def read_run(run_dir: str | Path) -> Run:
             f"{run_dir} is no PPO run, and the report is of one; the curves of sft and reward are "
             f"in {run_dir / 'tensorboard'}"
         )
+    for record in records:
+        if abs(record.get("kl", math.inf)) < LEAST_KL:
+            record["kl"] = 0.0
     config_file = run_dir / "config.yaml"
     return Run(
         name="/".join(run_dir.resolve().parts[-2:]),
@@ -176,10 +185,8 @@ def summary(records: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
     for name in names:
         values = [record[name] for record in records if name in record]
         if values:
-            # A KL of 3e-8 is the rounding of 0.
-            first = values[0] if abs(values[0]) > 1e-6 else 0.0
             last = values[-tenth:]
-            rows.append((name, first, sum(last) / len(last)))
+            rows.append((name, values[0], sum(last) / len(last)))
     return rows
 
 

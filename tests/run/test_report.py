@@ -15,6 +15,7 @@ import torch
 from fastppo.run.log import read_jsonl
 from fastppo.run.panels import GROUPS, PANELS
 from fastppo.run.report import summary, write_report
+from fastppo.run.verdict import critic_verdict, verdict
 
 METRICS = {
     **{name: 0.5 for panel in PANELS for name in panel.metrics},
@@ -25,6 +26,9 @@ METRICS = {
     "schedule/entropy_coef": 0.01,
     "kl": 4.0,
     "seconds/generate": 0.1,
+    "finish/stop": 0.5,
+    "tools/ok": 0.5,
+    "eval/reward/brief": 0.9,
 }
 
 
@@ -63,8 +67,11 @@ def test_the_report_draws_every_panel_and_loads_nothing(run: Path) -> None:
     html = write_report(run).read_text()
     charts = _charts(html)
     assert len(charts) == html.count('<div id="chart-') == len(PANELS) + 1  # gold against proxy
-    places = [(html.index(f"<h2>{heading}</h2>"), panels) for heading, panels in GROUPS]
+    places = [(html.index('class="plots overview"'), GROUPS[0][1])]
+    for heading, panels in GROUPS[1:]:
+        places.append((html.index(f"<details><summary><h2>{heading}</h2>"), panels))
     ends = [place for place, _ in places[1:]] + [html.index("<h2>Samples</h2>")]
+    assert len(GROUPS[0][1]) == 4
     for (start, panels), end in zip(places, ends, strict=True):
         for panel in panels:
             assert panel.title in charts
@@ -85,7 +92,7 @@ def test_panels_without_data_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 0, "reward": 1.0}\n')
     html = write_report(tmp_path).read_text()
     assert len(_charts(html)) == 1
-    for absent in ("Explained variance", "Gold against proxy", "Warnings", "Speed", "Health"):
+    for absent in ("Critic", "Gold against proxy", "Warnings", "Speed", "Responses"):
         assert absent not in html
 
 
@@ -93,6 +100,61 @@ def test_the_summary_compares_the_first_iteration_with_the_last_tenth(run: Path)
     rows = {name: (first, last) for name, first, last in summary(read_jsonl(run / "metrics.jsonl"))}
     assert rows["reward"] == pytest.approx((0.0, 1.85))
     assert "monitor/gold" in rows
+
+
+BEFORE = {"before/reward": -1.0, "before/reward_error": 0.06, "reward": 0.0, "kl": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("records", "sentence"),
+    [
+        pytest.param(
+            [BEFORE, {"eval/reward": 0.6, "eval/reward_error": 0.08, "eval/kl": 4.66}],
+            "Held-out reward +1.6 ± 0.1, KL 4.7 nats",
+            id="held-out",
+        ),
+        pytest.param(
+            [BEFORE, {"eval/reward": -0.9, "eval/reward_error": 0.08, "eval/kl": 0.0}],
+            "Held-out reward +0.1 ± 0.1, KL 0.0 nats: no change beyond noise",
+            id="held-out-noise",
+        ),
+        pytest.param(
+            [{"reward": float(i) + 0.5 * (-1) ** i} for i in range(40)],
+            "Reward +36.0 ± 0.7",
+            id="trained",
+        ),
+        pytest.param(
+            [{"reward": (-1.0) ** i, "kl": i / 10} for i in range(20)],
+            "Reward +0 ± 1, KL 1.9 nats: no change beyond noise",
+            id="trained-noise",
+        ),
+        pytest.param(
+            [{"reward": float(i)} for i in range(4)],
+            "Fewer than 5 iterations: too few to tell a change from noise",
+            id="too-few",
+        ),
+        pytest.param([{"reward": math.nan}] * 5, "Reward +nan", id="nan"),
+    ],
+)
+def test_the_verdict_is_a_change_with_its_error(records: list[dict], sentence: str) -> None:
+    assert verdict(records) == sentence
+
+
+def test_the_critics_verdict_is_against_a_constant(run: Path) -> None:
+    last = {"explained_variance": 0.416}
+    assert "explains 42 % of the variance" in critic_verdict([{"explained_variance": 0.0}, last])
+    assert "a constant would do as well" in critic_verdict([{"explained_variance": -0.2}])
+    assert critic_verdict([{"reward": 1.0}]) == ""
+    html = write_report(run).read_text()
+    assert "At the end the critic explains" in html[html.index("<h2>Critic</h2>") :]
+    assert '<p class="verdict">Reward' in html
+
+
+def test_a_run_without_change_is_drawn_flat(tmp_path: Path) -> None:
+    """A sampled KL of 3e-8 is the rounding of 0."""
+    chart = _charts(_write(tmp_path, [{"reward": 1.0, "kl": 3e-8 * (-1) ** i} for i in range(6)]))
+    assert _curves(chart["KL to the reference"]) == {"kl": [0.0] * 6}
+    assert chart["KL to the reference"]["range"] == [-1.0, 1.0]
 
 
 def test_what_is_held_out_is_first_and_from_before_the_first_update() -> None:
@@ -120,8 +182,9 @@ def test_evaluations_with_iterations_between_them_are_joined(tmp_path: Path) -> 
     """Their line would end at each gap, and show nothing."""
     records = [{"reward": i / 10} | ({"eval/reward": i} if i % 5 == 4 else {}) for i in range(20)]
     charts = _charts(_write(tmp_path, records))
-    assert charts["Held-out reward"]["series"][0]["joined"] is True
-    assert "joined" not in charts["Reward"]["series"][0]
+    trained, held_out = charts["Reward"]["series"]
+    assert held_out["joined"] is True
+    assert "joined" not in trained
 
 
 def test_a_single_reward_is_drawn_once(tmp_path: Path) -> None:
@@ -129,10 +192,11 @@ def test_a_single_reward_is_drawn_once(tmp_path: Path) -> None:
     means = [0.1, 0.2, -0.3, 1 / 3]
     records = [{"reward": torch.tensor(mean).item(), "reward/r": mean} for mean in means]
     assert any(record["reward"] != record["reward/r"] for record in records)
-    (drawn,) = _charts(_write(tmp_path, records))["Reward"]["series"]
-    assert drawn["values"] == [record["reward"] for record in records]
+    charts = _charts(_write(tmp_path, records))
+    assert _curves(charts["Reward"]) == {"reward": [record["reward"] for record in records]}
+    assert "Rewards" not in charts
     weighted = [{"reward": mean / 2, "reward/r": mean} for mean in means]
-    assert len(_charts(_write(tmp_path, weighted))["Reward"]["series"]) == 2
+    assert _curves(_charts(_write(tmp_path, weighted))["Rewards"]) == {"reward/r": means}
 
 
 def test_gold_is_drawn_against_proxy(tmp_path) -> None:
@@ -156,7 +220,7 @@ def test_warnings_are_listed_with_their_iterations(tmp_path: Path) -> None:
         records[i]["warnings"] = [f"kl = {20 + i} > 20"]
     records[4]["warnings"] += ["kl = 24 > 22", "optimiser step 17: gradient norm nan, <skipped>"]
     html = _write(tmp_path, records)
-    section = html[html.index("<h2>Warnings</h2>") : html.index("<h2>Learning</h2>")]
+    section = html[html.index("<h2>Warnings</h2>") : html.index("<h2>More charts</h2>")]
     rows = re.findall(r"<tr><td>(.*?)</td><td[^>]*>(.*?)</td></tr>", section)
     assert rows == [
         ("iterations 3 to 6, 3 times", "kl = 23 &gt; 20 … kl = 26 &gt; 20"),
@@ -213,6 +277,7 @@ def test_a_browser_draws_every_chart_without_a_word(run: Path) -> None:
     if browser is None:
         pytest.skip("no Chromium is installed")
     path = write_report(run)
+    path.write_text(path.read_text().replace("<details>", "<details open>"))
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
     command += ["--virtual-time-budget=3000", "--dump-dom", path.as_uri()]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

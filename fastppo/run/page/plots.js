@@ -2,10 +2,10 @@
 // click, values under the cursor. Colours are those of the page, light or dark.
 "use strict";
 const charts = JSON.parse(document.getElementById("charts").textContent);
-const drawn = [];
 const HEIGHT = 210;  // pixels
-// Iterations between two ticks: there is no half of one.
-const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((step) => step * 10 ** power));
+// Between two ticks. Of iterations, and of other numbers that are whole, there is no half.
+const STEPS = Array.from({length: 25}, (_, i) => [1, 2, 5].map((step) => Number(`${step}e${i - 12}`))).flat();
+const WHOLE = STEPS.filter((step) => step >= 1);
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -48,6 +48,9 @@ function tooltip(chart) {
   };
 }
 
+const areWhole = (chart) => chart.series.every((each) =>
+  each.right || each.values.every((value) => value === null || Number.isInteger(value)));
+
 const tint = (i) => colour(`--curve-${i % 8}`);
 
 function draw(chart, place) {
@@ -62,10 +65,10 @@ function draw(chart, place) {
     spanGaps: Boolean(each.joined),
     points: {show: chart.x.length === 1 || Boolean(each.joined), size: 6, fill: tint(i)},
   }));
-  const room = (unit) => ({...axis, values: labels, size: 52, label: unit, labelSize: 18, labelGap: 0});
+  const room = (unit) => ({...axis, values: labels, size: 52, space: 22, label: unit, labelSize: 18, labelGap: 0});
   const axes = [
     {...axis, values: labels, label: chart.xlabel, labelSize: 18, size: 34, incrs: WHOLE},
-    {...room(chart.unit), scale: "y"},
+    {...room(chart.unit), scale: "y", incrs: areWhole(chart) ? WHOLE : STEPS},
   ];
   if (chart.series.some((each) => each.right)) {
     axes.push({...room(chart.unit + ", right"), scale: "right", side: 1, grid: {show: false}});
@@ -98,27 +101,29 @@ function legend(chart, place, plot) {
   if (list.childElementCount > 1) place.before(list);
 }
 
-charts.forEach((chart, i) => {
-  const place = document.getElementById(`chart-${i}`);
-  const entry = {chart, place, plot: draw(chart, place)};
-  legend(chart, place, () => entry.plot);
-  drawn.push(entry);
+const entries = charts.map((chart, i) => {
+  const entry = {chart, place: document.getElementById(`chart-${i}`), plot: null};
+  legend(chart, entry.place, () => entry.plot);
+  return entry;
 });
 
-const again = () => {
-  for (const entry of drawn) {
-    entry.plot.destroy();
-    entry.plot = draw(entry.chart, entry.place);
+function drawAgain(entry) {
+  entry.plot?.destroy();
+  entry.plot = draw(entry.chart, entry.place);
+}
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
+  entries.filter(({plot}) => plot).forEach(drawAgain));
+// A chart is drawn when there is room for it: a section that opens, a phone that is turned.
+const sized = new ResizeObserver((changes) => requestAnimationFrame(() => {
+  for (const {target} of changes) {
+    const entry = entries.find(({place}) => place === target);
+    const width = target.clientWidth;
+    if (width && !entry.plot) drawAgain(entry);
+    else if (width && width !== entry.plot.width) entry.plot.setSize({width, height: HEIGHT});
   }
-};
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
-// A phone that is turned, a window that is drawn wider.
-const sized = new ResizeObserver((entries) => {
-  for (const {target} of entries) {
-    const entry = drawn.find(({place}) => place === target);
-    if (target.clientWidth !== entry.plot.width) {
-      entry.plot.setSize({width: target.clientWidth, height: HEIGHT});
-    }
-  }
-});
-for (const {place} of drawn) sized.observe(place);
+}));
+for (const entry of entries) {
+  if (entry.place.clientWidth) drawAgain(entry);
+  sized.observe(entry.place);
+}
