@@ -296,7 +296,7 @@ STATISTICS: dict[str, dict[str, Any]] = {
 
 def statistics_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> None:
     from fastppo_kernels import triton_rows
-    from fastppo_kernels.records import Softmax, StatsGradients, TokenStats
+    from fastppo_kernels.records import Softmax, StatsGradients, StatsRows
     from rows import (
         assert_gradient,
         assert_statistic,
@@ -348,13 +348,13 @@ def statistics_case(shape: Shape, options: dict[str, Any], emulation: Emulation)
 
     for found in emulation.results(launch):
         grad = found.pop("grad").flatten(0, -2)
-        got = TokenStats(**found)
+        got = StatsRows(**found)
         if kind == "broken":
             assert_statistic(got.normalizer, want.normalizer, "normalizer")
             assert_statistic(got.ref_normalizer, want.ref_normalizer, "ref_normalizer")
             # Of a row that is no distribution an infinite statistic says it as well as NaN.
-            got = TokenStats(*(torch.where(x.isfinite(), x, torch.nan) for x in got))
-            expected = TokenStats(*(torch.where(x.isfinite(), x, torch.nan) for x in want))
+            got = StatsRows(*(torch.where(x.isfinite(), x, torch.nan) for x in got))
+            expected = StatsRows(*(torch.where(x.isfinite(), x, torch.nan) for x in want))
             assert_statistics(got, expected)
         else:
             assert_statistics(got, want)

@@ -19,7 +19,7 @@ from fastppo_kernels.records import (
     PPORows,
     Softmax,
     StatsGradients,
-    TokenStats,
+    StatsRows,
 )
 from torch import Tensor
 
@@ -137,7 +137,7 @@ def defined_statistics(
     softmax: Softmax,
     upstream: StatsGradients,
     ref_logits: Tensor | None = None,
-) -> tuple[TokenStats, Tensor]:
+) -> tuple[StatsRows, Tensor]:
     """(the definition's statistics in fp64, the gradient of the logits by `upstream`)."""
 
     def widened(record: Any) -> Any:
@@ -155,6 +155,6 @@ def defined_statistics(
     return stats, grad
 
 
-def assert_statistics(got: TokenStats, want: TokenStats) -> None:
+def assert_statistics(got: StatsRows, want: StatsRows) -> None:
     for name in got._fields:
         assert_statistic(getattr(got, name), getattr(want, name), name)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from fastppo_kernels import triton_rows
-from fastppo_kernels.records import Objective, PerToken, Softmax, StatsGradients, TokenStats
+from fastppo_kernels.records import Objective, PerToken, Softmax, StatsGradients, StatsRows
 from torch import Tensor
 
 SHORT, LONG, ODD = 1024, 151936, 50257
@@ -58,7 +58,7 @@ def _stats(logits: Tensor, softmax: Softmax, ref_logits: Tensor | None = None) -
 def _backward(logits: Tensor, softmax: Softmax, ref_logits: Tensor | None = None) -> None:
     grads = StatsGradients(ZEROS, ZEROS, None if ref_logits is None else ZEROS)
     pairs = torch.zeros(N, 2)
-    stats = TokenStats(*[ZEROS] * 6, pairs, pairs)
+    stats = StatsRows(*[ZEROS] * 6, pairs, pairs)
     tokens = _per_token().tokens
     triton_rows.token_stats_backward(grads, logits, tokens, stats, softmax, ref_logits=ref_logits)
 

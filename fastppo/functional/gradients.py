@@ -20,7 +20,7 @@ from fastppo_kernels.records import (
     Projection,
     Softmax,
     StatsGradients,
-    TokenStats,
+    StatsRows,
 )
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -109,7 +109,7 @@ class TokenStatisticsFunction(torch.autograd.Function):
             grads=StatsGradients(by_logprobs, by_entropy, None if ref_logits is None else by_kl),
             logits=logits,
             tokens=tokens,
-            stats=TokenStats(*stats),
+            stats=StatsRows(*stats),
             softmax=ctx.softmax._replace(temperatures=temperatures),
             ref_logits=ref_logits,
             backend=ctx.backend,
@@ -141,8 +141,18 @@ class LinearTokenStatisticsFunction(torch.autograd.Function):
             gemm=gemm,
             backend=backend,
         )
-        ref = (None, None, None) if ref_projection is None else ref_projection
-        ctx.save_for_backward(hidden, weight, bias, *ref, tokens, softmax.temperatures, *stats)
+        ref_hidden, ref_weight, ref_bias = ref_projection or (None, None, None)
+        ctx.save_for_backward(
+            hidden,
+            weight,
+            bias,
+            ref_hidden,
+            ref_weight,
+            ref_bias,
+            tokens,
+            softmax.temperatures,
+            *stats,
+        )
         ctx.softmax = softmax._replace(temperatures=None)
         ctx.gemm = gemm
         ctx.backend = backend
@@ -162,7 +172,7 @@ class LinearTokenStatisticsFunction(torch.autograd.Function):
             grads=StatsGradients(by_logprobs, by_entropy, by_kl if has_ref else None),
             projection=Projection(hidden, weight, bias),
             tokens=tokens,
-            stats=TokenStats(*stats),
+            stats=StatsRows(*stats),
             softmax=ctx.softmax._replace(temperatures=temperatures),
             ref_projection=Projection(ref_hidden, ref_weight, ref_bias) if has_ref else None,
             gemm=ctx.gemm,

@@ -119,5 +119,7 @@ def _adapters_on(layer: Any) -> list[str]:
     """The adapters that a forward pass adds to the frozen layer's product."""
     if _base_layer(layer) is layer or layer.disable_adapters or layer.merged:
         return []
-    known = getattr(layer, "lora_A", None)  # it passes an adapter by that lies on others alone
+    known = getattr(
+        layer, "lora_A", None
+    )  # an adapter that lies only on other layers is not among them
     return [name for name in layer.active_adapters if known is None or name in known]

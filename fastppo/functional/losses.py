@@ -272,10 +272,11 @@ def ppo_loss(
             None if ref_rows is None else full_kl,
             per_token=per_token,
             objective=kernel_objective,
+            name=objective,
             shape=shape,
             starts=starts,
-        )._replace(objective=objective)
-    given = per_token
+        )
+    loss_tokens = per_token
     if starts is not None:
         stats = operators.token_stats_op(
             logits=rows.detach(),
@@ -284,9 +285,9 @@ def ppo_loss(
             ref_logits=None,
             backend=backend,
         )
-        per_token = _with_sequence_ratios(given, stats.logprobs, starts)
+        loss_tokens = _with_sequence_ratios(per_token, stats.logprobs, starts)
     operands = {
-        "per_token": per_token,
+        "per_token": loss_tokens,
         "objective": kernel_objective,
         "softmax": softmax,
         "ref_logits": ref_rows,
@@ -301,7 +302,7 @@ def ppo_loss(
         result = operators.ppo_loss_op(logits=rows, need_grad=need_grad, **operands)
         gradient = result.grad
     if starts is not None:
-        result = result._replace(sums=_with_token_kl(result.sums, result.logprobs, given))
+        result = result._replace(sums=_with_token_kl(result.sums, result.logprobs, per_token))
     if need_grad:
         loss = PPOLossFunction.apply(result.sums[LOSS], (gradient,), backend, rows)
     else:
@@ -317,7 +318,8 @@ def ppo_loss(
 
 
 def _with_sequence_ratios(per_token: PerToken, logprobs: Tensor, starts: Tensor) -> PerToken:
-    """Of GSPO's second phase, from the logprobs [N] of the first."""
+    """The tokens with old logprobs such that a token's ratio is that of its sequence, as in GSPO;
+    `logprobs` [N] are those of the policy."""
     return per_token._replace(
         old_logprobs=definition.sequence_ratio_logprobs(
             logprobs, per_token.old_logprobs, per_token.weights != 0, starts
@@ -329,7 +331,7 @@ def _with_token_kl(sums: Tensor, logprobs: Tensor, per_token: PerToken) -> Tenso
     """GSPO's sums, whose ratios are those of sequences, with the approx_kl of the tokens.
 
     Args:
-        per_token: as it was given, with the old policy's logprobs.
+        per_token: with the old policy's own logprobs.
     """
     difference = per_token.old_logprobs - logprobs
     difference = torch.where(per_token.weights != 0, difference, 0.0)
@@ -372,6 +374,7 @@ def _loss_of_statistics(
     *,
     per_token: PerToken,
     objective: Objective,
+    name: str,
     shape: torch.Size,
     starts: Tensor | None,
 ) -> PPOLoss:
@@ -380,23 +383,25 @@ def _loss_of_statistics(
     In PyTorch on every device: N numbers are not worth a kernel.
 
     Args:
+        name: of the objective, as `ppo_loss` takes it.
         starts: where sequences begin, for GSPO.
     """
     counts = per_token.weights != 0
-    given = per_token
+    loss_tokens = per_token
     if starts is not None:
-        per_token = _with_sequence_ratios(given, logprobs, starts)
+        loss_tokens = _with_sequence_ratios(per_token, logprobs, starts)
     loss, sums, kl = definition.loss_of_statistics(
-        logprobs, entropies, full_kl, per_token, objective
+        logprobs, entropies, full_kl, loss_tokens, objective
     )
     if starts is not None:
-        sums = _with_token_kl(sums, logprobs.detach(), given)
+        sums = _with_token_kl(sums, logprobs.detach(), per_token)
     return PPOLoss(
         loss=loss,
         logprobs=torch.where(counts, logprobs.detach(), 0.0).view(shape),
         entropy=torch.where(counts, entropies.detach(), 0.0).view(shape),
         kl=kl.view(shape),
         sums=sums,
+        objective=name,
     )
 
 
@@ -513,8 +518,7 @@ def linear_ppo_loss(
             "kl_estimator='full' needs GEMMs in bfloat16 or float32, got float16, where its "
             "gradient would underflow; ppo_loss on the logits takes float16"
         )
-    # Masked rows are worth a synchronisation; a graph of torch.compile may be replayed.
-    compact = mask is not None and not torch.compiler.is_compiling()
+    compact = mask is not None and _host_may_wait(hidden)
     if ref is not None and kl_estimator != "full":
         if ref_logprobs is None:
             ref_logprobs, _ = _statistics_of_weighted_rows(
@@ -543,10 +547,11 @@ def linear_ppo_loss(
             None,
             per_token=per_token,
             objective=kernel_objective,
+            name=objective,
             shape=shape,
             starts=starts,
-        )._replace(objective=objective)
-    given = per_token
+        )
+    loss_tokens = per_token
     if starts is not None:
         with torch.no_grad():
             logprobs, _ = _statistics_of_weighted_rows(
@@ -557,10 +562,10 @@ def linear_ppo_loss(
                 compact=compact,
                 backend=backend,
             )
-        per_token = _with_sequence_ratios(given, logprobs, starts)
+        loss_tokens = _with_sequence_ratios(per_token, logprobs, starts)
     result = operators.linear_ppo_loss_op(
         projection=head,
-        per_token=per_token,
+        per_token=loss_tokens,
         objective=kernel_objective,
         softmax=softmax,
         ref_projection=ref,
@@ -570,10 +575,12 @@ def linear_ppo_loss(
         backend=backend,
     )
     if starts is not None:
-        result = result._replace(sums=_with_token_kl(result.sums, result.logprobs, given))
+        result = result._replace(sums=_with_token_kl(result.sums, result.logprobs, per_token))
     if need_grad:
         gradients = operators.only_wanted(result.grads, wanted)
-        loss = PPOLossFunction.apply(result.sums[LOSS], gradients, backend, *head)
+        loss = PPOLossFunction.apply(
+            result.sums[LOSS], gradients, backend, head.hidden, head.weight, head.bias
+        )
     else:
         loss = result.sums[LOSS].clone()
     return PPOLoss(
@@ -584,6 +591,14 @@ def linear_ppo_loss(
         sums=result.sums,
         objective=objective,
     )
+
+
+def _host_may_wait(hidden: Tensor) -> bool:
+    """Whether the host may wait for a GPU, to count the rows that the mask leaves: a capture allows
+    no synchronisation, and a graph of torch.compile may be captured."""
+    if torch.compiler.is_compiling():
+        return False
+    return not (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _statistics_of_weighted_rows(
@@ -597,14 +612,14 @@ def _statistics_of_weighted_rows(
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropy [N] of the tokens that count, differentiable in the head's parts.
 
-    Rows of weight 0 are left out if `compact` allows it, and then 0; else they are read as zeros,
-    because 0·NaN would reach the weight's gradient.
+    Rows of weight 0 are left out with `compact`, and then 0; else they are read as zeros, because
+    0·NaN would reach the weight's gradient.
     """
     hidden = head.hidden
     tokens = per_token.tokens
     counts = per_token.weights != 0
     rows = None
-    if compact and not (hidden.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if compact:
         rows = counts.nonzero().squeeze(-1)
         hidden = hidden[rows]
         tokens = tokens[rows]

@@ -1,16 +1,18 @@
 """Custom operators, and the choice of backend.
 
 The layer between the public functions and `fastppo_kernels`. Each operator is opaque to
-`torch.compile` (a registered custom operator with a fake kernel, so `fullgraph=True` works) and
-runs a backend; its operands are those of the backends' function. They arrive checked, one entry per
-token: `[N]`, in records; `record_operator` flattens them for torch. What is differentiable, and
-how, is in `gradients`.
+`torch.compile` (a registered custom operator with a fake kernel, so `fullgraph=True` works); its
+operands are those of the backends' function, and the function here returns the backend's, which is
+called with them. They arrive checked, one entry per token: `[N]`, in records; `record_operator`
+flattens them for torch. What is differentiable, and how, is in `gradients`.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +20,6 @@ import torch
 from fastppo_kernels import linear, torch_advantages, torch_rows
 from fastppo_kernels.records import (
     SUMS,
-    Advantages,
     Gae,
     Gemm,
     GradientsWanted,
@@ -27,8 +28,9 @@ from fastppo_kernels.records import (
     PPORows,
     Projection,
     ProjectionGradients,
+    ShapedAdvantages,
     Shaping,
-    TokenStats,
+    StatsRows,
     Trajectory,
     accumulation_dtype,
 )
@@ -69,26 +71,28 @@ def _check_tokens(tokens: Tensor, vocabulary: int, weights: Tensor | None = None
 
 
 @operator("token_stats", like=torch_rows.token_stats)
-def token_stats_op(backend: str, **operands: Any) -> TokenStats:
-    _check_tokens(operands["tokens"], operands["logits"].shape[-1])
-    return rows_of(backend, operands["logits"].dtype).token_stats(**operands)
+def token_stats_op(
+    backend: str, logits: Tensor, tokens: Tensor, **_: Any
+) -> Callable[..., StatsRows]:
+    _check_tokens(tokens, logits.shape[-1])
+    return rows_of(backend, logits.dtype).token_stats
 
 
 @token_stats_op.register_fake
-def _(logits: Tensor, tokens: Tensor) -> TokenStats:
+def _(logits: Tensor, tokens: Tensor) -> StatsRows:
     return _empty_stats(tokens, accumulation_dtype(logits.dtype))
 
 
-def _empty_stats(tokens: Tensor, dtype: torch.dtype) -> TokenStats:
-    columns = {name: tokens.new_empty(tokens.shape, dtype=dtype) for name in TokenStats._fields}
+def _empty_stats(tokens: Tensor, dtype: torch.dtype) -> StatsRows:
+    columns = {name: tokens.new_empty(tokens.shape, dtype=dtype) for name in StatsRows._fields}
     for name in ("normalizer", "ref_normalizer"):
         columns[name] = tokens.new_empty((*tokens.shape, 2), dtype=dtype)
-    return TokenStats(**columns)
+    return StatsRows(**columns)
 
 
 @operator("token_stats_backward", like=torch_rows.token_stats_backward)
-def token_stats_backward_op(backend: str, **operands: Any) -> Tensor:
-    return rows_of(backend, operands["logits"].dtype).token_stats_backward(**operands)
+def token_stats_backward_op(backend: str, logits: Tensor, **_: Any) -> Callable[..., Tensor]:
+    return rows_of(backend, logits.dtype).token_stats_backward
 
 
 @token_stats_backward_op.register_fake
@@ -100,10 +104,11 @@ def _(logits: Tensor) -> Tensor:
 
 
 @operator("ppo_loss", like=torch_rows.ppo_loss, without=("inplace",))
-def ppo_loss_op(backend: str, **operands: Any) -> PPORows:
-    per_token = operands["per_token"]
-    _check_tokens(per_token.tokens, operands["logits"].shape[-1], per_token.weights)
-    return rows_of(backend, operands["logits"].dtype).ppo_loss(**operands)
+def ppo_loss_op(
+    backend: str, logits: Tensor, per_token: PerToken, **_: Any
+) -> Callable[..., PPORows]:
+    _check_tokens(per_token.tokens, logits.shape[-1], per_token.weights)
+    return rows_of(backend, logits.dtype).ppo_loss
 
 
 @ppo_loss_op.register_fake
@@ -121,12 +126,13 @@ def _empty_rows(tokens: Tensor, dtype: torch.dtype) -> PPORows:
 @operator(
     "ppo_loss_inplace", like=torch_rows.ppo_loss, without=("need_grad", "inplace"), mutates="logits"
 )
-def ppo_loss_inplace_op(backend: str, **operands: Any) -> PPORows:
+def ppo_loss_inplace_op(
+    backend: str, logits: Tensor, per_token: PerToken, **_: Any
+) -> Callable[..., PPORows]:
     """The gradient is written over the logits, and is not among the results."""
-    per_token = operands["per_token"]
-    _check_tokens(per_token.tokens, operands["logits"].shape[-1], per_token.weights)
-    rows = rows_of(backend, operands["logits"].dtype)
-    return rows.ppo_loss(**operands, inplace=True)._replace(grad=None)
+    _check_tokens(per_token.tokens, logits.shape[-1], per_token.weights)
+    rows = rows_of(backend, logits.dtype)
+    return lambda **operands: rows.ppo_loss(**operands, inplace=True)._replace(grad=None)
 
 
 @ppo_loss_inplace_op.register_fake
@@ -138,14 +144,11 @@ def _(logits: Tensor, per_token: PerToken) -> PPORows:
 
 
 @operator("linear_ppo_loss", like=linear.ppo_loss, without=("rows",))
-def linear_ppo_loss_op(backend: str, **operands: Any) -> LinearPPORows:
-    per_token = operands["per_token"]
-    weight = operands["projection"].weight
-    _check_tokens(per_token.tokens, weight.shape[0], per_token.weights)
-    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-        operands["compact"] = False  # it takes a synchronisation, and a capture allows none
-    rows = _head_rows_of(backend, operands["projection"], operands["gemm"])
-    return linear.ppo_loss(**operands, rows=rows)
+def linear_ppo_loss_op(
+    backend: str, projection: Projection, per_token: PerToken, gemm: Gemm, **_: Any
+) -> Callable[..., LinearPPORows]:
+    _check_tokens(per_token.tokens, projection.weight.shape[0], per_token.weights)
+    return functools.partial(linear.ppo_loss, rows=_head_rows_of(backend, projection, gemm))
 
 
 @linear_ppo_loss_op.register_fake
@@ -173,21 +176,24 @@ def only_wanted(grads: ProjectionGradients, wanted: GradientsWanted) -> Projecti
 
 
 @operator("linear_token_stats", like=linear.token_stats, without=("rows",))
-def linear_token_stats_op(backend: str, **operands: Any) -> TokenStats:
-    _check_tokens(operands["tokens"], operands["projection"].weight.shape[0])
-    rows = _head_rows_of(backend, operands["projection"], operands["gemm"])
-    return linear.token_stats(**operands, rows=rows)
+def linear_token_stats_op(
+    backend: str, projection: Projection, tokens: Tensor, gemm: Gemm, **_: Any
+) -> Callable[..., StatsRows]:
+    _check_tokens(tokens, projection.weight.shape[0])
+    return functools.partial(linear.token_stats, rows=_head_rows_of(backend, projection, gemm))
 
 
 @linear_token_stats_op.register_fake
-def _(projection: Projection, tokens: Tensor, gemm: Gemm) -> TokenStats:
+def _(projection: Projection, tokens: Tensor, gemm: Gemm) -> StatsRows:
     return _empty_stats(tokens, accumulation_dtype(gemm.dtype or projection.hidden.dtype))
 
 
 @operator("linear_token_stats_backward", like=linear.token_stats_backward, without=("rows",))
-def linear_token_stats_backward_op(backend: str, **operands: Any) -> ProjectionGradients:
-    rows = _head_rows_of(backend, operands["projection"], operands["gemm"])
-    return linear.token_stats_backward(**operands, rows=rows)
+def linear_token_stats_backward_op(
+    backend: str, projection: Projection, gemm: Gemm, **_: Any
+) -> Callable[..., ProjectionGradients]:
+    rows = _head_rows_of(backend, projection, gemm)
+    return functools.partial(linear.token_stats_backward, rows=rows)
 
 
 @linear_token_stats_backward_op.register_fake
@@ -199,8 +205,8 @@ def _(projection: Projection, wanted: GradientsWanted) -> ProjectionGradients:
 
 
 @operator("gae", like=torch_advantages.gae)
-def gae_op(backend: str, **operands: Any) -> Gae:
-    return _advantages(backend).gae(**operands)
+def gae_op(backend: str, **_: Any) -> Callable[..., Gae]:
+    return _advantages(backend).gae
 
 
 @gae_op.register_fake
@@ -217,21 +223,23 @@ def _empty_advantages(values: Tensor) -> Gae:
 
 
 @operator("shaped_advantages", like=torch_advantages.shaped_advantages)
-def shaped_advantages_op(backend: str, **operands: Any) -> Advantages:
+def shaped_advantages_op(backend: str, **_: Any) -> Callable[..., ShapedAdvantages]:
     """Not yet whitened."""
-    return _advantages(backend).shaped_advantages(**operands)
+    return _advantages(backend).shaped_advantages
 
 
 @shaped_advantages_op.register_fake
-def _(trajectory: Trajectory, shaping: Shaping) -> Advantages:
+def _(trajectory: Trajectory, shaping: Shaping) -> ShapedAdvantages:
     estimates = _empty_advantages(trajectory.token_values)
     kl = estimates.returns.new_empty(shaping.scores.shape)
-    return Advantages(*estimates, kl, kl.new_empty(3, dtype=torch.float64))
+    return ShapedAdvantages(
+        estimates.advantages, estimates.returns, kl, kl.new_empty(3, dtype=torch.float64)
+    )
 
 
 @operator("whiten", like=torch_advantages.whiten)
-def whiten_op(backend: str, **operands: Any) -> Tensor:
-    return _advantages(backend).whiten(**operands)
+def whiten_op(backend: str, **_: Any) -> Callable[..., Tensor]:
+    return _advantages(backend).whiten
 
 
 @whiten_op.register_fake

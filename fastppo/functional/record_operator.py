@@ -4,9 +4,9 @@ torch's operators take tensors and scalars, and no records. `Operator` is the on
 record is flattened into its fields and put together again, by the annotations of the backends'
 functions: a field that is added to a record, or an operand to a function, needs no change here.
 
-Gradients are the business of `operators.py`, so an operator is defined by `torch.library.define`
-and `impl`. `torch.library.custom_op` adds an autograd function of its own, which takes the host as
-long again; it is used where an operator writes into an operand, which it tells autograd of.
+Gradients are the business of `gradients.py`, so an operator is defined by `torch.library.define`
+and `impl`. `torch.library.custom_op` adds an autograd function of its own, which doubles
+the host's time; only an operator that writes into an operand uses it, because it tells autograd so.
 """
 
 from __future__ import annotations
@@ -93,19 +93,23 @@ class Operator(Generic[R]):
 
     torch sees `flat_operator`, whose schema has an argument for every field. A result that is None
     reaches the caller as an empty tensor.
+
+    Args:
+        choose: checks the operands, `backend` among them, and returns the function that is called
+            with the others.
     """
 
     def __init__(
         self,
         name: str,
-        function: Callable[..., R],
+        choose: Callable[..., Callable[..., R]],
         *,
         annotations: dict[str, Any],
         result: Any,
         mutates: str | None,
     ) -> None:
         self.name = f"{NAMESPACE}::{name}"
-        self.function = function
+        self.choose = choose
         self.operands = {name: _slot(name, hint) for name, hint in annotations.items()}
         self.result = _slot("result", result)
         flat_operands = [entry for slot in self.operands.values() for entry in slot.schema]
@@ -120,9 +124,12 @@ class Operator(Generic[R]):
         schema = f"({parameters}) -> {results}"
 
         def run(*flat: Any) -> Any:
+            operands = self._restored(flat)
+            compute = choose(**operands)
+            del operands["backend"]
             # Operators choose their dtypes themselves.
             with torch.autocast(_first_tensor(flat).device.type, enabled=False):
-                return self._flat_result(function(**self._restored(flat)))
+                return self._flat_result(compute(**operands))
 
         if mutates is not None:
             torch.library.custom_op(self.name, run, mutates_args=(mutates,), schema=schema)
@@ -180,19 +187,19 @@ def _first_tensor(flat: Sequence[Any]) -> Tensor:
 
 def operator(
     name: str, *, like: Callable[..., R], without: tuple[str, ...] = (), mutates: str | None = None
-) -> Callable[[Callable[..., R]], Operator[R]]:
-    """Decorator: the function as the operator `fastppo::name`.
+) -> Callable[[Callable[..., Callable[..., R]]], Operator[R]]:
+    """Decorator: the operator `fastppo::name`, for which the function chooses what computes it.
 
     Args:
         like: whose parameters are the operator's operands, by their names and annotations, and
             whose result is its result. `backend: str` is one operand more.
-        without: parameters of `like` that are none.
+        without: parameters of `like` that are no operands.
         mutates: the operand that the operator writes into.
     """
     annotations = get_type_hints(like)
     result = annotations.pop("return")
     operands = {name: hint for name, hint in annotations.items() if name not in without}
     operands["backend"] = str
-    return lambda function: Operator(
-        name, function, annotations=operands, result=result, mutates=mutates
+    return lambda choose: Operator(
+        name, choose, annotations=operands, result=result, mutates=mutates
     )

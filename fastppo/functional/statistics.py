@@ -130,7 +130,7 @@ def linear_token_stats(
     softmax = arguments.softmax(temperature, logit_scale, softcap, shape=shape, like=hidden)
     backend = arguments.choose_backend(backend, hidden)
     logprobs, entropy, kl = LinearTokenStatisticsFunction.apply(
-        *head, flat_tokens, softmax, ref, gemm, backend
+        head.hidden, head.weight, head.bias, flat_tokens, softmax, ref, gemm, backend
     )
     return TokenStats(
         logprobs.view(shape), entropy.view(shape), None if ref is None else kl.view(shape)

@@ -13,7 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fastppo_kernels.records import LOG_RATIO_LIMIT, accumulation_dtype
+from fastppo_kernels import definition
+from fastppo_kernels.records import LOG_RATIO_LIMIT, Objective, accumulation_dtype
 from torch import Tensor
 
 from fastppo.functional import arguments, scalars
@@ -56,21 +57,17 @@ def policy_loss(
     )
     counts = weights != 0
     lowest_ratio, highest_ratio = arguments.clip_range(clip_ratio)
+    objective = Objective(lowest_ratio, highest_ratio, scalars.check_dual_clip(dual_clip))
     difference = logprobs.to(wide) - old_logprobs.detach().to(wide)
     # Masked entries may hold anything: cut them out before the exponential, not after.
     difference = torch.where(counts, difference, 0.0)
     advantages = torch.where(counts, advantages.detach().to(wide), 0.0)
     ratio = torch.exp(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    clipped = ratio.clamp(lowest_ratio, highest_ratio)
-    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-    dual_clip = scalars.check_dual_clip(dual_clip)
-    if dual_clip is not None:
-        bounded = torch.maximum(surrogate, dual_clip * advantages)
-        surrogate = torch.where(advantages < 0, bounded, surrogate)
+    policy = definition.policy_term(logprobs, ratio, advantages, objective)
     if importance_weights is not None:
         arguments.tensor("importance_weights", importance_weights, shape=shape, like=logprobs)
-        surrogate = surrogate * importance_weights.detach().to(wide)
-    return -(torch.where(counts, surrogate, 0.0) * weights).sum()
+        policy = policy * importance_weights.detach().to(wide)
+    return (torch.where(counts, policy, 0.0) * weights).sum()
 
 
 class ValueLossFunction(torch.autograd.Function):

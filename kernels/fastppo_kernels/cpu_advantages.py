@@ -30,9 +30,9 @@ from fastppo_kernels.cpu_rows import ESTIMATORS, sampled_kl
 from fastppo_kernels.cpu_threads import compiled, compiled_in_lanes, fresh, in_threads, kernel
 from fastppo_kernels.records import (
     WHITEN_EPSILON,
-    Advantages,
     Discounts,
     Gae,
+    ShapedAdvantages,
     Shaping,
     Trajectory,
     accumulation_dtype,
@@ -315,12 +315,14 @@ def gae(trajectory: Trajectory, discounts: Discounts) -> Gae:
     return _walk_all(trajectory, discounts, None).estimates
 
 
-def shaped_advantages(trajectory: Trajectory, shaping: Shaping, discounts: Discounts) -> Advantages:
+def shaped_advantages(
+    trajectory: Trajectory, shaping: Shaping, discounts: Discounts
+) -> ShapedAdvantages:
     """Shaped rewards, then GAE; no whitening. See `definition.shaped_advantages`."""
     walked = _walk_all(trajectory, discounts, shaping)
     advantages, returns = walked.estimates
     kl = walked.sums[:, 3].to(returns.dtype)
-    return Advantages(advantages, returns, kl, walked.sums[:, :3].sum(0))
+    return ShapedAdvantages(advantages, returns, kl, walked.sums[:, :3].sum(0))
 
 
 def _moments_about(x: Any, mask: Any, about: float) -> Any:

@@ -52,7 +52,7 @@ from fastppo_kernels.records import (
     PPORows,
     Softmax,
     StatsGradients,
-    TokenStats,
+    StatsRows,
 )
 
 READS_VALUES = True
@@ -851,7 +851,7 @@ def chunk_ppo_loss(
 
 def token_stats(
     logits: Tensor, tokens: Tensor, softmax: Softmax, *, ref_logits: Tensor | None = None
-) -> TokenStats:
+) -> StatsRows:
     """Logprob of the token, entropy and (given `ref_logits`) the full KL of each row."""
     count = tokens.numel()
     found, normalizers = np.empty((6, count), np.float32), np.zeros((2, count, 2), np.float32)
@@ -867,14 +867,14 @@ def token_stats(
         entries=logits.numel(),
     )
     columns = [*torch.from_numpy(found), *torch.from_numpy(normalizers)]
-    return TokenStats(*[x.clone() for x in columns])
+    return StatsRows(*[x.clone() for x in columns])
 
 
 def token_stats_backward(
     grads: StatsGradients,
     logits: Tensor,
     tokens: Tensor,
-    stats: TokenStats,
+    stats: StatsRows,
     softmax: Softmax,
     *,
     ref_logits: Tensor | None = None,

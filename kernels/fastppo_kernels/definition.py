@@ -76,7 +76,7 @@ def normalizer(logits: Tensor, softmax: Softmax) -> Tensor:
 
 def token_stats(
     logits: Tensor, tokens: Tensor, softmax: Softmax, *, ref_logits: Tensor | None = None
-) -> records.TokenStats:
+) -> records.StatsRows:
     """Of [N, V] or [B, T, V], whose rows all count; differentiable in the logits."""
     log_p = log_softmax(logits, softmax)
     normalizers = normalizer(logits, softmax)
@@ -94,7 +94,7 @@ def token_stats(
         mean_gap = kl + normalizers[:, 1] - ref_normalizers[:, 1]
         token_gap = logprobs - log_q.gather(1, column)[:, 0] - kl
         token_gap = token_gap.masked_fill(logprobs <= LOWEST, 0.0)
-    return records.TokenStats(
+    return records.StatsRows(
         logprobs=logprobs,
         entropy=entropy(log_p),
         kl=kl,
@@ -295,7 +295,7 @@ def linear_token_stats(
     softmax: Softmax,
     *,
     ref_projection: records.Projection | None = None,
-) -> records.TokenStats:
+) -> records.StatsRows:
     """`token_stats` of the projected logits; differentiable in the projection."""
     ref = None if ref_projection is None else logits_of(ref_projection)
     return token_stats(logits_of(projection), tokens, softmax, ref_logits=ref)
@@ -340,7 +340,7 @@ def gae(trajectory: records.Trajectory, discounts: records.Discounts) -> records
 
 def shaped_advantages(
     trajectory: records.Trajectory, shaping: records.Shaping, discounts: records.Discounts
-) -> records.Advantages:
+) -> records.ShapedAdvantages:
     """Rewards −kl_coef·KL_t and the score on a response's last token, then GAE; not whitened."""
     kls = torch.zeros_like(trajectory.token_values, dtype=torch.float64)
     if shaping.ref_logprobs is not None:
@@ -354,7 +354,7 @@ def shaped_advantages(
         kl[i] = kls.flatten()[tokens].sum()
     advantages, returns = gae(trajectory._replace(token_rewards=rewards), discounts)
     moments = whitening_moments(advantages, trajectory.mask)
-    return records.Advantages(advantages, returns, kl.to(returns.dtype), moments)
+    return records.ShapedAdvantages(advantages, returns, kl.to(returns.dtype), moments)
 
 
 def whitening_moments(x: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -53,7 +53,7 @@ from fastppo_kernels.records import (
     Selection,
     Softmax,
     StatsGradients,
-    TokenStats,
+    StatsRows,
     accumulation_dtype,
     combine_sums,
 )
@@ -379,7 +379,7 @@ def token_stats(
     rows: ModuleType,
     ref_projection: Projection | None = None,
     gemm: Gemm = DEFAULT,
-) -> TokenStats:
+) -> StatsRows:
     """`definition.linear_token_stats`: 2·N·H·V FLOP, and one write and one read of the logits.
 
     A reference adds as much again, for its hidden states and head.
@@ -398,14 +398,14 @@ def token_stats(
     ]
     if len(chunks) == 1:
         return chunks[0]
-    return TokenStats(*(torch.cat(columns) for columns in zip(*chunks, strict=True)))
+    return StatsRows(*(torch.cat(columns) for columns in zip(*chunks, strict=True)))
 
 
 def token_stats_backward(
     grads: StatsGradients,
     projection: Projection,
     tokens: Tensor,
-    stats: TokenStats,
+    stats: StatsRows,
     softmax: Softmax,
     *,
     rows: ModuleType,

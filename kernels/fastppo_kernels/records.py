@@ -180,7 +180,7 @@ class GradientsWanted(NamedTuple):
 # ---------------------------------------------------------------------------- what the loss gives
 
 
-class TokenStats(NamedTuple):
+class StatsRows(NamedTuple):
     """All [N] but the normalizers [N, 2]: (row maximum, log Σ e^t), which backward needs.
 
     `p_others` is 1 − p of the token, as a sum over the others: where p is near 1 it keeps digits
@@ -201,7 +201,7 @@ class TokenStats(NamedTuple):
     normalizer: Tensor
     ref_normalizer: Tensor
 
-    def at(self, rows: Selection) -> TokenStats:
+    def at(self, rows: Selection) -> StatsRows:
         return _at(self, rows)
 
 
@@ -294,7 +294,7 @@ class Gae(NamedTuple):
     returns: Tensor
 
 
-class Advantages(NamedTuple):
+class ShapedAdvantages(NamedTuple):
     """advantages, returns: like the values, fp32, 0 where masked; kl [B] fp32, nats, the sum over
     each sequence; moments [3] fp64 of the advantages before whitening."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastppo_kernels import definition
-from fastppo_kernels.records import Advantages, Discounts, Gae, Shaping, Trajectory
+from fastppo_kernels.records import Discounts, Gae, ShapedAdvantages, Shaping, Trajectory
 
 
 def _moved(record: Any, device: torch.device | str) -> Any:
@@ -25,10 +25,14 @@ def gae(trajectory: Trajectory, discounts: Discounts) -> Gae:
     return _moved(estimates, trajectory.token_values.device)
 
 
-def shaped_advantages(trajectory: Trajectory, shaping: Shaping, discounts: Discounts) -> Advantages:
+def shaped_advantages(
+    trajectory: Trajectory, shaping: Shaping, discounts: Discounts
+) -> ShapedAdvantages:
     """`definition.shaped_advantages`."""
-    operands = [_moved(record, "cpu") for record in (trajectory, shaping, discounts)]
-    return _moved(definition.shaped_advantages(*operands), trajectory.token_values.device)
+    estimates = definition.shaped_advantages(
+        _moved(trajectory, "cpu"), _moved(shaping, "cpu"), _moved(discounts, "cpu")
+    )
+    return _moved(estimates, trajectory.token_values.device)
 
 
 def whiten(

@@ -22,7 +22,7 @@ from fastppo_kernels.records import (
     PPORows,
     Softmax,
     StatsGradients,
-    TokenStats,
+    StatsRows,
     accumulation_dtype,
     combine_sums,
 )
@@ -124,7 +124,7 @@ def chunk_ppo_loss(
 
 def token_stats(
     logits: Tensor, tokens: Tensor, softmax: Softmax, *, ref_logits: Tensor | None = None
-) -> TokenStats:
+) -> StatsRows:
     """`definition.token_stats`, without gradient."""
     parts = []
     for rows in _chunks(logits):
@@ -136,14 +136,14 @@ def token_stats(
                 ref_logits=None if ref_logits is None else ref_logits[_place(ref_logits, rows)],
             )
         )
-    return TokenStats(*[torch.cat(columns) for columns in zip(*parts, strict=True)])
+    return StatsRows(*[torch.cat(columns) for columns in zip(*parts, strict=True)])
 
 
 def token_stats_backward(
     grads: StatsGradients,
     logits: Tensor,
     tokens: Tensor,
-    stats: TokenStats,
+    stats: StatsRows,
     softmax: Softmax,
     *,
     ref_logits: Tensor | None = None,

@@ -61,7 +61,14 @@ from torch import Tensor
 from fastppo_kernels import programs, records
 from fastppo_kernels.jit import sampled_kl
 from fastppo_kernels.launch import check_dtype, current, dense, dense_record, launch_options
-from fastppo_kernels.records import KL_ESTIMATORS, Advantages, Discounts, Gae, Shaping, Trajectory
+from fastppo_kernels.records import (
+    KL_ESTIMATORS,
+    Discounts,
+    Gae,
+    ShapedAdvantages,
+    Shaping,
+    Trajectory,
+)
 
 VECTOR = tl.constexpr(4)
 """Tokens that follow one another in a thread: 16 bytes of fp32. They are composed in registers, and
@@ -642,7 +649,9 @@ def gae(trajectory: Trajectory, discounts: Discounts) -> Gae:
     return Gae(advantages, returns)
 
 
-def shaped_advantages(trajectory: Trajectory, shaping: Shaping, discounts: Discounts) -> Advantages:
+def shaped_advantages(
+    trajectory: Trajectory, shaping: Shaping, discounts: Discounts
+) -> ShapedAdvantages:
     """Shaped rewards, GAE, KL per sequence and moments as `definition.shaped_advantages`.
 
     Two launches, four for rows longer than a chunk and for packed rows (three if all of them
@@ -653,7 +662,7 @@ def shaped_advantages(trajectory: Trajectory, shaping: Shaping, discounts: Disco
     advantages, returns, sums = _scan(trajectory, shaping, discounts)
     assert sums is not None
     kl = torch.empty(shaping.scores.shape, dtype=torch.float32, device=advantages.device)
-    return Advantages(advantages, returns, kl, _moments(sums, kl))
+    return ShapedAdvantages(advantages, returns, kl, _moments(sums, kl))
 
 
 def whitening_moments(x: Tensor, mask: Tensor | None = None) -> Tensor:

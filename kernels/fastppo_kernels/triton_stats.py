@@ -1,7 +1,7 @@
 """Statistics of rows of logits, and the logits' gradient from theirs: one read each.
 
 `definition.token_stats` and its backward pass: the two sweeps of `triton_sweeps` by themselves.
-What the second one needs of the first, it finds in the TokenStats.
+What the second one needs of the first, it finds in the StatsRows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastppo_kernels.jit import WHOLE_LIMIT, row_scale
 from fastppo_kernels.launch import check_dtype, current, dense, dense_record
-from fastppo_kernels.records import Softmax, StatsGradients, TokenStats
+from fastppo_kernels.records import Softmax, StatsGradients, StatsRows
 from fastppo_kernels.triton_full_kl import (
     _token_stats_backward_full_kl_kernel,
     _token_stats_full_kl_kernel,
@@ -37,7 +37,7 @@ from fastppo_kernels.triton_views import (
 
 @triton.jit(do_not_specialize=["n"])
 def _token_stats_kernel(logits, tokens, softmax, results, n, vocab, cut):
-    """The first sweep, to the TokenStats `results`."""
+    """The first sweep, to the StatsRows `results`."""
     for index in range(tl.program_id(0), n, tl.num_programs(0)):
         token = tl.load(tokens + index)
         x_token = logit_at(logits, index, token, vocab)
@@ -51,7 +51,7 @@ def _token_stats_kernel(logits, tokens, softmax, results, n, vocab, cut):
 
 @triton.jit(do_not_specialize=["n"])
 def _token_stats_backward_kernel(logits, grad, grads, tokens, saved, softmax, n, vocab, cut):
-    """The second sweep from the TokenStats `saved`; of the StatsGradients `grads` the entropy's may
+    """The second sweep from the StatsRows `saved`; of the StatsGradients `grads` the entropy's may
     be None, the KL's is not looked at."""
     for index in range(tl.program_id(0), n, tl.num_programs(0)):
         g_logprob = tl.load(grads.logprobs + index).to(tl.float32)
@@ -98,7 +98,7 @@ def _token_stats_backward_kernel(logits, grad, grads, tokens, saved, softmax, n,
 
 def token_stats(
     logits: Tensor, tokens: Tensor, softmax: Softmax, *, ref_logits: Tensor | None = None
-) -> TokenStats:
+) -> StatsRows:
     """`definition.token_stats` in one read of the logits; bf16, fp16 or fp32, else ValueError."""
     check_dtype("logits", logits)
     n = logits.shape[:-1].numel()
@@ -106,7 +106,7 @@ def token_stats(
     def empty(*shape: int) -> Tensor:
         return logits.new_empty((n, *shape), dtype=torch.float32)
 
-    stats = TokenStats(
+    stats = StatsRows(
         logprobs=empty(),
         entropy=empty(),
         kl=empty(),
@@ -140,7 +140,7 @@ def token_stats_backward(
     grads: StatsGradients,
     logits: Tensor,
     tokens: Tensor,
-    stats: TokenStats,
+    stats: StatsRows,
     softmax: Softmax,
     *,
     ref_logits: Tensor | None = None,

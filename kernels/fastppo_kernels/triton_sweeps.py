@@ -310,7 +310,7 @@ def store_stats(
     ref_max=0.0,
     ref_log_sum=0.0,
 ):
-    """A row of the TokenStats `results`, its maximum as defined; what belongs to the reference is 0
+    """A row of the StatsRows `results`, its maximum as defined; what belongs to the reference is 0
     without one."""
     tl.store(results.logprobs + index, stats.logprob)
     tl.store(results.entropy + index, stats.entropy)

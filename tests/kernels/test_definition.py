@@ -16,11 +16,11 @@ import pytest
 import torch
 from fastppo_kernels import definition
 from fastppo_kernels.records import (
-    Advantages,
     Discounts,
     Objective,
     PerToken,
     Projection,
+    ShapedAdvantages,
     Shaping,
     Softmax,
     Trajectory,
@@ -294,7 +294,7 @@ def test_shaping_takes_a_batch_of_any_strides() -> None:
     by_time = torch.randn(4, 3, 2, dtype=torch.float64)  # [T, B, ·]
     values, logprobs = by_time.unbind(-1)
 
-    def shaped(layout: Callable[[Tensor], Tensor]) -> Advantages:
+    def shaped(layout: Callable[[Tensor], Tensor]) -> ShapedAdvantages:
         trajectory = Trajectory(layout(values.T), token_rewards=layout(logprobs.T))
         scores = torch.ones(3, dtype=torch.float64)
         shaping = Shaping(scores, layout(logprobs.T), layout(values.T), kl_coef=0.1)

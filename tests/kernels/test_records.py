@@ -11,8 +11,8 @@ from fastppo_kernels.records import (
     PerToken,
     Softmax,
     StatsGradients,
+    StatsRows,
     Sums,
-    TokenStats,
     combine_sums,
 )
 
@@ -38,7 +38,7 @@ def test_a_record_at_some_rows_has_those_rows_of_every_tensor(rows: slice | torc
     assert torch.equal(grads.logprobs, four[rows])
     assert grads.entropy is None
     pairs = torch.stack([four, four], 1)
-    stats = TokenStats(*[four] * 6, pairs, pairs).at(rows)
+    stats = StatsRows(*[four] * 6, pairs, pairs).at(rows)
     assert torch.equal(stats.ref_normalizer, pairs[rows])
 
 
