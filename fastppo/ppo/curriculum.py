@@ -50,59 +50,6 @@ class Chosen(NamedTuple):
     """Where the next iteration begins in the endless sequence of epochs."""
 
 
-class PromptNumbers(NamedTuple):
-    """What `prompt_order` or `prompt_weights` says of the prompts."""
-
-    values: list[float]
-    """A number for each prompt."""
-    fingerprint: str
-    """Of the column's name, whose content is the prompts', or of the function."""
-
-
-def load_prompt_numbers(
-    option_name: str, spec: str, prompts: Prompts, *, world: World, calls: CallOptions
-) -> PromptNumbers:
-    """The numbers of a column, or those that a function returns.
-
-    Args:
-        option_name: `prompt_order` or `prompt_weights`; spec: its value.
-        prompts: every prompt of the run.
-        world: the first rank calls the function, and every rank has what it returns.
-        calls: says what the function changed.
-
-    Raises:
-        ValueError: there is no such column or function, or it has no finite number for each prompt.
-    """
-    if spec in prompts.columns:
-        values = checked_numbers(option_name, spec, prompts.columns[spec], len(prompts))
-        return PromptNumbers(values, fingerprint.of_text(spec))
-    if ":" not in spec:
-        columns = ", ".join(prompts.columns) or "none"
-        raise ValueError(
-            f"{option_name}={spec}: no such column of the prompts; there are {columns}"
-        )
-    term = load_callable(spec, option_name)
-    function: Any = term.function
-    parameters = inspect.signature(function).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    columns_named = {
-        name: column for name, column in prompts.columns.items() if takes_all or name in parameters
-    }
-
-    def ask() -> list[float]:
-        given = copy.deepcopy([*prompts.prompts])
-        columns = copy.deepcopy(columns_named)
-        try:
-            with calls.put_back(f"{option_name}={spec}"):
-                values = call(lambda: _plain(function(given, **columns)))
-        except UserCodeError as error:
-            place = place_of(error.__cause__)
-            raise ValueError(f"{option_name}={spec} {error}{place}") from error
-        return checked_numbers(option_name, spec, values, len(prompts))
-
-    return PromptNumbers(world.first(ask), term.fingerprint)
-
-
 def _plain(values: Any) -> Any:
     """An array, a tensor or a list with scalars of theirs as a list of Python's numbers."""
     values = values.tolist() if hasattr(values, "tolist") else values
@@ -155,24 +102,52 @@ class Curriculum:
         self.say = say
         self.fingerprints: dict[str, str] = {}
         """Of what sorts and weighs the prompts, by option."""
-        self.order: list[float] | None = None
-        self.weights: list[float] | None = None
         world = world or World()
-        calls = CallOptions(say=say)
-        if options.prompt_order:
-            order = load_prompt_numbers(
-                "prompt_order", options.prompt_order, prompts, world=world, calls=calls
+        self.order = self._load("prompt_order", options.prompt_order, world)
+        self.weights = self._load("prompt_weights", options.prompt_weights, world)
+        if self.weights is not None and not any(self.weights):
+            raise ValueError(f"prompt_weights={options.prompt_weights}: every weight is 0")
+
+    def _load(self, option_name: str, spec: str | None, world: World) -> list[float] | None:
+        """The number of each prompt, of a column or a function; None where the option is not set.
+
+        Raises:
+            ValueError: there is no such column or function, or it has no number for each prompt.
+        """
+        if not spec:
+            return None
+        columns = self.prompts.columns
+        if spec in columns:
+            # What the column holds is in the fingerprint of the prompts.
+            self.fingerprints[option_name] = fingerprint.of_text(spec)
+            return checked_numbers(option_name, spec, columns[spec], len(self.prompts))
+        if ":" not in spec:
+            names = ", ".join(columns) or "none"
+            raise ValueError(
+                f"{option_name}={spec}: no such column of the prompts; there are {names}"
             )
-            self.order = order.values
-            self.fingerprints["prompt_order"] = order.fingerprint
-        if options.prompt_weights:
-            weights = load_prompt_numbers(
-                "prompt_weights", options.prompt_weights, prompts, world=world, calls=calls
-            )
-            self.weights = weights.values
-            self.fingerprints["prompt_weights"] = weights.fingerprint
-            if not any(weights.values):
-                raise ValueError(f"prompt_weights={options.prompt_weights}: every weight is 0")
+        term = load_callable(spec, option_name)
+        self.fingerprints[option_name] = term.fingerprint
+        return world.first(lambda: self._call(option_name, spec, term.function))
+
+    def _call(self, option_name: str, spec: str, function: Callable[..., Any]) -> list[float]:
+        """What a function returns for copies of the prompts and of the columns that it names;
+        raises as `_load` does."""
+        parameters = inspect.signature(function).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        prompts = copy.deepcopy(list(self.prompts.prompts))
+        columns = {
+            name: copy.deepcopy(column)
+            for name, column in self.prompts.columns.items()
+            if takes_all or name in parameters
+        }
+        try:
+            with CallOptions(say=self.say).put_back(f"{option_name}={spec}"):
+                numbers = call(lambda: _plain(function(prompts, **columns)))
+        except UserCodeError as error:
+            place = place_of(error.__cause__)
+            raise ValueError(f"{option_name}={spec} {error}{place}") from error
+        return checked_numbers(option_name, spec, numbers, len(self.prompts))
 
     def at(self, state: Any, count: int, seed: int, samples: int) -> Chosen:
         """`count` prompts, each `samples` times in a row.
