@@ -194,7 +194,7 @@ BATCH, LENGTH = 2048, 4096
 
 
 def works() -> list[Work]:
-    found = []
+    cases = []
     for name, kernel, model, n, peers in (
         ("statistics", "statistics", "qwen3-8b", N, TRL_STATISTICS),
         ("loss", "loss", "qwen3-8b", N, ""),
@@ -203,7 +203,7 @@ def works() -> list[Work]:
         ("loss", "loss, V = 50257", "gpt2", N - 1, ""),
     ):
         predict = partial(rows, ROW_KERNELS[kernel], n, MODELS[model].vocab)
-        found.append(Work(name, f"{model}, N={n}", predict, False, peers))
+        cases.append(Work(name, f"{model}, N={n}", predict, False, peers))
     for name, head, model, n, peers in (
         ("linear loss", head_loss, "llama-3.1-8b", N, HEAD_PEERS),
         ("linear loss", head_loss, "ministral-8b", N, ""),
@@ -219,14 +219,14 @@ def works() -> list[Work]:
         ("linear logprobs", head_logprobs, "qwen3-8b", 4 * N, ""),
     ):
         predict = partial(head, n, MODELS[model])
-        found.append(Work(name, f"{model}, N={n}", predict, True, peers))
+        cases.append(Work(name, f"{model}, N={n}", predict, True, peers))
     for name, predict, peers in (
         ("gae", partial(scan, 17, 34.4, BATCH, LENGTH), GAE_PEERS),
         ("advantages, before whitening", partial(scan, 21, 46.6, BATCH, LENGTH), ""),
         ("whiten", partial(whitening, BATCH, LENGTH), ""),
     ):
-        found.append(Work(name, f"B={BATCH}, T={LENGTH}", predict, False, peers))
-    return found
+        cases.append(Work(name, f"B={BATCH}, T={LENGTH}", predict, False, peers))
+    return cases
 
 
 HEADER = ["work", *(card.name for card in CARDS), "others have measured", "measured"]

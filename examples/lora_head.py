@@ -65,8 +65,8 @@ def hidden_states(model: Any, sequences: Tensor) -> Tensor:
 def adapter_gradient(model: Any, logprobs: Tensor) -> float:
     """The norm of what the head's adapter gets of a gradient; 0 where none reaches it."""
     own = [p for n, p in model.named_parameters() if "lm_head.lora" in n and p.requires_grad]
-    found = torch.autograd.grad(logprobs.sum(), own, allow_unused=True, retain_graph=True)
-    return sum(float((g**2).sum()) for g in found if g is not None) ** 0.5
+    gradients = torch.autograd.grad(logprobs.sum(), own, allow_unused=True, retain_graph=True)
+    return sum(float((g**2).sum()) for g in gradients if g is not None) ** 0.5
 
 
 def compare(kind: str, model: Any, sequences: Tensor) -> None:
@@ -81,10 +81,10 @@ def compare(kind: str, model: Any, sequences: Tensor) -> None:
         ("head_weight(lm_head)", head_weight(lm_head)),
         ("lm_head.weight", lm_head.weight),
     ):
-        found = linear_token_logprobs(hidden, weight, responses)
+        logprobs = linear_token_logprobs(hidden, weight, responses)
         print(
-            f"  by {name:22s} logprobs {(found - wanted).abs().max():.1e} nats off, "
-            f"gradient {adapter_gradient(model, found):.4f}"
+            f"  by {name:22s} logprobs {(logprobs - wanted).abs().max():.1e} nats off, "
+            f"gradient {adapter_gradient(model, logprobs):.4f}"
         )
 
 

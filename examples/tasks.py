@@ -52,9 +52,9 @@ class Adding:
 def rows() -> list[dict[str, Any]]:
     """Every sum in a shuffled order; the columns besides `prompt` go to the environment."""
     numbers = itertools.product(range(LARGEST + 1), repeat=2)
-    found = [{"prompt": f"{a} plus {b}", "total": str(a + b)} for a, b in numbers]
-    random.Random(0).shuffle(found)
-    return found
+    sums = [{"prompt": f"{a} plus {b}", "total": str(a + b)} for a, b in numbers]
+    random.Random(0).shuffle(sums)
+    return sums
 
 
 def small_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:

@@ -129,7 +129,7 @@ class _SectionHelp(argparse.Action):
             parser.exit()
         word = str(value).lower()
         formatter = parser.formatter_class(prog=parser.prog)
-        found = False
+        has_matches = False
         for group in parser._action_groups[2:]:  # argparse has no public name for them
             is_of_section = word in (group.title or "").lower()
             actions = [
@@ -138,11 +138,11 @@ class _SectionHelp(argparse.Action):
                 if is_of_section or word in action.option_strings[0]
             ]
             if actions:
-                found = True
+                has_matches = True
                 formatter.start_section(group.title)
                 formatter.add_arguments(actions)
                 formatter.end_section()
-        if not found:
+        if not has_matches:
             titles = ", ".join(group.title or "" for group in parser._action_groups[2:])
             parser.error(f"no section or option has {value!r}; the sections are: {titles}")
         print(formatter.format_help(), end="")
@@ -552,7 +552,7 @@ class Parsed(NamedTuple):
 
 
 def _parse(arguments: list[str]) -> Parsed:
-    """What was typed; `--some-option` is `--some_option`."""
+    """The parsed command line; `--some-option` is `--some_option`."""
     parser, parsers = build_parser(arguments[0])
     if near := _nearest_command(arguments[0]):
         parser.error(f"there is no command {arguments[0]!r}; did you mean {near}?")
@@ -652,7 +652,7 @@ def _console_of_first_rank() -> Console:
 
 
 def _quiet_libraries() -> None:
-    """Progress and results, not the libraries' chatter, are what a person sees."""
+    """Keeps the libraries' own messages off the console."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
@@ -705,7 +705,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say_last(sentence: str) -> None:
-    """Says why the program ends, where that can be shown."""
+    """Prints why the program ends, if stderr can still be written to."""
     from fastppo.run.console import lasting_console, printable
 
     with lasting_console():
@@ -713,7 +713,8 @@ def _say_last(sentence: str) -> None:
 
 
 def _exit_code(error: Exception) -> int | None:
-    """The exit code for an error that is answered by its sentence; None for one of ours."""
+    """The exit code for an error whose message is enough for the user; None for a bug, whose
+    traceback is shown."""
     if isinstance(error, (ValueError, ImportError, OSError)):  # DataError is a ValueError
         return WRONG_INPUT
     # RewardError, CheckpointError, a failed self-check and torch's own are RuntimeErrors; what

@@ -1,7 +1,6 @@
-"""What a command reads is there and fits: checked from names, first rows and definitions alone,
-before torch is imported and before anything is loaded, downloaded or run.
-
-What only loading can say (that weights are whole, that prompts fit the context) is checked later.
+"""Checks that a command's inputs exist and fit together, from names, first rows and definitions
+alone, before torch is imported and before anything is loaded, downloaded or run. What only loading
+can tell (that weights are complete, that prompts fit the context) is checked later.
 """
 
 from __future__ import annotations

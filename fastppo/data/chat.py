@@ -74,7 +74,7 @@ def encode_prompt(prompt: Any, tokenizer: Any, where: str, **options: Any) -> li
 
 
 def _ends(ids: Sequence[int], token: int | None) -> int:
-    """How many of a token come last."""
+    """How often a token is repeated at the end."""
     count = 0
     for last in reversed(ids):
         if last != token:
@@ -84,7 +84,7 @@ def _ends(ids: Sequence[int], token: int | None) -> int:
 
 
 def check_text(text: str, where: str) -> None:
-    """Raises DataError for a text that no tokenizer takes: half of a surrogate pair in it."""
+    """Raises DataError for a text that no tokenizer takes: one with half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -122,7 +122,7 @@ def decode_completions(
 
 
 def _description(value: Any) -> str:
-    """What a value is that is neither a string nor a chat, for a message."""
+    """A value that is neither a string nor a chat, described for an error message."""
     if not isinstance(value, (list, tuple)):
         return type(value).__name__
     for i, message in enumerate(value):

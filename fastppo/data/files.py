@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whenever a process is killed."""
+"""Files that are written completely or not at all, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class MissingPathError(ValueError):
-    """There is nothing at a path that an option names."""
+    """An option names a path at which there is nothing."""
 
     def __init__(self, sentence: str, path: str = "") -> None:
         super().__init__(sentence)

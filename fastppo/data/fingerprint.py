@@ -44,9 +44,9 @@ def _sums(weight: Tensor) -> list[Tensor]:
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()  # words begin at multiples of 8 bytes
     flat = flat.view(torch.uint8)
-    whole = len(flat) - len(flat) % (8 * WORDS)
-    words = flat[:whole].view(torch.int64).view(-1, WORDS)
-    return [words.sum(0), words.sum(1), flat[whole:]]
+    in_words = len(flat) - len(flat) % (8 * WORDS)
+    words = flat[:in_words].view(torch.int64).view(-1, WORDS)
+    return [words.sum(0), words.sum(1), flat[in_words:]]
 
 
 def of_rows(rows: Iterable[Any]) -> str:

@@ -25,7 +25,7 @@ class DataError(ValueError):
 
 
 class NoSuchDataError(DataError, MissingPathError):
-    """There is no file or directory of the name."""
+    """There is no file or directory of that name."""
 
 
 def load_rows(source: str, split: str = "train") -> Rows:
@@ -55,7 +55,7 @@ def load_rows(source: str, split: str = "train") -> Rows:
 
 
 def check_source(source: str) -> None:
-    """Raises DataError where there is no file or directory of a name that can be nothing else."""
+    """Raises DataError if a name can only be a file or directory, and there is none."""
     path = Path(source)
     if path.suffix in (*JSONL, ".parquet"):
         if not path.is_file():
@@ -67,7 +67,7 @@ def check_source(source: str) -> None:
 
 
 def column_names(rows: Iterable[dict[str, Any]], column: str) -> list[str]:
-    """The columns of rows beside that of the prompt; a row need not have all."""
+    """The columns besides the prompt's that any of the rows has."""
     names = dict.fromkeys(key for row in rows for key in row)
     return [name for name in names if name != column]
 

@@ -48,11 +48,12 @@ class World:
         return self.rank == 0
 
     def own(self, count: int) -> range:
-        """This rank's of `count` rows: neighbours, as many on each rank, or one more."""
+        """This rank's share of `count` rows: neighbouring rows, and at most one more than another
+        rank has."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every rank, by rank; any that can be pickled."""
+        """Every rank's value, in the order of the ranks; it must be picklable."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
@@ -76,7 +77,8 @@ class World:
         return gathered
 
     def share(self, work: Callable[[], Result]) -> list[Result]:
-        """What every rank's work gives, by rank; where one raises, all raise the same."""
+        """Every rank's result of `work`, in the order of the ranks; if one raises, all raise the
+        same."""
         if self.size == 1:
             return [work()]
         value: Any = None
@@ -92,7 +94,7 @@ class World:
         return [result for result, _ in results]
 
     def first(self, work: Callable[[], Result]) -> Result:
-        """What the first rank's work gives, on every rank; where it raises, all raise the same."""
+        """The first rank's result of `work`, on every rank; if it raises, all raise the same."""
         results: list[Any] = self.share(work if self.is_main else _nothing)
         return results[0]
 
@@ -216,7 +218,7 @@ def _nothing() -> Any:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error as another process can raise it: of its kind, where that can be pickled."""
+    """The error in a form that another process can raise: itself, if it can be pickled."""
     try:
         unpickled = pickle.loads(pickle.dumps(error))
         if str(unpickled) == str(error):

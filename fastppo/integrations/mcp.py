@@ -90,9 +90,9 @@ class Server:
             RuntimeError: the tool failed.
             ConnectionError: the server is gone.
         """
-        made = self._started().start_task_soon(self._session.call_tool, name, arguments)
+        future = self._started().start_task_soon(self._session.call_tool, name, arguments)
         try:
-            result = await asyncio.wrap_future(made)
+            result = await asyncio.wrap_future(future)
         except McpError as error:
             if error.error.code == CONNECTION_CLOSED:
                 raise ConnectionError(f"the MCP server {self.command} is gone") from error
@@ -123,8 +123,8 @@ class Server:
     def _start(self) -> None:
         portal = self._open.enter_context(start_blocking_portal())
         enter = portal.wrap_async_context_manager
-        streams = self._open.enter_context(enter(stdio_client(self.parameters)))
-        self._session = self._open.enter_context(enter(ClientSession(*streams)))
+        read, write = self._open.enter_context(enter(stdio_client(self.parameters)))
+        self._session = self._open.enter_context(enter(ClientSession(read, write)))
         self._tools = portal.call(_list_tools, self._session)
         self._portal = portal
 

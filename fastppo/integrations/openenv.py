@@ -134,6 +134,6 @@ def _read(observation: dict[str, Any], field: str | None) -> Any:
     """An observation as the policy reads it."""
     if field is not None:
         return observation[field]
-    told = {name: value for name, value in observation.items() if name not in SAID_APART}
-    texts = [value for value in told.values() if isinstance(value, str)]
-    return texts[0] if len(texts) == 1 else json.dumps(told, ensure_ascii=False)
+    parts = {name: value for name, value in observation.items() if name not in SAID_APART}
+    texts = [value for value in parts.values() if isinstance(value, str)]
+    return texts[0] if len(texts) == 1 else json.dumps(parts, ensure_ascii=False)

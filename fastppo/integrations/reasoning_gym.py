@@ -35,10 +35,10 @@ def score_answer(
     """The task's `score_answer` of each completion, in [0, 1]: of what stands between <answer>
     and </answer>, or of the whole text where there are no such tags."""
     scores = []
-    for prompt, text, right, of_task in zip(prompts, completions, answer, metadata, strict=True):
-        score = reasoning_gym.get_score_answer_fn(of_task["source_dataset"])
+    for prompt, text, right, task in zip(prompts, completions, answer, metadata, strict=True):
+        score = reasoning_gym.get_score_answer_fn(task["source_dataset"])
         given = extract_answer(text) or text.strip()
-        entry = {"question": prompt, "answer": right, "metadata": of_task}
+        entry = {"question": prompt, "answer": right, "metadata": task}
         scores.append(float(score(given, entry)))
     return scores
 

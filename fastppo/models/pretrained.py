@@ -167,8 +167,8 @@ def load_tokenizer(name: str, what: str = "model") -> Any:
 
 def pad_token_id(tokenizer: Any, model: PreTrainedModel) -> int:
     """Any token will do, since masks come from lengths."""
-    of_model = getattr(model.config.get_text_config(), "pad_token_id", None)
-    for value in (tokenizer.pad_token_id, of_model, tokenizer.eos_token_id):
+    model_pad_token = getattr(model.config.get_text_config(), "pad_token_id", None)
+    for value in (tokenizer.pad_token_id, model_pad_token, tokenizer.eos_token_id):
         if isinstance(value, int) and value >= 0:
             return value
     return 0

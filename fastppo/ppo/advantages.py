@@ -268,8 +268,8 @@ def turn_gae(
         backend=options.backend,
     )
 
-    def by_token(of_turns: Tensor) -> Tensor:
-        return of_turns.repeat_interleave(lengths, output_size=len(rewards))
+    def by_token(turn_values: Tensor) -> Tensor:
+        return turn_values.repeat_interleave(lengths, output_size=len(rewards))
 
     # In fp64, since both sums go from the batch's beginning.
     before = rewards.double().cumsum(0) - rewards.double()

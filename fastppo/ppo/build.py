@@ -198,7 +198,7 @@ def build(
             top_k=config.top_k,
             top_p=config.top_p,
             stop_token_ids=models.stop_token_ids,
-            # Refused here, whichever engine looks for them.
+            # Checked here, for every engine.
             stop_strings=StopStrings(tokenizer, config.stop_strings).strings,
         ),
         prompts=data.prompts,
@@ -294,8 +294,8 @@ def load_models(
     if ref_policy is not None:
         fingerprints["reference_model"] = weights
         if ref_policy.is_given and ref_policy.frozen is not None:
-            of_reference = ref_policy.frozen.causal_lm.named_parameters()
-            fingerprints["reference_model"] = fingerprint.of_weights(of_reference)
+            parameters = ref_policy.frozen.causal_lm.named_parameters()
+            fingerprints["reference_model"] = fingerprint.of_weights(parameters)
     return Models(policy, ref_policy, stop, fingerprints)
 
 

@@ -82,7 +82,7 @@ def export_checkpoint(path: Path, directory: Path, device: str = "auto") -> None
             now or was handed over; or there is a model in the directory.
     """
     if checkpoint.NAME.match(path.name) is None or not path.is_dir():
-        there = ", ".join(str(found) for found in checkpoint.checkpoints(path))
+        there = ", ".join(str(inside) for inside in checkpoint.checkpoints(path))
         raise ValueError(
             f"{path} is no checkpoint: expected RUN/checkpoint-NUMBER"
             + (f", such as {there}" if there else "")

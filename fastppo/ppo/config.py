@@ -318,7 +318,6 @@ class PPOConfig(
         check_batches(self)
         check_models(self)
         check_rewards(self)
-        check_turns(self)
         check_objective(self)
         check_importance(self)
         check_kl(self)
@@ -419,7 +418,7 @@ class PPOConfig(
         return self.iterations * self.steps_per_iteration
 
 
-# What options may not be together, section by section. An option that would have no effect is an
+# Which options exclude each other, section by section. An option that would have no effect is an
 # error, not a surprise.
 
 
@@ -519,12 +518,6 @@ def check_rewards(config: PPOConfig) -> None:
     )
 
 
-def check_turns(config: PPOConfig) -> None:
-    """Raises ValueError where steps of turns go with an estimate of tokens."""
-    if config.gae_by == "turn" and config.lam_alpha is not None:
-        raise ValueError("lam_alpha follows from a response's tokens, so gae_by must be token")
-
-
 def check_objective(config: PPOConfig) -> None:
     """Raises ValueError for options of the policy loss and of an update's end."""
     scalars.check_dual_clip(config.dual_clip)
@@ -615,6 +608,8 @@ def check_kl(config: PPOConfig) -> None:
 def check_advantages(config: PPOConfig) -> None:
     """Raises ValueError for options that a kind of advantages does not have."""
     kind = config.advantage
+    if config.gae_by == "turn" and config.lam_alpha is not None:
+        raise ValueError("lam_alpha follows from a response's tokens, so gae_by must be token")
     if config.bootstrap_truncated and kind != "gae":
         raise ValueError(f"advantage={kind} is of complete returns; bootstrap_truncated is for gae")
     if kind in CRITIC_FREE and config.is_used("vf_coef"):

@@ -41,8 +41,11 @@ class Progress:
     """Of eval/greedy/reward, where that is not eval/reward."""
 
     def take(self, reward: float, waits: bool = False) -> bool:
-        """Notes an evaluation, of which one in which the run `waits` does not count against it;
-        whether it is the best so far."""
+        """Records an evaluation; whether it is the best so far.
+
+        Args:
+            waits: the policy is not trained yet: an evaluation without progress does not count.
+        """
         # A reward that is not finite is never better.
         is_best = reward > (-math.inf if self.best is None else self.best)
         if is_best:
@@ -53,7 +56,7 @@ class Progress:
         return is_best
 
     def take_greedy(self, reward: float) -> bool:
-        """Notes a greedy evaluation; whether it is the best of its kind."""
+        """Records a greedy evaluation; whether it is the best greedy one so far."""
         is_best = reward > (-math.inf if self.best_greedy is None else self.best_greedy)
         if is_best:
             self.best_greedy = reward
@@ -122,8 +125,8 @@ class Evaluation:
 
     def _prefixes(self, prefix: str) -> list[str]:
         """Of the metrics of each mode."""
-        of_modes = {"sampled": [""], "greedy": ["greedy/"], "both": ["", "greedy/"]}
-        return [prefix + of_mode for of_mode in of_modes[self.modes]]
+        prefixes = {"sampled": [""], "greedy": ["greedy/"], "both": ["", "greedy/"]}
+        return [prefix + mode_prefix for mode_prefix in prefixes[self.modes]]
 
     def _in_modes(
         self, trainer: Any, prompts: Prompts, prefix: str
@@ -131,11 +134,11 @@ class Evaluation:
         """(metrics of each mode under the prefix, the first responses)."""
         metrics: dict[str, float] = {}
         samples: list[dict[str, Any]] = []
-        for of_mode in self._prefixes(prefix):
-            greedy = of_mode.endswith("greedy/")
+        for mode_prefix in self._prefixes(prefix):
+            greedy = mode_prefix.endswith("greedy/")
             sampling = replace(trainer.sampling, greedy=True) if greedy else trainer.sampling
             means, records = self._evaluate(trainer, prompts, sampling)
-            metrics |= {f"{of_mode}{name}": value for name, value in means.items()}
+            metrics |= {f"{mode_prefix}{name}": value for name, value in means.items()}
             name = "greedy" if greedy else "sampled"
             samples += [{"sampling": name, **record} for record in records]
         if self.modes == "greedy":
@@ -145,8 +148,7 @@ class Evaluation:
     def _evaluate(
         self, trainer: Any, prompts: Prompts, sampling: Sampling
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """(means over all responses, of metrics that are themselves means over responses; the first
-        responses)."""
+        """(metrics, means over all responses; records of the first responses)."""
         sums: dict[str, float] = {}
         rewards: list[float] = []
         records: list[dict[str, Any]] = []

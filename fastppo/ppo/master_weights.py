@@ -26,10 +26,10 @@ class MasterWeights:
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         self.weights = [weight for group in groups for weight in group["params"]]
-        of_masters = []
+        master_groups = []
         for group in groups:
-            of_masters.append({**group, "params": [self._master(p) for p in group["params"]]})
-        super().__init__(of_masters, **options)  # type: ignore[call-arg]
+            master_groups.append({**group, "params": [self._master(p) for p in group["params"]]})
+        super().__init__(master_groups, **options)  # type: ignore[call-arg]
 
     @staticmethod
     def has_master(weight: Tensor) -> bool:

@@ -1,5 +1,5 @@
-"""Numbers of an iteration: sums that stay on the device until they are read once, the clock, and
-what is written down of the responses."""
+"""An iteration's metrics: sums that stay on the device until they are read once, the time of each
+phase, and the records of its responses."""
 
 from __future__ import annotations
 
@@ -209,14 +209,14 @@ def explained_variance(returns: Tensor, values: Tensor) -> Tensor:
 
 
 def critic_metrics(experience: Experience) -> dict[str, float]:
-    """Whether the value function is worth having; without what is not defined, as where all values
-    are the same.
+    """How much the value function is worth. Undefined metrics, as where all values are equal, are
+    left out.
 
     Returns:
         dict: `explained_variance` of the Monte Carlo returns; `value_calibration`, the slope of the
         line through the returns of whole responses by their values at the prompt; the
-        `advantage_correlation` of the advantages with those that there would be without values,
-        the returns: whitening leaves it as it is.
+        `advantage_correlation` of the advantages with the returns, which are the advantages without
+        values; whitening does not change it.
     """
     returns = experience.complete_returns
     begins = experience.batch.cu_seqlens[:-1].clamp(max=max(0, len(returns) - 1))
@@ -280,21 +280,21 @@ def policy_metrics(
 
 
 def response_metrics(
-    scores: Scores, rollout: Rollout, metrics: Mapping[str, float]
+    scores: Scores, rollout: Rollout, kl_metrics: Mapping[str, float]
 ) -> dict[str, float]:
     """Means of the rewards over a batch, and the share of responses that ended by themselves.
 
     Args:
-        metrics: of the experience: the KL and β, for the reward less what the KL costs.
+        kl_metrics: the KL and β where there is a reference, for the reward less the cost of the KL.
     """
     finished = len(rollout.tokens) - sum(rollout.truncated)
-    of_responses = {**scores.metrics(), "eos_rate": finished / max(1, len(rollout.tokens))}
-    if "kl_coef" in metrics:
-        of_responses["non_score_reward"] = -metrics["kl_coef"] * metrics["kl"]
-        of_responses["rlhf_reward"] = of_responses["reward"] + of_responses["non_score_reward"]
+    metrics = {**scores.metrics(), "eos_rate": finished / max(1, len(rollout.tokens))}
+    if "kl_coef" in kl_metrics:
+        metrics["non_score_reward"] = -kl_metrics["kl_coef"] * kl_metrics["kl"]
+        metrics["rlhf_reward"] = metrics["reward"] + metrics["non_score_reward"]
     if rollout.rewards is not None:
-        of_responses |= turn_metrics(rollout)
-    return of_responses
+        metrics |= turn_metrics(rollout)
+    return metrics
 
 
 def turn_metrics(rollout: Rollout) -> dict[str, float]:

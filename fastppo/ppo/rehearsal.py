@@ -61,10 +61,10 @@ def check_terms(
         ValueError: one has no room for what it is given.
     """
     sources = ((rows.prompts, config.prompts), (rows.held_out, config.eval_prompts))
-    for of_source, source in sources:
-        if of_source is None:
+    for prompts, source in sources:
+        if prompts is None:
             continue
-        columns = column_names(of_source, config.prompt_column)
+        columns = column_names(prompts, config.prompt_column)
         for term in rewards:
             signature = signature_of(term.function)
             if signature is not None:

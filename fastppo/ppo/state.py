@@ -99,7 +99,7 @@ class RunState:
         )
 
     def begin_iteration(self, options: PPOConfig) -> None:
-        """Takes up what the options of the iteration fix.
+        """Sets the coefficients that the iteration's options fix.
 
         Args:
             options: those of this iteration, schedules applied.
@@ -153,8 +153,8 @@ class RunState:
         return Steps(self.optimizer_step, self.skipped_steps, self.overflowed_steps)
 
     def step_metrics(self, before: Steps) -> dict[str, float]:
-        """How many of the steps since were not taken; under a loss scale, what it is now, and for
-        how many steps it was too large."""
+        """How many of the steps since `before` were skipped; with a loss scale also its value, and
+        for how many steps it was too large."""
         metrics = {"skipped_steps": float(self.skipped_steps - before.skipped)}
         if self.scaler.is_enabled():
             metrics["loss_scale"] = self.scaler.get_scale()

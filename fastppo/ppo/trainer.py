@@ -11,9 +11,9 @@ One iteration (`PPOTrainer.iterate`) is
 updates on responses that somebody else generated and scored. One forward pass of the trunk feeds
 both heads, and only hidden states that predict response tokens reach them.
 
-All that changes during a run is in the model, the optimiser, `RunState` and a reference that was
-refreshed, so a checkpoint is those. `config` is the run's; `options`, which the phases are given,
-is the config with the schedules of the iteration applied.
+All that changes during a run is in the model, the optimiser, `RunState` and a refreshed reference,
+and a checkpoint holds those. `config` is the run's; `options`, which each phase is given, is the
+config with the iteration's schedules applied.
 """
 
 from __future__ import annotations
@@ -77,12 +77,11 @@ from fastppo.run.watch import advice, kind_of, rollout_health
 
 
 class Iteration(NamedTuple):
-    """What an iteration drew, earned and learned from."""
+    """An iteration's responses, what was learned from them, and its metrics."""
 
     metrics: dict[str, float]
     responses: Responses
     experience: Experience
-    """Made of the responses."""
 
 
 class MicrobatchLoss(NamedTuple):
@@ -313,8 +312,8 @@ class PPOTrainer:
                 self.train_critic(experience, options)
         early_stopped = False
         for epoch in range(options.ppo_epochs):
-            # The regression is on the states of the last epoch, which any may be where an update
-            # may end early.
+            # The value head is fitted to the states of the last epoch, and with early_stop_kl any
+            # epoch may be the last.
             may_be_last = epoch + 1 == options.ppo_epochs or options.early_stop_kl is not None
             if regression is not None:
                 regression.begin_batch()
@@ -354,7 +353,7 @@ class PPOTrainer:
         add to the loss and the metrics.
 
         Args:
-            regression: takes the states that the value head read.
+            regression: is given the states that the value head read.
         """
         for number, attempt in enumerate(self.attempts(minibatch, options)):
             with attempt as limits:
@@ -363,7 +362,7 @@ class PPOTrainer:
                 parts: list[LossSums] = []
                 for micro in minibatch.microbatches(limits, self.world):
                     loss, part, value_states = self.loss(micro, options)
-                    # No token counts twice: a second attempt may meet those of the first.
+                    # A second attempt would add the tokens of the first once more.
                     if regression is not None and number == 0:
                         regression.add(value_states, micro)
                     if loss.requires_grad:
@@ -611,7 +610,8 @@ class PPOTrainer:
         return decode_completions(self.tokenizer, prompts.token_ids[:most], rollout.tokens[:most])
 
     def self_check(self, prompts: Prompts) -> None:
-        """Raises RuntimeError if the first update would not be on-policy; says what else is odd."""
+        """Raises RuntimeError if the first update would not be on-policy; warns of options that are
+        legal but probably unintended."""
         reference = self.reference
         if self.state.optimizer_step or (reference is not None and reference.is_given):
             reference = None
@@ -651,8 +651,8 @@ class PPOTrainer:
         return options
 
     def watch(self, metrics: dict[str, float]) -> list[str]:
-        """What is odd about the metrics of an iteration, which gain what is watched over several;
-        the terminal shows it too, the first time."""
+        """Warnings about the metrics of an iteration, which the console shows too; the last of them
+        say why the run stops."""
         sentences = self.notes + self.state.watch(metrics)
         self.notes = []
         for sentence in sentences:
@@ -661,8 +661,11 @@ class PPOTrainer:
         return sentences + [f"stopped: {reason}" for reason in reasons]
 
     def warn(self, warning: str, where: str = "") -> None:
-        """Shows the user a warning after what it is of, with the page that helps; of one kind the
-        first one alone, and the report has how many there were."""
+        """Shows the user a warning with the page that helps, once for each kind of warning.
+
+        Args:
+            where: begins the sentence, such as the iteration.
+        """
         kind = kind_of(warning)
         if kind not in self._warned:
             self._warned.add(kind)

@@ -143,11 +143,11 @@ class ValueRegression:
         if not tensors:
             return
         size = head.in_features + 2
-        wanted = {"moments": (size, size), "heads": (len(RIDGES), size), "errors": (len(RIDGES),)}
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if found != wanted:
+        expected = {"moments": (size, size), "heads": (len(RIDGES), size), "errors": (len(RIDGES),)}
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if shapes != expected:
             raise ValueError(
-                f"the checkpoint's value regression does not fit: expected {wanted}, got {found}"
+                f"the checkpoint's value regression does not fit: expected {expected}, got {shapes}"
             )
         device = head.weight.device
         self.moments = tensors["moments"].to(device)

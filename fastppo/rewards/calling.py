@@ -236,7 +236,7 @@ def place_of(error: BaseException | None) -> str:
     if not frames:
         return ""
     # Below may be a library's frames, which say little of what it was asked.
-    frame = [each for each in frames if each.filename == frames[0].filename][-1]
+    frame = [f for f in frames if f.filename == frames[0].filename][-1]
     code = f": {frame.line}" if frame.line else ""
     return f" ({frame.filename}, line {frame.lineno}, in {frame.name}{code})"
 

@@ -209,7 +209,7 @@ class Turns:
             for row in range(len(prompts))
         ]
         rows = zip(prompts.prompts, prompts.token_ids, columns, strict=True)
-        episodes = [Episode(prompt, ids, of_row) for prompt, ids, of_row in rows]
+        episodes = [Episode(prompt, ids, row_columns) for prompt, ids, row_columns in rows]
         openings = self._answered(self.environments.reset(prompts.prompts, columns), episodes)
         for row, episode in enumerate(episodes):
             opening = openings[row]

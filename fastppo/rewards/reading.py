@@ -1,4 +1,4 @@
-"""What signatures say of a reward or an environment: those of a file are read without running it.
+"""What the signature of a reward or an environment tells; a file's is read without running it.
 
 One that is not there, or that cannot be called, is then refused before anything is imported, and
 nothing of the user's is run twice.
@@ -43,7 +43,8 @@ def find_definition(where: str, name: str, option: str) -> Definition | None:
 
 
 def read_signature(node: Definition | None) -> inspect.Signature | None:
-    """The signature of a function by its definition; None of one that is decorated, or none."""
+    """The signature of a function's definition; None for a decorated function, or where there is
+    none."""
     if node is None or isinstance(node, ast.ClassDef) or node.decorator_list:
         return None
     # A function of the same arguments, whose defaults are nothing: only names and places matter.
@@ -69,19 +70,19 @@ def read_methods(node: Definition | None) -> dict[str, inspect.Signature]:
     """What `method_signatures` gives, as far as the body of a class has them."""
     if not isinstance(node, ast.ClassDef):
         return {}
-    found = {}
+    signatures = {}
     for method in node.body:
         if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
             signature = read_signature(method)
             if method.name in ("__init__", *METHODS) and signature is not None:
-                found[method.name] = signature
-    if "step" not in found:  # a base class's, or there are tools, whose reset is given the row
-        found.pop("reset", None)
-    return found
+                signatures[method.name] = signature
+    if "step" not in signatures:  # a base class's, or there are tools, whose reset is given the row
+        signatures.pop("reset", None)
+    return signatures
 
 
 def _may_have(module: ast.Module, name: str) -> bool:
-    """Whether anything in a module may have the name: an assignment, an import, a nested `def`."""
+    """Whether a module may define the name: by an assignment, an import or a nested `def`."""
     for node in ast.walk(module):
         if isinstance(node, Definition) and node.name == name:
             return True
@@ -95,7 +96,7 @@ def _may_have(module: ast.Module, name: str) -> bool:
 
 
 def _place(error: SyntaxError | ValueError) -> str:
-    """What a file that is no Python holds, and where."""
+    """What is wrong with a file that is not Python, and where."""
     if isinstance(error, SyntaxError):
         code = f": {error.text.strip()}" if error.text else ""
         return f"{type(error).__name__}: {error.msg} (line {error.lineno}{code})"
@@ -113,8 +114,8 @@ EXPECTED = "a class without arguments that has reset(prompt, **columns) and step
 
 
 def method_signatures(make: Any) -> dict[str, inspect.Signature]:
-    """The signatures of a class's `__init__`, `reset` and `step`, as far as it has them; of another
-    callable none."""
+    """The signatures of those of `__init__`, `reset` and `step` that a class has; none for any
+    other callable."""
     if not inspect.isclass(make):
         return {}
     methods = {name: getattr(make, name, None) for name in ("__init__", *METHODS)}

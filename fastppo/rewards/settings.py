@@ -1,5 +1,5 @@
-"""What of a process users' code shares with the training, and is put back after a call: torch's
-random state and settings, and the working directory.
+"""The process-wide settings that a user's code might change: torch's random state and settings, and
+the working directory. They are restored after each call.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Settings:
 
 
 def _working_directory() -> str:
-    """Its path; that which is no more has none."""
+    """Its path; None if it was deleted."""
     try:
         return os.getcwd()
     except FileNotFoundError:

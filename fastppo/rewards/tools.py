@@ -108,16 +108,16 @@ class ToolForm:
         self.tokenizer = tokenizer
         self.schemas = list(schemas)
         self.template = getattr(tokenizer, "response_template", None)
-        asked = [{"role": "user", "content": "question"}]
-        told = [
-            *asked,
+        question = [{"role": "user", "content": "question"}]
+        with_answer = [
+            *question,
             {"role": "assistant", "content": "call"},
             {"role": "tool", "name": "tool", "content": "toolanswer"},
         ]
-        if "toolanswer" not in render_chat(tokenizer, told, where, tools=self.schemas):
+        if "toolanswer" not in render_chat(tokenizer, with_answer, where, tools=self.schemas):
             raise DataError(f"{where}: the chat template leaves out messages of the role tool")
-        with_tools = render_chat(tokenizer, asked, where, tools=self.schemas)
-        self.shows_tools = with_tools != render_chat(tokenizer, asked, where)
+        with_tools = render_chat(tokenizer, question, where, tools=self.schemas)
+        self.shows_tools = with_tools != render_chat(tokenizer, question, where)
         if not self.shows_tools:
             say(f"{where}: the chat template leaves out tools: a system message describes them")
         if self.template is None:
@@ -149,14 +149,14 @@ class ToolForm:
                 message = self.tokenizer.parse_response(text, schema=JSON_FORM, prefix="")
             else:
                 message = self.tokenizer.parse_response(ids, prefix=prompt_ids, tools=self.schemas)
-            return ToolTurn([_as_call(made) for made in message.get("tool_calls") or ()])
+            return ToolTurn([_as_call(parsed) for parsed in message.get("tool_calls") or ()])
         except (ValueError, TypeError, KeyError) as error:  # whatever a parser makes of such a text
             return ToolTurn((), str(error))
 
 
-def _as_call(made: Any) -> ToolCall:
+def _as_call(parsed: Any) -> ToolCall:
     """A call in the form of transformers; raises ValueError for what is none."""
-    function = made.get("function", made) if isinstance(made, dict) else made
+    function = parsed.get("function", parsed) if isinstance(parsed, dict) else parsed
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("A call must be an object with a name.")
     arguments = function.get("arguments")
@@ -256,7 +256,7 @@ class _Episode:
 
     def step(self, turn: ToolTurn) -> Any:
         """(a message for each call, 0, whether there was none)."""
-        return _answers(turn, [self._answer(made) for made in turn.calls])
+        return _answers(turn, [self._answer(tool_call) for tool_call in turn.calls])
 
     def end(self) -> Any:
         """What the episode earns; called once."""
@@ -274,35 +274,35 @@ class _Episode:
         row = {"prompt": prompt, **columns}
         return functools.partial(reset, **columns_for(inspect.signature(reset), row))
 
-    def _answer(self, made: ToolCall) -> dict[str, Any]:
+    def _answer(self, tool_call: ToolCall) -> dict[str, Any]:
         """The message that answers a call."""
-        if refusal := self._refusal(made):
+        if refusal := self._refusal(tool_call):
             return refusal
         try:
-            return _message(made.name, call(self._bound(made)), ANSWERED)
+            return _message(tool_call.name, call(self._bound(tool_call)), ANSWERED)
         except UserCodeError as error:
-            return self._failure(made, error)
+            return self._failure(tool_call, error)
 
-    def _bound(self, made: ToolCall) -> Callable[[], Any]:
-        return functools.partial(getattr(self.environment, made.name), **made.arguments)
+    def _bound(self, tool_call: ToolCall) -> Callable[[], Any]:
+        return functools.partial(getattr(self.environment, tool_call.name), **tool_call.arguments)
 
-    def _refusal(self, made: ToolCall) -> dict[str, Any] | None:
+    def _refusal(self, tool_call: ToolCall) -> dict[str, Any] | None:
         """The message of a call that cannot be made."""
-        if made.name not in self.tools:
-            return _error(made.name, f"Tool {made.name} not found.", UNKNOWN)
+        if tool_call.name not in self.tools:
+            return _error(tool_call.name, f"Tool {tool_call.name} not found.", UNKNOWN)
         try:
-            inspect.signature(getattr(self.environment, made.name)).bind(**made.arguments)
+            inspect.signature(getattr(self.environment, tool_call.name)).bind(**tool_call.arguments)
         except TypeError as error:
-            return _error(made.name, str(error), MALFORMED)
+            return _error(tool_call.name, str(error), MALFORMED)
         return None
 
-    def _failure(self, made: ToolCall, error: UserCodeError) -> dict[str, Any]:
+    def _failure(self, tool_call: ToolCall, error: UserCodeError) -> dict[str, Any]:
         """The message of a tool that raised; raises what is to stop the run."""
         cause = error.__cause__
         stop_on = getattr(self.environment, "stop_on", ())
         if not isinstance(cause, Exception) or isinstance(cause, stop_on):
             raise cause or error
-        return _error(made.name, str(cause), RAISED)
+        return _error(tool_call.name, str(cause), RAISED)
 
 
 class _WaitingEpisode(_Episode):
@@ -313,7 +313,7 @@ class _WaitingEpisode(_Episode):
 
     async def step(self, turn: ToolTurn) -> Any:
         # One after the other: the next may depend on what the one before did.
-        return _answers(turn, [await self._answer_later(made) for made in turn.calls])
+        return _answers(turn, [await self._answer_later(tool_call) for tool_call in turn.calls])
 
     async def end(self) -> Any:
         return await _awaited(super().end())
@@ -321,13 +321,13 @@ class _WaitingEpisode(_Episode):
     async def close(self) -> Any:
         return await _awaited(super().close())
 
-    async def _answer_later(self, made: ToolCall) -> dict[str, Any]:
-        if refusal := self._refusal(made):
+    async def _answer_later(self, tool_call: ToolCall) -> dict[str, Any]:
+        if refusal := self._refusal(tool_call):
             return refusal
         try:
-            return _message(made.name, await await_call(self._bound(made)), ANSWERED)
+            return _message(tool_call.name, await await_call(self._bound(tool_call)), ANSWERED)
         except UserCodeError as error:
-            return self._failure(made, error)
+            return self._failure(tool_call, error)
 
 
 async def _awaited(returned: Any) -> Any:

@@ -360,8 +360,14 @@ class _Decoding:
             ended = [slot for slot, is_live in enumerate(live) if not is_live]
             chosen = torch.tensor(left + ended[: fewer - len(left)]).to(memory.row.device)
             memory.cache.select(chosen, self.width + drawn)
-            for of_slots in (memory.next, memory.positions, memory.mask, memory.live, memory.row):
-                of_slots[:fewer] = of_slots[chosen]
+            for slot_values in (
+                memory.next,
+                memory.positions,
+                memory.mask,
+                memory.live,
+                memory.row,
+            ):
+                slot_values[:fewer] = slot_values[chosen]
             self.slots = fewer
         return bool(left)
 

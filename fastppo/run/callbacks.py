@@ -173,9 +173,9 @@ class Callbacks:
                     self.control = changed or self.control
             return [getattr(self.control, flag) for flag in FLAGS]
 
-        of_ranks = self.world.share(call)
+        rank_flags = self.world.share(call)
         for i, flag in enumerate(FLAGS):
-            setattr(self.control, flag, any(flags[i] for flags in of_ranks))
+            setattr(self.control, flag, any(flags[i] for flags in rank_flags))
 
     def _call(self, name: str, method: Callable[..., Any], more: dict[str, Any]) -> Any:
         """What a callback's method returns. What it raises is the caller's, as in transformers; but

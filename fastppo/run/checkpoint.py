@@ -209,7 +209,7 @@ def finish(
 
 
 def failed(path: Path, error: Exception) -> CheckpointError:
-    """What is raised where a checkpoint could not be written."""
+    """The error for a checkpoint that could not be written."""
     older = checkpoints(path.parent)
     stays = f"the newest is {older[-1]}" if older else "there is none yet"
     return CheckpointError(f"checkpoint {path} could not be written: {error}; {stays}")
@@ -373,8 +373,8 @@ def _check_optimizer(
     another shape would write past its end."""
     shapes = {
         f"{index}.{name}": shape
-        for index, of_weight in enumerate(optimizer.state_shapes())
-        for name, shape in of_weight.items()
+        for index, weight_shapes in enumerate(optimizer.state_shapes())
+        for name, shape in weight_shapes.items()
     }
     masters = {key for key in shapes if key.endswith(".master")}
     pairs = enumerate(zip(optimizer.weights, optimizer.masters, strict=True))

@@ -67,7 +67,8 @@ class RunLog:
         self._writer = SummaryWriter(str(self.directory / "tensorboard"), purge_step=first)
 
     def _begin_part(self, first: int, device: str) -> None:
-        """A line of parts.jsonl: when, on what and with which versions the run goes on."""
+        """Adds a line to parts.jsonl: when the run was started or resumed, on which device and
+        versions."""
         path = self.directory / "parts.jsonl"
         self.notes += cut(path, "first", sys.maxsize)  # of an earlier part all lines stay
         started = datetime.now().astimezone().isoformat(" ", "minutes")
@@ -117,9 +118,9 @@ def _put_events_in_the_past(directory: Path) -> None:
     clock was set back for the newest, whose beginning drops the points of all others."""
     now = int(time.time())
     named = [(path, EVENTS.match(path.name)) for path in sorted(directory.glob("events*"))]
-    late = [(path, found) for path, found in named if found and int(found[2]) >= now]
-    for age, (path, found) in enumerate(reversed(late), 1):
-        path.rename(path.with_name(f"{found[1]}{now - age:010d}{found[3]}"))
+    late = [(path, match) for path, match in named if match and int(match[2]) >= now]
+    for age, (path, match) in enumerate(reversed(late), 1):
+        path.rename(path.with_name(f"{match[1]}{now - age:010d}{match[3]}"))
 
 
 class SharedLog:
@@ -195,7 +196,7 @@ def short_names(paths: Sequence[str | Path]) -> list[str]:
     """The shortest distinct ends of the paths: `a/policy`, `b/policy`."""
     parts = [Path(path).parts or (str(path),) for path in paths]
     for length in range(1, max(map(len, parts), default=1) + 1):
-        names = ["/".join(of_path[-length:]) for of_path in parts]
+        names = ["/".join(path_parts[-length:]) for path_parts in parts]
         if len(set(names)) == len(names):
             return names
     return [f"{path} ({i})" for i, path in enumerate(paths, 1)]  # one given twice

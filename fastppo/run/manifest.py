@@ -98,7 +98,7 @@ def read(directory: Path, number: int) -> dict[str, Any]:
 
 
 def newest(checkpoints: Sequence[Path]) -> Newest | None:
-    """The newest intact one of the checkpoints, which come oldest first; None if there are none.
+    """The newest intact checkpoint of a list, oldest first; None if the list is empty.
 
     Raises:
         DamagedError: there are some, and all are damaged.
@@ -154,7 +154,7 @@ def permit(directory: Path, *more: Path) -> None:
 
 
 def _is_record(record: dict[str, Any]) -> bool:
-    """Whether it has the fields that `write` writes: who signs for them is not known."""
+    """Whether it has the fields that `write` writes; nothing proves who wrote them."""
     files = record.get("files")
     about = record.get("about")
     run = about.get("run") if isinstance(about, dict) else None

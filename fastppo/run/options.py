@@ -80,7 +80,8 @@ class Options:
 
     @classmethod
     def hint(cls, name: str) -> str:
-        """What to add to the message that there is no such option: the one that is meant."""
+        """The end of an error about an unknown option: what replaced it, or the option that was
+        meant."""
         if sentence := removal(name):
             return f"; {sentence}"
         known = [member.name for member in fields(cls)]
@@ -119,7 +120,8 @@ def _hints(options: type[Options]) -> dict[str, Any]:
 
 
 def _in_order(cls: type) -> list[type]:
-    """The option classes that `cls` is made of, as they are written, then `cls` itself."""
+    """The option classes that `cls` inherits from, in the order of its definition, then `cls`
+    itself."""
     bases: list[type] = []
     for base in cls.__bases__:
         bases += [member for member in _in_order(base) if issubclass(member, Options)]
@@ -173,7 +175,7 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
 
 
 def _number(value: Any, hint: type) -> Any:
-    """A value of YAML or a flag as a number of this type; None if it is none."""
+    """A value of YAML or a flag as a number of this type; None if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     if hint is int and not isinstance(value, float):

@@ -91,7 +91,7 @@ def rollout_health(
 
 def _distinct(ngrams: list[list[Any]]) -> float | None:
     """The mean share of distinct n-grams of the responses that have any."""
-    shares = [len(set(of_response)) / len(of_response) for of_response in ngrams if of_response]
+    shares = [len(set(response)) / len(response) for response in ngrams if response]
     return statistics.fmean(shares) if shares else None
 
 
