@@ -63,7 +63,7 @@ def _check_hub(name: str, what: str) -> None:
         raise MissingPathError(f"{what} {name}: there is no such directory", name) from None
     except RepositoryNotFoundError:
         raise MissingPathError(
-            f"{what} {name}: no such directory, and no model of the hub that may be read from here",
+            f"{what} {name}: no such directory, and no model of the hub that can be read",
             name,
         ) from None
     except Exception as error:  # of its HTTP library, which is no dependency of ours

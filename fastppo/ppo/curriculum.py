@@ -16,7 +16,6 @@ checkpoint holds. Every rank has the same scores, and so the same prompts.
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -31,6 +30,8 @@ from fastppo.functional.scalars import shown
 from fastppo.ppo.prompt_options import CurriculumOptions
 from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of
 from fastppo.rewards.loading import load_callable
+from fastppo.rewards.reading import columns_for
+from fastppo.rewards.reward import plain_number, signature_of
 from fastppo.rewards.scorer import Scores
 from fastppo.run.signals import PhaseEndedError
 
@@ -51,11 +52,12 @@ class Chosen(NamedTuple):
 
 
 def _plain(values: Any) -> Any:
-    """An array, a tensor or a list with scalars of theirs as a list of Python's numbers."""
+    """An array, a tensor or a list with scalars of theirs, or with numbers of a user's class, as a
+    list of Python's numbers."""
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)):
         return values
-    return [value.item() if hasattr(value, "item") else value for value in values]
+    return [plain_number(value.item() if hasattr(value, "item") else value) for value in values]
 
 
 def checked_numbers(option_name: str, spec: str, values: Any, count: int) -> list[float]:
@@ -133,14 +135,10 @@ class Curriculum:
     def _call(self, option_name: str, spec: str, function: Callable[..., Any]) -> list[float]:
         """What a function returns for copies of the prompts and of the columns that it names;
         raises as `_load` does."""
-        parameters = inspect.signature(function).parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        signature = signature_of(function)
+        columns_named = {} if signature is None else columns_for(signature, self.prompts.columns)
         prompts = copy.deepcopy(list(self.prompts.prompts))
-        columns = {
-            name: copy.deepcopy(column)
-            for name, column in self.prompts.columns.items()
-            if takes_all or name in parameters
-        }
+        columns = copy.deepcopy(columns_named)
         try:
             with CallOptions(say=self.say).put_back(f"{option_name}={spec}"):
                 numbers = call(lambda: _plain(function(prompts, **columns)))

@@ -273,7 +273,7 @@ class Turns:
         check_text(text, where)
         ids = token_ids(self.tokenizer, text)
         if not ids:
-            raise DataError(f"{where}: it has no tokens, and the policy would not know of it")
+            raise DataError(f"{where}: it has no tokens, so the policy could not see it")
         return ids
 
     def _chat_text(

@@ -53,7 +53,8 @@ def option(
     above: float | None = None,
     maximum: float | None = None,
 ) -> Any:
-    """A field with its help and bounds: `minimum` and `maximum` are allowed values, `above` not."""
+    """A field with its help and bounds: `minimum` and `maximum` are allowed values, `above` not. A
+    maximum goes with one of the others."""
     metadata = {"help": help, "bounds": (minimum, above, maximum)}
     default = tuple(default) if isinstance(default, list) else default
     return field(default=default, metadata=metadata)
@@ -135,11 +136,10 @@ def check_bounds(options: type[Options], name: str, value: Any) -> None:
     if not isinstance(value, (int, float)):
         return
     if maximum is not None:
-        low = (minimum or 0) if above is None else above
-        inside = low <= value <= maximum if above is None else low < value <= maximum
-        if not inside:
-            bracket = "[" if above is None else "("
-            raise ValueError(f"{name} must be in {bracket}{low}, {maximum}], got {shown(value)}")
+        allowed = minimum <= value <= maximum if above is None else above < value <= maximum
+        if not allowed:
+            interval = f"[{minimum}, {maximum}]" if above is None else f"({above}, {maximum}]"
+            raise ValueError(f"{name} must be in {interval}, got {shown(value)}")
     elif minimum is not None:
         scalars.at_least(name, value, minimum)
     elif above is not None:
