@@ -190,7 +190,8 @@ STATISTICS_PEERS = (
 GAE_PEERS = "H100: rl-triton 81 µs (simonsays1980/rl-triton)"
 
 N = 8192
-BATCH, LENGTH = 2048, 4096
+BATCH = 2048
+LENGTH = 4096
 
 
 def works() -> list[Work]:

@@ -78,7 +78,11 @@ TURNS = 8
 MOVES = {"north": (0, -1), "south": (0, 1), "east": (1, 0), "west": (-1, 0)}
 
 WORDS = [
-    *("<pad>", "<eos>", "key", "door", *MOVES),
+    "<pad>",
+    "<eos>",
+    "key",
+    "door",
+    *MOVES,
     *(f"{letter}{place}" for letter in "cab" for place in CELLS),
 ]
 """c4 is a cell; a4 says that the policy is there, b4 that it is there and has the key."""

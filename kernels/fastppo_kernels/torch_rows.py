@@ -36,7 +36,8 @@ READS_VALUES = True
 
 def _chunks(logits: Tensor) -> Iterator[Tensor]:
     """Indices of rows, [n] int64."""
-    count, vocab = logits.shape[:-1].numel(), logits.shape[-1]
+    count = logits.shape[:-1].numel()
+    vocab = logits.shape[-1]
     rows = torch.arange(count, device=logits.device)
     return iter(rows.split(max(1, CHUNK_ELEMENTS // max(1, vocab))))
 
@@ -95,7 +96,9 @@ def ppo_loss(
             _, part = loss(x)
         else:
             grad[place], part = _differentiated(loss, x)
-        logprobs[rows], entropy[rows], kl[rows] = part.logprobs, part.entropy, part.kl
+        logprobs[rows] = part.logprobs
+        entropy[rows] = part.entropy
+        kl[rows] = part.kl
         sums = combine_sums(sums, part.sums)
     return PPORows(sums, logprobs, entropy, kl, grad)
 
