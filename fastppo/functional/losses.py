@@ -250,6 +250,7 @@ def ppo_loss(
     if inplace and need_grad:
         _check_inplace(logits)
     if ref_rows is not None and kl_estimator != "full":
+        # The sampled estimators need the reference's logprobs alone.
         if ref_logprobs is None:
             ref_stats = operators.token_stats_op(
                 logits=ref_rows,
@@ -278,6 +279,7 @@ def ppo_loss(
         )
     loss_tokens = per_token
     if starts is not None:
+        # gspo: a token's ratio needs the logprobs of its whole sequence, hence a pass before.
         stats = operators.token_stats_op(
             logits=rows.detach(),
             tokens=_tokens_or_zero(per_token),
@@ -520,6 +522,7 @@ def linear_ppo_loss(
         )
     compact = mask is not None and _host_may_wait(hidden)
     if ref is not None and kl_estimator != "full":
+        # The sampled estimators need the reference's logprobs alone.
         if ref_logprobs is None:
             ref_logprobs, _ = _statistics_of_weighted_rows(
                 ref,
@@ -553,6 +556,7 @@ def linear_ppo_loss(
         )
     loss_tokens = per_token
     if starts is not None:
+        # gspo: a token's ratio needs the logprobs of its whole sequence, hence a pass before.
         with torch.no_grad():
             logprobs, _ = _statistics_of_weighted_rows(
                 head,

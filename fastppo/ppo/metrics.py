@@ -75,24 +75,17 @@ class LossSums(NamedTuple):
         Args:
             parts: those of this rank, at least one.
         """
-        of_rank = functools.reduce(cls.plus, parts)
+        own = functools.reduce(cls.plus, parts)
         if world.size == 1:
-            return of_rank
-        computed = torch.as_tensor(of_rank.computed, device=of_rank.loss.device)
-        scalars = [of_rank.loss, of_rank.value_loss, of_rank.value_clipped, computed]
-        row = torch.cat([torch.stack([x.double() for x in scalars]), of_rank.policy.double()])
+            return own
+        # One row of numbers for each rank: a single collective.
+        names = ("loss", "value_loss", "value_clipped", "computed")
+        scalars = [torch.as_tensor(getattr(own, name), device=own.loss.device) for name in names]
+        row = torch.cat([torch.stack([x.double() for x in scalars]), own.policy.double()])
         ranks = []
         for numbers in world.cat(row.unsqueeze(0)):
-            loss, value_loss, value_clipped, computed = numbers[: len(scalars)]
-            ranks.append(
-                cls(
-                    policy=numbers[len(scalars) :],
-                    loss=loss,
-                    value_loss=value_loss,
-                    value_clipped=value_clipped,
-                    computed=computed,
-                )
-            )
+            by_name = dict(zip(names, numbers[: len(names)], strict=True))
+            ranks.append(cls(policy=numbers[len(names) :], **by_name))
         return functools.reduce(cls.plus, ranks)
 
     @property
