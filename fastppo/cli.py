@@ -535,7 +535,7 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
 
     Raises:
         ValueError: a value cannot be used.
-        SystemExit: a flag is none, or an option is missing.
+        SystemExit: a flag is unknown, or a required option is missing.
     """
     return _parse([name, *arguments]).options
 
@@ -665,7 +665,7 @@ def _quiet_libraries() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Errors that a person can mend are one sentence, not a traceback.
 
-    FASTPPO_DEBUG=1 shows the traceback all the same.
+    FASTPPO_DEBUG=1 shows the traceback too.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not sys.stderr.isatty():  # a log would get a line for every step of other libraries' bars

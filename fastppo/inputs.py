@@ -111,7 +111,7 @@ def on_columns(source: str, column: str, check: Callable[[Sequence[str]], None])
     row and, where these do not do, of all.
 
     Raises:
-        DataError: there is no row, or it has no prompt; besides, what the check raises.
+        DataError: there is no row, or it has no prompt. What the check raises passes through.
     """
     path = Path(source)
     if path.suffix not in JSONL:

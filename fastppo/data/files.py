@@ -18,7 +18,7 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     """Writes a file beside its place, and gives it its name once it is on the disk.
 
     Args:
-        content: bytes, or a text for UTF-8; half of a surrogate pair, which is none, is escaped.
+        content: bytes, or a text, written as UTF-8; half of a surrogate pair is escaped.
 
     Raises:
         OSError: it could not be written; what was there before stays.

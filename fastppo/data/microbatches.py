@@ -85,8 +85,11 @@ class Dealt(NamedTuple):
 
 
 def deal(lengths: Tensor, limits: Limits, world: World) -> Dealt:
-    """Microbatches for every rank, of sequences of these lengths [B], which all ranks know. Every
-    rank has as many sequences, or one more, of like lengths; the limits are of one rank."""
+    """Microbatches for every rank, of sequences of these lengths [B], which all ranks know.
+
+    Each rank has the same number of sequences, or one more, of similar lengths; the limits are per
+    rank.
+    """
     if world.size == 1:
         parts = microbatches(lengths, limits)
         return Dealt([parts], rounds=len(parts), filler=torch.arange(min(1, len(lengths))))

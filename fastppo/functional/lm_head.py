@@ -34,7 +34,7 @@ def head_weight(lm_head: nn.Module) -> Tensor:
         ones, in W's dtype, its rows scaled to DoRA's magnitudes where they have such.
 
     Raises:
-        TypeError: another kind of module, or an adapter that is no weight: dropout in training
+        TypeError: another kind of module, or an adapter that is not a weight: dropout in training
             mode, a bias of its own, another variant of LoRA. The sentence says what to do.
     """
     reason = why_no_weight(lm_head)

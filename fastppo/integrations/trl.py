@@ -107,7 +107,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _objective(self) -> dict[str, Any]:
         """What `linear_ppo_loss` takes for `loss_type`."""
         if self.loss_type == "cispo":
-            # TRL's bound is the ratio itself, and there is none below.
+            # TRL bounds the ratio itself, and only from above.
             return {"objective": "cispo", "clip_ratio": (1.0, self.epsilon_high - 1)}
         if self.loss_type == "sapo":
             taus = (self.args.sapo_temperature_pos, self.args.sapo_temperature_neg)

@@ -3,7 +3,7 @@
 prompts: verifiers:my-env?difficulty=hard
 environment: verifiers:my-env?difficulty=hard
 
-An episode is the environment's own `rollout`, with the policy in the place of its model: its
+An episode is the environment's own `rollout`, with the policy in place of its model: its
 prompts, tools, stop conditions and rubric are what they are in `vf-eval`. The rubric's reward is
 paid at the last turn. A response that the trainer cuts off, at its tokens or turns, is not scored.
 """

@@ -100,7 +100,7 @@ class FixedCache(Cache):
 
     Args:
         config: of a model for which `has_fixed_cache` is true.
-        rows, tokens: what there is memory for; a layer allocates its own when it is first used.
+        rows, tokens: what it has memory for; a layer allocates its share when it is first used.
         dtype: of keys and values; None is what comes first.
 
     Attributes:

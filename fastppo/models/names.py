@@ -18,7 +18,7 @@ def check_model_name(name: str, what: str = "model") -> None:
         what: the option that names it, for the message.
 
     Raises:
-        ValueError: there is none; of a run or a checkpoint it says what has its policy.
+        ValueError: there is no model; of a run or a checkpoint it says where the policy is.
     """
     path = Path(name)
     if is_missing_path(name):

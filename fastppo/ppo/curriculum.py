@@ -7,7 +7,7 @@ before any comes twice in an iteration. Both are a column of the prompts or a fu
     difficulty(prompts, **columns) -> list      one number per prompt
 
 which is given the columns that it names. With `solved_reward`, a prompt whose last `WINDOW`
-responses all reached it is asked no more.
+responses all reached it is no longer asked.
 
 All of it follows from the seed, the iteration, the place in the epochs and what was solved, which a
 checkpoint holds. Every rank has the same scores, and so the same prompts.
@@ -179,7 +179,7 @@ class Curriculum:
 
         Returns:
             dict: with `solved_reward`, `solved`, the share of the responses, and `left_out`, the
-            share of the prompts that are asked no more.
+            share of the prompts that are no longer asked.
         """
         state.prompts_seen = chosen.position
         if self.solved_reward is None:

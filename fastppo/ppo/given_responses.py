@@ -58,7 +58,7 @@ def given_responses(
 
     Raises:
         ValueError: see `check_counts` and `check_responses`; the scores are not one per prompt, or
-            not finite; what there is by token does not fit the responses, or is not finite.
+            not finite; a value per token does not fit the responses, or is not finite.
     """
     check_counts(len(prompts), len(responses))
     prompt_ids = [

@@ -163,7 +163,7 @@ class RunState:
 
     def reasons_to_end(self, config: PPOConfig) -> list[str]:
         """Why the run ends before its last iteration: sentences of the thresholds that were
-        crossed, and of evaluations that rise no more. None where it goes on."""
+        crossed, and a sentence if evaluations no longer improve. Empty if it goes on."""
         reasons = list(self.watch.stopped_by)
         if self.evaluations.is_over(config.eval_patience):
             reasons.append(f"eval/reward has not improved for {self.evaluations.since} evaluations")

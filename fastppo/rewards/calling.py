@@ -162,7 +162,7 @@ class EventLoop:
         """What functions return that may be coroutine functions; all of them wait at once.
 
         Returns:
-            list: in the place of each that raised or was too late a `UserCodeError`.
+            list: what each returned, or a `UserCodeError` if it raised or was too late.
         """
         futures = [
             asyncio.run_coroutine_threadsafe(await_call(function), self._loop)

@@ -80,7 +80,7 @@ def token_rewards(
 
 def paid_where_written(rewards: Sequence[float], written: Sequence[bool]) -> list[float]:
     """Rewards of the tokens that the policy wrote. That of another token is paid at the last one
-    before it that the policy wrote, or at the first after it where there is none before."""
+    before it that the policy wrote, or at the first one after it if there is none before."""
     paid = [0.0] * sum(written)
     written_so_far = 0
     for reward, is_written in zip(rewards, written, strict=True):

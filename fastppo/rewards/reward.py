@@ -153,7 +153,7 @@ def score(
 
     Raises:
         RewardError: the reward raised, was too late, returned the wrong number of values, or one
-            that is not a number within ±`MAX_REWARD`. The sample, or all where it is of none, is
+            that is not a number within ±`MAX_REWARD`. The sample at fault, or all of them, are
             written to `failure_file` first.
     """
     options = options or CallOptions()
@@ -245,7 +245,7 @@ def _read(reward: Any, tokens: int | None, row: int) -> tuple[float, Partial | N
     """The total of one completion's reward, and its parts if it has any.
 
     Raises:
-        ValueError: it is none of the three forms.
+        ValueError: it has none of the three forms.
     """
     if not isinstance(reward, (list, tuple)):
         return _finite(reward, f"for completion {row}"), None

@@ -4,10 +4,11 @@ A step of a small model is some hundred kernels of a few microseconds each, whic
 more slowly than a GPU runs them. So a step, which is trunk, head, draw, logprob, value and the test
 for stop tokens, is written to read and write the same memory each time and to leave nothing to the
 host: it is recorded once and replayed. There is one graph for each bucket of rows and of cached
-tokens; a sequence that outgrows its bucket goes to the next, and rows go to the bucket of half as
-many when no more are left, a copy of the cache that costs as much as reading it once. The host
-looks every `LOOK` steps at which rows have ended; in between such rows are decoded along and write
-nothing. What a stop string ends is found at the next look, and what was drawn beyond it is cut off.
+tokens; a sequence that outgrows its bucket goes to the next, and when half of the rows have ended
+the others move to a smaller bucket, a copy of the cache that costs as much as reading it once. The
+host looks every `LOOK` steps at which rows have ended; in between such rows are decoded along and
+write nothing. What a stop string ends is found at the next look, and what was drawn beyond it is
+cut off.
 
 Rows and their random numbers are those of `rollout.decoder`, so for one seed the tokens are too.
 

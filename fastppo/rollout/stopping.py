@@ -14,7 +14,7 @@ class StopStrings:
     """Says which of several responses end with a stop string.
 
     A token stands for at least one byte of text, so a string of n bytes is in the last n tokens:
-    each call decodes no more than those.
+    each call decodes only those.
 
     Args:
         tokenizer: of the policy; may be None if there are no strings.

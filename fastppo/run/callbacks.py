@@ -90,7 +90,7 @@ class Callbacks:
         callbacks: objects or classes.
         config: the run's options; its `report_to` names the tracker, which is told first.
         say: takes a sentence for the user.
-        parts: what each event is given besides: model, processing_class, optimizer.
+        parts: further keywords of each event: model, processing_class, optimizer.
 
     Raises:
         ValueError: one of them is no `TrainerCallback`.

@@ -36,7 +36,7 @@ FORMAT = 3
 """Raised when an older reader would misread what is written."""
 
 CHECKPOINTS_KEPT = 2
-"""The newest ones; the best is kept besides."""
+"""The newest ones; the best is kept too."""
 
 NAME = re.compile(r"^checkpoint-\d+$")
 

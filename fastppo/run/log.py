@@ -217,7 +217,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 def cut(path: Path, index: str, first: int) -> list[str]:
     """Removes the records from number `first` on, which are about to be written anew, and a last
-    line that was cut off while being written; what else is there stays, byte for byte.
+    line that was cut off while being written; everything else stays, byte for byte.
 
     Returns:
         list: a sentence, if a line was cut off.

@@ -214,7 +214,7 @@ def read_yaml(path: str | Path, options: type[Options]) -> dict[str, Any]:
     """The keys of a YAML file of options.
 
     Raises:
-        ValueError: no mapping, a removed option, or a key that is no option; the nearest option is
+        ValueError: not a mapping, a removed option, or an unknown key; the nearest option is
             named.
     """
     loaded = load_yaml(path)
@@ -253,7 +253,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         TypeError,
         ValueError,
     ) as error:
-        # A date that is none, a number too long, nesting too deep, a tag without its value.
+        # An impossible date, a number too long, nesting too deep, a tag without its value.
         raise ValueError(
             f"{path} holds a value that cannot be read: {_first_line(error)}"
         ) from None

@@ -1,7 +1,7 @@
 """What a terminal, or the file in its place, shows of a run: sentences, and how far it is.
 
 The time that is left is that of the steps after the first, which compiles kernels and fills caches;
-there is none before `WORTH` of them.
+before `WORTH` of them there is no estimate.
 """
 
 from __future__ import annotations

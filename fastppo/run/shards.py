@@ -80,7 +80,7 @@ def read(path: Path, model: nn.Module, optimizer: Any) -> Read:
     """A checkpoint's tensors, sharded as the model is.
 
     Raises:
-        ValueError: a tensor is none of the model's, or has another shape.
+        ValueError: the model has no such tensor, or one of another shape.
     """
     reader = _Reader(path / FOLDER)
     saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
