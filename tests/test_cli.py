@@ -14,6 +14,7 @@ import pytest
 import tiny
 import torch
 from command_line import Folder
+from processes import ROOT, python
 
 from fastppo import cli
 from fastppo.generate import GenerateConfig
@@ -22,8 +23,6 @@ from fastppo.run.log import read_jsonl
 from fastppo.run.options import Options
 from fastppo.stages.reward_model import RewardModelConfig
 from fastppo.stages.sft import SFTConfig
-
-ROOT = Path(__file__).parents[1]
 
 
 def _help(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -97,15 +96,7 @@ sys.exit(cli.program())
     ("ranks", "says"), [("1", ["left", "the interpreter's end"]), ("2", ["left"])]
 )
 def test_one_of_several_ranks_ends_before_the_interpreter_does(ranks: str, says: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=os.environ | {"WORLD_SIZE": ranks, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 3, done.stderr
-    assert done.stdout.splitlines() == says
+    assert python("-c", PROGRAM, code=3, WORLD_SIZE=ranks).stdout.splitlines() == says
 
 
 def test_a_stdout_that_is_full_is_told_of() -> None:
@@ -208,26 +199,6 @@ def test_a_row_that_cannot_be_used_is_refused_in_a_sentence(
     assert "Traceback" not in message
 
 
-@pytest.mark.parametrize(
-    ("option", "others"),
-    [
-        ("model", {}),
-        ("reference_model", {}),
-        ("critic_model", {"value_model": "critic"}),
-        ("rewards", {}),
-    ],
-)
-def test_a_wrong_path_is_named_with_its_option(option, others, tmp_path, capsys) -> None:
-    options = tiny.options(tmp_path, model=tiny.saved_model(tmp_path / "sft"), **others)
-    (tmp_path / "p.jsonl").write_text('{"prompt": "w1"}\n')
-    options |= {"prompts": tmp_path / "p.jsonl", "rewards": "tiny:count_w7"}
-    options |= {option: tmp_path / "no" / "where"}
-    flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    assert cli.main(["train", *flags]) == 2
-    says = f"{option.removesuffix('s')} {tmp_path / 'no' / 'where'}: there is no such directory"
-    assert says in capsys.readouterr().err
-
-
 def test_train_and_report_from_the_command_line(tmp_path: Path, capsys) -> None:
     """Flags alone: a model directory, prompts of a file, a function of a file with a column."""
     (tmp_path / "reward.py").write_text(
@@ -321,34 +292,32 @@ def _flags(options: dict[str, str]) -> list[str]:
     return [text for name, value in options.items() for text in (f"--{name}", value)]
 
 
+NOWHERE = "runs/absent: there is no such directory"
 EARLY = [
-    ("model", "runs/absent", "model runs/absent: there is no such directory"),
-    ("prompts", "absent.jsonl", "absent.jsonl: no such file"),
-    ("prompt_column", "question", "prompts.jsonl: no column 'question'; there are prompt"),
-    ("rewards", "absent.py:right", "reward absent.py:right: there is no file absent.py"),
-    ("rewards", "rewards.py:wright", "no function 'wright' there; it has right, of_one"),
-    ("rewards", "rewards.py:of_one", "takes (completion): too many positional arguments"),
-    ("kl_coef", "-1", "kl_coef must be >= 0, got -1"),
+    ({"model": "runs/absent"}, f"model {NOWHERE}"),
+    ({"reference_model": "runs/absent"}, f"reference_model {NOWHERE}"),
+    ({"value_model": "critic", "critic_model": "runs/absent"}, f"critic_model {NOWHERE}"),
+    ({"rewards": "runs/absent"}, f"reward {NOWHERE}"),
+    ({"prompts": "absent.jsonl"}, "absent.jsonl: no such file"),
+    ({"prompt_column": "question"}, "prompts.jsonl: no column 'question'; there are prompt"),
+    ({"rewards": "absent.py:right"}, "reward absent.py:right: there is no file absent.py"),
+    ({"rewards": "rewards.py:wright"}, "no function 'wright' there; it has right, of_one"),
+    ({"rewards": "rewards.py:of_one"}, "takes (completion): too many positional arguments"),
+    ({"kl_coef": "-1"}, "kl_coef must be >= 0, got -1"),
 ]
 
 
 def test_wrong_inputs_are_refused_before_torch_is_imported(inputs: dict[str, str]) -> None:
     """In a process of its own, whose first import of torch would fail."""
-    commands = [["train", *_flags(inputs | {option: value})] for option, value, _ in EARLY]
+    commands = [["train", *_flags(inputs | options)] for options, _ in EARLY]
     code = (
         "import sys, json; sys.modules['torch'] = None\n"
         "from fastppo import cli\n"
         "print([cli.main(arguments) for arguments in json.loads(sys.argv[1])])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(commands)],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python("-c", code, json.dumps(commands), cwd=Path())
     assert done.stdout.strip() == str([2] * len(EARLY))
-    for line, (_, _, says) in zip(done.stderr.splitlines(), EARLY, strict=True):
+    for line, (_, says) in zip(done.stderr.splitlines(), EARLY, strict=True):
         assert says in line
 
 
@@ -432,25 +401,7 @@ def test_the_recipes_are_listed_without_torch_and_with_their_minutes() -> None:
         "import sys; sys.modules['torch'] = None\n"
         "from fastppo import cli; sys.exit(cli.main(['recipe']))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
-            "COLUMNS": "80",
-        },
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python("-c", code, COLUMNS="80")
     assert "minutes" in done.stdout
     assert "2.8" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
-
-
-def test_a_recipe_with_wrong_options_leaves_no_files(tmp_path: Path, capsys) -> None:
-    out = tmp_path / "sums"
-    arguments = ["recipe", "arithmetic", "--out", str(out)]
-    assert cli.main([*arguments, "--iterations", "0"]) == 2
-    assert "iterations must be >= 1, got 0" in capsys.readouterr().err
-    assert not out.exists()

@@ -5,31 +5,19 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import PATHS, ROOT, python
 
-ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LEARN = ["ppo.py", "grpo.py", "accelerate_loop.py"]
 
 
 def run(*command: str, cwd: Path = ROOT) -> str:
     """What Python prints of a command, in the repository or elsewhere."""
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *inherited])
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    paths = os.pathsep.join([PATHS, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    return python(*command, cwd=cwd, PYTHONPATH=paths, OMP_NUM_THREADS="1").stdout
 
 
 def assert_learns(printed: str) -> None:

@@ -4,29 +4,12 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import loaded_after
 
 import fastppo
-
-ROOT = Path(__file__).parents[1]
-
-
-def _loaded_after(code: str) -> set[str]:
-    """The modules that a process of its own has loaded after `code`."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys\n{code}\nprint(*sys.modules)"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return set(done.stdout.split())
 
 
 @pytest.mark.parametrize("name", fastppo.__all__)
@@ -50,10 +33,10 @@ def test_the_names_that_type_checkers_see_are_those_that_there_are() -> None:
 
 
 def test_an_import_loads_nothing_until_a_name_is_used() -> None:
-    assert not {"torch", "transformers"} & _loaded_after("import fastppo")
-    losses = _loaded_after("import fastppo; fastppo.ppo_loss, fastppo.gae")
+    assert not {"torch", "transformers"} & loaded_after("import fastppo")
+    losses = loaded_after("import fastppo; fastppo.ppo_loss, fastppo.gae")
     assert "torch" in losses
     assert not {"transformers", "numba", "fastppo.ppo.trainer"} & losses
     use = "import torch; fastppo.gae(torch.zeros(1, 2), torch.zeros(1, 2))"
-    assert "numba" in _loaded_after(f"import fastppo; {use}")
-    assert "fastppo.ppo.trainer" in _loaded_after("from fastppo import PPOTrainer")
+    assert "numba" in loaded_after(f"import fastppo; {use}")
+    assert "fastppo.ppo.trainer" in loaded_after("from fastppo import PPOTrainer")

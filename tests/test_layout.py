@@ -5,7 +5,6 @@ That imports only point down is a contract of import-linter, in pyproject.toml: 
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -13,24 +12,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
+from processes import ROOT, loaded_after, python
 
 # ----------------------------------------------------------------------------- what an import loads
-
-
-def _python(code: str, *arguments: str, cwd: Path = ROOT, path: str = "") -> str:
-    """What Python prints of `code`, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path or f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_kernels_is_a_plain_folder_and_transformers_is_not_misled() -> None:
@@ -43,7 +27,7 @@ def test_kernels_is_a_plain_folder_and_transformers_is_not_misled() -> None:
         "    num_hidden_layers=1, num_attention_heads=1))\n"
         "print('fine')"
     )
-    assert _python(code).strip().endswith("fine")
+    assert python("-c", code).stdout.strip().endswith("fine")
 
 
 def test_fastppo_imports_without_triton() -> None:
@@ -55,26 +39,23 @@ def test_fastppo_imports_without_triton() -> None:
         "    torch.ones(2)).loss\n"
         "print(round(loss.item(), 2))"
     )
-    assert _python(code).strip() == "-0.99"
+    assert python("-c", code).stdout.strip() == "-0.99"
 
 
 def test_options_and_inputs_are_read_without_torch() -> None:
     """It takes seconds to import, and a misspelt option should not wait."""
     modules = ("ppo.config", "stages.options", "generate_options", "inputs", "run.signals")
     imports = "; ".join(f"import fastppo.{module}" for module in modules)
-    loaded = _python(f"import sys; {imports}\nprint(*sys.modules)").split()
+    loaded = loaded_after(imports)
     assert "fastppo.ppo.config" in loaded
-    assert not {"torch", "transformers", "numpy"} & {*loaded}
+    assert not {"torch", "transformers", "numpy"} & loaded
 
 
 @pytest.mark.parametrize("flag", ["--help", "--version"])
 def test_the_top_level_answers_without_torch(flag: str) -> None:
-    code = (
-        "import sys; from fastppo import cli\n"
-        "try: cli.main(sys.argv[1:])\n"
-        "except SystemExit: print(*sys.modules)"
+    loaded = loaded_after(
+        f"from fastppo import cli\ntry: cli.main(['{flag}'])\nexcept SystemExit: pass"
     )
-    loaded = {name.split(".")[0] for name in _python(code, flag).splitlines()[-1].split()}
     assert "fastppo" in loaded
     assert not {"torch", "transformers", "numpy"} & loaded
 
@@ -121,4 +102,4 @@ def test_an_installed_wheel_imports_from_any_folder(wheel: Path, tmp_path: Path)
         "import fastppo, fastppo_kernels, fastppo.ppo.trainer, fastppo.demo.run\n"
         "print(fastppo.__file__, fastppo_kernels.__file__)"
     )
-    assert _python(code, cwd=tmp_path, path=str(site)).count(str(site)) == 2
+    assert python("-c", code, cwd=tmp_path, PYTHONPATH=str(site)).stdout.count(str(site)) == 2

@@ -38,10 +38,7 @@ def test_every_source_gives_the_same_rows(tmp_path) -> None:
     ("lines", "says"),
     [
         (['{"prompt": "w1"}', '{"prompt": '], r"rows\.jsonl, line 2: not valid JSON"),
-        (
-            ['{"prompt": "w1"}', "", '["w1"]'],
-            r"rows\.jsonl, line 3: expected an object .* got list",
-        ),
+        (['{"prompt": "w1"}', "", '["w1"]'], r"rows\.jsonl, line 3: .* got list"),
         ([""], "the dataset is empty"),
     ],
 )

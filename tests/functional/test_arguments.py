@@ -83,7 +83,8 @@ def wrong(*words: str, **changes: Any) -> Row:
     return changes, words
 
 
-REFERENCE_HIDDEN = torch.zeros(N, H)
+KL = {"kl_coef": 0.1, "kl_ratio_weighted": True, "ref_logprobs": ZEROS}
+REF_HIDDEN = {"ref_hidden": torch.zeros(N, H)}
 LOSSES: list[Row] = [  # of ppo_loss and of linear_ppo_loss
     wrong("tokens", "int64", "float32", tokens=torch.zeros(N)),
     wrong("tokens", "int64", "int32", tokens=torch.zeros(N, dtype=torch.int32)),
@@ -114,25 +115,10 @@ LOSSES: list[Row] = [  # of ppo_loss and of linear_ppo_loss
     wrong("kl_estimator", "k1, k2, k3, full", "k4", kl_estimator="k4"),
     wrong("kl_coef", "k3", "ref_logprobs", kl_coef=0.1),
     wrong("kl_estimator='full'", "ref_logits", kl_coef=0.1, kl_estimator="full"),
-    wrong(
-        "kl_ratio_weighted",
-        "'k1' or 'k3'",
-        "'k2'",
-        kl_coef=0.1,
-        kl_estimator="k2",
-        kl_ratio_weighted=True,
-        ref_logprobs=ZEROS,
-    ),
+    wrong("kl_ratio_weighted", "'k1' or 'k3'", "'k2'", kl_estimator="k2", **KL),
     wrong("kl_ratio_weighted", "kl_coef", "not 0", kl_ratio_weighted=True),
     wrong("kl_ratio_weighted", "True or False", "1", kl_ratio_weighted=1),
-    wrong(
-        "kl_ratio_weighted",
-        "objective='gspo'",
-        objective="gspo",
-        kl_coef=0.1,
-        kl_ratio_weighted=True,
-        ref_logprobs=ZEROS,
-    ),
+    wrong("kl_ratio_weighted", "objective='gspo'", objective="gspo", **KL),
     wrong("kl_coef", "finite", "nan", kl_coef=nan),
     wrong("entropy_coef", "finite", "inf", entropy_coef=inf),
     wrong("temperature", "> 0", "0.0", temperature=0.0),
@@ -158,23 +144,11 @@ LOSSES: list[Row] = [  # of ppo_loss and of linear_ppo_loss
 ]
 
 REFERENCE_HEADS: list[Row] = [  # of what takes a reference as hidden states and a head
-    wrong("ref_hidden", "ref_weight", "both", ref_hidden=REFERENCE_HIDDEN),
+    wrong("ref_hidden", "ref_weight", "both", **REF_HIDDEN),
     wrong("ref_hidden", "ref_weight", "both", ref_weight=torch.zeros(V, H)),
     wrong("ref_bias", "ref_hidden", "None", ref_bias=torch.zeros(V)),
-    wrong(
-        "ref_weight",
-        "V = 7",
-        "[8, 3]",
-        ref_hidden=REFERENCE_HIDDEN,
-        ref_weight=torch.zeros(V + 1, H),
-    ),
-    wrong(
-        "ref_hidden",
-        "[4, 4]",
-        "[4, 3]",
-        ref_hidden=REFERENCE_HIDDEN,
-        ref_weight=torch.zeros(V, H + 1),
-    ),
+    wrong("ref_weight", "V = 7", "[8, 3]", **REF_HIDDEN, ref_weight=torch.zeros(V + 1, H)),
+    wrong("ref_hidden", "[4, 4]", "[4, 3]", **REF_HIDDEN, ref_weight=torch.zeros(V, H + 1)),
     wrong("weight", "H = 3", "[7, 4]", weight=torch.zeros(V, H + 1)),
     wrong("chunk_size", ">= 1", "0", chunk_size=0),
 ]
@@ -187,15 +161,7 @@ WRONG: dict[Callable[..., Any], list[Row]] = {
         wrong("logits", "dense last axis", "(1, 4)", logits=torch.zeros(V, N).T),
         wrong("logits", "bfloat16", "int64", logits=ints(N, V)),
         wrong("logits", "torch.Tensor", "NoneType", logits=None),
-        wrong(
-            "kl_ratio_weighted",
-            "'k1' or 'k3'",
-            "'full'",
-            kl_coef=0.1,
-            kl_estimator="full",
-            kl_ratio_weighted=True,
-            ref_logits=torch.zeros(N, V),
-        ),
+        wrong("'full'", **KL, kl_estimator="full", ref_logits=torch.zeros(N, V)),
         wrong("ref_logits", "[4, 7]", "[4, 8]", ref_logits=torch.zeros(N, V + 1)),
         wrong("ref_logits", "dense last axis", ref_logits=torch.zeros(V, N).T),
         wrong("inplace must be True or False, got 'no'", inplace="no"),

@@ -117,8 +117,7 @@ def test_a_bias_of_minus_infinity_masks_the_vocabulary_of_a_fused_head(
         entropy_coef=0.1,
     )
     smaller = fastppo.ppo_loss(small, picks, old, data.advantages, entropy_coef=0.1)
-    for one, other in zip(masked[:3], smaller[:3], strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=NATS)
+    torch.testing.assert_close(masked[:3], smaller[:3], rtol=0, atol=NATS)
     (grad,) = torch.autograd.grad(masked.loss, hidden)
     (small_grad,) = torch.autograd.grad(smaller.loss, small)
     rounding = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}[dtype]

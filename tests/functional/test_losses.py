@@ -279,8 +279,7 @@ def test_a_view_of_shifted_logits_is_as_good_as_its_copy(masked: bool, dtype: to
             assert stats.kl is not None
             total = out.loss + (stats.logprobs + stats.entropy + stats.kl).sum() / 7
             results.append((out.loss, stats.entropy, *torch.autograd.grad(total, x)))
-        for one, other in zip(*results, strict=True):
-            assert torch.equal(one, other)
+        torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_nothing_but_logits_or_the_head_gets_a_gradient() -> None:
@@ -310,8 +309,7 @@ def test_without_grad_no_gradient_is_formed_and_the_values_are_the_same_bits() -
     with torch.no_grad():
         untracked = fastppo.ppo_loss(*data, entropy_coef=0.1, inplace=True)
     assert not untracked.loss.requires_grad
-    for one, other in zip(tracked[:4], untracked[:4], strict=True):
-        assert torch.equal(one, other)
+    torch.testing.assert_close(tracked[:4], untracked[:4], rtol=0, atol=0)
     assert torch.equal(data.logits, draws.batch((N,), V).logits)
 
 
@@ -330,8 +328,7 @@ def test_in_place_gives_the_same_bits_in_the_logits_own_memory(
     logits = leaf * 1
     out = fastppo.ppo_loss(logits, *data[1:], mask, entropy_coef=0.1, inplace=True)
     assert torch.equal(logits.detach(), expected_grad)
-    for one, other in zip(out[:4], expected[:4], strict=True):
-        assert torch.equal(one, other)
+    torch.testing.assert_close(out[:4], expected[:4], rtol=0, atol=0)
     (grad,) = torch.autograd.grad(out.loss, leaf)
     assert torch.equal(grad, expected_grad)
 
@@ -368,8 +365,7 @@ def test_masked_entries_may_hold_anything(
     bad.advantages[~keep] = float("inf")
     expected, expected_grad = run(path, data, keywords, mask)
     actual, grad = run(path, bad, poisoned, mask)
-    for one, other in zip(actual[:4], expected[:4], strict=True):
-        assert torch.equal(one, other)
+    torch.testing.assert_close(actual[:4], expected[:4], rtol=0, atol=0)
     assert torch.equal(grad, expected_grad)
     assert (grad[~keep] == 0).all()
     for stat in (actual.logprobs, actual.entropy, actual.kl):

@@ -92,8 +92,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path) -> None:
     _trainer(tmp_path / "parts", iterations=2).train()
     resumed = _trainer(tmp_path / "parts", iterations=3, resume=True)
     resumed.train()
-    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
 
 
 @needs_bitsandbytes

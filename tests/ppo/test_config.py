@@ -14,16 +14,14 @@ from fastppo.run.options import read_yaml
 from fastppo.run.removed import REMOVED
 from fastppo.run.watch import parse_threshold
 
+K3_BY_RATIO = {"kl_loss_coef": 0.1, "kl_loss_estimator": "k3_by_ratio"}
+
 
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
         ("kl_controller", "adaptve", "kl_controller must be one of fixed, adaptive, penalty"),
-        (
-            "report_to",
-            ["mlflow"],
-            "report_to must be of wandb, got 'mlflow'; TensorBoard is always",
-        ),
+        ("report_to", ["mlflow"], "report_to must be of wandb, got 'mlflow'"),
         ("adam_beta2", 2.0, r"adam_beta2 must be in \[0, 1\]"),
         ("generate_batch_size", -1, "generate_batch_size must be >= 1"),
         ("score_clip", -1.0, "score_clip must be > 0"),
@@ -43,40 +41,19 @@ def test_a_wrong_option_is_refused_before_any_work(option, value, says: str) -> 
         ({"objective": "penalty", "ppo_epochs": 1, "minibatches": 1}, "minibatches must be > 1"),
         ({"early_stop_kl": 0.1, "ppo_epochs": 1, "minibatches": 1}, "minibatches must be > 1"),
         ({"objective": "penalty", "clip_ratio": 0.1}, "clip_ratio has an effect only with"),
-        (
-            {"objective": "penalty", "schedules": ["clip_ratio=linear:0.1"]},
-            "clip_ratio has an effect only with an objective that has a clip range",
-        ),
+        ({"objective": "penalty", "schedules": ["clip_ratio=linear:0.1"]}, "clip_ratio has an eff"),
         ({"objective": "sapo", "clip_ratio_high": 0.3}, "not penalty or sapo"),
         ({"importance_floor": 3.0}, "importance_floor must be below importance_cap"),
-        (
-            {"importance_mode": "token_mask", "importance_cap": None},
-            "effect only with an importance_cap or an importance_floor",
-        ),
-        (
-            {"objective": "penalty", "importance_mode": "sequence_mask"},
-            "divides by the importance weights",
-        ),
+        ({"importance_mode": "token_mask", "importance_cap": None}, "effect only with an import"),
+        ({"objective": "penalty", "importance_mode": "sequence_mask"}, "divides by the import"),
         ({"objective": "dis", "dual_clip": 3.0}, "no clipped surrogate to bound"),
-        (
-            {"objective": "gspo", "kl_loss_coef": 0.1, "kl_loss_estimator": "k3_by_ratio"},
-            "needs the ratios of tokens",
-        ),
+        (K3_BY_RATIO | {"objective": "gspo"}, "needs the ratios of tokens"),
         ({"precision": "fp16", "param_dtype": "bfloat16"}, "precision=fp16 "),
         ({"precision": "fp16", "optimizer": "adamw8bit"}, "precision=fp16 "),
-        (
-            {"precision": "fp16", "kl_loss_coef": 0.1, "kl_loss_estimator": "full"},
-            "precision=fp16 ",
-        ),
+        (K3_BY_RATIO | {"precision": "fp16", "kl_loss_estimator": "full"}, "precision=fp16 "),
         ({"quantization": "nf4"}, "freezes the model's matrices, so lora_rank must be > 0"),
-        (
-            {"quantization": "nf4", "lora_rank": 4, "value_model": "critic"},
-            "and value_model shared or detached",
-        ),
-        (
-            {"quantization": "nf4", "lora_rank": 4, "rollout": "vllm"},
-            "rollout=vllm takes whole weights; use rollout=decoder",
-        ),
+        ({"quantization": "nf4", "lora_rank": 4, "value_model": "critic"}, "value_model shared or"),
+        ({"quantization": "nf4", "lora_rank": 4, "rollout": "vllm"}, "vllm takes whole weights"),
         ({"policy_kl_target": 0.1}, "effect only with objective=penalty"),
         ({"kl_estimator": "k3", "kl_coef": 0}, "effect only with kl_coef > 0"),
         ({"kl_loss_estimator": "k2"}, "effect only with kl_loss_coef > 0"),
@@ -103,14 +80,8 @@ def test_a_wrong_option_is_refused_before_any_work(option, value, says: str) -> 
         ({"advantage": "sequence", "bootstrap_truncated": True}, "complete returns"),
         ({"advantage": "group", "samples_per_prompt": 2}, "no value function to train, so vf_coef"),
         ({"advantage": "rloo", "vf_coef": 0.0}, "samples_per_prompt must be at least 2"),
-        (
-            {"advantage": "group", "vf_coef": 0.0, "samples_per_prompt": 2},
-            "whiten_advantages must be none or variance",
-        ),
-        (
-            {"advantage": "reinforce", "vf_coef": 0.0, "value_model": "critic"},
-            "value_model must be shared",
-        ),
+        ({"advantage": "group", "vf_coef": 0.0, "samples_per_prompt": 2}, "whiten_advantages must"),
+        ({"advantage": "reinforce", "vf_coef": 0.0, "value_model": "critic"}, "value_model must"),
         ({"advantage": "sequence", "value_lam": 0.5}, "effect only with advantage=gae"),
         ({"lam": 0.9, "lam_alpha": 0.05}, "effect only with advantage=gae and no lam_alpha"),
         ({"ptx_coef": 1.0}, "ptx_coef > 0 needs ptx_data"),
@@ -122,10 +93,7 @@ def test_a_wrong_option_is_refused_before_any_work(option, value, says: str) -> 
         ({"eval_interval": 3}, "effect only with eval_prompts"),
         ({"eval_patience": 3}, "effect only with eval_prompts"),
         ({"eval_sampling": "both"}, "effect only with eval_prompts"),
-        (
-            {"schedules": ["kl_coef=linear:0"], "kl_controller": "adaptive"},
-            "expected one of them",
-        ),
+        ({"schedules": ["kl_coef=linear:0"], "kl_controller": "adaptive"}, "expected one of"),
         ({"schedules": ["kl_coef=linear:0", "kl_coef=linear:1"]}, "one name twice"),
         ({"schedules": ["kl_coef=quadratic:0"]}, "must be one of constant, linear, cosine"),
         ({"schedules": ["gamma=linear:0"]}, "the name must be one of"),
@@ -135,21 +103,11 @@ def test_a_wrong_option_is_refused_before_any_work(option, value, says: str) -> 
         ({"kl_controller": "adaptive", "kl_coef": 0.0}, "multiplies kl_coef"),
         ({"stop_if": ["kl over 9"]}, "stop_if must read like `kl > 20`.*got 'kl over 9'"),
         ({"dual_clip": 1.0}, "dual_clip must be > 1"),
+        ({"rollout_batch_size": 10}, "must be a multiple of minibatches, got 10 and 4"),
+        ({"samples_per_prompt": 5}, "must be a multiple of samples_per_prompt, got 64 and 5"),
+        ({"rewards": ["a:b"], "reward_weights": [1, 2]}, "be as many as rewards, 1, got 2"),
         (
-            {"rollout_batch_size": 10},
-            "rollout_batch_size must be a multiple of minibatches, got 10 and 4",
-        ),
-        (
-            {"samples_per_prompt": 5},
-            "rollout_batch_size counts responses and must be a multiple of samples_per_prompt, "
-            "got 64 and 5",
-        ),
-        (
-            {"rewards": ["a:b"], "reward_weights": [1.0, 2.0]},
-            "reward_weights must be as many as rewards, 1, got 2; none given means 1 each",
-        ),
-        (
-            {"rewards": ["a:b"], "reward_weights": [1.0] * 3, "reward_ensemble": ["c", "d"]},
+            {"rewards": ["a:b"], "reward_weights": [1] * 3, "reward_ensemble": ["c", "d"]},
             "as many as rewards, 1, or one more for reward_ensemble, got 3",
         ),
     ],

@@ -10,61 +10,30 @@ import torch
 from tokenizers import processors
 
 from fastppo.data.chat import encode_prompt
-from fastppo.ppo.given_responses import (
-    GivenResponses,
-    check_responses,
-    check_scores,
-    given_responses,
-)
-from fastppo.rollout import Rollout
+from fastppo.ppo.given_responses import GivenResponses, given_responses
+
+GIVEN = [[4, 5], [6]], [[7, 8, 1], [9, 1]]
+ONE = [[4]], [[5]]
 
 
-@pytest.mark.parametrize(
-    ("prompts", "responses", "reasons", "says"),
-    [
-        ([[4], [5]], [[6], []], ["stop"] * 2, "response 1 is empty"),
-        ([[4, 4, 4]], [[5, 5]], ["stop"], "prompt and response 0 have 5 tokens; the model's conte"),
-        ([[4]], [[9]], ["stop"], r"prompt or response 0 has tokens outside \[0, 9\)"),
-        ([[9]], [[4]], ["stop"], r"prompt or response 0 has tokens outside \[0, 9\)"),
-        ([[4]], [[-1]], ["stop"], r"prompt or response 0 has tokens outside \[0, 9\)"),
-        ([[4]], [[5]], [], r"finish_reasons must be 1 of stop or length, got \[\]"),
-        ([[4]], [[5]], ["eos"], r"finish_reasons must be 1 of stop or length, got \['eos'\]"),
-    ],
-)
-def test_responses_that_do_not_fit_are_refused(prompts, responses, reasons, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        check_responses(prompts, Rollout(responses, reasons), vocabulary=9, context=4)
+def _given(
+    prompts: Any, responses: Any, scores: Any = None, *, tokenizer: Any = None, **more: Any
+) -> GivenResponses:
+    options = {"finish_reasons": None, "vocabulary": 43, "context": 64, "stop_token_ids": [1]}
+    return given_responses(
+        prompts,
+        responses,
+        [1.0] * len(prompts) if scores is None else scores,
+        tokenizer=tiny.tokenizer() if tokenizer is None else tokenizer,
+        **{**options, **more},
+    )
 
 
 @pytest.mark.parametrize("scores", [[1, 2.5], (1.0, 2.5), torch.tensor([1.0, 2.5]).double()])
 def test_scores_of_any_kind_become_fp32_on_the_cpu(scores) -> None:
-    checked = check_scores(scores, 2)
+    checked = _given(*GIVEN, scores).scores.total
     assert checked.tolist() == [1.0, 2.5]
     assert (checked.dtype, checked.device.type) == (torch.float32, "cpu")
-
-
-@pytest.mark.parametrize(
-    ("scores", "says"),
-    [
-        ([1.0], r"scores must be \[2\], got \[1\]"),
-        ([[1.0], [2.0]], r"scores must be \[2\], got \[2, 1\]"),
-        (1.0, r"scores must be \[2\], got \[\]"),
-        ([1.0, float("nan")], r"scores must be finite, got \[1.0, nan\]"),
-        ([1.0, 1e39], r"scores must be finite, got \[1.0, inf\]"),
-    ],
-)
-def test_scores_that_do_not_fit_are_refused(scores, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        check_scores(scores, 2)
-
-
-# ------------------------------------------------------------------------------- what becomes of it
-
-
-def _given(tokenizer: Any, prompts: Any, responses: Any, **more: Any) -> GivenResponses:
-    options = {"finish_reasons": None, "vocabulary": 43, "context": 64, "stop_token_ids": [1]}
-    scores = [1.0] * len(prompts)
-    return given_responses(prompts, responses, scores, tokenizer=tokenizer, **options, **more)
 
 
 def test_prompts_are_read_as_a_run_does() -> None:
@@ -74,20 +43,19 @@ def test_prompts_are_read_as_a_run_does() -> None:
     ending = processors.TemplateProcessing("$A <eos>", special_tokens=[("<eos>", 1)])
     tokenizer.backend_tokenizer.post_processor = ending
     chat = [{"role": "user", "content": "w1 w2"}]
-    given = _given(tokenizer, ["w1 w2", chat, [4, 5, 1]], ["w7 <eos>"] * 3)
+    given = _given(["w1 w2", chat, [4, 5, 1]], ["w7 <eos>"] * 3, tokenizer=tokenizer)
     assert given.prompt_ids == [[4, 5], encode_prompt(chat, tokenizer, "the chat"), [4, 5, 1]]
     assert given.rollout.tokens == [[10, 1]] * 3
 
 
 def test_a_response_without_a_stop_token_is_taken_for_cut_off() -> None:
-    given = _given(tiny.tokenizer(), ["w1", "w2"], ["w3 w4", "w3 <eos>"])
+    given = _given(["w1", "w2"], ["w3 w4", "w3 <eos>"])
     assert given.rollout.truncated == [True, False]
 
 
 def test_what_is_given_by_token_is_of_the_policys_tokens() -> None:
     """A reward of another token is paid at the policy's last one before it."""
     given = _given(
-        tiny.tokenizer(),
         [[4, 5], [6]],
         [[7, 20, 8, 1], [9, 1]],
         masks=[[True, False, True, True], [True, True]],
@@ -104,38 +72,36 @@ def test_what_is_given_by_token_is_of_the_policys_tokens() -> None:
     assert given.policy.values.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
 
 
-GIVEN = [[4, 5], [6]], [[7, 8, 1], [9, 1]]
-
-
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("given", "more", "says"),
     [
-        ({"masks": [[True]]}, "masks must be one list per response, got 1 for 2"),
-        ({"masks": [[True] * 2, [True] * 2]}, "masks of response 0 .* expected 3, got 2"),
-        ({"masks": [[1] * 3, [1] * 2]}, "masks of response 0 must be bool, got"),
-        ({"masks": [[True] * 3, [False] * 2]}, "masks of response 1 has no True"),
-        ({"masks": [True, False]}, "masks of response 0 must be one per token: expected 3, got T"),
-        ({"token_rewards": [[0.0] * 3, [0.0, 1e300]]}, "token_rewards of response 1 must be fin"),
-        ({"old_logprobs": [[-1.0] * 3, [-1.0, float("nan")]]}, "old_logprobs of response 1 must"),
-        ({"old_logprobs": [["a"] * 3, [-1.0] * 2]}, "old_logprobs of response 0 must be finite"),
-        ({"values": [[True] * 3, [0.0] * 2]}, "values of response 0 must be finite numbers, got"),
-        ({"values": torch.zeros(2, 3)}, "values of response 1 .* expected 2, got 3"),
+        (([[4], [5]], [[6], []]), {}, "response 1 is empty"),
+        (([[43]], [[4]]), {}, r"prompt or response 0 has tokens outside \[0, 43\)"),
+        (([[4]], [[43]]), {}, r"prompt or response 0 has tokens outside \[0, 43\)"),
+        (([[4]], [[-1]]), {}, r"prompt or response 0 has tokens outside \[0, 43\)"),
+        (([""], ["w1"]), {}, "prompt 0: the prompt is empty"),
+        ((["w1", "w2"], ["w2"]), {}, "2 prompts and 1 responses"),
+        (([], []), {}, "at least one, got 0 prompts and 0 responses"),
+        ((["w1 " * 60], ["w2 " * 9]), {}, "69 tokens; the model's context has 64"),
+        (ONE, {"finish_reasons": []}, r"finish_reasons must be 1 of stop or length, got \[\]"),
+        (ONE, {"finish_reasons": ["eos"]}, r"finish_reasons must be 1 of .*, got \['eos'\]"),
+        (GIVEN, {"scores": [1.0]}, r"scores must be \[2\], got \[1\]"),
+        (GIVEN, {"scores": [[1.0], [2.0]]}, r"scores must be \[2\], got \[2, 1\]"),
+        (GIVEN, {"scores": 1.0}, r"scores must be \[2\], got \[\]"),
+        (GIVEN, {"scores": [1.0, float("nan")]}, r"scores must be finite, got \[1.0, nan\]"),
+        (GIVEN, {"scores": [1.0, 1e39]}, r"scores must be finite, got \[1.0, inf\]"),
+        (GIVEN, {"masks": [[True]]}, "masks must be one list per response, got 1 for 2"),
+        (GIVEN, {"masks": [[True] * 2, [True] * 2]}, "masks of response 0 .* expected 3, got 2"),
+        (GIVEN, {"masks": [[1] * 3, [1] * 2]}, "masks of response 0 must be bool, got"),
+        (GIVEN, {"masks": [[True] * 3, [False] * 2]}, "masks of response 1 has no True"),
+        (GIVEN, {"masks": [True, False]}, "masks of response 0 must be one per token: expected 3"),
+        (GIVEN, {"token_rewards": [[0.0] * 3, [0.0, 1e300]]}, "token_rewards of response 1 must"),
+        (GIVEN, {"old_logprobs": [[-1.0] * 3, [-1.0, float("nan")]]}, "old_logprobs of response 1"),
+        (GIVEN, {"old_logprobs": [["a"] * 3, [-1.0] * 2]}, "old_logprobs of response 0 must be"),
+        (GIVEN, {"values": [[True] * 3, [0.0] * 2]}, "values of response 0 must be finite numbers"),
+        (GIVEN, {"values": torch.zeros(2, 3)}, "values of response 1 .* expected 2, got 3"),
     ],
 )
-def test_what_does_not_fit_the_tokens_is_refused(more: dict[str, Any], says: str) -> None:
+def test_what_does_not_fit_is_refused(given: Any, more: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        _given(tiny.tokenizer(), *GIVEN, **more)
-
-
-@pytest.mark.parametrize(
-    ("prompts", "responses", "says"),
-    [
-        ([""], ["w1"], "prompt 0: the prompt is empty"),
-        (["w1", "w2"], ["w2"], "2 prompts and 1 responses"),
-        ([], [], "at least one, got 0 prompts and 0 responses"),
-        (["w1 " * 60], ["w2 " * 9], "69 tokens; the model's context has 64"),
-    ],
-)
-def test_texts_that_do_not_fit_are_refused(prompts: Any, responses: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        _given(tiny.tokenizer(), prompts, responses)
+        _given(*given, **more)

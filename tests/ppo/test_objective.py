@@ -1,4 +1,4 @@
-"""The loss of a microbatch, in closed form: clipped, with a penalty, and the value's."""
+"""The loss of a microbatch: the definition's or, with a penalty, the paper's, and the value's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import draws
 import pytest
 import tiny
 import torch
@@ -32,11 +33,13 @@ class Loss:
     ) -> None:
         options = {"temperature": TEMPERATURE, "vf_coef": 0.0, **options}
         self.trainer = make_trainer(tmp_path, reference=tiny.model(seed=1), **options)
-        self.options = self.trainer.config
         batch = tiny.random_batch((5, 3, 1))
         zeros = torch.zeros(9)
-        with torch.no_grad():
-            old_logprobs = self._logprobs(batch) - torch.linspace(-0.6, 0.6, 9)
+        self.logits = self.trainer.model.head.logits(self.trainer.model.hidden(batch.layout()))
+        logprobs = draws.token_logprobs(
+            self.logits.detach(), batch.response_tokens, temperature=TEMPERATURE
+        )
+        old_logprobs = (logprobs - torch.linspace(-0.6, 0.6, 9)).float()
         self.micro = Experience(
             batch,
             old_logprobs=old_logprobs,
@@ -47,42 +50,34 @@ class Loss:
             ref_logprobs=old_logprobs + 0.1,
             importance_weights=importance_weights,
         ).weighted("token-mean")
-        self.log_softmax = self._log_softmax(batch)
-        self.logprobs = self._logprobs(batch)
 
-    def _log_softmax(self, batch: Any) -> Tensor:
-        hidden = self.trainer.model.hidden(batch.layout())
-        return (self.trainer.model.head.logits(hidden) / TEMPERATURE).log_softmax(1)
-
-    def _logprobs(self, batch: Any) -> Tensor:
-        return self._log_softmax(batch).gather(1, batch.response_tokens[:, None])[:, 0]
-
-    @property
-    def ratio(self) -> Tensor:
-        return (self.logprobs - self.micro.old_logprobs).exp()
-
-    @property
-    def negative_entropy(self) -> Tensor:
-        return (self.log_softmax.exp() * self.log_softmax).sum(1)
-
-    def kl(self) -> Tensor:
-        """To the reference, by the estimator of the options."""
-        if self.options.kl_loss_estimator == "full":
+    def exact(self, **keywords: Any) -> Tensor:
+        """The definition's loss under the keywords of `fastppo.ppo_loss`."""
+        batch = self.micro.batch
+        if keywords.get("kl_estimator") == "full":
             assert self.trainer.reference is not None
             with self.trainer.reference.loaded() as reference, torch.no_grad():
-                hidden = reference.hidden(self.micro.batch.layout())
-                q = (reference.head.logits(hidden) / TEMPERATURE).log_softmax(1)
-            return (self.log_softmax.exp() * (self.log_softmax - q)).sum(1)
-        d = self.logprobs - self.micro.ref_logprobs
-        kls = {"k1": d, "k2": d.square() / 2, "k3": (-d).exp() - 1 + d}
-        return kls[self.options.kl_loss_estimator[:2]]
+                ref_logits = reference.head.logits(reference.hidden(batch.layout()))
+            keywords["ref_logits"] = ref_logits
+        elif "kl_coef" in keywords:
+            keywords["ref_logprobs"] = self.micro.ref_logprobs
+        if keywords.get("objective") == "gspo":
+            keywords["cu_seqlens"] = batch.cu_seqlens
+        return draws.exact(
+            self.logits,
+            batch.response_tokens,
+            self.micro.old_logprobs,
+            self.micro.advantages,
+            self.micro.token_weights,
+            importance_weights=self.micro.importance_weights,
+            temperature=TEMPERATURE,
+            **keywords,
+        ).loss
 
-    def check(self, per_token: Tensor) -> None:
-        """Compares loss and gradient with those of a formula's token losses."""
-        assert self.micro.token_weights is not None
-        wanted = (per_token * self.micro.token_weights).sum()
-        loss, sums, _ = self.trainer.loss(self.micro, self.options)
-        torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
+    def check(self, wanted: Tensor) -> None:
+        """Compares loss and gradient."""
+        loss, sums, _ = self.trainer.loss(self.micro, self.trainer.config)
+        torch.testing.assert_close(loss, wanted.float(), rtol=1e-5, atol=1e-6)
         assert sums.loss == loss
         weights = [*self.trainer.model.causal_lm.parameters()]
         gradients = zip(
@@ -94,39 +89,46 @@ class Loss:
             torch.testing.assert_close(gradient, of_formula, rtol=1e-3, atol=1e-5 * scale)
 
 
+RANGE = {"clip_ratio": 0.1, "clip_ratio_high": 0.3, "entropy_coef": 0.1}
+OF_RANGE = {"clip_ratio": (0.1, 0.3), "entropy_coef": 0.1}
+
+
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["on-policy", "weighted"])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "keywords"),
     [
-        {},
-        {"clip_ratio": 0.1, "clip_ratio_high": 0.3, "dual_clip": 1.5, "entropy_coef": 0.3},
-        {"kl_loss_coef": 0.5, "kl_loss_estimator": "k1"},
-        {"kl_loss_coef": 0.5, "kl_loss_estimator": "k2"},
-        {"kl_loss_coef": 0.5},
-        {"kl_loss_coef": 0.5, "kl_loss_estimator": "full"},
-        {"kl_loss_coef": 0.5, "kl_loss_estimator": "k3_by_ratio"},
+        ({}, {}),
+        (RANGE | {"dual_clip": 1.5}, OF_RANGE | {"dual_clip": 1.5}),
+        ({"kl_loss_coef": 0.5}, {"kl_coef": 0.5}),
+        *(
+            (
+                {"kl_loss_coef": 0.5, "kl_loss_estimator": estimator},
+                {"kl_coef": 0.5, "kl_estimator": estimator},
+            )
+            for estimator in ("k1", "k2", "full")
+        ),
+        (
+            {"kl_loss_coef": 0.5, "kl_loss_estimator": "k3_by_ratio"},
+            {"kl_coef": 0.5, "kl_ratio_weighted": True},
+        ),
+        *(
+            (RANGE | {"objective": name}, OF_RANGE | {"objective": name})
+            for name in ("cispo", "gspo", "dis")
+        ),
+        ({"objective": "sapo"}, {"objective": "sapo"}),
     ],
     ids=lambda options: "-".join(map(str, options.values())) or "defaults",
 )
-def test_the_clipped_objective_is_the_papers(
-    options: dict[str, Any], weights: Tensor | None, tmp_path: Path
+def test_the_loss_is_the_definitions(
+    options: dict[str, Any], keywords: dict[str, Any], weights: Tensor | None, tmp_path: Path
 ) -> None:
-    """Schulman et al. 2017, eq. 7, with the KL and the entropy that the options weigh."""
+    """Of each objective that `fastppo.ppo_loss` has, with the KL and the entropy that the options
+    weigh."""
     loss = Loss(tmp_path, weights, **options)
-    advantages = loss.micro.advantages
-    low, high = loss.options.clip_range
-    surrogate = loss.ratio * advantages
-    clipped = torch.minimum(surrogate, loss.ratio.clamp(1 - low, 1 + high) * advantages)
-    if loss.options.dual_clip is not None:
-        bounded = torch.maximum(clipped, loss.options.dual_clip * advantages)
-        clipped = torch.where(advantages < 0, bounded, clipped)
-    assert (clipped != surrogate).any()
-    per_token = -clipped * (1 if weights is None else weights)
-    per_token = per_token + loss.options.entropy_coef * loss.negative_entropy
-    kl = loss.kl()
-    if loss.options.kl_loss_estimator == "k3_by_ratio":
-        kl = loss.ratio * kl
-    loss.check(per_token + loss.options.kl_loss_coef * kl)
+    wanted = loss.exact(**keywords)
+    if keywords.get("objective") != "sapo":
+        assert wanted != loss.exact(**keywords | {"clip_ratio": None}), "no ratio is clipped"
+    loss.check(wanted)
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["on-policy", "weighted"])
@@ -134,40 +136,14 @@ def test_the_penalty_objective_is_the_papers(weights: Tensor | None, tmp_path: P
     """Schulman et al. 2017, eq. 8: −r·A + β·KL(old, new), by its estimator r − 1 − log r."""
     loss = Loss(tmp_path, weights, objective="penalty", entropy_coef=0.1)
     loss.trainer.state.policy_kl_control.coef = 0.7
-    assert (loss.ratio - 1).abs().max() > 0.3, "the clip of the other objective would act"
-    kl = loss.ratio - 1 - loss.ratio.log()
+    log_p = draws.log_softmax(loss.logits, temperature=TEMPERATURE)
+    logprobs = log_p.gather(1, loss.micro.batch.response_tokens[:, None])[:, 0]
+    ratio = (logprobs - loss.micro.old_logprobs).exp()
+    assert (ratio - 1).abs().max() > 0.3, "the clip of the other objective would act"
     advantages = loss.micro.advantages * (1 if weights is None else weights)
-    loss.check(-loss.ratio * advantages + 0.7 * kl + 0.1 * loss.negative_entropy)
-
-
-@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["on-policy", "weighted"])
-@pytest.mark.parametrize("objective", ["cispo", "sapo", "gspo", "dis"])
-def test_other_objectives_are_their_papers(
-    objective: str, weights: Tensor | None, tmp_path: Path
-) -> None:
-    """With a range for those that have one, the paper's τ for the other, and the entropy."""
-    options: dict[str, Any] = {"clip_ratio": 0.1, "clip_ratio_high": 0.3}
-    if objective == "sapo":
-        options = {}
-    loss = Loss(tmp_path, weights, objective=objective, entropy_coef=0.1, **options)
-    a = loss.micro.advantages
-    ratio = loss.ratio
-    if objective == "sapo":
-        tau = torch.where(a > 0, 1.0, 1.05)
-        surrogate = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * a
-    elif objective == "gspo":
-        by_response = (loss.logprobs - loss.micro.old_logprobs).detach().split((5, 3, 1))
-        means = torch.cat([part.mean().expand(len(part)) for part in by_response])
-        ratio = (means + loss.logprobs - loss.logprobs.detach()).exp()
-        surrogate = torch.minimum(ratio * a, ratio.clamp(0.9, 1.3) * a)
-    else:
-        inside = ratio.clamp(0.9, 1.3)
-        coefficient = inside if objective == "cispo" else ratio * (inside == ratio)
-        assert ((inside != ratio) & (a > 0)).any()
-        assert ((inside != ratio) & (a < 0)).any()
-        surrogate = coefficient.detach() * a * loss.logprobs
-    per_token = -surrogate * (1 if weights is None else weights)
-    loss.check(per_token + 0.1 * loss.negative_entropy)
+    kl = ratio - 1 - ratio.log()
+    per_token = -ratio * advantages + 0.7 * kl + 0.1 * (log_p.exp() * log_p).sum(1)
+    loss.check((per_token * loss.micro.token_weights).sum())
 
 
 # ----------------------------------------------------------------------------------- the value loss

@@ -218,6 +218,7 @@ def _whole_and_resumed(
         {"score_normalization": "running"},
         {"objective": "penalty", "learning_rate": 1e-2},
         {"param_dtype": "bfloat16", "model_dtype": "bfloat16"},
+        {"ptx_coef": 1.0, "ptx_block_size": 12, "ptx_batch_size": 3},
         {
             **environments.OPTIONS,
             "environment": environments.Calculator,
@@ -229,18 +230,13 @@ def _whole_and_resumed(
 )
 def test_what_a_run_remembers_survives_a_resume(options: dict[str, Any], tmp_path: Path) -> None:
     """A refreshed reference, a value function of its own, a running scale, a moving β, the fp32
-    masters of bf16 weights, the generator that an environment draws from."""
+    masters of bf16 weights, the place in a pretraining text, the generator that an environment
+    draws from."""
+    if "ptx_coef" in options:
+        options = options | {"ptx_data": tiny.saved_text(tmp_path / "text.jsonl")}
     whole, resumed = _whole_and_resumed(tmp_path, 3, 5, checkpoint_interval=3, **options)
     assert _same_weights(whole, resumed)
     assert whole.state.state_dict() == resumed.state.state_dict()
-
-
-def test_pretraining_text_is_visited_in_order_across_a_resume(tmp_path: Path) -> None:
-    data = tiny.saved_text(tmp_path / "text.jsonl")
-    options = {"ptx_coef": 1.0, "ptx_data": data, "ptx_block_size": 12, "ptx_batch_size": 3}
-    whole, resumed = _whole_and_resumed(tmp_path, 2, 3, checkpoint_interval=1, **options)
-    assert whole.state.ptx_seen == resumed.state.ptx_seen == 3 * 4 * 3
-    assert _same_weights(whole, resumed)
 
 
 def test_a_resumed_run_follows_its_own_options(tmp_path: Path) -> None:
@@ -265,8 +261,7 @@ def test_a_non_finite_gradient_skips_the_step_and_at_last_stops_the_run(tmp_path
     before = [p.detach().clone() for p in trainer.model.causal_lm.parameters()]
     experience.advantages[0] = float("nan")
     assert trainer.update(experience, one_step(trainer))["skipped_steps"] == 1
-    for old, parameter in zip(before, trainer.model.causal_lm.parameters(), strict=True):
-        assert torch.equal(old, parameter)
+    torch.testing.assert_close(before, [*trainer.model.causal_lm.parameters()], rtol=0, atol=0)
     with pytest.raises(FloatingPointError, match=f"{MOST_SKIPPED} optimiser steps in a row"):
         trainer.update(experience, one_step(trainer, ppo_epochs=9))
 

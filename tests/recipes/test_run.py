@@ -195,6 +195,7 @@ def test_a_recipe_that_cannot_be_is_refused_in_a_sentence(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["recipe", *flags]) == 2
     assert says in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_package_is_said_before_anything_is_made(

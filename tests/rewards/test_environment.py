@@ -270,7 +270,7 @@ def test_environments_are_closed_once(is_async: bool) -> None:
         (
             [{"role": "user", "content": "w3"}],
             _prompts(),
-            "the prompt is a text, so it must be one",
+            "the prompt is a text, so it must",
         ),
         ("", _prompts(), "it has no tokens"),
         ([{"role": "user", "content": "\ud800"}], _chat(), "half of a surrogate pair"),

@@ -145,17 +145,11 @@ def test_a_batch_may_hold_numbers_tokens_and_steps() -> None:
 @pytest.mark.parametrize(
     ("returned", "says"),
     [
-        (
-            [0.0, [1.0] * 3],
-            "3 numbers for completion 1, which has 2 response tokens; expected one per",
-        ),
+        ([0.0, [1.0] * 3], "3 numbers for completion 1, which has 2 response tokens"),
         ([0.0, [1.0, float("nan")]], "nan for token 1 of completion 1; expected a number within"),
         ([0.0, [1.0, "x"]], "'x' for token 1 of completion 1; expected a number within"),
         ([0.0, [(1, 1.0), 2.0]], r"numbers beside \(end, value\) pairs for completion 1"),
-        (
-            [0.0, [(0, 1.0)]],
-            r"\(0, 1.0\) for a step of completion 1; expected .* whole number from 1",
-        ),
+        ([0.0, [(0, 1.0)]], r"\(0, 1.0\) for a step of completion 1; .* whole number from 1"),
         ([0.0, [(1.5, 1.0)]], r"\(1.5, 1.0\) for a step of completion 1"),
         ([0.0, [(True, 1.0)]], r"\(True, 1.0\) for a step of completion 1"),
         ([0.0, [(1, 1.0, 2.0)]], r"\(1, 1.0, 2.0\) for a step of completion 1"),

@@ -192,9 +192,7 @@ def test_a_handover_gives_what_the_saved_policy_has(listener: Listener, tmp_path
     engine.weights_changed(policy)
     policy.save_policy(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
-    assert listener.weights.keys() == saved.keys()
-    for name, weight in saved.items():
-        assert torch.equal(listener.weights[name], weight), name
+    torch.testing.assert_close(listener.weights, saved, rtol=0, atol=0)
     assert not torch.equal(
         saved["model.layers.0.mlp.up_proj.weight"],
         causal_lm.model.layers[0].mlp.up_proj.base_layer.weight,
@@ -236,9 +234,7 @@ def test_two_processes_hand_whole_weights_over_one_at_a_time(
     """Those that the saved policy has; and where one cannot take them, all raise what it says."""
     found = ranks.run(2, vllm_ranks.hand_over, tmp_path, str(tmp_path), {"lora_rank": lora_rank})
     saved = load_file(tmp_path / "policy" / "model.safetensors")
-    assert found["given"].keys() == saved.keys()
-    for name, weight in saved.items():
-        assert torch.equal(found["given"][name], weight), name
+    torch.testing.assert_close(found["given"], saved, rtol=0, atol=0)
     assert found["most"] == 1
     assert found["executor"] == "external_launcher"
     said = ["no room for model.layers.1.mlp.up_proj.weight", "no room to wake"]
@@ -454,8 +450,8 @@ def test_the_trainer_hands_weights_over_after_each_update(
     listener.calls.clear()
     trainer.step(["w1"] * 16, ["w2 w3"] * 16, [float(i) for i in range(16)])
     assert [name for name, _ in listener.calls] == ["reload_weights", "reset_prefix_cache"]
-    for name, weight in trainer.model.causal_lm.state_dict().items():
-        assert torch.equal(listener.weights[name], weight), name
+    weights = trainer.model.causal_lm.state_dict()
+    torch.testing.assert_close(listener.weights, dict(weights), rtol=0, atol=0)
 
 
 @with_vllm

@@ -11,7 +11,6 @@ import pytest
 from fastppo.generate import GenerateConfig
 from fastppo.ppo.config import PPOConfig
 from fastppo.run.options import Options, option, read_yaml
-from fastppo.run.removed import REMOVED, Removed
 from fastppo.stages.reward_model import RewardModelConfig
 from fastppo.stages.sft import SFTConfig
 
@@ -165,22 +164,6 @@ def test_a_file_of_something_else_is_refused(text: str, says: str, tmp_path) -> 
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ValueError, match=says):
         read_yaml(tmp_path / "run.yaml", Both)
-
-
-@pytest.mark.parametrize(
-    ("removed", "sentence"),
-    [
-        ("log_interval: 5", "log_interval was removed: every iteration is logged"),
-        ("kind: quick", "kind=quick was removed: kind=fast is as quick"),
-    ],
-)
-def test_a_removed_option_is_answered_with_what_to_do_instead(
-    removed: str, sentence: str, tmp_path, monkeypatch
-) -> None:
-    monkeypatch.setitem(REMOVED, "kind=quick", Removed(None, "kind=fast is as quick"))
-    (tmp_path / "run.yaml").write_text(f"epochs: 4\n{removed}")
-    with pytest.raises(ValueError, match=sentence):
-        Both(**read_yaml(tmp_path / "run.yaml", Both))
 
 
 def test_all_removed_options_of_a_file_are_answered_at_once(tmp_path) -> None:

@@ -84,23 +84,11 @@ def test_long_texts_lose_their_beginning_and_are_counted() -> None:
         ({"prompt": "w1", "chosen": "w2"}, "expected prompt, chosen and rejected, or prompt and"),
         ({"chosen": " w2", "rejected": " w3"}, "no prompt; only whole conversations"),
         ({"prompt": "w1", "chosen": 2, "rejected": " w3"}, "a completion is a string or a list"),
-        (
-            {"prompt": 1, "chosen": "w2", "rejected": " w3"},
-            r"a prompt is a string or a list of \{role, content\} messages, got int",
-        ),
+        ({"prompt": 1, "chosen": "w2", "rejected": " w3"}, "a prompt is a string or .* got int"),
         ({"prompt": "w1", "completions": [" w2"]}, "completions must be a list of 2 or more"),
-        (
-            {"prompt": "w1", "completions": [" w2", " w3"], "ranks": [1]},
-            "ranks must be 2 numbers",
-        ),
-        (
-            {"prompt": "w1", "chosen": "w2", "rejected": "w3", "margin": math.inf},
-            "margin must be a finite number, got inf",
-        ),
-        (
-            {"prompt": "w1", "completions": ["w2", "w3", "w4"], "margin": 1.0},
-            "a margin is that of one pair",
-        ),
+        ({"prompt": "w1", "completions": ["w2", "w3"], "ranks": [1]}, "ranks must be 2 numbers"),
+        ({"prompt": "w1", "chosen": "w2", "rejected": "w3", "margin": math.inf}, "margin must be"),
+        ({"prompt": "w1", "completions": ["w2", "w3", "w4"], "margin": 1.0}, "a margin is that"),
         (
             {
                 "chosen": [{"role": "user", "content": "w4"}, *_answer("w2")],

@@ -1,0 +1,34 @@
+"""Python in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PATHS = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
+"""Where the packages of this tree are found."""
+
+
+def python(
+    *arguments: str, cwd: Path = ROOT, code: int = 0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """What Python did of these arguments, with this tree's packages; it ended with the code."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": PATHS} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def loaded_after(source: str) -> set[str]:
+    """The modules that a process has loaded after the source."""
+    printed = python("-c", f"import sys\n{source}\nprint(*sys.modules)").stdout
+    return set(printed.splitlines()[-1].split())
