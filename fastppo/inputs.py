@@ -20,6 +20,7 @@ from fastppo.data.rows import (
 )
 from fastppo.integrations.addresses import is_address
 from fastppo.models.names import check_model_name
+from fastppo.rewards.chat import SCHEME
 from fastppo.rewards.loading import FUNCTION, URL, match_function
 from fastppo.rewards.reading import (
     check_methods,
@@ -77,9 +78,12 @@ def check_prompts(config: Any) -> None:
     ]
     rewards = (*config.rewards, *config.monitor_rewards, *config.reward_ensemble)
     check_rewards(rewards, sources, config.prompt_column)
-    match = FUNCTION.match(config.environment)
+    is_agent = config.environment.startswith(SCHEME)
+    name = config.environment.removeprefix(SCHEME).partition("?")[0]
+    match = FUNCTION.match(name)
     if match is not None and match["where"].endswith(".py"):
-        methods = read_methods(find_definition(match["where"], match["name"], "environment"))
+        kind = "agent" if is_agent else "environment"
+        methods = read_methods(find_definition(match["where"], match["name"], kind))
         for source in sources:
             on_columns(source, config.prompt_column, partial(check_methods, methods, source))
 

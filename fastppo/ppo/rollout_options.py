@@ -74,6 +74,7 @@ class TurnOptions(Options):
     environment: str = option(
         "",
         "What answers the policy's turns and pays them: file.py:Name, module:Name (a class with "
-        "`step`, or with tools), or an address such as openenv:http://localhost:8000",
+        "`step`, or with tools), an agent chat:file.py:name, or an address such as "
+        "openenv:http://localhost:8000",
     )
     max_turns: int = option(8, "Turns of a response, each of max_new_tokens at most", minimum=1)

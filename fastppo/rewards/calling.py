@@ -90,7 +90,8 @@ def call(function: Callable[[], Any], timeout: float | None = None, attempts: in
     if timeout is None:
         return _called(function)
     for _ in range(attempts):
-        future = _in_thread(function, timeout)
+        future = call_in_thread(function)
+        concurrent.futures.wait([future], timeout)
         if future.done():
             return future.result()
     times = f", {attempts} times" if attempts > 1 else ""
@@ -131,9 +132,11 @@ def _one_process() -> Iterator[None]:
             os._exit(1)
 
 
-def _in_thread(function: Callable[[], Any], timeout: float) -> Future[Any]:
-    """Calls the function in a thread and waits for it; the future is not done if it is too late."""
+def call_in_thread(function: Callable[[], Any]) -> Future[Any]:
+    """Calls the function in a thread of its own. The future has what it returns, or a
+    `UserCodeError`."""
     future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # nobody can cancel it
 
     def work() -> None:
         try:
@@ -141,8 +144,8 @@ def _in_thread(function: Callable[[], Any], timeout: float) -> Future[Any]:
         except UserCodeError as error:  # raised where the result is asked for
             future.set_exception(error)
 
+    # A daemon, for one that never returns would keep the program from its end.
     threading.Thread(target=work, name="user code", daemon=True).start()
-    concurrent.futures.wait([future], timeout)
     return future
 
 

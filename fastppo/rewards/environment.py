@@ -9,7 +9,8 @@ The tokens of a turn stay those that were drawn. In a chat, what stands between 
 the tokenizer's template writes between an assistant's message and the next, less the stop token
 that the policy drew itself.
 
-Environments with tools, whose turns are calls: `fastppo.rewards.tools`.
+Environments with tools, whose turns are calls: `fastppo.rewards.tools`. Agents that ask for turns
+by HTTP: `fastppo.rewards.chat`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from fastppo.data.prompts import Prompts
 from fastppo.data.rows import DataError
 from fastppo.data.world import World
 from fastppo.rewards.calling import CallOptions
+from fastppo.rewards.chat import Agent
 from fastppo.rewards.pool import Answer, EnvironmentPool, Failure
 from fastppo.rewards.reward import RewardError
 from fastppo.rewards.tools import ToolForm, Tools
@@ -79,6 +81,13 @@ class Episode:
     def conversation(self) -> list[int]:
         """Token ids of all that the policy reads."""
         return self.prompt_ids + self.tokens
+
+    @property
+    def cut_off(self) -> str | None:
+        """The policy's last turn, where it was cut off and no environment has read it."""
+        last = self.turns[-1]
+        is_unread = self.finish_reason == TRUNCATED and last["role"] == POLICY
+        return last["text"] if is_unread else None
 
     def add_turn(self, text: str, rollout: Rollout, row: int) -> None:
         """Appends what the policy wrote; a turn that was cut off ends the episode."""
@@ -154,6 +163,7 @@ class Turns:
         self.environments = EnvironmentPool(make, options=self.options, world=self.world)
         self.name = self.environments.name
         self.pays = not isinstance(make, Tools) or make.pays
+        self.pays_at_the_end = isinstance(make, (Tools, Agent))
         self.form: ToolForm | None = None
         if isinstance(make, Tools):
             where = f"environment {self.name!r}"
@@ -187,8 +197,9 @@ class Turns:
                 self._take_answer(
                     episodes[row], answers[row], sampling, is_last=turn == self.max_turns
                 )
-        if self.form is not None:
-            earned = self._answered(self.environments.end(len(episodes)), episodes)
+        if self.pays_at_the_end:
+            cut_off = [episode.cut_off for episode in episodes]
+            earned = self._answered(self.environments.end(cut_off), episodes)
             for row, episode in enumerate(episodes):
                 episode.pay(earned[row])
         # To rewards the prompts are as the dataset has them; their ids are what the policy read.

@@ -25,6 +25,7 @@ from fastppo.data import fingerprint
 from fastppo.data.files import MissingPathError
 from fastppo.integrations import addresses
 from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of
+from fastppo.rewards.chat import SCHEME, Agent
 from fastppo.rewards.reward import Reward, RewardTerm
 from fastppo.rewards.tools import Tools, is_tool_class
 from fastppo.rewards.url import URLReward, address_name
@@ -75,14 +76,16 @@ def match_function(spec: str) -> re.Match[str] | None:
 
 
 def load_environment(spec: str | Callable[[], Any]) -> RewardTerm | None:
-    """What makes environments, `file.py:Name`, `package.module:Name`, an address of another package
-    or a callable, with its fingerprint; None for an empty name.
+    """What makes environments, `file.py:Name`, `package.module:Name`, an agent `chat:file.py:name`,
+    an address of another package or a callable, with its fingerprint; None for an empty name.
 
     Raises:
         ValueError: it does not exist.
     """
     if not spec:
         return None
+    if isinstance(spec, str) and spec.startswith(SCHEME):
+        return _load_agent(spec)
     if isinstance(spec, str) and addresses.is_address(spec):
         make = addresses.load_environment(spec)
         term = RewardTerm("environment", make, fingerprint=fingerprint.of_text(spec))
@@ -95,6 +98,16 @@ def load_environment(spec: str | Callable[[], Any]) -> RewardTerm | None:
     except ValueError as error:
         raise ValueError(f"environment {spec}: {error}") from error
     return replace(term, function=tools)
+
+
+def _load_agent(spec: str) -> RewardTerm:
+    name, options = addresses.Address.of(spec.removeprefix(SCHEME))
+    term = load_callable(name, "agent")
+    try:
+        agent = Agent(term.function, **options)
+    except (TypeError, ImportError) as error:
+        raise ValueError(f"environment {spec}: {error}") from error
+    return replace(term, name="environment", function=agent)
 
 
 def load_callable(spec: str | Callable[..., Any], option: str) -> RewardTerm:

@@ -108,13 +108,24 @@ class EnvironmentPool:
 
         return self._on_its_rank(list(turns), count, calls)
 
-    def end(self, count: int) -> dict[int, float | Failure]:
-        """By row of a batch of `count`, what environments with tools pay for the episode."""
+    def end(self, cut_off: Sequence[str | None]) -> dict[int, float | Failure]:
+        """By row, what environments that have `end` pay for the episode.
+
+        Args:
+            cut_off: of each row the policy's last turn, if it was cut off and not read.
+        """
 
         def calls(rows: Sequence[int]) -> list[_Call]:
-            return [_Call("get_reward", self._environments[row].end, _read_reward) for row in rows]
+            return [
+                _Call(
+                    "get_reward",
+                    functools.partial(self._environments[row].end, cut_off[row]),
+                    _read_reward,
+                )
+                for row in rows
+            ]
 
-        return self._on_its_rank(range(count), count, calls)
+        return self._on_its_rank(range(len(cut_off)), len(cut_off), calls)
 
     def close(self) -> None:
         """Closes every environment that has a `close`; failures are only reported. Later batches

@@ -1,0 +1,64 @@
+"""Agents that are written with the `openai` package."""
+
+from __future__ import annotations
+
+from openai import AsyncOpenAI, BadRequestError, OpenAI
+
+ASKED = ("w9", "w10")
+"""What is asked after the prompt, one answer after the other."""
+
+
+def play(base_url: str, api_key: str, prompt: str) -> float:
+    """Asks three times; the reward is the share of w7 among the words of the answers."""
+    answers = []
+    with OpenAI(base_url=base_url, api_key=api_key) as client:
+        messages = [{"role": "user", "content": prompt}]
+        for question in (*ASKED, None):
+            reply = client.chat.completions.create(model="policy", messages=messages)
+            message = reply.choices[0].message
+            answers += message.content.split()
+            messages += [message, {"role": "user", "content": question}]
+    return answers.count("w7") / 12
+
+
+HEARD: dict[str, list[tuple[str, str]]] = {}
+"""By prompt, the answers and finish reasons that `listen` has had."""
+
+
+async def listen(base_url: str, api_key: str, prompt: str, name: str) -> float:
+    """The same by the other client, in the way of one that trims answers and sends no nulls; the
+    reward is the number of answers."""
+    HEARD[name] = []
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages = [{"role": "user", "content": [{"type": "text", "text": prompt}]}]
+        for question in (*ASKED, None):
+            reply = await client.chat.completions.create(model="policy", messages=messages)
+            content = reply.choices[0].message.content
+            HEARD[name].append((content, reply.choices[0].finish_reason))
+            messages.append({"role": "assistant", "content": content.strip()})
+            messages.append({"role": "user", "content": question})
+    return float(len(HEARD[name]))
+
+
+def never_ends(base_url: str, api_key: str, prompt: str, name: str) -> float:
+    """Asks on. Where it is refused, n1 raises; others return how often they were answered."""
+    count = 0
+    with OpenAI(base_url=base_url, api_key=api_key) as client:
+        messages = [{"role": "user", "content": prompt}]
+        while True:
+            try:
+                reply = client.chat.completions.create(model="policy", messages=messages)
+            except BadRequestError:
+                if name == "n1":
+                    raise
+                return float(count)
+            count += 1
+            messages += [reply.choices[0].message, {"role": "user", "content": "w9"}]
+
+
+def grade(base_url: str, api_key: str, prompt: str) -> float:
+    """Asks once, and pays what the finish reason is."""
+    with OpenAI(base_url=base_url, api_key=api_key) as client:
+        messages = [{"role": "user", "content": prompt}]
+        reply = client.chat.completions.create(model="policy", messages=messages)
+    return {"stop": 1.0, "length": 0.25}[reply.choices[0].finish_reason]
