@@ -30,7 +30,7 @@ from fastppo.models.pretrained import (
 )
 from fastppo.models.reference_policy import ReferencePolicy
 from fastppo.models.sharding import shard
-from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.config import ASYNC_TURNS, PPOConfig
 from fastppo.ppo.curriculum import Curriculum
 from fastppo.ppo.evaluation import Evaluation
 from fastppo.ppo.optimizer import make_optimizer
@@ -43,7 +43,9 @@ from fastppo.rewards.loading import load_environment, make_terms
 from fastppo.rewards.reward import Reward, RewardTerm
 from fastppo.rewards.scorer import Scorer
 from fastppo.rollout import RolloutEngine, Sampling, as_engine
+from fastppo.rollout.ahead import AheadEngine, CopyEngine, copy_of
 from fastppo.rollout.engines import make_engine
+from fastppo.rollout.server import ServerEngine
 from fastppo.rollout.sharing import SharedEngine
 from fastppo.rollout.stopping import StopStrings
 from fastppo.rollout.vllm import VLLMEngine
@@ -92,6 +94,10 @@ def check_ranks(config: PPOConfig, world: World) -> None:
         )
     if world.size == 1:
         return
+    if config.async_steps:
+        raise ValueError(f"{world.size} processes: async_steps=1 is for one process; use 0")
+    if config.rollout == "server":
+        raise ValueError(f"{world.size} processes: rollout=server is for one process; use vllm")
     if config.optimizer == "adamw8bit":
         raise ValueError(
             f"{world.size} processes: optimizer=adamw8bit has no moments that are sharded; use "
@@ -158,7 +164,7 @@ def build(
     policy = models.policy
     packing_note = choose_packing(config.packing, policy, models.frozen_reference)
     chosen_engine, engine_note = choose_engine(
-        config, engine, policy=policy, tokenizer=tokenizer, world=world
+        config, engine, policy=policy, tokenizer=tokenizer, world=world, say=say
     )
     data = load_data(config, rows, tokenizer, models)
     curriculum = Curriculum(data.prompts or Prompts([], []), config, say, world)
@@ -308,17 +314,28 @@ def check_tokens(policy: ActorCritic, tokenizer: Any, stop: Sequence[int]) -> No
 
 
 def choose_engine(
-    config: PPOConfig, engine: Any, *, policy: ActorCritic, tokenizer: Any, world: World
+    config: PPOConfig,
+    engine: Any,
+    *,
+    policy: ActorCritic,
+    tokenizer: Any,
+    world: World,
+    say: Callable[[str], None] = print,
 ) -> tuple[RolloutEngine, str | None]:
     """The rollout engine, and a sentence where it is not the one that the config names.
 
     Args:
         engine: one that was handed over.
+        say: takes a sentence for the user.
+
+    Raises:
+        ValueError: `async_steps` with an engine that cannot draw beside an update.
     """
+    note = None
     if engine is not None:
-        return as_engine(engine), None
-    if config.rollout == "vllm":
-        vllm = VLLMEngine(
+        chosen = as_engine(engine)
+    elif config.rollout == "vllm":
+        chosen = VLLMEngine(
             policy,
             tokenizer,
             batch_size=config.generate_batch_size,
@@ -326,17 +343,36 @@ def choose_engine(
             tensor_parallel_size=config.vllm_tensor_parallel_size,
             world=world,
         )
-        return vllm, None
-    return make_engine(
-        config.rollout,
-        policy,
-        tokenizer,
-        pad_token_id(tokenizer, policy.causal_lm),
-        batch_size=config.generate_batch_size,
-        final_values=config.bootstrap_truncated,
-        # A CUDA graph reads weights where they were, and gathered ones are elsewhere each time.
-        fixed_shapes=False if world.size > 1 else None,
-    )
+    elif config.rollout == "server":
+        chosen = ServerEngine(
+            config.rollout_urls,
+            policy,
+            Path(config.output_dir) / "rollout_weights",
+            batch_size=config.generate_batch_size,
+            say=say,
+        )
+    else:
+        decoded = copy_of(policy) if config.async_steps else policy
+        chosen, note = make_engine(
+            config.rollout,
+            decoded,
+            tokenizer,
+            pad_token_id(tokenizer, policy.causal_lm),
+            batch_size=config.generate_batch_size,
+            final_values=config.bootstrap_truncated,
+            # A CUDA graph reads weights where they were, and gathered ones are elsewhere each time.
+            fixed_shapes=False if world.size > 1 else None,
+        )
+        if config.async_steps:
+            chosen = CopyEngine(chosen, decoded)
+    if config.async_steps:
+        if not (chosen.holds_weights and chosen.draws_by_row):
+            raise ValueError(
+                "async_steps=1 needs an engine with weights of its own that draws by row: "
+                f"{note or type(chosen).__name__}"
+            )
+        return AheadEngine(chosen), note
+    return chosen, note
 
 
 # ---------------------------------------------------------------------------------------- the data
@@ -476,6 +512,8 @@ def load_rewards(
     monitored = make_terms(monitor_rewards or config.monitor_rewards, **options)
     environment_term = load_environment(environment or config.environment)
     config.have_effect_only("max_turns", where=environment_term, needs="environment")
+    if environment_term is not None and config.async_steps:
+        raise ValueError(ASYNC_TURNS)
     return RewardTerms(trained, monitored, environment_term)
 
 

@@ -128,6 +128,7 @@ class Checkpoints:
         self.model = components.model
         self.optimizer = components.optimizer
         self.reference = components.reference
+        self.engine = components.engine
         self.say = say
         self.saved = saved
         self.world = world or World()
@@ -233,6 +234,7 @@ class Checkpoints:
         try:
             saved_state, saved_reference = checkpoint.load(path, self.model, self.optimizer)
             self.state.load_state_dict(saved_state)
+            self.engine.load_state_dict(saved_state.get("engine", {}))
             if self.state.value_regression is not None:
                 self.state.value_regression.load_tensors(
                     checkpoint.load_value_regression(path), self.model.value_function.head
@@ -264,7 +266,7 @@ class Checkpoints:
         return checkpoint.snapshot(
             self.model,
             self.optimizer,
-            self.state.state_dict(),
+            self.state.state_dict() | {"engine": self.engine.state_dict()},
             reference=self._reference_state(),
             value_regression=None if regression is None else regression.tensors(),
             in_shards=self.world.size > 1,

@@ -42,6 +42,8 @@ WARNINGS = (
 BY_RATIO = "_by_ratio"
 """Ends an estimator of the KL in the loss that is times the ratio."""
 
+ASYNC_TURNS = "async_steps=1 draws responses of one turn, so environment must be none"
+
 CRITIC_FREE = ("reinforce", "rloo", "group")
 """Kinds of advantages that need no value function."""
 
@@ -320,6 +322,8 @@ class PPOConfig(
         check_rewards(self)
         check_objective(self)
         check_importance(self)
+        check_servers(self)
+        check_async(self)
         check_kl(self)
         check_advantages(self)
         check_pretraining(self)
@@ -449,10 +453,10 @@ def check_models(config: PPOConfig) -> None:
                 f"quantization={config.quantization} freezes the model's matrices, so lora_rank "
                 "must be > 0 and value_model shared or detached"
             )
-        if config.rollout == "vllm":
+        if config.rollout in ("vllm", "server"):
             raise ValueError(
-                f"quantization={config.quantization}: rollout=vllm takes whole weights; use "
-                "rollout=decoder"
+                f"quantization={config.quantization}: rollout={config.rollout} takes whole "
+                "weights; use rollout=decoder"
             )
     if config.precision == "fp16":
         if config.param_dtype != "float32" or config.optimizer != "adamw":
@@ -496,6 +500,20 @@ def check_models(config: PPOConfig) -> None:
     config.have_effect_only(
         "vllm_tensor_parallel_size", where=config.rollout == "vllm", needs="rollout=vllm"
     )
+
+
+def check_servers(config: PPOConfig) -> None:
+    """Raises ValueError for servers that are not asked, or that are nowhere."""
+    config.have_effect_only(
+        "rollout_urls", where=config.rollout == "server", needs="rollout=server"
+    )
+    if config.rollout != "server":
+        return
+    if not config.rollout_urls:
+        raise ValueError("rollout=server needs rollout_urls, such as http://localhost:8000")
+    for url in config.rollout_urls:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"rollout_urls: expected http://host:port, got {url}")
 
 
 def check_rewards(config: PPOConfig) -> None:
@@ -561,6 +579,25 @@ def check_importance(config: PPOConfig) -> None:
         raise ValueError(
             "objective=penalty divides by the importance weights, which a mask makes 0: expected "
             "token_truncate or sequence_truncate"
+        )
+
+
+def check_async(config: PPOConfig) -> None:
+    """Raises ValueError for options that say what is drawn only once the batch before is learned
+    from, and for engines that cannot draw beside an update."""
+    if not config.async_steps:
+        return
+    if config.rollout in ("generate", "vllm"):
+        raise ValueError(
+            f"async_steps=1 draws with weights of before an update, which rollout={config.rollout} "
+            "does not have while it goes on: use decoder or server"
+        )
+    if config.environment:
+        raise ValueError(ASYNC_TURNS)
+    if config.solved_reward is not None:
+        raise ValueError(
+            "async_steps=1 draws before the scores are there that solved_reward goes by: expected "
+            "one of them"
         )
 
 
@@ -707,6 +744,7 @@ IDENTITY = (
     "temperature",
     "top_k",
     "top_p",
+    "async_steps",
     "stop_token_ids",
     "stop_strings",
     "max_turns",

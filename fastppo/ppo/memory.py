@@ -188,6 +188,11 @@ class PlannedRun:
         self.policy = make_policy(causal_lm, None, config, loader)
         self.reference = make_reference(self.policy, None, config, loader)
         self.reward_models = self._reward_models()
+        if config.async_steps and config.rollout == "decoder":
+            self.notes.append(
+                "not counted: async_steps decodes a copy of the policy, with its KV cache, beside "
+                "the update"
+            )
         # Their lengths are read, so they are made here, before tensors are fake.
         self.experience_layout = self._layout(config.rollout_batch_size)
         self.update_layout = self._layout(config.rollout_batch_size // config.minibatches)

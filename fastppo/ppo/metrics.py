@@ -285,6 +285,8 @@ def response_metrics(
     if "kl_coef" in kl_metrics:
         metrics["non_score_reward"] = -kl_metrics["kl_coef"] * kl_metrics["kl"]
         metrics["rlhf_reward"] = metrics["reward"] + metrics["non_score_reward"]
+    if rollout.versions:
+        metrics["weights_version"] = float(min(rollout.versions))
     if rollout.rewards is not None:
         metrics |= turn_metrics(rollout)
     return metrics

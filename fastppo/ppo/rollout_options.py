@@ -13,10 +13,12 @@ from fastppo.run.options import Options, option
 class RolloutOptions(Options):
     """Rollout."""
 
-    rollout: Literal["decoder", "generate", "vllm"] = option(
+    rollout: Literal["decoder", "generate", "vllm", "server"] = option(
         "decoder",
-        "What draws the responses: FastPPO's decoder, Hugging Face generate, or vLLM",
+        "What draws the responses: FastPPO's decoder, Hugging Face generate, vLLM in the process, "
+        "or vLLM's servers at rollout_urls",
     )
+    rollout_urls: Sequence[str] = option([], "Servers of rollout=server, such as http://host:8000")
     rollout_batch_size: int = option(64, "Responses per iteration, sequences", minimum=1)
     samples_per_prompt: int = option(
         1, "Responses to each prompt, of the rollout_batch_size", minimum=1
@@ -43,6 +45,12 @@ class RolloutOptions(Options):
     )
     vllm_tensor_parallel_size: int = option(
         1, "Processes, neighbours, that share each layer of one vLLM", minimum=1
+    )
+    async_steps: int = option(
+        0,
+        "1: the next batch is drawn while this one is learned from, with the weights before",
+        minimum=0,
+        maximum=1,
     )
     old_logprobs: Literal["auto", "sampler", "recompute"] = option(
         "auto",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from transformers import set_seed
 
 from fastppo.models.device import device_name
 from fastppo.ppo.banner import banner
+from fastppo.ppo.curriculum import Chosen
 from fastppo.ppo.evaluation import LOGGED_SAMPLES
 from fastppo.ppo.metrics import PhaseTimer, sample_records, status
+from fastppo.rollout import RolloutError
 from fastppo.run.checkpoint import random_state, restore_random_state
 from fastppo.run.console import lasting_console
 from fastppo.run.lock import run_lock
@@ -116,11 +119,17 @@ class TrainingRun:
             while self.state.iteration < end and not self._is_over():
                 self.callbacks.tell("on_step_begin")
                 at_start = random_state()
+                steps = self.state.optimizer_step
                 try:
                     metrics = self.iteration(log)
                 except PhaseEndedError:
                     restore_random_state(at_start)
                     break
+                except RolloutError as error:
+                    if self.state.optimizer_step == steps:  # else the next checkpoint before it
+                        restore_random_state(at_start)
+                        self.checkpoints.finish()
+                    raise RolloutError(f"{error}; stopped{self.checkpoints.how_far()}") from error
                 except FloatingPointError as error:
                     # No checkpoint: half of the iteration's steps were taken.
                     skipped = {"skipped_steps": float(self.state.skipped_in_a_row)}
@@ -167,6 +176,8 @@ class TrainingRun:
         )
         prompts = trainer.prompts.select(chosen.rows)
         before = trainer.evaluation.before_update(trainer)
+        if options.async_steps:
+            trainer.engine.prepare(self._prompts_after(chosen))
         iteration = trainer.iterate(prompts, options, PhaseTimer(before=self._stop_before))
         metrics: dict[str, float] = before | iteration.metrics
         metrics |= trainer.curriculum.take(chosen, iteration.responses.scores, self.state)
@@ -180,6 +191,19 @@ class TrainingRun:
         log.samples(number, sample_records(responses, iteration.experience, texts))
         self.state.iteration += 1
         return metrics
+
+    def _prompts_after(self, chosen: Chosen) -> list[list[int]]:
+        """Token ids of the prompts of the next iteration, none where there is none."""
+        number = self.state.iteration + 1
+        if number == self.config.iterations:
+            return []
+        following = self.trainer.curriculum.at(
+            replace(self.state, iteration=number, prompts_seen=chosen.position),
+            self.config.prompts_per_iteration,
+            self.config.seed,
+            self.config.samples_per_prompt,
+        )
+        return self.trainer.prompts.select(following.rows).token_ids
 
     def _stop_before(self, phase: str) -> None:
         if phase in INTERRUPTIBLE:

@@ -76,6 +76,8 @@ class Episode:
     """What `Rollout.calls` has of it."""
     finish_reason: str | None = None
     """None while it goes on."""
+    version: int | None = None
+    """Of the weights that drew it."""
 
     @property
     def conversation(self) -> list[int]:
@@ -100,6 +102,8 @@ class Episode:
             values = getattr(rollout, name)
             if values is not None:
                 self.by_token.setdefault(name, []).append(values[row])
+        if rollout.versions is not None:
+            self.version = rollout.versions[row]
         if rollout.truncated[row]:
             self.finish_reason = TRUNCATED
 
@@ -352,11 +356,13 @@ def _rollout(episodes: Sequence[Episode]) -> Rollout:
         for name in BY_TOKEN
         if all(name in episode.by_token for episode in episodes)
     }
+    versions = [episode.version for episode in episodes if episode.version is not None]
     return Rollout(
         [episode.tokens for episode in episodes],
         [episode.finish_reason or OUT_OF_TURNS for episode in episodes],
         written=[episode.written for episode in episodes],
         rewards=[episode.rewards for episode in episodes],
         turns=[episode.turns for episode in episodes],
+        versions=versions or None,
         **by_token,
     )

@@ -31,6 +31,11 @@ OUT_OF_TURNS = "turns"
 """The response has as many turns as it may have, and its environment would go on."""
 
 
+class RolloutError(RuntimeError):
+    """There are no responses to be had any more: nothing of the iteration is kept, and the run ends
+    with a checkpoint."""
+
+
 @dataclass(slots=True, frozen=True)
 class Sampling:
     """How tokens are drawn and when a response ends."""
@@ -47,11 +52,18 @@ class Sampling:
     """The likeliest token; `sampler_logprobs` are then those of drawing it."""
     place: tuple[int, int] | None = None
     """(first row, rows): which rows of a larger batch the prompts are."""
+    seed: int | None = None
+    """Of what is drawn, for engines that have `draws_by_row`; None takes one from torch's global
+    CPU generator."""
 
     @property
     def is_restricted(self) -> bool:
         """Whether tokens are drawn from less than softmax(z/T)."""
         return self.top_k > 0 or self.top_p < 1
+
+    def drawn_seed(self) -> int:
+        """The seed, or one that is drawn."""
+        return int(torch.randint(2**63 - 1, ())) if self.seed is None else self.seed
 
     def shortened(self, max_new_tokens: int) -> Sampling:
         """The same, of at most so many tokens."""
@@ -87,6 +99,9 @@ class Rollout:
     calls: list[list[str]] | None = None
     """Of each episode of an environment with tools what became of the policy's calls: `answered`,
     `unknown`, `malformed` or `raised`."""
+
+    versions: list[int] | None = None
+    """Of each response the weights that drew it, as the engine counts them."""
 
     @property
     def lengths(self) -> list[int]:
@@ -158,6 +173,13 @@ class RolloutEngine(ABC):
 
     def release(self) -> None:  # noqa: B027
         """Called before an update: frees memory that the learner needs."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of it, as JSON has it."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Restores what `state_dict` gave."""
 
 
 def as_engine(engine: Any) -> RolloutEngine:

