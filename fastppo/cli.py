@@ -668,7 +668,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     FASTPPO_DEBUG=1 shows the traceback too.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not sys.stderr.isatty():  # a log would get a line for every step of other libraries' bars
+    # A log would get a line for every step of other libraries' bars. Started with `2>&-` there is
+    # no stderr.
+    if sys.stderr is None or not sys.stderr.isatty():
         for variable in BARS:
             os.environ.setdefault(variable, "1")
     for stream in (sys.stdout, sys.stderr):

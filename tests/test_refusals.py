@@ -173,7 +173,13 @@ def test_what_a_terminal_has_no_character_for_is_escaped(
     assert b"step by step. \\u2026" in bytes_out.getvalue()
 
 
+def test_a_program_that_was_started_without_stderr_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    assert cli.main(["recipe", "qwen2.5-7b", "--show"]) == 0
+
+
 YAML = {
+    "output_dir: ''": "output_dir must name a directory, such as . for the current one",
     "seed: 1e300": "seed must be an integer, got '1e300'",
     "seed: !!int": "a value that cannot be read",
     "seed: " + "9" * 5000: "a value that cannot be read",
@@ -198,6 +204,7 @@ def test_a_config_file_is_refused_by_name(text: str, folder: Folder) -> None:
 
 RUN_FILES = [
     ("metrics.jsonl", '{"iteration": 0}\n[1]\n', ", line 2: expected a JSON object"),
+    ("metrics.jsonl", '{"iteration": 0, "kl": [1]}\n', ", line 1: kl must be a number, got [1]"),
     ("samples.jsonl", "\xff\n", ", line 1: expected a JSON object"),
     ("config.yaml", "model: [", " is not valid YAML"),
 ]

@@ -120,12 +120,12 @@ def _forge(kind: str, checkpoint: Path) -> str:
     if kind == "a manifest of nothing":
         manifest_file.write_text(json.dumps({"sha256": hashlib.sha256(b"{}").hexdigest()}))
         return "manifest.json is none that a run has written"
-    if kind == "a name that is too long":
-        record["files"]["x" * 5000] = [0, ""]
+    if kind == "a file outside":
+        record["files"]["/proc/kmsg"] = [0, ""]  # whose reader waits for the kernel's next word
         record.pop("sha256")
         record["sha256"] = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
         manifest_file.write_text(json.dumps(record))
-        return "cannot be read: File name too long"
+        return "/proc/kmsg is not there"
     if kind == "metadata that calls":
         (checkpoint / "shards").mkdir()
         forged = pickle.dumps(Calls(str(checkpoint / "called")))
@@ -141,6 +141,11 @@ def _forge(kind: str, checkpoint: Path) -> str:
     elif kind == "another random state":
         save_file({"torch": torch.zeros(3, dtype=torch.uint8)}, checkpoint / "random.safetensors")
         says = "the random states cannot be restored: "
+    elif kind == "an iteration that is a text":
+        state = json.loads((checkpoint / "state.json").read_bytes())
+        state["state"]["iteration"] = "1"
+        (checkpoint / "state.json").write_text(json.dumps(state))
+        says = "cannot be read: TypeError: iteration is '1', which no run writes"
     elif kind == "nested without end":
         (checkpoint / "state.json").write_text("[" * 100_000)
         says = "cannot be read: RecursionError"
@@ -172,11 +177,12 @@ FORGERIES = [
         pytest.param(kind, marks=pytest.mark.slow)
         for kind in (
             "a manifest of nothing",
-            "a name that is too long",
+            "a file outside",
             "no optimizer",
             "another name",
             "another random state",
             "another state",
+            "an iteration that is a text",
             "nested without end",
         )
     ),

@@ -82,6 +82,16 @@ ENVIRONMENTS = {
         "    async def step(self, text): raise asyncio.CancelledError",
         "environment 'Game' raised CancelledError() in step",
     ),
+    "cancels itself": (
+        "    async def step(self, text):\n"
+        "        asyncio.current_task().cancel()\n        await asyncio.sleep(1)",
+        "environment 'Game' cancelled its own task in step",
+    ),
+    "returns what raises": (
+        "    def step(self, text):\n        class Odd(tuple):\n"
+        "            def __iter__(self): raise KeyError('o')\n        return Odd('abc')",
+        "environment 'Game' returned Odd, which raised KeyError('o') when read",
+    ),
     "ends a generator": (
         "    def step(self, text): raise GeneratorExit",
         "environment 'Game' raised GeneratorExit() in step",
@@ -142,6 +152,17 @@ REWARDS = {
             def tolist(self): raise KeyError("odd")
         return Odd()
     """,
+    "a list whose methods raise": """
+        class Odd(list):
+            def __iter__(self): raise KeyError("odd")
+        return Odd([1.0])
+    """,
+    "a class that raises": """
+        class Odd:
+            @property
+            def __class__(self): raise KeyError("odd")
+        return [Odd()]
+    """,
     "a text that raises": """
         class OddError(Exception):
             def __str__(self): raise KeyError("odd")
@@ -159,7 +180,9 @@ SAYS = {
     "an exit": "raised SystemExit(0)",
     "an interrupt": "raised KeyboardInterrupt()",
     "a StopIteration": "raised StopIteration()",
-    "a tolist that raises": "returned Odd, whose tolist raised KeyError('odd')",
+    "a tolist that raises": "returned Odd, which raised KeyError('odd') when read",
+    "a list whose methods raise": "returned Odd, which raised KeyError('odd') when read",
+    "a class that raises": "returned Odd, which raised KeyError('odd') when read",
     "a text that raises": "raised OddError",
     "a number whose methods raise": "returned nan for completion 0",
 }
@@ -176,7 +199,20 @@ def test_a_reward_that_fails_oddly_ends_the_run_with_a_sentence(
     assert f"reward 'count' {SAYS[kind]}" in said
 
 
-@pytest.mark.parametrize("statement", ["sys.stderr.close()", "sys.stderr = None"])
+def test_a_reward_whose_attributes_raise_is_called_all_the_same(folder: Folder, run: Run) -> None:
+    body = """
+        class Odd:
+            def __getattr__(self, name): raise KeyError(name)
+            def __call__(self, prompts, completions, **columns): return [1.0] * len(prompts)
+        count = Odd()
+    """
+    folder.reward.write_text(textwrap.dedent(body))
+    assert run()[0] == 0
+
+
+@pytest.mark.parametrize(
+    "statement", ["sys.stderr.close()", "sys.stderr = None", "os.close(1); os.close(2)"]
+)
 def test_a_reward_that_takes_the_console_away_costs_no_sentence(
     statement: str, folder: Folder
 ) -> None:

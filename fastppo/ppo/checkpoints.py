@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from json import JSONDecodeError
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -43,7 +42,6 @@ UNREADABLE = (
     ArithmeticError,
     AttributeError,
     EOFError,
-    JSONDecodeError,
     LookupError,
     RecursionError,
     SafetensorError,

@@ -7,6 +7,7 @@ from the counters, so a checkpoint holds `state_dict()`, and a run that loads it
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch.amp import GradScaler
 
+from fastppo.functional.scalars import shown
 from fastppo.models.device import choose_device
 from fastppo.ppo.config import WARNINGS, PPOConfig
 from fastppo.ppo.evaluation import Progress
@@ -202,7 +204,12 @@ class RunState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave. A fixed β stays that of the options."""
+        """Restores what `state_dict` gave. A fixed β stays that of the options.
+
+        Raises:
+            TypeError: it holds what no run writes.
+        """
+        _check_kinds(state, self.state_dict())
         for name in COUNTERS:
             setattr(self, name, state.get(name, 0))
         if not isinstance(self.kl_control, FixedKL):
@@ -213,8 +220,26 @@ class RunState:
         if state.get("scaler") and self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
         rows = state.get("successes", [])
-        self.successes = {row: recent for row, recent, *_ in rows}
+        self.successes = {operator.index(row): str(recent) for row, recent, *_ in rows}
         self.watch.load_state_dict(state["watch"])
+
+
+def _check_kinds(saved: Any, fresh: Any, name: str = "state") -> None:
+    """Compares a checkpoint's values with those that a run writes before its first iteration: dicts
+    and lists with dicts and lists, counters with whole numbers, all others with finite ones."""
+    if isinstance(fresh, dict):
+        fits = isinstance(saved, dict)
+    elif isinstance(fresh, list):
+        fits = isinstance(saved, list)
+    elif isinstance(fresh, int):
+        fits = isinstance(saved, int) and 0 <= saved < 2**63
+    else:  # None of an evaluation that has not been
+        fits = saved is None or (isinstance(saved, (int, float)) and math.isfinite(saved))
+    if not fits:
+        raise TypeError(f"{name} is {shown(saved)}, which no run writes")
+    if isinstance(fresh, dict):
+        for key in fresh.keys() & saved.keys():
+            _check_kinds(saved[key], fresh[key], key)
 
 
 def _kl_control(config: PPOConfig) -> FixedKL | AdaptiveKL | PenaltyKL:

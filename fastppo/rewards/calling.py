@@ -64,13 +64,15 @@ class CallOptions:
         Args:
             name: of what is called, `reward 'count'`.
         """
-        from fastppo.rewards.settings import Settings  # torch, where something is called
+        # torch, where something is called
+        from fastppo.rewards.settings import Settings, copy_consoles, restore_consoles
 
         before = Settings.now()
+        consoles = copy_consoles()
         try:
             yield
         finally:
-            for what in before.restore():
+            for what in [*restore_consoles(consoles), *before.restore()]:
                 sentence = f"{name} changed {what}, which is put back after each call"
                 if sentence not in self.said:
                     self.said.add(sentence)
@@ -177,6 +179,8 @@ class EventLoop:
             if not future.done():
                 future.cancel()
                 results.append(UserCodeError(f"did not return within {timeout:g} s"))
+            elif future.cancelled():
+                results.append(UserCodeError("cancelled its own task"))
             else:
                 error = future.exception()
                 results.append(future.result() if error is None else error)

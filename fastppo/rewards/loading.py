@@ -200,8 +200,9 @@ def _fingerprint(spec: str | Reward, function: Any) -> str:
         kind = function if inspect.isroutine(function) else type(function)
         return fingerprint.of_text(f"{kind.__module__}.{kind.__qualname__}")
     try:
-        return fingerprint.of_code(inspect.getsourcefile(inspect.unwrap(function)) or "")
-    except (TypeError, OSError, SyntaxError):  # an object, a URL, a module that is no file
+        file = call(lambda: inspect.getsourcefile(inspect.unwrap(function)))
+        return fingerprint.of_code(file or "")
+    except (UserCodeError, OSError, SyntaxError):  # an object, a URL, a module that is no file
         return fingerprint.of_text(spec)
 
 

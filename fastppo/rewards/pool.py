@@ -271,13 +271,19 @@ def _read_opening(returned: Any) -> Any:
 
 def _read_answer(returned: Any) -> Answer:
     """What `step` returned, in its three parts."""
-    if not isinstance(returned, (tuple, list)) or len(returned) != 3:
+    try:  # its methods may be the user's
+        parts = call(lambda: list(returned) if isinstance(returned, (tuple, list)) else [])
+    except UserCodeError as error:
+        raise _NoAnswerError(
+            f"returned {type(returned).__name__}, which {error} when read"
+        ) from error
+    if len(parts) != 3:
         raise _NoAnswerError(
             f"returned {shown(returned)} in step; expected (observation, reward, done)"
         )
-    observation = returned[0]
-    reward = _read_reward(returned[1], "step")
-    done = _number(returned[2])
+    observation = parts[0]
+    reward = _read_reward(parts[1], "step")
+    done = _number(parts[2])
     if not isinstance(done, bool):
         raise _NoAnswerError(f"returned done={shown(done)} in step; expected a bool")
     if not done and not isinstance(observation, str) and not is_chat(observation):

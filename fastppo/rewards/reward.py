@@ -46,6 +46,9 @@ MAX_REWARD = 1e15
 """Rewards are trained on in fp32: the value loss squares them, the gradient's norm squares the
 result, and 1e38 is infinite. Beyond this every step would be skipped."""
 
+DEPTH = 2
+"""Of lists in a reward of one completion: pairs in a list of steps."""
+
 ATTEMPTS = 3
 """Calls of a reward that is too late each time."""
 
@@ -193,7 +196,7 @@ def _validated(name: str, returned: Any, samples: Samples) -> Scored:
         returned = [v if p is None else p for v, p in zip(returned, partials, strict=True)]
     count = len(samples)
     try:
-        rewards = _plain(returned)
+        rewards = _plain(returned, depth=1)
     except ValueError as error:
         raise TermError(name, str(error)) from error
     if not isinstance(rewards, (list, tuple)):
@@ -208,7 +211,7 @@ def _validated(name: str, returned: Any, samples: Samples) -> Scored:
         ids = samples.completion_ids
         tokens = None if ids is None else len(ids[row])
         try:
-            total, steps = _read(_plain(reward), tokens, row)
+            total, steps = _read(_plain(reward, depth=DEPTH), tokens, row)
         except ValueError as error:
             raise TermError(name, str(error), row) from None
         totals.append(total)
@@ -217,18 +220,27 @@ def _validated(name: str, returned: Any, samples: Samples) -> Scored:
     return Scored(totals, partial if has_parts else None, disagreement)
 
 
-def _plain(value: Any) -> Any:
-    """Arrays, tensors and their scalars as lists and numbers.
+def _plain(value: Any, depth: int) -> Any:
+    """Arrays, tensors and their scalars as lists and numbers, down to lists at this depth; lists
+    and numbers of a user's class, whose methods may raise, as Python's own.
 
     Raises:
-        ValueError: it has a `tolist` that raises.
+        ValueError: it raised where it was read.
     """
-    if type(value) in (int, float, list, tuple):
+    if type(value) in (int, float):
         return value
     try:
-        return plain_number(call(lambda: value.tolist() if hasattr(value, "tolist") else value))
+        return call(lambda: _read_plain(value, depth))
     except UserCodeError as error:
-        raise ValueError(f"returned {type(value).__name__}, whose tolist {error}") from error
+        raise ValueError(f"returned {type(value).__name__}, which {error} when read") from error
+
+
+def _read_plain(value: Any, depth: int) -> Any:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, (list, tuple)) and depth > 0:
+        kind = tuple if isinstance(value, tuple) else list
+        return kind([_read_plain(item, depth - 1) for item in value])
+    return plain_number(value)
 
 
 def plain_number(value: Any) -> Any:
@@ -273,7 +285,7 @@ def _parts(items: Sequence[Any], tokens: int | None, row: int) -> Partial:
 
 
 def _step(item: Sequence[Any], row: int) -> tuple[int, float]:
-    end = _plain(item[0]) if len(item) == 2 else None
+    end = item[0] if len(item) == 2 else None
     if isinstance(end, bool) or not isinstance(end, int) or end < 1:
         raise ValueError(
             f"returned {shown(tuple(item))} for a step of completion {row}; expected (end, value) "
@@ -283,7 +295,6 @@ def _step(item: Sequence[Any], row: int) -> tuple[int, float]:
 
 
 def _finite(value: Any, where: str) -> float:
-    value = _plain(value)
     if not isinstance(value, (int, float)) or not abs(value) <= MAX_REWARD:
         raise ValueError(
             f"returned {shown(value)} {where}; expected a number within ±{MAX_REWARD:g}"
@@ -355,10 +366,10 @@ MADE_UP = "A made-up response, on which the reward is tried before the run."
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """A function's signature; None of one without, made in C."""
+    """A function's signature; None of one without, made in C, or that raises when it is asked."""
     try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):
+        return call(lambda: inspect.signature(function))
+    except UserCodeError:
         return None
 
 

@@ -223,7 +223,10 @@ def remove_leftovers(run_dir: Path) -> None:
         if not place.exists():
             old.rename(place)
     for stale in run_dir.glob(".checkpoint-*"):
-        shutil.rmtree(stale)
+        if stale.is_dir() and not stale.is_symlink():
+            shutil.rmtree(stale)
+        else:
+            stale.unlink()
 
 
 def prune(run_dir: Path, metric: str | None = None, never: Path | None = None) -> None:
@@ -326,7 +329,10 @@ def load_policy(path: Path, model: nn.Module) -> None:
 
 def _read_record(path: Path) -> dict[str, Any]:
     """A checkpoint's state.json; raises ValueError for another version's."""
-    record = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    try:
+        record = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if record["format"] != FORMAT:
         raise ValueError(
             f"{path}: expected checkpoint format {FORMAT}, got {record['format']}, which another "

@@ -61,7 +61,7 @@ def check_still_held(run_dir: str | Path) -> None:
     still the one that it has locked. One that somebody has deleted is made anew.
 
     Raises:
-        RuntimeError: another run has the directory by now.
+        RuntimeError: another run has the directory by now, or it cannot be locked.
     """
     path = Path(run_dir).absolute() / FILE
     if path not in _held or _held[path] == _file(path):
@@ -74,6 +74,8 @@ def check_still_held(run_dir: str | Path) -> None:
             f"{path} was deleted, and another run has begun in {run_dir}: this one ends, and "
             "writes nothing more there"
         ) from None
+    except OSError as error:  # no wrong input: the run has begun
+        raise RuntimeError(f"{path} was deleted, and cannot be locked anew: {error}") from error
 
 
 def _acquired(path: Path) -> BaseFileLock:

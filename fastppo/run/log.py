@@ -19,6 +19,7 @@ from typing import Any
 
 from fastppo.data.files import write_whole
 from fastppo.data.world import World
+from fastppo.functional.scalars import shown
 from fastppo.run.console import console_notes
 from fastppo.run.identity import versions
 from fastppo.run.lock import check_still_held
@@ -221,12 +222,22 @@ def cut(path: Path, index: str, first: int) -> list[str]:
 
     Returns:
         list: a sentence, if a line was cut off.
+
+    Raises:
+        ValueError: another line is no record; it is named.
     """
     if not path.exists():
         return []
     lines, torn = _lines(path)
-    numbered = enumerate(lines, 1)
-    kept = [line for n, line in numbered if _record(line, path, n).get(index, -1) < first]
+    kept = []
+    for number, line in enumerate(lines, 1):
+        at = _record(line, path, number).get(index, -1)
+        if not isinstance(at, int):
+            raise ValueError(
+                f"{path}, line {number}: {index} must be a whole number, got {shown(at)}"
+            )
+        if at < first:
+            kept.append(line)
     if torn or len(kept) < len(lines):
         write_whole(path, b"".join(line + b"\n" for line in kept))
     if not torn:
@@ -237,6 +248,8 @@ def cut(path: Path, index: str, first: int) -> list[str]:
 def _lines(path: Path) -> tuple[list[bytes], bytes]:
     """(the whole lines, what is after the last of them). In bytes: a text may hold characters that
     Python takes for the end of a line, and a line may end inside a character."""
+    if not path.is_file():  # a device or a pipe may have no end
+        raise ValueError(f"{path} is no file")
     *lines, torn = path.read_bytes().split(b"\n")
     return lines, torn
 

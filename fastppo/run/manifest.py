@@ -74,11 +74,12 @@ def read(directory: Path, number: int) -> dict[str, Any]:
         raise DamagedError(f"{directory}: {FILE} is none that a run has written")
     if record["number"] != number:
         raise DamagedError(f"{directory}: expected checkpoint {number}, got {record['number']}")
+    there = {path.relative_to(directory).as_posix(): path for path in _files(directory)}
     for name, (size, sha256) in record["files"].items():
-        path = directory / name
+        path = there.pop(name, None)
+        if path is None:
+            raise DamagedError(f"{directory}: {name[:200]} is not there")
         try:
-            if not path.is_file():
-                raise DamagedError(f"{directory}: {name} is not there")
             if path.stat().st_size != size:
                 raise DamagedError(
                     f"{directory}: {name} has {path.stat().st_size} bytes; expected {size}"
@@ -86,13 +87,9 @@ def read(directory: Path, number: int) -> dict[str, Any]:
             if _sha256(path) != sha256:
                 raise DamagedError(f"{directory}: {name} has other bytes than were written")
         except OSError as error:
-            raise DamagedError(
-                f"{directory}: {name[:200]} cannot be read: {error.strerror}"
-            ) from error
-    for path in _files(directory):
-        name = path.relative_to(directory).as_posix()
-        is_nfs_own = path.name.startswith(".nfs")  # deleted while somebody reads it; we never do
-        if name not in record["files"] and not is_nfs_own:
+            raise DamagedError(f"{directory}: {name} cannot be read: {error.strerror}") from error
+    for name, path in there.items():
+        if not path.name.startswith(".nfs"):  # deleted while somebody reads it; we never do
             raise DamagedError(f"{directory}: {name} was not written with it")
     return record["about"]
 

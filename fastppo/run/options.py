@@ -195,7 +195,9 @@ def _number(value: Any, hint: type) -> Any:
 
 
 def _check_text(name: str, value: str) -> None:
-    """Raises ValueError for a text that no file or terminal can hold."""
+    """Raises ValueError for a text that no file or terminal can hold, or that names no place."""
+    if name == "output_dir" and not value:
+        raise ValueError("output_dir must name a directory, such as . for the current one, got ''")
     if "\0" in value or (not value.isprintable() and _has_half_character(value)):
         raise ValueError(
             f"{name} must be a text without NUL or half characters, got {shown(value)}"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from fastppo.data.files import write_whole
+from fastppo.functional.scalars import shown
 from fastppo.run.charts import Chart, Groups, Run, is_finite, make_charts, with_prefix
 from fastppo.run.log import read_jsonl
 from fastppo.run.options import load_yaml
@@ -66,6 +67,16 @@ def write_report(run_dir: str | Path, path: str | Path | None = None) -> Path:
     )
 
 
+def _check_metrics(record: dict[str, Any], where: str) -> None:
+    """Raises ValueError where a record holds what no run writes, as somebody's editor may."""
+    for name, value in record.items():
+        if name == "warnings":
+            if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+                raise ValueError(f"{where}: warnings must be a list of texts, got {shown(value)}")
+        elif not isinstance(value, (int, float)):
+            raise ValueError(f"{where}: {name} must be a number, got {shown(value)}")
+
+
 def read_run(run_dir: str | Path) -> Run:
     """A run directory's records."""
     run_dir = Path(run_dir)
@@ -74,11 +85,13 @@ def read_run(run_dir: str | Path) -> Run:
         raise FileNotFoundError(
             f"{run_dir / 'metrics.jsonl'}: no metrics there; is it a run directory?"
         )
-    if "iteration" not in records[0]:
+    if not all("iteration" in record for record in records):
         raise ValueError(
             f"{run_dir} is no PPO run, and the report is of one; the curves of sft and reward are "
             f"in {run_dir / 'tensorboard'}"
         )
+    for number, record in enumerate(records, 1):
+        _check_metrics(record, f"{run_dir / 'metrics.jsonl'}, line {number}")
     for record in records:
         if abs(record.get("kl", math.inf)) < LEAST_KL:
             record["kl"] = 0.0

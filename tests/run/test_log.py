@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fastppo.run.log import RunLog, check_no_run, holds_run, read_jsonl, short_names
+from fastppo.run.log import RunLog, check_no_run, cut, holds_run, read_jsonl, short_names
 from fastppo.run.options import Options, option
 from fastppo.run.progress import progress
 from fastppo.run.report import write_report
@@ -90,6 +90,17 @@ def test_after_a_resume_the_lines_past_the_checkpoint_are_written_anew(
     assert samples == [(i, "old \u2028\x85 é") for i in range(3) for _ in range(2)] + [(3, "new")]
     assert _scalars(tmp_path, "loss") == losses
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_record_that_no_run_has_written_is_named_at_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 0}\n{"iteration": "1"}\n')
+    with pytest.raises(ValueError, match=f"{path}, line 2: iteration must be a whole number"):
+        cut(path, "iteration", 2)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=f"{path} is no file"):
+        cut(path, "iteration", 2)
 
 
 def test_the_log_keeps_warnings_beside_the_metrics(tmp_path: Path) -> None:
