@@ -1,9 +1,23 @@
-"""Files that are written completely or not at all, even if the process is killed."""
+"""The files that a command leaves. A file is written completely or not at all, even if the process is
+killed; records are appended line by line as a run goes on.
+
+Libraries write their own files in a directory of `written_whole`, and in a checkpoint's directory
+before it gets its name. Two more are not written here: the lock, and TensorBoard's events, whose
+numbers are in metrics.jsonl too.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+UNFINISHED = ".unfinished"
+"""A directory that is being written: nothing in it counts."""
 
 
 class MissingPathError(ValueError):
@@ -43,3 +57,35 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def written_whole(directory: Path) -> Iterator[Path]:
+    """A directory to save a model to: what is there in the end is moved to `directory`, its
+    config.json last. A kill or a full disk leaves no model there that is half of one."""
+    unfinished = directory / UNFINISHED
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        (directory / "config.json").unlink(missing_ok=True)
+        for path in sorted(unfinished.iterdir(), key=lambda path: path.name == "config.json"):
+            path.replace(directory / path.name)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def append_lines(path: Path, records: list[dict[str, Any]]) -> None:
+    """Appends records as lines of JSON.
+
+    Raises:
+        RuntimeError: they could not be written; the run has begun, so this is no wrong value.
+    """
+    lines = [json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records]
+    # Half of a surrogate pair, which a tokenizer may write, is no UTF-8.
+    data = "".join(lines).encode("utf-8", "backslashreplace")
+    try:
+        with path.open("ab") as file:
+            file.write(data)
+    except OSError as error:
+        raise RuntimeError(f"{path} could not be written: {error}") from error

@@ -5,9 +5,7 @@ wrongly is refused: another kind of model, or missing weights, which would be ra
 from __future__ import annotations
 
 import importlib.util
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,26 +59,6 @@ def _sentence(error: Exception) -> str:
     """The first line of an error, with its kind where it says little by itself."""
     text = next(iter(str(error).strip().splitlines()), "")
     return text if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"
-
-
-UNFINISHED = ".unfinished"
-"""A directory that is being written: nothing in it counts."""
-
-
-@contextmanager
-def written_whole(directory: Path) -> Iterator[Path]:
-    """A directory to save a model to: what is there in the end is moved to `directory`, its
-    config.json last. A kill or a full disk leaves no model there that is half of one."""
-    unfinished = directory / UNFINISHED
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        (directory / "config.json").unlink(missing_ok=True)
-        for path in sorted(unfinished.iterdir(), key=lambda path: path.name == "config.json"):
-            path.replace(directory / path.name)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def is_sequence_classifier(config: Any) -> bool:

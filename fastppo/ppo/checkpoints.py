@@ -12,10 +12,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fastppo.data import fingerprint
+from fastppo.data.files import written_whole
 from fastppo.data.world import World
 from fastppo.models.device import choose_device
 from fastppo.models.policy import ActorCritic
-from fastppo.models.pretrained import load_tokenizer, written_whole
+from fastppo.models.pretrained import load_tokenizer
 from fastppo.models.sharding import reshard, unsharded
 from fastppo.ppo.build import RunComponents
 from fastppo.ppo.config import IDENTITY, PPOConfig

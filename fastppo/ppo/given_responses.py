@@ -7,19 +7,21 @@ wrote; what does not fit is refused before anything is learned.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastppo.data.chat import encode_prompt, is_chat, token_ids
+from fastppo.data.chat import check_text, encode_prompt, is_chat, token_ids
 from fastppo.functional.scalars import shown
 from fastppo.ppo.old_policy import GivenPolicy
 from fastppo.rewards.placing import paid_where_written
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout
+
+LARGEST = torch.finfo(torch.float32).max
 
 TokenRows = Sequence[Sequence[float] | Tensor]
 """A number for each token of each response."""
@@ -60,20 +62,29 @@ def given_responses(
         ValueError: see `check_counts` and `check_responses`; the scores are not one per prompt, or
             not finite; a value per token does not fit the responses, or is not finite.
     """
+    prompts = _items("prompts", prompts)
+    responses = _items("responses", responses)
     check_counts(len(prompts), len(responses))
     prompt_ids = [
         encode_prompt(prompt, tokenizer, f"prompt {row}")
         if isinstance(prompt, str) or is_chat(prompt)
-        else list(prompt)
+        else _ids(f"prompt {row}", prompt)
         for row, prompt in enumerate(prompts)
     ]
-    response_ids = [token_ids(tokenizer, response) for response in responses]
+    response_ids = []
+    for row, response in enumerate(responses):
+        if isinstance(response, str):
+            check_text(response, f"response {row}")
+            response_ids.append(token_ids(tokenizer, response))
+        else:
+            response_ids.append(_ids(f"response {row}", response))
     if finish_reasons is None:
         has_ended = [not ids or ids[-1] in stop_token_ids for ids in response_ids]
         finish_reasons = [FINISHED if ended else TRUNCATED for ended in has_ended]
+    finish_reasons = _items("finish_reasons", finish_reasons)
     total = check_scores(scores, len(prompt_ids))
     written = None if masks is None else check_masks(masks, response_ids)
-    rollout = Rollout(response_ids, list(finish_reasons), written=written)
+    rollout = Rollout(response_ids, finish_reasons, written=written)
     within = None if token_rewards is None else packed_rewards(token_rewards, rollout)
     policy = GivenPolicy(
         None if old_logprobs is None else packed_values("old_logprobs", old_logprobs, rollout),
@@ -82,6 +93,26 @@ def given_responses(
     check_responses(prompt_ids, rollout, vocabulary=vocabulary, context=context)
     paid = Scores(total, within, rollout.written_lengths)
     return GivenResponses(prompt_ids, rollout, paid, policy)
+
+
+def _items(name: str, value: Any) -> list[Any]:
+    """Of a sequence, an array or a tensor; raises ValueError for anything else."""
+    if hasattr(value, "tolist"):
+        try:
+            value = value.tolist()
+        except (RuntimeError, TypeError) as error:  # of a tensor on `meta`, or a sparse one
+            raise ValueError(f"{name} cannot be read: {error}") from error
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"{name} must be a list, got {shown(value)}")
+    return list(value)
+
+
+def _ids(name: str, value: Any) -> list[int]:
+    """Token ids; raises ValueError for what is no list of whole numbers."""
+    ids = _items(name, value)
+    if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in ids):
+        raise ValueError(f"{name} must be a text or token ids, got {shown(value)}")
+    return [int(token) for token in ids]
 
 
 def check_masks(
@@ -120,33 +151,36 @@ def packed_rewards(values: TokenRows, rollout: Rollout) -> Tensor:
 
 
 def _finite_numbers(name: str, rows: list[list[Any]]) -> Tensor:
-    packed = []
     for row, numbers in enumerate(rows):
-        kinds = {type(number) for number in numbers}
-        values = torch.tensor(numbers if kinds <= {int, float} else [math.nan]).float()
-        if not values.isfinite().all():
+        if any(isinstance(number, bool) or not _is_finite(number) for number in numbers):
             raise ValueError(
                 f"{name} of response {row} must be finite numbers, got {shown(numbers)}"
             )
-        packed.append(values)
-    return torch.cat(packed)
+    return torch.tensor([x for numbers in rows for x in numbers], dtype=torch.float32)
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether it is a number that fp32 holds."""
+    return isinstance(value, (int, float)) and abs(value) <= LARGEST
 
 
 def _rows(name: str, values: Any, responses: Sequence[Sequence[int]]) -> list[list[Any]]:
     """A list for each response, of as many as it has tokens."""
-    rows = [row.tolist() if hasattr(row, "tolist") else row for row in values]
+    rows = [
+        _items(f"{name} of response {number}", row)
+        for number, row in enumerate(_items(name, values))
+    ]
     if len(rows) != len(responses):
         raise ValueError(
             f"{name} must be one list per response, got {len(rows)} for {len(responses)}"
         )
     for number, (row, response) in enumerate(zip(rows, responses, strict=True)):
-        if not isinstance(row, (list, tuple)) or len(row) != len(response):
-            count = len(row) if isinstance(row, (list, tuple)) else shown(row)
+        if len(row) != len(response):
             raise ValueError(
                 f"{name} of response {number} must be one per token: expected {len(response)}, "
-                f"got {count}"
+                f"got {len(row)}"
             )
-    return [list(row) for row in rows]
+    return rows
 
 
 def check_counts(prompts: int, responses: int) -> None:
@@ -178,17 +212,22 @@ def check_responses(
             )
         if prompt and not 0 <= min(*prompt, *response) <= max(*prompt, *response) < vocabulary:
             raise ValueError(f"prompt or response {row} has tokens outside [0, {vocabulary})")
-    if len(finish_reasons) != len(prompts) or {*finish_reasons} - {FINISHED, TRUNCATED}:
+    known = [FINISHED, TRUNCATED]  # not a set: a reason may be a list
+    if len(finish_reasons) != len(prompts) or not all(x in known for x in finish_reasons):
         raise ValueError(
             f"finish_reasons must be {len(prompts)} of {FINISHED} or {TRUNCATED}, "
-            f"got {finish_reasons}"
+            f"got {shown(finish_reasons)}"
         )
 
 
 def check_scores(scores: Sequence[float] | Tensor, count: int) -> Tensor:
     """[count] fp32 on the CPU; raises ValueError where there are not as many, or one is not
     finite."""
-    total = torch.as_tensor(scores, dtype=torch.float32, device="cpu")
+    listed = _items("scores", scores)
+    try:
+        total = torch.as_tensor(listed, dtype=torch.float32, device="cpu")
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"scores must be numbers, got {shown(listed)}") from error
     if total.shape != (count,):
         raise ValueError(f"scores must be [{count}], got {list(total.shape)}")
     if not total.isfinite().all():

@@ -215,12 +215,13 @@ def critic_metrics(experience: Experience) -> dict[str, float]:
     begins = experience.batch.cu_seqlens[:-1].clamp(max=max(0, len(returns) - 1))
     at_prompt = torch.stack([experience.old_values[begins], returns[begins]])
     covariance = at_prompt.double().cov(correction=0)
-    both = torch.stack([experience.advantages, returns])
     metrics = {
         "explained_variance": explained_variance(returns, experience.old_values),
         "value_calibration": covariance[0, 1] / covariance[0, 0],
-        "advantage_correlation": both.double().corrcoef()[0, 1],
     }
+    if len(returns) > 1:  # of one, torch warns
+        both = torch.stack([experience.advantages, returns])
+        metrics["advantage_correlation"] = both.double().corrcoef()[0, 1]
     return {name: x for name, x in to_floats(metrics).items() if math.isfinite(x)}
 
 

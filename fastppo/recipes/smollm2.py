@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from fastppo.models.pretrained import written_whole
+from fastppo.data.files import written_whole
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

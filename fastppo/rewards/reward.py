@@ -46,8 +46,8 @@ MAX_REWARD = 1e15
 """Rewards are trained on in fp32: the value loss squares them, the gradient's norm squares the
 result, and 1e38 is infinite. Beyond this every step would be skipped."""
 
-DEPTH = 2
-"""Of lists in a reward of one completion: pairs in a list of steps."""
+DEPTH = 3
+"""Of a reward of one completion: numbers in pairs in a list of steps."""
 
 ATTEMPTS = 3
 """Calls of a reward that is too late each time."""
@@ -171,7 +171,7 @@ def score(
 
 def score_term(term: RewardTerm, samples: Samples, options: CallOptions) -> Scored:
     """The term's rewards; raises TermError as `score` does, without a file."""
-    timeout = None if getattr(term.function, "has_timeout", False) else options.timeout
+    timeout = None if getattr(type(term.function), "has_timeout", False) else options.timeout
     try:
         returned = call(lambda: _call(term.function, samples), timeout, ATTEMPTS)
     except UserCodeError as error:
@@ -221,8 +221,8 @@ def _validated(name: str, returned: Any, samples: Samples) -> Scored:
 
 
 def _plain(value: Any, depth: int) -> Any:
-    """Arrays, tensors and their scalars as lists and numbers, down to lists at this depth; lists
-    and numbers of a user's class, whose methods may raise, as Python's own.
+    """Arrays, tensors and their scalars as lists and numbers; lists and numbers of a user's class,
+    whose methods may raise, as Python's own. What is nested deeper is left as it is.
 
     Raises:
         ValueError: it raised where it was read.
@@ -236,8 +236,10 @@ def _plain(value: Any, depth: int) -> Any:
 
 
 def _read_plain(value: Any, depth: int) -> Any:
+    if depth == 0:
+        return value
     value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, (list, tuple)) and depth > 0:
+    if isinstance(value, (list, tuple)):
         kind = tuple if isinstance(value, tuple) else list
         return kind([_read_plain(item, depth - 1) for item in value])
     return plain_number(value)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
+from functools import partial
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -108,7 +109,7 @@ class Callbacks:
         self.world = world or World()
         self.calls = CallOptions(say=say)
         self.parts = parts
-        self.callbacks = [_instance(callback) for callback in callbacks]
+        self.callbacks = [self._instance(callback) for callback in callbacks]
         names: dict[str, Any] = {"project": PROJECT}
         if config.report_to:
             # Their imports are slow, and most runs have none.
@@ -169,21 +170,31 @@ class Callbacks:
             for callback in self.callbacks:
                 method = getattr(callback, event, None)
                 if method is not None:
-                    changed = self._call(type(callback).__name__, method, more)
-                    self.control = changed or self.control
+                    given = {**self.parts, **more}
+                    told = partial(method, self.args, self.state, self.control, **given)
+                    self.control = self._call(type(callback).__name__, told) or self.control
             return [getattr(self.control, flag) for flag in FLAGS]
 
         rank_flags = self.world.share(call)
         for i, flag in enumerate(FLAGS):
             setattr(self.control, flag, any(flags[i] for flags in rank_flags))
 
-    def _call(self, name: str, method: Callable[..., Any], more: dict[str, Any]) -> Any:
-        """What a callback's method returns. What it raises is the caller's, as in transformers; but
-        an `exit()` ends no run."""
-        keywords = {**self.parts, **more}
+    def _instance(self, callback: Any) -> TrainerCallback:
+        """The callback itself, or one of its class."""
+        if isinstance(callback, type):
+            callback = self._call(callback.__name__, callback)
+        if not isinstance(callback, TrainerCallback):
+            raise ValueError(
+                f"callbacks: expected a transformers.TrainerCallback, got {type(callback).__name__}"
+            )
+        return callback
+
+    def _call(self, name: str, function: Callable[[], Any]) -> Any:
+        """What a callback returns. What it raises is the caller's, as in transformers; but an
+        `exit()` ends no run."""
         try:
             with self.calls.put_back(f"callback {name}"):
-                return call(lambda: method(self.args, self.state, self.control, **keywords))
+                return call(function)
         except UserCodeError as error:
             cause = error.__cause__
             if isinstance(cause, Exception):
@@ -195,14 +206,4 @@ class Callbacks:
         for callback in self.callbacks:
             close = getattr(callback, "close", None)
             if close is not None:
-                close()
-
-
-def _instance(callback: Any) -> TrainerCallback:
-    """The callback itself, or one of its class."""
-    instance = callback() if isinstance(callback, type) else callback
-    if not isinstance(instance, TrainerCallback):
-        raise ValueError(
-            f"callbacks: expected a transformers.TrainerCallback, got {type(instance).__name__}"
-        )
-    return instance
+                self._call(type(callback).__name__, close)

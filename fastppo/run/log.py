@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fastppo.data.files import write_whole
+from fastppo.data.files import append_lines, write_whole
 from fastppo.data.world import World
 from fastppo.functional.scalars import shown
 from fastppo.run.console import console_notes
@@ -74,7 +74,7 @@ class RunLog:
         self.notes += cut(path, "first", sys.maxsize)  # of an earlier part all lines stay
         started = datetime.now().astimezone().isoformat(" ", "minutes")
         part = {"first": first, "started": started, "device": device, "versions": versions()}
-        _append(path, [part])
+        append_lines(path, [part])
 
     def metrics(self, number: int, metrics: dict[str, float], warnings: Sequence[str] = ()) -> None:
         """One line of metrics.jsonl, and the same numbers as TensorBoard scalars. The sentences of
@@ -86,7 +86,7 @@ class RunLog:
             record["warnings"] = warnings
             with self._writing_events():
                 self._writer.add_text("warnings", "\n\n".join(warnings), number)
-        _append(self.directory / "metrics.jsonl", [record])
+        append_lines(self.directory / "metrics.jsonl", [record])
         with self._writing_events():
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, number)
@@ -99,7 +99,7 @@ class RunLog:
         the KL of what is trained on."""
         records = [{self.index: number, **sample} for sample in samples]
         if records or not held_out:
-            _append(self.directory / SAMPLES[held_out], records)
+            append_lines(self.directory / SAMPLES[held_out], records)
 
     @contextmanager
     def _writing_events(self) -> Iterator[None]:
@@ -262,15 +262,3 @@ def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"{path}, line {number}: expected a JSON object, as a run writes them")
     return record
-
-
-def _append(path: Path, records: list[dict[str, Any]]) -> None:
-    lines = [json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records]
-    # Half of a surrogate pair, which a tokenizer may write, is no UTF-8.
-    data = "".join(lines).encode("utf-8", "backslashreplace")
-    try:
-        with path.open("ab") as file:
-            file.write(data)
-    except OSError as error:
-        # The run has begun: this is no wrong value of the user's.
-        raise RuntimeError(f"{path} could not be written: {error}") from error

@@ -33,11 +33,11 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from fastppo.data import fingerprint
+from fastppo.data.files import UNFINISHED, written_whole
 from fastppo.data.rows import DataError, Rows, load_rows
 from fastppo.data.world import World, hidden, join
 from fastppo.models.adapters import full_state
 from fastppo.models.device import autocast
-from fastppo.models.pretrained import UNFINISHED, written_whole
 from fastppo.models.sharding import full_tensor, reshard_for_update, shard_as_it_is, sharded_like
 from fastppo.models.trunk import context_length
 from fastppo.run import manifest

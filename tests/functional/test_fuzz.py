@@ -1,10 +1,16 @@
 """Any arguments of the public functions: the number that the definition gives in fp64, or a
-ValueError or TypeError that names an argument."""
+ValueError or TypeError that names an argument.
+
+Of `PPOTrainer` that is `step`, whose numbers are compared with those of the same arguments in fp64;
+where it refuses them, no weight has changed. Its other methods take what the trainer itself has
+made, and options of the command line are read in tests/test_refusals.py.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 import math
 import os
@@ -16,10 +22,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from fastppo_kernels.records import SUMS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from torch import Tensor
 
 import fastppo
@@ -59,10 +67,12 @@ class Draw(random.Random):
     def odd(self, value: Any) -> Any:
         """Something else in the place of an argument."""
         kinds = [*ODD_VALUES, *(ODD_TENSORS if isinstance(value, Tensor) else ())]
-        try:
-            return self.choice(kinds)(value, self)
-        except RuntimeError:  # of torch: not every kind of tensor becomes every other
-            return value
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of kinds of tensors that torch is still trying out
+            try:
+                return self.choice(kinds)(value, self)
+            except RuntimeError:  # of torch: not every kind of tensor becomes every other
+                return value
 
 
 def _shaped(value: Any, draw: Draw) -> Tensor:
@@ -249,6 +259,90 @@ def _options(draw: Draw) -> dict[str, Any]:
     return {draw.choice(names): draw.odd(None)}
 
 
+@functools.cache
+def _trainer() -> tuple[fastppo.PPOTrainer, dict[str, Any]]:
+    """A trainer, and how it begins."""
+    config = fastppo.PPOConfig(
+        device="cpu",
+        minibatches=1,
+        ppo_epochs=1,
+        learning_rate=1e-3,
+        iterations=10,
+        kl_coef=0.1,
+        value_head="gradient",
+    )
+    trainer = fastppo.PPOTrainer(
+        config,
+        model=tiny.model(),
+        tokenizer=tiny.tokenizer(chat=True),
+        console=Console(quiet=True),
+    )
+    parts = {"model": trainer.model, "optimizer": trainer.optimizer, "state": trainer.state}
+    return trainer, {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+
+
+def step(
+    prompts: Any,
+    responses: Any,
+    scores: Any,
+    finish_reasons: Any = None,
+    *,
+    masks: Any = None,
+    token_rewards: Any = None,
+    old_logprobs: Any = None,
+    values: Any = None,
+) -> dict[str, Tensor]:
+    """`PPOTrainer.step` as the first one of a trainer."""
+    trainer, beginning = _trainer()
+    for name, state in beginning.items():
+        getattr(trainer, name).load_state_dict(copy.deepcopy(state))
+    torch.manual_seed(0)
+    try:
+        metrics = trainer.step(
+            prompts,
+            responses,
+            scores,
+            finish_reasons,
+            masks=masks,
+            token_rewards=token_rewards,
+            old_logprobs=old_logprobs,
+            values=values,
+        )
+    except (ValueError, TypeError):
+        for name, weight in trainer.model.state_dict().items():
+            assert torch.equal(weight, beginning["model"][name]), f"{name} has changed"
+        raise
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
+
+
+def _step(draw: Draw) -> dict[str, Any]:
+    count = draw.randrange(1, 4)
+    lengths = [draw.randrange(1, 5) for _ in range(count)]
+    kinds: list[Any] = ["w1 w2", [{"role": "user", "content": "w3"}], [4, 5], np.array([6])]
+    dtype = draw.choice([*TOLERANCES])
+
+    def by_token() -> list[Tensor]:
+        return [draw.floats(length, dtype=dtype) for length in lengths]
+
+    arguments = {
+        "prompts": [draw.choice(kinds) for _ in lengths],
+        "responses": [draw.tokens(length, below=tiny.WORDS) for length in lengths],
+        "scores": draw.floats(count, dtype=dtype),
+        **draw.maybe(
+            finish_reasons=[draw.choice(["stop", "length"]) for _ in lengths],
+            masks=[draw.booleans(length) for length in lengths],
+            token_rewards=by_token(),
+            old_logprobs=[-row.abs() for row in by_token()],
+            values=by_token(),
+        ),
+    }
+    if draw.random() < 0.3:
+        rows = draw.choice([rows for rows in arguments.values() if isinstance(rows, list)])
+        row = draw.randrange(count)
+        rows[row] = draw.odd(rows[row])
+    return arguments
+
+
 def _aggregation(draw: Draw) -> dict[str, Any]:
     mask = draw.booleans(draw.randrange(4), draw.randrange(5))
     return {"mask": mask, **draw.maybe(aggregation="seq-mean-token-sum", denominator=3.0)}
@@ -273,6 +367,7 @@ ARGUMENTS: dict[Callable[..., Any], Callable[[Draw], dict[str, Any]]] = {
     fastppo.loss_metrics: lambda draw: {"sums": _sums(draw), **draw.maybe(objective="cispo")},
     fastppo.head_weight: _head_weight,
     fastppo.PPOConfig: _options,
+    step: _step,
     sampled_kl: lambda draw: {
         name: value
         for name, value in _tokens(draw, "logprobs", "ref_logprobs").items()
@@ -301,12 +396,16 @@ def _wide(value: Any) -> Any:
         return copy.deepcopy(value).double()
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.detach().double().contiguous()
+    if isinstance(value, list):
+        return [_wide(row) for row in value]
     return value
 
 
 def _tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, torch.nn.Module):
         return list(value.parameters())
+    if isinstance(value, list):
+        return [tensor for row in value for tensor in _tensors_of(row)]
     return [value] if isinstance(value, Tensor) else []
 
 
@@ -316,6 +415,12 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
+def _names(argument: str, sentence: str) -> bool:
+    """Whether a sentence names an argument, or a row of it: `response 3`."""
+    row = argument.removesuffix("s")
+    return re.search(rf"\b{argument}\b|\b{row} \d", sentence) is not None
+
+
 def check(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
     """Calls the function; raises AssertionError where it ends in another way than it should."""
     names = list(inspect.signature(function).parameters)
@@ -323,7 +428,7 @@ def check(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
         result = function(**arguments)
     except Exception as error:
         is_refusal = isinstance(error, ValueError | TypeError)
-        if is_refusal and any(re.search(rf"\b{name}\b", str(error)) for name in names):
+        if is_refusal and any(_names(name, str(error)) for name in names):
             return
         raise AssertionError(f"{type(error).__name__}, names no argument: {error}") from error
     tensors = [tensor for value in arguments.values() for tensor in _tensors_of(value)]
@@ -376,9 +481,7 @@ def drawn(seed: int) -> tuple[Callable[..., Any], dict[str, Any]]:
     names = list(inspect.signature(function).parameters)
     for _ in range(draw.choice([0, 0, 1, 2])):
         name = draw.choice(names)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of kinds of tensors that torch is still trying out
-            arguments[name] = draw.odd(arguments.get(name))
+        arguments[name] = draw.odd(arguments.get(name))
     return function, arguments
 
 
