@@ -7,6 +7,7 @@ import http.server
 import io
 import json
 import shutil
+import subprocess
 import sys
 import threading
 from contextlib import redirect_stderr, redirect_stdout
@@ -178,7 +179,17 @@ def test_a_program_that_was_started_without_stderr_works(monkeypatch: pytest.Mon
     assert cli.main(["recipe", "qwen2.5-7b", "--show"]) == 0
 
 
+@pytest.mark.slow
+def test_a_process_that_has_too_little_memory_ends_with_a_sentence(folder: Folder) -> None:
+    limited = ["sh", "-c", 'ulimit -v 716800; exec "$0" "$@"', sys.executable, "-m", "fastppo"]
+    ended = subprocess.run([*limited, *folder.flags()], capture_output=True, text=True, check=False)
+    assert ended.returncode in (1, 2)
+    assert "Traceback" not in ended.stderr
+    assert len([line for line in ended.stderr.splitlines() if line.startswith("fastppo: ")]) == 1
+
+
 YAML = {
+    "device: xpu": "device must be auto, cpu, cuda, cuda:1, …, got 'xpu', which is not supported",
     "output_dir: ''": "output_dir must name a directory, such as . for the current one",
     "seed: 1e300": "seed must be an integer, got '1e300'",
     "seed: !!int": "a value that cannot be read",

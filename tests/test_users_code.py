@@ -258,13 +258,23 @@ def test_an_environment_that_raises_is_told_by_its_line(folder: Folder, run: Run
     assert "line 12, in step" in saved["traceback"]
 
 
-def test_numbers_of_prompts_whose_tolist_raises_are_refused(folder: Folder, run: Run) -> None:
-    body = "class Odd:\n    def tolist(self): raise KeyError('odd')\n"
+@pytest.mark.parametrize(
+    ("option", "body", "says"),
+    [
+        ("prompt_weights", "return Odd()", "KeyError('odd')"),
+        ("prompt_weights", "sys.exit(0)", "SystemExit(0)"),
+        ("prompt_order", "sys.exit(0)", "SystemExit(0)"),
+    ],
+)
+def test_a_function_of_the_prompts_that_fails_is_refused(
+    option: str, body: str, says: str, folder: Folder, run: Run
+) -> None:
+    odd = "import sys\nclass Odd:\n    def tolist(self): raise KeyError('odd')\n"
     file = folder.path / "weights.py"
-    file.write_text(f"{body}def weigh(prompts): return Odd()\n")
-    code, said = run(prompt_weights=f"{file}:weigh")
+    file.write_text(f"{odd}def weigh(prompts): {body}\n")
+    code, said = run(**{option: f"{file}:weigh"})
     assert code == 2
-    assert f"prompt_weights={file}:weigh raised KeyError('odd')" in said
+    assert f"{option}={file}:weigh raised {says}" in said
 
 
 @pytest.mark.parametrize("option", ["prompt_order", "prompt_weights"])
