@@ -199,7 +199,9 @@ def test_a_reward_that_fails_oddly_ends_the_run_with_a_sentence(
     assert f"reward 'count' {SAYS[kind]}" in said
 
 
-def test_a_reward_whose_attributes_raise_is_called_all_the_same(folder: Folder, run: Run) -> None:
+def test_a_reward_whose_attributes_raise_ends_the_run_with_a_sentence(
+    folder: Folder, run: Run
+) -> None:
     body = """
         class Odd:
             def __getattr__(self, name): raise KeyError(name)
@@ -207,7 +209,9 @@ def test_a_reward_whose_attributes_raise_is_called_all_the_same(folder: Folder, 
         count = Odd()
     """
     folder.reward.write_text(textwrap.dedent(body))
-    assert run()[0] == 0
+    code, said = run()
+    assert code == 1
+    assert "reward 'count' raised KeyError('__wrapped__')" in said
 
 
 @pytest.mark.parametrize(
