@@ -179,6 +179,11 @@ def test_a_program_that_was_started_without_stderr_works(monkeypatch: pytest.Mon
     assert cli.main(["recipe", "qwen2.5-7b", "--show"]) == 0
 
 
+def test_a_device_that_is_not_supported_is_refused(folder: Folder) -> None:
+    said = _refused(folder.flags(device="xpu"))
+    assert "device must be auto, cpu, cuda, cuda:1, …, got 'xpu', which is not supported" in said
+
+
 @pytest.mark.slow
 def test_a_process_that_has_too_little_memory_ends_with_a_sentence(folder: Folder) -> None:
     limited = ["sh", "-c", 'ulimit -v 716800; exec "$0" "$@"', sys.executable, "-m", "fastppo"]
@@ -189,7 +194,6 @@ def test_a_process_that_has_too_little_memory_ends_with_a_sentence(folder: Folde
 
 
 YAML = {
-    "device: xpu": "device must be auto, cpu, cuda, cuda:1, …, got 'xpu', which is not supported",
     "output_dir: ''": "output_dir must name a directory, such as . for the current one",
     "seed: 1e300": "seed must be an integer, got '1e300'",
     "seed: !!int": "a value that cannot be read",
