@@ -1,5 +1,5 @@
-"""The files that a command leaves. A file is written completely or not at all, even if the process is
-killed; records are appended line by line as a run goes on.
+"""The files that a command leaves. A file is written completely or not at all, even if the process
+is killed; records are appended line by line as a run goes on.
 
 Libraries write their own files in a directory of `written_whole`, and in a checkpoint's directory
 before it gets its name. Two more are not written here: the lock, and TensorBoard's events, whose
