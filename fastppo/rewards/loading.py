@@ -104,7 +104,7 @@ def _load_agent(spec: str) -> RewardTerm:
     name, options = addresses.Address.of(spec.removeprefix(SCHEME))
     term = load_callable(name, "agent")
     try:
-        agent = Agent(term.function, **options)
+        agent: Any = Agent(term.function, **options)
     except (TypeError, ImportError) as error:
         raise ValueError(f"environment {spec}: {error}") from error
     return replace(term, name="environment", function=agent)

@@ -53,6 +53,8 @@ PAUSE = 2.0
 
 LONGEST_ANSWER = 3600.0
 """Seconds for one answer, responses or the loading of weights."""
+LONGEST_CHECK = 60.0
+"""Seconds for what a server says of itself."""
 
 CONCURRENCY = 256
 """Requests at a time where no `batch_size` says how many."""
@@ -160,7 +162,8 @@ class ServerEngine(RolloutEngine):
             self.version, name, self.directory / name, is_lora=policy.peft is not None
         )
         if handover.is_lora:
-            policy.peft.save_pretrained(handover.directory)
+            # Else PEFT asks the hub whether the vocabulary is still that of the base model.
+            policy.peft.save_pretrained(handover.directory, save_embedding_layers=False)
         else:
             policy.save_policy(handover.directory)
         # Not by the first: before a run has its directory to itself another may be in it.
@@ -287,8 +290,9 @@ class Server:
         request.add_header("Content-Type", "application/json")
         if key := os.environ.get(TOKEN):
             request.add_header("Authorization", f"Bearer {key}")
+        timeout = LONGEST_CHECK if body is None else LONGEST_ANSWER
         try:
-            with urllib.request.urlopen(request, timeout=LONGEST_ANSWER) as answer:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
                 content = answer.read()
         except urllib.error.HTTPError as error:
             with error:

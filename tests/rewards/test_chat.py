@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -184,6 +186,35 @@ def test_what_a_request_cannot_ask_for_is_told(option: dict[str, Any]) -> None:
     (name,) = option
     with pytest.raises(RewardError, match=f"{name} (is not supported|must be 1)"):
         _play(_asks({"messages": [FIRST], **option}), Scripted([]), _prompts())
+
+
+@pytest.mark.parametrize(("turns", "reward"), [([7], 1.0), ([8, 7], 0.5), ([8, 8], 0.0)])
+def test_the_agent_of_the_page_plays(turns: list[int], reward: float) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text("utf-8")
+    names: dict[str, Any] = {}
+    exec(page.split("```py\n")[1].split("```")[0], names)
+    prompts = Prompts(["w5"], [[1]], {"answer": ["w4"]})
+    _, rollout = _play(Agent(names["play"]), Scripted([[turn, EOS] for turn in turns]), prompts)
+    assert rollout.rewards is not None
+    assert sum(rollout.rewards[0]) == reward
+
+
+def test_a_program_that_reads_openais_variables_is_an_agent() -> None:
+    program = """
+from openai import OpenAI
+reply = OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": "w5"}])
+print(reply.choices[0].message.content)
+"""
+
+    def start(base_url: str, api_key: str) -> float:
+        variables = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=variables, capture_output=True, check=True
+        )
+        return float(done.stdout.split() == [b"w4"])
+
+    _, rollout = _play(Agent(start), Scripted([[7, EOS]]), _prompts())
+    assert rollout.rewards == [[0.0, 1.0]]
 
 
 def test_an_agent_that_streams_gets_the_answer_in_one_piece() -> None:
