@@ -133,7 +133,7 @@ def build(
 
     Args:
         say: takes a sentence for the user.
-        world: of the ranks over which the models are sharded, after all checks.
+        world: the ranks, over which the models are sharded after all checks.
 
     Raises:
         ValueError: they do not fit: a tokenizer larger than the vocabulary, a prompt longer than
@@ -153,8 +153,7 @@ def build(
     )
     check_terms(config, reward_terms.all, reward_terms.environment, rows)
     calls = CallOptions(config.reward_timeout, say)
-    output_dir = Path(config.output_dir)
-    failure_file = output_dir / "failed_reward.json"
+    failure_file = Path(config.output_dir) / "failed_reward.json"
     world.first(lambda: try_terms(config, reward_terms.all, rows, calls, failure_file))
     set_seed(config.seed)  # users' code may have drawn
     tokenizer = tokenizer or load_tokenizer(config.model)
@@ -179,17 +178,14 @@ def build(
         options=calls,
         world=world,
     )
-    turns: OneTurn | Turns = OneTurn()
-    if reward_terms.environment is not None:
-        turns = Turns(
-            reward_terms.environment.function,
-            tokenizer,
-            max_turns=config.max_turns,
-            context=models.context,
-            options=calls,
-            failure_file=output_dir / "failed_episode.json",
-            world=world,
-        )
+    turns = make_turns(
+        config,
+        reward_terms.environment,
+        tokenizer,
+        context=models.context,
+        calls=calls,
+        world=world,
+    )
     set_seed(config.seed)  # what was drawn so far depends on the number of ranks
     return RunComponents(
         device=device,
@@ -198,15 +194,7 @@ def build(
         reference=models.reference,
         optimizer=make_optimizer(policy, config),
         engine=chosen_engine,
-        sampling=Sampling(
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            stop_token_ids=models.stop_token_ids,
-            # Checked here, for every engine.
-            stop_strings=StopStrings(tokenizer, config.stop_strings).strings,
-        ),
+        sampling=make_sampling(config, tokenizer, models.stop_token_ids),
         prompts=data.prompts,
         curriculum=curriculum,
         pretraining=data.pretraining,
@@ -375,6 +363,18 @@ def choose_engine(
     return chosen, note
 
 
+def make_sampling(config: PPOConfig, tokenizer: Any, stop: tuple[int, ...]) -> Sampling:
+    """How tokens are drawn; raises ValueError for stop strings that can never be found."""
+    return Sampling(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        stop_token_ids=stop,
+        stop_strings=StopStrings(tokenizer, config.stop_strings).strings,
+    )
+
+
 # ---------------------------------------------------------------------------------------- the data
 
 
@@ -526,3 +526,26 @@ def load_ensemble(config: PPOConfig, weight: float, options: dict[str, Any]) -> 
     )
     members = fingerprint.of_text(" ".join(term.fingerprint for term in ensemble.terms))
     return RewardTerm("ensemble", ensemble, weight, members)
+
+
+def make_turns(
+    config: PPOConfig,
+    environment: RewardTerm | None,
+    tokenizer: Any,
+    *,
+    context: int | None,
+    calls: CallOptions,
+    world: World,
+) -> OneTurn | Turns:
+    """What plays the episodes: one response to a prompt, or the turns of an environment."""
+    if environment is None:
+        return OneTurn()
+    return Turns(
+        environment.function,
+        tokenizer,
+        max_turns=config.max_turns,
+        context=context,
+        options=calls,
+        failure_file=Path(config.output_dir) / "failed_episode.json",
+        world=world,
+    )
