@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -317,6 +317,3 @@ class ActorCritic(LanguageModel):
         """Writes the value function alone, as safetensors: its head, and the trunk that it owns."""
         state = full_state(self.value_function)
         save_file({name: value.contiguous().cpu() for name, value in state.items()}, path)
-
-    def load_value_function(self, path: str | Path) -> None:
-        self.value_function.load_state_dict(load_file(path))

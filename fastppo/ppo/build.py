@@ -364,7 +364,7 @@ def choose_engine(
 
 
 def make_sampling(config: PPOConfig, tokenizer: Any, stop: tuple[int, ...]) -> Sampling:
-    """How tokens are drawn; raises ValueError for stop strings that can never be found."""
+    """How tokens are drawn; raises ValueError for stop strings that cannot be used."""
     return Sampling(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,

@@ -8,7 +8,7 @@ import torch
 
 from fastppo.data.batch import Batch
 from fastppo.models.policy import ActorCritic, LanguageModel
-from fastppo.models.value import critic_of_policy
+from fastppo.models.value import critic_of_file, critic_of_policy
 
 BATCH = Batch.of([[5, 9], [7, 8, 6, 12]], [[10, 11, 1], [13, 3]])
 
@@ -108,14 +108,13 @@ def test_a_model_with_weights_that_are_not_finite_is_refused() -> None:
 
 
 def test_a_value_function_comes_back_with_all_that_it_owns(tmp_path) -> None:
-    def make() -> ActorCritic:
-        causal_lm = tiny.model()
-        return ActorCritic(causal_lm, None, critic_of_policy(causal_lm))
-
-    one, other = make(), make()
+    causal_lm = tiny.model()
+    policy = ActorCritic(causal_lm, None, critic_of_policy(causal_lm))
     with torch.no_grad():
-        for parameter in one.value_function.parameters():
+        for parameter in policy.value_function.parameters():
             parameter.normal_()
-    one.save_value_function(tmp_path / "value_function.safetensors")
-    other.load_value_function(tmp_path / "value_function.safetensors")
-    torch.testing.assert_close([*one.parameters()], [*other.parameters()], rtol=0, atol=0)
+    path = tmp_path / "value_function.safetensors"
+    policy.save_value_function(path)
+    critic = critic_of_file(causal_lm, str(path))
+    written = [*policy.value_function.parameters()]
+    torch.testing.assert_close([*critic.parameters()], written, rtol=0, atol=0)
