@@ -60,7 +60,7 @@ ROWS = {rows}
 
 def score(prompts, completions{parameter}, **columns):
     """A number for each completion: here 1 where {rule}, else 0."""
-    return [float({test}) for {each}]
+    return [float({test}) for {variables}]
 
 
 def test_score():
@@ -146,7 +146,7 @@ def _reward(file: Path, rows: Rows, column: str) -> str:
     columns = column_names(rows[:1], column)
     shown = [{key: row[key] for key in (column, *columns)} for row in rows[:TESTED]]
     text = pprint.pformat(shown, width=96, sort_dicts=False)
-    answer = next((each for each in ANSWERS if each in columns), None)
+    answer = next((name for name in ANSWERS if name in columns), None)
     if answer is None:
         return REWARD.format(
             file=file,
@@ -155,7 +155,7 @@ def _reward(file: Path, rows: Rows, column: str) -> str:
             parameter="",
             rule="a completion ends with a full stop",
             test='text.rstrip().endswith(".")',
-            each="text in completions",
+            variables="text in completions",
             right='"This is a sentence."',
         )
     return REWARD.format(
@@ -165,7 +165,7 @@ def _reward(file: Path, rows: Rows, column: str) -> str:
         parameter=f", {answer}",
         rule=f"a completion has the row's `{answer}`",
         test="str(wanted) in text",
-        each=f"wanted, text in zip({answer}, completions)",
+        variables=f"wanted, text in zip({answer}, completions)",
         right=f"f\"It is {{row['{answer}']}}.\"",
     )
 

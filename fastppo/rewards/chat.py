@@ -350,8 +350,8 @@ def _completion(kind: str, model: str, choice: dict[str, Any]) -> dict[str, Any]
 
 def _streamed(answer: ChatAnswer, model: str) -> Iterator[str]:
     """The answer as server-sent events, in one piece: a turn is drawn before it is answered."""
-    whole = {"role": "assistant", "content": answer.text}
-    for delta, finish_reason in ((whole, None), ({}, answer.finish_reason)):
+    message = {"role": "assistant", "content": answer.text}
+    for delta, finish_reason in ((message, None), ({}, answer.finish_reason)):
         choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
         yield f"data: {json.dumps(_completion('chat.completion.chunk', model, choice))}\n\n"
     yield "data: [DONE]\n\n"

@@ -132,14 +132,14 @@ class CopyEngine(RolloutEngine):
 
     Args:
         engine: decodes the copy.
-        copied: of `copy_of`.
+        policy_copy: what `copy_of` returned.
     """
 
     holds_weights = True
 
-    def __init__(self, engine: RolloutEngine, copied: LanguageModel) -> None:
+    def __init__(self, engine: RolloutEngine, policy_copy: LanguageModel) -> None:
         self.engine = engine
-        self.copied = copied
+        self.policy_copy = policy_copy
         self.draws_by_row = engine.draws_by_row
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
@@ -148,7 +148,7 @@ class CopyEngine(RolloutEngine):
     @torch.no_grad()
     def weights_changed(self, policy: Any) -> None:
         new = policy.causal_lm.parameters()
-        for old, theirs in zip(self.copied.causal_lm.parameters(), new, strict=True):
+        for old, theirs in zip(self.policy_copy.causal_lm.parameters(), new, strict=True):
             if theirs.requires_grad:
                 old.copy_(theirs)
 

@@ -48,12 +48,12 @@ def verdict(records: Records) -> str:
         steps = [after - before for before, after in pairwise(rewards)]
         error = math.sqrt(statistics.fmean(step**2 for step in steps) / tenth)
         kl = statistics.fmean(kls[-tenth:]) if kls else math.nan
-    found = [f"{name} {_rounded(change, error)}"]
+    parts = [f"{name} {_rounded(change, error)}"]
     if math.isfinite(kl):
-        found.append(f"KL {round(kl, 1) + 0.0:.1f} nats")
+        parts.append(f"KL {round(kl, 1) + 0.0:.1f} nats")
     if abs(change) <= NOISE * error:
-        found[-1] += ": no change beyond noise"
-    sentence = ", ".join(found)
+        parts[-1] += ": no change beyond noise"
+    sentence = ", ".join(parts)
     return sentence[0].upper() + sentence[1:]
 
 
