@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.scorer import Scores
-from fastppo.rollout import Rollout
+from fastppo.rollout import Rollout, RolloutEngine, Sampling
 from fastppo.run.log import read_jsonl
 
 PARTS = (
@@ -31,7 +32,6 @@ PARTS = (
     "monitor_rewards",
     "console",
     "callbacks",
-    "model",
 )
 LEARNING: dict[str, Any] = {
     "rollout_batch_size": 64,
@@ -43,20 +43,34 @@ LEARNING: dict[str, Any] = {
 """Of a run whose reward rises above a half. A policy at random gets about 1/43, the best gets 1."""
 
 
+class Watched(RolloutEngine):
+    """What another engine draws, looked at or changed on its way by a function of the rollout, the
+    prompts' ids and the sampling."""
+
+    def __init__(self, engine: RolloutEngine, look: Callable[..., object]) -> None:
+        self.engine, self.look = engine, look
+
+    def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
+        rollout = self.engine.generate(prompt_ids, sampling)
+        self.look(rollout, prompt_ids, sampling)
+        return rollout
+
+
 def make_trainer(tmp_path: Path, architecture: str = "llama", **options: Any) -> PPOTrainer:
     """A trainer on a tiny model; `options` are those of the config, or parts that are given, or
-    `model_dtype`, as which the model was loaded, or `timeout`, seconds that a rank waits for the
-    others."""
+    `causal_lm`, or `model_dtype`, as which a tiny one was loaded, or `timeout`, seconds that a rank
+    waits for the others."""
     timeout = options.pop("timeout", None)
     dtype = getattr(torch, options.pop("model_dtype", "float32"))
+    causal_lm = options.pop("causal_lm", None)
+    if causal_lm is None:
+        causal_lm = tiny.model(architecture).to(dtype)
     parts = {"rewards": [tiny.count_w7], "prompts": tiny.PROMPTS, "tokenizer": tiny.tokenizer()}
     parts |= {name: options.pop(name) for name in PARTS if name in options}
-    if "model" not in parts:
-        parts["model"] = tiny.model(architecture).to(dtype)
     config = PPOConfig(**tiny.options(tmp_path, **options))
     if timeout is not None:
         parts["world"] = join(torch.device("cpu"), timeout=timeout, shard_size=config.shard_size)
-    return PPOTrainer(config, **parts)
+    return PPOTrainer(config, model=causal_lm, **parts)
 
 
 def tensors_of(experience: Experience) -> dict[str, Tensor]:

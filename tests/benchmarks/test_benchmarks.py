@@ -259,7 +259,7 @@ def test_every_named_model_can_be_made(name: str) -> None:
 
 @pytest.mark.usefixtures("no_peers")
 def test_the_quick_set_writes_every_field_the_table_and_pictures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SETS, ("cpu", "quick"), TINY)
     chosen = ["loss", "linear-loss", "linear-logprobs", "gae", "sweeps"]
@@ -282,9 +282,6 @@ def test_the_quick_set_writes_every_field_the_table_and_pictures(
                 assert row["error"] < 1e-4
             elif row["status"] != "bound":
                 assert row["median_seconds"] is row["peak_extra_bytes"] is None
-    printed = capsys.readouterr().out
-    for word in ("linear logprobs", "Python loop", "FastPPO, in place", "eager", "of floor", "N^a"):
-        assert word in printed
     for name in ("floor", "memory", "growth"):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
@@ -296,11 +293,9 @@ def test_the_quick_set_writes_every_field_the_table_and_pictures(
         (["--threads", "0"], "--threads must be at least 1, got 0"),
         (["claims", "--device", "cuda"], "claims are for a CPU"),
         (["keep", "no-such.json"], "no-such.json is no results file"),
-        (["keep", "README.md"], "README.md is no results file"),
         (["keep"], "a results file is what `keep` takes"),
         (["--quick", "--out", "README.md"], "--out README.md cannot be written"),
         (["--keep", "--seconds", "1"], "--keep is for the whole set"),
-        (["--keep", "--case", "gae"], "--keep is for the whole set"),
     ],
 )
 def test_wrong_use_is_answered_in_a_sentence_before_anything_runs(

@@ -23,7 +23,6 @@ def test_the_other_columns_stay_beside_their_prompts() -> None:
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"prompt": ""}, "row 2: the prompt is empty"),
         ({"text": "w1"}, "row 2: expected a prompt that is a string or a list .* got NoneType"),
         ({"prompt": "w1 " * 9}, "row 2: the prompt has 9 tokens; .* the context has room for 8"),
     ],

@@ -17,8 +17,7 @@ from fastppo.ppo.checks import (
     check_on_policy,
     rounding_tolerance,
 )
-from fastppo.rollout import Rollout, RolloutEngine
-from runs import make_trainer
+from runs import Watched, make_trainer
 
 # ----------------------------------------------------------------------------------- before a run
 
@@ -34,17 +33,11 @@ def test_the_self_check_sees_a_reference_that_is_not_fresh(tmp_path: Path) -> No
 
 
 def test_the_self_check_sees_a_sampler_of_another_policy(tmp_path: Path) -> None:
-    class Stale(RolloutEngine):
-        def __init__(self, engine) -> None:
-            self.engine = engine
-
-        def generate(self, prompt_ids, sampling) -> Rollout:
-            rollout = self.engine.generate(prompt_ids, sampling)
-            rollout.logprobs = [logprobs - 0.5 for logprobs in rollout.logprobs]
-            return rollout
+    def lower(rollout, *_) -> None:
+        rollout.logprobs = [logprobs - 0.5 for logprobs in rollout.logprobs]
 
     trainer = make_trainer(tmp_path)
-    trainer.engine = Stale(trainer.engine)
+    trainer.engine = Watched(trainer.engine, lower)
     with pytest.raises(RuntimeError, match=r"the sampler's logprobs differ .* by up to 0\.5 nats"):
         trainer.train()
 
@@ -53,17 +46,15 @@ def test_the_self_check_takes_a_few_short_responses_and_no_random_numbers(tmp_pa
     trainer = make_trainer(tmp_path, max_new_tokens=20)
     asked = []
 
-    class Recorded(RolloutEngine):
-        def generate(self, prompt_ids, sampling) -> Rollout:
-            asked.append((len(prompt_ids), sampling.max_new_tokens))
-            return trainer.engine.generate(prompt_ids, sampling)
+    def note(rollout, prompt_ids, sampling) -> None:
+        asked.append((len(prompt_ids), sampling.max_new_tokens))
 
     state = torch.get_rng_state()
     check_on_policy(
         trainer.prompts,
         trainer.config,
         model=trainer.model,
-        engine=Recorded(),
+        engine=Watched(trainer.engine, note),
         sampling=trainer.sampling,
         fresh_reference=trainer.reference,
     )
@@ -106,29 +97,24 @@ def test_a_real_mistake_is_refused_under_bf16_too(
     few = trainer.prompts.token_ids[:CHECKED_PROMPTS]
     batch = Batch.of(few, trainer.engine.generate(few, trainer.sampling).tokens)
     _with_logits_up_to(trainer.model, batch, largest)
-    own = trainer.engine
 
-    class Mistaken(RolloutEngine):
-        def generate(self, prompt_ids, sampling) -> Rollout:
-            rollout = own.generate(prompt_ids, sampling)
-            other = tiny.model(seed=1) if mistake == "weights" else trainer.model.causal_lm
-            with torch.no_grad():
-                if mistake == "weights":
-                    other.get_output_embeddings().weight.copy_(trainer.model.head.weight)
-                # More than bf16 rounds, in this model with these responses.
-                shift = 17 if mistake == "positions" else 0
-                found = []
-                for prompt, response in zip(prompt_ids, rollout.tokens, strict=True):
-                    ids = torch.tensor([prompt + response])
-                    at = torch.arange(ids.shape[1]).unsqueeze(0)
-                    at[:, len(prompt) :] += shift
-                    logits = other(ids, position_ids=at).logits[0, len(prompt) - 1 : -1]
-                    logprobs = logits.float().log_softmax(-1)
-                    found.append(logprobs[range(len(response)), response])
-            rollout.logprobs = found
-            return rollout
+    def mistake_them(rollout, prompt_ids, _) -> None:
+        other = tiny.model(seed=1) if mistake == "weights" else trainer.model.causal_lm
+        rollout.logprobs = []
+        with torch.no_grad():
+            if mistake == "weights":
+                other.get_output_embeddings().weight.copy_(trainer.model.head.weight)
+            # More than bf16 rounds, in this model with these responses.
+            shift = 17 if mistake == "positions" else 0
+            for prompt, response in zip(prompt_ids, rollout.tokens, strict=True):
+                ids = torch.tensor([prompt + response])
+                at = torch.arange(ids.shape[1]).unsqueeze(0)
+                at[:, len(prompt) :] += shift
+                logits = other(ids, position_ids=at).logits[0, len(prompt) - 1 : -1]
+                logprobs = logits.float().log_softmax(-1)
+                rollout.logprobs.append(logprobs[range(len(response)), response])
 
-    trainer.engine = Mistaken()
+    trainer.engine = Watched(trainer.engine, mistake_them)
     with pytest.raises(RuntimeError, match="the sampler's logprobs differ"):
         trainer.self_check(trainer.prompts)
 
@@ -136,16 +122,13 @@ def test_a_real_mistake_is_refused_under_bf16_too(
 def test_what_a_restriction_adds_to_the_samplers_logprobs_is_no_mistake(tmp_path: Path) -> None:
     """An engine that tells only what it drew from: higher is a restriction, lower a mistake."""
     trainer = make_trainer(tmp_path, top_k=5)
-    own, added = trainer.engine, 0.0
+    added = 0.0
 
-    class Processed(RolloutEngine):
-        def generate(self, prompt_ids, sampling) -> Rollout:
-            rollout = own.generate(prompt_ids, sampling)
-            rollout.logprobs = None
-            rollout.sampler_logprobs = [logprobs + added for logprobs in rollout.sampler_logprobs]
-            return rollout
+    def process(rollout, *_) -> None:
+        rollout.logprobs = None
+        rollout.sampler_logprobs = [logprobs + added for logprobs in rollout.sampler_logprobs]
 
-    trainer.engine = Processed()
+    trainer.engine = Watched(trainer.engine, process)
     trainer.self_check(trainer.prompts)
     added = -9.0
     with pytest.raises(RuntimeError, match="the sampler's logprobs differ"):

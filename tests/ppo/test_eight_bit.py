@@ -106,7 +106,7 @@ def test_the_reward_rises_and_a_resumed_run_has_the_same_bits(tmp_path: Path) ->
         torch.manual_seed(0)
         trainer = make_trainer(
             tmp_path / folder,
-            model=tiny.AutoModelForCausalLM.from_config(_config()).bfloat16(),
+            causal_lm=tiny.AutoModelForCausalLM.from_config(_config()).bfloat16(),
             param_dtype="bfloat16",
             optimizer="adamw8bit",
             **LEARNING | more | {"iterations": iterations},

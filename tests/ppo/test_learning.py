@@ -29,6 +29,6 @@ WITHOUT_VALUES: dict[str, Any] = {"vf_coef": 0.0, "samples_per_prompt": 4}
 def test_the_reward_rises(advantage: str, options: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny.CONFIGS["llama"]())
-    trainer = make_trainer(tmp_path, model=model, advantage=advantage, **LEARNING, **options)
+    trainer = make_trainer(tmp_path, causal_lm=model, advantage=advantage, **LEARNING, **options)
     trainer.train()
     assert_learns(trainer)

@@ -15,7 +15,7 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.old_policy import importance, mismatch, read_old_policy
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout import Rollout
-from runs import make_trainer, records
+from runs import Watched, make_trainer, records
 
 
 def _drawn(trainer: PPOTrainer, rows: int = 6) -> tuple[Rollout, Batch]:
@@ -209,17 +209,15 @@ def test_the_mismatch_is_counted_token_by_token() -> None:
 
 def test_another_policy_behind_the_sampler_shows_in_the_metrics_and_warns(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, precision="bf16", iterations=1)
-    engine, own = trainer.engine, trainer.engine.generate
-    trainer.self_check(trainer.prompts)
-    trainer.self_check = lambda prompts: None
+    drawn = []
 
-    def stale(prompt_ids, sampling):
-        rollout = own(prompt_ids, sampling)
-        rollout.logprobs = [logprobs - 0.3 for logprobs in rollout.logprobs]
-        rollout.sampler_logprobs = rollout.logprobs
-        return rollout
+    def lower(rollout, *_) -> None:
+        drawn.append(rollout)
+        if len(drawn) > 1:  # after the check before the run
+            rollout.logprobs = [logprobs - 0.3 for logprobs in rollout.logprobs]
+            rollout.sampler_logprobs = rollout.logprobs
 
-    engine.generate = stale
+    trainer.engine = Watched(trainer.engine, lower)
     trainer.train()
     (record,) = records(trainer)
     assert record["mismatch/mean"] == pytest.approx(0.3, abs=0.05)

@@ -25,9 +25,9 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.state import MOST_SKIPPED, RunStoppedError
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.reward import RewardError
-from fastppo.rollout import Rollout, RolloutEngine, Sampling
 from fastppo.run.log import read_jsonl
 from runs import (
+    Watched,
     experience_of,
     first_experience,
     make_trainer,
@@ -141,14 +141,7 @@ def test_several_samples_of_a_prompt_are_rows_of_the_batch(tmp_path: Path) -> No
     """`rollout_batch_size` counts responses; the place in the data counts prompts."""
     trainer = make_trainer(tmp_path, samples_per_prompt=4, iterations=1)
     batches: list[list[list[int]]] = []
-    own = trainer.engine
-
-    class Recorded(RolloutEngine):
-        def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
-            batches.append(prompt_ids)
-            return own.generate(prompt_ids, sampling)
-
-    trainer.engine = Recorded()
+    trainer.engine = Watched(trainer.engine, lambda rollout, ids, _: batches.append(ids))
     trainer.train()
     rows = batches[-1]
     assert len(rows) == 16
@@ -161,13 +154,9 @@ def test_the_engine_frees_its_memory_before_an_update_and_has_the_new_weights_af
     tmp_path: Path,
 ) -> None:
     trainer = make_trainer(tmp_path, iterations=2)
-    own = trainer.engine
     calls: list[tuple[str, Tensor]] = []
 
-    class Recorded(RolloutEngine):
-        def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
-            return own.generate(prompt_ids, sampling)
-
+    class Recorded(Watched):
         def release(self) -> None:
             calls.append(("release", trainer.model.head.weight.detach().clone()))
 
@@ -175,7 +164,7 @@ def test_the_engine_frees_its_memory_before_an_update_and_has_the_new_weights_af
             assert all(p.grad is None for p in policy.parameters())
             calls.append(("weights_changed", policy.head.weight.detach().clone()))
 
-    trainer.engine = Recorded()
+    trainer.engine = Recorded(trainer.engine, lambda *_: None)
     trainer.train()
     assert [name for name, _ in calls] == ["release", "weights_changed"] * 2
     weights = [weight for _, weight in calls]

@@ -7,7 +7,6 @@ import tiny
 import torch
 
 from fastppo.data.prompts import Prompts
-from fastppo.functional.advantages import compute_advantages
 from fastppo.rewards.processing import RunningScale
 from fastppo.rewards.reward import RewardTerm, Scored
 from fastppo.rewards.scorer import Scorer, Scores
@@ -101,8 +100,8 @@ def test_metrics_are_means_over_the_batch() -> None:
 # --------------------------------------------------------------------------------------- the scorer
 
 
-def test_placed_rewards_add_up_and_teach_only_what_came_before_them() -> None:
-    """With γ = λ = 1 and no value function a token's advantage is all reward from it on."""
+def test_placed_rewards_add_up_by_their_weights() -> None:
+    """Of two texts, the tokens of each and its end."""
     texts = ["ab cd", "xy"]
     prompts = [BYTES("p: ")["input_ids"]] * 2
     responses = [[*BYTES(text)["input_ids"], BYTES.eos_token_id] for text in texts]
@@ -113,22 +112,9 @@ def test_placed_rewards_add_up_and_teach_only_what_came_before_them() -> None:
     scores = Scorer(terms, [], BYTES)(Prompts(["p: "] * 2, prompts), texts, responses)
     assert scores.last.tolist() == [0.5, 2.0]
     assert scores.within.tolist() == [0, 0.5, 0, 0, -1.5, 0, 2.0, 0, 0]
-    zeros = torch.zeros(9)
-    advantages = compute_advantages(
-        scores.last,
-        zeros,
-        zeros,
-        None,
-        torch.ones(9, dtype=torch.bool),
-        cu_seqlens=torch.tensor([0, 6, 9]),
-        token_rewards=scores.within,
-        lam=1.0,
-        whiten=False,
-    ).advantages
-    assert advantages.tolist() == [-0.5, -0.5, -1.0, -1.0, -1.0, 0.5, 4.0, 2.0, 2.0]
     first, second = scores.terms.values()
-    totals = [0.5 * first[i] + 2.0 * second[i] for i in range(2)]
-    assert [advantages[0].item(), advantages[6].item()] == scores.total.tolist() == totals
+    assert scores.total.tolist() == [0.5 * first[i] + 2.0 * second[i] for i in range(2)]
+    assert scores.total.tolist() == [-0.5, 4.0]
 
 
 def test_each_reward_is_called_once_and_monitors_are_not_trained_on() -> None:

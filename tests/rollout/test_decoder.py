@@ -6,10 +6,9 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-from torch import nn
+from policies import make_policy
 
 from fastppo.data.batch import Batch
-from fastppo.models.adapters import add_adapters
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.value import critic_of_policy
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling
@@ -19,15 +18,6 @@ from fastppo.rollout.generate import GenerateEngine
 PROMPTS = [[5, 9, 4], [7], [8, 3, 6, 12, 20], [11, 12]]
 STOP = (1, 2, 3, 4, 5, 6, 7)
 """Many, so that rows end at different steps."""
-
-
-def _policy(architecture: str = "llama", **parts: object) -> ActorCritic:
-    """With a value head that is not zero, so that values tell states apart."""
-    policy = ActorCritic(tiny.model(architecture), **parts)
-    torch.manual_seed(5)
-    nn.init.normal_(policy.value_function.head.weight)
-    nn.init.constant_(policy.value_function.head.bias, 0.3)
-    return policy
 
 
 def _sampling(**options: object) -> Sampling:
@@ -43,7 +33,7 @@ def _draw(policy: LanguageModel, seed: int = 0, prompts=PROMPTS, **options: obje
 
 
 def test_a_policy_in_fp64_is_decoded_with_its_final_values() -> None:
-    policy = _policy("llama").double()
+    policy = make_policy("llama").double()
     rollout = _draw(policy, stop_token_ids=())
     wanted = policy.evaluate(Batch.of(PROMPTS, rollout.tokens))
     assert rollout.final_values.dtype == torch.float32
@@ -55,7 +45,7 @@ def test_a_policy_in_fp64_is_decoded_with_its_final_values() -> None:
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed shapes"])
 @pytest.mark.parametrize("architecture", tiny.CONFIGS)
 def test_greedy_tokens_are_those_of_generate(architecture: str, fixed: bool) -> None:
-    policy = _policy(architecture)
+    policy = make_policy(architecture)
     sampling = _sampling(greedy=True)
     wanted = GenerateEngine(policy.causal_lm, 0).generate(PROMPTS, sampling)
     found = DecoderEngine(policy, fixed_shapes=fixed).generate(PROMPTS, sampling)
@@ -67,13 +57,9 @@ def test_greedy_tokens_are_those_of_generate(architecture: str, fixed: bool) -> 
 
 
 def test_greedy_tokens_with_adapters_are_those_of_generate() -> None:
-    causal_lm = tiny.model()
-    peft = add_adapters(causal_lm, rank=4, alpha=8)
-    torch.manual_seed(3)
-    tiny.stir_adapters(causal_lm)
-    policy = ActorCritic(causal_lm, peft)
+    policy = make_policy(lora=True)
     sampling = _sampling(greedy=True)
-    wanted = GenerateEngine(causal_lm, 0).generate(PROMPTS, sampling)
+    wanted = GenerateEngine(policy.causal_lm, 0).generate(PROMPTS, sampling)
     assert DecoderEngine(policy).generate(PROMPTS, sampling).tokens == wanted.tokens
     with policy.adapters_off():
         assert DecoderEngine(policy).generate(PROMPTS, sampling).tokens != wanted.tokens
@@ -92,7 +78,7 @@ def test_greedy_tokens_with_adapters_are_those_of_generate() -> None:
 def test_logprobs_and_values_are_the_learners(architecture: str, options) -> None:
     """Of the whole softmax whatever was left to draw from; of truncated responses the value after
     the last token too."""
-    policy = _policy(architecture)
+    policy = make_policy(architecture)
     rollout = _draw(policy, **options)
     wanted = policy.evaluate(Batch.of(PROMPTS, rollout.tokens), options.get("temperature", 1.0))
     close = {"rtol": 1e-5, "atol": 1e-5}
@@ -118,7 +104,7 @@ def test_a_value_function_that_needs_more_than_the_last_state_gives_no_values() 
 
 
 def test_a_row_draws_the_same_whichever_rows_are_beside_it() -> None:
-    policy = _policy()
+    policy = make_policy()
     together = _draw(policy)
     assert {*together.finish_reasons} == {FINISHED, TRUNCATED}
     for batch_size in (1, 3):
@@ -126,7 +112,7 @@ def test_a_row_draws_the_same_whichever_rows_are_beside_it() -> None:
 
 
 def test_rows_that_end_leave_the_batch() -> None:
-    policy, rows = _policy("opt"), []
+    policy, rows = make_policy("opt"), []
     policy.causal_lm.base_model.register_forward_pre_hook(
         lambda module, args, keywords: rows.append(len(keywords["input_ids"])), with_kwargs=True
     )
@@ -140,7 +126,7 @@ def test_rows_that_end_leave_the_batch() -> None:
 
 
 def test_a_stop_string_ends_a_response_at_the_token_that_completes_it() -> None:
-    policy, tokenizer = _policy(), tiny.tokenizer()
+    policy, tokenizer = make_policy(), tiny.tokenizer()
     plain = _draw(policy, stop_token_ids=())
     texts = [tokenizer.decode(tokens[3:5]) for tokens in plain.tokens]
     found = _draw(policy, stop_token_ids=(), stop_strings=(texts[0],), tokenizer=tokenizer)
@@ -156,7 +142,7 @@ def test_a_stop_string_ends_a_response_at_the_token_that_completes_it() -> None:
 
 
 def test_under_autocast_logprobs_are_the_learners_to_bf16() -> None:
-    policy = _policy(compute_dtype=torch.bfloat16)
+    policy = make_policy(compute_dtype=torch.bfloat16)
     rollout = _draw(policy)
     wanted = policy.evaluate(Batch.of(PROMPTS, rollout.tokens))
     assert torch.cat(rollout.values).dtype == torch.float32
@@ -169,14 +155,14 @@ def test_under_autocast_logprobs_are_the_learners_to_bf16() -> None:
 
 def test_an_empty_prompt_is_refused_and_no_prompts_give_no_responses() -> None:
     with pytest.raises(ValueError, match="empty"):
-        _draw(_policy(), prompts=[[4], []])
-    assert _draw(_policy(), prompts=[]).tokens == []
+        _draw(make_policy(), prompts=[[4], []])
+    assert _draw(make_policy(), prompts=[]).tokens == []
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed shapes"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
 def test_a_prompt_of_several_rows_is_read_once(architecture: str, fixed: bool) -> None:
-    policy = _policy(architecture)
+    policy = make_policy(architecture)
     prompts = [prompt for prompt in PROMPTS for _ in range(3)] + PROMPTS[:1]
     read = []
     policy.causal_lm.base_model.register_forward_pre_hook(

@@ -11,15 +11,15 @@ import pytest
 import tiny
 import torch
 import waits
+from policies import make_policy
 from replayed import Replayed
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fastppo.data.batch import Batch
-from fastppo.models.adapters import add_adapters
 from fastppo.models.device import linear_layers
-from fastppo.models.policy import ActorCritic, LanguageModel
+from fastppo.models.policy import LanguageModel
 from fastppo.rollout import FINISHED, TRUNCATED, Rollout, Sampling, fixed_shapes
 from fastppo.rollout.decoder import DecoderEngine
 from fastppo.rollout.fixed_shapes import LOOK, FixedShapes
@@ -31,22 +31,6 @@ STOP = (1,)
 """Some rows end, at different steps."""
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 STEPS = 2 * LOOK + 4
-
-
-def _policy(architecture: str = "llama", **parts: object) -> ActorCritic:
-    """With a value head that is not zero, so that values tell states apart."""
-    policy = ActorCritic(tiny.model(architecture), **parts)
-    torch.manual_seed(5)
-    nn.init.normal_(policy.value_function.head.weight)
-    return policy
-
-
-def _adapted() -> ActorCritic:
-    causal_lm = tiny.model()
-    peft = add_adapters(causal_lm, rank=4, alpha=8)
-    torch.manual_seed(3)
-    tiny.stir_adapters(causal_lm)
-    return ActorCritic(causal_lm, peft)
 
 
 def _sampling(**options: object) -> Sampling:
@@ -92,7 +76,7 @@ def _memory(engine: DecoderEngine):
     ids=str,
 )
 def test_one_seed_draws_the_tokens_of_the_loop(options) -> None:
-    policy = _policy()
+    policy = make_policy()
     reasons = []
     for seed in range(3):
         wanted = _draw(_engine(policy, fixed=False), seed, **options)
@@ -105,7 +89,7 @@ def test_one_seed_draws_the_tokens_of_the_loop(options) -> None:
 
 
 def test_ended_rows_leave_by_halves_and_the_others_draw_the_same(monkeypatch) -> None:
-    policy, shapes = _policy("opt"), []
+    policy, shapes = make_policy("opt"), []
     wanted = _draw(_engine(policy, fixed=False))
     for name, value in {"LOOK": 2, "ROWS": 1, "TOKENS": 4}.items():
         monkeypatch.setattr(fixed_shapes, name, value)
@@ -172,7 +156,7 @@ def test_a_step_needs_nothing_of_the_host(architecture: str, monkeypatch) -> Non
 
 
 def test_memory_is_used_again_grows_where_it_must_and_is_given_up() -> None:
-    policy = _policy(compute_dtype=torch.bfloat16)
+    policy = make_policy(compute_dtype=torch.bfloat16)
     engine = _engine(policy)
     _draw(engine)
     memory = _memory(engine)
@@ -201,7 +185,7 @@ def test_memory_is_used_again_grows_where_it_must_and_is_given_up() -> None:
 
 @pytest.mark.parametrize("moved", ["a weight", "adapters", "nothing"])
 def test_graphs_are_of_the_weights_that_they_were_recorded_of(moved: str) -> None:
-    policy = _adapted()
+    policy = make_policy(lora=True)
     engine = _engine(policy)
     _draw(engine)
     _memory(engine).graphs["recorded"] = None
@@ -220,7 +204,9 @@ def test_graphs_are_of_the_weights_that_they_were_recorded_of(moved: str) -> Non
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "with adapters"])
 def test_under_autocast_weights_are_cast_once_a_call_and_follow_an_update(architecture) -> None:
-    policy = _adapted() if architecture == "with adapters" else _policy(architecture)
+    policy = (
+        make_policy(lora=True) if architecture == "with adapters" else make_policy(architecture)
+    )
     policy.compute_dtype = torch.bfloat16
     engine, dtypes = _engine(policy), set()
     for module in linear_layers(policy.causal_lm.base_model):
@@ -255,7 +241,9 @@ def test_under_autocast_weights_are_cast_once_a_call_and_follow_an_update(archit
 )
 def test_a_step_leaves_nothing_to_the_host(architecture: str, dtype, monkeypatch) -> None:
     """Replayed as operations it draws what it draws when Python runs it, over buckets and looks."""
-    policy = _adapted() if architecture == "with adapters" else _policy(architecture)
+    policy = (
+        make_policy(lora=True) if architecture == "with adapters" else make_policy(architecture)
+    )
     policy.compute_dtype = dtype
     engine, plain = _engine(policy), _engine(policy)
     monkeypatch.setattr(FixedShapes, "records", property(lambda self: self is engine.fixed))
@@ -279,7 +267,7 @@ def test_a_step_leaves_nothing_to_the_host(architecture: str, dtype, monkeypatch
 
 @pytest.mark.gpu
 def test_graphs_follow_an_update_and_their_memory_is_given_up() -> None:
-    policy = _policy().cuda()
+    policy = make_policy().cuda()
     engine = DecoderEngine(policy)
     first = _draw(engine)
     with torch.no_grad():
@@ -295,7 +283,7 @@ def test_graphs_follow_an_update_and_their_memory_is_given_up() -> None:
 
 @pytest.mark.gpu
 def test_between_two_looks_a_gpu_is_not_waited_for() -> None:
-    engine = DecoderEngine(_policy().cuda())
+    engine = DecoderEngine(make_policy().cuda())
     step = fixed_shapes._Decoding._step
 
     def forbidden(self, tokens: int) -> None:
