@@ -55,12 +55,17 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "demonstrations.jsonl").write_text("\n".join(map(json.dumps, sft)))
     pairs = [{"prompt": r["prompt"], "chosen": " w7", "rejected": f" {r['answer']}"} for r in rows]
     (tmp_path / "preferences.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    write_files_of(ROOT / "README.md", tmp_path)
+    return tmp_path
+
+
+def write_files_of(page: Path, folder: Path) -> None:
+    """The blocks of a page that begin with the name of a file, `# reward.py`, as these files."""
     for language in ("python", "yaml"):
-        for code in blocks(ROOT / "README.md", language):
+        for code in blocks(page, language):
             name = re.match(r"# (\S+\.(?:py|yaml))\n", code)
             if name:
-                (tmp_path / name[1]).write_text(code)
-    return tmp_path
+                (folder / name[1]).write_text(code)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -127,6 +132,22 @@ def test_the_commands_of_a_page_work_as_printed(name: str, workspace: Path, caps
     assert len(lines) == 2
     for line in lines:
         assert cli.main(line) == 0, capsys.readouterr().err
+
+
+def test_the_ten_minutes_work_as_printed(workspace: Path, capsys) -> None:
+    """But for the model, which is a tiny one, and the number of iterations."""
+    page = ROOT / "docs" / "ten-minutes.md"
+    write_files_of(page, workspace)
+    tiny.saved_model(workspace / "smollm2" / "model")
+    runpy.run_path("prompts.py")
+    lines = [line for line in commands(page) if line[0] in COMMANDS and line[0] != "recipe"]
+    assert [line[0] for line in lines] == ["check", "train", "report", "generate"]
+    for line in lines:
+        more = ["--iterations", "1", "--eval_interval", "1"] if line[0] == "train" else []
+        assert cli.main(line + more) == 0, capsys.readouterr().err
+    assert (workspace / "runs" / "s" / "eval_samples.jsonl").read_text()
+    reward = runpy.run_path("reward.py")["words_with_s"]
+    assert reward([""], [" a Sea of salt"]) == [[(6, 0.1), (14, 0.1)]]
 
 
 def test_the_command_that_plans_memory_works_as_printed(workspace: Path, capsys) -> None:
@@ -242,6 +263,7 @@ EVERY_PAGE = [*PAGES, ROOT / "benchmarks" / "README.md", ROOT / "kernels" / "NOT
 every_page = pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda p: str(p.relative_to(ROOT)))
 COMMANDS = (
     "bench",
+    "check",
     "completion",
     "demo",
     "generate",
