@@ -74,12 +74,15 @@ class Agent:
 
     Raises:
         ImportError: starlette or uvicorn is not installed.
+        TypeError: the port is no number.
     """
 
     def __init__(self, play: Callable[..., Any], *, host: str = "127.0.0.1", port: int = 0) -> None:
         for package in ("starlette", "uvicorn"):
             if importlib.util.find_spec(package) is None:
                 raise ImportError(f"agents need {package}: {INSTALL}")
+        if not isinstance(port, int):
+            raise TypeError(f"expected a port that is a number, got {port!r}")
         self.play = play
         self.__name__ = getattr(play, "__name__", type(play).__name__)
         self.server = ChatServer(host, port)

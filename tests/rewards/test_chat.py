@@ -307,3 +307,5 @@ def test_an_address_without_such_an_agent_is_a_sentence() -> None:
         load_environment(f"{AGENTS}:nobody")
     with pytest.raises(ValueError, match="unexpected keyword argument 'speed'"):
         load_environment(f"{AGENTS}:play?speed=3")
+    with pytest.raises(ValueError, match="expected a port that is a number, got 'x'"):
+        load_environment(f"{AGENTS}:play?port=x")
