@@ -9,7 +9,8 @@ lane. Each case runs under several orders of programs, warps and stores, and mus
 
 - agree with the definition in fp64, by the tolerances of `rows.py`;
 - give the same bits under every order, whether or not ptxas makes one instruction of a product and
-  the sum that takes it, and right ones with the errors that the hardware's functions may have;
+  the sum that takes it, and right ones with the errors that the hardware's functions may have (in
+  two cases whose terms cancel, by what those errors make of the exact gradient: "cancels_at");
 - read and write inside its tensors, aligned; write every byte of its results; let no byte that is
   unwritten or read in a race reach one; store one value where several lanes store to one place.
 
@@ -76,6 +77,8 @@ class Emulation:
         ]
         fused = [order(fuse=True), order(fuse=True, sched=1, down=True)]
         self.same_bits = [orders, fused, [order(perturb=5)]]
+        self.has_hardware_errors = False
+        """Of the results that `results` gave last."""
         self.session = emulate.Session(capability)
         # A few multiprocessors, so that a program has several rows and there are several programs.
         for module in (triton_views, triton_scale):
@@ -118,6 +121,7 @@ class Emulation:
                     kind = finding.kind
                     is_harmless = HARMLESS in kind or (in_place and kind.startswith(NEIGHBOURS))
                     assert is_harmless, f"{finding} under {schedule}"
+            self.has_hardware_errors = bool(schedules[0].perturb)
             yield first
 
 
@@ -176,6 +180,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "k3 times the ratio, importance weights": {
         "kl_coef": 0.1, "kl_ratio_weighted": True, "importance_weights": True,
         "temperature": "per token",
+        # Policy term and KL leave a 16th of each other in one row; in another the KL is alone, and
+        # the logprob, −25, is all but the reference's.
+        "cancels_at": "short, fp32, off 16 bytes",
     },
     "no gradient, no clip": {
         "need_grad": False, "lowest_ratio": -float("inf"), "highest_ratio": float("inf"),
@@ -190,11 +197,55 @@ LOSSES: dict[str, dict[str, Any]] = {
         "kl_estimator": "full", "kl_coef": 0.3, "entropy_coef": 0.05, "inplace": True,
     },
     "full KL, only reported": {"kl_estimator": "full", "kl_coef": 0.0, "need_grad": False},
-    "full KL, soft-cap": {"kl_estimator": "full", "kl_coef": 0.3, "softcap": 15.0},
+    "full KL, soft-cap": {
+        "kl_estimator": "full", "kl_coef": 0.3, "softcap": 15.0,
+        # The likeliest column's t − r is the mean one but for a few hundredths.
+        "cancels_at": "long, fp32, off 16 bytes",
+    },
     "columns ruled out": {"entropy_coef": 0.05, "rows": "masked"},
     # Without entropy, whose gradient is 0 in a constant row: fp64's rounding would be the measure.
     "rows far from zero": {"rows": "far", "temperature": 100.0, "shapes": 3},
 }  # fmt: skip
+
+
+def hardware_allowance(given: Any, ref_logits: Tensor | None, want: Any) -> Tensor:
+    """[N, V], how far the errors that the hardware's functions may have move the exact gradient, to
+    first order; `given` and `want` in fp64. For the shape that "cancels_at" names, where that is
+    more than `rows.py` allows.
+
+    ex2, rsqrt and a division are off by up to 2 units in the last place, which are u = 2⁻²² of the
+    value, lg2 by 1. The division that forms 1/T takes all scores along: with the sum's own error, a
+    logprob is off by u·(2 + |logprob| + entropy). A soft-cap adds 2u·softcap/T a score, since
+    tanh = 1 − 2e/(1 + e) with e/(1 + e) < 0.23 off by 3u of itself, and a logprob is the difference
+    of two. The derivative by the logprob is then that of a logprob which is off by so much. A
+    column's t − r − γ is one of four scores, whose mean γ is off by 2u of what it is the mean of.
+    """
+    from fastppo_kernels import definition
+
+    unit = 2.0**-22
+    softmax = given.softmax
+    temperature = softmax.temperature if softmax.temperatures is None else softmax.temperatures
+    score = 2 * unit * (softmax.softcap or 0.0) / temperature
+    logprob = unit * (2 + want.logprobs.abs() + want.entropy) + 2 * score
+    allowance = torch.zeros_like(want.grad)
+    for error in (logprob, -logprob):
+        per_token = given.per_token._replace(old_logprobs=given.per_token.old_logprobs + error)
+        if per_token.ref_logprobs is not None:
+            per_token = per_token._replace(ref_logprobs=per_token.ref_logprobs + error)
+        moved = definition.ppo_loss(
+            given.logits, per_token, given.objective, softmax, ref_logits=ref_logits
+        )
+        allowance = torch.maximum(allowance, (moved.grad - want.grad).abs())
+    if ref_logits is None:
+        return allowance
+    x = given.logits.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(definition.scores(x, softmax)[0].sum(), x)
+    log_p = definition.log_softmax(given.logits, softmax)
+    p = log_p.exp()
+    gap = log_p - definition.log_softmax(ref_logits, softmax) - want.kl[:, None]
+    error = 4 * score + 2 * unit * (p * gap.abs()).sum(-1)
+    by_kl = given.per_token.weights * given.objective.kl_coef
+    return allowance + (by_kl * error)[:, None] * p * slope.abs()
 
 
 def changed(logits: Tensor, tokens: Tensor, kind: str | None) -> None:
@@ -223,6 +274,7 @@ def loss_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> No
     from rows import assert_loss, draw, in_fp64, logprobs_of, operands
 
     options = dict(options)
+    cancels_at = options.pop("cancels_at", None)
     some_weights = options.pop("some_weights", False)
     kind = options.pop("rows", None)
     options.pop("shapes", None)
@@ -251,9 +303,8 @@ def loss_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> No
         options["ref_logprobs"] = (logprobs + noise).float()
     given, _ = operands(arguments | options)
     wide, _ = operands(in_fp64(arguments | options))
-    want = definition.ppo_loss(
-        *wide, ref_logits=None if ref_logits is None else ref_logits.double()
-    )
+    wide_ref = None if ref_logits is None else ref_logits.double()
+    want = definition.ppo_loss(*wide, ref_logits=wide_ref)
 
     def launch(like: Callable[..., Tensor]) -> dict[str, Tensor]:
         ref = None if ref_logits is None else shape.placed(ref_logits, like)
@@ -266,7 +317,15 @@ def loss_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> No
     one_signed = not options.get("entropy_coef") and ref_logits is None
     for found in emulation.results(launch, in_place=in_place):
         got = want._replace(grad=None)._replace(**found)
-        assert_loss(got, want if need_grad else want._replace(grad=None), one_signed=one_signed)
+        allowance = None
+        if emulation.has_hardware_errors and cancels_at == shape.name:
+            allowance = hardware_allowance(wide, wide_ref, want)
+        assert_loss(
+            got,
+            want if need_grad else want._replace(grad=None),
+            one_signed=one_signed,
+            allowance=allowance,
+        )
 
 
 STATISTICS: dict[str, dict[str, Any]] = {

@@ -92,8 +92,11 @@ def assert_statistic(got: Tensor, want: Tensor, name: str) -> None:
     assert not wrong.any(), f"{name}: got {got[wrong]}, want {want[wrong]}"
 
 
-def assert_gradient(got: Tensor, want: Tensor, *, one_signed: bool = False) -> None:
-    """`one_signed`: no term crosses zero within a row, so that bf16 has no fp32 allowance."""
+def assert_gradient(
+    got: Tensor, want: Tensor, *, one_signed: bool = False, allowance: Tensor | None = None
+) -> None:
+    """`one_signed`: no term crosses zero within a row, so that bf16 has no fp32 allowance.
+    `allowance` [N, V]: what an entry may be off by besides."""
     dtype = got.dtype
     got, want = got.detach().cpu().double(), want.cpu().double()
     assert torch.equal(got.isnan(), want.isnan())
@@ -110,6 +113,8 @@ def assert_gradient(got: Tensor, want: Tensor, *, one_signed: bool = False) -> N
         want = rounded
         floor = 0.0 if one_signed else 1e-5 * largest
         allowed = unit + floor + torch.finfo(torch.float32).tiny
+    if allowance is not None:
+        allowed = allowed + allowance
     excess = (got - want).abs() - allowed
     assert (excess <= 0).all(), (
         f"off by {((got - want).abs() / largest.clamp(min=1e-300)).max():.2g} of the row's largest "
@@ -117,8 +122,10 @@ def assert_gradient(got: Tensor, want: Tensor, *, one_signed: bool = False) -> N
     )
 
 
-def assert_loss(got: PPORows, want: PPORows, *, one_signed: bool) -> None:
-    """`want` in fp64; `one_signed` as of `assert_gradient`."""
+def assert_loss(
+    got: PPORows, want: PPORows, *, one_signed: bool, allowance: Tensor | None = None
+) -> None:
+    """`want` in fp64; `one_signed` and `allowance` as of `assert_gradient`."""
     for name in ("logprobs", "entropy"):
         assert_statistic(getattr(got, name), getattr(want, name), name)
     # e^{−d} multiplies an error of the logprob: relative to 1 + |KL|.
@@ -128,7 +135,12 @@ def assert_loss(got: PPORows, want: PPORows, *, one_signed: bool) -> None:
     assert_statistic(got.sums.cpu() / scale, want.sums / scale, "sums")
     assert (got.grad is None) == (want.grad is None)
     if got.grad is not None and want.grad is not None:
-        assert_gradient(got.grad.flatten(0, -2), want.grad.flatten(0, -2), one_signed=one_signed)
+        assert_gradient(
+            got.grad.flatten(0, -2),
+            want.grad.flatten(0, -2),
+            one_signed=one_signed,
+            allowance=allowance,
+        )
 
 
 def defined_statistics(

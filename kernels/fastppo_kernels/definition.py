@@ -43,7 +43,11 @@ def scores(logits: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
 
 
 def log_softmax(logits: Tensor, softmax: Softmax) -> Tensor:
-    """log p [N, V]. Of a token that is ruled out it is LOWEST, and p is 0."""
+    """log p [N, V]. Of a token that is ruled out it is LOWEST, and p is 0.
+
+    Autograd gives that logprob no gradient, for it is a clamp's; the kernels give it [j = y] − p_j,
+    as any other token's.
+    """
     return torch.log_softmax(scores(logits, softmax)[0], -1).clamp(min=LOWEST)
 
 
@@ -52,7 +56,8 @@ def entropy(log_p: Tensor) -> Tensor:
 
 
 def full_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Infinite where the reference rules out a token that the policy does not."""
+    """Infinite where the reference rules out a token that the policy does not: without gradient
+    here; in the kernels, if its coefficient is not 0, with an infinite one, so that it is seen."""
     p = log_p.exp()
     ruled_out = ((p > 0) & (log_q <= LOWEST)).any(-1)
     return (p * (log_p - log_q)).sum(-1).masked_fill(ruled_out, math.inf)

@@ -169,3 +169,11 @@ def row_scale(rows, softmax):
 def shifted(values, maximum, scale):
     """(values − maximum)·scale, −inf (and the padding) at LOWEST; NaN stays NaN."""
     return tl.maximum((values - maximum) * scale, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def gap_between(values, ref_values, t, r, row_max, ref_max, scale):
+    """t − r. Near the reference from the difference of the scores themselves, which is exact where
+    that of the two shifted and scaled ones is not; ruled-out columns keep their stand-ins."""
+    near = ((values - ref_values) - (row_max - ref_max)) * scale
+    return tl.where((t <= LOWEST) | (r <= LOWEST), t - r, near)

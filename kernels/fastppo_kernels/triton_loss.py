@@ -30,7 +30,7 @@ from fastppo_kernels.records import (
     PPORows,
     Softmax,
 )
-from fastppo_kernels.triton_full_kl import _ppo_loss_full_kl_kernel
+from fastppo_kernels.triton_full_kl import row_statistics_beside
 from fastppo_kernels.triton_sweeps import row_statistics, write_gradient
 from fastppo_kernels.triton_token_loss import (
     LossResults,
@@ -51,6 +51,61 @@ from fastppo_kernels.triton_views import (
 MAX_ENTRY = tl.constexpr(RATIO_MAX)
 
 
+@triton.jit
+def _finish_row(
+    index,
+    row,
+    x_token,
+    place,
+    stats,
+    weight,
+    scale,
+    slope,
+    grad,
+    per_token,
+    objective,
+    softmax,
+    results,
+    n,
+    vocab,
+    cut,
+    ref_row=None,
+    ref_stats=None,
+):
+    """What follows a row's first sweep: the token's loss, and the second sweep."""
+    full_kl = None if ref_stats is None else ref_stats.kl
+    kl, g, shares = token_loss(index, stats, full_kl, weight, per_token, objective)
+    store_token(results, index, n, stats, kl, shares)
+    if grad is not None:
+        grad_row = row_beside(row, grad, index, cut)
+        if is_dead(g, stats):
+            write_zeros(grad_row, vocab, cut)
+        else:
+            write_gradient(
+                row,
+                grad_row,
+                x_token,
+                place,
+                stats,
+                g,
+                softmax,
+                scale,
+                slope,
+                cut,
+                CLAMPED=False,
+                ref_row=ref_row,
+                ref_stats=ref_stats,
+            )
+
+
+@triton.jit
+def _leave_out(index, grad, results, n, vocab, cut):
+    """A row of weight 0."""
+    store_nothing(results, index, n)
+    if grad is not None:
+        write_zeros(row_at(grad, index, vocab, cut), vocab, cut)
+
+
 @triton.jit(do_not_specialize=["n"])
 def _ppo_loss_kernel(logits, grad, per_token, objective, softmax, results, n, vocab, cut):
     """Rows program_id, program_id + num_programs, …; absent operands are None and cost nothing.
@@ -69,31 +124,69 @@ def _ppo_loss_kernel(logits, grad, per_token, objective, softmax, results, n, vo
             row = row_at(logits, index, vocab, cut)
             place = place_of(token, row, vocab)
             stats = row_statistics(row, x_token, place, softmax, scale, cut, HINT)
-            kl, g, shares = token_loss(index, stats, None, weight, per_token, objective)
-            store_token(results, index, n, stats, kl, shares)
-            if grad is not None:
-                grad_row = row_beside(row, grad, index, cut)
-                if is_dead(g, stats):
-                    write_zeros(grad_row, vocab, cut)
-                else:
-                    write_gradient(
-                        row,
-                        grad_row,
-                        x_token,
-                        place,
-                        stats,
-                        g,
-                        softmax,
-                        scale,
-                        slope,
-                        slope_over_total=slope / stats.total,
-                        cut=cut,
-                        CLAMPED=False,
-                    )
+            _finish_row(
+                index,
+                row,
+                x_token,
+                place,
+                stats,
+                weight,
+                scale,
+                slope,
+                grad,
+                per_token,
+                objective,
+                softmax,
+                results,
+                n,
+                vocab,
+                cut,
+            )
         else:
-            store_nothing(results, index, n)
-            if grad is not None:
-                write_zeros(row_at(grad, index, vocab, cut), vocab, cut)
+            _leave_out(index, grad, results, n, vocab, cut)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _ppo_loss_full_kl_kernel(
+    logits, ref_logits, grad, per_token, objective, softmax, results, n, vocab, cut
+):
+    """As `_ppo_loss_kernel`, with the reference's logits beside the policy's."""
+    HINT: tl.constexpr = "evict_first" if grad is None else "evict_last"
+    for index in tl.range(tl.program_id(0), n, tl.num_programs(0), disable_licm=True):
+        weight = tl.load(per_token.weights + index).to(tl.float32)
+        if weight != 0:
+            token = tl.load(per_token.tokens + index)
+            x_token = logit_at(logits, index, token, vocab)
+            ref_token = logit_at(ref_logits, index, token, vocab)
+            scale, slope = row_scale(index, softmax)
+            row = row_at(logits, index, vocab, cut)
+            ref_row = row_beside(row, ref_logits, index, cut)
+            place = place_of(token, row, vocab)
+            stats, ref_stats = row_statistics_beside(
+                row, ref_row, x_token, ref_token, place, softmax, scale, cut, HINT
+            )
+            _finish_row(
+                index,
+                row,
+                x_token,
+                place,
+                stats,
+                weight,
+                scale,
+                slope,
+                grad,
+                per_token,
+                objective,
+                softmax,
+                results,
+                n,
+                vocab,
+                cut,
+                ref_row,
+                ref_stats,
+            )
+        else:
+            _leave_out(index, grad, results, n, vocab, cut)
 
 
 @triton.jit(do_not_specialize=["n"])

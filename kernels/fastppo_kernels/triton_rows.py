@@ -3,9 +3,9 @@
 triton_views        rows of logits in a kernel, their tiles, what a launch decides
 triton_sweeps       the two sweeps over a row: statistics, gradient
 triton_token_loss   the loss of one token
-triton_loss         the kernel and the launcher of the loss
+triton_full_kl      the first sweep over a row and the reference's beside it
+triton_loss         the kernels and the launcher of the loss
 triton_stats        of the statistics, and of their backward pass
-triton_full_kl      the kernels that read the reference's logits beside the policy's
 triton_scale        a gradient times the factor that arrives in the backward pass
 """
 

@@ -14,13 +14,12 @@ from torch import Tensor
 from fastppo_kernels.jit import WHOLE_LIMIT, row_scale
 from fastppo_kernels.launch import check_dtype, current, dense, dense_record
 from fastppo_kernels.records import Softmax, StatsGradients, StatsRows
-from fastppo_kernels.triton_full_kl import (
-    _token_stats_backward_full_kl_kernel,
-    _token_stats_full_kl_kernel,
-)
+from fastppo_kernels.triton_full_kl import row_statistics_beside
 from fastppo_kernels.triton_sweeps import (
+    RefStats,
     RowStats,
     defined_maximum,
+    pair_of,
     row_statistics,
     store_stats,
     write_gradient,
@@ -50,49 +49,127 @@ def _token_stats_kernel(logits, tokens, softmax, results, n, vocab, cut):
 
 
 @triton.jit(do_not_specialize=["n"])
-def _token_stats_backward_kernel(logits, grad, grads, tokens, saved, softmax, n, vocab, cut):
-    """The second sweep from the StatsRows `saved`; of the StatsGradients `grads` the entropy's may
-    be None, the KL's is not looked at."""
+def _token_stats_full_kl_kernel(logits, ref_logits, tokens, softmax, results, n, vocab, cut):
+    """As `_token_stats_kernel`, with the reference's logits beside the policy's."""
     for index in range(tl.program_id(0), n, tl.num_programs(0)):
-        g_logprob = tl.load(grads.logprobs + index).to(tl.float32)
-        g_entropy = 0.0
-        if grads.entropy is not None:
-            g_entropy = tl.load(grads.entropy + index).to(tl.float32)
-        if (g_logprob == 0) & (g_entropy == 0):
+        token = tl.load(tokens + index)
+        ref_token = logit_at(ref_logits, index, token, vocab)
+        x_token = logit_at(logits, index, token, vocab)
+        scale, _ = row_scale(index, softmax)
+        row = row_at(logits, index, vocab, cut)
+        ref_row = row_beside(row, ref_logits, index, cut)
+        place = place_of(token, row, vocab)
+        stats, ref_stats = row_statistics_beside(
+            row, ref_row, x_token, ref_token, place, softmax, scale, cut, "evict_first"
+        )
+        row_max = defined_maximum(row, stats.row_max, stats.total, softmax, cut)
+        ref_max = defined_maximum(ref_row, ref_stats.row_max, ref_stats.total, softmax, cut)
+        store_stats(results, index, stats, row_max, ref_stats, ref_max)
+
+
+@triton.jit
+def _load_gradients(grads, index):
+    """A row of StatsGradients; one that is None is 0."""
+    g_entropy = 0.0
+    if grads.entropy is not None:
+        g_entropy = tl.load(grads.entropy + index).to(tl.float32)
+    g_kl = 0.0
+    if grads.kl is not None:
+        g_kl = tl.load(grads.kl + index).to(tl.float32)
+    return StatsGradients(tl.load(grads.logprobs + index).to(tl.float32), g_entropy, g_kl)
+
+
+@triton.jit
+def _load_stats(saved, index, scale, CLAMPED: tl.constexpr):
+    """What the second sweep needs of a row's StatsRows. Nothing tells of −inf among the logits: a
+    row counts as plain only where the sweep clamps its whole tiles."""
+    normalizer = pair_of(saved.normalizer, index)
+    row_max = tl.load(normalizer)
+    log_sum = tl.load(normalizer + 1)
+    entropy = tl.load(saved.entropy + index)
+    plain = False
+    if CLAMPED:
+        plain = tl.abs(row_max * scale) < WHOLE_LIMIT
+    return RowStats(
+        logprob=tl.load(saved.logprobs + index),
+        entropy=entropy,
+        row_max=row_max,
+        log_sum=log_sum,
+        total=tl.exp(log_sum),
+        mean_shifted=log_sum - entropy,
+        others=tl.load(saved.p_others + index),
+        plain=plain,
+    )
+
+
+@triton.jit
+def _load_ref_stats(saved, index):
+    normalizer = pair_of(saved.ref_normalizer, index)
+    log_sum = tl.load(normalizer + 1)
+    return RefStats(
+        kl=tl.load(saved.kl + index),
+        mean_gap=tl.load(saved.mean_gap + index),
+        token_gap=tl.load(saved.token_gap + index),
+        row_max=tl.load(normalizer),
+        log_sum=log_sum,
+        total=tl.exp(log_sum),
+    )
+
+
+@triton.jit(do_not_specialize=["n"])
+def _token_stats_backward_kernel(logits, grad, grads, tokens, saved, softmax, n, vocab, cut):
+    """The second sweep from the StatsRows `saved` and the StatsGradients `grads`, of which the
+    KL's is not looked at."""
+    for index in range(tl.program_id(0), n, tl.num_programs(0)):
+        g = _load_gradients(grads, index)
+        if (g.logprobs == 0) & (g.entropy == 0):
             write_zeros(row_at(grad, index, vocab, cut), vocab, cut)
         else:
             token = tl.load(tokens + index)
-            row_max = tl.load(saved.normalizer + 2 * index)
-            log_sum = tl.load(saved.normalizer + 2 * index + 1)
-            entropy = tl.load(saved.entropy + index)
             scale, slope = row_scale(index, softmax)
-            # Nothing tells of −inf among the logits: they are clamped.
-            plain = tl.abs(row_max * scale) < WHOLE_LIMIT
-            stats = RowStats(
-                logprob=tl.load(saved.logprobs + index),
-                entropy=entropy,
-                row_max=row_max,
-                log_sum=log_sum,
-                total=tl.exp(log_sum),
-                mean_shifted=log_sum - entropy,
-                others=tl.load(saved.p_others + index),
-                plain=plain,
-            )
-            g = StatsGradients(g_logprob, g_entropy)
             row = row_at(logits, index, vocab, cut)
             write_gradient(
                 row,
                 row_beside(row, grad, index, cut),
                 logit_at(logits, index, token, vocab),
                 place_of(token, row, vocab),
-                stats,
+                _load_stats(saved, index, scale, CLAMPED=True),
                 g,
                 softmax,
                 scale,
                 slope,
-                slope_over_total=slope * tl.exp(-log_sum),
-                cut=cut,
+                cut,
                 CLAMPED=True,
+            )
+
+
+@triton.jit(do_not_specialize=["n"])
+def _token_stats_backward_full_kl_kernel(
+    logits, ref_logits, grad, grads, tokens, saved, softmax, n, vocab, cut
+):
+    """As `_token_stats_backward_kernel`, with the reference's logits beside the policy's."""
+    for index in range(tl.program_id(0), n, tl.num_programs(0)):
+        g = _load_gradients(grads, index)
+        if (g.logprobs == 0) & (g.entropy == 0) & (g.kl == 0):
+            write_zeros(row_at(grad, index, vocab, cut), vocab, cut)
+        else:
+            token = tl.load(tokens + index)
+            scale, slope = row_scale(index, softmax)
+            row = row_at(logits, index, vocab, cut)
+            write_gradient(
+                row,
+                row_beside(row, grad, index, cut),
+                logit_at(logits, index, token, vocab),
+                place_of(token, row, vocab),
+                _load_stats(saved, index, scale, CLAMPED=False),
+                g,
+                softmax,
+                scale,
+                slope,
+                cut,
+                CLAMPED=False,
+                ref_row=row_beside(row, ref_logits, index, cut),
+                ref_stats=_load_ref_stats(saved, index),
             )
 
 

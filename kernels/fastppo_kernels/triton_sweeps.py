@@ -27,8 +27,8 @@ what the caches hold.
 
 Whole tiles have a loop of their own in each sweep, in which nothing is clamped or masked and the
 scores are scaled and shifted in one instruction; what the whole tiles leave, and every row that has
-−inf or NaN in it, goes through the careful loop. `triton_full_kl` adds the reference to these
-functions.
+−inf or NaN in it, goes through the careful loop. The first sweep over a row and the reference's is
+in `triton_full_kl`; the second one takes both.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from fastppo_kernels.jit import (
     WHOLE_LIMIT,
     capped,
     fma,
+    gap_between,
     log1p_below_one,
     shifted,
 )
@@ -79,11 +80,15 @@ class RowStats(NamedTuple):
     plain: Any  # no −inf, no NaN: the sums need no clamp
 
 
-class Factors(NamedTuple):
-    """dx_j = e^{t_j}·(constant + linear·t_j), t in base 2."""
+class RefStats(NamedTuple):
+    """What a row's first sweep leaves of the reference (`triton_full_kl`), in nats."""
 
-    constant: Any
-    linear: Any
+    kl: Any
+    mean_gap: Any  # γ
+    token_gap: Any  # t_y − r_y − γ
+    row_max: Any
+    log_sum: Any  # log S_ref
+    total: Any  # S_ref
 
 
 # ------------------------------------------------------------------------- tiles into lanes' sums
@@ -299,44 +304,50 @@ def defined_maximum(row, row_max, total, softmax, cut):
 
 
 @triton.jit
-def store_stats(
-    results,
-    index,
-    stats,
-    row_max,
-    kl=0.0,
-    mean_gap=0.0,
-    token_gap=0.0,
-    ref_max=0.0,
-    ref_log_sum=0.0,
-):
-    """A row of the StatsRows `results`, its maximum as defined; what belongs to the reference is 0
+def store_stats(results, index, stats, row_max, ref_stats=None, ref_max=0.0):
+    """A row of the StatsRows `results`, the maxima as defined; what belongs to the reference is 0
     without one."""
     tl.store(results.logprobs + index, stats.logprob)
     tl.store(results.entropy + index, stats.entropy)
-    tl.store(results.kl + index, kl)
     tl.store(results.p_others + index, stats.others)
+    log_sum = tl.where(stats.total == 0, -float("inf"), stats.log_sum)
+    normalizer = pair_of(results.normalizer, index)
+    tl.store(normalizer, row_max)
+    tl.store(normalizer + 1, log_sum)
+    kl = 0.0
+    mean_gap = 0.0
+    token_gap = 0.0
+    ref_log_sum = 0.0
+    if ref_stats is not None:
+        kl = ref_stats.kl
+        mean_gap = ref_stats.mean_gap
+        token_gap = ref_stats.token_gap
+        ref_log_sum = ref_stats.log_sum
+    tl.store(results.kl + index, kl)
     tl.store(results.mean_gap + index, mean_gap)
     tl.store(results.token_gap + index, token_gap)
-    log_sum = tl.where(stats.total == 0, -float("inf"), stats.log_sum)
-    tl.store(results.normalizer + 2 * index, row_max)
-    tl.store(results.normalizer + 2 * index + 1, log_sum)
-    tl.store(results.ref_normalizer + 2 * index, ref_max)
-    tl.store(results.ref_normalizer + 2 * index + 1, ref_log_sum)
+    ref_normalizer = pair_of(results.ref_normalizer, index)
+    tl.store(ref_normalizer, ref_max)
+    tl.store(ref_normalizer + 1, ref_log_sum)
+
+
+@triton.jit
+def pair_of(normalizers, index):
+    """Where a row's two numbers are in [N, 2]; 2·index may not fit 32 bits, a pointer does."""
+    return normalizers + index + index
 
 
 # ---------------------------------------------------------------------------------- second sweep
 
 
 @triton.jit
-def token_gradient(x_token, kl_share, stats, g, softmax, scale, slope):
-    """dx at the token, where g_l·(1 − p_y) comes from the others' share. `kl_share` is what the
-    full KL adds to the entropy's, None without one."""
+def token_gradient(x_token, stats, ref_stats, g, softmax, scale, slope):
+    """dx at the token, where g_l·(1 − p_y) comes from the others' share."""
     value, cap_slope = capped(x_token, softmax)
     t = shifted(value, stats.row_max, scale)
     inner = g.entropy * (stats.mean_shifted - t)
-    if kl_share is not None:
-        inner += kl_share
+    if ref_stats is not None:
+        inner += tl.where(g.kl != 0, g.kl * ref_stats.token_gap, 0.0)
     return slope * cap_slope * (g.logprobs * stats.others + tl.exp(stats.logprob) * inner)
 
 
@@ -380,15 +391,26 @@ def write_gradient(
     softmax,
     scale,
     slope,
-    slope_over_total,
     cut,
     CLAMPED: tl.constexpr,
+    ref_row=None,
+    ref_stats=None,
 ):
-    """The second sweep, last tile first. `slope_over_total` is (dx/dt)/S; e^t stands in for p."""
-    at_token = token_gradient(x_token, None, stats, g, softmax, scale, slope)
+    """The second sweep, last tile first, from the StatsGradients `g`; `slope` is dx/dt. With the
+    reference's row and RefStats the gradient of the full KL is part of it.
+
+    dx_j = e^{t_j}·(constant + linear·t_j + kl_linear·(t_j − r_j)), 1/S and, since the sweep's t and
+    r have base 2, ln 2 in the coefficients.
+    """
+    at_token = token_gradient(x_token, stats, ref_stats, g, softmax, scale, slope)
+    slope_over_total = slope / stats.total
     constant = g.entropy * stats.mean_shifted - g.logprobs
-    # The sweep's t has base 2: ln 2 goes into its coefficients.
-    factors = Factors(constant * slope_over_total, -g.entropy * LN_2 * slope_over_total)
+    if ref_row is not None:
+        # An infinite KL that is only reported does not touch the gradient.
+        constant -= tl.where(g.kl != 0, g.kl * ref_stats.mean_gap, 0.0)
+        kl_linear = g.kl * LN_2 * slope_over_total
+    constant *= slope_over_total
+    linear = -g.entropy * LN_2 * slope_over_total
     scale2 = scale * LOG2_E
     # A part's stores may be masked by the element, whose addresses take registers.
     PART: tl.constexpr = part_of(cut.block, cut.lanes * cut.vector)
@@ -397,20 +419,36 @@ def write_gradient(
         start = part_start(part, covered, PART, cut)
         values, cap_slope = load_part(row, start, None, softmax, PART, cut, "evict_first")
         t = shifted(values, stats.row_max, scale2)
-        factor = factors.constant + factors.linear * t
+        factor = constant + linear * t
+        if ref_row is not None:
+            ref_values, _ = load_part(ref_row, start, None, softmax, PART, cut, "evict_first")
+            r = shifted(ref_values, ref_stats.row_max, scale2)
+            factor += kl_linear * gap_between(
+                values, ref_values, t, r, stats.row_max, ref_stats.row_max, scale2
+            )
         grad = tl.exp2(t) * factor
         store_part(grad_row, start, grad, cap_slope, token, at_token, softmax, PART)
     if covered > 0:
         anchor = stats.row_max * scale2
         residual = fma(stats.row_max, scale2, -anchor)
         back = tl.exp2(-residual)
-        linear = factors.linear * back
-        constant = (factors.constant - factors.linear * residual) * back
+        whole_linear = linear * back
+        whole_constant = constant - linear * residual
+        if ref_row is not None:
+            apart_max = stats.row_max - ref_stats.row_max
+            apart_anchor = apart_max * scale2
+            whole_constant -= kl_linear * fma(apart_max, scale2, -apart_anchor)
+            whole_kl_linear = kl_linear * back
+        whole_constant *= back
         last = covered + (PART if cut.phased else 0)
         for done in range(cut.block, covered + cut.block, cut.block):
             start = last - done
             values, cap_slope = load_whole(row.entries, start, softmax, cut, "evict_first")
             t = shifted_whole(values, anchor, scale2, CLAMPED)
-            factor = fma(t, linear, constant)
+            factor = fma(t, whole_linear, whole_constant)
+            if ref_row is not None:
+                ref_values, _ = load_whole(ref_row.entries, start, softmax, cut, "evict_first")
+                apart = fma(values - ref_values, scale2, -apart_anchor)
+                factor = fma(apart, whole_kl_linear, factor)
             grad = tl.exp2(t) * factor
             store_whole(grad_row, start, grad, cap_slope, token, at_token, softmax, cut)

@@ -114,7 +114,7 @@ def _every_launch(architecture: int | str, cache: Path) -> list[Compiled]:
 
 
 def _defined_kernels() -> set[str]:
-    modules = ("loss", "stats", "full_kl", "scale", "advantages")
+    modules = ("loss", "stats", "scale", "advantages")
     return {
         name
         for module in modules

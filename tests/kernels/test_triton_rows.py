@@ -403,6 +403,17 @@ def test_offset_rows(offset: float) -> None:
     arguments["logits"] += offset
     check_loss(arguments, entropy_coef=0.1, temperature=0.7)
     check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(3))
+    ref = draw(3, 2064, seed=1)["logits"]
+    check_stats(
+        arguments["logits"], arguments["tokens"], upstream=_upstream(3, kl=True), ref_logits=ref
+    )
+
+
+def test_a_vocabulary_of_one() -> None:
+    tokens = torch.zeros(3, dtype=torch.int64)
+    x, ref = torch.randn(2, 3, 1)
+    for softmax in (PLAIN, Softmax(softcap=5.0)):
+        check_stats(x, tokens, softmax, upstream=_upstream(3, kl=True), ref_logits=ref)
 
 
 @pytest.mark.parametrize(
@@ -438,6 +449,30 @@ def test_a_token_that_is_masked_out() -> None:
     torch.testing.assert_close(want.logprobs.double(), exact.logprobs)
     torch.testing.assert_close(got.logprobs.cpu(), want.logprobs)
     torch.testing.assert_close(got.grad.cpu(), want.grad)
+    # The logprob's derivative is [j = y] − p_j like any other token's; the definition's clamp has
+    # none.
+    x, tokens = arguments["logits"], arguments["tokens"]
+    slopes = torch.nn.functional.one_hot(tokens, 507) - x.double().softmax(-1)
+    for module, device in ((cpu_rows, "cpu"), (triton_rows, DEVICE)):
+        row = (x.to(device), tokens.to(device))
+        upstream = StatsGradients(torch.ones(2, device=device))
+        stats = module.token_stats(*row, PLAIN)
+        assert_gradient(module.token_stats_backward(upstream, *row, stats, PLAIN), slopes)
+
+
+def test_an_infinite_kl_that_counts_shows_in_its_row_alone() -> None:
+    """The definition's row has the policy term's gradient, beside a loss that is infinite, too."""
+    arguments = draw(3, 507)
+    ref = draw(3, 507, seed=1)["logits"]
+    ref[1, 100] = -torch.inf
+    options: dict[str, Any] = {"kl_estimator": "full", "kl_coef": 0.1}
+    exact = defined_loss(arguments, ref_logits=ref, **options)
+    for module, device in ((cpu_rows, "cpu"), (triton_rows, DEVICE)):
+        given, _ = operands(on(device, arguments | options))
+        got = module.ppo_loss(*given, ref_logits=ref.to(device))
+        assert got.kl.isinf().tolist() == exact.kl.isinf().tolist() == [False, True, False]
+        assert got.sums[0].isinf()
+        assert got.grad.isfinite().all(-1).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
