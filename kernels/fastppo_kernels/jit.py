@@ -174,6 +174,7 @@ def shifted(values, maximum, scale):
 @triton.jit
 def gap_between(values, ref_values, t, r, row_max, ref_max, scale):
     """t − r. Near the reference from the difference of the scores themselves, which is exact where
-    that of the two shifted and scaled ones is not; ruled-out columns keep their stand-ins."""
+    that of the two shifted and scaled ones is not; far from it both differences are rounded, each
+    by up to 2⁻²⁴ of itself. Ruled-out columns keep their stand-ins."""
     near = ((values - ref_values) - (row_max - ref_max)) * scale
     return tl.where((t <= LOWEST) | (r <= LOWEST), t - r, near)

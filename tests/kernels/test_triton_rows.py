@@ -403,10 +403,31 @@ def test_offset_rows(offset: float) -> None:
     arguments["logits"] += offset
     check_loss(arguments, entropy_coef=0.1, temperature=0.7)
     check_stats(arguments["logits"], arguments["tokens"], upstream=_upstream(3))
-    ref = draw(3, 2064, seed=1)["logits"]
+    ref = draw(3, 2064, seed=1)["logits"] + offset
     check_stats(
         arguments["logits"], arguments["tokens"], upstream=_upstream(3, kl=True), ref_logits=ref
     )
+
+
+@pytest.mark.parametrize("offset", [-1000.0, 1000.0])
+def test_a_reference_far_from_the_logits(offset: float) -> None:
+    """t − r comes from x − x_ref and the maxima's difference, each rounded at its size: off by 2⁻²³
+    of the distance in all, which is what moving the logits by a unit in their last place does."""
+    arguments = draw(3, 2064)
+    x, tokens, ref = arguments["logits"] + offset, arguments["tokens"], draw(3, 2064, seed=1)
+    upstream = StatsGradients(torch.zeros(3), None, torch.ones(3))
+    want, want_grad = defined_statistics(x, tokens, PLAIN, upstream, ref["logits"])
+    apart = 2.0**-23 * (x - ref["logits"]).abs().amax(-1)
+    for module, device in ((cpu_rows, "cpu"), (triton_rows, DEVICE)):
+        row = (x.to(device), tokens.to(device))
+        moved = StatsGradients(*(None if g is None else g.to(device) for g in upstream))
+        other = ref["logits"].to(device)
+        got = module.token_stats(*row, PLAIN, ref_logits=other)
+        assert_statistic(got.logprobs, want.logprobs, "logprobs")
+        assert ((got.kl.cpu() - want.kl).abs() <= 1e-5 + apart).all()
+        grad = module.token_stats_backward(moved, *row, got, PLAIN, ref_logits=other)
+        probabilities = x.double().softmax(-1)
+        assert_gradient(grad, want_grad, allowance=2 * apart[:, None] * probabilities)
 
 
 def test_a_vocabulary_of_one() -> None:
