@@ -359,7 +359,7 @@ def export(rest: list[str], checkpoint: str, out: str, device: str = "auto") -> 
 
 @Command(
     help="The memory that `fastppo train` will need, by part and phase; loads config.json alone",
-    description="fastppo plan --config run.yaml --memory 80",
+    description="fastppo plan --config run.yaml --processes 8 --memory 80",
     options="fastppo.ppo.config:PPOConfig",
     required=("model",),
     inputs="check_plan",
@@ -368,27 +368,32 @@ def export(rest: list[str], checkpoint: str, out: str, device: str = "auto") -> 
         "--memory": {
             "type": float,
             "metavar": "NUMBER",
-            "help": "Memory of the device, GB of 10^9 bytes; none: what its GPU has free",
+            "help": "Memory of each device, GB of 10^9 bytes; none: what its GPU has free",
         },
         "--prompt_tokens": {
             "type": _count,
             "metavar": "INT",
             "help": f"Length of a prompt, tokens (default: {PROMPT_TOKENS})",
         },
+        "--processes": {
+            "type": _count,
+            "metavar": "INT",
+            "help": "Processes that torchrun starts, a device each (default: 1)",
+        },
     },
 )
-def plan(config: Any, memory: float | None = None, prompt_tokens: int = PROMPT_TOKENS) -> None:
+def plan(
+    config: Any,
+    memory: float | None = None,
+    prompt_tokens: int = PROMPT_TOKENS,
+    processes: int = 1,
+) -> None:
     from rich.console import Console
 
-    from fastppo.ppo.memory import make_plan, show
+    from fastppo.ppo.plan import make_plan, show
 
-    if config.shard_size is not None:
-        raise ValueError(
-            "a plan is of one process, so shard_size has no effect on it; what several processes "
-            "hold is in docs/gpus.md, Memory and traffic"
-        )
     _quiet_libraries()
-    show(make_plan(config, prompt_tokens, memory), Console())
+    show(make_plan(config, prompt_tokens, memory=memory, processes=processes), Console())
 
 
 @Command(

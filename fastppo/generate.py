@@ -1,12 +1,13 @@
 """`fastppo generate`: what one policy writes, or several side by side, with the reward of each.
 
 It is for looking at a few completions, not for evaluation at scale: policies are loaded one after
-another and all draw from the same seed; rewards are those of `fastppo train`.
+another and all draw from the same seed; rewards and environment are those of `fastppo train`.
 """
 
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +24,10 @@ from fastppo.integrations.addresses import load_prompts
 from fastppo.models.device import choose_device
 from fastppo.models.pretrained import load_causal_lm, load_tokenizer, pad_token_id, stop_token_ids
 from fastppo.models.trunk import context_length
-from fastppo.rewards.loading import make_terms
+from fastppo.rewards.environment import POLICY, OneTurn, Turns
+from fastppo.rewards.loading import load_environment, make_terms
 from fastppo.rewards.reward import RewardTerm, Samples, score
-from fastppo.rollout import TRUNCATED, Sampling
+from fastppo.rollout import FINISHED, OUT_OF_TURNS, TRUNCATED, Sampling
 from fastppo.rollout.generate import GenerateEngine
 from fastppo.run.log import short_names
 
@@ -43,11 +45,13 @@ class Completions:
     name: str
     texts: list[str]
     token_ids: list[list[int]]
-    """EOS included."""
+    """EOS included, and what an environment wrote."""
     finish_reasons: list[str]
-    """`stop` or `length`."""
+    """`stop`, `length` or `turns`."""
     rewards: dict[str, list[float]] = field(default_factory=dict)
-    """Each reward of each completion, reward units."""
+    """Each reward of each completion, reward units; what an environment paid is `environment`."""
+    turns: list[list[dict[str, Any]]] | None = None
+    """Of each completion its turns, as `Rollout.turns` has them; None without an environment."""
 
 
 def generate(config: GenerateConfig) -> tuple[Rows, list[Completions]]:
@@ -59,7 +63,7 @@ def generate(config: GenerateConfig) -> tuple[Rows, list[Completions]]:
     Raises:
         DataError: a prompt that cannot be used, or is too long for a policy's context.
         ValueError: no prompt is given, or a policy or reward cannot be loaded.
-        RewardError: a reward fails.
+        RewardError: a reward or the environment fails.
     """
     if config.prompt is not None:
         rows: Rows = [{config.prompt_column: config.prompt}]
@@ -84,6 +88,10 @@ def _complete(
     model = load_causal_lm(directory, dtype=getattr(torch, config.param_dtype), device=device)
     tokenizer = load_tokenizer(directory)
     context = context_length(model) or 2**31
+    turns: OneTurn | Turns = OneTurn()
+    environment = load_environment(config.environment)
+    if environment is not None:
+        turns = Turns(environment.function, tokenizer, max_turns=config.max_turns, context=context)
     if config.max_new_tokens >= context:
         raise ValueError(
             f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in the context of "
@@ -96,23 +104,32 @@ def _complete(
         max_prompt_tokens=context - config.max_new_tokens,
         source=f"{name}: {config.prompts or 'prompt'}",
     )
-    ids = [prompt for prompt in prompts.token_ids for _ in range(config.num_samples)]
-    stop = stop_token_ids(None, tokenizer, model)
-    engine = GenerateEngine(model, pad_token_id(tokenizer, model), batch_size=BATCH_SIZE)
-    torch.manual_seed(config.seed)
-    rollout = engine.generate(
-        ids,
-        Sampling(
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature or 1.0,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            stop_token_ids=stop,
-            greedy=config.temperature == 0,
-        ),
+    prompts = prompts.select([i for i in range(len(prompts)) for _ in range(config.num_samples)])
+    engine = GenerateEngine(
+        model, pad_token_id(tokenizer, model), batch_size=BATCH_SIZE, tokenizer=tokenizer
     )
-    texts = decode_completions(tokenizer, ids, rollout.tokens)
-    return Completions(name, texts, rollout.tokens, rollout.finish_reasons)
+    torch.manual_seed(config.seed)
+    sampling = Sampling(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature or 1.0,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        stop_token_ids=stop_token_ids(config.stop_token_ids, tokenizer, model),
+        stop_strings=tuple(config.stop_strings),
+        greedy=config.temperature == 0,
+    )
+    with closing(turns):
+        prompts, rollout = turns.play(prompts, engine, sampling)
+    completions = Completions(
+        name,
+        decode_completions(tokenizer, prompts.token_ids, rollout.tokens),
+        rollout.tokens,
+        rollout.finish_reasons,
+        turns=rollout.turns,
+    )
+    if rollout.rewards is not None and turns.pays:
+        completions.rewards["environment"] = [sum(row) for row in rollout.rewards]
+    return completions
 
 
 def _score(
@@ -150,9 +167,16 @@ def show(rows: Rows, policies: list[Completions], config: GenerateConfig, consol
         totals = [sum(policy.rewards[name]) for policy in policies]
         means.add_row(Text(name), *(f"{total / count:.3f}" for total in totals))
     tokens = [sum(map(len, policy.token_ids)) for policy in policies]
-    means.add_row("tokens", *(f"{total / count:.1f}" for total in tokens))
-    ended = [count - policy.finish_reasons.count(TRUNCATED) for policy in policies]
-    means.add_row("ended by EOS", *(f"{number / count:.0%}" for number in ended))
+    length = "tokens, the environment's too" if config.environment else "tokens"
+    means.add_row(length, *(f"{total / count:.1f}" for total in tokens))
+    if config.environment:
+        turns = [sum(map(policy_turns, policy.turns or [])) for policy in policies]
+        means.add_row("turns", *(f"{total / count:.1f}" for total in turns))
+    ended = [policy.finish_reasons.count(FINISHED) for policy in policies]
+    means.add_row(
+        "ended" if config.environment else "ended by EOS",
+        *(f"{number / count:.0%}" for number in ended),
+    )
     console.print(means)
 
 
@@ -167,13 +191,33 @@ def _printable(text: str) -> Text:
     return Text(CONTROL.sub(lambda control: repr(control[0])[1:-1], text))
 
 
+def policy_turns(turns: list[dict[str, Any]]) -> int:
+    """How many of an episode's turns are the policy's."""
+    return sum(turn["role"] == POLICY for turn in turns)
+
+
+ENDS = {TRUNCATED: " (cut off)", OUT_OF_TURNS: " (out of turns)"}
+"""What is said of a completion that did not end by itself."""
+
+
 def _cell(policy: Completions, index: int) -> Text:
-    """The completion, whether it was cut off, and its rewards."""
-    completion = policy.texts[index].strip()
-    text = _printable(completion) if completion else Text("(empty)", style="dim italic")
-    if policy.finish_reasons[index] == TRUNCATED:
-        text.append(" (cut off)", style="dim italic")
+    """The completion or its turns, whether it was cut off, and its rewards."""
+    if policy.turns is None:
+        completion = policy.texts[index].strip()
+        text = _printable(completion) if completion else Text("(empty)", style="dim italic")
+    else:
+        text = Text("\n").join(map(_turn, policy.turns[index]))
+    text.append(ENDS.get(policy.finish_reasons[index], ""), style="dim italic")
     numbers = "  ".join(f"{name} {values[index]:.3f}" for name, values in policy.rewards.items())
     if numbers:
         text.append(f"\n{numbers}", style="dim")
+    return text
+
+
+def _turn(turn: dict[str, Any]) -> Text:
+    """Role, text and, of the policy, what the environment paid."""
+    style = "bold green" if turn["role"] == POLICY else "bold"
+    text = Text.assemble((f"{turn['role']}  ", style), _printable(str(turn["text"]).strip()))
+    if "reward" in turn:
+        text.append(f"  {turn['reward']:+.3f}", style="dim")
     return text

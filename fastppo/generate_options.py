@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fastppo.run.options import Options, option
+from fastppo.ppo.rollout_options import TurnOptions
+from fastppo.run.options import option
 
 
 @dataclass(kw_only=True, frozen=True)
-class GenerateConfig(Options):
+class GenerateConfig(TurnOptions):
     """Options of `fastppo generate`. Lengths are in tokens."""
 
     models: Sequence[str] = option([], "Required. One or more policies: directories or hub names")
@@ -32,6 +33,12 @@ class GenerateConfig(Options):
     )
     top_p: float = option(
         1.0, "Sample from the smallest set of this probability; 1 is all", above=0, maximum=1
+    )
+    stop_token_ids: Sequence[int] | None = option(
+        None, "Tokens that end a completion; none given means the model's EOS tokens"
+    )
+    stop_strings: Sequence[str] = option(
+        [], "Texts that end a completion, at the token that completes one"
     )
     seed: int = option(
         0, "Seed of sampling, the same for each policy", minimum=0, maximum=2**32 - 1

@@ -67,6 +67,7 @@ def check_generate(config: Any) -> None:
         check_model_name(name)
     sources = [config.prompts] if config.prompts and not is_address(config.prompts) else []
     check_rewards(config.rewards, sources, config.prompt_column)
+    check_environment(config.environment, sources, config.prompt_column)
 
 
 def check_prompts(config: Any) -> None:
@@ -78,14 +79,22 @@ def check_prompts(config: Any) -> None:
     ]
     rewards = (*config.rewards, *config.monitor_rewards, *config.reward_ensemble)
     check_rewards(rewards, sources, config.prompt_column)
-    is_agent = config.environment.startswith(SCHEME)
-    name = config.environment.removeprefix(SCHEME).partition("?")[0]
-    match = FUNCTION.match(name)
+    check_environment(config.environment, sources, config.prompt_column)
+
+
+def check_environment(spec: str, sources: Sequence[str], column: str) -> None:
+    """An environment or an agent by name, and the prompts whose columns it is given.
+
+    Args:
+        column: of the prompt.
+    """
+    is_agent = spec.startswith(SCHEME)
+    match = FUNCTION.match(spec.removeprefix(SCHEME).partition("?")[0])
     if match is not None and match["where"].endswith(".py"):
         kind = "agent" if is_agent else "environment"
         methods = read_methods(find_definition(match["where"], match["name"], kind))
         for source in sources:
-            on_columns(source, config.prompt_column, partial(check_methods, methods, source))
+            on_columns(source, column, partial(check_methods, methods, source))
 
 
 def check_rewards(specs: Sequence[str], sources: Sequence[str], column: str) -> None:

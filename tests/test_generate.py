@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import tiny
 import torch
 from rich.console import Console
 
+from fastppo import cli
 from fastppo.data.rows import DataError
 from fastppo.generate import Completions, GenerateConfig, generate, show
 from fastppo.rewards.reward import RewardError
@@ -119,3 +121,35 @@ def test_wrong_input_is_refused(two, reward, tmp_path) -> None:
         generate(_config(tmp_path, models=two, max_new_tokens=63))
     with pytest.raises(RewardError, match="'broken' returned nan"):
         generate(_config(tmp_path, models=two, rewards=[f"{reward}:broken"]))
+
+
+ENVIRONMENT = """
+class Asks:
+    def reset(self, prompt, wanted):
+        self.wanted, self.turns = wanted, 0
+
+    def step(self, text):
+        self.turns += 1
+        return "w1 w2", 0.5 * (text.strip() == self.wanted), self.turns == 2
+"""
+
+
+def test_a_policy_of_several_turns_is_looked_at(tmp_path: Path, capsys) -> None:
+    """Role, text and reward of each turn; what the environment lacks is said without a model."""
+    (tmp_path / "game.py").write_text(ENVIRONMENT)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "w1", "wanted": "w10"}\n')
+    model = _policy(tmp_path / "policy", "w10", stops=False)
+    flags = f"generate --models {model} --device cpu --temperature 0 --max_new_tokens 4".split()
+    flags += f"--environment {tmp_path}/game.py:Asks --stop_strings w10".split()
+    flags += f"--prompts {tmp_path}/p.jsonl".split()
+    assert cli.main(flags) == 0
+    lines = [
+        " ".join(re.findall(r"[^│┃\s]+", line)) for line in capsys.readouterr().out.split("\n")
+    ]
+    episode = ["w1 policy w10 +0.500", "environment w1 w2", "policy w10 +0.500"]
+    begin = lines.index(episode[0])
+    assert lines[begin : begin + 4] == [*episode, "environment 1.000"]
+    assert "turns 2.0" in lines
+    (tmp_path / "p.jsonl").write_text('{"prompt": "w1"}\n')
+    assert cli.main(flags) == 2
+    assert "wanted" in capsys.readouterr().err

@@ -153,10 +153,7 @@ def join(device: torch.device, *, timeout: float = TIMEOUT, shard_size: int | No
         if shard_size not in (None, 1):
             raise ValueError(f"shard_size={shard_size} needs as many processes: start by torchrun")
         return World()
-    if shard_size is None:
-        shard_size = size
-    if size % shard_size:
-        raise ValueError(f"shard_size must divide the {size} processes, got {shard_size}")
+    shard_size = shards_of(size, shard_size)
     backend = "gloo"
     if device.type == "cuda":
         if device.index is not None:
@@ -181,6 +178,19 @@ def join(device: torch.device, *, timeout: float = TIMEOUT, shard_size: int | No
         names = ("copy", "shard")
     mesh = distributed.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=names)
     return World(rank=distributed.get_rank(), size=size, device=device, mesh=mesh, timeout=timeout)
+
+
+def shards_of(size: int, shard_size: int | None) -> int:
+    """Of so many processes, those that hold one copy of the weights: as the option says, or all.
+
+    Raises:
+        ValueError: they cannot be divided into copies.
+    """
+    if shard_size is None:
+        return size
+    if size % shard_size:
+        raise ValueError(f"shard_size must divide the {size} processes, got {shard_size}")
+    return shard_size
 
 
 VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")

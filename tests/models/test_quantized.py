@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from fastppo.models import quantized
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.memory import make_plan
+from fastppo.ppo.plan import make_plan
 from fastppo.ppo.trainer import PPOTrainer
 from runs import records
 
@@ -132,4 +132,4 @@ def test_a_plan_counts_them(param_dtype: str, tmp_path: Path) -> None:
     saved = sum(count * size - quantized.bytes_of(count) for count in counts)
     for whole, small in zip(plans["none"].phases, plans["nf4"].phases, strict=True):
         assert whole.parts["policy weights"] - small.parts["policy weights"] == saved
-        assert small.parts["activations"] - whole.parts["activations"] == max(counts) * size
+        assert small.parts["dequantised"] == max(counts) * size

@@ -1,0 +1,234 @@
+"""`fastppo plan`: whether a run fits into the memory of its devices, and if not, which options make
+it fit.
+
+What a process holds is counted by `fastppo.ppo.memory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fastppo.data.world import World, shards_of
+from fastppo.functional import scalars
+from fastppo.models.device import choose_device
+from fastppo.models.pretrained import model_config
+from fastppo.ppo.build import check_ranks
+from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.memory import Phase, Run, least_bytes, phases_of
+
+GB = 1e9
+
+PROCESSES = (2, 4, 8, 16, 32, 64)
+"""Numbers of processes that a plan tries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Options with which a run fits."""
+
+    options: dict[str, Any]
+    peak: int
+    """Bytes."""
+
+    def __str__(self) -> str:
+        flags = [f"--{name} {_text(value)}" for name, value in self.options.items()]
+        return f"{' '.join(flags)}  ({self.peak / GB:.3g} GB)"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What each process of a run needs."""
+
+    run: Run
+    phases: list[Phase]
+    """In the order of a run."""
+    notes: list[str]
+    """Sentences: what is assumed, and what could not be counted."""
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it does, or nobody has said into what."""
+        return self.run.memory is None or self.peak.total <= self.run.memory
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, in a sentence."""
+        need = f"{self.peak.total / GB:.3g} GB at its peak, the {self.peak.name}"
+        memory = self.run.memory
+        if memory is None:
+            return f"needs {need}; --memory says of how many GB"
+        fits = "fits" if self.fits else "does not fit"
+        return f"{fits} {memory / GB:g} GB: {need}"
+
+
+def make_plan(
+    config: PPOConfig, prompt_tokens: int, *, memory: float | None = None, processes: int = 1
+) -> Plan:
+    """What a run with these options needs.
+
+    Args:
+        config: `device: cuda` may be planned for where there is none; auto is a GPU if there is one
+            or if a memory is given.
+        prompt_tokens: of every prompt.
+        memory: of each device, GB; by default what is free on a GPU that is there.
+        processes: that torchrun would start, a device each.
+
+    Raises:
+        ValueError: a config cannot be read; sequences are longer than the model's context; the
+            options do not go with so many processes.
+    """
+    scalars.at_least("prompt_tokens", prompt_tokens, 1)
+    scalars.at_least("processes", processes, 1)
+    if processes == 1 and config.shard_size not in (None, 1):
+        raise ValueError(f"shard_size={config.shard_size} is of as many processes: --processes")
+    shards_of(processes, config.shard_size)
+    check_ranks(config, World(size=processes))
+    free = None
+    if memory is not None:
+        scalars.at_least("memory", memory, 0, strictly=True)
+        device = torch.device("cuda" if config.device == "auto" else config.device)
+        free = memory * GB
+    else:
+        device = choose_device(config.device)
+        if device.type == "cuda":
+            free = float(torch.cuda.mem_get_info(device)[0])
+    run = Run(config, device, prompt_tokens, processes=processes, memory=free)
+    context = getattr(model_config(config.model).get_text_config(), "max_position_embeddings", None)
+    if context is not None and prompt_tokens + config.max_new_tokens > context:
+        raise ValueError(
+            f"prompts of {prompt_tokens} tokens and responses of {config.max_new_tokens} are "
+            f"longer than the context of {context} tokens: give a smaller --prompt_tokens"
+        )
+    phases, notes = phases_of(run)
+    sequences = (
+        f"{config.rollout_batch_size} sequences of {prompt_tokens} + {run.response_tokens} tokens"
+    )
+    notes.insert(0, f"{sequences}, {run.microbatch} at a time in the update; GB are 10^9 bytes")
+    if run.is_sharded:
+        notes.insert(0, f"each of {processes} processes; {run.shards} hold a copy of the weights")
+    if config.rollout == "vllm" and free is None:
+        notes.append("not counted: vLLM's share of a memory that is not known")
+    return Plan(run, phases, notes)
+
+
+# -------------------------------------------------------------------------------- what makes it fit
+
+
+def find_remedies(plan: Plan) -> Iterator[Remedy]:
+    """The cheapest options with which a run fits; and where they change what is trained, or there
+    are none, those with which it fits in more processes."""
+    remedy = None
+    for options in smaller_weights(plan.run.config):
+        remedy = fit(plan.run, options)
+        if remedy is not None:
+            yield remedy
+            break
+    if remedy is not None and not remedy.options.keys() & {"optimizer", "lora_rank"}:
+        return
+    for processes in PROCESSES:
+        more = replace(plan.run, processes=processes)
+        remedy = None if processes <= plan.run.processes else fit(more, {"param_dtype": "bfloat16"})
+        if remedy is not None:
+            yield replace(remedy, options={"processes": processes, **remedy.options})
+            return
+
+
+def smaller_weights(config: PPOConfig) -> list[dict[str, Any]]:
+    """Options that let less be held for the whole run, those first that change least."""
+    shards = {} if config.shard_size is None else {"shard_size": None}
+    adapters = {} if config.lora_rank else {"lora_rank": 16}
+    half = {"param_dtype": "bfloat16"}
+    more = [shards, shards | half, half | {"optimizer": "adamw8bit"}, shards | adapters]
+    more += [shards | adapters | half, adapters | {"quantization": "nf4"}]
+    return [{}, *(options for options in more if options)]
+
+
+def smaller_passes(run: Run) -> dict[str, list[Any]]:
+    """Options that let a pass hold less, each from little to least, the dearest option first."""
+    config = run.config
+    options: dict[str, list[Any]] = {}
+    if not config.gradient_checkpointing:
+        options["gradient_checkpointing"] = [True]
+    sizes = [size for size in (4, 1) if size < run.microbatch]
+    if sizes and config.microbatch_tokens is None:
+        options["microbatch_size"] = sizes
+    if config.rollout != "vllm" and run.generated_at_once > 8:
+        options["generate_batch_size"] = [8]
+    return options
+
+
+def fit(run: Run, options: dict[str, Any]) -> Remedy | None:
+    """The options, with those of smaller passes that they need; None if all are not enough."""
+    passes = smaller_passes(run)
+    chosen = options | {name: values[-1] for name, values in passes.items()}
+    peak = fitting_peak(run, chosen)
+    if peak is None:
+        return None
+    for name, values in passes.items():
+        without = {other: value for other, value in chosen.items() if other != name}
+        for milder in (without, *(without | {name: value} for value in values[:-1])):
+            milder_peak = fitting_peak(run, milder)
+            if milder_peak is not None:
+                chosen = milder
+                peak = milder_peak
+                break
+    return Remedy(chosen, peak)
+
+
+def fitting_peak(run: Run, options: dict[str, Any]) -> int | None:
+    """Bytes at the peak of a run with other options, if it fits and they go together."""
+    memory = run.memory or 0
+    try:
+        run = replace(run, config=replace(run.config, **options))
+        check_ranks(run.config, World(size=run.processes))
+    except ValueError:
+        return None
+    if least_bytes(run) > memory:
+        return None
+    phases, _ = phases_of(run)
+    peak = max(phase.total for phase in phases)
+    return peak if peak <= memory else None
+
+
+# ---------------------------------------------------------------------------------- what is printed
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Prints a plan as a table of parts and phases, whether it fits and what makes it fit."""
+    table = Table(title="GB at the peak of each phase", title_justify="left")
+    table.add_column("part")
+    for phase in plan.phases:
+        table.add_column(phase.name, justify="right")
+    names = dict.fromkeys(name for phase in plan.phases for name in phase.parts)
+    for name in names:
+        sizes = [phase.parts.get(name, 0) for phase in plan.phases]
+        if any(sizes):
+            table.add_row(name, *(f"{size / GB:.3f}" for size in sizes))
+    table.add_section()
+    table.add_row("total", *(f"{phase.total / GB:.3f}" for phase in plan.phases))
+    console.print(table)
+    for sentence in (plan.verdict, *plan.notes):
+        console.print(sentence, soft_wrap=True, highlight=False, markup=False)
+    if plan.fits:
+        return
+    remedy = None
+    for remedy in find_remedies(plan):  # which takes some seconds
+        console.print(f"fits with  {remedy}", soft_wrap=True, highlight=False, markup=False)
+    if remedy is None:
+        console.print("no option makes it fit: a smaller model, or devices with more memory")
+
+
+def _text(value: Any) -> str:
+    """A value as a flag takes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
