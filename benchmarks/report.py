@@ -160,6 +160,8 @@ def print_table(record: dict[str, Any], to: Console) -> None:
             f"floor {seconds(case['floor_seconds'])}",
         ]
         rows = [row for row in case["rows"] if row["status"] not in FAINT]
+        if not rows:  # nobody ran: all that there is to say stands below the table
+            continue
         # The case's three lines stand beside its providers.
         for line, row in itertools.zip_longest(title, rows):
             fields = _fields(row) if row else [""] * len(columns)
@@ -214,18 +216,26 @@ def _print_growth(sweep: dict[str, Any], to: Console) -> None:
 
 
 def left_out(record: dict[str, Any]) -> list[tuple[str, bool]]:
-    """(line, whether it is a fault) for each provider without a time, with its cases."""
+    """(line, whether it is a fault) for each provider without a time, with its cases; one line for
+    all that are not installed."""
+    absent: dict[str, str] = {}
     cases_by_reason: dict[tuple[str, str, str], list[str]] = {}
     swept = [point for sweep in record.get("sweeps", []) for point in sweep["points"]]
     for case in [*record["cases"], *swept]:
         for row in case["rows"]:
-            if row["detail"]:
+            if row["status"] == "absent":
+                absent[row["provider"]] = row["detail"].removeprefix("pip install ")
+            elif row["detail"]:
                 key = (row["provider"], row["status"], row["detail"])
                 cases_by_reason.setdefault(key, []).append(case["case"])
-    return [
+    lines = [
         (
             f"{provider} is {status} ({'; '.join(dict.fromkeys(names))}): {detail}",
             status not in FAINT,
         )
         for (provider, status, detail), names in cases_by_reason.items()
     ]
+    if absent:
+        packages = " ".join(sorted(set(absent.values())))
+        lines.append((f"absent: {', '.join(absent)}: pip install {packages}", False))
+    return lines

@@ -405,3 +405,43 @@ def test_the_recipes_are_listed_without_torch_and_with_their_minutes() -> None:
     assert "minutes" in done.stdout
     assert "2.8" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+CHATTY = """
+from tqdm.auto import tqdm
+
+def count(prompts, completions, **columns):
+    return [text.split().count("w7") / 8 for text in tqdm(completions, "another library's bar")]
+"""
+
+
+def test_what_a_run_says_where_there_is_no_terminal(tmp_path: Path) -> None:
+    """What it is of, each evaluation and each iteration, in this order; no other library's bar."""
+    folder = Folder(tmp_path)
+    folder.reward.write_text(CHATTY)
+    more = {"iterations": 2, "eval_prompts": str(folder.prompts), "eval_interval": 1}
+    done = subprocess.run(
+        [sys.executable, "-m", "fastppo", *folder.flags(**more)],
+        env={name: value for name, value in os.environ.items() if name not in cli.BARS},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "%|" not in done.stderr
+    wanted = [
+        "device   ",
+        f"model    {folder.model}: ",
+        f"prompts  {len(tiny.PROMPTS)} of {folder.prompts}; {len(tiny.PROMPTS)} held out",
+        "rewards  count",
+        "run      iterations 1 to 2, ",
+        f"writes   {folder.run}",
+        "before training: held out: reward ",
+        "iteration 0: held out: reward ",
+        "PPO 1/2",
+        "iteration 1: held out: reward ",
+        "report  ",
+    ]
+    lines = iter(done.stderr.splitlines())
+    for beginning in wanted:
+        assert any(line.startswith(beginning) for line in lines), (beginning, done.stderr)

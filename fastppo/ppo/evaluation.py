@@ -118,6 +118,7 @@ class Evaluation:
         """The metrics of the policy that a run starts from; none later, or without prompts."""
         if self.prompts is None or trainer.state.iteration > 0:
             return {}
+        trainer.say(f"before training: {len(self.prompts)} held-out prompts are answered")
         metrics, _ = self._in_modes(trainer, self.prompts, "before/")
         for prefix in self._prefixes("before/"):
             trainer.say(f"before training: {_line(metrics, prefix)}")

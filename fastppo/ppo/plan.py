@@ -206,7 +206,8 @@ def fitting_peak(run: Run, options: dict[str, Any]) -> int | None:
 
 def show(plan: Plan, console: Console) -> None:
     """Prints a plan as a table of parts and phases, whether it fits and what makes it fit."""
-    table = Table(title="GB at the peak of each phase", title_justify="left")
+    unit, size_of_unit = ("MB", 1e6) if plan.peak.total < GB / 10 else ("GB", GB)
+    table = Table(title=f"{unit} at the peak of each phase", title_justify="left")
     table.add_column("part")
     for phase in plan.phases:
         table.add_column(phase.name, justify="right")
@@ -214,9 +215,9 @@ def show(plan: Plan, console: Console) -> None:
     for name in names:
         sizes = [phase.parts.get(name, 0) for phase in plan.phases]
         if any(sizes):
-            table.add_row(name, *(f"{size / GB:.3f}" for size in sizes))
+            table.add_row(name, *(f"{size / size_of_unit:.3f}" for size in sizes))
     table.add_section()
-    table.add_row("total", *(f"{phase.total / GB:.3f}" for phase in plan.phases))
+    table.add_row("total", *(f"{phase.total / size_of_unit:.3f}" for phase in plan.phases))
     console.print(table)
     for sentence in (plan.verdict, *plan.notes):
         console.print(sentence, soft_wrap=True, highlight=False, markup=False)

@@ -259,7 +259,7 @@ def test_every_named_model_can_be_made(name: str) -> None:
 
 @pytest.mark.usefixtures("no_peers")
 def test_the_quick_set_writes_every_field_the_table_and_pictures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(SETS, ("cpu", "quick"), TINY)
     chosen = ["loss", "linear-loss", "linear-logprobs", "gae", "sweeps"]
@@ -282,6 +282,10 @@ def test_the_quick_set_writes_every_field_the_table_and_pictures(
                 assert row["error"] < 1e-4
             elif row["status"] != "bound":
                 assert row["median_seconds"] is row["peak_extra_bytes"] is None
+    # One line for all that are not installed.
+    (line,) = re.findall("^.*absent.*$", capsys.readouterr().out, re.M)
+    assert line.startswith("absent: ")
+    assert "pip install" in line
     for name in ("floor", "memory", "growth"):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
