@@ -173,7 +173,7 @@ def _reward(file: Path, rows: Rows, column: str) -> str:
 def _show(run: Path, rows: Rows, console: Console) -> None:
     """What the run is of, the memory that it needs, and what to do next."""
     from fastppo.models.pretrained import load_tokenizer
-    from fastppo.ppo import memory, rehearsal
+    from fastppo.ppo import plan, rehearsal
     from fastppo.run.options import read_yaml
 
     config = PPOConfig(**read_yaml(str(run), PPOConfig))
@@ -183,5 +183,5 @@ def _show(run: Path, rows: Rows, console: Console) -> None:
         len(encode_prompt(row[config.prompt_column], tokenizer, config.prompts))
         for row in rows[:READ]
     ]
-    memory.show(memory.make_plan(config, max(lengths)), console)
+    plan.show(plan.make_plan(config, max(lengths)), console)
     console.print(f"next: fastppo train --config {run}", highlight=False)
