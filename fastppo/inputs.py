@@ -33,7 +33,6 @@ from fastppo.rewards.reward import check_signature
 
 def check_train(config: Any) -> None:
     """Of `fastppo train`; every check here raises ValueError with the option's name."""
-    check_plan(config)
     check_prompts(config)
     if config.ptx_data:
         check_source(config.ptx_data)
@@ -42,6 +41,7 @@ def check_train(config: Any) -> None:
         match = FUNCTION.match(spec)
         if match is not None and match["where"].endswith(".py"):
             find_definition(match["where"], match["name"], option)
+    check_plan(config)  # last: a name may be asked of the hub
 
 
 def check_plan(config: Any) -> None:

@@ -121,7 +121,8 @@ def measured(config: PPOConfig) -> Measured:
 
 def _peaks(profiled: profile) -> dict[str, int]:
     assert profiled.profiler is not None
-    events = profiled.profiler.kineto_results.events()
+    assert profiled.profiler.kineto_results is not None
+    events: list[Any] = profiled.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     times = [time for time, _ in changes]
     held = torch.tensor([size for _, size in changes]).cumsum(0).tolist()
@@ -142,7 +143,7 @@ def _parts(trainer: PPOTrainer) -> dict[str, int]:
     moments = trainer.state.value_regression
     weights = {id(weight) for weight in trainer.optimizer.weights}
     reference = trainer.reference.frozen if trainer.reference is not None else None
-    parts = {
+    parts: dict[str, list[Any]] = {
         "policy weights": [*policy.parameters(), *policy.buffers()],
         "value function": [*value_function.parameters(), *([moments.moments] if moments else [])],
         "reference": [] if reference is None else [*reference.parameters(), *reference.buffers()],

@@ -151,7 +151,7 @@ def smaller_weights(config: PPOConfig) -> list[dict[str, Any]]:
     half = {"param_dtype": "bfloat16"}
     more = [shards, shards | half, half | {"optimizer": "adamw8bit"}, shards | adapters]
     more += [shards | adapters | half, adapters | {"quantization": "nf4"}]
-    return [{}, *(options for options in more if options)]
+    return [{}, *filter(None, more)]
 
 
 def smaller_passes(run: Run) -> dict[str, list[Any]]:
