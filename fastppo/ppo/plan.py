@@ -232,4 +232,4 @@ def show(plan: Plan, console: Console) -> None:
 
 def _text(value: Any) -> str:
     """A value as a flag takes it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
