@@ -40,7 +40,7 @@ def test_its_files_are_a_run_and_its_reward_passes_its_own_test(
     assert cli.main(["init", *flags]) == 0
     said = capsys.readouterr().out
     assert "64 responses of 128 tokens at most" in said
-    assert "GB at the peak of each phase" in said
+    assert "at the peak of each phase" in said
     runpy.run_path("mine/reward.py", run_name="__main__")
     assert capsys.readouterr().out == "the reward does what its test says\n"
     assert cli.main(["check", "--config", "mine/run.yaml"]) == 0

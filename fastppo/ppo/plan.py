@@ -129,7 +129,7 @@ def find_remedies(plan: Plan) -> Iterator[Remedy]:
     """The cheapest options with which a run fits; and where they change what is trained, or there
     are none, those with which it fits in more processes."""
     remedy = None
-    for options in smaller_weights(plan.run.config):
+    for options in smaller_weights(plan.run):
         remedy = fit(plan.run, options)
         if remedy is not None:
             yield remedy
@@ -138,16 +138,22 @@ def find_remedies(plan: Plan) -> Iterator[Remedy]:
         return
     for processes in PROCESSES:
         more = replace(plan.run, processes=processes)
-        remedy = None if processes <= plan.run.processes else fit(more, {"param_dtype": "bfloat16"})
+        options = {"param_dtype": "bfloat16", **one_copy(more)}
+        remedy = fit(more, options) if processes > plan.run.processes else None
         if remedy is not None:
             yield replace(remedy, options={"processes": processes, **remedy.options})
             return
 
 
-def smaller_weights(config: PPOConfig) -> list[dict[str, Any]]:
+def one_copy(run: Run) -> dict[str, Any]:
+    """The option by which all processes share one copy of the weights, unless they do."""
+    return {} if run.shards == run.processes else {"shard_size": run.processes}
+
+
+def smaller_weights(run: Run) -> list[dict[str, Any]]:
     """Options that let less be held for the whole run, those first that change least."""
-    shards = {} if config.shard_size is None else {"shard_size": None}
-    adapters = {} if config.lora_rank else {"lora_rank": 16}
+    shards = one_copy(run)
+    adapters = {} if run.config.lora_rank else {"lora_rank": 16}
     half = {"param_dtype": "bfloat16"}
     more = [shards, shards | half, half | {"optimizer": "adamw8bit"}, shards | adapters]
     more += [shards | adapters | half, adapters | {"quantization": "nf4"}]
@@ -232,4 +238,4 @@ def show(plan: Plan, console: Console) -> None:
 
 def _text(value: Any) -> str:
     """A value as a flag takes it."""
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

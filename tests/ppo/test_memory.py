@@ -188,6 +188,17 @@ def test_shards_count_and_those_that_cannot_be_are_refused(tmp_path: Path, capsy
         assert sentence in capsys.readouterr().err
 
 
+def test_one_copy_of_the_weights_in_place_of_two_makes_a_run_fit(tmp_path: Path) -> None:
+    """Of passes that cannot hold less."""
+    config = options(tmp_path, shard_size=2, gradient_checkpointing=True, microbatch_size=1)
+    two, one = (
+        make_plan(replace(config, shard_size=shards), PROMPT, processes=4).peak.total
+        for shards in (2, 4)
+    )
+    plan = make_plan(config, PROMPT, memory=(one + two) / 2e9, processes=4)
+    assert next(find_remedies(plan)).options == {"shard_size": 4}
+
+
 @pytest.mark.parametrize("share", [0.9, 0.5])
 def test_where_it_does_not_fit_the_options_named_make_it_fit(share: float, tmp_path: Path) -> None:
     """None of them is too many."""
