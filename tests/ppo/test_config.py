@@ -100,6 +100,7 @@ def test_a_wrong_option_is_refused_before_any_work(option, value, says: str) -> 
         ({"schedules": ["kl_coef=linear:-1"]}, "kl_coef must be >= 0, got -1.0"),
         ({"schedules": ["dual_clip=linear:2"]}, "dual_clip has no value to start from"),
         ({"schedules": ["kl_coef"]}, "expected name=linear:final"),
+        ({"schedules": ["kl_coef=linear:x"]}, "schedules: "),
         ({"kl_controller": "adaptive", "kl_coef": 0.0}, "multiplies kl_coef"),
         ({"stop_if": ["kl over 9"]}, "stop_if must read like `kl > 20`.*got 'kl over 9'"),
         ({"dual_clip": 1.0}, "dual_clip must be > 1"),
@@ -132,6 +133,8 @@ def test_the_options_of_an_iteration_have_each_schedules_value_in_its_place() ->
     config = PPOConfig(
         iterations=5, entropy_coef=0.4, schedules=["entropy_coef=linear:0", "vf_coef=cosine:0.1"]
     )
+    steady = PPOConfig(iterations=5, schedules=["vf_coef=constant:0.1"])
+    assert [steady.at(i).vf_coef for i in (0, 3)] == [0.5, 0.5]
     found = [config.at(i) for i in range(7)]
     assert [c.entropy_coef for c in found] == pytest.approx([0.4, 0.3, 0.2, 0.1, 0, 0, 0])
     assert [c.vf_coef for c in found[::2]] == pytest.approx([0.5, 0.3, 0.1, 0.1])
