@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastppo_kernels.cpu_rows import ESTIMATORS, sampled_kl
+from fastppo_kernels.cpu_rows import ESTIMATORS, clear, sampled_kl
 from fastppo_kernels.cpu_threads import compiled, compiled_in_lanes, fresh, in_threads, kernel
 from fastppo_kernels.records import (
     WHITEN_EPSILON,
@@ -40,6 +40,9 @@ from fastppo_kernels.records import (
 
 BLOCK = 2**14
 """Entries whose sums are taken together in whitening."""
+
+PADDING = 64
+"""Tokens of padding that are stepped over at once."""
 
 
 class _Tokens(NamedTuple):
@@ -62,10 +65,22 @@ class _Sequences(NamedTuple):
 
 
 @compiled
+def _any(mask):
+    found = False
+    for t in range(len(mask)):
+        found |= mask[t]
+    return found
+
+
+@compiled
 def _counted(mask, first, last):
     """(the first token of a sequence that counts, the one after the last, how many do)."""
     if len(mask) == 0:
         return first, last, last - first
+    while first + PADDING < last and not _any(mask[first : first + PADDING]):
+        first += PADDING
+    while first + PADDING < last and not _any(mask[last - PADDING : last]):
+        last -= PADDING
     while first < last and not mask[first]:
         first += 1
     while first < last and not mask[last - 1]:
@@ -100,8 +115,7 @@ def _scattered(values, mask, out):
 def _rewards(tokens, kl_coef, estimator, rewards):
     """Shaped rewards but for the score, to `rewards`; returns ΣKL."""
     total = 0.0
-    for t in range(len(tokens.values)):
-        rewards[t] = 0.0
+    clear(rewards[: len(tokens.values)])
     for t in range(len(tokens.ref_logprobs)):
         difference = np.float64(tokens.logprobs[t]) - np.float64(tokens.ref_logprobs[t])
         kl = sampled_kl(difference, estimator)[0]
@@ -198,12 +212,9 @@ def _walk(start, stop, tokens, mask, sequences, kl_coef, estimator, advantages, 
         if has_gaps:
             _scattered(into, counts, advantages[first:last])
             _scattered(into_returns, counts, returns[first:last])
-        for t in range(begin, first):
-            advantages[t] = 0.0
-            returns[t] = 0.0
-        for t in range(last, end):
-            advantages[t] = 0.0
-            returns[t] = 0.0
+        for out in (advantages, returns):
+            clear(out[begin:first])
+            clear(out[last:end])
         sums[i, 0] = count
         sums[i, 1] = total
         sums[i, 2] = squares

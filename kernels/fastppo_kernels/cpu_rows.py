@@ -16,8 +16,10 @@ and with the loss's derivatives g_l, g_h and g_k by logprob, entropy and KL,
     dz_j = (1/T)·{ g_l·[j=y] + p_j·( −g_l − g_h·(t_j − μ) + g_k·(gap_j − γ) ) }
 
 A row goes through the caches in three sweeps: its maximum; e^t and the sums, into a buffer of one
-row; that buffer times a + b·t, and on to the gradient. The exponential is a polynomial, so that the
-compiler makes vector instructions of all three. Sums are carried in fp32 lanes and joined in fp64.
+row; that buffer times a + b·t, and on to the gradient. A backward pass, which has the statistics,
+takes one. Sweeps go by blocks that the nearest cache holds: there 16-bit logits are widened and
+scores capped, and the gradient is rounded from there. The exponential is a polynomial, so that the
+compiler makes vector instructions of all. Sums are carried in fp32 lanes and joined in fp64.
 
 Rows are dealt to as many threads as torch has; the bits do not depend on their number. Rows of
 weight 0 are not read. fp64 logits are for `torch_rows`, the definition in chunks.
@@ -73,7 +75,6 @@ LN_2_LOW = F32(math.log(2) - 0.693359375)
 ROUNDER = F32(1.5 * 2**23)  # x + ROUNDER has the integer nearest to x in its last bits
 UNDERFLOW = F32(-87.0)  # e^t is taken for 0 below it, where it is less than 2e-38
 E2, E3, E4, E5, E6 = (F32(1 / math.factorial(n)) for n in range(2, 7))
-MAGNITUDE, LEAST_INTEGER = I32(2**31 - 1), I32(-(2**31))
 
 TANH_NEAR = F32(0.625)
 TANH_3, TANH_5, TANH_7, TANH_9, TANH_11 = (
@@ -83,12 +84,16 @@ TANH_3, TANH_5, TANH_7, TANH_9, TANH_11 = (
 is below 2e-8."""
 
 BLOCK = 2048
-"""Columns whose sums are carried in fp32; those of blocks are joined in fp64."""
+"""Columns that are taken together: 8 KiB in fp32. Their sums are carried in fp32, and joined in
+fp64."""
 
-POLICY_TERMS = {name: number for number, name in enumerate(records.POLICY_TERMS)}
+GAP = 80
+"""Numbers between blocks: a load waits for a store that is a multiple of 4 KiB away from it."""
+
+POLICY_TERMS: dict[str, Any] = {name: i for i, name in enumerate(records.POLICY_TERMS)}
 CLIP, CISPO, SAPO, DIS = POLICY_TERMS.values()
 
-ESTIMATORS = {"k1": 1, "k2": 2, "k3": 3, "full": 4}
+ESTIMATORS: dict[str, Any] = {"k1": 1, "k2": 2, "k3": 3, "full": 4}
 K1, K2, K3, FULL = ESTIMATORS.values()
 
 
@@ -106,47 +111,15 @@ class _Rows(NamedTuple):
     stride: int
 
 
-class _Scale(NamedTuple):
-    """A `Softmax`; no temperatures by row is an empty array, no soft-cap 0."""
+class _Row(NamedTuple):
+    """A row of logits with the reference's (no entries without one), and room to work in."""
 
-    temperature: float
-    temperatures: Any
-    logit_scale: float
-    softcap: float
-
-
-class _Operands(NamedTuple):
-    """A `PerToken`, its numbers in fp64; what is not given is an empty array."""
-
-    tokens: Any
-    old_logprobs: Any
-    advantages: Any
-    weights: Any
-    importance_weights: Any
-    ref_logprobs: Any
-
-
-class _Loss(NamedTuple):
-    """An `Objective`; no dual clip is infinity, no gate NaN."""
-
-    lowest_ratio: float
-    highest_ratio: float
-    dual_clip: float
-    kl_coef: float
-    kl_estimator: int
-    entropy_coef: float
-    kl_ratio_weighted: bool
-    policy_term: int
-    tau_positive: float
-    tau_negative: float
-
-
-class _Scores(NamedTuple):
-    """The scores z of a row with those of the reference (no entries without one), and e^t."""
-
-    z: Any
-    ref_z: Any
+    x: Any
+    ref_x: Any
     e: Any
+    """[V] for e^t; no entries where a block of it is all that is needed."""
+    blocks: Any
+    """[3, BLOCK + GAP]: scores, those of the reference, and e^t where no row of it is kept."""
 
 
 class _Statistics(NamedTuple):
@@ -155,13 +128,13 @@ class _Statistics(NamedTuple):
     maximum: float
     ref_maximum: float
     shifted_token: float  # t_y
-    token_gap: float  # gap_y
+    token_gap: float  # gap_y − γ
     total: float  # S
     log_total: float
     ref_log_total: float
     mean: float  # μ
     mean_gap: float  # γ
-    others: float  # (S − e^{t_y})/S
+    p_others: float  # 1 − p_y
     logprob: float
     entropy: float
     kl: float
@@ -198,6 +171,16 @@ def _tanh(u):
     series = series * square + TANH_3
     near = u + u * square * series
     return near if abs(u) < TANH_NEAR else (-far if u < ZERO else far)
+
+
+@compiled
+def _bits(value):
+    return F32(value).view(I32)
+
+
+@compiled
+def _from_bits(bits):
+    return I32(bits).view(F32)
 
 
 @compiled
@@ -248,7 +231,7 @@ def _row(rows, i):
 
 
 def _widened(x, buffer):
-    """A row in fp32: itself, or written into the buffer."""
+    """A block of logits in fp32: itself, or written into the buffer."""
 
 
 @overload(_widened, jit_options={"fastmath": set(EXACT)})
@@ -266,7 +249,7 @@ def _widened_of(x, buffer):
 
 
 def _put(out, values):
-    """Writes fp32 values into a row of the gradient."""
+    """Writes fp32 values into a block of the gradient."""
 
 
 @overload(_put, jit_options={"fastmath": set(EXACT)})
@@ -284,15 +267,16 @@ def _put_of(out, values):
 
 
 @compiled
-def _clear(out):
+def clear(out):
     """A row of zeros; assigning to a slice takes a second more to compile."""
     for j in range(len(out)):
         out[j] = 0
 
 
 @compiled
-def _scores(x, buffer, softmax):
-    """z of a row: the logits themselves (the scale goes in after the shift), or capped."""
+def _scores(x, block, softmax):
+    """z of a block: the logits themselves (the scale goes in after the shift), or capped."""
+    buffer = block[: len(x)]
     wide = _widened(x, buffer)
     if softmax.softcap == 0:
         return wide
@@ -303,18 +287,51 @@ def _scores(x, buffer, softmax):
 
 
 @compiled
-def _maximum(z):
-    """The largest entry; NaN is larger than all, if its sign bit is not set.
+def _score(x, j, block, softmax):
+    return _scores(x[j : j + 1], block, softmax)[0]
+
+
+def _largest(x):
+    """The largest logit of a row in fp32; NaN is larger than all, if its sign bit is not set.
 
     As integers, with the magnitude of the negative ones turned over, the bits have the numbers'
     order; the maximum of integers is a vector instruction, which no NaN disturbs.
     """
-    largest = LEAST_INTEGER
-    for j in range(len(z)):
-        bits = F32(z[j]).view(I32)
-        key = I32(bits ^ ((bits >> I32(31)) & MAGNITUDE))
-        largest = key if key > largest else largest
-    return I32(largest ^ ((largest >> I32(31)) & MAGNITUDE)).view(F32)
+
+
+@overload(_largest, jit_options={"fastmath": set(EXACT)})
+def _largest_of(x):
+    if isinstance(x.dtype, types.Float):
+        integer, sign, bits_of, number_of = I32, I32(31), _bits, _from_bits
+    else:
+        integer, sign, bits_of = np.int16, np.int16(15), np.int16
+        number_of = _from_bf16 if x.dtype.signed else _from_fp16
+    least, magnitude = integer(np.iinfo(integer).min), integer(np.iinfo(integer).max)
+
+    def largest(x):
+        largest = least  # and not ~magnitude, which numba widens
+        for j in range(len(x)):
+            bits = bits_of(x[j])
+            key = integer(bits ^ ((bits >> sign) & magnitude))
+            largest = key if key > largest else largest
+        return number_of(integer(largest ^ ((largest >> sign) & magnitude)))
+
+    return largest
+
+
+@compiled
+def _maximum(x, softmax):
+    """The largest score."""
+    largest = _largest(x)
+    if softmax.softcap == 0:
+        return largest
+    return F32(softmax.softcap) * _tanh(largest * F32(softmax.logit_scale / softmax.softcap))
+
+
+@compiled
+def _part(e, block, start, stop):
+    """Where e^t of these columns is kept: in its row, or in a block where there is none."""
+    return e[start:stop] if len(e) else block[: stop - start]
 
 
 @compiled_in_lanes
@@ -331,16 +348,17 @@ def _block_sums(z, e, maximum, scale):
 
 
 @compiled
-def _sums(z, e, token, maximum, scale):
-    """(Σ e^t, Σ e^t·t) of all but the token, fp64; e^t goes to `e`."""
+def _sums(x, e, blocks, token, maximum, scale, softmax):
+    """(Σ e^t, Σ e^t·t) of all but the token, fp64; e^t goes to `e`, if that has entries."""
     mass, moment = 0.0, 0.0
     start = 0
-    while start < len(z):
+    while start < len(x):
         # A block ends before the token, and the next one begins after it: the sums are called from
         # one place, and are compiled once.
-        stop = min(start + BLOCK, len(z))
+        stop = min(start + BLOCK, len(x))
         stop = token if start <= token < stop else stop
-        of_block = _block_sums(z[start:stop], e[start:stop], maximum, scale)
+        z = _scores(x[start:stop], blocks[0], softmax)
+        of_block = _block_sums(z, _part(e, blocks[2], start, stop), maximum, scale)
         mass += of_block[0]
         moment += of_block[1]
         start = stop + 1 if stop == token else stop
@@ -373,41 +391,37 @@ def _block_gap_sums(e, z, ref_z, maxima, scale):
 
 
 @compiled
-def _gap_sums(e, z, ref_z, maxima, scale):
+def _gap_sums(row, maxima, scale, softmax):
     """(Σ e^t·gap, how many columns the reference rules out and the policy does not), fp64."""
     total, ruled_out = 0.0, 0.0
-    for start in range(0, len(z), BLOCK):
-        part = slice(start, min(start + BLOCK, len(z)))
-        of_block = _block_gap_sums(e[part], z[part], ref_z[part], maxima, scale)
+    for start in range(0, len(row.x), BLOCK):
+        part = slice(start, start + BLOCK)
+        z = _scores(row.x[part], row.blocks[0], softmax)
+        ref_z = _scores(row.ref_x[part], row.blocks[1], softmax)
+        of_block = _block_gap_sums(row.e[part], z, ref_z, maxima, scale)
         total += of_block[0]
         ruled_out += of_block[1]
     return total, ruled_out
 
 
 @compiled
-def _times_linear(e, z, maximum, scale, constant, linear):
-    """e ← e·(constant + linear·t). Where e is 0, t need not be a number to multiply with."""
-    bound = UNDERFLOW + UNDERFLOW
-    for j in range(len(z)):
-        t = (z[j] - maximum) * scale
-        t = bound if t < bound else t
-        e[j] *= constant + linear * t
-
-
-@compiled
-def _times_linear_and_gap(e, z, ref_z, maxima, scale, constant, linear, of_gap):
-    """e ← e·(constant + linear·t + of_gap·gap)."""
+def _times_linear(e, z, ref_z, maxima, scale, constant, linear, of_gap):
+    """e ← e·(constant + linear·t + of_gap·gap), without the gap where there is no reference. Where
+    e is 0, t need not be a number to multiply with."""
     bound = UNDERFLOW + UNDERFLOW
     for j in range(len(z)):
         t = (z[j] - maxima.maximum) * scale
         t = bound if t < bound else t
-        e[j] *= constant + linear * t + of_gap * _gap(z[j], ref_z[j], maxima, scale, bound)
+        factor = constant + linear * t
+        if len(ref_z):
+            factor += of_gap * _gap(z[j], ref_z[j], maxima, scale, bound)
+        e[j] *= factor
 
 
 @compiled
 def _times_slope(e, x, inner):
-    """e ← e·(1 − tanh²) of capped scores, from the logits [V] in fp32: 1 − tanh² of the scores has
-    no digits near the cap."""
+    """e ← e·(1 − tanh²) of capped scores, from a block of logits in fp32: 1 − tanh² of the scores
+    has no digits near the cap."""
     for j in range(len(x)):
         u = abs(x[j] * inner)
         decay = _exp(-u - u)
@@ -428,75 +442,94 @@ def _scales(softmax, i):
 
 
 @compiled
-def _total(z, e, token, scale):
-    """(m, t_y, e^{t_y}, Σ of the others' e^t, Σ e^t·t, log Σ e^t)."""
-    maximum, factor = _maximum(z), F32(scale)
-    others, moment = _sums(z, e, token, maximum, factor)
-    shifted = np.float64((z[token] - maximum) * factor)
-    shifted = LOWEST if shifted < LOWEST else shifted
-    exponential = math.exp(shifted)
-    e[token] = exponential
-    moment += exponential * shifted
-    log_total = math.log1p(others + (exponential - 1.0))
-    return maximum, shifted, exponential, others, moment, log_total
+def _unit(softmax):
+    """In units of which a `StatsRows` keeps the maximum."""
+    return 1.0 if softmax.softcap == 0 else softmax.softcap
 
 
 @compiled
-def _statistics(scores, ref_e, token, scale):
-    z, ref_z, e = scores
-    maximum, shifted, exponential, others, moment, log_total = _total(z, e, token, scale)
+def _total(x, e, blocks, token, scale, softmax):
+    """(m, t_y, Σ of the others' e^t, Σ e^t·t, log Σ e^t)."""
+    maximum, factor = _maximum(x, softmax), F32(scale)
+    others, moment = _sums(x, e, blocks, token, maximum, factor, softmax)
+    shifted = np.float64((_score(x, token, blocks[0], softmax) - maximum) * factor)
+    shifted = LOWEST if shifted < LOWEST else shifted
+    exponential = math.exp(shifted)
+    moment += exponential * shifted
+    return maximum, shifted, others, moment, math.log1p(others + (exponential - 1.0))
+
+
+@compiled
+def _statistics(row, token, scale, softmax):
+    """`row.e`, if it has entries, is left as `_row_gradient` takes it."""
+    x, ref_x, e, blocks = row
+    maximum, shifted, others, moment, log_total = _total(x, e, blocks, token, scale, softmax)
+    exponential = math.exp(shifted)
     total = others + exponential
     logprob = shifted - log_total
     if exponential > others:
         logprob = -math.log1p(others / exponential)
     mean = moment / total
     ref_maximum, ref_log_total, token_gap, mean_gap, kl = maximum, 0.0, 0.0, 0.0, 0.0
-    if len(ref_z):
-        ref_maximum, _, _, _, _, ref_log_total = _total(ref_z, ref_e, token, scale)
+    if len(ref_x):
+        ref_maximum, _, _, _, ref_log_total = _total(ref_x, e[:0], blocks, token, scale, softmax)
         maxima = _Maxima(maximum, ref_maximum)
-        gaps, ruled_out = _gap_sums(e, z, ref_z, maxima, F32(scale))
+        e[token] = exponential
+        gaps, ruled_out = _gap_sums(row, maxima, F32(scale), softmax)
         mean_gap = np.inf if ruled_out > 0 else np.float64(gaps) / total
         kl = mean_gap - log_total + ref_log_total
-        token_gap = np.float64(_gap(z[token], ref_z[token], maxima, F32(scale), LOWEST_32))
+        z, ref_z = _score(x, token, blocks[0], softmax), _score(ref_x, token, blocks[1], softmax)
+        token_gap = np.float64(_gap(z, ref_z, maxima, F32(scale), LOWEST_32))
     return _Statistics(
-        maximum,
-        ref_maximum,
-        shifted,
-        token_gap,
-        total,
-        log_total,
-        ref_log_total,
-        mean,
-        mean_gap,
-        others / total,
-        logprob,
-        log_total - mean,
-        kl,
+        maximum=maximum,
+        ref_maximum=ref_maximum,
+        shifted_token=shifted,
+        token_gap=0.0 if shifted <= LOWEST else token_gap - mean_gap,
+        total=total,
+        log_total=log_total,
+        ref_log_total=ref_log_total,
+        mean=mean,
+        mean_gap=mean_gap,
+        p_others=others / total,
+        logprob=logprob,
+        entropy=log_total - mean,
+        kl=kl,
     )
 
 
 @compiled
-def _row_gradient(scores, row, x, buffer, token, by, softmax, i):
-    """`scores.e` becomes dL/dx of the row of logits x; `by`: (g_l, g_h, g_k)."""
-    z, ref_z, e = scores
+def _row_gradient(row, of_row, grad, token, by, softmax, i):
+    """dL/dx of a row, from its statistics and by = (g_l, g_h, g_k). `grad` may be the logits."""
+    x, ref_x, e, blocks = row
     by_logprob, by_entropy, by_kl = by
     scale, slope = _scales(softmax, i)
-    probability = math.exp(row.logprob)
-    per_row = slope / row.total
-    constant, linear = by_entropy * row.mean - by_logprob, F32(-by_entropy * per_row)
-    at_token = by_logprob * row.others
-    at_token += probability * by_entropy * (row.mean - row.shifted_token)
-    if by_kl != 0 and len(ref_z):  # an infinite KL that is only reported does not touch it
-        constant = F32((constant - by_kl * row.mean_gap) * per_row)
-        at_token += probability * by_kl * (row.token_gap - row.mean_gap)
-        maxima = _Maxima(row.maximum, row.ref_maximum)
-        of_gap = F32(by_kl * per_row)
-        _times_linear_and_gap(e, z, ref_z, maxima, F32(scale), constant, linear, of_gap)
+    factor = F32(scale)
+    probability = math.exp(of_row.logprob)
+    per_row = slope / of_row.total
+    constant, linear = by_entropy * of_row.mean - by_logprob, F32(-by_entropy * per_row)
+    at_token = by_logprob * of_row.p_others
+    at_token += probability * by_entropy * (of_row.mean - of_row.shifted_token)
+    if by_kl == 0:  # an infinite KL that is only reported does not touch the gradient
+        ref_x = ref_x[:0]
     else:
-        _times_linear(e, z, row.maximum, F32(scale), F32(constant * per_row), linear)
-    e[token] = slope * at_token
-    if softmax.softcap > 0:
-        _times_slope(e, _widened(x, buffer), F32(softmax.logit_scale / softmax.softcap))
+        constant -= by_kl * of_row.mean_gap
+        at_token += probability * by_kl * of_row.token_gap
+    maxima, of_gap = _Maxima(of_row.maximum, of_row.ref_maximum), F32(by_kl * per_row)
+    constant = F32(constant * per_row)
+    for start in range(0, len(x), BLOCK):
+        stop = min(start + BLOCK, len(x))
+        z = _scores(x[start:stop], blocks[0], softmax)
+        values = _part(e, blocks[2], start, stop)
+        if len(e) == 0:
+            _block_sums(z, values, of_row.maximum, factor)
+        ref_z = _scores(ref_x[start:stop], blocks[1], softmax)
+        _times_linear(values, z, ref_z, maxima, factor, constant, linear, of_gap)
+        if start <= token < stop:
+            values[token - start] = slope * at_token
+        if softmax.softcap > 0:
+            inner = F32(softmax.logit_scale / softmax.softcap)
+            _times_slope(values, _widened(x[start:stop], blocks[0, : stop - start]), inner)
+        _put(grad[start:stop], values)
 
 
 @compiled
@@ -582,90 +615,109 @@ def _token_loss(logprob, full_kl, token, loss, i):
 
 
 @compiled
-def _scores_of(rows, ref_rows, buffers, softmax, i):
-    z = _scores(_row(rows, i), buffers[0], softmax)
-    ref_z = buffers[1][:0]
-    if ref_rows.vocab:
-        ref_z = _scores(_row(ref_rows, i), buffers[1], softmax)
-    return _Scores(z, ref_z, buffers[2])
+def _kept(x, block, stats, token, softmax, i):
+    """The statistics of a row from a `StatsRows`."""
+    maximum = F32(stats.normalizer[i, 0] * _unit(softmax))
+    log_total = np.float64(stats.normalizer[i, 1])
+    shifted = np.float64(_score(x, token, block, softmax) - maximum) * _scales(softmax, i)[0]
+    return _Statistics(
+        maximum=maximum,
+        ref_maximum=F32(stats.ref_normalizer[i, 0] * _unit(softmax)),
+        shifted_token=LOWEST if shifted < LOWEST else shifted,
+        token_gap=np.float64(stats.token_gap[i]),
+        total=math.exp(log_total),
+        log_total=log_total,
+        ref_log_total=np.float64(stats.ref_normalizer[i, 1]),
+        mean=log_total - stats.entropy[i],
+        mean_gap=np.float64(stats.mean_gap[i]),
+        p_others=np.float64(stats.p_others[i]),
+        logprob=np.float64(stats.logprobs[i]),
+        entropy=np.float64(stats.entropy[i]),
+        kl=np.float64(stats.kl[i]),
+    )
 
 
 @kernel
 def _loss_rows(start, stop, rows, ref_rows, token, loss, softmax, found, moves, grad):
     """(logprob, entropy, KL, policy term, ratio) of rows to found [5, N], whether a row has a
     gradient to moves [N], and the gradient to `grad`, where that has columns."""
-    buffers = np.empty((4, rows.vocab), np.float32)
+    e = np.empty(rows.vocab if grad.vocab or ref_rows.vocab else 0, np.float32)
+    blocks = np.empty((3, BLOCK + GAP), np.float32)
     for i in range(start, stop):
         moves[i] = False
         if token.weights[i] == 0:
             for k in range(len(found)):
                 found[k, i] = 0
-            _clear(_row(grad, i))
+            clear(_row(grad, i))
             continue
-        scores = _scores_of(rows, ref_rows, buffers, softmax, i)
-        y = token.tokens[i]
-        row = _statistics(scores, buffers[3], y, _scales(softmax, i)[0])
-        logprob = np.float64(F32(row.logprob))  # as it is returned, and later given as the old one
-        policy, ratio, kl, by = _token_loss(logprob, row.kl, token, loss, i)
-        found[0, i], found[1, i], found[2, i] = logprob, row.entropy, kl
+        row = _Row(_row(rows, i), _row(ref_rows, i), e, blocks)
+        of_row = _statistics(row, token.tokens[i], _scales(softmax, i)[0], softmax)
+        logprob = np.float64(F32(of_row.logprob))  # as it is returned, and later given as old
+        policy, ratio, kl, by = _token_loss(logprob, of_row.kl, token, loss, i)
+        found[0, i], found[1, i], found[2, i] = logprob, of_row.entropy, kl
         found[3, i], found[4, i] = policy, ratio
         moves[i] = grad.vocab > 0 and (by[0] != 0 or by[1] != 0 or by[2] != 0)
         if moves[i]:
-            _row_gradient(scores, row, _row(rows, i), buffers[3], y, by, softmax, i)
-            _put(_row(grad, i), scores.e)
+            _row_gradient(row, of_row, _row(grad, i), token.tokens[i], by, softmax, i)
         else:
-            _clear(_row(grad, i))
+            clear(_row(grad, i))
 
 
 @compiled
-def _normalizer(z, maximum, log_total, unit):
-    """The definition's (row maximum, log Σ e^t): `_maximum` passes some NaN over, and an x86 CPU's
+def _has_nan(x, block, softmax):
+    for j in range(len(x)):
+        z = _score(x, j, block, softmax)
+        if z != z:
+            return True
+    return False
+
+
+@compiled
+def _normalizer(x, block, maximum, log_total, softmax):
+    """The definition's (row maximum, log Σ e^t): `_largest` passes some NaN over, and an x86 CPU's
     conversion to bf16 makes those."""
-    if maximum == -np.inf or log_total != log_total:
-        for j in range(len(z)):
-            if z[j] != z[j]:
-                return np.nan, np.nan
+    if (maximum == -np.inf or log_total != log_total) and _has_nan(x, block, softmax):
+        return np.nan, np.nan
     if maximum == -np.inf:
         return -np.inf, -np.inf
-    return maximum / unit, log_total
+    return maximum / _unit(softmax), log_total
 
 
 @kernel
 def _statistics_rows(start, stop, rows, ref_rows, tokens, softmax, found, normalizers):
     """(logprob, entropy, KL, 1 − p, γ, gap_y − γ) to found [6, N]; the normalizers to [2, N, 2]."""
-    buffers = np.empty((4, rows.vocab), np.float32)
+    e, blocks = np.empty(ref_rows.vocab, np.float32), np.empty((3, BLOCK + GAP), np.float32)
     for i in range(start, stop):
-        scores = _scores_of(rows, ref_rows, buffers, softmax, i)
-        row = _statistics(scores, buffers[3], tokens[i], _scales(softmax, i)[0])
-        found[0, i], found[1, i], found[2, i] = row.logprob, row.entropy, row.kl
-        found[3, i], found[4, i] = row.others, row.mean_gap
-        is_ruled_out = row.shifted_token <= LOWEST
-        found[5, i] = 0.0 if is_ruled_out else row.token_gap - row.mean_gap
-        unit = 1.0 if softmax.softcap == 0 else softmax.softcap
-        normalizers[0, i] = _normalizer(scores.z, row.maximum, row.log_total, unit)
+        row = _Row(_row(rows, i), _row(ref_rows, i), e, blocks)
+        of_row = _statistics(row, tokens[i], _scales(softmax, i)[0], softmax)
+        found[0, i], found[1, i], found[2, i] = of_row.logprob, of_row.entropy, of_row.kl
+        found[3, i], found[4, i], found[5, i] = of_row.p_others, of_row.mean_gap, of_row.token_gap
+        maximum, log_total = of_row.maximum, of_row.log_total
+        normalizers[0, i] = _normalizer(row.x, blocks[0], maximum, log_total, softmax)
         if ref_rows.vocab:
-            normalizers[1, i] = _normalizer(scores.ref_z, row.ref_maximum, row.ref_log_total, unit)
+            maximum, log_total = of_row.ref_maximum, of_row.ref_log_total
+            normalizers[1, i] = _normalizer(row.ref_x, blocks[0], maximum, log_total, softmax)
 
 
 @kernel
-def _gradient_rows(start, stop, rows, ref_rows, tokens, softmax, by, grad):
-    """dL/dx of rows from by [3, N], the loss's derivatives by logprob, entropy and KL."""
-    buffers = np.empty((4, rows.vocab), np.float32)
+def _gradient_rows(start, stop, rows, ref_rows, tokens, softmax, by, stats, grad):
+    """dL/dx of rows from by [3, N], the loss's derivatives by logprob, entropy and KL, and what
+    `_statistics_rows` has found."""
+    e, blocks = np.empty(0, np.float32), np.empty((3, BLOCK + GAP), np.float32)
     for i in range(start, stop):
-        by_row = (by[0, i], by[1, i], by[2, i])
-        if by_row[0] == 0 and by_row[1] == 0 and by_row[2] == 0:
-            _clear(_row(grad, i))
+        of_loss = (by[0, i], by[1, i], by[2, i])
+        if of_loss[0] == 0 and of_loss[1] == 0 and of_loss[2] == 0:
+            clear(_row(grad, i))
             continue
-        scores = _scores_of(rows, ref_rows, buffers, softmax, i)
-        row = _statistics(scores, buffers[3], tokens[i], _scales(softmax, i)[0])
-        _row_gradient(scores, row, _row(rows, i), buffers[3], tokens[i], by_row, softmax, i)
-        _put(_row(grad, i), scores.e)
+        row = _Row(_row(rows, i), _row(ref_rows, i), e, blocks)
+        of_row = _kept(row.x, blocks[0], stats, tokens[i], softmax, i)
+        _row_gradient(row, of_row, _row(grad, i), tokens[i], of_loss, softmax, i)
 
 
 @kernel
 def _sum_up(found, token, loss, sums):
     """`SUMS` of all tokens, fp64, one after the other."""
-    _clear(sums)
+    clear(sums)
     for i in range(len(token.weights)):
         weight, advantage = token.weights[i], token.advantages[i]
         if weight == 0:
@@ -721,29 +773,23 @@ def _doubles(x: Tensor | None) -> Any:
     return NOTHING if x is None else x.detach().double().contiguous().numpy()
 
 
-def _scale(softmax: Softmax) -> _Scale:
-    return _Scale(
-        temperature=float(softmax.temperature),
-        temperatures=_doubles(softmax.temperatures),
-        logit_scale=float(softmax.logit_scale),
-        softcap=float(softmax.softcap or 0.0),
-    )
+def _numbers(softmax: Softmax) -> Softmax:
+    """As the loops take it: no temperatures by row is an empty array, no soft-cap 0."""
+    temperatures = _doubles(softmax.temperatures)
+    return softmax._replace(temperatures=temperatures, softcap=softmax.softcap or 0.0)
 
 
-def _operands(per_token: PerToken) -> _Operands:
+def _arrays(per_token: PerToken) -> PerToken:
+    """In fp64; what is not given is an empty array."""
     tokens, *numbers = per_token
-    return _Operands(tokens.contiguous().numpy(), *[_doubles(x) for x in numbers])
+    return PerToken(tokens.contiguous().numpy(), *[_doubles(x) for x in numbers])
 
 
-def _loss(objective: Objective) -> _Loss:
-    return _Loss(
-        lowest_ratio=float(objective.lowest_ratio),
-        highest_ratio=float(objective.highest_ratio),
-        dual_clip=math.inf if objective.dual_clip is None else float(objective.dual_clip),
-        kl_coef=float(objective.kl_coef),
+def _codes(objective: Objective) -> Objective:
+    """With numbers in the place of names; no dual clip is infinity, no gate NaN."""
+    return objective._replace(
+        dual_clip=math.inf if objective.dual_clip is None else objective.dual_clip,
         kl_estimator=ESTIMATORS[objective.kl_estimator],
-        entropy_coef=float(objective.entropy_coef),
-        kl_ratio_weighted=bool(objective.kl_ratio_weighted),
         policy_term=POLICY_TERMS[objective.policy_term],
         tau_positive=math.nan if objective.tau_positive is None else objective.tau_positive,
         tau_negative=math.nan if objective.tau_negative is None else objective.tau_negative,
@@ -772,7 +818,7 @@ def _loss_pass(
     count = per_token.tokens.numel()
     found, moves = np.empty((5, count), np.float32), np.empty(count, np.bool_)
     sums = np.empty(len(SUMS))
-    operands, loss = _operands(per_token), _loss(objective)
+    operands, loss = _arrays(per_token), _codes(objective)
     if objective.kl_estimator != "full":
         ref_logits = None
     in_threads(
@@ -782,7 +828,7 @@ def _loss_pass(
         _rows(ref_logits, logits),
         operands,
         loss,
-        _scale(softmax),
+        _numbers(softmax),
         found,
         moves,
         _rows(grad, logits),
@@ -861,7 +907,7 @@ def token_stats(
         _rows(logits, logits),
         _rows(ref_logits, logits),
         tokens.contiguous().numpy(),
-        _scale(softmax),
+        _numbers(softmax),
         found,
         normalizers,
         entries=logits.numel(),
@@ -879,11 +925,7 @@ def token_stats_backward(
     *,
     ref_logits: Tensor | None = None,
 ) -> Tensor:
-    """dL/dlogits in the logits' shape and dtype, from one more read of the rows with a gradient.
-
-    The statistics are formed again, in fp64 where the kept ones are fp32: the exponentials are
-    needed in any case.
-    """
+    """dL/dlogits in the logits' shape and dtype, from one more read of the rows with a gradient."""
     grad, by = fresh(logits), np.zeros((3, tokens.numel()))
     for row, derivative in zip(by, grads, strict=True):
         if derivative is not None:
@@ -894,8 +936,9 @@ def token_stats_backward(
         _rows(logits, logits),
         _rows(None if grads.kl is None else ref_logits, logits),
         tokens.contiguous().numpy(),
-        _scale(softmax),
+        _numbers(softmax),
         by,
+        StatsRows(*[x.detach().numpy() for x in stats]),
         _rows(grad, logits),
         entries=logits.numel(),
     )
