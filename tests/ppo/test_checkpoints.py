@@ -30,3 +30,9 @@ def test_a_checkpoint_of_a_reward_that_was_edited_is_refused(tmp_path: Path) -> 
                 trainer.checkpoints.resume()
         else:
             trainer.save_checkpoint()
+
+
+def test_a_resume_where_there_is_no_checkpoint_is_a_start(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    assert not trainer.checkpoints.resume()
+    assert trainer.state.iteration == 0
