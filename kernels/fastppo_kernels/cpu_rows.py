@@ -782,7 +782,8 @@ def _numbers(softmax: Softmax) -> Softmax:
 def _arrays(per_token: PerToken) -> PerToken:
     """In fp64; what is not given is an empty array."""
     tokens, *numbers = per_token
-    return PerToken(tokens.contiguous().numpy(), *[_doubles(x) for x in numbers])
+    indices: Any = tokens.contiguous().numpy()
+    return PerToken(indices, *[_doubles(x) for x in numbers])
 
 
 def _codes(objective: Objective) -> Objective:
@@ -930,6 +931,7 @@ def token_stats_backward(
     for row, derivative in zip(by, grads, strict=True):
         if derivative is not None:
             row[:] = derivative.numpy()
+    kept: list[Any] = [x.detach().numpy() for x in stats]
     in_threads(
         _gradient_rows,
         tokens.numel(),
@@ -938,7 +940,7 @@ def token_stats_backward(
         tokens.contiguous().numpy(),
         _numbers(softmax),
         by,
-        StatsRows(*[x.detach().numpy() for x in stats]),
+        StatsRows(*kept),
         _rows(grad, logits),
         entries=logits.numel(),
     )
