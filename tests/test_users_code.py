@@ -325,6 +325,22 @@ def test_a_reward_that_forks_comes_back_once(folder: Folder, run: Run) -> None:
         assert os.wait()[1] != 0, "the children end"
 
 
+def test_a_process_that_a_reward_forks_is_ended_by_sigterm(folder: Folder, run: Run) -> None:
+    """As a pool ends its workers; the run's own handler would only note the signal."""
+    folder.write_reward(
+        "import multiprocessing, time\n"
+        "    fork = multiprocessing.get_context('fork')\n"
+        "    ready, told = fork.Pipe()\n"
+        "    worker = fork.Process(target=lambda: (told.send(1), time.sleep(60)))\n"
+        "    worker.start()\n"
+        "    ready.recv()\n"
+        "    worker.terminate()\n"
+        "    worker.join(30)\n"
+        "    assert worker.exitcode == -signal.SIGTERM, worker.exitcode"
+    )
+    assert run(iterations=2)[0] == 0
+
+
 @pytest.mark.slow
 def test_two_processes_step_as_one_does_without_a_seed_of_their_own(tmp_path: Path) -> None:
     one = ranks.run(1, many_ranks.step_on_given_responses, tmp_path / "one", str(tmp_path / "one"))

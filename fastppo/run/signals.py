@@ -91,8 +91,11 @@ class StopRequest:
 def stopping_at_once() -> Iterator[None]:
     """Raises `Stopped` at the first signal in the block: there is nothing to save yet."""
     heard: list[int] = []
+    process = os.getpid()
 
     def stop(signum: int, frame: Any) -> None:
+        if os.getpid() != process:
+            _end_child(signum)
         heard.append(signum)
         raise Stopped(signum)
 
@@ -112,8 +115,11 @@ def stopping_at_once() -> Iterator[None]:
 def listening(world: World | None = None) -> Iterator[StopRequest]:
     """Collects the requests of signals while the block runs, which acts on them when it can."""
     request = StopRequest(world)
+    process = os.getpid()
 
     def stop(signum: int, frame: Any) -> None:
+        if os.getpid() != process:
+            _end_child(signum)
         request.hear(signum)
         for stopping in STOPPING:  # by the kernel, which waits for no Python code
             if signal.getsignal(stopping) is stop:
@@ -128,6 +134,13 @@ def listening(world: World | None = None) -> Iterator[StopRequest]:
 
     with _handled(dict.fromkeys(STOPPING, stop) | {signal.SIGUSR1: save}):
         yield request
+
+
+def _end_child(signum: int) -> None:
+    """Ends a process that a reward has forked, which is no run: a pool ends its workers by SIGTERM,
+    and would wait for ever for one that only notes it."""
+    signal.signal(signum, signal.SIG_DFL)
+    os.kill(os.getpid(), signum)
 
 
 @contextmanager
