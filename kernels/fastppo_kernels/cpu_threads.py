@@ -105,12 +105,18 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def compiled(function: Callable[..., Any], arithmetic: frozenset[str] = EXACT) -> Any:
-    """A part of kernels, which Python cannot call: that would take a third longer to compile."""
+    """A part of kernels, which Python cannot call: that would take a third longer to compile.
+
+    It stands within the kernel wherever it is used. As a function of its own it would be compiled
+    twice, by itself and with the kernel, with sums in two orders; which one a process runs would
+    depend on whether its code was compiled or loaded.
+    """
     options: dict[str, Any] = {
         "error_model": "numpy",
         "fastmath": set(arithmetic),
         "no_cpython_wrapper": True,
         "no_cfunc_wrapper": True,
+        "forceinline": True,
     }
     return numba.njit(**options)(function)
 

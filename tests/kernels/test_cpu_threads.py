@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import io
 import multiprocessing
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import processes
 import pytest
 from fastppo_kernels import cpu_threads
 
@@ -27,6 +29,12 @@ def _first_of_{i}(x):
 @kernel
 def loop_{i}(x):
     return _first_of_{i}(x)
+"""
+
+LOGPROBS = """
+import draws, fastppo, torch
+batch = draws.batch((50,), 1009, torch.bfloat16)
+print(fastppo.token_logprobs(batch.logits, batch.tokens, temperature=0.7).tolist())
 """
 
 
@@ -89,6 +97,22 @@ def test_code_is_kept_until_any_source_of_the_package_changes(
     assert after != before
     monkeypatch.setattr(cpu_threads, "SOURCES", after)
     assert [hits(), hits()] == [0, 1]
+
+
+@pytest.mark.slow
+def test_code_that_was_kept_gives_the_bits_of_code_that_was_just_compiled(tmp_path: Path) -> None:
+    """A part that a loop calls, and does not hold, is compiled once by itself and once more with
+    the loop: two orders of its sums, and which of them runs depends on what was compiled before."""
+    paths = f"{processes.PATHS}{os.pathsep}{processes.ROOT / 'tests'}"
+
+    def logprobs() -> str:
+        return processes.python(
+            "-c", LOGPROBS, NUMBA_CACHE_DIR=str(tmp_path), PYTHONPATH=paths
+        ).stdout
+
+    just_compiled = logprobs()
+    assert list(tmp_path.rglob("*.nbc"))
+    assert logprobs() == just_compiled
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.2])
