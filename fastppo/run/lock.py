@@ -14,6 +14,8 @@ from filelock import BaseFileLock, FileLock, Timeout
 from fastppo.data.world import World
 
 FILE = ".lock"
+NO_FILE = (0, 0)
+"""In place of device and inode."""
 
 _held: dict[Path, tuple[int, int]] = {}
 """Device and inode of each lock file that this process holds, by its path."""
@@ -61,13 +63,16 @@ def check_still_held(run_dir: str | Path) -> None:
     still the one that it has locked. One that somebody has deleted is made anew.
 
     Raises:
-        RuntimeError: another run has the directory by now, or it cannot be locked.
+        RuntimeError: another run has had the directory since, or it cannot be locked.
     """
     path = Path(run_dir).absolute() / FILE
-    if path not in _held or _held[path] == _file(path):
+    there = _file(path)
+    if path not in _held or _held[path] == there:
         return
     _lock(path).release(force=True)
     try:
+        if there != NO_FILE:  # whoever made it has begun a run, and may have ended it
+            raise Timeout(str(path))
         _acquired(path)
     except Timeout:
         raise RuntimeError(
@@ -99,9 +104,9 @@ def _lock(path: Path) -> BaseFileLock:
 
 
 def _file(path: Path) -> tuple[int, int]:
-    """Device and inode; zeros where there is no file."""
+    """Device and inode; `NO_FILE` where there is none."""
     try:
         status = path.stat()
     except FileNotFoundError:
-        return 0, 0
+        return NO_FILE
     return status.st_dev, status.st_ino

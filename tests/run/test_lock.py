@@ -43,6 +43,16 @@ def test_a_lock_that_is_deleted_is_made_anew_unless_another_has_made_it(tmp_path
         pass
 
 
+def test_a_run_that_has_come_and_gone_meanwhile_is_noticed(tmp_path: Path) -> None:
+    with lock.run_lock(tmp_path):
+        (tmp_path / lock.FILE).unlink()
+        with _other_process(tmp_path):
+            pass
+        assert (tmp_path / lock.FILE).exists()
+        with pytest.raises(RuntimeError, match="was deleted, and another"):
+            lock.check_still_held(tmp_path)
+
+
 def test_who_holds_it_is_named(tmp_path: Path) -> None:
     with _other_process(tmp_path):
         (tmp_path / lock.FILE).write_text("process 7 on h, since today\n")
