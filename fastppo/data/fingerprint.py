@@ -65,15 +65,31 @@ def of_file(path: str | Path) -> str:
 
 
 def of_code(path: str | Path) -> str:
-    """Fingerprint of a Python file and of those beside it that it imports."""
+    """Fingerprint of a Python file and of what it imports from its folder; of a module in a
+    package, of what it imports from the package."""
+    file = Path(path).resolve()
+    name, folder = file.stem, file.parent
+    while (folder / "__init__.py").exists():
+        name, folder = f"{folder.name}.{name}", folder.parent
     # `fastppo` itself may lie beside a file in a checkout; of that a run knows the version.
-    finder = ModuleFinder(path=[str(Path(path).resolve().parent)], excludes=["fastppo"])
+    excludes = {"fastppo"}
+    is_in_package = "." in name
+    if is_in_package:  # beside a package there may be all packages of an environment
+        excludes |= {entry.stem for entry in folder.iterdir()} - {name.partition(".")[0]}
+    finder = ModuleFinder(path=[str(folder)], excludes=[*excludes])
     try:
-        finder.run_script(str(path))
-    except ImportError:  # `from . import` of a package, which this takes for no part of one
-        return of_file(path)
+        if is_in_package:
+            finder.import_hook(name)
+        else:
+            finder.run_script(str(file))
+    except ImportError:  # `from . import` where no `__init__.py` says what the package is
+        return _of_files(file.parent.glob("*.py"))
     files = {getattr(module, "__file__", None) for module in finder.modules.values()}
-    return of_text(" ".join(of_file(file) for file in sorted(filter(None, files))))
+    return _of_files(filter(None, files))
+
+
+def _of_files(files: Iterable[str | Path]) -> str:
+    return of_text(" ".join(of_file(file) for file in sorted(files)))
 
 
 def of_text(text: str) -> str:

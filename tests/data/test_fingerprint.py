@@ -37,6 +37,31 @@ def test_code_counts_with_what_it_imports_beside_it(tmp_path: Path) -> None:
     assert fingerprint.of_code(tmp_path / "reward.py") != before
 
 
+@pytest.mark.parametrize(
+    ("line", "has_init"),
+    [
+        ("from . import words", True),
+        ("from mine.words import LIST", True),
+        ("from . import words", False),
+    ],
+)
+def test_a_module_counts_with_what_it_imports_from_its_package(
+    line: str, has_init: bool, tmp_path: Path
+) -> None:
+    package = tmp_path / "mine"
+    package.mkdir()
+    if has_init:
+        (package / "__init__.py").write_text("")
+    (package / "reward.py").write_text(f"import torch, beside\n{line}\n")
+    (package / "words.py").write_text("LIST = ['a']\n")
+    (tmp_path / "beside.py").write_text("")
+    before = fingerprint.of_code(package / "reward.py")
+    (tmp_path / "beside.py").write_text("1")
+    assert fingerprint.of_code(package / "reward.py") == before
+    (package / "words.py").write_text("LIST = ['b']\n")
+    assert fingerprint.of_code(package / "reward.py") != before
+
+
 def test_rows_count_with_every_column_in_their_order() -> None:
     rows = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
     assert fingerprint.of_rows(rows) == fingerprint.of_rows(
