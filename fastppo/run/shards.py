@@ -89,14 +89,19 @@ def read(path: Path, model: nn.Module, optimizer: Any) -> Read:
     referents = dict(causal_lm.named_parameters())
     numbers = {name: index for index, name in enumerate(_names(model, optimizer))}
     read_tensors = Read(model={}, optimizer={}, reference={})
+    owners = {
+        "model": weights,
+        "optimizer": {name: weights[name] for name in numbers},
+        "reference": referents,
+    }
     targets = {}
     for key, tensor in saved.items():
-        part, name = key.split(".", 1)
+        part, _, name = key.partition(".")
         if part == "optimizer":
-            name, leaf = name.rsplit(".", 1)
-        weight = referents.get(name) if part == "reference" else weights.get(name)
+            name, _, leaf = name.rpartition(".")
+        weight = owners.get(part, {}).get(name)
         if weight is None:
-            raise ValueError(f"{path} does not fit the model, which has no {name}")
+            raise ValueError(f"{path} does not fit the model, which has nothing for {key}")
         if part != "optimizer" and weight.shape != tensor.size:
             raise ValueError(misfit(path, name, tensor.size, weight.shape))
         target = _empty(tensor, weight)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastppo.ppo.master_weights import MasterAdamW
-from fastppo.run import checkpoint
+from fastppo.run import checkpoint, shards
 
 STATE = {"iteration": 7, "scale": {"mean": 0.1}, "losses": [1.0, 2.5]}
 
@@ -133,3 +133,22 @@ def test_a_checkpoint_of_the_same_number_is_replaced(tmp_path: Path) -> None:
     other = Model()
     checkpoint.load(tmp_path / "checkpoint-000001", other, _adam(other))
     assert torch.equal(other.one.weight, second.one.weight)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("optimizer.one.weight.exp_avg", r"optimizer 0.exp_avg is \[1, 3\] there and \[3, 3\]"),
+        ("optimizer.frozen.weight.exp_avg", "nothing for optimizer.frozen.weight.exp_avg"),
+        ("model.other", "nothing for model.other"),
+        ("other", "nothing for other"),
+    ],
+)
+def test_shards_that_no_run_writes_are_refused_by_name(key: str, says: str, tmp_path: Path) -> None:
+    model, optimizer = _saved(tmp_path)
+    model.causal_lm = torch.nn.Linear(1, 1).requires_grad_(False)
+    path = tmp_path / "checkpoint-000001"
+    shards.write(shards.state_of(model, optimizer, {}) | {key: torch.zeros(1, 3)}, path)
+    with pytest.raises(ValueError, match=says):
+        checkpoint.load(path, model, optimizer)
