@@ -119,7 +119,5 @@ def _adapters_on(layer: Any) -> list[str]:
     """The adapters that a forward pass adds to the frozen layer's product."""
     if _base_layer(layer) is layer or layer.disable_adapters or layer.merged:
         return []
-    known = getattr(
-        layer, "lora_A", None
-    )  # an adapter that lies only on other layers is not among them
+    known = getattr(layer, "lora_A", None)  # without adapters that lie only on other layers
     return [name for name in layer.active_adapters if known is None or name in known]
