@@ -114,6 +114,8 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **keywords)
+        self.sections: dict[str, list[argparse.Action]] = {}
+        """The flags of an option class, by heading."""
         # argparse takes -1e-1 for a flag unless its pattern of a number allows exponents.
         self._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
@@ -121,29 +123,22 @@ class _Parser(argparse.ArgumentParser):
 class _SectionHelp(argparse.Action):
     """`--help` prints all options; `--help kl` those whose section or name has the word."""
 
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option: Any = None
-    ) -> None:
+    def __call__(self, parser: Any, namespace: Any, value: Any, option: Any = None) -> None:
         if value is None:
             parser.print_help()
             parser.exit()
         word = str(value).lower()
         formatter = parser.formatter_class(prog=parser.prog)
         has_matches = False
-        for group in parser._action_groups[2:]:  # argparse has no public name for them
-            is_of_section = word in (group.title or "").lower()
-            actions = [
-                action
-                for action in group._group_actions
-                if is_of_section or word in action.option_strings[0]
-            ]
-            if actions:
+        for heading, flags in parser.sections.items():
+            matches = [x for x in flags if word in heading.lower() or word in x.option_strings[0]]
+            if matches:
                 has_matches = True
-                formatter.start_section(group.title)
-                formatter.add_arguments(actions)
+                formatter.start_section(heading)
+                formatter.add_arguments(matches)
                 formatter.end_section()
         if not has_matches:
-            titles = ", ".join(group.title or "" for group in parser._action_groups[2:])
+            titles = ", ".join(parser.sections)
             parser.error(f"no section or option has {value!r}; the sections are: {titles}")
         print(formatter.format_help(), end="")
         parser.exit()
@@ -498,18 +493,21 @@ def _raw_formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.RawDescriptionHelpFormatter(prog, max_help_position=FLAG_WIDTH)
 
 
-def add_options(parser: argparse.ArgumentParser, options: type[Options]) -> None:
+def add_options(parser: _Parser, options: type[Options]) -> None:
     """Adds `--config FILE` and a flag per option, by section. The option class converts and checks
     what they are given."""
     parser.add_argument("--config", metavar="FILE", help="YAML file of `option: value` lines")
     defaults = options().to_dict()
     types = options.types()
     for heading, members in options.sections().items():
-        section = parser.add_argument_group(heading)
+        group = parser.add_argument_group(heading)
+        flags = []
         for member in members:
             help = member.metadata["help"] + _default_text(defaults[member.name])
             keywords = _value_keywords(types[member.name])
-            section.add_argument(f"--{member.name}", help=help.replace("%", "%%"), **keywords)
+            flag = group.add_argument(f"--{member.name}", help=help.replace("%", "%%"), **keywords)
+            flags.append(flag)
+        parser.sections[heading] = flags
 
 
 def _default_text(value: Any) -> str:

@@ -1,7 +1,7 @@
 """The bytes that one process of a run will hold, by phase and part, before anything is loaded.
 
-The models are made as for training (`run_models`), but of their config.json: tensors have a shape,
-a dtype and no memory (torch's FakeTensorMode). What lasts is counted by what holds it. Of several
+The models are made as for training (`run_models`), but from their config.json: tensors have a
+shape, a dtype and no memory (`shapes`). What lasts is counted by what holds it. Of several
 processes each holds a shard of policy, value function, reference, optimiser states and gradients,
 in fp32 where they are trained. The parts of a phase:
 
@@ -41,7 +41,6 @@ import torch
 from fastppo_kernels.linear import accumulator_rows, chunk_rows
 from fastppo_kernels.torch_rows import CHUNK_ELEMENTS
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public name for it
 
 from fastppo.data.batch import Batch
 from fastppo.models import quantized
@@ -146,7 +145,7 @@ def phases_of(run: Run) -> tuple[list[Phase], list[str]]:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         process = Process(run)
         loading = process.loading()  # before trained weights have a gradient's dtype
-        with FakeTensorMode(allow_non_fake_inputs=True), process.live:
+        with process.live:
             materialize(process.policy)
             phases = [process.rollout(), process.update()]
     return [loading, *phases] if run.is_sharded else phases, process.notes

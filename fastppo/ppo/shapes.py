@@ -1,7 +1,7 @@
 """Models of shapes alone, and a count of the bytes that they would take.
 
-Models are made of their config.json on the meta device, then given fake tensors (torch's
-FakeTensorMode): of a shape, a dtype and a device, without memory.
+Models are made from their config.json on the meta device, then given fake tensors: tensors with a
+shape, a dtype and a device, and no memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode  # torch has no public name for it
+
+# torch documents fake tensors under this name alone. The meta device has no autocast.
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fastppo.models.pretrained import model_config
@@ -28,19 +30,26 @@ class Peak:
     bytes: int = 0
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operations have returned and that are still there."""
+class LiveBytes(FakeTensorMode):
+    """Within it tensors are fake; counts the bytes of the storages that operations have returned
+    and that are still there."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(allow_non_fake_inputs=True)
         self.bytes = 0
         self.most = 0
         """The most since the last `peak` began."""
         self._storages: dict[int, weakref.ref] = {}
+        self._depth = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self._count_tensors(out)
+        self._depth += 1
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs or {})
+        finally:
+            self._depth -= 1
+        if self._depth == 0:  # not what an operation is made of: torch remembers it for the next
+            self._count_tensors(out)
         return out
 
     def _count_tensors(self, out: Any) -> None:

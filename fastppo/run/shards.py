@@ -17,34 +17,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint import (
-    CheckpointException,
-    FileSystemReader,
-    filesystem,
-    metadata,
-)
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, metadata
 
 from fastppo.models.sharding import sharded_like
 
 FOLDER = "shards"
 
-METADATA_CLASSES = {
-    kind.__name__: kind
-    for kind in (
-        metadata.Metadata,
-        metadata.MetadataIndex,
-        metadata.StorageMeta,
-        metadata.TensorProperties,
-        metadata.TensorStorageMetadata,
-        metadata.ChunkStorageMetadata,
-        metadata._MEM_FORMAT_ENCODING,
-        filesystem._StorageInfo,
-        torch.Size,
-        torch.serialization._get_layout,
-        pathlib.PosixPath,
-    )
-}
-"""What the pickle in `shards/.metadata` is made of, with torch's dtypes."""
+METADATA_NAMES = frozenset(
+    {
+        "torch.distributed.checkpoint.metadata.Metadata",
+        "torch.distributed.checkpoint.metadata.MetadataIndex",
+        "torch.distributed.checkpoint.metadata.StorageMeta",
+        "torch.distributed.checkpoint.metadata.TensorProperties",
+        "torch.distributed.checkpoint.metadata.TensorStorageMetadata",
+        "torch.distributed.checkpoint.metadata.ChunkStorageMetadata",
+        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "torch.serialization._get_layout",
+        "torch.Size",
+        "pathlib.PosixPath",
+        "pathlib._local.PosixPath",  # as Python 3.13 writes it
+    }
+)
+"""What the pickle in `shards/.metadata` may name, besides torch's dtypes."""
 
 
 class Read(NamedTuple):
@@ -190,12 +185,9 @@ class _Reader(FileSystemReader):
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        kind = METADATA_CLASSES.get(name)
-        if kind is not None:
-            return kind
         dtype = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(dtype, torch.dtype):
-            return dtype
+        if f"{module}.{name}" in METADATA_NAMES or isinstance(dtype, torch.dtype):
+            return super().find_class(module, name)
         raise pickle.UnpicklingError(f"its metadata would call {module}.{name}")
 
 
