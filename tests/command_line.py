@@ -54,28 +54,28 @@ class Folder:
         chosen = tiny.options(self.path, model=self.model, prompts=self.prompts)
         chosen |= {"rewards": f"{self.reward}:count", "checkpoint_interval": 1, "ppo_epochs": 1}
         chosen |= options
-        found = [command]
+        arguments = [command]
         for name, value in chosen.items():
             values = value if isinstance(value, list) else [value]
-            found += [
+            arguments += [
                 f"--{name}",
                 *(str(v).lower() if isinstance(v, bool) else str(v) for v in values),
             ]
-        return found
+        return arguments
 
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in self.run.glob("checkpoint-*"))
 
     def bits(self) -> dict[str, bytes]:
         """What a finished run has made, but for times."""
-        found = {
+        files = {
             name: (self.run / name).read_bytes()
             for name in ("policy/model.safetensors", "value_function.safetensors", "samples.jsonl")
         }
         lines = (self.run / "metrics.jsonl").read_bytes().splitlines()
         records = [json.loads(line) for line in lines]
         untimed = [{k: v for k, v in r.items() if not k.startswith(TIMING)} for r in records]
-        return {**found, "metrics.jsonl": json.dumps(untimed).encode()}
+        return {**files, "metrics.jsonl": json.dumps(untimed).encode()}
 
 
 # ------------------------------------------------------------------------------------- processes

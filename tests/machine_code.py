@@ -47,8 +47,8 @@ class Instruction(NamedTuple):
     @property
     def addend(self) -> int | None:
         """The register that a multiply-add adds to, its last operand; None for another."""
-        found = re.fullmatch(r"-?R(\d+)\b.*", self.operands.split(",")[-1].strip())
-        return int(found[1]) if found else None
+        destination = re.fullmatch(r"-?R(\d+)\b.*", self.operands.split(",")[-1].strip())
+        return int(destination[1]) if destination else None
 
     @property
     def written(self) -> range:
@@ -95,16 +95,19 @@ class Way(NamedTuple):
 
     @property
     def loaded(self) -> int:
-        return sum(each.loaded for each in self.instructions)
+        return sum(instruction.loaded for instruction in self.instructions)
 
     @property
     def stored(self) -> int:
-        return sum(each.stored for each in self.instructions)
+        return sum(instruction.stored for instruction in self.instructions)
 
     @property
     def narrowest_load(self) -> int:
         """0 where nothing is loaded."""
-        return min((each.loaded for each in self.instructions if each.loaded), default=0)
+        return min(
+            (instruction.loaded for instruction in self.instructions if instruction.loaded),
+            default=0,
+        )
 
     @property
     def barriers(self) -> int:
@@ -112,12 +115,12 @@ class Way(NamedTuple):
 
     def count(self, opcode: str) -> int:
         """Instructions whose opcode begins so."""
-        return sum(each.opcode.startswith(opcode) for each in self.instructions)
+        return sum(instruction.opcode.startswith(opcode) for instruction in self.instructions)
 
     def pipes(self) -> dict[str, int]:
         counts = dict.fromkeys((*PIPES, "alu"), 0)
-        for each in self.instructions:
-            counts[PIPE_OF.get(each.name, "alu")] += 1
+        for instruction in self.instructions:
+            counts[PIPE_OF.get(instruction.name, "alu")] += 1
         return counts
 
 
@@ -194,7 +197,7 @@ class Code:
         A lane that adds its own product without rounding it to the other's, which is rounded, ends
         with other bits than the other lane, and in a reduction both hold "the" sum.
         """
-        found = []
+        fused = []
         for start, butterfly in self.instructions.items():
             if butterfly.opcode.startswith("SHFL.BFLY"):
                 register = butterfly.registers[0]
@@ -204,13 +207,13 @@ class Code:
                     address = waiting.pop()
                     instruction = self.instructions[address]
                     if instruction.name in FUSED and instruction.addend == register:
-                        found.append(instruction)
+                        fused.append(instruction)
                     if register in instruction.written and not instruction.predicated:
                         continue
-                    new = [each for each in self.successors[address] if each not in seen]
+                    new = [target for target in self.successors[address] if target not in seen]
                     seen.update(new)
                     waiting += new
-        return found
+        return fused
 
     def _bodies(self) -> dict[int, set[int]]:
         """Loops by the address of their header: what lies between a jump back and its target."""

@@ -54,15 +54,15 @@ def start(
     ranks = [context.Process(target=_rank, args=(rank, *given)) for rank in range(count)]
     for process in ranks:
         process.start()
-    found = []
+    ended = []
     for rank, process in enumerate(ranks):
         process.join(timeout)
         if process.is_alive():
             process.kill()
             process.join()
         said = folder / f"rank-{rank}.txt"
-        found.append((process.exitcode, said.read_text() if said.exists() else ""))
-    return found
+        ended.append((process.exitcode, said.read_text() if said.exists() else ""))
+    return ended
 
 
 def _rank(

@@ -29,7 +29,7 @@ def rows(page: str, heading: str) -> list[list[str]]:
 @pytest.mark.parametrize("page", PAGES)
 def test_options_of_the_page_exist_with_the_defaults_it_names(page: str) -> None:
     defaults = PPOConfig().to_dict()
-    compared = 0
+    count = 0
     for _, here, _, shown in rows(page, "Options"):
         names = re.findall(r"`(\w+)`", here)
         assert set(names) <= OURS, here
@@ -43,8 +43,8 @@ def test_options_of_the_page_exist_with_the_defaults_it_names(page: str) -> None
                 assert (value == "true") == default, here
             else:
                 assert value == ("none" if default in (None, "", ()) else default), here
-            compared += 1
-    assert compared > 20
+            count += 1
+    assert count > 20
     for _, _, _, setting in rows(page, "Silent differences"):
         assert set(re.findall(r"`(\w+)", setting)) <= OURS, setting
     text = (ROOT / "docs" / page).read_text("utf-8")
@@ -74,18 +74,18 @@ def test_verl_takes_the_command_of_its_page(tmp_path: Path) -> None:
 
 def test_the_page_for_trl_has_our_options_with_their_defaults() -> None:
     defaults = PPOConfig().to_dict()
-    compared = 0
+    count = 0
     for row in rows("from-trl.md", "Options"):
         names = [name for name in re.findall(r"`(\w+)`", row[1]) if name in OURS]
         shown_defaults = re.split(r" and |, ", row[3])
         for name, shown in zip(names, shown_defaults, strict=False):
             if NUMBER.match(shown) and len(names) == len(shown_defaults):
                 assert float(shown) == defaults[name], row
-                compared += 1
+                count += 1
             elif shown in ("true", "false"):
                 assert (shown == "true") == defaults[name], row
-                compared += 1
-    assert compared >= 20
+                count += 1
+    assert count >= 20
 
 
 def test_the_yaml_has_the_defaults_that_the_page_names() -> None:
@@ -109,10 +109,10 @@ def test_the_page_has_all_of_trls_options_with_their_defaults(monkeypatch) -> No
     options = [(re.findall(r"`(\w+)`", row[0]), row) for row in rows("from-trl.md", "Options")]
     named = {name for names, _ in options for name in names}
     assert {name for name in defaults if name not in of_trainer} <= named
-    compared = 0
+    count = 0
     for names, row in options:
         for name, shown in zip(names, row[2].split(", "), strict=False):
             if NUMBER.match(shown):
                 assert float(shown) == defaults[name], row
-                compared += 1
-    assert compared > 15
+                count += 1
+    assert count > 15

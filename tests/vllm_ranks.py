@@ -54,7 +54,7 @@ class Stub:
                 raise ValueError(f"no room for {name}")
             self.weights[name] = weight.clone()
             alive.append(weakref.ref(weight))
-            there = [each for each in alive if each() is not None]
+            there = [reference for reference in alive if reference() is not None]
             self.most_at_once = max(self.most_at_once, len(there))
             del weight
 
@@ -124,8 +124,10 @@ def draw_in_groups(folder: str) -> dict[str, Any]:
     trainer = make_trainer(Path(folder), engine=engine)
     torch.manual_seed(3)
     prompts = [[4, 5], [6], [7, 8, 9], [4], [5]]
-    found = [trainer.engine.generate(each, trainer.sampling) for each in (prompts, prompts[:1])]
-    tokens = [each.tokens for each in found]
+    rollouts = [
+        trainer.engine.generate(batch, trainer.sampling) for batch in (prompts, prompts[:1])
+    ]
+    tokens = [rollout.tokens for rollout in rollouts]
     return {
         "asked": trainer.world.gather(engine.asked),
         "got": trainer.world.gather(tokens),

@@ -30,7 +30,7 @@ class _Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         booleans = name in INDEXING and any(
-            isinstance(each, Tensor) and each.dtype == torch.bool for each in args[1]
+            isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]
         )
         if (name in READS or booleans) and not _reads_on_a_cpu_alone():
             self.seen[name] += 1

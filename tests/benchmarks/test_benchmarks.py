@@ -250,8 +250,8 @@ def test_memory_counts_what_is_held_at_the_worst_moment() -> None:
 def test_every_named_model_can_be_made(name: str) -> None:
     model = MODELS[name]
     config = training.make_config(model, 1, 32)
-    made = training.make_model(config, torch.device("meta"))
-    assert tuple(made.get_output_embeddings().weight.shape) == (model.vocab, model.hidden)
+    meta_model = training.make_model(config, torch.device("meta"))
+    assert tuple(meta_model.get_output_embeddings().weight.shape) == (model.vocab, model.hidden)
 
 
 # -------------------------------------------------------------------------------- what a run writes

@@ -15,16 +15,16 @@ def test_predictions_are_what_one_computes_by_hand() -> None:
     h200 = predictions.CARDS[1]
     llama = MODELS["llama-3.1-8b"]
     logits = 8192 * 128256 * 2
-    found = predictions.head_loss(8192, llama, h200, 750e12)
+    loss = predictions.head_loss(8192, llama, h200, 750e12)
     products = 6 * 8192 * 4096 * 128256 / 750e12
-    assert found.low == pytest.approx(products + 2 * logits / 4.3e12)
-    assert found.high == pytest.approx(found.low + 63 * 2900 / 1.75e9)  # one chunk
+    assert loss.low == pytest.approx(products + 2 * logits / 4.3e12)
+    assert loss.high == pytest.approx(loss.low + 63 * 2900 / 1.75e9)  # one chunk
     # Two chunks of 4096 rows write dW in fp32, read and write it, read and cast it.
     qwen = MODELS["qwen2.5-0.5b"]
     rows = predictions.rows(predictions.ROW_KERNELS["loss"], 8192, qwen.vocab, h200)
-    found = predictions.head_loss(8192, qwen, h200, 700e12)
+    loss = predictions.head_loss(8192, qwen, h200, 700e12)
     traffic = 18 * 896 * 151936 / 4.3e12
-    assert found.high - found.low == pytest.approx(traffic + rows.high - rows.low)
+    assert loss.high - loss.low == pytest.approx(traffic + rows.high - rows.low)
     assert predictions.scan(17, 34.4, 2048, 4096, h200).low == pytest.approx(17 * 2**23 / 4.3e12)
 
 

@@ -68,8 +68,8 @@ def test_what_the_policy_did_not_write_is_read_and_not_packed() -> None:
 )
 def test_a_turn_is_a_run_of_what_the_policy_wrote(written, counts, lengths) -> None:
     """Two responses never share a turn, though one ends and the next begins with the policy's."""
-    masks = [[bool(each) for each in row] for row in written]
-    found = Batch.of(PROMPTS, RESPONSES, written=masks).turns()
-    assert [each.tolist() for each in found] == [counts, lengths]
+    masks = [[bool(flag) for flag in row] for row in written]
+    actual = Batch.of(PROMPTS, RESPONSES, written=masks).turns()
+    assert [tensor.tolist() for tensor in actual] == [counts, lengths]
     if all(map(all, masks)):
-        assert [each.tolist() for each in BATCH.turns()] == [counts, lengths]
+        assert [tensor.tolist() for tensor in BATCH.turns()] == [counts, lengths]

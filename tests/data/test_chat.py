@@ -71,9 +71,9 @@ def test_ids_stay_what_they_are_and_texts_get_no_special_tokens() -> None:
 def test_prompt_and_completion_join_to_the_text_that_was_written() -> None:
     """What a reward model reads is prompt + completion, the space between them included."""
     prompts = [[3, 4], [4, 11]]
-    found = decode_completions(tiny.tokenizer(), prompts, [[5, 6, 1], [1]])
-    assert found == [" w2 w3", ""]
-    assert "w0 w1" + found[0] == tiny.tokenizer().decode([3, 4, 5, 6])
+    actual = decode_completions(tiny.tokenizer(), prompts, [[5, 6, 1], [1]])
+    assert actual == [" w2 w3", ""]
+    assert "w0 w1" + actual[0] == tiny.tokenizer().decode([3, 4, 5, 6])
 
 
 def test_a_response_that_changes_its_prompts_text_is_decoded_alone() -> None:

@@ -14,13 +14,13 @@ from fastppo.data import fingerprint
 def test_every_element_counts_and_its_place_does(dtype: torch.dtype) -> None:
     """In the first row of words, in a later one, and in the rest that fills none."""
     ones = torch.ones(5 * fingerprint.WORDS * 8 + 3, dtype=dtype)
-    found = {fingerprint.of_weights([("x", ones)])}
+    fingerprints = {fingerprint.of_weights([("x", ones)])}
     places = (0, 1, 8 * fingerprint.WORDS, len(ones) - 1)
     for place in places:
         changed = ones.clone()
         changed[place] = 2
-        found.add(fingerprint.of_weights([("x", changed)]))
-    assert len(found) == 1 + len(places)
+        fingerprints.add(fingerprint.of_weights([("x", changed)]))
+    assert len(fingerprints) == 1 + len(places)
     assert fingerprint.of_weights([("x", ones[1:])]) == fingerprint.of_weights([("x", ones[:-1])])
     assert fingerprint.of_weights([("x", torch.zeros(0))])
     assert fingerprint.of_weights([("x", torch.zeros(()))])

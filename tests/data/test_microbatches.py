@@ -25,8 +25,8 @@ BATCH = Batch.of([[5, 6], [7], [8, 9, 10], [4]], [[1, 1, 4], [2], [1, 3, 5, 6], 
 )
 def test_the_longest_sequences_go_first(lengths, size, rows) -> None:
     cut = microbatches(torch.tensor(lengths, dtype=torch.int64), Limits(size))
-    assert [each.tolist() for each in cut] == rows
-    assert all(each.dtype == torch.int64 and each.device.type == "cpu" for each in cut)
+    assert [part.tolist() for part in cut] == rows
+    assert all(part.dtype == torch.int64 and part.device.type == "cpu" for part in cut)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_the_longest_sequences_go_first(lengths, size, rows) -> None:
 def test_tokens_are_those_that_are_computed(tokens, packed, rows) -> None:
     """Padding counts, unless sequences are packed. The number of sequences does not."""
     cut = microbatches(torch.tensor([3, 9, 5, 7, 1]), Limits(2, tokens, packed))
-    assert [each.tolist() for each in cut] == rows
+    assert [part.tolist() for part in cut] == rows
 
 
 @given(
@@ -55,9 +55,9 @@ def test_every_sequence_is_in_one_microbatch_within_the_budget(lengths, tokens, 
     cut = microbatches(torch.tensor(lengths, dtype=torch.int64), Limits(4, tokens, packed))
     assert sorted(row for rows in cut for row in rows.tolist()) == list(range(len(lengths)))
     for rows in cut:
-        found = [lengths[row] for row in rows]
-        computed = sum(found) if packed else len(found) * max(found)
-        assert computed <= tokens or len(found) == 1
+        part_lengths = [lengths[row] for row in rows]
+        computed = sum(part_lengths) if packed else len(part_lengths) * max(part_lengths)
+        assert computed <= tokens or len(part_lengths) == 1
 
 
 def test_sequences_of_one_length_are_counted() -> None:

@@ -35,8 +35,8 @@ def test_one_process_is_a_world_that_changes_nothing() -> None:
 
 
 def test_two_processes_gather_rows_values_and_errors(tmp_path: Path) -> None:
-    found = ranks.run(2, many_ranks.gathered, tmp_path)
-    assert found == {
+    actual = ranks.run(2, many_ranks.gathered, tmp_path)
+    assert actual == {
         "rows": [0, 10, 11],
         "none": [7],
         "values": ["of 0", "of 1"],

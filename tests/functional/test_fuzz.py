@@ -432,7 +432,7 @@ def check(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
             return
         raise AssertionError(f"{type(error).__name__}, names no argument: {error}") from error
     tensors = [tensor for value in arguments.values() for tensor in _tensors_of(value)]
-    if not all(map(_is_finite, arguments.values())) or any(each.is_meta for each in tensors):
+    if not all(map(_is_finite, arguments.values())) or any(tensor.is_meta for tensor in tensors):
         return
     numbers = [value for value in arguments.values() if isinstance(value, float) and value]
     if not all(1e-9 < abs(value) < 1e9 for value in numbers):
@@ -443,7 +443,7 @@ def check(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
     if "backend" in names:
         wide["backend"] = "torch"
     right = list(_leaves(function(**wide)))
-    dtypes = [each.dtype for each in tensors if each.dtype in TOLERANCES]
+    dtypes = [tensor.dtype for tensor in tensors if tensor.dtype in TOLERANCES]
     tolerance = max([TOLERANCES[dtype] for dtype in dtypes] or [TOLERANCES[torch.float32]])
     if "dtype" in names:
         tolerance = TOLERANCES[torch.float32]

@@ -31,8 +31,8 @@ def test_a_marked_trunk_gives_the_states_that_a_mask_gives(architecture: str) ->
         wanted = hidden_states(trunk, layout.input_ids, mask).flatten(0, 1)[tokens]
         prepare(trunk)
         assert takes_mark(trunk)
-        found = hidden_states(trunk, layout.input_ids).flatten(0, 1)[tokens]
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        actual = hidden_states(trunk, layout.input_ids).flatten(0, 1)[tokens]
+    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_trunk_that_does_something_with_its_mask_is_not_marked() -> None:
@@ -41,9 +41,9 @@ def test_a_trunk_that_does_something_with_its_mask_is_not_marked() -> None:
     prepare(trunk)
     assert not takes_mark(trunk)
     with torch.no_grad():
-        found = hidden_states(trunk, torch.arange(3, 11).view(2, 4))
+        actual = hidden_states(trunk, torch.arange(3, 11).view(2, 4))
         wanted = trunk(input_ids=torch.arange(3, 11).view(2, 4)).last_hidden_state
-    assert torch.equal(found, wanted)
+    assert torch.equal(actual, wanted)
 
 
 def test_an_attention_that_is_not_wrapped_is_not_marked() -> None:
@@ -91,16 +91,16 @@ def test_torchs_kernel_gets_what_it_needs(architecture: str, monkeypatch) -> Non
 
     monkeypatch.setattr("fastppo.models.trunk.packs_without_mask", lambda trunk: True)
     monkeypatch.setattr(attention, "varlen_attn", kernel)
-    found = []
+    states_by_packing = []
     for layout in (BATCH.layout(), BATCH.packed_layout()):
         tokens = torch.cat([layout.predicting, layout.final])
         with torch.no_grad():
             states = hidden_states(trunk, layout.input_ids, packing=layout.packing)
-        found.append(states.flatten(0, 1)[tokens])
+        states_by_packing.append(states.flatten(0, 1)[tokens])
     windows = {"mistral-window": {(3, 0)}, "gemma3": {(3, 0), (-1, 0)}}.get(architecture)
     assert {*calls} <= (windows or {(-1, 0)})
     assert calls
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(states_by_packing[1], states_by_packing[0], rtol=1e-5, atol=1e-5)
 
 
 def test_flash_attn_is_used_where_the_model_was_loaded_with_it(monkeypatch) -> None:
@@ -116,7 +116,7 @@ def test_flash_attn_is_used_where_the_model_was_loaded_with_it(monkeypatch) -> N
     monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
     layer: Any = SimpleNamespace(config=SimpleNamespace(sliding_window=3))
     wrapped = attention._knowing_the_mark("flash_attention_2", None)  # type: ignore[arg-type]
-    found, _ = wrapped(
+    actual, _ = wrapped(
         layer,
         q,
         k,
@@ -132,7 +132,7 @@ def test_flash_attn_is_used_where_the_model_was_loaded_with_it(monkeypatch) -> N
     assert (seen["causal"], seen["max_seqlen_q"], seen["max_seqlen_k"]) == (True, 4, 4)
     rows = [x[0].transpose(0, 1) for x in (q, k, v)]
     wanted = _one_by_one(*rows, cu, scale=0.3, window_size=(2, 0))
-    torch.testing.assert_close(found[0], wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual[0], wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_window_that_attention_does_not_get_is_refused() -> None:

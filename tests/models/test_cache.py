@@ -50,12 +50,12 @@ def test_keys_in_the_dtype_of_the_products_change_no_bit(architecture: str, kind
     if kind == "fixed":
         cache = _fixed(trunk, 2, 8, dtype)
     plain = DynamicCache(config=trunk.config)
-    found, wanted = _decoded(trunk, cache, dtype), _decoded(trunk, plain, dtype)
+    actual, wanted = _decoded(trunk, cache, dtype), _decoded(trunk, plain, dtype)
     if kind == "growing":
-        assert torch.equal(found, wanted)
+        assert torch.equal(actual, wanted)
     else:  # sums over a longer row, whose end is masked
-        torch.testing.assert_close(found, wanted, rtol=2**-6, atol=2**-6)
-    held = [each.dtype for layer in cache.layers for each in (layer.keys, layer.values)]
+        torch.testing.assert_close(actual, wanted, rtol=2**-6, atol=2**-6)
+    held = [states.dtype for layer in cache.layers for states in (layer.keys, layer.values)]
     assert {*held} == {dtype}
     if architecture == "llama":  # its rotary embeddings leave keys in fp32
         assert {layer.keys.dtype for layer in plain.layers} == {torch.float32}

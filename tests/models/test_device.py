@@ -49,15 +49,17 @@ def test_a_device_that_is_not_there_is_refused(name, says, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("threads", "load", "device", "told"),
+    ("threads", "load", "device", "warns"),
     [(2, 3.0, CPU, True), (2, 1.9, CPU, False), (1, 9.0, CPU, False), (2, 9.0, GPU, False)],
 )
-def test_threads_that_share_their_cores_are_told(threads, load, device, told, monkeypatch) -> None:
+def test_threads_that_share_their_cores_are_warned_of(
+    threads, load, device, warns, monkeypatch
+) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
     monkeypatch.setattr("torch.get_num_threads", lambda: threads)
-    assert bool(busy_cpu(device)) == told
-    if told:
+    assert bool(busy_cpu(device)) == warns
+    if warns:
         assert busy_cpu(device)[0].startswith("2 threads on 2 cores that others use too (load 3.0)")
 
 

@@ -42,19 +42,25 @@ def _run(actor: ActorCritic, rows: list[torch.Tensor]) -> dict[str, torch.Tensor
     and gradients of those would be rounding alone."""
     states, values = [], []
     weights = torch.randn(BATCH.response_count, 33, generator=torch.Generator().manual_seed(2))
-    for each, weight in zip(rows, weights.split([_count(each) for each in rows]), strict=True):
-        hidden, value, _ = actor(actor.layout(BATCH.select(each)))
+    for sequences, weight in zip(
+        rows, weights.split([_count(sequences) for sequences in rows]), strict=True
+    ):
+        hidden, value, _ = actor(actor.layout(BATCH.select(sequences)))
         ((hidden * weight[:, 1:]).sum() + (value * weight[:, 0]).sum()).backward()
         states.append(hidden.detach())
         values.append(value.detach())
-    found = {n: p.grad for n, p in actor.named_parameters() if p.grad is not None}
-    return {"states": torch.cat(states), "values": torch.cat(values)} | found
+    gradients = {n: p.grad for n, p in actor.named_parameters() if p.grad is not None}
+    return {"states": torch.cat(states), "values": torch.cat(values)} | gradients
 
 
 @pytest.mark.parametrize("kind", ["shared", "critic"])
 @pytest.mark.parametrize(
     ("architecture", "recompute"),
-    [*((each, False) for each in PACKED), ("llama", True), ("mistral-window", True)],
+    [
+        *((architecture, False) for architecture in PACKED),
+        ("llama", True),
+        ("mistral-window", True),
+    ],
 )
 def test_packed_equals_padded_equals_one_by_one(
     architecture: str, kind: str, recompute: bool
@@ -115,19 +121,19 @@ def test_the_option_decides(choice: str, packs: bool) -> None:
     assert all(p.grad is None for p in actor.parameters()), "the comparison leaves no gradient"
 
 
-@pytest.mark.parametrize("of", ["policy", "critic", "reference"])
-def test_auto_says_which_model_cannot_be_packed(of: str, monkeypatch) -> None:
+@pytest.mark.parametrize("who", ["policy", "critic", "reference"])
+def test_auto_says_which_model_cannot_be_packed(who: str, monkeypatch) -> None:
     """On a GPU; a device's name and the mark of OPT's trunk stand in for one."""
     from fastppo.models import packing
 
     opt = LanguageModel(tiny.model("opt"))
-    policy = tiny.model("opt" if of == "policy" else "llama")
-    value = critic_of_policy(opt.causal_lm) if of == "critic" else None
+    policy = tiny.model("opt" if who == "policy" else "llama")
+    value = critic_of_policy(opt.causal_lm) if who == "critic" else None
     actor = ActorCritic(policy, None, value, compute_dtype=torch.bfloat16)
     monkeypatch.setattr(packing, "takes_mark", lambda trunk: True)
     monkeypatch.setattr(ActorCritic, "device", torch.device("cuda"))
     monkeypatch.setattr(ActorCritic, "autocast", lambda self: torch.autocast("cpu", torch.bfloat16))
-    sentence = choose_packing("auto", actor, opt if of == "reference" else None)
+    sentence = choose_packing("auto", actor, opt if who == "reference" else None)
     assert sentence is not None
-    assert sentence.startswith(f"packing is off: OPTModel (the {of}) cannot be packed: its hidden")
+    assert sentence.startswith(f"packing is off: OPTModel (the {who}) cannot be packed: its hidden")
     assert not actor.packing

@@ -46,22 +46,22 @@ def test_response_logprobs_are_those_of_each_sequence_alone(
     architecture: str, temperature: float
 ) -> None:
     model = LanguageModel(tiny.model(architecture))
-    found = model.response_logprobs(BATCH, temperature)
+    actual = model.response_logprobs(BATCH, temperature)
     wanted, _ = _plain(model.causal_lm, temperature)
     # fp32, padded rows against rows alone
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    assert not found.requires_grad
+    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+    assert not actual.requires_grad
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "opt"])
 def test_the_language_model_loss_is_transformers_own(architecture: str) -> None:
     model = LanguageModel(tiny.model(architecture))
     ids = torch.randint(3, 43, (3, 9))
-    found = model.language_model_loss(ids)
+    actual = model.language_model_loss(ids)
     wanted = model.causal_lm(input_ids=ids, labels=ids).loss
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
     weight = model.head.weight
-    (one,), (other,) = (torch.autograd.grad(loss, weight) for loss in (found, wanted))
+    (one,), (other,) = (torch.autograd.grad(loss, weight) for loss in (actual, wanted))
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
@@ -71,12 +71,12 @@ def test_bf16_products_leave_weights_and_statistics_in_fp32() -> None:
     actor.causal_lm.model.layers[0].mlp.down_proj.register_forward_hook(
         lambda _, args, out: seen.append(out.dtype)
     )
-    found = actor.evaluate(BATCH)
+    actual = actor.evaluate(BATCH)
     assert seen == [torch.bfloat16]
-    assert {part.dtype for part in found} == {torch.float32}
+    assert {part.dtype for part in actual} == {torch.float32}
     assert {p.dtype for p in actor.parameters()} == {torch.float32}
     # bf16 keeps 8 bits: logits near 10 are off by a few hundredths
-    assert (found.logprobs - _plain(actor.causal_lm)[0]).abs().max() < 0.2
+    assert (actual.logprobs - _plain(actor.causal_lm)[0]).abs().max() < 0.2
 
 
 # --------------------------------------------------------------------------- what is not known here

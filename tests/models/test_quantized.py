@@ -87,12 +87,14 @@ def test_the_policy_is_saved_whole(tmp_path: Path) -> None:
 
 @needs_bitsandbytes
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(tmp_path: Path) -> None:
-    whole = _trainer(tmp_path / "whole", iterations=3)
-    whole.train()
+    uninterrupted = _trainer(tmp_path / "whole", iterations=3)
+    uninterrupted.train()
     _trainer(tmp_path / "parts", iterations=2).train()
     resumed = _trainer(tmp_path / "parts", iterations=3, resume=True)
     resumed.train()
-    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        resumed.model.state_dict(), uninterrupted.model.state_dict(), rtol=0, atol=0
+    )
 
 
 @needs_bitsandbytes
@@ -126,8 +128,8 @@ def test_a_plan_counts_them(param_dtype: str, tmp_path: Path) -> None:
         kind: make_plan(PPOConfig(**tiny.options(tmp_path, **options, quantization=kind)), 8)
         for kind in ("none", "nf4")
     }
-    layers = [each for each in tiny.model().model.layers.modules() if hasattr(each, "weight")]
-    counts = [each.weight.numel() for each in layers if isinstance(each, torch.nn.Linear)]
+    layers = [layer for layer in tiny.model().model.layers.modules() if hasattr(layer, "weight")]
+    counts = [layer.weight.numel() for layer in layers if isinstance(layer, torch.nn.Linear)]
     size = 4 if param_dtype == "float32" else 2
     saved = sum(count * size - quantized.bytes_of(count) for count in counts)
     for whole, small in zip(plans["none"].phases, plans["nf4"].phases, strict=True):

@@ -78,12 +78,12 @@ def test_logprobs_and_exact_kl_are_those_of_a_plain_log_softmax(kind: str) -> No
     ref_logprobs = q.gather(1, TOKENS[:, None])[:, 0]
     kl = (p.exp() * (p - q)).sum(1)
     assert kl.min() > 1e-4, "the policy has moved"
-    found = reference.token_kl(BATCHES, TEMPERATURE)
+    actual = reference.token_kl(BATCHES, TEMPERATURE)
     # fp32, the same products in other shapes
     close = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(reference.logprobs(BATCHES, TEMPERATURE), ref_logprobs, **close)
-    torch.testing.assert_close(found.ref_logprobs, ref_logprobs, **close)
-    torch.testing.assert_close(found.kl, kl, **close)
+    torch.testing.assert_close(actual.ref_logprobs, ref_logprobs, **close)
+    torch.testing.assert_close(actual.kl, kl, **close)
     assert torch.equal(_log_softmax(policy.causal_lm), p), "the policy is left as it was"
 
 
@@ -108,13 +108,13 @@ def test_a_loss_within_the_block_has_the_policys_gradient(kind: str) -> None:
             kl_estimator="full",
             temperature=TEMPERATURE,
         )
-    found = torch.autograd.grad(out.loss, trained, allow_unused=True)
+    actual = torch.autograd.grad(out.loss, trained, allow_unused=True)
     p = (policy.head.logits(policy.hidden(layout)) / TEMPERATURE).log_softmax(1)
     written = (p.exp() * (p - q[:count])).sum(1).mean()
     torch.testing.assert_close(out.loss, written, rtol=1e-4, atol=1e-6)
     wanted = torch.autograd.grad(written, trained, allow_unused=True)
     scale = max(gradient.abs().max().item() for gradient in wanted if gradient is not None)
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(actual, wanted, strict=True):
         # fp32 through two layers and back, relative to the largest gradient
         if other is not None:
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5 * scale)

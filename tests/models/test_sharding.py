@@ -16,8 +16,8 @@ def test_an_optimiser_step_gathers_what_it_should(tmp_path: Path) -> None:
     microbatch; before its backward pass all of them but the root, which stays. One reduction each,
     but of the value head, which has no gradient.
     """
-    found = ranks.run(2, many_ranks.collectives, tmp_path, str(tmp_path))
-    for microbatches, counts in found.items():
+    counts_by_microbatches = ranks.run(2, many_ranks.collectives, tmp_path, str(tmp_path))
+    for microbatches, counts in counts_by_microbatches.items():
         assert counts["forward"] == 5 * microbatches
         extra = not hasattr(FSDPModule, "reset_iter_state")  # torch 2.11 orders one too many
         assert counts["backward"] == 4 * microbatches + extra

@@ -45,11 +45,11 @@ def _classifier(name: str) -> Any:
     )[0]
 
 
-def _value_gradients(actor: ActorCritic, **how: bool) -> dict[str, torch.Tensor]:
+def _value_gradients(actor: ActorCritic, **options: bool) -> dict[str, torch.Tensor]:
     """Gradients of the value loss alone."""
     torch.nn.init.ones_(actor.value_function.head.weight)
     actor.zero_grad()
-    values = actor(tiny.random_batch().layout(), **how).values
+    values = actor(tiny.random_batch().layout(), **options).values
     values.square().sum().backward()
     return {n: p.grad for n, p in actor.named_parameters() if p.grad is not None}
 

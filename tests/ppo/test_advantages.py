@@ -103,9 +103,9 @@ def _each(values: list[float]) -> torch.Tensor:
 
 
 def test_reinforce_is_the_reward_to_go_and_reads_no_value() -> None:
-    made = _of_groups("reinforce", gamma=0.5)
+    estimates = _of_groups("reinforce", gamma=0.5)
     wanted = torch.tensor([0.25, 0.5, 1.0, -2.0, 0.25, 0.5, 0.25, 0.5])
-    torch.testing.assert_close(made.advantages, wanted)
+    torch.testing.assert_close(estimates.advantages, wanted)
 
 
 def test_rloo_is_the_reward_less_the_others_mean() -> None:
@@ -118,8 +118,8 @@ def test_rloo_is_the_reward_less_the_others_mean() -> None:
 
 def test_a_group_is_normalised_by_its_own_mean_and_deviation() -> None:
     unit = 1.5 / (4.5**0.5 + 1e-4)
-    made = _of_groups("group").advantages
-    torch.testing.assert_close(made, _each([unit, -unit, 0.0, 0.0]))
+    estimates = _of_groups("group").advantages
+    torch.testing.assert_close(estimates, _each([unit, -unit, 0.0, 0.0]))
 
 
 def test_part_of_a_group_is_refused() -> None:
@@ -131,9 +131,9 @@ def test_part_of_a_group_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["gae", "sequence"])
 def test_the_spread_is_that_of_the_advantages_before_whitening(kind: str) -> None:
     raw = _made(kind).advantages
-    for how in ("none", "full", "variance"):
-        made = _made(kind, whiten_advantages=how)
-        torch.testing.assert_close(made.spread, raw.std(correction=0))
+    for whitening in ("none", "full", "variance"):
+        estimates = _made(kind, whiten_advantages=whitening)
+        torch.testing.assert_close(estimates.spread, raw.std(correction=0))
     same = Scores(torch.full((4,), 3.0))
     assert _of_groups("group", same.last).spread == 0
 
@@ -143,17 +143,17 @@ def test_the_spread_is_that_of_the_advantages_before_whitening(kind: str) -> Non
 
 def test_lambda_by_length_is_that_of_each_response() -> None:
     """α = 0.5: λ = 1 − 2/5, 1 − 2/3, and 0 for one token, where it would be negative."""
-    made = _made("gae", lam_alpha=0.5, gamma=0.9).advantages.split(LENGTHS)
+    estimates = _made("gae", lam_alpha=0.5, gamma=0.9).advantages.split(LENGTHS)
     for row, lam in enumerate((0.6, 1 / 3, 0.0)):
         alone = _made("gae", lam=lam, gamma=0.9).advantages.split(LENGTHS)[row]
-        torch.testing.assert_close(made[row], alone)
+        torch.testing.assert_close(estimates[row], alone)
 
 
 def test_the_value_function_may_learn_with_another_lambda() -> None:
-    made = _made("gae", lam=0.7, value_lam=1.0, gamma=0.9)
-    assert torch.equal(made.advantages, _made("gae", lam=0.7, gamma=0.9).advantages)
-    assert torch.equal(made.returns, _made("gae", lam=1.0, gamma=0.9).returns)
-    assert not torch.equal(made.returns, _made("gae", lam=0.7, gamma=0.9).returns)
+    estimates = _made("gae", lam=0.7, value_lam=1.0, gamma=0.9)
+    assert torch.equal(estimates.advantages, _made("gae", lam=0.7, gamma=0.9).advantages)
+    assert torch.equal(estimates.returns, _made("gae", lam=1.0, gamma=0.9).returns)
+    assert not torch.equal(estimates.returns, _made("gae", lam=0.7, gamma=0.9).returns)
 
 
 # ------------------------------------------------------------------------------------ the whitening
@@ -162,7 +162,8 @@ def test_the_value_function_may_learn_with_another_lambda() -> None:
 @pytest.mark.parametrize("kind", ["gae", "sequence"])
 def test_whitening_on_off_and_variance_only(kind: str) -> None:
     raw, full, variance = (
-        _made(kind, whiten_advantages=how).advantages for how in ("none", "full", "variance")
+        _made(kind, whiten_advantages=whitening).advantages
+        for whitening in ("none", "full", "variance")
     )
     assert raw.mean().abs() > 0.01
     torch.testing.assert_close(full, (raw - raw.mean()) / raw.std())
@@ -184,12 +185,12 @@ def test_after_a_truncated_response_comes_its_last_value_if_that_is_asked_for() 
 
 def test_rewards_within_a_response_are_paid_at_their_tokens() -> None:
     within = torch.linspace(-1, 1, 9)
-    made = _made(lam=1.0, rewards=Scores(SCORES, within, LENGTHS))
+    estimates = _made(lam=1.0, rewards=Scores(SCORES, within, LENGTHS))
     wanted = [
         score + part.flip(0).cumsum(0).flip(0)
         for score, part in zip(SCORES, within.split(LENGTHS), strict=True)
     ]
-    torch.testing.assert_close(made.returns, torch.cat(wanted))
+    torch.testing.assert_close(estimates.returns, torch.cat(wanted))
 
 
 @pytest.mark.parametrize(
@@ -201,13 +202,13 @@ def test_rewards_within_a_response_are_paid_at_their_tokens() -> None:
     ],
 )
 def test_the_kl_in_the_reward_is_paid_by_its_estimator(estimator: str, penalty) -> None:
-    made = _made(lam=1.0, ref=REF, kl_coef=0.4, kl_estimator=estimator)
+    estimates = _made(lam=1.0, ref=REF, kl_coef=0.4, kl_estimator=estimator)
     kl = penalty(OLD.logprobs - REF)
     wanted = [
         score - 0.4 * part.flip(0).cumsum(0).flip(0)
         for score, part in zip(SCORES, kl.split(LENGTHS), strict=True)
     ]
-    torch.testing.assert_close(made.returns, torch.cat(wanted))
+    torch.testing.assert_close(estimates.returns, torch.cat(wanted))
 
 
 def test_without_a_reference_the_coefficient_weighs_nothing() -> None:
@@ -218,9 +219,11 @@ def test_an_exact_kl_takes_the_place_of_the_estimate() -> None:
     """Beside rewards within the responses, which it is added to."""
     kl, within = torch.linspace(0.1, 0.9, 9), torch.linspace(-1, 1, 9)
     rewards = Scores(SCORES, within, LENGTHS)
-    made = _made("gae", rewards=rewards, ref=REF, exact_kl=kl, kl_coef=0.4, kl_estimator="full")
+    estimates = _made(
+        "gae", rewards=rewards, ref=REF, exact_kl=kl, kl_coef=0.4, kl_estimator="full"
+    )
     wanted = _made("gae", rewards=Scores(SCORES, within - 0.4 * kl, LENGTHS))
-    torch.testing.assert_close(made.advantages, wanted.advantages)
+    torch.testing.assert_close(estimates.advantages, wanted.advantages)
     alone = _made("gae", ref=REF, exact_kl=kl, kl_coef=0.4, kl_estimator="full")
     wanted = _made("gae", rewards=Scores(SCORES, -0.4 * kl, LENGTHS))
     torch.testing.assert_close(alone.advantages, wanted.advantages)

@@ -106,8 +106,8 @@ def test_rewards_have_their_weights_and_an_ensemble_comes_last(tmp_path: Path) -
         reward_weights=[8.0, -0.5, 3.0],
         reward_ensemble=[spec, spec],
     ).scorer
-    found = [(term.name, term.weight) for term in scorer.terms]
-    assert found == [("count_w7", 8.0), ("one", -0.5), ("ensemble", 3.0)]
+    terms = [(term.name, term.weight) for term in scorer.terms]
+    assert terms == [("count_w7", 8.0), ("one", -0.5), ("ensemble", 3.0)]
     (monitor,) = scorer.monitors
     assert (monitor.name, monitor.weight, monitor.function.batch_size) == ("rm", 1.0, 32)
     assert scorer.failure_file == tmp_path / "run" / "failed_reward.json"

@@ -135,15 +135,15 @@ def test_the_options_of_an_iteration_have_each_schedules_value_in_its_place() ->
     )
     steady = PPOConfig(iterations=5, schedules=["vf_coef=constant:0.1"])
     assert [steady.at(i).vf_coef for i in (0, 3)] == [0.5, 0.5]
-    found = [config.at(i) for i in range(7)]
-    assert [c.entropy_coef for c in found] == pytest.approx([0.4, 0.3, 0.2, 0.1, 0, 0, 0])
-    assert [c.vf_coef for c in found[::2]] == pytest.approx([0.5, 0.3, 0.1, 0.1])
-    assert found[1].scheduled_values() == {
+    configs = [config.at(i) for i in range(7)]
+    assert [c.entropy_coef for c in configs] == pytest.approx([0.4, 0.3, 0.2, 0.1, 0, 0, 0])
+    assert [c.vf_coef for c in configs[::2]] == pytest.approx([0.5, 0.3, 0.1, 0.1])
+    assert configs[1].scheduled_values() == {
         "schedule/entropy_coef": pytest.approx(0.3),
-        "schedule/vf_coef": found[1].vf_coef,
+        "schedule/vf_coef": configs[1].vf_coef,
     }
     assert config.entropy_coef == 0.4, "the run's options stay what they are"
-    assert replace(found[3], entropy_coef=0.4, vf_coef=0.5) == config
+    assert replace(configs[3], entropy_coef=0.4, vf_coef=0.5) == config
 
 
 # --------------------------------------------------------------------------- what follows from them

@@ -60,13 +60,13 @@ def _curriculum(
 
 def _asked(curriculum: Curriculum, state: RunState, iterations: int, count: int) -> list[list[int]]:
     """The rows of iterations in which every response earns as many as its row."""
-    found = []
+    batches = []
     for _ in range(iterations):
         chosen = curriculum.at(state, count, 0, 1)
-        found.append(chosen.rows)
+        batches.append(chosen.rows)
         curriculum.take(chosen, Scores(torch.tensor([float(row) for row in chosen.rows])), state)
         state.iteration += 1
-    return found
+    return batches
 
 
 @pytest.fixture
@@ -134,11 +134,11 @@ def test_more_than_there_are_come_in_rounds() -> None:
 def test_a_draw_follows_from_seed_and_iteration() -> None:
     def draws(seed: int) -> list[list[int]]:
         curriculum, state, _ = _curriculum(prompt_weights="difficulty")
-        found = []
+        batches = []
         for state.iteration in range(3):
             torch.rand(7)
-            found.append(curriculum.at(state, 4, seed, 1).rows)
-        return found
+            batches.append(curriculum.at(state, 4, seed, 1).rows)
+        return batches
 
     assert draws(0) == draws(0)
     assert draws(0) != draws(1)
@@ -252,14 +252,16 @@ def test_a_resumed_run_asks_what_the_whole_one_asked(
 ) -> None:
     more = {"prompt_weights": weights.replace("PATH", functions)}
     asked: dict[str, list[list[str]]] = {"whole": [], "parts": []}
-    whole = _trainer(tmp_path / "whole", asked["whole"], **more)
-    whole.train()
+    uninterrupted = _trainer(tmp_path / "whole", asked["whole"], **more)
+    uninterrupted.train()
     _trainer(tmp_path / "parts", asked["parts"], iterations=2, **more).train()
     resumed = _trainer(tmp_path / "parts", asked["parts"], resume=True, **more)
     resumed.train()
     assert asked["whole"] == asked["parts"]
-    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
-    assert whole.state.successes == resumed.state.successes
+    torch.testing.assert_close(
+        resumed.model.state_dict(), uninterrupted.model.state_dict(), rtol=0, atol=0
+    )
+    assert uninterrupted.state.successes == resumed.state.successes
 
 
 def test_another_order_is_another_run(tmp_path: Path) -> None:

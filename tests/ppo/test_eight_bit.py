@@ -114,12 +114,14 @@ def test_the_reward_rises_and_a_resumed_run_has_the_same_bits(tmp_path: Path) ->
         trainer.train()
         return trainer
 
-    whole = run("whole", 20)
-    assert any(map(is_quantized, whole.optimizer.weights))
-    assert_learns(whole)
+    uninterrupted = run("whole", 20)
+    assert any(map(is_quantized, uninterrupted.optimizer.weights))
+    assert_learns(uninterrupted)
     run("parts", 18)
     resumed = run("parts", 20, resume=True)
-    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        resumed.model.state_dict(), uninterrupted.model.state_dict(), rtol=0, atol=0
+    )
 
 
 @needs_torchao

@@ -39,12 +39,14 @@ def test_an_evaluation_comes_every_so_many_iterations(
     trainer.train()
     lines = records(trainer)
     assert ["eval/reward" in line for line in lines] == [False, True, False, True, False]
-    found = {name for name in lines[1] if name.startswith("eval/")}
+    evaluated = {name for name in lines[1] if name.startswith("eval/")}
     names = {"reward", "reward_error", "reward/count_w7", "kl", "response_length", "eos_rate"}
-    assert found == {f"eval/{each}" for each in names} | {f"eval/greedy/{each}" for each in names}
+    assert evaluated == {f"eval/{name}" for name in names} | {
+        f"eval/greedy/{name}" for name in names
+    }
     assert lines[3]["eval/reward"] != lines[1]["eval/reward"]
     before = {name for name in lines[0] if name.startswith("before/")}
-    assert before == {name.replace("eval/", "before/") for name in found}
+    assert before == {name.replace("eval/", "before/") for name in evaluated}
     assert lines[0]["before/kl"] == pytest.approx(0, abs=1e-5)
     said = [line for line in capsys.readouterr().err.splitlines() if "held out" in line]
     shown = [
@@ -67,9 +69,9 @@ def test_its_means_are_those_of_all_prompts_at_once(tmp_path: Path) -> None:
     metrics = trainer.train()
     prompts = trainer.evaluation.prompts
     assert prompts is not None
-    whole = trainer.evaluate(prompts, replace(trainer.sampling, greedy=True))
+    greedy = trainer.evaluate(prompts, replace(trainer.sampling, greedy=True))
     for name in ("reward", "kl", "response_length", "eos_rate"):
-        assert metrics[f"eval/greedy/{name}"] == pytest.approx(whole[name], abs=1e-5), name
+        assert metrics[f"eval/greedy/{name}"] == pytest.approx(greedy[name], abs=1e-5), name
     assert metrics["eval/reward"] == metrics["eval/greedy/reward"]
 
 
@@ -110,8 +112,8 @@ def test_what_a_reward_or_an_environment_draws_leaves_no_trace_either(
     one.train()
     other.train()
     assert [line["reward"] for line in records(one)] == [line["reward"] for line in records(other)]
-    found = {line["eval/reward"] for line in records(one)}
-    assert len(found) == 1
+    rewards = {line["eval/reward"] for line in records(one)}
+    assert len(rewards) == 1
     assert len({line["reward"] for line in records(one)}) == 3
 
 

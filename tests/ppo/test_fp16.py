@@ -31,12 +31,12 @@ def test_the_gradient_is_that_of_fp32_to_its_rounding(more: dict, tmp_path: Path
     """fp16 rounds to 2⁻¹¹ of a number, a few layers deep; the scale of 65536 is gone."""
     if "ptx_coef" in more:
         more = more | {"ptx_data": tiny.saved_text(tmp_path / "text.jsonl"), "ptx_block_size": 12}
-    found, wanted = (
+    actual, wanted = (
         update_gradients(tmp_path / name, **more, precision=name) for name in ("fp16", "fp32")
     )
     for name, gradient in wanted.items():
         if gradient is not None and gradient.norm() > 0:
-            off = (found[name] - gradient).norm() / gradient.norm()
+            off = (actual[name] - gradient).norm() / gradient.norm()
             assert off < 0.05, (name, off)
 
 

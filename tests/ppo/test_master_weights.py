@@ -21,23 +21,23 @@ def _pair(dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Parameter, nn.Paramet
     """A weight of the dtype, one of fp32, and their optimiser."""
     torch.manual_seed(0)
     rounded = nn.Parameter(torch.randn(3, 4).to(dtype))
-    whole = nn.Parameter(torch.randn(5))
-    groups: list[dict[str, Any]] = [{"params": [rounded]}, {"params": [whole], "lr": 0.5}]
-    return rounded, whole, MasterAdamW(groups, lr=1e-4, fused=True)
+    in_fp32 = nn.Parameter(torch.randn(5))
+    groups: list[dict[str, Any]] = [{"params": [rounded]}, {"params": [in_fp32], "lr": 0.5}]
+    return rounded, in_fp32, MasterAdamW(groups, lr=1e-4, fused=True)
 
 
-def _step(rounded: nn.Parameter, whole: nn.Parameter, optimizer: MasterAdamW) -> None:
+def _step(rounded: nn.Parameter, in_fp32: nn.Parameter, optimizer: MasterAdamW) -> None:
     optimizer.zero_grad()
-    (rounded.float().sum() + whole.sum()).backward()
+    (rounded.float().sum() + in_fp32.sum()).backward()
     optimizer.step()
 
 
 def test_updates_below_the_weights_resolution_add_up() -> None:
     """1e-4 on weights near 1: bfloat16 alone would round each of them away."""
-    rounded, whole, optimizer = _pair()
+    rounded, in_fp32, optimizer = _pair()
     start = rounded.detach().float().clone()
     for _ in range(100):
-        _step(rounded, whole, optimizer)
+        _step(rounded, in_fp32, optimizer)
     exact = nn.Parameter(start.clone())
     plain = torch.optim.AdamW([exact], lr=1e-4, fused=True)
     for _ in range(100):

@@ -70,7 +70,7 @@ def test_a_plan_of_two_processes_is_what_each_of_them_holds(tmp_path: Path) -> N
 
 
 def sizes(plan: Plan, phase: str = "update") -> dict[str, int]:
-    (parts,) = (each.parts for each in plan.phases if each.name == phase)
+    (parts,) = (planned.parts for planned in plan.phases if planned.name == phase)
     return parts
 
 

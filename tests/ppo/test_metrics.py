@@ -77,17 +77,17 @@ def test_metrics_are_means_over_all_tokens_however_they_were_cut() -> None:
     for rows, value_loss in ((slice(0, 5), 0.5), (slice(5, 6), 0.1)):
         policy = _loss(logits[rows], advantages[rows], weights[rows]).sums
         parts.append(_sums(policy, value_loss=value_loss, clipped=1.5, computed=4))
-    found = []
+    actual = []
     for sums in (whole, parts[0].plus(parts[1])):
         meter = UpdateMeter()
         meter.add(EXPERIENCE, sums, {"loss": 0.25, "grad_norm": 2.0})
-        found.append(meter.metrics())
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
+        actual.append(meter.metrics())
+    assert actual[0] == pytest.approx(actual[1], rel=1e-5)
     p = logits.log_softmax(1)
-    assert found[0]["entropy"] == pytest.approx(-(p.exp() * p).sum(1).mean().item())
-    assert found[0]["value_loss"] == pytest.approx(0.6)
-    assert found[0]["useful_share"] == 7 / 8
-    assert found[0]["value_clip_fraction"] == 0.5
+    assert actual[0]["entropy"] == pytest.approx(-(p.exp() * p).sum(1).mean().item())
+    assert actual[0]["value_loss"] == pytest.approx(0.6)
+    assert actual[0]["useful_share"] == 7 / 8
+    assert actual[0]["value_clip_fraction"] == 0.5
 
 
 def test_losses_and_what_a_step_reports_are_means_over_the_steps() -> None:
@@ -128,9 +128,9 @@ def test_the_timer_tells_each_phase_and_tokens_per_second_of_all() -> None:
 
 
 def test_metrics_of_the_experience_are_means_over_tokens_or_sequences() -> None:
-    found = experience_metrics(EXPERIENCE, torch.tensor(0.25))
-    assert found.pop("advantage_std") == 0.25
-    assert found == pytest.approx(
+    actual = experience_metrics(EXPERIENCE, torch.tensor(0.25))
+    assert actual.pop("advantage_std") == 0.25
+    assert actual == pytest.approx(
         {
             "response_length": 2.0,
             "value": 2.0,
@@ -155,8 +155,8 @@ def test_a_perfect_value_function_explains_all_and_a_constant_one_nothing() -> N
 
 def test_values_that_are_all_the_same_have_no_calibration() -> None:
     constant = replace(EXPERIENCE, old_values=torch.zeros(4), advantages=-EXPERIENCE.returns)
-    found = critic_metrics(constant)
-    assert found == pytest.approx({"explained_variance": 0.0, "advantage_correlation": -1.0})
+    actual = critic_metrics(constant)
+    assert actual == pytest.approx({"explained_variance": 0.0, "advantage_correlation": -1.0})
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
@@ -173,12 +173,12 @@ def test_the_logged_kl_is_k1_whatever_the_reward_uses(estimator: str, tmp_path: 
 
 
 def test_the_share_of_responses_that_ended_by_themselves_is_beside_their_rewards() -> None:
-    found = response_metrics(SCORES, ROLLOUT, {"kl": 3.0, "kl_coef": 0.1})
-    assert found["non_score_reward"] == pytest.approx(-0.3)
-    assert found["rlhf_reward"] == pytest.approx(found["reward"] - 0.3)
+    actual = response_metrics(SCORES, ROLLOUT, {"kl": 3.0, "kl_coef": 0.1})
+    assert actual["non_score_reward"] == pytest.approx(-0.3)
+    assert actual["rlhf_reward"] == pytest.approx(actual["reward"] - 0.3)
     assert "rlhf_reward" not in response_metrics(SCORES, ROLLOUT, {})
-    assert found["eos_rate"] == 0.5
-    assert found.items() >= SCORES.metrics().items()
+    assert actual["eos_rate"] == 0.5
+    assert actual.items() >= SCORES.metrics().items()
 
 
 def test_the_first_responses_are_written_down_with_all_that_they_got() -> None:

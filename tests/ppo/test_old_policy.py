@@ -78,7 +78,7 @@ def test_the_samplers_are_taken_without_a_pass_and_are_the_learners(
         {"value_model": "critic"},
         {"precision": "bf16"},
     ],
-    ids=lambda each: "-".join(map(str, each.values())),
+    ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_elsewhere_they_are_recomputed(options, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, **options)
@@ -201,10 +201,10 @@ def test_importance_weights_are_bounded_as_the_options_say(options, wanted, beyo
 
 def test_the_mismatch_is_counted_token_by_token() -> None:
     logprobs = torch.tensor([-1.0, -2.0, -3.0, -4.0])
-    found = mismatch(logprobs, logprobs - torch.tensor([0.0, 0.05, -0.2, 0.3]))
-    assert found["mismatch/mean"] == pytest.approx(0.55 / 4)
-    assert found["mismatch/worst"] == pytest.approx(0.3)
-    assert found["mismatch/outside"] == pytest.approx(0.5)
+    metrics = mismatch(logprobs, logprobs - torch.tensor([0.0, 0.05, -0.2, 0.3]))
+    assert metrics["mismatch/mean"] == pytest.approx(0.55 / 4)
+    assert metrics["mismatch/worst"] == pytest.approx(0.3)
+    assert metrics["mismatch/outside"] == pytest.approx(0.5)
 
 
 def test_another_policy_behind_the_sampler_shows_in_the_metrics_and_warns(tmp_path: Path) -> None:

@@ -31,11 +31,13 @@ def test_every_weight_is_in_one_group_with_its_rate_and_decay(kind: str) -> None
     rates = {"learning_rate": 1e-4, "value_learning_rate": 3e-3}
     config = PPOConfig(value_head="gradient", weight_decay=0.1, adam_beta2=0.8, **rates)
     groups = make_optimizer(model, config).param_groups
-    found = {id(p): g for g in groups for p in g["params"]}
-    assert sum(len(group["params"]) for group in groups) == len(found) == len([*model.parameters()])
+    group_of = {id(p): g for g in groups for p in g["params"]}
+    assert (
+        sum(len(group["params"]) for group in groups) == len(group_of) == len([*model.parameters()])
+    )
     for name, parameter in model.named_parameters():
         of_values = name.startswith("value_function.")
-        group = found[id(parameter)]
+        group = group_of[id(parameter)]
         assert group["lr"] == group["peak_lr"] == (3e-3 if of_values else 1e-4), name
         decays = parameter.dim() >= 2 and not name.startswith("value_function.head.")
         assert group["weight_decay"] == (0.1 if decays else 0.0), name
@@ -57,7 +59,7 @@ def test_neighbours_of_one_rate_and_decay_are_one_group(
     steps = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     assert all(one != other for one, other in itertools.pairwise(steps))
     assert len(steps) == (count or (2 if kind == "shared" else 3))
-    orders = [[id(weight) for weight in each.weights] for each in (plain, optimizer)]
+    orders = [[id(weight) for weight in stepped.weights] for stepped in (plain, optimizer)]
     assert orders[0] == orders[1]
 
 

@@ -54,14 +54,14 @@ def _gradients(
 def test_the_gradient_is_that_of_the_smaller_microbatch_from_the_start(tmp_path: Path) -> None:
     halved, said = _gradients(tmp_path / "a", room=3, microbatch_size=8)
     small, _ = _gradients(tmp_path / "b", room=16, microbatch_size=2)
-    whole, _ = _gradients(tmp_path / "c", room=16, microbatch_size=16)
+    unsplit, _ = _gradients(tmp_path / "c", room=16, microbatch_size=16)
     assert said == [
         "out of memory: microbatches of at most 4 sequences from here on, same gradient",
         "out of memory: microbatches of at most 2 sequences from here on, same gradient",
     ]
     torch.testing.assert_close(halved, small, rtol=0, atol=0)
     # In another order of summation: fp32 sums of some hundred terms.
-    torch.testing.assert_close(halved, whole, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(halved, unsplit, rtol=1e-4, atol=1e-6)
 
 
 def test_later_steps_begin_with_what_fits(tmp_path: Path) -> None:

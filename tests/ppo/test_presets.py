@@ -57,10 +57,10 @@ def test_sao_trains_the_critic_alone_and_then_the_policy_against_the_sampler(
 
     def make_experience(*args, **keywords):
         passes.clear()
-        made = inner(*args, **keywords)
+        gradient = inner(*args, **keywords)
         passes_before_an_update.append(len(passes))
         weights.append(trainer.model.head.weight.detach().clone())
-        return made
+        return gradient
 
     trainer.make_experience = make_experience
     trainer.train()

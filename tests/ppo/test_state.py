@@ -165,8 +165,8 @@ def _without_timing(run: Path) -> list[dict]:
 def test_a_resumed_run_ends_in_the_same_bits(lora_rank: int, tmp_path: Path) -> None:
     random.seed(1)
     np.random.seed(1)
-    whole = _trainer(tmp_path / "whole", _noisy_reward(None), lora_rank=lora_rank)
-    whole.train()
+    uninterrupted = _trainer(tmp_path / "whole", _noisy_reward(None), lora_rank=lora_rank)
+    uninterrupted.train()
 
     random.seed(1)
     np.random.seed(1)
@@ -180,10 +180,10 @@ def test_a_resumed_run_ends_in_the_same_bits(lora_rank: int, tmp_path: Path) -> 
     resumed.train()
 
     for (name, one), other in zip(
-        whole.model.named_parameters(), resumed.model.parameters(), strict=True
+        uninterrupted.model.named_parameters(), resumed.model.parameters(), strict=True
     ):
         assert torch.equal(one, other), name
-    assert whole.state.state_dict() == resumed.state.state_dict()
+    assert uninterrupted.state.state_dict() == resumed.state.state_dict()
     runs = [tmp_path / part / "run" for part in ("whole", "parts")]
     assert _without_timing(runs[0]) == _without_timing(runs[1])
     assert [read_jsonl(run / "samples.jsonl") for run in runs[:1]] == [
@@ -200,13 +200,13 @@ def _whole_and_resumed(
     tmp_path: Path, cut: int, iterations: int, **options: Any
 ) -> tuple[PPOTrainer, PPOTrainer]:
     """The same run in one go, and in two with a new trainer for the second."""
-    whole = make_trainer(tmp_path / "whole", iterations=iterations, **options)
-    whole.train()
+    uninterrupted = make_trainer(tmp_path / "whole", iterations=iterations, **options)
+    uninterrupted.train()
     make_trainer(tmp_path / "cut", iterations=cut, **options).train()
     random.seed(99)  # whatever stands there is replaced
     resumed = make_trainer(tmp_path / "cut", iterations=iterations, resume=True, **options)
     resumed.train()
-    return whole, resumed
+    return uninterrupted, resumed
 
 
 @pytest.mark.parametrize(
@@ -234,9 +234,9 @@ def test_what_a_run_remembers_survives_a_resume(options: dict[str, Any], tmp_pat
     draws from."""
     if "ptx_coef" in options:
         options = options | {"ptx_data": tiny.saved_text(tmp_path / "text.jsonl")}
-    whole, resumed = _whole_and_resumed(tmp_path, 3, 5, checkpoint_interval=3, **options)
-    assert _same_weights(whole, resumed)
-    assert whole.state.state_dict() == resumed.state.state_dict()
+    uninterrupted, resumed = _whole_and_resumed(tmp_path, 3, 5, checkpoint_interval=3, **options)
+    assert _same_weights(uninterrupted, resumed)
+    assert uninterrupted.state.state_dict() == resumed.state.state_dict()
 
 
 def test_a_resumed_run_follows_its_own_options(tmp_path: Path) -> None:

@@ -387,8 +387,8 @@ def test_a_critic_starts_where_an_earlier_one_ended(tmp_path: Path) -> None:
     assert earlier.train()["value_grad_norm"] > 0
     saved = str(tmp_path / "run" / "value_function.safetensors")
     options = {"value_model": "critic", "critic_model": saved}
-    found = make_trainer(tmp_path / "next", **options).model.value_function.state_dict()
-    torch.testing.assert_close(found, earlier.model.value_function.state_dict(), rtol=0, atol=0)
+    actual = make_trainer(tmp_path / "next", **options).model.value_function.state_dict()
+    torch.testing.assert_close(actual, earlier.model.value_function.state_dict(), rtol=0, atol=0)
     make_trainer(tmp_path / "shared").train()
     options["critic_model"] = str(tmp_path / "shared" / "run" / "value_function.safetensors")
     with pytest.raises(ValueError, match="is no critic of the policy"):

@@ -120,11 +120,11 @@ class _Server(Calculator):
 def test_a_run_closes_its_environments_however_it_ends(fails: bool, tmp_path: Path) -> None:
     """One that fails stops it, with its episode saved."""
     kind = type("_Mine", (_Server,), {"open": [], "fails": fails})
-    made: list[int] = []
+    addresses: list[int] = []
 
     def make() -> Any:
         server = kind()
-        made.append(id(server))
+        addresses.append(id(server))
         return server
 
     trainer = _trainer(tmp_path, iterations=1, environment=make)
@@ -135,7 +135,7 @@ def test_a_run_closes_its_environments_however_it_ends(fails: bool, tmp_path: Pa
             trainer.train()
         saved = json.loads((tmp_path / "run" / "failed_episode.json").read_text())
         assert saved["columns"] == {"total": "w4"}
-    assert len(made) == 16
+    assert len(addresses) == 16
     assert kind.open == []
 
 
@@ -147,21 +147,21 @@ def _by_turn(batch: Batch, written: list[list[bool]], more: dict[str, Any]) -> A
     advantages, returns, begin = [], [], 0
     for row, mask in enumerate(written):
         lengths, inside = [], False
-        for each in mask:
-            if each and not inside:
+        for is_written in mask:
+            if is_written and not inside:
                 lengths.append(0)
-            lengths[-1:] = [lengths[-1] + 1] if each else lengths[-1:]
-            inside = each
+            lengths[-1:] = [lengths[-1] + 1] if is_written else lengths[-1:]
+            inside = is_written
         starts = [begin + sum(lengths[:k]) for k in range(len(lengths))]
         begin += sum(lengths)
-        follow, next_value, found = 0.0, more["bootstrap"][row], []
+        follow, next_value, steps = 0.0, more["bootstrap"][row], []
         for start, length in zip(reversed(starts), reversed(lengths), strict=True):
             rewards = [more["rewards"][t] for t in range(start, start + length)]
             value = more["values"][start]
             rest = more["gamma"] * (next_value + more["lam"] * follow)
             follow, next_value = sum(rewards) + rest - value, value
-            found.append((follow, [sum(rewards[t:]) + rest for t in range(length)]))
-        for advantage, of_tokens in reversed(found):
+            steps.append((follow, [sum(rewards[t:]) + rest for t in range(length)]))
+        for advantage, of_tokens in reversed(steps):
             advantages += [advantage] * len(of_tokens)
             returns += of_tokens
     return advantages, returns
@@ -183,7 +183,7 @@ def test_gae_by_turns_is_gae_over_turns(bootstrap: bool) -> None:
     )
     old = OldPolicy(logprobs, values, final)
     scores = Scores(last, within, batch.written_lengths.tolist())
-    found = make_advantages(
+    actual = make_advantages(
         batch,
         scores,
         options,
@@ -198,5 +198,5 @@ def test_gae_by_turns_is_gae_over_turns(bootstrap: bool) -> None:
     given = {"rewards": rewards.tolist(), "values": values.tolist(), "bootstrap": ends.tolist()}
     advantages = _by_turn(batch, written, given | {"gamma": 0.9, "lam": 0.7})[0]
     returns = _by_turn(batch, written, given | {"gamma": 0.9, "lam": 0.4})[1]
-    assert found.advantages.tolist() == pytest.approx(advantages, abs=1e-5)
-    assert found.returns.tolist() == pytest.approx(returns, abs=1e-5)
+    assert actual.advantages.tolist() == pytest.approx(advantages, abs=1e-5)
+    assert actual.returns.tolist() == pytest.approx(returns, abs=1e-5)

@@ -98,10 +98,10 @@ def test_the_head_is_ridge_regression_on_the_tokens_of_all_batches(
         torch.cat(states), torch.cat(returns), torch.cat(counts), RIDGES[regression.best]
     )
     head = model.value_function.head
-    found = torch.cat([head.weight[0], head.bias]).double()
+    actual = torch.cat([head.weight[0], head.bias]).double()
     # The states of another split differ by the rounding of their products.
     rounding = 2**-8 if "precision" in options else 1e-5
-    torch.testing.assert_close(found, wanted, rtol=rounding, atol=rounding * wanted.abs().max())
+    torch.testing.assert_close(actual, wanted, rtol=rounding, atol=rounding * wanted.abs().max())
 
 
 def test_complete_returns_are_the_rewards_to_go(tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ def test_complete_returns_are_the_rewards_to_go(tmp_path: Path) -> None:
     prompts = first_prompts(trainer, 4)
     rollout = trainer.engine.generate(prompts.token_ids, trainer.sampling)
     scores = trainer.score(prompts, rollout, trainer.config)
-    found, _ = trainer.make_experience(prompts.token_ids, rollout, scores, trainer.config)
-    kl = (found.old_logprobs - found.ref_logprobs).split(rollout.lengths)
+    actual, _ = trainer.make_experience(prompts.token_ids, rollout, scores, trainer.config)
+    kl = (actual.old_logprobs - actual.ref_logprobs).split(rollout.lengths)
     wanted = []
     for token_kl, score in zip(kl, scores.total.tolist(), strict=True):
         to_go = []
@@ -125,7 +125,7 @@ def test_complete_returns_are_the_rewards_to_go(tmp_path: Path) -> None:
             value = reward + 0.8 * value
             to_go.insert(0, value)
         wanted += to_go
-    torch.testing.assert_close(found.complete_returns, torch.tensor(wanted), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual.complete_returns, torch.tensor(wanted), rtol=1e-4, atol=1e-5)
 
 
 def test_the_last_epoch_alone_counts_and_each_of_its_tokens_once(tmp_path: Path) -> None:

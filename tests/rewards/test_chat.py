@@ -230,7 +230,7 @@ def test_an_agent_that_streams_gets_the_answer_in_one_piece() -> None:
 
 
 def test_requests_of_a_session_come_one_after_the_other() -> None:
-    told = []
+    events = []
 
     def agent(base_url: str, api_key: str) -> float:
         def ask(text: str) -> None:
@@ -240,7 +240,7 @@ def test_requests_of_a_session_come_one_after_the_other() -> None:
                         model="any", messages=[{"role": "user", "content": text}]
                     )
                 except openai.BadRequestError as error:
-                    told.append(error.message)
+                    events.append(error.message)
 
         threads = [threading.Thread(target=ask, args=(text,)) for text in ("w5", "w6")]
         for thread in threads:
@@ -251,14 +251,14 @@ def test_requests_of_a_session_come_one_after_the_other() -> None:
 
     class Slow(Scripted):
         def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
-            while not told:
+            while not events:
                 time.sleep(0.01)
             return super().generate(prompt_ids, sampling)
 
     _, rollout = _play(Agent(agent), Slow([[7, EOS]]), _prompts())
     assert rollout.rewards == [[0.0, 1.0]]
-    assert len(told) == 1
-    assert "an earlier request of the session has no answer yet" in told[0]
+    assert len(events) == 1
+    assert "an earlier request of the session has no answer yet" in events[0]
 
 
 def test_without_the_key_of_a_session_nothing_is_answered_and_afterwards_nothing_listens() -> None:

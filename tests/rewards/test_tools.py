@@ -125,9 +125,9 @@ def test_a_call_that_fails_is_told_to_the_policy_and_counted(
 ) -> None:
     rollout, read = _play(Shop, [said, "I do not know."])
     assert rollout.calls == [[outcome]]
-    told = read[1].split("<tool>")[-1]
-    assert told.startswith("{'error': ")
-    assert sentence in told
+    answer = read[1].split("<tool>")[-1]
+    assert answer.startswith("{'error': ")
+    assert sentence in answer
     metrics = turn_metrics(rollout)
     wanted = dict.fromkeys(("answered", "unknown", "malformed", "raised"), 0.0) | {outcome: 1.0}
     assert {name: metrics[f"tools/{name}"] for name in wanted} == wanted

@@ -142,15 +142,17 @@ def _counting(fails_in: int | None = None) -> Any:
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_a_run_goes_on_with_the_batch_that_was_drawn(lora_rank: int, tmp_path: Path) -> None:
     options = {**OPTIONS, "lora_rank": lora_rank}
-    whole = make_trainer(tmp_path / "whole", **options, rewards=[_counting()])
-    whole.train()
+    uninterrupted = make_trainer(tmp_path / "whole", **options, rewards=[_counting()])
+    uninterrupted.train()
     parts = make_trainer(tmp_path / "parts", **options, rewards=[_counting(fails_in=3)])
     with pytest.raises(RewardError, match="enough"):
         parts.train()
     resumed = make_trainer(tmp_path / "parts", **options, rewards=[_counting()], resume=True)
     resumed.train()
-    assert all(map(torch.equal, _weights(whole), _weights(resumed)))
-    rewards = [[line["reward"] for line in records(trainer)] for trainer in (whole, resumed)]
+    assert all(map(torch.equal, _weights(uninterrupted), _weights(resumed)))
+    rewards = [
+        [line["reward"] for line in records(trainer)] for trainer in (uninterrupted, resumed)
+    ]
     assert rewards[0] == rewards[1]
 
 

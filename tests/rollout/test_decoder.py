@@ -48,11 +48,11 @@ def test_greedy_tokens_are_those_of_generate(architecture: str, fixed: bool) -> 
     policy = make_policy(architecture)
     sampling = _sampling(greedy=True)
     wanted = GenerateEngine(policy.causal_lm, 0).generate(PROMPTS, sampling)
-    found = DecoderEngine(policy, fixed_shapes=fixed).generate(PROMPTS, sampling)
-    assert found.tokens == wanted.tokens
-    assert found.finish_reasons == wanted.finish_reasons
+    actual = DecoderEngine(policy, fixed_shapes=fixed).generate(PROMPTS, sampling)
+    assert actual.tokens == wanted.tokens
+    assert actual.finish_reasons == wanted.finish_reasons
     torch.testing.assert_close(
-        torch.cat(found.logprobs), torch.cat(wanted.logprobs), rtol=1e-5, atol=1e-5
+        torch.cat(actual.logprobs), torch.cat(wanted.logprobs), rtol=1e-5, atol=1e-5
     )
 
 
@@ -129,11 +129,11 @@ def test_a_stop_string_ends_a_response_at_the_token_that_completes_it() -> None:
     policy, tokenizer = make_policy(), tiny.tokenizer()
     plain = _draw(policy, stop_token_ids=())
     texts = [tokenizer.decode(tokens[3:5]) for tokens in plain.tokens]
-    found = _draw(policy, stop_token_ids=(), stop_strings=(texts[0],), tokenizer=tokenizer)
-    assert found.tokens[0] == plain.tokens[0][:5]
-    assert found.finish_reasons[0] == FINISHED
-    assert found.finish_reasons.count(FINISHED) < len(PROMPTS)
-    assert [len(each) for each in found.values] == found.lengths
+    actual = _draw(policy, stop_token_ids=(), stop_strings=(texts[0],), tokenizer=tokenizer)
+    assert actual.tokens[0] == plain.tokens[0][:5]
+    assert actual.finish_reasons[0] == FINISHED
+    assert actual.finish_reasons.count(FINISHED) < len(PROMPTS)
+    assert [len(row) for row in actual.values] == actual.lengths
     engine = GenerateEngine(policy.causal_lm, 0, tokenizer=tokenizer)
     greedy = _sampling(greedy=True, stop_token_ids=(), stop_strings=(texts[0], "w3 "))
     ours = DecoderEngine(policy, tokenizer=tokenizer).generate(PROMPTS, greedy)

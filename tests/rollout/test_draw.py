@@ -36,26 +36,26 @@ def _draws(scores: Tensor, keep: Tensor | None = None) -> Tensor:
     draw(scores.unsqueeze(0), _uniforms(1), scratch=scratch)
     blocks = scratch.view(1, -1, BLOCK)
     sums = blocks.sum(2).double()
-    found = []
+    tokens = []
     for u in _uniforms(DRAWS).unsqueeze(1).split(20_000):
-        found.append(
+        tokens.append(
             _inverse_cdf(sums.expand(len(u), -1), blocks.expand(len(u), -1, -1), u).squeeze(1)
         )
-    return torch.cat(found)
+    return torch.cat(tokens)
 
 
 def _chi_squared(tokens: Tensor, probabilities: Tensor) -> tuple[float, int]:
     """(χ², degrees of freedom); tokens expected fewer than ten times go into classes together."""
     expected = DRAWS * probabilities.double()
     order = expected.argsort()
-    found = torch.bincount(tokens, minlength=len(expected)).double()[order]
+    counts = torch.bincount(tokens, minlength=len(expected)).double()[order]
     classes = (expected[order].cumsum(0) / 10).floor().long()
     rare = expected[order] < 10
     classes = torch.where(rare, classes, classes.max() + 1 + torch.arange(len(order)))
     _, index = classes.unique(return_inverse=True)
     zeros = torch.zeros(int(index.max()) + 1, dtype=torch.float64)
     wanted = zeros.index_add(0, index, expected[order])
-    drawn = zeros.index_add(0, index, found)
+    drawn = zeros.index_add(0, index, counts)
     there = wanted > 1
     return (
         ((drawn - wanted)[there] ** 2 / wanted[there]).sum().item(),
@@ -70,9 +70,9 @@ def test_tokens_come_as_often_as_the_softmax_says(vocabulary: int, temperature: 
     """χ² within five standard deviations of its mean, n ± 5·√(2n)."""
     logits = 3 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(1))
     scores = logits / temperature
-    found, freedom = _chi_squared(_draws(scores), scores.double().softmax(0))
+    statistic, freedom = _chi_squared(_draws(scores), scores.double().softmax(0))
     assert freedom >= min(vocabulary - 1, 20)
-    assert abs(found - freedom) < 5 * math.sqrt(2 * freedom) + 3
+    assert abs(statistic - freedom) < 5 * math.sqrt(2 * freedom) + 3
 
 
 @pytest.mark.parametrize("vocabulary", [600])
@@ -80,11 +80,15 @@ def test_rows_of_one_batch_are_drawn_each_from_its_own_softmax(vocabulary: int) 
     scores = 2 * torch.randn(2, vocabulary, generator=torch.Generator().manual_seed(9))
     wide = scores.repeat_interleave(DRAWS // 100, 0)
     tokens = torch.cat(
-        [draw(wide, each).tokens.view(2, -1) for each in _uniforms(2 * DRAWS).split(len(wide))], 1
+        [
+            draw(wide, uniforms).tokens.view(2, -1)
+            for uniforms in _uniforms(2 * DRAWS).split(len(wide))
+        ],
+        1,
     )
     for row in range(2):
-        found, freedom = _chi_squared(tokens[row], scores[row].double().softmax(0))
-        assert abs(found - freedom) < 5 * math.sqrt(2 * freedom) + 3
+        statistic, freedom = _chi_squared(tokens[row], scores[row].double().softmax(0))
+        assert abs(statistic - freedom) < 5 * math.sqrt(2 * freedom) + 3
 
 
 @pytest.mark.parametrize("vocabulary", [3, 300, 50257])
@@ -121,11 +125,11 @@ def test_tokens_rarer_than_fp32_resolves_are_drawn_as_often_as_they_should() -> 
 def test_logprobs_are_those_of_fp64(vocabulary: int, offset: float) -> None:
     generator = torch.Generator().manual_seed(4)
     scores = 4 * torch.randn(8, vocabulary, generator=generator) + offset
-    found = draw(scores, _uniforms(8))
-    exact = scores.double().log_softmax(1).gather(1, found.tokens.unsqueeze(1)).squeeze(1)
+    draws = draw(scores, _uniforms(8))
+    exact = scores.double().log_softmax(1).gather(1, draws.tokens.unsqueeze(1)).squeeze(1)
     # fp32 block sums: a few 2⁻²⁴ of the total
-    torch.testing.assert_close(found.logprobs.double(), exact, rtol=1e-6, atol=1e-6)
-    assert torch.equal(found.sampler_logprobs, found.logprobs)
+    torch.testing.assert_close(draws.logprobs.double(), exact, rtol=1e-6, atol=1e-6)
+    assert torch.equal(draws.sampler_logprobs, draws.logprobs)
 
 
 @pytest.mark.parametrize("vocabulary", [5, 1000])
@@ -134,26 +138,26 @@ def test_restricted_draws_say_what_was_left(vocabulary: int) -> None:
     scores = 2 * torch.randn(64, vocabulary, generator=generator)
     keep = torch.rand(64, vocabulary, generator=generator) < 0.5
     keep[:, 1] = True
-    found = draw(scores, _uniforms(64), keep=keep)
-    at = found.tokens.unsqueeze(1)
+    draws = draw(scores, _uniforms(64), keep=keep)
+    at = draws.tokens.unsqueeze(1)
     assert keep.gather(1, at).all()
     exact = scores.double().log_softmax(1)
     left = (exact.exp() * keep).sum(1).log()
     torch.testing.assert_close(
-        found.logprobs.double(), exact.gather(1, at).squeeze(1), rtol=1e-5, atol=1e-5
+        draws.logprobs.double(), exact.gather(1, at).squeeze(1), rtol=1e-5, atol=1e-5
     )
     torch.testing.assert_close(
-        (found.logprobs - found.sampler_logprobs).double(), left, rtol=1e-5, atol=1e-5
+        (draws.logprobs - draws.sampler_logprobs).double(), left, rtol=1e-5, atol=1e-5
     )
 
 
 def test_restricted_tokens_come_as_often_as_what_is_left_says() -> None:
     scores = 2 * torch.randn(700, generator=torch.Generator().manual_seed(6))
     keep = torch.arange(700) % 3 == 0
-    found, freedom = _chi_squared(
+    statistic, freedom = _chi_squared(
         _draws(scores, keep), scores.masked_fill(~keep, -torch.inf).double().softmax(0)
     )
-    assert abs(found - freedom) < 5 * math.sqrt(2 * freedom) + 3
+    assert abs(statistic - freedom) < 5 * math.sqrt(2 * freedom) + 3
 
 
 def test_what_is_left_may_be_far_below_what_is_not() -> None:
@@ -161,28 +165,28 @@ def test_what_is_left_may_be_far_below_what_is_not() -> None:
     scores[0, 7], scores[0, 400] = 0.0, -499.0
     keep = torch.ones(1, 600, dtype=torch.bool)
     keep[0, 7] = False
-    found = draw(scores, None, keep=keep)
-    assert found.tokens.item() == 400
-    assert found.logprobs.item() == pytest.approx(-499, rel=1e-6)
-    assert found.sampler_logprobs.item() == pytest.approx(-math.log(1 + 598 / math.e), rel=1e-5)
+    draws = draw(scores, None, keep=keep)
+    assert draws.tokens.item() == 400
+    assert draws.logprobs.item() == pytest.approx(-499, rel=1e-6)
+    assert draws.sampler_logprobs.item() == pytest.approx(-math.log(1 + 598 / math.e), rel=1e-5)
 
 
 def test_logits_that_are_not_numbers_give_a_logprob_that_is_not_one() -> None:
     """The run then stops on a loss that is not finite, and not in an index out of range."""
     scores = torch.zeros(4, 600)
     scores[0, 3], scores[1, 4], scores[2] = torch.nan, torch.inf, -torch.inf
-    found = draw(scores, _uniforms(4))
-    assert found.logprobs.isnan().tolist() == [True, True, True, False]
-    assert ((found.tokens >= 0) & (found.tokens < 600)).all()
+    draws = draw(scores, _uniforms(4))
+    assert draws.logprobs.isnan().tolist() == [True, True, True, False]
+    assert ((draws.tokens >= 0) & (draws.tokens < 600)).all()
 
 
 def test_scratch_may_have_more_rows_than_are_drawn() -> None:
     scores = torch.randn(8, 300, generator=torch.Generator().manual_seed(8))
     scratch = scratch_for(scores)
     draw(scores, _uniforms(8), scratch=scratch)
-    found, wanted = (draw(scores[:3], _uniforms(3), scratch=each) for each in (scratch, None))
-    assert torch.equal(found.tokens, wanted.tokens)
-    assert torch.equal(found.logprobs, wanted.logprobs)
+    actual, wanted = (draw(scores[:3], _uniforms(3), scratch=memory) for memory in (scratch, None))
+    assert torch.equal(actual.tokens, wanted.tokens)
+    assert torch.equal(actual.logprobs, wanted.logprobs)
 
 
 # ------------------------------------------------------------------------- tokens that may be drawn

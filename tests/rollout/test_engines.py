@@ -14,8 +14,8 @@ from fastppo.rollout.generate import GenerateEngine
 
 
 def _engine(policy: ActorCritic, name: str = "decoder", *, fixed_shapes: bool | None = None):
-    how = {"batch_size": 3, "final_values": True, "fixed_shapes": fixed_shapes}
-    return make_engine(name, policy, tiny.tokenizer(), 0, **how)
+    options = {"batch_size": 3, "final_values": True, "fixed_shapes": fixed_shapes}
+    return make_engine(name, policy, tiny.tokenizer(), 0, **options)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -49,13 +49,13 @@ def _draw(engine: DecoderEngine, seed: int = 0, prompts=PROMPTS, **options: obje
     return engine.generate(prompts, _sampling(**options))
 
 
-def _assert_same(found: Rollout, wanted: Rollout, **tolerance: float) -> None:
-    assert found.tokens == wanted.tokens
-    assert found.finish_reasons == wanted.finish_reasons
+def _assert_same(actual: Rollout, wanted: Rollout, **tolerance: float) -> None:
+    assert actual.tokens == wanted.tokens
+    assert actual.finish_reasons == wanted.finish_reasons
     for name in ("logprobs", "sampler_logprobs", "values"):
-        pair = (torch.cat(getattr(rollout, name)) for rollout in (found, wanted))
+        pair = (torch.cat(getattr(rollout, name)) for rollout in (actual, wanted))
         torch.testing.assert_close(*pair, **tolerance)
-    torch.testing.assert_close(found.final_values, wanted.final_values, **tolerance)
+    torch.testing.assert_close(actual.final_values, wanted.final_values, **tolerance)
 
 
 def _memory(engine: DecoderEngine):
@@ -175,7 +175,7 @@ def test_memory_is_used_again_grows_where_it_must_and_is_given_up() -> None:
     gc.disable()  # nothing waits for it
     try:
         engine.release()
-        given_up = [each() for each in held]
+        given_up = [reference() for reference in held]
     finally:
         gc.enable()
     assert given_up == [None] * len(held)
@@ -218,14 +218,14 @@ def test_under_autocast_weights_are_cast_once_a_call_and_follow_an_update(archit
                 if parameter.dim() > 1:
                     parameter.mul_(scale)
         dtypes.clear()
-        found = _draw(engine, max_new_tokens=6)
+        actual = _draw(engine, max_new_tokens=6)
         assert dtypes == {torch.bfloat16}
-        wanted = policy.evaluate(Batch.of(PROMPTS, found.tokens))
+        wanted = policy.evaluate(Batch.of(PROMPTS, actual.tokens))
         # A logit z of bf16 is off by 2⁻⁸·z at most; the two ways differ by a few such steps.
         with policy.autocast():
             largest = policy.causal_lm(torch.tensor([PROMPTS[0]])).logits.abs().max().item()
         bound = 4 * 2**-8 * max(1.0, largest)
-        torch.testing.assert_close(torch.cat(found.logprobs), wanted.logprobs, rtol=0, atol=bound)
+        torch.testing.assert_close(torch.cat(actual.logprobs), wanted.logprobs, rtol=0, atol=bound)
     assert {name: p.data_ptr() for name, p in policy.named_parameters()} == before
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
 
@@ -256,10 +256,10 @@ def test_a_step_leaves_nothing_to_the_host(architecture: str, dtype, monkeypatch
     restricted = {"top_p": 0.9, "stop_strings": ("w7 w2", "w9")}
     for options in ({}, restricted):
         for seed in range(2):  # the second from graphs alone, except for new buckets
-            found = _draw(engine, seed, several, **options)
+            actual = _draw(engine, seed, several, **options)
             wanted = _draw(plain, seed, several, **options)
             assert not _memory(plain).graphs
-            _assert_same(found, wanted, rtol=0, atol=0)
+            _assert_same(actual, wanted, rtol=0, atol=0)
     kinds = [kind for kind, graph in _memory(engine).graphs.items() if graph is not None]
     assert len({kind[0] for kind in kinds}) > 1  # buckets of rows
     assert len({kind[1] for kind in kinds}) > 1  # and of tokens
@@ -274,7 +274,7 @@ def test_graphs_follow_an_update_and_their_memory_is_given_up() -> None:
         policy.causal_lm.base_model.layers[0].mlp.up_proj.weight.mul_(-1)
     assert _draw(engine).tokens != first.tokens
     layers = _memory(engine).cache.layers
-    caches = sum(each.nbytes for layer in layers for each in (layer.all_keys, layer.all_values))
+    caches = sum(states.nbytes for layer in layers for states in (layer.all_keys, layer.all_values))
     del layers
     before = torch.cuda.memory_allocated()
     engine.release()

@@ -61,9 +61,9 @@ def test_the_models_own_generation_config_does_not_shape_the_samples() -> None:
 def test_batches_of_the_engine_keep_the_prompts_order() -> None:
     causal_lm = tiny.model()
     sampling = Sampling(max_new_tokens=6, greedy=True, stop_token_ids=(1,))
-    whole = GenerateEngine(causal_lm, 0).generate(PROMPTS, sampling)
+    at_once = GenerateEngine(causal_lm, 0).generate(PROMPTS, sampling)
     parts = GenerateEngine(causal_lm, 0, batch_size=2).generate(PROMPTS, sampling)
-    assert parts.tokens == whole.tokens
+    assert parts.tokens == at_once.tokens
 
 
 def test_full_logits_are_not_kept_during_generation() -> None:

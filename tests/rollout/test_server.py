@@ -94,8 +94,8 @@ def start(base: str) -> Iterator[Callable[..., Running]]:
         return started[-1]
 
     yield run
-    for each in started:
-        each.end()
+    for started_server in started:
+        started_server.end()
 
 
 def _sampled_gaps(trainer: PPOTrainer) -> list[float]:
@@ -132,7 +132,7 @@ def test_servers_draw_with_the_weights_after_each_update(
     start: Callable[..., Running], tmp_path: Path
 ) -> None:
     servers = [start(), start()]
-    urls = [each.url for each in servers]
+    urls = [started_server.url for started_server in servers]
     trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=urls)
     gaps = _sampled_gaps(trainer)
     trainer.train()
@@ -140,8 +140,8 @@ def test_servers_draw_with_the_weights_after_each_update(
     assert max(gaps) < 1e-4
     assert [line["weights_version"] for line in records(trainer)] == [1, 2, 3]
     assert "model.safetensors" in _handed_over(tmp_path)
-    for each in servers:
-        log = each.log()
+    for started_server in servers:
+        log = started_server.log()
         # Four prompts of the self-check and four of each iteration, by two servers.
         assert log.count("/v1/completions") == 2 + 3 * 2
         assert log.count("/collective_rpc") == log.count("/reset_prefix_cache") == 3
@@ -197,9 +197,9 @@ def test_a_server_that_dies_is_waited_for_and_then_there_is_a_checkpoint(
         running.end()
         running.start()
 
-    whole = make_trainer(tmp_path / "whole", **options, rewards=[_counting(2, restart)])
-    gaps = _sampled_gaps(whole)
-    whole.train()
+    uninterrupted = make_trainer(tmp_path / "whole", **options, rewards=[_counting(2, restart)])
+    gaps = _sampled_gaps(uninterrupted)
+    uninterrupted.train()
     assert max(gaps) < 1e-4, "a server that was started again is handed the weights again"
 
     dies = make_trainer(tmp_path / "dies", **options, rewards=[_counting(2, running.end)])
@@ -209,7 +209,7 @@ def test_a_server_that_dies_is_waited_for_and_then_there_is_a_checkpoint(
     running.start()
     resumed = make_trainer(tmp_path / "dies", **options, rewards=[_counting()], resume=True)
     resumed.train()
-    assert all(map(torch.equal, _weights(whole), _weights(resumed)))
+    assert all(map(torch.equal, _weights(uninterrupted), _weights(resumed)))
     assert [line["weights_version"] for line in records(resumed)] == [1, 2, 3]
 
 

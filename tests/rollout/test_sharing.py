@@ -15,26 +15,28 @@ from fastppo.rollout.sharing import SharedEngine
 
 def test_two_ranks_draw_what_one_draws_and_go_on_from_the_same_state(tmp_path: Path) -> None:
     """Of five prompts, and of one, for which the second rank has nothing to do."""
-    found = {n: ranks.run(n, many_ranks.rollouts, tmp_path / str(n), str(tmp_path)) for n in (1, 2)}
-    for one, two in zip(found[1]["rollouts"], found[2]["rollouts"], strict=True):
+    results = {
+        n: ranks.run(n, many_ranks.rollouts, tmp_path / str(n), str(tmp_path)) for n in (1, 2)
+    }
+    for one, two in zip(results[1]["rollouts"], results[2]["rollouts"], strict=True):
         assert one.tokens == two.tokens
         assert one.finish_reasons == two.finish_reasons
         for name in ("logprobs", "sampler_logprobs", "values"):
             for a, b in zip(getattr(one, name), getattr(two, name), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert torch.equal(found[1]["next"], found[2]["next"])
-    assert found[2]["engine"] == SharedEngine.__name__
-    assert found[2]["same"], "ranks differ in what they know"
+    assert torch.equal(results[1]["next"], results[2]["next"])
+    assert results[2]["engine"] == SharedEngine.__name__
+    assert results[2]["same"], "ranks differ in what they know"
 
 
 @pytest.mark.slow
 def test_neighbours_that_decode_together_are_asked_the_same_and_speak_once(tmp_path: Path) -> None:
     """Of four ranks in two groups; of one prompt the first group has none."""
-    found = ranks.run(4, vllm_ranks.draw_in_groups, tmp_path, str(tmp_path))
+    results = ranks.run(4, vllm_ranks.draw_in_groups, tmp_path, str(tmp_path))
     first, other = [[4, 5], [6]], [[7, 8, 9], [4], [5]]
-    assert found["asked"] == [[first], [first], [other, [[4, 5]]], [other, [[4, 5]]]]
-    (five, one), *others = found["got"]
-    assert all(each == [five, one] for each in others)
+    assert results["asked"] == [[first], [first], [other, [[4, 5]]], [other, [[4, 5]]]]
+    (five, one), *others = results["got"]
+    assert all(drawn == [five, one] for drawn in others)
     assert (len(five), len(one)) == (5, 1)
     assert five[:2] != five[2:4], "groups draw from generators of their own"
-    assert all(each == found["next"][0] for each in found["next"])
+    assert all(state == results["next"][0] for state in results["next"])

@@ -82,11 +82,11 @@ class Listener:
 
 @pytest.fixture
 def listener(monkeypatch: pytest.MonkeyPatch) -> Listener:
-    found = Listener()
-    monkeypatch.setitem(sys.modules, "vllm", found.module)
+    listener = Listener()
+    monkeypatch.setitem(sys.modules, "vllm", listener.module)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
-    return found
+    return listener
 
 
 def listening_engine(**options: Any) -> VLLMEngine:
@@ -155,11 +155,13 @@ def test_a_rollout_is_what_vllm_answers(listener: Listener) -> None:
     assert (rollout.values, rollout.final_values) == (None, None)
 
 
-@pytest.mark.parametrize("how", [{"top_k": 3}, {"top_p": 0.9}, {"greedy": True, "temperature": 2}])
+@pytest.mark.parametrize(
+    "options", [{"top_k": 3}, {"top_p": 0.9}, {"greedy": True, "temperature": 2}]
+)
 def test_logprobs_of_the_whole_vocabulary_are_told_where_they_are_known(
-    listener: Listener, how: dict[str, Any]
+    listener: Listener, options: dict[str, Any]
 ) -> None:
-    assert listening_engine().generate(PROMPTS, Sampling(4, **how)).logprobs is None
+    assert listening_engine().generate(PROMPTS, Sampling(4, **options)).logprobs is None
 
 
 def test_each_response_has_its_seed_from_torchs_generator(listener: Listener) -> None:
@@ -232,13 +234,13 @@ def test_two_processes_hand_whole_weights_over_one_at_a_time(
     lora_rank: int, tmp_path: Path
 ) -> None:
     """Those that the saved policy has; and where one cannot take them, all raise what it says."""
-    found = ranks.run(2, vllm_ranks.hand_over, tmp_path, str(tmp_path), {"lora_rank": lora_rank})
+    results = ranks.run(2, vllm_ranks.hand_over, tmp_path, str(tmp_path), {"lora_rank": lora_rank})
     saved = load_file(tmp_path / "policy" / "model.safetensors")
-    torch.testing.assert_close(found["given"], saved, rtol=0, atol=0)
-    assert found["most"] == 1
-    assert found["executor"] == "external_launcher"
+    torch.testing.assert_close(results["given"], saved, rtol=0, atol=0)
+    assert results["most"] == 1
+    assert results["executor"] == "external_launcher"
     said = ["no room for model.layers.1.mlp.up_proj.weight", "no room to wake"]
-    assert found["said"] == [said] * 2
+    assert results["said"] == [said] * 2
 
 
 def test_neighbours_without_their_world_are_refused(listener: Listener) -> None:
@@ -293,7 +295,7 @@ class Both:
     def greedy(self, prompts: list[list[int]]) -> tuple[Answers, Answers]:
         """(vLLM's, `generate`'s)."""
         sampling = Sampling(20, stop_token_ids=(1,), greedy=True)
-        theirs, ours = (each.generate(prompts, sampling) for each in (self.theirs, self.ours))
+        theirs, ours = (engine.generate(prompts, sampling) for engine in (self.theirs, self.ours))
         return _answers(theirs), _answers(ours)
 
     def update(self) -> None:
@@ -410,16 +412,16 @@ def _several(tmp_path: Path, count: int, **options: Any) -> None:
     """Two iterations on so many processes: after each update vLLM has the learner's weights."""
     _forget_shared_memory()
     try:
-        found = ranks.run(count, vllm_ranks.train, tmp_path, str(tmp_path), options)
+        results = ranks.run(count, vllm_ranks.train, tmp_path, str(tmp_path), options)
     finally:
         _forget_shared_memory()
     size = options.get("vllm_tensor_parallel_size", 1)
-    assert found["parallel"] == (size, "external_launcher")
-    assert len(found["metrics"]) == 2
-    for record in found["metrics"]:
+    assert results["parallel"] == (size, "external_launcher")
+    assert len(results["metrics"]) == 2
+    for record in results["metrics"]:
         assert record["mismatch/worst"] < 1e-4  # fp32, the same sums by other kernels
         assert record["grad_norm"] > 0
-    assert all(each == found["ours"][0] for each in found["theirs"])
+    assert all(weights == results["ours"][0] for weights in results["theirs"])
 
 
 @with_vllm
@@ -458,17 +460,18 @@ def test_the_trainer_hands_weights_over_after_each_update(
 def test_a_run_that_stopped_and_went_on_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
     """And its first rollout after the stop has the weights of the checkpoint: the sampler's
     logprobs are the learner's to rounding in every iteration."""
-    whole = _trainer(tmp_path / "whole", iterations=4)
-    whole.train()
+    uninterrupted = _trainer(tmp_path / "whole", iterations=4)
+    uninterrupted.train()
     _trainer(tmp_path / "parts", iterations=2).train()
     parts = _trainer(tmp_path / "parts", iterations=4, resume=True)
     parts.train()
     samples = [
-        read_jsonl(Path(trainer.config.output_dir) / "samples.jsonl") for trainer in (whole, parts)
+        read_jsonl(Path(trainer.config.output_dir) / "samples.jsonl")
+        for trainer in (uninterrupted, parts)
     ]
     assert len(samples[0]) == 4 * 8
     for one, other in zip(*samples, strict=True):
         assert one["completion"] == other["completion"]
     for record in read_jsonl(Path(parts.config.output_dir) / "metrics.jsonl"):
         assert record["mismatch/worst"] < 1e-4
-    assert parts.state.optimizer_step == whole.state.optimizer_step
+    assert parts.state.optimizer_step == uninterrupted.state.optimizer_step

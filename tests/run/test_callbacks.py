@@ -80,10 +80,12 @@ def test_an_evaluation_is_heard_of_by_transformers_names(tmp_path: Path) -> None
         tmp_path, callbacks=[listener], eval_prompts=str(held_out), eval_interval=100
     )
     trainer.train()
-    found = [(step, given["metrics"]) for name, step, given in listener.heard if "eval" in name]
+    evaluations = [
+        (step, given["metrics"]) for name, step, given in listener.heard if "eval" in name
+    ]
     first, second = records(trainer)
     assert "eval/reward" not in second
-    ((step, metrics),) = found  # it was asked for once, and never due
+    ((step, metrics),) = evaluations  # it was asked for once, and never due
     assert step == 1
     assert metrics == {
         name.replace("eval/", "eval_", 1): value
@@ -110,8 +112,8 @@ def test_a_callback_ends_the_run_which_is_written_all_the_same(tmp_path: Path) -
 def test_a_callback_asks_for_a_checkpoint(tmp_path: Path) -> None:
     listener = Listener(on_log="should_save")
     make_trainer(tmp_path, callbacks=[listener], iterations=3).train()
-    found = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
-    assert found == ["checkpoint-000001", "checkpoint-000003"]
+    actual = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert actual == ["checkpoint-000001", "checkpoint-000003"]
     assert [step for name, step in listener.events if name == "save"] == [1, 3]
 
 

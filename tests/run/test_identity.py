@@ -26,8 +26,8 @@ class Config(Options):
 
 
 def _identity(model: str = "m", **options) -> dict:
-    found = identity.of_run(Config(**options), {"model": model})
-    return json.loads(json.dumps(found))
+    run = identity.of_run(Config(**options), {"model": model})
+    return json.loads(json.dumps(run))
 
 
 def test_the_declared_options_exist() -> None:
@@ -50,10 +50,10 @@ def test_what_is_read_besides_or_no_longer_makes_another_run() -> None:
     one, both = _identity(), _identity()
     both["fingerprints"]["rewards/brevity"] = "abc"
     for before, now, says in ((one, both, "was None and is 'abc'"), (both, one, "is None")):
-        (found,) = identity.differences(before, now, [])
-        assert found.is_other_run
-        assert str(found).startswith("the content of rewards/brevity was ")
-        assert says in str(found)
+        (difference,) = identity.differences(before, now, [])
+        assert difference.is_other_run
+        assert str(difference).startswith("the content of rewards/brevity was ")
+        assert says in str(difference)
 
 
 def test_another_run_is_refused_unless_it_is_allowed() -> None:

@@ -59,10 +59,10 @@ def test_a_checkpoint_under_another_number_is_refused(tmp_path: Path) -> None:
 def test_the_newest_whole_one_is_found_and_the_others_are_told_of(tmp_path: Path) -> None:
     paths = [_written(tmp_path / f"checkpoint-{n}", n) for n in (1, 2, 3)]
     (paths[2] / "a").unlink()
-    found = manifest.newest(paths)
-    assert found is not None
-    assert (found.path, found.passed_over) == (paths[1], [paths[2]])
-    assert "checkpoint-3: a is not there" in found.reasons[0]
+    newest = manifest.newest(paths)
+    assert newest is not None
+    assert (newest.path, newest.passed_over) == (paths[1], [paths[2]])
+    assert "checkpoint-3: a is not there" in newest.reasons[0]
     assert manifest.newest([]) is None
     for path in paths:
         (path / manifest.FILE).unlink()

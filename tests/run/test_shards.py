@@ -26,7 +26,7 @@ def test_two_processes_then_one_then_four_end_where_one_ends_that_never_stopped(
     tmp_path: Path,
 ) -> None:
     """Checkpoints are read by any number, whoever wrote them."""
-    whole = _train(1, tmp_path / "whole", **WIDE, iterations=4, reference_refresh=2)
+    uninterrupted = _train(1, tmp_path / "whole", **WIDE, iterations=4, reference_refresh=2)
     for count, iterations in ((2, 2), (1, 3), (4, 4)):
         parts = _train(
             count,
@@ -37,7 +37,7 @@ def test_two_processes_then_one_then_four_end_where_one_ends_that_never_stopped(
             checkpoint_interval=1,
             resume=True,
         )
-    off = many_ranks.difference(whole, parts)
+    off = many_ranks.difference(uninterrupted, parts)
     assert max(off.values()) <= 1e-12, off
 
 
@@ -52,10 +52,10 @@ def test_weights_in_bf16_keep_their_fp32_masters_from_two_processes_to_one(tmp_p
 
 
 def test_the_policy_of_two_processes_is_a_model_that_loads(tmp_path: Path) -> None:
-    found = _train(2, tmp_path, iterations=1, architecture="qwen2")
+    trained = _train(2, tmp_path, iterations=1, architecture="qwen2")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
     for name, parameter in loaded.named_parameters():
-        assert torch.equal(parameter, found["weights"][f"causal_lm.{name}"]), name
+        assert torch.equal(parameter, trained["weights"][f"causal_lm.{name}"]), name
 
 
 def test_a_disk_that_is_full_is_an_error_of_the_disk(tmp_path: Path, monkeypatch) -> None:

@@ -28,7 +28,7 @@ def test_before_training_the_first_signal_stops(signum: signal.Signals) -> None:
 def test_while_training_the_first_is_remembered_and_the_second_is_the_kernels(
     signum: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    before = {each: signal.getsignal(each) for each in STOPPING}
+    before = {signum: signal.getsignal(signum) for signum in STOPPING}
     with listening() as request:
         request.end_phase()
         _send(signum)
@@ -39,7 +39,7 @@ def test_while_training_the_first_is_remembered_and_the_second_is_the_kernels(
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         with pytest.raises(PhaseEndedError):
             request.end_phase()
-    assert {each: signal.getsignal(each) for each in STOPPING} == before
+    assert {signum: signal.getsignal(signum) for signum in STOPPING} == before
     assert f"{signum.name}: stopping with a checkpoint" in capfd.readouterr().err
 
 

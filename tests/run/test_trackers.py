@@ -63,8 +63,8 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     monkeypatch.syspath_prepend(str(folder))
 
     def forget() -> dict[str, Any]:
-        found = [name for name in sys.modules if name.split(".")[0] in STAND_INS]
-        return {name: sys.modules.pop(name) for name in found}
+        modules = [name for name in sys.modules if name.split(".")[0] in STAND_INS]
+        return {name: sys.modules.pop(name) for name in modules}
 
     theirs = forget()
 
@@ -157,6 +157,6 @@ def test_wandb_itself_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         make_trainer(tmp_path, report_to=["wandb"], iterations=1 + resume, resume=resume).train()
     assert wandb.run is None
     known = json.loads((tmp_path / "run" / "trackers.json").read_text())["wandb"]
-    found = [path.name for path in (tmp_path / "run" / "wandb").glob("offline-run-*")]
-    assert len(found) == 2
-    assert all(name.endswith(known) for name in found), "two parts of one run"
+    actual = [path.name for path in (tmp_path / "run" / "wandb").glob("offline-run-*")]
+    assert len(actual) == 2
+    assert all(name.endswith(known) for name in actual), "two parts of one run"

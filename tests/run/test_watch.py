@@ -46,15 +46,15 @@ def test_the_correlations_are_numpys() -> None:
 )
 def test_a_correlation_with_what_does_not_vary_is_absent(responses, scores, gold) -> None:
     """Not NaN: a NaN would be drawn and compared."""
-    found = rollout_health(responses, scores, {"gold": gold})
-    assert not {"length_correlation", "correlation/gold"} & found.keys()
-    assert all(math.isfinite(value) for value in found.values())
+    health = rollout_health(responses, scores, {"gold": gold})
+    assert not {"length_correlation", "correlation/gold"} & health.keys()
+    assert all(math.isfinite(value) for value in health.values())
 
 
 def test_distinct_ngrams_are_a_mean_over_responses_that_have_some() -> None:
-    found = rollout_health([[5, 5, 5], [1, 2], [9]], [0.0, 0.0, 0.0])
-    assert found["distinct_1"] == pytest.approx((1 / 3 + 1 + 1) / 3)
-    assert found["distinct_2"] == pytest.approx((1 / 2 + 1) / 2)
+    health = rollout_health([[5, 5, 5], [1, 2], [9]], [0.0, 0.0, 0.0])
+    assert health["distinct_1"] == pytest.approx((1 / 3 + 1 + 1) / 3)
+    assert health["distinct_2"] == pytest.approx((1 / 2 + 1) / 2)
     assert "distinct_2" not in rollout_health([[9]], [0.0])
     assert rollout_health([[7, 8] * 8], [0.0])["distinct_2"] == 2 / 15  # a loop
     assert rollout_health([], [], {"gold": []}) == {}
