@@ -32,6 +32,9 @@ AT_A_SECOND_SIGNAL = {
 
 Handler = Callable[[int, Any], None]
 
+_REPLACED: dict[signal.Signals, Any] = {}
+"""The handlers in whose place this module's are, of the process as it was before."""
+
 
 class PhaseEndedError(Exception):
     """An iteration ends before its update, because the run is to stop."""
@@ -91,11 +94,8 @@ class StopRequest:
 def stopping_at_once() -> Iterator[None]:
     """Raises `Stopped` at the first signal in the block: there is nothing to save yet."""
     heard: list[int] = []
-    process = os.getpid()
 
     def stop(signum: int, frame: Any) -> None:
-        if os.getpid() != process:
-            _end_child(signum)
         heard.append(signum)
         raise Stopped(signum)
 
@@ -115,11 +115,8 @@ def stopping_at_once() -> Iterator[None]:
 def listening(world: World | None = None) -> Iterator[StopRequest]:
     """Collects the requests of signals while the block runs, which acts on them when it can."""
     request = StopRequest(world)
-    process = os.getpid()
 
     def stop(signum: int, frame: Any) -> None:
-        if os.getpid() != process:
-            _end_child(signum)
         request.hear(signum)
         for stopping in STOPPING:  # by the kernel, which waits for no Python code
             if signal.getsignal(stopping) is stop:
@@ -136,13 +133,6 @@ def listening(world: World | None = None) -> Iterator[StopRequest]:
         yield request
 
 
-def _end_child(signum: int) -> None:
-    """Ends a process that a reward has forked, which is no run: a pool ends its workers by SIGTERM,
-    and would wait for ever for one that only notes it."""
-    signal.signal(signum, signal.SIG_DFL)
-    os.kill(os.getpid(), signum)
-
-
 @contextmanager
 def _handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
     """Installs the handlers for the block, then the former ones. Other threads can have none."""
@@ -151,8 +141,38 @@ def _handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
         for signum, handler in handlers.items():
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 before[signum] = signal.signal(signum, handler)
+    outermost = before.keys() - _REPLACED.keys()
+    _REPLACED.update({signum: before[signum] for signum in outermost})
     try:
         yield
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+        for signum in outermost:
+            _REPLACED.pop(signum, None)
+
+
+# A process that a reward forks is no run: a pool ends its workers by SIGTERM, and would wait for
+# ever for one whose handler only notes it. Signals that come before its own handlers are back wait.
+
+
+def _block_replaced() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, _REPLACED)
+
+
+def _unblock_replaced() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _REPLACED)
+
+
+def _put_back_in_child() -> None:
+    for signum, handler in _REPLACED.items():
+        signal.signal(signum, handler)
+    _unblock_replaced()
+    _REPLACED.clear()
+
+
+os.register_at_fork(
+    before=_block_replaced,
+    after_in_parent=_unblock_replaced,
+    after_in_child=_put_back_in_child,
+)
