@@ -62,7 +62,7 @@ def test_a_plan_is_what_is_measured(more: dict[str, Any], tmp_path: Path) -> Non
 
 def test_a_plan_of_two_processes_is_what_each_of_them_holds(tmp_path: Path) -> None:
     config = options(tmp_path, microbatch_size=4)
-    run = ranks.run(2, measured, tmp_path / "ranks", config)
+    run = ranks.run(2, measured, tmp_path / "ranks", config, 4)
     assert_planned(make_plan(config, PROMPT, processes=2), run, TOLERANCE_OF_RANKS)
 
 
