@@ -326,8 +326,8 @@ def test_a_reward_that_forks_comes_back_once(folder: Folder, run: Run) -> None:
 
 
 def test_a_process_that_a_reward_forks_is_ended_by_sigterm(folder: Folder, run: Run) -> None:
-    """As a pool ends its workers: by the kernel, since a handler of Python runs too late in a worker
-    that is about to block."""
+    """As a pool ends its workers: by the kernel, as a handler of Python runs too late in one that
+    is about to block."""
     folder.write_reward(
         "import multiprocessing, time\n"
         "    fork = multiprocessing.get_context('fork')\n"
