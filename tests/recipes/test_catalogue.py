@@ -7,6 +7,7 @@ from importlib.resources import files
 import pytest
 import yaml
 
+from fastppo.integrations.addresses import is_address
 from fastppo.ppo.config import PPOConfig
 from fastppo.recipes.catalogue import RECIPES, Recipe, find
 
@@ -30,7 +31,7 @@ def test_every_config_of_the_folder_is_in_the_catalogue_once() -> None:
 def test_a_config_is_one_of_fastppo_train(recipe: Recipe) -> None:
     config = _options(recipe)
     assert config.model
-    assert config.prompts == "runs/x/prompts.jsonl"
+    assert config.prompts == "runs/x/prompts.jsonl" or is_address(config.prompts)
     assert config.output_dir == "runs/x/ppo"
     paid_by = [*config.rewards, *config.monitor_rewards, config.environment]
     of_files = {spec.partition(".py:")[0] + ".py" for spec in paid_by if ".py:" in spec}

@@ -1,0 +1,86 @@
+"""The recipe `smollm2-tools`: its demonstrations are what the run's own turns look like."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from environments import Scripted
+from rich.console import Console
+
+from fastppo.data.prompts import Prompts
+from fastppo.data.rows import load_rows
+from fastppo.recipes import products
+from fastppo.recipes.products_reward import right
+from fastppo.recipes.products_tools import Products
+from fastppo.rewards.environment import Turns
+from fastppo.rewards.loading import load_environment
+from fastppo.rollout import Sampling
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    """Of bytes, with SmolLM2's mark of an end."""
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+    tokenizer.chat_template = products.CHAT_TEMPLATE
+    return tokenizer
+
+
+def test_a_demonstrated_call_and_answer_are_an_episode_of_the_run(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "GUESSED", 0.0)
+    monkeypatch.setattr(products, "WRONG", 0.0)
+    call, answer = products._demonstrations([(34, 57)], products.random.Random(0), tokenizer)
+    eos = tokenizer.eos_token_id
+    turns = [[*tokenizer(row["completion"])["input_ids"], eos] for row in (call, answer)]
+    engine = Scripted(turns, stop=(eos,))
+    term = load_environment(Products)
+    assert term is not None
+    player = Turns(term.function, tokenizer, max_turns=2)
+    row = products._row(34, 57)
+    prompts = Prompts([row["prompt"]], [[1]], {"answer": [row["answer"]]})
+    _, rollout = player.play(prompts, engine, Sampling(max_new_tokens=99, stop_token_ids=(eos,)))
+    read = [tokenizer.decode(asked[0]) for asked in engine.asked]
+    assert read == [call["prompt"], answer["prompt"]]
+    assert rollout.calls == [["answered"]]
+    text = tokenizer.decode(rollout.tokens[0], skip_special_tokens=True)
+    assert right([row["prompt"]], [text], [row["answer"]]) == [1.0]
+
+
+def test_what_the_tool_said_is_no_answer() -> None:
+    called = "<tool_call>…</tool_call>\ntool\n1938\nassistant\n"
+    completions = [f"{called}1938", called, "1938", f"{called}It is 1938"]
+    assert right([""] * 4, completions, ["1938"] * 4) == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_most_demonstrations_guess_and_none_is_a_prompt(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[dict[str, str]] = []
+
+    class Loads:
+        @staticmethod
+        def from_pretrained(folder: Path) -> Any:
+            return tokenizer
+
+    monkeypatch.setattr(products, "DEMONSTRATIONS", 1000)
+    monkeypatch.setattr(products.smollm2, "unpack", lambda folder: None)
+    monkeypatch.setattr(products, "AutoTokenizer", Loads)
+    monkeypatch.setattr(products, "AutoModelForCausalLM", Loads)
+    monkeypatch.setattr(products, "train_sft", lambda config, rows, **_: shown.extend(rows))
+    products.prepare(tmp_path, 0, Console(file=io.StringIO()))
+    first_turns = [row for row in shown if "tool\n" not in row["prompt"]]
+    guesses = [row for row in first_turns if "<tool_call>" not in row["completion"]]
+    assert len(guesses) / len(first_turns) == pytest.approx(products.GUESSED, abs=0.05)
+    rows = [
+        *load_rows(str(tmp_path / "prompts.jsonl")),
+        *load_rows(str(tmp_path / "held_out.jsonl")),
+    ]
+    questions = [row["prompt"][0]["content"] for row in rows]
+    assert len({*questions}) == products.PROMPTS + products.HELD_OUT
+    assert not any(question in row["prompt"] for row in first_turns[:50] for question in questions)
