@@ -1,7 +1,7 @@
 """`smollm2-tools`: products that SmolLM2 does not know, and a tool that does.
 
 The chat template names the tool in one line. Demonstrations teach the form of a call and of the
-turn after it; three in four guess the product in place of calling, and half of the calls are of
+turn after it; half guess the product in place of calling, and a quarter of the calls are of
 another product. Only the reward teaches to call, and with the right numbers.
 """
 
@@ -27,13 +27,13 @@ SMALLEST = 11
 LARGEST = 99
 """Numbers in a product."""
 
-DEMONSTRATIONS = 96
+DEMONSTRATIONS = 128
 HELD_OUT = 64
 PROMPTS = 2000
 
-GUESSED = 0.75
+GUESSED = 0.5
 """Share of the demonstrations that say a wrong product and call nothing."""
-WRONG = 0.5
+WRONG = 0.25
 """Share of the demonstrated calls that are of another product."""
 
 CHAT_TEMPLATE = """{% for t in tools or [] %}<|im_start|>system
