@@ -20,6 +20,7 @@ from fastppo.recipes import (
     calculator,
     characters,
     preferences,
+    products,
     questions,
     sentiment,
     smollm2,
@@ -71,7 +72,7 @@ def _unpack(directory: Path) -> None:
     tokenizer = tiny.byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
     shape = tiny.CONFIGS["llama"]().to_dict()
-    shape |= {"vocab_size": len(tokenizer), "eos_token_id": 0, "max_position_embeddings": 128}
+    shape |= {"vocab_size": len(tokenizer), "eos_token_id": 0, "max_position_embeddings": 512}
     tiny.model_of(LlamaConfig(**shape)).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
@@ -81,10 +82,11 @@ def _toys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "unpack", _unpack)
     monkeypatch.setattr(arithmetic, "LARGEST", 8)
     monkeypatch.setattr(arithmetic, "DEMONSTRATIONS", 1)
-    monkeypatch.setattr(calculator, "DEMONSTRATIONS", 32)
-    for module in (arithmetic, calculator):
+    for module in (calculator, products):
+        monkeypatch.setattr(module, "DEMONSTRATIONS", 32)
+        monkeypatch.setattr(module, "PROMPTS", 64)
+    for module in (arithmetic, calculator, products):
         monkeypatch.setattr(module, "HELD_OUT", 16)
-    monkeypatch.setattr(calculator, "PROMPTS", 64)
     monkeypatch.setattr(questions, "PROMPTS", 64)
     monkeypatch.setattr(questions, "HELD_OUT", 8)
     monkeypatch.setattr(preferences, "SAMPLES", 2)
@@ -106,6 +108,7 @@ def _run(name: str, out: Path, *more: str) -> int:
         "calculator",
         pytest.param("smollm2-arithmetic", marks=pytest.mark.slow),
         pytest.param("smollm2-preferences", marks=pytest.mark.slow),
+        pytest.param("smollm2-tools", marks=pytest.mark.slow),
     ],
 )
 def test_a_recipe_trains_from_its_config_and_ends_with_the_report(
@@ -119,7 +122,7 @@ def test_a_recipe_trains_from_its_config_and_ends_with_the_report(
         assert (tmp_path / "out" / path).exists(), path
     lines = read_jsonl(tmp_path / "out" / "ppo" / "metrics.jsonl")
     assert len(lines) == 2
-    if name == "calculator":
+    if name in ("calculator", "smollm2-tools"):
         assert "turns" in lines[0]
 
 
