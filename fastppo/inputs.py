@@ -23,6 +23,7 @@ from fastppo.models.names import check_model_name
 from fastppo.rewards.chat import SCHEME
 from fastppo.rewards.loading import FUNCTION, URL, match_function
 from fastppo.rewards.reading import (
+    check_agent,
     check_methods,
     find_definition,
     read_methods,
@@ -88,13 +89,17 @@ def check_environment(spec: str, sources: Sequence[str], column: str) -> None:
     Args:
         column: of the prompt.
     """
-    is_agent = spec.startswith(SCHEME)
     match = FUNCTION.match(spec.removeprefix(SCHEME).partition("?")[0])
-    if match is not None and match["where"].endswith(".py"):
-        kind = "agent" if is_agent else "environment"
-        methods = read_methods(find_definition(match["where"], match["name"], kind))
-        for source in sources:
-            on_columns(source, column, partial(check_methods, methods, source))
+    if match is None or not match["where"].endswith(".py"):
+        return
+    is_agent = spec.startswith(SCHEME)
+    kind = "agent" if is_agent else "environment"
+    definition = find_definition(match["where"], match["name"], kind)
+    signature = read_signature(definition) if is_agent else None
+    for source in sources:
+        if signature is not None:
+            on_columns(source, column, partial(check_agent, signature, source))
+        on_columns(source, column, partial(check_methods, read_methods(definition), source))
 
 
 def check_rewards(specs: Sequence[str], sources: Sequence[str], column: str) -> None:

@@ -1,14 +1,17 @@
 """A server of vLLM's protocol over a tiny model: what `rollout=server` asks of one, and no more.
 
-    python completion_server.py PORT MODEL [--without ADDRESS]
+    python completion_server.py PORT MODEL [ADDRESS=STATUS …]
 
 It decodes with FastPPO's decoder, one request at a time, and takes weights as vLLM does: by the
-path of a directory. `/log` says what it was asked; SIGTERM ends it.
+path of a directory. `/log` says what it was asked; SIGTERM ends it. Where an address has a status,
+that is the answer: at 302 with the way to `/log`, and a sentence in place of JSON; at 0 the server
+ends.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,8 +38,6 @@ class State:
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         """What is answered to a request; a KeyError is a status of 404."""
         self.log.append(path)
-        if path in sys.argv[3:]:
-            raise KeyError(path)
         if path == "/log":
             return self.log
         if path == "/v1/models":
@@ -88,6 +89,7 @@ class State:
 
 def main() -> None:
     state = State(sys.argv[2])
+    statuses = dict(given.split("=") for given in sys.argv[3:])
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -97,13 +99,21 @@ def main() -> None:
             self.respond(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
         def respond(self, body: dict[str, Any]) -> None:
+            status = int(statuses.get(self.path, 200))
+            if status == 0:
+                os._exit(1)
+            content = b"a sentence"
             try:
                 with state.lock:
-                    content = json.dumps(state.answer(self.path, body)).encode()
-                self.send_response(200)
+                    answer = state.answer(self.path, body)
+                if self.path not in statuses:
+                    content = json.dumps(answer).encode()
             except KeyError as error:
                 content = json.dumps({"error": {"message": str(error)}}).encode()
-                self.send_response(404)
+                status = 404
+            self.send_response(status)
+            if status == 302:
+                self.send_header("Location", "/log")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)

@@ -37,6 +37,7 @@ from fastppo.ppo.optimizer import make_optimizer
 from fastppo.ppo.rehearsal import PromptRows, check_terms, read_rows, try_terms
 from fastppo.ppo.run_models import ModelLoader, make_policy, make_reference, shortest_context
 from fastppo.rewards.calling import CallOptions
+from fastppo.rewards.chat import Agent
 from fastppo.rewards.ensemble import RewardEnsemble
 from fastppo.rewards.environment import OneTurn, Turns
 from fastppo.rewards.loading import load_environment, make_terms
@@ -152,6 +153,7 @@ def build(
         device=device,
     )
     check_terms(config, reward_terms.all, reward_terms.environment, rows)
+    check_port(reward_terms.environment, world)
     calls = CallOptions(config.reward_timeout, say)
     failure_file = Path(config.output_dir) / "failed_reward.json"
     world.first(lambda: try_terms(config, reward_terms.all, rows, calls, failure_file))
@@ -515,6 +517,16 @@ def load_rewards(
     if environment_term is not None and config.async_steps:
         raise ValueError(ASYNC_TURNS)
     return RewardTerms(trained, monitored, environment_term)
+
+
+def check_port(environment: RewardTerm | None, world: World) -> None:
+    """Raises ValueError for agents that several processes would serve at one port."""
+    agent = None if environment is None else environment.function
+    if isinstance(agent, Agent) and agent.server.port and world.size > 1:
+        raise ValueError(
+            f"{world.size} processes: each serves the agents of its own rows, so their port must "
+            f"be one that is free, got port={agent.server.port}"
+        )
 
 
 def load_ensemble(config: PPOConfig, weight: float, options: dict[str, Any]) -> RewardTerm:

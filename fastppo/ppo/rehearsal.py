@@ -20,8 +20,9 @@ from fastppo.data.rows import Rows, column_names
 from fastppo.integrations.addresses import load_prompts
 from fastppo.ppo.config import PPOConfig
 from fastppo.rewards.calling import CallOptions
+from fastppo.rewards.chat import Agent
 from fastppo.rewards.loading import load_environment, make_terms, match_function
-from fastppo.rewards.reading import check_methods, method_signatures
+from fastppo.rewards.reading import check_agent, check_methods, method_signatures
 from fastppo.rewards.reward import RewardTerm, check_signature, signature_of, try_reward
 
 
@@ -69,8 +70,13 @@ def check_terms(
             signature = signature_of(term.function)
             if signature is not None:
                 check_signature(term.name, signature, source or "prompts", columns)
-        if environment is not None:
-            check_methods(method_signatures(environment.function), source or "prompts", columns)
+        if environment is None:
+            continue
+        if isinstance(environment.function, Agent):
+            signature = signature_of(environment.function.play)
+            if signature is not None:
+                check_agent(signature, source or "prompts", columns)
+        check_methods(method_signatures(environment.function), source or "prompts", columns)
 
 
 def try_terms(

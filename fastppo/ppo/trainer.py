@@ -206,6 +206,7 @@ class PPOTrainer:
             CheckpointError: a checkpoint could not be written.
             FloatingPointError: too many optimiser steps in a row were not finite.
             RewardError: a reward raised, or returned what cannot be trained on.
+            RolloutError: the engine has no responses any more; a checkpoint is written first.
             RuntimeError: the self-check failed.
         """
         if self.prompts is None or not (self.scorer.terms or self.turns.pays):

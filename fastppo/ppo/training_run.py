@@ -52,6 +52,8 @@ class TrainingRun:
         self.checkpoints = trainer.checkpoints
         self.run_dir = Path(trainer.config.output_dir)
         self.stop_request = StopRequest(self.world)
+        self.no_evaluation: RolloutError | None = None
+        """Why the last iteration, whose update was done by then, was not evaluated."""
 
     def run(self) -> dict[str, float]:
         """Iterates, and writes policy and report; the last metrics. For what it raises, see
@@ -83,7 +85,7 @@ class TrainingRun:
             stack.enter_context(self.world.answering())
             stack.enter_context(run_lock(self.run_dir, self.world))
             self.stop_request = stack.enter_context(listening(self.world))
-            for part in (self.callbacks, self.trainer.turns):
+            for part in (self.callbacks, self.trainer.turns, self.trainer.engine):
                 stack.enter_context(closing(part))
             yield
 
@@ -129,7 +131,7 @@ class TrainingRun:
                     if self.state.optimizer_step == steps:  # else the next checkpoint before it
                         restore_random_state(at_start)
                         self.checkpoints.finish()
-                    raise RolloutError(f"{error}; stopped{self.checkpoints.how_far()}") from error
+                    raise self._stopped_by(error) from error
                 except FloatingPointError as error:
                     # No checkpoint: half of the iteration's steps were taken.
                     skipped = {"skipped_steps": float(self.state.skipped_in_a_row)}
@@ -140,7 +142,13 @@ class TrainingRun:
                 by_callback = self.callbacks.step_ended()
                 by_signal = self.stop_request.checkpoint_wanted()
                 self.checkpoints.after_iteration(metrics, requested=by_callback or by_signal)
+                if self.no_evaluation is not None:
+                    self.checkpoints.finish()
+                    raise self._stopped_by(self.no_evaluation) from self.no_evaluation
         return metrics
+
+    def _stopped_by(self, error: RolloutError) -> RolloutError:
+        return RolloutError(f"{error}; stopped{self.checkpoints.how_far()}")
 
     def _is_over(self) -> bool:
         has_enough = bool(self.state.reasons_to_end(self.config))
@@ -164,6 +172,7 @@ class TrainingRun:
 
         Raises:
             PhaseEndedError: the run is to stop; of the iteration nothing is kept.
+            RolloutError: there are no responses to be had; of the iteration nothing is kept.
             FloatingPointError: too many optimiser steps in a row were not finite.
         """
         trainer = self.trainer
@@ -182,7 +191,10 @@ class TrainingRun:
         metrics: dict[str, float] = before | iteration.metrics
         metrics |= trainer.curriculum.take(chosen, iteration.responses.scores, self.state)
         requested = self.callbacks.take("should_evaluate")
-        metrics |= trainer.evaluation.after_update(trainer, log, requested=requested)
+        try:
+            metrics |= trainer.evaluation.after_update(trainer, log, requested=requested)
+        except RolloutError as error:
+            self.no_evaluation = error
 
         number = self.state.iteration
         log.metrics(number, metrics, trainer.watch(metrics))

@@ -50,19 +50,51 @@ TRUNCATED = "length"
 
 OVER = "the episode is over: it has as many turns or tokens as it may have"
 
+ENDED = "the session has ended"
+
 UNSUPPORTED = ("functions", "logit_bias", "logprobs", "response_format", "tools")
 """Options of a request that ask for what is not done here."""
+
+TEXT = {"type": "text"}
+"""The `response_format` that is done, which is the default."""
+
+LONGEST_SHUTDOWN = 1
+"""Seconds that the server waits at its end for requests that nobody will answer any more."""
 
 
 class RefusedError(Exception):
     """A request that cannot be answered: says why."""
 
 
+class PolicyTurn(NamedTuple):
+    """A turn of the policy as an agent is answered with it."""
+
+    text: str
+    read: int
+    """Tokens that the policy had read by then."""
+    written: int
+    """Tokens of the turn, a stop token included."""
+
+
 class ChatAnswer(NamedTuple):
     """What a request is answered with."""
 
-    text: str
+    turn: PolicyTurn
     finish_reason: str
+
+    @property
+    def message(self) -> dict[str, str]:
+        """As OpenAI's API has it."""
+        return {"role": "assistant", "content": self.turn.text}
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """In tokens, as it has them."""
+        return {
+            "prompt_tokens": self.turn.read,
+            "completion_tokens": self.turn.written,
+            "total_tokens": self.turn.read + self.turn.written,
+        }
 
 
 class Agent:
@@ -103,8 +135,10 @@ class Session:
         self.play = play
         self.server = server
         self.key = ""
-        self.run: asyncio.Task[Any] | None = None
+        self.playing: asyncio.Task[Any] | None = None
         """The call of the agent."""
+        self.is_paid = False
+        """Whether what it returned was read."""
         self.requests: asyncio.Queue[list[dict[str, Any]]]
         """Requests that the trainer has not read: one at most."""
         self.messages: list[dict[str, Any]] = []
@@ -124,44 +158,47 @@ class Session:
         self.requests = asyncio.Queue()
         self.messages = []
         self.answer = None
+        self.is_paid = False
         self.is_over = False
         self.was_refused = False
         row = {**columns, "prompt": prompt, "base_url": base_url, "api_key": self.key}
-        self.run = asyncio.create_task(self._called(row))
-        messages = await self._next_request(self.run)
+        self.playing = asyncio.create_task(self._called(row))
+        messages = await self._next_request(self.playing)
         if messages is None:
-            raise RuntimeError(f"{_result(self.run)!r} was returned without a request")
+            raise RuntimeError(f"{_result(self.playing)!r} was returned without a request")
         return messages
 
-    async def step(self, text: str) -> tuple[Any, Any, bool]:
+    async def step(self, turn: PolicyTurn) -> tuple[Any, Any, bool]:
         """Answers the request: (the messages of the next that are new, 0, False), or where the
         agent has returned ("", the reward, True)."""
-        assert self.run is not None
-        known = self._reply(ChatAnswer(text, FINISHED))
-        messages = await self._next_request(self.run)
+        assert self.playing is not None
+        known = self._reply(ChatAnswer(turn, FINISHED))
+        messages = await self._next_request(self.playing)
         if messages is None:
-            return "", _result(self.run), True
+            self.is_paid = True
+            return "", _result(self.playing), True
         return messages[known:], 0.0, False
 
-    async def end(self, cut_off: str | None) -> Any:
-        """What an agent returns that has not returned yet.
+    async def end(self, cut_off: PolicyTurn | None) -> Any:
+        """What an agent returns, unless `step` has paid it.
 
         Args:
             cut_off: the policy's last turn, where it was cut off.
         """
-        assert self.run is not None
-        if self.run.done():
+        assert self.playing is not None
+        if self.is_paid:
             return 0.0
         self.is_over = True
         if cut_off is not None:
             self._reply(ChatAnswer(cut_off, TRUNCATED))
         elif self.answer is not None:
-            self.was_refused = True
+            # An agent that has returned already did not wait for the answer.
+            self.was_refused = not self.playing.done()
             self.answer.set_exception(RefusedError(OVER))
-        await asyncio.wait({self.run})
-        if self.run.exception() is not None and self.was_refused:
+        await asyncio.wait({self.playing})
+        if self.playing.exception() is not None and self.was_refused:
             return 0.0
-        return _result(self.run)
+        return _result(self.playing)
 
     async def close(self) -> None:
         """Ends the call of the agent, and with the last session the server."""
@@ -203,7 +240,7 @@ class Session:
     def _reply(self, answer: ChatAnswer) -> int:
         """Answers the request; the number of messages with the answer."""
         assert self.answer is not None
-        self.messages = [*self.messages, {"role": "assistant", "content": answer.text}]
+        self.messages = [*self.messages, answer.message]
         self.answer.set_result(answer)
         return len(self.messages)
 
@@ -229,10 +266,10 @@ class Session:
         """Ends a call that goes on: its thread, if it has one, at its next request."""
         self.server.sessions.pop(self.key, None)
         if self.answer is not None and not self.answer.done():
-            self.answer.set_exception(RefusedError("the run has ended"))
-        if self.run is not None:
-            self.run.cancel()
-            await asyncio.wait({self.run})
+            self.answer.set_exception(RefusedError(ENDED))
+        if self.playing is not None:
+            self.playing.cancel()
+            await asyncio.wait({self.playing})
 
 
 def _result(run: asyncio.Task[Any]) -> Any:
@@ -300,6 +337,7 @@ class ChatServer:
                 lifespan="off",
                 ws="none",
                 access_log=False,
+                timeout_graceful_shutdown=LONGEST_SHUTDOWN,
                 log_config=None,
                 log_level="warning",
             )
@@ -330,33 +368,32 @@ class ChatServer:
             answer = await asyncio.shield(session.ask(_read_request(body)))
         except (RefusedError, ValueError) as error:  # the second of what is no JSON
             return _refusal(str(error), 400)
-        model = body.get("model", "policy")
-        if body.get("stream"):
-            return StreamingResponse(_streamed(answer, model), media_type="text/event-stream")
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": answer.text},
-            "finish_reason": answer.finish_reason,
+        completion = {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": body.get("model", "policy"),
         }
-        return JSONResponse(_completion("chat.completion", model, choice))
+        if body.get("stream"):
+            options = body.get("stream_options")
+            has_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+            events = _streamed(answer, completion, has_usage=has_usage)
+            return StreamingResponse(events, media_type="text/event-stream")
+        choice = {"index": 0, "message": answer.message, "finish_reason": answer.finish_reason}
+        whole = {"object": "chat.completion", "choices": [choice], "usage": answer.usage}
+        return JSONResponse(completion | whole)
 
 
-def _completion(kind: str, model: str, choice: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
-        "choices": [choice],
-    }
-
-
-def _streamed(answer: ChatAnswer, model: str) -> Iterator[str]:
+def _streamed(answer: ChatAnswer, completion: dict[str, Any], *, has_usage: bool) -> Iterator[str]:
     """The answer as server-sent events, in one piece: a turn is drawn before it is answered."""
-    message = {"role": "assistant", "content": answer.text}
-    for delta, finish_reason in ((message, None), ({}, answer.finish_reason)):
-        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
-        yield f"data: {json.dumps(_completion('chat.completion.chunk', model, choice))}\n\n"
+    chunks: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": answer.message, "finish_reason": None}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish_reason}]},
+    ]
+    if has_usage:
+        chunks.append({"choices": [], "usage": answer.usage})
+    for chunk in chunks:
+        event = completion | {"object": "chat.completion.chunk"} | chunk
+        yield f"data: {json.dumps(event)}\n\n"
     yield "data: [DONE]\n\n"
 
 
@@ -377,7 +414,7 @@ def _read_request(body: Any) -> list[dict[str, Any]]:
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise RefusedError("expected an object with a list `messages`")
     for name in UNSUPPORTED:
-        if body.get(name):
+        if body.get(name) and body[name] != TEXT:
             raise RefusedError(f"{name} is not supported: a request has a policy's text for answer")
     if body.get("n") not in (None, 1):
         raise RefusedError(f"n must be 1, got {body['n']}: a session is one conversation")
@@ -391,15 +428,24 @@ def _read_message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RefusedError(f"expected a message with a role, got {message!r}")
     content = message.get("content")
+    if content is None:
+        content = ""
     if isinstance(content, list):
-        texts = [part["text"] for part in content if isinstance(part, dict) and "text" in part]
-        if len(texts) < len(content):
-            raise RefusedError(f"a {message['role']} message has content that is no text")
-        content = "".join(map(str, texts))
+        content = "".join(_text_of(part) for part in content)
+    if not isinstance(content, str):
+        raise RefusedError(f"a {message['role']} message has content that is no text")
     given = {name: value for name, value in message.items() if value is not None}
     # A newer name, which chat templates do not have.
     role = "system" if message["role"] == "developer" else message["role"]
-    return {**given, "role": role, "content": content or ""}
+    return {**given, "role": role, "content": content}
+
+
+def _text_of(part: Any) -> str:
+    """The text of a part of a message's content."""
+    text = part.get("text") if isinstance(part, dict) else None
+    if not isinstance(text, str) or part.get("type") != "text":
+        raise RefusedError(f"expected parts of type text in a message's content, got {part!r}")
+    return text
 
 
 def _is_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

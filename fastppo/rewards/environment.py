@@ -16,6 +16,7 @@ by HTTP: `fastppo.rewards.chat`.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ from fastppo.data.prompts import Prompts
 from fastppo.data.rows import DataError
 from fastppo.data.world import World
 from fastppo.rewards.calling import CallOptions
-from fastppo.rewards.chat import Agent
+from fastppo.rewards.chat import Agent, PolicyTurn
 from fastppo.rewards.pool import Answer, EnvironmentPool, Failure
 from fastppo.rewards.reward import RewardError
 from fastppo.rewards.tools import ToolForm, Tools
@@ -85,11 +86,13 @@ class Episode:
         return self.prompt_ids + self.tokens
 
     @property
-    def cut_off(self) -> str | None:
+    def cut_off(self) -> PolicyTurn | None:
         """The policy's last turn, where it was cut off and no environment has read it."""
         last = self.turns[-1]
-        is_unread = self.finish_reason == TRUNCATED and last["role"] == POLICY
-        return last["text"] if is_unread else None
+        if self.finish_reason != TRUNCATED or last["role"] != POLICY:
+            return None
+        written = len(list(itertools.takewhile(bool, reversed(self.written))))
+        return PolicyTurn(last["text"], len(self.conversation) - written, written)
 
     def add_turn(self, text: str, rollout: Rollout, row: int) -> None:
         """Appends what the policy wrote; a turn that was cut off ends the episode."""
@@ -167,7 +170,8 @@ class Turns:
         self.environments = EnvironmentPool(make, options=self.options, world=self.world)
         self.name = self.environments.name
         self.pays = not isinstance(make, Tools) or make.pays
-        self.pays_at_the_end = isinstance(make, (Tools, Agent))
+        self.is_agent = isinstance(make, Agent)
+        self.pays_at_the_end = self.is_agent or isinstance(make, Tools)
         self.form: ToolForm | None = None
         if isinstance(make, Tools):
             where = f"environment {self.name!r}"
@@ -253,6 +257,8 @@ class Turns:
 
     def _read(self, conversation: list[int], ids: list[int], text: str) -> Any:
         """A turn of the policy as the environment takes it."""
+        if self.is_agent:
+            return PolicyTurn(text, len(conversation), len(ids))
         return text if self.form is None else self.form.read(conversation, ids, text)
 
     def _take_answer(

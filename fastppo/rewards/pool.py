@@ -99,8 +99,8 @@ class EnvironmentPool:
         """By row, what the environments answer.
 
         Args:
-            turns: texts, or `ToolTurn`s where the environments have tools; by row of a batch of
-                `count`.
+            turns: texts, or `ToolTurn`s where the environments have tools, or `PolicyTurn`s where
+                they are agents; by row of a batch of `count`.
         """
 
         def calls(rows: Sequence[int]) -> list[_Call]:
@@ -108,7 +108,7 @@ class EnvironmentPool:
 
         return self._on_its_rank(list(turns), count, calls)
 
-    def end(self, cut_off: Sequence[str | None]) -> dict[int, float | Failure]:
+    def end(self, cut_off: Sequence[Any]) -> dict[int, float | Failure]:
         """By row, what environments that have `end` pay for the episode.
 
         Args:

@@ -151,6 +151,29 @@ def check_methods(
             ) from None
 
 
+GIVEN_TO_AGENTS = ("base_url", "api_key", "prompt")
+"""What an agent is given beside the columns of its row."""
+
+
+def check_agent(signature: inspect.Signature, source: str, columns: Sequence[str]) -> None:
+    """Checks that an agent of this signature can be called.
+
+    Args:
+        source: of the prompts; columns: theirs, beside the prompt.
+
+    Raises:
+        ValueError: it cannot; the sentence says what it is given.
+    """
+    given = (*GIVEN_TO_AGENTS, *columns)
+    try:
+        signature.bind(**columns_for(signature, dict.fromkeys(given)))
+    except TypeError as error:
+        raise ValueError(
+            f"environment: the agent takes {signature}: {error}; with the columns of {source} it "
+            f"is given {', '.join(given)}"
+        ) from None
+
+
 def columns_for(signature: inspect.Signature, columns: Mapping[str, Any]) -> dict[str, Any]:
     """The columns that a signature has room for."""
     parameters = signature.parameters.values()

@@ -258,7 +258,7 @@ class _Episode:
         """(a message for each call, 0, whether there was none)."""
         return _answers(turn, [self._answer(tool_call) for tool_call in turn.calls])
 
-    def end(self, cut_off: str | None) -> Any:
+    def end(self, cut_off: Any) -> Any:
         """What the episode earns; called once. Of a turn that was cut off no call is made."""
         get_reward = getattr(self.environment, "get_reward", None)
         return 0.0 if get_reward is None else get_reward()
@@ -315,7 +315,7 @@ class _WaitingEpisode(_Episode):
         # One after the other: the next may depend on what the one before did.
         return _answers(turn, [await self._answer_later(tool_call) for tool_call in turn.calls])
 
-    async def end(self, cut_off: str | None) -> Any:
+    async def end(self, cut_off: Any) -> Any:
         return await _awaited(super().end(cut_off))
 
     async def close(self) -> Any:

@@ -22,6 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from fastppo.data.web import make_opener
+
 TIMEOUT = 60.0
 """Seconds for a request, unless others are given."""
 
@@ -54,11 +56,6 @@ class RequestError(RuntimeError):
     """A reward server gave no rewards: says why."""
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *args: Any) -> None:
-        return None
-
-
 class URLReward:
     """A reward that is asked for by HTTP.
 
@@ -82,7 +79,7 @@ class URLReward:
         # Without the query, which may hold a secret.
         self._address = f"{parts.scheme}://{parts.netloc}{parts.path}"
         self.__name__ = address_name(url)
-        self._open = urllib.request.build_opener(_NoRedirect).open
+        self._open = make_opener().open
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
         token = os.environ.get(TOKEN)
         if token and parts.scheme == "https":

@@ -32,8 +32,8 @@ OUT_OF_TURNS = "turns"
 
 
 class RolloutError(RuntimeError):
-    """There are no responses to be had any more: nothing of the iteration is kept, and the run ends
-    with a checkpoint."""
+    """There are no responses to be had any more: the run ends with a checkpoint. Nothing of the
+    iteration is kept, unless they were of an evaluation after its update."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -165,7 +165,7 @@ class RolloutEngine(ABC):
         """One response per prompt, from the policy's weights as they are now. All that is random
         follows from torch's global CPU generator."""
 
-    # Both do nothing for an engine that reads the learner's own weights.
+    # These do nothing for an engine that reads the learner's own weights and has no threads.
 
     def weights_changed(self, policy: Any) -> None:  # noqa: B027
         """Called after an update and after a checkpoint was loaded: `policy` (the trainer's
@@ -173,6 +173,9 @@ class RolloutEngine(ABC):
 
     def release(self) -> None:  # noqa: B027
         """Called before an update: frees memory that the learner needs."""
+
+    def close(self) -> None:  # noqa: B027
+        """Called at the end of a run: what it does in other threads ends. It may be used again."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of it, as JSON has it."""

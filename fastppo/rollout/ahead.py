@@ -30,8 +30,8 @@ from fastppo.models.policy import LanguageModel
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
 
 
-class Batch(NamedTuple):
-    """Responses that were drawn ahead, or are being drawn."""
+class DrawnBatch(NamedTuple):
+    """Prompts, and the responses that were drawn to them or are being drawn."""
 
     prompt_ids: list[list[int]]
     rollout: Future[Rollout]
@@ -52,9 +52,9 @@ class AheadEngine(RolloutEngine):
         self._is_training = False
         """Whether the next call is for an iteration of the run, and not of an evaluation."""
         self._next_prompts: list[list[int]] = []
-        self._learned: Batch | None = None
+        self._learned: DrawnBatch | None = None
         """What is learned from now."""
-        self._ahead: Batch | None = None
+        self._ahead: DrawnBatch | None = None
         """What comes after it."""
 
     def prepare(self, next_prompts: list[list[int]]) -> None:
@@ -71,16 +71,19 @@ class AheadEngine(RolloutEngine):
         if not self._is_training:
             return self.engine.generate(prompt_ids, sampling)
         self._is_training = False
-        if self._ahead is not None and self._ahead.prompt_ids == prompt_ids:
-            self._learned = self._ahead
-        else:
-            self._learned = Batch(prompt_ids, _done(self.engine.generate(prompt_ids, sampling)))
-        rollout = self._learned.rollout.result()
+        # Two seeds in every iteration, so that one that is made again after a resume, when its
+        # batch is there already, takes the same for the next.
+        now = replace(sampling, seed=sampling.drawn_seed())
+        later = replace(sampling, seed=sampling.drawn_seed())
+        drawn = self._ahead
         self._ahead = None
+        if drawn is None or drawn.prompt_ids != prompt_ids:
+            drawn = DrawnBatch(prompt_ids, _done(self.engine.generate(prompt_ids, now)))
+        rollout = drawn.rollout.result()
+        self._learned = drawn
         if self._next_prompts:
-            seeded = replace(sampling, seed=sampling.drawn_seed())
-            drawing = self._thread.submit(self.engine.generate, self._next_prompts, seeded)
-            self._ahead = Batch(self._next_prompts, drawing)
+            drawing = self._thread.submit(self.engine.generate, self._next_prompts, later)
+            self._ahead = DrawnBatch(self._next_prompts, drawing)
         return rollout
 
     def weights_changed(self, policy: Any) -> None:
@@ -89,6 +92,12 @@ class AheadEngine(RolloutEngine):
             concurrent.futures.wait([self._ahead.rollout])  # a failure is told where it is read
         self.engine.weights_changed(policy)
         self._learned = None
+
+    def close(self) -> None:
+        """Ends what is drawn ahead; an engine that cannot end it is waited for."""
+        self.engine.close()
+        if self._ahead is not None and self._ahead.rollout.exception() is not None:
+            self._ahead = None
 
     def state_dict(self) -> dict[str, Any]:
         """That of the engine, with the batch of the next iteration, or of this one where its update
@@ -119,7 +128,7 @@ class AheadEngine(RolloutEngine):
                 logprobs=_as_tensors(state["logprobs"]),
                 versions=state["versions"],
             )
-            self._ahead = Batch(state["prompt_ids"], _done(rollout))
+            self._ahead = DrawnBatch(state["prompt_ids"], _done(rollout))
 
 
 def copy_of(policy: LanguageModel) -> LanguageModel:

@@ -4,8 +4,8 @@
     answer                {"choices": [{"token_ids": […], "logprobs": {"token_logprobs": […]}}]}
 
 Prompts go out as token ids, and the ids and logprobs of the answer are taken as they are: nothing
-is encoded a second time. Each response has a seed of its own, so that it does not depend on which
-others are decoded beside it, nor on which server it went to.
+is encoded a second time. Each response has a seed of its own, so that, but for rounding, it does
+not depend on which others are decoded beside it, nor on which server it went to.
 
 Weights are handed over through a directory that the servers see too: the policy whole, which a
 server reads in place of its own (`reload_weights`), or, where the policy has LoRA adapters, these
@@ -13,8 +13,9 @@ alone, which are loaded under a new name. A handover has a number, its version, 
 which it has; one that says another, because it was started again, is handed the weights anew before
 it is asked for responses.
 
-A server that does not answer is waited for. Where it stays away, nothing of the iteration is kept,
-and the run ends with a checkpoint.
+Requests go out in rounds. One that was not answered is sent again in the next, before which a
+server that is away is waited for. Where it stays away, or after the last round, nothing of the
+iteration is kept, and the run ends with a checkpoint.
 
 Sources: vLLM 0.32, `vllm/entrypoints/openai/completion/protocol.py`, `entrypoints/rl/online/` and
 `entrypoints/serve/lora/` (VLLM_SERVER_DEV_MODE, VLLM_ALLOW_RUNTIME_LORA_UPDATING).
@@ -34,22 +35,27 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastppo.data.web import make_opener
 from fastppo.models.policy import LanguageModel
-from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, RolloutError, Sampling
+from fastppo.rollout import Rollout, RolloutEngine, RolloutError, Sampling
 from fastppo.rollout.prompts import check_prompts
-from fastppo.rollout.vllm import sampling_options
+from fastppo.rollout.vllm import as_rollout, sampling_options
 
 WAIT = 600.0
 """Seconds that a server which does not answer is waited for: as long as it takes to start one."""
 
 PAUSE = 2.0
-"""Seconds between two attempts to reach a server."""
+"""Seconds between two attempts to reach a server, and between two rounds of requests."""
+
+ROUNDS = 5
+"""Rounds in which the requests of a batch are sent."""
 
 LONGEST_ANSWER = 3600.0
 """Seconds for one answer, responses or the loading of weights."""
@@ -62,14 +68,20 @@ CONCURRENCY = 256
 TOKEN = "VLLM_API_KEY"
 """Environment variable with the servers' key, by vLLM's own name."""
 
-STARTING = (502, 503, 504)
-"""Statuses of a server that is not there yet, from it or from what stands before it."""
+LONGEST_REFUSAL = 500
+"""Characters that are shown of what a server says is wrong."""
 
 NOT_FOUND = (
     "; start it with VLLM_SERVER_DEV_MODE=1, for LoRA with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and "
     "--enable-lora"
 )
 """Ends the sentence on an address that a server does not have."""
+
+CLOSED = "the rollout engine was closed"
+"""Ends a call of `generate` that goes on meanwhile."""
+
+GONE = "it has not the weights any more"
+"""Of a server that was started again, or is away."""
 
 NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
 """Options that a server may have defaults for, from the model's generation config."""
@@ -117,40 +129,71 @@ class ServerEngine(RolloutEngine):
         """Of this process's handovers, before their version."""
         self.version = 0
         self.handover: Handover | None = None
+        self._closing = threading.Event()
+        """Set where those calls of `generate` are to end that go on now."""
         self.weights_changed(policy)
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
         """Draws one response per prompt. `logprobs` are None where sampling is restricted.
 
         Raises:
-            RolloutError: a server does not answer any more.
+            RolloutError: a server does not answer any more, or the engine was closed meanwhile.
             ValueError: a prompt is empty, or a server refuses the weights or a request.
         """
         check_prompts(prompt_ids)
         assert self.handover is not None
-        handover = self.handover
-        requests = _requests(prompt_ids, sampling)
-        servers = [self.servers[row % len(self.servers)] for row in range(len(requests))]
-        choices: list[dict[str, Any]] = []
-        while not choices and requests:
-            for server in self.servers:
-                server.take(handover)
-            with ThreadPoolExecutor(self.concurrency) as pool:
-                drawn = pool.map(Server.complete, servers, requests, [handover] * len(requests))
-                choices = list(drawn)
-            # One that was started again meanwhile may have answered with other weights.
-            if not all(server.has(handover) for server in self.servers):
-                choices = []
-        logprobs = [_logprobs(choice) for choice in choices]
-        # Those of softmax(z/T) over the whole vocabulary, unless sampling changed it.
-        is_plain = not sampling.is_restricted and (not sampling.greedy or sampling.temperature == 1)
-        return Rollout(
+        choices = self._complete(_requests(prompt_ids, sampling), self.handover)
+        rollout = as_rollout(
             tokens=[list(choice["token_ids"]) for choice in choices],
-            finish_reasons=[_finish_reason(choice["finish_reason"]) for choice in choices],
-            sampler_logprobs=logprobs,
-            logprobs=logprobs if is_plain else None,
-            versions=[handover.version] * len(choices),
+            finish_reasons=[choice["finish_reason"] for choice in choices],
+            sampler_logprobs=[_logprobs(choice) for choice in choices],
+            sampling=sampling,
         )
+        return replace(rollout, versions=[self.handover.version] * len(choices))
+
+    def _complete(self, requests: list[dict[str, Any]], handover: Handover) -> list[dict[str, Any]]:
+        """The choices that answer the requests; raises as `generate`."""
+        closing = self._closing
+        choices: dict[int, dict[str, Any]] = {}
+        failure = ""
+
+        def ask(row: int) -> dict[str, Any] | _AwayError:
+            if closing.is_set():
+                raise RolloutError(CLOSED)
+            try:
+                return self._server_of(row).complete(requests[row], handover)
+            except _AwayError as error:
+                return error
+
+        for number in range(ROUNDS):
+            if number:
+                _pause(closing)
+            for server in self.servers:
+                server.take(handover, closing)
+            open_rows = [row for row in range(len(requests)) if row not in choices]
+            with ThreadPoolExecutor(self.concurrency) as pool:
+                for row, answer in zip(open_rows, pool.map(ask, open_rows), strict=True):
+                    if isinstance(answer, _AwayError):
+                        failure = f"{self._server_of(row).url}: {answer}"
+                    else:
+                        choices[row] = answer
+            # One that was started again meanwhile may have answered with other weights.
+            for server in self.servers:
+                if not server.has(handover):
+                    failure = f"{server.url}: {GONE}"
+                    for row in range(len(requests)):
+                        if self._server_of(row) is server:
+                            choices.pop(row, None)
+            if len(choices) == len(requests):
+                return [choices[row] for row in range(len(requests))]
+        missing = len(requests) - len(choices)
+        raise RolloutError(
+            f"{missing} of {len(requests)} responses were asked for {ROUNDS} times in vain "
+            f"({failure})"
+        )
+
+    def _server_of(self, row: int) -> Server:
+        return self.servers[row % len(self.servers)]
 
     @torch.no_grad()
     def weights_changed(self, policy: Any) -> None:
@@ -173,6 +216,12 @@ class ServerEngine(RolloutEngine):
                     shutil.rmtree(directory, ignore_errors=True)
         self.handover = handover
 
+    def close(self) -> None:
+        """Ends the drawing that goes on in another thread: it waits for no server any more, and
+        sends no further request."""
+        self._closing.set()
+        self._closing = threading.Event()
+
     def state_dict(self) -> dict[str, Any]:
         return {"version": self.version}
 
@@ -192,35 +241,35 @@ class Server:
     def __init__(self, url: str, say: Callable[[str], None]) -> None:
         self.url = url.rstrip("/")
         self.say = say
-        self._taking = threading.Lock()
+        self._open = make_opener().open
         self._base_model = ""
-        self._adapters = ""
-        """The name of those that it has of us."""
+        self._adapter_name = ""
+        """Of the adapters that it has of us."""
 
-    def take(self, handover: Handover) -> None:
+    def take(self, handover: Handover, closing: threading.Event) -> None:
         """Has the server take the weights, unless it has them; waits for one that is away.
 
+        Args:
+            closing: set where it is to be waited for no longer.
+
         Raises:
-            RolloutError: it stays away.
-            ValueError: it refuses them.
+            RolloutError: it stays away, or is waited for no longer.
+            ValueError: it refuses the weights.
         """
-        with self._taking:
-            until = time.monotonic() + WAIT
-            is_told = False
-            while True:
-                try:
-                    if not self._has(handover):
-                        self._load(handover)
-                    return
-                except _AwayError as error:
-                    if time.monotonic() > until:
-                        raise RolloutError(
-                            f"{self.url} has not answered for {WAIT:g} s: {error}"
-                        ) from error
-                    if not is_told:
-                        self.say(f"{self.url} does not answer ({error}): waiting for it")
-                        is_told = True
-                    time.sleep(PAUSE)
+        until = time.monotonic() + WAIT
+        is_told = False
+        while True:
+            try:
+                if not self._has(handover):
+                    self._load(handover)
+                return
+            except _AwayError as error:
+                if time.monotonic() > until:
+                    raise RolloutError(f"waited {WAIT:g} s for {self.url}: {error}") from error
+                if not is_told:
+                    self.say(f"waiting for {self.url}: {error}")
+                    is_told = True
+            _pause(closing)
 
     def has(self, handover: Handover) -> bool:
         """Whether it has the weights, and answers."""
@@ -233,58 +282,70 @@ class Server:
         """The choice that answers a request.
 
         Raises:
-            RolloutError, ValueError: as `take`; it refuses the request, or gives no token ids.
+            _AwayError: it does not answer, or was started again and has not the adapters.
+            ValueError: it refuses the request, or gives no token ids.
         """
-        while True:
-            model = handover.name if handover.is_lora else self._base_model
-            try:
-                answer = self._ask("/v1/completions", {**request, "model": model})
-            except _AwayError:
-                self.take(handover)
-                continue
-            except ValueError:
-                if self.has(handover):
-                    raise
-                self.take(handover)  # started again, without the adapters
-                continue
-            (choice,) = answer["choices"]
-            if choice.get("token_ids") is None or choice.get("logprobs") is None:
-                raise ValueError(
-                    f"{self.url} gives no token ids and logprobs: expected vLLM, or a server that "
-                    "has its `return_token_ids`"
-                )
-            if choice.get("prompt_token_ids", request["prompt"]) != request["prompt"]:
-                raise ValueError(f"{self.url} read another prompt than it was given")
-            return choice
+        model = handover.name if handover.is_lora else self._base_model
+        try:
+            (choice,) = self._ask("/v1/completions", "choices", {**request, "model": model})
+        except ValueError as error:
+            if self.has(handover):
+                raise
+            raise _AwayError(GONE) from error
+        if choice.get("token_ids") is None or choice.get("logprobs") is None:
+            raise ValueError(
+                f"{self.url} gives no token ids and logprobs: expected vLLM, or a server that has "
+                "its `return_token_ids`"
+            )
+        if choice.get("prompt_token_ids", request["prompt"]) != request["prompt"]:
+            raise ValueError(f"{self.url} read another prompt than it was given")
+        return choice
 
     def _has(self, handover: Handover) -> bool:
-        models = [model["id"] for model in self._ask("/v1/models")["data"]]
+        models = [model["id"] for model in self._ask("/v1/models", "data")]
         if handover.is_lora:
             return handover.name in models
         self._base_model = models[0]
-        return self._ask("/weight_info")["weight_version"] == handover.name
+        return self._ask("/weight_info", "weight_version") == handover.name
 
     def _load(self, handover: Handover) -> None:
         path = str(handover.directory)
         if handover.is_lora:
             body: dict[str, Any] = {"lora_name": handover.name, "lora_path": path}
-            self._ask("/v1/load_lora_adapter", body)
-            if self._adapters:
-                self._forget(self._adapters)
-            self._adapters = handover.name
+            self._send("/v1/load_lora_adapter", body)
+            if self._adapter_name:
+                self._forget(self._adapter_name)
+            self._adapter_name = handover.name
             return
-        self._ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        self._send("/collective_rpc", body)
         # Keys and values in it are of the old weights.
-        if not self._ask("/reset_prefix_cache", {})["success"]:
+        if not self._ask("/reset_prefix_cache", "success", {}):
             raise ValueError(f"{self.url} did not empty its prefix cache: who else does it serve?")
-        self._ask("/update_weight_version", {"new_version": handover.name})
+        self._send("/update_weight_version", {"new_version": handover.name})
 
     def _forget(self, name: str) -> None:
         with contextlib.suppress(ValueError):  # it was started again, and has none of that name
-            self._ask("/v1/unload_lora_adapter", {"lora_name": name})
+            self._send("/v1/unload_lora_adapter", {"lora_name": name})
 
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """What the server answers to a GET, or to a POST of a body; None to an empty answer."""
+    def _ask(self, path: str, name: str, body: dict[str, Any] | None = None) -> Any:
+        """A value of the object that the server answers; raises as `_send`, and ValueError where it
+        answers none that has it."""
+        content = self._send(path, body)
+        try:
+            return json.loads(content)[name]
+        except (ValueError, TypeError, LookupError) as error:
+            raise ValueError(
+                f"{self.url}{path} answered no JSON object with {name!r}: expected vLLM's server"
+            ) from error
+
+    def _send(self, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """What the server answers to a GET, or to a POST of a body.
+
+        Raises:
+            _AwayError: it does not answer, or with a status of 500 or above.
+            ValueError: it answers with another status than 200.
+        """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}{path}", data)
         request.add_header("Content-Type", "application/json")
@@ -292,25 +353,28 @@ class Server:
             request.add_header("Authorization", f"Bearer {key}")
         timeout = LONGEST_CHECK if body is None else LONGEST_ANSWER
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
-                content = answer.read()
+            with self._open(request, timeout=timeout) as answer:
+                return answer.read()
         except urllib.error.HTTPError as error:
             with error:
-                text = error.read().decode(errors="replace")
-            if error.code in STARTING:
-                raise _AwayError(f"status {error.code}") from error
+                text = error.read().decode(errors="replace")[:LONGEST_REFUSAL]
+            if error.code >= 500:  # of the server, or of what stands before one that is starting
+                raise _AwayError(f"{path} answered {error.code}: {text}") from error
             hint = NOT_FOUND if error.code == 404 else ""
             raise ValueError(f"{self.url}{path} answered {error.code}: {text}{hint}") from error
         except (OSError, http.client.HTTPException) as error:
-            raise _AwayError(str(getattr(error, "reason", error))) from error
-        try:
-            return json.loads(content)
-        except ValueError:  # a sentence, or nothing
-            return None
+            reason = getattr(error, "reason", error)
+            raise _AwayError(f"no answer ({reason})") from error
 
 
 class _AwayError(Exception):
-    """A server does not answer."""
+    """A server does not answer, or not as one that works."""
+
+
+def _pause(closing: threading.Event) -> None:
+    """Waits before another attempt; raises RolloutError where the engine is closed meanwhile."""
+    if closing.wait(PAUSE):
+        raise RolloutError(CLOSED)
 
 
 def _requests(prompt_ids: list[list[int]], sampling: Sampling) -> list[dict[str, Any]]:
@@ -318,7 +382,8 @@ def _requests(prompt_ids: list[list[int]], sampling: Sampling) -> list[dict[str,
     options = sampling_options(sampling)
     del options["detokenize"]  # of the engine in the process alone
     generator = torch.Generator().manual_seed(sampling.drawn_seed())
-    seeds = torch.randint(2**31, (len(prompt_ids),), generator=generator).tolist()
+    first, rows = sampling.place or (0, len(prompt_ids))
+    seeds = torch.randint(2**31, (rows,), generator=generator)[first : first + len(prompt_ids)]
     return [
         {
             **options,
@@ -327,16 +392,10 @@ def _requests(prompt_ids: list[list[int]], sampling: Sampling) -> list[dict[str,
             "seed": seed,
             "return_token_ids": True,
         }
-        for prompt, seed in zip(prompt_ids, seeds, strict=True)
+        for prompt, seed in zip(prompt_ids, seeds.tolist(), strict=True)
     ]
 
 
 def _logprobs(choice: dict[str, Any]) -> Tensor:
     """[length] fp32, nats, of the drawn tokens."""
     return torch.tensor(choice["logprobs"]["token_logprobs"], dtype=torch.float32)
-
-
-def _finish_reason(reason: str) -> str:
-    if reason not in (FINISHED, TRUNCATED):
-        raise RuntimeError(f"a server ended a response with {reason!r}; expected stop or length")
-    return reason

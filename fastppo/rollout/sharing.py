@@ -69,6 +69,9 @@ class SharedEngine(RolloutEngine):
         reshard(self.policy)  # a group that is still gathered has the weights before the update
         self.world.share(lambda: self.engine.weights_changed(policy))
 
+    def close(self) -> None:
+        self.engine.close()
+
 
 def _draw_seed() -> int:
     return int(torch.randint(2**63 - 1, ()))

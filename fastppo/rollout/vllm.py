@@ -149,14 +149,11 @@ class VLLMEngine(RolloutEngine):
             use_tqdm=False,
         )
         responses = [output.outputs[0] for output in outputs]
-        logprobs = [_logprobs(response) for response in responses]
-        # Those of softmax(z/T) over the whole vocabulary, unless sampling changed it.
-        is_plain = not sampling.is_restricted and (not sampling.greedy or sampling.temperature == 1)
-        return Rollout(
+        return as_rollout(
             tokens=[list(response.token_ids) for response in responses],
-            finish_reasons=[_finish_reason(response.finish_reason) for response in responses],
-            sampler_logprobs=logprobs,
-            logprobs=logprobs if is_plain else None,
+            finish_reasons=[response.finish_reason for response in responses],
+            sampler_logprobs=[_logprobs(response) for response in responses],
+            sampling=sampling,
         )
 
     @torch.no_grad()
@@ -200,10 +197,29 @@ def sampling_options(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def _finish_reason(reason: str) -> str:
-    if reason not in (FINISHED, TRUNCATED):
-        raise RuntimeError(f"vLLM ended a response with {reason!r}; expected stop or length")
-    return reason
+def as_rollout(
+    *,
+    tokens: list[list[int]],
+    finish_reasons: list[str],
+    sampler_logprobs: list[Tensor],
+    sampling: Sampling,
+) -> Rollout:
+    """What vLLM drew as `sampling` says. `logprobs` are None where sampling is restricted.
+
+    Raises:
+        RuntimeError: a response ended for another reason than stop or length.
+    """
+    for reason in finish_reasons:
+        if reason not in (FINISHED, TRUNCATED):
+            raise RuntimeError(f"vLLM ended a response with {reason!r}; expected stop or length")
+    # Those of softmax(z/T) over the whole vocabulary, unless sampling changed it.
+    is_plain = not sampling.is_restricted and (not sampling.greedy or sampling.temperature == 1)
+    return Rollout(
+        tokens=tokens,
+        finish_reasons=finish_reasons,
+        sampler_logprobs=sampler_logprobs,
+        logprobs=sampler_logprobs if is_plain else None,
+    )
 
 
 def _logprobs(response: Any) -> Tensor:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 
 from fastppo.ppo.trainer import PPOTrainer
+from fastppo.rollout import RolloutError
 from fastppo.run.log import read_jsonl
 from fastppo.run.report import write_report
 from runs import make_trainer, records
@@ -115,6 +117,30 @@ def test_what_a_reward_or_an_environment_draws_leaves_no_trace_either(
     rewards = {line["eval/reward"] for line in records(one)}
     assert len(rewards) == 1
     assert len({line["reward"] for line in records(one)}) == 3
+
+
+def test_where_an_evaluation_has_no_responses_the_run_ends_after_the_iteration_that_it_is_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"iterations": 3, "eval_interval": 2}
+    whole = _trainer(tmp_path / "whole", **options)
+    whole.train()
+    parts = _trainer(tmp_path / "parts", **options)
+    evaluate = parts.evaluate
+
+    def fail_after_updates(*args: Any) -> dict[str, Any]:
+        if parts.state.iteration:
+            raise RolloutError("it is gone")
+        return evaluate(*args)
+
+    monkeypatch.setattr(parts, "evaluate", fail_after_updates)
+    with pytest.raises(RolloutError, match=r"it is gone; stopped after 2 of 3 .*checkpoint-000002"):
+        parts.train()
+    resumed = _trainer(tmp_path / "parts", **options, resume=True)
+    resumed.train()
+    rewards = [[line["reward"] for line in records(trainer)] for trainer in (whole, resumed)]
+    assert rewards[0] == rewards[1]
+    assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
 
 
 def test_a_run_ends_where_it_rises_no_more_and_keeps_its_best(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import tiny
@@ -18,7 +20,10 @@ import torch
 from environments import Scripted
 
 from fastppo.data.prompts import Prompts
+from fastppo.data.world import World
+from fastppo.inputs import check_environment
 from fastppo.models.policy import LanguageModel
+from fastppo.ppo.build import check_port
 from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.chat import Agent
 from fastppo.rewards.environment import Turns
@@ -170,7 +175,8 @@ ANSWER = {"role": "assistant", "content": "w4"}
         ([[FIRST], [FIRST, {**ANSWER, "content": "w8"}, FIRST]], "expected 'assistant: +w4', got"),
         ([[FIRST], [FIRST]], "got 1 messages, and the conversation has 2"),
         ([[]], "there are no messages"),
-        ([[{"role": "user", "content": [{"type": "image_url"}]}]], "content that is no text"),
+        ([[{"role": "user", "content": [{"type": "image_url"}]}]], "expected parts of type text"),
+        ([[{"role": "user", "content": {"text": "w5"}}]], "content that is no text"),
     ],
 )
 def test_a_request_that_does_not_go_on_with_the_conversation_is_told(
@@ -181,7 +187,15 @@ def test_a_request_that_does_not_go_on_with_the_conversation_is_told(
         _play(agent, Scripted([[7, EOS]]), _prompts())
 
 
-@pytest.mark.parametrize("option", [{"n": 2}, {"logprobs": True}, {"tools": [{}]}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"n": 2},
+        {"logprobs": True},
+        {"tools": [{}]},
+        {"response_format": {"type": "json_object"}},
+    ],
+)
 def test_what_a_request_cannot_ask_for_is_told(option: dict[str, Any]) -> None:
     (name,) = option
     with pytest.raises(RewardError, match=f"{name} (is not supported|must be 1)"):
@@ -219,14 +233,77 @@ print(reply.choices[0].message.content)
 
 def test_an_agent_that_streams_gets_the_answer_in_one_piece() -> None:
     def agent(base_url: str, api_key: str) -> float:
+        request = {"stream": True, "stream_options": {"include_usage": True}}
         with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
-            request = {"model": "policy", "messages": [FIRST], "stream": True}
-            choices = [chunk.choices[0] for chunk in client.chat.completions.create(**request)]
+            stream = client.chat.completions.create(model="policy", messages=[FIRST], **request)
+            *chunks, last = list(stream)
+        choices = [chunk.choices[0] for chunk in chunks]
         text = "".join(choice.delta.content or "" for choice in choices)
+        assert last.usage.completion_tokens == 3
         return float((text.strip(), choices[-1].finish_reason) == ("w4 w5", "stop"))
 
     _, rollout = _play(Agent(agent), Scripted([[7, 8, EOS]]), _prompts())
     assert rollout.rewards == [[0.0, 0.0, 1.0]]
+
+
+@pytest.mark.parametrize("turn", [[7, EOS], [7, 7, 7, 7]])
+def test_an_answer_says_how_many_tokens_were_read_and_written(turn: list[int]) -> None:
+    """Whether it was cut off or not."""
+    seen = []
+
+    def agent(base_url: str, api_key: str) -> float:
+        request = {"messages": [FIRST], "response_format": {"type": "text"}}
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            seen.append(client.chat.completions.create(model="policy", **request).usage)
+        return 1.0
+
+    prompts, _ = _play(Agent(agent), Scripted([turn]), _prompts())
+    (usage,) = seen
+    read = len(prompts.token_ids[0])
+    assert (usage.prompt_tokens, usage.completion_tokens) == (read, len(turn))
+    assert usage.total_tokens == read + len(turn)
+
+
+def test_an_agent_that_did_not_wait_for_its_answer_is_paid_what_it_returned() -> None:
+    returned = threading.Event()
+
+    def agent(base_url: str, api_key: str) -> float:
+        with (
+            openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=0.5) as client,
+            pytest.raises(openai.APITimeoutError),
+        ):
+            client.chat.completions.create(model="policy", messages=[FIRST])
+        returned.set()
+        return 0.5
+
+    class Slow(Scripted):
+        def generate(self, prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
+            returned.wait()
+            time.sleep(0.2)
+            return super().generate(prompt_ids, sampling)
+
+    _, rollout = _play(Agent(agent), Slow([[7, 7, 7, 7]]), _prompts())
+    assert rollout.rewards == [[0.0, 0.0, 0.0, 0.5]]
+
+
+def test_a_request_that_never_ends_does_not_keep_the_server() -> None:
+    sockets = []
+    said: list[str] = []
+
+    def agent(base_url: str, api_key: str) -> float:
+        host = urlsplit(base_url)
+        left_open = socket.create_connection((host.hostname, host.port))
+        sockets.append(left_open)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer {api_key}\r\n"
+        left_open.sendall(f"{head}Host: {host.hostname}\r\nContent-Length: 9\r\n\r\n".encode())
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            client.chat.completions.create(model="policy", messages=[FIRST])
+        return 1.0
+
+    options = CallOptions(30, said.append)
+    _play(Agent(agent), Scripted([[7, EOS]]), _prompts(), options=options)
+    sockets[0].close()
+    assert not said
 
 
 def test_requests_of_a_session_come_one_after_the_other() -> None:
@@ -309,3 +386,22 @@ def test_an_address_without_such_an_agent_is_a_sentence() -> None:
         load_environment(f"{AGENTS}:play?speed=3")
     with pytest.raises(ValueError, match="expected a port that is a number, got 'x'"):
         load_environment(f"{AGENTS}:play?port=x")
+    with pytest.raises(ValueError, match=r"2 processes: .* got port=8123"):
+        check_port(load_environment(f"{AGENTS}:play?port=8123"), World(size=2))
+
+
+def test_an_agent_that_needs_a_column_which_is_not_there_is_refused_before_the_run(
+    tmp_path: Path,
+) -> None:
+    sentence = r"agent takes .*: missing a required argument: 'name'; .*api_key, prompt, answer$"
+    source = tmp_path / "prompts.jsonl"
+    source.write_text('{"prompt": "w5", "answer": "w6"}')
+    with pytest.raises(ValueError, match=sentence):
+        check_environment(f"{AGENTS}:listen", [str(source)], "prompt")
+    with pytest.raises(ValueError, match=sentence):
+        make_trainer(
+            tmp_path,
+            tokenizer=_tokenizer(),
+            environment=load_environment(f"{AGENTS}:listen").function,
+            prompts=[{"prompt": "w5", "answer": "w6"}],
+        )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +18,9 @@ from torch import Tensor
 from fastppo.ppo.experience import Experience
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.reward import RewardError
-from fastppo.rollout import Rollout, RolloutEngine, Sampling
+from fastppo.rollout import Rollout, RolloutEngine, RolloutError, Sampling
 from fastppo.rollout.ahead import AheadEngine
+from fastppo.stopped import Stopped
 from runs import make_trainer, records
 
 OPTIONS: dict[str, Any] = {
@@ -126,14 +129,16 @@ def test_nothing_depends_on_whether_drawing_or_learning_is_faster(
     assert all(map(torch.equal, *weights))
 
 
-def _counting(fails_in: int | None = None) -> Any:
-    """Counts w7, and raises in that iteration."""
+def _counting(fails_in: int | None = None, stops_in: int | None = None) -> Any:
+    """Counts w7, and raises in that iteration, or asks the run to stop."""
     calls = []
 
     def reward(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
         calls.append(1)
         if len(calls) == fails_in:
             raise RuntimeError("enough")
+        if len(calls) == stops_in:
+            signal.raise_signal(signal.SIGTERM)
         return tiny.count_w7(prompts, completions)
 
     return reward
@@ -154,6 +159,44 @@ def test_a_run_goes_on_with_the_batch_that_was_drawn(lora_rank: int, tmp_path: P
         [line["reward"] for line in records(trainer)] for trainer in (uninterrupted, resumed)
     ]
     assert rewards[0] == rewards[1]
+
+
+def test_a_run_that_is_stopped_in_its_first_iteration_goes_on_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    whole = make_trainer(tmp_path / "whole", **OPTIONS, rewards=[_counting()])
+    whole.train()
+    parts = make_trainer(tmp_path / "parts", **OPTIONS, rewards=[_counting(stops_in=1)])
+    with pytest.raises(Stopped, match="after 0 of 4"):
+        parts.train()
+    resumed = make_trainer(tmp_path / "parts", **OPTIONS, rewards=[_counting()], resume=True)
+    resumed.train()
+    assert all(map(torch.equal, _weights(whole), _weights(resumed)))
+
+
+def test_a_run_that_fails_ends_what_is_drawn_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tmp_path, **OPTIONS, rewards=[_counting(fails_in=1)])
+    assert isinstance(trainer.engine, AheadEngine)
+    drawing = trainer.engine.engine
+    generate = drawing.generate
+    closed = threading.Event()
+
+    def wait(prompt_ids: list[list[int]], sampling: Sampling) -> Rollout:
+        if threading.current_thread() is threading.main_thread():
+            return generate(prompt_ids, sampling)
+        closed.wait()
+        raise RolloutError("closed")
+
+    monkeypatch.setattr(drawing, "generate", wait)
+    monkeypatch.setattr(drawing, "close", closed.set)
+    try:
+        with pytest.raises(RewardError, match="enough"):
+            trainer.train()
+        assert closed.is_set()
+    finally:
+        closed.set()
 
 
 def test_a_checkpoint_within_an_iteration_has_the_batch_of_that_iteration() -> None:

