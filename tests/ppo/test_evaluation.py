@@ -123,8 +123,8 @@ def test_where_an_evaluation_has_no_responses_the_run_ends_after_the_iteration_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"iterations": 3, "eval_interval": 2}
-    whole = _trainer(tmp_path / "whole", **options)
-    whole.train()
+    uninterrupted = _trainer(tmp_path / "uninterrupted", **options)
+    uninterrupted.train()
     parts = _trainer(tmp_path / "parts", **options)
     evaluate = parts.evaluate
 
@@ -138,9 +138,11 @@ def test_where_an_evaluation_has_no_responses_the_run_ends_after_the_iteration_t
         parts.train()
     resumed = _trainer(tmp_path / "parts", **options, resume=True)
     resumed.train()
-    rewards = [[line["reward"] for line in records(trainer)] for trainer in (whole, resumed)]
+    rewards = [
+        [line["reward"] for line in records(trainer)] for trainer in (uninterrupted, resumed)
+    ]
     assert rewards[0] == rewards[1]
-    assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
+    assert all(map(torch.equal, uninterrupted.model.parameters(), resumed.model.parameters()))
 
 
 def test_a_run_ends_where_it_rises_no_more_and_keeps_its_best(

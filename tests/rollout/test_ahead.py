@@ -164,14 +164,14 @@ def test_a_run_goes_on_with_the_batch_that_was_drawn(lora_rank: int, tmp_path: P
 def test_a_run_that_is_stopped_in_its_first_iteration_goes_on_to_the_same_bits(
     tmp_path: Path,
 ) -> None:
-    whole = make_trainer(tmp_path / "whole", **OPTIONS, rewards=[_counting()])
-    whole.train()
+    uninterrupted = make_trainer(tmp_path / "whole", **OPTIONS, rewards=[_counting()])
+    uninterrupted.train()
     parts = make_trainer(tmp_path / "parts", **OPTIONS, rewards=[_counting(stops_in=1)])
     with pytest.raises(Stopped, match="after 0 of 4"):
         parts.train()
     resumed = make_trainer(tmp_path / "parts", **OPTIONS, rewards=[_counting()], resume=True)
     resumed.train()
-    assert all(map(torch.equal, _weights(whole), _weights(resumed)))
+    assert all(map(torch.equal, _weights(uninterrupted), _weights(resumed)))
 
 
 def test_a_run_that_fails_ends_what_is_drawn_ahead(
