@@ -222,7 +222,7 @@ def token_stats_backward(
     *,
     ref_logits: Tensor | None = None,
 ) -> Tensor:
-    """`definition.token_stats_backward`: one write, and one read of the rows with a gradient."""
+    """The gradient of `token_stats`: one write, and one read of the rows with a gradient."""
     check_dtype("logits", logits)
     if grads.kl is None:
         ref_logits = None

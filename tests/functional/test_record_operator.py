@@ -53,6 +53,24 @@ def test_transforms_and_tracers_see_the_operator() -> None:
     assert torch.equal(batched, torch.stack([shift(x), shift(-x)]))
 
 
+def test_an_operator_records_no_gradient_and_knows_no_autocast() -> None:
+    """Its function chooses dtypes itself, and a product of fp32 in it stays one."""
+    x = torch.ones(2, requires_grad=True)
+
+    def product(x: Tensor) -> Tensor:
+        return x[None] @ x
+
+    @operator("test_product", like=product)
+    def product_op(**operands: Any) -> Callable[..., Tensor]:
+        return product
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert product(x).dtype == torch.bfloat16
+        result = product_op(x=x, backend="")
+    assert result.dtype == torch.float32
+    assert not result.requires_grad
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -98,6 +98,23 @@ def test_statistics_and_their_gradients_are_the_definition_s(
     assert_near([grad], [expected_grad], tolerance)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_a_row_whose_statistics_do_not_count_may_hold_anything(backend: str) -> None:
+    """Its gradient is 0, where 0·NaN would be NaN."""
+    logits, ref_logits = torch.randn(2, N, V)
+    logits[2] = torch.nan
+    ref_logits[2] = torch.nan
+    logits.requires_grad_()
+    tokens = torch.randint(V, (N,))
+    stats = fastppo.token_stats(logits, tokens, ref_logits=ref_logits, backend=backend)
+    assert stats.kl is not None
+    counted = torch.arange(N) != 2
+    total = sum(each[counted].sum() for each in (stats.logprobs, stats.entropy, stats.kl))
+    (grad,) = torch.autograd.grad(total, logits)
+    assert (grad[2] == 0).all()
+    assert (grad[counted] != 0).all()
+
+
 def test_without_a_reference_there_is_no_kl() -> None:
     hidden, weight, bias = head(N, V, H)
     tokens = torch.randint(V, (N,))

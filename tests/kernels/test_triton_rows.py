@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from fastppo_kernels import cpu_rows, definition
-from fastppo_kernels.launch import DTYPES, device_limits
 from fastppo_kernels.records import PPORows, Softmax, StatsGradients, Sums
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,7 +35,8 @@ import fastppo
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fastppo_kernels import programs, triton_rows, triton_views
+from fastppo_kernels import launch, programs, triton_rows, triton_views
+from fastppo_kernels.launch import DTYPES, device_limits
 
 pytestmark = [
     # NumPy announces what the kernel means to happen: differences to the start of the running
@@ -374,6 +374,23 @@ def test_grid_stays_small() -> None:
     count = triton_views._program_count(device, 2**24, 1000, program)
     multiprocessors, _ = device_limits(device)
     assert 0 < count <= 16 * multiprocessors
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the target is made up")
+def test_wavefronts_of_64_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half as many make up the threads that a row's tiles count on, and AMD's compiler takes no
+    registers by name. What lanes exchange the interpreter does not show."""
+    for module in (launch, triton_views):
+        monkeypatch.setattr(module, "target", lambda: launch.Target("hip", 64))
+    arguments = draw(3, 2064)
+    decided = triton_views.launch_over(arguments["logits"], PLAIN, sweeps=2)
+    assert decided.options["cut"].lanes.value == 64 * decided.options["num_warps"]
+    assert "maxnreg" not in decided.options
+    check_loss(arguments, entropy_coef=0.1)
+    ref = draw(3, 2064, seed=1)["logits"]
+    check_stats(
+        arguments["logits"], arguments["tokens"], upstream=_upstream(3, kl=True), ref_logits=ref
+    )
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="test_on_a_gpu.py does this with real memory")
