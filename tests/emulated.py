@@ -14,9 +14,9 @@ lane. Each case runs under several orders of programs, warps and stores, and mus
 - read and write inside its tensors, aligned; write every byte of its results; let no byte that is
   unwritten or read in a race reach one; store one value where several lanes store to one place.
 
-By default a selection of three minutes, every kernel, every configuration and every shape, and at
-three shapes what has been wrong; --all is every configuration at every shape. What no emulator
-shows: registers, time, and a weaker order of memory than the barriers'.
+By default a selection: every kernel, every configuration and every shape, at three shapes what has
+been wrong, and the two cases that cancel; --all is every configuration at every shape. What no
+emulator shows: registers, time, and a weaker order of memory than the barriers'.
 """
 
 from __future__ import annotations
@@ -53,6 +53,13 @@ NEIGHBOURS = ("global race of programs", "global read of what another program wr
 they are read and not used, which the results' `raced` bytes show."""
 
 
+class Results(NamedTuple):
+    """Of a launch, under one kind of rounding."""
+
+    found: dict[str, Tensor]
+    has_hardware_errors: bool
+
+
 class Case(NamedTuple):
     """One call of a launcher, or two."""
 
@@ -77,8 +84,6 @@ class Emulation:
         ]
         fused = [order(fuse=True), order(fuse=True, sched=1, down=True)]
         self.same_bits = [orders, fused, [order(perturb=5)]]
-        self.has_hardware_errors = False
-        """Of the results that `results` gave last."""
         self.session = emulate.Session(capability)
         # A few multiprocessors, so that a program has several rows and there are several programs.
         for module in (triton_views, triton_scale):
@@ -90,7 +95,7 @@ class Emulation:
         *,
         in_place: bool = False,
         torch_writes: bool = False,
-    ) -> Iterator[dict[str, Tensor]]:
+    ) -> Iterator[Results]:
         """What `launch` returns under each kind of rounding, after its checks. `launch` is given
         the function that puts a tensor into guarded memory. The emulator does not see what torch
         writes: with `torch_writes` all memory counts as written, and what is not holds NaN."""
@@ -121,8 +126,7 @@ class Emulation:
                     kind = finding.kind
                     is_harmless = HARMLESS in kind or (in_place and kind.startswith(NEIGHBOURS))
                     assert is_harmless, f"{finding} under {schedule}"
-            self.has_hardware_errors = bool(schedules[0].perturb)
-            yield first
+            yield Results(first, has_hardware_errors=bool(schedules[0].perturb))
 
 
 def rows_of(x: Tensor) -> list[Tensor]:
@@ -214,8 +218,10 @@ def hardware_allowance(given: Any, ref_logits: Tensor | None, want: Any) -> Tens
     more than `rows.py` allows.
 
     ex2, rsqrt and a division are off by up to 2 units in the last place, which are u = 2⁻²² of the
-    value, lg2 by 1. The division that forms 1/T takes all scores along: with the sum's own error, a
-    logprob is off by u·(2 + |logprob| + entropy). A soft-cap adds 2u·softcap/T a score, since
+    value; a logarithm is a polynomial, which only rounds. A sum is off by u, as its exponentials
+    are, and by u more where its maximum last rose: what stood before was multiplied by another one
+    (what stood before earlier rises weighs less). The division that forms 1/T takes all scores
+    along: a logprob is off by u·(2 + |logprob| + entropy). A soft-cap adds 2u·softcap/T a score, as
     tanh = 1 − 2e/(1 + e) with e/(1 + e) < 0.23 off by 3u of itself, and a logprob is the difference
     of two. The derivative by the logprob is then that of a logprob which is off by so much. A
     column's t − r − γ is one of four scores, whose mean γ is off by 2u of what it is the mean of.
@@ -315,10 +321,10 @@ def loss_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> No
         return {name: x for name, x in rows._asdict().items() if x is not None}
 
     one_signed = not options.get("entropy_coef") and ref_logits is None
-    for found in emulation.results(launch, in_place=in_place):
-        got = want._replace(grad=None)._replace(**found)
+    for results in emulation.results(launch, in_place=in_place):
+        got = want._replace(grad=None)._replace(**results.found)
         allowance = None
-        if emulation.has_hardware_errors and cancels_at == shape.name:
+        if results.has_hardware_errors and cancels_at == shape.name:
             allowance = hardware_allowance(wide, wide_ref, want)
         assert_loss(
             got,
@@ -405,9 +411,9 @@ def statistics_case(shape: Shape, options: dict[str, Any], emulation: Emulation)
         grad = triton_rows.token_stats_backward(upstream, x, tokens, stats, softmax, ref_logits=ref)
         return stats._asdict() | {"grad": grad}
 
-    for found in emulation.results(launch):
-        grad = found.pop("grad").flatten(0, -2)
-        got = StatsRows(**found)
+    for results in emulation.results(launch):
+        grad = results.found.pop("grad").flatten(0, -2)
+        got = StatsRows(**results.found)
         if kind == "broken":
             assert_statistic(got.normalizer, want.normalizer, "normalizer")
             assert_statistic(got.ref_normalizer, want.ref_normalizer, "ref_normalizer")
@@ -430,9 +436,9 @@ def scale_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> N
     def launch(like: Callable[..., Tensor]) -> dict[str, Tensor]:
         return {"x": triton_rows.scale_(shape.placed(x, like), like(factor))}
 
-    for found in emulation.results(launch):
+    for results in emulation.results(launch):
         want = x.double() * factor.double()
-        assert_gradient(found["x"].reshape(shape.n, -1), want, one_signed=True)
+        assert_gradient(results.found["x"].reshape(shape.n, -1), want, one_signed=True)
 
 
 # ------------------------------------------------------------------------------------ sequences
@@ -525,10 +531,10 @@ def scan_case(lengths: list[int], options: dict[str, Any], emulation: Emulation)
             ]
             return operation(*guarded)._asdict()
 
-        for found in emulation.results(launch):
-            for field, x in found.items():
+        for results in emulation.results(launch):
+            for field, x in results.found.items():
                 assert_close(x, getattr(want, field), 1e-5)
-        all_found.append(found)
+        all_found.append(results.found)
     if len(layouts) == 2:
         inside = padded([torch.ones_like(mask) for mask in masks], width)
         for field in ("advantages", "returns"):
@@ -553,9 +559,9 @@ def whiten_case(elements: int, options: dict[str, Any], emulation: Emulation) ->
         return {"moments": moments, "white": white}
 
     want = definition.whiten(x.double(), mask, shift_mean=options["shift_mean"])
-    for found in emulation.results(launch):
-        assert_close(found["moments"], definition.whitening_moments(x, mask), 1e-12)
-        assert_close(found["white"], want, 1e-5)
+    for results in emulation.results(launch):
+        assert_close(results.found["moments"], definition.whitening_moments(x, mask), 1e-12)
+        assert_close(results.found["white"], want, 1e-5)
 
 
 # ---------------------------------------------------------------------------------- the lm-head
@@ -619,10 +625,10 @@ def linear_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> 
         stats = definition.linear_token_stats(leaves, tokens, softmax)
         total = (stats.logprobs * upstream.logprobs + stats.entropy * upstream.entropy).sum()
         hidden_grad, weight_grad = torch.autograd.grad(total, [leaves.hidden, leaves.weight])
-        for found in emulation.results(measure, torch_writes=True):
-            assert_close(found["logprobs"], want.logprobs.detach(), tolerance)
-            assert_close(found["hidden"], hidden_grad, tolerance)
-            assert_close(found["weight"], weight_grad, tolerance)
+        for results in emulation.results(measure, torch_writes=True):
+            assert_close(results.found["logprobs"], want.logprobs.detach(), tolerance)
+            assert_close(results.found["hidden"], hidden_grad, tolerance)
+            assert_close(results.found["weight"], weight_grad, tolerance)
         return
     weights = torch.rand(shape.n, generator=g) + 0.1
     if options.get("some_weights"):
@@ -655,12 +661,12 @@ def linear_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> 
         found = {"logprobs": rows.logprobs} | rows.grads._asdict()
         return {name: x for name, x in found.items() if x is not None}
 
-    for found in emulation.results(launch, torch_writes=True):
+    for results in emulation.results(launch, torch_writes=True):
         if shape.dtype == torch.float32:
-            assert_statistic(found["logprobs"], want_rows.logprobs, "logprobs")
+            assert_statistic(results.found["logprobs"], want_rows.logprobs, "logprobs")
         for name in ("hidden", "weight", "bias"):
-            if name in found:
-                assert_close(found[name], getattr(want_rows.grads, name), tolerance)
+            if name in results.found:
+                assert_close(results.found[name], getattr(want_rows.grads, name), tolerance)
 
 
 # -------------------------------------------------------------------------------------- the cases
@@ -668,13 +674,14 @@ def linear_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> 
 
 def cases(group: str) -> Iterator[Case]:
     """Every configuration at every shape; selected are those of a diagonal, on which each shape
-    and each configuration is met."""
+    and each configuration is met, and where terms cancel."""
 
     def crossed(case: Callable[..., None], places: dict[str, Any], every: dict[str, Any]) -> Any:
         for i, (what, options) in enumerate(every.items()):
             for j, (where, place) in enumerate(places.items()):
                 run = functools.partial(case, place, options)
-                is_selected = (j - i) % len(places) in (0, 3, 6)[: options.get("shapes", 1)]
+                on_diagonal = (j - i) % len(places) in (0, 3, 6)[: options.get("shapes", 1)]
+                is_selected = on_diagonal or options.get("cancels_at") == where
                 yield Case(f"{group}: {what}; {where}", run, is_selected)
 
     shapes = {shape.name: shape for shape in SHAPES}

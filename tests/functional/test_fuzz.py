@@ -415,10 +415,13 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _names(argument: str, sentence: str) -> bool:
-    """Whether a sentence names an argument, or a row of it: `response 3`."""
-    row = argument.removesuffix("s")
-    return re.search(rf"\b{argument}\b|\b{row} \d", sentence) is not None
+def _names(argument: str, sentence: str, *, has_rows: bool) -> bool:
+    """Whether a sentence names an argument or, of one with a row for each response, a row of it:
+    `response 3`."""
+    pattern = rf"\b{argument}\b"
+    if has_rows:
+        pattern += rf"|\b{argument.removesuffix('s')} \d"
+    return re.search(pattern, sentence) is not None
 
 
 def check(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
@@ -428,7 +431,8 @@ def check(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
         result = function(**arguments)
     except Exception as error:
         is_refusal = isinstance(error, ValueError | TypeError)
-        if is_refusal and any(_names(name, str(error)) for name in names):
+        has_rows = function is step
+        if is_refusal and any(_names(name, str(error), has_rows=has_rows) for name in names):
             return
         raise AssertionError(f"{type(error).__name__}, names no argument: {error}") from error
     tensors = [tensor for value in arguments.values() for tensor in _tensors_of(value)]
