@@ -72,8 +72,9 @@ def generate(config: GenerateConfig) -> tuple[Rows, list[Completions]]:
     else:
         raise ValueError("expected a prompt or a file of prompts, got neither")
     device = choose_device(config.device)
+    environment = load_environment(config.environment)
     policies = [
-        _complete(name, directory, rows, config, device)
+        _complete(name, directory, rows, config=config, device=device, environment=environment)
         for name, directory in zip(short_names(config.models), config.models, strict=True)
     ]
     for term in make_terms(config.rewards, device=device, batch_size=BATCH_SIZE):
@@ -83,13 +84,23 @@ def generate(config: GenerateConfig) -> tuple[Rows, list[Completions]]:
 
 
 def _complete(
-    name: str, directory: str, rows: Rows, config: GenerateConfig, device: torch.device
+    name: str,
+    directory: str,
+    rows: Rows,
+    *,
+    config: GenerateConfig,
+    device: torch.device,
+    environment: RewardTerm | None,
 ) -> Completions:
+    """What one policy writes.
+
+    Args:
+        environment: what makes the environments of turns, if there are turns.
+    """
     model = load_causal_lm(directory, dtype=getattr(torch, config.param_dtype), device=device)
     tokenizer = load_tokenizer(directory)
     context = context_length(model) or 2**31
     turns: OneTurn | Turns = OneTurn()
-    environment = load_environment(config.environment)
     if environment is not None:
         turns = Turns(environment.function, tokenizer, max_turns=config.max_turns, context=context)
     if config.max_new_tokens >= context:

@@ -51,3 +51,5 @@ class GenerateConfig(TurnOptions):
     def check(self) -> None:
         if self.prompt is not None and self.prompts is not None:
             raise ValueError("expected prompt or prompts, got both")
+        if self.max_turns != TurnOptions.max_turns and not self.environment:
+            raise ValueError("max_turns has an effect only with environment")

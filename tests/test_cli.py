@@ -342,6 +342,16 @@ def test_check_says_what_would_be_run_and_loads_no_model(inputs, capsys, monkeyp
     assert not Path("runs").exists()
 
 
+def test_check_of_a_run_that_goes_on_leaves_it_as_it_is(inputs, capsys) -> None:
+    run = Path("begun")
+    (run / "checkpoint-000002").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"iteration": 0}\n')
+    before = {path: path.stat().st_mtime_ns for path in (run, *run.iterdir())}
+    assert cli.main(["check", *_flags(inputs | {"output_dir": "begun"}), "--resume"]) == 0
+    assert "resume=True" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in (run, *run.iterdir())} == before
+
+
 @pytest.mark.parametrize(
     ("reward", "says"),
     [

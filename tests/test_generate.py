@@ -115,6 +115,8 @@ def test_escape_codes_that_a_model_writes_are_spelt_out_and_other_text_is_not(tm
 def test_wrong_input_is_refused(two, reward, tmp_path) -> None:
     with pytest.raises(ValueError, match="expected prompt or prompts, got both"):
         _config(tmp_path, models=two, prompts="p.jsonl")
+    with pytest.raises(ValueError, match="max_turns has an effect only with environment"):
+        _config(tmp_path, models=two, max_turns=2)
     with pytest.raises(ValueError, match="expected a prompt or a file of prompts"):
         generate(_config(tmp_path, models=two, prompt=None))
     with pytest.raises(DataError, match=r"before/policy: prompt, row 1: the prompt has 2 tokens"):
@@ -153,3 +155,16 @@ def test_a_policy_of_several_turns_is_looked_at(tmp_path: Path, capsys) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "w1"}\n')
     assert cli.main(flags) == 2
     assert "wanted" in capsys.readouterr().err
+
+
+def test_an_environment_is_loaded_once_and_before_the_policies(two, tmp_path: Path) -> None:
+    path = tmp_path / "loaded"
+    counted = f"with open({str(path)!r}, 'a') as file:\n    file.write('once')\n"
+    (tmp_path / "game.py").write_text(counted + ENVIRONMENT)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "w1", "wanted": "w10"}\n')
+    game = {"prompts": str(tmp_path / "p.jsonl"), "environment": f"{tmp_path}/game.py:Asks"}
+    generate(_config(tmp_path, models=two, prompt=None, **game))
+    assert path.read_text() == "once"
+    (tmp_path / "game.py").write_text("raise OSError('no board')")
+    with pytest.raises(ValueError, match="no board"):
+        generate(_config(tmp_path, models=[str(tmp_path / "none")], prompt=None, **game))
