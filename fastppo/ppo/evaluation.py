@@ -26,7 +26,8 @@ LOGGED_SAMPLES = 8
 
 SHOWN = ("reward", "kl", "response_length", "eos_rate", "turns")
 """Metrics of an evaluation, beside each reward, monitored reward, finish reason and outcome of a
-call: means over its responses; `reward_error` is the standard error of the reward."""
+call: means over its responses; `reward_error` is the standard error of the reward, NaN of a single
+prompt."""
 
 
 @dataclass(slots=True)
@@ -143,7 +144,8 @@ class Evaluation:
             name = "greedy" if greedy else "sampled"
             samples += [{"sampling": name, **record} for record in records]
         if self.modes == "greedy":
-            metrics[f"{prefix}reward"] = metrics[f"{prefix}greedy/reward"]
+            for name in ("reward", "reward_error"):
+                metrics[f"{prefix}{name}"] = metrics[f"{prefix}greedy/{name}"]
         return metrics, samples
 
     def _evaluate(
@@ -163,7 +165,8 @@ class Evaluation:
             wanted = min(len(part), LOGGED_SAMPLES - len(records))
             records += [_record(begin, row, part, result) for row in range(wanted)]
         means = {name: total / len(prompts) for name, total in sums.items()}
-        means["reward_error"] = statistics.pstdev(rewards) / math.sqrt(len(rewards))
+        deviation = statistics.stdev(rewards) if len(rewards) > 1 else math.nan
+        means["reward_error"] = deviation / math.sqrt(len(rewards))
         return means, records
 
 

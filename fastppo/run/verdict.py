@@ -16,8 +16,10 @@ from typing import Any
 NOISE = 2.0
 """Standard errors that a change has to exceed."""
 
-LEAST = 5
-"""Iterations that say how much the reward varies."""
+LEAST = 10
+"""Iterations that say how much the reward varies. Of runs with so many independent normal rewards,
+which change by noise alone, 7 % are said to change; with 5 it would be 10 %, with 100 it is 5 %
+(400 000 runs simulated for each)."""
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -27,9 +29,12 @@ def verdict(records: Records) -> str:
     one, with the KL that it took.
 
     Args:
-        records: of metrics.jsonl, at least one.
+        records: of metrics.jsonl, at least one. That of an iteration that broke off has no reward.
     """
+    rewards = [record["reward"] for record in records if "reward" in record]
     kls = [record["kl"] for record in records if "kl" in record]
+    tenth = max(1, len(rewards) // 10)
+    kl = statistics.fmean(kls[-tenth:]) if kls else math.nan
     held_out = [record for record in records if "eval/reward_error" in record]
     first = records[0]
     if held_out and "before/reward_error" in first:
@@ -37,24 +42,26 @@ def verdict(records: Records) -> str:
         name = "held-out reward"
         change = last["eval/reward"] - first["before/reward"]
         error = math.hypot(last["eval/reward_error"], first["before/reward_error"])
-        kl = last.get("eval/kl", math.nan) if kls else math.nan
+        if kls:  # where responses are greedy there is none of theirs
+            kl = last.get("eval/kl", kl)
+    elif len(rewards) < LEAST:
+        return f"Fewer than {LEAST} iterations: too few to tell a change from noise"
     else:
-        rewards = [record["reward"] for record in records]
-        if len(rewards) < LEAST:
-            return f"Fewer than {LEAST} iterations: too few to tell a change from noise"
         name = "reward"
-        tenth = max(1, len(rewards) // 10)
         change = statistics.fmean(rewards[-tenth:]) - statistics.fmean(rewards[:tenth])
         steps = [after - before for before, after in pairwise(rewards)]
         error = math.sqrt(statistics.fmean(step**2 for step in steps) / tenth)
-        kl = statistics.fmean(kls[-tenth:]) if kls else math.nan
-    parts = [f"{name} {_rounded(change, error)}"]
+    sentence = f"{name} {_rounded(change, error)}{_doubt(change, error)}"
     if math.isfinite(kl):
-        parts.append(f"KL {round(kl, 1) + 0.0:.1f} nats")
-    if abs(change) <= NOISE * error:
-        parts[-1] += ": no change beyond noise"
-    sentence = ", ".join(parts)
+        sentence += f", KL {round(kl, 1) + 0.0:.1f} nats"
     return sentence[0].upper() + sentence[1:]
+
+
+def _doubt(change: float, error: float) -> str:
+    """What is said behind a change that may be none."""
+    if math.isfinite(change) and math.isnan(error):  # of a single held-out prompt
+        return " (too few to tell)"
+    return " (no change beyond noise)" if abs(change) <= NOISE * error else ""
 
 
 def _rounded(change: float, error: float) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +76,18 @@ def test_its_means_are_those_of_all_prompts_at_once(tmp_path: Path) -> None:
     greedy = trainer.evaluate(prompts, replace(trainer.sampling, greedy=True))
     for name in ("reward", "kl", "response_length", "eos_rate"):
         assert metrics[f"eval/greedy/{name}"] == pytest.approx(greedy[name], abs=1e-5), name
-    assert metrics["eval/reward"] == metrics["eval/greedy/reward"]
+    error = greedy["scores"].total.std().item() / len(prompts) ** 0.5
+    assert metrics["eval/greedy/reward_error"] == pytest.approx(error, abs=1e-6)
+    for name in ("reward", "reward_error"):
+        assert metrics[f"eval/{name}"] == metrics[f"eval/greedy/{name}"]
+
+
+def test_the_reward_of_a_single_prompt_has_no_error(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, eval_interval=1, iterations=1)
+    trainer.evaluation.prompts = trainer.evaluation.prompts.select([0])
+    assert math.isnan(trainer.train()["eval/reward_error"])
+    report = write_report(trainer.config.output_dir).read_text()
+    assert re.search("Held-out reward .*too few to tell", report)
 
 
 RANDOM = """

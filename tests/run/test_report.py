@@ -115,8 +115,16 @@ BEFORE = {"before/reward": -1.0, "before/reward_error": 0.06, "reward": 0.0, "kl
         ),
         pytest.param(
             [BEFORE, {"eval/reward": -0.9, "eval/reward_error": 0.08, "eval/kl": 0.0}],
-            "Held-out reward +0.1 ± 0.1, KL 0.0 nats: no change beyond noise",
+            "Held-out reward +0.1 ± 0.1 (no change beyond noise), KL 0.0 nats",
             id="held-out-noise",
+        ),
+        pytest.param(
+            [
+                BEFORE | {"before/reward_error": math.nan},
+                {"eval/reward": 0.6, "eval/reward_error": math.nan, "kl": 3.0},
+            ],
+            "Held-out reward +1.6 (too few to tell), KL 3.0 nats",
+            id="one-greedy-prompt",
         ),
         pytest.param(
             [{"reward": float(i) + 0.5 * (-1) ** i} for i in range(40)],
@@ -125,15 +133,15 @@ BEFORE = {"before/reward": -1.0, "before/reward_error": 0.06, "reward": 0.0, "kl
         ),
         pytest.param(
             [{"reward": (-1.0) ** i, "kl": i / 10} for i in range(20)],
-            "Reward +0 ± 1, KL 1.9 nats: no change beyond noise",
+            "Reward +0 ± 1 (no change beyond noise), KL 1.9 nats",
             id="trained-noise",
         ),
         pytest.param(
-            [{"reward": float(i)} for i in range(4)],
-            "Fewer than 5 iterations: too few to tell a change from noise",
-            id="too-few",
+            [*({"reward": float(i)} for i in range(9)), {"skipped_steps": 5.0}],
+            "Fewer than 10 iterations: too few to tell a change from noise",
+            id="too-few-before-it-broke-off",
         ),
-        pytest.param([{"reward": math.nan}] * 5, "Reward +nan", id="nan"),
+        pytest.param([{"reward": math.nan}] * 10, "Reward +nan", id="nan"),
     ],
 )
 def test_the_verdict_is_a_change_with_its_error(records: list[dict], sentence: str) -> None:
