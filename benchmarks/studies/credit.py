@@ -215,6 +215,8 @@ def sentiment(directory: Path, seed: int, **options: Any) -> PPOConfig:
     of_the_study: dict[str, Any] = {
         "precision": "bf16",
         "param_dtype": "bfloat16",
+        # The recipe's head is AdamW's, on a detached trunk.
+        "value_head": "auto",
         "value_learning_rate": None,
         "eval_interval": 100_000,
         "seed": seed,

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.studies import common, critic_limit
+from benchmarks.studies import common, credit, critic_limit
 from benchmarks.studies.estimators import at_kl
+from fastppo.ppo.config import PPOConfig
 from fastppo.recipes import arithmetic, characters
+from fastppo.recipes.catalogue import Recipe
 
 
 def test_the_tilted_base_is_the_one_that_one_counts_by_hand() -> None:
@@ -55,6 +57,26 @@ def test_two_continuations_say_how_much_of_a_return_can_be_foreseen() -> None:
     noise = draw.normal(0, 1, (2, 100_000))
     returns = critic_limit.Returns(expected, expected, *(expected + noise))
     assert critic_limit.share_at_most(returns, noise[0] < np.inf) == pytest.approx(0.75, abs=0.01)
+
+
+def test_the_critic_of_each_task_of_credit_is_the_head_in_closed_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the recipe too, whose own is another; and no other setting has one."""
+    configs: dict[str, PPOConfig] = {}
+
+    def not_trained(config: PPOConfig, *, seconds: float) -> common.Records:
+        configs[Path(config.output_dir).name] = config
+        return []
+
+    monkeypatch.setattr(credit, "train", not_trained)
+    monkeypatch.setattr(common, "prepare", lambda *arguments: None)
+    monkeypatch.setattr(Recipe, "check_packages", lambda recipe: None)
+    for label in credit.SETTINGS:
+        credit.run(tmp_path, credit.TASKS["smollm2-sentiment"], label, 0, 1.0)
+    with_critic = [label for label, config in configs.items() if config.fits_value_head]
+    assert with_critic == ["PPO"]
+    assert configs["PPO"].value_model == "shared"
 
 
 @pytest.mark.slow
