@@ -41,14 +41,18 @@ COMPARED = ("loss", "grad_norm", "kl", "reward", "approx_kl", "value_loss", "ent
 
 
 def weights(trainer: PPOTrainer) -> dict[str, Tensor]:
-    """The whole trained weights, as the optimiser has them."""
+    """The whole trained weights, as the optimiser has them, and the head in closed form."""
     reshard(trainer.model)
     names = {id(p): name for name, p in trainer.model.named_parameters()}
     masters = [p for group in trainer.optimizer.param_groups for p in group["params"]]
-    return {
+    found = {
         names[id(weight)]: full_tensor(master.detach()).clone()
         for weight, master in zip(trainer.optimizer.weights, masters, strict=True)
     }
+    regression = trainer.state.value_regression
+    if regression is not None and regression.heads is not None:
+        found["value_function.head"] = regression.heads[regression.best].clone()
+    return found
 
 
 @contextmanager

@@ -44,9 +44,12 @@ GEMMA2: dict[str, Any] = {"architecture": "gemma2", "rollout_batch_size": 16, "m
 """Its soft-cap leaves all words nearly as likely: of fewer none is the one that is rewarded."""
 SHORT: dict[str, Any] = {"rollout_batch_size": 8, "max_new_tokens": 6, "ppo_epochs": 1}
 """Two iterations of two steps."""
-SAMPLER = {"value_model": "critic", "old_logprobs": "sampler"}
+NARROW_CRITIC = NARROW | {"value_model": "critic", "value_learning_rate": 1e-4}
+SAMPLER = {"old_logprobs": "sampler"}
 """Whose logprobs are fp32; the critic alone makes a pass before an update."""
-CRITIC = WIDE | SHORT | {"value_model": "critic", "bootstrap_truncated": True}
+FITTED = {"value_model": "critic", "value_head": "closed_form", "value_epochs": 2}
+"""A head in closed form on a trunk by AdamW, which learns in a pass of its own too."""
+CRITIC = WIDE | SHORT | FITTED | {"bootstrap_truncated": True}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "critic": CRITIC,
@@ -63,13 +66,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "penalty": WIDE | SHORT | {"objective": "penalty"},
     "gspo": WIDE | SHORT | {"objective": "gspo"},
     "dis": WIDE | SHORT | {"objective": "dis", "clip_ratio": 0.01},
-    "sampler": NARROW | SAMPLER,
+    "sampler": NARROW_CRITIC | SAMPLER,
     "ptx": WIDE | SHORT | {"ptx_coef": 0.5, "ptx_batch_size": 3, "ptx_block_size": 12},
     "packed": WIDE | SHORT | {"microbatch_tokens": 40, "packing": "on"},
     "warm-up": WIDE | SHORT | {"value_model": "detached", "value_warmup_iterations": 1},
     "rloo": WIDE | SHORT | {"advantage": "rloo", "samples_per_prompt": 4, "vf_coef": 0.0},
     "early stop": WIDE | SHORT | {"early_stop_kl": 1e-4},
-    "fp32": NARROW | {"value_model": "critic"},
+    "fp32": NARROW_CRITIC,
     "bf16": NARROW | BF16,
     "bf16, lora": NARROW | BF16 | SHORT | LORA,
 }

@@ -47,6 +47,9 @@ ASYNC_TURNS = "async_steps=1 draws responses of one turn, so environment must be
 CRITIC_FREE = ("reinforce", "rloo", "group")
 """Kinds of advantages that need no value function."""
 
+CRITIC_RATE = 10.0
+"""The learning rate of a critic of its own, in units of the policy's: verl's; OpenRLHF has nine."""
+
 
 @dataclass(kw_only=True, frozen=True)
 class PolicyOptions(Options):
@@ -242,7 +245,7 @@ class OptimizerOptions(Options):
     value_learning_rate: float | None = option(
         None,
         "Peak learning rate of the value function: the value head, or the whole of "
-        "value_model=critic, which wants ten times the policy's; none given means learning_rate",
+        "value_model=critic; none given means learning_rate, and ten times that for a critic",
         minimum=0,
     )
     lr_schedule: Literal["constant", "linear", "cosine"] = option(
@@ -375,6 +378,15 @@ class PPOConfig(
     def wants_reference(self) -> bool:
         """Whether there is a KL to a reference model."""
         return self.is_used("kl_coef") or self.is_used("kl_loss_coef")
+
+    @property
+    def value_rate(self) -> float:
+        """The peak learning rate of what AdamW trains of the value function."""
+        if self.value_learning_rate is not None:
+            return self.value_learning_rate
+        if self.value_model == "critic":
+            return CRITIC_RATE * self.learning_rate
+        return self.learning_rate
 
     @property
     def fits_value_head(self) -> bool:

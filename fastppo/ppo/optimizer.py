@@ -31,9 +31,6 @@ def make_optimizer(model: ActorCritic, config: PPOConfig) -> Any:
     Raises:
         ValueError: torchao, which `optimizer=adamw8bit` needs, is not installed.
     """
-    value_rate = config.value_learning_rate
-    if value_rate is None:
-        value_rate = config.learning_rate
     trunk = [p for p in model.causal_lm.parameters() if p.requires_grad]
     head = [p for p in model.value_function.head.parameters() if p.requires_grad]
     critic_layers = [
@@ -44,8 +41,8 @@ def make_optimizer(model: ActorCritic, config: PPOConfig) -> Any:
     kinds = [
         (_matrices(trunk), config.learning_rate, config.weight_decay),
         (_vectors(trunk), config.learning_rate, 0.0),
-        (head + _vectors(critic_layers), value_rate, 0.0),
-        (_matrices(critic_layers), value_rate, config.weight_decay),
+        (head + _vectors(critic_layers), config.value_rate, 0.0),
+        (_matrices(critic_layers), config.value_rate, config.weight_decay),
     ]
     groups: list[dict[str, Any]] = []
     for parameters, rate, decay in kinds:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -135,7 +136,21 @@ def test_what_a_restriction_adds_to_the_samplers_logprobs_is_no_mistake(tmp_path
         trainer.self_check(trainer.prompts)
 
 
-def test_a_warm_up_longer_than_the_run_is_told(tmp_path: Path) -> None:
-    console = Console(file=io.StringIO(), width=200)
-    make_trainer(tmp_path, iterations=1, warmup_steps=99, console=console).train()
-    assert "warmup_steps=99: the run has" in console.file.getvalue()
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"warmup_steps": 99}, "warmup_steps=99: the run has"),
+        ({"top_k": 5}, "top_k and top_p keep tokens from being drawn"),
+        ({"top_p": 0.9}, "top_k and top_p keep tokens from being drawn"),
+    ],
+)
+def test_options_that_are_legal_and_odd_are_told(
+    options: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    told = []
+    for chosen in ({}, options):
+        console = Console(file=io.StringIO(), width=200)
+        trainer = make_trainer(tmp_path, console=console, **chosen)
+        trainer.self_check(trainer.prompts)
+        told.append(sentence in console.file.getvalue())
+    assert told == [False, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import tiny
@@ -42,6 +43,26 @@ def test_every_weight_is_in_one_group_with_its_rate_and_decay(kind: str) -> None
         decays = parameter.dim() >= 2 and not name.startswith("value_function.head.")
         assert group["weight_decay"] == (0.1 if decays else 0.0), name
         assert (group["betas"], group["eps"]) == ((0.9, 0.8), 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("options", "rate"),
+    [
+        ({"value_head": "gradient"}, 1e-4),
+        ({"value_model": "critic"}, 1e-3),
+        ({"value_model": "critic", "value_learning_rate": 3e-4}, 3e-4),
+    ],
+)
+def test_a_critic_learns_ten_times_as_fast_as_the_policy_unless_it_is_said(
+    options: dict[str, Any], rate: float
+) -> None:
+    config = PPOConfig(learning_rate=1e-4, **options)
+    model = _model(config.value_model)
+    groups = make_optimizer(model, config).param_groups
+    of_values = {id(parameter) for parameter in model.value_function.parameters()}
+    rates = {group["lr"] for group in groups for p in group["params"] if id(p) in of_values}
+    assert [*rates] == [pytest.approx(rate)]
+    assert groups[0]["lr"] == 1e-4
 
 
 @pytest.mark.parametrize("kind", ["shared", "critic"])

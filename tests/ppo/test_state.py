@@ -184,6 +184,9 @@ def test_a_resumed_run_ends_in_the_same_bits(lora_rank: int, tmp_path: Path) -> 
     ):
         assert torch.equal(one, other), name
     assert uninterrupted.state.state_dict() == resumed.state.state_dict()
+    both = [trainer.state.value_regression.tensors() for trainer in (uninterrupted, resumed)]
+    assert both[0].keys() == {"moments", "heads", "errors"}
+    assert all(torch.equal(tensor, both[1][name]) for name, tensor in both[0].items())
     runs = [tmp_path / part / "run" for part in ("whole", "parts")]
     assert _without_timing(runs[0]) == _without_timing(runs[1])
     assert [read_jsonl(run / "samples.jsonl") for run in runs[:1]] == [

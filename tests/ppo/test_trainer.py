@@ -367,9 +367,20 @@ def test_after_a_refresh_the_kl_is_zero(lora_rank: int, tmp_path: Path) -> None:
     assert kl[3] > 1e-3
 
 
-@pytest.mark.parametrize("value_model", ["shared", "detached", "critic"])
-def test_warm_up_trains_the_values_and_leaves_the_policy(value_model: str, tmp_path: Path) -> None:
-    options = {"value_model": value_model, "value_warmup_iterations": 2, "weight_decay": 0.1}
+@pytest.mark.parametrize(
+    "value_function",
+    [
+        {"value_model": "shared"},
+        {"value_model": "detached"},
+        {"value_model": "critic"},
+        {"value_model": "critic", "value_head": "closed_form", "value_epochs": 3},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_warm_up_trains_the_values_and_leaves_the_policy(
+    value_function: dict[str, Any], tmp_path: Path
+) -> None:
+    options = value_function | {"value_warmup_iterations": 2, "weight_decay": 0.1}
     trainer = make_trainer(tmp_path, iterations=2, **options)
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
     trainer.train()
@@ -410,7 +421,8 @@ def test_further_passes_train_the_critic_alone(tmp_path: Path) -> None:
     losses = []
     for epochs in (1, 5):
         options = {"ppo_epochs": 1, "minibatches": 1, "value_epochs": epochs}
-        trainer = make_trainer(tmp_path, value_model="critic", **options)
+        options |= {"value_model": "critic", "value_learning_rate": 1e-3}
+        trainer = make_trainer(tmp_path, **options)
         experience = first_experience(trainer)
         losses.append(trainer.update(experience, trainer.config)["value_loss"])
     assert losses[1] < 0.9 * losses[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from fastppo.data.batch import Batch
 from fastppo.data.world import World
 from fastppo.ppo.experience import Experience
-from fastppo.ppo.value_regression import FORGETTING, RIDGES, ValueRegression
-from runs import first_experience, first_prompts, make_trainer
+from fastppo.ppo.value_regression import FORGETTING, RIDGES, ValueRegression, ridge_head
+from runs import first_experience, first_prompts, make_trainer, records
 
 ONE_STEP: dict[str, Any] = {"ppo_epochs": 1, "minibatches": 1}
 """The states of the only epoch are those of the weights before the update."""
@@ -49,6 +50,10 @@ def fitted(x: Tensor, y: Tensor, *, times: int = 1) -> tuple[nn.Linear, ValueReg
         regression.add(x, experience(y))
         regression.fit(head, World())
     return head, regression
+
+
+def numbers(record: dict[str, Any]) -> list[float]:
+    return [value for value in record.values() if isinstance(value, float)]
 
 
 def random_states(count: int = 40, width: int = 6) -> Tensor:
@@ -97,6 +102,7 @@ def test_the_head_is_ridge_regression_on_the_tokens_of_all_batches(
     wanted = ridge_regression(
         torch.cat(states), torch.cat(returns), torch.cat(counts), RIDGES[regression.best]
     )
+    assert torch.cat(returns).unique().numel() > 2
     head = model.value_function.head
     actual = torch.cat([head.weight[0], head.bias]).double()
     # The states of another split differ by the rounding of their products.
@@ -128,10 +134,15 @@ def test_complete_returns_are_the_rewards_to_go(tmp_path: Path) -> None:
     torch.testing.assert_close(actual.complete_returns, torch.tensor(wanted), rtol=1e-4, atol=1e-5)
 
 
-def test_the_last_epoch_alone_counts_and_each_of_its_tokens_once(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, ppo_epochs=3, minibatches=2, microbatch_size=3)
+@pytest.mark.parametrize("stop", [{}, {"early_stop_kl": 1e-4, "learning_rate": 3e-2}])
+def test_the_last_epoch_alone_counts_and_each_of_its_tokens_once(
+    stop: dict[str, Any], tmp_path: Path
+) -> None:
+    """Whichever is the last."""
+    trainer = make_trainer(tmp_path, ppo_epochs=3, minibatches=2, microbatch_size=3, **stop)
     batch = first_experience(trainer)
-    trainer.update(batch, trainer.config)
+    metrics = trainer.update(batch, trainer.config)
+    assert metrics.get("early_stopped", 0.0) == bool(stop)
     moments = trainer.state.value_regression.moments
     assert moments[-2, -2] == batch.batch.response_count
     assert moments[-1, -2].item() == pytest.approx(batch.complete_returns.sum().item())
@@ -195,6 +206,19 @@ def test_fewer_tokens_than_the_states_are_wide_are_fitted_without_blowing_up() -
     torch.testing.assert_close(head.weight[0].double(), wanted[:-1], rtol=1e-5, atol=1e-6)
 
 
+def test_a_covariance_that_rounding_made_indefinite_is_solved_with_ten_times_the_ridge() -> None:
+    """As often as that takes: from 1e-4 to 1e-2, which outweighs the variance of -5e-3."""
+    covariance = torch.tensor([[2.005, 0.0], [0.0, -0.005]], dtype=torch.float64)
+    products = torch.tensor([3.0, 0.1], dtype=torch.float64)
+    moments = torch.zeros(4, 4, dtype=torch.float64)
+    moments[:2, :2] = covariance
+    moments[:2, 3] = products
+    moments[3, :2] = products
+    moments[2, 2] = 10.0  # tokens, whose states and returns have the mean 0
+    wanted = torch.linalg.solve(covariance + 1e-2 * torch.eye(2, dtype=torch.float64), products)
+    torch.testing.assert_close(ridge_head(moments, 1e-4)[:2], wanted)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_batch_that_is_not_finite_changes_nothing(bad: float) -> None:
     states = random_states()
@@ -208,6 +232,47 @@ def test_a_batch_that_is_not_finite_changes_nothing(bad: float) -> None:
 
 
 # --------------------------------------------------------------------------------- in the trainer
+
+
+@pytest.mark.parametrize("case", ["equal rewards", "one response", "a trunk of zeros"])
+def test_a_batch_that_tells_nothing_apart_is_valued_at_its_mean(case: str, tmp_path: Path) -> None:
+    """And the run goes on with finite numbers."""
+    options: dict[str, Any] = {
+        "equal rewards": {"rewards": [lambda prompts, completions: [0.3] * len(completions)]},
+        "one response": {"rollout_batch_size": 1, "minibatches": 1},
+        "a trunk of zeros": {},
+    }[case]
+    trainer = make_trainer(tmp_path, kl_coef=0.0, iterations=3, **options)
+    if case == "a trunk of zeros":
+        norm = trainer.model.causal_lm.base_model.norm.weight
+        nn.init.zeros_(norm)
+        norm.requires_grad_(False)
+    batch = first_experience(trainer)
+    trainer.update(batch, trainer.config)
+    values = trainer.model.evaluate(batch.batch).values
+    wanted = batch.complete_returns.mean().expand_as(values)
+    torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-6)
+    trainer.train()
+    assert all(math.isfinite(x) for record in records(trainer) for x in numbers(record))
+    if case == "equal rewards":
+        assert records(trainer)[-1]["value"] == pytest.approx(0.3, abs=1e-6), "it drifts"
+
+
+def test_step_fits_the_head_to_the_scores_that_are_given(tmp_path: Path) -> None:
+    """On the tokens that the policy wrote; values that are given are no returns."""
+    trainer = make_trainer(tmp_path, prompts=None, rewards=[], kl_coef=0.0)
+    trainer.step(
+        [[4, 5], [6]],
+        [[7, 8, 20, 1], [9, 1]],
+        [1.0, -0.5],
+        masks=[[True, True, False, True], [True, True]],
+        values=[[9.0] * 4, [9.0] * 2],
+    )
+    moments = trainer.state.value_regression.moments
+    assert moments[-2, -2] == 5
+    assert moments[-1, -2].item() == pytest.approx(3 * 1.0 - 2 * 0.5)
+    assert moments[-1, -1].item() == pytest.approx(3 * 1.0 + 2 * 0.25)
+    assert trainer.model.value_function.head.weight.abs().max() > 0
 
 
 def test_the_values_loss_trains_the_trunk_and_not_the_head(tmp_path: Path) -> None:
