@@ -2,8 +2,8 @@
 is killed; records are appended line by line as a run goes on.
 
 Libraries write their own files in a directory of `written_whole`, and in a checkpoint's directory
-before it gets its name. Two more are not written here: the lock, and TensorBoard's events, whose
-numbers are in metrics.jsonl too.
+before it gets its name. The lock is not written here, for it is no result: it is one place in the
+file system that processes meet at.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
         content = content.encode("utf-8", "backslashreplace")
     if path.exists() and not path.is_file():  # a device or a pipe, such as /dev/stdout
         try:
-            path.write_bytes(content)
+            # A pipe that nobody reads is an error, and not waited for.
+            descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+            os.set_blocking(descriptor, True)
+            with open(descriptor, "wb") as file:
+                file.write(content)
         except OSError as error:  # of a write, which names no file
             raise OSError(error.errno, error.strerror, str(path)) from error
         return
@@ -79,12 +83,21 @@ def append_lines(path: Path, records: list[dict[str, Any]]) -> None:
     """Appends records as lines of JSON.
 
     Raises:
-        RuntimeError: they could not be written; the run has begun, so this is no wrong value.
+        RuntimeError: as from `append`.
     """
     lines = [json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records]
     # Half of a surrogate pair, which a tokenizer may write, is no UTF-8.
-    data = "".join(lines).encode("utf-8", "backslashreplace")
+    append(path, "".join(lines).encode("utf-8", "backslashreplace"))
+
+
+def append(path: Path, data: bytes) -> None:
+    """Appends to a file, which is made with its directory where it is not there.
+
+    Raises:
+        RuntimeError: it could not be written; the run has begun, so this is no wrong value.
+    """
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
             file.write(data)
     except OSError as error:

@@ -116,7 +116,7 @@ class TrainingRun:
         )
         self.trainer.notes += log.notes
         bar = progress("PPO", self.trainer.console, total=end, completed=first)
-        with closing(log), bar as show:
+        with bar as show:
             self.callbacks.begin(first)
             while self.state.iteration < end and not self._is_over():
                 self.callbacks.tell("on_step_begin")

@@ -8,11 +8,8 @@ are about to be written again.
 from __future__ import annotations
 
 import json
-import re
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,16 +18,13 @@ from fastppo.data.files import append_lines, write_whole
 from fastppo.data.world import World
 from fastppo.functional.scalars import shown
 from fastppo.run.console import console_notes
+from fastppo.run.events import EventFile
 from fastppo.run.identity import versions
 from fastppo.run.lock import check_still_held
 from fastppo.run.options import Options
 
 SAMPLES = {False: "samples.jsonl", True: "eval_samples.jsonl"}
 """Responses that are trained on, and those to held-out prompts."""
-
-
-EVENTS = re.compile(r"(events\.out\.tfevents\.)(\d+)(\..+)")
-"""TensorBoard's name of a file: begun at this second."""
 
 
 class RunLog:
@@ -52,8 +46,6 @@ class RunLog:
         first: int = 0,
         device: str = "",
     ) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         self.directory = Path(directory)
         self.index = index
         self.notes: list[str] = []
@@ -63,9 +55,8 @@ class RunLog:
         self._begin_part(first, device)
         for name in ("metrics.jsonl", *SAMPLES.values()):
             self.notes += cut(self.directory / name, index, first)
-        _put_events_in_the_past(self.directory / "tensorboard")
         # Of a run that was killed before its first checkpoint every point is written anew.
-        self._writer = SummaryWriter(str(self.directory / "tensorboard"), purge_step=first)
+        self._events = EventFile(self.directory / "tensorboard", first)
 
     def _begin_part(self, first: int, device: str) -> None:
         """Adds a line to parts.jsonl: when the run was started or resumed, on which device and
@@ -84,13 +75,8 @@ class RunLog:
         warnings = [*warnings, *console_notes()]
         if warnings:
             record["warnings"] = warnings
-            with self._writing_events():
-                self._writer.add_text("warnings", "\n\n".join(warnings), number)
         append_lines(self.directory / "metrics.jsonl", [record])
-        with self._writing_events():
-            for name, value in metrics.items():
-                self._writer.add_scalar(name, value, number)
-            self._writer.flush()
+        self._events.add(number, metrics, warnings)
 
     def samples(
         self, number: int, samples: list[dict[str, Any]], *, held_out: bool = False
@@ -100,28 +86,6 @@ class RunLog:
         records = [{self.index: number, **sample} for sample in samples]
         if records or not held_out:
             append_lines(self.directory / SAMPLES[held_out], records)
-
-    @contextmanager
-    def _writing_events(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            events = self.directory / "tensorboard"
-            raise RuntimeError(f"{events} could not be written: {error}") from error
-
-    def close(self) -> None:
-        with suppress(OSError):  # metrics.jsonl holds the same numbers
-            self._writer.close()
-
-
-def _put_events_in_the_past(directory: Path) -> None:
-    """TensorBoard reads files by the time in their names, and would take those from before the
-    clock was set back for the newest, whose beginning drops the points of all others."""
-    now = int(time.time())
-    named = [(path, EVENTS.match(path.name)) for path in sorted(directory.glob("events*"))]
-    late = [(path, match) for path, match in named if match and int(match[2]) >= now]
-    for age, (path, match) in enumerate(reversed(late), 1):
-        path.rename(path.with_name(f"{match[1]}{now - age:010d}{match[3]}"))
 
 
 class SharedLog:
@@ -165,10 +129,6 @@ class SharedLog:
         self.world.first(lambda: self._log.samples(number, samples, held_out=held_out))
         if self.callbacks is not None and samples and not held_out:
             self.callbacks.tell("on_samples", samples=samples)
-
-    def close(self) -> None:
-        if self._log is not None:
-            self._log.close()
 
 
 def check_no_run(run_dir: str | Path) -> None:

@@ -57,10 +57,6 @@ class Records(TrainerCallback):
                 f"the loss is {numbers['loss']} at step {state.global_step}; lower learning_rate"
             )
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        assert self._log is not None
-        self._log.close()
-
 
 class Interruptions(TrainerCallback):
     """Writes a checkpoint on request, and stops after the current step on request."""

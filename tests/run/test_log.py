@@ -37,7 +37,6 @@ def test_a_record_is_numbered_by_what_the_run_counts(index: str, tmp_path: Path)
     log.metrics(0, {"loss": 1.0, "kl": 0.5})
     log.metrics(5, {"loss": 2.0})
     log.samples(5, [{"prompt": "a"}, {"prompt": "b"}])
-    log.close()
     assert read_jsonl(tmp_path / "metrics.jsonl") == [
         {index: 0, "loss": 1.0, "kl": 0.5},
         {index: 5, "loss": 2.0},
@@ -58,7 +57,6 @@ def test_a_clock_that_is_set_back_between_two_parts_loses_no_point(
         log = RunLog(tmp_path, Config(seed=3), first=2 * part)
         log.metrics(2 * part, {"loss": 1.0})
         log.metrics(2 * part + 1, {"loss": 2.0})
-        log.close()
     assert _scalars(tmp_path, "loss") == [(0, 1.0), (1, 2.0), (2, 1.0), (3, 2.0)]
 
 
@@ -70,7 +68,6 @@ def test_after_a_resume_the_lines_past_the_checkpoint_are_written_anew(
     for number in range(5):
         log.metrics(number, {"loss": float(number)})
         log.samples(number, [{"text": "old \u2028\x85 é"}] * 2)  # Python's ends of a line
-    log.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"it')  # the run was killed while it wrote
     with (tmp_path / "samples.jsonl").open("ab") as file:
@@ -83,7 +80,6 @@ def test_after_a_resume_the_lines_past_the_checkpoint_are_written_anew(
     assert [record[index] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     resumed.metrics(3, {"loss": 30.0})
     resumed.samples(3, [{"text": "new"}])
-    resumed.close()
     losses = [(r[index], r["loss"]) for r in read_jsonl(tmp_path / "metrics.jsonl")]
     assert losses == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
     samples = [(r[index], r["text"]) for r in read_jsonl(tmp_path / "samples.jsonl")]
@@ -107,7 +103,6 @@ def test_the_log_keeps_warnings_beside_the_metrics(tmp_path: Path) -> None:
     log = RunLog(tmp_path, Config())
     log.metrics(0, {"reward": 1.0})
     log.metrics(1, {"reward": 2.0}, ["kl = 31.2 > 20"])
-    log.close()
     first, second = read_jsonl(tmp_path / "metrics.jsonl")
     assert "warnings" not in first
     assert second == {"iteration": 1, "reward": 2.0, "warnings": ["kl = 31.2 > 20"]}
@@ -115,12 +110,11 @@ def test_the_log_keeps_warnings_beside_the_metrics(tmp_path: Path) -> None:
 
 
 def test_each_part_of_a_run_has_a_line_whatever_became_of_the_last(tmp_path: Path) -> None:
-    RunLog(tmp_path, Config(), device="A GPU").close()
+    RunLog(tmp_path, Config(), device="A GPU")
     with (tmp_path / "parts.jsonl").open("a") as file:
         file.write('{"fir')  # killed while it was written
     log = RunLog(tmp_path, Config(), first=3, device="Another")
     log.metrics(3, {"reward": 1.0})
-    log.close()
     parts = read_jsonl(tmp_path / "parts.jsonl")
     assert [(part["first"], part["device"]) for part in parts] == [(0, "A GPU"), (3, "Another")]
     assert "torch" in parts[0]["versions"]
