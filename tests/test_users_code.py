@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -143,6 +145,31 @@ def test_a_step_without_a_signature_is_called_all_the_same(folder: Folder, run: 
     assert "environment 'Game' raised ValueError(" in said
 
 
+def test_an_environment_whose_signatures_cannot_be_read_gets_no_columns(
+    folder: Folder, run: Run
+) -> None:
+    file = folder.path / "game.py"
+    file.write_text(f"{ENVIRONMENT}\n    reset.__signature__ = step.__signature__ = 5\n")
+    assert run(environment=f"{file}:Game")[0] == 0
+
+
+@pytest.mark.slow
+def test_a_coroutine_that_takes_no_end_does_not_keep_the_program_from_its_own(
+    folder: Folder,
+) -> None:
+    """It would go on at the end of the interpreter, when it is destroyed."""
+    file = folder.path / "game.py"
+    file.write_text(
+        f"{ENVIRONMENT}\n    async def step(self, text):\n        while True:\n"
+        "            try: await asyncio.sleep(60)\n            except BaseException: pass\n"
+    )
+    flags = folder.flags(iterations=1, environment=f"{file}:Game", reward_timeout=0.5)
+    program = [sys.executable, "-m", "fastppo", *flags]
+    ended = subprocess.run(program, capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 1
+    assert "did not return within 0.5 s in step" in ended.stderr
+
+
 REWARDS = {
     "an exit": "import sys; sys.exit(0)",
     "an interrupt": "raise KeyboardInterrupt",
@@ -197,6 +224,30 @@ def test_a_reward_that_fails_oddly_ends_the_run_with_a_sentence(
     code, said = run()
     assert code == 1
     assert f"reward 'count' {SAYS[kind]}" in said
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "says"),
+    [
+        (
+            "def count(prompts, completions): ...\ncount.__signature__ = 5",
+            1,
+            "reward 'count' raised TypeError(",
+        ),
+        (
+            "def __getattr__(name):\n    raise SystemExit(0)\nglobals()",
+            2,
+            ":count: importing {file} raised SystemExit(0)",
+        ),
+    ],
+)
+def test_a_reward_that_cannot_be_looked_at_is_a_sentence(
+    body: str, code: int, says: str, folder: Folder, run: Run
+) -> None:
+    folder.reward.write_text(body)
+    ended, said = run()
+    assert ended == code
+    assert says.format(file=folder.reward) in said
 
 
 def test_a_reward_whose_attributes_raise_ends_the_run_with_a_sentence(

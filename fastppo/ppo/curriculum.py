@@ -30,8 +30,8 @@ from fastppo.functional.scalars import shown
 from fastppo.ppo.prompt_options import CurriculumOptions
 from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of
 from fastppo.rewards.loading import load_callable
-from fastppo.rewards.reading import columns_for
-from fastppo.rewards.reward import plain_number, signature_of
+from fastppo.rewards.reading import columns_for, signature_of
+from fastppo.rewards.reward import plain_number
 from fastppo.rewards.scorer import Scores
 from fastppo.run.signals import PhaseEndedError
 

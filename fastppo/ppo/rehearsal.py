@@ -22,8 +22,13 @@ from fastppo.ppo.config import PPOConfig
 from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.chat import Agent
 from fastppo.rewards.loading import load_environment, make_terms, match_function
-from fastppo.rewards.reading import check_agent, check_methods, method_signatures
-from fastppo.rewards.reward import RewardTerm, check_signature, signature_of, try_reward
+from fastppo.rewards.reading import (
+    check_agent,
+    check_methods,
+    method_signatures,
+    signature_of,
+)
+from fastppo.rewards.reward import RewardTerm, check_signature, try_reward
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -193,12 +193,14 @@ class EventLoop:
         return done.wait(ANSWERS_WITHIN)
 
     def close(self) -> None:
-        """Ends the loop, and what still waits in it; one that is blocked is left to the end of the
-        program."""
+        """Ends the loop, and what still waits in it. One that is blocked, or with a coroutine that
+        takes no end, is left to the end of the program."""
         if not self.answers():
             return
         ending = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
         concurrent.futures.wait([ending], ANSWERS_WITHIN)
+        if not ending.done():
+            return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(ANSWERS_WITHIN)
         if not self._thread.is_alive():

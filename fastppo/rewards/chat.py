@@ -35,9 +35,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from fastppo.rewards.calling import UserCodeError, await_call, call_in_thread
-from fastppo.rewards.reading import columns_for
-from fastppo.rewards.reward import signature_of
+from fastppo.rewards.calling import ANSWERS_WITHIN, UserCodeError, await_call, call_in_thread
+from fastppo.rewards.reading import columns_for, signature_of
 
 SCHEME = "chat:"
 """Begins the address of an agent."""
@@ -269,7 +268,7 @@ class Session:
             self.answer.set_exception(RefusedError(ENDED))
         if self.playing is not None:
             self.playing.cancel()
-            await asyncio.wait({self.playing})
+            await asyncio.wait({self.playing}, timeout=ANSWERS_WITHIN)  # it may take no end
 
 
 def _result(run: asyncio.Task[Any]) -> Any:

@@ -134,13 +134,13 @@ def _load_function(where: str, name: str, option: str) -> Any:
     try:
         with CallOptions().put_back(where):
             module = call(lambda: _load_file(Path(where)) if is_file else _load_module(where))
+            function = call(lambda: getattr(module, name, None))
     except UserCodeError as error:
         cause = error.__cause__
         sentence = f"importing {where} {error}{place_of(cause)}"
         if isinstance(cause, ModuleNotFoundError) and not is_file:
             sentence = f"no module {cause.name!r}"
         raise ValueError(f"{option} {where}:{name}: {sentence}") from cause
-    function = getattr(module, name, None)
     if not callable(function):
         is_kind = inspect.isclass if option == "environment" else inspect.isfunction
         known = [key for key, value in vars(module).items() if is_kind(value)]
@@ -195,7 +195,8 @@ def _fingerprint(spec: str | Reward, function: Any) -> str:
         from fastppo.rewards.model import RewardModel  # transformers, where it is used
 
         if isinstance(function, RewardModel):
-            return fingerprint.of_weights(function.model.named_parameters())
+            tokenizer = fingerprint.of_tokenizer(function.tokenizer)
+            return fingerprint.of_text(f"{fingerprint.of_model(function.model)} {tokenizer}")
     if not isinstance(spec, str):
         kind = function if inspect.isroutine(function) else type(function)
         return fingerprint.of_text(f"{kind.__module__}.{kind.__qualname__}")

@@ -29,8 +29,8 @@ from fastppo.rewards.calling import (
     place_of,
     traceback_of,
 )
-from fastppo.rewards.reading import METHODS, columns_for
-from fastppo.rewards.reward import MAX_REWARD, plain_number, signature_of
+from fastppo.rewards.reading import METHODS, columns_for, signature_of
+from fastppo.rewards.reward import MAX_REWARD, plain_number
 
 
 class Answer(NamedTuple):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fastppo.data.files import MissingPathError
+from fastppo.rewards.calling import UserCodeError, call
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -40,6 +41,14 @@ def find_definition(where: str, name: str, option: str) -> Definition | None:
             f"it has {', '.join(known) or 'none'}"
         )
     return None
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """A function's signature; None of one without, made in C, or that raises when it is asked."""
+    try:
+        return call(lambda: inspect.signature(function))
+    except UserCodeError:
+        return None
 
 
 def read_signature(node: Definition | None) -> inspect.Signature | None:
@@ -119,11 +128,10 @@ def method_signatures(make: Any) -> dict[str, inspect.Signature]:
     if not inspect.isclass(make):
         return {}
     methods = {name: getattr(make, name, None) for name in ("__init__", *METHODS)}
-    return {
-        name: inspect.signature(method)
-        for name, method in methods.items()
-        if inspect.isfunction(method)
+    signatures = {
+        name: signature_of(method) for name, method in methods.items() if inspect.isfunction(method)
     }
+    return {name: signature for name, signature in signatures.items() if signature is not None}
 
 
 def check_methods(

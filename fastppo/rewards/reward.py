@@ -367,14 +367,6 @@ MADE_UP = "A made-up response, on which the reward is tried before the run."
 """What a reward is called on once before anything is loaded."""
 
 
-def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """A function's signature; None of one without, made in C, or that raises when it is asked."""
-    try:
-        return call(lambda: inspect.signature(function))
-    except UserCodeError:
-        return None
-
-
 def check_signature(
     name: str, signature: inspect.Signature, source: str, columns: Collection[str]
 ) -> None:

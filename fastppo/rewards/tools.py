@@ -234,8 +234,8 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
 
     try:
         return get_json_schema(function)
-    except (DocstringParsingException, TypeHintParsingException) as error:
-        raise ValueError(str(error)) from error
+    except (DocstringParsingException, TypeHintParsingException, TypeError) as error:
+        raise ValueError(f"tool {function.__name__!r}: {error}") from error
 
 
 class _Episode:
