@@ -23,7 +23,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
+from fastppo.functional.scalars import shown
+
 Result = TypeVar("Result")
+
+LONGEST_NUMBER = 6
+"""Digits of an environment variable: of more processes nobody hears."""
 
 TIMEOUT = 1800.0
 """Seconds that a rank waits for the others, unless another time is asked for."""
@@ -149,6 +154,11 @@ def join(device: torch.device, *, timeout: float = TIMEOUT, shard_size: int | No
         ValueError: the ranks cannot be divided into copies, or have no GPU each.
     """
     size = _number("WORLD_SIZE", 1)
+    rank = _number("RANK", 0)
+    if rank >= size:
+        raise ValueError(
+            f"RANK must be below WORLD_SIZE, as torchrun sets them, got {rank}, {size}"
+        )
     if size == 1:
         if shard_size not in (None, 1):
             raise ValueError(f"shard_size={shard_size} needs as many processes: start by torchrun")
@@ -219,8 +229,11 @@ def leave() -> None:
 
 
 def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    return int(text) if text.isdecimal() else default
+    """An environment variable of torchrun; raises ValueError where it is no number of its kind."""
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal() or len(text) > LONGEST_NUMBER or int(text) < default:
+        raise ValueError(f"{name} must be a number, as torchrun sets it, got {shown(text)}")
+    return int(text)
 
 
 def _nothing() -> Any:

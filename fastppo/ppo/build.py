@@ -6,12 +6,13 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, set_seed
 
 from fastppo.data import fingerprint
@@ -19,6 +20,7 @@ from fastppo.data.prompts import Prompts, encode_prompts
 from fastppo.data.rows import Rows, load_rows
 from fastppo.data.text import PretrainingText
 from fastppo.data.world import World, join
+from fastppo.functional.scalars import shown
 from fastppo.models.device import choose_device
 from fastppo.models.packing import choose_packing
 from fastppo.models.policy import ActorCritic, LanguageModel
@@ -79,8 +81,19 @@ class RunComponents:
     """Sentences on what is not as the options ask for it."""
 
 
-def world_of(config: PPOConfig) -> World:
-    """The processes that torchrun started for the run; raises ValueError where they do not fit."""
+def world_of(config: PPOConfig, world: World | None = None) -> World:
+    """The processes that are given, or those that torchrun started for the run.
+
+    Raises:
+        ValueError: they do not fit.
+        TypeError: config or world is something else.
+    """
+    if not isinstance(config, PPOConfig):
+        raise TypeError(f"config must be a PPOConfig, got {shown(config)}")
+    if world is not None:
+        if not isinstance(world, World):
+            raise TypeError(f"world must be a World, got {shown(world)}")
+        return world
     world = join(choose_device(config.device), shard_size=config.shard_size)
     check_ranks(config, world)
     return world
@@ -141,6 +154,13 @@ def build(
             the context, a model whose logits FastPPO does not know how to form.
     """
     check_handed_over(config, model, tokenizer)
+    check_kinds(
+        modules={"model": model, "reference": reference},
+        tokenizer=tokenizer,
+        prompts=prompts,
+        rewards={"rewards": rewards, "monitor_rewards": monitor_rewards},
+        environment=environment,
+    )
     set_seed(config.seed)
     world = world or World()
     device = world.device or choose_device(config.device)
@@ -232,6 +252,45 @@ def check_handed_over(config: PPOConfig, model: PreTrainedModel | None, tokenize
         )
 
 
+def check_kinds(
+    *,
+    modules: Mapping[str, Any],
+    tokenizer: Any,
+    prompts: Any,
+    rewards: Mapping[str, Any],
+    environment: Any,
+) -> None:
+    """Raises TypeError for something else in the place of what can be handed over.
+
+    Args:
+        modules: model and reference by name.
+        rewards: lists of rewards by name.
+    """
+    for name, module in modules.items():
+        if module is not None and not (isinstance(module, nn.Module) and hasattr(module, "config")):
+            raise TypeError(f"{name} must be a model of transformers, got {shown(module)}")
+    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+        raise TypeError(f"tokenizer must be one of transformers, got {shown(tokenizer)}")
+    if prompts is not None and not (
+        _is_list(prompts) and all(isinstance(x, dict) for x in prompts)
+    ):
+        raise TypeError(f"prompts must be a list of rows, dicts each, got {shown(prompts)}")
+    for name, listed in rewards.items():
+        if listed is None:
+            continue
+        if not _is_list(listed) or not all(isinstance(x, str) or callable(x) for x in listed):
+            raise TypeError(f"{name} must be a list of functions and names, got {shown(listed)}")
+    if environment is not None and not (isinstance(environment, str) or callable(environment)):
+        raise TypeError(f"environment must be a class or a name, got {shown(environment)}")
+
+
+def _is_list(value: Any) -> bool:
+    """Whether it is a list, a tuple, or what has their methods, such as a `Dataset`."""
+    return (
+        hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, str)
+    )
+
+
 # -------------------------------------------------------------------------------------- the models
 
 
@@ -281,17 +340,16 @@ def load_models(
     loader = ModelLoader(config, device)
     causal_lm = model or loader.causal_lm(config.model, "model")
     causal_lm = causal_lm.to(device)  # type: ignore[arg-type]
-    weights = fingerprint.of_weights(causal_lm.named_parameters())  # before they get adapters
+    before = fingerprint.of_model(causal_lm)  # which is about to get adapters
     stop = stop_token_ids(config.stop_token_ids, tokenizer, causal_lm)
     policy = make_policy(causal_lm, tokenizer, config, loader)
     check_tokens(policy, tokenizer, stop)
     ref_policy = make_reference(policy, tokenizer, config, loader, model=reference)
-    fingerprints = {"model": weights}
+    fingerprints = {"model": before, "tokenizer": fingerprint.of_tokenizer(tokenizer)}
     if ref_policy is not None:
-        fingerprints["reference_model"] = weights
+        fingerprints["reference_model"] = before
         if ref_policy.is_given and ref_policy.frozen is not None:
-            parameters = ref_policy.frozen.causal_lm.named_parameters()
-            fingerprints["reference_model"] = fingerprint.of_weights(parameters)
+            fingerprints["reference_model"] = fingerprint.of_model(ref_policy.frozen.causal_lm)
     return Models(policy, ref_policy, stop, fingerprints)
 
 
@@ -361,7 +419,7 @@ def choose_engine(
                 "async_steps=1 needs an engine with weights of its own that draws by row: "
                 f"{note or type(chosen).__name__}"
             )
-        return AheadEngine(chosen), note
+        return AheadEngine(chosen, policy.head.vocabulary, config.max_new_tokens), note
     return chosen, note
 
 

@@ -72,7 +72,7 @@ from fastppo.rewards.reward import Reward
 from fastppo.rewards.scorer import Scorer, Scores
 from fastppo.rollout import Rollout, RolloutEngine, Sampling
 from fastppo.run.callbacks import Callbacks
-from fastppo.run.progress import say
+from fastppo.run.progress import console_of_first, say
 from fastppo.run.watch import advice, kind_of, rollout_health
 
 
@@ -139,10 +139,8 @@ class PPOTrainer:
         world: World | None = None,
     ) -> None:
         self.config = config
-        self.world = world or world_of(config)
-        self.console = Console(quiet=True)
-        if self.world.is_main:
-            self.console = console or Console(stderr=True)
+        self.world = world_of(config, world)
+        self.console = console_of_first(self.world, console)
         with naming("loading", config):
             components = build(
                 config,

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastppo.functional.scalars import shown
+
 FINISHED = "stop"
 """The response ended with a stop token, which is its last token, or completed a stop string."""
 TRUNCATED = "length"
@@ -145,6 +147,37 @@ class Rollout:
             else:
                 joined[name] = [row for value in values for row in value]
         return cls(**joined)
+
+
+def check_rollout(rollout: Rollout, vocabulary: int, longest: int) -> None:
+    """Checks responses that come from outside of the process, from a server or a file.
+
+    Args:
+        longest: tokens of a response at most.
+
+    Raises:
+        ValueError: one is empty or too long, or has what is no token of the vocabulary, no reason
+            to finish or no finite logprob for each token.
+    """
+    for row, tokens in enumerate(rollout.tokens):
+        is_token = (isinstance(token, int) and 0 <= token < vocabulary for token in tokens)
+        if not 0 < len(tokens) <= longest or not all(is_token):
+            raise ValueError(
+                f"response {row} must be 1 to {longest} token ids in [0, {vocabulary}), got "
+                f"{shown(tokens)}"
+            )
+    reasons = rollout.finish_reasons
+    known = [FINISHED, TRUNCATED]  # not a set: a reason may be a list
+    if len(reasons) != len(rollout.tokens) or not all(reason in known for reason in reasons):
+        raise ValueError(
+            f"a response must finish with {FINISHED} or {TRUNCATED}, got {shown(reasons)}"
+        )
+    for logprobs in (rollout.sampler_logprobs, rollout.logprobs):
+        if logprobs is None:
+            continue
+        has_one_each = [len(row) for row in logprobs] == rollout.lengths
+        if not has_one_each or not all(row.isfinite().all() for row in logprobs):
+            raise ValueError("a response must have a finite logprob for each token")
 
 
 class RolloutEngine(ABC):

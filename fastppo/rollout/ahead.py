@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fastppo.models.policy import LanguageModel
-from fastppo.rollout import Rollout, RolloutEngine, Sampling
+from fastppo.rollout import Rollout, RolloutEngine, Sampling, check_rollout
 
 
 class DrawnBatch(NamedTuple):
@@ -42,12 +42,16 @@ class AheadEngine(RolloutEngine):
 
     Args:
         engine: has weights of its own, and takes its random numbers from `Sampling.seed`.
+        vocabulary: tokens of the policy.
+        longest: tokens of a response at most.
     """
 
     holds_weights = True
 
-    def __init__(self, engine: RolloutEngine) -> None:
+    def __init__(self, engine: RolloutEngine, vocabulary: int, longest: int) -> None:
         self.engine = engine
+        self.vocabulary = vocabulary
+        self.longest = longest
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         self._is_training = False
         """Whether the next call is for an iteration of the run, and not of an evaluation."""
@@ -117,7 +121,11 @@ class AheadEngine(RolloutEngine):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave."""
+        """Restores what `state_dict` gave.
+
+        Raises:
+            ValueError: the responses are not of this policy.
+        """
         self.engine.load_state_dict(state.get("engine", {}))
         self._ahead = None
         if "prompt_ids" in state:
@@ -128,6 +136,7 @@ class AheadEngine(RolloutEngine):
                 logprobs=_as_tensors(state["logprobs"]),
                 versions=state["versions"],
             )
+            check_rollout(rollout, self.vocabulary, self.longest)
             self._ahead = DrawnBatch(state["prompt_ids"], _done(rollout))
 
 

@@ -33,7 +33,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +44,7 @@ from torch import Tensor
 
 from fastppo.data.web import make_opener
 from fastppo.models.policy import LanguageModel
-from fastppo.rollout import Rollout, RolloutEngine, RolloutError, Sampling
+from fastppo.rollout import Rollout, RolloutEngine, RolloutError, Sampling, check_rollout
 from fastppo.rollout.prompts import check_prompts
 from fastppo.rollout.vllm import as_rollout, sampling_options
 
@@ -123,6 +123,7 @@ class ServerEngine(RolloutEngine):
         say: Callable[[str], None] = print,
     ) -> None:
         self.servers = [Server(url, say) for url in urls]
+        self.vocabulary = policy.head.vocabulary
         self.directory = directory.resolve()
         self.concurrency = batch_size or CONCURRENCY
         self.name = secrets.token_hex(4)
@@ -143,12 +144,14 @@ class ServerEngine(RolloutEngine):
         check_prompts(prompt_ids)
         assert self.handover is not None
         choices = self._complete(_requests(prompt_ids, sampling), self.handover)
-        rollout = as_rollout(
-            tokens=[list(choice["token_ids"]) for choice in choices],
-            finish_reasons=[choice["finish_reason"] for choice in choices],
-            sampler_logprobs=[_logprobs(choice) for choice in choices],
-            sampling=sampling,
-        )
+        with _protocol("a server of rollout_urls"):
+            rollout = as_rollout(
+                tokens=[list(choice["token_ids"]) for choice in choices],
+                finish_reasons=[choice["finish_reason"] for choice in choices],
+                sampler_logprobs=[_logprobs(choice) for choice in choices],
+                sampling=sampling,
+            )
+        check_rollout(rollout, self.vocabulary, sampling.max_new_tokens)
         return replace(rollout, versions=[self.handover.version] * len(choices))
 
     def _complete(self, requests: list[dict[str, Any]], handover: Handover) -> list[dict[str, Any]]:
@@ -287,12 +290,15 @@ class Server:
         """
         model = handover.name if handover.is_lora else self._base_model
         try:
-            (choice,) = self._ask("/v1/completions", "choices", {**request, "model": model})
+            choices = self._ask("/v1/completions", "choices", {**request, "model": model})
         except ValueError as error:
             if self.has(handover):
                 raise
             raise _AwayError(GONE) from error
-        if choice.get("token_ids") is None or choice.get("logprobs") is None:
+        with _protocol(self.url):
+            choice = choices[0]
+            has_tokens = None not in (choice.get("token_ids"), choice.get("logprobs"))
+        if not has_tokens:
             raise ValueError(
                 f"{self.url} gives no token ids and logprobs: expected vLLM, or a server that has "
                 "its `return_token_ids`"
@@ -302,10 +308,12 @@ class Server:
         return choice
 
     def _has(self, handover: Handover) -> bool:
-        models = [model["id"] for model in self._ask("/v1/models", "data")]
+        data = self._ask("/v1/models", "data")
+        with _protocol(self.url):
+            models = [model["id"] for model in data]
+            self._base_model = models[0]
         if handover.is_lora:
             return handover.name in models
-        self._base_model = models[0]
         return self._ask("/weight_info", "weight_version") == handover.name
 
     def _load(self, handover: Handover) -> None:
@@ -369,6 +377,16 @@ class Server:
 
 class _AwayError(Exception):
     """A server does not answer, or not as one that works."""
+
+
+@contextlib.contextmanager
+def _protocol(server: str) -> Iterator[None]:
+    """Raises ValueError where what a server answered is not in the form of vLLM's."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{server} answers as none of vLLM does ({reason})") from error
 
 
 def _pause(closing: threading.Event) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fastppo.data.world import World
+from fastppo.functional.scalars import shown
 from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of
 from fastppo.run.options import Options
 
@@ -95,6 +96,7 @@ class Callbacks:
 
     Raises:
         ValueError: one of them is no `TrainerCallback`.
+        TypeError: they are no list.
         ImportError: the tracker is not installed.
     """
 
@@ -106,6 +108,8 @@ class Callbacks:
         say: Callable[[str], None] = print,
         **parts: Any,
     ) -> None:
+        if not isinstance(callbacks, list | tuple):
+            raise TypeError(f"callbacks must be a list, got {shown(callbacks)}")
         self.world = world or World()
         self.calls = CallOptions(say=say)
         self.parts = parts

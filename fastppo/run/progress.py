@@ -10,14 +10,18 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 from rich.text import Text
 
+from fastppo.functional.scalars import shown
 from fastppo.run.console import printable
+
+if TYPE_CHECKING:
+    from fastppo.data.world import World
 
 LINE_SECONDS = 10.0
 """Between two lines of progress in a log file."""
@@ -27,6 +31,19 @@ WORTH = 3
 
 NARROW = 80
 """Columns of a terminal below which numbers take the bar's place."""
+
+
+def console_of_first(world: World, console: Console | None = None) -> Console:
+    """The console that is given, or stderr; of a process that is not the first one that is quiet.
+
+    Raises:
+        TypeError: it is no console.
+    """
+    if console is not None and not isinstance(console, Console):
+        raise TypeError(f"console must be a rich.console.Console, got {shown(console)}")
+    if not world.is_main:
+        return Console(quiet=True)
+    return console or Console(stderr=True)
 
 
 def say(console: Console, sentence: str, style: str = "") -> None:

@@ -59,6 +59,15 @@ class StopRequest:
         """The signal that asked the run to stop; None if there was none."""
         self._heard: int | None = None
         self._save = False
+        self.handlers: Mapping[signal.Signals, Handler] = {}
+        """By which it listens, until the first signal that asks it to stop."""
+
+    def listen(self) -> None:
+        """Installs its handlers where users' code has put others in their place."""
+        if self._heard is None:
+            for signum, handler in self.handlers.items():
+                if signal.getsignal(signum) is not handler:
+                    signal.signal(signum, handler)
 
     def hear(self, signum: int) -> None:
         """A signal asks this process to stop."""
@@ -78,6 +87,7 @@ class StopRequest:
 
     def end_phase(self) -> None:
         """Raises `PhaseEndedError` if the run is to stop: nothing of this iteration is kept."""
+        self.listen()
         self._agree()
         if self.stop is not None:
             raise PhaseEndedError
@@ -129,13 +139,19 @@ def listening(world: World | None = None) -> Iterator[StopRequest]:
     def save(signum: int, frame: Any) -> None:
         request.hear_save()
 
-    with _handled(dict.fromkeys(STOPPING, stop) | {signal.SIGUSR1: save}):
+    with _handled(dict.fromkeys(STOPPING, stop) | {signal.SIGUSR1: save}) as request.handlers:
         yield request
 
 
 @contextmanager
-def _handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
-    """Installs the handlers for the block, then the former ones. Other threads can have none."""
+def _handled(
+    handlers: Mapping[signal.Signals, Handler],
+) -> Iterator[Mapping[signal.Signals, Handler]]:
+    """Installs the handlers for the block, then the former ones. Other threads can have none.
+
+    Returns:
+        Mapping: those that are installed.
+    """
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for signum, handler in handlers.items():
@@ -144,7 +160,7 @@ def _handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
     outermost = before.keys() - _REPLACED.keys()
     _REPLACED.update({signum: before[signum] for signum in outermost})
     try:
-        yield
+        yield {signum: handlers[signum] for signum in before}
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)

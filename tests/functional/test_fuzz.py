@@ -1,9 +1,10 @@
 """Any arguments of the public functions: the number that the definition gives in fp64, or a
 ValueError or TypeError that names an argument.
 
-Of `PPOTrainer` that is `step`, whose numbers are compared with those of the same arguments in fp64;
-where it refuses them, no weight has changed. Its other methods take what the trainer itself has
-made, and options of the command line are read in tests/test_refusals.py.
+Of `PPOTrainer` these are the constructor, whose policy is the model that it was given, and `step`,
+whose numbers are compared with those of the same arguments in fp64; where it refuses them, no
+weight has changed. Its other methods take what the trainer itself has made, and options of the
+command line are read in tests/test_refusals.py.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from torch import Tensor
+from transformers import TrainerCallback
 
 import fastppo
+from fastppo.data.world import World
 from fastppo.functional.statistics import sampled_kl
+from fastppo.rollout.generate import GenerateEngine
 
 CALLS = int(os.environ.get("FASTPPO_FUZZ", "10000"))
 """Of all functions together; more of them for a long run."""
@@ -281,6 +285,50 @@ def _trainer() -> tuple[fastppo.PPOTrainer, dict[str, Any]]:
     return trainer, {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
 
 
+def make_trainer(config: Any, **parts: Any) -> dict[str, Tensor]:
+    """`PPOTrainer` itself: the weights of its policy."""
+    return fastppo.PPOTrainer(config, **parts).model.causal_lm.state_dict()
+
+
+make_trainer.__signature__ = inspect.signature(fastppo.PPOTrainer)  # type: ignore[attr-defined]
+
+
+class Game:
+    """An environment of one turn."""
+
+    def reset(self, prompt: Any, **columns: Any) -> None:
+        pass
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        return "", 1.0, True
+
+
+def _make_trainer(draw: Draw) -> dict[str, Any]:
+    rows: list[Any] = [{"prompt": "w1 w2", "n": 1}, {"prompt": "w3", "n": 2}]
+    rewards: list[Any] = [tiny.count_w7]
+    given = {
+        "config": fastppo.PPOConfig(device="cpu", minibatches=1, max_new_tokens=4),
+        "model": tiny.model(),
+        "tokenizer": tiny.tokenizer(chat=True),
+        "console": Console(quiet=True),
+        **draw.maybe(
+            prompts=rows,
+            rewards=rewards,
+            monitor_rewards=[tiny.count_w7],
+            reference=tiny.model(seed=1),
+            environment=Game,
+            engine=GenerateEngine(tiny.model(), pad_token_id=0),
+            callbacks=[TrainerCallback()],
+            world=World(),
+        ),
+    }
+    if draw.random() < 0.3:
+        listed = draw.choice([rows, rewards, rows[0]])
+        place = draw.choice(list(listed) if isinstance(listed, dict) else range(len(listed)))
+        listed[place] = draw.odd(listed[place])
+    return given
+
+
 def step(
     prompts: Any,
     responses: Any,
@@ -367,6 +415,7 @@ ARGUMENTS: dict[Callable[..., Any], Callable[[Draw], dict[str, Any]]] = {
     fastppo.loss_metrics: lambda draw: {"sums": _sums(draw), **draw.maybe(objective="cispo")},
     fastppo.head_weight: _head_weight,
     fastppo.PPOConfig: _options,
+    make_trainer: _make_trainer,
     step: _step,
     sampled_kl: lambda draw: {
         name: value

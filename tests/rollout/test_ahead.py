@@ -201,7 +201,7 @@ def test_a_run_that_fails_ends_what_is_drawn_ahead(
 
 def test_a_checkpoint_within_an_iteration_has_the_batch_of_that_iteration() -> None:
     """And after its update that of the next."""
-    engine = AheadEngine(Scripted([[7, 1], [8, 1], [9, 1]]))
+    engine = AheadEngine(Scripted([[7, 1], [8, 1], [9, 1]]), vocabulary=10, longest=4)
     sampling = Sampling(max_new_tokens=4)
     for prompt in (3, 4):
         engine.prepare([[prompt + 1]])
@@ -210,7 +210,7 @@ def test_a_checkpoint_within_an_iteration_has_the_batch_of_that_iteration() -> N
     engine.weights_changed(None)
     state = engine.state_dict()
     assert (state["prompt_ids"], state["tokens"]) == ([[5]], [[9, 1]])
-    resumed = AheadEngine(Scripted([]))
+    resumed = AheadEngine(Scripted([]), vocabulary=10, longest=4)
     resumed.load_state_dict(state)
     resumed.prepare([])
     assert resumed.generate([[5]], sampling).tokens == [[9, 1]]
