@@ -729,6 +729,16 @@ def _exit_code(error: Exception) -> int | None:
     return FAILED if type(error).__name__ == "SafetensorError" else None
 
 
+def _open_consoles() -> None:
+    """Opens what a process was started without (`2>&-`) of stdin, stdout and stderr: the next file
+    would take the number, and get what a signal's handler or a library says."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
 def program() -> int:
     """`main` in a process of its own.
 
@@ -746,6 +756,7 @@ def program() -> int:
                 stream.flush()
         os._exit(exit_code)
 
+    _open_consoles()
     if os.environ.get("WORLD_SIZE", "1") != "1":
         atexit.register(end)  # the first to be registered is the last to run
     try:

@@ -119,7 +119,10 @@ def _ask(name: str, console: Console) -> str:
             return ""
         raise ValueError(f"--{name} is missing, and there is no terminal to ask at")
     while True:
-        answer = Prompt.ask(QUESTIONS[name], console=console, default="", show_default=False)
+        try:
+            answer = Prompt.ask(QUESTIONS[name], console=console, default="", show_default=False)
+        except EOFError:
+            raise ValueError(f"--{name} is missing, and the answer ended") from None
         if answer.strip() or name in OPTIONAL:
             return answer.strip()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import http.server
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -164,19 +165,47 @@ def test_a_servers_words_do_not_steer_the_terminal(folder: Folder) -> None:
     assert "answered 418 \\x1b[31mno" in said
 
 
+@pytest.mark.parametrize("command", ["recipe qwen2.5-7b --show", "generate --prompt w1\u2026"])
 def test_what_a_terminal_has_no_character_for_is_escaped(
-    monkeypatch: pytest.MonkeyPatch,
+    command: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    arguments = command.split()
+    if arguments[0] == "generate":
+        arguments += ["--models", folder.model, "--max_new_tokens", "2", "--device", "cpu"]
     bytes_out = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(bytes_out, encoding="ascii"))
-    assert cli.main(["recipe", "qwen2.5-7b", "--show"]) == 0
+    assert cli.main(arguments) == 0
     sys.stdout.flush()
-    assert b"step by step. \\u2026" in bytes_out.getvalue()
+    assert b"\\u2026" in bytes_out.getvalue()
 
 
 def test_a_program_that_was_started_without_stderr_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", None)
     assert cli.main(["recipe", "qwen2.5-7b", "--show"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"WORLD_SIZE": "9" * 30}, "WORLD_SIZE must be a number, as torchrun sets it, got '999"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be a number"),
+        ({"WORLD_SIZE": "2", "RANK": "5"}, "RANK must be below WORLD_SIZE"),
+    ],
+)
+def test_a_place_among_processes_that_cannot_be_is_refused(
+    variables: dict[str, str], says: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert says in _refused(folder.flags())
+
+
+def test_a_pipe_that_nobody_reads_is_not_waited_for(folder: Folder) -> None:
+    folder.run.mkdir()
+    os.mkfifo(folder.run / "config.yaml")
+    said = _refused(folder.flags(iterations=1))
+    shutil.rmtree(folder.run)
+    assert f"No such device or address: '{folder.run / 'config.yaml'}'" in said
 
 
 def test_a_device_that_is_not_supported_is_refused(folder: Folder) -> None:

@@ -400,6 +400,15 @@ def test_a_checkpoint_that_finds_the_disk_full_is_removed_and_the_old_one_stays(
     assert not list(folder.run.glob(".checkpoint-*"))
 
 
+def test_records_of_tensorboard_that_are_deleted_end_no_run(folder: Folder, run) -> None:
+    folder.write_reward(
+        f"import shutil; calls == 2 and shutil.rmtree({str(folder.run / 'tensorboard')!r})"
+    )
+    assert run(iterations=3)[0] == 0
+    assert len(read_jsonl(folder.run / "metrics.jsonl")) == 3
+    assert list((folder.run / "tensorboard").iterdir())
+
+
 # ----------------------------------------------------------------------------------- another config
 
 
@@ -436,12 +445,31 @@ def _what_the_reward_imports_is_other(folder: Folder) -> object:
     return f"{folder.reward}:count"
 
 
+def _config_is_other(folder: Folder) -> object:
+    """The weights are not."""
+    file = Path(folder.model) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 0.1}))
+    return folder.model
+
+
+def _tokens_are_other(folder: Folder) -> object:
+    """Two, which no prompt has."""
+    file = Path(folder.model) / "tokenizer.json"
+    written = json.loads(file.read_text())
+    words = written["model"]["vocab"]
+    words["w38"], words["w39"] = words["w39"], words["w38"]
+    file.write_text(json.dumps(written))
+    return folder.model
+
+
 OTHERS: list[tuple[str, object, str]] = [
     ("model", _other_model, "the content of model was '"),
     ("prompts", _other_prompts, "the content of prompts was '"),
     ("rewards", _other_reward, "the content of rewards/count was '"),
     ("seed", 1, "seed was 0 and is 1"),
     ("rewards", _what_the_reward_imports_is_other, "the content of rewards/count was '"),
+    ("model", _tokens_are_other, "the content of tokenizer was '"),
+    ("model", _config_is_other, "the content of model was '"),
     ("model", _half_of_the_head_is_other, "the content of model was '"),
 ]
 
@@ -628,6 +656,66 @@ def test_a_stage_takes_the_newest_whole_checkpoint_and_keeps_as_many_as_it_is_to
     code = cli.main(stage(resume=True, seed=5))
     assert code == 2
     assert "is of another run: seed was 0 and is 5" in capsys.readouterr().err
+
+
+def _forge_a_stage(kind: str, checkpoint: Path) -> str:
+    """Changes a checkpoint of a stage and makes its manifest anew; what the run says of it."""
+    record = json.loads((checkpoint / "manifest.json").read_bytes())
+    weights = load_file(checkpoint / "model.safetensors")
+    optimizer = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+    says = "does not fit the optimizer: "
+    if kind == "another shape":  # of which a fused step would read past the end
+        optimizer["state"][0]["exp_avg"] = torch.zeros(1)
+        says += "exp_avg of a weight is of another shape"
+    elif kind == "no moments":
+        optimizer["state"] = {}
+        says += "it has no moments"
+    elif kind == "another option":
+        optimizer["param_groups"][0]["betas"] = 5
+        says += "betas is 5"
+    elif kind == "a weight less":
+        save_file(dict(list(weights.items())[1:]), checkpoint / "model.safetensors")
+        says = "does not fit the model: it has no "
+    elif kind == "another step":
+        state = json.loads((checkpoint / "trainer_state.json").read_bytes())
+        (checkpoint / "trainer_state.json").write_text(json.dumps(state | {"global_step": -5}))
+        says = "trainer_state.json is none of checkpoint 6 that a run has written"
+    elif kind == "a pickle that calls":
+        (checkpoint / "rng_state.pth").write_bytes(pickle.dumps(Calls(str(checkpoint / "called"))))
+        says = "cannot be read: UnpicklingError"
+    else:
+        (checkpoint / "scheduler.pt").unlink()
+        says = "scheduler.pt is not there"
+    torch.save(optimizer, checkpoint / "optimizer.pt")
+    manifest.write(checkpoint, record["number"], record["about"])
+    return says
+
+
+STAGE_FORGERIES = ("no moments", "another option", "another step", "a pickle that calls", "a file")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "another shape",
+        "a weight less",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in STAGE_FORGERIES),
+    ],
+)
+def test_a_forged_checkpoint_of_a_stage_runs_no_code_and_is_refused(
+    kind: str, stage, folder: Folder, capsys
+) -> None:
+    assert cli.main(stage()) == 0
+    shutil.rmtree(folder.run / "checkpoint-8")
+    checkpoint = folder.run / "checkpoint-6"
+    says = _forge_a_stage(kind, checkpoint)
+    capsys.readouterr()
+    code = cli.main(stage(resume=True))
+    said = capsys.readouterr().err
+    assert code == 2, said
+    assert f"fastppo: {checkpoint}" in said
+    assert says in said
+    assert not (checkpoint / "called").exists()
 
 
 def test_a_stage_with_another_tokenizer_is_another_run(stage, folder: Folder, capsys) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from modulefinder import ModuleFinder
+from importlib.machinery import PathFinder
+from modulefinder import Module, ModuleFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
 
 WORDS = 1024
 """Words of 64 bits in a row of a tensor's sums."""
+
+PACKAGE_FOLDER = 5
+"""`modulefinder`'s word for a package."""
+
+NOT_OF_A_MODEL = ("_name_or_path", "dtype", "torch_dtype", "transformers_version")
+"""What a config says of where it came from and how it was loaded."""
 
 DIGITS = 16
 """Hexadecimal digits of a fingerprint: enough against accidents, short enough to be shown."""
@@ -33,6 +40,20 @@ def of_weights(weights: Iterable[tuple[str, Tensor]]) -> str:
         for part in _sums(weight.detach()):
             digest.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:DIGITS]
+
+
+def of_model(model: Any) -> str:
+    """Fingerprint of a model of transformers: its weights, its config and how it generates."""
+    parts = [of_weights(model.named_parameters())]
+    for config in (model.config, getattr(model, "generation_config", None)):
+        values = {} if config is None else config.to_diff_dict()
+        parts.append(of_rows([{k: v for k, v in values.items() if k not in NOT_OF_A_MODEL}]))
+    return of_text(" ".join(parts))
+
+
+def of_tokenizer(tokenizer: Any) -> str:
+    """Fingerprint of a tokenizer: the tokens by their ids, and the chat template."""
+    return of_rows([tokenizer.get_vocab(), getattr(tokenizer, "chat_template", None)])
 
 
 def _sums(weight: Tensor) -> list[Tensor]:
@@ -76,7 +97,7 @@ def of_code(path: str | Path) -> str:
     is_in_package = "." in name
     if is_in_package:  # beside a package there may be all packages of an environment
         excludes |= {entry.stem for entry in folder.iterdir()} - {name.partition(".")[0]}
-    finder = ModuleFinder(path=[str(folder)], excludes=[*excludes])
+    finder = _ImportFinder(path=[str(folder)], excludes=[*excludes])
     try:
         if is_in_package:
             finder.import_hook(name)
@@ -86,6 +107,26 @@ def of_code(path: str | Path) -> str:
         return _of_files(file.parent.glob("*.py"))
     files = {getattr(module, "__file__", None) for module in finder.modules.values()}
     return _of_files(filter(None, files))
+
+
+class _ImportFinder(ModuleFinder):
+    """Python's own, which raises AttributeError at a package without `__init__.py`."""
+
+    def find_module(self, name: str, path: Any, parent: Any = None) -> Any:
+        try:
+            return super().find_module(name, path, parent)
+        except AttributeError:
+            spec = PathFinder.find_spec(name, path or self.path)
+            if spec is None or not spec.submodule_search_locations:
+                raise
+            return None, next(iter(spec.submodule_search_locations)), ("", "", PACKAGE_FOLDER)
+
+    def load_package(self, fqname: str, pathname: str) -> Module:
+        if (Path(pathname) / "__init__.py").exists():
+            return super().load_package(fqname, pathname)
+        package = self.add_module(fqname)
+        package.__path__ = [pathname]
+        return package
 
 
 def _of_files(files: Iterable[str | Path]) -> str:

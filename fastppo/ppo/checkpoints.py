@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from fastppo.data import fingerprint
@@ -38,18 +36,6 @@ OF_WEIGHTS = (
     "lora_target_modules",
 )
 """Options that say what a policy's weights are."""
-
-UNREADABLE = (
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    RecursionError,
-    SafetensorError,
-    TypeError,
-    UnpicklingError,
-)
-"""Errors on what no run has written, though its manifest agrees with it."""
 
 
 def export(
@@ -89,16 +75,19 @@ def export_checkpoint(path: Path, directory: Path, device: str = "auto") -> None
     if directory.is_file() or (directory / "config.json").exists():
         raise ValueError(f"{directory} is there already: choose another directory")
     run = manifest.read(path, int(path.name.split("-")[1]))["run"]
-    config = PPOConfig(device=device, **{name: run["options"][name] for name in OF_WEIGHTS})
+    with checkpoint.readable(path):
+        config = PPOConfig(device=device, **{name: run["options"][name] for name in OF_WEIGHTS})
+        model = run["fingerprints"]["model"]
     if not config.model:
         raise ValueError(f"{path}: the run was given its model in Python: trainer.save_policy(…)")
     loader = ModelLoader(config, choose_device(device))
     causal_lm = loader.causal_lm(config.model, "model")
-    if fingerprint.of_weights(causal_lm.named_parameters()) != run["fingerprints"]["model"]:
+    if fingerprint.of_model(causal_lm) != model:
         raise ValueError(f"{path}: model {config.model} is not what it was when the run started")
     tokenizer = load_tokenizer(config.model)
     policy = make_policy(causal_lm, tokenizer, config, loader)
-    checkpoint.load_policy(path, policy)
+    with checkpoint.readable(path):
+        checkpoint.load_policy(path, policy)
     export(policy, tokenizer, directory)
 
 
@@ -230,7 +219,7 @@ class Checkpoints:
         return True
 
     def _load(self, path: Path) -> None:
-        try:
+        with checkpoint.readable(path):
             saved_state, saved_reference = checkpoint.load(path, self.model, self.optimizer)
             self.state.load_state_dict(saved_state)
             self.engine.load_state_dict(saved_state.get("engine", {}))
@@ -240,8 +229,6 @@ class Checkpoints:
                 )
             if self.reference is not None:
                 self.reference.load_state_dict(saved_reference)
-        except UNREADABLE as error:
-            raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
     def _newest(self) -> manifest.Newest | None:
         checkpoint.remove_leftovers(self.run_dir)

@@ -18,8 +18,10 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,10 +37,28 @@ from fastppo.run.lock import check_still_held
 FORMAT = 3
 """Raised when an older reader would misread what is written."""
 
+LONGEST_REASON = 200
+"""Characters of why a checkpoint cannot be read."""
+
 CHECKPOINTS_KEPT = 2
 """The newest ones; the best is kept too."""
 
 NAME = re.compile(r"^checkpoint-\d+$")
+
+
+UNREADABLE = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    RecursionError,
+    SafetensorError,
+    TypeError,
+    UnicodeDecodeError,
+    UnpicklingError,
+    json.JSONDecodeError,
+)
+"""Errors on what no run has written, though its manifest agrees with it."""
 
 
 class CheckpointError(RuntimeError):
@@ -206,6 +226,17 @@ def finish(
         shutil.rmtree(temporary, ignore_errors=True)
         raise failed(path, error) from error
     prune(path.parent, None if best is None else best.metric, never=path)
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raises ValueError where what is read of a checkpoint is not what a run writes."""
+    try:
+        yield
+    except UNREADABLE as error:
+        reason = next(iter(str(error).splitlines()), "")[:LONGEST_REASON]
+        sentence = f"{path} cannot be read: {type(error).__name__}: {reason}"
+        raise ValueError(sentence) from error
 
 
 def failed(path: Path, error: Exception) -> CheckpointError:

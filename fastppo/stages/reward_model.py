@@ -52,7 +52,7 @@ from fastppo.models.pretrained import (
 from fastppo.models.sharding import unsharded
 from fastppo.models.trunk import checkpoint_activations, switch_dropout_off
 from fastppo.rewards.model import sequence_scores
-from fastppo.run.progress import say
+from fastppo.run.progress import console_of_first, say
 from fastppo.stages.calibration import accuracy, calibration_error, log_loss
 from fastppo.stages.options import RewardModelConfig
 from fastppo.stages.preferences import (
@@ -247,7 +247,7 @@ def train_reward_model(
         ValueError: model, tokenizer and options do not fit, or the directory holds a run already.
     """
     with stage_world(config) as world:
-        console = (console or Console(stderr=True)) if world.is_main else Console(quiet=True)
+        console = console_of_first(world, console)
         set_seed(config.seed)
         if model is None:
             model = load_classifier(
@@ -276,7 +276,7 @@ def train_reward_model(
             return comparisons
 
         data = load_data(config, rows, eval_rows, encode)
-        data.fingerprints["model"] = fingerprint.of_weights(model.named_parameters())
+        data.fingerprints["model"] = fingerprint.of_model(model)
         run_dir = open_run(config, world)
         pairs = sum(len(comparison.pairs) for comparison in data.train)
         held_pairs = sum(len(comparison.pairs) for comparison in data.held_out)

@@ -28,7 +28,7 @@ from fastppo.models.pretrained import (
 )
 from fastppo.models.sharding import unsharded
 from fastppo.models.trunk import checkpoint_activations
-from fastppo.run.progress import say
+from fastppo.run.progress import console_of_first, say
 from fastppo.stages.demonstrations import IGNORED, Demonstrations, collate, encode_demonstrations
 from fastppo.stages.options import SFTConfig
 from fastppo.stages.supervised import (
@@ -98,7 +98,7 @@ def train_sft(
         ValueError: model, tokenizer and options do not fit, or the directory holds a run already.
     """
     with stage_world(config) as world:
-        console = (console or Console(stderr=True)) if world.is_main else Console(quiet=True)
+        console = console_of_first(world, console)
         set_seed(config.seed)
         if model is None:
             model = load_causal_lm(
@@ -110,7 +110,7 @@ def train_sft(
         model = model.to(world.device or config.torch_device)  # type: ignore[arg-type]
         embeddings: Any = model.get_input_embeddings()
         check_vocabulary(tokenizer, len(embeddings.weight))
-        weights = fingerprint.of_weights(model.named_parameters())
+        before = fingerprint.of_model(model)
         peft = None
         if config.lora_rank > 0:
             peft = add_adapters(
@@ -135,7 +135,7 @@ def train_sft(
             return encoded
 
         data = load_data(config, rows, eval_rows, encode)
-        data.fingerprints["model"] = weights
+        data.fingerprints["model"] = before
         run_dir = open_run(config, world)
         tokens = sum(label != IGNORED for example in data.train for label in example["labels"])
         say(

@@ -36,12 +36,12 @@ from fastppo.data import fingerprint
 from fastppo.data.files import UNFINISHED, written_whole
 from fastppo.data.rows import DataError, Rows, load_rows
 from fastppo.data.world import World, hidden, join
-from fastppo.models.adapters import full_state
+from fastppo.models.adapters import full_state, saved_state
 from fastppo.models.device import autocast
 from fastppo.models.sharding import full_tensor, reshard_for_update, shard_as_it_is, sharded_like
 from fastppo.models.trunk import context_length
 from fastppo.run import manifest
-from fastppo.run.checkpoint import CHECKPOINTS_KEPT, checkpoints, failed, resumable
+from fastppo.run.checkpoint import CHECKPOINTS_KEPT, checkpoints, failed, readable, resumable
 from fastppo.run.console import lasting_console
 from fastppo.run.identity import of_run
 from fastppo.run.lock import check_still_held, run_lock
@@ -50,6 +50,7 @@ from fastppo.run.progress import progress, say
 from fastppo.run.signals import listening
 from fastppo.stages.callbacks import Interruptions, ProgressBar, Records
 from fastppo.stages.options import IDENTITY, SupervisedConfig
+from fastppo.stages.resuming import check_files, check_optimizer, check_schedule, check_weights
 from fastppo.stopped import Stopped
 
 # ---------------------------------------------------------------------------------------- the data
@@ -393,6 +394,28 @@ class SupervisedTrainer(Trainer, ABC):
             self.say(f"{path.name} is set aside as {manifest.set_aside(path).name}")
         self.say(f"resuming from {newest.path}")
         return newest.path
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        path = Path(resume_from_checkpoint)
+        with readable(path):
+            check_files(path, int(path.name.rpartition("-")[2]))
+            check_weights(path, saved_state(self.model))
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        path = Path(checkpoint)
+        optimizer: Any = self.optimizer
+        options = [{**group} for group in optimizer.param_groups]
+        with readable(path):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            check_optimizer(path, optimizer, options)
+            check_schedule(path, self.lr_scheduler, len(options))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with readable(Path(checkpoint or "")):
+            super()._load_rng_state(checkpoint)
 
     def _get_output_dir(self, *args: Any, **kwargs: Any) -> str:
         """Where Trainer writes a checkpoint: under another name until it is complete."""

@@ -26,14 +26,23 @@ def test_every_element_counts_and_its_place_does(dtype: torch.dtype) -> None:
     assert fingerprint.of_weights([("x", torch.zeros(()))])
 
 
-def test_code_counts_with_what_it_imports_beside_it(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text("import math, torch\nfrom words import LIST\n")
-    (tmp_path / "words.py").write_text("LIST = ['a']\n")
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("from words import LIST", "words.py"),
+        ("from lists.words import LIST", "lists/words.py"),  # a package without `__init__.py`
+        ("from lists import words", "lists/words.py"),
+    ],
+)
+def test_code_counts_with_what_it_imports_beside_it(line: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "reward.py").write_text(f"import math, torch\n{line}\n")
+    (tmp_path / words).write_text("LIST = ['a']\n")
     (tmp_path / "other.py").write_text("")
     before = fingerprint.of_code(tmp_path / "reward.py")
     (tmp_path / "other.py").write_text("1")
     assert fingerprint.of_code(tmp_path / "reward.py") == before
-    (tmp_path / "words.py").write_text("LIST = ['b']\n")
+    (tmp_path / words).write_text("LIST = ['b']\n")
     assert fingerprint.of_code(tmp_path / "reward.py") != before
 
 

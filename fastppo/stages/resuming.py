@@ -1,0 +1,118 @@
+"""What is in a checkpoint of a stage, compared with what it is read into.
+
+Trainer takes what fits of a checkpoint and logs the rest; an optimiser's tensor of another shape
+would be read past its end. Here such a checkpoint is refused, before anything is trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+from transformers import TrainerState
+
+from fastppo.functional.scalars import shown
+from fastppo.run.shards import misfit
+
+STATE = "trainer_state.json"
+
+READ = ("optimizer.pt", "scheduler.pt", "rng_state.pth", STATE)
+"""Files that Trainer reads if they are there, beside the weights."""
+
+ARGUMENTS = "training_args.bin"
+"""A pickle that Trainer writes and does not read."""
+
+
+def check_files(path: Path, number: int) -> None:
+    """Checks which files there are, and the counters.
+
+    Args:
+        number: of the checkpoint, steps.
+
+    Raises:
+        ValueError: one is missing, or is none that Trainer writes.
+    """
+    for name in READ:
+        if not (path / name).is_file():
+            raise ValueError(f"{path}: {name} is not there")
+    for entry in path.iterdir():
+        if entry.is_dir() or (entry.suffix == ".bin" and entry.name != ARGUMENTS):
+            raise ValueError(f"{path}: {entry.name} is none of a stage's files")
+    state = TrainerState.load_from_json(str(path / STATE))
+    counts = (state.max_steps, state.num_train_epochs, state.train_batch_size)
+    is_state = (
+        state.global_step == number
+        and all(isinstance(count, int) for count in counts)
+        and isinstance(state.epoch, (int, float))
+        and math.isfinite(state.epoch)
+        and isinstance(state.log_history, list)
+        and all(isinstance(record, dict) and "step" in record for record in state.log_history)
+    )
+    if not is_state:
+        raise ValueError(f"{path}: {STATE} is none of checkpoint {number} that a run has written")
+
+
+def check_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Compares names and shapes of a checkpoint's weights with those that they are read into.
+
+    Raises:
+        ValueError: they are of another model.
+    """
+    shapes: dict[str, list[int]] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as saved:
+            names = saved.keys()
+            shapes |= {name: saved.get_slice(name).get_shape() for name in names}
+    for name, shape in shapes.items():
+        if name not in weights:
+            raise ValueError(f"{path} does not fit the model, which has no {name}")
+        if shape != list(weights[name].shape):
+            raise ValueError(misfit(path, name, shape, weights[name].shape))
+    places = {weights[name].data_ptr() for name in shapes}  # tied weights are written once
+    for name, weight in weights.items():
+        if weight.data_ptr() not in places:
+            raise ValueError(f"{path} does not fit the model: it has no {name}")
+
+
+def check_optimizer(path: Path, optimizer: Any, options: Sequence[Mapping[str, Any]]) -> None:
+    """Checks an optimiser that a checkpoint was read into.
+
+    Args:
+        options: its parameter groups before that.
+
+    Raises:
+        ValueError: it has no moments, or some of another shape; an option is of another type.
+    """
+    has_moments = False
+    for group, before in zip(optimizer.param_groups, options, strict=True):
+        for name, value in before.items():
+            if type(group.get(name)) is not type(value):
+                got = shown(group.get(name))
+                raise ValueError(f"{path} does not fit the optimizer: {name} is {got}")
+        for weight in group["params"]:
+            moments = optimizer.state.get(weight)
+            if not moments:
+                continue  # it had no gradient
+            has_moments = True
+            for name in ("exp_avg", "exp_avg_sq"):
+                moment = moments.get(name)
+                if not isinstance(moment, Tensor) or moment.shape != weight.shape:
+                    raise ValueError(
+                        f"{path} does not fit the optimizer: {name} of a weight is of another shape"
+                    )
+            if not isinstance(moments.get("step"), Tensor) or moments["step"].numel() != 1:
+                raise ValueError(f"{path} does not fit the optimizer: step is no number")
+    if not has_moments:
+        raise ValueError(f"{path} does not fit the optimizer: it has no moments")
+
+
+def check_schedule(path: Path, schedule: Any, groups: int) -> None:
+    """Raises ValueError unless a schedule that a checkpoint was read into has steps and rates."""
+    rates = schedule.base_lrs
+    is_schedule = isinstance(schedule.last_epoch, int) and isinstance(rates, list)
+    if not is_schedule or len(rates) != groups or not all(isinstance(x, float) for x in rates):
+        raise ValueError(f"{path}: scheduler.pt is none that a run has written")
