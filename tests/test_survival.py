@@ -681,7 +681,9 @@ def _forge_a_stage(kind: str, checkpoint: Path) -> str:
         (checkpoint / "trainer_state.json").write_text(json.dumps(state | {"global_step": -5}))
         says = "trainer_state.json is none of checkpoint 6 that a run has written"
     elif kind == "a pickle that calls":
-        (checkpoint / "rng_state.pth").write_bytes(pickle.dumps(Calls(str(checkpoint / "called"))))
+        (checkpoint / "rng_state.pth").write_bytes(
+            pickle.dumps(Calls(str(checkpoint / "called")), protocol=2)
+        )
         says = "cannot be read: UnpicklingError"
     else:
         (checkpoint / "scheduler.pt").unlink()
