@@ -693,7 +693,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if parsed.command.inputs:
                 _check_inputs(parsed)
             with lasting_console() if parsed.command.trains else nullcontext():
-                return parsed.command.run(parsed.options, **parsed.flags) or 0
+                return _run(parsed)
     except KeyboardInterrupt as stopped:
         # Plain where signals are not handled: before the first import, or not in a main thread.
         _say_last(str(stopped) or "stopped by SIGINT")
@@ -707,6 +707,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _say_last(str(error))
         return code
+
+
+def _run(parsed: Parsed) -> int:
+    """Runs a command; its exit code. With options, it has nothing that exits of itself."""
+    try:
+        return parsed.command.run(parsed.options, **parsed.flags) or 0
+    except SystemExit as ended:
+        if parsed.command.options and not ended.code:
+            raise RuntimeError("something that was called has exited: nothing is done") from ended
+        raise
 
 
 def _say_last(sentence: str) -> None:

@@ -146,6 +146,11 @@ def _forge(kind: str, checkpoint: Path) -> str:
         state["state"]["iteration"] = "1"
         (checkpoint / "state.json").write_text(json.dumps(state))
         says = "cannot be read: TypeError: iteration is '1', which no run writes"
+    elif kind == "a place beyond the random numbers":
+        state = json.loads((checkpoint / "state.json").read_bytes())
+        state["random"]["numpy"][0] = 10**6
+        (checkpoint / "state.json").write_text(json.dumps(state))
+        says = "the random states cannot be restored: NumPy's position is 1000000 of 624"
     elif kind == "nested without end":
         (checkpoint / "state.json").write_text("[" * 100_000)
         says = "cannot be read: RecursionError"
@@ -183,6 +188,7 @@ FORGERIES = [
             "another random state",
             "another state",
             "an iteration that is a text",
+            "a place beyond the random numbers",
             "nested without end",
         )
     ),
@@ -297,6 +303,18 @@ def test_a_second_signal_ends_a_run_at_once(folder: Folder) -> None:
     assert process.is_alive()
     process.terminate()
     assert command_line.finish(process) == -signal.SIGTERM
+
+
+def test_a_handler_that_a_reward_installs_does_not_stay(folder: Folder, run) -> None:
+    """Of SIGTERM, say, whose first one would then end the run without a checkpoint."""
+    log = folder.path / "log.txt"
+    folder.write_reward(
+        "calls == 1 and signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+        "    calls == 2 and os.kill(os.getpid(), signal.SIGTERM)"
+    )
+    process = command_line.start(folder.flags(iterations=3, checkpoint_interval=0), log)
+    assert command_line.finish(process) == SIGNALS[signal.SIGTERM], log.read_text()
+    assert folder.checkpoints() == ["checkpoint-000001"]
 
 
 def test_sigusr1_writes_a_checkpoint_and_the_run_goes_on(folder: Folder, run) -> None:
@@ -729,6 +747,15 @@ def test_a_stage_with_another_tokenizer_is_another_run(stage, folder: Folder, ca
     tokenizer.write_text(json.dumps(written))
     assert cli.main(stage(resume=True)) == 2
     assert "of another run: the content of tokens was" in capsys.readouterr().err
+
+
+def test_a_model_that_finds_the_disk_full_is_named(
+    stage, folder: Folder, capsys, small_files
+) -> None:
+    small_files(60_000)
+    assert cli.main(stage(checkpoint_interval=0)) == 1
+    assert f"fastppo: {folder.run} could not be written: " in capsys.readouterr().err
+    assert not (folder.run / "config.json").exists()
 
 
 def test_a_stage_that_finds_the_disk_full_says_so(

@@ -196,6 +196,11 @@ REWARDS = {
             __repr__ = __str__
         raise OddError
     """,
+    "a text that exits": """
+        class Odd:
+            def __repr__(self): raise SystemExit(0)
+        return [Odd()]
+    """,
     "a number whose methods raise": """
         class Odd(float):
             def __abs__(self): raise KeyError("odd")
@@ -211,6 +216,7 @@ SAYS = {
     "a list whose methods raise": "returned Odd, which raised KeyError('odd') when read",
     "a class that raises": "returned Odd, which raised KeyError('odd') when read",
     "a text that raises": "raised OddError",
+    "a text that exits": "returned <",
     "a number whose methods raise": "returned nan for completion 0",
 }
 

@@ -66,7 +66,11 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 @contextmanager
 def written_whole(directory: Path) -> Iterator[Path]:
     """A directory to save a model to: what is there in the end is moved to `directory`, its
-    config.json last. A kill or a full disk leaves no model there that is half of one."""
+    config.json last. A kill or a full disk leaves no model there that is half of one.
+
+    Raises:
+        RuntimeError: it could not be written.
+    """
     unfinished = directory / UNFINISHED
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -75,6 +79,12 @@ def written_whole(directory: Path) -> Iterator[Path]:
         (directory / "config.json").unlink(missing_ok=True)
         for path in sorted(unfinished.iterdir(), key=lambda path: path.name == "config.json"):
             path.replace(directory / path.name)
+    except Exception as error:
+        from safetensors import SafetensorError  # of a write, which names no file
+
+        if isinstance(error, (OSError, SafetensorError)):
+            raise RuntimeError(f"{directory} could not be written: {error}") from error
+        raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -32,6 +32,12 @@ class _Short(reprlib.Repr):
         self.maxtuple = 4
         self.maxdict = 4
 
+    def repr1(self, x: Any, level: int) -> str:
+        try:
+            return super().repr1(x, level)
+        except BaseException:  # of a user's class, which may exit
+            return object.__repr__(x)
+
     def repr_int(self, x: int, level: int) -> str:
         # Python refuses to write a number of more than 4300 digits.
         return f"an integer of {x.bit_length()} bits" if x.bit_length() > 400 else repr(x)

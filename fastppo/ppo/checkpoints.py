@@ -72,7 +72,8 @@ def export_checkpoint(path: Path, directory: Path, device: str = "auto") -> None
             f"{path} is no checkpoint: expected RUN/checkpoint-NUMBER"
             + (f", such as {there}" if there else "")
         )
-    if directory.is_file() or (directory / "config.json").exists():
+    taken = (directory / "config.json", directory / manifest.FILE)
+    if directory.is_file() or any(file.exists() for file in taken):
         raise ValueError(f"{directory} is there already: choose another directory")
     run = manifest.read(path, int(path.name.split("-")[1]))["run"]
     with checkpoint.readable(path):
@@ -222,7 +223,10 @@ class Checkpoints:
         with checkpoint.readable(path):
             saved_state, saved_reference = checkpoint.load(path, self.model, self.optimizer)
             self.state.load_state_dict(saved_state)
-            self.engine.load_state_dict(saved_state.get("engine", {}))
+            try:
+                self.engine.load_state_dict(saved_state.get("engine", {}))
+            except ValueError as error:  # of a response
+                raise ValueError(f"{path}: {error}") from error
             if self.state.value_regression is not None:
                 self.state.value_regression.load_tensors(
                     checkpoint.load_value_regression(path), self.model.value_function.head

@@ -95,7 +95,7 @@ def load_environment(spec: str | Callable[[], Any]) -> RewardTerm | None:
         return term
     try:
         tools: Any = Tools(term.function)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # the second of attributes that are something else
         raise ValueError(f"environment {spec}: {error}") from error
     return replace(term, function=tools)
 

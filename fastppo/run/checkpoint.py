@@ -466,6 +466,8 @@ def restore_random_state(state: RandomState) -> None:
         torch.cuda.set_rng_state_all(devices)
     position, has_gauss, gauss = state.record["numpy"]
     keys = state.tensors["numpy"].numpy().astype(np.uint32)
+    if not 0 <= position <= len(keys):  # NumPy would read beyond them
+        raise ValueError(f"NumPy's position is {position} of {len(keys)}")
     np.random.set_state(("MT19937", keys, position, has_gauss, gauss))
     version, internal, gauss_next = state.record["python"]
     random.setstate((version, tuple(internal), gauss_next))

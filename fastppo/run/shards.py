@@ -178,6 +178,10 @@ class _Reader(FileSystemReader):
             read = _MetadataUnpickler(file).load()
         if not isinstance(read, metadata.Metadata):
             raise pickle.UnpicklingError(f"expected metadata of tensors, got {type(read).__name__}")
+        there = {file.name for file in pathlib.Path(self.path).iterdir() if file.is_file()}
+        elsewhere = {info.relative_path for info in read.storage_data.values()} - there
+        if elsewhere:  # a pipe, which would be waited for, or what is not this checkpoint's
+            raise pickle.UnpicklingError(f"its metadata names {min(map(str, elsewhere))[:200]}")
         read.storage_meta = read.storage_meta or metadata.StorageMeta()
         read.storage_meta.load_id = self.load_id
         return read

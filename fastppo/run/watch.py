@@ -251,4 +251,4 @@ class Watch:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` gave."""
         self._iterations = state["absent"]["calls"]
-        self._metrics_seen = set(state["absent"]["seen"])
+        self._metrics_seen = set(map(str, state["absent"]["seen"]))
