@@ -926,7 +926,11 @@ def token_stats_backward(
     *,
     ref_logits: Tensor | None = None,
 ) -> Tensor:
-    """dL/dlogits in the logits' shape and dtype, from one more read of the rows with a gradient."""
+    """dL/dlogits in the logits' shape and dtype, from one more read of the rows with a gradient.
+
+    The entropy's part is p·(μ − t) with μ = log S − entropy, of which fp32 keeps 5e-7 nats: in rows
+    of deviation σ it is off by some 1e-7/σ of the row's largest entry.
+    """
     grad, by = fresh(logits), np.zeros((3, tokens.numel()))
     for row, derivative in zip(by, grads, strict=True):
         if derivative is not None:

@@ -105,7 +105,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def compiled(function: Callable[..., Any], arithmetic: frozenset[str] = EXACT) -> Any:
-    """A part of kernels, which Python cannot call: that would take a third longer to compile.
+    """A part of kernels, which Python cannot call: that would take a tenth longer to compile.
 
     It stands within the kernel wherever it is used. As a function of its own it would be compiled
     twice, by itself and with the kernel, with sums in two orders; which one a process runs would
