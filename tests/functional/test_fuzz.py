@@ -75,7 +75,7 @@ class Draw(random.Random):
             warnings.simplefilter("ignore")  # of kinds of tensors that torch is still trying out
             try:
                 return self.choice(kinds)(value, self)
-            except RuntimeError:  # of torch: not every kind of tensor becomes every other
+            except (RuntimeError, TypeError):  # of torch: not every tensor becomes every other
                 return value
 
 
