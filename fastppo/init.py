@@ -5,10 +5,12 @@ What no flag says is asked, where there is a person to ask. No file that is ther
 
 from __future__ import annotations
 
+import ast
 import json
 import pprint
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.prompt import Prompt
@@ -53,7 +55,7 @@ kl_coef: 0.05              # what it costs to leave the model that the run start
 # lora_rank: 16            # adapters in place of all weights
 """
 
-REWARD = '''"""The reward of a run. `python {file}` tries it on the first prompts."""
+REWARD = '''"""The reward of a run. `python {file}`, here, tries it on the first prompts."""
 
 ROWS = {rows}
 
@@ -146,13 +148,18 @@ def _run(file: Path, given: dict[str, str], rewards: list[str]) -> str:
 def _reward(file: Path, rows: Rows, column: str) -> str:
     """reward.py: whether the completion has the answer, or ends a sentence where no column has
     one."""
-    columns = column_names(rows[:1], column)
-    shown = [{key: row[key] for key in (column, *columns)} for row in rows[:TESTED]]
+    tested = rows[:TESTED]
+    columns = [
+        name
+        for name in column_names(rows[:1], column)
+        if all(_is_literal(row.get(name)) for row in tested)
+    ]
+    shown = [{key: row.get(key) for key in (column, *columns)} for row in tested]
     text = pprint.pformat(shown, width=96, sort_dicts=False)
     answer = next((name for name in ANSWERS if name in columns), None)
     if answer is None:
         return REWARD.format(
-            file=file,
+            file=file.name,
             rows=text,
             column=column,
             parameter="",
@@ -162,7 +169,7 @@ def _reward(file: Path, rows: Rows, column: str) -> str:
             right='"This is a sentence."',
         )
     return REWARD.format(
-        file=file,
+        file=file.name,
         rows=text,
         column=column,
         parameter=f", {answer}",
@@ -171,6 +178,14 @@ def _reward(file: Path, rows: Rows, column: str) -> str:
         variables=f"wanted, text in zip({answer}, completions)",
         right=f"f\"It is {{row['{answer}']}}.\"",
     )
+
+
+def _is_literal(value: Any) -> bool:
+    """Whether Python reads what it writes of a value: of no NaN, and of no date."""
+    try:
+        return ast.literal_eval(repr(value)) == value
+    except (ValueError, SyntaxError):
+        return False
 
 
 def _show(run: Path, rows: Rows, console: Console) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import runpy
 import sys
 from pathlib import Path
@@ -44,6 +45,39 @@ def test_its_files_are_a_run_and_its_reward_passes_its_own_test(
     runpy.run_path("mine/reward.py", run_name="__main__")
     assert capsys.readouterr().out == "the reward does what its test says\n"
     assert cli.main(["check", "--config", "mine/run.yaml"]) == 0
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [ROWS[0], {"prompt": "w1"}, *ROWS],
+        [row | {"share": math.nan} for row in ROWS],
+    ],
+    ids=["a row without an answer", "a number that Python cannot read back"],
+)
+def test_a_reward_of_odd_rows_passes_its_own_test(
+    rows: list[dict[str, Any]], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write_prompts(folder, rows)
+    flags = ["--model", "model", "--prompts", "prompts.jsonl", "--out", 'my """ folder']
+    assert cli.main(["init", *flags]) == 0
+    capsys.readouterr()
+    runpy.run_path('my """ folder/reward.py', run_name="__main__")
+    assert capsys.readouterr().out == "the reward does what its test says\n"
+
+
+def test_an_answer_that_ends_before_it_is_given_is_a_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By Ctrl-D."""
+
+    def end(*_: Any) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", end)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert cli.main(["init", "--model", "model"]) == 2
+    assert "--prompts is missing, and the answer ended" in capsys.readouterr().err
 
 
 def test_a_person_is_asked_what_no_flag_says(

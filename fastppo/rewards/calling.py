@@ -1,5 +1,9 @@
-"""Calls of users' code: rewards, environments, curriculum functions and callbacks are called from
-here and nowhere else.
+"""Calls of users' code: rewards, environments, agents, tools, functions of the prompts and
+callbacks of PPO are called from here and nowhere else.
+
+Called elsewhere are callbacks of the supervised stages, by transformers' `Trainer`, and a rollout
+engine that is handed over, which is a part of the trainer: its random numbers are the run's. No
+option names either; who hands one over has a program around it, and an exit is that program's.
 
 Whatever a function raises is an error of one sentence: a script's `exit()` ends no run, nor does a
 task that was cancelled. The random state and the settings of torch are after it what they were
