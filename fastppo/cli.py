@@ -715,7 +715,7 @@ def _run(parsed: Parsed) -> int:
         return parsed.command.run(parsed.options, **parsed.flags) or 0
     except SystemExit as ended:
         if parsed.command.options and not ended.code:
-            raise RuntimeError("something that was called has exited: nothing is done") from ended
+            raise RuntimeError("something that was called has exited before the end") from ended
         raise
 
 

@@ -19,6 +19,7 @@ from processes import ROOT, python
 from fastppo import cli
 from fastppo.generate import GenerateConfig
 from fastppo.ppo.config import PPOConfig
+from fastppo.run import manifest
 from fastppo.run.log import read_jsonl
 from fastppo.run.options import Options
 from fastppo.stages.reward_model import RewardModelConfig
@@ -384,6 +385,13 @@ def test_the_best_policy_is_written_and_a_checkpoint_is_exported(tmp_path: Path,
         assert cli.main(["export", str(path), str(out)]) == 0
         assert (out / "model.safetensors").read_bytes() == written
     capsys.readouterr()
+    assert cli.main(["export", str(checkpoint), str(folder.run / "checkpoint-000004")]) == 2
+    assert "is there already" in capsys.readouterr().err
+    (checkpoint / "state.json").write_text("[]")
+    record = json.loads((checkpoint / "manifest.json").read_bytes())
+    manifest.write(checkpoint, record["number"], record["about"])
+    assert cli.main(["export", str(checkpoint), str(tmp_path / "out")]) == 2
+    assert f"{checkpoint} cannot be read: TypeError" in capsys.readouterr().err
     for path, says in (
         (checkpoint, f"is a checkpoint; `fastppo export {checkpoint} OUT` writes its policy"),
         (folder.run, f"its policy is {folder.run / 'policy'}, its best one"),

@@ -285,10 +285,9 @@ def check_kinds(
 
 
 def _is_list(value: Any) -> bool:
-    """Whether it is a list, a tuple, or what has their methods, such as a `Dataset`."""
-    return (
-        hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, str)
-    )
+    """Whether it is a list, a tuple or a `Dataset`."""
+    is_sequence = isinstance(value, Sequence) or hasattr(value, "column_names")
+    return is_sequence and not isinstance(value, str)
 
 
 # -------------------------------------------------------------------------------------- the models

@@ -30,6 +30,8 @@ class Settings:
     device: torch.device
     grad: bool
     threads: int
+    precision: str
+    """Of matrix products in fp32."""
     autocast: tuple[tuple[bool, torch.dtype], ...]
     folder: str
     streams: tuple[Any, Any]
@@ -45,6 +47,7 @@ class Settings:
             device=torch.get_default_device(),
             grad=torch.is_grad_enabled(),
             threads=torch.get_num_threads(),
+            precision=torch.get_float32_matmul_precision(),
             autocast=tuple(
                 (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
                 for device in DEVICE_TYPES
@@ -78,6 +81,9 @@ class Settings:
         if self.threads != after.threads:
             changed.append("torch's number of threads")
             torch.set_num_threads(self.threads)
+        if self.precision != after.precision:
+            changed.append("torch's precision of matrix products")
+            torch.set_float32_matmul_precision(self.precision)
         if self.autocast != after.autocast:
             changed.append("torch's autocast")
             for device, (enabled, dtype) in zip(DEVICE_TYPES, self.autocast, strict=True):
@@ -123,7 +129,7 @@ def _is_open(descriptor: int) -> bool:
 
 
 def _working_directory() -> str:
-    """Its path; None if it was deleted."""
+    """Its path; empty if it was deleted."""
     try:
         return os.getcwd()
     except FileNotFoundError:

@@ -287,6 +287,27 @@ def test_a_server_that_is_none_of_vllms_is_a_sentence(
         trainer.train()
 
 
+@pytest.mark.parametrize(
+    ("choice", "sentence"),
+    [
+        ({"token_ids": [10**9]}, r"response 0 must be 1 to 4 token ids in \[0, 43\), got \[1000"),
+        ({"token_ids": [5] * 5}, "response 0 must be 1 to 4 token ids"),
+        ({"logprobs": {"token_logprobs": []}}, "must have a finite logprob for each token"),
+        ({"logprobs": {}}, "answers as none of vLLM does"),
+    ],
+)
+def test_a_response_that_cannot_be_trained_on_is_a_sentence(
+    choice: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = {"token_ids": [5], "finish_reason": "stop", "logprobs": {"token_logprobs": [-1.0]}}
+    answers = {"/v1/completions": [right | choice]}
+    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=["http://127.0.0.1:9"])
+    monkeypatch.setattr(server.Server, "_has", lambda *_: True)
+    monkeypatch.setattr(server.Server, "_ask", lambda self, path, name, body: answers[path])
+    with pytest.raises(ValueError, match=sentence):
+        trainer.engine.generate([[3]], trainer.sampling)
+
+
 def _assert_draws_by_row(trainer: PPOTrainer) -> None:
     """A row draws alone what it draws among others."""
     prompts = [[4, 5], [6], [7, 8, 9], [10]]
