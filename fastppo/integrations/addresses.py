@@ -10,7 +10,6 @@ mcp:python server.py                        environment: the tools of a server
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -28,18 +27,18 @@ class Package(NamedTuple):
 
     module: str
     """Of the adapter, in `fastppo.integrations`."""
-    needs: str
-    """The package's own module."""
+    requirement: str
+    """What pip installs."""
     gives: tuple[str, ...]
     """Of `prompts`, `environment` and `reward`."""
 
 
 PACKAGES = {
-    "mcp": Package("mcp", "mcp", ("environment",)),
+    "mcp": Package("mcp", "mcp<2", ("environment",)),
     "openenv": Package("openenv", "openenv", ("environment",)),
-    "reasoning-gym": Package("reasoning_gym", "reasoning_gym", ("prompts", "reward")),
+    "reasoning-gym": Package("reasoning_gym", "reasoning-gym", ("prompts", "reward")),
     "textarena": Package("textarena", "textarena", ("prompts", "environment")),
-    "verifiers": Package("verifiers", "verifiers", ("prompts", "environment")),
+    "verifiers": Package("verifiers", "verifiers<0.4", ("prompts", "environment")),
 }
 
 
@@ -59,8 +58,11 @@ class Address(NamedTuple):
 
 def as_opening(text: str, prompt: Any) -> Any:
     """The first words of an environment, for a policy whose prompts are texts or chats as `prompt`
-    is."""
-    return [{"role": "user", "content": text}] if is_chat(prompt) else text
+    is. Of a chat the system messages stay."""
+    if not is_chat(prompt):
+        return text
+    system = [message for message in prompt if message["role"] == "system"]
+    return [*system, {"role": "user", "content": text}]
 
 
 def is_address(spec: str) -> bool:
@@ -72,7 +74,8 @@ def load_prompts(spec: str, split: str = "train") -> Rows:
     """The rows of a package's tasks, or, of what is no address, those of `load_rows`.
 
     Raises:
-        DataError: the package is not installed, has no such tasks or refuses the options.
+        DataError: the package is not installed or has another API, has no such tasks or refuses the
+            options.
     """
     if not is_address(spec):
         return rows.load_rows(spec, split)
@@ -102,9 +105,11 @@ def _use(spec: str, what: str, load: Callable[[ModuleType, str], Any]) -> Any:
     package = PACKAGES[scheme]
     if what not in package.gives:
         raise DataError(f"{what} {spec}: {scheme} gives {' and '.join(package.gives)} alone")
-    if importlib.util.find_spec(package.needs) is None:
-        raise DataError(f"{what} {spec}: {scheme} is not installed: pip install {scheme}")
-    adapter = importlib.import_module(f"fastppo.integrations.{package.module}")
+    try:
+        adapter = importlib.import_module(f"fastppo.integrations.{package.module}")
+    except ImportError as error:  # it is not installed, or has another API
+        sentence = f'{what} {spec}: {error}: pip install "{package.requirement}"'
+        raise DataError(sentence) from error
     try:
         return load(adapter, rest)
     except DataError:

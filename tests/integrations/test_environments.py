@@ -12,6 +12,7 @@ import pytest
 from fastppo.data.rows import DataError
 from fastppo.integrations.addresses import (
     Address,
+    as_opening,
     is_address,
     load_environment,
     load_prompts,
@@ -38,6 +39,28 @@ def test_an_address_has_a_name_and_options_as_yaml_reads_them() -> None:
 def test_what_a_package_does_not_give_is_a_sentence(load: Any, spec: str, sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
         load(spec)
+
+
+def test_a_package_that_is_missing_or_has_another_api_is_a_sentence_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "fastppo.integrations.verifiers", raising=False)
+    monkeypatch.setitem(sys.modules, "verifiers", types.ModuleType("verifiers"))
+    sentence = r'prompts verifiers:x: .*verifiers.*: pip install "verifiers<0\.4"'
+    with pytest.raises(DataError, match=sentence):
+        load_prompts("verifiers:x")
+
+
+def test_an_environments_first_words_stand_in_the_place_of_the_prompt_but_not_of_its_system() -> (
+    None
+):
+    system = {"role": "system", "content": "Answer with a number."}
+    user = {"role": "user", "content": "Begin."}
+    assert as_opening("The board.", "Begin.") == "The board."
+    assert as_opening("The board.", [system, user]) == [
+        system,
+        {"role": "user", "content": "The board."},
+    ]
 
 
 # ----------------------------------------------------------------------------------- reasoning-gym

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 import time
@@ -18,6 +19,7 @@ from fastppo.data.rows import DataError
 from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.environment import Turns
 from fastppo.rewards.loading import load_environment
+from fastppo.rewards.pool import EnvironmentPool
 from fastppo.rewards.reward import RewardError
 from fastppo.rollout import Rollout, Sampling
 
@@ -283,6 +285,10 @@ def test_an_observation_that_does_not_fit_is_refused(observation, prompts, says)
 
     with pytest.raises(DataError, match=f"an observation: .*{says}"):
         _play(Odd, [[7, 1]], prompts)
+
+
+def test_a_partial_of_a_class_has_the_name_of_the_class() -> None:
+    assert EnvironmentPool(functools.partial(Echo)).name == "Echo"
 
 
 def test_an_environment_is_found_by_name(tmp_path: Path) -> None:
