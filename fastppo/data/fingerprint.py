@@ -124,7 +124,7 @@ class _ImportFinder(ModuleFinder):
     def load_package(self, fqname: str, pathname: str) -> Module:
         if (Path(pathname) / "__init__.py").exists():
             return super().load_package(fqname, pathname)
-        package = self.add_module(fqname)
+        package: Any = self.add_module(fqname)
         package.__path__ = [pathname]
         return package
 
