@@ -25,6 +25,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import command_line
 from command_line import Folder
@@ -72,6 +73,9 @@ CONSOLES: dict[str, tuple[Callable[[Path], tuple[Path, int]], signal.Signals]] =
 
 UNFINISHED = {"train": ".checkpoint-*", "recipe": "*recipe.txt*"}
 """What is in the run directory while a command writes; `.unfinished` of the others."""
+
+GIVEN_UP = "could not be written"
+"""In the record after a console has ended."""
 
 PATIENCE = 5.0
 """Seconds that the other processes are given when one is killed: torchrun ends them too."""
@@ -139,10 +143,11 @@ class Victim:
         assert codes == [0] * self.ranks, self.log.read_text()
 
     def bits(self) -> dict[str, bytes]:
-        """What it has made, but for times."""
+        """What it has made, but for times and for what records say of consoles."""
         run = self.folder.run
         if self.command == "train":
-            return self.folder.bits()
+            bits = self.folder.bits()
+            return bits | {"metrics.jsonl": _metrics(json.loads(bits["metrics.jsonl"]))}
         if self.command == "recipe":
             lay_out(find(RECIPE), run)  # what is not there yet
             names = (OWNER, "run.yaml", *find(RECIPE).shipped.values())
@@ -150,7 +155,7 @@ class Victim:
         records = read_jsonl(run / "metrics.jsonl")
         untimed = [{k: v for k, v in r.items() if "runtime" not in k} for r in records]
         weights = (run / "model.safetensors").read_bytes()
-        return {"model.safetensors": weights, "metrics.jsonl": json.dumps(untimed).encode()}
+        return {"model.safetensors": weights, "metrics.jsonl": _metrics(untimed)}
 
     def kill(self, draw: random.Random, *, with_consoles: bool = True) -> str | None:
         """Starts it and kills it; how, or None where it came to its end before."""
@@ -212,6 +217,15 @@ def _end(process: BaseProcess, *, is_victim: bool) -> int:
     return command_line.finish(process)
 
 
+def _metrics(records: list[dict[str, Any]]) -> bytes:
+    """Records without the sentence on a console that was given up, and the key of none."""
+    for record in records:
+        warnings = [text for text in record.pop("warnings", []) if GIVEN_UP not in text]
+        if warnings:
+            record["warnings"] = warnings
+    return json.dumps(records).encode()
+
+
 def _number(checkpoint: str) -> int:
     return int(checkpoint.rpartition("-")[2] or 0)
 
@@ -229,7 +243,9 @@ def kill(count: int, path: Path, seed: int = 0, *, with_consoles: bool = True) -
             ways[f"{victim.command} by {victim.ranks}: {way}"] += 1
     for victim in victims:
         victim.finish()
-        assert victim.bits() == victim.untouched, f"{victim.command} by {victim.ranks}: other bits"
+        bits = victim.bits()
+        other = [name for name in bits if bits[name] != victim.untouched[name]]
+        assert not other, f"{victim.command} by {victim.ranks}: other bits of {', '.join(other)}"
     return ways
 
 
