@@ -166,7 +166,7 @@ def _count(text: str) -> int:
         "--iterations": {"type": int, "help": "PPO iterations (default: 40)"},
     },
 )
-def demo(rest: list[str], **flags: Any) -> None:
+def demo(arguments: list[str], **flags: Any) -> None:
     from fastppo.demo.run import run_demo
 
     _quiet_libraries()
@@ -188,14 +188,14 @@ def demo(rest: list[str], **flags: Any) -> None:
     takes_more=True,
 )
 def recipe(
-    rest: list[str], show: bool = False, prepare: bool = False, out: str | None = None
+    arguments: list[str], show: bool = False, prepare: bool = False, out: str | None = None
 ) -> None:
     from rich.console import Console
 
     from fastppo.recipes.catalogue import find
     from fastppo.recipes.run import lay_out, run_recipe, show_recipes
 
-    if not rest:
+    if not arguments:
         if show or prepare or out is not None:
             raise ValueError(
                 "--show, --prepare and --out are of a recipe: expected its name before them"
@@ -203,7 +203,7 @@ def recipe(
         show_recipes(Console())
         return
     # By its place: argparse would take an option's value for the name, or the name for a value.
-    name, *options = rest
+    name, *options = arguments
     if name.startswith("-"):
         raise ValueError(f"expected the name of a recipe before its options, got {name}")
     if any(option.partition("=")[0] == "--config" for option in options):
@@ -234,7 +234,7 @@ def recipe(
         "--reward": {"metavar": "TEXT", "help": "a model, file.py:function or an address"},
     },
 )
-def init(rest: list[str], out: str = ".", **answers: str) -> None:
+def init(arguments: list[str], out: str = ".", **answers: str) -> None:
     from rich.console import Console
 
     from fastppo.init import write_run
@@ -344,7 +344,7 @@ def check(config: Any) -> None:
         "--device": {"help": "auto (a GPU if there is one), cpu, cuda (default: auto)"},
     },
 )
-def export(rest: list[str], checkpoint: str, out: str, device: str = "auto") -> None:
+def export(arguments: list[str], checkpoint: str, out: str, device: str = "auto") -> None:
     from fastppo.ppo.checkpoints import export_checkpoint
 
     _quiet_libraries()
@@ -417,15 +417,15 @@ def generate(config: Any) -> None:
         "--output": {"metavar": "FILE", "help": "the page (default: report.html in the run)"},
     },
 )
-def report(rest: list[str], run: str, output: str | None = None) -> None:
+def report(arguments: list[str], run: str, output: str | None = None) -> None:
     from fastppo.run.report import write_report
 
     print(write_report(run, output))
 
 
 @Command(help="Time every kernel and its peers", takes_more=True)
-def bench(rest: list[str]) -> int:
-    return benchmark_suite().main(rest, prog="fastppo bench")
+def bench(arguments: list[str]) -> int:
+    return benchmark_suite().main(arguments, prog="fastppo bench")
 
 
 def benchmark_suite() -> Any:

@@ -264,8 +264,8 @@ every_page = pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda p: str(p.rel
 COMMANDS = (
     "bench",
     "check",
-    "completion",
     "demo",
+    "export",
     "generate",
     "init",
     "plan",
@@ -361,9 +361,6 @@ def test_the_tree_of_the_readme_is_the_tree() -> None:
     for folder in (ROOT / "fastppo").glob("*/"):
         if (folder / "__init__.py").exists():
             assert f"\n  {folder.name}/ " in tree, folder
-
-
-# ------------------------------------------------------------------------ the articles' numbers
 
 
 # -------------------------------------------------------------------- pictures, site, notebook

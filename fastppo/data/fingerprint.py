@@ -89,9 +89,11 @@ def of_code(path: str | Path) -> str:
     """Fingerprint of a Python file and of what it imports from its folder; of a module in a
     package, of what it imports from the package."""
     file = Path(path).resolve()
-    name, folder = file.stem, file.parent
+    name = file.stem
+    folder = file.parent
     while (folder / "__init__.py").exists():
-        name, folder = f"{folder.name}.{name}", folder.parent
+        name = f"{folder.name}.{name}"
+        folder = folder.parent
     # `fastppo` itself may lie beside a file in a checkout; of that a run knows the version.
     excludes = {"fastppo"}
     is_in_package = "." in name

@@ -82,9 +82,9 @@ def _gold(prompt: str, completion: str) -> float:
     creature = next(word for word in prompt.split() if word in CREATURES)
     topic = float(creature in words)
     substance = float(any(word in _ACTS for word in words))
-    *sentences, rest = (part.strip() for part in completion.split("."))
+    *sentences, unfinished = (part.strip() for part in completion.split("."))
     well_formed = sum(bool(_SENTENCE.match(sentence)) for sentence in sentences)
-    count = len(sentences) + bool(rest)
+    count = len(sentences) + bool(unfinished)
     # A word said twice counts against the form: repetition is the cheapest exploit there is.
     variety = len(set(moods)) / len(moods)
     form = well_formed / max(count, 1) * variety * (1.0 if count <= MAX_SENTENCES else 0.5)

@@ -79,7 +79,7 @@ def load_prompts(spec: str, split: str = "train") -> Rows:
     """
     if not is_address(spec):
         return rows.load_rows(spec, split)
-    return _use(spec, "prompts", lambda adapter, rest: adapter.load_prompts(Address.of(rest)))
+    return _use(spec, "prompts", lambda adapter, target: adapter.load_prompts(Address.of(target)))
 
 
 def load_environment(spec: str) -> Callable[[], Any]:
@@ -88,7 +88,7 @@ def load_environment(spec: str) -> Callable[[], Any]:
     Raises:
         DataError: as `load_prompts`.
     """
-    return _use(spec, "environment", lambda adapter, rest: adapter.load_environment(rest))
+    return _use(spec, "environment", lambda adapter, target: adapter.load_environment(target))
 
 
 def load_reward(spec: str) -> Callable[..., Any]:
@@ -97,11 +97,11 @@ def load_reward(spec: str) -> Callable[..., Any]:
     Raises:
         DataError: as `load_prompts`.
     """
-    return _use(spec, "reward", lambda adapter, rest: adapter.REWARDS[rest])
+    return _use(spec, "reward", lambda adapter, target: adapter.REWARDS[target])
 
 
 def _use(spec: str, what: str, load: Callable[[ModuleType, str], Any]) -> Any:
-    scheme, _, rest = spec.partition(":")
+    scheme, _, target = spec.partition(":")
     package = PACKAGES[scheme]
     if what not in package.gives:
         raise DataError(f"{what} {spec}: {scheme} gives {' and '.join(package.gives)} alone")
@@ -111,7 +111,7 @@ def _use(spec: str, what: str, load: Callable[[ModuleType, str], Any]) -> Any:
         sentence = f'{what} {spec}: {error}: pip install "{package.requirement}"'
         raise DataError(sentence) from error
     try:
-        return load(adapter, rest)
+        return load(adapter, target)
     except DataError:
         raise
     except Exception as error:  # whatever the package raises at a name or option

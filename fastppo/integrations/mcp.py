@@ -29,19 +29,21 @@ TAKEN = ("reset", "step", "get_reward", "close", "stop_on", "tool_schemas")
 """Names that mean something else in a class of tools."""
 
 
-def load_environment(rest: str) -> type:
+def load_environment(command: str) -> type:
     """A class of tools, those of the server that a command starts.
 
     Raises:
         DataError: the command starts no server, or one without tools that can be used.
     """
-    server = Server(rest)
+    server = Server(command)
     tools = server.tools()
     if not tools:
-        raise DataError(f"{rest}: the MCP server has no tools")
+        raise DataError(f"{command}: the MCP server has no tools")
     for tool in tools:
         if tool.name in TAKEN or tool.name.startswith("_"):
-            raise DataError(f"{rest}: the MCP server's tool {tool.name!r} has a name that is taken")
+            raise DataError(
+                f"{command}: the MCP server's tool {tool.name!r} has a name that is taken"
+            )
 
     def reset(self: Any) -> None:
         """The prompt is read as it is."""

@@ -39,13 +39,13 @@ SAID_APART = ("done", "reward", "metadata")
 """Fields of an observation that are not for the policy to read."""
 
 
-def load_environment(rest: str) -> Callable[[], OpenEnv]:
+def load_environment(target: str) -> Callable[[], OpenEnv]:
     """What makes sessions of the server at an address.
 
     Raises:
         DataError: the server does not answer, or the schema leaves open what the action is.
     """
-    url, options = Address.of(rest)
+    url, options = Address.of(target)
     unknown = options.keys() - {"action", "observation"}
     if unknown:
         raise DataError(f"expected the options action and observation, got {', '.join(unknown)}")

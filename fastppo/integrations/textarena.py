@@ -44,9 +44,9 @@ def load_prompts(address: Address) -> Rows:
     return [{"prompt": prompt, "seed": seed + game} for game in range(size)]
 
 
-def load_environment(rest: str) -> Callable[[], Game]:
+def load_environment(target: str) -> Callable[[], Game]:
     """What makes games of a name; the options are those of the game's class."""
-    address = Address.of(rest)
+    address = Address.of(target)
     make = functools.partial(Game, address.name, **address.options)
     make().reset(address.name)  # what cannot be played is known before a rollout
     return make

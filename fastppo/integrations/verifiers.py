@@ -25,9 +25,9 @@ from fastppo.integrations.addresses import Address
 
 
 @functools.cache
-def _loaded(rest: str) -> Any:
+def _loaded(target: str) -> Any:
     """The environment of an address; the prompts and all episodes share it."""
-    address = Address.of(rest)
+    address = Address.of(target)
     return load_by_name(address.name, **address.options)
 
 
@@ -36,9 +36,9 @@ def load_prompts(address: Address) -> Rows:
     return load_by_name(address.name, **address.options).get_dataset().to_list()
 
 
-def load_environment(rest: str) -> Callable[[], Episodes]:
+def load_environment(target: str) -> Callable[[], Episodes]:
     """What makes episodes of the environment."""
-    return functools.partial(Episodes, _loaded(rest))
+    return functools.partial(Episodes, _loaded(target))
 
 
 class Policy(OpenAIChatCompletionsClient):

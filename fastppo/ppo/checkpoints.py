@@ -67,10 +67,10 @@ def export_checkpoint(path: Path, directory: Path, device: str = "auto") -> None
             now or was handed over; or there is a model in the directory.
     """
     if checkpoint.NAME.match(path.name) is None or not path.is_dir():
-        there = ", ".join(str(inside) for inside in checkpoint.checkpoints(path))
+        known = ", ".join(map(str, checkpoint.checkpoints(path)))
         raise ValueError(
             f"{path} is no checkpoint: expected RUN/checkpoint-NUMBER"
-            + (f", such as {there}" if there else "")
+            + (f", such as {known}" if known else "")
         )
     taken = (directory / "config.json", directory / manifest.FILE)
     if directory.is_file() or any(file.exists() for file in taken):

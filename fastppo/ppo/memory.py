@@ -262,8 +262,13 @@ class Process:
         at_loss = [(held, logits)]
         if config.is_used("ptx_coef"):
             at_loss.append(self.read_text())
-        made = 0 if has_gradients else bytes_of(p.grad for p in trained if p.grad is not None)
-        backward = {"gradients": self.gradient_bytes, "activations": max(0, peak.bytes - made)}
+        new_gradients = (
+            0 if has_gradients else bytes_of(p.grad for p in trained if p.grad is not None)
+        )
+        backward = {
+            "gradients": self.gradient_bytes,
+            "activations": max(0, peak.bytes - new_gradients),
+        }
         moments = [Phase("update", parts | backward)]
         for held, logits in at_loss:
             loss = {

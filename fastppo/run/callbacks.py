@@ -175,8 +175,8 @@ class Callbacks:
                 method = getattr(callback, event, None)
                 if method is not None:
                     given = {**self.parts, **more}
-                    told = partial(method, self.args, self.state, self.control, **given)
-                    self.control = self._call(type(callback).__name__, told) or self.control
+                    notify = partial(method, self.args, self.state, self.control, **given)
+                    self.control = self._call(type(callback).__name__, notify) or self.control
             return [getattr(self.control, flag) for flag in FLAGS]
 
         rank_flags = self.world.share(call)

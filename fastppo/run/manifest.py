@@ -74,9 +74,9 @@ def read(directory: Path, number: int) -> dict[str, Any]:
         raise DamagedError(f"{directory}: {FILE} is none that a run has written")
     if record["number"] != number:
         raise DamagedError(f"{directory}: expected checkpoint {number}, got {record['number']}")
-    there = {path.relative_to(directory).as_posix(): path for path in _files(directory)}
+    unlisted = {path.relative_to(directory).as_posix(): path for path in _files(directory)}
     for name, (size, sha256) in record["files"].items():
-        path = there.pop(name, None)
+        path = unlisted.pop(name, None)
         if path is None:
             raise DamagedError(f"{directory}: {name[:200]} is not there")
         try:
@@ -88,7 +88,7 @@ def read(directory: Path, number: int) -> dict[str, Any]:
                 raise DamagedError(f"{directory}: {name} has other bytes than were written")
         except OSError as error:
             raise DamagedError(f"{directory}: {name} cannot be read: {error.strerror}") from error
-    for name, path in there.items():
+    for name, path in unlisted.items():
         if not path.name.startswith(".nfs"):  # deleted while somebody reads it; we never do
             raise DamagedError(f"{directory}: {name} was not written with it")
     return record["about"]

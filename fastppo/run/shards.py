@@ -142,9 +142,11 @@ def sharded(tensors: Mapping[str, Tensor], optimizer: Any) -> dict[str, Tensor]:
     }
 
 
-def misfit(path: Path, name: str, there: Sequence[int], here: Sequence[int]) -> str:
+def misfit(path: Path, name: str, saved_shape: Sequence[int], shape: Sequence[int]) -> str:
     """The sentence on a tensor of another shape."""
-    return f"{path} does not fit the model: {name} is {list(there)} there and {list(here)} here"
+    return (
+        f"{path} does not fit the model: {name} is {list(saved_shape)} there and {list(shape)} here"
+    )
 
 
 def _load(targets: dict[str, Any], reader: FileSystemReader) -> None:
