@@ -66,10 +66,10 @@ class _Sequences(NamedTuple):
 
 @compiled
 def _any(mask):
-    found = False
+    is_any = False
     for t in range(len(mask)):
-        found |= mask[t]
-    return found
+        is_any |= mask[t]
+    return is_any
 
 
 @compiled
@@ -85,7 +85,8 @@ def _counted(mask, first, last):
         first += 1
     while first < last and not mask[last - 1]:
         last -= 1
-    between, count = mask[first:last], 0
+    between = mask[first:last]
+    count = 0
     for t in range(len(between)):
         count += between[t]
     return first, last, count
@@ -133,7 +134,10 @@ def _recurrence(delta, advantages, factor):
         near = delta[t + 2] + factor * delta[t + 3]
         advantages[t] = delta[t] + factor * (delta[t + 1] + factor * near)
     by_four = factor * factor * factor * factor
-    a0, a1, a2, a3 = 0.0, 0.0, 0.0, 0.0
+    a0 = 0.0
+    a1 = 0.0
+    a2 = 0.0
+    a3 = 0.0
     for start in range(len(advantages) - 4, -1, -4):
         four = advantages[start : start + 4]
         a0 = four[0] + by_four * a0
@@ -149,7 +153,8 @@ def _recurrence(delta, advantages, factor):
 @compiled_in_lanes
 def _round(estimates, values, advantages, returns):
     """Advantages and returns in their dtype; (ΣA, ΣA²) of what they were rounded to."""
-    total, squares = 0.0, 0.0
+    total = 0.0
+    squares = 0.0
     for t in range(len(values)):
         advantages[t] = estimates[t]
         returns[t] = estimates[t] + values[t]
@@ -162,7 +167,8 @@ def _round(estimates, values, advantages, returns):
 @compiled
 def _estimate(tokens, sequences, kl_coef, estimator, i, delta, estimates):
     """A of the tokens of sequence i that count, one behind the other; returns ΣKL."""
-    values, last = tokens.values, len(tokens.values) - 1
+    values = tokens.values
+    last = len(tokens.values) - 1
     if last < 0:
         return 0.0
     kl = _rewards(tokens, kl_coef, estimator, delta)
@@ -184,9 +190,11 @@ def _walk(start, stop, tokens, mask, sequences, kl_coef, estimator, advantages, 
     longest = 0
     for i in range(start, stop):
         longest = max(longest, sequences.bounds[i + 1] - sequences.bounds[i])
-    delta, estimates = np.empty(longest + 6), np.empty(longest + 3)
+    delta = np.empty(longest + 6)
+    estimates = np.empty(longest + 3)
     for i in range(start, stop):
-        begin, end = sequences.bounds[i], sequences.bounds[i + 1]
+        begin = sequences.bounds[i]
+        end = sequences.bounds[i + 1]
         first, last, count = _counted(mask, begin, end)
         has_gaps = count < last - first
         of_sequence = _Tokens(
@@ -222,12 +230,14 @@ def _walk(start, stop, tokens, mask, sequences, kl_coef, estimator, advantages, 
 
 
 @compiled_in_lanes
-def _sum_of_block(x, mask, about):
-    """(count, Σ(x − about), Σ(x − about)²) in fp64."""
-    count, total, squares = 0.0, 0.0, 0.0
+def _sum_of_block(x, mask, center):
+    """(count, Σ(x − center), Σ(x − center)²) in fp64."""
+    count = 0.0
+    total = 0.0
+    squares = 0.0
     for j in range(len(x)):
         is_counted = len(mask) == 0 or mask[j]
-        off = np.float64(x[j]) - about if is_counted else 0.0
+        off = np.float64(x[j]) - center if is_counted else 0.0
         count += 1.0 if is_counted else 0.0
         total += off
         squares += off * off
@@ -235,11 +245,11 @@ def _sum_of_block(x, mask, about):
 
 
 @kernel
-def _sum_of_blocks(start, stop, x, mask, about, sums):
-    """(count, Σ(x − about), Σ(x − about)²) of each block to sums [blocks, 3]."""
+def _sum_of_blocks(start, stop, x, mask, center, sums):
+    """(count, Σ(x − center), Σ(x − center)²) of each block to sums [blocks, 3]."""
     for block in range(start, stop):
         part = slice(block * BLOCK, (block + 1) * BLOCK)
-        count, total, squares = _sum_of_block(x[part], mask[part], about)
+        count, total, squares = _sum_of_block(x[part], mask[part], center)
         sums[block, 0] = count
         sums[block, 1] = total
         sums[block, 2] = squares
@@ -279,7 +289,8 @@ class _Walked(NamedTuple):
 
 
 def _walk_all(trajectory: Trajectory, discounts: Discounts, shaping: Shaping | None) -> _Walked:
-    values, ends = trajectory.token_values, trajectory.cu_seqlens
+    values = trajectory.token_values
+    ends = trajectory.cu_seqlens
     dtype = accumulation_dtype(values.dtype)
     if ends is None:
         bounds = np.arange(values.shape[0] + 1, dtype=np.int64) * values.shape[1]
@@ -292,7 +303,8 @@ def _walk_all(trajectory: Trajectory, discounts: Discounts, shaping: Shaping | N
     if shaping.score_clip is not None:
         scores = scores.clamp(-shaping.score_clip, shaping.score_clip)
     has_kl = shaping.ref_logprobs is not None
-    advantages, returns = fresh(values, dtype), fresh(values, dtype)
+    advantages = fresh(values, dtype)
+    returns = fresh(values, dtype)
     sums = np.empty((count, 4))
     in_threads(
         _walk,
@@ -336,17 +348,17 @@ def shaped_advantages(
     return ShapedAdvantages(advantages, returns, kl, walked.sums[:, :3].sum(0))
 
 
-def _moments_about(x: Any, mask: Any, about: float) -> Any:
+def _moments_around(x: Any, mask: Any, center: float) -> Any:
     blocks = -(-len(x) // BLOCK)
     sums = np.zeros((blocks, 3))
-    in_threads(_sum_of_blocks, blocks, x, mask, about, sums, entries=len(x))
+    in_threads(_sum_of_blocks, blocks, x, mask, center, sums, entries=len(x))
     return sums.sum(0)
 
 
 def whitening_moments(x: Tensor, mask: Tensor | None = None) -> Tensor:
     """(count, Σx, Σx²) over the mask, fp64 [3]: they add up over ranks before `whiten`."""
     flat = _flat(x, accumulation_dtype(x.dtype))
-    return torch.from_numpy(_moments_about(flat, _flat(mask, torch.bool), 0.0))
+    return torch.from_numpy(_moments_around(flat, _flat(mask, torch.bool), 0.0))
 
 
 def whiten(
@@ -361,7 +373,8 @@ def whiten(
     `shift_mean=False` puts the mean back. `moments` are those of the whole global batch.
     """
     dtype = accumulation_dtype(x.dtype)
-    flat, bits = _flat(x, dtype), _flat(mask, torch.bool)
+    flat = _flat(x, dtype)
+    bits = _flat(mask, torch.bool)
     if moments is not None:
         count, total, squares = moments.tolist()
         mean = total / max(count, 1.0)
@@ -369,9 +382,9 @@ def whiten(
     else:
         # About the mean, twice: Σx² − n·mean² would have lost what it is about where the mean is
         # far from 0.
-        count, total, _ = _moments_about(flat, bits, 0.0)
+        count, total, _ = _moments_around(flat, bits, 0.0)
         mean = total / max(count, 1.0)
-        _, rest, squares = _moments_about(flat, bits, mean)
+        _, rest, squares = _moments_around(flat, bits, mean)
         variance = (squares - rest * rest / max(count, 1.0)) / max(count - 1.0, 1.0)
     scale = float(1.0 / np.sqrt(np.maximum(variance, 0.0) + WHITEN_EPSILON))
     out = fresh(x, dtype)

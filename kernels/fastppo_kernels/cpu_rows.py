@@ -66,8 +66,12 @@ GEMM_ROWS = 8
 slower by a seventh (255 rows against 252 or 256; sgemm, V = 32000, H = 1024)."""
 
 # Python's numbers are fp64, in which a loop would compute as soon as it meets one.
-F32, I32, U32 = np.float32, np.int32, np.uint32
-ZERO, ONE, FOUR = F32(0), F32(1), F32(4)
+F32 = np.float32
+I32 = np.int32
+U32 = np.uint32
+ZERO = F32(0)
+ONE = F32(1)
+FOUR = F32(4)
 LOWEST_32 = F32(LOWEST)
 LOG2_E = F32(math.log2(math.e))
 LN_2_HIGH = F32(0.693359375)  # n·LN_2_HIGH is exact
@@ -280,7 +284,8 @@ def _scores(x, block, softmax):
     wide = _widened(x, buffer)
     if softmax.softcap == 0:
         return wide
-    cap, inner = F32(softmax.softcap), F32(softmax.logit_scale / softmax.softcap)
+    cap = F32(softmax.softcap)
+    inner = F32(softmax.logit_scale / softmax.softcap)
     for j in range(len(x)):
         buffer[j] = cap * _tanh(wide[j] * inner)
     return buffer
@@ -302,11 +307,17 @@ def _largest(x):
 @overload(_largest, jit_options={"fastmath": set(EXACT)})
 def _largest_of(x):
     if isinstance(x.dtype, types.Float):
-        integer, sign, bits_of, number_of = I32, I32(31), _bits, _from_bits
+        integer = I32
+        sign = I32(31)
+        bits_of = _bits
+        number_of = _from_bits
     else:
-        integer, sign, bits_of = np.int16, np.int16(15), np.int16
+        integer = np.int16
+        sign = np.int16(15)
+        bits_of = np.int16
         number_of = _from_bf16 if x.dtype.signed else _from_fp16
-    least, magnitude = integer(np.iinfo(integer).min), integer(np.iinfo(integer).max)
+    least = integer(np.iinfo(integer).min)
+    magnitude = integer(np.iinfo(integer).max)
 
     def largest(x):
         largest = least  # and not ~magnitude, which numba widens
@@ -336,7 +347,8 @@ def _part(e, block, start, stop):
 
 @compiled_in_lanes
 def _block_sums(z, e, maximum, scale):
-    mass, moment = ZERO, ZERO
+    mass = ZERO
+    moment = ZERO
     for j in range(len(z)):
         t = (z[j] - maximum) * scale
         t = LOWEST_32 if t < LOWEST_32 else t
@@ -350,7 +362,8 @@ def _block_sums(z, e, maximum, scale):
 @compiled
 def _sums(x, e, blocks, token, maximum, scale, softmax):
     """(Σ e^t, Σ e^t·t) of all but the token, fp64; e^t goes to `e`, if that has entries."""
-    mass, moment = 0.0, 0.0
+    mass = 0.0
+    moment = 0.0
     start = 0
     while start < len(x):
         # A block ends before the token, and the next one begins after it: the sums are called from
@@ -369,8 +382,10 @@ def _sums(x, e, blocks, token, maximum, scale, softmax):
 def _gap(z, ref_z, row, scale, lowest):
     """t − r of one column. Near the reference the difference of the scores is exact where that of
     the two shifted and scaled ones is not; columns at −inf keep their stand-ins."""
-    t, r = (z - row.maximum) * scale, (ref_z - row.ref_maximum) * scale
-    t, r = lowest if t < lowest else t, LOWEST_32 if r < LOWEST_32 else r
+    t = (z - row.maximum) * scale
+    r = (ref_z - row.ref_maximum) * scale
+    t = lowest if t < lowest else t
+    r = LOWEST_32 if r < LOWEST_32 else r
     near = ((z - ref_z) - (row.maximum - row.ref_maximum)) * scale
     return t - r if t <= lowest or r <= LOWEST_32 else near
 
@@ -382,7 +397,8 @@ class _Maxima(NamedTuple):
 
 @compiled_in_lanes
 def _block_gap_sums(e, z, ref_z, maxima, scale):
-    total, ruled_out = ZERO, ZERO
+    total = ZERO
+    ruled_out = ZERO
     for j in range(len(z)):
         total += e[j] * _gap(z[j], ref_z[j], maxima, scale, LOWEST_32)
         is_out = (ref_z[j] - maxima.ref_maximum) * scale <= LOWEST_32
@@ -393,7 +409,8 @@ def _block_gap_sums(e, z, ref_z, maxima, scale):
 @compiled
 def _gap_sums(row, maxima, scale, softmax):
     """(Σ e^t·gap, how many columns the reference rules out and the policy does not), fp64."""
-    total, ruled_out = 0.0, 0.0
+    total = 0.0
+    ruled_out = 0.0
     for start in range(0, len(row.x), BLOCK):
         part = slice(start, start + BLOCK)
         z = _scores(row.x[part], row.blocks[0], softmax)
@@ -450,7 +467,8 @@ def _unit(softmax):
 @compiled
 def _total(x, e, blocks, token, scale, softmax):
     """(m, t_y, Σ of the others' e^t, Σ e^t·t, log Σ e^t)."""
-    maximum, factor = _maximum(x, softmax), F32(scale)
+    maximum = _maximum(x, softmax)
+    factor = F32(scale)
     others, moment = _sums(x, e, blocks, token, maximum, factor, softmax)
     shifted = np.float64((_score(x, token, blocks[0], softmax) - maximum) * factor)
     shifted = LOWEST if shifted < LOWEST else shifted
@@ -470,7 +488,11 @@ def _statistics(row, token, scale, softmax):
     if exponential > others:
         logprob = -math.log1p(others / exponential)
     mean = moment / total
-    ref_maximum, ref_log_total, token_gap, mean_gap, kl = maximum, 0.0, 0.0, 0.0, 0.0
+    ref_maximum = maximum
+    ref_log_total = 0.0
+    token_gap = 0.0
+    mean_gap = 0.0
+    kl = 0.0
     if len(ref_x):
         ref_maximum, _, _, _, ref_log_total = _total(ref_x, e[:0], blocks, token, scale, softmax)
         maxima = _Maxima(maximum, ref_maximum)
@@ -478,7 +500,8 @@ def _statistics(row, token, scale, softmax):
         gaps, ruled_out = _gap_sums(row, maxima, F32(scale), softmax)
         mean_gap = np.inf if ruled_out > 0 else np.float64(gaps) / total
         kl = mean_gap - log_total + ref_log_total
-        z, ref_z = _score(x, token, blocks[0], softmax), _score(ref_x, token, blocks[1], softmax)
+        z = _score(x, token, blocks[0], softmax)
+        ref_z = _score(ref_x, token, blocks[1], softmax)
         token_gap = np.float64(_gap(z, ref_z, maxima, F32(scale), LOWEST_32))
     return _Statistics(
         maximum=maximum,
@@ -506,7 +529,8 @@ def _row_gradient(row, of_row, grad, token, by, softmax, i):
     factor = F32(scale)
     probability = math.exp(of_row.logprob)
     per_row = slope / of_row.total
-    constant, linear = by_entropy * of_row.mean - by_logprob, F32(-by_entropy * per_row)
+    constant = by_entropy * of_row.mean - by_logprob
+    linear = F32(-by_entropy * per_row)
     at_token = by_logprob * of_row.p_others
     at_token += probability * by_entropy * (of_row.mean - of_row.shifted_token)
     if by_kl == 0:  # an infinite KL that is only reported does not touch the gradient
@@ -514,7 +538,8 @@ def _row_gradient(row, of_row, grad, token, by, softmax, i):
     else:
         constant -= by_kl * of_row.mean_gap
         at_token += probability * by_kl * of_row.token_gap
-    maxima, of_gap = _Maxima(of_row.maximum, of_row.ref_maximum), F32(by_kl * per_row)
+    maxima = _Maxima(of_row.maximum, of_row.ref_maximum)
+    of_gap = F32(by_kl * per_row)
     constant = F32(constant * per_row)
     for start in range(0, len(x), BLOCK):
         stop = min(start + BLOCK, len(x))
@@ -585,7 +610,8 @@ def _token_loss(logprob, full_kl, token, loss, i):
     A derivative is 0 where a clip is active, or the ratio's exponent is clamped. Comparisons are
     written so that NaN counts as active: it must reach the gradient, where it is noticed.
     """
-    advantage, weight = token.advantages[i], token.weights[i]
+    advantage = token.advantages[i]
+    weight = token.weights[i]
     difference = logprob - token.old_logprobs[i]
     is_clamped = abs(difference) > LOG_RATIO_LIMIT
     ratio = math.exp(min(max(difference, -LOG_RATIO_LIMIT), LOG_RATIO_LIMIT))
@@ -594,9 +620,11 @@ def _token_loss(logprob, full_kl, token, loss, i):
     importance = token.importance_weights[i] if len(token.importance_weights) else 1.0
     policy *= importance
     by_logprob *= importance
-    kl, by_kl = 0.0, 0.0
+    kl = 0.0
+    by_kl = 0.0
     if loss.kl_estimator == FULL:
-        kl, by_kl = full_kl, weight * loss.kl_coef
+        kl = full_kl
+        by_kl = weight * loss.kl_coef
     elif len(token.ref_logprobs):
         distance = logprob - token.ref_logprobs[i]
         kl, slope = sampled_kl(distance, loss.kl_estimator)
@@ -638,24 +666,27 @@ def _kept(x, block, stats, token, softmax, i):
 
 
 @kernel
-def _loss_rows(start, stop, rows, ref_rows, token, loss, softmax, found, moves, grad):
-    """(logprob, entropy, KL, policy term, ratio) of rows to found [5, N], whether a row has a
-    gradient to moves [N], and the gradient to `grad`, where that has columns."""
+def _loss_rows(start, stop, rows, ref_rows, token, loss, softmax, row_stats, moves, grad):
+    """(logprob, entropy, KL, policy term, ratio) of rows to row_stats [5, N], whether a row has
+    a gradient to moves [N], and the gradient to `grad`, where that has columns."""
     e = np.empty(rows.vocab if grad.vocab or ref_rows.vocab else 0, np.float32)
     blocks = np.empty((3, BLOCK + GAP), np.float32)
     for i in range(start, stop):
         moves[i] = False
         if token.weights[i] == 0:
-            for k in range(len(found)):
-                found[k, i] = 0
+            for k in range(len(row_stats)):
+                row_stats[k, i] = 0
             clear(_row(grad, i))
             continue
         row = _Row(_row(rows, i), _row(ref_rows, i), e, blocks)
         of_row = _statistics(row, token.tokens[i], _scales(softmax, i)[0], softmax)
         logprob = np.float64(F32(of_row.logprob))  # as it is returned, and later given as old
         policy, ratio, kl, by = _token_loss(logprob, of_row.kl, token, loss, i)
-        found[0, i], found[1, i], found[2, i] = logprob, of_row.entropy, kl
-        found[3, i], found[4, i] = policy, ratio
+        row_stats[0, i] = logprob
+        row_stats[1, i] = of_row.entropy
+        row_stats[2, i] = kl
+        row_stats[3, i] = policy
+        row_stats[4, i] = ratio
         moves[i] = grad.vocab > 0 and (by[0] != 0 or by[1] != 0 or by[2] != 0)
         if moves[i]:
             _row_gradient(row, of_row, _row(grad, i), token.tokens[i], by, softmax, i)
@@ -684,26 +715,35 @@ def _normalizer(x, block, maximum, log_total, softmax):
 
 
 @kernel
-def _statistics_rows(start, stop, rows, ref_rows, tokens, softmax, found, normalizers):
-    """(logprob, entropy, KL, 1 − p, γ, gap_y − γ) to found [6, N]; the normalizers to [2, N, 2]."""
-    e, blocks = np.empty(ref_rows.vocab, np.float32), np.empty((3, BLOCK + GAP), np.float32)
+def _statistics_rows(start, stop, rows, ref_rows, tokens, softmax, row_stats, normalizers):
+    """(logprob, entropy, KL, 1 − p, γ, gap_y − γ) to row_stats [6, N]; the normalizers to
+    [2, N, 2]."""
+    e = np.empty(ref_rows.vocab, np.float32)
+    blocks = np.empty((3, BLOCK + GAP), np.float32)
     for i in range(start, stop):
         row = _Row(_row(rows, i), _row(ref_rows, i), e, blocks)
         of_row = _statistics(row, tokens[i], _scales(softmax, i)[0], softmax)
-        found[0, i], found[1, i], found[2, i] = of_row.logprob, of_row.entropy, of_row.kl
-        found[3, i], found[4, i], found[5, i] = of_row.p_others, of_row.mean_gap, of_row.token_gap
-        maximum, log_total = of_row.maximum, of_row.log_total
+        row_stats[0, i] = of_row.logprob
+        row_stats[1, i] = of_row.entropy
+        row_stats[2, i] = of_row.kl
+        row_stats[3, i] = of_row.p_others
+        row_stats[4, i] = of_row.mean_gap
+        row_stats[5, i] = of_row.token_gap
+        maximum = of_row.maximum
+        log_total = of_row.log_total
         normalizers[0, i] = _normalizer(row.x, blocks[0], maximum, log_total, softmax)
         if ref_rows.vocab:
-            maximum, log_total = of_row.ref_maximum, of_row.ref_log_total
+            maximum = of_row.ref_maximum
+            log_total = of_row.ref_log_total
             normalizers[1, i] = _normalizer(row.ref_x, blocks[0], maximum, log_total, softmax)
 
 
 @kernel
 def _gradient_rows(start, stop, rows, ref_rows, tokens, softmax, by, stats, grad):
     """dL/dx of rows from by [3, N], the loss's derivatives by logprob, entropy and KL, and what
-    `_statistics_rows` has found."""
-    e, blocks = np.empty(0, np.float32), np.empty((3, BLOCK + GAP), np.float32)
+    `_statistics_rows` gave."""
+    e = np.empty(0, np.float32)
+    blocks = np.empty((3, BLOCK + GAP), np.float32)
     for i in range(start, stop):
         of_loss = (by[0, i], by[1, i], by[2, i])
         if of_loss[0] == 0 and of_loss[1] == 0 and of_loss[2] == 0:
@@ -715,19 +755,24 @@ def _gradient_rows(start, stop, rows, ref_rows, tokens, softmax, by, stats, grad
 
 
 @kernel
-def _sum_up(found, token, loss, sums):
+def _sum_up(row_stats, token, loss, sums):
     """`SUMS` of all tokens, fp64, one after the other."""
     clear(sums)
     for i in range(len(token.weights)):
-        weight, advantage = token.weights[i], token.advantages[i]
+        weight = token.weights[i]
+        advantage = token.advantages[i]
         if weight == 0:
             continue
-        logprob, entropy, kl = found[0, i], found[1, i], found[2, i]
-        policy, ratio = found[3, i], found[4, i]
+        logprob = row_stats[0, i]
+        entropy = row_stats[1, i]
+        kl = row_stats[2, i]
+        policy = row_stats[3, i]
+        ratio = row_stats[4, i]
         total = policy - loss.entropy_coef * entropy
         if loss.kl_coef != 0:
             total += loss.kl_coef * (ratio * kl if loss.kl_ratio_weighted else kl)
-        above, below = ratio > loss.highest_ratio, ratio < loss.lowest_ratio
+        above = ratio > loss.highest_ratio
+        below = ratio < loss.lowest_ratio
         sums[0] += weight * total
         sums[1] += weight * policy
         sums[2] += 1
@@ -817,9 +862,11 @@ def _loss_pass(
     grad: Tensor | None,
 ) -> _Pass:
     count = per_token.tokens.numel()
-    found, moves = np.empty((5, count), np.float32), np.empty(count, np.bool_)
+    row_stats = np.empty((5, count), np.float32)
+    moves = np.empty(count, np.bool_)
     sums = np.empty(len(SUMS))
-    operands, loss = _arrays(per_token), _codes(objective)
+    operands = _arrays(per_token)
+    loss = _codes(objective)
     if objective.kl_estimator != "full":
         ref_logits = None
     in_threads(
@@ -830,13 +877,13 @@ def _loss_pass(
         operands,
         loss,
         _numbers(softmax),
-        found,
+        row_stats,
         moves,
         _rows(grad, logits),
         entries=logits.numel(),
     )
-    _sum_up(found, operands, loss, sums)
-    tensors = [torch.from_numpy(x) for x in (sums, found[:3], moves)]
+    _sum_up(row_stats, operands, loss, sums)
+    tensors = [torch.from_numpy(x) for x in (sums, row_stats[:3], moves)]
     return _Pass(tensors[0].float(), tensors[1], tensors[2])
 
 
@@ -901,7 +948,8 @@ def token_stats(
 ) -> StatsRows:
     """Logprob of the token, entropy and (given `ref_logits`) the full KL of each row."""
     count = tokens.numel()
-    found, normalizers = np.empty((6, count), np.float32), np.zeros((2, count, 2), np.float32)
+    row_stats = np.empty((6, count), np.float32)
+    normalizers = np.zeros((2, count, 2), np.float32)
     in_threads(
         _statistics_rows,
         count,
@@ -909,11 +957,11 @@ def token_stats(
         _rows(ref_logits, logits),
         tokens.contiguous().numpy(),
         _numbers(softmax),
-        found,
+        row_stats,
         normalizers,
         entries=logits.numel(),
     )
-    columns = [*torch.from_numpy(found), *torch.from_numpy(normalizers)]
+    columns = [*torch.from_numpy(row_stats), *torch.from_numpy(normalizers)]
     return StatsRows(*[x.clone() for x in columns])
 
 
@@ -931,7 +979,8 @@ def token_stats_backward(
     The entropy's part is p·(μ − t) with μ = log S − entropy, of which fp32 keeps 5e-7 nats: in rows
     of deviation σ it is off by some 1e-7/σ of the row's largest entry.
     """
-    grad, by = fresh(logits), np.zeros((3, tokens.numel()))
+    grad = fresh(logits)
+    by = np.zeros((3, tokens.numel()))
     for row, derivative in zip(by, grads, strict=True):
         if derivative is not None:
             row[:] = derivative.numpy()
