@@ -1,4 +1,4 @@
-"""What is raised where a signal stops a program."""
+"""The exception that ends a program which a signal has stopped."""
 
 from __future__ import annotations
 

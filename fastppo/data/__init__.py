@@ -1,1 +1,1 @@
-"""What a run reads, and the batches that it is turned into."""
+"""Prompts, chats and text files, and the batches made of them."""

@@ -1,4 +1,4 @@
-"""A small synthetic language with a hidden taste: the task of `fastppo demo`.
+"""The task of `fastppo demo`: a small synthetic language and a hidden reward.
 
 Prompts ask about a creature; completions are short descriptions drawn from a grammar, as often
 harsh as friendly. The gold scorer, which nothing is trained on, likes descriptions that are

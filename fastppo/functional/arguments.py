@@ -108,7 +108,8 @@ def check_positive(name: str, x: Tensor) -> None:
 
 
 def _values_are_free(x: Tensor) -> bool:
-    """Looking at values makes the host wait for a GPU, and a graph of torch.compile has none."""
+    """Whether values can be read for free: on a GPU the host would wait for them, and a graph of
+    torch.compile has none."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel() > 0
 
 

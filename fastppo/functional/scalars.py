@@ -20,7 +20,7 @@ SAPO_TAU = (1.0, 1.05)
 
 
 class _Short(reprlib.Repr):
-    """A user's value may be of any size, and nested in any depth."""
+    """A repr of limited length: a user's value may be of any size and nested to any depth."""
 
     def __init__(self) -> None:
         super().__init__()

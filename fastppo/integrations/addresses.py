@@ -66,7 +66,7 @@ def as_opening(text: str, prompt: Any) -> Any:
 
 
 def is_address(spec: str) -> bool:
-    """Whether it begins with the name of a package that is known here, and a colon."""
+    """Whether the text begins with the name of a package in `PACKAGES` and a colon."""
     return spec.partition(":")[0] in PACKAGES
 
 

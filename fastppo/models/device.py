@@ -38,7 +38,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """What it is, for people: a GPU's name, or the processor's."""
+    """The device's name for messages: that of the GPU or the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError):

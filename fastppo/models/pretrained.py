@@ -144,7 +144,7 @@ def load_tokenizer(name: str, what: str = "model") -> Any:
 
 
 def pad_token_id(tokenizer: Any, model: PreTrainedModel) -> int:
-    """Any token will do, since masks come from lengths."""
+    """The id to pad with: any token will do, since masks come from lengths."""
     model_pad_token = getattr(model.config.get_text_config(), "pad_token_id", None)
     for value in (tokenizer.pad_token_id, model_pad_token, tokenizer.eos_token_id):
         if isinstance(value, int) and value >= 0:

@@ -1,4 +1,4 @@
-"""What a run says of itself before its first iteration: on what it runs, and where it writes."""
+"""The lines that a run prints before its first iteration: model, data, device and run directory."""
 
 from __future__ import annotations
 

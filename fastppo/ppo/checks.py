@@ -1,4 +1,5 @@
-"""Before a run: the first update would be on-policy, and the options are meant as they are."""
+"""Checks before a run: that the first update will be on-policy, and that no option looks like a
+mistake."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def check_on_policy(
 
 
 def _sampled_logprobs(rollout: Rollout) -> list[Tensor]:
-    """Those that an engine gives of the whole softmax, or else of what it drew from."""
+    """The engine's logprobs under the whole softmax, or else under what it drew from."""
     sampled = rollout.logprobs if rollout.logprobs is not None else rollout.sampler_logprobs
     if sampled is None:
         raise RuntimeError(

@@ -1,8 +1,8 @@
 """Held-out evaluation: what the policy earns on prompts that it does not learn from.
 
 Every `eval_interval` iterations, after the update, the policy answers `eval_prompts` and its
-responses are scored, always with the same random numbers. What comes of it goes to the iteration's
-metrics under `eval/`, so `checkpoint_best`, `warn_if` and `stop_if` may name it, and the responses
+responses are scored, always with the same random numbers. The results are metrics of the iteration
+under `eval/`, so `checkpoint_best`, `warn_if` and `stop_if` may name it, and the responses
 to the first prompts to eval_samples.jsonl. `eval_patience` ends a run whose `eval/reward` rises no
 more.
 

@@ -93,7 +93,7 @@ class Experience:
             yield replace(filler, token_weights=torch.zeros_like(filler.token_weights))
 
     def weighted(self, aggregation: str) -> Experience:
-        """With the weight of each token in a loss over all of them."""
+        """A copy with the weight of each token in a loss over all of them."""
         weights = token_weights(self.batch.written_lengths, aggregation)
         return replace(self, token_weights=on_device(weights, self.batch.device))
 

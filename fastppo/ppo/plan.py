@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether it does, or nobody has said into what."""
+        """Whether the peak fits into the memory; true where no memory was given."""
         return self.run.memory is None or self.peak.total <= self.run.memory
 
     @property

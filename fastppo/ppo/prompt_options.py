@@ -1,4 +1,5 @@
-"""Options of what is asked: the prompts, which of them an iteration takes, held-out evaluation."""
+"""Options of the prompts: where they are, which of them an iteration takes, and held-out
+evaluation."""
 
 from __future__ import annotations
 

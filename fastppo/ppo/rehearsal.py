@@ -1,7 +1,6 @@
-"""What is tried before models are loaded: rows are read, rewards and environment
-have room for what they are given, and each function that an option names is called once.
-
-`fastppo check` does this alone, and says what would be run.
+"""Dry run of a config before any model is loaded: the rows are read, the parameters of rewards and
+environment are compared with the columns, and each function that an option names is called once.
+`fastppo check` does only this and prints what would be run.
 """
 
 from __future__ import annotations

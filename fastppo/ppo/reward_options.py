@@ -1,4 +1,4 @@
-"""Options of what is paid for a response."""
+"""Options of the rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of how responses are made."""
+"""Options of the rollout: how responses are generated."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class ShapeLoader(ModelLoader):
             )
 
     def check_vocabulary(self, name: str, option: str, tokenizer: Any) -> None:
-        """Nothing: a plan reads no tokenizers."""
+        """Does nothing: a plan reads no tokenizers."""
 
 
 def materialize(model: nn.Module) -> None:

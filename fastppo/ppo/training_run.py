@@ -1,4 +1,4 @@
-"""A run from its first iteration, or the one it goes on from, to its end: what surrounds the
+"""The loop of a run, from its first iteration or the one that it resumes at: everything but the
 algorithm.
 
     the lock of the run directory, signals, checkpoints, callbacks    around all iterations
@@ -79,7 +79,7 @@ class TrainingRun:
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
-        """The run directory is this run's, signals are heard, and at the end all is closed."""
+        """Locks the run directory and listens for signals; closes everything at the end."""
         with ExitStack() as stack:
             stack.enter_context(lasting_console())
             stack.enter_context(self.world.answering())

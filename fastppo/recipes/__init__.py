@@ -1,1 +1,1 @@
-"""Runs to begin with: each a config, what it reads, and a command; see `catalogue`."""
+"""Recipes: complete example runs, each a config with its data and rewards; see `catalogue`."""

@@ -1,4 +1,4 @@
-"""`smollm2-sentiment`: the beginnings of everyday sentences, continued so that they sound glad."""
+"""`smollm2-sentiment`: everyday sentences are continued in a positive tone."""
 
 from __future__ import annotations
 

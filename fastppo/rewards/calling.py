@@ -5,11 +5,11 @@ Called elsewhere are callbacks of the supervised stages, by transformers' `Train
 engine that is handed over, which is a part of the trainer: its random numbers are the run's. No
 option names either; who hands one over has a program around it, and an exit is that program's.
 
-Whatever a function raises is an error of one sentence: a script's `exit()` ends no run, nor does a
-task that was cancelled. The random state and the settings of torch are after it what they were
-before. A function that forks comes back once. Python cannot end a function that hangs, so one is
-waited for without limit unless a limit is given; then it is called in a thread, which is abandoned
-when the time is up.
+Whatever a function raises becomes an error of one sentence, so neither a script's `exit()` nor a
+cancelled task ends the run. Torch's random state and settings are restored after each call. Where a
+function forks, only the original process returns from the call. Python cannot end a function that
+hangs: without a timeout the run waits for it, with one the call is made in a thread that is
+abandoned when the time is up.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class OneTurn:
         return prompts, engine.generate(prompts.token_ids, sampling)
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Does nothing."""
 
 
 class Turns:

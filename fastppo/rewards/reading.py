@@ -1,7 +1,7 @@
-"""What the signature of a reward or an environment tells; a file's is read without running it.
+"""Reads the signatures of rewards and environments, those in files without running them.
 
-One that is not there, or that cannot be called, is then refused before anything is imported, and
-nothing of the user's is run twice.
+So a function that is missing, or that cannot be called, is refused before anything is imported, and
+no user's code runs twice.
 """
 
 from __future__ import annotations

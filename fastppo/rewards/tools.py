@@ -255,7 +255,7 @@ class _Episode:
         return _extended(prompt, self._bound_reset(prompt, columns)())
 
     def step(self, turn: ToolTurn) -> Any:
-        """(a message for each call, 0, whether there was none)."""
+        """(a message for each call, a reward of 0, done if there was no call)."""
         return _answers(turn, [self._answer(tool_call) for tool_call in turn.calls])
 
     def end(self, cut_off: Any) -> Any:

@@ -34,8 +34,8 @@ OUT_OF_TURNS = "turns"
 
 
 class RolloutError(RuntimeError):
-    """There are no responses to be had any more: the run ends with a checkpoint. Nothing of the
-    iteration is kept, unless they were of an evaluation after its update."""
+    """The engine can generate no more responses: the run ends with a checkpoint. The iteration is
+    dropped, unless the responses were of an evaluation after its update."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,7 +68,7 @@ class Sampling:
         return int(torch.randint(2**63 - 1, ())) if self.seed is None else self.seed
 
     def shortened(self, max_new_tokens: int) -> Sampling:
-        """The same, of at most so many tokens."""
+        """The same sampling with at most so many tokens."""
         return replace(self, max_new_tokens=min(max_new_tokens, self.max_new_tokens))
 
 

@@ -1,7 +1,8 @@
-"""A console that dies: a pipe whose reader has ended, a terminal that was closed, a full disk.
+"""Keeps a run alive when its console fails: the reader of a pipe ended, the terminal was closed, or
+the disk is full.
 
-What a run shows is no reason to end it. Within `lasting_console` a stdout or stderr that cannot be
-written to is given up, without an error; the records say so.
+Within `lasting_console` a stdout or stderr that cannot be written to is dropped without an error,
+and the records of the run say so.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ STREAMS = ("stdout", "stderr")
 
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters that steer a terminal, but for the end of a line and tabulators."""
+"""Control characters, except newline and tab."""
 
 
 def printable(text: str) -> str:
-    """A text in which control characters, which a server's answer may hold, are written out."""
+    """The text with its control characters escaped: a server's answer may hold some."""
     return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class LastingStream:
-    """A text stream that goes nowhere from the first write on that fails."""
+    """A text stream that discards everything after the first write that fails."""
 
     def __init__(self, stream: Any, name: str) -> None:
         self._stream = stream
@@ -45,7 +46,7 @@ class LastingStream:
         return len(text)
 
     def close(self) -> None:
-        """It stays open: what is said later would be lost, or end the run."""
+        """Does nothing: a closed stream would lose later messages, or end the run."""
         self.flush()
 
     def flush(self) -> None:
@@ -78,7 +79,7 @@ def lasting_console() -> Iterator[None]:
 
 
 def console_notes() -> list[str]:
-    """Sentences on what was given up since the last call."""
+    """Sentences about the streams that were dropped since the last call."""
     notes = []
     for name in STREAMS:
         stream = getattr(sys, name)

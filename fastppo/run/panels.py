@@ -1,4 +1,4 @@
-"""What a report draws: its panels, the metrics of each, and the headings that they are under."""
+"""The panels of a report: their headings, and the metrics that each draws."""
 
 from __future__ import annotations
 

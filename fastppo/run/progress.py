@@ -1,7 +1,7 @@
-"""What a terminal, or the file in its place, shows of a run: sentences, and how far it is.
+"""Messages and the progress bar of a run, on a terminal or as lines of a log file.
 
-The time that is left is that of the steps after the first, which compiles kernels and fills caches;
-before `WORTH` of them there is no estimate.
+The remaining time is estimated from the steps after the first, which compiles kernels and fills
+caches, once there are `STEPS_FOR_ESTIMATE` of them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 LINE_SECONDS = 10.0
 """Between two lines of progress in a log file."""
 
-WORTH = 3
-"""Steps after the first from which on the time that is left is estimated."""
+STEPS_FOR_ESTIMATE = 3
+"""Steps after the first that an estimate of the remaining time needs."""
 
 NARROW = 80
 """Columns of a terminal below which numbers take the bar's place."""
@@ -86,29 +86,29 @@ def progress(
 
 
 class _Pace:
-    """How long steps take."""
+    """Estimates the remaining time from the duration of the steps so far."""
 
     def __init__(self, completed: int) -> None:
         self._first = completed + 1
         self._start: float | None = None
-        """When the first step had ended."""
+        """When the first step ended, seconds."""
 
     def left(self, completed: int, total: float | None) -> str:
-        """The time that is left, once it is worth an estimate."""
+        """The remaining time as text; empty before there is an estimate."""
         now = time.monotonic()
         if self._start is None and completed >= self._first:
             self._start = now
             self._first = completed
         steps = completed - self._first
-        if self._start is None or total is None or steps < WORTH or completed >= total:
+        if self._start is None or total is None or steps < STEPS_FOR_ESTIMATE or completed >= total:
             return ""
         seconds = (now - self._start) / steps * (total - completed)
-        minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes} min {rest} s left" if minutes else f"{rest} s left"
+        minutes, rest_seconds = divmod(round(seconds), 60)
+        return f"{minutes} min {rest_seconds} s left" if minutes else f"{rest_seconds} s left"
 
 
 class _ProgressLines:
-    """Lines in the place of a bar."""
+    """Prints progress as lines instead of a bar."""
 
     def __init__(self, title: str, console: Console, *, total: int | None, completed: int) -> None:
         self.title = title
@@ -124,7 +124,8 @@ class _ProgressLines:
         self._shown: tuple[int, str] = (completed, "")
 
     def update(self, **changed: Any) -> None:
-        """Takes what `progress` says, and shows it if it is time."""
+        """Takes the arguments that `progress` describes; prints a line if the last one is old
+        enough."""
         self.total = changed.get("total", self.total)
         self.completed = changed.get("completed", self.completed)
         self.status = changed.get("status", self.status)

@@ -1,7 +1,5 @@
-"""Options that earlier versions had, and what to do instead.
-
-A YAML file, a flag or a checkpoint may still have one. At the value that it had by default it is
-passed over; any other value is answered with its sentence.
+"""Options of earlier versions, each with what replaces it. A YAML file, a flag or a checkpoint may
+still set one: its former default is ignored, any other value is an error with the sentence below.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Removed(NamedTuple):
-    """An option, or one choice of an option (`rollout=continuous`), that is no more."""
+    """An option, or one choice of an option (`rollout=continuous`), that was removed."""
 
     default: Any
     """What it was unless somebody set it; None also for a choice."""

@@ -1,7 +1,7 @@
 """The report of a run: one HTML file with plots and samples.
 
-The file loads nothing: the numbers, the library that draws them (uPlot, MIT licence) and the little
-that tells it what to draw (page/plots.js) are in it.
+The file is self-contained: it has the numbers, the plotting library (uPlot, MIT licence) and the
+script that calls it (page/plots.js).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastppo.run.verdict import critic_verdict, verdict
 from fastppo.run.watch import kind_of
 
 LINKED = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "config.yaml")
-"""Files of a run that its report leads to."""
+"""Files of a run that its report links to."""
 
 STOPPED = "stopped: "
 """Begins a run's warning that says why it ended."""

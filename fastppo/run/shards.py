@@ -165,7 +165,7 @@ def _names(model: nn.Module, optimizer: Any) -> list[str]:
 
 
 def _empty(saved: Any, weight: Tensor) -> Tensor:
-    """What a saved tensor is read into."""
+    """An empty tensor that a saved one is read into."""
     dtype = saved.properties.dtype
     if weight.shape == saved.size:
         return torch.zeros_like(weight, dtype=dtype, requires_grad=False)
@@ -173,7 +173,7 @@ def _empty(saved: Any, weight: Tensor) -> Tensor:
 
 
 class _Reader(FileSystemReader):
-    """torch's, but for the pickle of the metadata, which can only make what belongs into it."""
+    """torch's reader with a restricted unpickler: the metadata may only name `METADATA_NAMES`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         with (pathlib.Path(self.path) / ".metadata").open("rb") as file:

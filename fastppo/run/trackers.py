@@ -1,8 +1,6 @@
-"""W&B, by transformers' own callback.
-
-What is added here is that a run which is resumed goes on there as the same run, which
-`trackers.json` of the run directory knows, that the samples are a table, and that a run which
-failed is closed too. TensorBoard's events are written by `fastppo.run.log`.
+"""Logging to W&B by transformers' own callback. Added here: a resumed run continues the same W&B
+run, whose id is in `trackers.json` of the run directory; samples are logged as a table; and a run
+that failed is closed too. TensorBoard's events are written by `fastppo.run.log`.
 """
 
 from __future__ import annotations
