@@ -175,7 +175,7 @@ def demo(arguments: list[str], **flags: Any) -> None:
 
 @Command(
     trains=True,
-    help="A run to begin with, or the list of them",
+    help="Run a complete example, or list them",
     description="Without a name, the list. With one, lays config, reward and data out in a folder, "
     "trains, and writes the report. Options are those of `fastppo train`; they win over the "
     "recipe's.",
@@ -198,7 +198,7 @@ def recipe(
     if not arguments:
         if show or prepare or out is not None:
             raise ValueError(
-                "--show, --prepare and --out are of a recipe: expected its name before them"
+                "--show, --prepare and --out need a recipe: expected its name before them"
             )
         show_recipes(Console())
         return
@@ -223,7 +223,7 @@ def recipe(
 
 
 @Command(
-    help="A run of your own: asks what it is of, writes its files, says what it takes",
+    help="Set up a run of your own: asks for model, data and reward, and writes its files",
     description="Writes run.yaml and, where nothing else pays, reward.py with a test on three "
     "prompts. What no flag says is asked.",
     flags={

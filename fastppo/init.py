@@ -106,7 +106,7 @@ def write_run(folder: Path, answers: dict[str, str], console: Console) -> None:
     texts[run] = _run(run, given, rewards)
     for path in texts:
         if path.exists():
-            raise ValueError(f"{path} is there already: expected a folder without it (--out)")
+            raise ValueError(f"{path} exists already: choose another folder (--out)")
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
         write_whole(path, text)

@@ -256,7 +256,7 @@ def test_a_gpu_that_is_not_there_is_refused_in_a_sentence(command, tmp_path: Pat
 def test_a_report_of_another_stage_is_refused(tmp_path: Path, capsys) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     assert cli.main(["report", str(tmp_path)]) == 2
-    assert "is no PPO run, and the report is of one" in capsys.readouterr().err
+    assert "is not a PPO run, and only those have a report" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------- checks before a run
@@ -375,7 +375,7 @@ def test_the_best_policy_is_written_and_a_checkpoint_is_exported(tmp_path: Path,
     folder = Folder(tmp_path)
     folder.write_reward("return [1.0 if calls == 1 else i % 2 for i in range(len(completions))]")
     assert cli.main(folder.flags(checkpoint_best="reward", iterations=4, learning_rate=0.1)) == 0
-    assert "policy-best is that of checkpoint-000001" in capsys.readouterr().err
+    assert "policy-best is the policy of checkpoint-000001" in capsys.readouterr().err
     best = (folder.run / "policy-best" / "model.safetensors").read_bytes()
     last = (folder.run / "policy" / "model.safetensors").read_bytes()
     assert best != last

@@ -105,5 +105,5 @@ def test_nothing_is_written_over_and_nothing_is_asked_of_nobody(
     assert "--prompts is missing" in capsys.readouterr().err
     (folder / "reward.py").write_text("mine = 1\n")
     assert cli.main(["init", "--model", "model", "--prompts", "prompts.jsonl"]) == 2
-    assert "reward.py is there already" in capsys.readouterr().err
+    assert "reward.py exists already" in capsys.readouterr().err
     assert not (folder / "run.yaml").exists()

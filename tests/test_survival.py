@@ -228,7 +228,7 @@ def test_a_second_run_in_a_directory_is_refused_before_it_loads_a_model(
         # Weights that are not there would be complained of, were they read.
         code, said = run(iterations=1, model=hollow, **options)
         assert code == 2
-        assert f"another run is at work in {folder.run}: process {first.pid} on " in said
+        assert f"another run is using {folder.run}: process {first.pid} on " in said
     go_on.touch()
     assert command_line.finish(first) == 0, log.read_text()
     assert len(read_jsonl(folder.run / "metrics.jsonl")) == 1
@@ -504,9 +504,9 @@ def test_a_resume_under_another_config_is_refused_unless_it_is_asked_for(
         options = {"iterations": 2, option: value}
         code, said = run(resume=True, **options)
         assert code == 2, option
-        assert f"{folder.run / 'checkpoint-000001'} is of another run: " in said, option
+        assert f"{folder.run / 'checkpoint-000001'} belongs to another run: " in said, option
         assert says in said, option
-        assert "`--allow_config_change true` goes on all the same" in said
+        assert "`--allow_config_change true` resumes it anyway" in said
         assert (folder.run / "config.yaml").read_bytes() == config, option
         assert folder.checkpoints() == ["checkpoint-000001"], option
 
@@ -673,7 +673,7 @@ def test_a_stage_takes_the_newest_whole_checkpoint_and_keeps_as_many_as_it_is_to
     assert _records(folder) == records
     code = cli.main(stage(resume=True, seed=5))
     assert code == 2
-    assert "is of another run: seed was 0 and is 5" in capsys.readouterr().err
+    assert "belongs to another run: seed was 0 and is 5" in capsys.readouterr().err
 
 
 def _forge_a_stage(kind: str, checkpoint: Path) -> str:
@@ -746,7 +746,7 @@ def test_a_stage_with_another_tokenizer_is_another_run(stage, folder: Folder, ca
     vocabulary["w7"], vocabulary["w8"] = vocabulary["w8"], vocabulary["w7"]
     tokenizer.write_text(json.dumps(written))
     assert cli.main(stage(resume=True)) == 2
-    assert "of another run: the content of tokens was" in capsys.readouterr().err
+    assert "another run: the content of tokens was" in capsys.readouterr().err
 
 
 def test_a_model_that_finds_the_disk_full_is_named(

@@ -89,7 +89,7 @@ def check_text(text: str, where: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}: character {error.start + 1} is half of a surrogate pair, and no character"
+            f"{where}: character {error.start + 1} is half of a surrogate pair, not a character"
         ) from None
 
 

@@ -65,7 +65,9 @@ def encode_prompts(
     names = column_names(rows, column)
     for reserved in RESERVED_COLUMNS:
         if reserved in names:
-            raise DataError(f"{source}: a column may not be called {reserved!r}: rewards get it")
+            raise DataError(
+                f"{source}: no column may be called {reserved!r}, an argument that every reward has"
+            )
     columns: dict[str, list[Any]] = {name: [] for name in names}
     for number, row in enumerate(rows, 1):
         prompt = row.get(column)

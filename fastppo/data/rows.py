@@ -113,7 +113,7 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
             f'{where}: expected an object like {{"prompt": …}}, got {type(row).__name__}'
         )
     if b"\\ud" in line.lower() and _is_broken(row):
-        raise DataError(f"{where}: a text holds half of a surrogate pair, which is no character")
+        raise DataError(f"{where}: a text has half of a surrogate pair, not a character")
     return row
 
 

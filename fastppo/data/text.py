@@ -36,7 +36,7 @@ class PretrainingText:
         source: str = "ptx_data",
     ) -> None:
         if tokenizer.eos_token_id is None:
-            raise DataError(f"{source}: the tokenizer has no EOS token to part the texts by")
+            raise DataError(f"{source}: the tokenizer has no EOS token to put between texts")
         stream: list[int] = []
         for number, row in enumerate(rows, 1):
             if not isinstance(row.get(column), str):

@@ -90,17 +90,17 @@ class Server:
 
         Raises:
             RuntimeError: the tool failed.
-            ConnectionError: the server is gone.
+            ConnectionError: the server has ended.
         """
         future = self._started().start_task_soon(self._session.call_tool, name, arguments)
         try:
             result = await asyncio.wrap_future(future)
         except McpError as error:
             if error.error.code == CONNECTION_CLOSED:
-                raise ConnectionError(f"the MCP server {self.command} is gone") from error
+                raise ConnectionError(f"the MCP server {self.command} has ended") from error
             raise RuntimeError(error.error.message) from error
         except (anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
-            raise ConnectionError(f"the MCP server {self.command} is gone") from error
+            raise ConnectionError(f"the MCP server {self.command} has ended") from error
         texts = [block.text for block in result.content if isinstance(block, TextContent)]
         if result.isError:
             raise RuntimeError("\n".join(texts))
@@ -118,7 +118,7 @@ class Server:
                 self._start()
             except (OSError, McpError, TimeoutError) as error:
                 self._open.close()
-                raise DataError(f"{self.command} starts no MCP server: {error}") from error
+                raise DataError(f"{self.command} does not start an MCP server: {error}") from error
         assert self._portal is not None
         return self._portal
 

@@ -114,17 +114,17 @@ def check_ranks(config: PPOConfig, world: World) -> None:
         raise ValueError(f"{world.size} processes: rollout=server is for one process; use vllm")
     if config.optimizer == "adamw8bit":
         raise ValueError(
-            f"{world.size} processes: optimizer=adamw8bit has no moments that are sharded; use "
+            f"{world.size} processes: the moments of optimizer=adamw8bit cannot be sharded; use "
             "optimizer=adamw"
         )
     if config.precision == "fp16":
         raise ValueError(
-            f"{world.size} processes: precision=fp16 has a loss scale that follows one process's "
-            "gradients; use bf16"
+            f"{world.size} processes: the loss scale of precision=fp16 follows the gradients of "
+            "one process; use bf16"
         )
     if config.quantization != "none":
         raise ValueError(
-            f"{world.size} processes: quantization={config.quantization} has matrices that are not "
+            f"{world.size} processes: the matrices of quantization={config.quantization} cannot be "
             "sharded; use none"
         )
 
@@ -248,7 +248,7 @@ def check_handed_over(config: PPOConfig, model: PreTrainedModel | None, tokenize
         raise ValueError("a model that is passed in needs its tokenizer passed in too")
     if model is not None and config.quantization != "none":
         raise ValueError(
-            f"quantization={config.quantization}: a model that is passed in stays as it is"
+            f"quantization={config.quantization}: a model that is passed in is not quantized"
         )
 
 

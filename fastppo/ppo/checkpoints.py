@@ -52,7 +52,8 @@ def export(
         if value_function is not None:
             model.save_value_function(unfinished / value_function.name)
             (unfinished / value_function.name).replace(value_function)
-    manifest.permit(directory, *([] if value_function is None else [value_function]))
+    files = [] if value_function is None else [value_function]
+    manifest.permit(directory, *files)
 
 
 def export_checkpoint(path: Path, directory: Path, device: str = "auto") -> None:
@@ -74,7 +75,7 @@ def export_checkpoint(path: Path, directory: Path, device: str = "auto") -> None
         )
     taken = (directory / "config.json", directory / manifest.FILE)
     if directory.is_file() or any(file.exists() for file in taken):
-        raise ValueError(f"{directory} is there already: choose another directory")
+        raise ValueError(f"{directory} exists already: choose another directory")
     run = manifest.read(path, int(path.name.split("-")[1]))["run"]
     with checkpoint.readable(path):
         config = PPOConfig(device=device, **{name: run["options"][name] for name in OF_WEIGHTS})

@@ -601,15 +601,15 @@ def check_async(config: PPOConfig) -> None:
         return
     if config.rollout in ("generate", "vllm"):
         raise ValueError(
-            f"async_steps=1 draws with weights of before an update, which rollout={config.rollout} "
-            "does not have while it goes on: use decoder or server"
+            f"async_steps=1 draws during an update, which rollout={config.rollout} cannot: use "
+            "decoder or server"
         )
     if config.environment:
         raise ValueError(ASYNC_TURNS)
     if config.solved_reward is not None:
         raise ValueError(
-            "async_steps=1 draws before the scores are there that solved_reward goes by: expected "
-            "one of them"
+            "async_steps=1 chooses prompts before the scores that solved_reward needs are known: "
+            "expected one of them"
         )
 
 

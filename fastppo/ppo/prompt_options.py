@@ -32,7 +32,7 @@ class CurriculumOptions(Options):
     )
     solved_reward: float | None = option(
         None,
-        "Reward that solves a prompt, which is asked no more when its last 8 responses reached it",
+        "Reward that solves a prompt: once its last 8 responses reached it, it is not drawn again",
     )
 
 

@@ -44,11 +44,11 @@ class RolloutOptions(Options):
         0.3, "Share of the GPU's memory for vLLM's weights and KV cache", above=0, maximum=1
     )
     vllm_tensor_parallel_size: int = option(
-        1, "Processes, neighbours, that share each layer of one vLLM", minimum=1
+        1, "Neighbouring processes that share each layer of one vLLM", minimum=1
     )
     async_steps: int = option(
         0,
-        "1: the next batch is drawn while this one is learned from, with the weights before",
+        "1: the next batch is drawn during the update on this one, with the weights before it",
         minimum=0,
         maximum=1,
     )

@@ -69,7 +69,7 @@ class TrainingRun:
             self.trainer.save_policy(self.run_dir / "policy")
             best = self.checkpoints.save_best(self.trainer.tokenizer, self.run_dir / "policy-best")
             if best is not None:
-                self.trainer.say(f"policy-best is that of {best.name}")
+                self.trainer.say(f"policy-best is the policy of {best.name}")
             self._write_report()
             self.callbacks.tell("on_train_end")
         self.state.raise_if_stopped(self.run_dir)

@@ -386,7 +386,7 @@ def check_signature(
         )
     expected = EXPECTED.format(name=name)
     if not signature.parameters:
-        raise ValueError(f"reward {name} takes nothing; {expected}")
+        raise ValueError(f"reward {name} takes no arguments; {expected}")
     samples = Samples([None], [MADE_UP], {column: [None] for column in columns}, [[]])
     try:
         _with_arguments(signature.bind, signature, samples)()

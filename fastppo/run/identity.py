@@ -116,7 +116,7 @@ def check_same_run(
             removed.append(f"{name} was {shown(value)}; {sentence}")
     if (reasons or removed) and not allowed:
         raise ValueError(
-            f"{path} is of another run: {'; '.join(reasons + removed)}. `--allow_config_change "
-            "true` goes on all the same"
+            f"{path} belongs to another run: {'; '.join(reasons + removed)}. "
+            "`--allow_config_change true` resumes it anyway"
         )
     return [f"since {path.name}: {change}" for change in [*differing, *removed]]

@@ -45,7 +45,7 @@ def _locked(run_dir: Path) -> Iterator[None]:
     except Timeout:
         holder = path.read_text(errors="replace").strip() or "it does not say which"
         raise ValueError(
-            f"another run is at work in {run_dir}: {holder}. Wait for it, stop it, or choose "
+            f"another run is using {run_dir}: {holder}. Wait for it, stop it, or choose "
             "another output_dir"
         ) from None
     except OSError as error:

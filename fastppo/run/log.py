@@ -141,7 +141,7 @@ def check_no_run(run_dir: str | Path) -> None:
         raise ValueError(f"output_dir {run_dir} is a file")
     if holds_run(run_dir):
         raise ValueError(
-            f"{run_dir} holds a run already: go on with `resume: true`, or choose another "
+            f"{run_dir} holds a run already: resume it with `resume: true`, or choose another "
             "output_dir"
         )
 

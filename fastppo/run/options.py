@@ -321,7 +321,7 @@ class SharingOptions(Options):
         for name in self.report_to:
             if name not in TRACKERS:
                 raise ValueError(
-                    f"report_to must be of {', '.join(TRACKERS)}, got {shown(name)}; TensorBoard "
-                    "is always written, and PPOTrainer(callbacks=[…]) takes transformers' callback "
-                    "of another tracker"
+                    f"report_to must be one of {', '.join(TRACKERS)}, got {shown(name)}; "
+                    "TensorBoard is always written, and PPOTrainer(callbacks=[…]) takes "
+                    "transformers' callback of another tracker"
                 )

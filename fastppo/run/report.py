@@ -40,7 +40,7 @@ def write_report(run_dir: str | Path, path: str | Path | None = None) -> Path:
 
     Raises:
         FileNotFoundError: there is no metrics.jsonl, or it is empty.
-        ValueError: the run is no PPO run, or a file of it is damaged; file and line are named.
+        ValueError: it is not a PPO run, or a file of it is damaged; file and line are named.
     """
     run = read_run(run_dir)
     groups, constants = make_charts(run.records)
@@ -87,8 +87,8 @@ def read_run(run_dir: str | Path) -> Run:
         )
     if not all("iteration" in record for record in records):
         raise ValueError(
-            f"{run_dir} is no PPO run, and the report is of one; the curves of sft and reward are "
-            f"in {run_dir / 'tensorboard'}"
+            f"{run_dir} is not a PPO run, and only those have a report; the curves of sft and "
+            f"reward are in {run_dir / 'tensorboard'}"
         )
     for number, record in enumerate(records, 1):
         _check_metrics(record, f"{run_dir / 'metrics.jsonl'}, line {number}")

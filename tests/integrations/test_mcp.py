@@ -100,7 +100,7 @@ def test_a_run_reads_the_tools_and_counts_their_calls(tokenizer: Any, tmp_path: 
 
 def test_a_server_that_is_gone_stops_the_run(make: Any, tokenizer: Any) -> None:
     player = Turns(make, tokenizer, max_turns=3)
-    with pytest.raises(RewardError, match=r"the MCP server .*mcp_server\.py is gone"):
+    with pytest.raises(RewardError, match=r"the MCP server .*mcp_server\.py has ended"):
         _play(player, [_call("leave")])
     player.close()
 
@@ -116,5 +116,5 @@ def test_a_server_whose_tools_cannot_be_used_is_refused(names: str, says: str) -
 
 @pytest.mark.parametrize("command", ["no-such-program", f"{sys.executable} -c pass"])
 def test_a_command_that_starts_no_server_is_a_sentence(command: str) -> None:
-    with pytest.raises(DataError, match=f"^{command} starts no MCP server: "):
+    with pytest.raises(DataError, match=f"^{command} does not start an MCP server: "):
         load_environment(f"mcp:{command}")

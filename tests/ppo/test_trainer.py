@@ -90,7 +90,7 @@ def test_a_run_directory_holds_its_records(tmp_path: Path) -> None:
     assert list((run / "tensorboard").iterdir())
     assert "learning_rate: 0.001" in (run / "config.yaml").read_text()
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-000002"]
-    with pytest.raises(ValueError, match=r"holds a run already: go on with `resume: true`"):
+    with pytest.raises(ValueError, match=r"holds a run already: resume it with `resume: true`"):
         make_trainer(tmp_path, iterations=1).train()
 
 

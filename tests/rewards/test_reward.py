@@ -112,7 +112,7 @@ def test_columns_that_a_reward_cannot_do_without_are_known_beforehand(source, la
     [
         ("lambda completion: 0", "takes (completion): too many positional arguments"),
         ("lambda wanted: 0", "takes (wanted): "),
-        ("lambda: 0", "takes nothing"),
+        ("lambda: 0", "takes no arguments"),
     ],
 )
 def test_a_signature_without_room_for_completions_is_refused_with_the_expected_one(

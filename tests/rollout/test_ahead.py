@@ -243,9 +243,9 @@ def test_an_evaluation_is_of_the_policy_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"rollout": "generate"}, "rollout=generate does not have while it goes on"),
+        ({"rollout": "generate"}, "during an update, which rollout=generate cannot"),
         ({"environment": Calculator}, "environment must be none"),
-        ({"solved_reward": 1.0}, "before the scores are there that solved_reward goes by"),
+        ({"solved_reward": 1.0}, "before the scores that solved_reward needs are known"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(

@@ -58,7 +58,7 @@ def test_what_is_read_besides_or_no_longer_makes_another_run() -> None:
 
 def test_another_run_is_refused_unless_it_is_allowed() -> None:
     before, now = _identity(), _identity(seed=1)
-    with pytest.raises(ValueError, match=r"^c-1 is of another run: seed was 0 and is 1\. `--allow"):
+    with pytest.raises(ValueError, match=r"^c-1 belongs to another run: seed was 0 and is 1\. "):
         identity.check_same_run(Path("c-1"), before, now, essential=["seed"], allowed=False)
     assert (
         len(identity.check_same_run(Path("c-1"), before, now, essential=["seed"], allowed=True))

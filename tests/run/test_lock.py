@@ -56,7 +56,7 @@ def test_a_run_that_has_come_and_gone_meanwhile_is_noticed(tmp_path: Path) -> No
 def test_who_holds_it_is_named(tmp_path: Path) -> None:
     with _other_process(tmp_path):
         (tmp_path / lock.FILE).write_text("process 7 on h, since today\n")
-        expected = f"another run is at work in {tmp_path}: process 7 on h, since today. Wait"
+        expected = f"another run is using {tmp_path}: process 7 on h, since today. Wait"
         with pytest.raises(ValueError, match=expected), lock.run_lock(tmp_path):
             pass
     with lock.run_lock(tmp_path):

@@ -135,7 +135,7 @@ def test_a_directory_is_free_until_a_run_has_left_records_or_a_checkpoint(tmp_pa
     assert holds_run(tmp_path)
     (tmp_path / "checkpoint-000001").rmdir()
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(ValueError, match="holds a run already: go on with `resume: true`"):
+    with pytest.raises(ValueError, match="holds a run already: resume it with `resume: true`"):
         check_no_run(tmp_path)
 
 

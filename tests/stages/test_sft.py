@@ -92,7 +92,7 @@ def test_a_run_leaves_its_records(tmp_path: Path) -> None:
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert {"loss", "grad_norm", "learning_rate", "epoch"} <= records[0].keys()
     assert list((run / "tensorboard").glob("events*"))
-    with pytest.raises(ValueError, match="holds a run already: go on with `resume: true`"):
+    with pytest.raises(ValueError, match="holds a run already: resume it with `resume: true`"):
         sft(config)
 
 
