@@ -57,14 +57,18 @@ def cases(work: Work, names: tuple[str, ...] = tuple(NAMES)) -> list[Case]:
     later: list[Case] = []
     for builders, shapes in ((_LOGITS, work.logits), (_LINEAR, work.linear)):
         for shape in shapes:
+            usual_cases = first if shape is shapes[0] else later
             for name, variants in builders.items():
                 if name in names:
                     usual, *others = (build(shape, work.dtype) for build in variants)
-                    (first if shape is shapes[0] else later).append(usual)
+                    usual_cases.append(usual)
                     later += others
     for sequences in work.sequences:
         built = [build(sequences) for name, build in _SEQUENCES.items() if name in names]
-        (first if sequences is work.sequences[0] else later).extend(built)
+        if sequences is work.sequences[0]:
+            first += built
+        else:
+            later += built
     first += [update_case(shape, work.dtype) for shape in work.update if "update" in names]
     return first + later
 

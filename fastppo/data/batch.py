@@ -93,13 +93,14 @@ class Batch:
         for prompt, response in zip(prompts, responses, strict=True):
             tokens += prompt
             tokens += response
+        flags = None
+        if written is not None:
+            flags = torch.tensor([flag for row in written for flag in row])
         return cls(
             tokens=torch.tensor(tokens, dtype=torch.int64).to(device),
             prompt_lengths=torch.tensor([len(row) for row in prompts], dtype=torch.int64),
             response_lengths=torch.tensor([len(row) for row in responses], dtype=torch.int64),
-            written=None
-            if written is None
-            else torch.tensor([flag for row in written for flag in row]),
+            written=flags,
         )
 
     def __len__(self) -> int:

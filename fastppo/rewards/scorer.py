@@ -51,7 +51,7 @@ class Scores:
         return self.last + self._sum_by_response(self.within)
 
     def plus(self, name: str, rewards: Sequence[Sequence[float]] | None) -> Scores:
-        """With another term, paid at each token that the policy wrote."""
+        """The scores plus another term, paid at each token that the policy wrote."""
         if rewards is None:
             return self
         paid = torch.tensor([reward for row in rewards for reward in row])
@@ -85,7 +85,10 @@ class Scores:
             total = running(total)
             factor = factor / running.deviation
         elif method == "batch":
-            factor = factor * (total.var() + 1e-8).rsqrt() if len(total) > 1 else 0 * factor
+            if len(total) > 1:
+                factor = factor * (total.var() + 1e-8).rsqrt()
+            else:
+                factor = 0 * factor
             # The definition sums in fp64: scores that are all alike become exact zeros.
             total = whiten(total, backend="torch")
         if clip is not None:

@@ -75,8 +75,9 @@ def _panel(
     for prefix in panel.prefixes:
         prefixed = with_prefix(records, prefix)
         # A single reward of weight 1 is the reward itself: one line is enough.
-        single = len(prefixed) == 1
-        names += [] if single and _are_the_same(records, prefix[:-1], prefixed[0]) else prefixed
+        is_single = len(prefixed) == 1
+        if not (is_single and _are_the_same(records, prefix[:-1], prefixed[0])):
+            names += prefixed
     if all(name in constants for name in names):
         return None
     x = [record["iteration"] for record in records]
@@ -109,7 +110,7 @@ def _are_the_same(records: list[dict[str, Any]], first: str, second: str) -> boo
 
 
 def _range(panel: Panel, series: list[dict[str, Any]]) -> list[float] | None:
-    """Of an axis of shares: with air above, but no higher than 1. Of a flat line: around it."""
+    """The range of an axis of shares, with a margin above but not beyond 1, or of a flat line."""
     values = [y for curve in series for y in curve["values"] if is_finite(y)]
     low = min(values, default=0.0)
     high = max(values, default=1.0)

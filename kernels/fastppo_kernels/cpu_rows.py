@@ -55,6 +55,7 @@ from fastppo_kernels.records import (
     Softmax,
     StatsGradients,
     StatsRows,
+    Sums,
 )
 
 READS_VALUES = True
@@ -174,7 +175,8 @@ def _tanh(u):
     series = series * square + TANH_5
     series = series * square + TANH_3
     near = u + u * square * series
-    return near if abs(u) < TANH_NEAR else (-far if u < ZERO else far)
+    far = -far if u < ZERO else far
+    return near if abs(u) < TANH_NEAR else far
 
 
 @compiled
@@ -754,6 +756,10 @@ def _gradient_rows(start, stop, rows, ref_rows, tokens, softmax, by, stats, grad
         _row_gradient(row, of_row, _row(grad, i), tokens[i], of_loss, softmax, i)
 
 
+AT = Sums._make(range(len(SUMS)))
+"""The place of each sum."""
+
+
 @kernel
 def _sum_up(row_stats, token, loss, sums):
     """`SUMS` of all tokens, fp64, one after the other."""
@@ -773,20 +779,21 @@ def _sum_up(row_stats, token, loss, sums):
             total += loss.kl_coef * (ratio * kl if loss.kl_ratio_weighted else kl)
         above = ratio > loss.highest_ratio
         below = ratio < loss.lowest_ratio
-        sums[0] += weight * total
-        sums[1] += weight * policy
-        sums[2] += 1
-        sums[3] += entropy
-        sums[4] += kl
-        sums[5] += _k3(token.old_logprobs[i] - logprob)
-        sums[6] += ratio
-        sums[7] += ratio * ratio
-        sums[8] += above and advantage > 0
-        sums[9] += below and advantage > 0
-        sums[10] += above and advantage < 0
-        sums[11] += below and advantage < 0
-        sums[12] += advantage < 0 and ratio > loss.dual_clip
-        sums[13] = ratio if ratio > sums[13] or ratio != ratio else sums[13]
+        sums[AT.loss] += weight * total
+        sums[AT.policy_loss] += weight * policy
+        sums[AT.tokens] += 1
+        sums[AT.entropy] += entropy
+        sums[AT.kl] += kl
+        sums[AT.approx_kl] += _k3(token.old_logprobs[i] - logprob)
+        sums[AT.ratio] += ratio
+        sums[AT.ratio_squared] += ratio * ratio
+        sums[AT.above_positive] += above and advantage > 0
+        sums[AT.below_positive] += below and advantage > 0
+        sums[AT.above_negative] += above and advantage < 0
+        sums[AT.below_negative] += below and advantage < 0
+        sums[AT.dual_clipped] += advantage < 0 and ratio > loss.dual_clip
+        if ratio > sums[AT.ratio_max] or ratio != ratio:  # NaN has to show
+            sums[AT.ratio_max] = ratio
 
 
 # ----------------------------------------------------------------------------------- the operations

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastppo_kernels.jit import INTERPRETED
 from fastppo_kernels.programs import Program
+from fastppo_kernels.records import map_tensors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -78,4 +79,4 @@ def dense(x: Tensor | None) -> Tensor | None:
 
 def dense_record(record: Any) -> Any:
     """The record with each of its tensors `dense`."""
-    return type(record)(*(dense(x) if isinstance(x, Tensor) else x for x in record))
+    return map_tensors(dense, record)

@@ -10,6 +10,7 @@ Shapes: N tokens, V vocabulary, H wide hidden states, B sequences.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -83,13 +84,20 @@ Selection = slice | Tensor
 """Some of N rows: a slice, int64 indices, or a mask [N] bool."""
 
 
+def map_tensors(function: Callable[[Tensor], Tensor | None], record: Any) -> Any:
+    """The record with what the function makes of each of its tensors, and its other fields as they
+    are."""
+    return type(record)(*(function(x) if isinstance(x, Tensor) else x for x in record))
+
+
 def _at(record: Any, rows: Selection) -> Any:
-    """The record with its tensors at these rows, and its other fields as they are."""
-    return type(record)(*(x[rows] if isinstance(x, Tensor) else x for x in record))
+    """The record with its tensors at these rows."""
+    return map_tensors(lambda x: x[rows], record)
 
 
 def _where(record: Any, counted: Tensor) -> Any:
-    return type(record)(*(None if x is None else torch.where(counted, x, 0) for x in record))
+    """The record with 0 in its tensors where nothing counts."""
+    return map_tensors(lambda x: torch.where(counted, x, 0), record)
 
 
 # ------------------------------------------------------------------------------ what the loss takes

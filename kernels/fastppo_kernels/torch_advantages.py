@@ -11,12 +11,19 @@ import torch
 from torch import Tensor
 
 from fastppo_kernels import definition
-from fastppo_kernels.records import Discounts, Gae, ShapedAdvantages, Shaping, Trajectory
+from fastppo_kernels.records import (
+    Discounts,
+    Gae,
+    ShapedAdvantages,
+    Shaping,
+    Trajectory,
+    map_tensors,
+)
 
 
 def _moved(record: Any, device: torch.device | str) -> Any:
     """The record with its tensors on another device."""
-    return type(record)(*(x.to(device) if isinstance(x, Tensor) else x for x in record))
+    return map_tensors(lambda x: x.to(device), record)
 
 
 def gae(trajectory: Trajectory, discounts: Discounts) -> Gae:

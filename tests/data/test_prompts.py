@@ -42,5 +42,5 @@ def test_columns_of_any_row_are_kept_and_reserved_names_refused() -> None:
     prompts = encode_prompts(rows, tiny.tokenizer(), max_prompt_tokens=8)
     assert prompts.columns == {"answer": [None, "w3"]}
     for name in ("prompts", "completions", "completion_ids"):
-        with pytest.raises(DataError, match=f"may not be called '{name}'"):
+        with pytest.raises(DataError, match=f"may be called '{name}'"):
             encode_prompts([{"prompt": "w1", name: 1}], tiny.tokenizer(), max_prompt_tokens=8)
