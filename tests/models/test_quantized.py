@@ -116,7 +116,7 @@ def test_matrices_that_cannot_be_quantized_are_refused(save_model, says, tmp_pat
 
 def test_a_model_that_is_passed_in_is_not_quantized(tmp_path: Path) -> None:
     config = PPOConfig(**tiny.options(tmp_path, **NF4))
-    with pytest.raises(ValueError, match="quantization=nf4: a model that is passed in stays as it"):
+    with pytest.raises(ValueError, match="quantization=nf4: a model that is passed in is not"):
         PPOTrainer(config, model=tiny.model(), tokenizer=tiny.tokenizer())
 
 
