@@ -1,6 +1,7 @@
 """`fastppo init`: writes run.yaml and reward.py of one's own run, and says what it would take.
 
-What no flag says is asked, where there is a person to ask. No file that is there is written over.
+What no flag says is asked, where there is a person to ask. Files are written once all that they
+name has been checked, and none that is there is written over.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.prompt import Prompt
 
 from fastppo import inputs
-from fastppo.data.chat import encode_prompt
 from fastppo.data.files import write_whole
-from fastppo.data.rows import Rows, check_prompt_column, column_names
-from fastppo.integrations.addresses import load_prompts
+from fastppo.data.rows import Rows, column_names
 from fastppo.ppo.config import PPOConfig
+from fastppo.run.progress import say
 
 QUESTIONS = {
     "model": "Model, a directory or a hub name",
@@ -41,12 +42,15 @@ TESTED = 3
 READ = 100
 """Prompts of which the longest is planned for."""
 
+RESPONSE = 128
+"""Tokens of the longest response, where the context has room for them."""
+
 RUN = """# fastppo check --config {file}, then fastppo train --config {file}
 model: {model}
 prompts: {prompts}
 {paid_by}
 output_dir: {output_dir}
-max_new_tokens: 128        # longest response, or turn
+max_new_tokens: {max_new_tokens:<10} # longest response, or turn
 rollout_batch_size: 64     # responses per iteration
 iterations: 100
 learning_rate: 1.0e-5
@@ -62,11 +66,14 @@ ROWS = {rows}
 
 def score(prompts, completions{parameter}, **columns):
     """A number for each completion: here 1 where {rule}, else 0."""
-    return [float({test}) for {variables}]
+    return [
+        float({test})
+        for {variables}
+    ]
 
 
 def test_score():
-    """Three prompts, each with a response that should earn 1 and one that should earn 0."""
+    """The right response to each prompt earns 1, an empty one 0."""
     columns = {{name: [row[name] for row in ROWS] for name in ROWS[0]}}
     prompts = columns.pop({column!r})
     right = [{right} for row in ROWS]
@@ -90,33 +97,57 @@ def write_run(folder: Path, answers: dict[str, str], console: Console) -> None:
     Raises:
         ValueError: a question is open and nobody is there to answer; a file is there already; what
             an answer names cannot be used.
+        RewardError: the reward fails on the first prompt.
     """
-    given = {name: answers.get(name) or _ask(name, console) for name in QUESTIONS}
-    inputs.check_plan(PPOConfig(model=given["model"]))
-    rows = load_prompts(given["prompts"])
-    column = PPOConfig().prompt_column
-    check_prompt_column(rows[0], column, given["prompts"])
     run = folder / "run.yaml"
-    texts = {}
+    reward = folder / "reward.py"
+    _check_new(run)  # before anybody is asked
+    given = {name: answers.get(name) or _ask(name, console) for name in QUESTIONS}
+    writes_reward = not (given["reward"] or given["environment"])
+    if writes_reward:
+        _check_new(reward)
     rewards = [given["reward"]] if given["reward"] else []
-    if not rewards and not given["environment"]:
-        reward = folder / "reward.py"
-        texts[reward] = _reward(reward, rows, column)
+    config = PPOConfig(
+        model=given["model"],
+        prompts=given["prompts"],
+        environment=given["environment"],
+        rewards=rewards,
+    )
+    inputs.check_train(config)
+
+    from fastppo.ppo import plan, rehearsal  # which take seconds to import
+
+    read = rehearsal.rehearse(config)
+    rows = read.prompts or []
+    context = plan.context_of(config)
+    prompt_tokens = _longest_prompt(config, rows, context)
+    room = RESPONSE if context is None else context - prompt_tokens
+    texts = {}
+    if writes_reward:
+        texts[reward] = _reward(reward, rows, config.prompt_column)
         rewards = [f"{reward}:score"]
-    texts[run] = _run(run, given, rewards)
-    for path in texts:
-        if path.exists():
-            raise ValueError(f"{path} exists already: choose another folder (--out)")
+    texts[run] = _run(run, given, rewards, max_new_tokens=min(RESPONSE, room))
+    config = PPOConfig(**yaml.safe_load(texts[run]))
+    needed = plan.make_plan(config, prompt_tokens)
+
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
         write_whole(path, text)
-        console.print(f"wrote {path}", highlight=False)
-    _show(run, rows, console)
+        say(console, f"wrote {path}")
+    rehearsal.show(config, read, console)
+    plan.show(needed, console)
+    say(console, f"next: fastppo train --config {run}")
+
+
+def _check_new(path: Path) -> None:
+    """Raises ValueError for a file that is there."""
+    if path.exists():
+        raise ValueError(f"{path} is there already: expected a folder without it (--out)")
 
 
 def _ask(name: str, console: Console) -> str:
     """The answer of a person; empty where none is needed."""
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():  # None where it was closed: <&-
         if name in OPTIONAL:
             return ""
         raise ValueError(f"--{name} is missing, and there is no terminal to ask at")
@@ -124,39 +155,64 @@ def _ask(name: str, console: Console) -> str:
         try:
             answer = Prompt.ask(QUESTIONS[name], console=console, default="", show_default=False)
         except EOFError:
-            raise ValueError(f"--{name} is missing, and the answer ended") from None
+            raise ValueError(f"--{name} has no answer: the input has ended") from None
         if answer.strip() or name in OPTIONAL:
             return answer.strip()
 
 
-def _run(file: Path, given: dict[str, str], rewards: list[str]) -> str:
+def _longest_prompt(config: PPOConfig, rows: Rows, context: int | None) -> int:
+    """Tokens of the longest of the first prompts; raises DataError where one cannot be used."""
+    from fastppo.data.prompts import encode_prompts
+    from fastppo.models.pretrained import load_tokenizer
+
+    prompts = encode_prompts(
+        rows[:READ],
+        load_tokenizer(config.model),
+        column=config.prompt_column,
+        max_prompt_tokens=(context or 2**31) - 1,
+        source=config.prompts,
+    )
+    return max(map(len, prompts.token_ids))
+
+
+def _run(file: Path, given: dict[str, str], rewards: list[str], *, max_new_tokens: int) -> str:
     """run.yaml."""
     lines = []
     if given["environment"]:
-        lines.append(f"environment: {json.dumps(given['environment'])}")
+        lines.append(f"environment: {_quoted(given['environment'])}")
     if rewards:
-        lines.append(f"rewards: {json.dumps(rewards)}")
+        lines.append(f"rewards: {_quoted(rewards)}")
     return RUN.format(
         file=file,
-        model=json.dumps(given["model"]),
-        prompts=json.dumps(given["prompts"]),
+        model=_quoted(given["model"]),
+        prompts=_quoted(given["prompts"]),
         paid_by="\n".join(lines),
-        output_dir=json.dumps(str(file.parent / "ppo")),
+        output_dir=_quoted(str(file.parent / "ppo")),
+        max_new_tokens=max_new_tokens,
     )
+
+
+def _quoted(value: Any) -> str:
+    """A text or a list of texts as JSON that YAML reads: characters stand as they are, since YAML
+    takes an escaped surrogate pair for two."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _reward(file: Path, rows: Rows, column: str) -> str:
     """reward.py: whether the completion has the answer, or ends a sentence where no column has
     one."""
+    names = column_names(rows, column)
+    answer = None
     tested = rows[:TESTED]
-    columns = [
-        name
-        for name in column_names(rows[:1], column)
-        if all(_is_literal(row.get(name)) for row in tested)
-    ]
-    shown = [{key: row.get(key) for key in (column, *columns)} for row in tested]
-    text = pprint.pformat(shown, width=96, sort_dicts=False)
-    answer = next((name for name in ANSWERS if name in columns), None)
+    for name in ANSWERS:
+        answered = [row for row in rows if _is_answer(row.get(name))]
+        if answered:
+            answer = name
+            tested = answered[:TESTED]
+            break
+    shown = [name for name in names if all(_is_literal(row.get(name)) for row in tested)]
+    cells = [{name: row.get(name) for name in (column, *shown)} for row in tested]
+    text = pprint.pformat(cells, width=96, sort_dicts=False)
     if answer is None:
         return REWARD.format(
             file=file.name,
@@ -174,32 +230,20 @@ def _reward(file: Path, rows: Rows, column: str) -> str:
         column=column,
         parameter=f", {answer}",
         rule=f"a completion has the row's `{answer}`",
-        test="str(wanted) in text",
+        test='wanted not in (None, "") and str(wanted) in text',
         variables=f"wanted, text in zip({answer}, completions)",
         right=f"f\"It is {{row['{answer}']}}.\"",
     )
 
 
+def _is_answer(value: Any) -> bool:
+    """Whether a completion may have it: there is a value, whose text is not empty."""
+    return value is not None and str(value).strip() != "" and _is_literal(value)
+
+
 def _is_literal(value: Any) -> bool:
-    """Whether Python reads what it writes of a value: of no NaN, and of no date."""
+    """Whether what Python writes of a value is that value: it is not of NaN, dates or arrays."""
     try:
-        return ast.literal_eval(repr(value)) == value
+        return bool(ast.literal_eval(repr(value)) == value)
     except (ValueError, SyntaxError):
         return False
-
-
-def _show(run: Path, rows: Rows, console: Console) -> None:
-    """What the run is of, the memory that it needs, and what to do next."""
-    from fastppo.models.pretrained import load_tokenizer
-    from fastppo.ppo import plan, rehearsal
-    from fastppo.run.options import read_yaml
-
-    config = PPOConfig(**read_yaml(str(run), PPOConfig))
-    rehearsal.show(config, rehearsal.rehearse(config), console)
-    tokenizer = load_tokenizer(config.model)
-    lengths = [
-        len(encode_prompt(row[config.prompt_column], tokenizer, config.prompts))
-        for row in rows[:READ]
-    ]
-    plan.show(plan.make_plan(config, max(lengths)), console)
-    console.print(f"next: fastppo train --config {run}", highlight=False)

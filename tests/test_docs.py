@@ -153,7 +153,13 @@ def test_the_ten_minutes_work_as_printed(workspace: Path, capsys) -> None:
 def test_the_command_that_plans_memory_works_as_printed(workspace: Path, capsys) -> None:
     (line,) = commands(ROOT / "docs" / "gpus.md")
     assert cli.main(line) == 0, capsys.readouterr().err
-    assert "fits 80 GB" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "fits 80 GB" in shown
+    page = (ROOT / "docs" / "gpus.md").read_text("utf-8")
+    *parts, total = re.findall(r"^│ (\S.*?) +│", shown, re.M)
+    assert total == "total"
+    for part in parts:
+        assert f"\n| {part} | " in page
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import runpy
@@ -66,18 +67,61 @@ def test_a_reward_of_odd_rows_passes_its_own_test(
     assert capsys.readouterr().out == "the reward does what its test says\n"
 
 
-def test_an_answer_that_ends_before_it_is_given_is_a_sentence(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_reward_is_written_of_rows_with_an_answer_that_python_can_write(folder: Path) -> None:
+    """Not of NaN, and not of an empty answer, which every completion has."""
+    rows = [
+        {"prompt": "w1"},
+        {"prompt": "w2", "answer": ""},
+        {"prompt": "w3", "answer": float("nan")},
+        {"prompt": "w4", "answer": 0, "weight": float("nan"), "tags": ["a"]},
+        {"prompt": "w5", "answer": "w6 {}", "weight": 1.0},
+    ]
+    _write_prompts(folder, rows)
+    assert cli.main(["init", "--model", "model", "--prompts", "prompts.jsonl"]) == 0
+    reward = runpy.run_path("reward.py", run_name="__main__")
+    assert reward["ROWS"] == [
+        {"prompt": "w4", "answer": 0, "tags": ["a"]},
+        {"prompt": "w5", "answer": "w6 {}", "tags": None},
+    ]
+    assert reward["score"](["w1"] * 3, ["", "None", "0"], ["", None, 0]) == [0.0, 0.0, 1.0]
+
+
+def test_names_stand_in_the_yaml_as_they_are(
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By Ctrl-D."""
+    """Of a character beyond 16 bits, and of brackets, which are no markup."""
+    Path("prompts.jsonl").rename("préguntas 🙂.jsonl")
+    flags = ["--model", "model", "--prompts", "préguntas 🙂.jsonl", "--out", "[bold]"]
+    assert cli.main(["init", *flags]) == 0
+    assert "wrote [bold]/run.yaml\n" in capsys.readouterr().out
+    assert 'prompts: "préguntas 🙂.jsonl"' in Path("[bold]/run.yaml").read_text("utf-8")
+    assert cli.main(["check", "--config", "[bold]/run.yaml"]) == 0
 
-    def end(*_: Any) -> str:
-        raise EOFError
 
-    monkeypatch.setattr("builtins.input", end)
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    assert cli.main(["init", "--model", "model"]) == 2
-    assert "--prompts is missing, and the answer ended" in capsys.readouterr().err
+def test_a_response_is_as_long_as_the_context_has_room_for(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads(Path("model/config.json").read_text()) | {"max_position_embeddings": 20}
+    Path("model/config.json").write_text(json.dumps(config))
+    flags = ["--model", "model", "--prompts", "prompts.jsonl"]
+    assert cli.main(["init", *flags, "--out", "short"]) == 0
+    assert "64 responses of 18 tokens at most" in capsys.readouterr().out
+    _write_prompts(folder, [*ROWS, {"prompt": "w1 " * 20, "answer": "w1"}])
+    assert cli.main(["init", *flags, "--out", "long"]) == 2
+    assert "prompts.jsonl, row 9: the prompt has 20 tokens" in capsys.readouterr().err
+    assert not Path("long").exists()
+
+
+def test_nothing_is_written_where_what_is_named_cannot_be_used(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.py").write_text("def score(prompts, completions): raise OSError('no judge')\n")
+    flags = ["--model", "model", "--prompts", "prompts.jsonl", "--out", "mine", "--reward"]
+    assert cli.main(["init", *flags, "mine.py:score"]) == 1
+    assert "no judge" in capsys.readouterr().err
+    assert cli.main(["init", *flags, "runs/absent"]) == 2
+    assert "reward runs/absent: there is no such directory" in capsys.readouterr().err
+    assert not Path("mine").exists()
 
 
 def test_a_person_is_asked_what_no_flag_says(
@@ -99,10 +143,19 @@ def test_a_person_is_asked_what_no_flag_says(
 
 
 def test_nothing_is_written_over_and_nothing_is_asked_of_nobody(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["init", "--model", "model"]) == 2
-    assert "--prompts is missing" in capsys.readouterr().err
+    """Where a terminal's input ends, without a terminal, and without a stdin."""
+    ended = io.StringIO()
+    monkeypatch.setattr(ended, "isatty", lambda: True)
+    for stdin, says in (
+        (ended, "--prompts has no answer: the input has ended"),
+        (io.StringIO(), "--prompts is missing"),
+        (None, "--prompts is missing"),
+    ):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert cli.main(["init", "--model", "model"]) == 2
+        assert says in capsys.readouterr().err
     (folder / "reward.py").write_text("mine = 1\n")
     assert cli.main(["init", "--model", "model", "--prompts", "prompts.jsonl"]) == 2
     assert "reward.py exists already" in capsys.readouterr().err

@@ -15,7 +15,7 @@ in fp32 where they are trained. The parts of a phase:
     gathered           what of a sharded policy is whole at a time: all of it in a rollout, the
                        lm-head and two layers, with their gradients, in an update
     gradients          in the update
-    KV cache           at its longest
+    KV cache           at its longest; none where servers draw the responses
     vLLM               the share of the device that it is given, in place of a KV cache
     logits             of the loss, a chunk of them, with the lm-head's gradient; in a rollout what
                        a draw takes
@@ -81,6 +81,7 @@ class Run:
     Attributes:
         device: need not be there.
         prompt_tokens: of every prompt.
+        context: tokens that a sequence may have, if the model's config says.
         processes: that torchrun would start.
         memory: bytes of the device, if they are known.
     """
@@ -88,6 +89,7 @@ class Run:
     config: PPOConfig
     device: torch.device
     prompt_tokens: int
+    context: int | None = None
     processes: int = 1
     memory: float | None = None
 
@@ -103,10 +105,11 @@ class Run:
 
     @property
     def response_tokens(self) -> int:
-        """Of an environment all turns; what it says counts as part of the prompt."""
-        return self.config.max_new_tokens * (
-            self.config.max_turns if self.config.environment else 1
-        )
+        """Of an environment all turns, as far as the context has room for them; what it says counts
+        as part of the prompt."""
+        turns = self.config.max_turns if self.config.environment else 1
+        tokens = turns * self.config.max_new_tokens
+        return tokens if self.context is None else min(tokens, self.context - self.prompt_tokens)
 
     @property
     def tokens(self) -> int:
@@ -209,6 +212,8 @@ class Process:
         if self.config.rollout == "vllm":
             share = self.config.vllm_gpu_memory_utilization * (run.memory or 0)
             return Phase("rollout", {**parts, "vLLM": int(share)})
+        if not self.config.holds_cache:
+            return Phase("rollout", parts)
         self.policy.eval()
         before = self.live.bytes
         with torch.no_grad(), self.policy.autocast(), self.live.peak() as peak:

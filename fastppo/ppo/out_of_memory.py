@@ -65,7 +65,7 @@ def naming(phase: str, config: PPOConfig) -> Iterator[None]:
 def remedy(phase: str, config: PPOConfig) -> str:
     """The option that halves what a phase holds, with its value."""
     rows = config.generate_batch_size or config.rollout_batch_size
-    if phase == "generate" and rows > 1:
+    if phase == "generate" and rows > 1 and config.holds_cache:
         return f"--generate_batch_size {rows // 2} halves what a rollout holds at once"
     if phase == "score":
         return "a smaller reward model, or one on a server, holds less in this process"

@@ -6,6 +6,8 @@ What a process holds is counted by `fastppo.ppo.memory`.
 
 from __future__ import annotations
 
+import importlib.util
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,16 +18,26 @@ from rich.table import Table
 
 from fastppo.data.world import World, shards_of
 from fastppo.functional import scalars
+from fastppo.models import quantized
 from fastppo.models.device import choose_device
 from fastppo.models.pretrained import model_config
+from fastppo.ppo import eight_bit
 from fastppo.ppo.build import check_ranks
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.memory import Phase, Run, least_bytes, phases_of
+from fastppo.run.progress import say
 
 GB = 1e9
 
 PROCESSES = (2, 4, 8, 16, 32, 64)
 """Numbers of processes that a plan tries."""
+
+PACKAGES = {
+    "lora_rank": "peft",
+    "optimizer": eight_bit.NEEDED,
+    "quantization": quantized.NEEDED,
+}
+"""What options that a plan may name need, as pip takes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +50,9 @@ class Remedy:
 
     def __str__(self) -> str:
         flags = [f"--{name} {_text(value)}" for name, value in self.options.items()]
-        return f"{' '.join(flags)}  ({self.peak / GB:.3g} GB)"
+        needed = [shlex.quote(PACKAGES[name]) for name in self.options if name in PACKAGES]
+        install = f"; pip install {' '.join(needed)}" if needed else ""
+        return f"{' '.join(flags)}  ({self.peak / GB:.3g} GB{install})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +81,7 @@ class Plan:
         need = f"{self.peak.total / GB:.3g} GB at its peak, the {self.peak.name}"
         memory = self.run.memory
         if memory is None:
-            return f"needs {need}; --memory says of how many GB"
+            return f"needs {need}; `fastppo plan --memory GB` says whether that fits"
         fits = "fits" if self.fits else "does not fit"
         return f"{fits} {memory / GB:g} GB: {need}"
 
@@ -82,7 +96,7 @@ def make_plan(
             or if a memory is given.
         prompt_tokens: of every prompt.
         memory: of each device, GB; by default what is free on a GPU that is there.
-        processes: that torchrun would start, a device each.
+        processes: how many torchrun would start, one for each device.
 
     Raises:
         ValueError: a config cannot be read; sequences are longer than the model's context; the
@@ -91,7 +105,10 @@ def make_plan(
     scalars.at_least("prompt_tokens", prompt_tokens, 1)
     scalars.at_least("processes", processes, 1)
     if processes == 1 and config.shard_size not in (None, 1):
-        raise ValueError(f"shard_size={config.shard_size} is of as many processes: --processes")
+        raise ValueError(
+            f"shard_size={config.shard_size} shares the weights among several processes: give "
+            "their number, --processes"
+        )
     shards_of(processes, config.shard_size)
     check_ranks(config, World(size=processes))
     free = None
@@ -103,8 +120,8 @@ def make_plan(
         device = choose_device(config.device)
         if device.type == "cuda":
             free = float(torch.cuda.mem_get_info(device)[0])
-    run = Run(config, device, prompt_tokens, processes=processes, memory=free)
-    context = getattr(model_config(config.model).get_text_config(), "max_position_embeddings", None)
+    context = context_of(config)
+    run = Run(config, device, prompt_tokens, context=context, processes=processes, memory=free)
     if context is not None and prompt_tokens + config.max_new_tokens > context:
         raise ValueError(
             f"prompts of {prompt_tokens} tokens and responses of {config.max_new_tokens} are "
@@ -122,12 +139,18 @@ def make_plan(
     return Plan(run, phases, notes)
 
 
+def context_of(config: PPOConfig) -> int | None:
+    """Tokens that the model takes, if its config says."""
+    text_config = model_config(config.model).get_text_config()
+    return getattr(text_config, "max_position_embeddings", None)
+
+
 # -------------------------------------------------------------------------------- what makes it fit
 
 
 def find_remedies(plan: Plan) -> Iterator[Remedy]:
-    """The cheapest options with which a run fits; and where they change what is trained, or there
-    are none, those with which it fits in more processes."""
+    """The options that change least of those with which a run fits; and where they change what is
+    trained, or there are none, those with which it fits in more processes."""
     remedy = None
     for options in smaller_weights(plan.run):
         remedy = fit(plan.run, options)
@@ -169,7 +192,7 @@ def smaller_passes(run: Run) -> dict[str, list[Any]]:
     sizes = [size for size in (4, 1) if size < run.microbatch]
     if sizes and config.microbatch_tokens is None:
         options["microbatch_size"] = sizes
-    if config.rollout != "vllm" and run.generated_at_once > 8:
+    if config.holds_cache and run.generated_at_once > 8:
         options["generate_batch_size"] = [8]
     return options
 
@@ -193,16 +216,17 @@ def fit(run: Run, options: dict[str, Any]) -> Remedy | None:
 
 
 def fitting_peak(run: Run, options: dict[str, Any]) -> int | None:
-    """Bytes at the peak of a run with other options, if it fits and they go together."""
+    """Bytes at the peak of a run with other options, if it fits, they go together and the models
+    can be made with what is installed."""
     memory = run.memory or 0
     try:
         run = replace(run, config=replace(run.config, **options))
         check_ranks(run.config, World(size=run.processes))
-    except ValueError:
+        if least_bytes(run) > memory:
+            return None
+        phases, _ = phases_of(run)
+    except (ValueError, ImportError):
         return None
-    if least_bytes(run) > memory:
-        return None
-    phases, _ = phases_of(run)
     peak = max(phase.total for phase in phases)
     return peak if peak <= memory else None
 
@@ -226,14 +250,16 @@ def show(plan: Plan, console: Console) -> None:
     table.add_row("total", *(f"{phase.total / size_of_unit:.3f}" for phase in plan.phases))
     console.print(table)
     for sentence in (plan.verdict, *plan.notes):
-        console.print(sentence, soft_wrap=True, highlight=False, markup=False)
+        say(console, sentence)
     if plan.fits:
         return
     remedy = None
     for remedy in find_remedies(plan):  # which takes some seconds
-        console.print(f"fits with  {remedy}", soft_wrap=True, highlight=False, markup=False)
+        say(console, f"fits with  {remedy}")
     if remedy is None:
-        console.print("no option makes it fit: a smaller model, or devices with more memory")
+        say(console, "no option makes it fit: a smaller model, or devices with more memory")
+    if not plan.run.config.lora_rank and importlib.util.find_spec("peft") is None:
+        say(console, "not tried: --lora_rank, since peft is not installed: pip install peft")
 
 
 def _text(value: Any) -> str:

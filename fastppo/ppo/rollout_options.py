@@ -74,6 +74,11 @@ class RolloutOptions(Options):
         None, "Lower bound of the importance weight; none given means 0", above=0
     )
 
+    @property
+    def holds_cache(self) -> bool:
+        """Whether responses are drawn in the process itself, with a KV cache of its own."""
+        return self.rollout in ("decoder", "generate")
+
 
 @dataclass(kw_only=True, frozen=True)
 class TurnOptions(Options):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from transformers import (
 )
 
 from fastppo import cli
-from fastppo.ppo.plan import Plan, find_remedies, make_plan
+from fastppo.ppo.plan import Plan, find_remedies, make_plan, smaller_passes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -143,6 +144,22 @@ def test_a_critic_is_planned_as_it_is_built(tmp_path: Path) -> None:
     assert sizes(plan)["value function"] > 4 * 33
 
 
+def test_where_servers_draw_no_cache_is_held_that_an_option_could_make_smaller(
+    tmp_path: Path,
+) -> None:
+    servers = {"rollout": "server", "rollout_urls": ["http://localhost:8000"]}
+    plan = make_plan(options(tmp_path, **servers), PROMPT)
+    assert not {"KV cache", "logits"} & sizes(plan, "rollout").keys()
+    assert "generate_batch_size" not in smaller_passes(plan.run)
+    assert "generate_batch_size" in smaller_passes(make_plan(options(tmp_path), PROMPT).run)
+
+
+def test_an_episode_is_no_longer_than_the_context(tmp_path: Path) -> None:
+    """Of 2048 tokens, in which eight turns of 500 have no room."""
+    turns = {"environment": "game.py:Game", "max_turns": 8, "max_new_tokens": 500}
+    assert make_plan(options(tmp_path, **turns), PROMPT).run.tokens == 2048
+
+
 # ---------------------------------------------------------------------------------- what is printed
 
 
@@ -158,7 +175,7 @@ def test_the_command_prints_parts_phases_and_whether_it_fits(tmp_path: Path, cap
         assert word in shown
     assert cli.main(flags) == 0
     shown = capsys.readouterr().out
-    assert "--memory says of how many GB" in shown
+    assert f"needs {need} at its peak, the update; `fastppo plan --memory GB` says" in shown
     assert "16 sequences of 12 + 4 tokens, 8 at a time" in shown
 
 
@@ -180,7 +197,7 @@ def test_shards_count_and_those_that_cannot_be_are_refused(tmp_path: Path, capsy
         weights[shards] = float(re.findall(r"optimiser states\W+0.000\W+([\d.]+)", shown)[0])
     assert weights[2] == pytest.approx(4 * weights[8], rel=0.01)
     for refused, sentence in (
-        (["--shard_size", "8"], "shard_size=8 is of as many processes: --processes"),
+        (["--shard_size", "8"], "shard_size=8 shares the weights among several processes"),
         (["--shard_size", "3", "--processes", "8"], "shard_size must divide the 8 processes"),
         (["--optimizer", "adamw8bit", "--processes", "8"], "adamw8bit cannot be sharded"),
     ):
@@ -228,10 +245,20 @@ def test_a_run_that_does_not_fit_is_told_of_options_and_of_processes(
     assert cli.main([*flags, "0.007"]) == 0
     shown = capsys.readouterr().out
     assert "does not fit 0.007 GB" in shown
-    assert re.search("fits with  --.*lora_rank 16|fits with  --.*adamw8bit", shown), shown
+    assert re.search(r"fits with  --.*adamw8bit.* GB; pip install 'torchao>=0.16'\)", shown), shown
     assert "fits with  --processes " in shown
     assert cli.main([*flags, "0.0001"]) == 0
     assert "no option makes it fit" in capsys.readouterr().out
+
+
+def test_a_plan_without_peft_says_what_it_does_not_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)  # as if it were not installed
+    flags = f"plan --model {options(tmp_path).model} --device cpu --memory 0.0001".split()
+    assert cli.main(flags) == 0
+    shown = capsys.readouterr().out
+    assert "not tried: --lora_rank, since peft is not installed: pip install peft" in shown
 
 
 def test_the_config_of_a_full_7b_fits_eight_gpus(tmp_path: Path, capsys) -> None:

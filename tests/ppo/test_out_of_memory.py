@@ -11,7 +11,7 @@ from torch import nn
 
 from fastppo.data.microbatches import Limits
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.out_of_memory import FittingLimits, naming
+from fastppo.ppo.out_of_memory import FittingLimits, naming, remedy
 from fastppo.ppo.trainer import PPOTrainer
 from runs import first_experience, first_prompts, make_trainer, tensors_of
 
@@ -127,6 +127,12 @@ def test_memory_that_runs_out_in_a_phase_has_a_remedy(phase: str, says: str) -> 
         naming(phase, config),
     ):
         raise RuntimeError(allocator)
+
+
+def test_what_servers_hold_is_no_remedy_for_the_process() -> None:
+    assert "--generate_batch_size" in remedy("generate", PPOConfig())
+    drawn = PPOConfig(rollout="server", rollout_urls=["http://localhost:8000"])
+    assert "--generate_batch_size" not in remedy("generate", drawn)
 
 
 def test_one_of_several_processes_does_not_begin_again_alone() -> None:
