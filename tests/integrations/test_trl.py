@@ -139,9 +139,18 @@ def test_cispo_and_sapo_are_trls(options: dict[str, Any], tmp_path: Path) -> Non
     assert_agree(tmp_path, True, **options)
 
 
-def test_gspo_is_trls(tmp_path: Path) -> None:
-    """`fastppo.ppo_loss` of the model's logits; one advantage for a completion, as TRL has."""
-    options = {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 0.05}
+@pytest.mark.parametrize(
+    ("objective", "options"),
+    [
+        ("gspo", {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 0.05}),
+        ("sapo", {"loss_type": "sapo"}),
+    ],
+)
+def test_an_objective_of_logits_is_trls(
+    objective: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """`fastppo.ppo_loss` of the model's logits, without the adapter, so of TRL 1.16 too; one
+    advantage for a completion, as TRL has."""
     theirs = trainer(trl.GRPOTrainer, tmp_path, beta=0.0, **options)
     batch = inputs_of(theirs)
     loss, gradients, _ = results(theirs, batch)
@@ -156,7 +165,7 @@ def test_gspo_is_trls(tmp_path: Path) -> None:
         batch["old_per_token_logps"],
         batch["advantages"].unsqueeze(1).expand_as(mask),
         mask,
-        objective="gspo",
+        objective=objective,
         clip_ratio=0.05,
         temperature=theirs.temperature,
         aggregation="seq-mean-token-mean",
