@@ -142,7 +142,7 @@ def write_run(folder: Path, answers: dict[str, str], console: Console) -> None:
 def _check_new(path: Path) -> None:
     """Raises ValueError for a file that is there."""
     if path.exists():
-        raise ValueError(f"{path} is there already: expected a folder without it (--out)")
+        raise ValueError(f"{path} exists already: choose another folder (--out)")
 
 
 def _ask(name: str, console: Console) -> str:
