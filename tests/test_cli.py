@@ -386,7 +386,7 @@ def test_the_best_policy_is_written_and_a_checkpoint_is_exported(tmp_path: Path,
         assert (out / "model.safetensors").read_bytes() == written
     capsys.readouterr()
     assert cli.main(["export", str(checkpoint), str(folder.run / "checkpoint-000004")]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     (checkpoint / "state.json").write_text("[]")
     record = json.loads((checkpoint / "manifest.json").read_bytes())
     manifest.write(checkpoint, record["number"], record["about"])
