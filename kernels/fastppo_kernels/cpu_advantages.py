@@ -93,9 +93,8 @@ def _counted(mask, first, last):
 
 
 @compiled
-def _gathered(x, mask):
-    """The entries that count."""
-    out = np.empty(len(x), x.dtype)
+def _gathered(x, mask, out):
+    """The entries that count, in `out`."""
     place = 0
     for t in range(len(x)):
         out[place] = x[t]
@@ -192,6 +191,7 @@ def _walk(start, stop, tokens, mask, sequences, kl_coef, estimator, advantages, 
         longest = max(longest, sequences.bounds[i + 1] - sequences.bounds[i])
     delta = np.empty(longest + 6)
     estimates = np.empty(longest + 3)
+    room = np.empty((6, longest if len(mask) else 0), tokens.values.dtype)
     for i in range(start, stop):
         begin = sequences.bounds[i]
         end = sequences.bounds[i + 1]
@@ -208,13 +208,13 @@ def _walk(start, stop, tokens, mask, sequences, kl_coef, estimator, advantages, 
         if has_gaps:
             counts = mask[first:last]
             of_sequence = _Tokens(
-                _gathered(of_sequence.values, counts),
-                _gathered(of_sequence.rewards, counts),
-                _gathered(of_sequence.logprobs, counts),
-                _gathered(of_sequence.ref_logprobs, counts),
+                _gathered(of_sequence.values, counts, room[0]),
+                _gathered(of_sequence.rewards, counts, room[1]),
+                _gathered(of_sequence.logprobs, counts, room[2]),
+                _gathered(of_sequence.ref_logprobs, counts, room[3]),
             )
-            into = np.empty_like(of_sequence.values)
-            into_returns = np.empty_like(of_sequence.values)
+            into = room[4, :count]
+            into_returns = room[5, :count]
         kl = _estimate(of_sequence, sequences, kl_coef, estimator, i, delta, estimates)
         total, squares = _round(estimates, of_sequence.values, into, into_returns)
         if has_gaps:

@@ -116,11 +116,27 @@ class _Rows(NamedTuple):
     stride: int
 
 
-class _Row(NamedTuple):
-    """A row of logits with the reference's (no entries without one), and room to work in."""
+class _Softmax(NamedTuple):
+    """A `Softmax` as the loops take it.
 
-    x: Any
-    ref_x: Any
+    None is a type of its own to numba: where there is no soft-cap, or no reference, what it takes
+    is not compiled either.
+    """
+
+    temperature: float
+    temperatures: Any
+    """[N], or empty."""
+    logit_scale: float
+    softcap: float | None
+    shifted_scale: float
+    """1/T times this is the factor of the shifted scores: the logit scale, if no cap is over it."""
+    unit: float
+    """A `StatsRows` keeps the maximum in units of it: the soft-cap, or 1."""
+
+
+class _Room(NamedTuple):
+    """Where a row is worked on."""
+
     e: Any
     """[V] for e^t; no entries where a block of it is all that is needed."""
     blocks: Any
@@ -280,17 +296,28 @@ def clear(out):
 
 
 @compiled
-def _scores(x, block, softmax):
-    """z of a block: the logits themselves (the scale goes in after the shift), or capped."""
-    buffer = block[: len(x)]
-    wide = _widened(x, buffer)
-    if softmax.softcap == 0:
-        return wide
-    cap = F32(softmax.softcap)
-    inner = F32(softmax.logit_scale / softmax.softcap)
+def _capped(x, softcap, logit_scale):
+    """The score of a logit in fp32: itself without a soft-cap, for the scale comes after the
+    shift."""
+    if softcap is None:
+        return x
+    return F32(softcap) * _tanh(x * F32(logit_scale / softcap))
+
+
+@compiled
+def _block_capped(x, block, softcap, logit_scale):
+    if softcap is None:
+        return x
     for j in range(len(x)):
-        buffer[j] = cap * _tanh(wide[j] * inner)
-    return buffer
+        block[j] = _capped(x[j], softcap, logit_scale)
+    return block
+
+
+@compiled
+def _scores(x, block, softmax):
+    """z of a block, in the buffer where it is not the logits themselves."""
+    buffer = block[: len(x)]
+    return _block_capped(_widened(x, buffer), buffer, softmax.softcap, softmax.logit_scale)
 
 
 @compiled
@@ -335,10 +362,7 @@ def _largest_of(x):
 @compiled
 def _maximum(x, softmax):
     """The largest score."""
-    largest = _largest(x)
-    if softmax.softcap == 0:
-        return largest
-    return F32(softmax.softcap) * _tanh(largest * F32(softmax.logit_scale / softmax.softcap))
+    return _capped(_largest(x), softmax.softcap, softmax.logit_scale)
 
 
 @compiled
@@ -409,15 +433,15 @@ def _block_gap_sums(e, z, ref_z, maxima, scale):
 
 
 @compiled
-def _gap_sums(row, maxima, scale, softmax):
+def _gap_sums(x, ref_x, room, maxima, scale, softmax):
     """(Σ e^t·gap, how many columns the reference rules out and the policy does not), fp64."""
     total = 0.0
     ruled_out = 0.0
-    for start in range(0, len(row.x), BLOCK):
+    for start in range(0, len(x), BLOCK):
         part = slice(start, start + BLOCK)
-        z = _scores(row.x[part], row.blocks[0], softmax)
-        ref_z = _scores(row.ref_x[part], row.blocks[1], softmax)
-        of_block = _block_gap_sums(row.e[part], z, ref_z, maxima, scale)
+        z = _scores(x[part], room.blocks[0], softmax)
+        ref_z = _scores(ref_x[part], room.blocks[1], softmax)
+        of_block = _block_gap_sums(room.e[part], z, ref_z, maxima, scale)
         total += of_block[0]
         ruled_out += of_block[1]
     return total, ruled_out
@@ -425,24 +449,28 @@ def _gap_sums(row, maxima, scale, softmax):
 
 @compiled
 def _times_linear(e, z, ref_z, maxima, scale, constant, linear, of_gap):
-    """e ← e·(constant + linear·t + of_gap·gap), without the gap where there is no reference. Where
-    e is 0, t need not be a number to multiply with."""
+    """e ← e·(constant + linear·t + of_gap·gap), without the gap where `ref_z` is None or has no
+    entries. Where e is 0, t need not be a number to multiply with."""
     bound = UNDERFLOW + UNDERFLOW
     for j in range(len(z)):
         t = (z[j] - maxima.maximum) * scale
         t = bound if t < bound else t
         factor = constant + linear * t
-        if len(ref_z):
+        if ref_z is not None and len(ref_z):
             factor += of_gap * _gap(z[j], ref_z[j], maxima, scale, bound)
         e[j] *= factor
 
 
 @compiled
-def _times_slope(e, x, inner):
-    """e ← e·(1 − tanh²) of capped scores, from a block of logits in fp32: 1 − tanh² of the scores
-    has no digits near the cap."""
+def _times_slope(e, x, block, softcap, logit_scale):
+    """e ← e·(1 − tanh²) of capped scores, from a block of logits: 1 − tanh² of the scores has no
+    digits near the cap."""
+    if softcap is None:
+        return
+    wide = _widened(x, block)
+    inner = F32(logit_scale / softcap)
     for j in range(len(x)):
-        u = abs(x[j] * inner)
+        u = abs(wide[j] * inner)
         decay = _exp(-u - u)
         e[j] *= FOUR * decay / ((ONE + decay) * (ONE + decay))
 
@@ -456,14 +484,7 @@ def _scales(softmax, i):
     temperature = softmax.temperature
     if len(softmax.temperatures):
         temperature = softmax.temperatures[i]
-    slope = softmax.logit_scale / temperature
-    return (slope if softmax.softcap == 0 else 1.0 / temperature), slope
-
-
-@compiled
-def _unit(softmax):
-    """In units of which a `StatsRows` keeps the maximum."""
-    return 1.0 if softmax.softcap == 0 else softmax.softcap
+    return softmax.shifted_scale / temperature, softmax.logit_scale / temperature
 
 
 @compiled
@@ -480,9 +501,9 @@ def _total(x, e, blocks, token, scale, softmax):
 
 
 @compiled
-def _statistics(row, token, scale, softmax):
-    """`row.e`, if it has entries, is left as `_row_gradient` takes it."""
-    x, ref_x, e, blocks = row
+def _statistics(x, ref_rows, room, token, scale, softmax, i):
+    """`room.e`, if it has entries, is left as `_row_gradient` takes it."""
+    e, blocks = room
     maximum, shifted, others, moment, log_total = _total(x, e, blocks, token, scale, softmax)
     exponential = math.exp(shifted)
     total = others + exponential
@@ -495,11 +516,12 @@ def _statistics(row, token, scale, softmax):
     token_gap = 0.0
     mean_gap = 0.0
     kl = 0.0
-    if len(ref_x):
+    if ref_rows is not None:
+        ref_x = _row(ref_rows, i)
         ref_maximum, _, _, _, ref_log_total = _total(ref_x, e[:0], blocks, token, scale, softmax)
         maxima = _Maxima(maximum, ref_maximum)
         e[token] = exponential
-        gaps, ruled_out = _gap_sums(row, maxima, F32(scale), softmax)
+        gaps, ruled_out = _gap_sums(x, ref_x, room, maxima, F32(scale), softmax)
         mean_gap = np.inf if ruled_out > 0 else np.float64(gaps) / total
         kl = mean_gap - log_total + ref_log_total
         z = _score(x, token, blocks[0], softmax)
@@ -523,9 +545,9 @@ def _statistics(row, token, scale, softmax):
 
 
 @compiled
-def _row_gradient(row, of_row, grad, token, by, softmax, i):
+def _row_gradient(x, ref_rows, room, of_row, grad, token, by, softmax, i):
     """dL/dx of a row, from its statistics and by = (g_l, g_h, g_k). `grad` may be the logits."""
-    x, ref_x, e, blocks = row
+    e, blocks = room
     by_logprob, by_entropy, by_kl = by
     scale, slope = _scales(softmax, i)
     factor = F32(scale)
@@ -535,9 +557,7 @@ def _row_gradient(row, of_row, grad, token, by, softmax, i):
     linear = F32(-by_entropy * per_row)
     at_token = by_logprob * of_row.p_others
     at_token += probability * by_entropy * (of_row.mean - of_row.shifted_token)
-    if by_kl == 0:  # an infinite KL that is only reported does not touch the gradient
-        ref_x = ref_x[:0]
-    else:
+    if by_kl != 0:
         constant -= by_kl * of_row.mean_gap
         at_token += probability * by_kl * of_row.token_gap
     maxima = _Maxima(of_row.maximum, of_row.ref_maximum)
@@ -549,13 +569,17 @@ def _row_gradient(row, of_row, grad, token, by, softmax, i):
         values = _part(e, blocks[2], start, stop)
         if len(e) == 0:
             _block_sums(z, values, of_row.maximum, factor)
-        ref_z = _scores(ref_x[start:stop], blocks[1], softmax)
-        _times_linear(values, z, ref_z, maxima, factor, constant, linear, of_gap)
+        if ref_rows is None:
+            _times_linear(values, z, None, maxima, factor, constant, linear, of_gap)
+        else:
+            # An infinite KL that is only reported does not touch the gradient.
+            ref_x = _row(ref_rows, i)[start : start if by_kl == 0 else stop]
+            ref_z = _scores(ref_x, blocks[1], softmax)
+            _times_linear(values, z, ref_z, maxima, factor, constant, linear, of_gap)
         if start <= token < stop:
             values[token - start] = slope * at_token
-        if softmax.softcap > 0:
-            inner = F32(softmax.logit_scale / softmax.softcap)
-            _times_slope(values, _widened(x[start:stop], blocks[0, : stop - start]), inner)
+        block = blocks[0, : stop - start]
+        _times_slope(values, x[start:stop], block, softmax.softcap, softmax.logit_scale)
         _put(grad[start:stop], values)
 
 
@@ -647,12 +671,12 @@ def _token_loss(logprob, full_kl, token, loss, i):
 @compiled
 def _kept(x, block, stats, token, softmax, i):
     """The statistics of a row from a `StatsRows`."""
-    maximum = F32(stats.normalizer[i, 0] * _unit(softmax))
+    maximum = F32(stats.normalizer[i, 0] * softmax.unit)
     log_total = np.float64(stats.normalizer[i, 1])
     shifted = np.float64(_score(x, token, block, softmax) - maximum) * _scales(softmax, i)[0]
     return _Statistics(
         maximum=maximum,
-        ref_maximum=F32(stats.ref_normalizer[i, 0] * _unit(softmax)),
+        ref_maximum=F32(stats.ref_normalizer[i, 0] * softmax.unit),
         shifted_token=LOWEST if shifted < LOWEST else shifted,
         token_gap=np.float64(stats.token_gap[i]),
         total=math.exp(log_total),
@@ -671,8 +695,9 @@ def _kept(x, block, stats, token, softmax, i):
 def _loss_rows(start, stop, rows, ref_rows, token, loss, softmax, row_stats, moves, grad):
     """(logprob, entropy, KL, policy term, ratio) of rows to row_stats [5, N], whether a row has
     a gradient to moves [N], and the gradient to `grad`, where that has columns."""
-    e = np.empty(rows.vocab if grad.vocab or ref_rows.vocab else 0, np.float32)
-    blocks = np.empty((3, BLOCK + GAP), np.float32)
+    keeps_row = grad.vocab > 0 or ref_rows is not None
+    e = np.empty(rows.vocab if keeps_row else 0, np.float32)
+    room = _Room(e, np.empty((3, BLOCK + GAP), np.float32))
     for i in range(start, stop):
         moves[i] = False
         if token.weights[i] == 0:
@@ -680,8 +705,9 @@ def _loss_rows(start, stop, rows, ref_rows, token, loss, softmax, row_stats, mov
                 row_stats[k, i] = 0
             clear(_row(grad, i))
             continue
-        row = _Row(_row(rows, i), _row(ref_rows, i), e, blocks)
-        of_row = _statistics(row, token.tokens[i], _scales(softmax, i)[0], softmax)
+        x = _row(rows, i)
+        scale = _scales(softmax, i)[0]
+        of_row = _statistics(x, ref_rows, room, token.tokens[i], scale, softmax, i)
         logprob = np.float64(F32(of_row.logprob))  # as it is returned, and later given as old
         policy, ratio, kl, by = _token_loss(logprob, of_row.kl, token, loss, i)
         row_stats[0, i] = logprob
@@ -691,7 +717,8 @@ def _loss_rows(start, stop, rows, ref_rows, token, loss, softmax, row_stats, mov
         row_stats[4, i] = ratio
         moves[i] = grad.vocab > 0 and (by[0] != 0 or by[1] != 0 or by[2] != 0)
         if moves[i]:
-            _row_gradient(row, of_row, _row(grad, i), token.tokens[i], by, softmax, i)
+            into = _row(grad, i)
+            _row_gradient(x, ref_rows, room, of_row, into, token.tokens[i], by, softmax, i)
         else:
             clear(_row(grad, i))
 
@@ -713,18 +740,18 @@ def _normalizer(x, block, maximum, log_total, softmax):
         return np.nan, np.nan
     if maximum == -np.inf:
         return -np.inf, -np.inf
-    return maximum / _unit(softmax), log_total
+    return maximum / softmax.unit, log_total
 
 
 @kernel
 def _statistics_rows(start, stop, rows, ref_rows, tokens, softmax, row_stats, normalizers):
     """(logprob, entropy, KL, 1 − p, γ, gap_y − γ) to row_stats [6, N]; the normalizers to
     [2, N, 2]."""
-    e = np.empty(ref_rows.vocab, np.float32)
-    blocks = np.empty((3, BLOCK + GAP), np.float32)
+    e = np.empty(0 if ref_rows is None else rows.vocab, np.float32)
+    room = _Room(e, np.empty((3, BLOCK + GAP), np.float32))
     for i in range(start, stop):
-        row = _Row(_row(rows, i), _row(ref_rows, i), e, blocks)
-        of_row = _statistics(row, tokens[i], _scales(softmax, i)[0], softmax)
+        x = _row(rows, i)
+        of_row = _statistics(x, ref_rows, room, tokens[i], _scales(softmax, i)[0], softmax, i)
         row_stats[0, i] = of_row.logprob
         row_stats[1, i] = of_row.entropy
         row_stats[2, i] = of_row.kl
@@ -733,27 +760,33 @@ def _statistics_rows(start, stop, rows, ref_rows, tokens, softmax, row_stats, no
         row_stats[5, i] = of_row.token_gap
         maximum = of_row.maximum
         log_total = of_row.log_total
-        normalizers[0, i] = _normalizer(row.x, blocks[0], maximum, log_total, softmax)
-        if ref_rows.vocab:
+        of_policy = _normalizer(x, room.blocks[0], maximum, log_total, softmax)
+        # Each by itself: a tuple that is assigned to an array takes three seconds to compile.
+        normalizers[0, i, 0] = of_policy[0]
+        normalizers[0, i, 1] = of_policy[1]
+        if ref_rows is not None:
+            ref_x = _row(ref_rows, i)
             maximum = of_row.ref_maximum
             log_total = of_row.ref_log_total
-            normalizers[1, i] = _normalizer(row.ref_x, blocks[0], maximum, log_total, softmax)
+            of_reference = _normalizer(ref_x, room.blocks[0], maximum, log_total, softmax)
+            normalizers[1, i, 0] = of_reference[0]
+            normalizers[1, i, 1] = of_reference[1]
 
 
 @kernel
 def _gradient_rows(start, stop, rows, ref_rows, tokens, softmax, by, stats, grad):
     """dL/dx of rows from by [3, N], the loss's derivatives by logprob, entropy and KL, and what
     `_statistics_rows` gave."""
-    e = np.empty(0, np.float32)
-    blocks = np.empty((3, BLOCK + GAP), np.float32)
+    room = _Room(np.empty(0, np.float32), np.empty((3, BLOCK + GAP), np.float32))
     for i in range(start, stop):
         of_loss = (by[0, i], by[1, i], by[2, i])
         if of_loss[0] == 0 and of_loss[1] == 0 and of_loss[2] == 0:
             clear(_row(grad, i))
             continue
-        row = _Row(_row(rows, i), _row(ref_rows, i), e, blocks)
-        of_row = _kept(row.x, blocks[0], stats, tokens[i], softmax, i)
-        _row_gradient(row, of_row, _row(grad, i), tokens[i], of_loss, softmax, i)
+        x = _row(rows, i)
+        into = _row(grad, i)
+        of_row = _kept(x, room.blocks[0], stats, tokens[i], softmax, i)
+        _row_gradient(x, ref_rows, room, of_row, into, tokens[i], of_loss, softmax, i)
 
 
 AT = Sums._make(range(len(SUMS)))
@@ -825,10 +858,20 @@ def _doubles(x: Tensor | None) -> Any:
     return NOTHING if x is None else x.detach().double().contiguous().numpy()
 
 
-def _numbers(softmax: Softmax) -> Softmax:
-    """As the loops take it: no temperatures by row is an empty array, no soft-cap 0."""
-    temperatures = _doubles(softmax.temperatures)
-    return softmax._replace(temperatures=temperatures, softcap=softmax.softcap or 0.0)
+def _reference_rows(x: Tensor | None, like: Tensor) -> _Rows | None:
+    return None if x is None else _rows(x, like)
+
+
+def _numbers(softmax: Softmax) -> _Softmax:
+    softcap = softmax.softcap
+    return _Softmax(
+        temperature=float(softmax.temperature),
+        temperatures=_doubles(softmax.temperatures),
+        logit_scale=float(softmax.logit_scale),
+        softcap=None if softcap is None else float(softcap),
+        shifted_scale=float(softmax.logit_scale) if softcap is None else 1.0,
+        unit=1.0 if softcap is None else float(softcap),
+    )
 
 
 def _arrays(per_token: PerToken) -> PerToken:
@@ -880,7 +923,7 @@ def _loss_pass(
         _loss_rows,
         count,
         _rows(logits, logits),
-        _rows(ref_logits, logits),
+        _reference_rows(ref_logits, logits),
         operands,
         loss,
         _numbers(softmax),
@@ -961,7 +1004,7 @@ def token_stats(
         _statistics_rows,
         count,
         _rows(logits, logits),
-        _rows(ref_logits, logits),
+        _reference_rows(ref_logits, logits),
         tokens.contiguous().numpy(),
         _numbers(softmax),
         row_stats,
@@ -996,7 +1039,7 @@ def token_stats_backward(
         _gradient_rows,
         tokens.numel(),
         _rows(logits, logits),
-        _rows(None if grads.kl is None else ref_logits, logits),
+        _reference_rows(None if grads.kl is None else ref_logits, logits),
         tokens.contiguous().numpy(),
         _numbers(softmax),
         by,
