@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,7 +65,7 @@ class Measured(NamedTuple):
     """Bytes of one process."""
 
     peaks: dict[str, int]
-    """By phase, the most that an iteration holds, the least of those after the first."""
+    """By phase, the most that is held in two iterations."""
     parts: dict[str, int]
     """By part, what lasts from one iteration to the next."""
 
@@ -91,12 +90,11 @@ def _without_onednn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
-def measured(config: PPOConfig, iterations: int = 2) -> Measured:
-    """A run as this process sees it, after the first iteration, which makes the optimiser's states.
+def measured(config: PPOConfig) -> Measured:
+    """A run of two iterations, as this process sees it.
 
-    The least of several iterations is what a phase takes: gloo's threads may release a buffer of
-    the phase before late, and so add to a peak. Without oneDNN, which borrows room for a product
-    according to the CPU's instruction set.
+    The profiler does not see what other threads release: where gloo's have to, a peak is too high.
+    Without oneDNN, which borrows room for a product according to the CPU's instruction set.
     """
     with (
         _without_onednn(),
@@ -117,7 +115,7 @@ def measured(config: PPOConfig, iterations: int = 2) -> Measured:
             console=Console(quiet=True),
         )
         assert trainer.prompts is not None
-        for _ in range(iterations):
+        for _ in range(2):  # the optimiser's states are there from the second rollout on
             trainer.iterate(trainer.prompts, config, RecordedPhases())
     return Measured(_peaks(profiled), _parts(trainer))
 
@@ -129,12 +127,13 @@ def _peaks(profiled: profile) -> dict[str, int]:
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     times = [time for time, _ in changes]
     held = torch.tensor([size for _, size in changes]).cumsum(0).tolist()
-    peaks: defaultdict[str, list[int]] = defaultdict(list)
-    for event in sorted(events, key=lambda event: event.start_ns()):
+    peaks: dict[str, int] = {}
+    for event in events:
         if event.name().startswith(PREFIX):
             begin, end = bisect_left(times, event.start_ns()), bisect_right(times, event.end_ns())
-            peaks[event.name().removeprefix(PREFIX)].append(max(held[begin - 1 : end]))
-    return {name: min(of_iterations[1:]) for name, of_iterations in peaks.items()}
+            name = event.name().removeprefix(PREFIX)
+            peaks[name] = max([peaks.get(name, 0), *held[begin - 1 : end]])
+    return peaks
 
 
 def _parts(trainer: PPOTrainer) -> dict[str, int]:

@@ -31,14 +31,20 @@ TOLERANCE_OF_RANKS = 0.15
 """Of two processes: FSDP's buffers are not counted one by one."""
 
 
-def assert_planned(plan: Plan, run: Measured, tolerance: float) -> None:
-    """Each peak and each part that lasts is as planned; the optimiser counts its steps besides, and
-    a shard may have a row more."""
-    planned = {phase.name: phase for phase in plan.phases}
-    for name, phase in (("generate", "rollout"), ("update", "update")):
-        assert planned[phase].total == pytest.approx(run.peaks[name], rel=tolerance), phase
+PHASES = {"generate": "rollout", "update": "update"}
+"""The plan's names of an iteration's phases."""
+
+
+def sizes(plan: Plan, phase: str = "update") -> dict[str, int]:
+    (parts,) = (planned.parts for planned in plan.phases if planned.name == phase)
+    return parts
+
+
+def assert_parts(plan: Plan, run: Measured) -> None:
+    """Each part that lasts is as planned; the optimiser counts its steps besides, and a shard may
+    have a row more."""
     for part, size in run.parts.items():
-        assert planned["rollout"].parts[part] == pytest.approx(size, rel=0.01, abs=1000), part
+        assert sizes(plan, "rollout")[part] == pytest.approx(size, rel=0.01, abs=1000), part
 
 
 @pytest.mark.parametrize(
@@ -57,22 +63,24 @@ def test_a_plan_is_what_is_measured(more: dict[str, Any], tmp_path: Path) -> Non
     config = options(tmp_path, **more)
     run = measured(config)
     plan = make_plan(config, PROMPT)
-    assert_planned(plan, run, TOLERANCE)
+    assert_parts(plan, run)
+    for name, phase in PHASES.items():
+        planned = sum(sizes(plan, phase).values())
+        assert planned == pytest.approx(run.peaks[name], rel=TOLERANCE), name
     assert plan.peak.total == pytest.approx(max(run.peaks.values()), rel=TOLERANCE)
 
 
 def test_a_plan_of_two_processes_is_what_each_of_them_holds(tmp_path: Path) -> None:
     config = options(tmp_path, microbatch_size=4)
-    run = ranks.run(2, measured, tmp_path / "ranks", config, 4)
-    assert_planned(make_plan(config, PROMPT, processes=2), run, TOLERANCE_OF_RANKS)
+    run = ranks.run(2, measured, tmp_path / "ranks", config)
+    plan = make_plan(config, PROMPT, processes=2)
+    assert_parts(plan, run)
+    for name, phase in PHASES.items():
+        # A measured peak may be too high (see `measured`); no plan is above what is there.
+        assert sum(sizes(plan, phase).values()) <= (1 + TOLERANCE_OF_RANKS) * run.peaks[name], name
 
 
 # ---------------------------------------------------------------------------------------- the parts
-
-
-def sizes(plan: Plan, phase: str = "update") -> dict[str, int]:
-    (parts,) = (planned.parts for planned in plan.phases if planned.name == phase)
-    return parts
 
 
 def test_on_a_gpu_the_cache_has_its_size_from_the_start(tmp_path: Path) -> None:
