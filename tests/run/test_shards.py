@@ -47,7 +47,8 @@ def test_weights_in_bf16_keep_their_fp32_masters_from_two_processes_to_one(tmp_p
     two = _train(2, tmp_path, **narrow)
     one = _train(1, tmp_path, **narrow, resume=True)
     for name, weight in two["weights"].items():
-        assert weight.dtype == one["weights"][name].dtype == torch.float32
+        dtype = torch.float64 if name == "value_function.head" else torch.float32
+        assert weight.dtype == one["weights"][name].dtype == dtype
         assert torch.equal(weight, one["weights"][name]), name
 
 
