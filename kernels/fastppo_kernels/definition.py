@@ -57,7 +57,9 @@ def entropy(log_p: Tensor) -> Tensor:
 
 def full_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Infinite where the reference rules out a token that the policy does not: without gradient
-    here; in the kernels, if its coefficient is not 0, with an infinite one, so that it is seen."""
+    here; in the kernels, if its coefficient is not 0, with an infinite one, so that it is seen. A
+    reference row that is not finite leaves no row of the kernels' gradient finite either, but which
+    of its entries are NaN and which infinite is not defined."""
     p = log_p.exp()
     ruled_out = ((p > 0) & (log_q <= LOWEST)).any(-1)
     return (p * (log_p - log_q)).sum(-1).masked_fill(ruled_out, math.inf)

@@ -753,10 +753,11 @@ def test_retained_graph(factor: float) -> None:
         loss.backward()
 
 
-def test_in_place_refuses_rows_that_overlap() -> None:
-    leaf = torch.randn(37, device=DEVICE, requires_grad=True)
+@pytest.mark.parametrize("strides", [(0, 1), (36, 1)], ids=["expanded", "in part"])
+def test_in_place_refuses_rows_that_overlap(strides: tuple[int, int]) -> None:
+    leaf = torch.randn(4 * 37, device=DEVICE, requires_grad=True)
     with pytest.raises(ValueError, match="overlap"):
-        _public(leaf.expand(4, 37), inplace=True)
+        _public(leaf.as_strided((4, 37), strides), inplace=True)
 
 
 @pytest.mark.parametrize("operand", ["old_logprobs", "advantages", "importance_weights"])
