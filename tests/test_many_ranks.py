@@ -202,9 +202,19 @@ VLLM: dict[str, Any] = {"rollout": "vllm", "vllm_tensor_parallel_size": 2}
 @pytest.mark.parametrize(
     ("options", "refused", "allowed", "message"),
     [
-        ({"optimizer": "adamw8bit"}, 2, 1, "2 processes: optimizer=adamw8bit has "),
-        ({"precision": "fp16"}, 2, 1, "2 processes: precision=fp16 has "),
-        ({"quantization": "nf4", "lora_rank": 4}, 2, 1, "2 processes: quantization=nf4 has "),
+        (
+            {"optimizer": "adamw8bit"},
+            2,
+            1,
+            "2 processes: the moments of optimizer=adamw8bit cannot be sharded",
+        ),
+        ({"precision": "fp16"}, 2, 1, "2 processes: the loss scale of precision=fp16 follows"),
+        (
+            {"quantization": "nf4", "lora_rank": 4},
+            2,
+            1,
+            "2 processes: the matrices of quantization=nf4 cannot be sharded",
+        ),
         (VLLM, 1, 2, "must divide the number .*: got 2 and 1"),
         (VLLM, 3, 4, "must divide the number .*: got 2 and 3"),
     ],
