@@ -218,13 +218,13 @@ def _print_growth(sweep: dict[str, Any], to: Console) -> None:
 def left_out(record: dict[str, Any]) -> list[tuple[str, bool]]:
     """(line, whether it is a fault) for each provider without a time, with its cases; one line for
     all that are not installed."""
-    absent: dict[str, str] = {}
+    absent: dict[str, None] = {}
     cases_by_reason: dict[tuple[str, str, str], list[str]] = {}
     swept = [point for sweep in record.get("sweeps", []) for point in sweep["points"]]
     for case in [*record["cases"], *swept]:
         for row in case["rows"]:
             if row["status"] == "absent":
-                absent[row["provider"]] = row["detail"].removeprefix("pip install ")
+                absent[row["provider"]] = None
             elif row["detail"]:
                 key = (row["provider"], row["status"], row["detail"])
                 cases_by_reason.setdefault(key, []).append(case["case"])
@@ -236,6 +236,8 @@ def left_out(record: dict[str, Any]) -> list[tuple[str, bool]]:
         for (provider, status, detail), names in cases_by_reason.items()
     ]
     if absent:
-        packages = " ".join(sorted(set(absent.values())))
-        lines.append((f"absent: {', '.join(absent)}: pip install {packages}", False))
+        names = " · ".join(absent)
+        lines.append(
+            (f"absent: {names} (pip install -e '.[bench]'; more: benchmarks/README.md)", False)
+        )
     return lines
