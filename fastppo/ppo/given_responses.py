@@ -59,8 +59,9 @@ def given_responses(
         vocabulary, context: their sizes, tokens.
 
     Raises:
-        ValueError: see `check_counts` and `check_responses`; the scores are not one per prompt, or
-            not finite; a value per token does not fit the responses, or is not finite.
+        ValueError: see `check_counts`, `check_ends` and `check_responses`; the scores are not one
+            per prompt, or not finite; a value per token does not fit the responses, or is not
+            finite.
     """
     prompts = _items("prompts", prompts)
     responses = _items("responses", responses)
@@ -83,7 +84,11 @@ def given_responses(
         finish_reasons = [FINISHED if ended else TRUNCATED for ended in has_ended]
     finish_reasons = _items("finish_reasons", finish_reasons)
     total = check_scores(scores, len(prompt_ids))
-    written = None if masks is None else check_masks(masks, response_ids)
+    written = None
+    if masks is None:
+        check_ends(response_ids, stop_token_ids)
+    else:
+        written = check_masks(masks, response_ids)
     rollout = Rollout(response_ids, finish_reasons, written=written)
     within = None if token_rewards is None else packed_rewards(token_rewards, rollout)
     policy = GivenPolicy(
@@ -127,6 +132,19 @@ def check_masks(
         if not any(mask):
             raise ValueError(f"masks of response {row} has no True: the policy wrote none of it")
     return rows
+
+
+def check_ends(responses: Sequence[Sequence[int]], stop_token_ids: Sequence[int]) -> None:
+    """Raises ValueError where tokens follow a response's first stop token: without a mask nothing
+    says that the policy wrote them, and `generate` of transformers pads what ended early."""
+    for row, response in enumerate(responses):
+        for position, token in enumerate(response[:-1]):
+            if token in stop_token_ids:
+                raise ValueError(
+                    f"responses: response {row} goes on behind its stop token, token "
+                    f"{position + 1} of {len(response)}: cut it there if the rest is padding, else "
+                    "pass masks, True for each token that the policy wrote"
+                )
 
 
 def packed_values(name: str, values: TokenRows, rollout: Rollout) -> Tensor:

@@ -534,7 +534,7 @@ class PPOTrainer:
         Raises:
             ValueError: lengths disagree; a prompt or response is empty, too long for the context
                 or outside the vocabulary; a number is not finite; a mask is not bool or has no
-                True.
+                True; without masks, tokens follow a stop token, as padding does.
             RunStoppedError: a metric crossed a threshold of `stop_if`; the update is done.
         """
         external = given_responses(

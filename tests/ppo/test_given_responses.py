@@ -53,6 +53,15 @@ def test_a_response_without_a_stop_token_is_taken_for_cut_off() -> None:
     assert given.rollout.truncated == [True, False]
 
 
+def test_a_response_of_turns_may_hold_stop_tokens_where_masks_say_what_was_written() -> None:
+    """And none ends a response where the run has no stop tokens."""
+    turns = [[7, 1, 20, 8, 1], [9, 1, 0, 0, 0]]
+    masks = [[True, True, False, True, True], [True, True, False, False, False]]
+    given = _given(GIVEN[0], turns, masks=masks)
+    assert given.rollout.written_tokens == [[7, 1, 8, 1], [9, 1]]
+    assert _given(GIVEN[0], turns, stop_token_ids=[]).rollout.tokens == turns
+
+
 def test_what_is_given_by_token_is_of_the_policys_tokens() -> None:
     """A reward of another token is paid at the policy's last one before it."""
     given = _given(
@@ -83,6 +92,12 @@ def test_what_is_given_by_token_is_of_the_policys_tokens() -> None:
         (([[4.5]], ["w1"]), {}, r"prompt 0 must be a text or token ids, got \[4.5\]"),
         (([[4]], ["\ud800"]), {}, "response 0: .*surrogate"),
         ((["w1", "w2"], ["w2"]), {}, "2 prompts and 1 responses"),
+        (
+            (["w1", "w2"], ["w3 <eos>", "w3 <eos> <pad> <pad>"]),
+            {},
+            "responses: response 1 goes on .*2 of 4: cut it",
+        ),
+        (([[4]], [[7, 1, 1]]), {}, "response 0 .* token 2 of 3: .* pass masks"),
         (([], []), {}, "at least one, got 0 prompts and 0 responses"),
         ((["w1 " * 60], ["w2 " * 9]), {}, "69 tokens; the model's context has 64"),
         (ONE, {"finish_reasons": []}, r"finish_reasons must be 1 of stop or length, got \[\]"),
