@@ -571,8 +571,9 @@ def _parse(arguments: list[str]) -> Parsed:
         return Parsed(command, unknown, flags)
     options = command.option_class()
     if unknown:
-        hint = options.hint(unknown[0].removeprefix("--").partition("=")[0])
-        parsers[name].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        flags_of_nothing = [word[2:].partition("=")[0] for word in unknown if word[:2] == "--"]
+        hints = "".join(map(options.hint, flags_of_nothing))
+        parsers[name].error(f"unrecognized arguments: {' '.join(unknown)}{hints}")
     values = {
         member.name: flags.pop(member.name) for member in fields(options) if member.name in flags
     }

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import tiny
 
+from fastppo import cli
 from fastppo.ppo.config import PPOConfig
+from fastppo.run.counterparts import TRL
 from fastppo.run.options import read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,6 +88,41 @@ def test_the_page_for_trl_has_our_options_with_their_defaults() -> None:
                 assert (shown == "true") == defaults[name], row
                 count += 1
     assert count >= 20
+
+
+def _quoted(cell: str) -> set[str]:
+    """The words in backticks."""
+    return {word for text in re.findall(r"`([^`]*)`", cell) for word in re.findall(r"\w+", text)}
+
+
+def test_the_command_line_answers_trls_names_as_the_page_does(capsys, tmp_path: Path) -> None:
+    """Each unknown flag and each unknown key is answered, those of the stages too."""
+    options = rows("from-trl.md", "Options")
+    script = rows("from-trl.md", "What the script has beside its options")
+    page = {name: _quoted(row[1]) & OURS for row in options + script for name in _quoted(row[0])}
+    for name, ours in TRL.items():
+        assert name not in OURS
+        assert set(ours) & OURS <= page[name], name
+        assert bool(ours) == bool(page[name]), name
+    renamed = [name for row in options if row[1].startswith("`") for name in _quoted(row[0])]
+    assert set(renamed) - OURS <= TRL.keys()
+
+    flags = ["--per-device-train-batch-size", "4", "--cliprange=0.2", "--logging_steps", "1"]
+    said = {}
+    for command in ("train", "sft"):
+        with pytest.raises(SystemExit):
+            cli.main([command, *flags, "--xyz"])
+        said[command] = capsys.readouterr().err
+    size = "TRL's per_device_train_batch_size: "
+    none = "TRL's logging_steps: not needed"
+    assert f"--xyz; {size}microbatch_size; TRL's cliprange: clip_ratio; {none}" in said["train"]
+    assert f"--xyz; {size}batch_size; {none}" in said["sft"]
+    file = tmp_path / "run.yaml"
+    file.write_text("total_episodes: 64\nbeta: 0.1\nseed: 1\n")
+    assert cli.main(["train", "--config", str(file)]) == 2
+    said_of_keys = capsys.readouterr().err
+    assert "'total_episodes'; TRL's total_episodes: iterations, rollout_batch_size" in said_of_keys
+    assert f"{file}: no option 'beta'; TRL's beta: kl_coef" in said_of_keys
 
 
 def test_the_yaml_has_the_defaults_that_the_page_names() -> None:

@@ -34,6 +34,7 @@ import yaml
 from fastppo.data.files import write_whole
 from fastppo.functional import scalars
 from fastppo.functional.scalars import shown
+from fastppo.run.counterparts import counterpart
 from fastppo.run.removed import is_unset, removal
 
 MAX_INTEGER = 2**63 - 1
@@ -81,11 +82,11 @@ class Options:
 
     @classmethod
     def hint(cls, name: str) -> str:
-        """The end of an error about an unknown option: what replaced it, or the option that was
-        meant."""
-        if sentence := removal(name):
-            return f"; {sentence}"
+        """The end of an error about an unknown option: what replaced it, what TRL's option is
+        called here, or the option that was meant."""
         known = [member.name for member in fields(cls)]
+        if sentence := removal(name) or counterpart(name, set(known)):
+            return f"; {sentence}"
         near = difflib.get_close_matches(name, known, n=1)
         return f"; did you mean {near[0]}?" if near else ""
 
@@ -216,18 +217,20 @@ def read_yaml(path: str | Path, options: type[Options]) -> dict[str, Any]:
     """The keys of a YAML file of options.
 
     Raises:
-        ValueError: not a mapping, a removed option, or an unknown key; the nearest option is
-            named.
+        ValueError: not a mapping, removed options, or unknown keys, each with `Options.hint`.
     """
     loaded = load_yaml(path)
     known = {member.name for member in fields(options)}
-    unknown = {key: value for key, value in loaded.items() if key not in known}
-    removed = [key for key in unknown if isinstance(key, str) and removal(key)]
-    for key in unknown:
-        if key not in removed:
+    sentences = []
+    for key, value in loaded.items():
+        if key in known:
+            continue
+        sentence = removal(key) if isinstance(key, str) else None
+        if sentence is None:
             hint = options.hint(key) if isinstance(key, str) else ""
-            raise ValueError(f"{path}: no option {shown(key)}{hint}")
-    sentences = [f"{path}: {removal(key)}" for key in removed if not is_unset(key, unknown[key])]
+            sentences.append(f"{path}: no option {shown(key)}{hint}")
+        elif not is_unset(key, value):
+            sentences.append(f"{path}: {sentence}")
     if sentences:
         raise ValueError("\n".join(sentences))
     return {key: value for key, value in loaded.items() if key in known}
