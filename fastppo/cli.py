@@ -599,7 +599,7 @@ def _check_inputs(parsed: Parsed) -> None:
     from fastppo.data.files import MissingPathError
 
     try:
-        getattr(inputs, parsed.command.inputs)(parsed.options)
+        getattr(inputs, parsed.command.inputs)(parsed.options, **parsed.flags)
     except MissingPathError as error:
         beside = Path(parsed.config_file or "").parent / error.path
         if parsed.config_file is None or not error.path or not beside.exists():

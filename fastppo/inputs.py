@@ -18,8 +18,11 @@ from fastppo.data.rows import (
     column_names,
     read_jsonl,
 )
+from fastppo.data.shards import shards_of
+from fastppo.functional import scalars
 from fastppo.integrations.addresses import is_address
 from fastppo.models.names import check_model_name
+from fastppo.ppo.processes import check_processes
 from fastppo.rewards.chat import SCHEME
 from fastppo.rewards.loading import FUNCTION, URL, match_function
 from fastppo.rewards.reading import (
@@ -42,11 +45,29 @@ def check_train(config: Any) -> None:
         match = FUNCTION.match(spec)
         if match is not None and match["where"].endswith(".py"):
             find_definition(match["where"], match["name"], option)
-    check_plan(config)  # last: a name may be asked of the hub
+    check_models(config)  # last: a name may be asked of the hub
 
 
-def check_plan(config: Any) -> None:
+def check_plan(
+    config: Any, *, memory: float | None = None, prompt_tokens: int = 1, processes: int = 1
+) -> None:
     """Of `fastppo plan`, which reads the configs of models."""
+    scalars.at_least("prompt_tokens", prompt_tokens, 1)
+    scalars.at_least("processes", processes, 1)
+    if memory is not None:
+        scalars.at_least("memory", memory, 0, strictly=True)
+    if processes == 1 and config.shard_size not in (None, 1):
+        raise ValueError(
+            f"shard_size={config.shard_size} shares the weights among several processes: give "
+            "their number, --processes"
+        )
+    shards_of(processes, config.shard_size)
+    check_processes(config, processes)
+    check_models(config)
+
+
+def check_models(config: Any) -> None:
+    """The models of PPO."""
     check_model_name(config.model)
     if config.reference_model:
         check_model_name(config.reference_model, "reference_model")

@@ -306,19 +306,27 @@ EARLY = [
     ({"rewards": "rewards.py:of_one"}, "takes (completion): too many positional arguments"),
     ({"kl_coef": "-1"}, "kl_coef must be >= 0, got -1"),
 ]
+PLANS = [
+    ({"prompt_tokens": "0"}, "prompt_tokens must be >= 1, got 0"),
+    ({"memory": "0"}, "memory must be > 0, got 0.0"),
+    ({"shard_size": "8"}, "shard_size=8 shares the weights among several processes"),
+    ({"processes": "6", "shard_size": "4"}, "shard_size must divide the 6 processes"),
+    ({"processes": "2", "async_steps": "1"}, "2 processes: async_steps=1 is for one process"),
+]
 
 
 def test_wrong_inputs_are_refused_before_torch_is_imported(inputs: dict[str, str]) -> None:
     """In a process of its own, whose first import of torch would fail."""
     commands = [["train", *_flags(inputs | options)] for options, _ in EARLY]
+    commands += [["plan", *_flags(inputs | options)] for options, _ in PLANS]
     code = (
         "import sys, json; sys.modules['torch'] = None\n"
         "from fastppo import cli\n"
         "print([cli.main(arguments) for arguments in json.loads(sys.argv[1])])"
     )
     done = python("-c", code, json.dumps(commands), cwd=Path())
-    assert done.stdout.strip() == str([2] * len(EARLY))
-    for line, (_, says) in zip(done.stderr.splitlines(), EARLY, strict=True):
+    assert done.stdout.strip() == str([2] * len(commands))
+    for line, (_, says) in zip(done.stderr.splitlines(), EARLY + PLANS, strict=True):
         assert says in line
 
 

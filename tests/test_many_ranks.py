@@ -15,9 +15,8 @@ import ranks
 import tiny
 from command_line import Folder
 
-from fastppo.data.world import World
-from fastppo.ppo.build import check_ranks
 from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.processes import check_processes
 
 ROOT = Path(__file__).parents[1]
 
@@ -224,8 +223,8 @@ def test_a_number_of_processes_that_options_do_not_have_is_refused(
 ) -> None:
     config = PPOConfig(**options)
     with pytest.raises(ValueError, match=message):
-        check_ranks(config, World(size=refused))
-    check_ranks(config, World(size=allowed))
+        check_processes(config, refused)
+    check_processes(config, allowed)
 
 
 STOP_TORCHRUN = """if os.environ.get("RANK") == "1" and calls == 2:

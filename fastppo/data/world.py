@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
+from fastppo.data.shards import shards_of
 from fastppo.functional.scalars import shown
 
 Result = TypeVar("Result")
@@ -188,19 +189,6 @@ def join(device: torch.device, *, timeout: float = TIMEOUT, shard_size: int | No
         names = ("copy", "shard")
     mesh = distributed.device_mesh.init_device_mesh(device.type, shape, mesh_dim_names=names)
     return World(rank=distributed.get_rank(), size=size, device=device, mesh=mesh, timeout=timeout)
-
-
-def shards_of(size: int, shard_size: int | None) -> int:
-    """Of so many processes, those that hold one copy of the weights: as the option says, or all.
-
-    Raises:
-        ValueError: they cannot be divided into copies.
-    """
-    if shard_size is None:
-        return size
-    if size % shard_size:
-        raise ValueError(f"shard_size must divide the {size} processes, got {shard_size}")
-    return shard_size
 
 
 VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")

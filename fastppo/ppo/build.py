@@ -36,6 +36,7 @@ from fastppo.ppo.config import ASYNC_TURNS, PPOConfig
 from fastppo.ppo.curriculum import Curriculum
 from fastppo.ppo.evaluation import Evaluation
 from fastppo.ppo.optimizer import make_optimizer
+from fastppo.ppo.processes import check_processes
 from fastppo.ppo.rehearsal import PromptRows, check_terms, read_rows, try_terms
 from fastppo.ppo.run_models import ModelLoader, make_policy, make_reference, shortest_context
 from fastppo.rewards.calling import CallOptions
@@ -95,38 +96,8 @@ def world_of(config: PPOConfig, world: World | None = None) -> World:
             raise TypeError(f"world must be a World, got {shown(world)}")
         return world
     world = join(choose_device(config.device), shard_size=config.shard_size)
-    check_ranks(config, world)
+    check_processes(config, world.size)
     return world
-
-
-def check_ranks(config: PPOConfig, world: World) -> None:
-    """Raises ValueError for options that so many processes do not have."""
-    if world.size % config.vllm_tensor_parallel_size:
-        raise ValueError(
-            f"vllm_tensor_parallel_size must divide the number of processes, which torchrun "
-            f"starts: got {config.vllm_tensor_parallel_size} and {world.size}"
-        )
-    if world.size == 1:
-        return
-    if config.async_steps:
-        raise ValueError(f"{world.size} processes: async_steps=1 is for one process; use 0")
-    if config.rollout == "server":
-        raise ValueError(f"{world.size} processes: rollout=server is for one process; use vllm")
-    if config.optimizer == "adamw8bit":
-        raise ValueError(
-            f"{world.size} processes: the moments of optimizer=adamw8bit cannot be sharded; use "
-            "optimizer=adamw"
-        )
-    if config.precision == "fp16":
-        raise ValueError(
-            f"{world.size} processes: the loss scale of precision=fp16 follows the gradients of "
-            "one process; use bf16"
-        )
-    if config.quantization != "none":
-        raise ValueError(
-            f"{world.size} processes: the matrices of quantization={config.quantization} cannot be "
-            "sharded; use none"
-        )
 
 
 def build(

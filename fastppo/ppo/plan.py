@@ -16,15 +16,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fastppo.data.world import World, shards_of
-from fastppo.functional import scalars
 from fastppo.models import quantized
 from fastppo.models.device import choose_device
 from fastppo.models.pretrained import model_config
 from fastppo.ppo import eight_bit
-from fastppo.ppo.build import check_ranks
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.memory import Phase, Run, least_bytes, phases_of
+from fastppo.ppo.processes import check_processes
 from fastppo.run.progress import say
 
 GB = 1e9
@@ -92,33 +90,22 @@ def make_plan(
     """What a run with these options needs.
 
     Args:
-        config: `device: cuda` may be planned for where there is none; auto is a GPU if there is one
-            or if a memory is given.
+        config: a GPU is planned for where there is none too; auto is one if there is one or if a
+            memory is given.
         prompt_tokens: of every prompt.
         memory: of each device, GB; by default what is free on a GPU that is there.
         processes: how many torchrun would start, one for each device.
 
     Raises:
-        ValueError: a config cannot be read; sequences are longer than the model's context; the
-            options do not go with so many processes.
+        ValueError: a config cannot be read; sequences are longer than the model's context.
     """
-    scalars.at_least("prompt_tokens", prompt_tokens, 1)
-    scalars.at_least("processes", processes, 1)
-    if processes == 1 and config.shard_size not in (None, 1):
-        raise ValueError(
-            f"shard_size={config.shard_size} shares the weights among several processes: give "
-            "their number, --processes"
-        )
-    shards_of(processes, config.shard_size)
-    check_ranks(config, World(size=processes))
-    free = None
-    if memory is not None:
-        scalars.at_least("memory", memory, 0, strictly=True)
-        device = torch.device("cuda" if config.device == "auto" else config.device)
-        free = memory * GB
+    free = None if memory is None else memory * GB
+    wanted = "cuda" if config.device == "auto" and memory is not None else config.device
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        device = torch.device("cuda")
     else:
-        device = choose_device(config.device)
-        if device.type == "cuda":
+        device = choose_device(wanted)
+        if device.type == "cuda" and memory is None:
             free = float(torch.cuda.mem_get_info(device)[0])
     context = context_of(config)
     run = Run(config, device, prompt_tokens, context=context, processes=processes, memory=free)
@@ -221,7 +208,7 @@ def fitting_peak(run: Run, options: dict[str, Any]) -> int | None:
     memory = run.memory or 0
     try:
         run = replace(run, config=replace(run.config, **options))
-        check_ranks(run.config, World(size=run.processes))
+        check_processes(run.config, run.processes)
         if least_bytes(run) > memory:
             return None
         phases, _ = phases_of(run)

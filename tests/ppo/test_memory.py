@@ -187,6 +187,13 @@ def test_the_command_prints_parts_phases_and_whether_it_fits(tmp_path: Path, cap
     assert "16 sequences of 12 + 4 tokens, 8 at a time" in shown
 
 
+def test_a_gpu_is_planned_for_where_there_is_none(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    flags = ["plan", "--model", options(tmp_path).model, "--prompt_tokens", "12"]
+    assert cli.main([*flags, "--device", "cuda"]) == 0
+    assert "`fastppo plan --memory GB` says whether that fits" in capsys.readouterr().out
+
+
 def test_sequences_beyond_the_context_are_refused(tmp_path: Path, capsys) -> None:
     config = options(tmp_path)
     flags = ["plan", "--model", config.model, "--prompt_tokens", "4000"]
