@@ -304,6 +304,8 @@ EARLY = [
     ({"rewards": "absent.py:right"}, "reward absent.py:right: there is no file absent.py"),
     ({"rewards": "rewards.py:wright"}, "no function 'wright' there; it has right, of_one"),
     ({"rewards": "rewards.py:of_one"}, "takes (completion): too many positional arguments"),
+    ({"environment": "game.py:Game"}, "reset takes (self, prompt, price): missing a required"),
+    ({"environment": "game.py:Game"}, "the columns of prompts.jsonl are: wanted"),
     ({"kl_coef": "-1"}, "kl_coef must be >= 0, got -1"),
 ]
 PLANS = [
@@ -315,17 +317,23 @@ PLANS = [
 ]
 
 
-def test_wrong_inputs_are_refused_before_torch_is_imported(inputs: dict[str, str]) -> None:
+def test_inputs_are_checked_before_torch_is_imported(inputs: dict[str, str]) -> None:
     """In a process of its own, whose first import of torch would fail."""
+    Path("game.py").write_text(
+        "class Game:\n    def reset(self, prompt, price): ...\n    def step(self, text): ...\n"
+    )
     commands = [["train", *_flags(inputs | options)] for options, _ in EARLY]
     commands += [["plan", *_flags(inputs | options)] for options, _ in PLANS]
+    commands.append(["check", *_flags(inputs)])
     code = (
         "import sys, json; sys.modules['torch'] = None\n"
         "from fastppo import cli\n"
-        "print([cli.main(arguments) for arguments in json.loads(sys.argv[1])])"
+        "codes = [cli.main(arguments) for arguments in json.loads(sys.argv[1])]\n"
+        "print(codes, {'transformers', 'numpy'} & sys.modules.keys())"
     )
     done = python("-c", code, json.dumps(commands), cwd=Path())
-    assert done.stdout.strip() == str([2] * len(commands))
+    codes = [2] * (len(commands) - 1) + [0]
+    assert done.stdout.splitlines()[-1] == f"{codes} set()"
     for line, (_, says) in zip(done.stderr.splitlines(), EARLY + PLANS, strict=True):
         assert says in line
 

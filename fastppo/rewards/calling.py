@@ -20,6 +20,7 @@ import contextlib
 import inspect
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastppo.rewards.settings import Settings, copy_consoles, restore_consoles
 from fastppo.stopped import Stopped
 
 LONGEST_MESSAGE = 500
@@ -68,15 +70,19 @@ class CallOptions:
         Args:
             name: of what is called, `reward 'count'`.
         """
-        # torch, where something is called
-        from fastppo.rewards.settings import Settings, copy_consoles, restore_consoles
+        before: list[Any] = [Settings.now()]
+        if sys.modules.get("torch"):  # `fastppo check` calls users' code without it
+            from fastppo.rewards.torch_settings import TorchSettings
 
-        before = Settings.now()
+            before.append(TorchSettings.now())
         consoles = copy_consoles()
         try:
             yield
         finally:
-            for what in [*restore_consoles(consoles), *before.restore()]:
+            changed = restore_consoles(consoles)
+            for settings in before:
+                changed += settings.restore()
+            for what in changed:
                 sentence = f"{name} changed {what}, which is put back after each call"
                 if sentence not in self.said:
                     self.said.add(sentence)

@@ -191,7 +191,7 @@ def _importable_from(folder: Path) -> Iterator[None]:
 
 def _fingerprint(spec: str | Reward, function: Any) -> str:
     """Fingerprint of a reward's weights, of its function's file, of an address, or of a name."""
-    if not inspect.isroutine(function):
+    if not (inspect.isroutine(function) or inspect.isclass(function)):
         from fastppo.rewards.model import RewardModel  # transformers, where it is used
 
         if isinstance(function, RewardModel):
