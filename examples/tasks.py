@@ -94,7 +94,7 @@ def main() -> None:
         max_new_tokens=1,
         stop_token_ids=list(range(len(WORDS))),
         max_turns=2,
-        gae_by="turn",
+        advantage="turn_gae",
         # A sum that was answered eight times in a row is asked no more.
         solved_reward=1.0,
         # Sums that are not trained on, answered as in training and with the likeliest words.

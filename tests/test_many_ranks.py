@@ -28,7 +28,7 @@ TURNS: dict[str, Any] = {
     **environments.OPTIONS,
     "environment": environments.Exact,
     "prompts": environments.PROMPTS,
-    "gae_by": "turn",
+    "advantage": "turn_gae",
 }
 CURRICULUM: dict[str, Any] = {
     "prompt_weights": "many_ranks:weigh",

@@ -121,7 +121,7 @@ def make_advantages(
     )
     if options.advantage in ONE_PER_RESPONSE:
         estimates = _response_advantages(rewarded, options)
-    elif options.gae_by == "turn":
+    elif options.advantage == "turn_gae":
         estimates = _turn_advantages(rewarded, options)
     else:
         estimates = _token_advantages(rewarded, options)
@@ -134,7 +134,7 @@ def make_advantages(
 def complete_returns(rewarded: RewardedBatch, options: PPOConfig) -> Tensor:
     """[N] fp32: `BatchAdvantages.complete_returns`, the returns at λ = 1 without values."""
     without_values = rewarded._replace(values=torch.zeros_like(rewarded.values))
-    if options.gae_by == "turn":
+    if options.advantage == "turn_gae":
         _, returns = turn_gae(without_values, shaped_rewards(rewarded), 1.0, options)
         return returns
     return _token_gae(without_values, options, lam=1.0, whiten=False).returns

@@ -202,14 +202,11 @@ class AdvantageOptions(Options):
 
     gamma: float = option(1.0, "Discount per token", minimum=0, maximum=1)
     lam: float = option(0.95, "λ of GAE, per token", minimum=0, maximum=1)
-    advantage: Literal["gae", "sequence", "reinforce", "rloo", "group"] = option(
+    advantage: Literal["gae", "turn_gae", "sequence", "reinforce", "rloo", "group"] = option(
         "gae",
-        "gae; sequence: R − V(prompt) for every token; without a value function: reinforce: reward "
-        "to go; rloo: R − the mean of the prompt's other samples; group: GRPO's "
-        "(R − mean)/(deviation + 1e-4) over the prompt's samples",
-    )
-    gae_by: Literal["token", "turn"] = option(
-        "token", "Steps of GAE: tokens, or turns, whose tokens all have the turn's advantage"
+        "gae; turn_gae: GAE whose steps are turns; sequence: R − V(prompt) for every token; "
+        "without a value function: reinforce: reward to go; rloo: R − the mean of the prompt's "
+        "other samples; group: GRPO's (R − mean)/(deviation + 1e-4) over the prompt's samples",
     )
     lam_alpha: float | None = option(
         None, "α: λ = 1 − 1/(α·length) of each response, in place of lam", above=0
@@ -657,9 +654,8 @@ def check_kl(config: PPOConfig) -> None:
 def check_advantages(config: PPOConfig) -> None:
     """Raises ValueError for options that a kind of advantages does not have."""
     kind = config.advantage
-    if config.gae_by == "turn" and config.lam_alpha is not None:
-        raise ValueError("lam_alpha follows from a response's tokens, so gae_by must be token")
-    if config.bootstrap_truncated and kind != "gae":
+    is_gae = kind in ("gae", "turn_gae")
+    if config.bootstrap_truncated and not is_gae:
         raise ValueError(f"advantage={kind} is of complete returns; bootstrap_truncated is for gae")
     if kind in CRITIC_FREE and config.is_used("vf_coef"):
         raise ValueError(f"advantage={kind} has no value function to train, so vf_coef must be 0")
@@ -678,10 +674,10 @@ def check_advantages(config: PPOConfig) -> None:
             "advantage=group normalises the samples of each prompt, so whiten_advantages must be "
             "none or variance"
         )
-    is_gae = kind == "gae"
     fixed_lam = is_gae and config.lam_alpha is None
     config.have_effect_only("lam", where=fixed_lam, needs="advantage=gae and no lam_alpha")
-    config.have_effect_only("lam_alpha", "value_lam", "gae_by", where=is_gae, needs="advantage=gae")
+    config.have_effect_only("value_lam", where=is_gae, needs="advantage=gae")
+    config.have_effect_only("lam_alpha", where=kind == "gae", needs="advantage=gae")
     config.have_effect_only("value_head", where=kind not in CRITIC_FREE, needs="a value function")
 
 
@@ -699,11 +695,7 @@ def check_pretraining(config: PPOConfig) -> None:
 def check_evaluation(config: PPOConfig) -> None:
     """Raises ValueError for options of an evaluation that has no prompts."""
     config.have_effect_only(
-        "eval_interval",
-        "eval_sampling",
-        "eval_patience",
-        where=config.eval_prompts,
-        needs="eval_prompts",
+        "eval_interval", "eval_sampling", where=config.eval_prompts, needs="eval_prompts"
     )
 
 
@@ -760,7 +752,6 @@ IDENTITY = (
     "stop_token_ids",
     "stop_strings",
     "max_turns",
-    "gae_by",
     "objective",
     "advantage",
     "lam_alpha",

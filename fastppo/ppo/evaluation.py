@@ -2,9 +2,8 @@
 
 Every `eval_interval` iterations, after the update, the policy answers `eval_prompts` and its
 responses are scored, always with the same random numbers. The results are metrics of the iteration
-under `eval/`, so `checkpoint_best`, `warn_if` and `stop_if` may name it, and the responses
-to the first prompts to eval_samples.jsonl. `eval_patience` ends a run whose `eval/reward` rises no
-more.
+under `eval/`, so `checkpoint_best`, `warn_if` and `stop_if` may name one; the responses to the
+first prompts are in eval_samples.jsonl.
 
 Before its first update a run is evaluated too, under `before/`: what the others are compared
 with.
@@ -36,24 +35,15 @@ class Progress:
 
     best: float | None = None
     """Of eval/reward."""
-    since: int = 0
-    """Evaluations after the best one."""
     best_greedy: float | None = None
     """Of eval/greedy/reward, where that is not eval/reward."""
 
-    def take(self, reward: float, waits: bool = False) -> bool:
-        """Records an evaluation; whether it is the best so far.
-
-        Args:
-            waits: the policy is not trained yet: an evaluation without progress does not count.
-        """
+    def take(self, reward: float) -> bool:
+        """Records an evaluation; whether it is the best so far."""
         # A reward that is not finite is never better.
         is_best = reward > (-math.inf if self.best is None else self.best)
         if is_best:
             self.best = reward
-            self.since = 0
-        elif not waits:
-            self.since += 1
         return is_best
 
     def take_greedy(self, reward: float) -> bool:
@@ -62,9 +52,6 @@ class Progress:
         if is_best:
             self.best_greedy = reward
         return is_best
-
-    def is_over(self, patience: int | None) -> bool:
-        return patience is not None and self.since >= patience
 
 
 class Evaluation:
@@ -101,10 +88,8 @@ class Evaluation:
         if self.prompts is None or not due:
             return {}
         metrics, samples = self._in_modes(trainer, self.prompts, "eval/")
-        # A policy that does not move yet gets no better.
-        waits = trainer.state.is_warming_up(trainer.config)
         progress = trainer.state.evaluations
-        is_best = {"eval/": progress.take(metrics["eval/reward"], waits)}
+        is_best = {"eval/": progress.take(metrics["eval/reward"])}
         if self.modes != "sampled":
             is_best["eval/greedy/"] = progress.take_greedy(metrics["eval/greedy/reward"])
         for prefix in self._prefixes("eval/"):

@@ -48,6 +48,3 @@ class EvaluationOptions(Options):
         "sampled",
         "Draw responses as in training, take the likeliest tokens (eval/greedy/), or both",
     )
-    eval_patience: int | None = option(
-        None, "Evaluations without a better eval/reward after which the run ends", minimum=1
-    )

@@ -163,14 +163,6 @@ class RunState:
             metrics["overflowed_steps"] = float(self.overflowed_steps - before.overflowed)
         return metrics
 
-    def reasons_to_end(self, config: PPOConfig) -> list[str]:
-        """Why the run ends before its last iteration: sentences of the thresholds that were
-        crossed, and a sentence if evaluations no longer improve. Empty if it goes on."""
-        reasons = list(self.watch.stopped_by)
-        if self.evaluations.is_over(config.eval_patience):
-            reasons.append(f"eval/reward has not improved for {self.evaluations.since} evaluations")
-        return reasons
-
     def raise_if_stopped(self, run_dir: Path | None = None) -> None:
         """Raises RunStoppedError if a threshold was crossed.
 
@@ -216,7 +208,8 @@ class RunState:
             self.kl_control.coef = state["kl_coef"]
         self.policy_kl_control.coef = state["policy_kl_coef"]
         self.score_scale = RunningScale(**state["score_scale"])
-        self.evaluations = Progress(**state.get("evaluations", {}))
+        saved = state.get("evaluations", {})
+        self.evaluations = Progress(saved.get("best"), saved.get("best_greedy"))
         if state.get("scaler") and self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
         rows = state.get("successes", [])

@@ -656,8 +656,7 @@ class PPOTrainer:
         self.notes = []
         for sentence in sentences:
             self.warn(sentence, f"iteration {self.state.iteration}: ")
-        reasons = self.state.reasons_to_end(self.config)
-        return sentences + [f"stopped: {reason}" for reason in reasons]
+        return sentences + [f"stopped: {reason}" for reason in self.state.watch.stopped_by]
 
     def warn(self, warning: str, where: str = "") -> None:
         """Shows the user a warning with the page that helps, once for each kind of warning.

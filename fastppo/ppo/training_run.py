@@ -74,7 +74,10 @@ class TrainingRun:
             self.callbacks.tell("on_train_end")
         self.state.raise_if_stopped(self.run_dir)
         if is_short:
-            self._say_why_it_ended()
+            self.trainer.say(
+                f"ended after {self.state.iteration} of {self.config.iterations} iterations: "
+                "a callback asked for it"
+            )
         return metrics or self.world.first(lambda: read_jsonl(self.run_dir / "metrics.jsonl")[-1])
 
     @contextmanager
@@ -151,18 +154,8 @@ class TrainingRun:
         return RolloutError(f"{error}; stopped{self.checkpoints.how_far()}")
 
     def _is_over(self) -> bool:
-        has_enough = bool(self.state.reasons_to_end(self.config))
-        return bool(self.stop_request.stop) or self.callbacks.stop or has_enough
-
-    def _say_why_it_ended(self) -> None:
-        """Where a run ended before its last iteration, or is resumed after such an end."""
-        reasons = self.state.reasons_to_end(self.config)
-        if self.callbacks.stop:
-            reasons.append("a callback asked for it")
-        self.trainer.say(
-            f"ended after {self.state.iteration} of {self.config.iterations} iterations: "
-            + "; ".join(reasons)
-        )
+        crossed = bool(self.state.watch.stopped_by)
+        return bool(self.stop_request.stop) or self.callbacks.stop or crossed
 
     def iteration(self, log: Any) -> dict[str, float]:
         """An iteration on the curriculum's next prompts, and its records; its metrics.

@@ -40,6 +40,7 @@ REMOVED = {
     "rollout=continuous": Removed(None, "rollout=decoder and rollout=vllm are both faster"),
     "advantage=monte_carlo": Removed(None, "advantage=gae with lam=1 is the same"),
     "advantage=one_step": Removed(None, "advantage=gae with lam=0 is the same"),
+    "gae_by": Removed("token", "advantage=turn_gae is GAE whose steps are turns"),
     "reward_ensemble_weight": Removed(
         1.0, "the weight of the ensemble is the last entry of reward_weights"
     ),
@@ -91,6 +92,9 @@ REMOVED = {
     "reshard_after_forward": Removed(True, "layers are always freed after their forward pass"),
     "eval_rewards": Removed(
         [], "an evaluation scores rewards and monitor_rewards; name it in monitor_rewards"
+    ),
+    "eval_patience": Removed(
+        None, "checkpoint_best=eval/reward keeps the best policy, and a callback may end the run"
     ),
     "normalize": Removed(
         True, "a reward model's mean score of the best training completions is always subtracted"

@@ -19,14 +19,6 @@ from fastppo.run.log import read_jsonl
 from fastppo.run.report import write_report
 from runs import make_trainer, records
 
-REWARD = """
-def one(prompts, completions, wanted):
-    return [1.0 + (w == "w0") for w in wanted]
-
-def same(prompts, completions):
-    return [1.0] * len(prompts)
-"""
-
 
 def _trainer(directory: Path, **more: Any) -> PPOTrainer:
     directory.mkdir(parents=True, exist_ok=True)
@@ -156,30 +148,6 @@ def test_where_an_evaluation_has_no_responses_the_run_ends_after_the_iteration_t
     ]
     assert rewards[0] == rewards[1]
     assert all(map(torch.equal, uninterrupted.model.parameters(), resumed.model.parameters()))
-
-
-def test_a_run_ends_where_it_rises_no_more_and_keeps_its_best(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A reward that is the same for ever: the first evaluation is the best, two follow. Console,
-    records and report say why, and a resume says it again."""
-    (tmp_path / "gold.py").write_text(REWARD)
-    options = {"rewards": [f"{tmp_path / 'gold.py'}:same"], "eval_interval": 2}
-    options |= {"eval_patience": 2, "checkpoint_best": "eval/reward", "checkpoint_interval": 2}
-    trainer = _trainer(tmp_path, **options, iterations=20)
-    trainer.train()
-    assert trainer.state.iteration == 6
-    run_dir = Path(trainer.config.output_dir)
-    assert (run_dir / "policy").is_dir()
-    reason = "eval/reward has not improved for 2 evaluations"
-    assert f"ended after 6 of 20 iterations: {reason}" in capsys.readouterr().err
-    assert f"stopped: {reason}" in records(trainer)[-1]["warnings"]
-    assert f"Ended after 6 of 20 iterations: {reason}" in write_report(run_dir).read_text()
-    again = _trainer(tmp_path, **options, iterations=20, resume=True)
-    again.train()
-    assert again.state.iteration == 6, "what ended the run is in the checkpoint"
-    assert f"ended after 6 of 20 iterations: {reason}" in capsys.readouterr().err
-    assert again.state.evaluations == trainer.state.evaluations
 
 
 def test_the_first_responses_are_kept(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from fastppo.ppo.state import MOST_SKIPPED, RunStoppedError
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rewards.reward import RewardError
 from fastppo.run.log import read_jsonl
+from fastppo.run.report import write_report
 from runs import (
     Watched,
     experience_of,
@@ -502,6 +503,7 @@ def test_a_hard_threshold_stops_the_run_with_a_checkpoint(tmp_path: Path) -> Non
     assert (run / "checkpoint-000001").is_dir()
     assert (run / "policy" / "config.json").is_file()
     assert records(trainer)[0]["warnings"][-1].startswith("stopped: entropy")
+    assert "Ended after 1 of 5 iterations: entropy" in write_report(run).read_text()
     resumed = make_trainer(tmp_path, resume=True, iterations=2)
     assert resumed.train()
     assert [record["iteration"] for record in records(resumed)] == [0, 1]

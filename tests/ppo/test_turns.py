@@ -27,11 +27,11 @@ def _trainer(directory: Path, **more: Any) -> PPOTrainer:
     return make_trainer(directory, **{**parts, **OPTIONS, **more})
 
 
-@pytest.mark.parametrize("gae_by", ["token", pytest.param("turn", marks=pytest.mark.slow)])
-def test_a_run_learns_to_call_and_to_answer(gae_by: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("advantage", ["gae", pytest.param("turn_gae", marks=pytest.mark.slow)])
+def test_a_run_learns_to_call_and_to_answer(advantage: str, tmp_path: Path) -> None:
     """With a critic. A policy at random earns a half of 1/20 in each turn."""
     learning = {"learning_rate": 3e-3, "kl_coef": 0.0, "iterations": 25}
-    trainer = _trainer(tmp_path, gae_by=gae_by, rollout_batch_size=64, **learning)
+    trainer = _trainer(tmp_path, advantage=advantage, rollout_batch_size=64, **learning)
     trainer.train()
     lines = records(trainer)
     rewards = [line["reward"] for line in lines]
@@ -168,7 +168,7 @@ def _by_turn(batch: Batch, written: list[list[bool]], more: dict[str, Any]) -> A
 
 
 @pytest.mark.parametrize("bootstrap", [False, True])
-def test_gae_by_turns_is_gae_over_turns(bootstrap: bool) -> None:
+def test_turn_gae_is_gae_over_turns(bootstrap: bool) -> None:
     written = [[True, True, False, True, False], [True] * 3, [False, True, False, True, True]]
     tokens = [[7] * len(row) for row in written]
     batch = Batch.of([[4]] * 3, tokens, written=written)
@@ -178,7 +178,7 @@ def test_gae_by_turns_is_gae_over_turns(bootstrap: bool) -> None:
     last, final = torch.randn(2, 3, generator=draw)
     truncated = [True, False, True]
     options = PPOConfig(
-        **{"gae_by": "turn", "gamma": 0.9, "lam": 0.7, "kl_coef": 0.3, "kl_estimator": "k3"},
+        **{"advantage": "turn_gae", "gamma": 0.9, "lam": 0.7, "kl_coef": 0.3, "kl_estimator": "k3"},
         **{"whiten_advantages": "none", "bootstrap_truncated": bootstrap, "value_lam": 0.4},
     )
     old = OldPolicy(logprobs, values, final)

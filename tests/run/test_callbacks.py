@@ -95,11 +95,14 @@ def test_an_evaluation_is_heard_of_by_transformers_names(tmp_path: Path) -> None
     assert metrics["eval_reward"] == first["eval/reward"]
 
 
-def test_a_callback_ends_the_run_which_is_written_all_the_same(tmp_path: Path) -> None:
+def test_a_callback_ends_the_run_which_is_written_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainer = make_trainer(
         tmp_path, callbacks=[Listener(on_step_end="should_training_stop")], iterations=5
     )
     metrics = trainer.train()
+    assert "ended after 1 of 5 iterations: a callback asked for it" in capsys.readouterr().err
     assert metrics["reward"] == records(trainer)[-1]["reward"]
     assert len(records(trainer)) == 1
     for name in ("policy/config.json", "report.html", "checkpoint-000001"):
