@@ -35,6 +35,7 @@ WARNINGS = (
     "distinct_2 < 0.1",
     "skipped_steps > 0",
     "mismatch/outside > 0.1",
+    "reward_std < 0.0001",
     "advantage_std < 0.0001",
 )
 """Thresholds that warn unless others are given: far outside what a healthy run shows."""

@@ -41,6 +41,10 @@ CLIP_METRICS = (
 )
 """Metrics of the objectives that have a clip range."""
 
+LEAST_DEVIATION = 1e-4
+"""Reward units. Returns or values that deviate by less vary by rounding and by KLs near 0; what is
+divided by such a deviation is undefined. The default warnings have the same bound."""
+
 
 class LossSums(NamedTuple):
     """What microbatches add to the loss and the metrics of their minibatch: on the device,
@@ -197,13 +201,12 @@ def to_floats(metrics: dict[str, Tensor]) -> dict[str, float]:
 
 def explained_variance(returns: Tensor, values: Tensor) -> Tensor:
     """1 − Var(returns − values)/Var(returns): 1 is a perfect value function, 0 a constant one."""
-    residual = (returns - values).var(correction=0)
-    return 1 - residual / returns.var(correction=0).clamp(min=1e-8)
+    return 1 - (returns - values).var(correction=0) / returns.var(correction=0)
 
 
 def critic_metrics(experience: Experience) -> dict[str, float]:
-    """How much the value function is worth. Undefined metrics, as where all values are equal, are
-    left out.
+    """How much the value function is worth. Undefined metrics, as where all returns or all values
+    are equal, are left out.
 
     Returns:
         dict: `explained_variance` of the Monte Carlo returns; `value_calibration`, the slope of the
@@ -215,14 +218,19 @@ def critic_metrics(experience: Experience) -> dict[str, float]:
     begins = experience.batch.cu_seqlens[:-1].clamp(max=max(0, len(returns) - 1))
     at_prompt = torch.stack([experience.old_values[begins], returns[begins]])
     covariance = at_prompt.double().cov(correction=0)
+    varies = covariance[0, 0] > LEAST_DEVIATION**2
     metrics = {
+        "spread": returns.std(correction=0),
         "explained_variance": explained_variance(returns, experience.old_values),
-        "value_calibration": covariance[0, 1] / covariance[0, 0],
+        "value_calibration": (covariance[0, 1] / covariance[0, 0]).where(varies, math.nan),
     }
     if len(returns) > 1:  # of one, torch warns
         both = torch.stack([experience.advantages, returns])
         metrics["advantage_correlation"] = both.double().corrcoef()[0, 1]
-    return {name: x for name, x in to_floats(metrics).items() if math.isfinite(x)}
+    numbers = to_floats(metrics)
+    if not numbers.pop("spread") > LEAST_DEVIATION:
+        return {}
+    return {name: x for name, x in numbers.items() if math.isfinite(x)}
 
 
 def experience_metrics(experience: Experience, spread: Tensor) -> dict[str, float]:

@@ -103,10 +103,9 @@ class Scores:
     def metrics(self) -> dict[str, float]:
         """Means over the batch: the total, each term and each monitored reward."""
         total = self.total
-        metrics = {
-            "reward": total.mean().item(),
-            "reward_std": total.std(correction=0).item(),
-        }
+        metrics = {"reward": total.mean().item()}
+        if len(total) > 1:
+            metrics["reward_std"] = total.std(correction=0).item()
         for name, scored in self.terms.items():
             metrics[f"reward/{name}"] = _mean(scored)
             if scored.disagreement is not None:

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from fastppo.run.watch import PAGE, PAGE_ITEMS
+
 NOISE = 2.0
 """Standard errors that a change has to exceed."""
 
@@ -20,6 +22,12 @@ LEAST = 10
 """Iterations that say how much the reward varies. Of runs with so many independent normal rewards,
 which change by noise alone, 7 % are said to change; with 5 it would be 10 %, with 100 it is 5 %
 (400 000 runs simulated for each)."""
+
+LEAST_SPREAD = 1e-4
+"""Reward units: of rewards that differ by less nothing is learned, as the default warnings have
+it."""
+
+ITEM = PAGE_ITEMS["reward_std"]
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -32,6 +40,9 @@ def verdict(records: Records) -> str:
         records: of metrics.jsonl, at least one. That of an iteration that broke off has no reward.
     """
     rewards = [record["reward"] for record in records if "reward" in record]
+    spreads = [record["reward_std"] for record in records if "reward_std" in record]
+    if spreads and all(x < LEAST_SPREAD for x in [*spreads, max(rewards) - min(rewards)]):
+        return f"All responses earned the same, {rewards[0]:.3g} (see {PAGE}, item {ITEM})"
     kls = [record["kl"] for record in records if "kl" in record]
     tenth = max(1, len(rewards) // 10)
     kl = statistics.fmean(kls[-tenth:]) if kls else math.nan

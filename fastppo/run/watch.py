@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PAGE = "docs/troubleshooting.md"
 
 PAGE_ITEMS = {
+    "reward_std": 2,
     "advantage_std": 2,
     "eos_rate": 3,
     "kl": 5,
@@ -32,6 +33,9 @@ PAGE_ITEMS = {
     "mismatch/outside": 11,
 }
 """Where `PAGE` says what to do about a metric: items of "My run does not learn"."""
+
+MEANINGS = {"reward_std": ": all responses earned the same"}
+"""What a warning about a metric means, where its name does not say it."""
 
 VALUE = re.compile(r"(= |step[ -])[-+.\w]+")
 """What differs between two warnings of one kind: a metric's value, an optimiser step."""
@@ -178,9 +182,11 @@ def kind_of(warning: str) -> str:
 
 
 def advice(warning: str) -> str:
-    """Where a page helps with a warning, as the end of its sentence; nothing where none does."""
-    item = PAGE_ITEMS.get(warning.partition(" = ")[0])
-    return "" if item is None else f" (see {PAGE}, item {item})"
+    """What a warning means and where a page helps, as the end of its sentence; nothing where none
+    does."""
+    metric = warning.partition(" = ")[0]
+    item = PAGE_ITEMS.get(metric)
+    return "" if item is None else f"{MEANINGS.get(metric, '')} (see {PAGE}, item {item})"
 
 
 def _digits(value: float, threshold: Threshold) -> str:
@@ -221,7 +227,11 @@ class Watch:
     def __call__(self, metrics: dict[str, float]) -> list[str]:
         """Sentences to warn with about the metrics of an iteration."""
         self.stopped_by = crossed(self.stop_if, metrics)
-        return crossed(self.warn_if, metrics) + self._missing(metrics)
+        warnings = crossed(self.warn_if, metrics)
+        if any(warning.startswith("reward_std = ") for warning in warnings):
+            # So that equal rewards are one warning: the advantages follow from them.
+            warnings = [text for text in warnings if not text.startswith("advantage_std = ")]
+        return warnings + self._missing(metrics)
 
     def _missing(self, metrics: dict[str, float]) -> list[str]:
         """In iteration `absent_after`, a sentence for each metric that is expected and never came,

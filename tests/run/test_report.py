@@ -142,6 +142,16 @@ BEFORE = {"before/reward": -1.0, "before/reward_error": 0.06, "reward": 0.0, "kl
             id="too-few-before-it-broke-off",
         ),
         pytest.param([{"reward": math.nan}] * 10, "Reward +nan", id="nan"),
+        pytest.param(
+            [{"reward": 0.5, "reward_std": 3e-8, "kl": 1.0}] * 3,
+            "All responses earned the same, 0.5 (see docs/troubleshooting.md, item 2)",
+            id="equal",
+        ),
+        pytest.param(
+            [{"reward": float(i), "reward_std": 0.0} for i in range(9)],
+            "Fewer than 10 iterations: too few to tell a change from noise",
+            id="equal-within-each-iteration",
+        ),
     ],
 )
 def test_the_verdict_is_a_change_with_its_error(records: list[dict], sentence: str) -> None:
