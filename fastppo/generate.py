@@ -159,14 +159,18 @@ def _score(
 def show(rows: Rows, policies: list[Completions], config: GenerateConfig, console: Console) -> None:
     """A table of the completions, and one of the means."""
     table = Table(show_lines=True)
-    table.add_column("prompt", overflow="fold", ratio=2)
+    if not config.environment:  # whose turns hold what was read first
+        table.add_column("prompt", overflow="fold", ratio=2)
     for policy in policies:
         table.add_column(Text(policy.name), overflow="fold", ratio=3)
     for i, row in enumerate(rows):
         for k in range(config.num_samples):
-            prompt = _prompt_text(row[config.prompt_column]) if k == 0 else Text("")
             index = i * config.num_samples + k
-            table.add_row(prompt, *(_cell(policy, index) for policy in policies))
+            cells = [_cell(policy, index) for policy in policies]
+            if not config.environment:
+                prompt = _prompt_text(row[config.prompt_column]) if k == 0 else Text("")
+                cells.insert(0, prompt)
+            table.add_row(*cells)
     console.print(table)
 
     means = Table(title=f"{len(policies[0].texts)} completions each", title_justify="left")

@@ -148,9 +148,9 @@ def test_a_policy_of_several_turns_is_looked_at(tmp_path: Path, capsys) -> None:
     lines = [
         " ".join(re.findall(r"[^│┃\s]+", line)) for line in capsys.readouterr().out.split("\n")
     ]
-    episode = ["w1 policy w10 +0.500", "environment w1 w2", "policy w10 +0.500"]
+    episode = ["prompt w1", "policy w10 +0.500", "environment w1 w2", "policy w10 +0.500"]
     begin = lines.index(episode[0])
-    assert lines[begin : begin + 4] == [*episode, "environment 1.000"]
+    assert lines[begin : begin + 5] == [*episode, "environment 1.000"]
     assert "turns 2.0" in lines
     (tmp_path / "p.jsonl").write_text('{"prompt": "w1"}\n')
     assert cli.main(flags) == 2

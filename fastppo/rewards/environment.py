@@ -51,6 +51,9 @@ MARK = "assistantturn"
 POLICY = "policy"
 """The role of the policy's turns."""
 
+ENVIRONMENT = "environment"
+"""The role of an environment's texts; messages have their own."""
+
 BY_TOKEN = ("sampler_logprobs", "logprobs", "values")
 """What an engine may return by token, beside the tokens."""
 
@@ -237,10 +240,10 @@ class Turns:
                     opening = self.form.opening(opening)
                 where = f"environment {self.name!r}, what reset returned"
                 episode.prompt = opening
-                episode.turns += as_turns(opening)
                 episode.prompt_ids = encode_prompt(
                     opening, self.tokenizer, where, **self._template_options
                 )
+            episode.turns = as_turns(episode.prompt, "prompt" if opening is None else ENVIRONMENT)
             if len(episode.prompt_ids) + max_new_tokens > self.context:
                 raise DataError(
                     f"environment {self.name!r}: an episode begins with {len(episode.prompt_ids)} "
@@ -272,7 +275,7 @@ class Turns:
         # The observation is read even after the last turn: its value is V_next.
         ids = self._observation_ids(episode, answer.observation, sampling.stop_token_ids)
         episode.add_observation(ids, self.context)
-        episode.turns += as_turns(answer.observation)
+        episode.turns += as_turns(answer.observation, ENVIRONMENT)
         if self.form is not None:
             episode.calls += [message["outcome"] for message in answer.observation]
         if is_last:
@@ -347,11 +350,11 @@ class Turns:
         return f" (episode saved to {self.failure_file})"
 
 
-def as_turns(observation: Any) -> list[dict[str, Any]]:
-    """What an environment writes, a text or messages, as turns."""
-    if isinstance(observation, str):
-        return [{"role": "environment", "text": observation}]
-    return [{"role": message["role"], "text": message["content"]} for message in observation]
+def as_turns(read: Any, role: str) -> list[dict[str, Any]]:
+    """What the policy reads, a text of a role or messages, as turns."""
+    if isinstance(read, str):
+        return [{"role": role, "text": read}]
+    return [{"role": message["role"], "text": message["content"]} for message in read]
 
 
 def _rollout(episodes: Sequence[Episode]) -> Rollout:

@@ -96,8 +96,9 @@ class Rollout:
     rewards: list[list[float]] | None = None
     """Each [tokens that the policy wrote], reward units: what an environment paid."""
     turns: list[list[dict[str, Any]]] | None = None
-    """Of each episode of an environment its turns, for people to read: `role` (policy, environment,
-    or that of a message), `text`, and the `reward` of a turn of the policy."""
+    """Of each episode of an environment its turns from the first that the policy reads, for people
+    to read: `role` (prompt, policy, environment, or that of a message, such as system), `text`, and
+    the `reward` of a turn of the policy."""
     calls: list[list[str]] | None = None
     """Of each episode of an environment with tools what became of the policy's calls: `answered`,
     `unknown`, `malformed` or `raised`."""

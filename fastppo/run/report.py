@@ -244,12 +244,11 @@ def _pick_samples(samples: list[dict[str, Any]]) -> list[tuple[int, list[dict[st
 
 
 def _as_chat(sample: dict[str, Any]) -> dict[str, Any]:
-    """With `messages` of the prompt, where it is a chat or turns follow it, and with `turns`."""
+    """With `turns`, which hold what the policy read first too, or with the `messages` of a prompt
+    that is a chat."""
     prompt = sample.get("prompt")
     turns = sample.get("turns", [])
-    messages = prompt if isinstance(prompt, list) else []
+    messages = prompt if isinstance(prompt, list) and not turns else []
     if not all(isinstance(turn, dict) and {"role", "content"} <= set(turn) for turn in messages):
         messages = []
-    if turns and not messages:
-        messages = [{"role": "prompt", "content": prompt}]
     return sample | {"messages": messages, "turns": turns}

@@ -72,6 +72,7 @@ def test_what_the_environment_writes_stands_between_the_turns() -> None:
     assert rollout.rewards == [[0.0, 0.5, 0.0, 0.0, 0.5]] * 2
     assert rollout.turns is not None
     assert [(turn["role"], turn.get("reward")) for turn in rollout.turns[0]] == [
+        ("prompt", None),
         ("policy", 0.5),
         ("environment", None),
         ("policy", 0.5),
@@ -115,6 +116,26 @@ def test_a_chat_gets_what_its_template_writes_between_two_messages() -> None:
     ]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert engine.asked[2] == [ids]
+
+
+@pytest.mark.parametrize("says_it_itself", [True, False])
+def test_turns_begin_with_the_system_message(says_it_itself: bool) -> None:
+    messages = [{"role": "system", "content": "w8"}, {"role": "user", "content": "w5"}]
+
+    class Game(Echo):
+        def reset(self, prompt: Any) -> Any:
+            self.turns_heard = []
+            return messages if says_it_itself else None
+
+    tokenizer = tiny.tokenizer(chat=True)
+    prompts = Prompts(["w1"] if says_it_itself else [messages], [[4]], {})
+    player = Turns(Game, tokenizer, max_turns=1)
+    engine = Scripted([[7, 1]], stop=(1,))
+    _, rollout = player.play(prompts, engine, Sampling(max_new_tokens=4, stop_token_ids=(1,)))
+    assert rollout.turns is not None
+    roles = [turn["role"] for turn in rollout.turns[0]]
+    assert roles == ["system", "user", "policy", "environment"]
+    assert rollout.turns[0][0]["text"] == "w8"
 
 
 def test_an_environment_may_say_what_the_policy_reads_first() -> None:
@@ -191,6 +212,7 @@ def test_what_is_no_answer_stops_the_run_with_the_episode_saved(
         _play(Wrong, [[7, 1], [8, 1]], failure_file=saved)
     record = json.loads(saved.read_text())
     assert record["turns"] == [
+        {"role": "prompt", "text": "w1 w2"},
         {"role": "policy", "text": " w4", "reward": 0.5},
         {"role": "environment", "text": " w4 w9"},
         {"role": "policy", "text": " w5", "reward": 0.0},

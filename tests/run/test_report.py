@@ -265,13 +265,15 @@ def test_a_chat_is_shown_as_turns(run: Path) -> None:
 
 def test_an_episode_is_shown_as_turns_with_their_rewards(run: Path) -> None:
     turns = [
+        {"role": "system", "text": "Be <b>brief</b>."},
         {"role": "policy", "text": "add 2 <b>3</b>", "reward": 0.5},
         {"role": "environment", "text": "5"},
     ]
     sample = json.loads((run / "samples.jsonl").read_text()) | {"turns": turns}
     (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     html = write_report(run).read_text()
-    assert '<div class="turn text"><b>prompt</b>a &lt;b&gt; prompt</div>' in html
+    assert '<div class="turn  text"><b>system</b>Be &lt;b&gt;brief&lt;/b&gt;.</div>' in html
+    assert html.count("a &lt;b&gt; prompt") == 0, "the turns begin with what the policy read"
     policy = '<div class="turn drawn text"><b>policy · reward 0.500</b>add 2 &lt;b&gt;3&lt;/b&gt;'
     assert policy in html
     assert '<div class="turn answer text"><b>environment</b>5</div>' in html
