@@ -42,19 +42,32 @@ TESTED = 3
 READ = 100
 """Prompts of which the longest is planned for."""
 
-RESPONSE = 128
-"""Tokens of the longest response, where the context has room for them."""
+RESPONSE = {"cuda": 128, "cpu": 16}
+"""Tokens of the longest response by device, where the context has room for them."""
+
+SIZES = {
+    "cuda": """max_new_tokens: {max_new_tokens:<10} # longest response, or turn
+rollout_batch_size: 64     # responses per iteration
+iterations: 100
+learning_rate: 1.0e-5
+""",
+    "cpu": """# For a CPU: docs/ten-minutes.md says what 135 M parameters took with these sizes.
+max_new_tokens: {max_new_tokens:<10} # longest response, or turn
+rollout_batch_size: 32     # responses per iteration
+iterations: 12
+ppo_epochs: 1
+minibatches: 2
+learning_rate: 4.0e-5
+""",
+}
+"""By device: PPO's defaults, and what a page has run on a CPU."""
 
 RUN = """# fastppo check --config {file}, then fastppo train --config {file}
 model: {model}
 prompts: {prompts}
 {paid_by}
 output_dir: {output_dir}
-max_new_tokens: {max_new_tokens:<10} # longest response, or turn
-rollout_batch_size: 64     # responses per iteration
-iterations: 100
-learning_rate: 1.0e-5
-kl_coef: 0.05              # what it costs to leave the model that the run starts from
+{sizes}kl_coef: 0.05              # what it costs to leave the model that the run starts from
 # eval_prompts: …          # prompts that are not learned from
 # lora_rank: 16            # adapters in place of all weights
 """
@@ -115,18 +128,23 @@ def write_run(folder: Path, answers: dict[str, str], console: Console) -> None:
     )
     inputs.check_train(config)
 
+    from fastppo.models.device import choose_device
     from fastppo.ppo import plan, rehearsal  # which take seconds to import
 
     read = rehearsal.rehearse(config)
     rows = read.prompts or []
     context = plan.context_of(config)
     prompt_tokens = _longest_prompt(config, rows, context)
-    room = RESPONSE if context is None else context - prompt_tokens
+    device = choose_device("auto").type
+    tokens = RESPONSE[device]
+    if context is not None:
+        tokens = min(tokens, context - prompt_tokens)
     texts = {}
     if writes_reward:
         texts[reward] = _reward(reward, rows, config.prompt_column)
         rewards = [f"{reward}:score"]
-    texts[run] = _run(run, given, rewards, max_new_tokens=min(RESPONSE, room))
+    sizes = SIZES[device].format(max_new_tokens=tokens)
+    texts[run] = _run(run, given, rewards, sizes=sizes)
     config = PPOConfig(**yaml.safe_load(texts[run]))
     needed = plan.make_plan(config, prompt_tokens)
 
@@ -136,6 +154,8 @@ def write_run(folder: Path, answers: dict[str, str], console: Console) -> None:
         say(console, f"wrote {path}")
     rehearsal.show(config, read, console)
     plan.show(needed, console)
+    if device == "cpu":
+        say(console, "no GPU: docs/ten-minutes.md says what 135 M parameters took with these sizes")
     say(console, f"next: fastppo train --config {run}")
 
 
@@ -175,7 +195,7 @@ def _longest_prompt(config: PPOConfig, rows: Rows, context: int | None) -> int:
     return max(map(len, prompts.token_ids))
 
 
-def _run(file: Path, given: dict[str, str], rewards: list[str], *, max_new_tokens: int) -> str:
+def _run(file: Path, given: dict[str, str], rewards: list[str], *, sizes: str) -> str:
     """run.yaml."""
     lines = []
     if given["environment"]:
@@ -188,7 +208,7 @@ def _run(file: Path, given: dict[str, str], rewards: list[str], *, max_new_token
         prompts=_quoted(given["prompts"]),
         paid_by="\n".join(lines),
         output_dir=_quoted(str(file.parent / "ppo")),
-        max_new_tokens=max_new_tokens,
+        sizes=sizes,
     )
 
 

@@ -354,6 +354,7 @@ def test_check_says_what_would_be_run_and_loads_no_model(inputs, capsys, monkeyp
     assert cli.main(["check", *_flags(inputs | {"kl_coef": "0.1"})]) == 0
     shown = capsys.readouterr().out
     assert f"prompts.jsonl, {len(tiny.PROMPTS)} rows with prompt, wanted" in shown
+    assert f"to {len(tiny.PROMPTS)} prompts, some of" in shown
     assert "LlamaForCausalLM" in shown
     assert "kl_coef=0.1" in shown
     assert not Path("runs").exists()

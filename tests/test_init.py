@@ -12,15 +12,21 @@ from typing import Any
 
 import pytest
 import tiny
+import yaml
+from processes import ROOT
 
 from fastppo import cli
+from fastppo.init import RESPONSE, SIZES
+from fastppo.ppo.config import PPOConfig
 
 ROWS = [{"prompt": f"w{i} w{i + 1}", "answer": f"w{i + 2}"} for i in range(8)]
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model and prompts, on a machine without a GPU."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     config = tiny.CONFIGS["llama"]()
     config.max_position_embeddings = 256
     tiny.model_of(config).save_pretrained(tmp_path / "model")
@@ -40,9 +46,11 @@ def test_its_files_are_a_run_and_its_reward_passes_its_own_test(
     _write_prompts(folder, [{name: row[name] for name in columns} for row in ROWS])
     flags = ["--model", "model", "--prompts", "prompts.jsonl", "--out", "mine"]
     assert cli.main(["init", *flags]) == 0
-    said = capsys.readouterr().out
-    assert "64 responses of 128 tokens at most" in said
+    said = " ".join(capsys.readouterr().out.split())
+    assert "32 responses of 16 tokens at most to 8 prompts, some of them more than" in said
+    assert "12 iterations, 24 optimiser steps, 6,144 tokens to draw at most" in said
     assert "at the peak of each phase" in said
+    assert "no GPU: docs/ten-minutes.md says what 135 M parameters took" in said
     runpy.run_path("mine/reward.py", run_name="__main__")
     assert capsys.readouterr().out == "the reward does what its test says\n"
     assert cli.main(["check", "--config", "mine/run.yaml"]) == 0
@@ -101,15 +109,29 @@ def test_names_stand_in_the_yaml_as_they_are(
 def test_a_response_is_as_long_as_the_context_has_room_for(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = json.loads(Path("model/config.json").read_text()) | {"max_position_embeddings": 20}
+    config = json.loads(Path("model/config.json").read_text()) | {"max_position_embeddings": 10}
     Path("model/config.json").write_text(json.dumps(config))
     flags = ["--model", "model", "--prompts", "prompts.jsonl"]
     assert cli.main(["init", *flags, "--out", "short"]) == 0
-    assert "64 responses of 18 tokens at most" in capsys.readouterr().out
+    assert "32 responses of 8 tokens at most" in capsys.readouterr().out
     _write_prompts(folder, [*ROWS, {"prompt": "w1 " * 20, "answer": "w1"}])
     assert cli.main(["init", *flags, "--out", "long"]) == 2
     assert "prompts.jsonl, row 9: the prompt has 20 tokens" in capsys.readouterr().err
     assert not Path("long").exists()
+
+
+def test_sizes_are_the_defaults_on_a_gpu_and_those_of_a_page_that_was_run_on_a_cpu() -> None:
+    sizes = {
+        device: yaml.safe_load(text.format(max_new_tokens=RESPONSE[device]))
+        for device, text in SIZES.items()
+    }
+    defaults = PPOConfig().to_dict()
+    assert sizes["cuda"] == {name: defaults[name] for name in sizes["cuda"]}
+    page = (ROOT / "docs" / "ten-minutes.md").read_text("utf-8")
+    run = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])
+    others = ["model", "prompts", "rewards", "output_dir"]
+    others += ["eval_prompts", "eval_interval", "checkpoint_interval"]
+    assert sizes["cpu"] == {name: value for name, value in run.items() if name not in others}
 
 
 def test_nothing_is_written_where_what_is_named_cannot_be_used(

@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 
 from fastppo.data.rows import DataError
+from fastppo.functional.scalars import shown
 
 
 def is_chat(value: Any) -> bool:
@@ -49,7 +50,8 @@ def encode_prompt(prompt: Any, tokenizer: Any, where: str, **options: Any) -> li
         options: of the chat template.
 
     Raises:
-        DataError: it is empty, of another type, or the chat template has no place for it.
+        DataError: it is empty or of another type, the tokenizer makes no tokens of it, or the chat
+            template has no place for it.
     """
     if isinstance(prompt, str):
         if not prompt.strip():
@@ -69,7 +71,8 @@ def encode_prompt(prompt: Any, tokenizer: Any, where: str, **options: Any) -> li
             f"got {_description(prompt)}"
         )
     if not ids:
-        raise DataError(f"{where}: the prompt is empty")
+        name = tokenizer.name_or_path or type(tokenizer).__name__
+        raise DataError(f"{where}: the tokenizer {name} makes no tokens of {shown(prompt)}")
     return list(ids)
 
 

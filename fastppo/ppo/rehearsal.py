@@ -149,13 +149,22 @@ def _lines(config: PPOConfig, rows: PromptRows) -> list[tuple[str, str]]:
     lines += [("monitored", spec) for spec in config.monitor_rewards]
     if config.environment:
         lines.append(("environment", f"{config.environment}, {config.max_turns} turns at most"))
+    asked = f"{config.prompts_per_iteration} prompts"
+    if 0 < len(rows.prompts or ()) < config.prompts_per_iteration:
+        asked = f"{len(rows.prompts or ())} prompts, some of them more than once"
+    responses = config.iterations * config.rollout_batch_size
+    turns = config.max_turns if config.environment else 1
     lines += [
         (
             "an iteration",
             f"{config.rollout_batch_size} responses of {config.max_new_tokens} tokens at most to "
-            f"{config.prompts_per_iteration} prompts; {config.steps_per_iteration} optimiser steps",
+            f"{asked}; {config.steps_per_iteration} optimiser steps",
         ),
-        ("the run", f"{config.iterations} iterations, {config.optimizer_steps} optimiser steps"),
+        (
+            "the run",
+            f"{config.iterations} iterations, {config.optimizer_steps} optimiser steps, "
+            f"{responses * turns * config.max_new_tokens:,} tokens to draw at most",
+        ),
         ("written to", config.output_dir),
     ]
     default = PPOConfig().to_dict()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tiny
+from tokenizers import normalizers
 
 from fastppo.data.prompts import encode_prompts
 from fastppo.data.rows import DataError
@@ -30,6 +31,15 @@ def test_the_other_columns_stay_beside_their_prompts() -> None:
 def test_a_bad_row_is_refused_with_its_number(row, says) -> None:
     with pytest.raises(DataError, match=says):
         encode_prompts([{"prompt": "w1"}, row], tiny.tokenizer(), max_prompt_tokens=8)
+
+
+def test_a_prompt_that_the_tokenizer_makes_nothing_of_is_named_with_it() -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("☃", "")
+    tokenizer.name_or_path = "my-model"
+    rows = [{"prompt": "w1"}, {"prompt": "☃"}]
+    with pytest.raises(DataError, match=r"p\.jsonl, row 2: the tokenizer my-model .* of '☃'"):
+        encode_prompts(rows, tokenizer, max_prompt_tokens=8, source="p.jsonl")
 
 
 def test_a_missing_column_names_those_that_are_there() -> None:
