@@ -9,9 +9,14 @@ from __future__ import annotations
 import os
 import sys
 
-from mcp.server.fastmcp import FastMCP
+try:
+    from mcp.server.mcpserver import MCPServer
+    from mcp.server.mcpserver.exceptions import ToolError
+except ImportError:  # their names in version 1
+    from mcp.server.fastmcp import FastMCP as MCPServer
+    from mcp.server.fastmcp.exceptions import ToolError
 
-server = FastMCP("numbers", log_level="ERROR")
+server = MCPServer("numbers", log_level="ERROR")
 
 
 def multiply(a: int, b: int) -> int:
@@ -21,7 +26,7 @@ def multiply(a: int, b: int) -> int:
 
 def fail() -> str:
     """Fails."""
-    raise ValueError("out of order")
+    raise ToolError("out of order")
 
 
 def leave() -> str:

@@ -34,11 +34,11 @@ class Package(NamedTuple):
 
 
 PACKAGES = {
-    "mcp": Package("mcp", "mcp<2", ("environment",)),
+    "mcp": Package("mcp", "mcp", ("environment",)),
     "openenv": Package("openenv", "openenv", ("environment",)),
     "reasoning-gym": Package("reasoning_gym", "reasoning-gym", ("prompts", "reward")),
     "textarena": Package("textarena", "textarena", ("prompts", "environment")),
-    "verifiers": Package("verifiers", "verifiers<0.4", ("prompts", "environment")),
+    "verifiers": Package("verifiers", "verifiers", ("prompts", "environment")),
 }
 
 
@@ -83,7 +83,8 @@ def load_prompts(spec: str, split: str = "train") -> Rows:
 
 
 def load_environment(spec: str) -> Callable[[], Any]:
-    """What makes environments of a package.
+    """What makes environments of a package, or a coroutine function that is an agent of
+    `fastppo.rewards.chat`.
 
     Raises:
         DataError: as `load_prompts`.

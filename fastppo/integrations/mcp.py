@@ -17,10 +17,15 @@ from typing import Any
 
 import anyio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
-from mcp import ClientSession, McpError, StdioServerParameters, stdio_client
-from mcp.types import CONNECTION_CLOSED, PaginatedRequestParams, TextContent, Tool
+from mcp import ClientSession, StdioServerParameters, stdio_client
+from mcp.types import CONNECTION_CLOSED, PaginatedRequestParams
 
 from fastppo.data.rows import DataError
+
+try:
+    from mcp import MCPError
+except ImportError:  # its name in version 1
+    from mcp import McpError as MCPError
 
 START_TIMEOUT = 30.0
 """Seconds in which a server has said which tools it has."""
@@ -40,9 +45,9 @@ def load_environment(command: str) -> type:
     if not tools:
         raise DataError(f"{command}: the MCP server has no tools")
     for tool in tools:
-        if tool.name in TAKEN or tool.name.startswith("_"):
+        if tool["name"] in TAKEN or tool["name"].startswith("_"):
             raise DataError(
-                f"{command}: the MCP server's tool {tool.name!r} has a name that is taken"
+                f"{command}: the MCP server's tool {tool['name']!r} has a name that is taken"
             )
 
     def reset(self: Any) -> None:
@@ -52,12 +57,12 @@ def load_environment(command: str) -> type:
         """Ends the server."""
         await asyncio.to_thread(server.close)
 
-    members: dict[str, Any] = {tool.name: _method(server, tool.name) for tool in tools}
+    members: dict[str, Any] = {tool["name"]: _method(server, tool["name"]) for tool in tools}
     members |= {
         "reset": reset,
         "close": close,
         "stop_on": (ConnectionError,),
-        "tool_schemas": {tool.name: _schema(tool) for tool in tools},
+        "tool_schemas": {tool["name"]: _schema(tool) for tool in tools},
     }
     return type("mcp", (), members)
 
@@ -78,10 +83,10 @@ class Server:
         self._open = contextlib.ExitStack()
         self._portal: BlockingPortal | None = None
         self._session: ClientSession
-        self._tools: list[Tool] = []
+        self._tools: list[dict[str, Any]] = []
 
-    def tools(self) -> list[Tool]:
-        """What the server lists; starts it."""
+    def tools(self) -> list[dict[str, Any]]:
+        """What the server lists, as the protocol has it; starts it."""
         self._started()
         return self._tools
 
@@ -95,16 +100,17 @@ class Server:
         future = self._started().start_task_soon(self._session.call_tool, name, arguments)
         try:
             result = await asyncio.wrap_future(future)
-        except McpError as error:
+        except MCPError as error:
             if error.error.code == CONNECTION_CLOSED:
                 raise ConnectionError(f"the MCP server {self.command} has ended") from error
             raise RuntimeError(error.error.message) from error
         except (anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
             raise ConnectionError(f"the MCP server {self.command} has ended") from error
-        texts = [block.text for block in result.content if isinstance(block, TextContent)]
-        if result.isError:
-            raise RuntimeError("\n".join(texts))
-        return "\n".join(texts)
+        answer = _on_the_wire(result)
+        text = "\n".join(block["text"] for block in answer["content"] if block["type"] == "text")
+        if answer["isError"]:
+            raise RuntimeError(text)
+        return text
 
     def close(self) -> None:
         """Ends the server, which the next call starts again."""
@@ -116,7 +122,7 @@ class Server:
         if self._portal is None:
             try:
                 self._start()
-            except (OSError, McpError, TimeoutError) as error:
+            except (OSError, MCPError, TimeoutError) as error:
                 self._open.close()
                 raise DataError(f"{self.command} does not start an MCP server: {error}") from error
         assert self._portal is not None
@@ -131,16 +137,22 @@ class Server:
         self._portal = portal
 
 
-async def _list_tools(session: ClientSession) -> list[Tool]:
+async def _list_tools(session: ClientSession) -> list[dict[str, Any]]:
     """The tools of a session that has not begun, all pages of them."""
     with anyio.fail_after(START_TIMEOUT):
         await session.initialize()
-        page = await session.list_tools()
-        tools = page.tools
-        while page.nextCursor is not None:
-            page = await session.list_tools(params=PaginatedRequestParams(cursor=page.nextCursor))
-            tools += page.tools
+        page = _on_the_wire(await session.list_tools())
+        tools = page["tools"]
+        while page["nextCursor"] is not None:
+            params = PaginatedRequestParams(cursor=page["nextCursor"])
+            page = _on_the_wire(await session.list_tools(params=params))
+            tools += page["tools"]
     return tools
+
+
+def _on_the_wire(message: Any) -> dict[str, Any]:
+    """A message under the protocol's own names: the package's are others in each version."""
+    return message.model_dump(by_alias=True)
 
 
 def _method(server: Server, name: str) -> Any:
@@ -150,11 +162,11 @@ def _method(server: Server, name: str) -> Any:
     return method
 
 
-def _schema(tool: Tool) -> dict[str, Any]:
+def _schema(tool: dict[str, Any]) -> dict[str, Any]:
     """A tool as a chat template takes it."""
     function = {
-        "name": tool.name,
-        "description": tool.description or "",
-        "parameters": tool.inputSchema,
+        "name": tool["name"],
+        "description": tool["description"] or "",
+        "parameters": tool["inputSchema"],
     }
     return {"type": "function", "function": function}

@@ -87,7 +87,9 @@ def load_environment(spec: str | Callable[[], Any]) -> RewardTerm | None:
     if isinstance(spec, str) and spec.startswith(SCHEME):
         return _load_agent(spec)
     if isinstance(spec, str) and addresses.is_address(spec):
-        make = addresses.load_environment(spec)
+        make: Any = addresses.load_environment(spec)
+        if inspect.iscoroutinefunction(make):
+            make = Agent(make)
         term = RewardTerm("environment", make, fingerprint=fingerprint.of_text(spec))
     else:
         term = load_callable(spec, "environment")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
+import threading
 import types
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -46,7 +49,7 @@ def test_a_package_that_is_missing_or_has_another_api_is_a_sentence_with_what_to
 ) -> None:
     monkeypatch.delitem(sys.modules, "fastppo.integrations.verifiers", raising=False)
     monkeypatch.setitem(sys.modules, "verifiers", types.ModuleType("verifiers"))
-    sentence = r'prompts verifiers:x: .*verifiers.*: pip install "verifiers<0\.4"'
+    sentence = r'prompts verifiers:x: .*verifiers.*: pip install "verifiers"'
     with pytest.raises(DataError, match=sentence):
         load_prompts("verifiers:x")
 
@@ -144,7 +147,7 @@ def test_games_are_told_apart_by_seed_and_are_chats_where_that_is_asked() -> Non
 def guessing(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An environment of three turns with a rubric of two functions, as a package would have it."""
     verifiers = pytest.importorskip("verifiers")
-    if not hasattr(verifiers, "MultiTurnEnv"):
+    if not hasattr(verifiers, "load_environment"):
         pytest.skip("this version of verifiers has no classic API")
     from datasets import Dataset
 
@@ -196,7 +199,7 @@ def test_an_episode_of_verifiers_has_the_score_of_its_own_evaluate(
 
 async def _evaluated(environment: Any, turns: list[str]) -> float:
     """The reward by verifiers' own `evaluate`, whose model says the turns."""
-    from fastppo.integrations.verifiers import Policy
+    from fastppo.integrations.verifiers_classic import Policy
 
     said = Policy()
     for turn in turns:
@@ -205,3 +208,126 @@ async def _evaluated(environment: Any, turns: list[str]) -> float:
         client=said, model="scripted", num_examples=1, rollouts_per_example=1
     )
     return results["outputs"][0]["reward"]
+
+
+COUNTING = "verifiers:counting_taskset?agent.runtime.type=subprocess"
+
+
+@pytest.fixture
+def needs_verifiers_v1() -> None:
+    verifiers = pytest.importorskip("verifiers")
+    if hasattr(verifiers, "load_environment"):
+        pytest.skip("this version of verifiers has the classic API")
+
+
+def _sessions(spec: str = COUNTING) -> Any:
+    from fastppo.rewards.loading import load_environment
+
+    term = load_environment(spec)
+    assert term is not None
+    return term.function
+
+
+def _said(text: str) -> Any:
+    from fastppo.rewards.chat import PolicyTurn
+
+    return PolicyTurn(text, read=1, written=1)
+
+
+@pytest.mark.usefixtures("needs_verifiers_v1")
+@pytest.mark.parametrize(
+    ("turns", "reward"),
+    [(["1"], 0.875), (["7", "1"], 0.75), (["7", "8", "9"], -0.375)],
+)
+def test_an_episode_of_verifiers_from_0_4_on_has_the_score_of_its_own_run(
+    turns: list[str], reward: float
+) -> None:
+    (row,) = load_prompts(f"{COUNTING}&size=1")
+    assert [message["content"] for message in row["prompt"]] == ["Count.", "0 + 1?"]
+
+    async def play() -> Any:
+        session = _sessions()()
+        try:
+            assert await session.reset(**row) == row["prompt"]
+            for turn in turns[:-1]:
+                observation = [{"role": "user", "content": "no, again"}]
+                assert await session.step(_said(turn)) == (observation, 0.0, False)
+            return await session.step(_said(turns[-1]))
+        finally:
+            await session.close()
+
+    assert asyncio.run(play()) == ("", reward, True)
+    assert asyncio.run(_run_by_verifiers(turns)) == reward
+
+
+@pytest.mark.usefixtures("needs_verifiers_v1")
+def test_an_episode_of_verifiers_that_is_cut_off_or_fails_is_as_with_any_agent() -> None:
+    (row,) = load_prompts(f"{COUNTING}&size=1")
+
+    async def play() -> None:
+        many = _sessions()
+        sessions = [many() for _ in range(3)]
+        broken = _sessions(f"{COUNTING}&taskset.task.is_ill=true")()
+        try:
+            await asyncio.gather(*(session.reset(**row) for session in [*sessions, broken]))
+            assert await sessions[0].end(_said("7")) == 0.0
+            assert await sessions[1].end(_said("1")) == 0.875
+            assert (await sessions[2].step(_said("1")))[1] == 0.875
+            with pytest.raises(RuntimeError, match="the judge is ill"):
+                await broken.step(_said("1"))
+        finally:
+            for session in [*sessions, broken]:
+                await session.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.usefixtures("needs_verifiers_v1")
+def test_what_verifiers_does_not_have_is_a_sentence() -> None:
+    with pytest.raises(DataError, match=r"verifiers:no_such: .*taskset 'no_such' not found"):
+        load_environment("verifiers:no_such")
+    with pytest.raises(DataError, match=r"cuont"):
+        load_prompts("verifiers:counting_taskset?taskset.cuont=1")
+    with pytest.raises(DataError, match=r"have no end: add size="):
+        load_prompts(COUNTING)
+
+
+async def _run_by_verifiers(turns: list[str]) -> float:
+    """The reward by the run that verifiers' own evaluation does of a task, of a model at a URL."""
+    from verifiers.v1.clients import EvalClientConfig, ModelContext
+    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+    left = list(turns)
+
+    class Model(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            message = {"role": "assistant", "content": left.pop(0)}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            answer = {"id": "0", "object": "chat.completion", "created": 0, "model": "scripted"}
+            body = json.dumps({**answer, "choices": [choice]}).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    config = {
+        "taskset": {"id": "counting_taskset"},
+        "agent": {"runtime": {"type": "subprocess"}},
+    }
+    environment = load_environment(resolve_env_config(config))
+    with HTTPServer(("127.0.0.1", 0), Model) as server:
+        threading.Thread(target=server.serve_forever).start()
+        client = EvalClientConfig(base_url=f"http://127.0.0.1:{server.server_port}/v1")
+        context = ModelContext(model="scripted", client=client)
+        try:
+            async with environment.serving():
+                (slot,) = environment.slots(next(iter(environment.taskset)))
+                episode = await environment.run_slot(slot, context)
+        finally:
+            server.shutdown()
+    return episode.traces[0].reward
