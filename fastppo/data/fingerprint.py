@@ -17,9 +17,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-WORDS = 1024
-"""Words of 64 bits in a row of a tensor's sums."""
-
 PACKAGE_FOLDER = 5
 """`modulefinder`'s word for a package."""
 
@@ -37,8 +34,8 @@ def of_weights(weights: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, weight in weights:
         digest.update(f"{name} {list(weight.shape)} {weight.dtype} ".encode())
-        for part in _sums(weight.detach()):
-            digest.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        flat = weight.detach().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).cpu().numpy())
     return digest.hexdigest()[:DIGITS]
 
 
@@ -54,20 +51,6 @@ def of_model(model: Any) -> str:
 def of_tokenizer(tokenizer: Any) -> str:
     """Fingerprint of a tokenizer: the tokens by their ids, and the chat template."""
     return of_rows([tokenizer.get_vocab(), getattr(tokenizer, "chat_template", None)])
-
-
-def _sums(weight: Tensor) -> list[Tensor]:
-    """Sums modulo 2⁶⁴ of the rows and of the columns of a tensor's bits, and the bytes that fill no
-    row. They are made where the tensor is, at the speed of its memory."""
-    import torch
-
-    flat = weight.reshape(-1)
-    if flat.storage_offset() * flat.element_size() % 8:
-        flat = flat.clone()  # words begin at multiples of 8 bytes
-    flat = flat.view(torch.uint8)
-    in_words = len(flat) - len(flat) % (8 * WORDS)
-    words = flat[:in_words].view(torch.int64).view(-1, WORDS)
-    return [words.sum(0), words.sum(1), flat[in_words:]]
 
 
 def of_rows(rows: Iterable[Any]) -> str:
