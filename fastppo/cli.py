@@ -239,8 +239,7 @@ def init(arguments: list[str], out: str = ".", **answers: str) -> None:
 
     from fastppo.init import write_run
 
-    _quiet_libraries()
-    write_run(Path(out), answers, Console())
+    write_run(Path(out), answers, Console(), before_loading=_quiet_libraries)
 
 
 @Command(
@@ -338,6 +337,7 @@ def check(config: Any) -> None:
     help="Write the policy of a checkpoint, as transformers reads it",
     description="Writes the policy of a checkpoint with its tokenizer into a new directory, which "
     "transformers, vLLM and every --model here load.",
+    inputs="check_export",
     flags={
         "checkpoint": {"metavar": "CHECKPOINT", "help": "say runs/ppo/checkpoint-000050"},
         "out": {"metavar": "OUT", "help": "directory of the policy"},
@@ -412,6 +412,7 @@ def generate(config: Any) -> None:
     help="Rebuild the HTML report of a run",
     description="Rebuilds report.html from the records of a run directory. Several runs are "
     "compared in TensorBoard: tensorboard --logdir runs",
+    inputs="check_report",
     flags={
         "run": {"metavar": "RUN", "help": "run directory, say runs/ppo"},
         "--output": {"metavar": "FILE", "help": "the page (default: report.html in the run)"},

@@ -10,6 +10,7 @@ import ast
 import json
 import pprint
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,18 @@ if __name__ == "__main__":
 '''
 
 
-def write_run(folder: Path, answers: dict[str, str], console: Console) -> None:
+def write_run(
+    folder: Path,
+    answers: dict[str, str],
+    console: Console,
+    *,
+    before_loading: Callable[[], None],
+) -> None:
     """Writes the files of a run into a folder, and shows what it would take.
 
     Args:
         answers: to `QUESTIONS`, as far as flags gave them.
+        before_loading: is called once the answers are checked, before torch is imported.
 
     Raises:
         ValueError: a question is open and nobody is there to answer; a file is there already; what
@@ -127,6 +135,7 @@ def write_run(folder: Path, answers: dict[str, str], console: Console) -> None:
         rewards=rewards,
     )
     inputs.check_train(config)
+    before_loading()
 
     from fastppo.models.device import choose_device
     from fastppo.ppo import plan, rehearsal  # which take seconds to import

@@ -92,6 +92,18 @@ def check_generate(config: Any) -> None:
     check_environment(config.environment, sources, config.prompt_column)
 
 
+def check_export(arguments: Sequence[str], *, checkpoint: str, **flags: str) -> None:
+    """Of `fastppo export`."""
+    if not Path(checkpoint).is_dir():
+        raise ValueError(f"{checkpoint} is no checkpoint: expected RUN/checkpoint-NUMBER")
+
+
+def check_report(arguments: Sequence[str], *, run: str, **flags: str) -> None:
+    """Of `fastppo report`."""
+    if not Path(run).is_dir():
+        raise ValueError(f"{run}: there is no such directory; expected that of a run")
+
+
 def check_prompts(config: Any) -> None:
     """The prompts, their columns, and the rewards and the environment that read them."""
     sources = [

@@ -324,6 +324,12 @@ def test_inputs_are_checked_before_torch_is_imported(inputs: dict[str, str]) -> 
     )
     commands = [["train", *_flags(inputs | options)] for options, _ in EARLY]
     commands += [["plan", *_flags(inputs | options)] for options, _ in PLANS]
+    others = {
+        ("report", "runs/absent"): "runs/absent: there is no such directory",
+        ("export", "runs/absent", "out"): "runs/absent is no checkpoint",
+        ("init", "--model", "sft", "--prompts", "absent.jsonl"): "absent.jsonl: no such file",
+    }
+    commands += [list(command) for command in others]
     commands.append(["check", *_flags(inputs)])
     code = (
         "import sys, json; sys.modules['torch'] = None\n"
@@ -334,7 +340,8 @@ def test_inputs_are_checked_before_torch_is_imported(inputs: dict[str, str]) -> 
     done = python("-c", code, json.dumps(commands), cwd=Path())
     codes = [2] * (len(commands) - 1) + [0]
     assert done.stdout.splitlines()[-1] == f"{codes} set()"
-    for line, (_, says) in zip(done.stderr.splitlines(), EARLY + PLANS, strict=True):
+    wanted = [says for _, says in EARLY + PLANS] + [*others.values()]
+    for line, says in zip(done.stderr.splitlines(), wanted, strict=True):
         assert says in line
 
 
