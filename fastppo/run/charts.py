@@ -78,6 +78,8 @@ def _panel(
         is_single = len(prefixed) == 1
         if not (is_single and _are_the_same(records, prefix[:-1], prefixed[0])):
             names += prefixed
+    if all(row.get("eval/reward") == row.get("eval/greedy/reward") for row in records):
+        names = [name for name in names if name != "eval/reward"]  # greedy is the only mode
     if all(name in constants for name in names):
         return None
     x = [record["iteration"] for record in records]

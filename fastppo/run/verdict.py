@@ -50,7 +50,8 @@ def verdict(records: Records) -> str:
     first = records[0]
     if held_out and "before/reward_error" in first:
         last = held_out[-1]
-        name = "held-out reward"
+        greedy = last["eval/reward"] == last.get("eval/greedy/reward")
+        name = "held-out reward, greedy," if greedy else "held-out reward"
         change = last["eval/reward"] - first["before/reward"]
         error = math.hypot(last["eval/reward_error"], first["before/reward_error"])
         if kls:  # where responses are greedy there is none of theirs

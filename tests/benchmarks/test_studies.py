@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.studies import common, credit, critic_limit
+from benchmarks.studies import common, credit, critic_limit, recipe_curves
 from benchmarks.studies.estimators import at_kl
 from fastppo.ppo.config import PPOConfig
 from fastppo.recipes import arithmetic, characters
@@ -48,6 +48,16 @@ def test_the_reward_at_a_kl_is_on_the_line_between_two_iterations() -> None:
     assert at_kl(kl, reward, 0.2) == pytest.approx(0.5)
     assert at_kl(kl, reward, 0.05) == 0.0
     assert math.isnan(at_kl(kl, reward, 1.0))
+
+
+def test_the_curves_of_a_recipe_are_those_of_its_seeds(tmp_path: Path) -> None:
+    for seed in (0, 3):
+        run = tmp_path / f"arithmetic-{seed}" / "ppo"
+        run.mkdir(parents=True)
+        (run / "metrics.jsonl").write_text('{"reward": 0.5}\n{"reward": 0.75}\n')
+    figure = recipe_curves.draw(tmp_path, ["arithmetic"])
+    assert figure.read_text().count("<!-- seed") == 2
+    assert "<!-- seed 3 -->" in figure.read_text()
 
 
 def test_two_continuations_say_how_much_of_a_return_can_be_foreseen() -> None:

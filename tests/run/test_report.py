@@ -205,6 +205,16 @@ def test_evaluations_with_iterations_between_them_are_joined(tmp_path: Path) -> 
     assert "joined" not in trained
 
 
+def test_a_greedy_evaluation_is_drawn_once_and_called_so(tmp_path: Path) -> None:
+    both = {"eval/reward": 1.0, "eval/greedy/reward": 1.0, "eval/reward_error": 0.1}
+    records = [{"reward": 0.1, "kl": 0.0} | BEFORE, {"reward": 0.2, "kl": 1.0} | both]
+    assert verdict(records) == "Held-out reward, greedy, +2.0 ± 0.1, KL 1.0 nats"
+    assert _curves(_charts(_write(tmp_path, records))["Reward"]).keys() == {
+        "reward",
+        "eval/greedy/reward",
+    }
+
+
 def test_a_single_reward_is_drawn_once(tmp_path: Path) -> None:
     """Its mean is in fp64, the reward's in fp32, as in every run."""
     means = [0.1, 0.2, -0.3, 1 / 3]
