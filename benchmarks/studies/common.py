@@ -143,10 +143,9 @@ def figure_of(panels: Sequence[tuple[str, str, str]]) -> tuple[Any, Any]:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(4.6 * len(panels), 3.7), layout="constrained"
-    )
-    for axis, (title, x_label, y_label) in zip(axes, panels, strict=True):
+    size = (4.6 * len(panels), 3.7)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained")
+    for axis, (title, x_label, y_label) in zip(figure.axes, panels, strict=True):
         axis.set_title(title, loc="left", fontweight="bold", fontsize=11)
         axis.set_xlabel(x_label)
         axis.set_ylabel(y_label)
