@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import tiny
+from processes import FORKSERVER
 
 REWARD = """
 import os, signal
@@ -80,16 +80,12 @@ class Folder:
 
 # ------------------------------------------------------------------------------------- processes
 
-_context = multiprocessing.get_context("forkserver")
-# One process imports what a run imports; each run is a fork of it, and starts at once.
-_context.set_forkserver_preload(["command_line", "fastppo.ppo.trainer", "fastppo.stages.sft"])
-
 
 def start(arguments: list[str], output: Path, **environment: str) -> BaseProcess:
     """`fastppo` with these arguments in a process of its own, which has begun; stdout and stderr go
     to a file."""
-    begun, beginning = _context.Pipe(duplex=False)
-    process = _context.Process(target=_run, args=(arguments, str(output), environment, beginning))
+    begun, beginning = FORKSERVER.Pipe(duplex=False)
+    process = FORKSERVER.Process(target=_run, args=(arguments, str(output), environment, beginning))
     process.start()
     beginning.close()
     begun.poll(START)

@@ -1,9 +1,7 @@
 """A server of vLLM's protocol over a tiny model: what `rollout=server` asks of one, and no more.
 
-    python completion_server.py PORT MODEL [ADDRESS=STATUS …]
-
 It decodes with FastPPO's decoder, one request at a time, and takes weights as vLLM does: by the
-path of a directory. `/log` says what it was asked; SIGTERM ends it. Where an address has a status,
+path of a directory. `/log` says what it was asked. Where an address has a status,
 that is the answer: at 302 with the way to `/log`, and a sentence in place of JSON; at 0 the server
 ends.
 """
@@ -17,6 +15,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import tiny
+import torch
 from transformers import AutoModelForCausalLM
 
 from fastppo.models.policy import LanguageModel
@@ -87,9 +87,10 @@ class State:
         }
 
 
-def main() -> None:
-    state = State(sys.argv[2])
-    statuses = dict(given.split("=") for given in sys.argv[3:])
+def serve(port: int, model: str, statuses: dict[str, int]) -> None:
+    """Answers at a port of this machine, those addresses with their statuses, until it is ended."""
+    torch.set_num_threads(1)
+    state = State(model)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -99,7 +100,7 @@ def main() -> None:
             self.respond(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
         def respond(self, body: dict[str, Any]) -> None:
-            status = int(statuses.get(self.path, 200))
+            status = statuses.get(self.path, 200)
             if status == 0:
                 os._exit(1)
             content = b"a sentence"
@@ -121,9 +122,20 @@ def main() -> None:
         def log_message(self, *_: Any) -> None:
             """Nothing is printed."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
-    server.serve_forever()
+    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
-if __name__ == "__main__":
-    main()
+def serve_vllm(port: int, model: str) -> None:
+    """vLLM's own server in place of this process."""
+    os.environ |= {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    arguments = f"""
+        -m vllm.entrypoints.openai.api_server --model {model} --port {port} --dtype float32
+        --enforce-eager --max-model-len {tiny.CONTEXT} --logprobs-mode processed_logprobs
+        --enable-lora --max-lora-rank 8
+    """
+    os.execv(sys.executable, [sys.executable, *arguments.split()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -10,6 +11,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PATHS = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
 """Where the packages of this tree are found."""
+
+FORKSERVER = multiprocessing.get_context("forkserver")
+"""One process imports what a run imports; each of a test's is a fork of it, and starts at once."""
+FORKSERVER.set_forkserver_preload(["fastppo.ppo.trainer", "fastppo.stages.sft", "tiny"])
 
 
 def python(

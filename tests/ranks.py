@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import traceback
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from processes import FORKSERVER
 
 TIMEOUT = 240
 """Seconds: of processes that hang."""
@@ -42,16 +42,12 @@ def start(
     timeout: float = TIMEOUT,
 ) -> list[tuple[int | None, str]]:
     """(exit code, what it raised) of each rank."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["fastppo.ppo.trainer", "tiny"]
-    )  # imported once, not `count` times
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     folder.mkdir(parents=True, exist_ok=True)
     given = count, port, str(folder), function, arguments
-    ranks = [context.Process(target=_rank, args=(rank, *given)) for rank in range(count)]
+    ranks = [FORKSERVER.Process(target=_rank, args=(rank, *given)) for rank in range(count)]
     for process in ranks:
         process.start()
     ended = []

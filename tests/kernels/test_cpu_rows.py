@@ -394,6 +394,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 def test_it_runs_after_a_fork_and_where_nothing_can_be_written(tmp_path: Path) -> None:
     """Without a folder for compiled code it is compiled anew, and no warning says so. Files stand

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import multiprocessing
 import os
 import sys
 import time
@@ -15,6 +14,7 @@ import numpy as np
 import processes
 import pytest
 from fastppo_kernels import cpu_threads
+from processes import FORKSERVER
 
 DTYPES = ("f4", "i2", "u2")
 COUNT = 8
@@ -65,9 +65,8 @@ def test_cold_processes_that_compile_at_once_leave_code_that_later_ones_can_run(
     loops: Path,
 ) -> None:
     """With numba's own cache code of one dtype may be found under another, for good."""
-    processes = multiprocessing.get_context("spawn")
-    barrier = processes.Barrier(len(DTYPES))
-    cold = [processes.Process(target=run_all, args=(loops, x, barrier)) for x in DTYPES]
+    barrier = FORKSERVER.Barrier(len(DTYPES))
+    cold = [FORKSERVER.Process(target=run_all, args=(loops, x, barrier)) for x in DTYPES]
     for process in cold:
         process.start()
     for process in cold:

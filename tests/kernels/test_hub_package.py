@@ -49,7 +49,9 @@ def _loss(functions: Any, backend: str) -> list[torch.Tensor]:
     return [out.loss.detach(), logits.grad]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch", "triton"])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("cpu", marks=pytest.mark.slow), "torch", "triton"]
+)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumPy, of what is meant to overflow
 def test_the_package_computes_what_fastppo_does_with_operators_of_its_own(
     backend: str, package: ModuleType

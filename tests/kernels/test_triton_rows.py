@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -583,19 +583,24 @@ def test_peaked_rows_beside_a_reference(softcap: float | None) -> None:
     check_loss(arguments, kl_estimator="full", ref_logits=ref, kl_coef=0.3, softcap=softcap)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [507, 2061])
-def test_normalizers_of_rows_that_are_no_distribution(vocab: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "references"),
+    [(507, torch.bfloat16, range(6)), (2061, torch.float32, (0, 2, 3))],
+)
+def test_normalizers_of_rows_that_are_no_distribution(
+    vocab: int, dtype: torch.dtype, references: Iterable[int]
+) -> None:
     """−inf of a row of −inf alone, NaN of a row with NaN whatever stands beside it, the policy's
-    and the reference's; each whatever the other row is."""
-    logits, tokens = torch.randn(7, vocab), torch.arange(7)
+    and the reference's; each whatever the other row is: in rows shorter than a tile every pair, in
+    longer ones each kind beside itself, beside a distribution and beside another kind."""
+    logits, tokens = torch.randn(6, vocab), torch.arange(6)
     logits[0], logits[1, 100], logits[2, 7] = -torch.inf, torch.nan, torch.inf
     logits[3, 7], logits[3, 100] = torch.inf, torch.nan
     logits[4] = -torch.inf
     logits[4, 100] = torch.nan
     logits = logits.to(dtype)
     given = (logits.to(DEVICE), tokens.to(DEVICE), PLAIN)
-    for turned in range(7):
+    for turned in references:
         ref = logits.roll(turned, 0)
         want = definition.token_stats(logits, tokens, PLAIN, ref_logits=ref)
         for module in (cpu_rows, triton_rows):
@@ -695,7 +700,7 @@ def combinations(draw_: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 # On a GPU nearly every example compiles a kernel of its own, seconds each.
-@settings(max_examples=60 if DEVICE == "cpu" else 30, deadline=None, derandomize=True)
+@settings(max_examples=40 if DEVICE == "cpu" else 30, deadline=None, derandomize=True)
 @given(combinations())
 def test_combinations(combination: tuple[dict[str, Any], dict[str, Any]]) -> None:
     arguments, options = combination

@@ -231,7 +231,7 @@ def test_one_copy_of_the_weights_in_place_of_two_makes_a_run_fit(tmp_path: Path)
     assert next(find_remedies(plan)).options == {"shard_size": 4}
 
 
-@pytest.mark.parametrize("share", [0.9, 0.5])
+@pytest.mark.parametrize("share", [pytest.param(0.9, marks=pytest.mark.slow), 0.5])
 def test_where_it_does_not_fit_the_options_named_make_it_fit(share: float, tmp_path: Path) -> None:
     """None of them is too many."""
     config = options(tmp_path, microbatch_size=16, rollout_batch_size=64, max_new_tokens=64)
@@ -276,6 +276,7 @@ def test_a_plan_without_peft_says_what_it_does_not_try(
     assert "not tried: --lora_rank, since peft is not installed: pip install peft" in shown
 
 
+@pytest.mark.slow
 def test_the_config_of_a_full_7b_fits_eight_gpus(tmp_path: Path, capsys) -> None:
     """Of Qwen2.5-7B's shape; as the file says it is planned."""
     Qwen2Config(

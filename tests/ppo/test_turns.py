@@ -27,7 +27,8 @@ def _trainer(directory: Path, **more: Any) -> PPOTrainer:
     return make_trainer(directory, **{**parts, **OPTIONS, **more})
 
 
-@pytest.mark.parametrize("advantage", ["gae", pytest.param("turn_gae", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("advantage", ["gae", "turn_gae"])
 def test_a_run_learns_to_call_and_to_answer(advantage: str, tmp_path: Path) -> None:
     """With a critic. A policy at random earns a half of 1/20 in each turn."""
     learning = {"learning_rate": 3e-3, "kl_coef": 0.0, "iterations": 25}

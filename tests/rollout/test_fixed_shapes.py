@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import tiny
@@ -29,6 +30,7 @@ from fastppo.rollout.stopping import StopStrings
 PROMPTS = [[5, 9, 4], [7], [8, 3, 6, 12, 20], [11, 12]]
 STOP = (1,)
 """Some rows end, at different steps."""
+RESTRICTED = {"top_p": 0.9, "stop_strings": ("w7 w2", "w9")}
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 STEPS = 2 * LOOK + 4
 
@@ -231,15 +233,18 @@ def test_under_autocast_weights_are_cast_once_a_call_and_follow_an_update(archit
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dtype"),
+    ("architecture", "dtype", "samplings"),
     [
-        ("llama", None),
-        ("with adapters", torch.bfloat16),
-        pytest.param("gemma3", torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("opt", torch.bfloat16, marks=pytest.mark.slow),
+        ("llama", None, [{}, RESTRICTED]),
+        ("with adapters", torch.bfloat16, [{}]),
+        pytest.param("gemma3", torch.bfloat16, [{}, RESTRICTED], marks=pytest.mark.slow),
+        pytest.param("opt", torch.bfloat16, [{}, RESTRICTED], marks=pytest.mark.slow),
     ],
+    ids=lambda value: "" if isinstance(value, list) else str(value),
 )
-def test_a_step_leaves_nothing_to_the_host(architecture: str, dtype, monkeypatch) -> None:
+def test_a_step_leaves_nothing_to_the_host(
+    architecture: str, dtype, samplings: list[dict[str, Any]], monkeypatch
+) -> None:
     """Replayed as operations it draws what it draws when Python runs it, over buckets and looks."""
     policy = (
         make_policy(lora=True) if architecture == "with adapters" else make_policy(architecture)
@@ -253,8 +258,7 @@ def test_a_step_leaves_nothing_to_the_host(architecture: str, dtype, monkeypatch
     monkeypatch.setattr(fixed_shapes, "TOKENS", 16)
     monkeypatch.setattr(fixed_shapes, "ROWS", 2)
     several = PROMPTS * 2
-    restricted = {"top_p": 0.9, "stop_strings": ("w7 w2", "w9")}
-    for options in ({}, restricted):
+    for options in samplings:
         for seed in range(2):  # the second from graphs alone, except for new buckets
             actual = _draw(engine, seed, several, **options)
             wanted = _draw(plain, seed, several, **options)

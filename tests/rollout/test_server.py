@@ -9,11 +9,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -23,9 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import completion_server
 import pytest
 import tiny
 import torch
+from processes import FORKSERVER
 from rich.console import Console
 from torch import Tensor
 
@@ -35,8 +33,6 @@ from fastppo.rollout import RolloutError, server
 from fastppo.rollout.server import ServerEngine
 from runs import make_trainer, records
 
-ROOT = Path(__file__).parents[2]
-SERVER = ROOT / "tests" / "completion_server.py"
 OPTIONS: dict[str, Any] = {
     "rollout": "server",
     "iterations": 3,
@@ -51,33 +47,33 @@ class Running:
     """A server in a process of its own.
 
     Args:
-        command: with its port, {port}.
+        serve: a function of a port and of `arguments`.
     """
 
-    def __init__(self, command: list[str], **variables: str) -> None:
+    def __init__(self, serve: Callable[..., None], *arguments: Any) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.command = [part.format(port=self.port) for part in command]
-        path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests")))
-        self.variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
+        self.serve = serve
+        self.arguments = arguments
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self.command, env=self.variables)
+        self.process = FORKSERVER.Process(target=self.serve, args=(self.port, *self.arguments))
+        self.process.start()
         until = time.monotonic() + 600
         while True:
             try:
                 urllib.request.urlopen(f"{self.url}/v1/models")
                 return
             except OSError:
-                assert self.process.poll() is None
+                assert self.process.is_alive()
                 assert time.monotonic() < until
-                time.sleep(0.2)
+                time.sleep(0.05)
 
-    def end(self, by: int = signal.SIGKILL) -> None:
-        self.process.send_signal(by)
-        self.process.wait()
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
 
     def log(self) -> list[str]:
         return json.load(urllib.request.urlopen(f"{self.url}/log"))
@@ -95,8 +91,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 def start(base: str) -> Iterator[Callable[..., Running]]:
     started = []
 
-    def run(*more: str, model: str = base) -> Running:
-        started.append(Running([sys.executable, str(SERVER), "{port}", model, *more]))
+    def run(model: str = base, **statuses: int) -> Running:
+        by_address = {f"/{name}": status for name, status in statuses.items()}
+        started.append(Running(completion_server.serve, model, by_address))
         return started[-1]
 
     yield run
@@ -234,7 +231,7 @@ def test_the_next_batch_may_be_drawn_while_this_one_is_learned_from(
 def test_a_server_that_dies_under_many_requests_is_waited_for_once(
     start: Callable[..., Running], tmp_path: Path
 ) -> None:
-    running = start("/v1/completions=0")
+    running = start(**{"v1/completions": 0})
     shown = io.StringIO()
     trainer = make_trainer(
         tmp_path, **OPTIONS, rollout_urls=[running.url], console=Console(file=shown)
@@ -250,7 +247,7 @@ def test_what_a_server_cannot_answer_is_asked_again_and_nothing_else(
 ) -> None:
     """And not for ever."""
     works = start()
-    fails = start("/v1/completions=500")
+    fails = start(**{"v1/completions": 500})
     trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[works.url, fails.url])
     with pytest.raises(RolloutError, match=r"2 of 4 responses .* 5 times .*answered 500: a sent"):
         trainer.engine.generate([[3]] * 4, trainer.sampling)
@@ -272,17 +269,17 @@ def test_a_call_that_waits_for_a_server_ends_where_the_engine_is_closed(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("answer", "sentence"),
+    ("status", "sentence"),
     [
-        ("/weight_info=404", r"weight_info answered 404.*VLLM_SERVER_DEV_MODE=1"),
-        ("/weight_info=302", "weight_info answered 302"),
-        ("/weight_info=200", "answered no JSON object with 'weight_version'"),
+        (404, r"weight_info answered 404.*VLLM_SERVER_DEV_MODE=1"),
+        (302, "weight_info answered 302"),
+        (200, "answered no JSON object with 'weight_version'"),
     ],
 )
 def test_a_server_that_is_none_of_vllms_is_a_sentence(
-    answer: str, sentence: str, start: Callable[..., Running], tmp_path: Path
+    status: int, sentence: str, start: Callable[..., Running], tmp_path: Path
 ) -> None:
-    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[start(answer).url])
+    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[start(weight_info=status).url])
     with pytest.raises(ValueError, match=sentence):
         trainer.train()
 
@@ -358,19 +355,10 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     directory = tmp_path_factory.mktemp("wide")
     _wide_model().save_pretrained(directory)
     tiny.tokenizer().save_pretrained(directory)
-    command = f"""
-        -m vllm.entrypoints.openai.api_server --model {directory} --port {{port}} --dtype float32
-        --enforce-eager --max-model-len {tiny.CONTEXT} --logprobs-mode processed_logprobs
-        --enable-lora --max-lora-rank 8
-    """
-    running = Running(
-        [sys.executable, *command.split()],
-        VLLM_SERVER_DEV_MODE="1",
-        VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
-        VLLM_CPU_KVCACHE_SPACE="1",
-    )
+    running = Running(completion_server.serve_vllm, str(directory))
     yield running
-    running.end(signal.SIGTERM)
+    running.process.terminate()
+    running.process.join()
 
 
 def _wide_trainer(tmp_path: Path, running: Running, **options: Any) -> PPOTrainer:
