@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -27,7 +30,8 @@ from fastppo.ppo.metrics import (
 from fastppo.rewards.reward import Scored
 from fastppo.rewards.scorer import Scores
 from fastppo.rollout import Rollout
-from runs import experience_of, first_experience, make_trainer
+from fastppo.run.panels import PANELS
+from runs import experience_of, first_experience, make_trainer, records
 
 BATCH = Batch.of([[4], [5, 6]], [[7, 8, 1], [9]])
 EXPERIENCE = Experience(
@@ -204,3 +208,51 @@ def test_the_first_responses_are_written_down_with_all_that_they_got() -> None:
     assert sample_records(responses, EXPERIENCE, [" a"]) == [first]
     without = replace(EXPERIENCE, ref_logprobs=None)
     assert sample_records(responses, without, [" a"])[0]["kl"] is None
+
+
+# ----------------------------------------------------------------------------------- their meaning
+
+RUNS: dict[str, dict[str, Any]] = {
+    "critic": {"value_clip": 0.2, "dual_clip": 3.0, "early_stop_kl": 9.0, "value_model": "critic"},
+    "kl": {"kl_loss_coef": 0.1, "kl_controller": "adaptive", "kl_target": 6.0, "solved_reward": 9},
+    "group": {"advantage": "group", "vf_coef": 0.0, "samples_per_prompt": 2, "top_k": 5}
+    | {"whiten_advantages": "variance"},
+    "penalty": {"objective": "penalty", "policy_kl_target": 0.01, "monitor_rewards": "w7"},
+    "held-out": {"eval_interval": 1, "eval_sampling": "both", "importance_cap": 2.0},
+}
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS.keys())
+def test_every_metric_of_a_run_is_in_a_table_of_its_meaning(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    options = dict(options)
+    if "monitor_rewards" in options:
+        options["monitor_rewards"] = [tiny.count_w7]
+    if "eval_interval" in options:
+        options["eval_prompts"] = str(tmp_path / "held-out.jsonl")
+        (tmp_path / "held-out.jsonl").write_text(json.dumps(tiny.PROMPTS[0]) + "\n")
+    trainer = make_trainer(tmp_path, iterations=1, **options)
+    trainer.train()
+    (record,) = records(trainer)
+    told = _told()
+    assert "reward" in told
+    for name in record.keys() - {"iteration", "warnings"}:
+        head, _, rest = name.partition("/")
+        assert name in told or (rest and f"{head}/NAME" in told), name
+
+
+def test_every_metric_that_a_report_draws_is_in_a_table_of_its_meaning() -> None:
+    told = _told()
+    for panel in PANELS:
+        for name in panel.metrics:
+            assert name in told or name.startswith("eval/"), name
+        for prefix in panel.prefixes:
+            assert f"{prefix}NAME" in told or prefix.startswith("eval/"), prefix
+
+
+def _told() -> set[str]:
+    """The metrics in the tables of docs/definitions.md."""
+    page = (Path(__file__).parents[2] / "docs" / "definitions.md").read_text("utf-8")
+    rows = re.findall(r"^\| (`.+?) \|", page[page.index("## Metrics") :], re.M)
+    return {name for row in rows for name in re.findall(r"`([\w/]+)`", row)}
