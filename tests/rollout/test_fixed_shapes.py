@@ -256,7 +256,7 @@ def test_a_step_leaves_nothing_to_the_host(
         FixedShapes, "record", lambda self, step, pool: Replayed(step, _memory(engine))
     )
     monkeypatch.setattr(fixed_shapes, "TOKENS", 16)
-    monkeypatch.setattr(fixed_shapes, "ROWS", 2)
+    monkeypatch.setattr(fixed_shapes, "ROWS", 4)
     several = PROMPTS * 2
     for options in samplings:
         for seed in range(2):  # the second from graphs alone, except for new buckets
