@@ -7,7 +7,7 @@ import importlib
 from pathlib import Path
 
 import pytest
-from processes import loaded_after
+from processes import python
 
 import fastppo
 
@@ -33,10 +33,18 @@ def test_the_names_that_type_checkers_see_are_those_that_there_are() -> None:
 
 
 def test_an_import_loads_nothing_until_a_name_is_used() -> None:
-    assert not {"torch", "transformers"} & loaded_after("import fastppo")
-    losses = loaded_after("import fastppo; fastppo.ppo_loss, fastppo.gae")
+    uses = (
+        "import fastppo",
+        "fastppo.ppo_loss, fastppo.gae",
+        "import torch; fastppo.gae(torch.zeros(1, 2), torch.zeros(1, 2))",
+        "fastppo.PPOTrainer",
+    )
+    source = "\n".join(f"{use}\nprint(*sys.modules)" for use in uses)
+    lines = python("-c", f"import sys\n{source}").stdout.splitlines()
+    imported, losses, called, trainer = (set(line.split()) for line in lines)
+    assert not {"torch", "transformers"} & imported
     assert "torch" in losses
     assert not {"transformers", "numba", "fastppo.ppo.trainer"} & losses
-    use = "import torch; fastppo.gae(torch.zeros(1, 2), torch.zeros(1, 2))"
-    assert "numba" in loaded_after(f"import fastppo; {use}")
-    assert "fastppo.ppo.trainer" in loaded_after("from fastppo import PPOTrainer")
+    assert "numba" in called
+    assert "fastppo.ppo.trainer" not in called
+    assert "fastppo.ppo.trainer" in trainer
