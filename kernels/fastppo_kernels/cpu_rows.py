@@ -17,9 +17,10 @@ and with the loss's derivatives g_l, g_h and g_k by logprob, entropy and KL,
 
 A row goes through the caches in three sweeps: its maximum; e^t and the sums, into a buffer of one
 row; that buffer times a + b·t, and on to the gradient. A backward pass, which has the statistics,
-takes one. Sweeps go by blocks that the nearest cache holds: there 16-bit logits are widened and
-scores capped, and the gradient is rounded from there. The exponential is a polynomial, so that the
-compiler makes vector instructions of all. Sums are carried in fp32 lanes and joined in fp64.
+takes one. Sweeps go by blocks that the nearest cache holds: there scores are capped, and the
+gradient is rounded from there. The exponential is a polynomial, so that the compiler makes vector
+instructions of all, and shorter where logits have 16 bits. Sums are carried in fp32 lanes and
+joined in fp64.
 
 Rows are dealt to as many threads as torch has; the bits do not depend on their number. Rows of
 weight 0 are not read. fp64 logits are for `torch_rows`, the definition in chunks.
@@ -39,6 +40,7 @@ from torch import Tensor
 from fastppo_kernels import records
 from fastppo_kernels.cpu_threads import (
     EXACT,
+    IN_LANES,
     compiled,
     compiled_in_lanes,
     fresh,
@@ -73,6 +75,7 @@ U32 = np.uint32
 ZERO = F32(0)
 ONE = F32(1)
 FOUR = F32(4)
+NAN = F32(math.nan)
 LOWEST_32 = F32(LOWEST)
 LOG2_E = F32(math.log2(math.e))
 LN_2_HIGH = F32(0.693359375)  # n·LN_2_HIGH is exact
@@ -80,6 +83,10 @@ LN_2_LOW = F32(math.log(2) - 0.693359375)
 ROUNDER = F32(1.5 * 2**23)  # x + ROUNDER has the integer nearest to x in its last bits
 UNDERFLOW = F32(-87.0)  # e^t is taken for 0 below it, where it is less than 2e-38
 E2, E3, E4, E5, E6 = (F32(1 / math.factorial(n)) for n in range(2, 7))
+LN_2 = F32(math.log(2))
+LOWEST_BITS = F32(-127)
+B1, B2, B3, B4, B5 = (F32(x) for x in (0.69314686, 0.24022238, 0.05550893, 0.0096717, 0.00132187))
+"""The least-squares fit of (2^r − 1)/r on Chebyshev points of |r| ≤ ½: 2^r to 1.1e-7 of itself."""
 
 TANH_NEAR = F32(0.625)
 TANH_3, TANH_5, TANH_7, TANH_9, TANH_11 = (
@@ -165,6 +172,16 @@ class _Statistics(NamedTuple):
 
 
 @compiled
+def _bits(value):
+    return F32(value).view(I32)
+
+
+@compiled
+def _from_bits(bits):
+    return I32(bits).view(F32)
+
+
+@compiled
 def _exp(t):
     """e^t of t ≤ 0, fp32, to 1e-7 of itself; NaN stays NaN."""
     rounded = t * LOG2_E + ROUNDER
@@ -178,6 +195,20 @@ def _exp(t):
     p = p * r + ONE
     power = I32((F32(rounded).view(I32) + I32(127)) << I32(23))
     return ZERO if t < UNDERFLOW else p * I32(power).view(F32)
+
+
+@compiled
+def _exp2(b):
+    """2^b of −127 ≤ b ≤ 0, fp32, to 3e-7 of itself; 0 at −127, the smallest exponent's bits; NaN
+    stays NaN, if it comes of 16 bits."""
+    rounded = b + ROUNDER
+    r = b - (rounded - ROUNDER)
+    p = B5 * r + B4
+    p = p * r + B3
+    p = p * r + B2
+    p = p * r + B1
+    p = p * r + ONE
+    return _from_bits(_bits(p) + I32(_bits(rounded) << I32(23)))
 
 
 @compiled
@@ -196,16 +227,6 @@ def _tanh(u):
 
 
 @compiled
-def _bits(value):
-    return F32(value).view(I32)
-
-
-@compiled
-def _from_bits(bits):
-    return I32(bits).view(F32)
-
-
-@compiled
 def _from_bf16(bits):
     return I32(I32(bits) << I32(16)).view(F32)
 
@@ -213,9 +234,8 @@ def _from_bf16(bits):
 @compiled
 def _to_bf16(value):
     """To the nearest, ties to even."""
-    bits = F32(value).view(I32)
-    rounded = I32(bits + I32(0x7FFF) + ((bits >> I32(16)) & I32(1))) >> I32(16)
-    return np.int16(0x7FC0 if value != value else rounded)
+    bits = F32(value if value == value else NAN).view(U32)  # no bits that a carry goes through
+    return np.int16(U32(bits + U32(0x7FFF) + ((bits >> U32(16)) & U32(1))) >> U32(16))
 
 
 @compiled
@@ -252,22 +272,16 @@ def _row(rows, i):
     return rows.memory[start : start + rows.vocab]
 
 
-def _widened(x, buffer):
-    """A block of logits in fp32: itself, or written into the buffer."""
+def _wide(logit):
+    """A logit in fp32."""
 
 
-@overload(_widened, jit_options={"fastmath": set(EXACT)})
-def _widened_of(x, buffer):
-    if isinstance(x.dtype, types.Float):
-        return lambda x, buffer: x
-    convert = _from_bf16 if x.dtype.signed else _from_fp16
-
-    def widened(x, buffer):
-        for j in range(len(x)):
-            buffer[j] = convert(x[j])
-        return buffer
-
-    return widened
+@overload(_wide, jit_options={"fastmath": set(EXACT)})
+def _wide_of(logit):
+    if isinstance(logit, types.Float):
+        return lambda logit: logit
+    convert = _from_bf16 if logit.signed else _from_fp16
+    return lambda logit: convert(logit)
 
 
 def _put(out, values):
@@ -304,25 +318,31 @@ def _capped(x, softcap, logit_scale):
     return F32(softcap) * _tanh(x * F32(logit_scale / softcap))
 
 
-@compiled
 def _block_capped(x, block, softcap, logit_scale):
-    if softcap is None:
-        return x
-    for j in range(len(x)):
-        block[j] = _capped(x[j], softcap, logit_scale)
-    return block
+    """z of a block: the logits themselves without a soft-cap, or written into the buffer."""
+
+
+@overload(_block_capped, jit_options={"fastmath": set(EXACT)})
+def _block_capped_of(x, block, softcap, logit_scale):
+    if isinstance(softcap, types.NoneType):
+        return lambda x, block, softcap, logit_scale: x
+
+    def block_capped(x, block, softcap, logit_scale):
+        for j in range(len(x)):
+            block[j] = _capped(_wide(x[j]), softcap, logit_scale)
+        return block[: len(x)]
+
+    return block_capped
 
 
 @compiled
 def _scores(x, block, softmax):
-    """z of a block, in the buffer where it is not the logits themselves."""
-    buffer = block[: len(x)]
-    return _block_capped(_widened(x, buffer), buffer, softmax.softcap, softmax.logit_scale)
+    return _block_capped(x, block, softmax.softcap, softmax.logit_scale)
 
 
 @compiled
 def _score(x, j, block, softmax):
-    return _scores(x[j : j + 1], block, softmax)[0]
+    return _wide(_scores(x[j : j + 1], block, softmax)[0])
 
 
 def _largest(x):
@@ -371,18 +391,32 @@ def _part(e, block, start, stop):
     return e[start:stop] if len(e) else block[: stop - start]
 
 
-@compiled_in_lanes
 def _block_sums(z, e, maximum, scale):
-    mass = ZERO
-    moment = ZERO
-    for j in range(len(z)):
-        t = (z[j] - maximum) * scale
-        t = LOWEST_32 if t < LOWEST_32 else t
-        exponential = _exp(t)
-        e[j] = exponential
-        mass += exponential
-        moment += exponential * t
-    return mass, moment
+    """(Σ e^t, Σ e^t·t) of a block, with e^t left in `e`. Of 16-bit logits t is in bits."""
+
+
+@overload(_block_sums, jit_options={"fastmath": set(IN_LANES), "forceinline": True})
+def _block_sums_of(z, e, maximum, scale):
+    is_fp32 = isinstance(z.dtype, types.Float)
+    power = _exp if is_fp32 else _exp2
+    lowest = LOWEST_32 if is_fp32 else LOWEST_BITS
+    nats = ONE if is_fp32 else LN_2
+    per_nat = ONE if is_fp32 else LOG2_E
+
+    def block_sums(z, e, maximum, scale):
+        scale = scale * per_nat
+        mass = ZERO
+        moment = ZERO
+        for j in range(len(z)):
+            t = (_wide(z[j]) - maximum) * scale
+            t = lowest if t < lowest else t
+            exponential = power(t)
+            e[j] = exponential
+            mass += exponential
+            moment += exponential * t
+        return mass, moment * nats
+
+    return block_sums
 
 
 @compiled
@@ -426,8 +460,9 @@ def _block_gap_sums(e, z, ref_z, maxima, scale):
     total = ZERO
     ruled_out = ZERO
     for j in range(len(z)):
-        total += e[j] * _gap(z[j], ref_z[j], maxima, scale, LOWEST_32)
-        is_out = (ref_z[j] - maxima.ref_maximum) * scale <= LOWEST_32
+        ref = _wide(ref_z[j])
+        total += e[j] * _gap(_wide(z[j]), ref, maxima, scale, LOWEST_32)
+        is_out = (ref - maxima.ref_maximum) * scale <= LOWEST_32
         ruled_out += ONE if is_out and e[j] > ZERO else ZERO
     return total, ruled_out
 
@@ -451,26 +486,29 @@ def _gap_sums(x, ref_x, room, maxima, scale, softmax):
 def _times_linear(e, z, ref_z, maxima, scale, constant, linear, of_gap):
     """e ← e·(constant + linear·t + of_gap·gap), without the gap where `ref_z` is None or has no
     entries. Where e is 0, t need not be a number to multiply with."""
+    if linear == ZERO and of_gap == ZERO:
+        for j in range(len(z)):
+            e[j] *= constant
+        return
     bound = UNDERFLOW + UNDERFLOW
     for j in range(len(z)):
-        t = (z[j] - maxima.maximum) * scale
+        t = (_wide(z[j]) - maxima.maximum) * scale
         t = bound if t < bound else t
         factor = constant + linear * t
         if ref_z is not None and len(ref_z):
-            factor += of_gap * _gap(z[j], ref_z[j], maxima, scale, bound)
+            factor += of_gap * _gap(_wide(z[j]), _wide(ref_z[j]), maxima, scale, bound)
         e[j] *= factor
 
 
 @compiled
-def _times_slope(e, x, block, softcap, logit_scale):
+def _times_slope(e, x, softcap, logit_scale):
     """e ← e·(1 − tanh²) of capped scores, from a block of logits: 1 − tanh² of the scores has no
     digits near the cap."""
     if softcap is None:
         return
-    wide = _widened(x, block)
     inner = F32(logit_scale / softcap)
     for j in range(len(x)):
-        u = abs(wide[j] * inner)
+        u = abs(_wide(x[j]) * inner)
         decay = _exp(-u - u)
         e[j] *= FOUR * decay / ((ONE + decay) * (ONE + decay))
 
@@ -578,8 +616,7 @@ def _row_gradient(x, ref_rows, room, of_row, grad, token, by, softmax, i):
             _times_linear(values, z, ref_z, maxima, factor, constant, linear, of_gap)
         if start <= token < stop:
             values[token - start] = slope * at_token
-        block = blocks[0, : stop - start]
-        _times_slope(values, x[start:stop], block, softmax.softcap, softmax.logit_scale)
+        _times_slope(values, x[start:stop], softmax.softcap, softmax.logit_scale)
         _put(grad[start:stop], values)
 
 
