@@ -35,7 +35,7 @@ def of_weights(weights: Iterable[tuple[str, Tensor]]) -> str:
     for name, weight in weights:
         digest.update(f"{name} {list(weight.shape)} {weight.dtype} ".encode())
         flat = weight.detach().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).cpu().numpy())
+        digest.update(flat.view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()[:DIGITS]
 
 
