@@ -7,10 +7,12 @@ other tests'.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -256,6 +258,16 @@ VLLM = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
     pytest.mark.filterwarnings("ignore"),  # its own use of deprecated APIs
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _llvmlite_is_not_asked_for_kernels() -> Iterator[None]:
+    """On a CPU an engine of vLLM 0.32 looks for a kernel in each object of each module, and the
+    library of llvmlite, which numba loads, has an attribute of every name."""
+    importlib.import_module("numba")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, "llvmlite.binding.ffi")
+        yield
 
 
 def with_vllm(test: Any) -> Any:
