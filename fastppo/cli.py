@@ -19,7 +19,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from io import TextIOWrapper
 from pathlib import Path
@@ -192,6 +192,7 @@ def recipe(
 ) -> None:
     from rich.console import Console
 
+    from fastppo.data.files import write_whole
     from fastppo.recipes.catalogue import find
     from fastppo.recipes.run import lay_out, run_recipe, show_recipes
 
@@ -215,7 +216,7 @@ def recipe(
         return
     with TemporaryDirectory() as temporary:  # wrong options leave no files in the folder
         file = Path(temporary) / "run.yaml"
-        file.write_text(chosen.config(folder), encoding="utf-8")
+        write_whole(file, chosen.config(folder))
         parse("train", ["--config", str(file), *options])
     config = parse("train", ["--config", str(lay_out(chosen, folder)), *options])
     _quiet_libraries()
@@ -687,14 +688,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if arguments[0] in ("-h", "--help", "--version"):  # need no signals
             build_parser()[0].parse_args(arguments)
-        from fastppo.run.console import lasting_console
+        from fastppo.run.console import LastingStream, NamedStream, lasting_console
         from fastppo.run.signals import stopping_at_once
 
         with stopping_at_once():
             parsed = _parse(arguments)
             if parsed.command.inputs:
                 _check_inputs(parsed)
-            with lasting_console() if parsed.command.trains else nullcontext():
+            with lasting_console(LastingStream if parsed.command.trains else NamedStream):
                 return _run(parsed)
     except KeyboardInterrupt as stopped:
         # Plain where signals are not handled: before the first import, or not in a main thread.

@@ -117,6 +117,9 @@ def _forge(kind: str, checkpoint: Path) -> str:
     if kind == "a dot file":
         (checkpoint / ".metadata").touch()
         return ".metadata was not written with it"
+    if kind == "a pipe":
+        os.mkfifo(checkpoint / "value_regression.safetensors.new")
+        return "value_regression.safetensors.new is neither a file nor a directory"
     if kind == "a manifest of nothing":
         manifest_file.write_text(json.dumps({"sha256": hashlib.sha256(b"{}").hexdigest()}))
         return "manifest.json is none that a run has written"
@@ -146,6 +149,15 @@ def _forge(kind: str, checkpoint: Path) -> str:
         state["state"]["iteration"] = "1"
         (checkpoint / "state.json").write_text(json.dumps(state))
         says = "cannot be read: TypeError: iteration is '1', which no run writes"
+    elif kind == "no iteration":
+        state = json.loads((checkpoint / "state.json").read_bytes())
+        del state["state"]["iteration"]
+        (checkpoint / "state.json").write_text(json.dumps(state))
+        says = "cannot be read: TypeError: the state has no iteration"
+    elif kind == "complex moments":
+        optimizer["0.exp_avg"] = optimizer["0.exp_avg"] * 1j
+        save_file(optimizer, checkpoint / "optimizer.safetensors")
+        says = "does not fit the optimizer: 0.exp_avg is torch.complex64 there"
     elif kind == "a place beyond the random numbers":
         state = json.loads((checkpoint / "state.json").read_bytes())
         state["random"]["numpy"][0] = 10**6
@@ -181,6 +193,7 @@ FORGERIES = [
     *(
         pytest.param(kind, marks=pytest.mark.slow)
         for kind in (
+            "a pipe",
             "a manifest of nothing",
             "a file outside",
             "no optimizer",
@@ -188,6 +201,8 @@ FORGERIES = [
             "another random state",
             "another state",
             "an iteration that is a text",
+            "no iteration",
+            "complex moments",
             "a place beyond the random numbers",
             "nested without end",
         )

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from fastppo.functional.scalars import shown
 from fastppo.models.names import check_model_name
 
 
@@ -38,11 +39,13 @@ def model_config(name: str, what: str = "model") -> Any:
     except Exception as error:  # a config.json may hold anything, and fail in any way
         begin = "" if path.is_dir() else "no such directory, and no model of the hub that loads: "
         raise ValueError(f"{what} {name}: {begin}{_sentence(error)}") from error
+    _check_stop_tokens(f"{what} {name}: config.json", config)
     if (path / GENERATION).exists():  # transformers does without one that it cannot read
         try:
-            GenerationConfig.from_pretrained(name)
+            generation = GenerationConfig.from_pretrained(name)
         except Exception as error:  # as above
             raise ValueError(f"{what} {name}: {GENERATION}: {_sentence(error)}") from error
+        _check_stop_tokens(f"{what} {name}: {GENERATION}", generation)
     if context is not None and (not isinstance(context, int) or context < 1):
         raise ValueError(
             f"{what} {name}: config.json: max_position_embeddings must be an integer >= 1, "
@@ -53,6 +56,16 @@ def model_config(name: str, what: str = "model") -> Any:
 
 GENERATION = "generation_config.json"
 """Where a model's stop tokens may be."""
+
+
+def _check_stop_tokens(where: str, config: Any) -> None:
+    """Raises ValueError unless a config's stop tokens are none, an integer or a list of them."""
+    value = getattr(config, "eos_token_id", None)
+    tokens = value if isinstance(value, (list, tuple)) else [value]
+    if value is not None and not all(type(token) is int for token in tokens):
+        raise ValueError(
+            f"{where}: eos_token_id must be an integer or a list of them, got {shown(value)}"
+        )
 
 
 def _sentence(error: Exception) -> str:

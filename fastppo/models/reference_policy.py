@@ -157,7 +157,8 @@ class ReferencePolicy:
             self._trained() if self.frozen is None else model.causal_lm.named_parameters()
         )
         shapes = {name: weight.shape for name, weight in weights.items()}
-        if shapes != {name: value.shape for name, value in state.items()}:
+        is_real = all(value.is_floating_point() for value in state.values())
+        if shapes != {name: value.shape for name, value in state.items()} or not is_real:
             raise ValueError("the checkpoint's reference does not fit the model")
         self.refreshed = True
         if self.frozen is None:

@@ -34,6 +34,9 @@ COUNTERS = (
     "overflowed_steps",
 )
 
+LATER = {"overflowed_steps", "evaluations", "scaler", "successes"}
+"""What checkpoints of 0.2 lack."""
+
 LEAST_SCALE = 1.0
 """The smallest loss scale. Where a gradient still overflows, the scale is not to blame."""
 
@@ -201,7 +204,11 @@ class RunState:
         Raises:
             TypeError: it holds what no run writes.
         """
-        _check_kinds(state, self.state_dict())
+        fresh = self.state_dict()
+        _check_kinds(state, fresh)
+        lacking = sorted(fresh.keys() - state.keys() - LATER)
+        if lacking:
+            raise TypeError(f"the state has no {lacking[0]}")
         for name in COUNTERS:
             setattr(self, name, state.get(name, 0))
         if not isinstance(self.kl_control, FixedKL):

@@ -145,7 +145,8 @@ class ValueRegression:
         size = head.in_features + 2
         expected = {"moments": (size, size), "heads": (len(RIDGES), size), "errors": (len(RIDGES),)}
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if shapes != expected:
+        is_real = all(tensor.is_floating_point() for tensor in tensors.values())
+        if shapes != expected or not is_real:
             raise ValueError(
                 f"the checkpoint's value regression does not fit: expected {expected}, got {shapes}"
             )

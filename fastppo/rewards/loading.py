@@ -9,6 +9,7 @@ package:name                 of another package: `fastppo.integrations.addresses
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -192,21 +193,59 @@ def _importable_from(folder: Path) -> Iterator[None]:
 
 
 def _fingerprint(spec: str | Reward, function: Any) -> str:
-    """Fingerprint of a reward's weights, of its function's file, of an address, or of a name."""
-    if not (inspect.isroutine(function) or inspect.isclass(function)):
+    """Fingerprint of a reward's weights, of an address, or of code: the file that the spec names
+    and the one that its function is from, or a name where there is no file."""
+    if not _is_definition(function):
         from fastppo.rewards.model import RewardModel  # transformers, where it is used
 
         if isinstance(function, RewardModel):
             tokenizer = fingerprint.of_tokenizer(function.tokenizer)
             return fingerprint.of_text(f"{fingerprint.of_model(function.model)} {tokenizer}")
-    if not isinstance(spec, str):
-        kind = function if inspect.isroutine(function) else type(function)
-        return fingerprint.of_text(f"{kind.__module__}.{kind.__qualname__}")
+    match = None
+    if isinstance(spec, str):
+        if URL.match(spec) or addresses.is_address(spec):
+            return fingerprint.of_text(spec)
+        match = FUNCTION.match(spec)
+    parts = []
+    if match is not None:
+        where = match["where"]
+        parts.append(_code(lambda: where if where.endswith(".py") else sys.modules[where]))
+    parts.append(_code(lambda: _defined(function)))
+    if isinstance(function, functools.partial):
+        parts.append(fingerprint.of_rows([function.args, function.keywords]))
+    known = sorted({part for part in parts if part})
+    if known:
+        return known[0] if len(known) == 1 else fingerprint.of_text(" ".join(known))
+    kind = function if _is_definition(function) else type(function)
+    name = spec if isinstance(spec, str) else f"{kind.__module__}.{kind.__qualname__}"
+    return fingerprint.of_text(name)
+
+
+def _is_definition(function: Any) -> bool:
+    return inspect.isroutine(function) or inspect.isclass(function)
+
+
+def _defined(function: Any) -> Any:
+    """The function or class that a callable is made of."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    return function if _is_definition(function) else type(function)
+
+
+def _code(find: Callable[[], Any]) -> str:
+    """Fingerprint of the file of a module, a function or a class; of one of `__main__`, where a
+    program's options may be too, of its own lines. Empty where there is none."""
     try:
-        file = call(lambda: inspect.getsourcefile(inspect.unwrap(function)))
+        found = call(find)
+        if isinstance(found, str):
+            return fingerprint.of_code(found)
+        if getattr(found, "__module__", None) == "__main__":
+            return fingerprint.of_text(call(lambda: inspect.getsource(found)))
+        file = call(lambda: inspect.getsourcefile(found))
         return fingerprint.of_code(file or "")
-    except (UserCodeError, OSError, SyntaxError):  # an object, a URL, a module that is no file
-        return fingerprint.of_text(spec)
+    except (UserCodeError, OSError, SyntaxError):  # built in, or of an interactive session
+        return ""
 
 
 def reward_name(spec: str) -> str:

@@ -159,22 +159,23 @@ class EnvironmentPool:
         self, rows: Sequence[int], count: int, calls: Callable[[Sequence[int]], list[_Call]]
     ) -> dict[int, Any]:
         """Results by row: each rank calls the environments of its own rows, and every rank gets all
-        results."""
+        results, or those up to the first `Failure`, which ends the run."""
         own = self.world.own(count)
         own_rows = [row for row in rows if row in own]
 
         def work() -> dict[int, Any]:
             with self.options.put_back(f"environment {self.name!r}"):
                 failed = self._make(own_rows)
-                rows = [row for row in own_rows if row not in failed]
-                return failed | dict(zip(rows, self._run(calls(rows)), strict=True))
+                if failed:
+                    return failed
+                results = self._run(calls(own_rows), until_one_fails=True)
+                return dict(zip(own_rows, results, strict=False))
 
         shares = self.world.share(work)
         return {row: result for share in shares for row, result in sorted(share.items())}
 
     def _make(self, rows: Sequence[int]) -> dict[int, Failure]:
-        """Makes the environments of rows that have none; of each that fails, why."""
-        failed = {}
+        """Makes the environments of rows that have none, until one fails; of this one, why."""
         for row in rows:
             if row in self._environments:
                 continue
@@ -182,13 +183,11 @@ class EnvironmentPool:
                 environment = call(self.make, self.options.timeout)
                 lacking = call(functools.partial(_lacking, environment))
             except UserCodeError as error:
-                failed[row] = _failure(error, "where it is made")
-                continue
+                return {row: _failure(error, "where it is made")}
             if lacking:
-                failed[row] = Failure(f"has no method {lacking[0]}")
-            else:
-                self._environments[row] = environment
-        return failed
+                return {row: Failure(f"has no method {lacking[0]}")}
+            self._environments[row] = environment
+        return {}
 
     def _call(
         self,
@@ -204,7 +203,7 @@ class EnvironmentPool:
         keywords = _named(function, columns or {})
         return _Call(method, functools.partial(function, copy.deepcopy(argument), **keywords), read)
 
-    def _run(self, calls: Sequence[_Call]) -> list[Any]:
+    def _run(self, calls: Sequence[_Call], *, until_one_fails: bool = False) -> list[Any]:
         """What the calls return, or a `Failure` in the place of each that fails."""
         timeout = self.options.timeout
         if any(inspect.iscoroutinefunction(_unbound(one.function)) for one in calls):
@@ -213,7 +212,12 @@ class EnvironmentPool:
             if not self._loop.answers():  # a coroutine blocks it: the next calls get another
                 self._loop = None
             return [one.result(value) for one, value in zip(calls, returned, strict=True)]
-        return [one.run(timeout) for one in calls]
+        results: list[Any] = []
+        for one in calls:
+            results.append(one.run(timeout))
+            if until_one_fails and isinstance(results[-1], Failure):
+                break  # each of the others might take as long
+        return results
 
 
 class _Call(NamedTuple):

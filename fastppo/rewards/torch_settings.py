@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+"""Torch's kernels of attention, each of which can be switched off."""
+
 DEVICE_TYPES = ("cpu", "cuda")
 """Whose autocast is put back."""
 
@@ -24,6 +27,8 @@ class TorchSettings:
     threads: int
     precision: str
     """Of matrix products in fp32."""
+    attention: tuple[bool, ...]
+    """Whether each of `ATTENTION` may be used."""
     autocast: tuple[tuple[bool, torch.dtype], ...]
 
     @classmethod
@@ -37,6 +42,9 @@ class TorchSettings:
             grad=torch.is_grad_enabled(),
             threads=torch.get_num_threads(),
             precision=torch.get_float32_matmul_precision(),
+            attention=tuple(
+                getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in ATTENTION
+            ),
             autocast=tuple(
                 (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
                 for device in DEVICE_TYPES
@@ -71,6 +79,10 @@ class TorchSettings:
         if self.precision != after.precision:
             changed.append("torch's precision of matrix products")
             torch.set_float32_matmul_precision(self.precision)
+        if self.attention != after.attention:
+            changed.append("torch's kernels of attention")
+            for kernel, enabled in zip(ATTENTION, self.attention, strict=True):
+                getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(enabled)
         if self.autocast != after.autocast:
             changed.append("torch's autocast")
             for device, (enabled, dtype) in zip(DEVICE_TYPES, self.autocast, strict=True):

@@ -45,6 +45,9 @@ CHECKPOINTS_KEPT = 2
 
 NAME = re.compile(r"^checkpoint-\d+$")
 
+STATE_DTYPES = (torch.float32, torch.float64, torch.uint8)
+"""Of an optimiser's state; the last of codes of 8 bits."""
+
 
 UNREADABLE = (
     ArithmeticError,
@@ -375,12 +378,15 @@ def _read_record(path: Path) -> dict[str, Any]:
 def _restore_weights(
     path: Path, saved: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
 ) -> None:
-    """Copies a checkpoint's weights into parameters; raises ValueError for one of another shape."""
+    """Copies a checkpoint's weights into parameters; raises ValueError for one of another shape, or
+    whose numbers are of another kind: precisions may differ."""
     with torch.no_grad():
         for name, parameter in parameters.items():
             weight = saved[name]
             if parameter.shape != weight.shape:
                 raise ValueError(shards.misfit(path, name, weight.shape, parameter.shape))
+            if parameter.is_floating_point() != weight.is_floating_point():
+                raise ValueError(f"{path} does not fit the model: {name} is {weight.dtype} there")
             parameter.copy_(sharded_like(weight, parameter))
 
 
@@ -421,6 +427,8 @@ def _check_optimizer(
             raise ValueError(f"{path} does not fit the optimizer, which has no {key}")
         if tuple(tensor.shape) != shapes[key]:
             raise ValueError(shards.misfit(path, f"optimizer {key}", tensor.shape, shapes[key]))
+        if tensor.dtype not in STATE_DTYPES:
+            raise ValueError(f"{path} does not fit the optimizer: {key} is {tensor.dtype} there")
     moments = {key for key in tensors if not key.endswith(".master")}
     stepped = {key.split(".")[0] for key in moments}  # a weight without a gradient has none
     wanted = {key for key in shapes.keys() - masters if key.split(".")[0] in stepped}

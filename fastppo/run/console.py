@@ -57,25 +57,37 @@ class LastingStream:
 
     def _give_up(self, error: OSError) -> None:
         self.notes.append(f"{self._name} could not be written ({error.strerror}) and is given up")
+        self._discard()
+
+    def _discard(self) -> None:
         # The stream keeps what it could not write, and would fail again at the program's end.
         with suppress(OSError), open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
+class NamedStream(LastingStream):
+    """A text stream whose first write that fails is an error with its name."""
+
+    def _give_up(self, error: OSError) -> None:
+        self._discard()
+        raise RuntimeError(f"{self._name} could not be written: {error.strerror}") from error
+
+
 @contextmanager
-def lasting_console() -> Iterator[None]:
-    """Within it no write to stdout or stderr fails."""
+def lasting_console(kind: type[LastingStream] = LastingStream) -> Iterator[None]:
+    """Within it no write to stdout or stderr fails; or, of `NamedStream`, fails without a name."""
     before = {name: getattr(sys, name) for name in STREAMS}
     for name, stream in before.items():
         if stream is not None and not isinstance(stream, LastingStream):
-            setattr(sys, name, LastingStream(stream, name))
+            setattr(sys, name, kind(stream, name))
     try:
         yield
     finally:
+        within = [getattr(sys, name) for name in STREAMS]
         for name, stream in before.items():
-            if stream is not None:
-                getattr(sys, name).flush()
             setattr(sys, name, stream)
+        for stream in filter(None, within):
+            stream.flush()
 
 
 def console_notes() -> list[str]:

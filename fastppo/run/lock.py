@@ -17,8 +17,8 @@ FILE = ".lock"
 NO_FILE = (0, 0)
 """In place of device and inode."""
 
-_held: dict[Path, tuple[int, int]] = {}
-"""Device and inode of each lock file that this process holds, by its path."""
+_held: dict[Path, tuple[tuple[int, int], tuple[int, int]]] = {}
+"""Device and inode of each lock file that this process holds, and of its directory, by its path."""
 
 
 @contextmanager
@@ -63,11 +63,20 @@ def check_still_held(run_dir: str | Path) -> None:
     still the one that it has locked. One that somebody has deleted is made anew.
 
     Raises:
-        RuntimeError: another run has had the directory since, or it cannot be locked.
+        RuntimeError: another run has had the directory since, it is no longer there, or it cannot
+            be locked.
     """
     path = Path(run_dir).absolute() / FILE
+    if path not in _held:
+        return
     there = _file(path)
-    if path not in _held or _held[path] == there:
+    held, directory = _held[path]
+    if _file(path.parent) != directory:
+        raise RuntimeError(
+            f"{run_dir} was removed or renamed while the run was at work there: it ends, and "
+            "writes nothing more"
+        )
+    if there == held:
         return
     _lock(path).release(force=True)
     try:
@@ -94,7 +103,7 @@ def _acquired(path: Path) -> BaseFileLock:
     lock.acquire()
     since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")
-    _held[path] = _file(path)
+    _held[path] = (_file(path), _file(path.parent))
     return lock
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,11 +58,10 @@ def read(directory: Path, number: int) -> dict[str, Any]:
     """The owner of a checkpoint whose every file is as it was written.
 
     Raises:
-        DamagedError: a file is not there, or has other bytes; it says which.
+        DamagedError: a file is not there, has other bytes or is none; it says which.
     """
     manifest = directory / FILE
-    if manifest.exists() and not manifest.is_file():  # a pipe would be waited for without end
-        raise DamagedError(f"{directory}: {FILE} is no file")
+    listed = _files(directory)
     try:
         record = json.loads(manifest.read_bytes())
     except FileNotFoundError:
@@ -74,7 +74,7 @@ def read(directory: Path, number: int) -> dict[str, Any]:
         raise DamagedError(f"{directory}: {FILE} is none that a run has written")
     if record["number"] != number:
         raise DamagedError(f"{directory}: expected checkpoint {number}, got {record['number']}")
-    unlisted = {path.relative_to(directory).as_posix(): path for path in _files(directory)}
+    unlisted = {path.relative_to(directory).as_posix(): path for path in listed}
     for name, (size, sha256) in record["files"].items():
         path = unlisted.pop(name, None)
         if path is None:
@@ -164,7 +164,21 @@ def _is_record(record: dict[str, Any]) -> bool:
 
 
 def _files(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.is_file() and path.name != FILE)
+    """The files below a directory, but for its manifest.
+
+    Raises:
+        DamagedError: something there is neither a file nor a directory: a pipe would be waited for
+            without end, and a link leads elsewhere.
+    """
+    files = []
+    for path in sorted(directory.rglob("*")):
+        mode = path.lstat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            name = path.relative_to(directory)
+            raise DamagedError(f"{directory}: {name} is neither a file nor a directory")
+        if stat.S_ISREG(mode) and path != directory / FILE:
+            files.append(path)
+    return files
 
 
 def _sha256(path: Path) -> str:

@@ -104,6 +104,8 @@ def check_optimizer(path: Path, optimizer: Any, options: Sequence[Mapping[str, A
                     raise ValueError(
                         f"{path} does not fit the optimizer: {name} of a weight is of another shape"
                     )
+                if not moment.is_floating_point():
+                    raise ValueError(f"{path} does not fit the optimizer: {name} is {moment.dtype}")
             if not isinstance(moments.get("step"), Tensor) or moments["step"].numel() != 1:
                 raise ValueError(f"{path} does not fit the optimizer: step is no number")
     if not has_moments:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import tiny
 
-from fastppo.rewards.loading import load_reward, reward_name
+from fastppo.rewards.loading import load_callable, load_reward, reward_name
 from fastppo.rewards.model import RewardModel
 
 PROMPTS = ["w1 w2 ", "w3 "]
@@ -56,3 +58,26 @@ def test_a_reward_goes_by_its_functions_or_its_directorys_name(tmp_path) -> None
     assert reward_name("runs/reward") == "reward"
     (tmp_path / "odd:name").mkdir()
     assert reward_name(f"{tmp_path}/odd:name") == "odd:name"
+
+
+@pytest.mark.parametrize(
+    "pays",
+    [
+        "import functools\n\ndef base(x, **columns): return [1.0]\n"
+        "pays = functools.partial(base, x=2)\n",
+        "class Pays:\n    def __call__(self, *texts, **columns): return [1.0]\npays = Pays()\n",
+        "from words_that_pay import pays\n",
+    ],
+    ids=["partial", "object", "from another file"],
+)
+def test_a_changed_body_changes_the_fingerprint_of_whatever_is_called(pays: str, tmp_path) -> None:
+    neighbour = tmp_path / "words_that_pay.py"
+    neighbour.write_text("def pays(*texts, **columns): return [1.0]\n")
+    file = tmp_path / "reward.py"
+    file.write_text(pays)
+    prints = [load_callable(f"{file}:pays", "reward").fingerprint]
+    for changed in (file, neighbour) if "words_that_pay" in pays else (file,):
+        changed.write_text(changed.read_text().replace("1.0", "2.0") + "\n")
+        sys.modules.pop("words_that_pay", None)
+        prints.append(load_callable(f"{file}:pays", "reward").fingerprint)
+    assert len(set(prints)) == len(prints)

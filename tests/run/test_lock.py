@@ -53,6 +53,15 @@ def test_a_run_that_has_come_and_gone_meanwhile_is_noticed(tmp_path: Path) -> No
             lock.check_still_held(tmp_path)
 
 
+def test_a_directory_that_is_renamed_or_removed_is_not_made_anew(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with lock.run_lock(run):
+        run.rename(tmp_path / "other")
+        with pytest.raises(RuntimeError, match=f"{run} was removed or renamed while"):
+            lock.check_still_held(run)
+        assert not run.exists()
+
+
 def test_who_holds_it_is_named(tmp_path: Path) -> None:
     with _other_process(tmp_path):
         (tmp_path / lock.FILE).write_text("process 7 on h, since today\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ def _written(path: Path, number: int = 3) -> Path:
         ("a", b"on", "a has 2 bytes; expected 3"),
         ("deep/b", None, "deep/b is not there"),
         ("new", b"", "new was not written with it"),
+        ("deep/manifest.json", b"", "deep/manifest.json was not written with it"),
         ("manifest.json", b"{", "manifest.json cannot be read"),
         ("manifest.json", b"[" * 100_000, "manifest.json cannot be read"),
         ("manifest.json", b"\xff", "manifest.json cannot be read"),
@@ -43,11 +45,16 @@ def test_a_damage_is_named(file: str, content: bytes | None, says: str, tmp_path
         manifest.read(path, 3)
 
 
-def test_a_manifest_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [manifest.FILE, "a", "deep/new", "deep/manifest.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(__file__)])
+def test_what_is_neither_a_file_nor_a_directory_is_not_read(
+    make: Callable[[Path], None], name: str, tmp_path: Path
+) -> None:
+    """A pipe would be waited for without end, and a link leads elsewhere."""
     path = _written(tmp_path / "c")
-    (path / "manifest.json").unlink()
-    os.mkfifo(path / "manifest.json")
-    with pytest.raises(manifest.DamagedError, match=r"manifest\.json is no file"):
+    (path / name).unlink(missing_ok=True)
+    make(path / name)
+    with pytest.raises(manifest.DamagedError, match=f"{name} is neither a file nor a directory"):
         manifest.read(path, 3)
 
 
