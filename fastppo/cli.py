@@ -695,7 +695,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parsed = _parse(arguments)
             if parsed.command.inputs:
                 _check_inputs(parsed)
-            with lasting_console(LastingStream if parsed.command.trains else NamedStream):
+            # The result of `recipe --show` is what it prints.
+            trains = parsed.command.trains and "show" not in parsed.flags
+            with lasting_console(LastingStream if trains else NamedStream):
                 return _run(parsed)
     except KeyboardInterrupt as stopped:
         # Plain where signals are not handled: before the first import, or not in a main thread.

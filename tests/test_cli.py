@@ -100,10 +100,11 @@ def test_one_of_several_ranks_ends_before_the_interpreter_does(ranks: str, says:
     assert python("-c", PROGRAM, code=3, WORLD_SIZE=ranks).stdout.splitlines() == says
 
 
-def test_a_stdout_that_is_full_is_told_of() -> None:
+@pytest.mark.parametrize("arguments", [["--version"], ["recipe", "arithmetic", "--show"]])
+def test_a_stdout_that_is_full_is_told_of(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "fastppo", "--version"],
+            [sys.executable, "-m", "fastppo", *arguments],
             env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
             stdout=full,
             stderr=subprocess.PIPE,

@@ -279,6 +279,17 @@ def test_a_run_whose_lock_was_deleted_ends_once_another_has_begun(folder: Folder
     assert [record["iteration"] for record in records] == [0, 1, 2]
 
 
+@pytest.mark.slow
+def test_a_run_whose_directory_is_renamed_ends_and_makes_no_other(folder: Folder, run) -> None:
+    elsewhere = folder.path / "elsewhere"
+    folder.write_reward(f"calls == 2 and os.rename({str(folder.run)!r}, {str(elsewhere)!r})")
+    code, said = run(iterations=4)
+    assert code == 1
+    assert f"{folder.run} was removed or renamed while the run was at work there" in said
+    assert not folder.run.exists()
+    assert len(read_jsonl(elsewhere / "metrics.jsonl")) == 1
+
+
 # -------------------------------------------------------------------------------------- the signals
 
 

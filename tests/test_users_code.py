@@ -362,6 +362,7 @@ def test_what_a_reward_changes_of_torch_is_put_back_and_said_once(folder: Folder
         "torch's autocast": "torch.set_autocast_enabled('cpu', True)",
         "whether torch records gradients": "torch.set_grad_enabled(False)",
         "torch's number of threads": f"torch.set_num_threads({torch.get_num_threads() + 1})",
+        "torch's kernels of attention": "torch.backends.cuda.enable_math_sdp(False)",
         "torch's precision of matrix products": "torch.set_float32_matmul_precision('medium')",
         "the working directory": "os.chdir('/')",
     }
