@@ -7,11 +7,12 @@ import http.server
 import io
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import threading
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,13 @@ def test_a_directory_of_datasets_that_is_damaged_is_refused_by_name(folder: Fold
 MODELS = {
     "tokenizer.json": [b"{", b'{"model": 7}'],
     "tokenizer_config.json": [b"[]"],
-    "generation_config.json": [b"", b"[]", b'{"eos_token_id": [[1]]}', b'{"eos_token_id": "x"}'],
+    "generation_config.json": [
+        b"",
+        b"[]",
+        b'{"eos_token_id": [[1]]}',
+        b'{"eos_token_id": "x"}',
+        b'{"eos_token_id": true}',
+    ],
     "config.json": [b"", b"{}", b"\xff", b'{"model_type": "nowhere"}'],
     "model.safetensors": [b"", b"\0" * 64],
 }
@@ -198,6 +205,30 @@ def test_a_place_among_processes_that_cannot_be_is_refused(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert says in _refused(folder.flags())
+
+
+def test_what_cannot_be_written_is_named(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    generate = ["generate", "--models", folder.model, "--prompt", "w1", "--max_new_tokens", "2"]
+    said = io.StringIO()
+    with (
+        suppress(OSError),  # of the file's end
+        open("/dev/full", "w") as full,
+        redirect_stdout(full),
+        redirect_stderr(said),
+    ):
+        assert cli.main([*generate, "--device", "cpu"]) == 1
+    assert "stdout could not be written: " in said.getvalue()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("sys.dont_write_bytecode", True)  # of a module that is imported first there
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, before[1]))
+    try:
+        said = _refused(["recipe", "arithmetic", "--out", str(tmp_path / "out")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert f"File too large: '{tmp_path}" in said
 
 
 def test_a_pipe_that_nobody_reads_is_not_waited_for(folder: Folder) -> None:

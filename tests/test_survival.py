@@ -158,6 +158,10 @@ def _forge(kind: str, checkpoint: Path) -> str:
         optimizer["0.exp_avg"] = optimizer["0.exp_avg"] * 1j
         save_file(optimizer, checkpoint / "optimizer.safetensors")
         says = "does not fit the optimizer: 0.exp_avg is torch.complex64 there"
+    elif kind == "complex weights":
+        weights = load_file(checkpoint / "model.safetensors")
+        save_file({name: w * 1j for name, w in weights.items()}, checkpoint / "model.safetensors")
+        says = " is torch.complex64 there"
     elif kind == "a place beyond the random numbers":
         state = json.loads((checkpoint / "state.json").read_bytes())
         state["random"]["numpy"][0] = 10**6
@@ -203,6 +207,7 @@ FORGERIES = [
             "an iteration that is a text",
             "no iteration",
             "complex moments",
+            "complex weights",
             "a place beyond the random numbers",
             "nested without end",
         )
@@ -711,6 +716,9 @@ def _forge_a_stage(kind: str, checkpoint: Path) -> str:
     if kind == "another shape":  # of which a fused step would read past the end
         optimizer["state"][0]["exp_avg"] = torch.zeros(1)
         says += "exp_avg of a weight is of another shape"
+    elif kind == "complex moments":
+        optimizer["state"][0]["exp_avg"] = optimizer["state"][0]["exp_avg"] * 1j
+        says += "exp_avg is torch.complex64"
     elif kind == "no moments":
         optimizer["state"] = {}
         says += "it has no moments"
@@ -737,7 +745,14 @@ def _forge_a_stage(kind: str, checkpoint: Path) -> str:
     return says
 
 
-STAGE_FORGERIES = ("no moments", "another option", "another step", "a pickle that calls", "a file")
+STAGE_FORGERIES = (
+    "complex moments",
+    "no moments",
+    "another option",
+    "another step",
+    "a pickle that calls",
+    "a file",
+)
 
 
 @pytest.mark.parametrize(

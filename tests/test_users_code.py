@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,6 +100,44 @@ ENVIRONMENTS = {
         "environment 'Game' raised GeneratorExit() in step",
     ),
 }
+CODE = {
+    "an instance": "class Game:\n    def __call__(self, *_, **__): return {}\ncount = Game()",
+    "a partial": "import functools\ncount = functools.partial(lambda *_, **__: {})",
+    "another file's": "from inner import make\ncount = make(lambda *_, **__: {})",
+}
+
+
+@pytest.mark.parametrize("kind", CODE)
+@pytest.mark.parametrize("option", ["rewards", "prompt_weights"])
+def test_an_edited_callable_is_another_run(
+    option: str, kind: str, folder: Folder, run: Run
+) -> None:
+    """Whatever the callable is, the file that the option names counts."""
+    count = len(folder.prompts.read_text().splitlines()) if option == "prompt_weights" else 0
+    file = folder.path / "named.py"
+    (folder.path / "inner.py").write_text(
+        "def make(function): return lambda *a, **b: function(*a, **b)\n"
+    )
+    for value, code in ((1.0, 0), (2.0, 2)):
+        returned = f"[{value}] * {count}" if count else f"[{value}] * len(_[1])"
+        file.write_text(CODE[kind].format(returned) + "\n")
+        ended, said = run(resume=True, **{option: f"{file}:count"})
+        assert ended == code, said
+    assert "belongs to another run: the content of " in said
+
+
+def test_environments_that_block_where_they_are_made_have_one_limit(
+    folder: Folder, run: Run
+) -> None:
+    file = folder.path / "game.py"
+    file.write_text(f"{ENVIRONMENT}\n    def __init__(self): time.sleep(60)\n")
+    begin = time.monotonic()
+    code, said = run(environment=f"{file}:Game", reward_timeout=2)
+    assert code == 1
+    assert "environment 'Game' did not return within 2 s where it is made" in said
+    assert time.monotonic() - begin < 16 * 2
+
+
 QUICK = ("exits where it is made", "exits in a coroutine", "blocks the event loop")
 
 
@@ -362,8 +401,8 @@ def test_what_a_reward_changes_of_torch_is_put_back_and_said_once(folder: Folder
         "torch's autocast": "torch.set_autocast_enabled('cpu', True)",
         "whether torch records gradients": "torch.set_grad_enabled(False)",
         "torch's number of threads": f"torch.set_num_threads({torch.get_num_threads() + 1})",
-        "torch's kernels of attention": "torch.backends.cuda.enable_math_sdp(False)",
         "torch's precision of matrix products": "torch.set_float32_matmul_precision('medium')",
+        "torch's kernels of attention": "torch.backends.cuda.enable_math_sdp(False)",
         "the working directory": "os.chdir('/')",
     }
     folder.write_reward(f"import torch; {'; '.join(changes.values())}")
