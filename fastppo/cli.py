@@ -695,8 +695,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parsed = _parse(arguments)
             if parsed.command.inputs:
                 _check_inputs(parsed)
-            # The result of `recipe --show` is what it prints.
-            trains = parsed.command.trains and "show" not in parsed.flags
+            trains = parsed.command.trains
+            if parsed.command is COMMANDS["recipe"]:
+                # The result of the list, and of --show, is what is printed.
+                trains = bool(parsed.options) and "show" not in parsed.flags
             with lasting_console(LastingStream if trains else NamedStream):
                 return _run(parsed)
     except KeyboardInterrupt as stopped:

@@ -100,7 +100,9 @@ def test_one_of_several_ranks_ends_before_the_interpreter_does(ranks: str, says:
     assert python("-c", PROGRAM, code=3, WORLD_SIZE=ranks).stdout.splitlines() == says
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["recipe", "arithmetic", "--show"]])
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["recipe"], ["recipe", "arithmetic", "--show"]]
+)
 def test_a_stdout_that_is_full_is_told_of(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
