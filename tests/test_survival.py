@@ -718,7 +718,7 @@ def _forge_a_stage(kind: str, checkpoint: Path) -> str:
         says += "exp_avg of a weight is of another shape"
     elif kind == "complex moments":
         optimizer["state"][0]["exp_avg"] = optimizer["state"][0]["exp_avg"] * 1j
-        says += "exp_avg is torch.complex64"
+        says = "cannot be read: TypeError: the optimizer's exp_avg is torch.complex64"
     elif kind == "no moments":
         optimizer["state"] = {}
         says += "it has no moments"

@@ -23,6 +23,9 @@ STATE = "trainer_state.json"
 READ = ("optimizer.pt", "scheduler.pt", "rng_state.pth", STATE)
 """Files that Trainer reads if they are there, beside the weights."""
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's states of a weight, as torch names them."""
+
 ARGUMENTS = "training_args.bin"
 """A pickle that Trainer writes and does not read."""
 
@@ -78,6 +81,19 @@ def check_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{path} does not fit the model: it has no {name}")
 
 
+def check_moments_are_real(optimizer: Any, states: Mapping[str, Any]) -> None:
+    """Checks an optimiser's states before it loads them, which casts them to its weights' dtype.
+
+    Raises:
+        TypeError: a moment is complex or of integers.
+    """
+    for state in states["state"].values():
+        for name in MOMENTS:
+            moment = state.get(name)
+            if isinstance(moment, Tensor) and not moment.is_floating_point():
+                raise TypeError(f"the optimizer's {name} is {moment.dtype}")
+
+
 def check_optimizer(path: Path, optimizer: Any, options: Sequence[Mapping[str, Any]]) -> None:
     """Checks an optimiser that a checkpoint was read into.
 
@@ -98,14 +114,12 @@ def check_optimizer(path: Path, optimizer: Any, options: Sequence[Mapping[str, A
             if not moments:
                 continue  # it had no gradient
             has_moments = True
-            for name in ("exp_avg", "exp_avg_sq"):
+            for name in MOMENTS:
                 moment = moments.get(name)
                 if not isinstance(moment, Tensor) or moment.shape != weight.shape:
                     raise ValueError(
                         f"{path} does not fit the optimizer: {name} of a weight is of another shape"
                     )
-                if not moment.is_floating_point():
-                    raise ValueError(f"{path} does not fit the optimizer: {name} is {moment.dtype}")
             if not isinstance(moments.get("step"), Tensor) or moments["step"].numel() != 1:
                 raise ValueError(f"{path} does not fit the optimizer: step is no number")
     if not has_moments:

@@ -50,7 +50,13 @@ from fastppo.run.progress import progress, say
 from fastppo.run.signals import listening
 from fastppo.stages.callbacks import Interruptions, ProgressBar, Records
 from fastppo.stages.options import IDENTITY, SupervisedConfig
-from fastppo.stages.resuming import check_files, check_optimizer, check_schedule, check_weights
+from fastppo.stages.resuming import (
+    check_files,
+    check_moments_are_real,
+    check_optimizer,
+    check_schedule,
+    check_weights,
+)
 from fastppo.stopped import Stopped
 
 # ---------------------------------------------------------------------------------------- the data
@@ -295,11 +301,12 @@ class SupervisedTrainer(Trainer, ABC):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, over shards: after a checkpoint's weights are loaded, before its states."""
-        if self.world.size == 1:
-            return super().create_optimizer(*args, **kwargs)
-        shard_as_it_is(self.root, self.trunk, self.world, self.entries)
+        if self.world.size > 1:
+            shard_as_it_is(self.root, self.trunk, self.world, self.entries)
         optimizer = super().create_optimizer(*args, **kwargs)
-        optimizer.register_load_state_dict_pre_hook(_sharded_states)
+        optimizer.register_load_state_dict_pre_hook(check_moments_are_real)
+        if self.world.size > 1:
+            optimizer.register_load_state_dict_pre_hook(_sharded_states)
         return optimizer
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
