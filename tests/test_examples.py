@@ -31,11 +31,11 @@ def assert_learns(printed: str) -> None:
 @pytest.mark.slow
 def test_the_example_of_a_task_learns_to_call_and_to_answer(tmp_path: Path) -> None:
     """On sums that it was not trained on. A policy at random calls in 1 of 23 first turns."""
-    printed = run(str(ROOT / "examples" / "tasks.py"), "--iterations", "30", cwd=tmp_path)
+    printed = run(str(ROOT / "examples" / "tasks.py"), cwd=tmp_path)
     numbers = re.findall(r"left out (\S+)  held-out (\S+)  greedy (\S+)", printed)
     (_, _, (left_out, held_out, greedy)) = [tuple(map(float, row)) for row in numbers]
-    assert held_out > 0.45, "the call alone earns 0.2"
-    assert greedy > 0.45
+    assert held_out > 0.5, "the call alone earns 0.2"
+    assert greedy > 0.5
     assert left_out > 0
     report = tmp_path / "runs" / "adding" / "report.html"
     assert "Held-out reward" in report.read_text("utf-8")
