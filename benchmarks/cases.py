@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks import CASES
 from benchmarks.case import Case
 from benchmarks.losses import (
     linear_logprobs_case,
@@ -16,18 +17,6 @@ from benchmarks.losses import (
 from benchmarks.sequences import advantages_case, gae_case, whiten_case
 from benchmarks.shapes import Sequences, Sweep, Tokens, Work
 from benchmarks.training import update_case
-
-NAMES = {
-    "loss": "from logits, with its gradient and forward alone, with and without an entropy bonus",
-    "statistics": "logprobs and entropy from logits, no gradient",
-    "linear-loss": "loss and its gradients from hidden states and the lm-head",
-    "linear-logprobs": "logprobs from hidden states and the lm-head, no gradient",
-    "gae": "generalised advantage estimation",
-    "advantages": "reward shaping, GAE and whitening in one call",
-    "whiten": "masked whitening",
-    "update": "one PPO update of a model: the learner alone",
-    "sweeps": "some of these over N, V and T, with the exponent of their growth",
-}
 
 _LOGITS: dict[str, tuple[Callable[[Tokens, torch.dtype], Case], ...]] = {
     "loss": (
@@ -47,7 +36,7 @@ _LINEAR: dict[str, tuple[Callable[[Tokens, torch.dtype], Case], ...]] = {
 _SEQUENCES = {"gae": gae_case, "advantages": advantages_case, "whiten": whiten_case}
 
 
-def cases(work: Work, names: tuple[str, ...] = tuple(NAMES)) -> list[Case]:
+def cases(work: Work, names: tuple[str, ...] = tuple(CASES)) -> list[Case]:
     """The cases of a set, restricted to `names`; sweeps apart.
 
     The rows that matter first, for a set whose time ends early: each operation at the first of its

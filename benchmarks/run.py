@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks import CASES, cases, measure
 from benchmarks import case as case_module
-from benchmarks import cases, measure
 from benchmarks.case import Case, Provider, Truth, UnsupportedError
 from benchmarks.measure import Ceilings, Inputs, Timing
 from benchmarks.shapes import Sweep, Work
@@ -196,7 +196,7 @@ def run(
     work: Work,
     device: torch.device,
     *,
-    names: tuple[str, ...] = tuple(cases.NAMES),
+    names: tuple[str, ...] = tuple(CASES),
     compiled: bool = True,
     progress: Progress = lambda line: None,
     save: Callable[[dict[str, Any]], None] = lambda record: None,
@@ -204,7 +204,7 @@ def run(
     """Runs a set, and gives its record as the JSON has it.
 
     Args:
-        names: of the cases, see `cases.NAMES`.
+        names: of the cases, see `benchmarks.CASES`.
         compiled: `torch.compile` takes part; in sweeps it does not.
         save: takes the record after each case, with what there is by then.
     """

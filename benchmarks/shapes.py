@@ -85,7 +85,7 @@ class Sweep(NamedTuple):
     """One case at several sizes, to see how its cost grows with one of them."""
 
     case: str
-    """A name of `cases.NAMES`."""
+    """A name of `benchmarks.CASES`."""
     variable: str
     """N tokens, V vocabulary or T time: what grows along `shapes`."""
     shapes: tuple[Tokens, ...] | tuple[Sequences, ...]

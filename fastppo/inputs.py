@@ -21,8 +21,8 @@ from fastppo.data.rows import (
 from fastppo.data.shards import shards_of
 from fastppo.functional import scalars
 from fastppo.integrations.addresses import is_address
-from fastppo.models.names import check_model_name
-from fastppo.ppo.processes import check_processes
+from fastppo.models.names import check_model_name, context_of
+from fastppo.ppo.processes import check_context, check_processes
 from fastppo.rewards.chat import SCHEME
 from fastppo.rewards.loading import FUNCTION, URL, match_function
 from fastppo.rewards.reading import (
@@ -64,6 +64,7 @@ def check_plan(
     shards_of(processes, config.shard_size)
     check_processes(config, processes)
     check_models(config)
+    check_context(prompt_tokens, config.max_new_tokens, context_of(config.model))
 
 
 def check_models(config: Any) -> None:

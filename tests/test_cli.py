@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import fields
 from pathlib import Path
 
@@ -317,6 +319,7 @@ PLANS = [
     ({"shard_size": "8"}, "shard_size=8 shares the weights among several processes"),
     ({"processes": "6", "shard_size": "4"}, "shard_size must divide the 6 processes"),
     ({"processes": "2", "async_steps": "1"}, "2 processes: async_steps=1 is for one process"),
+    ({"prompt_tokens": "70"}, "prompts of 70 tokens and responses of 128 are longer than the"),
 ]
 
 
@@ -346,6 +349,35 @@ def test_inputs_are_checked_before_torch_is_imported(inputs: dict[str, str]) -> 
     wanted = [says for _, says in EARLY + PLANS] + [*others.values()]
     for line, says in zip(done.stderr.splitlines(), wanted, strict=True):
         assert says in line
+
+
+def test_a_misspelt_model_is_refused_before_torch_is_imported(inputs: dict[str, str]) -> None:
+    """By the hub, which does not have it; offline nobody is asked."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from fastppo import cli; sys.exit(cli.main(sys.argv[1:]))"
+    )
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.end_headers()
+
+        def log_message(self, *arguments: object) -> None:
+            """Nothing: stderr is the test's."""
+
+    arguments = ["-c", code, "train", *_flags(inputs | {"model": "gtp2"})]
+    with http.server.HTTPServer(("127.0.0.1", 0), Hub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        there = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_OFFLINE": "0"}
+        asked = python(*arguments, cwd=Path(), code=2, **there)
+        hub.shutdown()
+    told = "fastppo: model gtp2: no such directory, and "
+    assert asked.stderr == f"{told}no model of the hub that can be read\n"
+    offline = python(*arguments, cwd=Path(), code=2, HF_HUB_OFFLINE="1")
+    assert offline.stderr.startswith(f"{told}the hub does not answer: ")
+    assert "HF_HUB_OFFLINE" in offline.stderr
 
 
 def test_a_path_in_yaml_is_relative_to_the_working_directory(inputs, capsys) -> None:
@@ -439,6 +471,22 @@ def test_help_shows_the_options_of_a_word(capsys) -> None:
     with pytest.raises(SystemExit):
         cli.main(["train", "--help", "nonsense"])
     assert "the sections are: Policy, Weights and adapters" in capsys.readouterr().err
+
+
+CHOICES = [
+    ("value_learning_rate", "the value head, or the whole of value_model=critic"),
+    ("kl_controller", "it stands still during value_warmup_iterations"),
+    ("advantage", "group: GRPO's (R − mean)/(deviation + 1e-4) over the prompt's samples"),
+    ("reference_refresh", "the policy becomes the reference; 0 never"),
+]
+
+
+@pytest.mark.parametrize(("option", "says"), CHOICES)
+def test_help_tells_a_choice_that_others_make_otherwise(option: str, says: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help", option])
+    # argparse breaks lines at hyphens too
+    assert says.replace(" ", "") in "".join(capsys.readouterr().out.split())
 
 
 def test_the_recipes_are_listed_without_torch_and_with_their_minutes() -> None:

@@ -44,10 +44,10 @@ def test_options_and_inputs_are_read_without_torch() -> None:
     assert not {"torch", "transformers", "numpy"} & loaded
 
 
-@pytest.mark.parametrize("flag", ["--help", "--version"])
-def test_the_top_level_answers_without_torch(flag: str) -> None:
+@pytest.mark.parametrize("flags", ["--help", "--version", "bench --help", "plan --help"])
+def test_help_answers_without_torch(flags: str) -> None:
     loaded = loaded_after(
-        f"from fastppo import cli\ntry: cli.main(['{flag}'])\nexcept SystemExit: pass"
+        f"from fastppo import cli\ntry: cli.main({flags.split()})\nexcept SystemExit: pass"
     )
     assert "fastppo" in loaded
     assert not {"torch", "transformers", "numpy"} & loaded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from fastppo.data.files import MissingPathError
@@ -50,15 +51,12 @@ def check_model_name(name: str, what: str = "model") -> None:
 
 def _check_hub(name: str, what: str) -> None:
     """Raises ValueError where neither the hub nor its cache here has a model of this name."""
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
-    if constants.HF_HUB_OFFLINE:
-        return  # whose cache is looked at where it is loaded
     try:
-        if isinstance(try_to_load_from_cache(name, "config.json"), str):
-            return
-        HfApi().model_info(name, timeout=HUB_SECONDS)
+        if _cached_config(name) is None:
+            HfApi().model_info(name, timeout=HUB_SECONDS)
     except HFValidationError:
         raise MissingPathError(f"{what} {name}: there is no such directory", name) from None
     except RepositoryNotFoundError:
@@ -70,3 +68,24 @@ def _check_hub(name: str, what: str) -> None:
         raise MissingPathError(
             f"{what} {name}: no such directory, and the hub does not answer: {error}", name
         ) from error
+
+
+def _cached_config(name: str) -> Path | None:
+    """The config.json of a model in the hub's cache, if it is there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, "config.json")
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def context_of(name: str) -> int | None:
+    """Tokens that a model takes, where its config.json is here or in the hub's cache and says it.
+    That a file is damaged is told where it is loaded."""
+    path = Path(name) / "config.json" if Path(name).exists() else _cached_config(name)
+    try:
+        config = json.loads(path.read_text("utf-8")) if path else {}
+        config = config.get("text_config", config)
+        context = config.get("max_position_embeddings", config.get("n_positions"))
+    except (OSError, ValueError, AttributeError):  # it may be anything
+        return None
+    return context if isinstance(context, int) else None

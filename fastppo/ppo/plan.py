@@ -22,7 +22,7 @@ from fastppo.models.pretrained import model_config
 from fastppo.ppo import eight_bit
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.memory import Phase, Run, least_bytes, phases_of
-from fastppo.ppo.processes import check_processes
+from fastppo.ppo.processes import check_context, check_processes
 from fastppo.run.progress import say
 
 GB = 1e9
@@ -109,11 +109,7 @@ def make_plan(
             free = float(torch.cuda.mem_get_info(device)[0])
     context = context_of(config)
     run = Run(config, device, prompt_tokens, context=context, processes=processes, memory=free)
-    if context is not None and prompt_tokens + config.max_new_tokens > context:
-        raise ValueError(
-            f"prompts of {prompt_tokens} tokens and responses of {config.max_new_tokens} are "
-            f"longer than the context of {context} tokens: give a smaller --prompt_tokens"
-        )
+    check_context(prompt_tokens, config.max_new_tokens, context)
     phases, notes = phases_of(run)
     sequences = (
         f"{config.rollout_batch_size} sequences of {prompt_tokens} + {run.response_tokens} tokens"

@@ -1,4 +1,4 @@
-"""Options that a number of processes does not have, as far as the config says it."""
+"""Options that do not go with a number of processes or with a model's context."""
 
 from __future__ import annotations
 
@@ -32,4 +32,14 @@ def check_processes(config: PPOConfig, count: int) -> None:
         raise ValueError(
             f"{count} processes: the matrices of quantization={config.quantization} cannot be "
             "sharded; use none"
+        )
+
+
+def check_context(prompt_tokens: int, max_new_tokens: int, context: int | None) -> None:
+    """Raises ValueError where a prompt and its response are longer than the context, in tokens;
+    None is of a model whose config does not say it."""
+    if context is not None and prompt_tokens + max_new_tokens > context:
+        raise ValueError(
+            f"prompts of {prompt_tokens} tokens and responses of {max_new_tokens} are longer than "
+            f"the context of {context} tokens: give a smaller --prompt_tokens or --max_new_tokens"
         )

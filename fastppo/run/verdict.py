@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -32,9 +33,34 @@ ITEM = PAGE_ITEMS["reward_std"]
 Records = Sequence[Mapping[str, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A reward at the end of a run minus that at its beginning."""
+
+    of: str
+    value: float
+    error: float
+    """One standard error; NaN where there are too few rewards to tell."""
+
+    @property
+    def is_beyond_noise(self) -> bool:
+        """False for NaN."""
+        return abs(self.value) > NOISE * self.error
+
+    def __str__(self) -> str:
+        if self.value == self.error == 0:
+            return f"{self.of} unchanged"
+        sentence = f"{self.of} {_rounded(self.value, self.error)}"
+        if math.isfinite(self.value) and math.isnan(self.error):  # of a single held-out prompt
+            return f"{sentence} (too few to tell)"
+        is_noise = abs(self.value) <= NOISE * self.error
+        return f"{sentence} (no change beyond noise)" if is_noise else sentence
+
+
 def verdict(records: Records) -> str:
     """The change of the held-out reward, or of the reward in training where there is no held-out
-    one, with the KL that it took.
+    one, with the KL that it took. Greedy responses often stay as they were while sampled ones earn
+    more; then both are told.
 
     Args:
         records: of metrics.jsonl, at least one. That of an iteration that broke off has no reward.
@@ -43,37 +69,50 @@ def verdict(records: Records) -> str:
     spreads = [record["reward_std"] for record in records if "reward_std" in record]
     if spreads and all(x < LEAST_SPREAD for x in [*spreads, max(rewards) - min(rewards)]):
         return f"All responses earned the same, {rewards[0]:.3g} (see {PAGE}, item {ITEM})"
-    kls = [record["kl"] for record in records if "kl" in record]
     tenth = max(1, len(rewards) // 10)
+    kls = [record["kl"] for record in records if "kl" in record]
     kl = statistics.fmean(kls[-tenth:]) if kls else math.nan
+    trained = _change_in_training(rewards, tenth)
     held_out = [record for record in records if "eval/reward_error" in record]
-    first = records[0]
-    if held_out and "before/reward_error" in first:
+    changes: list[Change]
+    if held_out and "before/reward_error" in records[0]:
         last = held_out[-1]
-        greedy = last["eval/reward"] == last.get("eval/greedy/reward")
-        name = "held-out reward, greedy," if greedy else "held-out reward"
-        change = last["eval/reward"] - first["before/reward"]
-        error = math.hypot(last["eval/reward_error"], first["before/reward_error"])
-        if kls:  # where responses are greedy there is none of theirs
+        is_greedy = last["eval/reward"] == last.get("eval/greedy/reward")
+        change = _held_out_change(records[0], last, is_greedy)
+        changes = [change]
+        if is_greedy and not change.is_beyond_noise and trained and trained.is_beyond_noise:
+            changes = [replace(trained, of="reward of sampled responses in training"), change]
+        elif kls:  # where responses are greedy there is none of theirs
             kl = last.get("eval/kl", kl)
-    elif len(rewards) < LEAST:
+    elif trained is None:
         return f"Fewer than {LEAST} iterations: too few to tell a change from noise"
     else:
-        name = "reward"
-        change = statistics.fmean(rewards[-tenth:]) - statistics.fmean(rewards[:tenth])
-        steps = [after - before for before, after in pairwise(rewards)]
-        error = math.sqrt(statistics.fmean(step**2 for step in steps) / tenth)
-    sentence = f"{name} {_rounded(change, error)}{_doubt(change, error)}"
+        changes = [trained]
+    sentence = "; ".join(map(str, changes))
     if math.isfinite(kl):
         sentence += f", KL {round(kl, 1) + 0.0:.1f} nats"
     return sentence[0].upper() + sentence[1:]
 
 
-def _doubt(change: float, error: float) -> str:
-    """What is said behind a change that may be none."""
-    if math.isfinite(change) and math.isnan(error):  # of a single held-out prompt
-        return " (too few to tell)"
-    return " (no change beyond noise)" if abs(change) <= NOISE * error else ""
+def _held_out_change(first: Mapping[str, Any], last: Mapping[str, Any], is_greedy: bool) -> Change:
+    """Between the evaluations before the first update and in the last record that has one."""
+    return Change(
+        of="held-out reward, greedy," if is_greedy else "held-out reward",
+        value=last["eval/reward"] - first["before/reward"],
+        error=math.hypot(last["eval/reward_error"], first["before/reward_error"]),
+    )
+
+
+def _change_in_training(rewards: Sequence[float], tenth: int) -> Change | None:
+    """Between the first and the last tenth of a run; None where the iterations are too few."""
+    if len(rewards) < LEAST:
+        return None
+    steps = [after - before for before, after in pairwise(rewards)]
+    return Change(
+        of="reward",
+        value=statistics.fmean(rewards[-tenth:]) - statistics.fmean(rewards[:tenth]),
+        error=math.sqrt(statistics.fmean(step**2 for step in steps) / tenth),
+    )
 
 
 def _rounded(change: float, error: float) -> str:

@@ -62,7 +62,7 @@ def test_every_command_of_the_script_takes_its_arguments(
         raise ReachedError
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(suite, "run", reached)
+    monkeypatch.setattr("benchmarks.commands.run", reached)
     monkeypatch.setattr("benchmarks.tune.works", reached)
     monkeypatch.setattr("fastppo.demo.run.run_demo", reached)
     monkeypatch.setattr(on_a_gpu, "PARTS", dict.fromkeys(on_a_gpu.PARTS, reached))

@@ -215,6 +215,27 @@ def test_a_greedy_evaluation_is_drawn_once_and_called_so(tmp_path: Path) -> None
     }
 
 
+@pytest.mark.parametrize(
+    ("after", "error", "says"),
+    [
+        (-1.0, 0.0, "held-out reward, greedy, unchanged, KL 0.4 nats"),
+        (-0.9, 0.08, "held-out reward, greedy, +0.1 ± 0.1 (no change beyond noise), KL 0.4 nats"),
+    ],
+)
+def test_greedy_responses_that_stay_stand_beside_sampled_ones_that_earn_more(
+    after: float, error: float, says: str
+) -> None:
+    last = {"eval/reward": after, "eval/greedy/reward": after, "eval/reward_error": error}
+    records = [{"reward": i / 10, "kl": 0.4} for i in range(20)]
+    records[0] |= {"before/reward": -1.0, "before/reward_error": error}
+    records[-1] |= last
+    assert verdict(records) == f"Reward of sampled responses in training +1.80 ± 0.07; {says}"
+    for record in records:
+        record["reward"] = 0.0
+    records[5]["reward"] = 1.0
+    assert verdict(records) == says[0].upper() + says[1:]
+
+
 def test_a_single_reward_is_drawn_once(tmp_path: Path) -> None:
     """Its mean is in fp64, the reward's in fp32, as in every run."""
     means = [0.1, 0.2, -0.3, 1 / 3]
