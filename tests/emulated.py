@@ -618,9 +618,9 @@ def linear_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> 
 
         def measure(like: Callable[..., Tensor]) -> dict[str, Tensor]:
             parts = Projection(*(None if x is None else like(x) for x in policy))
-            stats = linear.token_stats(parts, tokens, softmax, gemm=gemm, rows=triton_rows)
+            stats = linear.token_stats(parts, tokens, softmax, gemm=gemm, row_functions=triton_rows)
             grads = linear.token_stats_backward(
-                upstream, parts, tokens, stats, softmax, gemm=gemm, rows=triton_rows
+                upstream, parts, tokens, stats, softmax, gemm=gemm, row_functions=triton_rows
             )
             return {
                 "logprobs": stats.logprobs,
@@ -663,7 +663,7 @@ def linear_case(shape: Shape, options: dict[str, Any], emulation: Emulation) -> 
             for each in (policy, reference)
         ]
         rows = linear.ppo_loss(
-            parts[0], per_token, objective, softmax, gemm=gemm, rows=triton_rows,
+            parts[0], per_token, objective, softmax, gemm=gemm, row_functions=triton_rows,
             ref_projection=parts[1] if is_full else None,
         )  # fmt: skip
         found = {"logprobs": rows.logprobs} | rows.grads._asdict()

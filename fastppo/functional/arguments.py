@@ -313,9 +313,9 @@ def softmax(
     *,
     shape: torch.Size,
     like: Tensor,
-    counts: Tensor | None = None,
+    counted: Tensor | None = None,
 ) -> Softmax:
-    """`counts`: (...) bool, the tokens whose temperatures are checked; the others may hold
+    """`counted`: (...) bool, the tokens whose temperatures are checked; the others may hold
     anything. None: all."""
     at_least("logit_scale", logit_scale, 0.0, strictly=True)
     finite("logit_scale", logit_scale)
@@ -329,8 +329,8 @@ def softmax(
     checked = temperature
     if temperature.dim() > 0:
         tensor("temperature", temperature, shape=shape, like=like, wants="one per token")
-        if counts is not None:
-            checked = torch.where(counts, temperature, 1)
+        if counted is not None:
+            checked = torch.where(counted, temperature, 1)
     tensor("temperature", temperature, dtypes=NUMBERS)
     check_positive("temperature", checked)
     wide = accumulation_dtype(like.dtype)

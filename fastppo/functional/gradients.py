@@ -70,8 +70,8 @@ def _scaled(gradient: Tensor, factor: Tensor, backend: str) -> Tensor:
     if not torch.compiler.is_compiling():
         stays = torch._C._autograd._get_current_graph_task_keep_graph()
         if backend == "triton":
-            rows = operators.rows_of(backend, gradient.dtype)
-            return rows.scale_(gradient.clone() if stays else gradient, factor)
+            scale_ = operators.row_functions_of(backend, gradient.dtype).scale_
+            return scale_(gradient.clone() if stays else gradient, factor)
         if factor.device.type == "cpu":
             return gradient if factor.item() == 1.0 and not stays else gradient * factor
     # Elsewhere a 0-d factor is rounded to the gradient's dtype before the product.

@@ -232,7 +232,7 @@ def ppo_loss(
         like=logits,
     )
     softmax = arguments.softmax(
-        temperature, logit_scale, softcap, shape=shape, like=logits, counts=weights != 0
+        temperature, logit_scale, softcap, shape=shape, like=logits, counted=weights != 0
     )
     per_token = arguments.per_token(
         tokens=tokens,
@@ -273,7 +273,7 @@ def ppo_loss(
             None if ref_rows is None else full_kl,
             per_token=per_token,
             objective=kernel_objective,
-            name=objective,
+            objective_name=objective,
             shape=shape,
             starts=starts,
         )
@@ -376,7 +376,7 @@ def _loss_of_statistics(
     *,
     per_token: PerToken,
     objective: Objective,
-    name: str,
+    objective_name: str,
     shape: torch.Size,
     starts: Tensor | None,
 ) -> PPOLoss:
@@ -385,10 +385,10 @@ def _loss_of_statistics(
     In PyTorch on every device: N numbers are not worth a kernel.
 
     Args:
-        name: of the objective, as `ppo_loss` takes it.
+        objective_name: as `ppo_loss` takes it.
         starts: where sequences begin, for GSPO.
     """
-    counts = per_token.weights != 0
+    counted = per_token.weights != 0
     loss_tokens = per_token
     if starts is not None:
         loss_tokens = _with_sequence_ratios(per_token, logprobs, starts)
@@ -399,11 +399,11 @@ def _loss_of_statistics(
         sums = _with_token_kl(sums, logprobs.detach(), per_token)
     return PPOLoss(
         loss=loss,
-        logprobs=torch.where(counts, logprobs.detach(), 0.0).view(shape),
-        entropy=torch.where(counts, entropies.detach(), 0.0).view(shape),
+        logprobs=torch.where(counted, logprobs.detach(), 0.0).view(shape),
+        entropy=torch.where(counted, entropies.detach(), 0.0).view(shape),
         kl=kl.view(shape),
         sums=sums,
-        objective=name,
+        objective=objective_name,
     )
 
 
@@ -498,7 +498,7 @@ def linear_ppo_loss(
         like=hidden,
     )
     softmax = arguments.softmax(
-        temperature, logit_scale, softcap, shape=shape, like=hidden, counts=weights != 0
+        temperature, logit_scale, softcap, shape=shape, like=hidden, counted=weights != 0
     )
     per_token = arguments.per_token(
         tokens=tokens,
@@ -550,7 +550,7 @@ def linear_ppo_loss(
             None,
             per_token=per_token,
             objective=kernel_objective,
-            name=objective,
+            objective_name=objective,
             shape=shape,
             starts=starts,
         )
@@ -621,20 +621,20 @@ def _statistics_of_weighted_rows(
     """
     hidden = head.hidden
     tokens = per_token.tokens
-    counts = per_token.weights != 0
+    counted = per_token.weights != 0
     rows = None
     if compact:
-        rows = counts.nonzero().squeeze(-1)
+        rows = counted.nonzero().squeeze(-1)
         hidden = hidden[rows]
         tokens = tokens[rows]
         softmax = softmax.at(rows)
     else:
-        hidden = torch.where(counts.unsqueeze(-1), hidden, 0.0)
+        hidden = torch.where(counted.unsqueeze(-1), hidden, 0.0)
         tokens = _tokens_or_zero(per_token)
     logprobs, entropies, _ = LinearTokenStatisticsFunction.apply(
         hidden, head.weight, head.bias, tokens, softmax, None, gemm, backend
     )
     if rows is None:
         return logprobs, entropies
-    zeros = logprobs.new_zeros(counts.shape)
+    zeros = logprobs.new_zeros(counted.shape)
     return zeros.index_put((rows,), logprobs), zeros.index_put((rows,), entropies)

@@ -40,7 +40,7 @@ from fastppo.functional import arguments
 from fastppo.functional.record_operator import operator
 
 
-def rows_of(backend: str, dtype: torch.dtype) -> ModuleType:
+def row_functions_of(backend: str, dtype: torch.dtype) -> ModuleType:
     """A backend's operations on rows of logits; Triton is imported only where it is used.
 
     The CPU's loops compute in fp32, so logits in fp64 have the definition.
@@ -50,8 +50,9 @@ def rows_of(backend: str, dtype: torch.dtype) -> ModuleType:
     return importlib.import_module(f".{backend}_rows", linear.__package__)
 
 
-def _head_rows_of(backend: str, projection: Projection, gemm: Gemm) -> ModuleType:
-    return rows_of(backend, gemm.dtype or projection.hidden.dtype)
+def _row_functions_under(backend: str, projection: Projection, gemm: Gemm) -> ModuleType:
+    """Those that take the logits of a projection."""
+    return row_functions_of(backend, gemm.dtype_for(projection))
 
 
 def _advantages(backend: str) -> ModuleType:
@@ -75,7 +76,7 @@ def token_stats_op(
     backend: str, logits: Tensor, tokens: Tensor, **_: Any
 ) -> Callable[..., StatsRows]:
     _check_tokens(tokens, logits.shape[-1])
-    return rows_of(backend, logits.dtype).token_stats
+    return row_functions_of(backend, logits.dtype).token_stats
 
 
 @token_stats_op.register_fake
@@ -92,7 +93,7 @@ def _empty_stats(tokens: Tensor, dtype: torch.dtype) -> StatsRows:
 
 @operator("token_stats_backward", like=torch_rows.token_stats_backward)
 def token_stats_backward_op(backend: str, logits: Tensor, **_: Any) -> Callable[..., Tensor]:
-    return rows_of(backend, logits.dtype).token_stats_backward
+    return row_functions_of(backend, logits.dtype).token_stats_backward
 
 
 @token_stats_backward_op.register_fake
@@ -108,7 +109,7 @@ def ppo_loss_op(
     backend: str, logits: Tensor, per_token: PerToken, **_: Any
 ) -> Callable[..., PPORows]:
     _check_tokens(per_token.tokens, logits.shape[-1], per_token.weights)
-    return rows_of(backend, logits.dtype).ppo_loss
+    return row_functions_of(backend, logits.dtype).ppo_loss
 
 
 @ppo_loss_op.register_fake
@@ -131,8 +132,8 @@ def ppo_loss_inplace_op(
 ) -> Callable[..., PPORows]:
     """The gradient is written over the logits, and is not among the results."""
     _check_tokens(per_token.tokens, logits.shape[-1], per_token.weights)
-    rows = rows_of(backend, logits.dtype)
-    return lambda **operands: rows.ppo_loss(**operands, inplace=True)._replace(grad=None)
+    ppo_loss = row_functions_of(backend, logits.dtype).ppo_loss
+    return lambda **operands: ppo_loss(**operands, inplace=True)._replace(grad=None)
 
 
 @ppo_loss_inplace_op.register_fake
@@ -143,19 +144,20 @@ def _(logits: Tensor, per_token: PerToken) -> PPORows:
 # ------------------------------------------------------------------------------- the fused lm-head
 
 
-@operator("linear_ppo_loss", like=linear.ppo_loss, without=("rows",))
+@operator("linear_ppo_loss", like=linear.ppo_loss, without=("row_functions",))
 def linear_ppo_loss_op(
     backend: str, projection: Projection, per_token: PerToken, gemm: Gemm, **_: Any
 ) -> Callable[..., LinearPPORows]:
     _check_tokens(per_token.tokens, projection.weight.shape[0], per_token.weights)
-    return functools.partial(linear.ppo_loss, rows=_head_rows_of(backend, projection, gemm))
+    row_functions = _row_functions_under(backend, projection, gemm)
+    return functools.partial(linear.ppo_loss, row_functions=row_functions)
 
 
 @linear_ppo_loss_op.register_fake
 def _(
     projection: Projection, per_token: PerToken, gemm: Gemm, wanted: GradientsWanted
 ) -> LinearPPORows:
-    rows = _empty_rows(per_token.tokens, gemm.dtype or projection.hidden.dtype)
+    rows = _empty_rows(per_token.tokens, gemm.dtype_for(projection))
     grads = _empty_gradients(projection, wanted)
     return LinearPPORows(rows.sums, rows.logprobs, rows.entropy, rows.kl, grads)
 
@@ -175,25 +177,28 @@ def only_wanted(grads: ProjectionGradients, wanted: GradientsWanted) -> Projecti
     )
 
 
-@operator("linear_token_stats", like=linear.token_stats, without=("rows",))
+@operator("linear_token_stats", like=linear.token_stats, without=("row_functions",))
 def linear_token_stats_op(
     backend: str, projection: Projection, tokens: Tensor, gemm: Gemm, **_: Any
 ) -> Callable[..., StatsRows]:
     _check_tokens(tokens, projection.weight.shape[0])
-    return functools.partial(linear.token_stats, rows=_head_rows_of(backend, projection, gemm))
+    row_functions = _row_functions_under(backend, projection, gemm)
+    return functools.partial(linear.token_stats, row_functions=row_functions)
 
 
 @linear_token_stats_op.register_fake
 def _(projection: Projection, tokens: Tensor, gemm: Gemm) -> StatsRows:
-    return _empty_stats(tokens, accumulation_dtype(gemm.dtype or projection.hidden.dtype))
+    return _empty_stats(tokens, accumulation_dtype(gemm.dtype_for(projection)))
 
 
-@operator("linear_token_stats_backward", like=linear.token_stats_backward, without=("rows",))
+@operator(
+    "linear_token_stats_backward", like=linear.token_stats_backward, without=("row_functions",)
+)
 def linear_token_stats_backward_op(
     backend: str, projection: Projection, gemm: Gemm, **_: Any
 ) -> Callable[..., ProjectionGradients]:
-    rows = _head_rows_of(backend, projection, gemm)
-    return functools.partial(linear.token_stats_backward, rows=rows)
+    row_functions = _row_functions_under(backend, projection, gemm)
+    return functools.partial(linear.token_stats_backward, row_functions=row_functions)
 
 
 @linear_token_stats_backward_op.register_fake

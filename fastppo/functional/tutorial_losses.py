@@ -55,19 +55,19 @@ def policy_loss(
         shape=shape,
         like=logprobs,
     )
-    counts = weights != 0
+    counted = weights != 0
     lowest_ratio, highest_ratio = arguments.clip_range(clip_ratio)
     objective = Objective(lowest_ratio, highest_ratio, scalars.check_dual_clip(dual_clip))
     difference = logprobs.to(wide) - old_logprobs.detach().to(wide)
     # Masked entries may hold anything: cut them out before the exponential, not after.
-    difference = torch.where(counts, difference, 0.0)
-    advantages = torch.where(counts, advantages.detach().to(wide), 0.0)
+    difference = torch.where(counted, difference, 0.0)
+    advantages = torch.where(counted, advantages.detach().to(wide), 0.0)
     ratio = torch.exp(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     policy = definition.policy_term(logprobs, ratio, advantages, objective)
     if importance_weights is not None:
         arguments.tensor("importance_weights", importance_weights, shape=shape, like=logprobs)
         policy = policy * importance_weights.detach().to(wide)
-    return (torch.where(counts, policy, 0.0) * weights).sum()
+    return (torch.where(counted, policy, 0.0) * weights).sum()
 
 
 class ValueLossFunction(torch.autograd.Function):
@@ -91,7 +91,7 @@ class ValueLossFunction(torch.autograd.Function):
         wide_values = values.to(wide)
         wide_returns = returns.to(wide)
         weights = weights.to(wide)
-        counts = weights != 0
+        counted = weights != 0
         error = (wide_values - wide_returns).square()
         clipped_count = error.new_zeros(())
         moving_weights = weights  # 0 where the value is clipped
@@ -102,12 +102,12 @@ class ValueLossFunction(torch.autograd.Function):
             clipped_error = (clipped_values - wide_returns).square()
             moves = (clipped_error <= error) | (change.abs() <= clip_ratio)
             error = torch.where(moves, error, clipped_error)
-            clipped_count = (~moves & counts).sum(dtype=wide)
+            clipped_count = (~moves & counted).sum(dtype=wide)
             moving_weights = weights * moves
         ctx.save_for_backward(values, returns, moving_weights)
         ctx.mark_non_differentiable(clipped_count)
         # Masked entries may hold anything, and 0·NaN is not 0.
-        return 0.5 * torch.where(counts, weights * error, 0.0).sum(), clipped_count
+        return 0.5 * torch.where(counted, weights * error, 0.0).sum(), clipped_count
 
     @staticmethod
     def backward(ctx: Any, by_loss: Tensor, by_clipped_count: Tensor) -> tuple[Tensor | None, ...]:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from fastppo_kernels.records import WHITEN_EPSILON
 from torch import Tensor
 
 from fastppo.data.batch import Batch, on_device
@@ -35,9 +36,6 @@ COMPLETE_RETURNS = ("sequence", *CRITIC_FREE)
 
 GROUP_EPS = 1e-4
 """Added to a group's deviation, in units of the reward; TRL's value."""
-
-WHITEN_EPS = 1e-8
-"""Added to the variance of the advantages, as in `fastppo.whiten`."""
 
 
 class BatchAdvantages(NamedTuple):
@@ -77,7 +75,7 @@ class RewardedBatch(NamedTuple):
 
 def make_advantages(
     batch: Batch,
-    rewards: Scores,
+    scores: Scores,
     options: PPOConfig,
     *,
     truncated: Sequence[bool],
@@ -88,14 +86,14 @@ def make_advantages(
     """Shaped rewards, advantages and returns of the packed responses.
 
     Args:
-        rewards: of the responses, at their last tokens and within them.
+        scores: of the responses, paid at their last tokens and within them.
         truncated: [B], whether a response was cut off.
         old: the rollout policy's logprobs and values.
         ref_stats: the reference's logprobs, or none for no KL, and the exact KL in place of an
             estimate.
         kl_coef: β of the KL in the reward.
     """
-    within = None if rewards.within is None else rewards.within.to(batch.device)
+    within = None if scores.within is None else scores.within.to(batch.device)
     if ref_stats.logprobs is None:
         kl_coef = 0.0
     if ref_stats.exact_kl is not None:
@@ -109,7 +107,7 @@ def make_advantages(
     has_values = options.advantage not in CRITIC_FREE
     rewarded = RewardedBatch(
         batch=batch,
-        last=rewards.last.to(batch.device),
+        last=scores.last.to(batch.device),
         within=within,
         old_logprobs=old.logprobs,
         ref_logprobs=ref_stats.logprobs,
@@ -126,7 +124,7 @@ def make_advantages(
     else:
         estimates = _token_advantages(rewarded, options)
     if options.whiten_advantages == "variance" and len(estimates.advantages) > 1:
-        scale = (estimates.advantages.var() + WHITEN_EPS).rsqrt()
+        scale = (estimates.advantages.var() + WHITEN_EPSILON).rsqrt()
         return estimates._replace(advantages=estimates.advantages * scale)
     return estimates
 

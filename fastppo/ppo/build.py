@@ -125,7 +125,7 @@ def build(
             the context, a model whose logits FastPPO does not know how to form.
     """
     check_handed_over(config, model, tokenizer)
-    check_kinds(
+    check_types(
         modules={"model": model, "reference": reference},
         tokenizer=tokenizer,
         prompts=prompts,
@@ -164,8 +164,8 @@ def build(
         models.shard(world)
         chosen_engine = SharedEngine(chosen_engine, policy, world)
     scorer = Scorer(
-        reward_terms.trained,
-        reward_terms.monitored,
+        terms=reward_terms.trained,
+        monitors=reward_terms.monitored,
         tokenizer=tokenizer,
         failure_file=failure_file,
         options=calls,
@@ -223,7 +223,7 @@ def check_handed_over(config: PPOConfig, model: PreTrainedModel | None, tokenize
         )
 
 
-def check_kinds(
+def check_types(
     *,
     modules: Mapping[str, Any],
     tokenizer: Any,
@@ -320,7 +320,12 @@ def load_models(
         fingerprints["reference_model"] = before
         if ref_policy.is_given and ref_policy.frozen is not None:
             fingerprints["reference_model"] = fingerprint.of_model(ref_policy.frozen.causal_lm)
-    return Models(policy, ref_policy, stop, fingerprints)
+    return Models(
+        policy=policy,
+        reference=ref_policy,
+        stop_token_ids=stop,
+        fingerprints=fingerprints,
+    )
 
 
 def check_tokens(policy: ActorCritic, tokenizer: Any, stop: Sequence[int]) -> None:
@@ -438,12 +443,13 @@ def load_data(config: PPOConfig, rows: PromptRows, tokenizer: Any, models: Model
             is longer than it.
         DataError: a prompt that cannot be used; see `encode_prompts`.
     """
+    context = models.context
     return Data(
-        encode(config, rows.prompts, tokenizer, context=models.context, source=config.prompts),
-        encode(
-            config, rows.held_out, tokenizer, context=models.context, source=config.eval_prompts
+        prompts=encode(config, rows.prompts, tokenizer, context=context, source=config.prompts),
+        held_out=encode(
+            config, rows.held_out, tokenizer, context=context, source=config.eval_prompts
         ),
-        load_pretraining(config, tokenizer, models.policy.context),
+        pretraining=load_pretraining(config, tokenizer, models.policy.context),
     )
 
 
@@ -544,7 +550,7 @@ def load_rewards(
     config.have_effect_only("max_turns", where=environment_term, needs="environment")
     if environment_term is not None and config.async_steps:
         raise ValueError(ASYNC_TURNS)
-    return RewardTerms(trained, monitored, environment_term)
+    return RewardTerms(trained=trained, monitored=monitored, environment=environment_term)
 
 
 def check_port(environment: RewardTerm | None, world: World) -> None:

@@ -73,14 +73,6 @@ def penalty_loss(
     return out._replace(loss=out.loss - constant, sums=sums)
 
 
-def objective_operands(micro: Experience, options: PPOConfig) -> dict[str, Any]:
-    """What `linear_ppo_loss` takes for the objective: its name, and what it alone reads."""
-    operands: dict[str, Any] = {"objective": options.objective}
-    if options.objective == "gspo":
-        operands["cu_seqlens"] = micro.batch.cu_seqlens
-    return operands
-
-
 @contextmanager
 def kl_operands(
     reference: ReferencePolicy | None, layout: Layout, options: PPOConfig

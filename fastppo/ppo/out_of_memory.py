@@ -6,7 +6,7 @@ a gradient, which keep no activations, have the same limits.
 
 One process can do that alone. Of several, all but one wait in a collective for the one whose memory
 ran out, and the run ends with a sentence. Memory that runs out elsewhere ends the run too, with the
-phase and the option that halves what it holds (`naming`).
+phase and the option that halves what it holds (`explain_out_of_memory`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def sentence_of(error: BaseException) -> str:
 
 
 @contextmanager
-def naming(phase: str, config: PPOConfig) -> Iterator[None]:
+def explain_out_of_memory(phase: str, config: PPOConfig) -> Iterator[None]:
     """Memory that runs out in the block ends the run with the phase and what halves its need.
 
     Raises:

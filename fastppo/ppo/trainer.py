@@ -59,12 +59,11 @@ from fastppo.ppo.metrics import (
 from fastppo.ppo.objective import (
     add_ptx_gradient,
     kl_operands,
-    objective_operands,
     penalty_loss,
 )
 from fastppo.ppo.old_policy import GivenPolicy, read_old_policy, read_reference
 from fastppo.ppo.optimizer import clip_gradients, set_learning_rate
-from fastppo.ppo.out_of_memory import Attempt, FittingLimits, naming
+from fastppo.ppo.out_of_memory import Attempt, FittingLimits, explain_out_of_memory
 from fastppo.ppo.state import RunState
 from fastppo.ppo.training_run import TrainingRun
 from fastppo.ppo.value_regression import ValueRegression
@@ -141,7 +140,7 @@ class PPOTrainer:
         self.config = config
         self.world = world_of(config, world)
         self.console = console_of_first(self.world, console)
-        with naming("loading", config):
+        with explain_out_of_memory("loading", config):
             components = build(
                 config,
                 model=model,
@@ -216,13 +215,13 @@ class PPOTrainer:
     ) -> Iteration:
         """One PPO iteration on a batch of prompts."""
         timer = timer or PhaseTimer()
-        with timer("generate"), naming("generate", options):
+        with timer("generate"), explain_out_of_memory("generate", options):
             prompts, rollout = self.turns.play(prompts, self.engine, self.sampling)
-        with timer("score"), naming("score", options):
+        with timer("score"), explain_out_of_memory("score", options):
             scores = self.score(prompts, rollout, options)
-        with timer("experience"), naming("experience", options):
+        with timer("experience"), explain_out_of_memory("experience", options):
             experience, metrics = self.make_experience(prompts.token_ids, rollout, scores, options)
-        with timer("update"), naming("update", options), self.engine_released():
+        with timer("update"), explain_out_of_memory("update", options), self.engine_released():
             metrics |= self.update(experience, options)
         self.state.move_kl_coef(metrics.get("kl"), len(experience), options)
 
@@ -259,7 +258,7 @@ class PPOTrainer:
             (what the update learns from, metrics).
         """
         batch = Batch.of(prompt_ids, rollout.tokens, self.device, rollout.written)
-        rewards = scores.normalized(
+        normalized_scores = scores.normalized(
             options.score_normalization, options.score_clip, self.state.score_scale
         )
         kl_coef = self.state.kl_control.coef
@@ -278,7 +277,7 @@ class PPOTrainer:
                 ref_stats = read_reference(self.reference, plan, options, kl_coef=kl_coef)
         estimates = make_advantages(
             batch,
-            rewards,
+            normalized_scores,
             options,
             truncated=rollout.truncated,
             old=old,
@@ -432,7 +431,8 @@ class PPOTrainer:
                         bias=head.bias,
                         weights=micro.token_weights,
                         importance_weights=micro.importance_weights,
-                        **objective_operands(micro, options),
+                        objective=options.objective,
+                        cu_seqlens=micro.batch.cu_seqlens if options.objective == "gspo" else None,
                         clip_ratio=options.clip_range,
                         dual_clip=options.dual_clip,
                         ref_logprobs=micro.ref_logprobs,
@@ -614,7 +614,7 @@ class PPOTrainer:
         reference = self.reference
         if self.state.optimizer_step or (reference is not None and reference.is_given):
             reference = None
-        with naming("the self-check", self.config):
+        with explain_out_of_memory("the self-check", self.config):
             check_on_policy(
                 prompts,
                 self.config,

@@ -201,7 +201,7 @@ class _Loop:
     ) -> None:
         hidden = projection.hidden
         weight = projection.weight
-        dtype = gemm.dtype or hidden.dtype
+        dtype = gemm.dtype_for(projection)
         count = hidden.shape[0] if weighted_rows is None else weighted_rows.numel()
         buffers = 1 if ref_projection is None else 2
         spared_rows = accumulator_rows(weight, dtype, buffers=buffers) if trains_weight else 0
@@ -301,7 +301,7 @@ def ppo_loss(
     objective: Objective,
     softmax: Softmax,
     *,
-    rows: ModuleType,
+    row_functions: ModuleType,
     ref_projection: Projection | None = None,
     gemm: Gemm = DEFAULT,
     wanted: GradientsWanted = EVERYTHING,
@@ -310,7 +310,7 @@ def ppo_loss(
     """`definition.linear_ppo_loss`, holding a chunk of the logits at a time.
 
     Args:
-        rows: the backend, `cpu_rows`, `triton_rows` or `torch_rows`.
+        row_functions: the backend, `cpu_rows`, `triton_rows` or `torch_rows`.
         ref_projection: the reference's, read for `kl_estimator="full"` alone.
         wanted: the gradients to form. With none, only the first GEMM runs.
         compact: cut rows of weight 0 out before the first GEMM, whatever the backend.
@@ -319,7 +319,7 @@ def ppo_loss(
         LinearPPORows; statistics in fp32 (fp64), gradients in the dtypes of their parameters.
     """
     n = projection.hidden.shape[0]
-    compact = compact or rows.READS_VALUES
+    compact = compact or row_functions.READS_VALUES
     weighted_rows = None
     if compact:
         weighted_rows = (per_token.weights != 0).nonzero().squeeze(-1)
@@ -331,7 +331,7 @@ def ppo_loss(
         gemm,
         weighted_rows=weighted_rows,
         trains_weight=wanted.weight,
-        aligned=not rows.READS_VALUES,
+        aligned=not row_functions.READS_VALUES,
     )
     grads = _Gradients(projection, wanted, is_one_chunk=len(loop.chunks) <= 1)
     wide = accumulation_dtype(loop.head.dtype)
@@ -348,10 +348,10 @@ def ppo_loss(
             "need_grad": any(wanted),
         }
         live = None
-        if rows.READS_VALUES:
-            chunk, live = rows.chunk_ppo_loss(**operands)
+        if row_functions.READS_VALUES:
+            chunk, live = row_functions.chunk_ppo_loss(**operands)
         else:
-            chunk = rows.ppo_loss(**operands, inplace=True)
+            chunk = row_functions.ppo_loss(**operands, inplace=True)
         logprobs[index] = chunk.logprobs
         entropy[index] = chunk.entropy
         kl[index] = chunk.kl
@@ -376,7 +376,7 @@ def token_stats(
     tokens: Tensor,
     softmax: Softmax,
     *,
-    rows: ModuleType,
+    row_functions: ModuleType,
     ref_projection: Projection | None = None,
     gemm: Gemm = DEFAULT,
 ) -> StatsRows:
@@ -385,10 +385,14 @@ def token_stats(
     A reference adds as much again, for its hidden states and head.
     """
     loop = _Loop(
-        projection, ref_projection, gemm, trains_weight=False, aligned=not rows.READS_VALUES
+        projection,
+        ref_projection,
+        gemm,
+        trains_weight=False,
+        aligned=not row_functions.READS_VALUES,
     )
     chunks = [
-        rows.token_stats(
+        row_functions.token_stats(
             loop.head.logits(loop.head.hidden_at(index)),
             tokens[index],
             softmax.at(index),
@@ -408,7 +412,7 @@ def token_stats_backward(
     stats: StatsRows,
     softmax: Softmax,
     *,
-    rows: ModuleType,
+    row_functions: ModuleType,
     ref_projection: Projection | None = None,
     gemm: Gemm = DEFAULT,
     wanted: GradientsWanted = EVERYTHING,
@@ -423,12 +427,12 @@ def token_stats_backward(
         None if grads.kl is None else ref_projection,
         gemm,
         trains_weight=wanted.weight,
-        aligned=not rows.READS_VALUES,
+        aligned=not row_functions.READS_VALUES,
     )
     projection_grads = _Gradients(projection, wanted, is_one_chunk=len(loop.chunks) <= 1)
     for index in loop.chunks:
         x = loop.head.hidden_at(index)
-        logits_grad = rows.token_stats_backward(
+        logits_grad = row_functions.token_stats_backward(
             grads.at(index),
             loop.head.logits(x),
             tokens[index],

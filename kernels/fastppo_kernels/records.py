@@ -176,6 +176,9 @@ class Gemm(NamedTuple):
     chunk_size: int | None = None
     dtype: torch.dtype | None = None
 
+    def dtype_for(self, projection: Projection) -> torch.dtype:
+        return projection.hidden.dtype if self.dtype is None else self.dtype
+
 
 class GradientsWanted(NamedTuple):
     """The parts of a projection whose gradients are wanted."""

@@ -39,7 +39,7 @@ from rows import (
 )
 from torch import Tensor
 
-from fastppo.functional.operators import rows_of
+from fastppo.functional.operators import row_functions_of
 
 N = 13
 VOCABULARIES = (3, 37, 2051)
@@ -354,7 +354,7 @@ def test_a_chunk_holds_the_rows_that_have_a_gradient(count: int) -> None:
 def test_fp64_logits_go_to_the_definition() -> None:
     given, rest = operands(in_fp64(arguments("everything")))
     wanted = definition.ppo_loss(*given, **rest)
-    found = rows_of("cpu", torch.float64).ppo_loss(*given, **rest)
+    found = row_functions_of("cpu", torch.float64).ppo_loss(*given, **rest)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
 

@@ -63,7 +63,7 @@ def loss_of(
     """The loop's own loss of (hidden, weight[, bias])."""
     per_token = PerToken(*data[1:], weights)
     return linear.ppo_loss(
-        Projection(*parts), per_token, objective, Softmax(), rows=ROWS[backend], **how
+        Projection(*parts), per_token, objective, Softmax(), row_functions=ROWS[backend], **how
     )
 
 
@@ -167,7 +167,7 @@ def test_statistics_against_a_reference_head_and_their_gradients(
     wanted_grads = torch.autograd.grad(total, leaves)
 
     options: dict[str, Any] = {
-        "rows": ROWS[backend],
+        "row_functions": ROWS[backend],
         "gemm": Gemm(chunk_size),
         "ref_projection": None if ref is None else as_fp32(ref),
     }
@@ -358,7 +358,7 @@ def test_no_row_is_dropped_while_another_term_moves_it(term: str) -> None:
             per_token,
             objective,
             Softmax(),
-            rows=cpu_rows,
+            row_functions=cpu_rows,
             ref_projection=ref,
         )
     assert sum(s[0][0] for s, *_ in products.seen if s[0][1] == 31 and s[1] == (31, 9)) == 12
@@ -393,7 +393,7 @@ def test_what_is_frozen_costs_no_gemm(backend: str, need: tuple[int, int, int]) 
         rows = loss_of(backend, parts, data, weights, ENTROPY, gemm=Gemm(4), wanted=wanted)
     assert len(products.seen) == 2 * (1 + need[0] + need[1])
     assert tuple(grad is not None for grad in rows.grads) == wanted
-    options: dict[str, Any] = {"rows": ROWS[backend], "gemm": Gemm(4)}
+    options: dict[str, Any] = {"row_functions": ROWS[backend], "gemm": Gemm(4)}
     with Products() as products:
         stats = linear.token_stats(Projection(*parts), data.tokens, Softmax(), **options)
         grads = linear.token_stats_backward(

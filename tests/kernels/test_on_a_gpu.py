@@ -116,7 +116,9 @@ def draw_head(
 
     hidden, weight = normal(n, width), normal(vocab, width).mul_(3 / width**0.5)
     tokens = torch.randint(vocab, (n,), device="cuda", generator=g)
-    old = linear.token_stats(Projection(hidden, weight), tokens, PLAIN, rows=triton_rows).logprobs
+    old = linear.token_stats(
+        Projection(hidden, weight), tokens, PLAIN, row_functions=triton_rows
+    ).logprobs
     old += 0.3 * torch.randn(n, device="cuda", generator=g)
     return hidden, weight, (tokens, old, torch.randn(n, device="cuda", generator=g))
 
@@ -127,7 +129,12 @@ def head_loss(
     """The loop's own loss, each token weighing 1/N."""
     per_token = PerToken(*data, torch.full((len(hidden),), 1 / len(hidden), device="cuda"))
     return linear.ppo_loss(
-        Projection(hidden, weight), per_token, objective, PLAIN, rows=triton_rows, gemm=gemm
+        Projection(hidden, weight),
+        per_token,
+        objective,
+        PLAIN,
+        row_functions=triton_rows,
+        gemm=gemm,
     )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from fastppo.data.microbatches import Limits
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.out_of_memory import FittingLimits, naming, remedy
+from fastppo.ppo.out_of_memory import FittingLimits, explain_out_of_memory, remedy
 from fastppo.ppo.trainer import PPOTrainer
 from runs import first_experience, first_prompts, make_trainer, tensors_of
 
@@ -124,7 +124,7 @@ def test_memory_that_runs_out_in_a_phase_has_a_remedy(phase: str, says: str) -> 
     config = PPOConfig(rollout_batch_size=16)
     with (
         pytest.raises(RuntimeError, match=f"^out of memory in {phase}: can't allocate. {says}"),
-        naming(phase, config),
+        explain_out_of_memory(phase, config),
     ):
         raise RuntimeError(allocator)
 
