@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +57,15 @@ CEILINGS = measure.Ceilings(1e9, {"float32": 1e12})
 
 
 @pytest.fixture(autouse=True)
-def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_ceilings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sizes and times of the suite's constants, so that a run takes no longer than a test may."""
     monkeypatch.setattr(measure, "ROTATION_BYTES", 256)
     monkeypatch.setattr(measure, "CEILING_SECONDS", 0.001)
     monkeypatch.setitem(measure.COPY_BYTES, "cpu", 256)
     monkeypatch.setitem(measure.MATMUL_SHAPES, "cpu", ((16, 16, 16),))
+    gc.freeze()  # what is imported is not gone through for each peak of memory
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -27,15 +27,8 @@ import triton_advantages_launches
 import triton_rows_launches
 from fastppo_kernels import programs, triton_views
 
-Costs = dict[str, cost.Cost]
-
 NEW = [int(part) for part in version("triton").split(".")[:2]] >= [3, 9]
 OTHER_GENERATIONS = [pytest.param(capability, marks=pytest.mark.slow) for capability in (80, 100)]
-
-
-@pytest.fixture(scope="module", params=[90, *OTHER_GENERATIONS])
-def costs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Costs:
-    return cost.costs(request.param, tmp_path_factory.getbasetemp() / "triton")
 
 
 CEILINGS = {
@@ -60,44 +53,36 @@ CEILINGS = {
 ROWS = list(CEILINGS)[: list(CEILINGS).index("whiten")]
 
 
-@pytest.mark.parametrize("launch", CEILINGS)
-def test_instructions_an_element(launch: str, costs: Costs) -> None:
-    """Rows are read by the vector, and no sweep waits at a barrier; as many programs are resident
-    as the launcher starts, which computes them from the registers that it names."""
-    assert len(costs[launch].sweeps) == len(CEILINGS[launch])
-    for sweep, ceiling in zip(costs[launch].sweeps, CEILINGS[launch], strict=True):
-        assert sweep.instructions <= ceiling, costs[launch]
-        if launch in ROWS:
-            assert sweep.narrowest_load == 16
-            assert sweep.barriers == 0
-    if launch in ROWS:
-        assert costs[launch].resident >= costs[launch].started
-
-
-@pytest.mark.parametrize("launch", ["gae", "shaping, GAE"])
-def test_a_scan_of_whole_vectors_shares_nothing_and_waits_for_nobody(
-    launch: str, costs: Costs
+@pytest.mark.parametrize("capability", [90, *OTHER_GENERATIONS])
+def test_what_the_loops_execute_and_need(
+    capability: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    (sweep,) = costs[launch].sweeps
-    assert sweep.barriers == 0
-    assert sweep.narrowest_load == 4  # the masks of four tokens
-    assert costs[launch].resident >= 16
-    assert costs[launch].bytes_in_flight >= 32 * 1024
+    """One test, so that one process compiles. Rows are read by the vector, and no sweep over them
+    waits at a barrier; as many programs are resident as the launcher starts, which computes them
+    from the registers that it names.
 
-
-def test_two_programs_of_the_statistics_share_a_multiprocessor(costs: Costs) -> None:
+    All 32 lanes store a reduction's result to one place, and a GPU does not say whose store is the
+    last: the results are the same bits in every run because all hold the same ones.
+    """
+    costs = cost.costs(capability, tmp_path_factory.getbasetemp() / "triton")
+    for launch, ceilings in CEILINGS.items():
+        for sweep, ceiling in zip(costs[launch].sweeps, ceilings, strict=True):
+            assert sweep.instructions <= ceiling, (launch, costs[launch])
+            if launch in ROWS:
+                assert sweep.narrowest_load == 16, launch
+                assert sweep.barriers == 0, launch
+        if launch in ROWS:
+            assert costs[launch].resident >= costs[launch].started, launch
     assert costs["statistics"].resident >= 2
     assert costs["statistics"].bytes_in_flight >= 32 * 1024
-
-
-def test_nothing_spills(costs: Costs) -> None:
-    assert {launch for launch, kernel in costs.items() if kernel.spilled} == set()
-
-
-def test_every_lane_ends_with_the_same_sum(costs: Costs) -> None:
-    """All 32 lanes store a reduction's result to one place, and a GPU does not say whose store is
-    the last: the results are the same bits in every run because all hold the same ones."""
-    assert {launch for launch, kernel in costs.items() if kernel.fused_across_lanes} == set()
+    for launch in ("gae", "shaping, GAE"):  # whole vectors: they share nothing and do not wait
+        (sweep,) = costs[launch].sweeps
+        assert sweep.barriers == 0, launch
+        assert sweep.narrowest_load == 4, "the masks of four tokens"
+        assert costs[launch].resident >= 16, launch
+        assert costs[launch].bytes_in_flight >= 32 * 1024, launch
+    assert not {launch for launch, kernel in costs.items() if kernel.spilled}
+    assert not {launch for launch, kernel in costs.items() if kernel.fused_across_lanes}
 
 
 # ------------------------------------------------------------- every launch, for every generation

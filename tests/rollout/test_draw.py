@@ -64,7 +64,8 @@ def _chi_squared(tokens: Tensor, probabilities: Tensor) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "temperature"), [(3, 1.0), (1000, 0.5), (1000, 2.0), (151936, 1.0)]
+    ("vocabulary", "temperature"),
+    [(3, 1.0), (1000, 0.5), (1000, 2.0), pytest.param(151936, 1.0, marks=pytest.mark.slow)],
 )
 def test_tokens_come_as_often_as_the_softmax_says(vocabulary: int, temperature: float) -> None:
     """χ² within five standard deviations of its mean, n ± 5·√(2n)."""
