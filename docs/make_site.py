@@ -20,6 +20,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "kernels/NOTES.md", "examples")
 LINK = re.compile(r"\]\(([^)#\s]+)")
 
+CSS = """/* Options and formulas break between words alone: a table that is too wide then scrolls. */
+.md-typeset table code { word-break: normal; }
+/* Pictures have the ground of a light page. */
+.md-typeset img { background: white; }
+"""
+
 CONFIG = {
     "site_name": "FastPPO",
     "theme": {
@@ -38,6 +44,7 @@ CONFIG = {
         {"toc": {"permalink": True, "slugify": "!!slugify"}},
     ],
     "plugins": ["search"],
+    "extra_css": ["site.css"],
     "use_directory_urls": False,  # so that the site can be read from files, too
     "validation": {
         "links": {"not_found": "warn", "anchors": "warn", "unrecognized_links": "warn"},
@@ -76,6 +83,7 @@ def build(site: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         pages = Path(folder) / "pages"
         gather(pages)
+        (pages / "site.css").write_text(CSS, encoding="utf-8")
         index = (ROOT / "docs" / "README.md").read_text("utf-8")
         config = CONFIG | {
             "docs_dir": str(pages),
