@@ -379,6 +379,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert "importance_cap" in page
     assert 'href="definitions.html' in page
     assert "fonts.googleapis" not in page
+    assert "site.css" in page
 
 
 @pytest.mark.slow
