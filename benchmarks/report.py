@@ -169,7 +169,8 @@ def print_table(record: dict[str, Any], to: Console) -> None:
             style = "bold" if is_ours(provider) else ""
             table.add_row(line or "", provider, *(fields[index] for index in shown), style=style)
         table.add_section()
-    to.print(table)
+    if table.row_count:
+        to.print(table)
     for sweep in record.get("sweeps", []):
         if sweep["growth"]:
             _print_growth(sweep, to)
@@ -217,14 +218,17 @@ def _print_growth(sweep: dict[str, Any], to: Console) -> None:
 
 def left_out(record: dict[str, Any]) -> list[tuple[str, bool]]:
     """(line, whether it is a fault) for each provider without a time, with its cases; one line for
-    all that are not installed."""
+    all that are not installed, and one for all cases whose turn came too late."""
     absent: dict[str, None] = {}
+    late: dict[str, list[str]] = {}
     cases_by_reason: dict[tuple[str, str, str], list[str]] = {}
     swept = [point for sweep in record.get("sweeps", []) for point in sweep["points"]]
     for case in [*record["cases"], *swept]:
         for row in case["rows"]:
             if row["status"] == "absent":
                 absent[row["provider"]] = None
+            elif row["status"] == "skipped":
+                late.setdefault(row["detail"], []).append(case["case"])
             elif row["detail"]:
                 key = (row["provider"], row["status"], row["detail"])
                 cases_by_reason.setdefault(key, []).append(case["case"])
@@ -234,6 +238,10 @@ def left_out(record: dict[str, Any]) -> list[tuple[str, bool]]:
             status not in FAINT,
         )
         for (provider, status, detail), names in cases_by_reason.items()
+    ]
+    lines += [
+        (f"{'; '.join(dict.fromkeys(names))}: {detail}; --seconds gives a run more time", False)
+        for detail, names in late.items()
     ]
     if absent:
         names = " · ".join(absent)

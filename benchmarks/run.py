@@ -241,7 +241,7 @@ def run(
         ours_and_eager = [provider.name for provider in case.providers]
         if time.monotonic() - start > work.seconds:
             progress(f"{title}: skipped")
-            detail = f"{work.seconds:.0f} s were spent before its turn"
+            detail = f"skipped, since {work.seconds:.0f} s were over before its turn"
             return Result(case, floor, [Row(name, "skipped", detail) for name in ours_and_eager])
         progress(title)
         try:

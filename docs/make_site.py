@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "kernels/NOTES.md", "examples")
 LINK = re.compile(r"\]\(([^)#\s]+)")
 
-CSS = """/* Options and formulas break between words alone: a table that is too wide then scrolls. */
+CSS = """/* Options and formulas break between words alone; a table that is too wide scrolls. */
 .md-typeset table code { word-break: normal; }
 /* Pictures have the ground of a light page. */
 .md-typeset img { background: white; }

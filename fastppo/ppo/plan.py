@@ -116,7 +116,9 @@ def make_plan(
     )
     notes.insert(0, f"{sequences}, {run.microbatch} at a time in the update; GB are 10^9 bytes")
     if run.is_sharded:
-        notes.insert(0, f"each of {processes} processes; {run.shards} hold a copy of the weights")
+        notes.insert(
+            0, f"each of {processes} processes; {run.shards} share one copy of the weights"
+        )
     if config.rollout == "vllm" and free is None:
         notes.append("not counted: vLLM's share of a memory that is not known")
     return Plan(run, phases, notes)

@@ -295,6 +295,20 @@ def test_the_quick_set_writes_every_field_the_table_and_pictures(
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
+@pytest.mark.usefixtures("no_peers")
+def test_what_there_was_no_time_for_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(SETS, ("cpu", "quick"), TINY)
+    flags = ["--quick", "--seconds", "1e-9", "--case", "loss", "--case", "gae"]
+    assert command.main([*flags, "--device", "cpu", "--out", str(tmp_path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    late = ": skipped, since 0 s were over before its turn; --seconds gives a run more time"
+    assert late in shown
+    assert shown.count("skipped, since") == 1
+    assert "median" not in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -208,7 +208,7 @@ def test_shards_count_and_those_that_cannot_be_are_refused(tmp_path: Path, capsy
     for shards in (2, 8):
         assert cli.main([*flags, "--processes", "8", "--shard_size", str(shards)]) == 0
         shown = capsys.readouterr().out
-        assert f"each of 8 processes; {shards} hold a copy of the weights" in shown
+        assert f"each of 8 processes; {shards} share one copy of the weights" in shown
         weights[shards] = float(re.findall(r"optimiser states\W+0.000\W+([\d.]+)", shown)[0])
     assert weights[2] == pytest.approx(4 * weights[8], rel=0.01)
     for refused, sentence in (
