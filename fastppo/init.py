@@ -74,32 +74,48 @@ output_dir: {output_dir}
 """
 
 REWARD = '''"""The reward of a run. `python {file}`, here, tries it on the first prompts."""
-
+{imports}
 ROWS = {rows}
 
 
 def score(prompts, completions{parameter}, **columns):
-    """A number for each completion: here 1 where {rule}, else 0."""
+    """{rule}"""
     return [
-        float({test})
+        {expression}
         for {variables}
     ]
 
 
 def test_score():
-    """The right response to each prompt earns 1, an empty one 0."""
+    """A completion that should earn something does, an empty one does not."""
     columns = {{name: [row[name] for row in ROWS] for name in ROWS[0]}}
     prompts = columns.pop({column!r})
     right = [{right} for row in ROWS]
     wrong = ["" for row in ROWS]
-    assert score(prompts, right, **columns) == [1.0] * len(ROWS)
-    assert score(prompts, wrong, **columns) == [0.0] * len(ROWS)
+    assert score(prompts, right, **columns) == [{earned}] * len(ROWS)
+    assert score(prompts, wrong, **columns) == [{nothing}] * len(ROWS)
 
 
 if __name__ == "__main__":
     test_score()
     print("the reward does what its test says")
 '''
+
+WORDS = {
+    "imports": "\nimport re\n",
+    "parameter": "",
+    "rule": """What each completion earns: a number, or as here (end, value) pairs of its words.
+
+    A tenth for every word that begins with an s. Pay by word or line where you can: one number
+    for all of a completion takes more iterations, and teaches nothing while all earn the same.
+    """,
+    "expression": r'[(word.end(), 0.1) for word in re.finditer(r"\b[sS]\w*", text)]',
+    "variables": "text in completions",
+    "right": '"She sings."',
+    "earned": "[(3, 0.1), (9, 0.1)]",
+    "nothing": "[]",
+}
+"""Of prompts without an answer: what docs/ten-minutes.md trains on, which small models learn."""
 
 
 def write_run(
@@ -228,8 +244,7 @@ def _quoted(value: Any) -> str:
 
 
 def _reward(file: Path, rows: Rows, column: str) -> str:
-    """reward.py: whether the completion has the answer, or ends a sentence where no column has
-    one."""
+    """reward.py: whether the completion has the answer; words that pay where no column has one."""
     names = column_names(rows, column)
     answer = None
     tested = rows[:TESTED]
@@ -242,27 +257,19 @@ def _reward(file: Path, rows: Rows, column: str) -> str:
     shown = [name for name in names if all(_is_literal(row.get(name)) for row in tested)]
     cells = [{name: row.get(name) for name in (column, *shown)} for row in tested]
     text = pprint.pformat(cells, width=96, sort_dicts=False)
-    if answer is None:
-        return REWARD.format(
-            file=file.name,
-            rows=text,
-            column=column,
-            parameter="",
-            rule="a completion ends with a full stop",
-            test='text.rstrip().endswith(".")',
-            variables="text in completions",
-            right='"This is a sentence."',
-        )
-    return REWARD.format(
-        file=file.name,
-        rows=text,
-        column=column,
-        parameter=f", {answer}",
-        rule=f"a completion has the row's `{answer}`",
-        test='wanted not in (None, "") and str(wanted) in text',
-        variables=f"wanted, text in zip({answer}, completions)",
-        right=f"f\"It is {{row['{answer}']}}.\"",
-    )
+    slots = WORDS
+    if answer is not None:
+        slots = {
+            "imports": "",
+            "parameter": f", {answer}",
+            "rule": f"A number for each completion: 1 where it has the row's `{answer}`, else 0.",
+            "expression": 'float(wanted not in (None, "") and str(wanted) in text)',
+            "variables": f"wanted, text in zip({answer}, completions)",
+            "right": f"f\"It is {{row['{answer}']}}.\"",
+            "earned": "1.0",
+            "nothing": "0.0",
+        }
+    return REWARD.format(file=file.name, rows=text, column=column, **slots)
 
 
 def _is_answer(value: Any) -> bool:

@@ -94,6 +94,16 @@ def test_a_reward_is_written_of_rows_with_an_answer_that_python_can_write(folder
     assert reward["score"](["w1"] * 3, ["", "None", "0"], ["", None, 0]) == [0.0, 0.0, 1.0]
 
 
+def test_without_an_answer_the_reward_pays_responses_of_a_language_model_differently(
+    folder: Path,
+) -> None:
+    """One that pays the ends of sentences gave 32 responses of 16 tokens the same, nothing."""
+    _write_prompts(folder, [{"prompt": "w1"}])
+    assert cli.main(["init", "--model", "model", "--prompts", "prompts.jsonl"]) == 0
+    score = runpy.run_path("reward.py")["score"]
+    assert score(["On"] * 2, [" Sundays we sleep", " Monday I work"]) == [[(8, 0.1), (17, 0.1)], []]
+
+
 def test_names_stand_in_the_yaml_as_they_are(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
