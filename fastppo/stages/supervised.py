@@ -37,7 +37,7 @@ from fastppo.data.files import UNFINISHED, written_whole
 from fastppo.data.rows import DataError, Rows, load_rows
 from fastppo.data.world import World, hidden, join
 from fastppo.models.adapters import full_state, saved_state
-from fastppo.models.device import autocast
+from fastppo.models.device import autocast, busy_cpu
 from fastppo.models.sharding import full_tensor, reshard_for_update, shard_as_it_is, sharded_like
 from fastppo.models.trunk import context_length
 from fastppo.run import manifest
@@ -350,6 +350,8 @@ class SupervisedTrainer(Trainer, ABC):
             CheckpointError: a checkpoint could not be written.
         """
         self.say = functools.partial(say, console)
+        for sentence in busy_cpu(self.args.device):
+            self.say(sentence, "yellow")
         checkpoint = self.world.first(self._find_checkpoint) if self.config.resume else None
         self.args.eval_on_start = bool(self.eval_dataset) and checkpoint is None
         with progress(self.title, console) as show, listening(self.world) as request:

@@ -96,6 +96,15 @@ def test_a_run_leaves_its_records(tmp_path: Path) -> None:
         sft(config)
 
 
+def test_threads_that_share_their_cores_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastppo.stages.supervised.busy_cpu", lambda device: [f"busy {device}"])
+    printed = io.StringIO()
+    sft(sft_config(tmp_path), console=Console(file=printed, width=200))
+    assert "busy cpu" in printed.getvalue()
+
+
 def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path) -> None:
     """Stopped one step behind a checkpoint: that step is taken, and written, a second time."""
     options = {"epochs": 4, "checkpoint_interval": 3}
