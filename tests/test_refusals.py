@@ -281,6 +281,18 @@ RUN_FILES = [
     ("metrics.jsonl", '{"iteration": 0}\n[1]\n', ", line 2: expected a JSON object"),
     ("metrics.jsonl", '{"iteration": 0, "kl": [1]}\n', ", line 1: kl must be a number, got [1]"),
     ("samples.jsonl", "\xff\n", ", line 1: expected a JSON object"),
+    (
+        "metrics.jsonl",
+        f'{{"iteration": {10**309}}}\n',
+        ", line 1: iteration must be a number, got an integer",
+    ),
+    (
+        "samples.jsonl",
+        '{"iteration": 0, "reward": [1]}\n',
+        ", line 1: reward must be a number, got",
+    ),
+    ("samples.jsonl", '{"iteration": 0}\n', ", line 1: reward must be a number, got None"),
+    ("parts.jsonl", '{"first": 0, "started": 5}\n', ", line 1: started must be a text, got 5"),
     ("config.yaml", "model: [", " is not valid YAML"),
 ]
 

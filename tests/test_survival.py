@@ -10,7 +10,7 @@ import pickle
 import resource
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ import tiny
 import torch
 from command_line import Folder
 from safetensors.torch import load_file, save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastppo import cli
 from fastppo.run import manifest
+from fastppo.run.events import NAME
 from fastppo.run.log import read_jsonl
 
 KILLS = int(os.environ.get("FASTPPO_KILLS", "20"))
@@ -120,6 +122,10 @@ def _forge(kind: str, checkpoint: Path) -> str:
     if kind == "a pipe":
         os.mkfifo(checkpoint / "value_regression.safetensors.new")
         return "value_regression.safetensors.new is neither a file nor a directory"
+    if kind == "a link":  # to the very bytes that the manifest lists
+        weights = (checkpoint / "model.safetensors").rename(checkpoint.parent / "elsewhere")
+        (checkpoint / "model.safetensors").symlink_to(weights)
+        return "model.safetensors is neither a file nor a directory"
     if kind == "a manifest of nothing":
         manifest_file.write_text(json.dumps({"sha256": hashlib.sha256(b"{}").hexdigest()}))
         return "manifest.json is none that a run has written"
@@ -149,6 +155,11 @@ def _forge(kind: str, checkpoint: Path) -> str:
         state["state"]["iteration"] = "1"
         (checkpoint / "state.json").write_text(json.dumps(state))
         says = "cannot be read: TypeError: iteration is '1', which no run writes"
+    elif kind == "an iteration that is true":
+        state = json.loads((checkpoint / "state.json").read_bytes())
+        state["state"]["iteration"] = True
+        (checkpoint / "state.json").write_text(json.dumps(state))
+        says = "cannot be read: TypeError: iteration is True, which no run writes"
     elif kind == "no iteration":
         state = json.loads((checkpoint / "state.json").read_bytes())
         del state["state"]["iteration"]
@@ -198,6 +209,7 @@ FORGERIES = [
         pytest.param(kind, marks=pytest.mark.slow)
         for kind in (
             "a pipe",
+            "a link",
             "a manifest of nothing",
             "a file outside",
             "no optimizer",
@@ -205,6 +217,7 @@ FORGERIES = [
             "another random state",
             "another state",
             "an iteration that is a text",
+            "an iteration that is true",
             "no iteration",
             "complex moments",
             "complex weights",
@@ -225,6 +238,10 @@ def test_a_forged_checkpoint_runs_no_code_and_is_refused(kind: str, folder: Fold
     assert str(checkpoint) in said
     assert says in said
     assert not (checkpoint / "called").exists()
+    if kind == "a link":
+        exported = folder.path / "exported"
+        assert cli.main(["export", str(checkpoint), str(exported), "--device", "cpu"]) == 2
+        assert not exported.exists()
 
 
 # -------------------------------------------------------------------------- two runs, one directory
@@ -285,14 +302,27 @@ def test_a_run_whose_lock_was_deleted_ends_once_another_has_begun(folder: Folder
 
 
 @pytest.mark.slow
-def test_a_run_whose_directory_is_renamed_ends_and_makes_no_other(folder: Folder, run) -> None:
+@pytest.mark.parametrize("way", ["renamed", "removed", "replaced"])
+def test_a_run_whose_directory_is_gone_ends_and_makes_no_other(
+    way: str, folder: Folder, run
+) -> None:
+    run_dir = repr(str(folder.run))
     elsewhere = folder.path / "elsewhere"
-    folder.write_reward(f"calls == 2 and os.rename({str(folder.run)!r}, {str(elsewhere)!r})")
+    statement = {
+        "renamed": f"os.rename({run_dir}, {str(elsewhere)!r})",
+        "removed": f"shutil.rmtree({run_dir})",
+        "replaced": f"(shutil.rmtree({run_dir}), os.mkdir({run_dir}))",
+    }[way]
+    folder.write_reward(f"import shutil; calls == 2 and {statement}")
     code, said = run(iterations=4)
     assert code == 1
     assert f"{folder.run} was removed or renamed while the run was at work there" in said
-    assert not folder.run.exists()
-    assert len(read_jsonl(elsewhere / "metrics.jsonl")) == 1
+    if way == "replaced":
+        assert not list(folder.run.iterdir())
+    else:
+        assert not folder.run.exists()
+    if way == "renamed":
+        assert len(read_jsonl(elsewhere / "metrics.jsonl")) == 1
 
 
 # -------------------------------------------------------------------------------------- the signals
@@ -426,9 +456,11 @@ def test_a_console_that_cannot_be_written_to_is_given_up(
 
 
 @pytest.fixture
-def small_files() -> Callable[[int], None]:
+def small_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """Files may grow to so many bytes, as if the disk were full then."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # The bytecode of a module that is imported first there would be cut off, and kept.
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
@@ -456,6 +488,19 @@ def test_records_of_tensorboard_that_are_deleted_end_no_run(folder: Folder, run)
     assert run(iterations=3)[0] == 0
     assert len(read_jsonl(folder.run / "metrics.jsonl")) == 3
     assert list((folder.run / "tensorboard").iterdir())
+
+
+def test_a_clock_that_is_set_back_before_a_resume_loses_no_point_of_tensorboard(
+    folder: Folder, run
+) -> None:
+    assert run(iterations=1)[0] == 0
+    (events,) = (folder.run / "tensorboard").iterdir()
+    began = NAME.match(events.name)
+    assert began is not None
+    events.rename(events.with_name(f"{began[1]}{int(began[2]) + 3600}{began[3]}"))
+    assert run(iterations=2, resume=True)[0] == 0
+    shown = EventAccumulator(str(folder.run / "tensorboard")).Reload()
+    assert [point.step for point in shown.Scalars("reward")] == [0, 1]
 
 
 # ----------------------------------------------------------------------------------- another config
@@ -777,6 +822,23 @@ def test_a_forged_checkpoint_of_a_stage_runs_no_code_and_is_refused(
     assert f"fastppo: {checkpoint}" in said
     assert says in said
     assert not (checkpoint / "called").exists()
+
+
+@pytest.mark.parametrize("when", ["on_step_begin", "on_train_end"])
+def test_a_stage_whose_directory_is_removed_ends_and_makes_no_other(
+    when: str, stage, folder: Folder, capsys, monkeypatch
+) -> None:
+    from fastppo.stages.callbacks import Interruptions
+
+    def remove(self, args, state, control, **more):
+        if state.global_step > 4 and folder.run.exists():
+            shutil.rmtree(folder.run)
+
+    monkeypatch.setattr(Interruptions, when, remove)
+    assert cli.main(stage()) == 1
+    said = capsys.readouterr().err
+    assert f"{folder.run} was removed or renamed while the run was at work there" in said
+    assert not folder.run.exists()
 
 
 def test_a_stage_with_another_tokenizer_is_another_run(stage, folder: Folder, capsys) -> None:

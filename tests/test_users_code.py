@@ -348,6 +348,19 @@ def test_a_reward_that_raises_is_told_by_its_line(folder: Folder, run: Run) -> N
     assert "JSONDecodeError: Expecting value" in saved["traceback"]
 
 
+@pytest.mark.parametrize("name", ["{file}:count", "count_w7:count"])
+def test_a_file_that_cannot_be_imported_is_told_by_its_line(
+    name: str, folder: Folder, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not by that of Python which imports it."""
+    monkeypatch.syspath_prepend(folder.path)
+    file = folder.path / "count_w7.py"
+    file.write_text(f"WORDS = ['w7']\nFIRST = WORDS[1]\n{folder.reward.read_text()}")
+    code, said = run(rewards=name.format(file=file))
+    assert code == 2
+    assert f"({file}, line 2, in <module>: FIRST = WORDS[1])" in said
+
+
 def test_an_environment_that_raises_is_told_by_its_line(folder: Folder, run: Run) -> None:
     file = folder.path / "game.py"
     file.write_text(f"{ENVIRONMENT}\n    def step(self, text):\n        return {{}}[text]\n")

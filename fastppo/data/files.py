@@ -100,14 +100,19 @@ def append_lines(path: Path, records: list[dict[str, Any]]) -> None:
     append(path, "".join(lines).encode("utf-8", "backslashreplace"))
 
 
-def append(path: Path, data: bytes) -> None:
-    """Appends to a file, which is made with its directory where it is not there.
+def append(path: Path, data: bytes, *, make_directory: bool = False) -> None:
+    """Appends to a file, which is made where it is not there.
+
+    Args:
+        make_directory: makes its directory too, but nothing above it: a run's directory that was
+            removed while the run was at work stays removed.
 
     Raises:
         RuntimeError: it could not be written; the run has begun, so this is no wrong value.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if make_directory:
+            path.parent.mkdir(exist_ok=True)
         with path.open("ab") as file:
             file.write(data)
     except OSError as error:

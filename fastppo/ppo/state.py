@@ -232,7 +232,7 @@ def _check_kinds(saved: Any, fresh: Any, name: str = "state") -> None:
     elif isinstance(fresh, list):
         fits = isinstance(saved, list)
     elif isinstance(fresh, int):
-        fits = isinstance(saved, int) and 0 <= saved < 2**63
+        fits = type(saved) is type(fresh) and 0 <= saved < 2**63
     else:  # None of an evaluation that has not been
         fits = saved is None or (isinstance(saved, (int, float)) and math.isfinite(saved))
     if not fits:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import importlib
 import inspect
 import os
 import signal
@@ -35,8 +36,13 @@ from fastppo.stopped import Stopped
 LONGEST_MESSAGE = 500
 """Characters that are shown of what a user's function raised."""
 
-PACKAGE = Path(__file__).parents[1]
-"""Files that are no user's."""
+NOT_OF_USERS = (
+    f"{Path(__file__).parents[1]}{os.sep}",
+    f"{Path(importlib.__file__).parent}{os.sep}",
+    "<frozen ",
+)
+"""What the names of files begin with that are no user's: this package's, and Python's own that
+import one."""
 
 ANSWERS_WITHIN = 1.0
 """Seconds in which an event loop that nothing blocks has answered."""
@@ -244,13 +250,13 @@ async def _cancel_others() -> None:
 
 def place_of(error: BaseException | None) -> str:
     """Where a user's function raised, which ends a sentence: file, line, name and code of the last
-    frame in the first file that is not this package's. Nothing where there is no such frame."""
+    frame in the first file that is a user's or a library's. Nothing where there is none."""
     if error is None:
         return ""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not Path(frame.filename).is_relative_to(PACKAGE)
+        if not frame.filename.startswith(NOT_OF_USERS)
     ]
     if not frames:
         return ""

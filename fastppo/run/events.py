@@ -62,7 +62,7 @@ class EventFile:
         for event in events:
             event.wall_time = time.time()
             records.write(event.SerializeToString())
-        append(self.path, data.getvalue())
+        append(self.path, data.getvalue(), make_directory=True)
 
 
 def _put_in_the_past(directory: Path) -> None:

@@ -195,6 +195,7 @@ def open_run(config: SupervisedConfig, world: World | None = None) -> Path:
 
 def save_model(run_dir: Path, model: Any, tokenizer: Any) -> None:
     """Saves the trained model, whose tensors are whole, with its tokenizer."""
+    check_still_held(run_dir)
     with written_whole(run_dir) as directory:
         model.save_pretrained(directory, state_dict=full_state(model))
         tokenizer.save_pretrained(directory)

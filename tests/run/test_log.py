@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fastppo.run.events import EventFile
 from fastppo.run.log import RunLog, check_no_run, cut, holds_run, read_jsonl, short_names
 from fastppo.run.options import Options, option
 from fastppo.run.progress import progress
@@ -46,6 +48,20 @@ def test_a_record_is_numbered_by_what_the_run_counts(index: str, tmp_path: Path)
         {index: 5, "prompt": "b"},
     ]
     assert _scalars(tmp_path, "loss") == [(0, 1.0), (5, 2.0)]
+
+
+def test_a_directory_that_is_removed_between_two_records_stays_removed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    log = RunLog(run, Config())
+    events = EventFile(run / "tensorboard", 0)
+    shutil.rmtree(run)
+    with pytest.raises(RuntimeError, match=r"metrics.jsonl could not be written: .* No such file"):
+        log.metrics(0, {"loss": 1.0})
+    with pytest.raises(RuntimeError, match=r"samples.jsonl could not be written: .* No such file"):
+        log.samples(0, [{"prompt": "a"}])
+    with pytest.raises(RuntimeError, match=r"tfevents.* could not be written: .* No such file"):
+        events.add(0, {"loss": 1.0})
+    assert not run.exists()
 
 
 def test_a_clock_that_is_set_back_between_two_parts_loses_no_point(
