@@ -225,6 +225,9 @@ def _run(file: Path, given: dict[str, str], rewards: list[str], *, sizes: str) -
     lines = []
     if given["environment"]:
         lines.append(f"environment: {_quoted(given['environment'])}")
+        lines.append(
+            f"max_turns: {PPOConfig.max_turns}               # of the policy, in an episode"
+        )
     if rewards:
         lines.append(f"rewards: {_quoted(rewards)}")
     return RUN.format(

@@ -171,7 +171,8 @@ def test_a_person_is_asked_what_no_flag_says(
     assert cli.main(["init", "--model", "model", "--out", "mine"]) == 0
     assert next(answers, None) is None
     assert not (folder / "mine" / "reward.py").exists()
-    assert 'environment: "game.py:Game"' in (folder / "mine" / "run.yaml").read_text()
+    written = yaml.safe_load((folder / "mine" / "run.yaml").read_text())
+    assert (written["environment"], written["max_turns"]) == ("game.py:Game", 8)
 
 
 def test_nothing_is_written_over_and_nothing_is_asked_of_nobody(

@@ -158,9 +158,10 @@ class Evaluation:
 def _line(metrics: dict[str, float], prefix: str) -> str:
     """An evaluation for the console."""
     mode = "held out, greedy" if prefix.endswith("greedy/") else "held out"
+    kl = metrics.get(f"{prefix}kl")  # absent without a reference
     return (
         f"{mode}: reward {metrics[f'{prefix}reward']:.3f} ± {metrics[f'{prefix}reward_error']:.3f}"
-        f", KL {round(metrics[f'{prefix}kl'], 2) + 0.0:.2f}, "
+        f"{'' if kl is None else f', KL {round(kl, 2) + 0.0:.2f}'}, "
         f"length {metrics[f'{prefix}response_length']:.0f}"
     )
 

@@ -263,22 +263,21 @@ def policy_metrics(
     model: ActorCritic,
     reference: ReferencePolicy | None,
 ) -> dict[str, float]:
-    """Means over responses to which the policy is not trained: the KL to the reference, nats per
-    sequence, 0 without one; the entropy, nats per token; the length, tokens.
+    """Means over responses to which the policy is not trained: the KL to the reference if there
+    is one, nats per sequence; the entropy, nats per token; the length, tokens.
 
     Args:
         plan: the batch in microbatches.
     """
     logprobs, entropy = model.stats_of_plan(plan, **options.softmax)
-    kl = 0.0
-    if reference is not None:
-        ref_logprobs = plan.in_order(reference.logprobs(plan.batches, **options.softmax))
-        kl = sampled_kl(logprobs, ref_logprobs).sum().item() / len(batch)
-    return {
-        "kl": kl,
+    means = {
         "entropy": entropy.sum().item() / max(batch.response_count, 1),
         "response_length": batch.response_count / len(batch),
     }
+    if reference is not None:
+        ref_logprobs = plan.in_order(reference.logprobs(plan.batches, **options.softmax))
+        means["kl"] = sampled_kl(logprobs, ref_logprobs).sum().item() / len(batch)
+    return means
 
 
 def response_metrics(

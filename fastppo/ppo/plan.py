@@ -76,7 +76,8 @@ class Plan:
     @property
     def verdict(self) -> str:
         """Whether it fits, in a sentence."""
-        need = f"{self.peak.total / GB:.3g} GB at its peak, the {self.peak.name}"
+        unit, size_of_unit = unit_of(self)
+        need = f"{self.peak.total / size_of_unit:.3g} {unit} at its peak, the {self.peak.name}"
         memory = self.run.memory
         if memory is None:
             return f"needs {need}; `fastppo plan --memory GB` says whether that fits"
@@ -219,9 +220,14 @@ def fitting_peak(run: Run, options: dict[str, Any]) -> int | None:
 # ---------------------------------------------------------------------------------- what is printed
 
 
+def unit_of(plan: Plan) -> tuple[str, float]:
+    """(name, bytes) of the unit in which a plan is read best."""
+    return ("MB", 1e6) if plan.peak.total < GB / 10 else ("GB", GB)
+
+
 def show(plan: Plan, console: Console) -> None:
     """Prints a plan as a table of parts and phases, whether it fits and what makes it fit."""
-    unit, size_of_unit = ("MB", 1e6) if plan.peak.total < GB / 10 else ("GB", GB)
+    unit, size_of_unit = unit_of(plan)
     table = Table(title=f"{unit} at the peak of each phase", title_justify="left")
     table.add_column("part")
     for phase in plan.phases:

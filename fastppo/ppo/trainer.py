@@ -578,8 +578,9 @@ class PPOTrainer:
         """Samples and scores responses to `prompts` without learning from them.
 
         Returns:
-            dict: reward, each reward term and monitor, kl (nats per sequence), entropy (nats per
-            token), response_length, eos_rate: means; `completions`, the texts; `scores`; `rollout`.
+            dict: reward, each reward term and monitor, kl (nats per sequence; of a run with a
+            reference), entropy (nats per token), response_length, eos_rate: means; `completions`,
+            the texts; `scores`; `rollout`.
         """
         options = self.config.at(self.state.iteration)
         with random_state_restored(options.seed):

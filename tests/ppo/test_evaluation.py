@@ -58,6 +58,19 @@ def test_an_evaluation_comes_every_so_many_iterations(
     assert said[-4].endswith(", the best so far")
 
 
+def test_without_a_reference_an_evaluation_tells_of_no_kl(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A KL of 0.00 would say that the policy has not moved."""
+    trainer = _trainer(tmp_path, iterations=1, eval_interval=1, kl_coef=0.0)
+    trainer.train()
+    (line,) = records(trainer)
+    assert not {"kl", "before/kl", "eval/kl"} & line.keys()
+    said = [line for line in capsys.readouterr().err.splitlines() if "held out: reward" in line]
+    assert len(said) == 2
+    assert "KL" not in "".join(said)
+
+
 def test_its_means_are_those_of_all_prompts_at_once(tmp_path: Path) -> None:
     """Of twenty prompts in parts of eight; greedily, since the draws of a part are its own."""
     options = {"rollout_batch_size": 8, "eval_sampling": "greedy", "eval_interval": 1}

@@ -175,7 +175,7 @@ def test_the_command_prints_parts_phases_and_whether_it_fits(tmp_path: Path, cap
     config = options(tmp_path)
     config.save(tmp_path / "run.yaml")
     flags = ["plan", "--config", str(tmp_path / "run.yaml"), "--prompt_tokens", str(PROMPT)]
-    need = f"{make_plan(config, PROMPT).peak.total / 1e9:.3g} GB"
+    need = f"{make_plan(config, PROMPT).peak.total / 1e6:.3g} MB"  # as the table has it
     assert cli.main([*flags, "--memory", "80"]) == 0
     shown = capsys.readouterr().out
     assert f"fits 80 GB: {need} at its peak, the update" in shown
