@@ -17,6 +17,7 @@ Throughout: `T` is the temperature, `z` the logits after `logit_scale` and soft-
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -25,8 +26,10 @@ from fastppo_kernels.records import (
     LOSS,
     SUMS,
     Gemm,
+    LinearPPORows,
     Objective,
     PerToken,
+    PPORows,
     Projection,
     Softmax,
     Sums,
@@ -252,15 +255,8 @@ def ppo_loss(
     if ref_rows is not None and kl_estimator != "full":
         # The sampled estimators need the reference's logprobs alone.
         if ref_logprobs is None:
-            ref_stats = operators.token_stats_op(
-                logits=ref_rows,
-                tokens=_tokens_or_zero(per_token),
-                softmax=softmax,
-                ref_logits=None,
-                backend=backend,
-            )
-            ref_logprobs = ref_stats.logprobs.to(weights.dtype)
-            per_token = per_token._replace(ref_logprobs=ref_logprobs)
+            ref_logprobs = _logprobs_of_rows(ref_rows, per_token, softmax, backend)
+            per_token = per_token._replace(ref_logprobs=ref_logprobs.to(weights.dtype))
         ref_rows = None
     if logits.dtype == torch.float16 and need_grad:
         # The gradient waits for the loss scale: it is formed in the backward pass.
@@ -280,14 +276,8 @@ def ppo_loss(
     loss_tokens = per_token
     if starts is not None:
         # gspo: a token's ratio needs the logprobs of its whole sequence, hence a pass before.
-        stats = operators.token_stats_op(
-            logits=rows.detach(),
-            tokens=_tokens_or_zero(per_token),
-            softmax=softmax,
-            ref_logits=None,
-            backend=backend,
-        )
-        loss_tokens = _with_sequence_ratios(per_token, stats.logprobs, starts)
+        logprobs = _logprobs_of_rows(rows, per_token, softmax, backend)
+        loss_tokens = _with_sequence_ratios(per_token, logprobs, starts)
     operands = {
         "per_token": loss_tokens,
         "objective": kernel_objective,
@@ -309,14 +299,35 @@ def ppo_loss(
         loss = PPOLossFunction.apply(result.sums[LOSS], (gradient,), backend, rows)
     else:
         loss = result.sums[LOSS].clone()
+    return _shaped_result(loss, result, shape, objective)
+
+
+def _shaped_result(
+    loss: Tensor, rows: PPORows | LinearPPORows, shape: torch.Size, objective: str
+) -> PPOLoss:
+    """What an operator has found for N rows, in the shape of the tokens."""
     return PPOLoss(
         loss=loss,
-        logprobs=result.logprobs.view(shape),
-        entropy=result.entropy.view(shape),
-        kl=result.kl.view(shape),
-        sums=result.sums,
+        logprobs=rows.logprobs.view(shape),
+        entropy=rows.entropy.view(shape),
+        kl=rows.kl.view(shape),
+        sums=rows.sums,
         objective=objective,
     )
+
+
+def _logprobs_of_rows(
+    logits: Tensor, per_token: PerToken, softmax: Softmax, backend: str
+) -> Tensor:
+    """[N] logprobs of the tokens under rows of logits, without a gradient."""
+    stats = operators.token_stats_op(
+        logits=logits.detach(),
+        tokens=_tokens_or_zero(per_token),
+        softmax=softmax,
+        ref_logits=None,
+        backend=backend,
+    )
+    return stats.logprobs
 
 
 def _with_sequence_ratios(per_token: PerToken, logprobs: Tensor, starts: Tensor) -> PerToken:
@@ -521,29 +532,23 @@ def linear_ppo_loss(
             "gradient would underflow; ppo_loss on the logits takes float16"
         )
     compact = mask is not None and _host_may_wait(hidden)
+    statistics = functools.partial(
+        _statistics_of_weighted_rows,
+        per_token=per_token,
+        softmax=softmax,
+        gemm=gemm,
+        compact=compact,
+        backend=backend,
+    )
     if ref is not None and kl_estimator != "full":
         # The sampled estimators need the reference's logprobs alone.
         if ref_logprobs is None:
-            ref_logprobs, _ = _statistics_of_weighted_rows(
-                ref,
-                per_token=per_token,
-                softmax=softmax,
-                gemm=gemm,
-                compact=compact,
-                backend=backend,
-            )
+            ref_logprobs, _ = statistics(ref)
             per_token = per_token._replace(ref_logprobs=ref_logprobs)
         ref = None
     if is_fp16:
         # 8·N·H·V FLOP, because backward forms the logits again, after the loss scale.
-        logprobs, entropies = _statistics_of_weighted_rows(
-            head,
-            per_token=per_token,
-            softmax=softmax,
-            gemm=gemm,
-            compact=compact,
-            backend=backend,
-        )
+        logprobs, entropies = statistics(head)
         return _loss_of_statistics(
             logprobs,
             entropies,
@@ -558,14 +563,7 @@ def linear_ppo_loss(
     if starts is not None:
         # gspo: a token's ratio needs the logprobs of its whole sequence, hence a pass before.
         with torch.no_grad():
-            logprobs, _ = _statistics_of_weighted_rows(
-                head,
-                per_token=per_token,
-                softmax=softmax,
-                gemm=gemm,
-                compact=compact,
-                backend=backend,
-            )
+            logprobs, _ = statistics(head)
         loss_tokens = _with_sequence_ratios(per_token, logprobs, starts)
     result = operators.linear_ppo_loss_op(
         projection=head,
@@ -587,14 +585,7 @@ def linear_ppo_loss(
         )
     else:
         loss = result.sums[LOSS].clone()
-    return PPOLoss(
-        loss=loss,
-        logprobs=result.logprobs.view(shape),
-        entropy=result.entropy.view(shape),
-        kl=result.kl.view(shape),
-        sums=result.sums,
-        objective=objective,
-    )
+    return _shaped_result(loss, result, shape, objective)
 
 
 def _host_may_wait(hidden: Tensor) -> bool:

@@ -104,15 +104,13 @@ class LanguageModel(nn.Module):
         """A batch as the trunk's input."""
         return batch.packed_layout() if self.packing else batch.layout()
 
-    def hidden(self, layout: Layout, positions: Tensor | None = None) -> Tensor:
-        """Final hidden states [N, H] at the positions, by default those that predict responses."""
-        return self._hidden(layout, positions)
+    def hidden(self, layout: Layout) -> Tensor:
+        """Final hidden states [N, H] that predict the responses."""
+        return self._hidden(layout, layout.predicting)
 
-    def _hidden(self, layout: Layout, positions: Tensor | None = None) -> Tensor:
+    def _hidden(self, layout: Layout, positions: Tensor) -> Tensor:
         # Where models are sharded, calling `hidden` or `forward` gathers weights, and a call of one
         # must not be inside the other (`fastppo.models.sharding`).
-        if positions is None:
-            positions = layout.predicting
         trunk = self.causal_lm.base_model
         return states_at(trunk, positions, layout.input_ids, packing=layout.packing)
 
@@ -204,8 +202,7 @@ class BatchEvaluation(NamedTuple):
     """What a policy and its value function make of a batch: fp32, no gradient."""
 
     logprobs: Tensor
-    """[N] nats, of the response tokens; `entropy` likewise."""
-    entropy: Tensor
+    """[N] nats, of the response tokens."""
     values: Tensor
     """[N], of the state before each response token."""
     final_values: Tensor
@@ -254,7 +251,7 @@ class ActorCritic(LanguageModel):
     def evaluate(
         self, batch: Batch, temperature: float = 1.0, backend: str = "auto"
     ) -> BatchEvaluation:
-        """Logprobs, entropy and values of a batch, from one forward pass of the trunk."""
+        """Logprobs and values of a batch, from one forward pass of the trunk."""
         layout = self.layout(batch)
         count = batch.response_count
         with self.autocast():
@@ -264,7 +261,6 @@ class ActorCritic(LanguageModel):
             )
         return BatchEvaluation(
             logprobs=stats.logprobs,
-            entropy=stats.entropy,
             values=out.values[:count],
             final_values=out.values[count:],
         )
@@ -274,7 +270,6 @@ class ActorCritic(LanguageModel):
         evaluations = [self.evaluate(batch, **options) for batch in plan.batches]
         return BatchEvaluation(
             logprobs=plan.in_order(torch.cat([x.logprobs for x in evaluations])),
-            entropy=plan.in_order(torch.cat([x.entropy for x in evaluations])),
             values=plan.in_order(torch.cat([x.values for x in evaluations])),
             final_values=plan.sequences_in_order(torch.cat([x.final_values for x in evaluations])),
         )

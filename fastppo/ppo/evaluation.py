@@ -30,27 +30,22 @@ prompt."""
 
 
 @dataclass(slots=True)
-class Progress:
-    """The evaluations of a run so far."""
+class BestEvaluations:
+    """The best held-out rewards of a run so far; None before its first evaluation."""
 
     best: float | None = None
     """Of eval/reward."""
     best_greedy: float | None = None
     """Of eval/greedy/reward, where that is not eval/reward."""
 
-    def take(self, reward: float) -> bool:
-        """Records an evaluation; whether it is the best so far."""
+    def take(self, reward: float, *, greedy: bool = False) -> bool:
+        """Records an evaluation; whether it is the best of its kind so far."""
+        name = "best_greedy" if greedy else "best"
+        best = getattr(self, name)
         # A reward that is not finite is never better.
-        is_best = reward > (-math.inf if self.best is None else self.best)
+        is_best = reward > (-math.inf if best is None else best)
         if is_best:
-            self.best = reward
-        return is_best
-
-    def take_greedy(self, reward: float) -> bool:
-        """Records a greedy evaluation; whether it is the best greedy one so far."""
-        is_best = reward > (-math.inf if self.best_greedy is None else self.best_greedy)
-        if is_best:
-            self.best_greedy = reward
+            setattr(self, name, reward)
         return is_best
 
 
@@ -88,10 +83,10 @@ class Evaluation:
         if self.prompts is None or not due:
             return {}
         metrics, samples = self._in_modes(trainer, self.prompts, "eval/")
-        progress = trainer.state.evaluations
-        is_best = {"eval/": progress.take(metrics["eval/reward"])}
+        best = trainer.state.evaluations
+        is_best = {"eval/": best.take(metrics["eval/reward"])}
         if self.modes != "sampled":
-            is_best["eval/greedy/"] = progress.take_greedy(metrics["eval/greedy/reward"])
+            is_best["eval/greedy/"] = best.take(metrics["eval/greedy/reward"], greedy=True)
         for prefix in self._prefixes("eval/"):
             trainer.say(
                 f"iteration {trainer.state.iteration}: {_line(metrics, prefix)}"

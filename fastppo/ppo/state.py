@@ -18,7 +18,7 @@ from torch.amp import GradScaler
 from fastppo.functional.scalars import shown
 from fastppo.models.device import choose_device
 from fastppo.ppo.config import WARNINGS, PPOConfig
-from fastppo.ppo.evaluation import Progress
+from fastppo.ppo.evaluation import BestEvaluations
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
 from fastppo.ppo.value_regression import ValueRegression
 from fastppo.rewards.processing import RunningScale
@@ -81,7 +81,7 @@ class RunState:
     skipped_in_a_row: int = 0
     overflowed_steps: int = 0
     """Not taken because the scaled loss had a gradient beyond fp16; the next scale is smaller."""
-    evaluations: Progress = field(default_factory=Progress)
+    evaluations: BestEvaluations = field(default_factory=BestEvaluations)
     scaler: GradScaler = field(default_factory=lambda: GradScaler("cpu", enabled=False))
     """Scales the loss under precision=fp16; elsewhere it leaves it as it is."""
     overflowed: bool = False
@@ -216,7 +216,7 @@ class RunState:
         self.policy_kl_control.coef = state["policy_kl_coef"]
         self.score_scale = RunningScale(**state["score_scale"])
         saved = state.get("evaluations", {})
-        self.evaluations = Progress(saved.get("best"), saved.get("best_greedy"))
+        self.evaluations = BestEvaluations(saved.get("best"), saved.get("best_greedy"))
         if state.get("scaler") and self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
         rows = state.get("successes", [])

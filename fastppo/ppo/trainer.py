@@ -379,19 +379,23 @@ class PPOTrainer:
         )
         order = torch.randperm(len(experience))
         for minibatch in experience.minibatches(order, options.minibatches, options.aggregation):
-            for attempt in self.attempts(minibatch, options):
-                with attempt as limits:
-                    self.optimizer.zero_grad(set_to_none=True)
-                    for micro in minibatch.microbatches(limits, self.world):
-                        layout = self.model.layout(micro.batch)
-                        with self.model.autocast():
-                            values = self.model.values(layout, layout.predicting)
-                        value, _ = self.value_loss(values, micro, options)
-                        self.state.scaler.scale(options.vf_coef * value).backward()
+            self.accumulate_critic_gradient(minibatch, options)
             self.state.unscale(self.optimizer)
             norms = to_floats(clip_gradients(self.optimizer, self.model, options))
             if all(map(math.isfinite, norms.values())):
                 self.optimizer.step()
+
+    def accumulate_critic_gradient(self, minibatch: Experience, options: PPOConfig) -> None:
+        """Adds up the gradient of a minibatch's value loss alone over its microbatches."""
+        for attempt in self.attempts(minibatch, options):
+            with attempt as limits:
+                self.optimizer.zero_grad(set_to_none=True)
+                for micro in minibatch.microbatches(limits, self.world):
+                    layout = self.model.layout(micro.batch)
+                    with self.model.autocast():
+                        values = self.model.values(layout, layout.predicting)
+                    value, _ = self.value_loss(values, micro, options)
+                    self.state.scaler.scale(options.vf_coef * value).backward()
 
     def attempts(self, sequences: Sized, options: PPOConfig) -> Iterator[Attempt]:
         """One attempt at a pass over the sequences, unless memory runs out: then another, with

@@ -19,7 +19,7 @@ from runs import experience_of, make_trainer, perturb, records
 LENGTHS = [5, 3, 1]
 BATCH = random_batch(LENGTHS)
 GENERATOR = torch.Generator().manual_seed(0)
-OLD = BatchEvaluation(*(torch.randn(n, generator=GENERATOR) for n in (9, 9, 9, 3)))
+OLD = BatchEvaluation(*(torch.randn(n, generator=GENERATOR) for n in (9, 9, 3)))
 SCORES = torch.tensor([1.0, -2.0, 0.5])
 VALUES = list(OLD.values.split(LENGTHS))
 REF = OLD.logprobs - torch.linspace(-0.5, 0.8, 9)

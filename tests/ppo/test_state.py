@@ -15,7 +15,7 @@ import tiny
 import torch
 
 from fastppo.ppo.config import PPOConfig
-from fastppo.ppo.evaluation import Progress
+from fastppo.ppo.evaluation import BestEvaluations
 from fastppo.ppo.kl_control import AdaptiveKL, FixedKL, PenaltyKL
 from fastppo.ppo.state import COUNTERS, MOST_SKIPPED, RunState
 from fastppo.ppo.trainer import PPOTrainer
@@ -29,7 +29,7 @@ from runs import first_experience, make_trainer, one_step
 def _used(config: PPOConfig) -> RunState:
     """A state of which nothing is as it was at the start."""
     state = RunState.of(config)
-    state.evaluations = Progress(0.5, 2)
+    state.evaluations = BestEvaluations(0.5, 2)
     state.successes = {3: "01", 0: "1"}
     if state.scaler.is_enabled():
         state.scaler.load_state_dict(state.scaler.state_dict() | {"scale": 128.0})
