@@ -72,10 +72,12 @@ def _seeded() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `-n`, the tests of a file run in one process: what they compile and what they share is
-    made once, and not in each."""
+    made once, and not in each. Slow ones, which share little, go to whichever is free."""
     from xdist.scheduler import LoadFileScheduling
 
-    return LoadFileScheduling(config, log) if config.option.dist == "load" else None
+    if config.option.dist != "load" or "slow" in config.option.markexpr:
+        return None
+    return LoadFileScheduling(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
