@@ -32,20 +32,19 @@ class PretrainingText:
         tokenizer: Any,
         block_size: int,
         *,
-        column: str = "text",
         source: str = "ptx_data",
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise DataError(f"{source}: the tokenizer has no EOS token to put between texts")
         stream: list[int] = []
         for number, row in enumerate(rows, 1):
-            if not isinstance(row.get(column), str):
+            text = row.get("text")
+            if not isinstance(text, str):
                 raise DataError(
-                    f"{source}, row {number}: expected a text in column {column!r}, "
-                    f"got {shown(row.get(column))}"
+                    f"{source}, row {number}: expected a text in column 'text', got {shown(text)}"
                 )
-            check_text(row[column], f"{source}, row {number}")
-            stream += tokenizer(row[column])["input_ids"]
+            check_text(text, f"{source}, row {number}")
+            stream += tokenizer(text)["input_ids"]
             if stream[-1:] != [tokenizer.eos_token_id]:  # some tokenizers end every text with it
                 stream.append(tokenizer.eos_token_id)
         count = len(stream) // block_size

@@ -196,7 +196,7 @@ VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK
 
 
 @contextmanager
-def hidden() -> Iterator[None]:
+def torchrun_hidden() -> Iterator[None]:
     """Within it a library that reads torchrun's variables finds a single process."""
     before = {name: os.environ.pop(name) for name in VARIABLES if name in os.environ}
     try:

@@ -91,7 +91,6 @@ def run_recipe(
     recipe: Recipe,
     out: Path,
     config: PPOConfig,
-    console: Console | None = None,
     *,
     only_prepare: bool = False,
 ) -> None:
@@ -106,7 +105,7 @@ def run_recipe(
     from fastppo.ppo.trainer import PPOTrainer
     from fastppo.run.log import check_no_run
 
-    console = console or Console(stderr=True)
+    console = Console(stderr=True)
     world = world_of(config)
     if world.size > 1:
         raise ValueError(

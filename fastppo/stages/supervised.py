@@ -35,7 +35,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from fastppo.data import fingerprint
 from fastppo.data.files import UNFINISHED, written_whole
 from fastppo.data.rows import DataError, Rows, load_rows
-from fastppo.data.world import World, hidden, join
+from fastppo.data.world import World, join, torchrun_hidden
 from fastppo.models.adapters import full_state, saved_state
 from fastppo.models.device import autocast, busy_cpu
 from fastppo.models.sharding import full_tensor, reshard_for_update, shard_as_it_is, sharded_like
@@ -172,7 +172,12 @@ def load_data(
 def stage_world(config: SupervisedConfig) -> Iterator[World]:
     """The processes that torchrun started, which hold the run directory while the block runs."""
     world = join(config.torch_device)
-    with lasting_console(), hidden(), world.answering(), run_lock(config.output_dir, world):
+    with (
+        lasting_console(),
+        torchrun_hidden(),
+        world.answering(),
+        run_lock(config.output_dir, world),
+    ):
         yield world
 
 

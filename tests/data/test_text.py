@@ -18,8 +18,6 @@ def test_texts_are_laid_end_to_end_and_what_fills_no_block_is_left_out() -> None
     text = PretrainingText(ROWS, tiny.tokenizer(), 4)
     assert text.blocks.tolist() == [[4, 5, 6, EOS], [7, EOS, 8, 9]]
     assert len(text) == 2
-    other = PretrainingText([{"body": "w1 w2 w3"}], tiny.tokenizer(), 4, column="body")
-    assert other.blocks.tolist() == [[4, 5, 6, EOS]]
 
 
 def test_blocks_are_visited_in_the_shuffled_order_of_epochs() -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastppo.data.world import VARIABLES, World, hidden, is_first, join
+from fastppo.data.world import VARIABLES, World, is_first, join, torchrun_hidden
 
 
 @given(st.integers(0, 50), st.integers(1, 9))
@@ -73,7 +73,7 @@ def test_a_library_does_not_see_what_torchrun_has_set(monkeypatch) -> None:
     for name in VARIABLES:
         monkeypatch.setenv(name, "1")
     assert not is_first()
-    with hidden():
+    with torchrun_hidden():
         assert not {*VARIABLES} & {*os.environ}
         assert is_first()
     assert {os.environ[name] for name in VARIABLES} == {"1"}
