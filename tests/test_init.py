@@ -173,6 +173,7 @@ def test_a_person_is_asked_what_no_flag_says(
     assert not (folder / "mine" / "reward.py").exists()
     written = yaml.safe_load((folder / "mine" / "run.yaml").read_text())
     assert (written["environment"], written["max_turns"]) == ("game.py:Game", 8)
+    assert "32 responses of 8 turns of 16 tokens at most" in capsys.readouterr().out
 
 
 def test_nothing_is_written_over_and_nothing_is_asked_of_nobody(

@@ -31,12 +31,14 @@ def banner(trainer: Any) -> list[str]:
     if trainer.scorer.monitors:
         rewards += "; watched: " + ", ".join(term.name for term in trainer.scorer.monitors)
     first = trainer.state.iteration + 1
+    turns = trainer.turns.max_turns
+    longest = f"{turns} turns of {config.max_new_tokens}" if turns > 1 else config.max_new_tokens
     return [
         f"device   {device}, precision {config.precision}",
         f"model    {name}: {count:,} parameters with its values, {trained:,} trained",
         f"prompts  {prompts}",
         f"rewards  {rewards}",
         f"run      iterations {first} to {config.iterations}, "
-        f"{config.rollout_batch_size} responses of at most {config.max_new_tokens} tokens each",
+        f"{config.rollout_batch_size} responses of at most {longest} tokens each",
         f"writes   {config.output_dir}",
     ]

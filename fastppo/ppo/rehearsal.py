@@ -154,10 +154,11 @@ def _lines(config: PPOConfig, rows: PromptRows) -> list[tuple[str, str]]:
         asked = f"{len(rows.prompts or ())} prompts, some of them more than once"
     responses = config.iterations * config.rollout_batch_size
     turns = config.max_turns if config.environment else 1
+    longest = f"{turns} turns of {config.max_new_tokens}" if turns > 1 else config.max_new_tokens
     lines += [
         (
             "an iteration",
-            f"{config.rollout_batch_size} responses of {config.max_new_tokens} tokens at most to "
+            f"{config.rollout_batch_size} responses of {longest} tokens at most to "
             f"{asked}; {config.steps_per_iteration} optimiser steps",
         ),
         (

@@ -130,6 +130,7 @@ class OneTurn:
     """Responses of one turn, without an environment."""
 
     pays = False
+    max_turns = 1
 
     def play(
         self, prompts: Prompts, engine: RolloutEngine, sampling: Sampling

@@ -14,6 +14,7 @@ from fastppo_kernels.definition import sampled_kl
 from fastppo.data.batch import Batch
 from fastppo.data.microbatches import split
 from fastppo.ppo.advantages import make_advantages
+from fastppo.ppo.banner import banner
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.old_policy import OldPolicy, ReferenceStats
 from fastppo.ppo.trainer import PPOTrainer
@@ -115,6 +116,10 @@ class _Server(Calculator):
 
     def close(self) -> None:
         self.open.remove(id(self))
+
+
+def test_a_run_says_how_many_turns_a_response_has(tmp_path: Path) -> None:
+    assert "16 responses of at most 2 turns of 4 tokens each" in "".join(banner(_trainer(tmp_path)))
 
 
 @pytest.mark.parametrize("fails", [False, True])
