@@ -15,12 +15,11 @@ and with the loss's derivatives g_l, g_h and g_k by logprob, entropy and KL,
 
     dz_j = (1/T)·{ g_l·[j=y] + p_j·( −g_l − g_h·(t_j − μ) + g_k·(gap_j − γ) ) }
 
-A row goes through the caches in three sweeps: its maximum; e^t and the sums, into a buffer of one
-row; that buffer times a + b·t, and on to the gradient. A backward pass, which has the statistics,
-takes one. Sweeps go by blocks that the nearest cache holds: there scores are capped, and the
-gradient is rounded from there. The exponential is a polynomial, so that the compiler makes vector
-instructions of all, and shorter where logits have 16 bits. Sums are carried in fp32 lanes and
-joined in fp64.
+A row goes through the caches in three sweeps: its maximum; the sums of e^t; e^t once more, times
+a + b·t, and on to the gradient, which may lie over the logits. A backward pass, which has the
+statistics, takes the last one alone. Sweeps go by blocks that the nearest cache holds. The
+exponential is a polynomial, so that the compiler makes vector instructions of all, and shorter
+where logits have 16 bits. Sums are carried in fp32 lanes and joined in fp64.
 
 Rows are dealt to as many threads as torch has; the bits do not depend on their number. Rows of
 weight 0 are not read. fp64 logits are for `torch_rows`, the definition in chunks.
@@ -42,7 +41,6 @@ from fastppo_kernels.cpu_threads import (
     EXACT,
     IN_LANES,
     compiled,
-    compiled_in_lanes,
     fresh,
     in_threads,
     kernel,
@@ -82,6 +80,7 @@ LN_2_HIGH = F32(0.693359375)  # n·LN_2_HIGH is exact
 LN_2_LOW = F32(math.log(2) - 0.693359375)
 ROUNDER = F32(1.5 * 2**23)  # x + ROUNDER has the integer nearest to x in its last bits
 UNDERFLOW = F32(-87.0)  # e^t is taken for 0 below it, where it is less than 2e-38
+LOWEST_NATS = F32(-174.0)  # what t is where e^t is 0: any number to multiply with
 E2, E3, E4, E5, E6 = (F32(1 / math.factorial(n)) for n in range(2, 7))
 LN_2 = F32(math.log(2))
 LOWEST_BITS = F32(-127)
@@ -98,9 +97,6 @@ is below 2e-8."""
 BLOCK = 2048
 """Columns that are taken together: 8 KiB in fp32. Their sums are carried in fp32, and joined in
 fp64."""
-
-GAP = 80
-"""Numbers between blocks: a load waits for a store that is a multiple of 4 KiB away from it."""
 
 POLICY_TERMS: dict[str, Any] = {name: i for i, name in enumerate(records.POLICY_TERMS)}
 CLIP, CISPO, SAPO, DIS = POLICY_TERMS.values()
@@ -142,12 +138,12 @@ class _Softmax(NamedTuple):
 
 
 class _Room(NamedTuple):
-    """Where a row is worked on."""
+    """Where a block is worked on."""
 
-    e: Any
-    """[V] for e^t; no entries where a block of it is all that is needed."""
-    blocks: Any
-    """[3, BLOCK + GAP]: scores, those of the reference, and e^t where no row of it is kept."""
+    logits: Any
+    """[BLOCK] as they are in memory, where the gradient may be written over them."""
+    scores: Any
+    """[2, BLOCK] fp32: capped, and those of the reference."""
 
 
 class _Statistics(NamedTuple):
@@ -284,22 +280,21 @@ def _wide_of(logit):
     return lambda logit: convert(logit)
 
 
-def _put(out, values):
-    """Writes fp32 values into a block of the gradient."""
+def _store(out, j, value):
+    """An fp32 value to an entry of the gradient."""
 
 
-@overload(_put, jit_options={"fastmath": set(EXACT)})
-def _put_of(out, values):
+@overload(_store, jit_options={"fastmath": set(EXACT)})
+def _store_of(out, j, value):
     if isinstance(out.dtype, types.Float):
         convert = F32
     else:
         convert = _to_bf16 if out.dtype.signed else _to_fp16
 
-    def put(out, values):
-        for j in range(len(out)):
-            out[j] = convert(values[j])
+    def store(out, j, value):
+        out[j] = convert(value)
 
-    return put
+    return store
 
 
 @compiled
@@ -318,31 +313,26 @@ def _capped(x, softcap, logit_scale):
     return F32(softcap) * _tanh(x * F32(logit_scale / softcap))
 
 
-def _block_capped(x, block, softcap, logit_scale):
+def _scores(x, block, softcap, logit_scale):
     """z of a block: the logits themselves without a soft-cap, or written into the buffer."""
 
 
-@overload(_block_capped, jit_options={"fastmath": set(EXACT)})
-def _block_capped_of(x, block, softcap, logit_scale):
+@overload(_scores, jit_options={"fastmath": set(EXACT), "forceinline": True})
+def _scores_of(x, block, softcap, logit_scale):
     if isinstance(softcap, types.NoneType):
         return lambda x, block, softcap, logit_scale: x
 
-    def block_capped(x, block, softcap, logit_scale):
+    def scores(x, block, softcap, logit_scale):
         for j in range(len(x)):
             block[j] = _capped(_wide(x[j]), softcap, logit_scale)
         return block[: len(x)]
 
-    return block_capped
+    return scores
 
 
 @compiled
-def _scores(x, block, softmax):
-    return _block_capped(x, block, softmax.softcap, softmax.logit_scale)
-
-
-@compiled
-def _score(x, j, block, softmax):
-    return _wide(_scores(x[j : j + 1], block, softmax)[0])
+def _score(x, j, softmax):
+    return _capped(_wide(x[j]), softmax.softcap, softmax.logit_scale)
 
 
 def _largest(x):
@@ -385,25 +375,22 @@ def _maximum(x, softmax):
     return _capped(_largest(x), softmax.softcap, softmax.logit_scale)
 
 
-@compiled
-def _part(e, block, start, stop):
-    """Where e^t of these columns is kept: in its row, or in a block where there is none."""
-    return e[start:stop] if len(e) else block[: stop - start]
+def _units(z):
+    """(e^t, what t is where that is 0, nats in t, t in a nat). Of 16-bit logits t is in bits."""
+    if isinstance(z.dtype, types.Float):
+        return _exp, LOWEST_NATS, ONE, ONE
+    return _exp2, LOWEST_BITS, LN_2, LOG2_E
 
 
-def _block_sums(z, e, maximum, scale):
-    """(Σ e^t, Σ e^t·t) of a block, with e^t left in `e`. Of 16-bit logits t is in bits."""
+def _block_sums(z, maximum, scale):
+    """(Σ e^t, Σ e^t·t) of a block."""
 
 
 @overload(_block_sums, jit_options={"fastmath": set(IN_LANES), "forceinline": True})
-def _block_sums_of(z, e, maximum, scale):
-    is_fp32 = isinstance(z.dtype, types.Float)
-    power = _exp if is_fp32 else _exp2
-    lowest = LOWEST_32 if is_fp32 else LOWEST_BITS
-    nats = ONE if is_fp32 else LN_2
-    per_nat = ONE if is_fp32 else LOG2_E
+def _block_sums_of(z, maximum, scale):
+    power, lowest, nats, per_nat = _units(z)
 
-    def block_sums(z, e, maximum, scale):
+    def block_sums(z, maximum, scale):
         scale = scale * per_nat
         mass = ZERO
         moment = ZERO
@@ -411,7 +398,6 @@ def _block_sums_of(z, e, maximum, scale):
             t = (_wide(z[j]) - maximum) * scale
             t = lowest if t < lowest else t
             exponential = power(t)
-            e[j] = exponential
             mass += exponential
             moment += exponential * t
         return mass, moment * nats
@@ -420,18 +406,23 @@ def _block_sums_of(z, e, maximum, scale):
 
 
 @compiled
-def _sums(x, e, blocks, token, maximum, scale, softmax):
-    """(Σ e^t, Σ e^t·t) of all but the token, fp64; e^t goes to `e`, if that has entries."""
+def _stop(start, token, size):
+    """Where the block that begins here ends: before the token, if that is in it. The next one
+    begins after it, and the loop over a block stands in the kernel once."""
+    stop = min(start + BLOCK, size)
+    return token if start <= token < stop else stop
+
+
+@compiled
+def _sums(x, block, token, maximum, scale, softmax):
+    """(Σ e^t, Σ e^t·t) of all but the token, fp64."""
     mass = 0.0
     moment = 0.0
     start = 0
     while start < len(x):
-        # A block ends before the token, and the next one begins after it: the sums are called from
-        # one place, and are compiled once.
-        stop = min(start + BLOCK, len(x))
-        stop = token if start <= token < stop else stop
-        z = _scores(x[start:stop], blocks[0], softmax)
-        of_block = _block_sums(z, _part(e, blocks[2], start, stop), maximum, scale)
+        stop = _stop(start, token, len(x))
+        z = _scores(x[start:stop], block, softmax.softcap, softmax.logit_scale)
+        of_block = _block_sums(z, maximum, scale)
         mass += of_block[0]
         moment += of_block[1]
         start = stop + 1 if stop == token else stop
@@ -439,15 +430,15 @@ def _sums(x, e, blocks, token, maximum, scale, softmax):
 
 
 @compiled
-def _gap(z, ref_z, row, scale, lowest):
+def _gap(z, ref_z, row, scale):
     """t − r of one column. Near the reference the difference of the scores is exact where that of
     the two shifted and scaled ones is not; columns at −inf keep their stand-ins."""
     t = (z - row.maximum) * scale
     r = (ref_z - row.ref_maximum) * scale
-    t = lowest if t < lowest else t
+    t = LOWEST_NATS if t < LOWEST_NATS else t
     r = LOWEST_32 if r < LOWEST_32 else r
     near = ((z - ref_z) - (row.maximum - row.ref_maximum)) * scale
-    return t - r if t <= lowest or r <= LOWEST_32 else near
+    return t - r if t <= LOWEST_NATS or r <= LOWEST_32 else near
 
 
 class _Maxima(NamedTuple):
@@ -455,62 +446,100 @@ class _Maxima(NamedTuple):
     ref_maximum: float
 
 
-@compiled_in_lanes
-def _block_gap_sums(e, z, ref_z, maxima, scale):
-    total = ZERO
-    ruled_out = ZERO
-    for j in range(len(z)):
-        ref = _wide(ref_z[j])
-        total += e[j] * _gap(_wide(z[j]), ref, maxima, scale, LOWEST_32)
-        is_out = (ref - maxima.ref_maximum) * scale <= LOWEST_32
-        ruled_out += ONE if is_out and e[j] > ZERO else ZERO
-    return total, ruled_out
+def _block_gap_sums(z, ref_z, maxima, scale):
+    """(Σ e^t·gap, how many columns the reference rules out and the policy does not) of a block."""
+
+
+@overload(_block_gap_sums, jit_options={"fastmath": set(IN_LANES), "forceinline": True})
+def _block_gap_sums_of(z, ref_z, maxima, scale):
+    power, lowest, _, per_nat = _units(z)
+
+    def block_gap_sums(z, ref_z, maxima, scale):
+        total = ZERO
+        ruled_out = ZERO
+        for j in range(len(z)):
+            t = (_wide(z[j]) - maxima.maximum) * (scale * per_nat)
+            exponential = power(lowest if t < lowest else t)
+            ref = _wide(ref_z[j])
+            total += exponential * _gap(_wide(z[j]), ref, maxima, scale)
+            is_out = (ref - maxima.ref_maximum) * scale <= LOWEST_32
+            ruled_out += ONE if is_out and exponential > ZERO else ZERO
+        return total, ruled_out
+
+    return block_gap_sums
 
 
 @compiled
-def _gap_sums(x, ref_x, room, maxima, scale, softmax):
-    """(Σ e^t·gap, how many columns the reference rules out and the policy does not), fp64."""
+def _gap_sums(x, ref_x, blocks, token, maxima, scale, softmax):
+    """The same of a row but for the token, fp64."""
     total = 0.0
     ruled_out = 0.0
-    for start in range(0, len(x), BLOCK):
-        part = slice(start, start + BLOCK)
-        z = _scores(x[part], room.blocks[0], softmax)
-        ref_z = _scores(ref_x[part], room.blocks[1], softmax)
-        of_block = _block_gap_sums(room.e[part], z, ref_z, maxima, scale)
+    start = 0
+    while start < len(x):
+        stop = _stop(start, token, len(x))
+        z = _scores(x[start:stop], blocks[0], softmax.softcap, softmax.logit_scale)
+        ref_z = _scores(ref_x[start:stop], blocks[1], softmax.softcap, softmax.logit_scale)
+        of_block = _block_gap_sums(z, ref_z, maxima, scale)
         total += of_block[0]
         ruled_out += of_block[1]
+        start = stop + 1 if stop == token else stop
     return total, ruled_out
 
 
 @compiled
-def _times_linear(e, z, ref_z, maxima, scale, constant, linear, of_gap):
-    """e ← e·(constant + linear·t + of_gap·gap), without the gap where `ref_z` is None or has no
-    entries. Where e is 0, t need not be a number to multiply with."""
-    if linear == ZERO and of_gap == ZERO:
-        for j in range(len(z)):
-            e[j] *= constant
-        return
-    bound = UNDERFLOW + UNDERFLOW
-    for j in range(len(z)):
-        t = (_wide(z[j]) - maxima.maximum) * scale
-        t = bound if t < bound else t
-        factor = constant + linear * t
-        if ref_z is not None and len(ref_z):
-            factor += of_gap * _gap(_wide(z[j]), _wide(ref_z[j]), maxima, scale, bound)
-        e[j] *= factor
+def _cap_slope(x, softcap, logit_scale):
+    """1 − tanh² of a capped score, from the logit: from the score it has no digits near the cap."""
+    if softcap is None:
+        return ONE
+    u = abs(x * F32(logit_scale / softcap))
+    decay = _exp(-u - u)
+    return FOUR * decay / ((ONE + decay) * (ONE + decay))
+
+
+class _Factors(NamedTuple):
+    """e^t·(constant + linear·t + of_gap·gap)."""
+
+    constant: float
+    linear: float
+    of_gap: float
+
+
+def _block_gradient(x, z, ref_z, out, maxima, scale, factors, softmax):
+    """dL/dx of a block, without the gap where `ref_z` is None or has no entries. `out` may not be
+    memory of what is read: there would be no vector instructions."""
+
+
+@overload(_block_gradient, jit_options={"fastmath": set(EXACT), "forceinline": True})
+def _block_gradient_of(x, z, ref_z, out, maxima, scale, factors, softmax):
+    power, lowest, nats, per_nat = _units(z)
+
+    def block_gradient(x, z, ref_z, out, maxima, scale, factors, softmax):
+        linear = factors.linear * nats
+        for j in range(len(out)):
+            t = (_wide(z[j]) - maxima.maximum) * (scale * per_nat)
+            t = lowest if t < lowest else t
+            factor = factors.constant + linear * t
+            if ref_z is not None and len(ref_z):
+                factor += factors.of_gap * _gap(_wide(z[j]), _wide(ref_z[j]), maxima, scale)
+            slope = _cap_slope(_wide(x[j]), softmax.softcap, softmax.logit_scale)
+            _store(out, j, power(t) * factor * slope)
+
+    return block_gradient
 
 
 @compiled
-def _times_slope(e, x, softcap, logit_scale):
-    """e ← e·(1 − tanh²) of capped scores, from a block of logits: 1 − tanh² of the scores has no
-    digits near the cap."""
-    if softcap is None:
-        return
-    inner = F32(logit_scale / softcap)
+def _copied(x, room):
     for j in range(len(x)):
-        u = abs(_wide(x[j]) * inner)
-        decay = _exp(-u - u)
-        e[j] *= FOUR * decay / ((ONE + decay) * (ONE + decay))
+        room[j] = x[j]
+    return room[: len(x)]
+
+
+@compiled
+def _reference_scores(ref_rows, i, start, stop, block, softmax):
+    if ref_rows is None:
+        return None
+    ref_x = _row(ref_rows, i)[start:stop]
+    return _scores(ref_x, block, softmax.softcap, softmax.logit_scale)
 
 
 # --------------------------------------------------------------------------------- a row as a whole
@@ -526,12 +555,12 @@ def _scales(softmax, i):
 
 
 @compiled
-def _total(x, e, blocks, token, scale, softmax):
+def _total(x, block, token, scale, softmax):
     """(m, t_y, Σ of the others' e^t, Σ e^t·t, log Σ e^t)."""
     maximum = _maximum(x, softmax)
     factor = F32(scale)
-    others, moment = _sums(x, e, blocks, token, maximum, factor, softmax)
-    shifted = np.float64((_score(x, token, blocks[0], softmax) - maximum) * factor)
+    others, moment = _sums(x, block, token, maximum, factor, softmax)
+    shifted = np.float64((_score(x, token, softmax) - maximum) * factor)
     shifted = LOWEST if shifted < LOWEST else shifted
     exponential = math.exp(shifted)
     moment += exponential * shifted
@@ -539,10 +568,8 @@ def _total(x, e, blocks, token, scale, softmax):
 
 
 @compiled
-def _statistics(x, ref_rows, room, token, scale, softmax, i):
-    """`room.e`, if it has entries, is left as `_row_gradient` takes it."""
-    e, blocks = room
-    maximum, shifted, others, moment, log_total = _total(x, e, blocks, token, scale, softmax)
+def _statistics(x, ref_rows, blocks, token, scale, softmax, i):
+    maximum, shifted, others, moment, log_total = _total(x, blocks[0], token, scale, softmax)
     exponential = math.exp(shifted)
     total = others + exponential
     logprob = shifted - log_total
@@ -556,15 +583,17 @@ def _statistics(x, ref_rows, room, token, scale, softmax, i):
     kl = 0.0
     if ref_rows is not None:
         ref_x = _row(ref_rows, i)
-        ref_maximum, _, _, _, ref_log_total = _total(ref_x, e[:0], blocks, token, scale, softmax)
+        ref_maximum, _, _, _, ref_log_total = _total(ref_x, blocks[1], token, scale, softmax)
         maxima = _Maxima(maximum, ref_maximum)
-        e[token] = exponential
-        gaps, ruled_out = _gap_sums(x, ref_x, room, maxima, F32(scale), softmax)
-        mean_gap = np.inf if ruled_out > 0 else np.float64(gaps) / total
+        factor = F32(scale)
+        gaps, ruled_out = _gap_sums(x, ref_x, blocks, token, maxima, factor, softmax)
+        z = _score(x, token, softmax)
+        ref_z = _score(ref_x, token, softmax)
+        token_gap = np.float64(_gap(z, ref_z, maxima, factor))
+        if (ref_z - ref_maximum) * factor <= LOWEST_32 and exponential > 0:
+            ruled_out += ONE
+        mean_gap = np.inf if ruled_out > 0 else (gaps + exponential * token_gap) / total
         kl = mean_gap - log_total + ref_log_total
-        z = _score(x, token, blocks[0], softmax)
-        ref_z = _score(ref_x, token, blocks[1], softmax)
-        token_gap = np.float64(_gap(z, ref_z, maxima, F32(scale), LOWEST_32))
     return _Statistics(
         maximum=maximum,
         ref_maximum=ref_maximum,
@@ -585,39 +614,35 @@ def _statistics(x, ref_rows, room, token, scale, softmax, i):
 @compiled
 def _row_gradient(x, ref_rows, room, of_row, grad, token, by, softmax, i):
     """dL/dx of a row, from its statistics and by = (g_l, g_h, g_k). `grad` may be the logits."""
-    e, blocks = room
     by_logprob, by_entropy, by_kl = by
     scale, slope = _scales(softmax, i)
-    factor = F32(scale)
     probability = math.exp(of_row.logprob)
     per_row = slope / of_row.total
     constant = by_entropy * of_row.mean - by_logprob
-    linear = F32(-by_entropy * per_row)
     at_token = by_logprob * of_row.p_others
     at_token += probability * by_entropy * (of_row.mean - of_row.shifted_token)
     if by_kl != 0:
         constant -= by_kl * of_row.mean_gap
         at_token += probability * by_kl * of_row.token_gap
     maxima = _Maxima(of_row.maximum, of_row.ref_maximum)
-    of_gap = F32(by_kl * per_row)
-    constant = F32(constant * per_row)
+    factors = _Factors(
+        constant=F32(constant * per_row),
+        linear=F32(-by_entropy * per_row),
+        of_gap=F32(by_kl * per_row),
+    )
+    of_token = _cap_slope(_wide(x[token]), softmax.softcap, softmax.logit_scale)
+    of_token = F32(slope * at_token) * of_token
     for start in range(0, len(x), BLOCK):
         stop = min(start + BLOCK, len(x))
-        z = _scores(x[start:stop], blocks[0], softmax)
-        values = _part(e, blocks[2], start, stop)
-        if len(e) == 0:
-            _block_sums(z, values, of_row.maximum, factor)
-        if ref_rows is None:
-            _times_linear(values, z, None, maxima, factor, constant, linear, of_gap)
-        else:
-            # An infinite KL that is only reported does not touch the gradient.
-            ref_x = _row(ref_rows, i)[start : start if by_kl == 0 else stop]
-            ref_z = _scores(ref_x, blocks[1], softmax)
-            _times_linear(values, z, ref_z, maxima, factor, constant, linear, of_gap)
+        logits = _copied(x[start:stop], room.logits)
+        z = _scores(logits, room.scores[0], softmax.softcap, softmax.logit_scale)
+        # An infinite KL that is only reported does not touch the gradient.
+        ref_stop = start if by_kl == 0 else stop
+        ref_z = _reference_scores(ref_rows, i, start, ref_stop, room.scores[1], softmax)
+        out = grad[start:stop]
+        _block_gradient(logits, z, ref_z, out, maxima, F32(scale), factors, softmax)
         if start <= token < stop:
-            values[token - start] = slope * at_token
-        _times_slope(values, x[start:stop], softmax.softcap, softmax.logit_scale)
-        _put(grad[start:stop], values)
+            _store(out, token - start, of_token)
 
 
 @compiled
@@ -706,11 +731,17 @@ def _token_loss(logprob, full_kl, token, loss, i):
 
 
 @compiled
-def _kept(x, block, stats, token, softmax, i):
+def _room(rows):
+    scores = np.empty((2, BLOCK), np.float32)
+    return _Room(np.empty(BLOCK, rows.memory.dtype), scores)
+
+
+@compiled
+def _kept(x, stats, token, softmax, i):
     """The statistics of a row from a `StatsRows`."""
     maximum = F32(stats.normalizer[i, 0] * softmax.unit)
     log_total = np.float64(stats.normalizer[i, 1])
-    shifted = np.float64(_score(x, token, block, softmax) - maximum) * _scales(softmax, i)[0]
+    shifted = np.float64(_score(x, token, softmax) - maximum) * _scales(softmax, i)[0]
     return _Statistics(
         maximum=maximum,
         ref_maximum=F32(stats.ref_normalizer[i, 0] * softmax.unit),
@@ -732,9 +763,7 @@ def _kept(x, block, stats, token, softmax, i):
 def _loss_rows(start, stop, rows, ref_rows, token, loss, softmax, row_stats, moves, grad):
     """(logprob, entropy, KL, policy term, ratio) of rows to row_stats [5, N], whether a row has
     a gradient to moves [N], and the gradient to `grad`, where that has columns."""
-    keeps_row = grad.vocab > 0 or ref_rows is not None
-    e = np.empty(rows.vocab if keeps_row else 0, np.float32)
-    room = _Room(e, np.empty((3, BLOCK + GAP), np.float32))
+    room = _room(rows)
     for i in range(start, stop):
         moves[i] = False
         if token.weights[i] == 0:
@@ -744,7 +773,7 @@ def _loss_rows(start, stop, rows, ref_rows, token, loss, softmax, row_stats, mov
             continue
         x = _row(rows, i)
         scale = _scales(softmax, i)[0]
-        of_row = _statistics(x, ref_rows, room, token.tokens[i], scale, softmax, i)
+        of_row = _statistics(x, ref_rows, room.scores, token.tokens[i], scale, softmax, i)
         logprob = np.float64(F32(of_row.logprob))  # as it is returned, and later given as old
         policy, ratio, kl, by = _token_loss(logprob, of_row.kl, token, loss, i)
         row_stats[0, i] = logprob
@@ -761,19 +790,19 @@ def _loss_rows(start, stop, rows, ref_rows, token, loss, softmax, row_stats, mov
 
 
 @compiled
-def _has_nan(x, block, softmax):
+def _has_nan(x, softmax):
     for j in range(len(x)):
-        z = _score(x, j, block, softmax)
+        z = _score(x, j, softmax)
         if z != z:
             return True
     return False
 
 
 @compiled
-def _normalizer(x, block, maximum, log_total, softmax):
+def _normalizer(x, maximum, log_total, softmax):
     """The definition's (row maximum, log Σ e^t): `_largest` passes some NaN over, and an x86 CPU's
     conversion to bf16 makes those."""
-    if (maximum == -np.inf or log_total != log_total) and _has_nan(x, block, softmax):
+    if (maximum == -np.inf or log_total != log_total) and _has_nan(x, softmax):
         return np.nan, np.nan
     if maximum == -np.inf:
         return -np.inf, -np.inf
@@ -784,11 +813,10 @@ def _normalizer(x, block, maximum, log_total, softmax):
 def _statistics_rows(start, stop, rows, ref_rows, tokens, softmax, row_stats, normalizers):
     """(logprob, entropy, KL, 1 − p, γ, gap_y − γ) to row_stats [6, N]; the normalizers to
     [2, N, 2]."""
-    e = np.empty(0 if ref_rows is None else rows.vocab, np.float32)
-    room = _Room(e, np.empty((3, BLOCK + GAP), np.float32))
+    blocks = _room(rows).scores
     for i in range(start, stop):
         x = _row(rows, i)
-        of_row = _statistics(x, ref_rows, room, tokens[i], _scales(softmax, i)[0], softmax, i)
+        of_row = _statistics(x, ref_rows, blocks, tokens[i], _scales(softmax, i)[0], softmax, i)
         row_stats[0, i] = of_row.logprob
         row_stats[1, i] = of_row.entropy
         row_stats[2, i] = of_row.kl
@@ -797,7 +825,7 @@ def _statistics_rows(start, stop, rows, ref_rows, tokens, softmax, row_stats, no
         row_stats[5, i] = of_row.token_gap
         maximum = of_row.maximum
         log_total = of_row.log_total
-        of_policy = _normalizer(x, room.blocks[0], maximum, log_total, softmax)
+        of_policy = _normalizer(x, maximum, log_total, softmax)
         # Each by itself: a tuple that is assigned to an array takes three seconds to compile.
         normalizers[0, i, 0] = of_policy[0]
         normalizers[0, i, 1] = of_policy[1]
@@ -805,7 +833,7 @@ def _statistics_rows(start, stop, rows, ref_rows, tokens, softmax, row_stats, no
             ref_x = _row(ref_rows, i)
             maximum = of_row.ref_maximum
             log_total = of_row.ref_log_total
-            of_reference = _normalizer(ref_x, room.blocks[0], maximum, log_total, softmax)
+            of_reference = _normalizer(ref_x, maximum, log_total, softmax)
             normalizers[1, i, 0] = of_reference[0]
             normalizers[1, i, 1] = of_reference[1]
 
@@ -814,7 +842,7 @@ def _statistics_rows(start, stop, rows, ref_rows, tokens, softmax, row_stats, no
 def _gradient_rows(start, stop, rows, ref_rows, tokens, softmax, by, stats, grad):
     """dL/dx of rows from by [3, N], the loss's derivatives by logprob, entropy and KL, and what
     `_statistics_rows` gave."""
-    room = _Room(np.empty(0, np.float32), np.empty((3, BLOCK + GAP), np.float32))
+    room = _room(rows)
     for i in range(start, stop):
         of_loss = (by[0, i], by[1, i], by[2, i])
         if of_loss[0] == 0 and of_loss[1] == 0 and of_loss[2] == 0:
@@ -822,7 +850,7 @@ def _gradient_rows(start, stop, rows, ref_rows, tokens, softmax, by, stats, grad
             continue
         x = _row(rows, i)
         into = _row(grad, i)
-        of_row = _kept(x, room.blocks[0], stats, tokens[i], softmax, i)
+        of_row = _kept(x, stats, tokens[i], softmax, i)
         _row_gradient(x, ref_rows, room, of_row, into, tokens[i], of_loss, softmax, i)
 
 
