@@ -122,7 +122,7 @@ def test_the_command_line_answers_trls_names_as_the_page_does(capsys, tmp_path: 
     assert cli.main(["train", "--config", str(file)]) == 2
     said_of_keys = capsys.readouterr().err
     assert "'total_episodes'; TRL's total_episodes: iterations, rollout_batch_size" in said_of_keys
-    assert f"{file}: no option 'beta'; TRL's beta: kl_coef" in said_of_keys
+    assert f"{file}: no option 'beta'; TRL's beta: kl_loss_coef, kl_coef" in said_of_keys
 
 
 def test_the_yaml_has_the_defaults_that_the_page_names() -> None:

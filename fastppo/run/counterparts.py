@@ -48,14 +48,20 @@ TRL: dict[str, tuple[str, ...]] = {
     "save_total_limit": (),
     "warmup_ratio": ("warmup_steps", "warmup"),
     # GRPOConfig
-    "beta": ("kl_coef",),
+    "beta": ("kl_loss_coef", "kl_coef"),
+    "chat_template_kwargs": (),
+    "environment_factory": ("environment",),
     "epsilon": ("clip_ratio",),
     "epsilon_high": ("clip_ratio_high",),
     "generation_batch_size": ("rollout_batch_size",),
     "max_completion_length": ("max_new_tokens",),
+    "loss_type": ("aggregation",),
+    "max_tool_calling_iterations": ("max_turns",),
     "num_generations": ("samples_per_prompt",),
     "num_iterations": ("ppo_epochs",),
     "reward_funcs": ("rewards",),
+    "scale_rewards": ("advantage",),
+    "train_dataset": ("prompts", "data"),
     "use_vllm": ("rollout",),
 }
 """The options of PPO and of the stages before it that do the same; none where nothing is needed.
