@@ -35,7 +35,7 @@ def _free_port() -> int:
 def _server(port: int, sessions: int = 64) -> Iterator[str]:
     process = subprocess.Popen([sys.executable, str(SERVER), str(port), str(sessions)])
     try:
-        for _ in range(300):
+        while process.poll() is None:  # however long a busy machine takes to import openenv
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
                 break
             time.sleep(0.1)
