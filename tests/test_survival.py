@@ -302,6 +302,29 @@ def test_a_run_whose_lock_was_deleted_ends_once_another_has_begun(folder: Folder
 
 
 @pytest.mark.slow
+def test_what_a_killed_run_leaves_behind_does_not_hold_its_directory(folder: Folder, run) -> None:
+    """Processes that a reward has forked, such as those of an executor, live on."""
+    left_behind = folder.path / "left_behind"
+    folder.write_reward(
+        "import multiprocessing, pathlib, time\n"
+        "    worker = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))\n"
+        "    calls == 2 and worker.start()\n"
+        f"    calls == 2 and pathlib.Path({str(left_behind)!r}).write_text(str(worker.pid))\n"
+        "    calls == 2 and os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    process = command_line.start(folder.flags(iterations=2), folder.path / "log.txt")
+    assert command_line.finish(process) == -signal.SIGKILL
+    worker = int(left_behind.read_text())
+    folder.write_reward()
+    try:
+        code, said = run(iterations=2, resume=True, allow_config_change=True)
+        os.kill(worker, 0)  # it was there all the time
+    finally:
+        os.kill(worker, signal.SIGKILL)
+    assert code == 0, said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["renamed", "removed", "replaced"])
 def test_a_run_whose_directory_is_gone_ends_and_makes_no_other(
     way: str, folder: Folder, run

@@ -64,17 +64,22 @@ class _Files:
         return Path(f"{self._prefix}.{digest[:16]}.nbc")
 
     def load(self, signature: Any) -> Any:
-        path = self._path(signature)
-        if not path.exists():
+        """None where there is no code for these sources, or a file that a power cut has cut."""
+        try:
+            sources, code = pickle.loads(self._path(signature).read_bytes())
+            return pickle.loads(code) if sources == SOURCES else None
+        except (OSError, EOFError, pickle.UnpicklingError):
             return None
-        sources, code = pickle.loads(path.read_bytes())
-        return pickle.loads(code) if sources == SOURCES else None
 
     def save(self, signature: Any, code: Any) -> None:
+        """Keeps nothing where the disk is full: later processes compile it anew."""
         path = self._path(signature)
         written = path.with_suffix(f".{os.getpid()}")
-        written.write_bytes(pickle.dumps((SOURCES, dumps(code))))
-        written.replace(path)
+        try:
+            written.write_bytes(pickle.dumps((SOURCES, dumps(code))))
+            written.replace(path)
+        except OSError:
+            written.unlink(missing_ok=True)
 
 
 class _Cache(FunctionCache):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -96,6 +97,28 @@ def test_code_is_kept_until_any_source_of_the_package_changes(
     assert after != before
     monkeypatch.setattr(cpu_threads, "SOURCES", after)
     assert [hits(), hits()] == [0, 1]
+
+
+def test_code_that_finds_the_disk_full_or_was_cut_off_is_compiled_anew(loops: Path) -> None:
+    def hits() -> int:
+        loop = imported(loops).loop_0
+        assert loop(np.array([3.0])) == 3.0
+        return sum(loop.stats.cache_hits.values())
+
+    imported(loops)  # whose bytecode is kept, whole
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        assert hits() == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    folder = loops / "__pycache__"
+    assert not list(folder.glob("loops.loop_0*"))
+    assert [hits(), hits()] == [0, 1]
+    (kept,) = folder.glob("loops.loop_0*.nbc")
+    for size in (0, kept.stat().st_size // 2):
+        os.truncate(kept, size)
+        assert [hits(), hits()] == [0, 1]
 
 
 @pytest.mark.slow
