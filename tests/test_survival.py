@@ -800,6 +800,14 @@ def _forge_a_stage(kind: str, checkpoint: Path) -> str:
         state = json.loads((checkpoint / "trainer_state.json").read_bytes())
         (checkpoint / "trainer_state.json").write_text(json.dumps(state | {"global_step": -5}))
         says = "trainer_state.json is none of checkpoint 6 that a run has written"
+    elif kind == "an interval that is a list":
+        state = json.loads((checkpoint / "trainer_state.json").read_bytes())
+        (checkpoint / "trainer_state.json").write_text(json.dumps(state | {"save_steps": [1]}))
+        says = "trainer_state.json is none of checkpoint 6 that a run has written"
+    elif kind == "a schedule that counts in lists":
+        schedule = torch.load(checkpoint / "scheduler.pt", weights_only=True)
+        torch.save(schedule | {"_step_count": [1]}, checkpoint / "scheduler.pt")
+        says = "scheduler.pt is none that a run has written"
     elif kind == "a pickle that calls":
         (checkpoint / "rng_state.pth").write_bytes(
             pickle.dumps(Calls(str(checkpoint / "called")), protocol=2)
@@ -818,6 +826,8 @@ STAGE_FORGERIES = (
     "no moments",
     "another option",
     "another step",
+    "an interval that is a list",
+    "a schedule that counts in lists",
     "a pickle that calls",
     "a file",
 )

@@ -23,6 +23,16 @@ STATE = "trainer_state.json"
 READ = ("optimizer.pt", "scheduler.pt", "rng_state.pth", STATE)
 """Files that Trainer reads if they are there, beside the weights."""
 
+COUNTS = (
+    "max_steps",
+    "num_train_epochs",
+    "train_batch_size",
+    "logging_steps",
+    "eval_steps",
+    "save_steps",
+)
+"""Of Trainer's state: whole numbers."""
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's states of a weight, as torch names them."""
 
@@ -46,10 +56,10 @@ def check_files(path: Path, number: int) -> None:
         if entry.is_dir() or (entry.suffix == ".bin" and entry.name != ARGUMENTS):
             raise ValueError(f"{path}: {entry.name} is none of a stage's files")
     state = TrainerState.load_from_json(str(path / STATE))
-    counts = (state.max_steps, state.num_train_epochs, state.train_batch_size)
     is_state = (
         state.global_step == number
-        and all(isinstance(count, int) for count in counts)
+        and all(isinstance(getattr(state, name), int) for name in COUNTS)
+        and isinstance(state.total_flos, (int, float))
         and isinstance(state.epoch, (int, float))
         and math.isfinite(state.epoch)
         and isinstance(state.log_history, list)
@@ -126,9 +136,22 @@ def check_optimizer(path: Path, optimizer: Any, options: Sequence[Mapping[str, A
         raise ValueError(f"{path} does not fit the optimizer: it has no moments")
 
 
-def check_schedule(path: Path, schedule: Any, groups: int) -> None:
-    """Raises ValueError unless a schedule that a checkpoint was read into has steps and rates."""
-    rates = schedule.base_lrs
-    is_schedule = isinstance(schedule.last_epoch, int) and isinstance(rates, list)
-    if not is_schedule or len(rates) != groups or not all(isinstance(x, float) for x in rates):
+def check_schedule(path: Path, schedule: Any, before: Mapping[str, Any]) -> None:
+    """Checks a schedule that a checkpoint was read into.
+
+    Args:
+        before: its state before that.
+
+    Raises:
+        ValueError: its state holds other kinds of values, or of rates another number.
+    """
+    state = schedule.state_dict()
+    if not all(_is_alike(state.get(name), value) for name, value in before.items()):
         raise ValueError(f"{path}: scheduler.pt is none that a run has written")
+
+
+def _is_alike(value: Any, before: Any) -> bool:
+    """Whether two values are of one type; of lists, whether their entries are, one by one."""
+    if not isinstance(value, list) or not isinstance(before, list):
+        return type(value) is type(before)
+    return [type(entry) for entry in value] == [type(entry) for entry in before]

@@ -423,10 +423,12 @@ class SupervisedTrainer(Trainer, ABC):
         path = Path(checkpoint)
         optimizer: Any = self.optimizer
         options = [{**group} for group in optimizer.param_groups]
+        schedule: Any = self.lr_scheduler
+        schedule_before = schedule.state_dict()
         with readable(path):
             super()._load_optimizer_and_scheduler(checkpoint)
             check_optimizer(path, optimizer, options)
-            check_schedule(path, self.lr_scheduler, len(options))
+            check_schedule(path, schedule, schedule_before)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with readable(Path(checkpoint or "")):
