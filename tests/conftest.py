@@ -69,17 +69,6 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n`, the tests of a file run in one process: what they compile and what they share is
-    made once, and not in each. Slow ones, which share little, go to whichever is free."""
-    from xdist.scheduler import LoadFileScheduling
-
-    if config.option.dist != "load" or "slow" in config.option.markexpr:
-        return None
-    return LoadFileScheduling(config, log)
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What is marked `gpu` is skipped where there is none, and what is `slow` unless it is asked
     for."""

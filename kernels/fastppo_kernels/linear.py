@@ -348,7 +348,7 @@ def ppo_loss(
             "need_grad": any(wanted),
         }
         live = None
-        if row_functions.READS_VALUES:
+        if hasattr(row_functions, "chunk_ppo_loss"):
             chunk, live = row_functions.chunk_ppo_loss(**operands)
         else:
             chunk = row_functions.ppo_loss(**operands, inplace=True)

@@ -95,11 +95,6 @@ def _at(record: Any, rows: Selection) -> Any:
     return map_tensors(lambda x: x[rows], record)
 
 
-def _where(record: Any, counted: Tensor) -> Any:
-    """The record with 0 in its tensors where nothing counts."""
-    return map_tensors(lambda x: torch.where(counted, x, 0), record)
-
-
 # ------------------------------------------------------------------------------ what the loss takes
 
 
@@ -158,7 +153,7 @@ class PerToken(NamedTuple):
 
     def where(self, counted: Tensor) -> PerToken:
         """With 0 in the place of what the other tokens have."""
-        return _where(self, counted)
+        return map_tensors(lambda x: torch.where(counted, x, 0), self)
 
 
 class Projection(NamedTuple):

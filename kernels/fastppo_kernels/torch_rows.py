@@ -103,28 +103,6 @@ def ppo_loss(
     return PPORows(sums, logprobs, entropy, kl, grad)
 
 
-def chunk_ppo_loss(
-    logits: Tensor,
-    per_token: PerToken,
-    objective: Objective,
-    softmax: Softmax,
-    *,
-    ref_logits: Tensor | None = None,
-    need_grad: bool = True,
-) -> tuple[PPORows, Tensor | None]:
-    """(`ppo_loss` in place for a chunk [n, V], None: its gradient is that of all rows)."""
-    rows = ppo_loss(
-        logits,
-        per_token,
-        objective,
-        softmax,
-        ref_logits=ref_logits,
-        need_grad=need_grad,
-        inplace=True,
-    )
-    return rows, None
-
-
 def token_stats(
     logits: Tensor, tokens: Tensor, softmax: Softmax, *, ref_logits: Tensor | None = None
 ) -> StatsRows:
