@@ -1,11 +1,14 @@
 """A small language model over digits and signs, made from scratch by a few demonstrations.
 
-One token per character, so that nothing about numbers hides in a vocabulary; a Llama that a CPU
-trains in seconds. What it learned from demonstrations is where PPO starts.
+One token per character, so that nothing about numbers hides in a vocabulary (or one per word, where
+a recipe has texts); a Llama that a CPU trains in seconds. What it learned from demonstrations is
+where PPO starts.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +21,34 @@ from fastppo.data.rows import Rows
 from fastppo.stages.sft import SFTConfig, train_sft
 
 CHARACTERS = "0123456789+-*=?[]; "
+PIECES = re.compile(r"\w+|[^\w\s]")
+"""Words, numbers and signs of a text, without what is between them."""
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character of `CHARACTERS`."""
-    vocabulary = {name: i for i, name in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
+def make_tokenizer(
+    pieces: Sequence[str] = CHARACTERS, pattern: str = r"[\s\S]"
+) -> PreTrainedTokenizerFast:
+    """One token for each of the pieces, which are what `pattern` matches; all else is left out."""
+    vocabulary = {name: i for i, name in enumerate(["<pad>", "<eos>", "<unk>", *pieces])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
 
 
-def model_config(hidden: int = 128, layers: int = 2) -> LlamaConfig:
-    """A Llama over the characters."""
+def model_config(
+    hidden: int = 128, layers: int = 2, vocabulary: int = len(CHARACTERS) + 3, context: int = 64
+) -> LlamaConfig:
+    """A Llama over the characters, or over a vocabulary of another size."""
     return LlamaConfig(
-        vocab_size=len(CHARACTERS) + 3,
+        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=3 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=4,
-        max_position_embeddings=64,
+        max_position_embeddings=context,
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=1,
@@ -47,11 +56,22 @@ def model_config(hidden: int = 128, layers: int = 2) -> LlamaConfig:
 
 
 def train_from_scratch(
-    directory: Path, rows: Rows, seed: int, console: Console, **options: Any
+    directory: Path,
+    rows: Rows,
+    seed: int,
+    console: Console,
+    *,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    hidden: int = 128,
+    context: int = 64,
+    **options: Any,
 ) -> None:
     """A model with random weights, fine-tuned on `rows` and saved in `directory`.
 
     Args:
+        tokenizer: by default that of the characters.
+        hidden: width of the model.
+        context: tokens that it reads at most.
         options: of SFTConfig; they override those below.
     """
     defaults: dict[str, Any] = {
@@ -63,11 +83,12 @@ def train_from_scratch(
         "checkpoint_interval": 0,
         "device": "cpu",
     }
+    tokenizer = tokenizer or make_tokenizer()
     torch.manual_seed(seed)
     train_sft(
         SFTConfig(output_dir=str(directory), seed=seed, **defaults | options),
-        model=LlamaForCausalLM(model_config()),
-        tokenizer=make_tokenizer(),
+        model=LlamaForCausalLM(model_config(hidden, 2, len(tokenizer), context)),
+        tokenizer=tokenizer,
         rows=rows,
         console=console,
     )

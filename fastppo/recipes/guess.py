@@ -1,0 +1,49 @@
+"""`guess`: TextArena's GuessTheNumber, for a small model made from scratch.
+
+The demonstrations are games whose every guess is drawn at random from those that the game allows.
+They teach how a move is written; what a hint is good for, only the game's own reward teaches.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from rich.console import Console
+
+from fastppo.recipes.characters import PIECES, make_tokenizer, train_from_scratch
+from fastppo.recipes.guess_environment import Guess
+
+DEMONSTRATIONS = 1000
+
+
+def prepare(directory: Path, seed: int, console: Console) -> None:
+    """Writes model/."""
+    draw = random.Random(seed)
+    rows = [_played(Guess(), draw) for _ in range(DEMONSTRATIONS)]
+    words = {piece for row in rows for text in row.values() for piece in PIECES.findall(text)}
+    train_from_scratch(
+        directory / "model",
+        rows,
+        seed,
+        console,
+        tokenizer=make_tokenizer(sorted(words), PIECES.pattern),
+        hidden=64,
+        context=256,
+        batch_size=32,
+        learning_rate=5e-3,
+    )
+
+
+def _played(game: Guess, draw: random.Random) -> dict[str, str]:
+    """A game as a prompt and its completion, guesses and hints."""
+    prompt = game.reset("", seed=draw.randrange(2**31))
+    guesses = list(range(1, 21))
+    draw.shuffle(guesses)
+    played = ""
+    for guess in guesses:
+        hint, _, done = game.step(f"[{guess}]")
+        played += f"[{guess}]{hint}"
+        if done:
+            break
+    return {"prompt": prompt, "completion": played}
