@@ -41,9 +41,6 @@ from fastppo_kernels.records import (
 BLOCK = 2**14
 """Entries whose sums are taken together in whitening."""
 
-PADDING = 64
-"""Tokens of padding that are stepped over at once."""
-
 
 class _Tokens(NamedTuple):
     """What there is per token, flat; an empty array where it is not given."""
@@ -64,32 +61,21 @@ class _Sequences(NamedTuple):
     lams: Any
 
 
-@compiled
-def _any(mask):
-    is_any = False
-    for t in range(len(mask)):
-        is_any |= mask[t]
-    return is_any
+class _Room(NamedTuple):
+    """Where a sequence is worked on."""
+
+    delta: Any
+    estimates: Any
+    gathered: Any
+    """[6, the longest sequence] in the dtype of the values, where there is a mask."""
 
 
 @compiled
-def _counted(mask, first, last):
-    """(the first token of a sequence that counts, the one after the last, how many do)."""
-    if len(mask) == 0:
-        return first, last, last - first
-    while first + PADDING < last and not _any(mask[first : first + PADDING]):
-        first += PADDING
-    while first + PADDING < last and not _any(mask[last - PADDING : last]):
-        last -= PADDING
-    while first < last and not mask[first]:
-        first += 1
-    while first < last and not mask[last - 1]:
-        last -= 1
-    between = mask[first:last]
+def _count(mask):
     count = 0
-    for t in range(len(between)):
-        count += between[t]
-    return first, last, count
+    for t in range(len(mask)):
+        count += mask[t]
+    return count
 
 
 @compiled
@@ -184,19 +170,17 @@ def _estimate(tokens, sequences, kl_coef, estimator, i, delta, estimates):
 
 
 @kernel
-def _walk(start, stop, tokens, mask, sequences, kl_coef, estimator, advantages, returns, sums):
+def _walk(
+    start, stop, room, tokens, mask, sequences, kl_coef, estimator, advantages, returns, sums
+):
     """Advantages and returns of sequences; (count, ΣA, ΣA², ΣKL) of each to sums [B, 4]."""
-    longest = 0
     for i in range(start, stop):
-        longest = max(longest, sequences.bounds[i + 1] - sequences.bounds[i])
-    delta = np.empty(longest + 6)
-    estimates = np.empty(longest + 3)
-    room = np.empty((6, longest if len(mask) else 0), tokens.values.dtype)
-    for i in range(start, stop):
-        begin = sequences.bounds[i]
+        first = sequences.bounds[i]
         end = sequences.bounds[i + 1]
-        first, last, count = _counted(mask, begin, end)
-        has_gaps = count < last - first
+        counts = mask[first:end]
+        count = _count(counts) if len(mask) else end - first
+        has_gaps = _count(counts[count:]) > 0
+        last = end if has_gaps else first + count
         of_sequence = _Tokens(
             tokens.values[first:last],
             tokens.rewards[first:last],
@@ -206,23 +190,22 @@ def _walk(start, stop, tokens, mask, sequences, kl_coef, estimator, advantages, 
         into = advantages[first:last]
         into_returns = returns[first:last]
         if has_gaps:
-            counts = mask[first:last]
             of_sequence = _Tokens(
-                _gathered(of_sequence.values, counts, room[0]),
-                _gathered(of_sequence.rewards, counts, room[1]),
-                _gathered(of_sequence.logprobs, counts, room[2]),
-                _gathered(of_sequence.ref_logprobs, counts, room[3]),
+                _gathered(of_sequence.values, counts, room.gathered[0]),
+                _gathered(of_sequence.rewards, counts, room.gathered[1]),
+                _gathered(of_sequence.logprobs, counts, room.gathered[2]),
+                _gathered(of_sequence.ref_logprobs, counts, room.gathered[3]),
             )
-            into = room[4, :count]
-            into_returns = room[5, :count]
-        kl = _estimate(of_sequence, sequences, kl_coef, estimator, i, delta, estimates)
+            into = room.gathered[4, :count]
+            into_returns = room.gathered[5, :count]
+        estimates = room.estimates
+        kl = _estimate(of_sequence, sequences, kl_coef, estimator, i, room.delta, estimates)
         total, squares = _round(estimates, of_sequence.values, into, into_returns)
         if has_gaps:
             _scattered(into, counts, advantages[first:last])
             _scattered(into_returns, counts, returns[first:last])
-        for out in (advantages, returns):
-            clear(out[begin:first])
-            clear(out[last:end])
+        clear(advantages[last:end])
+        clear(returns[last:end])
         sums[i, 0] = count
         sums[i, 1] = total
         sums[i, 2] = squares
@@ -303,6 +286,13 @@ def _walk_all(trajectory: Trajectory, discounts: Discounts, shaping: Shaping | N
     if shaping.score_clip is not None:
         scores = scores.clamp(-shaping.score_clip, shaping.score_clip)
     has_kl = shaping.ref_logprobs is not None
+    mask = _flat(trajectory.mask, torch.bool)
+    longest = int(np.diff(bounds).max(initial=0))
+
+    def room() -> _Room:
+        gathered = np.empty((6, longest if len(mask) else 0), advantages.numpy().dtype)
+        return _Room(np.empty(longest + 6), np.empty(longest + 3), gathered)
+
     advantages = fresh(values, dtype)
     returns = fresh(values, dtype)
     sums = np.empty((count, 4))
@@ -315,7 +305,7 @@ def _walk_all(trajectory: Trajectory, discounts: Discounts, shaping: Shaping | N
             logprobs=_flat(shaping.logprobs if has_kl else None, dtype),
             ref_logprobs=_flat(shaping.ref_logprobs, dtype),
         ),
-        _flat(trajectory.mask, torch.bool),
+        mask,
         _Sequences(
             bounds=bounds,
             scores=_flat(scores, torch.float64),
@@ -329,6 +319,7 @@ def _walk_all(trajectory: Trajectory, discounts: Discounts, shaping: Shaping | N
         returns.view(-1).numpy(),
         sums,
         entries=values.numel(),
+        room=room,
     )
     return _Walked(Gae(advantages, returns), torch.from_numpy(sums))
 

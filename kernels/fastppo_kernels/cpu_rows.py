@@ -27,6 +27,7 @@ weight 0 are not read. fp64 logits are for `torch_rows`, the definition in chunk
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -48,6 +49,7 @@ from fastppo_kernels.cpu_threads import (
 from fastppo_kernels.records import (
     LOG_RATIO_LIMIT,
     LOWEST,
+    RATIO_MAX,
     SUMS,
     Objective,
     PerToken,
@@ -727,13 +729,35 @@ def _token_loss(logprob, full_kl, token, loss, i):
     return policy, ratio, kl, by
 
 
-# -------------------------------------------------------------------------------- loops over rows
-
-
 @compiled
-def _room(rows):
-    scores = np.empty((2, BLOCK), np.float32)
-    return _Room(np.empty(BLOCK, rows.memory.dtype), scores)
+def _terms(logprob, entropy, kl, policy, ratio, token, loss, i):
+    """What a token adds to each of `SUMS`; the largest ratio is not a sum."""
+    weight = token.weights[i]
+    advantage = token.advantages[i]
+    total = policy - loss.entropy_coef * entropy
+    if loss.kl_coef != 0:
+        total += loss.kl_coef * (ratio * kl if loss.kl_ratio_weighted else kl)
+    above = ratio > loss.highest_ratio
+    below = ratio < loss.lowest_ratio
+    return Sums(
+        loss=weight * total,
+        policy_loss=weight * policy,
+        tokens=1.0,
+        entropy=entropy,
+        kl=kl,
+        approx_kl=_k3(token.old_logprobs[i] - logprob),
+        ratio=ratio,
+        ratio_squared=ratio * ratio,
+        above_positive=np.float64(above and advantage > 0),
+        below_positive=np.float64(below and advantage > 0),
+        above_negative=np.float64(above and advantage < 0),
+        below_negative=np.float64(below and advantage < 0),
+        dual_clipped=np.float64(advantage < 0 and ratio > loss.dual_clip),
+        ratio_max=ratio,
+    )
+
+
+# -------------------------------------------------------------------------------- loops over rows
 
 
 @compiled
@@ -760,15 +784,14 @@ def _kept(x, stats, token, softmax, i):
 
 
 @kernel
-def _loss_rows(start, stop, rows, ref_rows, token, loss, softmax, row_stats, moves, grad):
-    """(logprob, entropy, KL, policy term, ratio) of rows to row_stats [5, N], whether a row has
-    a gradient to moves [N], and the gradient to `grad`, where that has columns."""
-    room = _room(rows)
+def _loss_rows(
+    start, stop, room, rows, ref_rows, token, loss, softmax, row_stats, terms, moves, grad
+):
+    """Of rows that count: (logprob, entropy, KL) to row_stats [3, N], what they add to each of
+    `SUMS` to terms [N, len(SUMS)], whether a row has a gradient to moves [N]; and the gradient of
+    all to `grad`, where that has columns."""
     for i in range(start, stop):
-        moves[i] = False
         if token.weights[i] == 0:
-            for k in range(len(row_stats)):
-                row_stats[k, i] = 0
             clear(_row(grad, i))
             continue
         x = _row(rows, i)
@@ -779,8 +802,9 @@ def _loss_rows(start, stop, rows, ref_rows, token, loss, softmax, row_stats, mov
         row_stats[0, i] = logprob
         row_stats[1, i] = of_row.entropy
         row_stats[2, i] = kl
-        row_stats[3, i] = policy
-        row_stats[4, i] = ratio
+        of_token = _terms(logprob, of_row.entropy, kl, policy, ratio, token, loss, i)
+        for k in range(len(of_token)):
+            terms[i, k] = of_token[k]
         moves[i] = grad.vocab > 0 and (by[0] != 0 or by[1] != 0 or by[2] != 0)
         if moves[i]:
             into = _row(grad, i)
@@ -789,60 +813,33 @@ def _loss_rows(start, stop, rows, ref_rows, token, loss, softmax, row_stats, mov
             clear(_row(grad, i))
 
 
-@compiled
-def _has_nan(x, softmax):
-    for j in range(len(x)):
-        z = _score(x, j, softmax)
-        if z != z:
-            return True
-    return False
-
-
-@compiled
-def _normalizer(x, maximum, log_total, softmax):
-    """The definition's (row maximum, log Σ e^t): `_largest` passes some NaN over, and an x86 CPU's
-    conversion to bf16 makes those."""
-    if (maximum == -np.inf or log_total != log_total) and _has_nan(x, softmax):
-        return np.nan, np.nan
-    if maximum == -np.inf:
-        return -np.inf, -np.inf
-    return maximum / softmax.unit, log_total
-
-
 @kernel
-def _statistics_rows(start, stop, rows, ref_rows, tokens, softmax, row_stats, normalizers):
+def _statistics_rows(start, stop, room, rows, ref_rows, tokens, softmax, row_stats, normalizers):
     """(logprob, entropy, KL, 1 − p, γ, gap_y − γ) to row_stats [6, N]; the normalizers to
     [2, N, 2]."""
-    blocks = _room(rows).scores
     for i in range(start, stop):
         x = _row(rows, i)
-        of_row = _statistics(x, ref_rows, blocks, tokens[i], _scales(softmax, i)[0], softmax, i)
+        of_row = _statistics(
+            x, ref_rows, room.scores, tokens[i], _scales(softmax, i)[0], softmax, i
+        )
         row_stats[0, i] = of_row.logprob
         row_stats[1, i] = of_row.entropy
         row_stats[2, i] = of_row.kl
         row_stats[3, i] = of_row.p_others
         row_stats[4, i] = of_row.mean_gap
         row_stats[5, i] = of_row.token_gap
-        maximum = of_row.maximum
-        log_total = of_row.log_total
-        of_policy = _normalizer(x, maximum, log_total, softmax)
         # Each by itself: a tuple that is assigned to an array takes three seconds to compile.
-        normalizers[0, i, 0] = of_policy[0]
-        normalizers[0, i, 1] = of_policy[1]
+        normalizers[0, i, 0] = of_row.maximum / softmax.unit
+        normalizers[0, i, 1] = of_row.log_total
         if ref_rows is not None:
-            ref_x = _row(ref_rows, i)
-            maximum = of_row.ref_maximum
-            log_total = of_row.ref_log_total
-            of_reference = _normalizer(ref_x, maximum, log_total, softmax)
-            normalizers[1, i, 0] = of_reference[0]
-            normalizers[1, i, 1] = of_reference[1]
+            normalizers[1, i, 0] = of_row.ref_maximum / softmax.unit
+            normalizers[1, i, 1] = of_row.ref_log_total
 
 
 @kernel
-def _gradient_rows(start, stop, rows, ref_rows, tokens, softmax, by, stats, grad):
+def _gradient_rows(start, stop, room, rows, ref_rows, tokens, softmax, by, stats, grad):
     """dL/dx of rows from by [3, N], the loss's derivatives by logprob, entropy and KL, and what
     `_statistics_rows` gave."""
-    room = _room(rows)
     for i in range(start, stop):
         of_loss = (by[0, i], by[1, i], by[2, i])
         if of_loss[0] == 0 and of_loss[1] == 0 and of_loss[2] == 0:
@@ -852,46 +849,6 @@ def _gradient_rows(start, stop, rows, ref_rows, tokens, softmax, by, stats, grad
         into = _row(grad, i)
         of_row = _kept(x, stats, tokens[i], softmax, i)
         _row_gradient(x, ref_rows, room, of_row, into, tokens[i], of_loss, softmax, i)
-
-
-AT = Sums._make(range(len(SUMS)))
-"""The place of each sum."""
-
-
-@kernel
-def _sum_up(row_stats, token, loss, sums):
-    """`SUMS` of all tokens, fp64, one after the other."""
-    clear(sums)
-    for i in range(len(token.weights)):
-        weight = token.weights[i]
-        advantage = token.advantages[i]
-        if weight == 0:
-            continue
-        logprob = row_stats[0, i]
-        entropy = row_stats[1, i]
-        kl = row_stats[2, i]
-        policy = row_stats[3, i]
-        ratio = row_stats[4, i]
-        total = policy - loss.entropy_coef * entropy
-        if loss.kl_coef != 0:
-            total += loss.kl_coef * (ratio * kl if loss.kl_ratio_weighted else kl)
-        above = ratio > loss.highest_ratio
-        below = ratio < loss.lowest_ratio
-        sums[AT.loss] += weight * total
-        sums[AT.policy_loss] += weight * policy
-        sums[AT.tokens] += 1
-        sums[AT.entropy] += entropy
-        sums[AT.kl] += kl
-        sums[AT.approx_kl] += _k3(token.old_logprobs[i] - logprob)
-        sums[AT.ratio] += ratio
-        sums[AT.ratio_squared] += ratio * ratio
-        sums[AT.above_positive] += above and advantage > 0
-        sums[AT.below_positive] += below and advantage > 0
-        sums[AT.above_negative] += above and advantage < 0
-        sums[AT.below_negative] += below and advantage < 0
-        sums[AT.dual_clipped] += advantage < 0 and ratio > loss.dual_clip
-        if ratio > sums[AT.ratio_max] or ratio != ratio:  # NaN has to show
-            sums[AT.ratio_max] = ratio
 
 
 # ----------------------------------------------------------------------------------- the operations
@@ -925,6 +882,12 @@ def _doubles(x: Tensor | None) -> Any:
 
 def _reference_rows(x: Tensor | None, like: Tensor) -> _Rows | None:
     return None if x is None else _rows(x, like)
+
+
+def _room(logits: Tensor) -> _Room:
+    """Of one thread."""
+    in_memory = torch.empty(BLOCK, dtype=BITS[logits.dtype])
+    return _Room(in_memory.numpy(), np.empty((2, BLOCK), np.float32))
 
 
 def _numbers(softmax: Softmax) -> _Softmax:
@@ -977,11 +940,9 @@ def _loss_pass(
     grad: Tensor | None,
 ) -> _Pass:
     count = per_token.tokens.numel()
-    row_stats = np.empty((5, count), np.float32)
-    moves = np.empty(count, np.bool_)
-    sums = np.empty(len(SUMS))
-    operands = _arrays(per_token)
-    loss = _codes(objective)
+    row_stats = np.zeros((3, count), np.float32)
+    terms = np.zeros((count + 1, len(SUMS)))
+    moves = np.zeros(count, np.bool_)
     if objective.kl_estimator != "full":
         ref_logits = None
     in_threads(
@@ -989,17 +950,20 @@ def _loss_pass(
         count,
         _rows(logits, logits),
         _reference_rows(ref_logits, logits),
-        operands,
-        loss,
+        _arrays(per_token),
+        _codes(objective),
         _numbers(softmax),
         row_stats,
+        terms,
         moves,
         _rows(grad, logits),
         entries=logits.numel(),
+        room=functools.partial(_room, logits),
     )
-    _sum_up(row_stats, operands, loss, sums)
-    tensors = [torch.from_numpy(x) for x in (sums, row_stats[:3], moves)]
-    return _Pass(tensors[0].float(), tensors[1], tensors[2])
+    of_tokens = torch.from_numpy(terms)
+    sums = of_tokens.sum(0)
+    sums[RATIO_MAX] = of_tokens[:, RATIO_MAX].max()  # NaN, if one is
+    return _Pass(sums.float(), torch.from_numpy(row_stats), torch.from_numpy(moves))
 
 
 def ppo_loss(
@@ -1058,6 +1022,18 @@ def chunk_ppo_loss(
     return chunk._replace(grad=logits[:size]), live
 
 
+def _mend_normalizers(normalizers: Any, logits: Tensor) -> None:
+    """To the definition's (row maximum, log Σ e^t): `_largest` passes some NaN over, and an x86
+    CPU's conversion to bf16 makes those."""
+    maximum, log_total = normalizers.T
+    for i in np.flatnonzero((maximum == -np.inf) | np.isnan(log_total)):
+        row = logits.detach()[np.unravel_index(i, logits.shape[:-1])]
+        if row.isnan().any():
+            normalizers[i] = np.nan
+        elif maximum[i] == -np.inf:
+            normalizers[i] = -np.inf
+
+
 def token_stats(
     logits: Tensor, tokens: Tensor, softmax: Softmax, *, ref_logits: Tensor | None = None
 ) -> StatsRows:
@@ -1075,7 +1051,11 @@ def token_stats(
         row_stats,
         normalizers,
         entries=logits.numel(),
+        room=functools.partial(_room, logits),
     )
+    _mend_normalizers(normalizers[0], logits)
+    if ref_logits is not None:
+        _mend_normalizers(normalizers[1], ref_logits)
     columns = [*torch.from_numpy(row_stats), *torch.from_numpy(normalizers)]
     return StatsRows(*[x.clone() for x in columns])
 
@@ -1111,5 +1091,6 @@ def token_stats_backward(
         StatsRows(*kept),
         _rows(grad, logits),
         entries=logits.numel(),
+        room=functools.partial(_room, logits),
     )
     return grad

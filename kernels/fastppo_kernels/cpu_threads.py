@@ -141,9 +141,13 @@ def _say_if_it_compiles(kernel: Any) -> None:
         _say_that_it_compiles()
 
 
-def in_threads(kernel: Any, count: int, *arguments: Any, entries: int) -> None:
+def in_threads(
+    kernel: Any, count: int, *arguments: Any, entries: int, room: Callable[[], Any] | None = None
+) -> None:
     """`kernel(start, stop, *arguments)` for parts of `range(count)`, one to a thread.
 
+    `room()`, if given, stands before the arguments: memory that a thread works in. A kernel that
+    asked for it would take some hundredths of a second longer to compile for each kind of array.
     `entries` is how many logits or tokens there are in all: few are not worth a second thread. On a
     terminal one line tells of a compilation that takes more than a second.
     """
@@ -152,15 +156,14 @@ def in_threads(kernel: Any, count: int, *arguments: Any, entries: int) -> None:
         clock.daemon = True
         clock.start()
     threads = max(1, min(torch.get_num_threads(), count, entries // ENTRIES_PER_THREAD))
-    if threads == 1:
-        kernel(0, count, *arguments)
-        return
+
+    def work(start: int, stop: int) -> None:
+        rooms = () if room is None else (room(),)
+        kernel(start, stop, *rooms, *arguments)
+
     bounds = [count * i // threads for i in range(threads + 1)]
-    parts = [
-        _threads().submit(kernel, start, stop, *arguments)
-        for start, stop in itertools.pairwise(bounds[1:])
-    ]
-    kernel(0, bounds[1], *arguments)
+    parts = [_threads().submit(work, start, stop) for start, stop in itertools.pairwise(bounds[1:])]
+    work(0, bounds[1])
     for part in parts:
         part.result()
 
