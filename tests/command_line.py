@@ -105,6 +105,7 @@ def _run(
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under `nohup`, of tests or of kills
     os.environ |= environment
     torch.set_num_threads(1)
     beginning.close()  # from here on a signal is the command's

@@ -412,7 +412,6 @@ def test_sigusr1_writes_a_checkpoint_and_the_run_goes_on(folder: Folder, run) ->
 # ---------------------------------------------------------------------------- a console that dies
 
 
-@pytest.mark.usefixtures("hangup_is_heard")
 @pytest.mark.parametrize(
     ("console", "signals"),
     [
