@@ -175,8 +175,11 @@ def _walk(
 ):
     """Advantages and returns of sequences; (count, ΣA, ΣA², ΣKL) of each to sums [B, 4]."""
     for i in range(start, stop):
-        first = sequences.bounds[i]
+        begin = sequences.bounds[i]
         end = sequences.bounds[i + 1]
+        first = begin
+        while first < end and len(mask) and not mask[first]:
+            first += 1
         counts = mask[first:end]
         count = _count(counts) if len(mask) else end - first
         has_gaps = _count(counts[count:]) > 0
@@ -204,8 +207,9 @@ def _walk(
         if has_gaps:
             _scattered(into, counts, advantages[first:last])
             _scattered(into_returns, counts, returns[first:last])
-        clear(advantages[last:end])
-        clear(returns[last:end])
+        for out in (advantages, returns):
+            clear(out[begin:first])
+            clear(out[last:end])
         sums[i, 0] = count
         sums[i, 1] = total
         sums[i, 2] = squares
