@@ -92,8 +92,12 @@ def _toys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preferences, "SAMPLES", 2)
     monkeypatch.setattr(sentiment, "PROMPTS", sentiment.PROMPTS[:12])
     monkeypatch.setattr(sentiment, "HELD_OUT", sentiment.HELD_OUT[:8])
-    shape = characters.model_config
-    monkeypatch.setattr(characters, "model_config", lambda: shape(hidden=32, layers=1))
+    of_sizes = characters.model_config
+
+    def small(hidden: int, layers: int, vocabulary: int, context: int) -> LlamaConfig:
+        return of_sizes(32, 1, vocabulary, context)
+
+    monkeypatch.setattr(characters, "model_config", small)
 
 
 def _run(name: str, out: Path, *more: str) -> int:
