@@ -35,11 +35,15 @@ from fastppo.ppo.experience import Experience
 FORGETTING = 0.8
 """ρ: what a batch counts for after each later update."""
 
-RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-"""λ, in units of the mean variance of a state's entry."""
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
+"""λ, in units of the mean variance of a state's entry. The largest leaves little but the mean."""
 
-FIRST_RIDGE = 2
+FIRST_RIDGE = 1
 """The place of the one that a run begins with, before a second batch has judged them."""
+
+TOKENS_PER_WEIGHT = 4
+"""A first batch with fewer tokens than that for each entry of a state begins with the largest
+ridge: a head that is shrunk less may foresee the next batch worse than the mean does."""
 
 ROWS = 512
 """States that are in fp64 at once."""
@@ -114,7 +118,12 @@ class ValueRegression:
     @property
     def best(self) -> int:
         """The place in `RIDGES` of the λ that is used."""
-        return int(self.errors.argmin()) if self.errors.any() else FIRST_RIDGE
+        if self.errors.any():
+            return int(self.errors.argmin())
+        assert self.moments is not None
+        width = len(self.moments) - 2
+        is_narrow = self.moments[-2, -2] >= TOKENS_PER_WEIGHT * width
+        return FIRST_RIDGE if is_narrow else len(RIDGES) - 1
 
     @property
     def metrics(self) -> dict[str, float]:

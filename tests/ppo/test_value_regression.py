@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from fastppo.data.batch import Batch
 from fastppo.data.world import World
 from fastppo.ppo.experience import Experience
-from fastppo.ppo.value_regression import FORGETTING, RIDGES, ValueRegression, ridge_head
+from fastppo.ppo.value_regression import (
+    FIRST_RIDGE,
+    FORGETTING,
+    RIDGES,
+    ValueRegression,
+    ridge_head,
+)
 from runs import first_experience, first_prompts, make_trainer, records
 
 ONE_STEP: dict[str, Any] = {"ppo_epochs": 1, "minibatches": 1}
@@ -161,6 +167,24 @@ def test_a_ridge_is_chosen_by_the_batches_that_follow() -> None:
             regression.fit(nn.Linear(60, 1).requires_grad_(False), World())
         chosen[name] = RIDGES[regression.best]
     assert chosen == {"noise": RIDGES[-1], "exact": RIDGES[0]}
+
+
+def test_a_first_batch_of_few_tokens_begins_with_a_head_that_foresees_no_worse_than_the_mean() -> (
+    None
+):
+    """Where returns are noise. With tokens enough it begins with less of a ridge."""
+    states = random_states(120, 60)
+    returns = torch.randn(120, generator=torch.Generator().manual_seed(1))
+    head, regression = fitted(states[:60], returns[:60])
+    assert RIDGES[regression.best] == RIDGES[-1]
+    variance = (returns[60:] - returns[:60].mean()).square().mean()
+    assert (head(states[60:]).squeeze(1) - returns[60:]).square().mean() < 1.05 * variance
+    moments = regression.moments
+    weight = ridge_head(moments, RIDGES[FIRST_RIDGE])[:-1].float()
+    foreseen = states[60:] @ weight[:-1] + weight[-1]
+    assert (foreseen - returns[60:]).square().mean() > 1.5 * variance
+    _, regression = fitted(random_states(240, 60), torch.randn(240))
+    assert regression.best == FIRST_RIDGE
 
 
 # ------------------------------------------------------------------------- where little is known
