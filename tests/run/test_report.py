@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastppo import cli
 from fastppo.run.log import read_jsonl
 from fastppo.run.panels import GROUPS, PANELS
 from fastppo.run.report import summary, write_report
@@ -59,7 +60,9 @@ def test_a_link_is_a_path_whatever_is_in_it(run: Path, tmp_path: Path) -> None:
     odd = tmp_path / "javascript:alert(1)" / "a#b?c"
     odd.mkdir(parents=True)
     shutil.copy(run / "metrics.jsonl", odd)
-    html = write_report(odd, tmp_path / "page.html").read_text()
+    page = tmp_path / "page.html"
+    assert cli.main(["report", str(odd), "--output", str(page)]) == 0
+    html = page.read_text()
     assert '<a href="javascript%3Aalert%281%29/a%23b%3Fc/metrics.jsonl">' in html
 
 
