@@ -56,11 +56,14 @@ def _unwritten_memory_is_nan() -> Iterator[None]:
 
 
 @pytest.fixture
-def hangup_is_heard() -> Iterator[None]:
-    """Under `nohup pytest` it is ignored, and a run that is told to ignore a signal does."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def signals_are_heard() -> Iterator[None]:
+    """A shell's background job ignores SIGINT, `nohup` SIGHUP, and a run that is told to ignore a
+    signal does."""
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, hangup)
+    signal.signal(signal.SIGINT, interrupt)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 from fastppo.run.signals import STOPPING, PhaseEndedError, listening, stopping_at_once
 from fastppo.stopped import Stopped
 
-pytestmark = pytest.mark.usefixtures("hangup_is_heard")
+pytestmark = pytest.mark.usefixtures("signals_are_heard")
 
 
 def _send(signum: signal.Signals) -> None:
