@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import LlamaConfig
 
 from benchmarks.studies import common, credit, critic_limit, recipe_curves
 from benchmarks.studies.estimators import at_kl
@@ -118,10 +119,14 @@ def test_a_quick_study_prints_its_table_draws_and_is_not_run_again(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shape = characters.model_config
+    of_sizes = characters.model_config
+
+    def small(hidden: int, layers: int, vocabulary: int, context: int) -> LlamaConfig:
+        return of_sizes(32, 1, vocabulary, context)
+
     monkeypatch.setattr(arithmetic, "LARGEST", 9)
     monkeypatch.setattr(arithmetic, "HELD_OUT", 24)
-    monkeypatch.setattr(characters, "model_config", lambda: shape(hidden=32, layers=1))
+    monkeypatch.setattr(characters, "model_config", small)
     study: Any = importlib.import_module(f"benchmarks.studies.{name}")
     study.main([str(tmp_path), "--quick", *flags])
     printed = capsys.readouterr().out
