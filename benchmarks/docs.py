@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import predictions, report, trl_grid
-from benchmarks.cases import cases
 from benchmarks.report import RESULTS, device_title, is_ours, seconds, size
-from benchmarks.shapes import MODELS, SETS
+from benchmarks.shapes import MODELS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -51,17 +50,13 @@ show; [the kernels' notes](../kernels/NOTES.md) have each kernel's floor and wha
   bytes at the speed of a copy and the FLOP at the speed of a matrix product, both measured in
   the same run.
 - **memory**: the most that was allocated at any moment of the call above its inputs, outputs
-  included.
-
-Rows of a CPU that are dated before 2026-11-25 are of hand-ordered calls of PyTorch; since then
-numba compiles the loops. The present Triton kernels have not been measured by the suite. Since the
-measurements of 2026-11-25 the loops lost their branches for soft-cap and reference where there is
-none, which changes no bits and took up to 6 % off a row in a paired check, not repeated here."""
+  included."""
 
 
 def load() -> list[dict[str, Any]]:
-    """The results files, GPUs first."""
-    records = [report.read(path) for path in sorted(RESULTS.glob("*.json"))]
+    """The results files, GPUs first, and the newest first."""
+    records = [report.read(path) for path in RESULTS.glob("*.json")]
+    records.sort(key=lambda record: record["date"], reverse=True)
     return sorted(records, key=lambda record: record["device"]["type"] == "cpu")
 
 
@@ -69,11 +64,21 @@ def load() -> list[dict[str, Any]]:
 
 
 def page(records: Sequence[dict[str, Any]]) -> str:
-    """The whole of docs/benchmarks.md."""
+    """The whole of docs/benchmarks.md. Of several CPUs the newest alone has growth, claims, and the
+    memory, which is the same on all."""
     newest = _newest_cpu(records)
+    grids = [record for record in records if record.get("trl_grid")]
+    newest_grid = max(grids, key=lambda record: record["trl_grid"]["date"], default=None)
     sections = [INTRO]
     for record in records:
-        sections.append(_device(record, with_claims=record is newest))
+        is_older = record["device"]["type"] == "cpu" and record is not newest
+        sections.append(_cases(record, with_memory=not is_older))
+        if record.get("sweeps") and not is_older:
+            sections.append(_growths(record))
+        if record is newest:
+            sections.append(_claims(record))
+        if record is newest_grid:
+            sections.append(_grid(record))
     if not _on_gpus(records):
         sections.append(_gpu_not_measured())
     sections.append(_predicted(records))
@@ -91,57 +96,71 @@ def _on_gpus(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _gpu_not_measured() -> str:
-    work = ", ".join(dict.fromkeys(case.name for case in cases(SETS["cuda", "default"])))
     return (
         "## GPU\n\nNo GPU has run the suite yet, and the numbers of a CPU, whose backend is other "
-        f"code, say nothing of one. Its set has these cases: {work}. On a GPU, `fastppo bench "
-        "--keep`, or `benchmarks/on_a_gpu.sh` and `fastppo bench keep`, and then `fastppo bench "
-        "docs` write their table."
+        "code, say nothing of one. [The first half hour on a GPU]"
+        "(../benchmarks/README.md#the-first-half-hour-on-a-gpu) writes a table here."
     )
 
 
 def _predicted(records: Sequence[dict[str, Any]]) -> str:
     copies = " and ".join(f"{card.copy / 1e12:.1f} on an {card.name}" for card in predictions.CARDS)
-    rates = " and ".join(f"{rate / 1e12:.0f}" for rate in predictions.MATMUL_RATES)
+    rates = " to ".join(f"{rate / 1e12:.0f}" for rate in predictions.MATMUL_RATES)
     works = predictions.works()
     named = [model for model in MODELS.values() if any(model.name in w.shape for w in works)]
     models = "; ".join(f"{m.name} {m.vocab} and {m.hidden}" for m in named)
+    rows = [predictions.HEADER, *predictions.table(records)]
+    if not _on_gpus(records):
+        rows = [row[:-1] for row in rows]  # what was measured
     return "\n\n".join(
         [
             "## GPU, predicted",
             "Computed by `benchmarks/predictions.py`, in bf16, and not measured: bytes at the "
-            f"speed of a copy (TB/s: {copies}), matrix products at {rates} TFLOP/s (one range "
-            "each), which is what the best of others come to, and instructions as counted in the "
-            "machine code. The low end of a range has everything overlapped that can be, the high "
-            "end what may not be. Linear statistics with gradients form the logits twice (four "
-            "products), as others do; the linear loss forms them once (three). What others have "
-            f"measured is their authors' word, on the card that is named. V and H: {models}.",
-            table(predictions.HEADER, predictions.table(records)),
+            f"speed of a copy (TB/s: {copies}), matrix products at {rates} TFLOP/s, which is what "
+            "the best of others come to, and instructions as counted in the machine code. The low "
+            "end of a range has the faster products and everything overlapped that can be, the "
+            "high end the slower and nothing that may not be. Linear statistics with gradients "
+            "form the logits twice (four products), as others do; the linear loss forms them once "
+            "(three). What others have measured is their authors' word, on the card that is "
+            f"named. V and H: {models}.",
+            table(rows[0], rows[1:]),
         ]
     )
 
 
-def _device(record: dict[str, Any], *, with_claims: bool) -> str:
+def _cases(record: dict[str, Any], *, with_memory: bool) -> str:
     packages = record["packages"]
     versions = f"torch {packages['torch']}"
     if record["device"]["type"] == "cuda":
         versions += f", Triton {packages['triton']}"
     providers = {row["provider"] for case in record["cases"] for row in case["rows"]}
     without = "" if "torch.compile" in providers else " `torch.compile` was left out."
-    parts = [
-        f"## {device_title(record['device'])}",
-        f"{record['date'][:10]}, {versions}; measured in the same run: "
-        f"{report.ceilings_line(record)}.{without}",
-        table(HEADER, [_row(case) for case in record["cases"]]),
-    ]
-    if record.get("sweeps"):
-        rows = [_growth(sweep) for sweep in record["sweeps"]]
-        parts += [
+    rows = [HEADER, *map(_row, record["cases"])]
+    if not with_memory:
+        rows = [row[: HEADER.index("memory")] for row in rows]
+    return "\n\n".join(
+        [
+            f"## {device_title(record['device'])}",
+            f"{record['date'][:10]}, {versions}; measured in the same run: "
+            f"{report.ceilings_line(record)}.{without}",
+            table(rows[0], rows[1:]),
+        ]
+    )
+
+
+def _growths(record: dict[str, Any]) -> str:
+    rows = [_growth(sweep) for sweep in record["sweeps"]]
+    return "\n\n".join(
+        [
             "How the time grows, as the exponent of a power law fitted over the sizes:",
             table(["growth of time", "FastPPO", "plain PyTorch"], rows),
         ]
-    if with_claims:
-        parts += [
+    )
+
+
+def _claims(record: dict[str, Any]) -> str:
+    return "\n\n".join(
+        [
             "What `fastppo bench claims` checks on a CPU. Each ratio is the median over "
             f"neighbouring calls in one run ({record['claims_measured']['date'][:10]}); eager is "
             "plain PyTorch:",
@@ -150,15 +169,19 @@ def _device(record: dict[str, Any], *, with_claims: bool) -> str:
                 [_claim(claim) for claim in record["claims"]],
             ),
         ]
-    if record.get("trl_grid"):
-        parts += [
+    )
+
+
+def _grid(record: dict[str, Any]) -> str:
+    return "\n\n".join(
+        [
             "A PPO iteration of 16 episodes beside TRL 1.12's, on one thread in one process "
             f"(`python -m benchmarks.trl_grid`, {record['trl_grid']['date'][:10]}). The floor is "
             "the iteration's FLOP at the rate of a large matrix product; “at equal efficiency” is "
             "TRL's FLOP over FastPPO's:",
             table(trl_grid.HEADER, [trl_grid.cells(row) for row in record["trl_grid"]["rows"]]),
         ]
-    return "\n\n".join(parts)
+    )
 
 
 def _row(case: dict[str, Any]) -> list[str]:

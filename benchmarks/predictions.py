@@ -235,7 +235,7 @@ NOT_MEASURED = "not measured"
 
 
 def table(records: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """A row for each work, under `HEADER`; of products both rates of `MATMUL_RATES`.
+    """A row for each work, under `HEADER`; of products the range over `MATMUL_RATES`.
 
     Args:
         records: results of the suite, from which the last column is taken.
@@ -250,10 +250,9 @@ def table(records: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 def _cell(work: Work, card: Card) -> str:
     if work.has_products:
-        ranges = [work.predict(card, rate) for rate in MATMUL_RATES]
-    else:
-        ranges = [work.predict(card)]
-    return "; ".join(_shown(one) for one in ranges)
+        slow, fast = (work.predict(card, rate) for rate in MATMUL_RATES)
+        return _shown(Range(fast.low, slow.high))
+    return _shown(work.predict(card))
 
 
 def _shown(one: Range) -> str:
