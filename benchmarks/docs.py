@@ -37,20 +37,15 @@ HEADER = [
 
 INTRO = """# Measured
 
-`fastppo bench docs` writes this page and the numbers in the README from the files in
-`benchmarks/results`; `fastppo bench --keep` and `fastppo bench claims --keep` write those files.
-[The suite's README](../benchmarks/README.md) says how each number is measured and what it does not
-show; [the kernels' notes](../kernels/NOTES.md) have each kernel's floor and what was tried.
+What each operation takes beside plain PyTorch, `torch.compile` and the packages that offer the same
+operation. `fastppo bench docs` writes this page and the numbers in the README from the files in
+`benchmarks/results`. [The suite's README](../benchmarks/README.md#how-to-read-a-row) says how each
+number is measured, what the floor and the memory are, and
+[what they do not show](../benchmarks/README.md#what-these-numbers-are-not);
+[the kernels' notes](../kernels/NOTES.md) have each kernel's floor and what was tried.
 
-- **FastPPO**, **plain PyTorch**, **fastest other**: median time of a call. Plain PyTorch is what
-  one writes without a library. The fastest other is the fastest of `torch.compile` and the
-  packages that offer the same operation, and "none" where none of them can run it. Every
-  provider timed here agreed with fp64 first.
-- **of the floor**: the floor over FastPPO's time. The floor is the larger of the compulsory
-  bytes at the speed of a copy and the FLOP at the speed of a matrix product, both measured in
-  the same run.
-- **memory**: the most that was allocated at any moment of the call above its inputs, outputs
-  included."""
+Times are medians of a call. Plain PyTorch is what one writes without a library. The fastest other
+is "none" where none can run the case. Every provider timed here agreed with fp64 first."""
 
 
 def load() -> list[dict[str, Any]]:
@@ -289,7 +284,7 @@ def numbers(records: Sequence[dict[str, Any]]) -> str:
             f"On a CPU ({device_title(cpu['device'])}, torch {torch}, {date}), FastPPO takes:",
             table(["work", "beside", "of its time", "of its memory"], rows),
             f"On GPUs: {'measured on ' + ', '.join(gpus) if gpus else NOT_MEASURED}. "
-            "[All measurements](docs/benchmarks.md), where we lose included, and\n"
+            "[All measurements](docs/benchmarks.md), also where we lose, and\n"
             "[what they do not show](benchmarks/README.md#what-these-numbers-are-not).",
         ]
     )
