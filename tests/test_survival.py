@@ -371,8 +371,43 @@ def test_a_signal_ends_the_phase_at_hand_writes_a_checkpoint_and_says_so(
     assert folder.checkpoints() == ["checkpoint-000001"]
     assert len(read_jsonl(folder.run / "metrics.jsonl")) == 1
     folder.write_reward("calls == 0")
-    assert run(**options, resume=True, allow_config_change=True)[0] == 0
+    code, said = run(**options, resume=True, allow_config_change=True)
+    assert code == 0
+    assert f"resuming from {where}, whose run had ended: stopped by SIGTERM" in said
     assert folder.bits() == bits
+
+
+ENDS = {
+    "stopped by SIGINT": ({}, 130),
+    "kl = ": ({"stop_if": "kl > -1000"}, 1),
+    "every prompt is solved (solved_reward)": ({"solved_reward": -1}, 0),
+}
+
+
+@pytest.mark.parametrize("reason", ENDS)
+def test_a_run_that_ends_early_says_why(reason: str, folder: Folder, run) -> None:
+    """On the console, in its records and its report, and where it goes on."""
+    options, expected = ENDS[reason]
+    if not options:
+        folder.write_reward("calls == 2 and os.kill(os.getpid(), signal.SIGINT)")
+    folder.prompts.write_text('{"prompt": "w1"}\n')
+    code, said = run(iterations=3, **options)
+    assert code == expected
+    assert reason in said
+    assert "callback" not in said
+    assert reason in read_jsonl(folder.run / "parts.jsonl")[0]["ended"]
+    report = (folder.run / "report.html").read_text()
+    assert f"Ended after 1 of 3 iterations: {reason}" in report
+    _, said = run(iterations=3, **options, resume=True, allow_config_change=True)
+    assert f"checkpoint-000001, whose run had ended: {reason}" in said
+
+
+def test_a_run_that_is_done_has_no_iterations_to_come(folder: Folder, run) -> None:
+    assert run(iterations=2)[0] == 0
+    code, said = run(iterations=2, resume=True)
+    assert code == 0
+    assert "whose run is at its end: a larger --iterations goes on" in said
+    assert "run      all 2 iterations are done" in said
 
 
 def test_a_second_signal_ends_a_run_at_once(folder: Folder) -> None:

@@ -33,12 +33,14 @@ def banner(trainer: Any) -> list[str]:
     first = trainer.state.iteration + 1
     turns = trainer.turns.max_turns
     longest = f"{turns} turns of {config.max_new_tokens}" if turns > 1 else config.max_new_tokens
+    left = f"iterations {first} to {config.iterations}"
+    if first > config.iterations:
+        left = f"all {config.iterations} iterations are done"
     return [
         f"device   {device}, precision {config.precision}",
         f"model    {name}: {count:,} parameters with its values, {trained:,} trained",
         f"prompts  {prompts}",
         f"rewards  {rewards}",
-        f"run      iterations {first} to {config.iterations}, "
-        f"{config.rollout_batch_size} responses of at most {longest} tokens each",
+        f"run      {left}, {config.rollout_batch_size} responses of at most {longest} tokens each",
         f"writes   {config.output_dir}",
     ]

@@ -22,6 +22,7 @@ from fastppo.ppo.run_models import ModelLoader, make_policy
 from fastppo.ppo.state import RunState
 from fastppo.run import checkpoint, identity, manifest, shards
 from fastppo.run.checkpoint import Best
+from fastppo.run.log import why_ended
 
 LOWEST = "min:"
 """Before a metric of `checkpoint_best` whose lowest value is the best."""
@@ -215,9 +216,11 @@ class Checkpoints:
         self.world.first(lambda: self._tidy(newest))
         self.newest = newest.path
         self._iteration = self.state.iteration
-        at_end = self.state.iteration >= self.config.iterations
-        its_run_is_over = ", whose run is at its end" if at_end else ""
-        self.say(f"resuming from {newest.path}{its_run_is_over}")
+        reason = self.world.first(lambda: why_ended(self.run_dir))
+        ended = f", whose run had ended: {reason}" if reason else ""
+        if self.state.iteration >= self.config.iterations:
+            ended = ", whose run is at its end: a larger --iterations goes on"
+        self.say(f"resuming from {newest.path}{ended}")
         return True
 
     def _load(self, path: Path) -> None:

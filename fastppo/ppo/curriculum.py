@@ -154,15 +154,14 @@ class Curriculum:
             state: the run's, `RunState`.
 
         Raises:
-            PhaseEndedError: every prompt that may be asked is solved; the user is told.
+            PhaseEndedError: every prompt that may be asked is solved.
         """
         weights = self.weights or [1.0] * len(self.prompts)
         may_be_asked = [
             weight > 0 and not self._is_solved(row, state) for row, weight in enumerate(weights)
         ]
         if not any(may_be_asked):
-            self.say("every prompt is solved (solved_reward); the run ends")
-            raise PhaseEndedError
+            raise PhaseEndedError("every prompt is solved (solved_reward)")
         if self.weights is None:
             rows, position = self._in_turn(state.prompts_seen, count, seed, may_be_asked)
         else:

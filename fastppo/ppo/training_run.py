@@ -9,6 +9,7 @@ The algorithm itself is `PPOTrainer.iterate`.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -52,6 +53,8 @@ class TrainingRun:
         self.checkpoints = trainer.checkpoints
         self.run_dir = Path(trainer.config.output_dir)
         self.stop_request = StopRequest(self.world)
+        self.no_prompts = ""
+        """Why there is no further iteration, where no prompt is left."""
         self.no_evaluation: RolloutError | None = None
         """Why the last iteration, whose update was done by then, was not evaluated."""
 
@@ -65,6 +68,8 @@ class TrainingRun:
             stopped_by = self.stop_request.stop
             is_short = self.state.iteration < self.config.iterations
             if stopped_by and is_short and not self.state.watch.stopped_by:
+                if self.state.iteration:
+                    self._write_report()
                 raise Stopped(stopped_by, self.checkpoints.how_far())
             self.trainer.save_policy(self.run_dir / "policy")
             best = self.checkpoints.save_best(self.trainer.tokenizer, self.run_dir / "policy-best")
@@ -76,7 +81,7 @@ class TrainingRun:
         if is_short:
             self.trainer.say(
                 f"ended after {self.state.iteration} of {self.config.iterations} iterations: "
-                "a callback asked for it"
+                f"{self._why_ended()}"
             )
         return metrics or self.world.first(lambda: read_jsonl(self.run_dir / "metrics.jsonl")[-1])
 
@@ -127,8 +132,9 @@ class TrainingRun:
                 steps = self.state.optimizer_step
                 try:
                     metrics = self.iteration(log)
-                except PhaseEndedError:
+                except PhaseEndedError as ended:
                     restore_random_state(at_start)
+                    self.no_prompts = str(ended)
                     break
                 except RolloutError as error:
                     if self.state.optimizer_step == steps:  # else the next checkpoint before it
@@ -148,7 +154,17 @@ class TrainingRun:
                 if self.no_evaluation is not None:
                     self.checkpoints.finish()
                     raise self._stopped_by(self.no_evaluation) from self.no_evaluation
+        if self.state.iteration < end:
+            log.ended(self._why_ended())
         return metrics
+
+    def _why_ended(self) -> str:
+        """Why the run ended before its last iteration."""
+        if self.state.watch.stopped_by:
+            return "; ".join(self.state.watch.stopped_by)
+        if self.stop_request.stop:
+            return f"stopped by {signal.Signals(self.stop_request.stop).name}"
+        return self.no_prompts or "a callback asked for it"
 
     def _stopped_by(self, error: RolloutError) -> RolloutError:
         return RolloutError(f"{error}; stopped{self.checkpoints.how_far()}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fastppo.data.files import append_lines, write_whole
+from fastppo.data.rows import write_rows
 from fastppo.data.world import World
 from fastppo.functional.scalars import shown
 from fastppo.run.console import console_notes
@@ -22,6 +23,9 @@ from fastppo.run.events import EventFile
 from fastppo.run.identity import versions
 from fastppo.run.lock import check_still_held
 from fastppo.run.options import Options
+
+PARTS = "parts.jsonl"
+"""A line for each start of a run."""
 
 SAMPLES = {False: "samples.jsonl", True: "eval_samples.jsonl"}
 """Responses that are trained on, and those to held-out prompts."""
@@ -61,7 +65,7 @@ class RunLog:
     def _begin_part(self, first: int, device: str) -> None:
         """Adds a line to parts.jsonl: when the run was started or resumed, on which device and
         versions."""
-        path = self.directory / "parts.jsonl"
+        path = self.directory / PARTS
         self.notes += cut(path, "first", sys.maxsize)  # of an earlier part all lines stay
         started = datetime.now().astimezone().isoformat(" ", "minutes")
         part = {"first": first, "started": started, "device": device, "versions": versions()}
@@ -77,6 +81,13 @@ class RunLog:
             record["warnings"] = warnings
         append_lines(self.directory / "metrics.jsonl", [record])
         self._events.add(number, metrics, warnings)
+
+    def ended(self, reason: str) -> None:
+        """Adds to the newest line of parts.jsonl why the run ended before its last iteration."""
+        check_still_held(self.directory)
+        path = self.directory / PARTS
+        *before, newest = read_jsonl(path)
+        write_rows(path, [*before, newest | {"ended": reason}])
 
     def samples(
         self, number: int, samples: list[dict[str, Any]], *, held_out: bool = False
@@ -123,12 +134,21 @@ class SharedLog:
         if self.callbacks is not None:
             self.callbacks.logged(number, metrics)
 
+    def ended(self, reason: str) -> None:
+        self.world.first(lambda: self._log.ended(reason))
+
     def samples(
         self, number: int, samples: list[dict[str, Any]], *, held_out: bool = False
     ) -> None:
         self.world.first(lambda: self._log.samples(number, samples, held_out=held_out))
         if self.callbacks is not None and samples and not held_out:
             self.callbacks.tell("on_samples", samples=samples)
+
+
+def why_ended(run_dir: str | Path) -> str:
+    """Why the newest part of a run ended before its last iteration; "" where nothing says it."""
+    parts = read_jsonl(Path(run_dir) / PARTS)
+    return str(parts[-1].get("ended", "")) if parts else ""
 
 
 def check_no_run(run_dir: str | Path) -> None:
