@@ -222,8 +222,8 @@ def _header(run: Run) -> list[str]:
 
 
 def _ending(run: Run) -> list[str]:
-    """A line on why the run ended before its last iteration, where its newest part or its last record
-    has it."""
+    """A line on why the run ended before its last iteration: its newest part or its last record has
+    it."""
     warnings = run.records[-1].get("warnings") or ()
     reasons = [warning.removeprefix(STOPPED) for warning in warnings if warning.startswith(STOPPED)]
     if run.parts and run.parts[-1].get("ended"):
