@@ -1,6 +1,8 @@
 """A server of OpenEnv with a game written by its server API: guess a number of 0 to 4, three times.
 
-python openenv_server.py PORT [SESSIONS]
+python openenv_server.py PORT [SESSIONS [number]]
+
+With `number` an action is a number in place of a text.
 """
 
 from __future__ import annotations
@@ -18,6 +20,12 @@ class Guess(Action):
     text: str
 
 
+class Number(Action):
+    """The policy's turn, as a number."""
+
+    number: int
+
+
 class Hint(Observation):
     """What the game says."""
 
@@ -33,9 +41,10 @@ class Game(Environment):
         self.number, self.guesses = (seed or 0) % 5, 0
         return Hint(says="w30 w31")
 
-    def step(self, action: Guess, timeout_s: float | None = None, **_: Any) -> Hint:
+    def step(self, action: Guess | Number, timeout_s: float | None = None, **_: Any) -> Hint:
         self.guesses += 1
-        is_right = action.text.split()[-1:] == [f"w{self.number}"]
+        said = action.text.split()[-1:] if isinstance(action, Guess) else [f"w{action.number}"]
+        is_right = said == [f"w{self.number}"]
         return Hint(says="w32", reward=float(is_right), done=is_right or self.guesses == 3)
 
     @property
@@ -45,5 +54,6 @@ class Game(Environment):
 
 if __name__ == "__main__":
     sessions = int(sys.argv[2]) if len(sys.argv) > 2 else 64
-    app = create_fastapi_app(Game, Guess, Hint, max_concurrent_envs=sessions)
+    kind = Number if "number" in sys.argv else Guess
+    app = create_fastapi_app(Game, kind, Hint, max_concurrent_envs=sessions)
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")

@@ -5,7 +5,8 @@ environment: openenv:http://localhost:8000
 Each response of a batch has a session of its own. A turn of the policy is an action: the text of
 its one required field, if that is a string (`?action=field` names another), else the action as
 JSON. What the policy reads is the observation's one text field (`?observation=field`), or all of
-its fields as JSON. For typed clients and other forms, make the environment in a file:
+its fields as JSON. What is no action is answered with why. For typed clients and other forms, make
+the environment in a file:
 
     from fastppo.integrations.openenv import OpenEnv
     from my_env import MyAction, MyEnv
@@ -35,6 +36,10 @@ PAUSE = 2.0
 """Seconds before the second attempt; twice as long before each further one."""
 SCHEMA_TIMEOUT = 10.0
 """Seconds to wait for a server's schema."""
+REFUSED = "(code: VALIDATION_ERROR)"
+"""How the client's error ends where the server's action has other fields or types."""
+FULL = "(code: CAPACITY_REACHED)"
+"""How it ends where no session is free."""
 SAID_APART = ("done", "reward", "metadata")
 """Fields of an observation that are not for the policy to read."""
 
@@ -92,16 +97,25 @@ class OpenEnv:
                 result = await self.client.reset(**options)
                 said = self.observation(result.observation) or None
                 return as_opening(said, prompt) if isinstance(said, str) else said
-            except (OSError, RuntimeError, asyncio.TimeoutError):  # noqa: UP041 - 3.10's own
+            except (OSError, RuntimeError, asyncio.TimeoutError) as error:  # noqa: UP041 - 3.10's own
                 await self.client.disconnect()
                 if attempt + 1 == CONNECTIONS:
+                    if FULL in str(error):
+                        limit = "its max_concurrent_envs must be rollout_batch_size at least"
+                        raise RuntimeError(f"{error}: {limit}") from error
                     raise
                 await asyncio.sleep(PAUSE * 2**attempt)
         raise AssertionError
 
     async def step(self, text: str) -> tuple[Any, float, bool]:
-        """The policy's turn. A connection that is lost takes the episode with it."""
-        result = await self.client.step(self.action(text))
+        """The policy's turn. A connection that is lost takes the episode with it; a text that is no
+        action does not."""
+        try:
+            result = await self.client.step(self.action(text))
+        except (json.JSONDecodeError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and REFUSED not in str(error):
+                raise
+            return json.dumps({"error": f"no action: {error}"}), 0.0, False
         return self.observation(result.observation), float(result.reward or 0.0), bool(result.done)
 
     async def state(self) -> Any:

@@ -15,6 +15,7 @@ import pytest
 import tiny
 
 import fastppo
+from fastppo import cli
 from fastppo.data.rows import DataError
 from fastppo.integrations.addresses import load_environment
 from runs import records
@@ -32,8 +33,8 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _server(port: int, sessions: int = 64) -> Iterator[str]:
-    process = subprocess.Popen([sys.executable, str(SERVER), str(port), str(sessions)])
+def _server(port: int, sessions: int = 64, action: str = "text") -> Iterator[str]:
+    process = subprocess.Popen([sys.executable, str(SERVER), str(port), str(sessions), action])
     try:
         while process.poll() is None:  # however long a busy machine takes to import openenv
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
@@ -101,6 +102,63 @@ def test_a_server_that_comes_back_is_tried_again(monkeypatch: pytest.MonkeyPatch
             return said
 
     assert asyncio.run(begin()) == "w30 w31"
+
+
+def test_a_text_that_is_no_action_is_answered_with_why_and_the_episode_goes_on() -> None:
+    with _server(_free_port(), action="number") as address:
+        environment = load_environment(address)()
+
+        async def play() -> list[tuple[str, float, bool]]:
+            await environment.reset("w1", seed=3)
+            said = [await environment.step(text) for text in ("w3", '{"no": 1}', '{"number": 3}')]
+            await environment.close()
+            return said
+
+        no_json, other_fields, right = asyncio.run(play())
+    assert no_json == (
+        '{"error": "no action: Expecting value: line 1 column 1 (char 0)"}',
+        0,
+        False,
+    )
+    assert "Invalid message" in other_fields[0]
+    assert other_fields[1:] == (0.0, False)
+    assert right == ("w32", 1.0, True)
+
+
+def _train(address: str, folder: Path) -> int:
+    """By the command line: texts of a model that has learned nothing."""
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "w{i}", "seed": {i}}}\n' for i in range(4)))
+    options = {
+        "model": tiny.saved_model(folder / "model"),
+        "prompts": prompts,
+        "environment": address,
+        "output_dir": folder / "run",
+        "iterations": 1,
+        "rollout_batch_size": 4,
+        "minibatches": 1,
+        "max_turns": 3,
+        "max_new_tokens": 2,
+        "stop_token_ids": [*range(4, 40)],  # any word ends a turn
+    }
+    flags = [word for name, value in options.items() for word in (f"--{name}", value)]
+    words = [str(w) for flag in flags for w in (flag if isinstance(flag, list) else [flag])]
+    return cli.main(["train", *words])
+
+
+def test_a_run_whose_texts_are_no_json_reads_why_and_ends_as_any_other(tmp_path: Path) -> None:
+    with _server(_free_port(), action="number") as address:
+        assert _train(address, tmp_path) == 0
+    assert "no action" in (tmp_path / "run" / "samples.jsonl").read_text("utf-8")
+
+
+def test_a_server_with_too_few_sessions_is_a_sentence_with_what_to_raise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastppo.integrations.openenv.PAUSE", 0.0)
+    with _server(_free_port(), sessions=1) as address:
+        assert _train(address, tmp_path) == 1
+    assert "max_concurrent_envs must be rollout_batch_size at least" in capsys.readouterr().err
 
 
 def test_no_server_is_one_sentence_with_its_address() -> None:
