@@ -28,6 +28,9 @@ def count(prompts, completions, **columns):
     return [text.split().count("w7") / 8 for text in completions]
 """
 
+Run = Callable[..., tuple[int, str]]
+"""Of the fixture `run`."""
+
 TIMING = ("seconds/", "tokens_per_second")
 
 START = 60.0

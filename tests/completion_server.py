@@ -27,8 +27,9 @@ from fastppo.rollout.decoder import DecoderEngine
 class State:
     """What the server has."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, choice: dict[str, Any]) -> None:
         self.base = model
+        self.choice = choice
         self.policy = LanguageModel(AutoModelForCausalLM.from_pretrained(model))
         self.adapters: dict[str, str] = {}
         self.version = "default"
@@ -84,13 +85,15 @@ class State:
             "token_ids": rollout.tokens[0],
             "logprobs": {"token_logprobs": rollout.sampler_logprobs[0].tolist()},
             "finish_reason": rollout.finish_reasons[0],
+            **self.choice,
         }
 
 
-def serve(port: int, model: str, statuses: dict[str, int]) -> None:
-    """Answers at a port of this machine, those addresses with their statuses, until it is ended."""
+def serve(port: int, model: str, statuses: dict[str, int], choice: dict[str, Any]) -> None:
+    """Answers at a port of this machine, those addresses with their statuses, until it is ended;
+    what is in `choice` takes the place of what a response has."""
     torch.set_num_threads(1)
-    state = State(model)
+    state = State(model, choice)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

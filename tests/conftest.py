@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 import torch
+
+if TYPE_CHECKING:  # it imports transformers, for which the variable below must stand
+    from command_line import Folder, Run
 
 # No test depends on the clock, and each draws the same examples in every run.
 hypothesis.settings.register_profile("fastppo", deadline=None, derandomize=True, database=None)
@@ -64,6 +68,29 @@ def signals_are_heard() -> Iterator[None]:
     yield
     signal.signal(signal.SIGHUP, hangup)
     signal.signal(signal.SIGINT, interrupt)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    """What a run of `fastppo train` needs, in a folder."""
+    from command_line import Folder
+
+    return Folder(tmp_path)
+
+
+@pytest.fixture
+def run(folder: Folder, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `fastppo train` there: its exit code, and what it said."""
+    from fastppo import cli
+
+    def run(**options: object) -> tuple[int, str]:
+        capsys.readouterr()
+        code = cli.main(folder.flags(**{"iterations": 1} | options))
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        return code, said
+
+    return run
 
 
 @pytest.fixture(autouse=True)

@@ -140,6 +140,40 @@ def perturb(trainer: PPOTrainer, scale: float = 0.05) -> None:
             parameter.add_(scale * torch.randn_like(parameter) * parameter.std())
 
 
+def weights_of(trainer: PPOTrainer) -> list[Tensor]:
+    """Copies of all parameters as they are now."""
+    return [weight.detach().clone() for weight in trainer.model.parameters()]
+
+
+def logprobs_of(
+    causal_lm: Any,
+    prompt_ids: list[list[int]],
+    responses: list[list[int]],
+    temperature: float = 1.0,
+) -> Tensor:
+    """[N] of the responses' tokens, each from the model's own logits."""
+    rows = []
+    for prompt, tokens in zip(prompt_ids, responses, strict=True):
+        with torch.no_grad():
+            logits = causal_lm(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        logprobs = (logits / temperature).log_softmax(-1)
+        rows.append(logprobs.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1))
+    return torch.cat(rows)
+
+
+def counting(at: int = 0, act: Callable[[], object] = lambda: None) -> Callable[..., list[float]]:
+    """Counts w7, and does something before it scores that iteration."""
+    calls = []
+
+    def reward(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
+        calls.append(1)
+        if len(calls) == at:
+            act()
+        return tiny.count_w7(prompts, completions)
+
+    return reward
+
+
 def records(trainer: PPOTrainer) -> list[dict[str, Any]]:
     """The lines of the run's metrics.jsonl."""
     return read_jsonl(Path(trainer.config.output_dir) / "metrics.jsonl")

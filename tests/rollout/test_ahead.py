@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import tiny
 import torch
 from environments import Calculator, Scripted
 from torch import Tensor
@@ -21,7 +20,7 @@ from fastppo.rewards.reward import RewardError
 from fastppo.rollout import Rollout, RolloutEngine, RolloutError, Sampling
 from fastppo.rollout.ahead import AheadEngine
 from fastppo.stopped import Stopped
-from runs import make_trainer, records
+from runs import counting, logprobs_of, make_trainer, records, weights_of
 
 OPTIONS: dict[str, Any] = {
     "async_steps": 1,
@@ -56,17 +55,7 @@ def _seen(trainer: PPOTrainer, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
 
 
 def _logprobs(policy: Any, seen: Seen) -> Tensor:
-    """[N] logprobs of a batch under a policy, response by response."""
-    rows = []
-    for prompt, tokens in zip(seen.prompt_ids, seen.rollout.tokens, strict=True):
-        with torch.no_grad():
-            logits = policy(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        rows.append(logits.log_softmax(-1).gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1))
-    return torch.cat(rows)
-
-
-def _weights(trainer: PPOTrainer) -> list[Tensor]:
-    return [weight.detach().clone() for weight in trainer.model.parameters()]
+    return logprobs_of(policy, seen.prompt_ids, seen.rollout.tokens)
 
 
 def _slowed(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,36 +114,29 @@ def test_nothing_depends_on_whether_drawing_or_learning_is_faster(
         if slow == "drawing":
             _slowed(trainer.engine.engine, monkeypatch)
         trainer.train()
-        weights.append(_weights(trainer))
+        weights.append(weights_of(trainer))
     assert all(map(torch.equal, *weights))
 
 
-def _counting(fails_in: int | None = None, stops_in: int | None = None) -> Any:
-    """Counts w7, and raises in that iteration, or asks the run to stop."""
-    calls = []
+def _fail() -> None:
+    raise RuntimeError("enough")
 
-    def reward(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
-        calls.append(1)
-        if len(calls) == fails_in:
-            raise RuntimeError("enough")
-        if len(calls) == stops_in:
-            signal.raise_signal(signal.SIGTERM)
-        return tiny.count_w7(prompts, completions)
 
-    return reward
+def _stop() -> None:
+    signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_a_run_goes_on_with_the_batch_that_was_drawn(lora_rank: int, tmp_path: Path) -> None:
     options = {**OPTIONS, "lora_rank": lora_rank}
-    uninterrupted = make_trainer(tmp_path / "whole", **options, rewards=[_counting()])
+    uninterrupted = make_trainer(tmp_path / "whole", **options, rewards=[counting()])
     uninterrupted.train()
-    parts = make_trainer(tmp_path / "parts", **options, rewards=[_counting(fails_in=3)])
+    parts = make_trainer(tmp_path / "parts", **options, rewards=[counting(3, _fail)])
     with pytest.raises(RewardError, match="enough"):
         parts.train()
-    resumed = make_trainer(tmp_path / "parts", **options, rewards=[_counting()], resume=True)
+    resumed = make_trainer(tmp_path / "parts", **options, rewards=[counting()], resume=True)
     resumed.train()
-    assert all(map(torch.equal, _weights(uninterrupted), _weights(resumed)))
+    assert all(map(torch.equal, weights_of(uninterrupted), weights_of(resumed)))
     rewards = [
         [line["reward"] for line in records(trainer)] for trainer in (uninterrupted, resumed)
     ]
@@ -164,20 +146,20 @@ def test_a_run_goes_on_with_the_batch_that_was_drawn(lora_rank: int, tmp_path: P
 def test_a_run_that_is_stopped_in_its_first_iteration_goes_on_to_the_same_bits(
     tmp_path: Path,
 ) -> None:
-    uninterrupted = make_trainer(tmp_path / "whole", **OPTIONS, rewards=[_counting()])
+    uninterrupted = make_trainer(tmp_path / "whole", **OPTIONS, rewards=[counting()])
     uninterrupted.train()
-    parts = make_trainer(tmp_path / "parts", **OPTIONS, rewards=[_counting(stops_in=1)])
+    parts = make_trainer(tmp_path / "parts", **OPTIONS, rewards=[counting(1, _stop)])
     with pytest.raises(Stopped, match="after 0 of 4"):
         parts.train()
-    resumed = make_trainer(tmp_path / "parts", **OPTIONS, rewards=[_counting()], resume=True)
+    resumed = make_trainer(tmp_path / "parts", **OPTIONS, rewards=[counting()], resume=True)
     resumed.train()
-    assert all(map(torch.equal, _weights(uninterrupted), _weights(resumed)))
+    assert all(map(torch.equal, weights_of(uninterrupted), weights_of(resumed)))
 
 
 def test_a_run_that_fails_ends_what_is_drawn_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = make_trainer(tmp_path, **OPTIONS, rewards=[_counting(fails_in=1)])
+    trainer = make_trainer(tmp_path, **OPTIONS, rewards=[counting(1, _fail)])
     assert isinstance(trainer.engine, AheadEngine)
     drawing = trainer.engine.engine
     generate = drawing.generate
@@ -233,23 +215,13 @@ def test_an_evaluation_is_of_the_policy_as_it_is(tmp_path: Path) -> None:
     trainer.evaluation.after_update = evaluate  # type: ignore[method-assign]
     trainer.train()
     assert len(evaluated) == 4
-    assert all(map(torch.equal, _weights(plain), _weights(trainer)))
+    assert all(map(torch.equal, weights_of(plain), weights_of(trainer)))
     last = evaluated[-1]["rollout"]
     seen = Seen([[4, 5]] * 16, last, None, None)  # type: ignore[arg-type]
     expected = _logprobs(trainer.model.causal_lm, seen)
     torch.testing.assert_close(torch.cat(last.sampler_logprobs), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"rollout": "generate"}, "during an update, which rollout=generate cannot"),
-        ({"environment": Calculator}, "environment must be none"),
-        ({"solved_reward": 1.0}, "before the scores that solved_reward needs are known"),
-    ],
-)
-def test_what_does_not_go_with_it_is_refused(
-    options: dict[str, Any], sentence: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        make_trainer(tmp_path, async_steps=1, **options)
+def test_an_environment_that_is_passed_in_does_not_go_with_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="environment must be none"):
+        make_trainer(tmp_path, async_steps=1, environment=Calculator)

@@ -25,13 +25,12 @@ import tiny
 import torch
 from processes import FORKSERVER
 from rich.console import Console
-from torch import Tensor
 
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.trainer import PPOTrainer
 from fastppo.rollout import RolloutError, server
 from fastppo.rollout.server import ServerEngine
-from runs import make_trainer, records
+from runs import counting, logprobs_of, make_trainer, records, weights_of
 
 OPTIONS: dict[str, Any] = {
     "rollout": "server",
@@ -91,9 +90,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 def start(base: str) -> Iterator[Callable[..., Running]]:
     started = []
 
-    def run(model: str = base, **statuses: int) -> Running:
+    def run(model: str = base, choice: dict[str, Any] | None = None, **statuses: int) -> Running:
         by_address = {f"/{name}": status for name, status in statuses.items()}
-        started.append(Running(completion_server.serve, model, by_address))
+        started.append(Running(completion_server.serve, model, by_address, choice or {}))
         return started[-1]
 
     yield run
@@ -108,22 +107,12 @@ def _sampled_gaps(trainer: PPOTrainer) -> list[float]:
 
     def compare(prompt_ids: Any, rollout: Any, *args: Any) -> Any:
         policy = trainer.model.causal_lm
-        for prompt, tokens, sampled in zip(
-            prompt_ids, rollout.tokens, rollout.sampler_logprobs, strict=True
-        ):
-            with torch.no_grad():
-                logits = policy(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-            scores = logits / trainer.config.temperature
-            logprobs = scores.log_softmax(-1).gather(1, torch.tensor(tokens).unsqueeze(1))
-            gaps.append((logprobs.squeeze(1) - sampled).abs().max().item())
+        logprobs = logprobs_of(policy, prompt_ids, rollout.tokens, trainer.config.temperature)
+        gaps.append((logprobs - torch.cat(rollout.sampler_logprobs)).abs().max().item())
         return make_experience(prompt_ids, rollout, *args)
 
     trainer.make_experience = compare  # type: ignore[method-assign]
     return gaps
-
-
-def _weights(trainer: PPOTrainer) -> list[Tensor]:
-    return [weight.detach().clone() for weight in trainer.model.parameters()]
 
 
 def _handed_over(tmp_path: Path) -> list[str]:
@@ -139,7 +128,7 @@ def test_servers_draw_with_the_weights_after_each_update(
     trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=urls)
     gaps = _sampled_gaps(trainer)
     trainer.train()
-    assert len(gaps) == 12
+    assert len(gaps) == 3
     assert max(gaps) < 1e-4
     assert [line["weights_version"] for line in records(trainer)] == [1, 2, 3]
     assert "model.safetensors" in _handed_over(tmp_path)
@@ -169,19 +158,6 @@ def test_of_lora_the_adapters_alone_are_handed_over(
     assert log.count("/v1/unload_lora_adapter") == 2
 
 
-def _counting(at: int = 0, act: Callable[[], None] = lambda: None) -> Any:
-    """Counts w7, and does something in that iteration."""
-    calls = []
-
-    def reward(prompts: list[Any], completions: list[str], **columns: Any) -> list[float]:
-        calls.append(1)
-        if len(calls) == at:
-            act()
-        return tiny.count_w7(prompts, completions)
-
-    return reward
-
-
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "WAIT", 1.0)
@@ -200,19 +176,19 @@ def test_a_server_that_dies_is_waited_for_and_then_there_is_a_checkpoint(
         running.end()
         running.start()
 
-    uninterrupted = make_trainer(tmp_path / "whole", **options, rewards=[_counting(2, restart)])
+    uninterrupted = make_trainer(tmp_path / "whole", **options, rewards=[counting(2, restart)])
     gaps = _sampled_gaps(uninterrupted)
     uninterrupted.train()
     assert max(gaps) < 1e-4, "a server that was started again is handed the weights again"
 
-    dies = make_trainer(tmp_path / "dies", **options, rewards=[_counting(2, running.end)])
+    dies = make_trainer(tmp_path / "dies", **options, rewards=[counting(2, running.end)])
     sentence = r"waited 1 s for http.*refused.*after 2 of 3 .*checkpoint-000002"
     with pytest.raises(RolloutError, match=sentence):
         dies.train()
     running.start()
-    resumed = make_trainer(tmp_path / "dies", **options, rewards=[_counting()], resume=True)
+    resumed = make_trainer(tmp_path / "dies", **options, rewards=[counting()], resume=True)
     resumed.train()
-    assert all(map(torch.equal, _weights(uninterrupted), _weights(resumed)))
+    assert all(map(torch.equal, weights_of(uninterrupted), weights_of(resumed)))
     assert [line["weights_version"] for line in records(resumed)] == [1, 2, 3]
 
 
@@ -294,13 +270,9 @@ def test_a_server_that_is_none_of_vllms_is_a_sentence(
     ],
 )
 def test_a_response_that_cannot_be_trained_on_is_a_sentence(
-    choice: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    choice: dict[str, Any], sentence: str, start: Callable[..., Running], tmp_path: Path
 ) -> None:
-    right = {"token_ids": [5], "finish_reason": "stop", "logprobs": {"token_logprobs": [-1.0]}}
-    answers = {"/v1/completions": [right | choice]}
-    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=["http://127.0.0.1:9"])
-    monkeypatch.setattr(server.Server, "_has", lambda *_: True)
-    monkeypatch.setattr(server.Server, "_ask", lambda self, path, name, body: answers[path])
+    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[start(choice=choice).url])
     with pytest.raises(ValueError, match=sentence):
         trainer.engine.generate([[3]], trainer.sampling)
 
@@ -320,21 +292,6 @@ def test_a_row_draws_alone_what_it_draws_among_others(
 ) -> None:
     urls = [start().url, start().url]
     _assert_draws_by_row(make_trainer(tmp_path, **OPTIONS, rollout_urls=urls))
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"rollout": "server"}, "needs rollout_urls"),
-        ({"rollout_urls": ["http://a"]}, "rollout_urls has an effect only with rollout=server"),
-        ({"rollout": "server", "rollout_urls": ["a:8000"]}, "expected http://host:port, got a"),
-    ],
-)
-def test_servers_that_are_nowhere_are_refused(
-    options: dict[str, Any], sentence: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        make_trainer(tmp_path, **options)
 
 
 # ------------------------------------------------------------------------------- vLLM's own server
