@@ -33,6 +33,23 @@ def python(
     return done
 
 
+def torchrun(count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What so many processes of torchrun did of these arguments, with this tree's packages."""
+    variables = {
+        "PYTHONPATH": PATHS,
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(count)]
+    return subprocess.run(
+        [*launch, "--standalone", *arguments],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 def loaded_after(source: str) -> set[str]:
     """The modules that a process has loaded after the source."""
     printed = python("-c", f"import sys\n{source}\nprint(*sys.modules)").stdout

@@ -10,14 +10,13 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tiny
 import yaml
+from processes import ROOT, torchrun
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 from benchmarks import __main__ as bench_command
@@ -28,9 +27,7 @@ from fastppo.stages.preferences import encode_comparisons
 from fastppo.stages.reward_model import RewardModelConfig
 from fastppo.stages.sft import SFTConfig
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -99,14 +96,7 @@ def test_the_readmes_own_run_works_as_printed(workspace: Path, capsys) -> None:
 
 def on_two_processes(line: list[str]) -> str:
     """What a command of FastPPO says under torchrun."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    done = subprocess.run(
-        [*TORCHRUN, "--nproc_per_node", "2", "-m", "fastppo", *line],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = torchrun(2, "-m", "fastppo", *line)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -267,20 +257,7 @@ def test_every_page_is_in_the_index() -> None:
 
 EVERY_PAGE = [*PAGES, ROOT / "benchmarks" / "README.md", ROOT / "kernels" / "NOTES.md"]
 every_page = pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda p: str(p.relative_to(ROOT)))
-COMMANDS = (
-    "bench",
-    "check",
-    "demo",
-    "export",
-    "generate",
-    "init",
-    "plan",
-    "recipe",
-    "report",
-    "reward",
-    "sft",
-    "train",
-)
+COMMANDS = (*cli.COMMANDS,)
 
 
 @functools.cache

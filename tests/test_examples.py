@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from processes import PATHS, ROOT, python
+from processes import PATHS, ROOT, python, torchrun
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LEARN = ["ppo.py", "grpo.py", "accelerate_loop.py"]
@@ -54,8 +54,10 @@ def test_an_example_learns(name: str) -> None:
 
 
 def under_fsdp(iterations: int) -> str:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    return run(*torchrun, "examples/fsdp2.py", "--iterations", str(iterations))
+    example = str(ROOT / "examples" / "fsdp2.py")
+    done = torchrun(2, example, "--iterations", str(iterations))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +11,10 @@ import pytest
 import ranks
 import tiny
 from command_line import Folder
+from processes import torchrun
 
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.processes import check_processes
-
-ROOT = Path(__file__).parents[1]
 
 WIDE: dict[str, Any] = {"model_dtype": "float64"}
 LORA: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8.0}
@@ -239,36 +235,20 @@ LONG = 200
 """Iterations: far more than there are until the signal has come round."""
 
 
-def torchrun(count: int, arguments: list[str], *more: str) -> subprocess.CompletedProcess[str]:
-    """`fastppo` with these arguments in as many processes, to their end."""
-    variables = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(count)]
-    return subprocess.run(
-        [*launch, "--standalone", *more, "-m", "fastppo", *arguments],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.mark.slow
 def test_torchrun_that_is_told_to_stop_stops_all_with_a_checkpoint(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.write_reward(STOP_TORCHRUN)
     options = {"checkpoint_interval": 0, "rollout_batch_size": 4}
-    done = torchrun(2, folder.flags(iterations=LONG, **options))
+    done = torchrun(2, "-m", "fastppo", *folder.flags(iterations=LONG, **options))
     assert done.returncode != 0
     (name,) = folder.checkpoints()
     stopped = f"fastppo: stopped by SIGTERM after {int(name[-6:])} of {LONG} iterations; "
     assert done.stderr.count(stopped) == 2, done.stderr
     shards = sorted(path.name for path in (folder.run / name / "shards").glob("*.distcp"))
     assert shards == ["__0_0.distcp", "__1_0.distcp"]
-    done = torchrun(1, folder.flags(iterations=int(name[-6:]) + 1, **options, resume=True))
+    flags = folder.flags(iterations=int(name[-6:]) + 1, **options, resume=True)
+    done = torchrun(1, "-m", "fastppo", *flags)
     assert done.returncode == 0, done.stderr
     assert f"resuming from {folder.run / name}" in done.stderr
 
@@ -280,7 +260,8 @@ def test_a_run_that_torchrun_restarts_ends_where_one_ends_that_was_not_killed(
     folders = {name: Folder(tmp_path / name) for name in ("unharmed", "killed")}
     folders["killed"].write_reward(KILL_ONCE)
     for name, folder in folders.items():
-        done = torchrun(2, folder.flags(iterations=4, resume=True), "--max-restarts", "1")
+        flags = folder.flags(iterations=4, resume=True)
+        done = torchrun(2, "--max-restarts", "1", "-m", "fastppo", *flags)
         assert done.returncode == 0, done.stderr
         assert ("resuming from" in done.stderr) == (name == "killed")
     policies = [folder.run / "policy" / "model.safetensors" for folder in folders.values()]
