@@ -76,9 +76,8 @@ def test_tokens_come_as_often_as_the_softmax_says(vocabulary: int, temperature: 
     assert abs(statistic - freedom) < 5 * math.sqrt(2 * freedom) + 3
 
 
-@pytest.mark.parametrize("vocabulary", [600])
-def test_rows_of_one_batch_are_drawn_each_from_its_own_softmax(vocabulary: int) -> None:
-    scores = 2 * torch.randn(2, vocabulary, generator=torch.Generator().manual_seed(9))
+def test_rows_of_one_batch_are_drawn_each_from_its_own_softmax() -> None:
+    scores = 2 * torch.randn(2, 600, generator=torch.Generator().manual_seed(9))
     wide = scores.repeat_interleave(DRAWS // 100, 0)
     tokens = torch.cat(
         [
