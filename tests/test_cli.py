@@ -22,7 +22,6 @@ from fastppo import cli
 from fastppo.generate import GenerateConfig
 from fastppo.ppo.config import PPOConfig
 from fastppo.run import manifest
-from fastppo.run.log import read_jsonl
 from fastppo.run.options import Options
 from fastppo.stages.reward_model import RewardModelConfig
 from fastppo.stages.sft import SFTConfig
@@ -205,30 +204,15 @@ def test_a_row_that_cannot_be_used_is_refused_in_a_sentence(
     assert "Traceback" not in message
 
 
-def test_train_and_report_from_the_command_line(tmp_path: Path, capsys) -> None:
-    """Flags alone: a model directory, prompts of a file, a function of a file with a column."""
-    (tmp_path / "reward.py").write_text(
-        "def wanted_word(prompts, completions, wanted):\n"
-        "    return [c.split().count(w) for c, w in zip(completions, wanted)]\n"
-    )
-    rows = "".join(json.dumps(row) + "\n" for row in tiny.PROMPTS)
-    (tmp_path / "prompts.jsonl").write_text(rows)
-    options = tiny.options(tmp_path, model=tiny.saved_model(tmp_path / "sft"))
-    options["prompts"] = tmp_path / "prompts.jsonl"
-    options["rewards"] = f"{tmp_path / 'reward.py'}:wanted_word"
-    flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    assert cli.main(["train", *flags]) == 0
-    records = read_jsonl(tmp_path / "run" / "samples.jsonl")
-    assert records[0]["rewards"].keys() == {"wanted_word"}
-
-    (tmp_path / "run" / "report.html").unlink()
-    capsys.readouterr()
-    assert cli.main(["report", str(tmp_path / "run")]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "run" / "report.html")
-    assert (tmp_path / "run" / "report.html").exists()
-    (tmp_path / "pages").mkdir()
-    mine = tmp_path / "pages" / "mine.html"
-    assert cli.main(["report", str(tmp_path / "run"), "--output", str(mine)]) == 0
+def test_a_report_is_written_beside_the_run_or_where_it_is_wanted(tmp_path: Path, capsys) -> None:
+    run, mine = tmp_path / "run", tmp_path / "pages" / "mine.html"
+    for directory in (run, mine.parent):
+        directory.mkdir()
+    (run / "metrics.jsonl").write_text('{"iteration": 0, "reward": 1.0}\n')
+    assert cli.main(["report", str(run)]) == 0
+    assert capsys.readouterr().out.strip() == str(run / "report.html")
+    assert (run / "report.html").exists()
+    assert cli.main(["report", str(run), "--output", str(mine)]) == 0
     assert 'href="../run/metrics.jsonl"' in mine.read_text()
 
 

@@ -44,7 +44,6 @@ def _build(tmp_path: Path, architecture: str = "llama", **options: Any) -> RunCo
     ("options", "kind"),
     [
         ({}, SharedValue),
-        ({"value_model": "shared"}, SharedValue),
         ({"value_model": "detached"}, DetachedValue),
         ({"value_model": "critic"}, CriticValue),
     ],
@@ -113,8 +112,7 @@ def test_rewards_have_their_weights_and_an_ensemble_comes_last(tmp_path: Path) -
     assert scorer.failure_file == tmp_path / "run" / "failed_reward.json"
 
 
-@pytest.mark.parametrize(("by", "wanted"), [("mean", 2.0), ("min", 1.0), ("lcb", 2.0 - 1.0)])
-def test_an_ensemble_is_one_reward(by: str, wanted: float, tmp_path: Path) -> None:
+def test_an_ensemble_is_one_reward(tmp_path: Path) -> None:
     (tmp_path / "many.py").write_text(
         "def one(prompts, completions):\n    return [1.0] * len(prompts)\n"
         "def three(prompts, completions):\n    return [3.0] * len(prompts)\n"
@@ -123,11 +121,11 @@ def test_an_ensemble_is_one_reward(by: str, wanted: float, tmp_path: Path) -> No
         tmp_path,
         rewards=[tiny.count_w7],
         reward_ensemble=[f"{tmp_path}/many.py:one", f"{tmp_path}/many.py:three"],
-        reward_ensemble_by=by,
+        reward_ensemble_by="lcb",
         reward_weights=[1.0, 10.0],
     )
     scores = scores_of(trainer, [[10, 1], [5, 1]])
-    assert scores.total.tolist() == [1 / 8 + 10 * wanted, 10 * wanted]
+    assert scores.total.tolist() == [1 / 8 + 10, 10], "the mean of 1 and 3, less their deviation"
     assert trainer.train()["ensemble_disagreement"] == 1.0
 
 

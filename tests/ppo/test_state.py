@@ -242,6 +242,14 @@ def test_what_a_run_remembers_survives_a_resume(options: dict[str, Any], tmp_pat
     assert uninterrupted.state.state_dict() == resumed.state.state_dict()
 
 
+def test_a_checkpoint_of_this_iteration_is_not_written_again(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    files = [*trainer.save_checkpoint().iterdir()]
+    before = [path.stat().st_mtime_ns for path in files]
+    trainer.checkpoints.finish()
+    assert [path.stat().st_mtime_ns for path in files] == before
+
+
 def test_a_resumed_run_follows_its_own_options(tmp_path: Path) -> None:
     """Rates, decay and β of the config, not those that the checkpoint was written under."""
     _trainer(tmp_path, iterations=2).train()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from fastppo.data.rows import DataError
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.state import MOST_SKIPPED, RunStoppedError
 from fastppo.ppo.trainer import PPOTrainer
-from fastppo.rewards.reward import RewardError
 from fastppo.run.log import read_jsonl
 from fastppo.run.report import write_report
 from runs import (
@@ -93,18 +91,6 @@ def test_a_run_directory_holds_its_records(tmp_path: Path) -> None:
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-000002"]
     with pytest.raises(ValueError, match=r"holds a run already: resume it with `resume: true`"):
         make_trainer(tmp_path, iterations=1).train()
-
-
-def test_a_reward_that_fails_stops_the_run_and_saves_the_sample(tmp_path: Path) -> None:
-    def fails(prompts, completions):
-        return [*[0.0] * (len(prompts) - 1), float("nan")]
-
-    trainer = make_trainer(tmp_path, rewards=[fails])
-    with pytest.raises(RewardError, match=r"returned nan .*failed_reward\.json"):
-        trainer.train()
-    saved = json.loads((tmp_path / "run" / "failed_reward.json").read_text())
-    assert len(saved["completions"]) == 1
-    assert make_trainer(tmp_path, iterations=1).train()  # the directory is not taken
 
 
 def test_a_run_that_breaks_leaves_its_record(tmp_path: Path) -> None:

@@ -56,16 +56,6 @@ def test_what_is_read_besides_or_no_longer_makes_another_run() -> None:
         assert says in str(difference)
 
 
-def test_another_run_is_refused_unless_it_is_allowed() -> None:
-    before, now = _identity(), _identity(seed=1)
-    with pytest.raises(ValueError, match=r"^c-1 belongs to another run: seed was 0 and is 1\. "):
-        identity.check_same_run(Path("c-1"), before, now, essential=["seed"], allowed=False)
-    assert (
-        len(identity.check_same_run(Path("c-1"), before, now, essential=["seed"], allowed=True))
-        == 1
-    )
-
-
 def test_a_removed_option_of_a_checkpoint_is_answered_unless_it_was_not_set() -> None:
     before = _identity()
     before["options"] |= {"log_interval": 10, "project": "mine"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -60,16 +59,6 @@ def test_a_directory_that_is_renamed_or_removed_is_not_made_anew(tmp_path: Path)
         with pytest.raises(RuntimeError, match=f"{run} was removed or renamed while"):
             lock.check_still_held(run)
         assert not run.exists()
-
-
-def test_who_holds_it_is_named(tmp_path: Path) -> None:
-    with _other_process(tmp_path):
-        (tmp_path / lock.FILE).write_text("process 7 on h, since today\n")
-        expected = f"another run is using {tmp_path}: process 7 on h, since today. Wait"
-        with pytest.raises(ValueError, match=expected), lock.run_lock(tmp_path):
-            pass
-    with lock.run_lock(tmp_path):
-        assert (tmp_path / lock.FILE).read_text().startswith(f"process {os.getpid()} on ")
 
 
 def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
