@@ -3,6 +3,7 @@ installed."""
 
 from __future__ import annotations
 
+import random
 import sys
 import weakref
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import tiny
 import torch
 from torch import Tensor
@@ -28,26 +30,34 @@ WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "
 """Heads of which vLLM's kernels for CPUs have one, and as many as two processes can share."""
 
 
-class Stub:
-    """Stands for the module `vllm`: takes weights as it is told, and answers token 4 then 1."""
+class Listener:
+    """Stands for the module `vllm`: remembers what it is told, takes weights unless it is to fail,
+    and answers token 4 then token 1."""
 
     def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
         self.module: Any = ModuleType("vllm")
         self.module.LLM, self.module.SamplingParams = self._llm, dict
-        self.weights: dict[str, Tensor] = {}
         self.most_at_once = 0
         """Whole weights that were there at a time."""
         self.fails_at: str | None = None
         self.fails_to_wake = False
+        self.finish_reason = "stop"
+        self.prefix_cache_is_free = True
 
-    def _llm(self, **options: Any) -> Stub:
+    def _llm(self, **options: Any) -> Listener:
         self.options = options
+        self.files = {path.name for path in Path(options["model"]).iterdir()}
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        torch.set_num_threads = lambda n: None
         return self
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
         given: Iterator[tuple[str, Tensor]] = kwargs["weights_iterator"]
         alive: list[weakref.ref[Tensor]] = []
-        self.weights = {}
+        self.weights: dict[str, Tensor] = {}
         for name, weight in given:
             assert not isinstance(weight, DTensor), name
             if name == self.fails_at:
@@ -57,29 +67,38 @@ class Stub:
             there = [reference for reference in alive if reference() is not None]
             self.most_at_once = max(self.most_at_once, len(there))
             del weight
+        self.calls.append((method, len(self.weights)))
+
+    def reset_prefix_cache(self) -> bool:
+        self.calls.append(("reset_prefix_cache", None))
+        return self.prefix_cache_is_free
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(("sleep", level))
 
     def wake_up(self, tags: list[str]) -> None:
         if self.fails_to_wake:
             raise ValueError("no room to wake")
-
-    def reset_prefix_cache(self) -> bool:
-        return True
+        self.calls.append(("wake_up", tags))
 
     def generate(self, prompts: Any, sampling_params: Any, use_tqdm: bool) -> list[Any]:
+        self.prompts, self.sampling_params = prompts, sampling_params
         logprobs = [{4: SimpleNamespace(logprob=-0.5)}, {1: SimpleNamespace(logprob=-1.5)}]
-        response = SimpleNamespace(token_ids=(4, 1), logprobs=logprobs, finish_reason="stop")
+        response = SimpleNamespace(
+            token_ids=(4, 1), logprobs=logprobs, finish_reason=self.finish_reason
+        )
         return [SimpleNamespace(outputs=[response]) for _ in prompts]
 
 
 def hand_over(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """An update's weights as a vLLM that only listens is handed them, and as the policy has
     them."""
-    stub = Stub()
-    sys.modules["vllm"] = stub.module
+    listener = Listener()
+    sys.modules["vllm"] = listener.module
     trainer = make_trainer(Path(folder), rollout="vllm", **options)
-    stub.most_at_once = 0
+    listener.most_at_once = 0
     trainer.step(["w1"] * 16, ["w2 w3"] * 16, [float(i) for i in range(16)])
-    given = dict(stub.weights)
+    given = dict(listener.weights)
 
     def sentence() -> str:
         try:
@@ -88,17 +107,17 @@ def hand_over(folder: str, options: dict[str, Any]) -> dict[str, Any]:
             return str(error)
         return ""
 
-    stub.fails_at = "model.layers.1.mlp.up_proj.weight" if trainer.world.rank == 1 else None
+    listener.fails_at = "model.layers.1.mlp.up_proj.weight" if trainer.world.rank == 1 else None
     said = [sentence()]
     inner: Any = getattr(trainer.engine, "engine", trainer.engine)
-    inner._asleep, stub.fails_at = True, None
-    stub.fails_to_wake = trainer.world.rank == 1
+    inner._asleep, listener.fails_at = True, None
+    listener.fails_to_wake = trainer.world.rank == 1
     said.append(sentence())
     trainer.save_policy(Path(folder) / "policy")
     return {
         "given": given,
-        "most": stub.most_at_once,
-        "executor": stub.options.get("distributed_executor_backend"),
+        "most": listener.most_at_once,
+        "executor": listener.options.get("distributed_executor_backend"),
         "said": trainer.world.gather(said),
     }
 

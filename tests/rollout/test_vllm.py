@@ -10,20 +10,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import ranks
 import tiny
 import torch
 import vllm_ranks
 from safetensors.torch import load_file
+from vllm_ranks import Listener
 
 from fastppo.models.adapters import add_adapters
 from fastppo.models.policy import ActorCritic, LanguageModel
@@ -38,48 +36,6 @@ from fastppo.run.log import read_jsonl
 PROMPTS = [[5, 9, 4], [7], [8, 3, 6, 12, 20], [5, 9, 4]]
 
 # -------------------------------------------------------------------- with a vLLM that only listens
-
-
-class Listener:
-    """Stands for the module `vllm`: remembers what it is told, and answers token 4 then token 1."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, Any]] = []
-        self.module: Any = ModuleType("vllm")
-        self.module.LLM, self.module.SamplingParams = self._llm, dict
-        self.finish_reason = "stop"
-        self.prefix_cache_is_free = True
-
-    def _llm(self, **options: Any) -> Listener:
-        self.options = options
-        self.files = {path.name for path in Path(options["model"]).iterdir()}
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
-        torch.set_num_threads = lambda n: None
-        return self
-
-    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
-        self.weights = dict(kwargs["weights_iterator"])
-        self.calls.append((method, len(self.weights)))
-
-    def reset_prefix_cache(self) -> bool:
-        self.calls.append(("reset_prefix_cache", None))
-        return self.prefix_cache_is_free
-
-    def sleep(self, level: int) -> None:
-        self.calls.append(("sleep", level))
-
-    def wake_up(self, tags: list[str]) -> None:
-        self.calls.append(("wake_up", tags))
-
-    def generate(self, prompts: Any, sampling_params: Any, use_tqdm: bool) -> list[Any]:
-        self.prompts, self.sampling_params = prompts, sampling_params
-        logprobs = [{4: SimpleNamespace(logprob=-0.5)}, {1: SimpleNamespace(logprob=-1.5)}]
-        response = SimpleNamespace(
-            token_ids=(4, 1), logprobs=logprobs, finish_reason=self.finish_reason
-        )
-        return [SimpleNamespace(outputs=[response]) for _ in prompts]
 
 
 @pytest.fixture
