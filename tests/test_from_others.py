@@ -6,9 +6,11 @@ import re
 import shlex
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
+import yaml
 
 from fastppo import cli
 from fastppo.ppo.config import PPOConfig
@@ -114,7 +116,7 @@ def test_the_command_line_answers_trls_names_as_the_page_does(capsys, tmp_path: 
             cli.main([command, *flags, "--xyz"])
         said[command] = capsys.readouterr().err
     size = "TRL's per_device_train_batch_size: "
-    none = "TRL's logging_steps: not needed"
+    none = "TRL's logging_steps: none here"
     assert f"--xyz; {size}microbatch_size; TRL's cliprange: clip_ratio; {none}" in said["train"]
     assert f"--xyz; {size}batch_size; {none}" in said["sft"]
     file = tmp_path / "run.yaml"
@@ -153,3 +155,49 @@ def test_the_page_has_all_of_trls_options_with_their_defaults(monkeypatch) -> No
                 assert float(shown) == defaults[name], row
                 count += 1
     assert count > 15
+
+
+def _grpo() -> dict[str, Any]:
+    """The options that the page of tools has for a GRPO script."""
+    section = (ROOT / "docs" / "tools.md").read_text("utf-8").split("## From a GRPO script\n")[1]
+    (block,) = re.findall(r"```yaml\n(.*?)```", section, re.S)
+    return yaml.safe_load(block)
+
+
+def test_the_options_of_a_grpo_script_are_a_run(tmp_path: Path, capsys) -> None:
+    (tmp_path / "reward.py").write_text(
+        "def one(prompts, completions):\n    return [1.0] * len(prompts)\n"
+    )
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w1"}\n' * 8)
+    run = {
+        "model": tiny.saved_model(tmp_path / "model"),
+        "prompts": str(tmp_path / "prompts.jsonl"),
+        "rewards": [f"{tmp_path / 'reward.py'}:one"],
+        "output_dir": str(tmp_path / "run"),
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({**_grpo(), **run}))
+    assert cli.main(["check", "--config", str(file)]) == 0
+    assert "to 8 prompts; 1 optimiser step" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_options_of_a_grpo_script_are_trls_defaults() -> None:
+    trl = pytest.importorskip("trl", "1.16", reason="expected pip install trl==1.16.*")
+    theirs = {field.name: field.default for field in fields(trl.GRPOConfig)}
+    ours = _grpo()
+    same = {
+        "learning_rate": "learning_rate",
+        "num_generations": "samples_per_prompt",
+        "num_iterations": "ppo_epochs",
+        "adam_beta2": "adam_beta2",
+    }
+    for name, here in same.items():
+        assert theirs[name] == ours[here], name
+    assert theirs["scale_rewards"] == ours["advantage"] == "group"
+    assert theirs["steps_per_generation"] is None, "minibatches"
+    assert theirs["lr_scheduler_type"] == ours["lr_schedule"] == "linear"
+    assert theirs["loss_type"] == "dapo"
+    assert PPOConfig().aggregation == "token-mean"
+    assert theirs["use_bias_correction_kl"]
+    for name in ("epsilon", "max_grad_norm"):
+        assert theirs[name] == getattr(PPOConfig(), {"epsilon": "clip_ratio"}.get(name, name))

@@ -50,21 +50,26 @@ TRL: dict[str, tuple[str, ...]] = {
     # GRPOConfig
     "beta": ("kl_loss_coef", "kl_coef"),
     "chat_template_kwargs": (),
+    "delta": ("dual_clip",),
     "environment_factory": ("environment",),
     "epsilon": ("clip_ratio",),
     "epsilon_high": ("clip_ratio_high",),
     "generation_batch_size": ("rollout_batch_size",),
+    "importance_sampling_level": ("objective",),
     "max_completion_length": ("max_new_tokens",),
-    "loss_type": ("aggregation",),
+    "loss_type": ("aggregation", "objective"),
+    "mask_truncated_completions": (),
     "max_tool_calling_iterations": ("max_turns",),
     "num_generations": ("samples_per_prompt",),
     "num_iterations": ("ppo_epochs",),
     "reward_funcs": ("rewards",),
     "scale_rewards": ("advantage",),
+    "steps_per_generation": ("minibatches",),
     "train_dataset": ("prompts", "data"),
+    "use_bias_correction_kl": ("kl_loss_estimator",),
     "use_vllm": ("rollout",),
 }
-"""The options of PPO and of the stages before it that do the same; none where nothing is needed.
+"""The options of PPO and of the stages before it that do the same; none where there is none.
 Options that have one name in both are left out."""
 
 
@@ -74,5 +79,5 @@ def counterpart(name: str, known: set[str]) -> str | None:
         return None
     ours = [option for option in TRL[name] if option in known]
     if ours or not TRL[name]:
-        return f"TRL's {name}: {', '.join(ours) or 'not needed, docs/from-trl.md says why'}"
+        return f"TRL's {name}: {', '.join(ours) or 'none here, docs/from-trl.md says why'}"
     return None
