@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import ValidationError
 from verifiers.v1.clients import EvalClientConfig, ModelContext
 from verifiers.v1.utils.loaders import load_environment as environment_of
 from verifiers.v1.utils.loaders import resolve_env_config
@@ -59,6 +60,7 @@ def load_environment(target: str) -> Callable[..., Any]:
             raise RuntimeError(f"{errors[0].type}: {errors[0].message}")
         return sum(trace.reward for trace in episode.traces if trace.agent.config.client == client)
 
+    play.__name__ = "verifiers"
     return play
 
 
@@ -71,7 +73,11 @@ def _config(address: Address) -> Any:
         for part in tables:
             table = table.setdefault(part, {})
         table[key] = "null" if value is None else value  # the name of a harness
-    return resolve_env_config(config)
+    try:
+        return resolve_env_config(config)
+    except ValidationError as error:
+        hint = "options are the keys of [env]; those of its taskset are taskset.NAME"
+        raise ValueError(f"{error}\n{hint}") from error
 
 
 def _row(data: Any) -> dict[str, Any]:

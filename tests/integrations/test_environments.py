@@ -258,6 +258,7 @@ def test_an_episode_of_verifiers_from_0_4_on_has_the_score_of_its_own_run(
 
     assert asyncio.run(play()) == ("", reward, True)
     assert asyncio.run(_run_by_verifiers(turns)) == reward
+    assert _sessions().__name__ == "verifiers", "the name in a run's sentences"
 
 
 @pytest.mark.usefixtures("needs_verifiers_v1")
@@ -288,6 +289,8 @@ def test_what_verifiers_does_not_have_is_a_sentence() -> None:
         load_environment("verifiers:no_such")
     with pytest.raises(DataError, match=r"cuont"):
         load_prompts("verifiers:counting_taskset?taskset.cuont=1")
+    with pytest.raises(DataError, match=r"(?s)num_tasks.*those of its taskset are taskset\.NAME"):
+        load_environment("verifiers:counting_taskset?num_tasks=1")
     with pytest.raises(DataError, match=r"have no end: add size="):
         load_prompts(COUNTING)
 
