@@ -66,7 +66,9 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, console: 
     _say_written(path, console)
     if options.keep:
         path = report.results_path(record)
-        if path.exists():  # what `claims` and `trl_grid` measured, with its date, stays
+        if (
+            path.exists()
+        ):  # what `claims` and the grid of `trl_iteration` measured, with its date, stays
             record = report.read(path) | record
         report.write(record, path)
         _say_written(path, console)

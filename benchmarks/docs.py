@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import predictions, report, trl_grid
+from benchmarks import predictions, report, trl_iteration
 from benchmarks.report import RESULTS, device_title, is_ours, seconds, size
 from benchmarks.shapes import MODELS
 
@@ -171,10 +171,13 @@ def _grid(record: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             "A PPO iteration of 16 episodes beside TRL 1.12's, on one thread in one process "
-            f"(`python -m benchmarks.trl_grid`, {record['trl_grid']['date'][:10]}). The floor is "
-            "the iteration's FLOP at the rate of a large matrix product; “at equal efficiency” is "
-            "TRL's FLOP over FastPPO's:",
-            table(trl_grid.HEADER, [trl_grid.cells(row) for row in record["trl_grid"]["rows"]]),
+            f"(`python -m benchmarks.trl_iteration --grid`, {record['trl_grid']['date'][:10]}). "
+            "The floor is the iteration's FLOP at the rate of a large matrix product; “at equal "
+            "efficiency” is TRL's FLOP over FastPPO's:",
+            table(
+                trl_iteration.HEADER,
+                [trl_iteration.cells(row) for row in record["trl_grid"]["rows"]],
+            ),
         ]
     )
 

@@ -1,6 +1,7 @@
-"""One PPO iteration of a tiny model, FastPPO's trainer beside TRL 1.12's: episodes per second.
+"""One PPO iteration of a tiny model, FastPPO's trainer beside TRL 1.12's.
 
-    python -m benchmarks.trl_iteration
+    python -m benchmarks.trl_iteration             one shape, which flags may change
+    python -m benchmarks.trl_iteration --grid      nine shapes, each in a process of its own
 
 Both train the same Llama with the same first weights on the same prompts, for the same number of
 tokens, epochs and minibatches, with the same random reward model, in one process with the same
@@ -20,6 +21,10 @@ What differs, because each trainer has no other way:
 - TRL's reported metrics cost it an entropy over all logits; FastPPO's come out of the loss.
 
 TRL's gradient checkpointing and bf16, on by default, are off: neither helps a tiny model on a CPU.
+
+Beside the time stands its floor, the FLOP of an iteration at the rate of a large matrix product
+measured in the same process, and the ratio of both trainers' FLOP: what the speed-up would be if
+both were equally efficient.
 """
 
 from __future__ import annotations
@@ -43,8 +48,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import report
 from benchmarks.flop import counted
 from benchmarks.measure import measure_ceilings
+from benchmarks.run import describe_device, now
 
 NEEDED = "trl==1.12.0"
 """The last release with a PPOTrainer."""
@@ -78,6 +85,19 @@ class Options:
         return [f"--{name}={value}" for name, value in asdict(self).items()]
 
 
+GRID = [
+    Options(),
+    Options(prompt=32),
+    Options(prompt=16, vocab=128, hidden=128),
+    Options(prompt=64, response=64, hidden=256, layers=4, vocab=8000),
+    Options(prompt=16),
+    Options(prompt=128, vocab=128),
+    Options(prompt=128, vocab=8000, hidden=128),
+    Options(prompt=64, vocab=1000, hidden=256),
+    Options(prompt=64, hidden=128),
+]
+"""Vocabularies of 128 to 32000 tokens, widths of 64 to 256, prompts of 16 to 128 tokens."""
+
 HELP = {
     "vocab": "vocabulary, tokens",
     "hidden": "hidden size",
@@ -96,34 +116,37 @@ HELP = {
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.trl_iteration",
-        description="Episodes per second of a whole PPO iteration: FastPPO beside TRL 1.12.",
+        description="Seconds of a whole PPO iteration: FastPPO beside TRL 1.12.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for name, default in asdict(Options()).items():
         parser.add_argument(f"--{name}", type=int, default=default, help=HELP[name])
     parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument(
+        "--grid", action="store_true", help="nine shapes, each in a process of its own"
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="of --grid: add it to this device's results file"
+    )
     return parser
 
 
-@dataclass(frozen=True)
-class Result:
-    """Seconds per iteration of each trainer, and the median of the quotients of neighbours."""
+HEADER = ["shape", "FastPPO", "floor", "of the floor", "TRL", "times TRL", "at equal efficiency"]
 
-    options: dict[str, Any]
-    fastppo_seconds: list[float]
-    trl_seconds: list[float]
-    phases: dict[str, float]
-    """Median seconds of FastPPO's phases."""
-    fastppo_flop: int = 0
-    """Of one iteration, counted in one that is not timed; `trl_flop` likewise."""
-    trl_flop: int = 0
-    matmul_flop_per_second: float = 0.0
-    """Of large fp32 matrix products on these threads."""
 
-    @property
-    def speed_up(self) -> float:
-        pairs = zip(self.fastppo_seconds, self.trl_seconds, strict=True)
-        return statistics.median(theirs / ours for ours, theirs in pairs)
+def cells(row: dict[str, Any]) -> list[str]:
+    """What `compare` returns, as the page and the terminal show it under `HEADER`."""
+    options = row["options"]
+    return [
+        f"{options['prompt']} + {options['response']} tokens, {options['layers']} × "
+        f"{options['hidden']}, V = {options['vocab']}",
+        f"{row['fastppo_seconds']:.2f} s",
+        f"{row['floor_seconds']:.2f} s",
+        f"{row['percent_of_floor']:.0f} %",
+        f"{row['trl_seconds']:.2f} s",
+        f"{row['speed_up']:.2f}",
+        f"{row['flop_ratio']:.2f}",
+    ]
 
 
 def _llama(options: Options, model_class: Any, **more: Any) -> Any:
@@ -228,8 +251,12 @@ def _their_trainer(
     )
 
 
-def compare(options: Options, progress: Any = lambda line: None) -> Result:
+def compare(options: Options, progress: Any = lambda line: None) -> dict[str, Any]:
     """Runs both trainers in turns.
+
+    Returns:
+        dict: median seconds of an iteration of each, FLOP of one, and the median of the quotients
+        of neighbouring iterations; median seconds of FastPPO's phases.
 
     Raises:
         ImportError: TRL 1.12 is not installed.
@@ -255,7 +282,7 @@ def compare(options: Options, progress: Any = lambda line: None) -> Result:
         torch.set_num_threads(threads)
 
 
-def _compare(options: Options, progress: Any) -> Result:
+def _compare(options: Options, progress: Any) -> dict[str, Any]:
     from transformers import LlamaForCausalLM, LlamaForSequenceClassification, TrainerCallback
 
     from benchmarks.training import iterate, make_tokenizer
@@ -310,17 +337,21 @@ def _compare(options: Options, progress: Any) -> Result:
         theirs.add_callback(Turns())
         clock[0] = time.perf_counter()
         theirs.train()
-    phases = {key: statistics.median(seconds[WARM_UP:]) for key, seconds in laps.items()}
+    pairs = [*zip(ours_seconds, theirs_seconds, strict=True)][WARM_UP:]
+    seconds = statistics.median(ours for ours, _ in pairs)
     rate = measure_ceilings(torch.device("cpu"), [torch.float32]).matmul["float32"]
-    return Result(
-        asdict(options),
-        ours_seconds[WARM_UP:],
-        theirs_seconds[WARM_UP:],
-        phases,
-        fastppo_flop=flop[0],
-        trl_flop=flop[1],
-        matmul_flop_per_second=rate,
-    )
+    floor = flop[0] / rate
+    return {
+        "options": asdict(options),
+        "fastppo_seconds": seconds,
+        "trl_seconds": statistics.median(theirs for _, theirs in pairs),
+        "speed_up": statistics.median(theirs / ours for ours, theirs in pairs),
+        "flop_ratio": flop[1] / flop[0],
+        "fastppo_flop": flop[0],
+        "floor_seconds": floor,
+        "percent_of_floor": 100 * floor / seconds,
+        "phases": {name: statistics.median(times[WARM_UP:]) for name, times in laps.items()},
+    }
 
 
 def compare_in_a_process(options: Options) -> dict[str, Any]:
@@ -341,53 +372,54 @@ def compare_in_a_process(options: Options) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
 
 
-def print_result(result: Result) -> None:
-    from rich.table import Table
+def print_row(row: dict[str, Any]) -> None:
+    print("  ".join(cells(row)))
+    phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in row["phases"].items())
+    print(f"    FastPPO's phases: {phases}", flush=True)
 
-    from benchmarks.report import console
 
-    options = Options(**result.options)
-    table = Table(
-        title=f"A PPO iteration of {options.batch} episodes, {options.prompt} + {options.response} "
-        f"tokens, {options.epochs} epochs of {options.minibatches} minibatches; Llama with "
-        f"{options.layers} layers of {options.hidden}, V = {options.vocab}; "
-        f"{options.threads} thread{'s'[: options.threads > 1]}",
-        title_justify="left",
-    )
-    table.add_column("trainer")
-    table.add_column("s per iteration", justify="right")
-    table.add_column("episodes per s", justify="right")
-    table.add_column("value function")
-    for name, seconds, value in (
-        ("FastPPO", result.fastppo_seconds, "a head on the policy's trunk"),
-        ("TRL 1.12 PPOTrainer", result.trl_seconds, "a second model"),
-    ):
-        median = statistics.median(seconds)
-        table.add_row(name, f"{median:.3g}", f"{options.batch / median:.3g}", value)
-    to = console()
-    to.print(table)
-    phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in result.phases.items())
-    to.print(f"FastPPO's phases: {phases}", highlight=False)
-    to.print(
-        f"FastPPO does {result.speed_up:.2f} times the episodes per second "
-        f"(median over {len(result.trl_seconds)} pairs of neighbouring iterations); TRL does "
-        f"{result.trl_flop / result.fastppo_flop:.2f} times the FLOP",
-        highlight=False,
-    )
+def run_grid(*, keep: bool) -> None:
+    """Measures all shapes.
+
+    Args:
+        keep: adds them to the results file of this device.
+
+    Raises:
+        ValueError: there is no such file.
+        RuntimeError: a process failed.
+    """
+    path = report.results_path({"device": describe_device(torch.device("cpu"))})
+    if keep and not path.exists():
+        raise ValueError(f"{path} is not there: run `python -m benchmarks --keep` first")
+    load = os.getloadavg() if hasattr(os, "getloadavg") else None
+    rows = []
+    for options in GRID:
+        rows.append(compare_in_a_process(options))
+        print_row(rows[-1])
+    if keep:
+        record = report.read(path)
+        record["trl_grid"] = {"date": now(), "load_average_before": load, "rows": rows}
+        report.write(record, path)
+        print(f"written {path}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     keywords = vars(build_parser().parse_args(arguments))
     path = keywords.pop("json")
-    options = Options(**keywords)
+    is_grid = keywords.pop("grid")
+    keep = keywords.pop("keep")
+    print("  ".join(HEADER))
     try:
-        result = compare(options, progress=lambda line: print(line, file=sys.stderr))
-    except (ImportError, ValueError) as error:
+        if is_grid:
+            run_grid(keep=keep)
+            return 0
+        row = compare(Options(**keywords), progress=lambda line: print(line, file=sys.stderr))
+    except (ImportError, RuntimeError, ValueError) as error:
         print(f"benchmarks.trl_iteration: {error}", file=sys.stderr)
         return 1
-    print_result(result)
+    print_row(row)
     if path:
-        path.write_text(json.dumps({**asdict(result), "speed_up": result.speed_up}, indent=1))
+        path.write_text(json.dumps(row, indent=1))
     return 0
 
 

@@ -1,13 +1,10 @@
 """What docs/studies.md and docs/ppo.md report, one file a study:
 
     python -m benchmarks.studies.critic runs/critic
-    python -m benchmarks.studies.critic_limit runs/critic-limit
     python -m benchmarks.studies.overoptimization runs/overoptimization
-    python -m benchmarks.studies.estimators runs/estimators
-    python -m benchmarks.studies.reward_kl runs/reward-kl
-    python -m benchmarks.studies.credit runs/credit
     python -m benchmarks.studies.race runs/race fastppo
 
 Each trains on CPUs with several seeds, prints its table in Markdown and draws its picture into the
-directory. A run that ended there is not run again; `--quick` makes a version of minutes.
+directory. A run that ended there is not run again; `--quick` makes a version of minutes. The pages
+name the commit of studies that are in the history alone.
 """

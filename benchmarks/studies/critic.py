@@ -1,14 +1,26 @@
-"""Does the critic pay? PPO with the value head in closed form, or by AdamW, beside PPO without one.
+"""Does a critic pay? PPO beside REINFORCE, RLOO and GRPO, each for the same processor time.
 
-The demo's first two stages per seed, then its PPO stage with each setting for the same processor
-time of one thread, at the same learning rate, batch, epochs and β. A run that was stopped goes on
-with the next setting of its seed. Gold is what nobody trains on; a seed is lost where the policy
-ended in the reward model's hole, far from the base.
+    python -m benchmarks.studies.critic runs/critic
+    python -m benchmarks.studies.critic runs/key-and-door --task key-and-door
+    python -m benchmarks.studies.critic runs/sentiment --task smollm2-sentiment
+
+`demo` is the PPO stage of the demo, and has a head that AdamW trains beside the one in closed form;
+what is compared is the gold reward, which nobody trains on, and a seed is lost where the policy
+ended in the reward model's hole, far from the base. `key-and-door` pays once, after eight turns.
+`smollm2-sentiment` is the recipe, in bf16.
+
+All settings of a seed start from the same weights, with the same constant rate, batch and epochs,
+and train one after another on one thread. Printed are what each has after equal compute and after
+equal iterations, which do not depend on what else the machine does; what the critic is ahead by,
+paired by seed; and what it does. A run that ended is not run again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.studies.common import (
+    CONSOLE,
     Records,
     at_seconds,
     cell,
@@ -27,161 +40,261 @@ from benchmarks.studies.common import (
     print_table,
     train,
 )
+from benchmarks.studies.key_and_door import key_and_door
 from fastppo.demo.run import ppo_config
+from fastppo.ppo.config import PPOConfig
+from fastppo.recipes.catalogue import find
+from fastppo.recipes.run import lay_out, prepare
+from fastppo.run.options import read_yaml
 
-CLOSED_FORM = "critic, closed form"
-
-GROUPS = {"vf_coef": 0.0, "samples_per_prompt": 8}
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    CLOSED_FORM: {},
-    "critic, AdamW": {"value_head": "gradient", "value_learning_rate": 1e-3},
-    "REINFORCE": {"advantage": "reinforce", "vf_coef": 0.0},
-    "RLOO": GROUPS | {"advantage": "rloo"},
-    "GRPO": GROUPS | {"advantage": "group", "whiten_advantages": "none"},
-}
-
-FIRST_SEED = 301
-"""Seeds above those that the method was made on."""
-
-KEPT = ("processor_seconds", "monitor/gold_reward", "reward", "kl", "explained_variance")
-"""What is kept of an iteration."""
-
-SMOOTH = 3
+SMOOTH = 5
 """Iterations of which a point is the mean."""
 
 HOLE = 10.0
 """Nats per response: no policy that earns gold is this far from the base."""
 
-EXPLAINED = ((5, 10), (10, 15), (20, 25), (30, 35))
-"""Iterations over which explained variance is averaged, from the first up to before the second."""
+OF_THE_CRITIC = {
+    "explained_variance": "share of the returns' variance that it explains",
+    "advantage_correlation": "correlation of the advantages with those without it",
+}
+KEPT = ("processor_seconds", "reward", "monitor/gold_reward", "kl", *OF_THE_CRITIC)
+"""What is kept of an iteration, where there is one."""
 
-PANELS = {
-    "monitor/gold_reward": ("Gold reward", "seconds of PPO, one thread", "0 to 1"),
-    "reward": ("Proxy reward", "seconds of PPO, one thread", "reward model's score"),
-    "explained_variance": ("Explained variance", "iteration", "of Monte Carlo returns"),
+CLOSED_FORM = {"value_model": "shared", "value_head": "auto", "value_learning_rate": None}
+BY_ADAMW = {"value_model": "shared", "value_head": "gradient", "value_learning_rate": 1e-3}
+
+NO_CRITIC = {
+    "value_model": "shared",
+    "value_head": "auto",
+    "value_learning_rate": None,
+    "vf_coef": 0.0,
+    "lam": 0.95,
+}
+"""As by default: without a value function they have no effect and may not be given."""
+
+
+def without_critic(samples_per_prompt: int) -> dict[str, dict[str, Any]]:
+    """The settings without a critic; two of them compare samples of one prompt."""
+    grouped = NO_CRITIC | {"samples_per_prompt": samples_per_prompt}
+    return {
+        "REINFORCE": NO_CRITIC | {"advantage": "reinforce"},
+        "RLOO": grouped | {"advantage": "rloo"},
+        "GRPO": grouped | {"advantage": "group", "whiten_advantages": "none"},
+    }
+
+
+# --------------------------------------------------------------------------------------- the tasks
+
+
+def demo(directory: Path, seed: int, output_dir: Path, **options: Any) -> PPOConfig:
+    stages = demo_stages(directory, seed)
+    return ppo_config(stages, output_dir, seed=seed, device="cpu", **options)
+
+
+def sentiment(directory: Path, seed: int, output_dir: Path, **options: Any) -> PPOConfig:
+    """The recipe's, whose model is the same for all seeds. A run.yaml that is there already is the
+    one that counts."""
+    recipe = find("smollm2-sentiment")
+    folder = directory / "recipe"
+    of_the_study: dict[str, Any] = {
+        "precision": "bf16",
+        "param_dtype": "bfloat16",
+        "eval_interval": 100_000,
+        "seed": seed,
+        "device": "cpu",
+        "output_dir": str(output_dir),
+    }
+    config = read_yaml(lay_out(recipe, folder), PPOConfig) | of_the_study | options
+    PPOConfig(**config)  # refused before anything is made
+    prepare(recipe, folder, 0, CONSOLE)
+    return PPOConfig(**config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A task of the study."""
+
+    config: Callable[..., PPOConfig]
+    """By directory, seed, the run's own directory, and options."""
+    critics: dict[str, dict[str, Any]]
+    """Settings with a critic. The first is compared with all others."""
+    samples_per_prompt: int
+    """Of RLOO and GRPO."""
+    metrics: dict[str, int]
+    """What is printed, and its digits. By the first the settings are compared."""
+    seconds: float
+    seeds: range
+
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        return self.critics | without_critic(self.samples_per_prompt)
+
+
+TASKS = {
+    "demo": Task(
+        config=demo,
+        critics={"critic, closed form": CLOSED_FORM, "critic, AdamW": BY_ADAMW},
+        samples_per_prompt=8,
+        metrics={"monitor/gold_reward": 3, "reward": 2, "kl": 1},
+        seconds=30,
+        # Above those that the method was made on.
+        seeds=range(301, 311),
+    ),
+    "key-and-door": Task(
+        config=key_and_door,
+        critics={"PPO": CLOSED_FORM},
+        samples_per_prompt=8,
+        metrics={"reward": 3},
+        seconds=40,
+        seeds=range(5),
+    ),
+    "smollm2-sentiment": Task(
+        config=sentiment,
+        critics={"PPO": CLOSED_FORM},
+        # Of 32 responses to an iteration; eight would leave four prompts.
+        samples_per_prompt=4,
+        metrics={"reward": 3, "kl": 2},
+        seconds=120,
+        seeds=range(5),
+    ),
 }
 
 
-def run(directory: Path, seed: int, seconds: float) -> dict[str, Records]:
-    """The records of each setting."""
-    stages = demo_stages(directory, seed)
-    records = {}
-    for label, options in SETTINGS.items():
-        output = stages / label.replace(" ", "-").replace(",", "")
-        # A rate that does not depend on the number of iterations, which differs by setting.
-        config = ppo_config(
-            stages,
-            output,
-            lr_schedule="constant",
-            iterations=10_000,
-            seed=seed,
-            device="cpu",
-            **options,
-        )
-        records[label] = kept(output / "records.json", partial(trained, config, seconds))
-    return records
+# --------------------------------------------------------------------------------------- the study
 
 
-def trained(config: Any, seconds: float) -> Records:
+def config_of(directory: Path, task: Task, label: str, seed: int) -> PPOConfig:
+    """Of one setting and seed. The rate does not depend on the number of iterations, which differs
+    by setting."""
+    return task.config(
+        directory,
+        seed,
+        directory / f"seed-{seed}" / label,
+        iterations=100_000,
+        lr_schedule="constant",
+        **task.settings[label],
+    )
+
+
+def trained(config: PPOConfig, seconds: float) -> Records:
     """What is kept of a run, to five digits."""
+    train(config, iterations=1)  # loops are compiled before the clock starts
     return [
-        {name: float(f"{record[name]:.5g}") for name in KEPT}
+        {name: float(f"{record[name]:.5g}") for name in KEPT if name in record}
         for record in train(config, seconds=seconds)
     ]
 
 
-def warm_up(directory: Path) -> None:
-    """Two iterations of a critic and two of groups: loops are compiled before the clock starts."""
-    stages = demo_stages(directory, FIRST_SEED)
-    for label in (CLOSED_FORM, "RLOO"):
-        config = ppo_config(stages, stages / "warm-up", device="cpu", **SETTINGS[label])
-        train(config, iterations=2)
+def run(directory: Path, task: Task, label: str, seed: int, seconds: float) -> Records:
+    """The records of one setting and seed."""
+    config = config_of(directory, task, label, seed)
+    return kept(Path(config.output_dir) / "records.json", partial(trained, config, seconds))
 
 
-def mean_and_error(differences: Sequence[float]) -> str:
+def paired(differences: Iterable[float]) -> str:
     """Mean ± standard error of what is paired by seed."""
-    values = np.array(differences)
-    if len(values) < 2:
-        return f"{values.mean():+.3f}"
+    values = np.array(list(differences))
+    if len(values) == 1:
+        return f"{values[0]:+.3f}"
     return f"{values.mean():+.3f} ± {values.std(ddof=1) / len(values) ** 0.5:.3f}"
 
 
-def tables(runs: Sequence[dict[str, Records]], points: Sequence[float]) -> None:
-    """Prints what each setting has after so many seconds, what the critic explains, and what it is
-    ahead by."""
-    rows = {}
-    for label in SETTINGS:
-        row = []
-        for metric, digits in (("monitor/gold_reward", 3), ("reward", 2), ("kl", 1)):
-            row += [
-                cell((at_seconds(run[label], metric, point, SMOOTH) for run in runs), digits)
-                for point in points
-            ]
-        kls = [column(run[label], "kl", SMOOTH)[-1] for run in runs]
-        lengths = (float(len(run[label])) for run in runs)
-        rows[label] = [*row, str(sum(kl > HOLE for kl in kls)), cell(lengths, 0)]
-    names = [f"{name}, {point:g} s" for name in ("gold", "proxy", "KL") for point in points]
-    print_table(["", *names, "seeds lost", "iterations"], rows)
-    print()
-    rows = {}
-    for label in list(SETTINGS)[:2]:
-        rows[label] = []
-        for begin, end in EXPLAINED:
-            means = (
-                np.mean(column(run[label], "explained_variance")[begin:end])
-                for run in runs
-                if len(run[label]) >= end
-            )
-            rows[label].append(cell(means, 2))
-    spans = [f"iterations {begin} to {end - 1}" for begin, end in EXPLAINED]
-    print_table(["explained variance", *spans], rows)
-    print()
-    rows = {}
-    for label in list(SETTINGS)[1:]:
-        rows[label] = []
-        for point in points:
-            metric = "monitor/gold_reward"
-            ahead = [
-                at_seconds(run[CLOSED_FORM], metric, point, SMOOTH)
-                - at_seconds(run[label], metric, point, SMOOTH)
-                for run in runs
-            ]
-            rows[label].append(mean_and_error(ahead))
-    print_table(["gold ahead of", *(f"{point:g} s" for point in points)], rows)
+def median(records: Sequence[dict[str, Any]], name: str) -> float:
+    """Of a metric where it is defined; NaN where it never is. A batch whose returns are all the
+    same makes nonsense of a mean."""
+    values = [record[name] for record in records if math.isfinite(record.get(name, math.nan))]
+    return statistics.median(values) if values else math.nan
 
 
-def draw(runs: Sequence[dict[str, Records]], seconds: float, path: Path) -> None:
-    figure, axes = figure_of(list(PANELS.values()))
-    for axis, metric in zip(axes, PANELS, strict=True):
-        for label in SETTINGS:
-            records = [run[label] for run in runs]
-            if metric == "explained_variance":
-                if label not in list(SETTINGS)[:2]:
-                    continue
-                shortest = min(map(len, records))
-                x = np.arange(shortest, dtype=float)
-                lines = np.array([column(each, metric, SMOOTH)[:shortest] for each in records])
+def print_tables(task: Task, runs: dict[str, list[Records]], seconds: float) -> None:
+    points = [seconds / 3, 2 * seconds / 3, seconds]
+    fewest = min(len(records) for of_seeds in runs.values() for records in of_seeds)
+    thirds = [part for part in np.array_split(np.arange(fewest), 3) if len(part)]
+    ends = [int(part[-1]) for part in thirds]
+    compared, *others = task.metrics
+    by_seed = {
+        label: np.array(
+            [
+                [
+                    *at_seconds(records, compared, points, SMOOTH),
+                    *column(records, compared, SMOOTH)[ends],
+                ]
+                for records in of_seeds
+            ]
+        )
+        for label, of_seeds in runs.items()
+    }
+    heads = [f"{point:.0f} s" for point in points] + [f"iteration {end + 1}" for end in ends]
+    more = [f"{name}, {seconds:.0f} s" for name in others]
+    rows = {}
+    for label, of_seeds in runs.items():
+        rows[label] = [cell(values, task.metrics[compared]) for values in by_seed[label].T]
+        for name in others:
+            at_the_end = (column(records, name, SMOOTH)[-1] for records in of_seeds)
+            rows[label].append(cell(at_the_end, task.metrics[name]))
+        if "kl" in others:
+            lost = sum(column(records, "kl", SMOOTH)[-1] > HOLE for records in of_seeds)
+            rows[label].append(str(lost))
+        rows[label].append(cell((float(len(records)) for records in of_seeds), 0))
+    if "kl" in others:
+        more.append("seeds lost")
+    print_table([compared, *heads, *more, "iterations"], rows)
+    first = next(iter(runs))
+    print()
+    rows = {
+        label: [paired(values) for values in (by_seed[first] - by_seed[label]).T]
+        for label in runs
+        if label != first
+    }
+    print_table([f"{first}, ahead of", *heads], rows)
+    print()
+    rows = {}
+    for label in task.critics:
+        for name, title in OF_THE_CRITIC.items():
+            rows[f"{label}: {title}"] = [
+                cell((median([records[i] for i in part], name) for records in runs[label]), 2)
+                for part in thirds
+            ]
+    spans = [f"iterations {part[0] + 1} to {part[-1] + 1}" for part in thirds]
+    print_table(["the critic", *spans], rows)
+
+
+def draw(task: Task, runs: dict[str, list[Records]], seconds: float, path: Path) -> None:
+    """Mean and standard error of the seeds: what is printed, and what the critics explain."""
+    explained = "explained_variance"
+    panels = [(name, "seconds, one thread", name) for name in task.metrics]
+    figure = figure_of([*panels, ("what the critic explains", "iteration", explained)])
+    for axis, name in zip(figure.axes, [*task.metrics, explained], strict=True):
+        for label in task.critics if name == explained else runs:
+            records = runs[label]
+            if name == explained:
+                fewest = min(map(len, records))
+                x = np.arange(fewest, dtype=float)
+                lines = np.array([column(each, name, SMOOTH)[:fewest] for each in records])
             else:
                 x = np.linspace(0.05 * seconds, seconds, 60)
-                lines = np.array([at_seconds(each, metric, x, SMOOTH) for each in records])
+                lines = np.array([at_seconds(each, name, x, SMOOTH) for each in records])
             (line,) = axis.plot(x, lines.mean(0), linewidth=1.8, label=label)
             error = lines.std(0) / len(lines) ** 0.5
             low = lines.mean(0) - error
             axis.fill_between(x, low, low + 2 * error, color=line.get_color(), alpha=0.15)
-    axes[0].legend(frameon=False, loc="lower right", fontsize=9)
+    figure.axes[0].legend(frameon=False, loc="lower right", fontsize=9)
     figure.savefig(path, dpi=130)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser_of(__doc__, seeds=10, seconds=30.0).parse_args(arguments)
-    seconds = 2.0 if options.quick else options.seconds
-    seeds = range(FIRST_SEED, FIRST_SEED + (1 if options.quick else options.seeds))
-    warm_up(options.directory)
-    runs = [run(options.directory, seed, seconds) for seed in seeds]
-    kept(options.directory / f"critic-{len(runs)}-seeds.json", lambda: runs)
-    tables(runs, [seconds / 3, 2 * seconds / 3, seconds])
-    draw(runs, seconds, options.directory / "critic.png")
+    parser = parser_of(__doc__, seeds=0, seconds=0.0)
+    parser.add_argument("--task", choices=TASKS, default="demo")
+    options = parser.parse_args(arguments)
+    task = TASKS[options.task]
+    seconds = 3.0 if options.quick else options.seconds or task.seconds
+    seeds = task.seeds[:1] if options.quick else task.seeds[: options.seeds or None]
+    runs: dict[str, list[Records]] = {label: [] for label in task.settings}
+    for seed in seeds:
+        for label in task.settings:
+            runs[label].append(run(options.directory, task, label, seed, seconds))
+    print_tables(task, runs, seconds)
+    draw(task, runs, seconds, options.directory / "critic.png")
 
 
 if __name__ == "__main__":

@@ -70,19 +70,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     heads = ["KL at the end", "proxy at the end", "best gold", "gold at the end"]
     print_table(["setting", *heads], rows)
     distance = "√KL to the SFT model, √nats per response"
-    figure, axes = figure_of(
+    figure = figure_of(
         [
             ("Proxy: what PPO is trained on", distance, "reward model's score"),
             ("Gold: never trained on", distance, "0 to 1"),
         ]
     )
     for label, colour in zip(KL_COEFS, ("#c8553d", "#1f5fa8"), strict=True):
-        for axis, metric in zip(axes, ("reward", "monitor/gold_reward"), strict=True):
+        for axis, metric in zip(figure.axes, ("reward", "monitor/gold_reward"), strict=True):
             for place, records in enumerate(run[label] for run in runs):
                 x = np.sqrt(np.maximum(column(records, "kl"), 0.0))
                 name = label if place == 0 else None
                 axis.plot(x, column(records, metric), ".-", color=colour, lw=0.5, label=name)
-    axes[0].legend(frameon=False, loc="lower right")
+    figure.axes[0].legend(frameon=False, loc="lower right")
     figure.savefig(options.directory / "overoptimization.png", dpi=130)
 
 

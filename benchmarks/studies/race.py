@@ -1,10 +1,9 @@
-"""The demo's task by four trainers, each in one process with one thread: seconds to a gold of 0.8.
+"""The demo's task by several trainers: seconds to a gold of 0.8, one process of one thread each.
 
     python -m benchmarks.studies.race runs/race fastppo
     python -m benchmarks.studies.race runs/race fastppo-grpo
     pip install "trl==1.12.*" && python -m benchmarks.studies.race runs/race trl-ppo
     pip install "trl==1.16.*" && python -m benchmarks.studies.race runs/race trl-grpo
-    pip install "agilerl[cpu-llm]==2.58.*" && python -m benchmarks.studies.race runs/race agilerl
 
 The packages exclude each other, so each has an environment of its own, in which FastPPO is on the
 path; FastPPO goes first and trains the demo's two supervised stages, from whose folders all start.
@@ -18,8 +17,6 @@ no counterpart:
 
 - TRL's PPO trains a value model of its own, which starts as the reward model, as its example does.
 - TRL's GRPO has no critic: eight responses to each of 16 prompts, and β weighs a KL in the loss.
-- AgileRL trains LoRA adapters, its default ones, of actor and critic on one trunk; β weighs a KL in
-  the loss; without vLLM it generates prompt by prompt.
 
 Gold is the mean of each batch that is drawn for training; 0.8 is reached with the first batch whose
 mean with the two before is as high. The clock starts with the first batch, when all is loaded.
@@ -48,7 +45,7 @@ from transformers import (
     set_seed,
 )
 
-from benchmarks.studies.common import parser_of, print_table
+from benchmarks.studies.common import demo_stages, kept, parser_of, print_table
 from fastppo.demo.task import gold_reward
 
 GOLD = 0.8
@@ -322,58 +319,11 @@ _TRAINER: dict[str, Any] = {
 """Of both of TRL's trainers: checkpointing and bf16, on by default, help no tiny model on a CPU."""
 
 
-def agilerl(directory: Path, clock: Clock, learning_rate: float, seed: int) -> None:
-    from agilerl.algorithms.core import base
-    from agilerl.algorithms.ppo_llm import PPO
-
-    # It puts Liger's Triton kernels into every model where the package is installed, which its CPU
-    # extra asks for; on a CPU they cannot run.
-    base.HAS_LIGER_KERNEL = False
-    stages = Stages(directory, clock)
-    tokenizer = stages.tokenizer
-    agent = PPO(
-        pad_token_id=tokenizer.pad_token_id,
-        pad_token=tokenizer.pad_token,
-        model_name=str(directory / "sft"),
-        model_config={"torch_dtype": torch.float32},
-        batch_size=BATCH,
-        mini_batch_size=BATCH // MINIBATCHES,
-        micro_batch_size_per_gpu=BATCH // MINIBATCHES,
-        update_epochs=EPOCHS,
-        beta=KL_COEF,
-        gae_lambda=LAM,
-        lr_actor=learning_rate,
-        lr_critic=1e-3,
-        top_k=0,
-        max_output_tokens=RESPONSE,
-        max_model_len=64,
-        gradient_checkpointing=False,
-        use_liger_loss=False,
-        device="cpu",
-        seed=seed,
-    )
-    draw = np.random.default_rng(seed)
-    clock.start()
-    while not clock.is_over:
-        prompts = [str(prompt) for prompt in draw.choice(stages.prompts, BATCH, replace=False)]
-        inputs = [tokenizer(prompt, return_tensors="pt") for prompt in prompts]
-        drawn = agent.get_action(
-            [{"input_ids": x["input_ids"], "attention_mask": x["attention_mask"]} for x in inputs]
-        )
-        completions = [
-            str(tokenizer.decode(ids[0, x["input_ids"].shape[1] :], skip_special_tokens=True))
-            for ids, x in zip(drawn[0], inputs, strict=True)
-        ]
-        scores = torch.tensor(stages.score.of_texts(prompts, completions))
-        agent.learn((drawn[0], drawn[1], scores))
-
-
 CONTESTANTS: dict[str, Callable[[Path, Clock, float, int], None]] = {
     "fastppo": fastppo,
     "fastppo-grpo": fastppo_grpo,
     "trl-ppo": trl_ppo,
     "trl-grpo": trl_grpo,
-    "agilerl": agilerl,
 }
 
 
@@ -383,18 +333,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     folder = options.directory / f"seed-{options.seed}"
     if options.contestant.startswith("fastppo"):
-        from benchmarks.studies.common import demo_stages
-
         demo_stages(options.directory, options.seed)
     limit = 5.0 if options.quick else options.limit
-    record = folder / f"{options.contestant}-{options.learning_rate:g}.json"
-    if not record.exists():
+
+    def run() -> list[dict[str, float]]:
         torch.set_num_threads(1)
         set_seed(options.seed)
         clock = Clock(limit)
         with contextlib.suppress(StopRunError):
             CONTESTANTS[options.contestant](folder, clock, options.learning_rate, options.seed)
-        record.write_text(json.dumps(clock.points), encoding="utf-8")
+        return clock.points
+
+    kept(folder / f"{options.contestant}-{options.learning_rate:g}.json", run)
     rows = {}
     for path in sorted(folder.glob("*-*.json")):
         points = json.loads(path.read_text("utf-8"))

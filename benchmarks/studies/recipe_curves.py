@@ -18,7 +18,7 @@ from fastppo.run.log import read_jsonl
 def draw(runs: Path, recipes: list[str]) -> Path:
     """A panel for each recipe, with a curve for each of its folders NAME-SEED."""
     panels = [(recipe, "iteration", "reward on the prompts") for recipe in recipes]
-    figure, _ = figure_of(panels)
+    figure = figure_of(panels)
     for recipe, axis in zip(recipes, figure.axes, strict=True):
         for folder in sorted(runs.glob(f"{recipe}-*")):
             records = read_jsonl(folder / "ppo" / "metrics.jsonl")
