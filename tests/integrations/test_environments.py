@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import threading
 import types
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -175,41 +177,6 @@ def guessing(monkeypatch: pytest.MonkeyPatch) -> Any:
     return load
 
 
-@pytest.mark.parametrize(
-    ("turns", "reward"),
-    [(["1"], 0.875), (["7", "1"], 0.75), (["7", "8", "9"], -0.375)],
-)
-def test_an_episode_of_verifiers_has_the_score_of_its_own_evaluate(
-    guessing: Any, turns: list[str], reward: float
-) -> None:
-    rows = load_prompts("verifiers:guessing?count=1")
-    episode = load_environment("verifiers:guessing?count=1")()
-
-    async def play() -> Any:
-        row = dict(rows[0])
-        assert await episode.reset(row.pop("prompt"), **row) == rows[0]["prompt"]
-        for turn in turns[:-1]:
-            observation = [{"role": "user", "content": "no, again"}]
-            assert await episode.step(turn) == (observation, 0.0, False)
-        return await episode.step(turns[-1])
-
-    assert asyncio.run(play()) == ("", reward, True)
-    assert asyncio.run(_evaluated(guessing(1), turns)) == reward
-
-
-async def _evaluated(environment: Any, turns: list[str]) -> float:
-    """The reward by verifiers' own `evaluate`, whose model says the turns."""
-    from fastppo.integrations.verifiers_classic import Policy
-
-    said = Policy()
-    for turn in turns:
-        said.responses.put_nowait(turn)
-    results = await environment.evaluate(
-        client=said, model="scripted", num_examples=1, rollouts_per_example=1
-    )
-    return results["outputs"][0]["reward"]
-
-
 COUNTING = "verifiers:counting_taskset?agent.runtime.type=subprocess"
 
 
@@ -234,19 +201,11 @@ def _said(text: str) -> Any:
     return PolicyTurn(text, read=1, written=1)
 
 
-@pytest.mark.usefixtures("needs_verifiers_v1")
-@pytest.mark.parametrize(
-    ("turns", "reward"),
-    [(["1"], 0.875), (["7", "1"], 0.75), (["7", "8", "9"], -0.375)],
-)
-def test_an_episode_of_verifiers_from_0_4_on_has_the_score_of_its_own_run(
-    turns: list[str], reward: float
-) -> None:
-    (row,) = load_prompts(f"{COUNTING}&size=1")
-    assert [message["content"] for message in row["prompt"]] == ["Count.", "0 + 1?"]
+def _end_of(spec: str, row: dict[str, Any], turns: list[str]) -> Any:
+    """What a session answers to the last of the policy's turns, the others having been wrong."""
 
     async def play() -> Any:
-        session = _sessions()()
+        session = _sessions(spec)()
         try:
             assert await session.reset(**row) == row["prompt"]
             for turn in turns[:-1]:
@@ -256,7 +215,93 @@ def test_an_episode_of_verifiers_from_0_4_on_has_the_score_of_its_own_run(
         finally:
             await session.close()
 
-    assert asyncio.run(play()) == ("", reward, True)
+    return asyncio.run(play())
+
+
+@contextlib.contextmanager
+def _model_at_a_url(turns: list[str]) -> Iterator[str]:
+    """A model that says these turns; its URL."""
+    left = list(turns)
+
+    class Model(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            message = {"role": "assistant", "content": left.pop(0)}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            answer = {"id": "0", "object": "chat.completion", "created": 0, "model": "scripted"}
+            body = json.dumps({**answer, "choices": [choice]}).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Model) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/v1"
+        finally:
+            server.shutdown()
+
+
+SCORED = [(["1"], 0.875), (["7", "1"], 0.75), (["7", "8", "9"], -0.375)]
+"""Turns of the policy, and what the episode earns."""
+
+
+@pytest.mark.parametrize(("turns", "reward"), SCORED)
+def test_an_episode_of_verifiers_has_the_score_of_its_own_evaluate(
+    guessing: Any, turns: list[str], reward: float
+) -> None:
+    (row,) = load_prompts("verifiers:guessing?count=1")
+    assert _end_of("verifiers:guessing?count=1", row, turns) == ("", reward, True)
+    assert asyncio.run(_evaluated(guessing(1), turns)) == reward
+
+
+async def _evaluated(environment: Any, turns: list[str]) -> float:
+    """The reward by verifiers' own `evaluate`, of a model at a URL."""
+    from openai import AsyncOpenAI
+    from verifiers.clients import OpenAIChatCompletionsClient
+
+    with _model_at_a_url(turns) as url:
+        results = await environment.evaluate(
+            client=OpenAIChatCompletionsClient(AsyncOpenAI(base_url=url, api_key="none")),
+            model="scripted",
+            num_examples=1,
+            rollouts_per_example=1,
+        )
+    return results["outputs"][0]["reward"]
+
+
+@pytest.mark.usefixtures("guessing")
+def test_an_episode_of_verifiers_classic_api_that_is_cut_off_is_not_scored() -> None:
+    (row,) = load_prompts("verifiers:guessing?count=1")
+
+    async def play() -> None:
+        many = _sessions("verifiers:guessing?count=1")
+        sessions = [many() for _ in range(2)]
+        try:
+            await asyncio.gather(*(session.reset(**row) for session in sessions))
+            assert await sessions[0].end(_said("1")) == 0.0
+            await sessions[1].step(_said("7"))
+            assert await sessions[1].end(None) == 0.0
+        finally:
+            for session in sessions:
+                await session.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.usefixtures("needs_verifiers_v1")
+@pytest.mark.parametrize(("turns", "reward"), SCORED)
+def test_an_episode_of_verifiers_from_0_4_on_has_the_score_of_its_own_run(
+    turns: list[str], reward: float
+) -> None:
+    (row,) = load_prompts(f"{COUNTING}&size=1")
+    assert [message["content"] for message in row["prompt"]] == ["Count.", "0 + 1?"]
+    assert _end_of(COUNTING, row, turns) == ("", reward, True)
     assert asyncio.run(_run_by_verifiers(turns)) == reward
     assert _sessions().__name__ == "verifiers", "the name in a run's sentences"
 
@@ -300,37 +345,14 @@ async def _run_by_verifiers(turns: list[str]) -> float:
     from verifiers.v1.clients import EvalClientConfig, ModelContext
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-    left = list(turns)
-
-    class Model(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            message = {"role": "assistant", "content": left.pop(0)}
-            choice = {"index": 0, "message": message, "finish_reason": "stop"}
-            answer = {"id": "0", "object": "chat.completion", "created": 0, "model": "scripted"}
-            body = json.dumps({**answer, "choices": [choice]}).encode()
-            self.send_response(200)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
     config = {
         "taskset": {"id": "counting_taskset"},
         "agent": {"runtime": {"type": "subprocess"}},
     }
     environment = load_environment(resolve_env_config(config))
-    with HTTPServer(("127.0.0.1", 0), Model) as server:
-        threading.Thread(target=server.serve_forever).start()
-        client = EvalClientConfig(base_url=f"http://127.0.0.1:{server.server_port}/v1")
-        context = ModelContext(model="scripted", client=client)
-        try:
-            async with environment.serving():
-                (slot,) = environment.slots(next(iter(environment.taskset)))
-                episode = await environment.run_slot(slot, context)
-        finally:
-            server.shutdown()
+    with _model_at_a_url(turns) as url:
+        context = ModelContext(model="scripted", client=EvalClientConfig(base_url=url))
+        async with environment.serving():
+            (slot,) = environment.slots(next(iter(environment.taskset)))
+            episode = await environment.run_slot(slot, context)
     return episode.traces[0].reward
