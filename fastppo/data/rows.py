@@ -7,8 +7,9 @@ is a number and a run can go on where it stopped.
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -176,10 +177,24 @@ def shuffled(count: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(count, generator=generator).tolist()
 
 
+def visited(
+    count: int, start: int, seed: int, key: Callable[[int], float] | None = None
+) -> Iterator[int]:
+    """The rows from position `start` of the endless sequence of epochs, shuffled passes over all.
+
+    Args:
+        key: epochs are sorted by it, least first; equal rows stay shuffled.
+    """
+    epoch, offset = divmod(start, count)
+    while True:
+        order = shuffled(count, seed, epoch)
+        if key is not None:
+            order.sort(key=key)
+        yield from order[offset:]
+        epoch += 1
+        offset = 0
+
+
 def visiting_order(count: int, start: int, size: int, seed: int) -> list[int]:
-    """The `size` rows from position `start` of the endless shuffled sequence of epochs."""
-    rows: list[int] = []
-    while len(rows) < size:
-        epoch, offset = divmod(start + len(rows), count)
-        rows += shuffled(count, seed, epoch)[offset : offset + size - len(rows)]
-    return rows
+    """The next `size` of `visited`."""
+    return list(itertools.islice(visited(count, start, seed), size))

@@ -48,6 +48,19 @@ def add_adapters(
         return get_peft_model(model, config)
 
 
+def adapters_of(model: PreTrainedModel, options: Any, task_type: str = "CAUSAL_LM") -> Any:
+    """`add_adapters` as options ask for them; None where their `lora_rank` is 0."""
+    if options.lora_rank == 0:
+        return None
+    return add_adapters(
+        model,
+        rank=options.lora_rank,
+        alpha=options.lora_alpha,
+        target_modules=options.lora_target_modules,
+        task_type=task_type,
+    )
+
+
 def full_state(module: nn.Module) -> dict[str, Tensor]:
     """`state_dict` of the tensors as they are now: of a sharded module that is gathered, the whole
     tensors, where under FSDP `state_dict` gives shards."""

@@ -24,14 +24,14 @@ import torch
 
 from fastppo.data import fingerprint
 from fastppo.data.prompts import Prompts
-from fastppo.data.rows import shuffled
+from fastppo.data.rows import visited
 from fastppo.data.world import World
 from fastppo.functional.scalars import shown
 from fastppo.ppo.prompt_options import CurriculumOptions
 from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of
 from fastppo.rewards.loading import load_callable
 from fastppo.rewards.reading import columns_for, signature_of
-from fastppo.rewards.reward import plain_number
+from fastppo.rewards.reward import plain_values
 from fastppo.rewards.scorer import Scores
 from fastppo.run.signals import PhaseEndedError
 
@@ -51,18 +51,9 @@ class Chosen(NamedTuple):
     """Where the next iteration begins in the endless sequence of epochs."""
 
 
-def _plain(values: Any) -> Any:
-    """An array, a tensor or a list with scalars of theirs, or with numbers of a user's class, as a
-    list of Python's numbers."""
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, (list, tuple)):
-        return values
-    return [plain_number(value.item() if hasattr(value, "item") else value) for value in values]
-
-
 def checked_numbers(option_name: str, spec: str, values: Any, count: int) -> list[float]:
     """`count` finite numbers, of which weights are at least 0; raises ValueError for others."""
-    numbers = _plain(values)
+    numbers = plain_values(values, depth=2)
     if not isinstance(numbers, (list, tuple)) or len(numbers) != count:
         raise ValueError(
             f"{option_name}={spec}: expected a number for each of {count} prompts, got "
@@ -141,7 +132,7 @@ class Curriculum:
         columns = copy.deepcopy(columns_named)
         try:
             with CallOptions(say=self.say).put_back(f"{option_name}={spec}"):
-                numbers = call(lambda: _plain(function(prompts, **columns)))
+                numbers = call(lambda: plain_values(function(prompts, **columns), depth=2))
         except UserCodeError as error:
             place = place_of(error.__cause__)
             raise ValueError(f"{option_name}={spec} {error}{place}") from error
@@ -201,18 +192,14 @@ class Curriculum:
         self, position: int, count: int, seed: int, may_be_asked: Sequence[bool]
     ) -> tuple[list[int], int]:
         """The next `count` of the endless sequence that may be asked, and the place after them."""
+        key = None if self.order is None else self.order.__getitem__
+        following = visited(len(may_be_asked), position, seed, key)
         rows: list[int] = []
         while len(rows) < count:
-            epoch, offset = divmod(position, len(may_be_asked))
-            order = shuffled(len(may_be_asked), seed, epoch)
-            if self.order is not None:
-                order.sort(key=self.order.__getitem__)  # equal ones stay shuffled
-            for row in order[offset:]:
-                position += 1
-                if may_be_asked[row]:
-                    rows.append(row)
-                if len(rows) == count:
-                    break
+            row = next(following)
+            position += 1
+            if may_be_asked[row]:
+                rows.append(row)
         return rows, position
 
     def _drawn(self, count: int, seed: int, may_be_asked: Sequence[bool]) -> list[int]:

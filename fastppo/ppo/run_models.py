@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from fastppo.models import quantized
-from fastppo.models.adapters import add_adapters
+from fastppo.models.adapters import adapters_of
 from fastppo.models.device import cast_frozen, compute_dtype, is_empty
 from fastppo.models.policy import ActorCritic, LanguageModel
 from fastppo.models.pretrained import (
@@ -101,14 +101,7 @@ def make_policy(
         ValueError: the heads do not give the model's own logits; the value function does not fit;
             what fp16 trains is not in fp32.
     """
-    peft = None
-    if config.lora_rank > 0:
-        peft = add_adapters(
-            causal_lm,
-            rank=config.lora_rank,
-            alpha=config.lora_alpha,
-            target_modules=config.lora_target_modules,
-        )
+    peft = adapters_of(causal_lm, config)
     if config.gradient_checkpointing:
         checkpoint_activations(causal_lm)
     value_function = make_value_function(causal_lm, tokenizer, config, loader)

@@ -48,9 +48,6 @@ ridge: a head that is shrunk less may foresee the next batch worse than the mean
 ROWS = 512
 """States that are in fp64 at once."""
 
-SOLVER_COPIES = 3
-"""Of the moments, while a head is solved for: centred, with the ridge, decomposed."""
-
 NEGLIGIBLE = 1e-10
 """A variance of this share of the mean square is rounding: the states do not vary."""
 

@@ -230,18 +230,20 @@ def _plain(value: Any, depth: int) -> Any:
     if type(value) in (int, float):
         return value
     try:
-        return call(lambda: _read_plain(value, depth))
+        return call(lambda: plain_values(value, depth))
     except UserCodeError as error:
         raise ValueError(f"returned {type(value).__name__}, which {error} when read") from error
 
 
-def _read_plain(value: Any, depth: int) -> Any:
+def plain_values(value: Any, depth: int) -> Any:
+    """A number, or lists of them `depth` deep, as Python's own; raises whatever a user's class
+    does."""
     if depth == 0:
         return value
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, (list, tuple)):
         kind = tuple if isinstance(value, tuple) else list
-        return kind([_read_plain(item, depth - 1) for item in value])
+        return kind([plain_values(item, depth - 1) for item in value])
     return plain_number(value)
 
 

@@ -40,7 +40,7 @@ from transformers import (
 
 from fastppo.data import fingerprint
 from fastppo.data.rows import Rows, shuffled
-from fastppo.models.adapters import add_adapters
+from fastppo.models.adapters import adapters_of
 from fastppo.models.pretrained import (
     attention_implementation,
     check_vocabulary,
@@ -284,15 +284,7 @@ def train_reward_model(
             console,
             f"reward model on {len(data.train)} rows, {pairs} pairs; {held_pairs} pairs held out",
         )
-        peft = None
-        if config.lora_rank > 0:
-            peft = add_adapters(
-                model,
-                rank=config.lora_rank,
-                alpha=config.lora_alpha,
-                target_modules=config.lora_target_modules,
-                task_type="SEQ_CLS",
-            )
+        peft = adapters_of(model, config, task_type="SEQ_CLS")
         if config.gradient_checkpointing:
             checkpoint_activations(model)
         classifier = _Classifier(model)

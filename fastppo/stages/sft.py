@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from fastppo.data import fingerprint
 from fastppo.data.rows import Rows
-from fastppo.models.adapters import add_adapters
+from fastppo.models.adapters import adapters_of
 from fastppo.models.policy import LanguageModel
 from fastppo.models.pretrained import (
     check_vocabulary,
@@ -111,14 +111,7 @@ def train_sft(
         embeddings: Any = model.get_input_embeddings()
         check_vocabulary(tokenizer, len(embeddings.weight))
         before = fingerprint.of_model(model)
-        peft = None
-        if config.lora_rank > 0:
-            peft = add_adapters(
-                model,
-                rank=config.lora_rank,
-                alpha=config.lora_alpha,
-                target_modules=config.lora_target_modules,
-            )
+        peft = adapters_of(model, config)
         policy = LanguageModel(model, peft)
         policy.check_heads()
         limit = row_limit(model, config.max_length)
