@@ -149,7 +149,8 @@ def _gae(progress: run.Progress) -> Iterator[Claim]:
     yield Claim(f"{text} verl's", ratio.median, at_least=VERL_SPEED_UP, detail=detail)
 
 
-def _iteration(progress: run.Progress, options: trl_iteration.Options) -> Iterator[Claim]:
+def _iteration(progress: run.Progress) -> Iterator[Claim]:
+    options = trl_iteration.Options()
     text = (
         f"a PPO iteration of a tiny model ({options.batch} episodes of {options.prompt} + "
         f"{options.response} tokens, {options.epochs} epochs): episodes per second over TRL's"
@@ -169,17 +170,13 @@ def _iteration(progress: run.Progress, options: trl_iteration.Options) -> Iterat
     )
 
 
-def measure_claims(
-    progress: run.Progress = lambda line: None,
-    options: trl_iteration.Options | None = None,
-) -> list[Claim]:
+def measure_claims(progress: run.Progress) -> list[Claim]:
     """Measures all of them, about three minutes on two quiet cores."""
-    options = options or trl_iteration.Options()
     return [
         *_losses(progress),
         *_memory(progress),
         *_gae(progress),
-        *_iteration(progress, options),
+        *_iteration(progress),
     ]
 
 
