@@ -164,21 +164,30 @@ def _grpo() -> dict[str, Any]:
     return yaml.safe_load(block)
 
 
-def test_the_options_of_a_grpo_script_are_a_run(tmp_path: Path, capsys) -> None:
-    (tmp_path / "reward.py").write_text(
-        "def one(prompts, completions):\n    return [1.0] * len(prompts)\n"
-    )
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w1"}\n' * 8)
+def _check(folder: Path, reward: str) -> int:
+    """`fastppo check` of a GRPO script's options and the body of a reward."""
+    (folder / "reward.py").write_text(f"def own(completions, **columns):\n    {reward}\n")
+    (folder / "prompts.jsonl").write_text('{"prompt": "w1"}\n' * 8)
     run = {
-        "model": tiny.saved_model(tmp_path / "model"),
-        "prompts": str(tmp_path / "prompts.jsonl"),
-        "rewards": [f"{tmp_path / 'reward.py'}:one"],
-        "output_dir": str(tmp_path / "run"),
+        "model": tiny.saved_model(folder / "model"),
+        "prompts": str(folder / "prompts.jsonl"),
+        "rewards": [f"{folder / 'reward.py'}:own"],
+        "output_dir": str(folder / "run"),
     }
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump({**_grpo(), **run}))
-    assert cli.main(["check", "--config", str(file)]) == 0
+    (folder / "run.yaml").write_text(yaml.safe_dump({**_grpo(), **run}))
+    return cli.main(["check", "--config", str(folder / "run.yaml")])
+
+
+def test_the_options_of_a_grpo_script_are_a_run(tmp_path: Path, capsys) -> None:
+    assert _check(tmp_path, "return [1.0] * len(completions)") == 0
     assert "to 8 prompts; 1 optimiser step" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_reward_that_reads_trls_messages_is_told_what_completions_are(
+    tmp_path: Path, capsys
+) -> None:
+    assert _check(tmp_path, 'return [len(c[-1]["content"]) for c in completions]') == 1
+    assert "which takes lists, completions of texts, and returns" in capsys.readouterr().err
 
 
 def test_the_options_of_a_grpo_script_are_trls_defaults() -> None:

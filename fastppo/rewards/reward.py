@@ -360,8 +360,8 @@ def save_failure(path: Path | None, error: TermError, samples: Samples) -> str:
 
 
 EXPECTED = (
-    "expected {name}(prompts, completions, **columns), which takes lists and returns a list with a "
-    "reward for each completion"
+    "expected {name}(prompts, completions, **columns), which takes lists, completions of texts, "
+    "and returns a list with a reward for each completion"
 )
 """What a reward takes and returns."""
 

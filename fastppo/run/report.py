@@ -22,7 +22,7 @@ from fastppo.run.charts import Chart, Groups, Run, is_finite, make_charts, with_
 from fastppo.run.log import read_jsonl
 from fastppo.run.options import load_yaml
 from fastppo.run.verdict import critic_verdict, verdict
-from fastppo.run.watch import kind_of
+from fastppo.run.watch import advice, kind_of
 
 LINKED = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "config.yaml")
 """Files of a run that its report links to."""
@@ -276,6 +276,8 @@ class Warned(NamedTuple):
     when: str
     first: str
     last: str
+    advice: str
+    """What the first means and where a page helps, as the console says it."""
 
 
 def _warnings(records: list[dict[str, Any]]) -> list[Warned]:
@@ -291,7 +293,7 @@ def _warnings(records: list[dict[str, Any]]) -> list[Warned]:
         when = f"iteration {start}"
         if start != end:
             when = f"iterations {start} to {end}, {len(warned)} times"
-        rows.append(Warned(when, first, last if start != end else first))
+        rows.append(Warned(when, first, last if start != end else first, advice(first)))
     return rows
 
 
