@@ -5,8 +5,11 @@ can tell (that weights are complete, that prompts fit the context) is checked la
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,14 @@ from fastppo.data.rows import (
 )
 from fastppo.data.shards import shards_of
 from fastppo.functional import scalars
+from fastppo.functional.scalars import shown
 from fastppo.integrations.addresses import is_address
-from fastppo.models.names import check_model_name, context_of
+from fastppo.models.names import (
+    check_model_name,
+    check_tokenizer_files,
+    check_weight_files,
+    context_of,
+)
 from fastppo.ppo.processes import check_context, check_processes
 from fastppo.rewards.chat import SCHEME
 from fastppo.rewards.loading import FUNCTION, URL, match_function
@@ -33,6 +42,10 @@ from fastppo.rewards.reading import (
     read_signature,
 )
 from fastppo.rewards.reward import check_signature
+from fastppo.run.directory import check_no_run
+
+DEVICES = "auto, cpu, cuda, cuda:1, …"
+DEVICE = r"auto|cpu|cuda(:\d+)?"
 
 
 def check_train(config: Any) -> None:
@@ -45,7 +58,55 @@ def check_train(config: Any) -> None:
         match = FUNCTION.match(spec)
         if match is not None and match["where"].endswith(".py"):
             find_definition(match["where"], match["name"], option)
-    check_models(config)  # last: a name may be asked of the hub
+    if not config.resume:
+        check_no_run(config.output_dir)
+    check_packages(config)
+    if re.fullmatch(DEVICE, config.device) is None:
+        raise ValueError(
+            f"device must be {DEVICES}, got {shown(config.device)}, which is not supported"
+        )
+    check_models(config)  # late: a name may be asked of the hub
+    check_saved(config)
+    context = context_of(config.model)
+    if context is not None and config.max_new_tokens >= context:
+        raise ValueError(
+            f"max_new_tokens={config.max_new_tokens} leaves no room for a prompt in the context of "
+            f"{context} tokens"
+        )
+
+
+def check_packages(config: Any) -> None:
+    """Raises ImportError for a package that an option needs and that is not installed."""
+    needed = {
+        "rollout=vllm needs vllm": config.rollout == "vllm",
+        "lora_rank > 0 needs peft": config.lora_rank > 0,
+        "optimizer=adamw8bit needs torchao": config.optimizer == "adamw8bit",
+        f"quantization={config.quantization} needs bitsandbytes": config.quantization != "none",
+        "report_to=wandb needs wandb": "wandb" in config.report_to,
+    }
+    for sentence, is_needed in needed.items():
+        package = sentence.rpartition(" ")[2]
+        if is_needed and package not in sys.modules and find_spec(package) is None:
+            extra = '-e ".[vllm]"' if package == "vllm" else package
+            raise ImportError(f"{sentence}: pip install {extra}")
+
+
+def check_saved(config: Any) -> None:
+    """The files of PPO's models and of its reward models, as far as their names say."""
+    check_tokenizer_files(config.model)
+    check_weight_files(config.model)
+    if config.reference_model:
+        check_weight_files(config.reference_model, "reference_model")
+    critic = config.critic_model
+    if critic and critic.endswith(".safetensors"):
+        if not Path(critic).is_file():
+            raise ValueError(f"critic_model {critic}: there is no such file")
+    elif critic:
+        check_weight_files(critic, "critic_model")
+    for spec in (*config.rewards, *config.monitor_rewards, *config.reward_ensemble):
+        if match_function(spec) is None and not URL.match(spec):
+            check_tokenizer_files(spec, "reward")
+            check_weight_files(spec, "reward")
 
 
 def check_plan(

@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -275,7 +276,12 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     tiny.saved_model(tmp_path / "sft")
     Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny.PROMPTS))
     Path("rewards.py").write_text(REWARDS)
-    return {"model": "sft", "prompts": "prompts.jsonl", "rewards": "rewards.py:right"}
+    return {
+        "model": "sft",
+        "prompts": "prompts.jsonl",
+        "rewards": "rewards.py:right",
+        "max_new_tokens": "8",
+    }
 
 
 def _flags(options: dict[str, str]) -> list[str]:
@@ -296,14 +302,33 @@ EARLY = [
     ({"environment": "game.py:Game"}, "reset takes (self, prompt, price): missing a required"),
     ({"environment": "game.py:Game"}, "the columns of prompts.jsonl are: wanted"),
     ({"kl_coef": "-1"}, "kl_coef must be >= 0, got -1"),
+    ({"model": "no-weights"}, "model no-weights: no weights are there"),
+    ({"model": "no-tokenizer"}, "model no-tokenizer: no tokenizer is there"),
+    ({"value_model": "critic", "critic_model": "a.safetensors"}, "critic_model a.safetensors: "),
+    ({"rewards": "no-tokenizer"}, "reward no-tokenizer: no tokenizer is there"),
+    ({"output_dir": "begun"}, "begun holds a run already: resume it"),
+    ({"output_dir": "prompts.jsonl"}, "output_dir prompts.jsonl is a file"),
+    ({"output_dir": "prompts.jsonl/a"}, "cannot be made: prompts.jsonl is a file"),
+    ({"max_new_tokens": str(tiny.CONTEXT)}, "leaves no room for a prompt in the context of 64"),
+    ({"rollout": "vllm"}, "rollout=vllm needs vllm: pip install"),
+    ({"device": "xpu"}, "device must be auto, cpu, cuda, cuda:1, …, got 'xpu'"),
 ]
+"""Options, and what `fastppo train` says of them."""
+ROWS = [
+    ({"prompts": "odd.jsonl"}, "odd.jsonl, row 2: expected a prompt that is a string or a list"),
+    ({"eval_prompts": "odd.jsonl"}, "odd.jsonl, row 2: expected a prompt"),
+    ({"prompt_weights": "wanted"}, "prompt_weights=wanted, prompt 1: expected a finite number"),
+    ({"prompt_order": "hard"}, "prompt_order=hard: no such column of the prompts; there are"),
+    ({"max_turns": "4"}, "max_turns has an effect only with environment"),
+]
+"""What `fastppo check` says besides, as it reads all rows."""
 PLANS = [
     ({"prompt_tokens": "0"}, "prompt_tokens must be >= 1, got 0"),
     ({"memory": "0"}, "memory must be > 0, got 0.0"),
     ({"shard_size": "8"}, "shard_size=8 shares the weights among several processes"),
     ({"processes": "6", "shard_size": "4"}, "shard_size must divide the 6 processes"),
     ({"processes": "2", "async_steps": "1"}, "2 processes: async_steps=1 is for one process"),
-    ({"prompt_tokens": "70"}, "prompts of 70 tokens and responses of 128 are longer than the"),
+    ({"prompt_tokens": "70"}, "prompts of 70 tokens and responses of 8 are longer than the"),
 ]
 
 
@@ -312,7 +337,14 @@ def test_inputs_are_checked_before_torch_is_imported(inputs: dict[str, str]) -> 
     Path("game.py").write_text(
         "class Game:\n    def reset(self, prompt, price): ...\n    def step(self, text): ...\n"
     )
+    shutil.copytree("sft", "no-weights", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree("sft", "no-tokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
+    Path("begun").mkdir()
+    Path("begun/metrics.jsonl").write_text('{"iteration": 0}\n')
+    odd = json.dumps(tiny.PROMPTS[0]) + '\n{"prompt": 5, "wanted": "w1"}\n'
+    Path("odd.jsonl").write_text(odd)
     commands = [["train", *_flags(inputs | options)] for options, _ in EARLY]
+    commands += [["check", *_flags(inputs | options)] for options, _ in ROWS]
     commands += [["plan", *_flags(inputs | options)] for options, _ in PLANS]
     others = {
         ("report", "runs/absent"): "runs/absent: there is no such directory",
@@ -330,7 +362,7 @@ def test_inputs_are_checked_before_torch_is_imported(inputs: dict[str, str]) -> 
     done = python("-c", code, json.dumps(commands), cwd=Path())
     codes = [2] * (len(commands) - 1) + [0]
     assert done.stdout.splitlines()[-1] == f"{codes} set()"
-    wanted = [says for _, says in EARLY + PLANS] + [*others.values()]
+    wanted = [says for _, says in EARLY + ROWS + PLANS] + [*others.values()]
     for line, says in zip(done.stderr.splitlines(), wanted, strict=True):
         assert says in line
 
@@ -368,7 +400,9 @@ def test_a_path_in_yaml_is_relative_to_the_working_directory(inputs, capsys) -> 
     Path("configs").mkdir()
     Path("configs/beside.jsonl").write_text('{"prompt": "w1", "wanted": "w7"}\n')
     file = Path("configs/run.yaml")
-    file.write_text("model: sft\nprompts: prompts.jsonl\nrewards: [rewards.py:right]\n")
+    file.write_text(
+        "model: sft\nprompts: prompts.jsonl\nrewards: [rewards.py:right]\nmax_new_tokens: 8\n"
+    )
     assert cli.main(["check", "--config", str(file)]) == 0
     assert cli.main(["check", "--config", str(file), "--prompts", "beside.jsonl"]) == 2
     said = capsys.readouterr().err
@@ -376,7 +410,7 @@ def test_a_path_in_yaml_is_relative_to_the_working_directory(inputs, capsys) -> 
 
 
 def test_check_says_what_would_be_run_and_loads_no_model(inputs, capsys, monkeypatch) -> None:
-    (Path("sft") / "model.safetensors").unlink()
+    (Path("sft") / "model.safetensors").write_bytes(b"")  # of which nothing loads
     assert cli.main(["check", *_flags(inputs | {"kl_coef": "0.1"})]) == 0
     shown = capsys.readouterr().out
     assert f"prompts.jsonl, {len(tiny.PROMPTS)} rows with prompt, wanted" in shown
@@ -404,7 +438,7 @@ def test_check_of_a_run_that_goes_on_leaves_it_as_it_is(inputs, capsys) -> None:
     ],
 )
 def test_a_reward_is_tried_before_a_model_is_loaded(reward, says, inputs, capsys) -> None:
-    (Path("sft") / "model.safetensors").unlink()
+    (Path("sft") / "model.safetensors").write_bytes(b"")  # of which nothing loads
     options = inputs | {"rewards": f"rewards.py:{reward}"}
     assert cli.main(["train", *_flags(options), "--device", "cpu"]) == 1
     said = capsys.readouterr().err

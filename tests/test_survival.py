@@ -231,10 +231,10 @@ def test_a_second_run_in_a_directory_is_refused_before_it_loads_a_model(
     first = command_line.start(folder.flags(iterations=1), log)
     assert command_line.wait_for(ready.exists, first), log.read_text()
     hollow = folder.path / "hollow"
-    hollow.mkdir()
-    shutil.copy(Path(folder.model) / "config.json", hollow)
+    shutil.copytree(folder.model, hollow)
+    (hollow / "model.safetensors").write_bytes(b"")
     for options in ({}, {"resume": True}):
-        # Weights that are not there would be complained of, were they read.
+        # Weights that do not load would be complained of, were they read.
         code, said = run(iterations=1, model=hollow, **options)
         assert code == 2
         assert f"another run is using {folder.run}: process {first.pid} on " in said

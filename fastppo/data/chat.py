@@ -42,6 +42,19 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]], where: str, **op
         raise DataError(f"{where}: the chat template refuses it: {error}") from error
 
 
+def check_prompt(prompt: Any, where: str) -> None:
+    """Raises DataError for a prompt that is empty, or neither a text nor messages."""
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise DataError(f"{where}: the prompt is empty")
+        check_text(prompt, where)
+    elif not is_chat(prompt):
+        raise DataError(
+            f"{where}: expected a prompt that is a string or a list of {{role, content}} messages, "
+            f"got {_description(prompt)}"
+        )
+
+
 def encode_prompt(prompt: Any, tokenizer: Any, where: str, **options: Any) -> list[int]:
     """Ids of one prompt, to be continued: a string, or messages with the generation prompt.
 
@@ -53,23 +66,16 @@ def encode_prompt(prompt: Any, tokenizer: Any, where: str, **options: Any) -> li
         DataError: it is empty or of another type, the tokenizer makes no tokens of it, or the chat
             template has no place for it.
     """
+    check_prompt(prompt, where)
     if isinstance(prompt, str):
-        if not prompt.strip():
-            raise DataError(f"{where}: the prompt is empty")
-        check_text(prompt, where)
         ids = list(tokenizer(prompt)["input_ids"])
         plain = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         if _ends(ids, tokenizer.eos_token_id) > _ends(plain, tokenizer.eos_token_id):
             ids.pop()  # some tokenizers end every text; a prompt is to be continued
-    elif is_chat(prompt):
+    else:
         text = render_chat(tokenizer, prompt, where, add_generation_prompt=True, **options)
         check_text(text, where)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    else:
-        raise DataError(
-            f"{where}: expected a prompt that is a string or a list of {{role, content}} messages, "
-            f"got {_description(prompt)}"
-        )
     if not ids:
         name = tokenizer.name_or_path or type(tokenizer).__name__
         raise DataError(f"{where}: the tokenizer {name} makes no tokens of {shown(prompt)}")

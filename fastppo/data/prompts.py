@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastppo.data import fingerprint
-from fastppo.data.chat import encode_prompt
+from fastppo.data.chat import check_prompt, encode_prompt
 from fastppo.data.rows import DataError, Rows, check_prompt_column, column_names
 
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
@@ -43,6 +43,24 @@ class Prompts:
         )
 
 
+def check_prompts(rows: Rows, column: str, source: str) -> None:
+    """Checks rows as far as no tokenizer is needed.
+
+    Raises:
+        DataError: a row without the column, an empty prompt or one of another type, with the row's
+            number; a column with a name that rewards have for something else.
+    """
+    check_prompt_column(rows[0], column, source)
+    names = column_names(rows, column)
+    for reserved in RESERVED_COLUMNS:
+        if reserved in names:
+            raise DataError(
+                f"{source}: no column may be called {reserved!r}, an argument that every reward has"
+            )
+    for number, row in enumerate(rows, 1):
+        check_prompt(row.get(column), f"{source}, row {number}")
+
+
 def encode_prompts(
     rows: Rows,
     tokenizer: Any,
@@ -60,14 +78,9 @@ def encode_prompts(
         DataError: a row without the column, an empty prompt, one of another type, or one that is
             too long, each with the row's number.
     """
-    check_prompt_column(rows[0], column, source)
+    check_prompts(rows, column, source)
     prompts = Prompts([], [])
     names = column_names(rows, column)
-    for reserved in RESERVED_COLUMNS:
-        if reserved in names:
-            raise DataError(
-                f"{source}: no column may be called {reserved!r}, an argument that every reward has"
-            )
     columns: dict[str, list[Any]] = {name: [] for name in names}
     for number, row in enumerate(rows, 1):
         prompt = row.get(column)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from fastppo.data.files import MissingPathError
@@ -10,6 +11,13 @@ from fastppo.data.rows import is_missing_path
 
 HUB_SECONDS = 10.0
 """In which the hub says whether it has a model. Loading asks five times, with pauses."""
+
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+"""A directory with a tokenizer has at least one of these."""
+
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+"""And one with weights one of these."""
 
 
 def check_model_name(name: str, what: str = "model") -> None:
@@ -47,6 +55,29 @@ def check_model_name(name: str, what: str = "model") -> None:
             f"{what} {name} is a checkpoint; `fastppo export {name} OUT` writes its policy"
         )
     raise ValueError(f"{what} {name}: no config.json there; expected what save_pretrained writes")
+
+
+def check_tokenizer_files(name: str, what: str = "model") -> None:
+    """Raises ValueError for a directory without a tokenizer."""
+    if not _has_one_of(name, TOKENIZER_FILES):
+        raise ValueError(
+            f"{what} {name}: no tokenizer is there; save it beside the model by "
+            f"tokenizer.save_pretrained({name!r})"
+        )
+
+
+def check_weight_files(name: str, what: str = "model") -> None:
+    """Raises ValueError for a directory without weights."""
+    if not _has_one_of(name, WEIGHT_FILES):
+        raise ValueError(
+            f"{what} {name}: no weights are there; expected what save_pretrained writes"
+        )
+
+
+def _has_one_of(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a directory has such a file; true of a name of the hub."""
+    path = Path(name)
+    return not path.is_dir() or any(any(path.glob(pattern)) for pattern in patterns)
 
 
 def _check_hub(name: str, what: str) -> None:

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from fastppo.functional.scalars import shown
-from fastppo.models.names import check_model_name
+from fastppo.models.names import check_model_name, check_tokenizer_files
 
 
 def model_config(name: str, what: str = "model") -> Any:
@@ -135,19 +135,10 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
-"""A directory with a tokenizer has at least one of these."""
-
-
 def load_tokenizer(name: str, what: str = "model") -> Any:
     """The tokenizer of a directory or hub name; raises ValueError if there is none."""
     model_config(name, what)  # a wrong name is not a missing tokenizer
-    path = Path(name)
-    if path.is_dir() and not any(any(path.glob(pattern)) for pattern in TOKENIZER_FILES):
-        raise ValueError(
-            f"{what} {name}: no tokenizer is there; save it beside the model by "
-            f"tokenizer.save_pretrained({name!r})"
-        )
+    check_tokenizer_files(name, what)
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # the tokenizers' own have no kind but this

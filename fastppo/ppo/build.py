@@ -37,7 +37,7 @@ from fastppo.ppo.curriculum import Curriculum
 from fastppo.ppo.evaluation import Evaluation
 from fastppo.ppo.optimizer import make_optimizer
 from fastppo.ppo.processes import check_processes
-from fastppo.ppo.rehearsal import PromptRows, check_terms, read_rows, try_terms
+from fastppo.ppo.rehearsal import PromptRows, check_curriculum, check_terms, read_rows, try_terms
 from fastppo.ppo.run_models import ModelLoader, make_policy, make_reference, shortest_context
 from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.chat import Agent
@@ -144,6 +144,7 @@ def build(
         device=device,
     )
     check_terms(config, reward_terms.all, reward_terms.environment, rows)
+    check_curriculum(config, rows)
     check_port(reward_terms.environment, world)
     calls = CallOptions(config.reward_timeout, say)
     failure_file = Path(config.output_dir) / "failed_reward.json"

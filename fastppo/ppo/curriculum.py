@@ -16,7 +16,6 @@ checkpoint holds. Every rank has the same scores, and so the same prompts.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from fastppo.data import fingerprint
 from fastppo.data.prompts import Prompts
 from fastppo.data.rows import visited
 from fastppo.data.world import World
-from fastppo.functional.scalars import shown
+from fastppo.ppo.prompt_numbers import checked_numbers, column_numbers
 from fastppo.ppo.prompt_options import CurriculumOptions
 from fastppo.rewards.calling import CallOptions, UserCodeError, call, place_of
 from fastppo.rewards.loading import load_callable
@@ -49,25 +48,6 @@ class Chosen(NamedTuple):
     """The prompt's row, for each response in order."""
     position: int
     """Where the next iteration begins in the endless sequence of epochs."""
-
-
-def checked_numbers(option_name: str, spec: str, values: Any, count: int) -> list[float]:
-    """`count` finite numbers, of which weights are at least 0; raises ValueError for others."""
-    numbers = plain_values(values, depth=2)
-    if not isinstance(numbers, (list, tuple)) or len(numbers) != count:
-        raise ValueError(
-            f"{option_name}={spec}: expected a number for each of {count} prompts, got "
-            f"{shown(values)}"
-        )
-    is_weight = option_name == "prompt_weights"
-    for row, number in enumerate(numbers, 1):
-        is_number = isinstance(number, (int, float)) and abs(number) <= sys.float_info.max
-        if not is_number or (is_weight and number < 0):
-            wanted = "a finite number >= 0" if is_weight else "a finite number"
-            raise ValueError(
-                f"{option_name}={spec}, prompt {row}: expected {wanted}, got {shown(number)}"
-            )
-    return [float(number) for number in numbers]
 
 
 class Curriculum:
@@ -98,8 +78,6 @@ class Curriculum:
         world = world or World()
         self.order = self._load("prompt_order", options.prompt_order, world)
         self.weights = self._load("prompt_weights", options.prompt_weights, world)
-        if self.weights is not None and not any(self.weights):
-            raise ValueError(f"prompt_weights={options.prompt_weights}: every weight is 0")
 
     def _load(self, option_name: str, spec: str | None, world: World) -> list[float] | None:
         """The number of each prompt, of a column or a function; None where the option is not set.
@@ -110,15 +88,10 @@ class Curriculum:
         if not spec:
             return None
         columns = self.prompts.columns
-        if spec in columns:
+        if spec in columns or ":" not in spec:
             # What the column holds is in the fingerprint of the prompts.
             self.fingerprints[option_name] = fingerprint.of_text(spec)
-            return checked_numbers(option_name, spec, columns[spec], len(self.prompts))
-        if ":" not in spec:
-            names = ", ".join(columns) or "none"
-            raise ValueError(
-                f"{option_name}={spec}: no such column of the prompts; there are {names}"
-            )
+            return column_numbers(option_name, spec, columns)
         term = load_callable(spec, option_name)
         self.fingerprints[option_name] = term.fingerprint
         return world.first(lambda: self._call(option_name, spec, term.function))

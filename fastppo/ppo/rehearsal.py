@@ -15,9 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fastppo.data.prompts import check_prompts
 from fastppo.data.rows import Rows, column_names
 from fastppo.integrations.addresses import load_prompts
 from fastppo.ppo.config import PPOConfig
+from fastppo.ppo.prompt_numbers import column_numbers
 from fastppo.rewards.calling import CallOptions
 from fastppo.rewards.chat import Agent
 from fastppo.rewards.loading import load_environment, make_terms, match_function
@@ -59,16 +61,17 @@ def check_terms(
     environment: RewardTerm | None,
     rows: PromptRows,
 ) -> None:
-    """Checks that rewards and environment can be called with the columns of the prompts.
+    """Checks the prompts, and that rewards and environment can be called with their columns.
 
     Raises:
-        DataError: a reward needs a column that is not there.
+        DataError: a prompt cannot be used; a reward needs a column that is not there.
         ValueError: one has no room for what it is given.
     """
     sources = ((rows.prompts, config.prompts), (rows.held_out, config.eval_prompts))
     for prompts, source in sources:
         if prompts is None:
             continue
+        check_prompts(prompts, config.prompt_column, source or "prompts")
         columns = column_names(prompts, config.prompt_column)
         for term in rewards:
             signature = signature_of(term.function)
@@ -119,9 +122,23 @@ def rehearse(config: PPOConfig) -> PromptRows:
     rows = read_rows(config)
     specs = (*config.rewards, *config.monitor_rewards)
     rewards = make_terms([spec for spec in specs if match_function(spec)])
-    check_terms(config, rewards, load_environment(config.environment), rows)
+    environment = load_environment(config.environment)
+    config.have_effect_only("max_turns", where=environment, needs="environment")
+    check_terms(config, rewards, environment, rows)
+    check_curriculum(config, rows)
     try_terms(config, rewards, rows, CallOptions(config.reward_timeout))
     return rows
+
+
+def check_curriculum(config: PPOConfig, rows: PromptRows) -> None:
+    """Raises ValueError where `prompt_order` or `prompt_weights` is a column that is not there, or
+    has no numbers."""
+    names = column_names(rows.prompts or (), config.prompt_column)
+    for option in ("prompt_order", "prompt_weights"):
+        spec = getattr(config, option)
+        if rows.prompts is not None and spec and (spec in names or ":" not in spec):
+            columns = {name: [row.get(name) for row in rows.prompts] for name in names}
+            column_numbers(option, spec, columns)
 
 
 def show(config: PPOConfig, rows: PromptRows, console: Console) -> None:

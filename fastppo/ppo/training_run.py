@@ -26,8 +26,9 @@ from fastppo.ppo.metrics import PhaseTimer, sample_records, status
 from fastppo.rollout import RolloutError
 from fastppo.run.checkpoint import random_state, restore_random_state
 from fastppo.run.console import lasting_console
+from fastppo.run.directory import check_no_run
 from fastppo.run.lock import run_lock
-from fastppo.run.log import SharedLog, check_no_run, read_jsonl
+from fastppo.run.log import SharedLog, read_jsonl
 from fastppo.run.progress import progress
 from fastppo.run.report import write_report
 from fastppo.run.signals import PhaseEndedError, StopRequest, listening

@@ -103,7 +103,7 @@ def run_recipe(
     """
     from fastppo.ppo.build import world_of
     from fastppo.ppo.trainer import PPOTrainer
-    from fastppo.run.log import check_no_run
+    from fastppo.run.directory import check_no_run
 
     console = Console(stderr=True)
     world = world_of(config)

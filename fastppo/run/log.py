@@ -151,28 +151,6 @@ def why_ended(run_dir: str | Path) -> str:
     return str(parts[-1].get("ended", "")) if parts else ""
 
 
-def check_no_run(run_dir: str | Path) -> None:
-    """Raises ValueError where a run has left records, or something is there that is no directory.
-
-    A run that failed before its first record leaves nothing that is worth keeping.
-    """
-    run_dir = Path(run_dir)
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ValueError(f"output_dir {run_dir} is a file")
-    if holds_run(run_dir):
-        raise ValueError(
-            f"{run_dir} holds a run already: resume it with `resume: true`, or choose another "
-            "output_dir"
-        )
-
-
-def holds_run(run_dir: str | Path) -> bool:
-    """Whether a run has left records or checkpoints there."""
-    records = Path(run_dir) / "metrics.jsonl"
-    left = records.exists() and records.stat().st_size > 0
-    return left or any(Path(run_dir).glob("checkpoint-*"))
-
-
 def short_names(paths: Sequence[str | Path]) -> list[str]:
     """The shortest distinct ends of the paths: `a/policy`, `b/policy`."""
     parts = [Path(path).parts or (str(path),) for path in paths]

@@ -43,9 +43,9 @@ from fastppo.models.trunk import context_length
 from fastppo.run import manifest
 from fastppo.run.checkpoint import CHECKPOINTS_KEPT, checkpoints, failed, readable, resumable
 from fastppo.run.console import lasting_console
+from fastppo.run.directory import check_no_run
 from fastppo.run.identity import of_run
 from fastppo.run.lock import check_still_held, run_lock
-from fastppo.run.log import check_no_run
 from fastppo.run.progress import progress, say
 from fastppo.run.signals import listening
 from fastppo.stages.callbacks import Interruptions, ProgressBar, Records

@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fastppo.run.directory import check_no_run, holds_run
 from fastppo.run.events import EventFile
-from fastppo.run.log import RunLog, check_no_run, cut, holds_run, read_jsonl, short_names
+from fastppo.run.log import RunLog, cut, read_jsonl, short_names
 from fastppo.run.options import Options, option
 from fastppo.run.progress import progress
 from fastppo.run.report import write_report
