@@ -307,11 +307,14 @@ class Turns:
         """What the chat template writes after the policy's last token, up to its next turn."""
         if isinstance(observation, str):
             observation = [{"role": "user", "content": observation}]
-        marked = [*episode.prompt, {"role": "assistant", "content": MARK}, *observation]
+        mark = MARK
+        while mark in str(observation):
+            mark += MARK[-1]
+        marked = [*episode.prompt, {"role": "assistant", "content": mark}, *observation]
         options = {"add_generation_prompt": True, **self._template_options}
         rendered = render_chat(self.tokenizer, marked, where, **options)
-        _, mark, text = rendered.rpartition(MARK)
-        if not mark:
+        _, found, text = rendered.rpartition(mark)
+        if not found:
             raise DataError(f"{where}: the chat template leaves out an assistant's message")
         last_token = self.tokenizer.decode(episode.tokens[-1:])
         if episode.tokens[-1] in stop_token_ids and text.lstrip().startswith(last_token):

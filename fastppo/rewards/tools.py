@@ -44,6 +44,9 @@ RAISED = "raised"
 OUTCOMES = (ANSWERED, UNKNOWN, MALFORMED, RAISED)
 """What may become of a call."""
 
+UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+"""Kinds of parameters that no call can give."""
+
 JSON_FORM = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<tool_call>",
@@ -150,7 +153,7 @@ class ToolForm:
             else:
                 message = self.tokenizer.parse_response(ids, prefix=prompt_ids, tools=self.schemas)
             return ToolTurn([_as_call(parsed) for parsed in message.get("tool_calls") or ()])
-        except (ValueError, TypeError, KeyError) as error:  # whatever a parser makes of such a text
+        except Exception as error:  # whatever a parser makes of such a text
             return ToolTurn((), str(error))
 
 
@@ -188,7 +191,7 @@ class Tools:
         self.functions = _tool_functions(kind)
         given = getattr(kind, "tool_schemas", {})
         self.schemas = [
-            given[name] if name in given else _schema(function)
+            given[name] if name in given else _schema(name, function)
             for name, function in self.functions.items()
         ]
         self.pays = hasattr(kind, "get_reward")
@@ -223,19 +226,21 @@ def _tool_functions(kind: type) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _schema(function: Callable[..., Any]) -> dict[str, Any]:
+def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     """The JSON schema of a tool."""
     # Slow to import; options are read without it.
     from transformers.utils import get_json_schema
-    from transformers.utils.chat_template_utils import (
-        DocstringParsingException,
-        TypeHintParsingException,
-    )
 
+    for parameter in inspect.signature(function).parameters.values():
+        is_self = parameter.name == "self"
+        if parameter.kind in UNNAMED and not is_self:
+            raise ValueError(
+                f"tool {name!r}: calls give arguments by name, so it can have no {parameter}"
+            )
     try:
         return get_json_schema(function)
-    except (DocstringParsingException, TypeHintParsingException, TypeError) as error:
-        raise ValueError(f"tool {function.__name__!r}: {error}") from error
+    except Exception as error:  # its own, and whatever a type hint raises when it is looked up
+        raise ValueError(f"tool {name!r}: {error}") from error
 
 
 class _Episode:
@@ -352,7 +357,14 @@ def _answers(turn: ToolTurn, messages: list[dict[str, Any]]) -> tuple[Any, float
 
 
 def _message(name: str, returned: Any, outcome: str) -> dict[str, Any]:
-    return {"role": "tool", "name": name, "content": str(returned), "outcome": outcome}
+    content = _encodable(str(returned))
+    return {"role": "tool", "name": _encodable(name), "content": content, "outcome": outcome}
+
+
+def _encodable(text: str) -> str:
+    """The text without halves of surrogate pairs, which a policy may write into JSON, and which no
+    tokenizer takes."""
+    return text.encode(errors="replace").decode()
 
 
 def _error(name: str, sentence: str, outcome: str) -> dict[str, Any]:

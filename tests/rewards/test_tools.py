@@ -18,7 +18,7 @@ from fastppo.inputs import check_prompts
 from fastppo.ppo.config import PPOConfig
 from fastppo.ppo.metrics import turn_metrics
 from fastppo.rewards.calling import CallOptions
-from fastppo.rewards.environment import Turns
+from fastppo.rewards.environment import MARK, Turns
 from fastppo.rewards.loading import load_environment
 from fastppo.rewards.reward import RewardError
 from fastppo.rewards.tools import is_tool_class
@@ -118,6 +118,9 @@ def test_methods_are_called_and_their_results_are_messages_that_the_policy_did_n
         (_call("[1]"), "malformed", "The arguments of a call must be an object"),
         (_call('{"thing": 1}'), "malformed", "missing a required argument: 'item'"),
         (_call('{"item": "none"}'), "raised", "'none'"),
+        # What a policy may write by chance, and must not end the run.
+        (f"<tool_call>{'[' * 5000}", "malformed", "maximum recursion depth"),
+        (_call("{}", name=MARK), "unknown", f"Tool {MARK} not found."),
     ],
 )
 def test_a_call_that_fails_is_told_to_the_policy_and_counted(
@@ -131,6 +134,23 @@ def test_a_call_that_fails_is_told_to_the_policy_and_counted(
     metrics = turn_metrics(rollout)
     wanted = dict.fromkeys(("answered", "unknown", "malformed", "raised"), 0.0) | {outcome: 1.0}
     assert {name: metrics[f"tools/{name}"] for name in wanted} == wanted
+
+
+def test_half_a_surrogate_pair_that_the_policy_wrote_comes_back_as_a_character() -> None:
+    """JSON has a form for it, and no tokenizer takes it."""
+
+    class Echo(Shop):
+        def echo(self, item: str) -> str:
+            """Says it.
+
+            Args:
+                item: what
+            """
+            return item
+
+    rollout, read = _play(Echo, [_call('{"item": "a\\ud800"}', name="echo"), "So."])
+    assert rollout.calls == [["answered"]]
+    assert read[1].endswith("<tool>a?<eos><assistant>")
 
 
 def test_a_class_says_which_exceptions_of_a_tool_stop_the_run() -> None:
@@ -245,13 +265,22 @@ def test_which_classes_are_tools() -> None:
     assert not is_tool_class(lambda: Shop())
 
 
-def test_a_tool_that_nothing_describes_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        ("price(self, item: str): ...", "has no docstring"),
+        ("price(self, item: 'Item'):\n        'The price.'", "name 'Item' is not defined"),
+        ("price(self, *items: str):\n        'The price.'", r"by name, .* no \*items: str"),
+        ("price(self, item: str, /):\n        'The price.'", "by name, .* no item: str"),
+    ],
+)
+def test_a_tool_that_cannot_be_described_or_called_is_refused(
+    method: str, sentence: str, tmp_path: Path
+) -> None:
     file = tmp_path / "mine.py"
-    file.write_text(
-        "class Mine:\n    def reset(self, **row): ...\n    def price(self, item: str): ...\n"
-    )
+    file.write_text(f"class Mine:\n    def reset(self, **row): ...\n    def {method}\n")
     config = PPOConfig(prompts=str(tmp_path / "prompts.jsonl"), environment=f"{file}:Mine")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "item": "tea"}\n')
     check_prompts(config)  # the row fits
-    with pytest.raises(ValueError, match=r"environment .*:Mine: .*price.* no docstring"):
+    with pytest.raises(ValueError, match=rf"environment .*:Mine: tool 'price': .*{sentence}"):
         load_environment(config.environment)
