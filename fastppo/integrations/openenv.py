@@ -40,6 +40,8 @@ REFUSED = "(code: VALIDATION_ERROR)"
 """How the client's error ends where the server's action has other fields or types."""
 FULL = "(code: CAPACITY_REACHED)"
 """How it ends where no session is free."""
+NOTHING = '""'
+"""What the policy reads of an empty text, which has no tokens of its own."""
 SAID_APART = ("done", "reward", "metadata")
 """Fields of an observation that are not for the policy to read."""
 
@@ -60,7 +62,7 @@ def load_environment(target: str) -> Callable[[], OpenEnv]:
     def make() -> OpenEnv:
         return OpenEnv(
             GenericEnvClient(base_url=url),
-            action=json.loads if action is None else lambda text: {action: text},
+            action=_as_action if action is None else lambda text: {action: text},
             observation=functools.partial(_read, field=observation),
         )
 
@@ -73,7 +75,7 @@ class OpenEnv:
 
     Args:
         client: of the server; each environment needs one of its own.
-        action: from the policy's text to an action.
+        action: from the policy's text to an action; raises ValueError for a text that is none.
         observation: from an observation to a text or chat messages.
     """
 
@@ -111,12 +113,18 @@ class OpenEnv:
         """The policy's turn. A connection that is lost takes the episode with it; a text that is no
         action does not."""
         try:
-            result = await self.client.step(self.action(text))
-        except (json.JSONDecodeError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and REFUSED not in str(error):
+            action = self.action(text)
+        except (ValueError, RecursionError) as error:  # the second of JSON that nests too deep
+            return _refusal(error)
+        try:
+            result = await self.client.step(action)
+        except RuntimeError as error:
+            if REFUSED not in str(error):
                 raise
-            return json.dumps({"error": f"no action: {error}"}), 0.0, False
-        return self.observation(result.observation), float(result.reward or 0.0), bool(result.done)
+            return _refusal(error)
+        said = self.observation(result.observation)
+        reward = float(result.reward or 0.0)
+        return NOTHING if said == "" else said, reward, bool(result.done)
 
     async def state(self) -> Any:
         """The server's state of the episode."""
@@ -142,6 +150,19 @@ def _text_field(schema: dict[str, Any]) -> str | None:
     if len(required) == 1 and schema["properties"][required[0]].get("type") == "string":
         return required[0]
     return None
+
+
+def _as_action(text: str) -> dict[str, Any]:
+    """An action that the policy wrote as JSON."""
+    action = json.loads(text)
+    if not isinstance(action, dict):
+        raise ValueError(f"expected a JSON object, got {text}")
+    return action
+
+
+def _refusal(error: Exception) -> tuple[str, float, bool]:
+    """The answer to a text that is no action."""
+    return json.dumps({"error": f"no action: {error}"}, ensure_ascii=False), 0.0, False
 
 
 def _read(observation: dict[str, Any], field: str | None) -> Any:

@@ -110,19 +110,37 @@ def test_a_text_that_is_no_action_is_answered_with_why_and_the_episode_goes_on()
 
         async def play() -> list[tuple[str, float, bool]]:
             await environment.reset("w1", seed=3)
-            said = [await environment.step(text) for text in ("w3", '{"no": 1}', '{"number": 3}')]
+            texts = ("w3", "3", "[" * 5000, '{"no": 1}', '{"number": 3}')
+            said = [await environment.step(text) for text in texts]
             await environment.close()
             return said
 
-        no_json, other_fields, right = asyncio.run(play())
+        no_json, no_object, too_deep, other_fields, right = asyncio.run(play())
     assert no_json == (
         '{"error": "no action: Expecting value: line 1 column 1 (char 0)"}',
         0,
         False,
     )
+    assert no_object == ('{"error": "no action: expected a JSON object, got 3"}', 0, False)
+    assert "recursion" in too_deep[0]
     assert "Invalid message" in other_fields[0]
     assert other_fields[1:] == (0.0, False)
     assert right == ("w32", 1.0, True)
+
+
+def test_an_empty_observation_is_read_as_json_since_an_empty_text_has_no_tokens(
+    address: str,
+) -> None:
+    environment = load_environment(address)()
+
+    async def play() -> tuple[str, float, bool]:
+        await environment.reset("w1", seed=3)
+        environment.observation = lambda seen: ""
+        said = await environment.step("w1")
+        await environment.close()
+        return said
+
+    assert asyncio.run(play()) == ('""', 0.0, False)
 
 
 def _train(address: str, folder: Path) -> int:
