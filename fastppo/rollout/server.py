@@ -68,6 +68,9 @@ CONCURRENCY = 256
 TOKEN = "VLLM_API_KEY"
 """Environment variable with the servers' key, by vLLM's own name."""
 
+BUSY = (408, 429)
+"""Statuses below 500 that ask for the same request later."""
+
 LONGEST_REFUSAL = 500
 """Characters that are shown of what a server says is wrong."""
 
@@ -138,20 +141,24 @@ class ServerEngine(RolloutEngine):
         """Draws one response per prompt. `logprobs` are None where sampling is restricted.
 
         Raises:
-            RolloutError: a server does not answer any more, or the engine was closed meanwhile.
-            ValueError: a prompt is empty, or a server refuses the weights or a request.
+            RolloutError: a server does not answer any more, refuses the weights or a request, or
+                answers what cannot be trained on; or the engine was closed meanwhile.
+            ValueError: a prompt is empty.
         """
         check_prompts(prompt_ids)
         assert self.handover is not None
-        choices = self._complete(_requests(prompt_ids, sampling), self.handover)
-        with _protocol("a server of rollout_urls"):
-            rollout = as_rollout(
-                tokens=[list(choice["token_ids"]) for choice in choices],
-                finish_reasons=[choice["finish_reason"] for choice in choices],
-                sampler_logprobs=[_logprobs(choice) for choice in choices],
-                sampling=sampling,
-            )
-        check_rollout(rollout, self.vocabulary, sampling.max_new_tokens)
+        try:
+            choices = self._complete(_requests(prompt_ids, sampling), self.handover)
+            with _protocol("a server of rollout_urls"):
+                rollout = as_rollout(
+                    tokens=[list(choice["token_ids"]) for choice in choices],
+                    finish_reasons=[choice["finish_reason"] for choice in choices],
+                    sampler_logprobs=[_logprobs(choice) for choice in choices],
+                    sampling=sampling,
+                )
+            check_rollout(rollout, self.vocabulary, sampling.max_new_tokens)
+        except ValueError as error:
+            raise RolloutError(str(error)) from error
         return replace(rollout, versions=[self.handover.version] * len(choices))
 
     def _complete(self, requests: list[dict[str, Any]], handover: Handover) -> list[dict[str, Any]]:
@@ -342,7 +349,7 @@ class Server:
         content = self._send(path, body)
         try:
             return json.loads(content)[name]
-        except (ValueError, TypeError, LookupError) as error:
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
             raise ValueError(
                 f"{self.url}{path} answered no JSON object with {name!r}: expected vLLM's server"
             ) from error
@@ -351,7 +358,7 @@ class Server:
         """What the server answers to a GET, or to a POST of a body.
 
         Raises:
-            _AwayError: it does not answer, or with a status of 500 or above.
+            _AwayError: it does not answer, or with a status of `BUSY`, or of 500 or above.
             ValueError: it answers with another status than 200.
         """
         data = None if body is None else json.dumps(body).encode()
@@ -366,7 +373,7 @@ class Server:
         except urllib.error.HTTPError as error:
             with error:
                 text = error.read().decode(errors="replace")[:LONGEST_REFUSAL]
-            if error.code >= 500:  # of the server, or of what stands before one that is starting
+            if error.code >= 500 or error.code in BUSY:  # or of what stands before the server
                 raise _AwayError(f"{path} answered {error.code}: {text}") from error
             hint = NOT_FOUND if error.code == 404 else ""
             raise ValueError(f"{self.url}{path} answered {error.code}: {text}{hint}") from error

@@ -34,7 +34,14 @@ from fastppo.data.world import World
 from fastppo.models.adapters import full_state, merged_state
 from fastppo.models.policy import LanguageModel
 from fastppo.models.sharding import full_tensor
-from fastppo.rollout import FINISHED, TRUNCATED, Rollout, RolloutEngine, Sampling
+from fastppo.rollout import (
+    FINISHED,
+    TRUNCATED,
+    Rollout,
+    RolloutEngine,
+    RolloutError,
+    Sampling,
+)
 from fastppo.rollout.prompts import check_prompts
 
 INSTALL = 'pip install -e ".[vllm]"'
@@ -207,11 +214,11 @@ def as_rollout(
     """What vLLM drew as `sampling` says. `logprobs` are None where sampling is restricted.
 
     Raises:
-        RuntimeError: a response ended for another reason than stop or length.
+        RolloutError: a response ended for another reason than stop or length.
     """
     for reason in finish_reasons:
         if reason not in (FINISHED, TRUNCATED):
-            raise RuntimeError(f"vLLM ended a response with {reason!r}; expected stop or length")
+            raise RolloutError(f"vLLM ended a response with {reason!r}; expected stop or length")
     # Those of softmax(z/T) over the whole vocabulary, unless sampling changed it.
     is_plain = not sampling.is_restricted and (not sampling.greedy or sampling.temperature == 1)
     return Rollout(

@@ -192,6 +192,18 @@ def test_a_server_that_dies_is_waited_for_and_then_there_is_a_checkpoint(
     assert [line["weights_version"] for line in records(resumed)] == [1, 2, 3]
 
 
+def test_a_server_that_goes_wrong_within_a_run_ends_it_with_a_checkpoint(
+    start: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def go_wrong() -> None:
+        monkeypatch.setattr(server, "_logprobs", lambda choice: torch.full((4,), torch.nan))
+
+    options = {**OPTIONS, "rollout_urls": [start().url]}
+    trainer = make_trainer(tmp_path, **options, rewards=[counting(2, go_wrong)])
+    with pytest.raises(RolloutError, match=r"finite logprob .*after 2 of 3 .*checkpoint-000002"):
+        trainer.train()
+
+
 @pytest.mark.slow
 def test_the_next_batch_may_be_drawn_while_this_one_is_learned_from(
     start: Callable[..., Running], tmp_path: Path
@@ -217,15 +229,17 @@ def test_a_server_that_dies_under_many_requests_is_waited_for_once(
     assert shown.getvalue().count("waiting for") == 1
 
 
+@pytest.mark.parametrize("status", [500, 429])
 @pytest.mark.usefixtures("impatient")
 def test_what_a_server_cannot_answer_is_asked_again_and_nothing_else(
-    start: Callable[..., Running], tmp_path: Path
+    status: int, start: Callable[..., Running], tmp_path: Path
 ) -> None:
     """And not for ever."""
     works = start()
-    fails = start(**{"v1/completions": 500})
+    fails = start(**{"v1/completions": status})
     trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[works.url, fails.url])
-    with pytest.raises(RolloutError, match=r"2 of 4 responses .* 5 times .*answered 500: a sent"):
+    sentence = rf"2 of 4 responses .* 5 times .*answered {status}: a sent"
+    with pytest.raises(RolloutError, match=sentence):
         trainer.engine.generate([[3]] * 4, trainer.sampling)
     asked = [each.log().count("/v1/completions") for each in (works, fails)]
     assert asked == [2, 2 * server.ROUNDS]
@@ -256,7 +270,7 @@ def test_a_server_that_is_none_of_vllms_is_a_sentence(
     status: int, sentence: str, start: Callable[..., Running], tmp_path: Path
 ) -> None:
     trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[start(weight_info=status).url])
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(RolloutError, match=sentence):
         trainer.train()
 
 
@@ -273,7 +287,7 @@ def test_a_response_that_cannot_be_trained_on_is_a_sentence(
     choice: dict[str, Any], sentence: str, start: Callable[..., Running], tmp_path: Path
 ) -> None:
     trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[start(choice=choice).url])
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(RolloutError, match=sentence):
         trainer.engine.generate([[3]], trainer.sampling)
 
 
