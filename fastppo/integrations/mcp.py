@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shlex
 from typing import Any
@@ -29,6 +30,9 @@ except ImportError:  # its name in version 1
 
 START_TIMEOUT = 30.0
 """Seconds in which a server has said which tools it has."""
+
+LINES = logging.getLogger("mcp.client.stdio")
+"""Where the package logs, with a traceback, each line of a server that is no message."""
 
 TAKEN = ("reset", "step", "get_reward", "close", "stop_on", "tool_schemas")
 """Names that mean something else in a class of tools."""
@@ -75,6 +79,8 @@ class Server:
     """
 
     def __init__(self, command: str) -> None:
+        if not command.strip():
+            raise DataError("expected mcp:COMMAND, got no command")
         self.command = command
         program, *arguments = shlex.split(command)
         self.parameters = StdioServerParameters(
@@ -84,6 +90,8 @@ class Server:
         self._portal: BlockingPortal | None = None
         self._session: ClientSession
         self._tools: list[dict[str, Any]] = []
+        self._is_told = False
+        """Whether it was said that the server writes what is no message."""
 
     def tools(self) -> list[dict[str, Any]]:
         """What the server lists, as the protocol has it; starts it."""
@@ -124,17 +132,30 @@ class Server:
                 self._start()
             except (OSError, MCPError, TimeoutError) as error:
                 self._open.close()
-                raise DataError(f"{self.command} does not start an MCP server: {error}") from error
+                reason = str(error) or f"no list of its tools within {START_TIMEOUT:g} s"
+                raise DataError(f"{self.command} does not start an MCP server: {reason}") from error
         assert self._portal is not None
         return self._portal
 
     def _start(self) -> None:
+        LINES.addFilter(self._as_sentence)
+        self._open.callback(LINES.removeFilter, self._as_sentence)
         portal = self._open.enter_context(start_blocking_portal())
         enter = portal.wrap_async_context_manager
         read, write = self._open.enter_context(enter(stdio_client(self.parameters)))
         self._session = self._open.enter_context(enter(ClientSession(read, write)))
         self._tools = portal.call(_list_tools, self._session)
         self._portal = portal
+
+    def _as_sentence(self, record: logging.LogRecord) -> bool:
+        """Makes a sentence, which is said once, of what the package logs."""
+        record.msg = (
+            f"{self.command} writes to stdout what is no message of MCP; its logs belong on stderr"
+        )
+        record.exc_info = None
+        is_first = not self._is_told
+        self._is_told = True
+        return is_first
 
 
 async def _list_tools(session: ClientSession) -> list[dict[str, Any]]:

@@ -118,3 +118,20 @@ def test_a_server_whose_tools_cannot_be_used_is_refused(names: str, says: str) -
 def test_a_command_that_starts_no_server_is_a_sentence(command: str) -> None:
     with pytest.raises(DataError, match=f"^{command} does not start an MCP server: "):
         load_environment(f"mcp:{command}")
+
+
+def test_a_command_that_says_something_else_is_a_sentence_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("fastppo.integrations.mcp.START_TIMEOUT", 2.0)
+    (tmp_path / "talks.py").write_text(
+        "import time\nfor _ in range(3):\n    print('Hello.', flush=True)\ntime.sleep(60)\n"
+    )
+    command = f"{sys.executable} {tmp_path / 'talks.py'}"
+    with pytest.raises(DataError, match="start an MCP server: no list of its tools within 2 s"):
+        load_environment(f"mcp:{command}")
+    (record,) = caplog.records
+    assert record.message.startswith(f"{command} writes to stdout what is no message")
+    assert record.exc_info is None
+    with pytest.raises(DataError, match="expected mcp:COMMAND, got no command"):
+        load_environment("mcp:")
