@@ -105,15 +105,17 @@ def print_table(head: Sequence[str], rows: Mapping[str, Sequence[str]]) -> None:
 
 
 def figure_of(panels: Sequence[tuple[str, str, str]]) -> Any:
-    """A figure with a panel for each (title, x label, y label)."""
+    """A figure with a panel for each (title, x label, y label), three to a row."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    size = (4.6 * len(panels), 3.7)
-    figure, _ = plt.subplots(1, len(panels), figsize=size, layout="constrained")
-    for axis, (title, x_label, y_label) in zip(figure.axes, panels, strict=True):
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = plt.figure(figsize=(4.6 * columns, 3.7 * rows), layout="constrained")
+    for place, (title, x_label, y_label) in enumerate(panels, start=1):
+        axis = figure.add_subplot(rows, columns, place)
         axis.set_title(title, loc="left", fontweight="bold", fontsize=11)
         axis.set_xlabel(x_label)
         axis.set_ylabel(y_label)

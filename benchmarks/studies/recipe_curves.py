@@ -1,39 +1,64 @@
 """The curves of recipes by seed: the reward of every iteration, of runs that `fastppo recipe` made.
 
     for seed in 0 1 2; do fastppo recipe arithmetic --seed $seed --out runs/arithmetic-$seed; done
-    python -m benchmarks.studies.recipe_curves runs arithmetic calculator
+    python -m benchmarks.studies.recipe_curves runs
 
-draws `recipe-curves.svg` into the folder of the runs.
+adds the runs in folders NAME-SEED to `benchmarks/results/studies/recipe-curves.json`, and draws all
+that are there as `recipe-curves.svg` into the folder of the runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from benchmarks.studies.common import column, figure_of
 from fastppo.run.log import read_jsonl
 
+KEPT = Path(__file__).parents[1] / "results" / "studies" / "recipe-curves.json"
 
-def draw(runs: Path, recipes: list[str]) -> Path:
-    """A panel for each recipe, with a curve for each of its folders NAME-SEED."""
-    panels = [(recipe, "iteration", "reward on the prompts") for recipe in recipes]
-    figure = figure_of(panels)
-    for recipe, axis in zip(recipes, figure.axes, strict=True):
-        for folder in sorted(runs.glob(f"{recipe}-*")):
-            records = read_jsonl(folder / "ppo" / "metrics.jsonl")
-            seed = folder.name.removeprefix(f"{recipe}-")
-            axis.plot(column(records, "reward"), linewidth=1.4, label=f"seed {seed}")
+Curves = dict[str, dict[str, list[float]]]
+"""Of each recipe and seed the reward on the prompts of every iteration."""
+
+
+def curves_of(runs: Path) -> Curves:
+    """Those of the finished iterations of all runs in the folder."""
+    curves: Curves = {}
+    for metrics in sorted(runs.glob("*-*/ppo/metrics.jsonl")):
+        recipe, _, seed = metrics.parts[-3].rpartition("-")
+        rewards = column(read_jsonl(metrics), "reward")
+        curves.setdefault(recipe, {})[seed] = [round(float(reward), 4) for reward in rewards]
+    return curves
+
+
+def draw(curves: Curves, path: Path) -> None:
+    """A panel for each recipe, with a curve for each seed."""
+    figure = figure_of([(recipe, "iteration", "reward on the prompts") for recipe in curves])
+    for seeds, axis in zip(curves.values(), figure.axes, strict=True):
+        for seed, rewards in seeds.items():
+            iterations = range(1, len(rewards) + 1)
+            axis.plot(iterations, rewards, linewidth=1.4, label=f"seed {seed}")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.legend(frameon=False)
-    figure.savefig(runs / "recipe-curves.svg", metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None})
+
+
+def add(runs: Path, kept: Path) -> Path:
+    """Adds the runs to the curves that are kept, and draws them all."""
+    curves: Curves = json.loads(kept.read_text("utf-8")) if kept.exists() else {}
+    for recipe, seeds in curves_of(runs).items():
+        curves[recipe] = dict(sorted((curves.get(recipe, {}) | seeds).items()))
+    curves = dict(sorted(curves.items()))
+    kept.write_text(json.dumps(curves) + "\n", encoding="utf-8")
+    draw(curves, runs / "recipe-curves.svg")
     return runs / "recipe-curves.svg"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path, help="the folder of the runs, named NAME-SEED")
-    parser.add_argument("recipes", nargs="+", help="names of recipes")
-    print(draw(**vars(parser.parse_args())))
+    print(add(parser.parse_args().runs, KEPT))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,24 @@ from benchmarks.studies import critic, recipe_curves
 from fastppo.recipes.catalogue import Recipe
 
 
-def test_the_curves_of_a_recipe_are_those_of_its_seeds(tmp_path: Path) -> None:
-    for seed in (0, 3):
-        run = tmp_path / f"arithmetic-{seed}" / "ppo"
+def test_the_curves_of_a_recipe_are_those_of_its_seeds_and_earlier_ones_stay(
+    tmp_path: Path,
+) -> None:
+    for folder in ("arithmetic-0", "arithmetic-3", "smollm2-tools-0"):
+        run = tmp_path / folder / "ppo"
         run.mkdir(parents=True)
         (run / "metrics.jsonl").write_text('{"reward": 0.5}\n{"reward": 0.75}\n')
-    figure = recipe_curves.draw(tmp_path, ["arithmetic"])
-    assert figure.read_text().count("<!-- seed") == 2
-    assert "<!-- seed 3 -->" in figure.read_text()
+    kept = tmp_path / "kept.json"
+    kept.write_text('{"guess": {"1": [0.1, 0.2]}, "arithmetic": {"2": [0.25], "3": [0.0]}}')
+    figure = recipe_curves.add(tmp_path, kept)
+    assert json.loads(kept.read_text()) == {
+        "arithmetic": {"0": [0.5, 0.75], "2": [0.25], "3": [0.5, 0.75]},
+        "guess": {"1": [0.1, 0.2]},
+        "smollm2-tools": {"0": [0.5, 0.75]},
+    }
+    drawn = figure.read_text()
+    assert [drawn.count(f"<!-- {name} -->") for name in ("guess", "smollm2-tools")] == [1, 1]
+    assert drawn.count("<!-- seed") == 5
 
 
 def test_the_critic_of_each_task_is_as_its_setting_says_and_no_other_setting_has_one(
