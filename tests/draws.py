@@ -287,3 +287,11 @@ def as_linear(keywords: dict[str, Any]) -> dict[str, Any]:
         identity = torch.eye(ref_logits.shape[-1], dtype=ref_logits.dtype)
         keywords |= {"ref_hidden": ref_logits, "ref_weight": identity}
     return keywords
+
+
+def head(
+    shape: tuple[int, ...], vocab: int, width: int, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    """[hidden (*shape, width), weight, bias], leaves."""
+    parts = (torch.randn(*shape, width), torch.randn(vocab, width), torch.randn(vocab))
+    return [x.to(dtype).requires_grad_() for x in parts]

@@ -55,12 +55,6 @@ def gradient_close(
     )
 
 
-def head(hidden_shape: tuple[int, ...], vocab: int, width: int, dtype: torch.dtype) -> list[Tensor]:
-    """[hidden, weight, bias], leaves."""
-    draws = (torch.randn(*hidden_shape, width), torch.randn(vocab, width), torch.randn(vocab))
-    return [x.to(dtype).requires_grad_() for x in draws]
-
-
 def run(
     path: str, data: draws.Batch, keywords: dict[str, Any], mask: Tensor | None = None
 ) -> tuple[fastppo.PPOLoss, Tensor]:
@@ -212,7 +206,7 @@ def test_frozen_parts_of_the_head_get_no_gradient_and_change_no_other(
     trained: tuple[int, int, int], statistics: bool
 ) -> None:
     data = draws.batch((N,), V)
-    parts = [x.detach() for x in head((N,), V, H, torch.float64)]
+    parts = [x.detach() for x in draws.head((N,), V, H)]
 
     def gradients(trained: tuple[int, ...]) -> list[Tensor | None]:
         leaves = [x.clone().requires_grad_(bool(on)) for x, on in zip(parts, trained, strict=True)]
@@ -472,7 +466,7 @@ def test_the_scale_of_a_loss_reaches_fp16_gradients_before_they_are_rounded() ->
     scale = 2.0**16
     options: dict[str, Any] = {"denominator": 1e6, "entropy_coef": 0.01}
     data = draws.batch((40,), 101, torch.float16)
-    narrow = head((40,), 101, H, torch.float16)
+    narrow = draws.head((40,), 101, H, torch.float16)
     wide = [x.detach().double().requires_grad_() for x in narrow]
     logits = wide[0] @ wide[1].T + wide[2]
     old = fastppo.token_logprobs(logits, data.tokens).detach()

@@ -20,12 +20,6 @@ import fastppo
 N, V, H = 6, 11, 5
 
 
-def head(rows: int, vocab: int, width: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """[hidden, weight, bias], leaves."""
-    parts = (torch.randn(rows, width), torch.randn(vocab, width), torch.randn(vocab))
-    return [x.to(dtype).requires_grad_() for x in parts]
-
-
 def assert_near(actual: Any, expected: Any, tolerance: float) -> None:
     for one, other in zip(actual, expected, strict=True):
         assert one.shape == other.shape
@@ -48,7 +42,7 @@ softmaxes = pytest.mark.parametrize("softmax", SOFTMAX_KEYWORDS, ids=lambda k: "
 def test_gradcheck_of_linear_token_statistics(softmax: dict[str, Any]) -> None:
     """Against a reference head of another width; each statistic with its own upstream gradient."""
     tokens = torch.tensor([0, 4, 2, 2])
-    ref_hidden, ref_weight, ref_bias = (x.detach() for x in head(4, 5, 2))
+    ref_hidden, ref_weight, ref_bias = (x.detach() for x in draws.head((4,), 5, 2))
 
     def stats(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
         out = fastppo.linear_token_stats(
@@ -65,7 +59,7 @@ def test_gradcheck_of_linear_token_statistics(softmax: dict[str, Any]) -> None:
         assert out.kl is not None
         return out.logprobs, out.entropy, out.kl
 
-    assert gradcheck(stats, head(4, 5, 3))
+    assert gradcheck(stats, draws.head((4,), 5, 3))
 
 
 @softmaxes
@@ -116,7 +110,7 @@ def test_a_row_whose_statistics_do_not_count_may_hold_anything(backend: str) -> 
 
 
 def test_without_a_reference_there_is_no_kl() -> None:
-    hidden, weight, bias = head(N, V, H)
+    hidden, weight, bias = draws.head((N,), V, H)
     tokens = torch.randint(V, (N,))
     stats = fastppo.linear_token_stats(hidden, weight, tokens, bias=bias)
     assert stats.kl is None
@@ -133,7 +127,7 @@ def test_without_a_reference_there_is_no_kl() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_kl_of_a_head_to_itself_is_zero_and_so_is_its_gradient(dtype: torch.dtype) -> None:
     """To the bit: policy and reference are summed in one order."""
-    hidden, weight, bias = head(N, 1009, H, dtype)
+    hidden, weight, bias = draws.head((N,), 1009, H, dtype)
     stats = fastppo.linear_token_stats(
         hidden, weight, torch.randint(1009, (N,)), bias=bias, chunk_size=4,
         ref_hidden=hidden.detach(), ref_weight=weight.detach(), ref_bias=bias.detach(),
