@@ -177,6 +177,10 @@ REWARDS = {
     "an exit": "import sys; sys.exit(0)",
     "an interrupt": "raise KeyboardInterrupt",
     "a StopIteration": "raise StopIteration",
+    "a coroutine": """
+        async def answer(): return [1.0] * len(prompts)
+        return answer()
+    """,
     "a tolist that raises": """
         class Odd:
             def tolist(self): raise KeyError("odd")
@@ -215,6 +219,7 @@ SAYS = {
     "an exit": "raised SystemExit(0)",
     "an interrupt": "raised KeyboardInterrupt()",
     "a StopIteration": "raised StopIteration()",
+    "a coroutine": "returned a coroutine: expected a plain `def`",
     "a tolist that raises": "returned Odd, which raised KeyError('odd') when read",
     "a list whose methods raise": "returned Odd, which raised KeyError('odd') when read",
     "a class that raises": "returned Odd, which raised KeyError('odd') when read",
@@ -310,6 +315,30 @@ def test_a_reward_that_raises_is_told_by_its_line(folder: Folder, run: Run) -> N
     saved = json.loads((folder.run / "failed_reward.json").read_text())
     assert "line 4, in count" in saved["traceback"]
     assert "JSONDecodeError: Expecting value" in saved["traceback"]
+
+
+POOLS = {
+    "ProcessPoolExecutor": "ProcessPoolExecutor(1, mp_context=get_context('fork'))",
+    "Pool": "get_context('fork').Pool(1)",
+}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_what_a_worker_of_a_reward_raises_is_told_by_its_line(
+    pool: str, folder: Folder, run: Run
+) -> None:
+    folder.reward.write_text(
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "from multiprocessing import get_context\n"
+        "def one(text):\n"
+        "    return {}[text]\n"
+        "def count(prompts, completions, **columns):\n"
+        f"    with {POOLS[pool]} as pool:\n"
+        "        return list(pool.map(one, completions))\n"
+    )
+    code, said = run()
+    assert code == 1
+    assert f"({folder.reward}, line 4, in one: return {{}}[text])" in said
 
 
 @pytest.mark.parametrize("name", ["{file}:count", "count_w7:count"])

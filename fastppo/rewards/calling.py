@@ -20,6 +20,7 @@ import contextlib
 import importlib
 import inspect
 import os
+import re
 import signal
 import sys
 import threading
@@ -43,6 +44,9 @@ NOT_OF_USERS = (
 )
 """What the names of files begin with that are no user's: this package's, and Python's own that
 import one."""
+
+FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)\n +(.+)')
+"""As Python writes one in a traceback."""
 
 ANSWERS_WITHIN = 1.0
 """Seconds in which an event loop that nothing blocks has answered."""
@@ -255,7 +259,7 @@ def place_of(error: BaseException | None) -> str:
         return ""
     frames = [
         frame
-        for frame in traceback.extract_tb(error.__traceback__)
+        for frame in [*traceback.extract_tb(error.__traceback__), *_frames_of_worker(error)]
         if not frame.filename.startswith(NOT_OF_USERS)
     ]
     if not frames:
@@ -264,6 +268,17 @@ def place_of(error: BaseException | None) -> str:
     frame = [f for f in frames if f.filename == frames[0].filename][-1]
     code = f": {frame.line}" if frame.line else ""
     return f" ({frame.filename}, line {frame.lineno}, in {frame.name}{code})"
+
+
+def _frames_of_worker(error: BaseException) -> list[traceback.FrameSummary]:
+    """Frames of what a worker of a pool raised, whose traceback is in the text of the cause."""
+    text = getattr(error.__cause__, "tb", None)
+    if not isinstance(text, str):
+        return []
+    return [
+        traceback.FrameSummary(file, int(line), name, lookup_line=False, line=code)
+        for file, line, name, code in FRAME.findall(text)
+    ]
 
 
 def traceback_of(error: BaseException | None) -> str:

@@ -189,6 +189,11 @@ def _validated(name: str, returned: Any, samples: Samples) -> Scored:
     Raises:
         TermError: it is no list with a reward for each sample.
     """
+    if inspect.iscoroutine(returned):
+        returned.close()  # which nobody awaits
+        raise TermError(
+            name, "returned a coroutine: expected a plain `def`, in which asyncio.run may await it"
+        )
     disagreement = None
     if isinstance(returned, Scored):  # of an ensemble, or of a reward that calls `score` itself
         disagreement = returned.disagreement

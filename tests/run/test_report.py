@@ -327,14 +327,28 @@ def test_the_header_says_when_where_and_how_long(run: Path) -> None:
     assert '<a href="samples.jsonl">' in html
 
 
-def test_a_browser_draws_every_chart_without_a_word(run: Path) -> None:
+def _in_browser(path: Path) -> str:
+    """The page as a browser has it, whose console said nothing."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium is installed")
-    path = write_report(run)
-    path.write_text(path.read_text().replace("<details>", "<details open>"))
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
     command += ["--virtual-time-budget=3000", "--dump-dom", path.as_uri()]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "CONSOLE" not in shown.stderr
-    assert shown.stdout.count("<canvas") == len(PANELS) + 1
+    return shown.stdout
+
+
+def test_a_browser_draws_every_chart_without_a_word(run: Path) -> None:
+    path = write_report(run)
+    path.write_text(path.read_text().replace("<details>", "<details open>"))
+    assert _in_browser(path).count("<canvas") == len(PANELS) + 1
+
+
+def test_a_single_iteration_is_not_drawn_as_the_first_of_a_hundred(run: Path) -> None:
+    path = run / "metrics.jsonl"
+    path.write_text(path.read_text().splitlines()[0] + "\n")
+    page = write_report(run)
+    told = "document.title = JSON.stringify(entries.map(({plot}) => plot?.scales.x.max))"
+    page.write_text(page.read_text() + f"<script>setTimeout(() => {{ {told} }}, 1000)</script>")
+    assert "<title>[0.5,0.5,0.5," in _in_browser(page)

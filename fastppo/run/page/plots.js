@@ -73,10 +73,12 @@ function draw(chart, place) {
   if (chart.series.some((each) => each.right)) {
     axes.push({...room(chart.unit + ", right"), scale: "right", side: 1, grid: {show: false}});
   }
+  // Of one iteration; the library would draw a hundred.
+  const single = chart.x.length > 1 ? {} : {range: () => [chart.x[0] - 0.5, chart.x[0] + 0.5]};
   const fixed = chart.range === undefined ? {} : {y: {range: () => chart.range}};
   const options = {
     width: place.clientWidth, height: HEIGHT, series: [{label: chart.xlabel}, ...series], axes,
-    scales: {x: {time: false}, ...fixed}, legend: {show: false},
+    scales: {x: {time: false, ...single}, ...fixed}, legend: {show: false},
     cursor: {points: {size: 6}, drag: {x: true, y: false}},
     plugins: [tooltip(chart)],
   };
