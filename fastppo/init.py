@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import pprint
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -149,6 +150,7 @@ def write_run(
         prompts=given["prompts"],
         environment=given["environment"],
         rewards=rewards,
+        max_new_tokens=1,  # the least, until the context and the prompts are known
     )
     inputs.check_train(config)
     before_loading()
@@ -181,7 +183,7 @@ def write_run(
     plan.show(needed, console)
     if device == "cpu":
         say(console, "no GPU: docs/ten-minutes.md says what 135 M parameters took with these sizes")
-    say(console, f"next: fastppo train --config {run}")
+    say(console, f"next: fastppo train --config {shlex.quote(str(run))}")
 
 
 def _check_new(path: Path) -> None:
@@ -231,7 +233,7 @@ def _run(file: Path, given: dict[str, str], rewards: list[str], *, sizes: str) -
     if rewards:
         lines.append(f"rewards: {_quoted(rewards)}")
     return RUN.format(
-        file=file,
+        file=shlex.quote(str(file)),
         model=_quoted(given["model"]),
         prompts=_quoted(given["prompts"]),
         paid_by="\n".join(lines),

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import runpy
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,13 @@ def test_names_stand_in_the_yaml_as_they_are(
     assert "wrote [bold]/run.yaml\n" in capsys.readouterr().out
     assert 'prompts: "préguntas 🙂.jsonl"' in Path("[bold]/run.yaml").read_text("utf-8")
     assert cli.main(["check", "--config", "[bold]/run.yaml"]) == 0
+
+
+def test_the_next_command_can_be_copied(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "model", "--prompts", "prompts.jsonl", "--out", "my run"]
+    assert cli.main(["init", *flags]) == 0
+    shown = capsys.readouterr().out.splitlines()[-1]
+    assert shlex.split(shown.removeprefix("next: "))[1:] == ["train", "--config", "my run/run.yaml"]
 
 
 def test_a_response_is_as_long_as_the_context_has_room_for(
