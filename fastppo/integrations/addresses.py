@@ -53,7 +53,13 @@ class Address(NamedTuple):
         """Of `name?option=value&…`; values are numbers, booleans or texts, as YAML reads them."""
         name, _, query = text.partition("?")
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
-        return cls(name, {key: yaml.safe_load(value) for key, value in pairs})
+        options = {}
+        for key, value in pairs:
+            try:
+                options[key] = yaml.safe_load(value)
+            except yaml.YAMLError as error:
+                raise ValueError(f"option {key}: YAML cannot read {value!r}") from error
+        return cls(name, options)
 
 
 def as_opening(text: str, prompt: Any) -> Any:
@@ -79,7 +85,10 @@ def load_prompts(spec: str, split: str = "train") -> Rows:
     """
     if not is_address(spec):
         return rows.load_rows(spec, split)
-    return _use(spec, "prompts", lambda adapter, target: adapter.load_prompts(Address.of(target)))
+    tasks = _use(spec, "prompts", lambda adapter, target: adapter.load_prompts(Address.of(target)))
+    if not tasks:
+        raise DataError(f"prompts {spec}: there are no tasks")
+    return tasks
 
 
 def load_environment(spec: str) -> Callable[[], Any]:
@@ -98,7 +107,14 @@ def load_reward(spec: str) -> Callable[..., Any]:
     Raises:
         DataError: as `load_prompts`.
     """
-    return _use(spec, "reward", lambda adapter, target: adapter.REWARDS[target])
+
+    def load(adapter: ModuleType, target: str) -> Callable[..., Any]:
+        if target not in adapter.REWARDS:
+            known = ", ".join(adapter.REWARDS)
+            raise DataError(f"reward {spec}: expected one of {known}, got {target!r}")
+        return adapter.REWARDS[target]
+
+    return _use(spec, "reward", load)
 
 
 def _use(spec: str, what: str, load: Callable[[ModuleType, str], Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import sys
 import threading
 import types
@@ -87,10 +88,20 @@ def test_tasks_of_reasoning_gym_are_scored_by_its_own_verifier() -> None:
     assert scores[0] == 1.0
 
 
-def test_a_dataset_that_reasoning_gym_does_not_have_is_a_sentence() -> None:
+@pytest.mark.parametrize(
+    ("load", "spec", "sentence"),
+    [
+        (load_prompts, "reasoning-gym:no_such", "no_such"),
+        (load_prompts, "reasoning-gym:chain_sum?size=[", r"option size: YAML cannot read '\['$"),
+        (load_reward, "reasoning-gym:score", "expected one of score_answer, got 'score'$"),
+    ],
+)
+def test_what_reasoning_gym_does_not_have_is_a_sentence(
+    load: Any, spec: str, sentence: str
+) -> None:
     pytest.importorskip("reasoning_gym")
-    with pytest.raises(DataError, match=r"prompts reasoning-gym:no_such: .*no_such"):
-        load_prompts("reasoning-gym:no_such")
+    with pytest.raises(DataError, match=f"{re.escape(spec)}: .*{sentence}"):
+        load(spec)
 
 
 # --------------------------------------------------------------------------------------- TextArena
@@ -130,6 +141,12 @@ def test_a_game_of_two_without_an_opponent_is_a_sentence() -> None:
     pytest.importorskip("textarena")
     with pytest.raises(DataError, match=r"environment textarena:TicTacToe-v0: .*players"):
         load_environment("textarena:TicTacToe-v0")
+
+
+def test_no_games_are_a_sentence() -> None:
+    pytest.importorskip("textarena")
+    with pytest.raises(DataError, match=r"prompts textarena:.*size=0: there are no tasks"):
+        load_prompts("textarena:GuessTheNumber-v0?size=0")
 
 
 def test_games_are_told_apart_by_seed_and_are_chats_where_that_is_asked() -> None:
