@@ -27,9 +27,9 @@ from fastppo.rollout.decoder import DecoderEngine
 class State:
     """What the server has."""
 
-    def __init__(self, model: str, choice: dict[str, Any]) -> None:
+    def __init__(self, model: str, changes: dict[str, Any]) -> None:
         self.base = model
-        self.choice = choice
+        self.changes = changes
         self.policy = LanguageModel(AutoModelForCausalLM.from_pretrained(model))
         self.adapters: dict[str, str] = {}
         self.version = "default"
@@ -50,7 +50,7 @@ class State:
             self.policy = LanguageModel(AutoModelForCausalLM.from_pretrained(directory))
             return {"results": [None]}
         if path == "/reset_prefix_cache":
-            return {"success": True}
+            return {"success": self.changes.get("success", True)}
         if path == "/update_weight_version":
             self.version = body["new_version"]
             return {}
@@ -85,15 +85,17 @@ class State:
             "token_ids": rollout.tokens[0],
             "logprobs": {"token_logprobs": rollout.sampler_logprobs[0].tolist()},
             "finish_reason": rollout.finish_reasons[0],
-            **self.choice,
+            **self.changes,
         }
 
 
-def serve(port: int, model: str, statuses: dict[str, int], choice: dict[str, Any]) -> None:
+def serve(
+    port: int, model: str, statuses: dict[str, int], changes: dict[str, Any], key: str | None
+) -> None:
     """Answers at a port of this machine, those addresses with their statuses, until it is ended;
-    what is in `choice` takes the place of what a response has."""
+    what is in `changes` takes the place of what it answers, and a key must come with requests."""
     torch.set_num_threads(1)
-    state = State(model, choice)
+    state = State(model, changes)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -104,6 +106,8 @@ def serve(port: int, model: str, statuses: dict[str, int], choice: dict[str, Any
 
         def respond(self, body: dict[str, Any]) -> None:
             status = statuses.get(self.path, 200)
+            if key and self.command == "POST" and self.headers["Authorization"] != f"Bearer {key}":
+                status = statuses[self.path] = 401
             if status == 0:
                 os._exit(1)
             content = b"a sentence"

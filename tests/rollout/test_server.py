@@ -90,9 +90,15 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 def start(base: str) -> Iterator[Callable[..., Running]]:
     started = []
 
-    def run(model: str = base, choice: dict[str, Any] | None = None, **statuses: int) -> Running:
+    def run(
+        changes: dict[str, Any] | None = None,
+        *,
+        model: str = base,
+        key: str | None = None,
+        **statuses: int,
+    ) -> Running:
         by_address = {f"/{name}": status for name, status in statuses.items()}
-        started.append(Running(completion_server.serve, model, by_address, choice or {}))
+        started.append(Running(completion_server.serve, model, by_address, changes or {}, key))
         return started[-1]
 
     yield run
@@ -275,20 +281,42 @@ def test_a_server_that_is_none_of_vllms_is_a_sentence(
 
 
 @pytest.mark.parametrize(
-    ("choice", "sentence"),
+    ("changes", "sentence"),
     [
         ({"token_ids": [10**9]}, r"response 0 must be 1 to 4 token ids in \[0, 43\), got \[1000"),
         ({"token_ids": [5] * 5}, "response 0 must be 1 to 4 token ids"),
         ({"logprobs": {"token_logprobs": []}}, "must have a finite logprob for each token"),
         ({"logprobs": {}}, "answers as none of vLLM does"),
+        ({"prompt_token_ids": [4]}, "read another prompt than it was given"),
     ],
 )
 def test_a_response_that_cannot_be_trained_on_is_a_sentence(
-    choice: dict[str, Any], sentence: str, start: Callable[..., Running], tmp_path: Path
+    changes: dict[str, Any], sentence: str, start: Callable[..., Running], tmp_path: Path
 ) -> None:
-    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[start(choice=choice).url])
+    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[start(changes).url])
     with pytest.raises(RolloutError, match=sentence):
         trainer.engine.generate([[3]], trainer.sampling)
+
+
+def test_a_prefix_cache_that_is_not_emptied_is_a_sentence(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    urls = [start({"success": False}).url]
+    with pytest.raises(RolloutError, match="did not empty its prefix cache: who else"):
+        make_trainer(tmp_path, **OPTIONS, rollout_urls=urls).train()
+
+
+@pytest.mark.parametrize("key", ["secret", "another"])
+def test_the_key_goes_along(
+    key: str, start: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(server.TOKEN, key)
+    trainer = make_trainer(tmp_path, **OPTIONS, rollout_urls=[start(key="secret").url])
+    if key == "secret":
+        assert trainer.engine.generate([[3]], trainer.sampling).tokens
+    else:
+        with pytest.raises(RolloutError, match="answered 401"):
+            trainer.engine.generate([[3]], trainer.sampling)
 
 
 def _assert_draws_by_row(trainer: PPOTrainer) -> None:
