@@ -212,6 +212,10 @@ def recipe(
     chosen = find(name)
     folder = Path(out or Path("runs") / name)
     if show:
+        if options:
+            raise ValueError(
+                f"--show prints the recipe as it is: expected no options, got {options[0]}"
+            )
         print(chosen.config(folder), end="")
         return
     with TemporaryDirectory() as temporary:  # wrong options leave no files in the folder

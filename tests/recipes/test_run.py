@@ -193,6 +193,7 @@ def test_files_of_another_seed_or_recipe_are_refused(tmp_path: Path) -> None:
         (["arithmetic", "--config=x.yaml"], "a recipe has a config of its own"),
         (["--out", "mine"], "expected its name before them"),
         (["--show"], "expected its name before them"),
+        (["calculator", "--show", "--kl_coef", "1"], "expected no options, got --kl_coef"),
         (["arithmetic", "--learning_rate", "0"], "learning_rate must be > 0"),
     ],
 )
