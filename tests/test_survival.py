@@ -796,6 +796,12 @@ def _forge_a_stage(kind: str, checkpoint: Path) -> str:
     elif kind == "no moments":
         optimizer["state"] = {}
         says += "it has no moments"
+    elif kind == "a step of two numbers":
+        optimizer["state"][0]["step"] = torch.zeros(2)
+        says += "step is no number"
+    elif kind == "weights in the form of a pickle":
+        (checkpoint / "pytorch_model.bin").touch()
+        says = "pytorch_model.bin is none of a stage's files"
     elif kind == "another option":
         optimizer["param_groups"][0]["betas"] = 5
         says += "betas is 5"
@@ -830,6 +836,8 @@ def _forge_a_stage(kind: str, checkpoint: Path) -> str:
 STAGE_FORGERIES = (
     "complex moments",
     "no moments",
+    "a step of two numbers",
+    "weights in the form of a pickle",
     "another option",
     "another step",
     "an interval that is a list",
