@@ -90,6 +90,22 @@ def test_an_edited_callable_is_another_run(option: str, folder: Folder, run: Run
     assert "belongs to another run: the content of " in said
 
 
+def test_a_function_that_makes_tools_is_told_to_name_their_class(folder: Folder, run: Run) -> None:
+    file = folder.path / "tools.py"
+    file.write_text(
+        "class Tools:\n"
+        "    def reset(self, prompt): pass\n"
+        "    def add(self, a: int, b: int) -> int:\n"
+        '        """Adds."""\n'
+        "        return a + b\n"
+        "def make(): return Tools()\n"
+    )
+    code, said = run(environment=f"{file}:make")
+    assert code == 1
+    assert "environment 'make' has no method step" in said
+    assert "the option names the class itself" in said
+
+
 def test_environments_that_block_where_they_are_made_have_one_limit(
     folder: Folder, run: Run
 ) -> None:

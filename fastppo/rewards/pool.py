@@ -31,6 +31,7 @@ from fastppo.rewards.calling import (
 )
 from fastppo.rewards.reading import METHODS, columns_for, signature_of
 from fastppo.rewards.reward import MAX_REWARD, plain_number
+from fastppo.rewards.tools import is_tool_class
 
 
 class Answer(NamedTuple):
@@ -185,7 +186,10 @@ class EnvironmentPool:
             except UserCodeError as error:
                 return {row: _failure(error, "where it is made")}
             if lacking:
-                return {row: Failure(f"has no method {lacking[0]}")}
+                hint = ""
+                if is_tool_class(type(environment)):
+                    hint = "; its methods are tools where the option names the class itself"
+                return {row: Failure(f"has no method {lacking[0]}{hint}")}
             self._environments[row] = environment
         return {}
 
