@@ -701,7 +701,12 @@ def check_evaluation(config: PPOConfig) -> None:
 
 
 def check_watching(config: PPOConfig) -> None:
-    """Raises ValueError for thresholds and trackers that are not understood."""
+    """Raises ValueError for thresholds, metrics and trackers that are not understood."""
+    if config.checkpoint_best is not None and not config.checkpoint_best.removeprefix("min:"):
+        raise ValueError(
+            f"checkpoint_best must name a metric, as `reward` or `min:kl`, got "
+            f"{config.checkpoint_best!r}"
+        )
     for text in config.warn_if:
         parse_threshold(text, "warn_if")
     for text in config.stop_if:
