@@ -233,7 +233,16 @@ def test_a_gpu_that_is_not_there_is_refused_in_a_sentence(command, tmp_path: Pat
     data = str(tmp_path / "d.jsonl")
     Path(data).write_text('{"prompt": "w1"}')
     flags = {
-        "train": ["--model", model, "--prompts", data, "--rewards", "tiny:count_w7"],
+        "train": [
+            "--model",
+            model,
+            "--prompts",
+            data,
+            "--rewards",
+            "tiny:count_w7",
+            "--max_new_tokens",
+            "8",
+        ],
         "sft": ["--model", model, "--data", data],
         "reward": ["--model", model, "--data", data],
         "generate": ["--models", model, "--prompt", "w1"],

@@ -173,6 +173,7 @@ def _check(folder: Path, reward: str) -> int:
         "prompts": str(folder / "prompts.jsonl"),
         "rewards": [f"{folder / 'reward.py'}:own"],
         "output_dir": str(folder / "run"),
+        "max_new_tokens": 8,  # the tiny model has a context of 64
     }
     (folder / "run.yaml").write_text(yaml.safe_dump({**_grpo(), **run}))
     return cli.main(["check", "--config", str(folder / "run.yaml")])
